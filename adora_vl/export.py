@@ -14,7 +14,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from adora_vl.utils.cli import Parser, exit_code_of, imports
 from adora_vl.utils.cli import path as a_path
@@ -39,6 +39,7 @@ with imports():
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from peft import PeftModel
     from transformers import ProcessorMixin
 
 # By default vLLM takes the repetition penalty of the model's own generation config, and listens on
@@ -98,7 +99,7 @@ def _refuse_existing(output: Path) -> None:
 
 
 def save_merged(
-    model: Any, processing_class: ProcessorMixin, folder: Path, accelerator: Accelerator
+    model: PeftModel, processing_class: ProcessorMixin, folder: Path, accelerator: Accelerator
 ) -> bool:
     """Write a PEFT model with its adapter merged in, and the processor, into `folder`.
 
@@ -237,6 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
 
     def command() -> None:
+        """Export what the words name, and print where it is."""
         options = parser.parse_args(arguments)
         from safetensors import SafetensorError
 

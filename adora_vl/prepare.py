@@ -8,26 +8,25 @@ from adora_vl.utils.launch import prepare_engine_environment, use_expandable_seg
 
 if TYPE_CHECKING:
     from adora_vl.config.command import CliArgs
-    from adora_vl.config.run_context import DryRunOptions
-    from adora_vl.config.schema import Parsed
-    from adora_vl.preflight.resolved_run import ResolvedRun, RunRequest
+    from adora_vl.config.dry_run_options import DryRunOptions
+    from adora_vl.config.run_context import OutputDirMode
+    from adora_vl.preflight.facts import ResolvedRun
 
 
-def prepare(cli_args: CliArgs, *, to_train: bool = True) -> ResolvedRun:
+def prepare(cli_args: CliArgs, output_dir: OutputDirMode = "take") -> ResolvedRun:
     """Check the run of a command. Raises `UserError`.
 
-    `to_train`: lock `output_dir` and print the first lines of the run; else the folder is only
-    looked at.
+    `output_dir`: whether the folder is locked for the run, which then prints its first lines, or
+    only looked at.
     """
     prepare_engine_environment()
     use_expandable_segments()
     from adora_vl.config.run_context import RunContext
-    from adora_vl.config.schema import build
-    from adora_vl.preflight.run_checks import resolve_run
+    from adora_vl.preflight.request import request_from_command
+    from adora_vl.preflight.run_checks import run_checks
 
-    request = _request_of(cli_args, build(cli_args))
-    run = resolve_run(request, RunContext.of_launch("take" if to_train else "look"))
-    if to_train and run.is_main_process:
+    run = run_checks(request_from_command(cli_args), RunContext.of_launch(output_dir))
+    if output_dir == "take" and run.request.is_main_process:
         print("\n".join(run.first_lines()), flush=True)
     return run
 
@@ -36,42 +35,11 @@ def prepare_on_paper(cli_args: CliArgs, options: DryRunOptions) -> ResolvedRun:
     """Check the command as a dry run, on this machine or for another one. Raises `UserError`."""
     prepare_engine_environment()
     from adora_vl.config.run_context import RunContext
-    from adora_vl.preflight.run_checks import resolve_run
+    from adora_vl.preflight.request import request_from_command
+    from adora_vl.preflight.run_checks import run_checks
 
-    parsed, local = _build_for_any_machine(cli_args)
-    request = _request_of(cli_args, parsed, max_rows=options.rows)
-    return resolve_run(request, RunContext.of_dry_run(options, local=local))
-
-
-def _request_of(cli_args: CliArgs, parsed: Parsed, max_rows: int | None = None) -> RunRequest:
-    """The request for a run that a command makes; `parsed` are its three dataclasses."""
-    from adora_vl.models.check import lora_of
-    from adora_vl.preflight.resolved_run import ModelSource, RunRequest
-
-    script, config, model = parsed
-    return RunRequest(
-        config=config,
-        model=ModelSource(keys=model, peft_config=lora_of(model)),
-        rows=script,
-        cli_args=cli_args,
-        max_rows=max_rows,
+    processes = RunContext.of_dry_run(options, local=False).sharding.processes
+    request = request_from_command(
+        cli_args, any_machine=True, max_rows=options.rows, processes=processes
     )
-
-
-def _build_for_any_machine(cli_args: CliArgs) -> tuple[Parsed, bool]:
-    """Build the three dataclasses, and tell whether this machine could run them.
-
-    A dry run on a laptop reads the config of a run on GPUs, which Transformers refuses there: the
-    keys that it refuses are switched off while the dataclasses are built, and restored.
-    """
-    from adora_vl.config.schema import NoGPUError, build
-
-    try:
-        return build(cli_args), True
-    except NoGPUError as error:
-        key = error.key
-    parsed = build(cli_args.but(use_cpu=True, bf16=False, fp16=False))
-    _, config, _ = parsed
-    config.use_cpu = False
-    setattr(config, key, True)
-    return parsed, False
+    return run_checks(request, RunContext.of_dry_run(options, local=request.runs_here))

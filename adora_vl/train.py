@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adora_vl.utils import errors
-from adora_vl.utils.cli import EXIT_INTERRUPTED, imports
+from adora_vl.utils.cli import EXIT_INTERRUPTED, READING_S, announce_reading, imports
 from adora_vl.utils.errors import DiskFullError, RolloutError, RunError, UserError
 from adora_vl.utils.files import disk_is_full, written_to
 from adora_vl.utils.launch import STARTUP_LOG, StartupLog, leave, watch_launcher
@@ -24,14 +24,14 @@ from adora_vl.utils.versions import check_versions
 
 with imports():
     from adora_vl.config.command import CliArgs, read
+    from adora_vl.config.dry_run_options import take_options
     from adora_vl.config.help import asks_for_help, help_text
-    from adora_vl.config.run_context import take_options
     from adora_vl.prepare import prepare
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    from adora_vl.preflight.resolved_run import ResolvedRun
+    from adora_vl.preflight.facts import ResolvedRun
     from adora_vl.trainer import AdoraGRPOTrainer
 
 # Seconds before a rank other than the first reports a mistake of its own. The launcher ends it
@@ -45,16 +45,16 @@ def build_trainer(run: ResolvedRun) -> AdoraGRPOTrainer:
     from adora_vl.trainer import AdoraGRPOTrainer
 
     config = run.config
-    model = run.model
-    init_kwargs: dict[str, Any] = {"revision": run.revision, "dtype": model.dtype}
-    if model.attn_implementation is not None:
-        init_kwargs["attn_implementation"] = model.attn_implementation
+    keys = run.request.model.keys
+    init_kwargs: dict[str, Any] = {"revision": run.model.revision, "dtype": keys.dtype}
+    if keys.attn_implementation is not None:
+        init_kwargs["attn_implementation"] = keys.attn_implementation
     config.model_init_kwargs = {**init_kwargs, **(config.model_init_kwargs or {})}
     return AdoraGRPOTrainer(
-        model=model.model_name_or_path,
+        model=keys.model_name_or_path,
         reward_funcs=list(run.rewards.functions),
         args=config,
-        train_dataset=run.dataset,
+        train_dataset=run.data.train,
         peft_config=run.request.model.peft_config,
         run=run,
     )
@@ -67,10 +67,10 @@ def load(run: ResolvedRun, log: Path) -> AdoraGRPOTrainer:
     for anything else that cannot be loaded.
     """
     init_kwargs = dict(run.config.model_init_kwargs or {})
-    if run.is_main_process:
+    if run.request.is_main_process:
         print(f"Loading model and engine; what the libraries say is in {log}", flush=True)
     try:
-        with StartupLog(log, first=run.is_main_process):
+        with StartupLog(log, first=run.request.is_main_process):
             return build_trainer(run)
     except (UserError, RunError, RolloutError):
         raise
@@ -101,6 +101,7 @@ def speak_from_the_first_step(trainer: AdoraGRPOTrainer, startup: StartupLog) ->
             control: TrainerControl,
             **kwargs: Any,
         ) -> None:
+            """Release the output of the start, since the steps come next."""
             startup.release()
 
     trainer.callback_handler.callbacks.insert(0, Speak())
@@ -185,7 +186,7 @@ def train(cli_args: CliArgs) -> int:
     run = prepare(cli_args)
     output_dir = Path(run.config.output_dir)
     if run.finished:
-        if run.is_main_process:
+        if run.request.is_main_process:
             copy_finished(run.finished, output_dir)
         return 0
     trainer = load(run, output_dir / STARTUP_LOG)
@@ -236,7 +237,7 @@ def print_summary(
         config=run.config,
         model=model_folder,
         seconds=seconds,
-        data=run.data[0],
+        data=run.data.folders[0],
         command=trainer.manifest["command"],
     )
     print("\n".join(lines), flush=True)
@@ -292,6 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_versions(use_vllm=False)
         options, training_arguments = take_options(words)
         cli_args = read(words if options is None else training_arguments)
+        announce_reading(READING_S)
         if options is None:
             return train(cli_args)
         from adora_vl.planning.dry_run import dry_run

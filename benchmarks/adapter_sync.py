@@ -114,10 +114,10 @@ def by_files(folder: str, rank: int, until: ExitStack) -> Push:
     ]
     words += ["--max-model-len", "256", "--port", str(port), "--host", "127.0.0.1"]
     words += ["--enable-lora", "--max-lora-rank", str(rank)]
-    told = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     server = subprocess.Popen(
         [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words],
-        env={**os.environ, **told},
+        env={**os.environ, **environment},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -143,16 +143,18 @@ def compare(policy: Any, push: Push, turns: int) -> None:
     def counted(way: str) -> Iterator[tuple[str, Any]]:
         """What a run on a CPU sends: the adapter, or every tensor of the part that is trained."""
         nonlocal sent
-        wanted = lambda name: component_of(name) == LANGUAGE_MODEL  # noqa: E731
-        whole = lambda parameters: nullcontext()  # noqa: E731
+        includes = lambda name: component_of(name) == LANGUAGE_MODEL  # noqa: E731
+        gather = lambda parameters: nullcontext()  # noqa: E731
         alone = way == "adapter"
         for name, tensor in (
-            adapter_tensors(policy, whole) if alone else merged_parameters(policy, whole, wanted)
+            adapter_tensors(policy, gather)
+            if alone
+            else merged_parameters(policy, gather, includes)
         ):
             sent += tensor.nbytes
             yield name, tensor
 
-    found = {}
+    results = {}
     for way in ("adapter", "merged"):
         times = []
         for _ in range(turns):
@@ -160,10 +162,10 @@ def compare(policy: Any, push: Push, turns: int) -> None:
             began = time.perf_counter()
             push(way, counted(way))
             times.append(time.perf_counter() - began)
-        found[way] = sent, statistics.median(times)
-        print(f"{way:8} {sent / 1e6:9.2f} MB {found[way][1]:8.3f} s")
-    (small, quick) = found["adapter"]
-    (large, slow) = found["merged"]
+        results[way] = sent, statistics.median(times)
+        print(f"{way:8} {sent / 1e6:9.2f} MB {results[way][1]:8.3f} s")
+    (small, quick) = results["adapter"]
+    (large, slow) = results["merged"]
     print(
         f"merged / adapter: {large / small:.0f} times the bytes, {slow / quick:.0f} times the "
         "seconds"

@@ -94,9 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--seconds", type=float, default=3.0, help="that the server waits for a generation"
     )
     parser.add_argument("--steps", type=int, default=12)
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
-        even = asked.seconds, asked.steps
+        even = options.seconds, options.steps
         server, trainer = parts_of_a_step(Path(name, "after"), 0, *even)
         print(
             f"one after the other {server + trainer:.2f} s: server {server:.2f}, trainer "

@@ -162,11 +162,11 @@ def main() -> None:
     if arguments.write:
         text_table(arguments.rows[0], arguments.form, arguments.write)
         return
-    with tempfile.TemporaryDirectory() as made:
+    with tempfile.TemporaryDirectory() as temporary:
         if arguments.once:
-            converted(arguments.rows[0], arguments.form, Path(made))
+            converted(arguments.rows[0], arguments.form, Path(temporary))
             return
-        pictures(Path(made))
+        pictures(Path(temporary))
     for rows in arguments.rows:
         words = [
             sys.executable,

@@ -182,9 +182,9 @@ def mixed(count: int, seed: int) -> list[Case]:
     rng = random.Random(seed)
     corpus = cases()
     attacks = [case for case in corpus if case.kind == "attacks" and case.label != "correct"]
-    others = [case for case in corpus if case.kind != "attacks"]
+    honest_cases = [case for case in corpus if case.kind != "attacks"]
     drawn = [rng.choice(attacks) for _ in range(count // 100)]
-    drawn += [rng.choice(others) for _ in range(count - len(drawn))]
+    drawn += [rng.choice(honest_cases) for _ in range(count - len(drawn))]
     rng.shuffle(drawn)
     return drawn
 
@@ -204,14 +204,14 @@ def soak(count: int, seed: int) -> None:
     for step in range(CHECKPOINTS):
         for case in drawn[step * count // CHECKPOINTS : (step + 1) * count // CHECKPOINTS]:
             before = time.process_time()
-            found = grade(
+            graded = grade(
                 thought + case.response, case.gold, choices=case.choices, rounding=case.rounding
             )
             times_ms["attacks" if case.kind == "attacks" else "honest"].append(
                 1000 * (time.process_time() - before)
             )
-            verdicts[found.verdict] += 1
-            verdicts["not as labelled"] += found.verdict != case.label and case.label != "rejected"
+            verdicts[graded.verdict] += 1
+            verdicts["not as labelled"] += graded.verdict != case.label and case.label != "rejected"
         memory.append(f"{resident_mb():.0f}")
     seconds = time.process_time() - began
     print(

@@ -39,14 +39,14 @@ def agreement(path: Path) -> bool:
             if last_boxed(row["answer"]) is not None
             else rf"\boxed{{{row['answer']}}}"
         )
-        found = grade(answer, gold)
+        graded = grade(answer, gold)
         kinds.setdefault(row.get("group", "all"), []).append(
-            agrees := (found.verdict == "correct") == row["right"]
+            agrees := (graded.verdict == "correct") == row["right"]
         )
         if not agrees:
-            accepted += found.verdict == "correct"
+            accepted += graded.verdict == "correct"
             print(
-                f"{number:4} {found.verdict} ({found.reason}): {row['answer']!r:.{SHOWN}} for "
+                f"{number:4} {graded.verdict} ({graded.reason}): {row['answer']!r:.{SHOWN}} for "
                 f"{gold!r:.{SHOWN}}"
             )
     wrong = sum(not row["right"] for row in every)

@@ -119,10 +119,10 @@ def print_table(ranks: int, groups: int, rollouts: int) -> None:
     )
     print("|---|---|---|---|---|")
     for case in CASES:
-        found = [simulate(case, arrange, **sizes) for arrange in (shuffled, ordered, moved)]
+        ratios = [simulate(case, arrange, **sizes) for arrange in (shuffled, ordered, moved)]
         drawing = random.Random(0)
         units = [[case.draw(drawing, rollouts) for _ in range(groups)] for _ in range(ranks)]
-        cells = [*(f"{ratio:.2f}" for ratio in found), f"{share_moved(units):.0%}"]
+        cells = [*(f"{ratio:.2f}" for ratio in ratios), f"{share_moved(units):.0%}"]
         print(f"| {case.of_prompts}, {case.of_rollouts} | " + " | ".join(cells) + " |")
 
 

@@ -173,11 +173,13 @@ class NewTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        input_storages = {
+            _storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
+        }
         for leaf in tree_leaves(result):
             if (
                 isinstance(leaf, Tensor)
-                and (number := _storage(leaf)) not in given | self._sizes.keys()
+                and (number := _storage(leaf)) not in input_storages | self._sizes.keys()
             ):
                 self._sizes[number] = leaf.untyped_storage().nbytes()
                 weakref.finalize(leaf.untyped_storage(), self._sizes.pop, number, None)

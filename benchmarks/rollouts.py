@@ -108,8 +108,8 @@ def main() -> None:
                 "detokenize": text,
             }
             seeds = [
-                turn + 1000 * group + place % options.generations
-                for place, group in enumerate(groups)
+                turn + 1000 * group + position % options.generations
+                for position, group in enumerate(groups)
             ]
             asks = [
                 SamplingRequest(

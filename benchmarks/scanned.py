@@ -86,15 +86,15 @@ def scanned_digits(split: str, pixels: int) -> Digits:
             "benchmarks.scanned: the scanned digits come with scikit-learn; pip install "
             "scikit-learn"
         ) from None
-    found: Digits = defaultdict(list)
+    digits: Digits = defaultdict(list)
     for grey, digit in zip(loaded.images, loaded.target, strict=True):  # 8 x 8 numbers from 0 to 16
         small = Image.fromarray((255 - grey * 255 / 16).astype("uint8")).convert("RGB")
-        found[str(digit)].append(small.resize((pixels, pixels), Image.Resampling.BICUBIC))
-    for digit, pictures in found.items():
+        digits[str(digit)].append(small.resize((pixels, pixels), Image.Resampling.BICUBIC))
+    for digit, pictures in digits.items():
         random.Random(f"scanned/{digit}").shuffle(pictures)
         tests = len(pictures) // 5
-        found[digit] = pictures[:tests] if split == "test" else pictures[tests:]
-    return found
+        digits[digit] = pictures[:tests] if split == "test" else pictures[tests:]
+    return digits
 
 
 def draw_rows(
@@ -114,15 +114,15 @@ def draw_rows(
         def label(self, text: str, centre: Point) -> None:
             (x, y) = self._scaled([centre])[0]
             side = pixels * OVERSAMPLING
-            for place, digit in enumerate(text):
-                left = x + side * (place - len(text) / 2)
-                self._image.paste(rng.choice(digits[digit]), (round(left), round(y - side / 2)))
+            for position, digit in enumerate(text):
+                digit_x = x + side * (position - len(text) / 2)
+                self._image.paste(rng.choice(digits[digit]), (round(digit_x), round(y - side / 2)))
 
     rows = []
     for index in range(number):
-        wanted = rng.random() < one_digit
+        is_one_digit = rng.random() < one_digit
         problem = perimeter_digit(rng, SIZE, paper=Paper)
-        while wanted and problem.answer != str(USUAL_DIGITS[0]):
+        while is_one_digit and problem.answer != str(USUAL_DIGITS[0]):
             problem = perimeter_digit(rng, SIZE, paper=Paper)
         meta = {
             key: getattr(problem, key) for key in ("goal", "family", "kind", "solution", "slip")
@@ -152,7 +152,7 @@ def build_data(folder: Path, plan: Plan, case: str) -> None:
         return
     description = {"source": "scanned", "input": None, "revision": None, "arguments": plan["rows"]}
     counts = {}
-    with complete_or_absent(folder, description) as made:
+    with complete_or_absent(folder, description) as staging:
         for split, number in plan["rows"].items():
             rows = draw_rows(
                 number,
@@ -161,8 +161,8 @@ def build_data(folder: Path, plan: Plan, case: str) -> None:
                 pixels=plan["pixels"],
                 one_digit=plan["cases"][case]["one_digit"],
             )
-            counts[split] = write_split(rows, made, split)
-        write_manifest(made, description, counts)
+            counts[split] = write_split(rows, staging, split)
+        write_manifest(staging, description, counts)
 
 
 def build_start(folder: Path, plan: Plan, start: int) -> None:
@@ -171,20 +171,20 @@ def build_start(folder: Path, plan: Plan, start: int) -> None:
     from adora_vl.builtin.small_model import is_built
     from adora_vl.builtin.tiny_perimeter import PerimeterStart, begin_perimeter
 
-    own = PerimeterStart(**plan["start"], seed=start)
-    if not is_built(folder, asdict(own)):
-        rows = draw_rows(own.rows, split="train", seed=start, pixels=plan["pixels"])
-        build(folder, own, partial(begin_perimeter, rows=rows))
+    start_plan = PerimeterStart(**plan["start"], seed=start)
+    if not is_built(folder, asdict(start_plan)):
+        rows = draw_rows(start_plan.rows, split="train", seed=start, pixels=plan["pixels"])
+        build(folder, start_plan, partial(begin_perimeter, rows=rows))
 
 
 def places(plan: Plan, pilot: bool) -> list[Place]:
     """The runs in their order: a seed is whole before the next one begins."""
-    own = plan["pilot"] if pilot else plan
+    runs_of_plan = plan["pilot"] if pilot else plan
     return [
         (case, start, seed, arm)
-        for seed in own["seeds"]
+        for seed in runs_of_plan["seeds"]
         for case in plan["cases"]
-        for start in own["starts"]
+        for start in runs_of_plan["starts"]
         for arm in plan["cases"][case]["arms"]
     ]
 
@@ -250,16 +250,18 @@ def kept(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for line in lines:
         if line["kind"] == "eval":
             prefix = next(key.removesuffix("accuracy") for key in HELD_OUT_KEYS if key in line)
-            known = {new: round(line[f"{prefix}{old}"], 4) for old, new in HELD_OUT.items()}
-            held_out.append({"step": line["step"], **known})
+            shares = {new: round(line[f"{prefix}{old}"], 4) for old, new in HELD_OUT.items()}
+            held_out.append({"step": line["step"], **shares})
     trained = [line for line in lines if line["kind"] == "train"]
     for first in range(0, len(trained), BLOCK):
         block = trained[first : first + BLOCK]
-        known = {
+        figures = {
             new: [line[old] for line in block if line.get(old) is not None]
             for old, new in TRAINING.items()
         }
-        means = {key: round(statistics.fmean(values), 4) for key, values in known.items() if values}
+        means = {
+            key: round(statistics.fmean(values), 4) for key, values in figures.items() if values
+        }
         steps.append({"step": block[-1]["step"], **means})
     return {"held_out": held_out, "steps": steps}
 
@@ -295,8 +297,8 @@ def train_all(plan: Plan, output: Path, pilot: bool) -> None:
             str(CONFIG),
             *words_of({**plan["train"], **plan["arms"][arm], **where}),
         ]
-        found = kept(train(words, output / "run"))
-        own = {
+        curve = kept(train(words, output / "run"))
+        run_keys = {
             "case": case,
             "start": start,
             "seed": seed,
@@ -306,10 +308,10 @@ def train_all(plan: Plan, output: Path, pilot: bool) -> None:
         }
         seconds = {"processor_seconds": round(time.process_time() - processor, 1)}
         with file.open("a") as lines:
-            lines.write(json.dumps({**own, **found, **seconds}) + "\n")
+            lines.write(json.dumps({**run_keys, **curve, **seconds}) + "\n")
         last = {
-            **found["held_out"][-1],
-            **found["steps"][-1],
+            **curve["held_out"][-1],
+            **curve["steps"][-1],
             "seconds": round(time.perf_counter() - began),
         }
         print(case, start, seed, arm, json.dumps(last), flush=True)
@@ -325,13 +327,17 @@ def place_of(run: Run) -> Place:
 
 def whole(plan: Plan, runs: Sequence[Run]) -> list[Run]:
     """The runs that count: those of the plan, of a case's seed of which every run is there."""
-    wanted = places(plan, pilot=False)
-    there = {place_of(run) for run in runs}
+    expected = places(plan, pilot=False)
+    present = {place_of(run) for run in runs}
     missing = {
-        (case, seed) for case, start, seed, arm in wanted if (case, start, seed, arm) not in there
+        (case, seed)
+        for case, start, seed, arm in expected
+        if (case, start, seed, arm) not in present
     }
     return [
-        run for run in runs if place_of(run) in wanted and (run["case"], run["seed"]) not in missing
+        run
+        for run in runs
+        if place_of(run) in expected and (run["case"], run["seed"]) not in missing
     ]
 
 
@@ -371,10 +377,11 @@ def at_half(run: Run) -> float:
 
 def of_seeds(runs: Sequence[Run], case: str, arm: str, value: Callable[[Run], Any]) -> list[float]:
     """A figure of every seed in percent: its mean over the starts."""
-    own = [run for run in runs if (run["case"], run["arm"]) == (case, arm)]
-    seeds = sorted({run["seed"] for run in own})
+    arm_runs = [run for run in runs if (run["case"], run["arm"]) == (case, arm)]
+    seeds = sorted({run["seed"] for run in arm_runs})
     return [
-        100 * statistics.fmean(value(run) for run in own if run["seed"] == seed) for seed in seeds
+        100 * statistics.fmean(value(run) for run in arm_runs if run["seed"] == seed)
+        for seed in seeds
     ]
 
 
@@ -386,23 +393,25 @@ def levels(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
         "|---" * 9 + "|",
     ]
     for arm in plan["cases"][case]["arms"]:
-        own = [run for run in runs if (run["case"], run["arm"]) == (case, arm)]
+        arm_runs = [run for run in runs if (run["case"], run["arm"]) == (case, arm)]
         ends = of_seeds(runs, case=case, arm=arm, value=end("accuracy"))
         starts = [
             statistics.fmean(
-                100 * run["held_out"][-1]["accuracy"] for run in own if run["start"] == start
+                100 * run["held_out"][-1]["accuracy"] for run in arm_runs if run["start"] == start
             )
             for start in plan["starts"]
         ]
         values = (end("usual"), end("any"), last("worked"), last("every_step"))
         cells = [
             NAMES[arm],
-            str(len(own)),
+            str(len(arm_runs)),
             f"{statistics.fmean(ends):.1f} ({min(ends):.1f} to {max(ends):.1f})",
         ]
         cells += [" / ".join(f"{mean:.1f}" for mean in starts)]
         cells += [f"{statistics.fmean(of_seeds(runs, case, arm, value)):.1f}" for value in values]
-        lines.append(f"| {' | '.join(cells)} | {statistics.fmean(map(last('tokens'), own)):.1f} |")
+        lines.append(
+            f"| {' | '.join(cells)} | {statistics.fmean(map(last('tokens'), arm_runs)):.1f} |"
+        )
     return lines
 
 
@@ -415,18 +424,18 @@ def differences(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
         "|",
         "|---" * 6 + "|",
     ]
-    for one, other in AGAINST:
-        if not {one, other} <= set(plan["cases"][case]["arms"]):
+    for first_arm, second_arm in AGAINST:
+        if not {first_arm, second_arm} <= set(plan["cases"][case]["arms"]):
             continue
         cells = []
         for value in (at_half, end("accuracy"), last("worked")):
             first, second = (
-                of_seeds(runs, case=case, arm=arm, value=value) for arm in (one, other)
+                of_seeds(runs, case=case, arm=arm, value=value) for arm in (first_arm, second_arm)
             )
             cells.append([a - b for a, b in zip(first, second, strict=True)])
         texts = " | ".join(map(interval, cells))
         lines.append(
-            f"| {NAMES[one]} - {NAMES[other]} | {len(cells[0])} | {texts} | "
+            f"| {NAMES[first_arm]} - {NAMES[second_arm]} | {len(cells[0])} | {texts} | "
             f"{sign_flips(cells[1]):.3f} |"
         )
     return lines
@@ -439,15 +448,17 @@ def tables(plan: Plan, every: Sequence[Run]) -> str:
     commits = ", ".join(sorted({run["commit"] for run in runs}))
     parts = [[f"{len(runs)} runs of commit {commits}; {minutes:.0f} processor minutes."]]
     for case in plan["cases"]:
-        own = [run for run in runs if run["case"] == case]
-        if not own:
+        case_runs = [run for run in runs if run["case"] == case]
+        if not case_runs:
             continue
         before = [
-            100 * run["held_out"][0]["accuracy"] for run in own if run["held_out"][0]["step"] == 0
+            100 * run["held_out"][0]["accuracy"]
+            for run in case_runs
+            if run["held_out"][0]["step"] == 0
         ]
-        seeds = f"{len({run['seed'] for run in own})} of {len(plan['seeds'])} seeds are whole"
+        seeds = f"{len({run['seed'] for run in case_runs})} of {len(plan['seeds'])} seeds are whole"
         parts += [[f"{case}: {seeds}; {statistics.fmean(before):.1f} % before training."]]
-        parts += [levels(plan, own, case), differences(plan, own, case)]
+        parts += [levels(plan, case_runs, case), differences(plan, case_runs, case)]
     return "\n\n".join("\n".join(part) for part in parts)
 
 

@@ -112,7 +112,7 @@ class StandIn:
         model = {"logprobs_mode": self.logprobs_mode, "model": self.served[0]}
         model["quantization"] = "bitsandbytes" if self.in_four_bit else None
         config = {"instance_id": self.life, "model_config": model, "lora_config": self.lora}
-        known: dict[str, Body] = {
+        answers: dict[str, Body] = {
             "/health": {},
             "/v1/models": {"data": [{"id": "stand-in", "max_model_len": 4096}]},
             "/server_info": {
@@ -120,7 +120,7 @@ class StandIn:
                 "vllm_env": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": True},
             },
         }
-        return known.get(path)
+        return answers.get(path)
 
     def answered(self, path: str, body: Body) -> Body | None:
         self.asked.append((path, body))

@@ -78,8 +78,8 @@ def answer_lengths(median: int, limit: int, rollouts: int, equal: bool) -> list[
         return [median] * rollouts
     normal = statistics.NormalDist()
     drawn = [
-        median * math.exp(0.8 * normal.inv_cdf((place + 0.5) / rollouts))
-        for place in range(rollouts)
+        median * math.exp(0.8 * normal.inv_cdf((position + 0.5) / rollouts))
+        for position in range(rollouts)
     ]
     lengths = [max(1, min(limit, round(length))) for length in drawn]
     return [*lengths[:-1], limit]
@@ -109,8 +109,8 @@ def measure(way: str, words: list[str], output: Path) -> dict[str, Any]:
     )
     if done.returncode:
         sys.exit(f"{way}: exit code {done.returncode}\n{done.stderr[-3000:]}")
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
+    result: dict[str, Any] = json.loads(file.read_text())
+    return result
 
 
 def policy_seconds(seconds: dict[str, float]) -> float:
@@ -138,16 +138,16 @@ def table(name: str, ways: dict[str, dict[str, float]]) -> str:
     rows.append(("whole step", {way: found["whole step"] for way, found in ways.items()}, 1.0, "s"))
     for key, label in MEMORY.items():
         rows.append((label, {way: found[key] for way, found in ways.items()}, 2.0**20, "MiB"))
-    others = [way for way in ways if way != "ours"]
+    other_ways = [way for way in ways if way != "ours"]
     lines = [
         f"{name:<40}"
         + "".join(f"{way[-14:]:>16}" for way in ways)
-        + "".join("   ours/ " for _ in others)
+        + "".join("   ours/ " for _ in other_ways)
     ]
     for label, figures, scale, unit in rows:
         form = ".2f" if unit == "s" else ".0f"
         line = f"  {label:<38}" + "".join(f"{figures[way] / scale:>16{form}}" for way in ways)
-        for way in others:
+        for way in other_ways:
             line += (
                 f"{figures['ours'] / figures[way]:>9.2f}"
                 if figures[way] > 1e-3 * scale
@@ -163,12 +163,12 @@ def page_row(ways: dict[str, dict[str, float]], prompt: int, answers: list[int])
     ours = ways["ours"]
     seconds = [policy_seconds(found) for found in (stock, ours)]
     memory = "step_bytes_outside_head"
-    said = f"{min(answers):,} to {max(answers):,}, median {statistics.median(answers):.0f}"
+    lengths_text = f"{min(answers):,} to {max(answers):,}, median {statistics.median(answers):.0f}"
     if min(answers) == max(answers):
-        said = f"all {max(answers):,}"
+        lengths_text = f"all {max(answers):,}"
     cells = (
         f"{prompt:,}",
-        said,
+        lengths_text,
         *(f"{each:.0f}" for each in seconds),
         f"**{seconds[1] / seconds[0]:.2f}**",
     )
@@ -209,19 +209,21 @@ def main() -> None:
     ways = [way for way in WAYS if options.as_on_a_card or way != "stock, as on a card"]
     results: dict[str, Any] = {}
     for name in tqdm(options.cases, desc="cases", file=sys.stderr):
-        own = [*CASES[name], *(TINY if options.tiny else []), *words]
+        words_of_case = [*CASES[name], *(TINY if options.tiny else []), *words]
         turns: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
         for _ in range(options.turns):
             for way in ways:
-                turns[way].append(measure(way, own, options.output))
-        one = turns["ours"][0]
-        found = {way: medians(each, options.seconds) for way, each in turns.items()}
+                turns[way].append(measure(way, words_of_case, options.output))
+        first_turn = turns["ours"][0]
+        medians_of_way = {way: medians(turn, options.seconds) for way, turn in turns.items()}
         norms = [turns[way][0]["grad_norm"] for way in ways]
-        tqdm.write(table(name, found))
-        tqdm.write(f"  prompt {one['prompt']}, answers {one['answers']}; gradient norms {norms}\n")
+        tqdm.write(table(name, medians_of_way))
+        tqdm.write(
+            f"  prompt {first_turn['prompt']}, answers {first_turn['answers']}; gradient norms {norms}\n"
+        )
         if options.as_on_a_card:
-            tqdm.write(page_row(found, one["prompt"], one["answers"]))
-        results[name] = {"medians": found, "turns": turns}
+            tqdm.write(page_row(medians_of_way, first_turn["prompt"], first_turn["answers"]))
+        results[name] = {"medians": medians_of_way, "turns": turns}
         (options.output / "step.json").write_text(json.dumps(results, indent=1))
 
 

@@ -112,11 +112,11 @@ class Recorded:
     def sample(self, asks: list[SamplingRequest], _: Any = None) -> list[SamplingResult]:
         generator = torch.Generator().manual_seed(17)
         answers = []
-        for place in range(len(asks)):
-            length = self.lengths[place % len(self.lengths)] if Recorded.calls else SHORT
+        for index in range(len(asks)):
+            length = self.lengths[index % len(self.lengths)] if Recorded.calls else SHORT
             ids = torch.randint(ORDINARY, 600, (length,), generator=generator)
             likely = [-math.log(self.vocabulary)] * length  # what an untrained model gives
-            answers.append(SamplingResult([*ids[:-1].tolist(), self.stop], [*likely]))
+            answers.append(SamplingResult(tokens=[*ids[:-1].tolist(), self.stop], logps=[*likely]))
         Recorded.calls += 1
         return answers
 
@@ -179,12 +179,12 @@ def build(options: argparse.Namespace) -> Any:
         "seed": 3,
     }
     data = problems(2 * options.groups, image_size(options.image))
-    given: dict[str, Any] = {"reward_funcs": reward, "train_dataset": data}
+    arguments: dict[str, Any] = {"reward_funcs": reward, "train_dataset": data}
     if options.way == "ours":
         args = AdoraGRPOConfig(**{**both, **pixels}, adora_method="grpo", adora_max_drift=None)
         with mock.patch.object(our_module, "AdoraVLLMGeneration", Recorded):
             return our_module.AdoraGRPOTrainer(
-                model=model, args=args, processing_class=processor, **given
+                model=model, args=args, processing_class=processor, **arguments
             )
     stock_module.VLLMGeneration = Recorded
     if options.way == "stock, as on a card":
@@ -194,7 +194,9 @@ def build(options: argparse.Namespace) -> Any:
         "shortest_edge": pixels["min_pixels"],
         "longest_edge": pixels["max_pixels"],
     }
-    return GRPOTrainer(model=model, args=GRPOConfig(**both), processing_class=processor, **given)
+    return GRPOTrainer(
+        model=model, args=GRPOConfig(**both), processing_class=processor, **arguments
+    )
 
 
 class Watch(TrainerCallback):
@@ -223,12 +225,12 @@ class Watch(TrainerCallback):
             self.result = {name: max(0, peak - self.resting) for name, peak in peaks.items()}
             self.result["peak_bytes"] = self.memory.peak
             for name, clock in self.clocks.items():
-                whole = clock.now() - self.started[name]
+                step_seconds = clock.now() - self.started[name]
                 phases = dict(clock.seconds)
                 self.result[name] = {
                     **phases,
-                    "other": whole - sum(phases.values()),
-                    "whole step": whole,
+                    "other": step_seconds - sum(phases.values()),
+                    "whole step": step_seconds,
                 }
 
 
@@ -289,15 +291,17 @@ def main() -> None:
     trainer.train()
     tokens = Recorded.lengths
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
-    seen = trainer.state.num_input_tokens_seen / options.groups  # of both generations
-    prompt = round((seen - sum(tokens) - SHORT * len(tokens)) / (2 * options.generations))
-    found = {
+    tokens_per_group = trainer.state.num_input_tokens_seen / options.groups  # of both generations
+    prompt = round(
+        (tokens_per_group - sum(tokens) - SHORT * len(tokens)) / (2 * options.generations)
+    )
+    result = {
         "answers": tokens,
         "prompt": prompt,
         "layers": options.layers,
         "grad_norm": log[-1]["grad_norm"],
     }
-    options.output.write_text(json.dumps({**watch.result, **found}))
+    options.output.write_text(json.dumps({**watch.result, **result}))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from adora_vl.config.command import read
-from adora_vl.config.run_context import DryRunOptions
+from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.planning.dry_run import make_plan
 from adora_vl.planning.memory import Prediction, Setup, predict, proposed_utilization
 from adora_vl.utils.files import GIB
@@ -43,14 +43,14 @@ def longest(setup: Setup, card: int) -> tuple[Setup, Prediction] | None:
         for sequences in SEQUENCES:
             batch = replace(setup.batch, sequences=sequences, completion_tokens=answer)
             engine = replace(setup.engine, max_length=batch.prompt_tokens + answer)
-            one = replace(setup, batch=batch, engine=engine)
-            share = proposed_utilization(one, card)
+            longer_setup = replace(setup, batch=batch, engine=engine)
+            share = proposed_utilization(longer_setup, card)
             if share is None:
                 continue
-            one = replace(one, engine=replace(engine, utilization=share))
-            found = predict(one, card)
-            if found.engine is not None and found.engine.concurrent >= LEAST_AT_ONCE:
-                return one, found
+            longer_setup = replace(longer_setup, engine=replace(engine, utilization=share))
+            prediction = predict(longer_setup, card)
+            if prediction.engine is not None and prediction.engine.concurrent >= LEAST_AT_ONCE:
+                return longer_setup, prediction
     return None
 
 

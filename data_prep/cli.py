@@ -15,7 +15,9 @@ from adora_vl.data.images import DEFAULT_FAMILY, MAX_PIXELS, UNIT, VISIONS
 from adora_vl.evals.inference.provenance import PROMPTS, settled_prompts, unusual_prompts
 from adora_vl.evals.inference.requests import EngineOptions, SamplingOptions, default_engine
 from adora_vl.evals.options import OF_THE_RUN, add_options, options_from
-from adora_vl.synthetic.generate import LEVELS, MAX_CHOICES
+from adora_vl.synthetic.drawing import STYLES
+from adora_vl.synthetic.families import FAMILIES
+from adora_vl.synthetic.generate import KNOWN, LEVELS, MAX_CHOICES
 from adora_vl.synthetic.generated import (
     DEFAULT_SIZE,
     DEFAULT_TEST_ROWS,
@@ -25,7 +27,17 @@ from adora_vl.synthetic.generated import (
     synthetic,
 )
 from adora_vl.synthetic.knights import PEOPLE, QUESTIONS
-from adora_vl.utils.cli import MAX_SEED, Parser, exit_code_of, number, optional, path, text, whole
+from adora_vl.utils.cli import (
+    MAX_SEED,
+    Commands,
+    Parser,
+    exit_code_of,
+    number,
+    optional,
+    path,
+    text,
+    whole,
+)
 from adora_vl.utils.errors import UserError
 from data_prep.geometry3k import DIAGRAMS, PRESET, SOURCES, Options, prepare_geometry3k
 from data_prep.solve import add_solve
@@ -33,10 +45,17 @@ from data_prep.survey import GALLERY_ROWS, describe, print_counts, print_prompt,
 from data_prep.variants import add_variants
 
 MAX_ROWS = 10_000_000
+_CONVERT_EXAMPLES = """\
+examples:
+  python -m data_prep convert --input tasks.csv --output data/mine \\
+      --columns problem=Question answer=Solution images=Photo
+  python -m data_prep convert --input train.parquet --output data/mine --preset verl
+"""
 SIZES = (28, 1024)  # below, a label is not readable; above, the oversampled canvas takes gigabytes
 
 
-def add_synthetic(commands: Any) -> None:
+def add_synthetic(commands: Commands) -> None:
+    """Add the command `synthetic`, which draws problems."""
     command = commands.add_parser(
         "synthetic", help="drawn geometry problems; equal arguments give equal problems"
     )
@@ -49,14 +68,26 @@ def add_synthetic(commands: Any) -> None:
         metavar="PIXELS",
         help="side length, default: %(default)s",
     )
-    add("--families", type=_names, default=(), metavar="A,B", help="default: the five plain ones")
+    add(
+        "--families",
+        type=_names,
+        default=(),
+        metavar="A,B",
+        help=f"of {', '.join(KNOWN)}; default: {', '.join(FAMILIES)}",
+    )
     add(
         "--level",
         type=whole(min(LEVELS), max(LEVELS)),
         default=1,
         help="difficulty, 1 to 3, default: %(default)s",
     )
-    add("--styles", type=_names, default=("plain",), metavar="A,B", help="default: plain")
+    add(
+        "--styles",
+        type=_names,
+        default=("plain",),
+        metavar="A,B",
+        help=f"of {', '.join(STYLES)}; default: plain",
+    )
     help_text = "answers to choose from, default: 0, an open question"
     choices = whole(2, MAX_CHOICES)
     add(
@@ -68,7 +99,8 @@ def add_synthetic(commands: Any) -> None:
     )
 
 
-def add_knights(commands: Any) -> None:
+def add_knights(commands: Commands) -> None:
+    """Add the command `knights`, which draws puzzles or reads published ones."""
     command = commands.add_parser(
         "knights", help="knights-and-knaves puzzles, texts without images, with one solution"
     )
@@ -95,6 +127,7 @@ def add_knights(commands: Any) -> None:
 
 
 def add_output(command: argparse.ArgumentParser) -> None:
+    """Add the options for the folder that a command writes."""
     command.add_argument("--output", type=path, required=True, metavar="DIR")
     command.add_argument(
         "--overwrite", action="store_true", help="replace another prepared dataset there"
@@ -102,6 +135,10 @@ def add_output(command: argparse.ArgumentParser) -> None:
 
 
 def _add_drawn(command: argparse.ArgumentParser, run: Any, *, rows_required: bool = True) -> None:
+    """Add the options of a data set that is drawn, and the function that runs the command.
+
+    `rows_required`: whether the number of rows has to be given.
+    """
     add_output(command)
     add = command.add_argument
     add(
@@ -113,6 +150,10 @@ def _add_drawn(command: argparse.ArgumentParser, run: Any, *, rows_required: boo
 
 
 def _names(word: str) -> tuple[str, ...]:
+    """Return the names in a word, which stand with commas between them.
+
+    Raises the error that argparse shows for an empty name.
+    """
     names = tuple(name.strip() for name in word.split(","))
     if not all(names):
         raise argparse.ArgumentTypeError(
@@ -122,7 +163,7 @@ def _names(word: str) -> tuple[str, ...]:
 
 
 def _ends(sign: str, convert: Callable[[str], Any], word: str) -> Any:
-    """The two ends of a range with a sign between them, the smaller one first."""
+    """Return the two ends of a range with a sign between them, the smaller one first."""
     first, _, last = word.partition(sign)
     low = convert(first)
     high = convert(last)
@@ -134,7 +175,7 @@ def _ends(sign: str, convert: Callable[[str], Any], word: str) -> Any:
 
 
 def _people(word: str) -> Any:
-    """`A-B` or one number."""
+    """Return `A-B` or one number."""
     return _ends("-", whole(*PEOPLE), word if "-" in word else f"{word}-{word}")
 
 
@@ -143,6 +184,10 @@ _PARQUET_ONLY = ("input", "question")
 
 
 def _knights(arguments: argparse.Namespace) -> None:
+    """Run `knights`: draw puzzles, or read published ones from Parquet.
+
+    Raises `UserError` for an option that belongs to the other source.
+    """
     is_drawn = arguments.source == "drawn"
     needed, foreign = ("rows", _PARQUET_ONLY) if is_drawn else ("input", _DRAWN_ONLY)
     for name, value in _given(arguments, *foreign).items():
@@ -166,6 +211,7 @@ def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 
 def _synthetic(arguments: argparse.Namespace) -> None:
+    """Run `synthetic`: draw the problems, and print how many there are."""
     names = ("rows", "test_rows", "seed", "size", "families", "level", "styles", "choices")
     drawn = synthetic(**_given(arguments, *names))
     print_counts(
@@ -176,7 +222,8 @@ def _synthetic(arguments: argparse.Namespace) -> None:
 MAX_SAMPLES = 1024
 
 
-def add_filter(commands: Any) -> None:
+def add_filter(commands: Commands) -> None:
+    """Add the command `filter`, which keeps the problems that a model solves sometimes."""
     command = commands.add_parser(
         "filter", help="keep the problems that a model solves sometimes, by sampling answers"
     )
@@ -244,13 +291,17 @@ def add_filter(commands: Any) -> None:
 
 
 def _rates(word: str) -> Any:
-    """`LOW:HIGH`, two shares."""
+    """Return `LOW:HIGH`, two shares."""
     if ":" not in word:
         raise argparse.ArgumentTypeError(f"{word!r} has no colon; write LOW:HIGH, such as 0.1:0.9")
     return _ends(":", number(0, 1), word)
 
 
 def _filter(arguments: argparse.Namespace) -> None:
+    """Run `filter`: sample answers, or read stored ones, and write the problems that are kept.
+
+    With `--attenuation` nothing is filtered; it prints what ADORA would do with stored answers.
+    """
     # the engines of `eval` are imported by this command alone
     from adora_vl.evals.inference.engines import settings_of
     from data_prep import filter as filtering
@@ -321,6 +372,7 @@ def main(argv: list[str] | None = None) -> int:
     """
 
     def command() -> None:
+        """Run the chosen command, without progress bars in log files."""
         arguments = parser().parse_args(argv)
         if not sys.stderr.isatty():
             from datasets import disable_progress_bars
@@ -336,6 +388,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parser() -> Parser:
+    """Return the parser of `python -m data_prep`, with all of its commands."""
     top = Parser(
         prog="python -m data_prep",
         description="Make, and look at, data sets for training and evaluation.",
@@ -367,11 +420,13 @@ def parser() -> Parser:
 
 
 def _add_family(command: argparse.ArgumentParser) -> None:
+    """Add the option for the model family whose image tokens are counted."""
     help_text = "the model_type that counts image tokens, default: %(default)s"
     command.add_argument("--family", choices=tuple(VISIONS), default=DEFAULT_FAMILY, help=help_text)
 
 
-def _add_geometry3k(commands: Any) -> None:
+def _add_geometry3k(commands: Commands) -> None:
+    """Add the command `geometry3k`."""
     command = commands.add_parser(
         "geometry3k", help="Geometry3K from the hub, Parquet, its own folders or redrawn"
     )
@@ -412,6 +467,7 @@ def _add_geometry3k(commands: Any) -> None:
 
 
 def _add_cleaning(command: argparse.ArgumentParser) -> None:
+    """Add the options on pictures, duplicates and refused rows, which several commands share."""
     add = command.add_argument
     pixels = optional(whole(UNIT**2, MAX_PIXELS))  # from one image token on
     add(
@@ -442,9 +498,13 @@ def _add_cleaning(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_convert(commands: Any) -> None:
+def _add_convert(commands: Commands) -> None:
+    """Add the command `convert`, which prepares a table of the user's or of the hub."""
     command = commands.add_parser(
-        "convert", help="your own data: JSON, CSV, Excel, Parquet, a folder, a hub id"
+        "convert",
+        help="your own data: JSON, CSV, Excel, Parquet, a folder, a hub id",
+        epilog=_CONVERT_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_output(command)
     add = command.add_argument
@@ -550,6 +610,10 @@ def _add_convert(commands: Any) -> None:
 
 
 def _split_pair(word: str) -> tuple[str, str]:
+    """Return our split and the data set's from `OURS=THEIRS`.
+
+    Raises the error that argparse shows for anything else.
+    """
     ours, _, theirs = word.partition("=")
     if ours not in SPLITS or not theirs.strip():
         raise argparse.ArgumentTypeError(
@@ -559,6 +623,7 @@ def _split_pair(word: str) -> tuple[str, str]:
 
 
 def _geometry3k(arguments: argparse.Namespace) -> None:
+    """Run `geometry3k`: prepare the data set, and print its counts and one prompt."""
     options = Options(**{field.name: getattr(arguments, field.name) for field in fields(Options)})
     manifest = prepare_geometry3k(
         arguments.output,
@@ -574,6 +639,10 @@ def _geometry3k(arguments: argparse.Namespace) -> None:
 
 
 def _convert(arguments: argparse.Namespace) -> None:
+    """Run `convert`: prepare a table, and print its counts and one prompt.
+
+    Raises `UserError` where the columns or the input are missing.
+    """
     preset = PRESETS.get(arguments.preset)
     name = arguments.name
     if (preset is None) == (arguments.columns is None):
@@ -611,6 +680,7 @@ def _convert(arguments: argparse.Namespace) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
+    """Run `inspect`: read every row of a data set, print its figures and write its page."""
     gallery = 0 if arguments.text_only else GALLERY_ROWS
     folder = arguments.folder.resolve()
     path = arguments.html or folder.with_name(f"{folder.name}.html")

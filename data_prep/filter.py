@@ -8,7 +8,7 @@ as for an evaluation, which samples nothing twice.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from adora_vl.data import dataset
 from adora_vl.data.dataset import (
     SPLITS,
     Manifest,
+    Row,
     data_hash,
     read_manifest,
     split_files,
@@ -66,6 +67,7 @@ class Tally(NamedTuple):
 
     @property
     def rate(self) -> float:
+        """The share of right answers."""
         return self.right / self.answers
 
 
@@ -172,12 +174,9 @@ def filter_dataset(
     _check_covered(tally_of, data=data, split=split, predictions=predictions)
     chosen_ids = {pid for pid, tally in tally_of.items() if tally.rate in keep}
     if not chosen_ids:
-        counts_by_rate = Counter(f"{tally.rate:.3g}" for tally in tally_of.values())
-        listed = ", ".join(
-            f"{rate} of {count}"
-            for rate, count in sorted(counts_by_rate.items(), key=lambda item: float(item[0]))
+        raise UserError(
+            f"keep: {keep} leaves no row; the pass rates are {_rates_in_words(tally_of)}"
         )
-        raise UserError(f"keep: {keep} leaves no row; the pass rates are {listed}")
     description = {
         "source": "filter",
         "input": str(data),
@@ -193,16 +192,15 @@ def filter_dataset(
     with complete_or_absent(output, description, overwrite=overwrite) as folder:
         counts = {}
         for name in split_files(data):
-            chosen = (
-                row for row in stored_rows(data, name) if name != split or row["id"] in chosen_ids
-            )
+            rows: Iterable[Row] = stored_rows(data, name)
+            if name == split:
+                rows = (row for row in rows if row["id"] in chosen_ids)
             counts[name] = dataset.write_split(
-                chosen, folder=folder, split=name, features=dataset.features_of(data, name)
+                rows, folder=folder, split=name, features=dataset.features_of(data, name)
             )
-        lines = (
-            json.dumps({"id": pid, "right": tally.right, "answers": tally.answers})
-            for pid, tally in tally_of.items()
-        )
+        lines = []
+        for pid, tally in tally_of.items():
+            lines.append(json.dumps({"id": pid, "right": tally.right, "answers": tally.answers}))
         (folder / RATES_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
         rates = [tally.rate for tally in tally_of.values()]
         summary = {
@@ -214,6 +212,13 @@ def filter_dataset(
             "always_solved": sum(rate == 1 for rate in rates),
         }
         return dataset.write_manifest(folder, {**description, "filtered": summary}, counts)
+
+
+def _rates_in_words(tally_of: Mapping[str, Tally]) -> str:
+    """Return the pass rates of problems from the lowest on, and how many have each."""
+    counts_by_rate = Counter(f"{tally.rate:.3g}" for tally in tally_of.values())
+    lowest_first = sorted(counts_by_rate.items(), key=lambda item: float(item[0]))
+    return ", ".join(f"{rate} of {count}" for rate, count in lowest_first)
 
 
 def check_input(data: Path, split: str) -> None:
@@ -241,7 +246,7 @@ def check_output(data: Path, output: Path) -> None:
 
 
 def asked_for_tags(predictions: Path) -> bool:
-    """Whether the prompts of stored answers asked for `<answer> </answer>`.
+    """Return whether the prompts of stored answers asked for `<answer> </answer>`.
 
     The fingerprint that stands beside the answers says so.
     """

@@ -41,6 +41,7 @@ class Share:
     total: int
 
     def __str__(self) -> str:
+        """Return the share with its 95 % interval and its counts."""
         if not self.total:
             return "-"
         low, high = wilson(self.count, self.total)
@@ -67,7 +68,7 @@ class Forecast:
     ahead: tuple[float, float]  # 95 % interval of longest minus shortest, paired
 
     def lines(self) -> list[str]:
-        """The lines that are printed: a table of the shares, and the sentence."""
+        """Return the lines that are printed: a table of the shares, and the sentence."""
         low, high = self.ahead
         rows = (
             ("groups with signal, of all", Share(self.tds.total, self.groups)),
@@ -84,7 +85,7 @@ class Forecast:
         return [*(f"{title:43}{cell}" for title, cell in rows), self.sentence()]
 
     def sentence(self) -> str:
-        """A sentence on how much attenuation would act, and on which groups."""
+        """Return a sentence on how much attenuation would act, and on which groups."""
         if self.tds.total < _FEW:
             return (
                 f"Only {self.tds.total} groups carry a signal, too few to say anything; take "
@@ -147,15 +148,16 @@ def _ends(groups: Groups, signal_P: torch.Tensor) -> list[tuple[float, float]]:
     Groups whose answers all have one length are left out.
     """
     pairs: list[tuple[float, float]] = []
-    correct_PG = groups.correct_PG
-    scored_PG = groups.scored_PG
-    for p in signal_P.nonzero()[:, 0].tolist():
-        lengths = groups.lengths_PG[p][scored_PG[p]]
-        right = correct_PG[p][scored_PG[p]].float()
-        if lengths.min() < lengths.max():
-            longest = right[lengths == lengths.max()].mean().item()
-            shortest = right[lengths == lengths.min()].mean().item()
-            pairs.append((longest, shortest))
+    for group in signal_P.nonzero()[:, 0].tolist():
+        scored = groups.scored_PG[group]
+        lengths = groups.lengths_PG[group][scored]
+        correct = groups.correct_PG[group][scored].float()
+        shortest = lengths.min()
+        longest = lengths.max()
+        if shortest < longest:
+            of_longest = torch.eq(lengths, longest)
+            of_shortest = torch.eq(lengths, shortest)
+            pairs.append((correct[of_longest].mean().item(), correct[of_shortest].mean().item()))
     return pairs
 
 
@@ -194,20 +196,25 @@ def sampled(predictions: Path) -> Groups:
     """
     benchmark = named("geometry3k")
     options = GraderOptions(answer_tags=asked_for_tags(predictions))
-    rows = defaultdict(list)
+    rows_of_problem = defaultdict(list)
     for row in read_predictions(predictions):
-        rows[row["pid"]].append(row)
-    size = max(map(len, rows.values()), default=0)
-    flat = [row for group in rows.values() if len(group) == size for row in group]
-    if size < 2 or any(row.get("n_tokens") is None for row in flat):
+        rows_of_problem[row["pid"]].append(row)
+    size = max(map(len, rows_of_problem.values()), default=0)
+    rows = []
+    for group in rows_of_problem.values():
+        if len(group) == size:
+            rows += group
+    if size < 2 or any(row.get("n_tokens") is None for row in rows):
         raise UserError(
             f"attenuation: {str(predictions)!r} has {size} answers to a problem, or not their "
             "lengths; sample several with `python -m data_prep filter --samples 8`"
         )
-    _, graded = graded_rows(benchmark, flat, options)
+    _, graded = graded_rows(benchmark, rows, options)
     rewards = [float(item.correct) for item in graded]
-    truncated = [row.get("finish_reason") == "length" for row in flat]
-    return _groups([rewards, [row["n_tokens"] for row in flat], truncated], size, 0.5)
+    lengths = [row["n_tokens"] for row in rows]
+    truncated = [row.get("finish_reason") == "length" for row in rows]
+    # Rewards are 1 for a right answer, else 0.
+    return _groups([rewards, lengths, truncated], size, above=0.5)
 
 
 def _groups(columns: Sequence[Sequence[float]], size: int, above: float) -> Groups:

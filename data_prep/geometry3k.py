@@ -138,18 +138,14 @@ def problem_folders(root: Path) -> dict[str, list[ProblemFolder]]:
     Raises `UserError` for a bad zip file, for two that have one split, and where `root` has no
     problem.
     """
+    problems: dict[str, list[ProblemFolder]] = {}
     if root.is_file():
         problems = _zipped(root)
     elif root.is_dir():
-        numbered = {
-            split: [path for path in root.glob(f"{split}/*/") if path.name.isdecimal()]
-            for split in _SPLITS
-        }
-        problems = {
-            split: [ProblemFolder(path) for path in paths]
-            for split, paths in numbered.items()
-            if paths
-        }
+        for split in _SPLITS:
+            paths = [path for path in root.glob(f"{split}/*/") if path.name.isdecimal()]
+            if paths:
+                problems[split] = [ProblemFolder(path) for path in paths]
         if len(problems) < len(_SPLITS):
             problems = _from_zips(sorted(root.glob("*.zip"))) | problems
     else:
@@ -160,11 +156,13 @@ def problem_folders(root: Path) -> dict[str, list[ProblemFolder]]:
             f"zip file with one; give the folder that holds {', '.join(_SPLITS)}, or a zip file "
             "of it"
         )
-    return {
-        split: sorted(problems[split], key=lambda folder: (folder.number, str(folder)))
-        for split in _SPLITS
-        if split in problems
-    }
+    by_split = {}
+    for split in _SPLITS:
+        if split in problems:
+            by_split[split] = sorted(
+                problems[split], key=lambda folder: (folder.number, str(folder))
+            )
+    return by_split
 
 
 def _from_zips(paths: list[Path]) -> dict[str, list[ProblemFolder]]:
@@ -172,18 +170,19 @@ def _from_zips(paths: list[Path]) -> dict[str, list[ProblemFolder]]:
 
     Raises `UserError` where two files have one split, and the name of neither says which to take.
     """
-    by_file = {path: _zipped(path) for path in paths}
+    problems_of_file = {path: _zipped(path) for path in paths}
     problems = {}
     for split in _SPLITS:
-        having = [path for path in paths if split in by_file[path]]
-        named = [path for path in having if path.stem == split] or having
-        if len(named) > 1:
-            names = " and ".join(repr(str(path)) for path in named[:2])
+        with_split = [path for path in paths if split in problems_of_file[path]]
+        by_name = [path for path in with_split if path.stem == split]
+        candidates = by_name or with_split
+        if len(candidates) > 1:
+            names = " and ".join(repr(str(path)) for path in candidates[:2])
             raise UserError(
                 f"input: {names} both hold problems of {split!r}; give one of them with --input"
             )
-        if named:
-            problems[split] = by_file[named[0]][split]
+        if candidates:
+            problems[split] = problems_of_file[candidates[0]][split]
     return problems
 
 
@@ -200,22 +199,25 @@ def _zipped(path: Path) -> dict[str, list[ProblemFolder]]:
         raise UserError(
             f"input: {str(path)!r} is not a readable zip file ({error}); download it again"
         ) from error
+    # The split of each numbered folder, None for one that is below no folder of a split.
     folders: dict[str, str | None] = {}
     for name in names:
         match = _NUMBERED.fullmatch(name)
+        # macOS puts files of its own into the archives that it makes.
         if match and not name.startswith("__MACOSX/"):
-            folders[name[: name.rindex("/") + 1]] = match[1]
-    within = {folder: split for folder, split in folders.items() if split}
-    if not within and folders:
+            folder = name[: name.rindex("/") + 1]
+            folders[folder] = match[1]
+    split_of_folder = {folder: split for folder, split in folders.items() if split}
+    if not split_of_folder and folders:
         if path.stem not in _SPLITS:
-            nowhere = f"the problems in {str(path)!r} are in no folder {', '.join(_SPLITS)}"
-            raise UserError(f"input: {nowhere}; call the file after its split, such as train.zip")
-        within = dict.fromkeys(folders, path.stem)
+            problem = f"the problems in {str(path)!r} are in no folder {', '.join(_SPLITS)}"
+            raise UserError(f"input: {problem}; call the file after its split, such as train.zip")
+        split_of_folder = dict.fromkeys(folders, path.stem)
     problems: dict[str, list[ProblemFolder]] = {}
     for split in _SPLITS:
-        inside = [folder for folder, its_split in within.items() if its_split == split]
-        if inside:
-            problems[split] = [ProblemFolder(path, folder) for folder in inside]
+        in_split = [folder for folder, its_split in split_of_folder.items() if its_split == split]
+        if in_split:
+            problems[split] = [ProblemFolder(path, folder) for folder in in_split]
     return problems
 
 
@@ -264,6 +266,7 @@ def _read_folder(folder: ProblemFolder, split: str, diagram: str) -> RawProblem:
             remedy="put the file there",
             originals=originals,
         ) from error
+    # From here on a refused row is kept with the bytes that were read.
     refuse = partial(RowError, row_id, originals=originals)
     try:
         data = read_json(originals[0].decode("utf-8"))
@@ -276,6 +279,7 @@ def _read_folder(folder: ProblemFolder, split: str, diagram: str) -> RawProblem:
         raise refuse("not_json", wrong, "download the problem again")
     field = partial(_field, data, refuse, f"{folder}/data.json")
     problem = field("problem_text", str)
+    # A logic form that is missing or broken costs the row its facts, not its place.
     form = None
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         form = form_of(read_json(folder.read("logic_form.json").decode("utf-8")))
@@ -332,7 +336,8 @@ def _texts_of(texts: Path) -> Iterator[tuple[str, str, str, str]]:
 
     Raises `UserError` for a row that lacks one of them.
     """
-    for where, record in open_table(texts, _TEXTS)[1]():
+    _, read_records = open_table(texts, _TEXTS)
+    for where, record in read_records():
         row = record if isinstance(record, dict) else {}
         path = re.search(r"(?:^|[/\"'])(train|val|test)/(\d+)/", str(row.get("images")))
         question = text_of_chat(row.get("messages"))
@@ -511,6 +516,7 @@ def prepare_geometry3k(
         )
 
     def begin() -> tuple[dict[str, Any], dict[str, SplitReads]]:
+        """Open the source, and return its description and the chosen rows of each split."""
         splits, commit = open_source(
             source,
             location=location,
@@ -527,6 +533,7 @@ def prepare_geometry3k(
             split: _chosen_of(split, rows, chosen_options) for split, rows in splits.items()
         }
 
+    # Rows from the authors' logic forms have the facts in words and the solved figure, too.
     has_forms = source in ("intergps", FORMS, FACTS)
     features = features_with_figure() if has_forms else None
     return prepare(output, chosen_options, begin, features, workers=workers, overwrite=overwrite)

@@ -35,7 +35,7 @@ _WORDS = {
 
 
 def read_forms(path: Path) -> dict[int, Form]:
-    """The forms of a JSON file (also .gz) with an object by the number of the problem.
+    """Return the forms of a JSON file (also .gz) with an object by the number of the problem.
 
     Raises `UserError`.
     """
@@ -52,101 +52,127 @@ def read_forms(path: Path) -> dict[int, Form]:
 
 
 def facts_in_words(form: Form, problem: str) -> str | None:
-    """The facts of the diagram as sentences; None where they do not suffice in words.
+    """Return the facts of the diagram as sentences; None where they do not suffice in words.
 
     They do not where one of them cannot be read, where the problem is about a shaded or coloured
     region, or a shape that the annotation does not name, and where it speaks of a point, an unknown
     or an angle that they do not have.
     """
-    fact_sentences = [
-        in_words(term)
-        for term in form.terms
-        if term is None or not term.head.startswith("PointLies")
-    ]
-    if None in fact_sentences or re.search(
-        r"\b(?:shaded|blue|green|red|yellow)\b", problem, re.IGNORECASE
-    ):
+    fact_sentences = []
+    for term in form.terms:
+        # Which points lie on a line or a circle is said below, once for each line and circle.
+        if term is None or not term.head.startswith("PointLies"):
+            fact_sentences.append(in_words(term))
+    has_colour = re.search(r"\b(?:shaded|blue|green|red|yellow)\b", problem, re.IGNORECASE)
+    if None in fact_sentences or has_colour:
         return None
-    several = [(_list(row), set(row) <= form.points.keys()) for row in form.rows if len(row) > 2]
-    rows = [
-        f"{points} lie on one line{', in this order' if is_ordered else ''}"
-        for points, is_ordered in several
-    ]
+    sentences = []
+    for row in form.rows:
+        if len(row) > 2:
+            # `rows` sorts a line's points along it where the place of each of them is known.
+            is_ordered = set(row) <= form.points.keys()
+            order = ", in this order" if is_ordered else ""
+            sentences.append(f"{_list(row)} lie on one line{order}")
     segments = [_joined(row) for row in form.rows if len(row) == 2]
-    drawn = [f"drawn segments: {', '.join(segments)}"] if segments else []
-    circles = [
-        f"{_list(on)} lie{'s' if len(on) == 1 else ''} on the circle with centre {centre}"
-        if on
-        else f"{centre} is the centre of a circle"
-        for (centre, _), on in form.rounds.items()
-    ]
-    sentences = [*rows, *drawn, *circles, *(sentence for sentence in fact_sentences if sentence)]
-    text = ". ".join(
-        f"{sentence[0].upper()}{sentence[1:]}" for sentence in dict.fromkeys(sentences)
-    )
+    if segments:
+        sentences.append(f"drawn segments: {', '.join(segments)}")
+    for (centre, _), points_on in form.rounds.items():
+        if points_on:
+            verb = "lies" if len(points_on) == 1 else "lie"
+            sentences.append(f"{_list(points_on)} {verb} on the circle with centre {centre}")
+        else:
+            sentences.append(f"{centre} is the centre of a circle")
+    sentences += [sentence for sentence in fact_sentences if sentence]
+    capitalised = [f"{text[0].upper()}{text[1:]}" for text in dict.fromkeys(sentences)]
+    text = ". ".join(capitalised)
     return f"{text}." if text and _suffices(text, form) else None
 
 
-def _suffices(text: str, form: Form) -> bool:
-    """Whether what the question speaks of stands in words.
+def _is_only_shape(form: Form, head: str, on_lines: set[str]) -> bool:
+    """Return whether a diagram has one circle, or nothing but the corners of one such polygon."""
+    if head == "Circle":
+        return len(form.rounds) == 1
+    return len(on_lines) == _CORNERS.get(head)
 
-    `$` is a shape without a name, clear where it is alone.
+
+def _suffices(text: str, form: Form) -> bool:
+    """Return whether what the question speaks of stands in the words, or in the problem itself.
+
+    `$` is a shape without a name. It is clear where the diagram has nothing but its corners, or one
+    circle.
     """
+    # None stands for a part of the question that cannot be read.
     question_terms = [term_of(part) for part in form.question if part.strip()]
     on_lines = {name for row in form.rows for name in row}
-    named_points = on_lines.union(*form.rounds.values()) | {centre for centre, _ in form.rounds}
-    texts = [
-        text,
-        *(str(in_words(term)) for term in question_terms if term and term.head != "Find"),
-    ]
-    for term in _all(part for part in question_terms if part):
+    known_points = set(on_lines)
+    for (centre, _), points_on in form.rounds.items():
+        known_points |= {centre, *points_on}
+    texts = [text]
+    for term in question_terms:
+        if term and term.head != "Find":
+            texts.append(str(in_words(term)))
+    words = " ".join(texts)
+    for term in _all(term for term in question_terms if term):
         head = term.head
         names = term.names
-        clear = len(form.rounds) == 1 if head == "Circle" else len(on_lines) == _CORNERS.get(head)
+        if "$" in "".join(names) and not _is_only_shape(form, head, on_lines):
+            return False
+        # A point that no line and no circle of the diagram has could lie anywhere.
+        is_point = not names and re.fullmatch("[A-Z]'?", head)
+        if is_point and head not in known_points:
+            return False
+        # `Find(x)` needs a fact or a sentence with x; the letters of a command such as \times do
+        # not count.
         unknown = names[0] if head == "Find" and re.fullmatch("[a-z]", names[0]) else None
+        if unknown and not re.search(rf"(?<![a-z\\]){unknown}(?![a-z])", words):
+            return False
+        # An angle may be named by the number that the diagram writes into it.
         number = names[0] if head == "Angle" and len(names) == 1 and names[0].isdigit() else None
-        if (
-            ("$" in "".join(names) and not clear)
-            or (not names and re.fullmatch("[A-Z]'?", head) and head not in named_points)
-            or (unknown and not re.search(rf"(?<![a-z\\]){unknown}(?![a-z])", " ".join(texts)))
-            or (number and not re.search(rf"\bangle {number}\b", text, re.IGNORECASE))
-        ):
+        if number and not re.search(rf"\bangle {number}\b", text, re.IGNORECASE):
             return False
     return None not in question_terms
 
 
 def _all(terms: Iterable[Term]) -> Iterable[Term]:
+    """Yield all terms and the terms inside them, the outer ones first."""
     for term in terms:
         yield term
         yield from _all(term.arguments)
 
 
 def in_words(term: Term | None) -> str | None:
-    """A term in words; None for one that has none."""
-    if term is None or not term.arguments:
-        return None if term is None or "$" in term.head else term.head
+    """Return a term in words; None for one that has none."""
+    if term is None:
+        return None
+    if not term.arguments:
+        return None if "$" in term.head else term.head
     head = term.head
     names = term.names
     parts = [in_words(argument) for argument in term.arguments]
-    if len(names) in _POINTS.get(head, ()) and all(
-        re.fullmatch(rf"{POINT_NAME}|\d+", name) for name in names
-    ):
-        return f"{head.lower().replace('cirle', 'circle')} {_joined(names)}".removeprefix("line ")
+    are_points = all(re.fullmatch(rf"{POINT_NAME}|\d+", name) for name in names)
+    # A shape named by its points: `Triangle(A,B,C)` is `triangle ABC`, and `Line(A,B)` is `AB`.
+    if len(names) in _POINTS.get(head, ()) and are_points:
+        # Some annotations have the misspelling.
+        kind = head.lower().replace("cirle", "circle")
+        return f"{kind} {_joined(names)}".removeprefix("line ")
     if None in parts:
         return None
     if head == "LengthOf":
+        # `AB` alone is the length of a segment; an arc without a word would be its angle.
         return f"the length of {parts[0]}" if names[0] == "Arc" else parts[0]
     if head == "Equals" and len(parts) == 2:
-        measured = names[0] == "MeasureOf" and not term.arguments[1].arguments
-        return f"{parts[0]} = {parts[1]}{' degrees' if measured else ''}"
+        # Degrees belong to a measure that equals a number, not one that equals another measure.
+        in_degrees = names[0] == "MeasureOf" and not term.arguments[1].arguments
+        return f"{parts[0]} = {parts[1]}{' degrees' if in_degrees else ''}"
     words = _WORDS.get(head, "")
     return words.format(*parts) if words and words.count("{}") == len(parts) else None
 
 
 def _joined(names: Sequence[str]) -> str:
-    """`ABC`; `A point_26` where a name is a word."""
+    """Return `ABC`; `A point_26` where a name is a word."""
     return (" " if any("_" in name for name in names) else "").join(names)
 
 
 def _list(words: Sequence[str]) -> str:
+    """Return names as a list in words: `A, B and C`."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

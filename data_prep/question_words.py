@@ -75,7 +75,7 @@ _SILENT = (
 
 
 def question_in_words(form: Form) -> str | None:
-    """What the question of a form says and asks, as sentences.
+    """Return what the question of a form says and asks, as sentences.
 
     None where a part of it has no words here.
     """
@@ -100,7 +100,7 @@ def question_in_words(form: Form) -> str | None:
 
 
 def _sentence(term: Term) -> str | None:
-    """A fact as a sentence without its point.
+    """Return a fact as a sentence without its point.
 
     Empty where the fact says nothing, None where there are no words for it.
     """
@@ -111,6 +111,7 @@ def _sentence(term: Term) -> str | None:
         return _kind(term)
     if term.is_equation:
         return _equation(term)
+    # `$` names no part of the diagram, so that the fact is about all that look like it.
     if head in ("Tangent", "Similar") and "$" in "".join(term.arguments[0].names):
         if head == "Tangent":
             return "segments that appear to be tangent are tangent"
@@ -125,6 +126,7 @@ def _sentence(term: Term) -> str | None:
     part_nouns = [part for part in parts if part is not None]
     if len(part_nouns) < len(parts):
         return None
+    # The last argument is the point, those before it are the lines.
     if head == "IntersectAt" and len(part_nouns) > 2:
         return f"{', '.join(part_nouns[:-2])} and {part_nouns[-2]} meet at {part_nouns[-1]}"
     words = _FACTS.get(head)
@@ -132,7 +134,7 @@ def _sentence(term: Term) -> str | None:
 
 
 def _kind(term: Term) -> str | None:
-    """`ABCD is a rectangle`, `triangle ABC is isosceles`.
+    """Return `ABCD is a rectangle`, `triangle ABC is isosceles`.
 
     Empty for a kind without a name, which the question has.
     """
@@ -146,21 +148,24 @@ def _kind(term: Term) -> str | None:
 
 
 def _equation(term: Term) -> str | None:
-    left, right = [noun(side) for side in term.arguments]
-    if left is None or right is None or term.arguments[0].head in CORNERS:
-        return "" if term.arguments[0].head in CORNERS else None
-    if term.arguments[1].head in ("AltitudeOf", "HypotenuseOf", "BaseOf", "SideOf", "HeightOf"):
+    """Return an equation as a sentence; empty for a named shape, None where it has no words."""
+    left_term, right_term = term.arguments
+    left = noun(left_term)
+    right = noun(right_term)
+    if left_term.head in CORNERS:
+        return ""
+    if left is None or right is None:
+        return None
+    if right_term.head in ("AltitudeOf", "HypotenuseOf", "BaseOf", "SideOf", "HeightOf"):
         return f"{left} is {right}"
-    is_angle = any(part.head in ("MeasureOf", "Angle") for part in term.arguments[0].walk())
+    is_angle = any(part.head in ("MeasureOf", "Angle") for part in left_term.walk())
     is_number = re.fullmatch(r"[\d.]+", right) is not None
-    return (
-        f"{left.removeprefix('the measure of ')} = "
-        f"{right}{' degrees' if is_angle and is_number else ''}"
-    )
+    unit = " degrees" if is_angle and is_number else ""
+    return f"{left.removeprefix('the measure of ')} = {right}{unit}"
 
 
 def noun(term: Term) -> str | None:
-    """A term as a noun: `AB`, `angle ABC`, `the area of the shaded sector`.
+    """Return a term as a noun: `AB`, `angle ABC`, `the area of the shaded sector`.
 
     None where it has no words here.
     """
@@ -169,12 +174,10 @@ def noun(term: Term) -> str | None:
     if not term.arguments:
         return _leaf(head)
     if head in COLOURS:
-        inner = _plain_head(term.arguments[0]).lower()
-        kind = "figure" if inner == "shape" else inner
-        return f"the {head.lower()} {'region' if head == 'Shaded' and inner == 'shape' else kind}"
-    if head in _KINDS:
-        inner_noun = noun(term.arguments[0])
-        return inner_noun and inner_noun.replace("the ", f"the {head.lower()} ", 1)
+        return _coloured(head, term.arguments[0])
+    if head in _KINDS:  # an adjective, such as `regular`
+        part_noun = noun(term.arguments[0])
+        return part_noun and part_noun.replace("the ", f"the {head.lower()} ", 1)
     if head in ("Line", "Point"):
         return "the line" if "$" in names[0] else "".join(names)
     if head in ("Angle", "Arc", "Circle", "Sector", "Cirle", "Shape", "Polygon") or head in CORNERS:
@@ -182,36 +185,51 @@ def noun(term: Term) -> str | None:
     if head in ("LengthOf", "MeasureOf"):
         return _measured(term)
     if head in ("Minor", "Major"):
-        inner_noun = noun(term.arguments[0])
-        return inner_noun and f"{head.lower()} {inner_noun}"
-    parts = [noun(argument) for argument in term.arguments]
-    part_nouns = [part for part in parts if part is not None]
-    if len(part_nouns) < len(parts):
-        return None
+        part_noun = noun(term.arguments[0])
+        return part_noun and f"{head.lower()} {part_noun}"
+    part_nouns = []
+    for argument in term.arguments:
+        part_noun = noun(argument)
+        if part_noun is None:
+            return None
+        part_nouns.append(part_noun)
     if len(part_nouns) == 1:
-        if head == "RatioOf":
-            return f"{part_nouns[0]} as a fraction"
-        words = _MEASURES.get(head)
-        trigonometric = head in ("SinOf", "CosOf", "TanOf")
-        return (
-            words.format(part_nouns[0].removeprefix("angle ") if trigonometric else part_nouns[0])
-            if words
-            else None
-        )
+        return _measure_of(head, part_nouns[0])
     if head in ("SumOf", "Add"):
         return " + ".join(part_nouns)
     words = _TWO.get(head)
     return words.format(*part_nouns) if words and len(part_nouns) == 2 else None
 
 
+def _coloured(head: str, part: Term) -> str:
+    """Return a shaded or coloured part as a noun: `the shaded region`, `the blue sector`."""
+    kind = _plain_head(part).lower()
+    if kind == "shape":
+        kind = "region" if head == "Shaded" else "figure"
+    return f"the {head.lower()} {kind}"
+
+
+def _measure_of(head: str, part_noun: str) -> str | None:
+    """Return a measure of one part as a noun: `the area of ...`; None where it has no words."""
+    if head == "RatioOf":
+        return f"{part_noun} as a fraction"
+    words = _MEASURES.get(head)
+    if not words:
+        return None
+    if head in ("SinOf", "CosOf", "TanOf"):  # `sin ABC`
+        part_noun = part_noun.removeprefix("angle ")
+    return words.format(part_noun)
+
+
 def _leaf(text: str) -> str | None:
+    """Return a term without arguments as a noun; None for one that no question names."""
     if text in ("Radius", "Diameter"):
         return f"the {text.lower()}"
     return None if "$" in text or "_" in text else text
 
 
 def _named(head: str, names: Sequence[str]) -> str:
-    """`triangle ABC`; `the triangle` for one without a name."""
+    """Return `triangle ABC`; `the triangle` for one without a name."""
     kind = {"Cirle": "circle", "Shape": "figure", "Polygon": "polygon"}.get(head, head.lower())
     unnamed = any("$" in name for name in names) or (head == "Shape" and names == ["A"])
     if unnamed or any(re.fullmatch(r"[A-Za-z]'?|\d+", name) is None for name in names):
@@ -220,20 +238,21 @@ def _named(head: str, names: Sequence[str]) -> str:
 
 
 def _measured(term: Term) -> str | None:
-    inner = term.arguments[0]
-    name = noun(inner)
-    if name is None or (len(term.names) == 2 and not inner.arguments):
-        return None if len(term.names) != 2 else "".join(term.names)
+    """Return `LengthOf` or `MeasureOf` a part as a noun; None where the part has no words."""
+    part = term.arguments[0]
+    part_noun = noun(part)
+    has_two_points = len(term.names) == 2
+    if part_noun is None or (has_two_points and not part.arguments):
+        return "".join(term.names) if has_two_points else None
     if term.head == "LengthOf":
-        return (
-            name
-            if inner.head == "Line" or inner.head in _MEASURES or not inner.arguments
-            else f"the length of {name}"
-        )
-    return name if not inner.arguments and len(name) == 1 else f"the measure of {name}"
+        is_length = part.head == "Line" or part.head in _MEASURES or not part.arguments
+        return part_noun if is_length else f"the length of {part_noun}"
+    is_letter = not part.arguments and len(part_noun) == 1
+    return part_noun if is_letter else f"the measure of {part_noun}"
 
 
 def _plain_head(term: Term) -> str:
+    """Return the head of a term below its colours and kinds: `Circle` of a shaded circle."""
     while term.head in (*COLOURS, *_KINDS) and term.arguments:
         term = term.arguments[0]
     return term.head

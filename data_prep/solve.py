@@ -77,7 +77,7 @@ class Solved:
         return "" if self.verdict.status == "answered" else _KINDS[kinds[self.verdict.status]]
 
     def record(self) -> dict[str, Any]:
-        """The problem as one line of JSON."""
+        """Return the problem as one line of JSON."""
         return {
             "id": self.id,
             "status": self.verdict.status,
@@ -195,7 +195,7 @@ def solved(
 
 
 def table_of(problems: Sequence[Solved], *, labelled: bool) -> str:
-    """The counts, and what a person should look at, the worst kind first."""
+    """Return the counts, and what a person should look at, the worst kind first."""
     lines = [_counts(problems, labelled=labelled)]
     for kind in _KINDS:
         of_kind = [problem for problem in problems if problem.kind == kind]
@@ -219,7 +219,10 @@ def _line(problem: Solved) -> str:
 
 
 def _counts(problems: Sequence[Solved], *, labelled: bool) -> str:
-    """How many problems have which status, by how; with labels, how many of the values are theirs."""
+    """Return how many problems have which status, by how they were solved.
+
+    With labels it has too how many of the values are theirs.
+    """
     rows = Counter((problem.verdict.status, problem.verdict.how) for problem in problems)
     lines = [f"{amount(len(problems), 'problem')}"]
     for (status, basis), count in sorted(

@@ -48,7 +48,7 @@ class Text:
 
 
 def features_with_figure() -> Features:
-    """The schema with the columns `facts` and `figure` behind it."""
+    """Return the schema with the columns `facts` and `figure` behind it."""
     return replace(
         PRESETS["geometry3k"].columns, extras=(("facts", "facts"), ("figure", "figure"))
     ).features
@@ -57,7 +57,7 @@ def features_with_figure() -> Features:
 def solved_problems(
     forms: Mapping[str, Form], texts: Mapping[str, Text] | None
 ) -> dict[str, SplitReads]:
-    """The rows of all forms that the facts determine, by split.
+    """Return the rows of all forms that the facts determine, by split.
 
     Says how many are left out, and why.
 
@@ -97,14 +97,17 @@ def solved_figure(form: Form) -> str | None:
 
 
 def drawable(form: Form, result: Verdict) -> Form:
-    """The form with its own places; with those of its figure where some point of it has none."""
+    """Return the form with its own places, or with those of its figure.
+
+    The figure's are taken where some point of the form has no place.
+    """
     if can_be_drawn(form) or result.figure is None:
         return form
     return replace(form, points={name: (x, -y) for name, (x, y) in result.figure.at.items()})
 
 
 def shows_what_is_asked(form: Form) -> bool:
-    """Whether all points that the question names stand in the picture."""
+    """Return whether all points that the question names stand in the picture."""
     drawn_points = {name for row in form.rows for name in row}
     drawn_points |= {
         name for (centre, _), points in form.rounds.items() for name in (centre, *points)
@@ -122,7 +125,7 @@ def _text_of(name: str, form: Form) -> Text | None:
 
 
 def _row(name: str, form: Form, text: Text, result: Verdict) -> RawProblem:
-    """One row, with the picture redrawn.
+    """Return one row, with the picture redrawn.
 
     Raises `RowError` where its label is another than the facts give.
     """
@@ -152,7 +155,10 @@ def _row(name: str, form: Form, text: Text, result: Verdict) -> RawProblem:
 
 
 def with_rounding(problem: str, result: Verdict) -> tuple[str, str]:
-    """The problem and its answer; one without a short form is rounded, and the problem says so."""
+    """Return the problem and its answer.
+
+    One without a short form is rounded, and the problem says so.
+    """
     assert result.value is not None, "it is answered"
     if result.answer is not None:
         return problem, result.answer

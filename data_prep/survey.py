@@ -6,7 +6,7 @@ import heapq
 import shlex
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ from adora_vl.utils.errors import UserError, in_one_line
 PROPERTIES = ("source", "goal", "shape", "answer form", "image size")
 GALLERY_ROWS = 48  # of all splits together, on the page
 LONGEST_SHOWN = 5
-_UNKNOWN = "unknown"  # the value of a property that a row does not have
+UNKNOWN = "unknown"  # the value of a property that a row does not have
 _SIZES_KEPT = 5000  # image sizes for the scatter plot; the counts know all of them
 _LONGEST_SIDES = (56, 112, 224, 448, 896)
 TextTokens = Callable[[str], int]
@@ -117,40 +117,31 @@ def _facts(
 ) -> SplitFacts:
     """Read every row of a split once; the rows with the indices `picked` go into the gallery.
 
+    `measure` counts the tokens of a problem, and `family` is the model family whose image tokens
+    are counted.
+
     Raises `UserError` for a row that no training could use.
     """
     facts = SplitFacts()
     vision = VISIONS[family]
-    pixels = (vision.unit, vision.min_pixels, vision.max_pixels)
+    limits = (vision.unit, vision.min_pixels, vision.max_pixels)
     for index, row in enumerate(stored_rows(folder, split)):
         where = f"dataset: split {split!r}, row {row['id'] or f'number {index}'}"
         fault = problem_with_row(row)
         if fault:
             raise UserError(f"{where}: {fault}")
-        meta = row.get("meta")
-        counts = facts.counts
-        meta = meta if isinstance(meta, dict) else {}
-        shapes = meta.get("shapes")
-        counts["rows"]["rows"] += 1
-        counts["source"][str(row.get("source") or _UNKNOWN)] += 1
-        counts["goal"][str(meta.get("goal") or _UNKNOWN)] += 1
-        counts["shape"].update(
-            [str(shape) for shape in shapes] if shapes and isinstance(shapes, list) else [_UNKNOWN]
-        )
-        counts["answer form"][answer_form(row["answer"], row.get("choices"))] += 1
+        _count_properties(facts.counts, row)
         sizes: list[tuple[int, int]] = []
         try:
-            sizes.extend(image_size(image["bytes"]) for image in row["images"])
+            for image in row["images"]:
+                sizes.append(image_size(image["bytes"]))
         except Exception as error:  # Pillow raises nearly anything on broken bytes
-            why = f"image {len(sizes)} is not a stored picture ({in_one_line(error)})"
-            raise UserError(f"{where}: {why}; prepare the dataset again") from error
-        classes = (
-            (f"up to {side} px" for side in _LONGEST_SIDES if max(size) <= side) for size in sizes
-        )
-        counts["image size"].update(
-            next(names, f"over {_LONGEST_SIDES[-1]} px") for names in classes
-        )
-        facts.tokens.append(sum(image_tokens(size, *pixels, row["id"]) for size in sizes))
+            raise UserError(
+                f"{where}: image {len(sizes)} is not a stored picture ({in_one_line(error)}); "
+                "prepare the dataset again"
+            ) from error
+        facts.counts["image size"].update(map(_size_class, sizes))
+        facts.tokens.append(sum(image_tokens(size, *limits, row["id"]) for size in sizes))
         facts.characters.append(len(row["problem"]))
         if len(facts.sizes) < _SIZES_KEPT:
             facts.sizes.extend(sizes)
@@ -163,6 +154,29 @@ def _facts(
             facts.gallery.append(row)
     facts.longest.sort(reverse=True)
     return facts
+
+
+def _count_properties(counts: Mapping[str, Counter[str]], row: Row) -> None:
+    """Count the properties of a row that its columns say."""
+    meta = row.get("meta")
+    if not isinstance(meta, dict):
+        meta = {}
+    shapes = meta.get("shapes")
+    if not shapes or not isinstance(shapes, list):
+        shapes = [UNKNOWN]
+    counts["rows"]["rows"] += 1
+    counts["source"][str(row.get("source") or UNKNOWN)] += 1
+    counts["goal"][str(meta.get("goal") or UNKNOWN)] += 1
+    counts["shape"].update(str(shape) for shape in shapes)
+    counts["answer form"][answer_form(row["answer"], row.get("choices"))] += 1
+
+
+def _size_class(size: tuple[int, int]) -> str:
+    """Return the class of a picture by its longest side: `up to 512 px`."""
+    for side in _LONGEST_SIDES:
+        if max(size) <= side:
+            return f"up to {side} px"
+    return f"over {_LONGEST_SIDES[-1]} px"
 
 
 def _tokenizer(model: str) -> TextTokens:
@@ -201,10 +215,12 @@ def describe(overview: Survey) -> str:
 def counts(overview: Survey) -> str:
     """Return what `describe` does, without the prompt."""
     manifest = overview.manifest
+    # A folder that somebody else made can be surveyed too.
     origin = " (no manifest of ours)"
     if manifest:
         origin = f" ({manifest['source']}, input {manifest['input'] or 'drawn'})"
     unit = "characters" if overview.model is None else f"tokens of {overview.model}"
+    # The longest problems are those that a limit on the prompt would refuse first.
     longest = [f"longest problems ({unit}, without system prompt and image)"]
     for split, facts in overview.splits.items():
         for measure, row_id, problem in facts.longest[:3]:
@@ -257,46 +273,64 @@ def what_was_left_out(manifest: Manifest) -> list[str]:
 
 
 def _table(overview: Survey) -> list[str]:
-    """Return a table with a column for each split and a block for each property.
+    """Return the lines of a table with a column for each split and a block for each property.
 
     The most frequent value of a property comes first.
     """
     splits = overview.splits
-    blocks = {"rows": {"rows": [str(facts.counts["rows"]["rows"]) for facts in splits.values()]}}
+    row_counts = [str(facts.counts["rows"]["rows"]) for facts in splits.values()]
+    blocks: dict[str, dict[str, list[str]]] = {"rows": {"rows": row_counts}}
     for name in PROPERTIES:
         total: Counter[str] = sum((facts.counts[name] for facts in splits.values()), Counter())
-        if set(total) <= {_UNKNOWN}:
-            continue  # no row has it
-        values = sorted(total, key=lambda value: (-total[value], value))
+        # A property that no row has gets no block.
+        if set(total) <= {UNKNOWN}:
+            continue
         title = "image size (longest side)" if name == "image size" else name
-        block = blocks[title] = {}
-        for value in values[:_SHOWN_VALUES]:
-            block[printable(value)[:40]] = [
-                str(facts.counts[name][value]) for facts in splits.values()
-            ]
-        if len(values) > _SHOWN_VALUES:
-            blocks[title][f"... {len(values) - _SHOWN_VALUES} more"] = ["" for _ in splits]
+        blocks[title] = _property_block(name, total, splits)
+    # Tables of texts alone have no image tokens.
     tokens = [facts.tokens for facts in splits.values()]
     if any(map(any, tokens)):
-        figures: dict[str, Callable[[array[int]], object]] = {
-            "min": min,
-            "median": lambda numbers: f"{median(numbers):g}",
-            "p95": partial(quantile, share=0.95),
-            "max": max,
-        }
-        blocks[f"image tokens per row ({FAMILIES[overview.family].name}'s own limits)"] = {
-            name: [str(figure(numbers)) if numbers else "-" for numbers in tokens]
-            for name, figure in figures.items()
-        }
-    label = max(len(value) for values in blocks.values() for value in values) + 4
-    width = max(8, *(len(split) + 2 for split in splits))
-    lines = [" " * label + "".join(f"{split:>{width}}" for split in splits)]
-    for title, cells in blocks.items():
-        indent = "" if title == "rows" else "  "
-        lines += [title] if indent else []
-        for value, row in cells.items():
-            lines.append(f"{indent + value:<{label}}" + "".join(f"{cell:>{width}}" for cell in row))
+        title = f"image tokens per row ({FAMILIES[overview.family].name}'s own limits)"
+        blocks[title] = _token_block(tokens)
+    label_width = max(len(label) for block in blocks.values() for label in block) + 4
+    cell_width = max(8, *(len(split) + 2 for split in splits))
+    lines = [" " * label_width + "".join(f"{split:>{cell_width}}" for split in splits)]
+    for title, block in blocks.items():
+        indent = ""
+        if title != "rows":
+            lines.append(title)
+            indent = "  "
+        for label, cells in block.items():
+            row = "".join(f"{cell:>{cell_width}}" for cell in cells)
+            lines.append(f"{indent + label:<{label_width}}{row}")
     return lines
+
+
+def _property_block(
+    name: str, total: Counter[str], splits: Mapping[str, SplitFacts]
+) -> dict[str, list[str]]:
+    """Return the counts of a property's most frequent values, a cell for each split."""
+    values = sorted(total, key=lambda value: (-total[value], value))
+    block = {}
+    for value in values[:_SHOWN_VALUES]:
+        block[printable(value)[:40]] = [str(facts.counts[name][value]) for facts in splits.values()]
+    if len(values) > _SHOWN_VALUES:
+        block[f"... {len(values) - _SHOWN_VALUES} more"] = ["" for _ in splits]
+    return block
+
+
+def _token_block(tokens: Sequence[array[int]]) -> dict[str, list[str]]:
+    """Return figures of the image tokens of a row, a cell for each split."""
+    figures: dict[str, Callable[[array[int]], object]] = {
+        "min": min,
+        "median": lambda numbers: f"{median(numbers):g}",
+        "p95": partial(quantile, share=0.95),
+        "max": max,
+    }
+    block = {}
+    for name, figure in figures.items():
+        block[name] = [str(figure(numbers)) if numbers else "-" for numbers in tokens]
+    return block
 
 
 def print_prompt(output: Path, manifest: Manifest) -> None:

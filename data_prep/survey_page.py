@@ -25,7 +25,7 @@ from adora_vl.models.families import FAMILIES
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import check_folder, replace_file, written_to
-from data_prep.survey import SplitFacts, Survey, counts, what_was_left_out, whole_prompt
+from data_prep.survey import UNKNOWN, SplitFacts, Survey, counts, what_was_left_out, whole_prompt
 
 _COLOURS = ("#2f6fb0", "#e08b2d", "#4f9d69", "#9467bd")
 _SHOWN_VALUES = 12
@@ -49,6 +49,9 @@ def plots(overview: Survey) -> dict[str, str]:
             ("goal", "Goals"),
             ("shape", "Shapes"),
         ):
+            # Bars of nothing but `unknown` would say nothing.
+            if not _is_known(overview, name):
+                continue
             drawn[title] = _svg(partial(_bars, splits=overview.splits, name=name))
         unit = f"tokens of {FAMILIES[overview.family].name}"
         tokens = {split: list(facts.tokens) for split, facts in overview.splits.items()}
@@ -61,7 +64,16 @@ def plots(overview: Survey) -> dict[str, str]:
     return drawn
 
 
+def _is_known(overview: Survey, name: str) -> bool:
+    """Whether some row has the property; data of a user's own have neither goals nor shapes."""
+    return any(set(facts.counts[name]) - {UNKNOWN} for facts in overview.splits.values())
+
+
 def _svg(draw: Callable[[Axes], None]) -> str:
+    """Return a small diagram as SVG; `draw` draws into its axes.
+
+    The file has no date, so that the same data give the same page.
+    """
     figure = Figure(figsize=(4.6, 3.0), layout="constrained")
     axes = figure.add_subplot()
     draw(axes)
@@ -76,13 +88,18 @@ def _bars(axes: Axes, splits: dict[str, SplitFacts], name: str) -> None:
     """Draw the share of rows with each value, for each split, the most frequent value on top."""
     total: Counter[str] = sum((facts.counts[name] for facts in splits.values()), Counter())
     values = sorted(total, key=lambda value: (-total[value], value))[:_SHOWN_VALUES]
-    height = 0.8 / len(splits)
+    # The bars of all splits beside a value take 0.8 of the space between two values.
+    bar_height = 0.8 / len(splits)
     for index, (split, facts) in enumerate(splits.items()):
-        rows = max(1, facts.counts["rows"]["rows"])
-        positions = [-(rank + index * height) for rank in range(len(values))]
-        shares = [100 * facts.counts[name][value] / rows for value in values]
-        axes.barh(positions, shares, height, label=split, color=_COLOURS[index % len(_COLOURS)])
-    middle = height * (len(splits) - 1) / 2
+        rows = max(1, facts.counts["rows"]["rows"])  # a split may be empty
+        axes.barh(
+            [-(rank + index * bar_height) for rank in range(len(values))],
+            [100 * facts.counts[name][value] / rows for value in values],
+            bar_height,
+            label=split,
+            color=_COLOURS[index % len(_COLOURS)],
+        )
+    middle = bar_height * (len(splits) - 1) / 2
     labels = [value if len(value) <= 24 else value[:23] + "…" for value in values]
     axes.set_yticks([-(rank + middle) for rank in range(len(values))], labels)
     axes.set_xlabel("% of the rows")
@@ -91,18 +108,18 @@ def _bars(axes: Axes, splits: dict[str, SplitFacts], name: str) -> None:
 
 def _histogram(axes: Axes, values: dict[str, list[int]], unit: str) -> None:
     """Draw the share of rows by a number that each row has, for each split."""
-    present = {split: numbers for split, numbers in values.items() if numbers}
-    different = {number for numbers in present.values() for number in numbers}
-    low = min(different, default=0)
-    high = max(different, default=0)
+    filled = {split: numbers for split, numbers in values.items() if numbers}
+    all_numbers = set[int]().union(*filled.values())
+    low = min(all_numbers, default=0)
+    high = max(all_numbers, default=0)
     room = max(0, 10 - (high - low) // 2)  # around a few values that are nearly the same
-    shares = [[100 / len(numbers)] * len(numbers) for numbers in present.values()]
-    look: Any = {
-        "label": list(present),
-        "color": list(islice(cycle(_COLOURS), len(present))),
-        "weights": shares,
+    style: Any = {
+        "label": list(filled),
+        "color": list(islice(cycle(_COLOURS), len(filled))),
+        # so that the bars of a split add up to 100 %
+        "weights": [[100 / len(numbers)] * len(numbers) for numbers in filled.values()],
     }
-    axes.hist(list(present.values()), bins=30, range=(low - room, high + room), **look)
+    axes.hist(list(filled.values()), bins=30, range=(low - room, high + room), **style)
     axes.set(xlabel=unit, ylabel="% of the rows")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.grid(axis="y", alpha=0.3)
@@ -195,33 +212,34 @@ def page(overview: Survey) -> str:
         "'none'; img-src data:; style-src 'unsafe-inline'\"><meta name='viewport' "
         "content='width=device-width, initial-scale=1'>"
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>"
-        f"<h1>{escape(title)}</h1>{left_out}<nav><a href='#plots'>Plots</a> <a "
-        "href='#counts'>Counts</a> <a href='#prompt'>Prompt</a> <a href='#rows'>Rows</a></nav>"
-        f"<h2 id='plots'>Plots</h2><div class='grid'>{figures}</div><h2 "
-        f"id='counts'>Counts</h2><pre>{escape(counts(overview))}</pre><h2 "
-        f"id='prompt'>Prompt</h2><pre>{escape(prompt)}</pre><h2 id='rows'>Rows, spread over the "
-        f"whole</h2><div class='grid'>{cards}</div></body></html>\n"
+        f"<h1>{escape(title)}</h1>{left_out}<nav><a href='#rows'>Rows</a> <a "
+        "href='#prompt'>Prompt</a> <a href='#plots'>Plots</a> <a href='#counts'>Counts</a></nav>"
+        f"<h2 id='rows'>Rows, spread over the whole</h2><div class='grid'>{cards}</div>"
+        f"<h2 id='prompt'>Prompt</h2><pre>{escape(prompt)}</pre>"
+        f"<h2 id='plots'>Plots</h2><div class='grid'>{figures}</div>"
+        f"<h2 id='counts'>Counts</h2><pre>{escape(counts(overview))}</pre></body></html>\n"
     )
 
 
 def _card(row: Row, split: str) -> str:
+    """Return the HTML of one row: its pictures, problem, choices and facts.
+
+    The right choice is marked.
+    """
     pictures = "".join(
         f"<img alt='diagram' src='{_picture(image['bytes'])}'>" for image in row["images"][:4]
     )
     raw = row.get("answer_raw") or ""  # the letter of the right choice, or its value
-    letters = zip(ascii_uppercase, row.get("choices") or (), strict=False)
-    items = [
-        (value, raw == letter if len(raw) == 1 and raw.isupper() else value == raw)
-        for letter, value in letters
-    ]
-    listed = "".join(
-        f"<li{' class=right' if ok else ''}>{_text(value)}</li>" for value, ok in items
-    )
-    listed = f"<ol>{listed}</ol>" if items else ""
+    is_letter = len(raw) == 1 and raw.isupper()
+    items = []
+    for letter, value in zip(ascii_uppercase, row.get("choices") or (), strict=False):
+        is_right = raw == letter if is_letter else value == raw
+        items.append(f"<li{' class=right' if is_right else ''}>{_text(value)}</li>")
+    choices = f"<ol>{''.join(items)}</ol>" if items else ""
     meta = row.get("meta") or {}
     facts = {
-        "gold": row["answer"],
-        "as in the source": row.get("answer_raw") or "",
+        "right answer": row["answer"],
+        "as in the source": raw,
         "goal": meta.get("goal") or "",
         "shapes": ", ".join(meta.get("shapes") or []),
         "family": meta.get("family") or "",
@@ -231,15 +249,16 @@ def _card(row: Row, split: str) -> str:
     )
     title = f"{_text(row['id'])} ({escape(split)})"
     problem = _text(row["problem"])
-    return f"<article><h3>{title}</h3>{pictures}<p>{problem}</p>{listed}<dl>{terms}</dl></article>"
+    return f"<article><h3>{title}</h3>{pictures}<p>{problem}</p>{choices}<dl>{terms}</dl></article>"
 
 
 def _text(value: str) -> str:
+    """Return a text for HTML, cut where it is too long for a card."""
     return escape(value if len(value) <= _SHOWN_CHARACTERS else value[:_SHOWN_CHARACTERS] + "…")
 
 
 def _picture(encoded: bytes) -> str:
-    """The stored picture, or a smaller one, as a data URI."""
+    """Return the stored picture, or a smaller one, as a data URI."""
     if len(encoded) > _IMAGE_BYTES:
         with open_picture(io.BytesIO(encoded)) as image:
             ImageOps.exif_transpose(image, in_place=True)
@@ -253,4 +272,5 @@ def _picture(encoded: bytes) -> str:
 
 
 def _data_uri(content: bytes, kind: str) -> str:
+    """Return a picture as a data URI of the page itself."""
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"

@@ -98,7 +98,7 @@ def prepare_variants(
         )
 
     def begin() -> tuple[dict[str, Any], dict[str, SplitReads]]:
-        """What the manifest says of the run, and the rows of the split."""
+        """Return what the manifest says of the run, and the rows of the split."""
         arguments = recorded(asdict(options))
         description = {
             "source": VARIANTS,
@@ -116,7 +116,7 @@ def prepare_variants(
 
 
 def _problems(folder: Path, split: str, options: Variation, workers: int) -> Iterator[Any]:
-    """One call for each variant, in the order of the originals."""
+    """Yield one call for each variant, in the order of the originals."""
     originals = (
         (row["id"], row["figure"]) for row in stored_rows(folder, split) if row.get("figure")
     )
@@ -143,7 +143,7 @@ def _same(raw: RawProblem) -> RawProblem:
 
 
 def variants_of(original: tuple[str, str], *, per: int, seed: int, split: str) -> list[RawProblem]:
-    """The variants of one original, by its id and its stored figure.
+    """Return the variants of one original, by its id and its stored figure.
 
     Fewer than `per` where tries fail.
     """
@@ -170,7 +170,7 @@ def variants_of(original: tuple[str, str], *, per: int, seed: int, split: str) -
 def _variant(
     original: str, figure: Figure, row_id: str, split: str, rng: random.Random
 ) -> RawProblem | None:
-    """One try; None where the numbers do not fit, or the picture could not be read."""
+    """Return one try; None where the numbers do not fit, or the picture could not be read."""
     form = varied(figure, rng)
     if form is None:
         return None
@@ -211,7 +211,7 @@ def _variant(
 
 
 def varied(figure: Figure, rng: random.Random) -> Form | None:
-    """The form of a figure with other numbers, its points where the figure has them.
+    """Return the form of a figure with other numbers, its points where the figure has them.
 
     None where no number can change.
 
@@ -221,7 +221,7 @@ def varied(figure: Figure, rng: random.Random) -> Form | None:
     chosen: dict[tuple[str, str], str] = {}
 
     def changed(text: str) -> str:
-        """An equation with another value; any other fact as it is."""
+        """Return an equation with another value; any other fact as it is."""
         terms = list(terms_of([text]))
         if len(terms) != 1 or not terms[0].is_equation:
             return text
@@ -266,7 +266,7 @@ def _other_value(unit: str, text: str, scale: float, rng: random.Random) -> str:
 
 
 def solved_alike(form: Form) -> tuple[Verdict, Mapping[str, tuple[float, float]]] | None:
-    """The answer of a variant and its places.
+    """Return the answer of a variant and its places.
 
     None where the facts do not determine a figure of the same kind.
     """
@@ -295,7 +295,7 @@ def solved_alike(form: Form) -> tuple[Verdict, Mapping[str, tuple[float, float]]
 
 
 def _turn_upright(original: Figure, at: Mapping[str, tuple[float, float]]) -> complex:
-    """The turn that lays a line level or upright that is so in the original's picture.
+    """Return the turn that lays a line level or upright that is so in the original's picture.
 
     Of several, the longest. A picture that is not to scale lies otherwise than its figure does.
     """
@@ -336,7 +336,7 @@ def _is_clear(form: Form) -> bool:
 
 
 def _is_near(places: Mapping[str, complex], size: float, row: list[str]) -> bool:
-    """Whether a point that is not on a line lies so near it that it seems to be."""
+    """Return whether a point that is not on a line lies so near it that it seems to be."""
     start = places[row[0]]
     way = places[row[-1]] - start
     if not way:
@@ -353,7 +353,7 @@ def _is_near(places: Mapping[str, complex], size: float, row: list[str]) -> bool
 
 
 def _marked_angles(form: Form) -> Iterator[float]:
-    """The angles in degrees, as drawn, of the corners that a fact marks."""
+    """Yield the angles in degrees, as drawn, of the corners that a fact marks."""
     for term in terms_of(form.facts):
         if term.head != "Equals" or term.arguments[0].head != "MeasureOf":
             continue

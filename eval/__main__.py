@@ -15,11 +15,19 @@ from adora_vl.utils.cli import exit_code_of, imports
 from adora_vl.utils.errors import UserError
 
 _OTHERS = {"all": "eval.suite", "compare": "eval.compare"}
-_USAGE = f"usage: adora-vl-eval {{{','.join((*NAMES, *_OTHERS))},FILE.py:NAME}} ..."
+_USAGE = (
+    f"usage: python -m eval {{{','.join((*NAMES, *_OTHERS))},FILE.py:NAME}} ...\n"
+    "       adora-vl-eval does the same, where a folder eval/ of your own is in the way"
+)
+_EXAMPLES = """
+examples:
+  python -m eval problems run --model tiny --data data/mine --output runs/mine/eval
+  python -m eval problems run --help
+  python -m eval compare runs/before/eval runs/after/eval"""
 
 
 def _of(benchmark: str) -> str:
-    """The description of a benchmark in the first sentence of its module.
+    """Return the description of a benchmark in the first sentence of its module.
 
     The file is parsed and not imported, since importing all of them takes long.
     """
@@ -40,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _USAGE,
             "",
             *(f"  {benchmark_name:<12}{_of(benchmark_name)}" for benchmark_name in NAMES),
+            _EXAMPLES,
         ]
         return exit_code_of(lambda: print("\n".join(lines)), "nothing was done")
     if name in _OTHERS:

@@ -80,14 +80,19 @@ def parse(argv: Sequence[str] | None, benchmark: Benchmark) -> Command:
 
 
 def build_parser(benchmark: Benchmark) -> Parser:
-    """The parser of a benchmark's command, with the options that its dataclasses have."""
+    """Return the parser of a benchmark's command, with the options that its dataclasses have."""
     name = " FILE.py:NAME" if benchmark.file else f".{benchmark.name}"
     parser = Parser(prog=f"python -m eval{name}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="{infer,score,run}")
     for verb, help_text in VERBS.items():
         sub = verbs.add_parser(verb, help=help_text)
         if verb == "score":
-            sub.add_argument("--predictions", type=optional(path), metavar="FILE.jsonl")
+            sub.add_argument(
+                "--predictions",
+                type=optional(path),
+                metavar="FILE.jsonl",
+                help="needed: answers that `infer` or another program made",
+            )
             sub.add_argument(
                 "--columns",
                 nargs="+",
@@ -96,7 +101,7 @@ def build_parser(benchmark: Benchmark) -> Parser:
                 metavar="OURS=THEIRS",
                 help="fields under another name: pid=index response=prediction",
             )
-            where = "a folder for score.json, or a file whose name ends in .json"
+            where = "needed: a folder for score.json, or a file whose name ends in .json"
         else:
             _add_inference(sub, benchmark)
             sub.add_argument(
@@ -105,7 +110,7 @@ def build_parser(benchmark: Benchmark) -> Parser:
                 metavar="FILE.yaml",
                 help="these options, with _ for -",
             )
-            where = "a folder; a run that is there is resumed"
+            where = "needed: a folder; a run that is there is resumed"
         sub.add_argument("--output", type=optional(path), help=where)
         if verb != "infer":
             add_options(sub, benchmark.score_options)
@@ -113,7 +118,7 @@ def build_parser(benchmark: Benchmark) -> Parser:
 
 
 def _column(word: str) -> str:
-    """A word `OURS=THEIRS` as it is.
+    """Return a word `OURS=THEIRS` as it is.
 
     Raises `ArgumentTypeError` for another, of which argparse makes a line that names the option.
     """
@@ -126,14 +131,14 @@ def _column(word: str) -> str:
 def _add_inference(parser: argparse.ArgumentParser, benchmark: Benchmark) -> None:
     """The options of `infer` and `run`."""
     split = benchmark.split
-    parser.add_argument("--data", type=optional(text), help="a folder or file, or a hub id")
+    parser.add_argument("--data", type=optional(text), help="needed: a folder or file, or a hub id")
     parser.add_argument("--split", type=text, default=split, help=f"default {split}")
     add_options(parser, AskOptions)
     add_options(parser, benchmark.data_options)
 
 
 def _file_options(file: Path, options: Namespace, unused: set[str]) -> list[str]:
-    """The keys of a YAML file as words of a command line, so that the same code checks both.
+    """Return the keys of a YAML file as words of a command line, so that the same code checks both.
 
     Keys in `unused` are left out; `options` has the options of the verb. Raises `UserError` for an
     unknown key, and for a value that is a list or a mapping where one value is expected.
@@ -178,11 +183,13 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
     """
 
     def run() -> None:
+        """Score stored answers, or ask the model and score what it answers."""
         command = parse(argv, benchmark)
         if command.predictions is not None and command.score is not None:
             write_score(benchmark, command.predictions, command.score)
             return
         assert command.ask is not None
+        # Every mistake that can be found without the model is found before it is loaded.
         check_output(command.ask.output)
         processes = ranks()
         settings = check_options(command.ask)
@@ -193,6 +200,7 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
             selection=questions(benchmark, command.ask),
             processes=processes,
         )
+        # The first rank has gathered the answers of all.
         if command.score is not None and processes.rank == 0:
             write_score(benchmark, command.ask.output / PREDICTIONS, command.score)
 

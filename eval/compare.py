@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> Parser:
-    """The parser of the command."""
+    """Return the parser of the command."""
     parser = Parser(prog="python -m eval.compare", description="Scores side by side, with tests.")
     add = parser.add_argument
     add("runs", nargs="+", type=text, metavar="RUN", help="a score file, or the folder of a `run`")

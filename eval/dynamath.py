@@ -46,13 +46,16 @@ _EXAMPLE = {"solution": "[Detailed step-by-step explanation]", "short answer": "
 
 
 def prompt(row: dict[str, Any]) -> str:
-    """The official prompt for a row: its question, and the form of the answer, an object of JSON."""
+    """Return the official prompt for a row.
+
+    It is the question, and the form of the answer, an object of JSON.
+    """
     number = "Please answer in a floating-point number." if row["answer_type"] == "float" else ""
     return f"## Question\n{row['question']}{number}{_GUIDE}{json.dumps(_EXAMPLE, indent=4)}"
 
 
 def short_answer(response: str) -> tuple[str, str]:
-    """The answer by the official extraction, and how it was found.
+    """Return the answer by the official extraction, and how it was found.
 
     It is the key `short answer` of the JSON in a response, whose backslashes are removed; else the
     last line without its last sign (evaluation/opensource_json_eval.py in DynaMath/DynaMath).
@@ -72,7 +75,7 @@ def short_answer(response: str) -> tuple[str, str]:
 
 
 def official_hit(answer: str, reference: str, kind: str) -> bool:
-    """Whether an answer is right by the official rule.
+    """Return whether an answer is right by the official rule.
 
     A number is met to within a thousandth, in multiples of π too, a letter by one among the first
     three signs, and a text by an answer that contains it.
@@ -90,7 +93,7 @@ def official_hit(answer: str, reference: str, kind: str) -> bool:
 
 
 def grade(row: Prediction, options: ScoreOptions) -> RowGrade:
-    """The verdict on a row by the official rule, and the groups that it counts in."""
+    """Return the verdict on a row by the official rule, and the groups that it counts in."""
     answer, rule = short_answer(row["response"])
     groups = {name: [row[name]] for name in ("subject", "level", "answer_type")}
     return RowGrade(
@@ -104,28 +107,33 @@ def grade(row: Prediction, options: ScoreOptions) -> RowGrade:
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: ScoreOptions
 ) -> OwnFigures:
-    """The worst case, and the robustness.
+    """Return the worst case, and the robustness.
 
     The worst case is the share of problems of which every variant is right. Divided by the accuracy
     it is the robustness.
     """
     variants: dict[tuple[str, int], list[bool]] = defaultdict(list)
     for item in graded:
-        variants[item.pid.rpartition("/")[2], item.sample].append(item.correct)
+        problem = item.pid.rpartition("/")[2]
+        variants[problem, item.sample].append(item.correct)
+    all_right = sum(map(all, variants.values()))
     answers_each = max(map(len, by_problem(graded).values()))
-    worst = counted(sum(map(all, variants.values())), len(variants), answers_each)
-    mean = sum(item.correct for item in graded) / len(graded)
-    robustness = worst["accuracy"] / mean if worst and mean else None
+    worst = counted(all_right, len(variants), answers_each)
+    accuracy = sum(item.correct for item in graded) / len(graded)
+    robustness = worst["accuracy"] / accuracy if worst and accuracy else None
     n_variants = max(map(len, variants.values()))
-    part = f"the worst case is over {n_variants} of the {len(SPLITS)} variants; --split all"
-    warnings = [part] if n_variants < len(SPLITS) else []
+    warnings = []
+    if n_variants < len(SPLITS):
+        warnings.append(
+            f"the worst case is over {n_variants} of the {len(SPLITS)} variants; --split all"
+        )
     return OwnFigures(
         {"variants": {"worst_case": worst, "robustness": robustness}}, warnings=warnings
     )
 
 
 def load(options: HubDataOptions) -> LoadedProblems:
-    """The problems of a split, or with `all` of every variant, and a hash of the data."""
+    """Return the problems of a split, or with `all` of every variant, and a hash of the data."""
     problems = list[Problem]()
     hashes = list[str]()
     splits: Sequence[str] = (options.split,)

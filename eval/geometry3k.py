@@ -12,7 +12,7 @@ with imports():
 
 
 def _caution(score: Mapping[str, Any]) -> str | None:
-    """Why a score is not comparable with the published rows: its prompts showed the choices.
+    """Return why a score is not comparable with the published rows: its prompts showed the choices.
 
     None where they did not.
     """
@@ -31,7 +31,7 @@ _WHOLE_SPLIT = 0.95
 
 
 def _is_the_test_split(score: Mapping[str, Any]) -> bool:
-    """Whether a score is of the whole test split of Geometry3K, with its own pictures."""
+    """Return whether a score is of the whole test split of Geometry3K, with its own pictures."""
     data_set = score.get("data_set") or {}
     view = ((score.get("fingerprint") or {}).get("fields") or {}).get("view", "image")
     return (

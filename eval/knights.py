@@ -10,7 +10,7 @@ with imports():
 
 
 def grade(row: Prediction, options: ScoreOptions) -> RowGrade:
-    """The verdict on a row, in the groups of its number of people."""
+    """Return the verdict on a row, in the groups of its number of people."""
     verdict, extracted = knights_verdict(row["response"], row["answer"])
     reason = {"correct": "everyone_right", "wrong": "someone_wrong"}.get(verdict, "no_whole_answer")
     family = str((row.get("metadata") or {}).get("family") or "")
@@ -24,6 +24,7 @@ def grade(row: Prediction, options: ScoreOptions) -> RowGrade:
 
 
 def _check(row: Prediction) -> str | None:
+    """Return what makes a row unusable: a reference answer without roles; else None."""
     if not roles_in(row["answer"]):
         return f"has answer = {row['answer']!r:.60}, which names nobody as a knight or a knave"
     return None

@@ -36,7 +36,7 @@ _SEVERAL = re.compile(
 
 
 def letters_of(value: object) -> list[str]:
-    """The options that an answer or an extraction names, in lower case and sorted.
+    """Return the options that an answer or an extraction names, in lower case and sorted.
 
     They are equal for `A, C`, `AC` and `['c', 'a']`.
     """
@@ -48,7 +48,7 @@ def letters_of(value: object) -> list[str]:
 
 
 def by_rules(response: str) -> Extraction:
-    """The letters in a response behind its thinking, and the rule that found them.
+    """Return the letters in a response behind its thinking, and the rule that found them.
 
     They stand in a box, or are stated together, such as `B and D`; else the one letter by our rules
     counts.
@@ -68,7 +68,10 @@ def by_rules(response: str) -> Extraction:
 
 
 def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
-    """The verdict on a row: right if its letters are those of the reference answer, and no others."""
+    """Return the verdict on a row.
+
+    It is right if its letters are those of the reference answer, and no others.
+    """
     read: Extraction = row["read"]
     named = letters_of(read.text)
     right = letters_of(row["answer"])

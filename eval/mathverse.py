@@ -72,7 +72,7 @@ _UNIT = re.compile(
 
 
 def choices_of(row: Prediction) -> list[str]:
-    """The options of a question, [] where they stand in its picture alone.
+    """Return the options of a question, [] where they stand in its picture alone.
 
     `question_for_eval` has them even so.
     """
@@ -83,7 +83,7 @@ def choices_of(row: Prediction) -> list[str]:
 
 
 def value_of(answer: str) -> str:
-    r"""The value in an answer, without a name before it or a unit behind it.
+    r"""Return the value in an answer, without a name before it or a unit behind it.
 
     It is `9` for `Area $=9 \mathrm{~cm}^{2}$`.
     """
@@ -96,7 +96,7 @@ def value_of(answer: str) -> str:
 
 
 def same_answer(answer: str, reference: str) -> tuple[bool, str]:
-    """Whether two free answers have the same value, and the rule that decided.
+    """Return whether two free answers have the same value, and the rule that decided.
 
     The rules are those of the training's grader. Beside it a decimal is met by a value that is
     rounded to it, points and intervals are compared by their ends, equations by their difference,
@@ -126,13 +126,13 @@ def same_answer(answer: str, reference: str) -> tuple[bool, str]:
 
 
 def _difference_of_sides(equation: str) -> str:
-    """The left side of an equation minus the right one, by which equations are compared."""
+    """Return the left side of an equation minus the right one, by which equations are compared."""
     first_side, second_side = equation.split("=")
     return f"({first_side})-({second_side})"
 
 
 def reference_letter(row: Prediction, choices: Sequence[str]) -> str | None:
-    """The letter of the right option, which some rows name as `(C)` or by its text.
+    """Return the letter of the right option, which some rows name as `(C)` or by its text.
 
     None where a row names several.
     """
@@ -157,7 +157,7 @@ COLUMNS = {
 
 
 def check(row: Prediction) -> str | None:
-    """What is wrong with the fields of a row; None where nothing is."""
+    """Return what is wrong with the fields of a row; None where nothing is."""
     return wrong_fields(row, COLUMNS) or wrong_fields({"question_for_eval": None, **row}, _MAY_HAVE)
 
 
@@ -165,7 +165,10 @@ _MAY_HAVE = {"question_for_eval": or_null(TEXT)}
 
 
 def question_of(row: Prediction) -> Question:
-    """The question of a row for an extraction, a choice where its options stand in the text."""
+    """Return the question of a row for an extraction.
+
+    It is a choice where its options stand in the text.
+    """
     choices = choices_of(row) if row["question_type"] == "multi-choice" else []
     return Question(
         kind="choice" if choices else "text",
@@ -176,12 +179,12 @@ def question_of(row: Prediction) -> Question:
 
 
 def _question_text(row: Prediction) -> str:
-    """The question with its options where the data have it, else the one of the row's version."""
+    """Return the question with its options, if the data have it, else that of the version."""
     return str(row.get("question_for_eval") or row["question"] or "")
 
 
 def _prepare(rows: Sequence[Prediction], options: ExtractionOptions) -> list[Prediction]:
-    """The rows, each with its `Extraction` under the key `read`.
+    """Return the rows, each with its `Extraction` under the key `read`.
 
     With a judge, its word on whether the answer is right stands under the key `same`.
     """
@@ -197,7 +200,7 @@ def _prepare(rows: Sequence[Prediction], options: ExtractionOptions) -> list[Pre
 
 
 def _is_left_to_judge(row: Prediction) -> bool:
-    """Whether a row has an answer that our rules cannot decide on.
+    """Return whether a row has an answer that our rules cannot decide on.
 
     It is a free answer that has not the value of the reference, or any answer to a question of
     which the reference names no letter.
@@ -219,7 +222,7 @@ _SAME = (
 
 
 def _asks_whether_same(row: Prediction) -> list[dict[str, str]]:
-    """The conversation with the judge about an answer and its reference.
+    """Return the conversation with the judge about an answer and its reference.
 
     The official score has such a one too.
     """
@@ -229,7 +232,7 @@ def _asks_whether_same(row: Prediction) -> list[dict[str, str]]:
 
 
 def _one_or_zero(reply: str) -> str:
-    """The report of the judge. Raises `EndpointError` if it is neither 1 nor 0."""
+    """Return the report of the judge. Raises `EndpointError` if it is neither 1 nor 0."""
     word = reported(reply)
     if word not in ("0", "1"):
         raise EndpointError(f"the report is {word!r:.60}, neither 1 nor 0")
@@ -237,7 +240,7 @@ def _one_or_zero(reply: str) -> str:
 
 
 def by_rules(row: Prediction) -> Extraction:
-    """The answer in a response behind its thinking, and the rule that found it.
+    """Return the answer in a response behind its thinking, and the rule that found it.
 
     It is the letter of an option, or else a box, a stated answer, a bare value or a number.
     """
@@ -260,7 +263,7 @@ def by_rules(row: Prediction) -> Extraction:
 
 
 def _letter_of(answer: str, choices: Sequence[str]) -> str:
-    """The letter that an answer is, or else that of the choice that it means."""
+    """Return the letter that an answer is, or else that of the choice that it means."""
     lone_letter = re.fullmatch(r"\W*([A-H])\W*", answer)
     if lone_letter:
         return lone_letter[1]
@@ -268,11 +271,12 @@ def _letter_of(answer: str, choices: Sequence[str]) -> str:
 
 
 def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
-    """The verdict on a row: by the judge where it was asked, else by its value or its letter."""
+    """Return the verdict on a row: by the judge if it was asked, else by value or letter."""
     groups = {"version": [row["problem_version"]], "question_type": [row["question_type"]]}
     extraction = row["read"]
     groups = groups | metadata_groups(row, ("subject", "subfield"))
     answer = "" if extraction.text is None else str(extraction.text)
+    # Where a judge was asked, its 1 or 0 decides; a judge that failed counts as wrong.
     same: Extraction | None = row.get("same")
     if same is not None:
         judged = same if same.method == JUDGE_FAILED else extraction
@@ -295,6 +299,7 @@ def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
     choices = choices_of(row)
     right_letter = reference_letter(row, choices)
     letter = _letter_of(answer, choices)
+    # A reference with several letters cannot be matched by one, so that nobody gets it right.
     if right_letter is None:
         return RowGrade(
             verdict=verdict(False),
@@ -313,6 +318,7 @@ def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
 
 
 def _rules(options: ExtractionOptions) -> dict[str, Any]:
+    """Return the rules of a score, and whether a judge was asked."""
     ours = "in place of the official judge"
     judged = "and a judge where they do not find a free answer right"
     extraction = extraction_rules(options)
@@ -322,7 +328,7 @@ def _rules(options: ExtractionOptions) -> dict[str, Any]:
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: ExtractionOptions
 ) -> OwnFigures:
-    """The overall figure, which the benchmark takes over its five versions with images.
+    """Return the overall figure, which the benchmark takes over its five versions with images.
 
     A warning counts the reference answers with several letters, which no answer meets.
     """
@@ -355,7 +361,7 @@ class MathVerseDataOptions(HubDataOptions):
 
 
 def load(options: MathVerseDataOptions) -> LoadedProblems:
-    """The problems of a split, or with `all` of both, and a hash of the data.
+    """Return the problems of a split, or with `all` of both, and a hash of the data.
 
     One split has the five versions with images, the other the version without. That one counts its
     samples from 1 again, so its ids say that they are of text only.

@@ -52,13 +52,22 @@ _PLACE = re.compile(r"<image(\d*)>")
 
 
 def build_query(row: dict[str, Any]) -> str:
-    """The instruction, question and options of one item, with `<image>` where its picture stands.
+    """Return the instruction, question and options of one item.
 
-    Every row has one picture. It stands at the first number in the question, and others become the
-    words `image 2`.
+    `<image>` is where its picture stands. Every row has one picture, whose parts the question
+    numbers. It stands at the place of the first number, and the others become the words `image 2`.
     """
-    places = iter([PLACEHOLDER])
-    question = _PLACE.sub(lambda match: next(places, f"image {match[1]}".strip()), row["question"])
+    is_first = True
+
+    def place_image(match: re.Match[str]) -> str:
+        """Return the marker of the image at its first place, and its name at all later ones."""
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            return PLACEHOLDER
+        return f"image {match[1]}".strip()
+
+    question = _PLACE.sub(place_image, row["question"])
     options = [] if "".join(row["options"]) == _LETTERS else lettered(row["options"])
     return "\n".join([_INSTRUCTION, question, *options]) + "\n"
 
@@ -85,7 +94,7 @@ _REMOVED = (
 
 
 def official_answer(response: str) -> str:
-    """The answer that the official score reads out of a response.
+    """Return the answer that the official score reads out of a response.
 
     The faults of its code (evaluation/evaluate.py in mathllm/MATH-V) are kept. `is` anywhere before
     a number counts as a statement; a choice is known as such only where the response ends with
@@ -118,7 +127,7 @@ def official_answer(response: str) -> str:
 
 
 def _without_latex(answer: str) -> str:
-    """An answer in lower case, without spaces, units and dollars.
+    """Return an answer in lower case, without spaces, units and dollars.
 
     Of a box the content counts, and of an equation what stands behind the last `=` or `\\approx`.
     """
@@ -147,25 +156,27 @@ def _without_latex(answer: str) -> str:
 
 
 def _respelt(answer: str) -> str:
-    """An answer with braces at roots and the fractions beside them, and fractions for `3/4`, `0.5`."""
+    """Return an answer with braces at roots and fractions, and fractions for `3/4` and `0.5`."""
     if "sqrt" in answer:
         head, *roots = answer.split("\\sqrt")
         answer = head + "".join("\\sqrt" + _braced(root, 1) for root in roots)
         head, *fractions = answer.split("\\frac")
-        if all(part.startswith("{") or len(part) > 1 for part in fractions):
-            answer = head + "".join("\\frac" + _braced(part, 2) for part in fractions)
+        if all(fraction.startswith("{") or len(fraction) > 1 for fraction in fractions):
+            answer = head + "".join("\\frac" + _braced(fraction, 2) for fraction in fractions)
+    # The official code knows this decimal alone.
     if answer == "0.5":
         return "\\frac{1}{2}"
-    above, slash, below = answer.partition("/")
-    if slash and above.removeprefix("-").isdecimal() and below.removeprefix("-").isdecimal():
-        plain = f"{int(above)}/{int(below)}"
-        if answer == plain:
-            return f"\\frac{{{int(above)}}}{{{int(below)}}}"
+    numerator, slash, denominator = answer.partition("/")
+    are_numbers = (
+        numerator.removeprefix("-").isdecimal() and denominator.removeprefix("-").isdecimal()
+    )
+    if slash and are_numbers and answer == f"{int(numerator)}/{int(denominator)}":
+        return f"\\frac{{{int(numerator)}}}{{{int(denominator)}}}"
     return answer
 
 
 def _braced(part: str, arguments: int) -> str:
-    """A part whose first characters, the arguments of its command, are put in braces.
+    """Return a part whose first characters, the arguments of its command, are put in braces.
 
     It is as before where it begins with a brace.
     """
@@ -181,7 +192,7 @@ def _braced(part: str, arguments: int) -> str:
 
 
 def officially_equal(first: str, second: str) -> bool:
-    """Whether two answers are equal as text without capitals, as tuples, or as numbers.
+    """Return whether two answers are equal as text without capitals, as tuples, or as numbers.
 
     Numbers are rounded to two places.
     """
@@ -203,24 +214,27 @@ def officially_equal(first: str, second: str) -> bool:
 
 
 def _tuple_of_numbers(answer: str) -> str:
-    """A tuple with the values of its parts, `(0.5,3)` for `(2/4,3)`.
+    """Return a tuple with the values of its parts, `(0.5,3)` for `(2/4,3)`.
 
     The text is as before where a part has no value, is not infinite, and is not `a`.
     """
     parts = answer[1:-1].split(",")
     if len(parts) < 2 or answer[0] + answer[-1] not in ("()", "[]"):
         return answer
-    values = [
-        part if "infty" in part or part in ("a", "-a") else latex_value(part) for part in parts
-    ]
-    if None in values:
-        return answer
-    texts = (value if isinstance(value, str) else str(round(value or 0, 2)) for value in values)
+    texts = []
+    for part in parts:
+        if "infty" in part or part in ("a", "-a"):
+            texts.append(part)
+            continue
+        value = latex_value(part)
+        if value is None:
+            return answer
+        texts.append(str(round(value or 0, 2)))
     return answer[0] + ",".join(texts) + answer[-1]
 
 
 def official_hit(answer: str, reference: str, options: Sequence[str]) -> bool:
-    """Whether an answer is the reference answer, or the option whose letter that is."""
+    """Return whether an answer is the reference answer, or the option whose letter that is."""
     value = options[ord(reference) - ord("A")] if options else ""
     return officially_equal(reference, answer) or officially_equal(value, answer)
 
@@ -229,7 +243,7 @@ COLUMNS = {"question": TEXT, "options": TEXTS, "answer": TEXT, "level": ANY, "su
 
 
 def check(row: Prediction) -> str | None:
-    """What is wrong with the fields of a row; None where nothing is."""
+    """Return what is wrong with the fields of a row; None where nothing is."""
     fault = wrong_fields(row, COLUMNS)
     if fault or not row["options"]:
         return fault
@@ -246,7 +260,7 @@ class MathVisionScoreOptions(ExtractionOptions):
 
 
 def _prepare(rows: Sequence[Prediction], options: MathVisionScoreOptions) -> list[Prediction]:
-    """The rows, each with its `Extraction` under the key `read`. Raises `UserError`."""
+    """Return the rows, each with its `Extraction` under the key `read`. Raises `UserError`."""
     official = options.rules == "official"
     if official and options.extraction != "rules":
         raise UserError(
@@ -258,7 +272,7 @@ def _prepare(rows: Sequence[Prediction], options: MathVisionScoreOptions) -> lis
 
 
 def question_of(row: Prediction) -> Question:
-    """The question of a row for an extraction."""
+    """Return the question of a row for an extraction."""
     return Question(
         kind="choice" if row["options"] else "text",
         text=row["question"],
@@ -268,12 +282,12 @@ def question_of(row: Prediction) -> Question:
 
 
 def _by_official_rules(row: Prediction) -> Extraction:
-    """The answer that the official score reads."""
+    """Return the answer that the official score reads."""
     return Extraction(official_answer(row["response"]), "official")
 
 
 def _by_our_rules(row: Prediction) -> Extraction:
-    """The answer by our rules.
+    """Return the answer by our rules.
 
     A free-form response without a box gives the number that it states, and not all of its text.
     """
@@ -283,7 +297,7 @@ def _by_our_rules(row: Prediction) -> Extraction:
 
 
 def grade(row: Prediction, options: MathVisionScoreOptions) -> RowGrade:
-    """The verdict on a row by `options.rules`, and the groups that it counts in."""
+    """Return the verdict on a row by `options.rules`, and the groups that it counts in."""
     form = "multiple choice" if row["options"] else "free form"
     groups = {"level": [str(row["level"])], "subject": [row["subject"]], "form": [form]}
     read = row["read"]
@@ -302,7 +316,7 @@ def grade(row: Prediction, options: MathVisionScoreOptions) -> RowGrade:
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: MathVisionScoreOptions
 ) -> OwnFigures:
-    """The number of questions that number parts of a picture which they have as a whole."""
+    """Return the number of questions that number parts of a picture which they have as a whole."""
     parts = len({row["pid"] for row in rows if len(_PLACE.findall(row["question"])) > 1})
     line = (
         f"{amount(parts, 'question')} with several numbered images, which are the parts of one "
@@ -312,6 +326,7 @@ def _summary(
 
 
 def _rules(options: MathVisionScoreOptions) -> dict[str, Any]:
+    """Return the rules of a score; the official ones extract no answer."""
     if options.rules == "official":
         return {"rules": options.rules}
     return {"rules": options.rules, **extraction_rules(options)}
@@ -328,7 +343,7 @@ load = partial(
 
 
 def _caution(score: Mapping[str, Any]) -> str | None:
-    """Why a score is not comparable with the published rows; None where it is."""
+    """Return why a score is not comparable with the published rows; None where it is."""
     if score["rules"].get("rules") == "official":
         return None
     return "the quoted rows are by the rules `official`"

@@ -28,6 +28,7 @@ class _NoValueError(Exception):
 
 
 def _exp(exponent: Number) -> Number:
+    """Return a power of e. Raises `_NoValueError` for e itself."""
     if exponent == 1:  # printed as `E`, which `math` does not know
         raise _NoValueError
     return math.exp(exponent)
@@ -82,7 +83,7 @@ _TOKEN = re.compile(
 
 
 def latex_value(text: str) -> Number | None:
-    """The value of a text in lower case, or None if it has none.
+    """Return the value of a text in lower case, or None if it has none.
 
     It is an `int` where Python would print one.
     """
@@ -98,19 +99,20 @@ class _Reader:
     """Evaluates an expression while it reads its tokens, one method for each rule of the grammar."""
 
     def __init__(self, text: str) -> None:
+        """Begin before the first token."""
         text = text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
         text = _SIDES.sub("", _ASSIGNS.sub("", text, count=1) if _ASSIGNS.match(text) else text)
         self.tokens = deque([*filter(None, _TOKEN.findall(text)), ""])
 
     def sum(self) -> Number:
-        """The value of products with signs of plus and minus between them."""
+        """Return the value of products with signs of plus and minus between them."""
         value = self._product()
         while sign := self._taken("+", "-"):
             value = value + self._product() if sign == "+" else value - self._product()
         return value
 
     def _product(self, *, functions: bool = True) -> Number:
-        r"""The value of factors with signs of times or division between them.
+        r"""Return the value of factors with signs of times or division between them.
 
         `functions`: whether one like `\sin` may follow a factor without a sign.
         """
@@ -121,7 +123,7 @@ class _Reader:
         return value
 
     def _signed(self, functions: bool) -> Number:
-        """The value of factors without signs between them, after any number of signs."""
+        """Return the value of factors without signs between them, after any number of signs."""
         if sign := self._taken("+", "-"):
             return self._signed(functions) if sign == "+" else -self._signed(functions)
         value = self._raised()
@@ -130,7 +132,7 @@ class _Reader:
         return value
 
     def _starts(self, functions: bool) -> bool:
-        """Whether another factor follows without a sign.
+        """Return whether another factor follows without a sign.
 
         A letter and an unknown command do too, and have no value.
         """
@@ -142,7 +144,7 @@ class _Reader:
         return word[-1].isalnum() or word in (*_CLOSING, "|") or word.endswith(r"\%")
 
     def _raised(self) -> Number:
-        """The value of one factor with its exponents, `2^3^2` from the left, and factorials."""
+        """Read one factor with its exponents, `2^3^2` from the left, and factorials."""
         value = self._base()
         while self._taken("^"):
             value = _power(value, self._exponent())
@@ -153,11 +155,11 @@ class _Reader:
         return value
 
     def _exponent(self) -> Number:
-        """The value of what stands behind `^`: braces, a number or a constant."""
+        """Return the value of what stands behind `^`: braces, a number or a constant."""
         return self._group("{") if self.tokens[0] == "{" else self._atom()
 
     def _base(self) -> Number:
-        """The value of brackets, a power of e, a fraction, a binomial, a function or an atom."""
+        """Read brackets, a power of e, a fraction, a binomial, a function or an atom."""
         word = self.tokens[0]
         if word in _CLOSING:
             value = self._group(word)
@@ -165,21 +167,26 @@ class _Reader:
         if self._taken("e"):
             self._expect("^")
             return _exp(self._exponent())
-        if self._taken(r"\frac", r"\binom"):
-            above = self._group("{")
-            below = self._group("{")
-            return above / below if word == r"\frac" else _binomial(above, below)
+        if self._taken(r"\frac"):
+            numerator = self._group("{")
+            denominator = self._group("{")
+            return numerator / denominator
+        if self._taken(r"\binom"):
+            n = self._group("{")
+            k = self._group("{")
+            return _binomial(n, k)
         return self._function(word) if self._taken(*_FUNCTIONS) else self._atom()
 
     def _function(self, name: str) -> Number:
-        """The value of a function, whose name was read."""
+        """Return the value of a function, whose name was read."""
         if name == r"\sqrt":
             root = self._group("[") if self.tokens[0] == "[" else None
             value = self._group("{")
             return math.sqrt(value) if root is None else _power(value, 1 / root)
-        if name == r"\log" and self._taken("_"):
+        if name == r"\log" and self._taken("_"):  # the base stands below it: `\log_2 8`
             base = self._exponent()
             return math.log(self._argument(), base)
+        # `\sin^2 x` is the square of the sine, while `\sin^{-1} x` is its inverse function.
         exponent = self._exponent() if self._taken("^") else None
         value = self._argument()
         if name == r"\ln":
@@ -190,11 +197,11 @@ class _Reader:
         return value if exponent is None else _power(value, exponent)
 
     def _argument(self) -> Number:
-        """The value of an argument: brackets, or the factors up to the next function or sum."""
+        """Read an argument: brackets, or the factors up to the next function or sum."""
         return self._group("(") if self.tokens[0] == "(" else self._product(functions=False)
 
     def _atom(self) -> Number:
-        """The value of a number or a constant."""
+        """Return the value of a number or a constant."""
         word = self.tokens.popleft()
         if word in _CONSTANTS:
             return _CONSTANTS[word]
@@ -208,14 +215,17 @@ class _Reader:
         return exact.numerator / exact.denominator
 
     def _group(self, opening: str) -> Number:
-        """The value of an expression in brackets. Raises `_NoValueError` if they do not close."""
+        """Return the value of an expression in brackets.
+
+        Raises `_NoValueError` if they do not close.
+        """
         self._expect(opening)
         value = self.sum()
         self._expect(_CLOSING[opening])
         return value
 
     def _taken(self, *tokens: str) -> str:
-        """The next token, removed, where it is one of these; else an empty text."""
+        """Return the next token, removed, where it is one of these; else an empty text."""
         return self.tokens.popleft() if self.tokens[0] in tokens else ""
 
     def _expect(self, token: str) -> None:
@@ -225,7 +235,10 @@ class _Reader:
 
 
 def _power(base: Number, exponent: Number) -> Number:
-    """The value of a power. Raises `_NoValueError` for one too large to print, or complex."""
+    """Return the value of a power.
+
+    Raises `_NoValueError` for one too large to print, or complex.
+    """
     if (
         isinstance(base, int)
         and isinstance(exponent, int)
@@ -240,7 +253,10 @@ def _power(base: Number, exponent: Number) -> Number:
 
 
 def _binomial(above: Number, below: Number) -> Number:
-    """The value of a binomial of integers within bounds. Raises `_NoValueError` for any other."""
+    """Return the value of a binomial of integers within bounds.
+
+    Raises `_NoValueError` for any other.
+    """
     if not (
         isinstance(above, int)
         and isinstance(below, int)

@@ -44,7 +44,7 @@ _ASKED_FOR = {
 
 
 def build_query(row: dict[str, Any]) -> str:
-    """The official prompt of one item: a hint, the question with its unit, and the choices.
+    """Return the official prompt of one item: a hint, the question with its unit, and the choices.
 
     `row` has `question_type` and the other fields of the data.
     """
@@ -97,7 +97,7 @@ class Hit(NamedTuple):
 
 
 def judge_extraction(row: dict[str, Any], extraction: object, rules: RuleSet) -> Hit:
-    """Normalise the extraction of a row and compare it with the reference answer.
+    """Normalise the extraction of a row, and compare it with the reference answer.
 
     `rules` is one of `RULE_SETS`.
     """
@@ -111,7 +111,7 @@ def judge_extraction(row: dict[str, Any], extraction: object, rules: RuleSet) ->
 
 
 def chosen(extraction: object, choices: Sequence[str]) -> int:
-    """The position of the choice that an extraction means.
+    """Return the position of the choice that an extraction means.
 
     If none matches, the one with the smallest edit distance.
     """
@@ -126,25 +126,28 @@ def chosen(extraction: object, choices: Sequence[str]) -> int:
 
 
 def inferred(extraction: object, choices: Sequence[str]) -> int | None:
-    """The position of the choice that VLMEvalKit reads out of an extraction, or None.
+    """Return the position of the choice that VLMEvalKit reads out of an extraction, or None.
 
     The rules are those of vlmeval/utils/matching_util.py. The position is that of the one letter
     among the words, if it is one of the last four; else of a letter behind `answer is`, else of the
     choice whose text stands in the extraction. It never is the nearest one.
     """
     text = str(extraction)
+    # The extracting model said that there is no answer.
     if any(phrase in text for phrase in _REFUSED):
         return None
     words = re.sub(r"[.()\[\],:;!*#{}]", " ", text).split()
     letters = [chr(ord("A") + index) for index in range(len(choices))]
-    named = [letter for letter in letters if letter in words]
-    if len(named) == 1 and words.index(named[0]) > len(words) - 5:
-        return letters.index(named[0])
-    if not named and "Z" in words:  # its word for none of them
+    letters_in_text = [letter for letter in letters if letter in words]
+    # A letter that stands further ahead may be a word, as `A` is.
+    if len(letters_in_text) == 1 and words.index(letters_in_text[0]) > len(words) - 5:
+        return letters.index(letters_in_text[0])
+    if not letters_in_text and "Z" in words:  # its word for none of them
         return None
     stated = _STATED_LETTER.search(text)
     if stated and stated[1].upper() in letters:
         return letters.index(stated[1].upper())
+    # In a long text the words of a choice may stand for any reason.
     if len(text) > 2 * sum(map(len, choices)):
         return None
     contained = [index for index, choice in enumerate(choices) if choice.lower() in text.lower()]
@@ -152,7 +155,10 @@ def inferred(extraction: object, choices: Sequence[str]) -> int | None:
 
 
 def edit_distance(first: str, second: str) -> int:
-    """Levenshtein's distance: insertions, deletions and substitutions of a character, each 1."""
+    """Return Levenshtein's distance.
+
+    Insertions, deletions and substitutions of a character count 1 each.
+    """
     previous = list(range(len(second) + 1))
     for i, first_char in enumerate(first, start=1):
         current = [i]
@@ -166,7 +172,7 @@ def edit_distance(first: str, second: str) -> int:
 
 
 def _normalised(row: dict[str, Any], extraction: Any, *, strict_int: bool) -> str | None:
-    """An extraction in the form of the reference answer, as text; None if it cannot be.
+    """Return an extraction in the form of the reference answer, as text; None if it cannot be.
 
     `strict_int`: `5.0` is no integer. `extraction` may be any value of JSON.
     """
@@ -226,7 +232,7 @@ _MOST_PLACES = 15  # decimal places that a float holds
 
 
 def check(row: Prediction) -> str | None:
-    """What is wrong with the fields of a row; None where nothing is."""
+    """Return what is wrong with the fields of a row; None where nothing is."""
     fault = wrong_fields(row, COLUMNS)
     if fault:
         return fault
@@ -244,7 +250,7 @@ def check(row: Prediction) -> str | None:
 
 
 def question_of(row: Prediction) -> Question:
-    """The question of a row for an extraction."""
+    """Return the question of a row for an extraction."""
     kind: Kind = "choice" if row["question_type"] == "multi_choice" else row["answer_type"]
     return Question(
         kind=kind, text=row["question"], choices=row["choices"] or (), response=row["response"]
@@ -252,7 +258,7 @@ def question_of(row: Prediction) -> Question:
 
 
 def grade(row: Prediction, options: MathVistaScoreOptions) -> RowGrade:
-    """The verdict on a row by `options.rules`, and the groups that it counts in."""
+    """Return the verdict on a row by `options.rules`, and the groups that it counts in."""
     extraction: Extraction = row["read"]
     hit = Hit(False, None)
     if str(extraction.text or "").strip() or not options.ignore_empty_extractions:
@@ -269,6 +275,7 @@ def grade(row: Prediction, options: MathVistaScoreOptions) -> RowGrade:
 
 
 def _item(row: Prediction, graded: Graded) -> dict[str, Any]:
+    """Return the entry of an answer in the score file."""
     grade = graded.grade
     fields = {"correct": graded.correct, "answer": row["answer"]}
     read = {"extraction": row["read"].text, "prediction": grade.extracted}
@@ -278,25 +285,28 @@ def _item(row: Prediction, graded: Graded) -> dict[str, Any]:
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: MathVistaScoreOptions
 ) -> OwnFigures:
-    """ID and OOD as ADORA's table has them (docs/evaluation.md)."""
-    groups = [item.grade.groups for item in graded]
-    # How often an item counts in ID: not at all, once or twice.
-    times = [
-        g.get("task", []).count(_GEOMETRY_TASK) + g.get("skills", []).count(_GEOMETRY_SKILL)
-        for g in groups
-    ]
-    correct = sum(n * item.correct for n, item in zip(times, graded, strict=True))
-    total = sum(times)
+    """Return ID and OOD as ADORA's table has them (docs/evaluation.md)."""
+    id_total = 0
+    id_correct = 0
+    for item in graded:
+        groups = item.grade.groups
+        # An item counts in ID not at all, once or twice: by its task and by its skills.
+        count = groups.get("task", []).count(_GEOMETRY_TASK)
+        count += groups.get("skills", []).count(_GEOMETRY_SKILL)
+        id_total += count
+        if item.correct:
+            id_correct += count
     answers_each = max(map(len, by_problem(graded).values()))
-    id_cell = counted(correct, total, answers_each)
+    id_cell = counted(id_correct, id_total, answers_each)
     # By the double count, ID of a small set can have more answers than there are; then OOD has no
     # figure.
     all_correct = sum(item.correct for item in graded)
-    ood_cell = counted(all_correct - correct, len(graded) - total, answers_each)
+    ood_cell = counted(all_correct - id_correct, len(graded) - id_total, answers_each)
     return OwnFigures(figures={"id_ood": {"definition": ID_OOD, "ID": id_cell, "OOD": ood_cell}})
 
 
 def _rules(options: MathVistaScoreOptions) -> dict[str, Any]:
+    """Return the rules of a score, and how answers were extracted."""
     empty = options.ignore_empty_extractions
     return {"rules": options.rules, "ignore_empty_extractions": empty, **extraction_rules(options)}
 
@@ -327,7 +337,7 @@ _BY_OTHER_RULES = (
 
 
 def _caution(score: Mapping[str, Any]) -> str | None:
-    """Why a score is not comparable with the published rows; None where it is."""
+    """Return why a score is not comparable with the published rows; None where it is."""
     if score["rules"].get("rules") == "vlmevalkit":
         return None
     return _BY_OTHER_RULES

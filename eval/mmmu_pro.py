@@ -58,7 +58,7 @@ class MMMUProScoreOptions(ScoreOptions):
 
 
 def options_of(row: Prediction) -> list[str]:
-    """The options, which the hub has as the text of a Python list.
+    """Return the options, which the hub has as the text of a Python list.
 
     Raises `ValueError` and `SyntaxError` for a text that is none, and `TypeError` for no list.
     """
@@ -69,34 +69,38 @@ def options_of(row: Prediction) -> list[str]:
 
 
 def official_letter(response: str, options: Sequence[str]) -> str | None:
-    """The letter by the official extraction (mmmu-pro/evaluate.py in MMMU-Benchmark/MMMU).
+    """Return the letter by the official extraction (mmmu-pro/evaluate.py in MMMU-Benchmark/MMMU).
 
     It is the only letter behind the last `Answer:`, else the last of the letters in brackets, before
     a space or before a full stop, else that of the option whose text comes last. None where the
     official code would draw a letter at random.
     """
     letters = ascii_uppercase[: len(options)]
+    # The prompt asks for the letter behind this mark.
     _, mark, tail = response.rpartition("Answer:")
-    named = [letter for letter in letters if mark and letter in tail]
-    if len(named) == 1:
-        return named[0]
+    if mark:
+        in_tail = [letter for letter in letters if letter in tail]
+        if len(in_tail) == 1:
+            return in_tail[0]
     for sign in ",.!?;:'":
         response = response.strip(sign)
     response = f" {response} "
+    # The official code looks for one form, and takes the position of another.
     for form, position in (("({})", "({})"), ("{} ", " {} "), ("{}.", " {} ")):
-        named = [letter for letter in letters if form.format(letter) in response]
-        if named:
-            return max(named, key=lambda letter: response.rfind(position.format(letter)))
-    lowered = response.lower()
-    texts = dict(zip(letters, map(str.lower, options), strict=True))
+        in_form = [letter for letter in letters if form.format(letter) in response]
+        if in_form:
+            return max(in_form, key=lambda letter: response.rfind(position.format(letter)))
+    # The official code looks for the text of an option in longer answers only.
     if len(response.split()) <= 5:
         return None
-    named = [letter for letter in letters if texts[letter] in lowered]
-    return max(named, key=lambda letter: lowered.rfind(texts[letter]), default=None)
+    lowered = response.lower()
+    texts = dict(zip(letters, map(str.lower, options), strict=True))
+    by_text = [letter for letter in letters if texts[letter] in lowered]
+    return max(by_text, key=lambda letter: lowered.rfind(texts[letter]), default=None)
 
 
 def check(row: Prediction) -> str | None:
-    """What is wrong with the fields of a row; None where nothing is."""
+    """Return what is wrong with the fields of a row; None where nothing is."""
     fault = wrong_fields(row, COLUMNS)
     try:
         letters = ascii_uppercase[: 0 if fault else len(options_of(row))]
@@ -109,7 +113,7 @@ def check(row: Prediction) -> str | None:
 
 
 def grade(row: Prediction, options: MMMUProScoreOptions) -> RowGrade:
-    """The verdict on a row by `options.rules`; an answer without a letter is wrong."""
+    """Return the verdict on a row by `options.rules`; an answer without a letter is wrong."""
     choices = options_of(row)
     if options.rules == "official":
         letter = official_letter(row["response"], choices)
@@ -127,6 +131,7 @@ def grade(row: Prediction, options: MMMUProScoreOptions) -> RowGrade:
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: MMMUProScoreOptions
 ) -> OwnFigures:
+    """Return how many answers name no letter, for which the official score draws one."""
     drawn = sum(item.grade.reason == "drawn" for item in graded)
     line = (
         f"note: {amount(drawn, 'answer')} without a letter, wrong here; the official score draws "
@@ -138,7 +143,7 @@ def _summary(
 
 
 def load(options: MMMUProDataOptions) -> LoadedProblems:
-    """The problems of a split, the same question for each, and a hash of the data."""
+    """Return the problems of a split, the same question for each, and a hash of the data."""
     return load_problems(
         options,
         needed=("id", *COLUMNS),

@@ -86,10 +86,11 @@ class MMStarScoreOptions(ScoreOptions):
 
 
 def official_hit(response: str, answer: str) -> bool:
-    """Whether a response is right by the official rule: the letter stands at one of four places.
+    """Return whether a response is right by the official rule.
 
-    The rule (MMStar-Benchmark/MMStar, eval/mmstar_eval/evaluate) is made for answers that start
-    with the letter. It reads the first letter of a chain of thought: `Based on` is B.
+    The letter has to stand at one of four places. The rule (MMStar-Benchmark/MMStar,
+    eval/mmstar_eval/evaluate) is made for answers that start with the letter. It reads the first
+    letter of a chain of thought: `Based on` is B.
     """
     letter = answer.lower().strip().replace("\n", " ")
     text = response.lower().strip().replace("\n", " ")
@@ -98,7 +99,7 @@ def official_hit(response: str, answer: str) -> bool:
 
 
 def options_of(question: str) -> list[str]:
-    """The texts of the options in `... Options: A: a park, B: a dam`.
+    """Return the texts of the options in `... Options: A: a park, B: a dam`.
 
     They are four empty ones where the question has none.
     """
@@ -106,7 +107,7 @@ def options_of(question: str) -> list[str]:
 
 
 def grade(row: Prediction, options: MMStarScoreOptions) -> RowGrade:
-    """The verdict on a row by `options.rules`, and the groups that it counts in."""
+    """Return the verdict on a row by `options.rules`, and the groups that it counts in."""
     groups = {"category": [row["category"]], "l2_category": [row["l2_category"]]}
     if options.rules == "official":
         hit = official_hit(row["response"], row["answer"])
@@ -125,6 +126,7 @@ def grade(row: Prediction, options: MMStarScoreOptions) -> RowGrade:
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: MMStarScoreOptions
 ) -> OwnFigures:
+    """Return the multi-modal gain and the leakage, if there are runs to compare with."""
     leakage = _leakage(rows, graded, options)
     lines = []
     if leakage is not None:
@@ -141,7 +143,7 @@ def _summary(
 def _leakage(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: MMStarScoreOptions
 ) -> dict[str, Any] | None:
-    """The multi-modal gain MG = S_v - S_wv and the leakage ML = max(0, S_wv - S_t).
+    """Return the multi-modal gain MG = S_v - S_wv and the leakage ML = max(0, S_wv - S_t).
 
     They are differences of shares of right answers to the same items (Chen et al. 2024, MMStar,
     section 3.3): S_v is that of this run, S_wv without the image, S_t of the language backbone.
@@ -168,7 +170,7 @@ def _leakage(
 def _shares_of_run(
     path: Path | None, rows: Sequence[Prediction], options: MMStarScoreOptions, name: str
 ) -> list[float] | None:
-    """The shares of right answers of another run to the problems of this one, in their order."""
+    """Return another run's shares of right answers to these problems, in their order."""
     if path is None:
         return None
     row_of_key = {key(row): row for row in read_predictions(path, check, BENCHMARK.id_column)}
@@ -185,15 +187,17 @@ def _shares_of_run(
 
 
 def _shares(graded: Sequence[Graded]) -> list[float]:
+    """Return the share of right answers to each problem."""
     return [sum(right) / len(right) for right in by_problem(graded).values()]
 
 
 def _mean(values: Sequence[float]) -> float:
+    """Return the mean of at least one value."""
     return sum(values) / len(values)
 
 
 def load(options: MMStarDataOptions) -> LoadedProblems:
-    """The problems of a split, and a hash of the data.
+    """Return the problems of a split, and a hash of the data.
 
     The question is asked as it is, since its options are in it.
     """

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> Parser:
-    """The options of the command; those of the inference are the ones of each benchmark."""
+    """Return the options of the command; those of the inference are the ones of each benchmark."""
     parser = Parser(
         prog="python -m eval all",
         description="A row of a table. Other options, such as --model, --engine, --max-tokens, --limit, "
@@ -146,7 +146,7 @@ def _run(suite_options: Namespace, benchmark_words: Sequence[str]) -> None:
 
 
 def row(runs: Sequence[ScoreFile], beside_runs: Sequence[ScoreFile] = ()) -> list[str]:
-    """The lines of the table, with a column for each benchmark.
+    """Return the lines of the table, with a column for each benchmark.
 
     Args:
         runs: The runs of the model, one for each benchmark.
@@ -163,6 +163,7 @@ def row(runs: Sequence[ScoreFile], beside_runs: Sequence[ScoreFile] = ()) -> lis
             for beside, run in zip(beside_runs, runs, strict=True)
         ]
         rows.append(("difference of accuracy", differences))
+    # All cells are as wide as the widest, so that the columns stand below each other.
     name_width = max(len(name) for name, _ in rows)
     cell_width = max(len(cell) for _, cells in rows for cell in cells)
     lines = [
@@ -178,7 +179,7 @@ def row(runs: Sequence[ScoreFile], beside_runs: Sequence[ScoreFile] = ()) -> lis
 
 
 def _difference(difference: Difference | None) -> str:
-    """A difference in points with its interval, or `-` where no problem is common."""
+    """Return a difference in points with its interval, or `-` where no problem is common."""
     if difference is None:
         return "-"
     low = difference.low or 0
@@ -187,7 +188,7 @@ def _difference(difference: Difference | None) -> str:
 
 
 def _figure(run: ScoreFile) -> str:
-    """The figure of a run that papers quote, with its interval and the part of the data."""
+    """Return the figure of a run that papers quote, with its interval and the part of the data."""
     cell = run.cells.get(_FIGURE.get(run.score["benchmark"], "all")) or {"accuracy": float("nan")}
     text = f"{100 * cell['accuracy']:.1f}"
     if "wilson_95" in cell:

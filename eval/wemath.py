@@ -54,12 +54,15 @@ _STEPS = {"2": "two steps", "3": "three steps"}
 
 
 def prompt(row: dict[str, Any]) -> str:
-    """The official prompt for a row: its question, its options, and the form of the answer."""
+    """Return the official prompt for a row.
+
+    It is the question, its options, and the form of the answer.
+    """
     return _PROMPT.format(question=row["question"], option=row["option"])
 
 
 def official_letter(response: str) -> str | None:
-    """The letter by the official extraction, or None.
+    """Return the letter by the official extraction, or None.
 
     It is the first character behind the last `Answer`, without `<`, `>`, `:` and `.`, where that is
     one from A to H. The rule is made for answers in the form of the official prompt; `boxed{B}` has
@@ -79,7 +82,7 @@ class WeMathScoreOptions(ScoreOptions):
 
 
 def grade(row: Prediction, options: WeMathScoreOptions) -> RowGrade:
-    """The verdict on a row by `options.rules`, and the groups that it counts in.
+    """Return the verdict on a row by `options.rules`, and the groups that it counts in.
 
     They are the number of steps, and for a single step its concept.
     """
@@ -104,7 +107,7 @@ def grade(row: Prediction, options: WeMathScoreOptions) -> RowGrade:
 
 
 def diagnosis(steps: Sequence[bool], whole_right: bool, *, strict: bool) -> str:
-    """The diagnosis of the answers to the steps of a problem and to the whole.
+    """Return the diagnosis of the answers to the steps of a problem and to the whole.
 
     The kinds are those of Qiao et al. 2024, We-Math, section 3.3:
 
@@ -130,39 +133,40 @@ _DEFINITION = (
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: WeMathScoreOptions
 ) -> OwnFigures:
-    """The strict and the loose score, and the shares of each kind of diagnosis.
+    """Return the strict and the loose score, and the shares of each kind of diagnosis.
 
     Only problems with an answer to every step and to the whole are diagnosed, each sample apart.
     """
+    # Whether each answer of a problem's sample is right, by the key of its step.
     answers: dict[tuple[str, int], dict[str, bool]] = defaultdict(dict)
     for row, item in zip(rows, graded, strict=True):
         answers[row["ID"], item.sample][row["key"]] = item.correct
     complete = {}
-    for problem, right in answers.items():
+    for problem, correct_by_key in answers.items():
         # The key of any step, such as `3steps_2`, says how many steps there are beside the whole.
-        n_steps = int(next(iter(right))[0])
-        if len(right) == n_steps + 1:
-            complete[problem] = right
-    missing = len({ID for ID, _ in answers} - {ID for ID, _ in complete})
-    lacking = (
-        f"{amount(missing, 'problem')} without an answer to every step and the whole, left out "
-        "of the diagnosis"
-    )
-    warnings = [lacking] if missing else []
+        n_steps = int(next(iter(correct_by_key))[0])
+        if len(correct_by_key) == n_steps + 1:
+            complete[problem] = correct_by_key
+    incomplete = {ID for ID, _ in answers} - {ID for ID, _ in complete}
+    warnings = []
+    if incomplete:
+        warnings.append(
+            f"{amount(len(incomplete), 'problem')} without an answer to every step and the whole, "
+            "left out of the diagnosis"
+        )
     if not complete:
         no_score: dict[str, Any] = {"strict": None, "loose": None, "definition": _DEFINITION}
         return OwnFigures(figures={"score": no_score}, warnings=warnings)
-    # The steps of each problem, and at last the whole: `multi` sorts behind the numbers.
-    steps_and_whole = [[right[key] for key in sorted(right)] for right in complete.values()]
     answers_each = max(map(len, by_problem(graded).values()))
     cells: dict[str, Any] = {}
     scores: dict[str, Any] = {"definition": _DEFINITION}
     lines = []
     for name in ("strict", "loose"):
-        kinds = [
-            diagnosis(steps, whole_right, strict=name == "strict")
-            for *steps, whole_right in steps_and_whole
-        ]
+        kinds = []
+        for correct_by_key in complete.values():
+            # The whole comes last: `multi` sorts behind the numbers.
+            *steps, is_whole_right = [correct_by_key[key] for key in sorted(correct_by_key)]
+            kinds.append(diagnosis(steps, is_whole_right, strict=name == "strict"))
         counts = Counter(kinds)
         if name == "strict":  # the loose counts of IK and IG are the same
             cells = {kind: counted(counts[kind], len(kinds), answers_each) for kind in ("IK", "IG")}

@@ -2,12 +2,12 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.support.paths import REPOSITORY, SHARED
 
 # a machine under load may be slow, and no test is about seconds
 settings.register_profile("patient", deadline=None)
@@ -21,33 +21,10 @@ os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 # that they compile.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 
-REPOSITORY = Path(__file__).parents[1]
-SHARED = REPOSITORY.parent / "shared"
-
-
-# a subtest with a folder of its own, by its name
-Case = Callable[[object], AbstractContextManager[Path]]
-
-
-@pytest.fixture
-def case(tmp_path: Path, subtests: pytest.Subtests) -> Case:
-    """`with case(name) as folder`: all cases of a table are tried, and each that fails is listed by
-    its name.
-    """
-
-    @contextmanager
-    def begun(name: object) -> Iterator[Path]:
-        folder = tmp_path / f"case-{len(list(tmp_path.glob('case-*')))}"
-        folder.mkdir()
-        with subtests.test(f"{name!s:.80}"):
-            yield folder
-
-    return begun
-
 
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is refused or planned is so before weights are loaded."""
+    """Fail the test where weights are loaded: what is refused or planned is so before that."""
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("weights were loaded before the input was checked")
@@ -88,6 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 pytest_plugins = [
+    "tests.support.cases",
     "tests.support.tiny_run",
     "tests.support.endpoint_server",
     "tests.support.browser",

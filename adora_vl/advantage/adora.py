@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class AdoraWeighting:
     groups: Groups
     """The groups that were weighed."""
     ties_P: Tensor
-    """Whether a group is TDS and fails the length criterion by an equal length, bool."""
+    """Whether a group is TDS and fails a criterion of length or work by an equal measure, bool."""
     rate: float = 1.0
     """The factor of the learning rate for this batch."""
 
@@ -50,43 +50,42 @@ class Adora(Method):
 
     source = "arXiv 2602.10019"
 
-    mode: str = option(
+    mode: Literal["attenuation", "amplification", "off"] = option(
         "attenuation",
         "attenuation (TDS prompts x factor), amplification (TAS prompts x factor) or off (no "
         "weights).",
-        "attenuation",
-        "amplification",
-        "off",
     )
     factor: Schedule | float = option(
         0.1, "The weight that the mode gives; the reference attenuates by 0.1."
     )
-    criteria: tuple[str, ...] = option(
-        ("length",), "Criteria of an advantageous prompt.", "length", "difficulty"
+    criteria: tuple[Literal["length", "difficulty", "working"], ...] = option(
+        ("length",),
+        "Criteria of an advantageous prompt; working compares true and new claims on the figure, "
+        "as the reward steps counts them, where length compares lengths.",
     )
-    combine: str = option("any", "A prompt is TAS if any or all criteria hold.", "any", "all")
+    combine: Literal["any", "all"] = option("any", "A prompt is TAS if any or all criteria hold.")
     tau: Schedule | float = option(
         0.5, "The highest pass rate at which the difficulty criterion holds (Eq. 6)."
     )
-    empty_wrong: str = option(
+    empty_wrong: Literal["attenuate", "keep"] = option(
         "attenuate",
-        "Length criterion without an untruncated wrong rollout: attenuate (VLM reference) or keep.",
-        "attenuate",
-        "keep",
+        "Length and working criterion without an untruncated wrong rollout: attenuate (VLM "
+        "reference) or keep.",
     )
-    ties: str = option(
+    ties: Literal["attenuate", "keep"] = option(
         "attenuate",
-        "Length criterion where right and wrong are equally long: attenuate (as the references) "
-        "or keep.",
-        "attenuate",
-        "keep",
+        "Length and working criterion where right and wrong measure the same: attenuate (as the "
+        "references) or keep.",
     )
-    no_correct: str = option(
+    no_figure: Literal["length", "keep"] = option(
+        "length",
+        "Working criterion where a problem has no figure: length (its groups are compared by "
+        "length) or keep (the criterion says nothing of them).",
+    )
+    no_correct: Literal["keep", "attenuate"] = option(
         "keep",
         "Groups without a correct rollout that meet no criterion, whose rewards can still differ: "
         "keep (VLM reference) or attenuate (LLM reference).",
-        "keep",
-        "attenuate",
     )
     needs_correct: bool = option(
         False,
@@ -95,19 +94,16 @@ class Adora(Method):
     steps: tuple[int, int] | None = option(
         None, "[first, end): the only steps in which it is on; null: all."
     )
-    assign: str = option(
-        "criterion",
-        "Which groups get the weights; all but criterion are controls.",
-        "criterion",
-        "random",
-        "reversed",
-        "rate",
+    assign: Literal["criterion", "random", "reversed", "rate"] = option(
+        "criterion", "Which groups get the weights; all but criterion are controls."
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.criteria:
-            raise ValueError("criteria: [] is empty; name one or both of length, difficulty")
+            raise ValueError(
+                "criteria: [] is empty; name one or more of length, difficulty, working"
+            )
         low, high = sorted(scheduled(self.factor).values)
         if self.mode == "attenuation" and not 0 < low <= high <= 1:
             wrong = high if high > 1 else low
@@ -126,7 +122,7 @@ class Adora(Method):
             )
 
     def is_on(self, step: int) -> bool:
-        """Whether groups get other weights than 1 in a step, counted from 0."""
+        """Return whether groups get other weights than 1 in a step, counted from 0."""
         return self.mode != "off" and (self.steps is None or self.steps[0] <= step < self.steps[1])
 
     @property
@@ -136,7 +132,7 @@ class Adora(Method):
     def assigned(
         self, weighting: AdoraWeighting, signal_P: Tensor, *, seed: int, step: int
     ) -> AdoraWeighting:
-        """The weighting with the weights that `assign` says; the criteria are not changed.
+        """Return the weighting with the weights that `assign` says; the criteria are not changed.
 
         - `criterion` leaves the weights as they are.
         - `random` shuffles the weights among the groups with signal, so that as many groups are
@@ -199,7 +195,7 @@ class Adora(Method):
 
 
 def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) -> AdoraWeighting:
-    """The weights that multiply the group-normalised advantages of each prompt, and their reasons.
+    """Return the weights of the group-normalised advantages of each prompt, and why.
 
     Args:
         groups: whole groups. A rollout is correct if its reward is above `groups.correct_above`;
@@ -207,7 +203,8 @@ def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) ->
         options: None is the reference's attenuation by length.
         step: the number of optimizer steps so far, for options that change during training.
 
-    Raises `ValueError` if rewards and lengths are not both (P, G).
+    Raises `ValueError` if rewards and lengths are not both (P, G), or if work is a criterion and was
+    not measured.
     """
     options = Adora() if options is None else options
     rewards_PG = groups.rewards_PG
@@ -217,29 +214,84 @@ def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) ->
             f"rewards {tuple(rewards_PG.shape)} and lengths {tuple(lengths_PG.shape)} must both "
             "be (P, G)"
         )
-    # Without an untruncated wrong rollout there is no mean to compare with: the VLM reference takes
-    # it as +inf, so the group is TDS, the LLM reference as -inf, so it is TAS.
-    missing_mean = torch.inf if options.empty_wrong == "attenuate" else -torch.inf
-    bound_P = torch.where(
-        groups.finished_wrong_PG.any(dim=1), groups.mean_finished_wrong_P, missing_mean
-    )
-    longer_P = groups.longest_correct_P > bound_P
-    # Paper, Eq. 6, includes a pass rate of 0. `needs_correct` excludes it, so that TAS means hard
-    # now, but solvable. A group without a scored rollout has no pass rate, so it is not TAS.
-    counted_P = (groups.correct_PG if options.needs_correct else groups.scored_PG).any(dim=1)
-    verdicts = {
-        "length": longer_P | groups.tied_P if options.ties == "keep" else longer_P,
-        "difficulty": counted_P & (groups.pass_rate_P <= scheduled(options.tau).at(step)),
-    }
-    votes = torch.stack([verdicts[name] for name in options.criteria])
-    tas_P = votes.any(dim=0) if options.combine == "any" else votes.all(dim=0)
-    tds_P = ~tas_P if options.no_correct == "attenuate" else ~tas_P & groups.correct_PG.any(dim=1)
+    if "working" in options.criteria and groups.work_PG is None:
+        raise ValueError("criteria: working needs the work of each rollout, which is not measured")
+    verdicts = [_verdict(groups, options, name, step) for name in options.criteria]
+    holds = torch.stack([verdict.holds_P for verdict in verdicts])
+    counts = torch.stack([verdict.counts_P for verdict in verdicts])
+    if options.combine == "any":
+        tas_P = (holds & counts).any(dim=0)
+    else:
+        tas_P = (holds | ~counts).all(dim=0) & counts.any(dim=0)
+    # A group of which no criterion says anything keeps its weight.
+    tds_P = ~tas_P & counts.any(dim=0)
+    if options.no_correct == "keep":
+        tds_P = tds_P & groups.correct_PG.any(dim=1)
     marked_P = tds_P if options.mode == "attenuation" else tas_P
     ones_P = torch.ones(len(rewards_PG), dtype=torch.float32, device=rewards_PG.device)
     weights_P = ones_P
     if options.is_on(step):
         weights_P = torch.where(marked_P, scheduled(options.factor).at(step), ones_P)
-    ties_P = tds_P & groups.tied_P if "length" in options.criteria else torch.zeros_like(tds_P)
+    tied_P = torch.stack([verdict.tied_P for verdict in verdicts]).any(dim=0)
+    ties_P = tds_P & tied_P
     return AdoraWeighting(
         weights_P=weights_P, tds_P=tds_P, tas_P=tas_P, groups=groups, ties_P=ties_P
     )
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What one criterion says of each group, (P,) each, bool."""
+
+    holds_P: Tensor
+    counts_P: Tensor
+    """Where it says anything."""
+    tied_P: Tensor
+    """Where it compares two equal measures."""
+
+
+def _verdict(groups: Groups, options: Adora, criterion: str, step: int) -> _Verdict:
+    """What a criterion says of each group."""
+    everywhere_P = torch.ones_like(groups.scored_PG[:, 0])
+    if criterion == "difficulty":
+        # Paper, Eq. 6, includes a pass rate of 0. `needs_correct` excludes it, so that TAS means
+        # hard now, but solvable. A group without a scored rollout has no pass rate, so it is not
+        # TAS.
+        counted_PG = groups.correct_PG if options.needs_correct else groups.scored_PG
+        is_hard_P = groups.pass_rate_P <= scheduled(options.tau).at(step)
+        return _Verdict(
+            holds_P=counted_PG.any(dim=1) & is_hard_P,
+            counts_P=everywhere_P,
+            tied_P=torch.zeros_like(everywhere_P),
+        )
+    by_length = _compared(groups, options, groups.lengths_PG, everywhere_P)
+    if criterion == "length":
+        return by_length
+    assert groups.work_PG is not None, "weigh_groups has looked"
+    # The paper's inequality with another measure: work that is true and new in place of length.
+    by_work = _compared(groups, options, groups.work_PG, groups.has_work_P)
+    if options.no_figure == "keep":
+        return by_work
+    return _Verdict(
+        holds_P=torch.where(groups.has_work_P, by_work.holds_P, by_length.holds_P),
+        counts_P=everywhere_P,
+        tied_P=torch.where(groups.has_work_P, by_work.tied_P, by_length.tied_P),
+    )
+
+
+def _compared(groups: Groups, options: Adora, measure_PG: Tensor, counts_P: Tensor) -> _Verdict:
+    """Whether the largest measure of a correct rollout is above the mean of the wrong ones.
+
+    Without an untruncated wrong rollout there is no mean to compare with: the VLM reference takes
+    it as +inf, so the group is TDS, the LLM reference as -inf, so it is TAS.
+    """
+    missing_mean = torch.inf if options.empty_wrong == "attenuate" else -torch.inf
+    bound_P = torch.where(
+        groups.finished_wrong_PG.any(dim=1),
+        groups.mean_of_finished_wrong_P(measure_PG),
+        missing_mean,
+    )
+    is_above_P = groups.largest_correct_P(measure_PG) > bound_P
+    tied_P = groups.ties_P(measure_PG)
+    holds_P = is_above_P | tied_P if options.ties == "keep" else is_above_P
+    return _Verdict(holds_P=holds_P, counts_P=counts_P, tied_P=tied_P)

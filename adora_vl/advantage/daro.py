@@ -23,7 +23,7 @@ every rank has the same weights.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -38,17 +38,18 @@ OUTSIDE = -1  # the bin of prompts whose rollouts are all right or all wrong
 
 
 def bins_of(pass_rates: Tensor, generations: int) -> Tensor:
-    """The bin of each prompt, its number of right rollouts minus one: int64, (P,), 0 to G - 2.
+    """Return the bin of each prompt: int64, (P,), 0 to G - 2.
 
-    Prompts without a right rollout, and prompts with only right ones, are `OUTSIDE`. If some
-    rollouts are unscored, the pass rate may lie between two bins; the nearer one is taken.
+    It is the number of right rollouts minus one. Prompts without a right rollout, and prompts with
+    only right ones, are `OUTSIDE`. If some rollouts are unscored, the pass rate may lie between two
+    bins; the nearer one is taken.
     """
     right_P = (pass_rates * generations).round().long().clamp(1, generations - 1)
     return torch.where((pass_rates > 0) & (pass_rates < 1), right_P - 1, OUTSIDE)
 
 
 def bin_sums(values_PG: Tensor, bins_P: Tensor, bins: int) -> Tensor:
-    """The sum of the values in each bin: float64, (bins,)."""
+    """Return the sum of the values in each bin: float64, (bins,)."""
     inside_P = bins_P != OUTSIDE
     zero = torch.zeros(bins, dtype=torch.float64, device=values_PG.device)
     return zero.index_add(0, bins_P[inside_P], values_PG.to(torch.float64).sum(dim=1)[inside_P])
@@ -57,7 +58,7 @@ def bin_sums(values_PG: Tensor, bins_P: Tensor, bins: int) -> Tensor:
 def bin_losses(
     advantages_PG: Tensor, tokens_PG: Tensor, bins_P: Tensor, bins: int, measure: str
 ) -> Tensor:
-    """The loss L_mu of each bin, 0 for an empty bin: float64, (bins,).
+    """Return the loss L_mu of each bin, 0 for an empty bin: float64, (bins,).
 
     Args:
         advantages_PG: the advantages, normalised by group.
@@ -107,7 +108,10 @@ class DaroWeights:
         self.optimizer.step()
 
     def state(self) -> dict[str, Any]:
-        """The state as plain numbers, for the JSON of a checkpoint; `load` restores it exactly."""
+        """Return the state as plain numbers, for the JSON of a checkpoint.
+
+        `load` restores it exactly.
+        """
         moments = [self.optimizer.state.get(log, {}) for log in self.logs]
         return {
             "log_weights": [log.item() for log in self.logs],
@@ -140,12 +144,10 @@ class Daro(Method):
     source = "arXiv 2510.09001"
 
     learning_rate: float = option(0.05, "Of the weights, which Adam updates once per generation.")
-    bin_loss: str = option(
+    bin_loss: Literal["magnitude", "surrogate"] = option(
         "magnitude",
         "A bin's loss: the magnitude of its terms, or surrogate, the absolute value of their "
         "signed sum.",
-        "magnitude",
-        "surrogate",
     )
     by_bin_tokens: bool = option(True, "Divide by the tokens of the bin instead of by all tokens.")
     drop_outside: bool = option(
@@ -171,7 +173,7 @@ class Daro(Method):
         weights_M: Tensor,
         scored_PG: Tensor,
     ) -> Tensor:
-        """The advantages with which TRL's token-mean loss becomes `sum w_mu L_mu`: (P, G).
+        """Return the advantages with which TRL's token-mean loss becomes `sum w_mu L_mu`: (P, G).
 
         TRL's loss (`loss_type: dapo`) divides the sum over all tokens by their number T. With
         advantages multiplied by `w_mu T / T_mu` the part of a bin is divided by T_mu, the number of

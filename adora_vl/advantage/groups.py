@@ -31,6 +31,7 @@ class Schedule:
     steps: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
+        """Raise `ValueError` if the fields contradict each other."""
         if self.shape not in SHAPES:
             raise ValueError(f"shape: {self.shape!r} is not one of {', '.join(SHAPES)}")
         if self.shape == "constant" and self.end not in (None, self.start):
@@ -47,14 +48,14 @@ class Schedule:
         return f"{self.start:g}" if self.end is None else f"{self.start:g} to {self.end:g}"
 
     def at(self, step: int) -> float:
-        """The value in a step, counted from 0."""
+        """Return the value in a step, counted from 0."""
         if self.shape == "constant" or self.end is None:
             return self.start
-        first, last = self.steps
-        done = min(max((step - first) / (last - first), 0.0), 1.0)
+        first_step, last_step = self.steps
+        progress = min(max((step - first_step) / (last_step - first_step), 0.0), 1.0)
         if self.shape == "cosine":
-            done = (1 - math.cos(math.pi * done)) / 2
-        return self.start + (self.end - self.start) * done
+            progress = (1 - math.cos(math.pi * progress)) / 2
+        return self.start + (self.end - self.start) * progress
 
     @property
     def values(self) -> tuple[float, float]:
@@ -63,7 +64,7 @@ class Schedule:
 
 
 def scheduled(value: Schedule | float) -> Schedule:
-    """The schedule itself, or a constant schedule of the number."""
+    """Return the schedule itself, or a constant schedule of the number."""
     return value if isinstance(value, Schedule) else Schedule(value)
 
 
@@ -87,6 +88,11 @@ class Groups:
     """The optimizer step, counted from 0."""
     varied_P: Tensor | None = None
     """Whether rewards differ within a group, bool; None compares `rewards_PG`."""
+    work_PG: Tensor | None = None
+    """The true and new claims of each rollout less its false ones, at least 0.
+
+    NaN for a problem without a figure; None in a run that does not measure it.
+    """
 
     @property
     def scored_PG(self) -> Tensor:
@@ -127,26 +133,45 @@ class Groups:
     @property
     def longest_correct_P(self) -> Tensor:
         """The length of the longest correct rollout, float32; -inf where no rollout is correct."""
-        lengths_PG = self.lengths_PG.to(torch.float32)
-        return torch.where(self.correct_PG, lengths_PG, -torch.inf).amax(dim=1)
+        return self.largest_correct_P(self.lengths_PG)
 
     @property
     def mean_finished_wrong_P(self) -> Tensor:
         """The mean length of the untruncated wrong rollouts, float32; NaN without any."""
-        lengths_PG = self.lengths_PG.to(torch.float32)
-        total_P = torch.where(self.finished_wrong_PG, lengths_PG, 0.0).sum(dim=1)
-        return total_P / self.finished_wrong_PG.sum(dim=1)
+        return self.mean_of_finished_wrong_P(self.lengths_PG)
 
     @property
     def tied_P(self) -> Tensor:
         """Whether the longest correct rollout has exactly the mean untruncated wrong length."""
-        return self.longest_correct_P == self.mean_finished_wrong_P
+        return self.ties_P(self.lengths_PG)
+
+    @property
+    def has_work_P(self) -> Tensor:
+        """Which groups have a figure, so that their work is measured, bool."""
+        if self.work_PG is None:
+            return torch.zeros(len(self.rewards_PG), dtype=torch.bool)
+        return ~torch.isnan(self.work_PG).any(dim=1)
+
+    def largest_correct_P(self, measure_PG: Tensor) -> Tensor:
+        """The largest measure of a correct rollout, float32; -inf where no rollout is correct."""
+        measure_PG = measure_PG.to(torch.float32)
+        return torch.where(self.correct_PG, measure_PG, -torch.inf).amax(dim=1)
+
+    def mean_of_finished_wrong_P(self, measure_PG: Tensor) -> Tensor:
+        """The mean measure of the untruncated wrong rollouts, float32; NaN without any."""
+        measure_PG = measure_PG.to(torch.float32)
+        total_P = torch.where(self.finished_wrong_PG, measure_PG, 0.0).sum(dim=1)
+        return total_P / self.finished_wrong_PG.sum(dim=1)
+
+    def ties_P(self, measure_PG: Tensor) -> Tensor:
+        """Whether the largest correct measure is exactly the mean untruncated wrong one, bool."""
+        return self.largest_correct_P(measure_PG) == self.mean_of_finished_wrong_P(measure_PG)
 
 
 def lacking_scores(
     rewards_BF: Tensor, failed_BF: Tensor, weights_F: Tensor, generations: int
 ) -> Tensor:
-    """Which scores of functions that apply to its problem a rollout lacks: bool, (B, F).
+    """Return which scores of functions that apply to its problem a rollout lacks: bool, (B, F).
 
     A function does not apply where it returned None for a whole group and no call of it failed: by
     TRL's convention for several tasks such a function is left out of the sum. A function with the
@@ -165,13 +190,13 @@ def lacking_scores(
 
 
 def unrewarded(rewards_BF: Tensor, lacks_BF: Tensor, weights_F: Tensor) -> Tensor:
-    """Which rollouts lack a score, or have no score from a function with a weight: bool, (B,)."""
+    """Return which rollouts lack a score, or one of a function with a weight: bool, (B,)."""
     scored_BF = ~torch.isnan(rewards_BF) & (weights_F != 0)
     return lacks_BF.any(dim=1) | ~scored_BF.any(dim=1)
 
 
 def leaving(unrewarded_B: Tensor, generations: int) -> Tensor:
-    """Which rollouts leave their group: bool, (B,).
+    """Return which rollouts leave their group: bool, (B,).
 
     These are the rollouts without a reward, and a single rollout that would remain, since a group
     of one has no signal.

@@ -18,7 +18,7 @@ SCALES = ("group", "batch", "none")
 
 
 def is_constant(rewards_PG: Tensor) -> Tensor:
-    """Which groups carry no signal because all their scored rewards are equal: bool, (P,).
+    """Return which groups carry no signal because all their scored rewards are equal: bool, (P,).
 
     NaN marks an unscored rollout. A group without a scored rollout is constant too.
     """
@@ -41,7 +41,7 @@ def deviation(rewards: Tensor, mean: Tensor) -> Tensor:
 
 
 def group_advantages(rewards: Tensor, *, scale: str = "group", eps: float = 1e-4) -> Tensor:
-    """The advantages of GRPO, `(reward - mean of the group) / (std + eps)`: (P, G).
+    """Return the advantages of GRPO, `(reward - mean of the group) / (std + eps)`: (P, G).
 
     An unscored rollout gets 0. A group of equal rewards gets exactly 0: in float32 the mean of
     seven times 0.1 is not 0.1, and dividing that rounding error by a tiny `eps` would invent
@@ -63,7 +63,7 @@ def group_advantages(rewards: Tensor, *, scale: str = "group", eps: float = 1e-4
 
 
 def _normalised(rewards: Tensor, scale: str, eps: float) -> Tensor:
-    """The rewards minus the mean along the last dimension, divided as `scale` says.
+    """Return the rewards minus the mean along the last dimension, divided as `scale` says.
 
     NaN stays NaN. The order of operations is that of TRL, so that both agree to the bit.
     """
@@ -80,7 +80,7 @@ def _normalised(rewards: Tensor, scale: str, eps: float) -> Tensor:
 def stock_advantages(
     rewards: Tensor, weights: Tensor, *, scale: str, sums_rewards: bool, eps: float = 1e-4
 ) -> Tensor:
-    """The advantages that TRL's `_generate_and_score_completions` computes: (P, G).
+    """Return the advantages that TRL's `_generate_and_score_completions` computes: (P, G).
 
     Args:
         rewards: (P, G, F), NaN where a function returned no reward.
@@ -104,7 +104,7 @@ def stock_advantages(
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, cache: int) -> Tensor:
-    """The penalty for length that DAPO adds to the reward (arXiv 2503.14476, equation 13).
+    """Return the penalty for length that DAPO adds to the reward (arXiv 2503.14476, equation 13).
 
     It is 0 up to `max_length - cache` tokens and falls linearly from there to -1 at `max_length`.
     It has the shape of `lengths`. Raises `ValueError` for a `cache` that is not above 0 and at most
@@ -186,7 +186,7 @@ class Dapo(Method):
         return ~is_constant(self._lowered(groups, run)) if self.overlong_cache else signal_P
 
     def _lowered(self, groups: Groups, run: AdvantagePipeline) -> Tensor:
-        """The rewards with the penalty for overlong completions, (P, G)."""
+        """Return the rewards with the penalty for overlong completions, (P, G)."""
         return groups.rewards_PG + overlong_penalty(
             groups.lengths_PG, run.max_length, self.overlong_cache or 0
         )

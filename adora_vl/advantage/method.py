@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    Protocol,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import torch
 from torch import Tensor
@@ -31,18 +40,26 @@ class RunKeys(Protocol):
     adora_rollouts: Any
 
 
-def option(default: object, help: str, *choices: str) -> Any:
-    """An option of a method: a field of its dataclass.
+def option(default: object, help: str) -> Any:
+    """Return an option of a method: a field of its dataclass.
+
+    What it takes is its annotation; `Literal["length", "difficulty"]` is one of these words.
 
     Args:
         default: the value if a run does not set the option.
         help: a sentence for the documentation.
-        choices: the only words that the option, or the list in it, may have; none allows any value.
     """
-    metadata: dict[str, object] = {"help": help}
-    if choices:
-        metadata["choices"] = list(choices)
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={"help": help})
+
+
+def _words_of(annotation: object) -> tuple[str, ...]:
+    """The words of a `Literal`, or of a tuple of them; none for another annotation."""
+    if get_origin(annotation) is tuple:
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) is not Literal:
+        return ()
+    words: tuple[str, ...] = get_args(annotation)
+    return words
 
 
 @dataclass(frozen=True)
@@ -50,26 +67,29 @@ class Method:
     """A method with its options, which are the fields of its class.
 
     Each option has a default, and `option` gives it a help. A method of a user's own in a file
-    (`adora_method: FILE.py:NAME`) is a subclass too. `settings` has the keys of TRL that belong to
-    the method, `source` its paper.
+    (`adora_method: FILE.py:NAME`) is a subclass too. Its `__post_init__` may raise `ValueError` for
+    a value that fits its annotation alone; the text begins with the option. `settings` has the keys
+    of TRL that belong to the method, `source` its paper.
     """
 
     settings: ClassVar[Settings] = {}  # TRL's keys that belong to it
     source: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` for a value that an option does not take.
+        """Raise `ValueError` for a word that is none of the `Literal` of its option.
 
-        The text of the error begins with the name of the option.
+        The text begins with the name of the option. Python code may build a method by itself, where
+        nothing has converted its options.
         """
+        hints = get_type_hints(type(self))
         for parameter in fields(self):
+            allowed = _words_of(hints[parameter.name])
             value = getattr(self, parameter.name)
-            choices = parameter.metadata.get("choices")
             words = value if isinstance(parameter.default, tuple) else (value,)
             for word in words:
-                if choices and word not in choices:
+                if allowed and word not in allowed:
                     raise ValueError(
-                        f"{parameter.name}: {word!r} is not one of {', '.join(choices)}"
+                        f"{parameter.name}: {word!r} is not one of {', '.join(allowed)}"
                     )
 
     @property
@@ -83,7 +103,7 @@ class Method:
         return False
 
     def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
-        """The advantages to learn from, (P, G).
+        """Return the advantages to learn from, (P, G).
 
         Args:
             groups: all groups of the generation that are learned from, of all ranks.
@@ -93,7 +113,7 @@ class Method:
         return advantages_PG
 
     def signal(self, groups: Groups, signal_P: Tensor, run: AdvantagePipeline) -> Tensor:
-        """Which groups have something to teach: bool, (P,).
+        """Return which groups have something to teach: bool, (P,).
 
         Args:
             groups: some groups; each is judged alone.
@@ -111,5 +131,5 @@ class Method:
         """
 
     def costs(self, keys: RunKeys) -> str:
-        """The costs beyond GRPO, for the first lines of a run; an empty text means none."""
+        """Return the costs beyond GRPO, for the first lines of a run; an empty text means none."""
         return ""

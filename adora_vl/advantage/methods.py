@@ -59,19 +59,27 @@ class AdvantagePipeline:
         self._saved: dict[str, Any] | None = None
 
     @property
+    def compares_work(self) -> bool:
+        """Whether ADORA compares the true and new claims of rollouts."""
+        return "working" in self.judged_by.criteria
+
+    @property
     def is_plain(self) -> bool:
         """Whether TRL's advantages stay unchanged, to the bit."""
         return all(method.plain for method in self.chosen.values())
 
     def weigh(self, groups: Groups) -> AdoraWeighting:
-        """ADORA's weights and their reasons; all weights are 1 without ADORA among the methods."""
+        """Return ADORA's weights and their reasons.
+
+        All weights are 1 without ADORA among the methods.
+        """
         weighting = weigh_groups(groups, self.judged_by, groups.step)
         return self.judged_by.assigned(
             weighting, signal_P=self.signal(groups), seed=self.seed, step=groups.step
         )
 
     def signal(self, groups: Groups) -> Tensor:
-        """Which groups have something to teach: bool, (P,).
+        """Return which groups have something to teach: bool, (P,).
 
         Each group is judged alone, independent of the rest of the batch, so that groups can be
         selected by it before they are weighed. The call changes no state.
@@ -102,7 +110,10 @@ class AdvantagePipeline:
         return advantages_PG
 
     def daro_weights(self, bins: int, options: Daro) -> DaroWeights:
-        """The learnable weights of DARO, which are created, or restored, at the first batch."""
+        """Return DARO's learnable weights.
+
+        They are created, or restored, at the first batch.
+        """
         if self._daro is None:
             self._daro = DaroWeights(bins, options.learning_rate, options.floor)
             if self._saved is not None:
@@ -110,7 +121,10 @@ class AdvantagePipeline:
         return self._daro
 
     def state(self) -> dict[str, Any]:
-        """The state that a resumed run needs, as JSON can hold it; empty without any state."""
+        """Return the state that a resumed run needs, as JSON can hold it.
+
+        It is empty for methods without any state.
+        """
         state: dict[str, Any] = {}
         daro = self._daro.state() if self._daro is not None else self._saved
         if daro is not None:

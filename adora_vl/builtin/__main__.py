@@ -18,6 +18,10 @@ with imports():
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Build a tiny model, or find one, by the words of the command.
+
+    Returns the exit code.
+    """
     defaults = WarmStart()
     parser = Parser(prog="python -m adora_vl.builtin", description=__doc__)
     by_default = "%(default)s by default"
@@ -37,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=whole(0, MAX_SEED), default=defaults.seed)
 
     def command() -> None:
+        """Print the folder of a shipped start, or build a model and print its facts."""
         options = parser.parse_args(arguments)
         from adora_vl.builtin.builtin_data import STARTS, resolve_model
         from adora_vl.builtin.small_model import build_start

@@ -49,8 +49,10 @@ STARTS: dict[str, Start] = {
 
 
 def resolve_model(name: str) -> str:
-    """As `local_model`, but the tiny models are built in this process where they are missing, or
-    were built by another plan than this version's. Machines that share the folder build it once.
+    """Return the folder or hub id of a model, as `local_model`; tiny models are built here.
+
+    They are built in this process where they are missing, or were built by another plan than this
+    version's. Machines that share the folder build it once.
     """
     is_there = name in STORED and (STORED[name] / "model.safetensors").is_file()
     if name not in STARTS or is_there:
@@ -66,9 +68,11 @@ def resolve_model(name: str) -> str:
 
 
 def resolve_dataset(name: str, rows: int, columns: Mapping[str, Any] | None = None) -> str:
-    """The folder of `rows` training rows for `synthetic` and `knights` (puzzles with two people);
-    with `columns` (`adora_columns`) that of a table, folder or hub id, converted here; any other
-    name, or a prepared folder, as it is.
+    """Return the folder of the data set that a user calls `name`.
+
+    `synthetic` and `knights` (puzzles with two people) get `rows` training rows. With `columns`
+    (`adora_columns`) the name is of a table, folder or hub id, which is converted here. Any other
+    name, or a prepared folder, is returned as it is.
     """
     if name == KNIGHTS_DATA:
         drawn = puzzles(rows=rows, test_rows=SYNTHETIC_TEST_ROWS, people=KNIGHTS_PEOPLE)
@@ -84,12 +88,15 @@ def resolve_dataset(name: str, rows: int, columns: Mapping[str, Any] | None = No
 
 
 def _is_prepared(name: str) -> bool:
-    """Whether a data set needs no `adora_columns`: it is made here, or was converted before."""
+    """Return whether a data set needs no `adora_columns`.
+
+    It is made here, or was converted before.
+    """
     return name in (SYNTHETIC_DATA, KNIGHTS_DATA) or read_manifest(Path(name)) is not None
 
 
 def data_folders(script: AdoraScriptArguments) -> list[str]:
-    """The folder of each data set, made where it is missing. Raises `UserError`."""
+    """Return the folder of each data set, made where it is missing. Raises `UserError`."""
     columns = script.adora_columns
     assert not isinstance(columns, str), "the arguments have read it"
     file = next(

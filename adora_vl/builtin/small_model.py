@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,9 +20,12 @@ from transformers import PreTrainedTokenizerBase
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import check_folder, read_object, replacing_folder, written_to
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, ProcessorMixin
+
 
 def fresh_model(make: Callable[[], Any], tokenizer: PreTrainedTokenizerBase, seed: int) -> Any:
-    """What `make` makes, its matrices drawn from the seed.
+    """Return what `make` makes, its matrices drawn from the seed.
 
     The caller's random state is left alone.
     """
@@ -47,7 +50,9 @@ def fresh_model(make: Callable[[], Any], tokenizer: PreTrainedTokenizerBase, see
     return model
 
 
-def fit(model: Any, loss_of: Callable[[int], Tensor], steps: int, learning_rate: float) -> float:
+def fit(
+    model: "PreTrainedModel", loss_of: Callable[[int], Tensor], steps: int, learning_rate: float
+) -> float:
     """Train in place on `loss_of(step)`, a scalar, with AdamW and one cycle of the rate; then
     evaluation mode. Returns the mean loss of the last 50 steps.
     """
@@ -134,13 +139,17 @@ def check_place(folder: Path) -> None:
 
 
 def is_built(folder: Path, plan: Mapping[str, object]) -> bool:
-    """Whether `folder` holds a model that was built by this `plan`, compared as JSON."""
+    """Return whether `folder` holds a model that was built by this `plan`, compared as JSON."""
     built = read_object(folder / _FACTS).get("plan")
     return (folder / "model.safetensors").is_file() and bool(built == json.loads(json.dumps(plan)))
 
 
 def save_built(
-    folder: Path, model: Any, processor: Any, plan: Any, **training_facts: object
+    folder: Path,
+    model: "PreTrainedModel",
+    processor: "ProcessorMixin",
+    plan: Any,
+    **training_facts: object,
 ) -> dict[str, object]:
     """Save a model, its processor and the facts of how both were made (`build.json`).
 

@@ -42,7 +42,7 @@ class PerimeterStart:
 
 
 def teacher(rng: random.Random, sides: tuple[int, ...], plan: PerimeterStart) -> str:
-    """What the second stage copies.
+    """Return what the second stage copies.
 
     Without knowing the kind of problem, it guesses one of the two usual digits.
     """
@@ -50,7 +50,10 @@ def teacher(rng: random.Random, sides: tuple[int, ...], plan: PerimeterStart) ->
 
 
 def begin_perimeter(plan: PerimeterStart, rows: list[Row] | None = None) -> Untaught:
-    """The shipped tiny model and its two lessons. `rows` are by default those that the plan draws."""
+    """Return the shipped tiny model and its two lessons.
+
+    `rows` are by default those that the plan draws.
+    """
     processor = load_processor(str(PRETRAINED))
     model: Any = AutoModelForImageTextToText.from_pretrained(PRETRAINED, dtype=torch.float32)
     rows = rows or list(generate(plan.rows, seed=_DATA_SEED, families=("perimeter",)))
@@ -62,6 +65,7 @@ def begin_perimeter(plan: PerimeterStart, rows: list[Row] | None = None) -> Unta
     taught_rng = random.Random(plan.seed)
 
     def told(data: Encoded, rng: random.Random, tell: Callable[[tuple[int, ...]], str]) -> Tensor:
+        """Return the loss of a random batch, whose answers `tell` makes from the sides."""
         picks = rng.sample(range(len(rows)), plan.batch_size)
         answers = {}
         for pick in picks:
@@ -70,10 +74,12 @@ def begin_perimeter(plan: PerimeterStart, rows: list[Row] | None = None) -> Unta
         return answer_loss(model, data=data, answers=answers, picks=picks)
 
     def right(step: int) -> Tensor:
+        """Return the loss of the first lesson: right working, with the short prompt at first."""
         data = short if step < plan.short_prompt_steps else full
         return told(data, right_rng, lambda side_lengths: working(teachers_rng, side_lengths))
 
     def taught(_: int) -> Tensor:
+        """Return the loss of the second lesson: what the teacher says to the full prompt."""
         return told(
             full, taught_rng, lambda side_lengths: teacher(teachers_rng, side_lengths, plan)
         )

@@ -39,7 +39,7 @@ class TextStart:
 
 
 def begin_text(plan: TextStart) -> Untaught:
-    """The text-only model with fresh weights, and its one lesson."""
+    """Return the text-only model with fresh weights, and its one lesson."""
     texts = [
         f"system user assistant You are a helpful assistant.\n{row['problem']}\n{row['answer']}"
         for row in generate(500, seed=_DATA_SEED)
@@ -58,6 +58,7 @@ def begin_text(plan: TextStart) -> Untaught:
         answers.append(torch.tensor(tokenizer(answer)["input_ids"]))
 
     def loss_of(_: int) -> Tensor:
+        """Return the loss of a random batch, whatever the step."""
         picks = rng.sample(range(len(prompts)), plan.batch_size)
         return answer_loss(model, data=Encoded(prompts), answers=answers, picks=picks)
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -21,6 +21,9 @@ from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
 from adora_vl.models.families import FAMILIES
 from adora_vl.models.load import PRETRAINED
 from adora_vl.synthetic.generate import generate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, ProcessorMixin
 
 WIDTH = 96
 LAYERS = 3
@@ -61,7 +64,7 @@ _OWN: dict[
 
 
 def language_settings(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Of the language model in a config: three layers, untied embeddings.
+    """Return the language model's part of a config: three layers, untied embeddings.
 
     Untied, because the CPU engine refreshes only one use of a tied embedding when weights are
     synced.
@@ -115,7 +118,7 @@ def build_config(tokenizer: PreTrainedTokenizerBase, family: str = DEFAULT_FAMIL
 def build_model(
     tokenizer: PreTrainedTokenizerBase, seed: int = 0, family: str = DEFAULT_FAMILY
 ) -> Any:
-    """A model with fresh float32 weights, the same for the same seed."""
+    """Return a model with fresh float32 weights, the same for the same seed."""
     config = build_config(tokenizer, family)
     make = partial(AutoModelForImageTextToText.from_config, config, dtype=torch.float32)
     return fresh_model(make, tokenizer, seed)
@@ -139,7 +142,8 @@ class Encoded:
     grids: Tensor | None = None
 
 
-def encode(processor: Any, rows: list[Row], system_prompt: str) -> Encoded:
+def encode(processor: "ProcessorMixin", rows: list[Row], system_prompt: str) -> Encoded:
+    """Return rows as tensors, each with its system prompt and its one picture."""
     conversations = [conversation_with_images(row["problem"], 1, system_prompt) for row in rows]
     texts = [
         processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -159,7 +163,10 @@ def encode(processor: Any, rows: list[Row], system_prompt: str) -> Encoded:
 Answers = Sequence[Tensor] | Mapping[int, Tensor]  # by the number of the row
 
 
-def answer_loss(model: Any, data: Encoded, answers: Answers, picks: list[int]) -> Tensor:
+def answer_loss(
+    model: "PreTrainedModel", data: Encoded, answers: Answers, picks: list[int]
+) -> Tensor:
+    """Return the mean loss of the answers to the chosen problems; prompts do not count."""
     sequences = [torch.cat([data.prompts[i], answers[i]]) for i in picks]
     labels = [torch.cat([torch.full_like(data.prompts[i], -100), answers[i]]) for i in picks]
     if data.pixels is None or data.grids is None:
@@ -175,7 +182,7 @@ def answer_loss(model: Any, data: Encoded, answers: Answers, picks: list[int]) -
 
 
 def token_loss(
-    model: Any, sequences: list[Tensor], labels: list[Tensor], **image_inputs: Tensor
+    model: "PreTrainedModel", sequences: list[Tensor], labels: list[Tensor], **image_inputs: Tensor
 ) -> Tensor:
     """Return the mean loss over the tokens whose label is not -100.
 
@@ -193,17 +200,21 @@ def token_loss(
     return loss
 
 
-def warm_start(model: Any, processor: Any, rows: list[Row], plan: WarmStart) -> Lesson:
-    """The lesson of the tiny model on `rows` (synthetic, one image each)."""
+def warm_start(
+    model: "PreTrainedModel", processor: "ProcessorMixin", rows: list[Row], plan: WarmStart
+) -> Lesson:
+    """Return the lesson of the tiny model on `rows` (synthetic, one image each)."""
     rng = random.Random(plan.seed)
     short = encode(processor, rows, "Answer.")
     full = encode(processor, rows, SYSTEM_PROMPT)
+    # Each row gets one answer, right or with the slip, that it keeps over all steps.
     answers = []
     for meta in (row["meta"] for row in rows):
         text = meta["slip"] if rng.random() < SLIPS[meta["family"]] else meta["solution"]
         answers.append(torch.tensor(processor.tokenizer(text + END_OF_TURN)["input_ids"]))
 
     def loss_of(step: int) -> Tensor:
+        """Return the loss of a random batch, with the short prompt in the first steps."""
         data = short if step < plan.short_prompt_steps else full
         return answer_loss(
             model, data=data, answers=answers, picks=rng.sample(range(len(rows)), plan.batch_size)
@@ -217,7 +228,7 @@ _DATA_SEED = 1000  # other problems than any training run draws by default
 
 
 def begin_tiny(plan: WarmStart, family: str = DEFAULT_FAMILY) -> Untaught:
-    """The tiny model with fresh weights, and its lesson, of a plan with any steps.
+    """Return the tiny model with fresh weights, and its lesson, of a plan with any steps.
 
     Other families than the first have its tokenizer.
     """

@@ -7,7 +7,7 @@ It sees 56 x 56 of 448 x 448 pixels (`max_pixels: 3136`), in which no number can
 import json
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
@@ -23,6 +23,9 @@ from adora_vl.models.load import PRETRAINED
 from adora_vl.synthetic.corners import CORNERS, PARTS, answer, cell, drawn, question
 from adora_vl.tools.ours import View
 from adora_vl.tools.run import Toolbox, choose_tools
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, ProcessorMixin
 
 SIZE = 448
 SEEN = 56
@@ -51,7 +54,7 @@ class ZoomStart:
 
 
 def call_for(corner: str) -> str:
-    """The call of `zoom` for a corner, in pixels of the picture as it is seen."""
+    """Return the call of `zoom` for a corner, in pixels of the picture as it is seen."""
     part = SEEN // PARTS
     x = 0 if "left" in corner else SEEN - part
     y = 0 if "top" in corner else SEEN - part
@@ -62,13 +65,19 @@ def call_for(corner: str) -> str:
 
 
 class _Teacher:
-    def __init__(self, processor: Any, toolbox: Toolbox, plan: ZoomStart) -> None:
+    """Draws the examples of the two lessons.
+
+    An example is parts of text, each with whether it is learned, and its pictures.
+    """
+
+    def __init__(self, processor: "ProcessorMixin", toolbox: Toolbox, plan: ZoomStart) -> None:
         self.processor = processor
         self.toolbox = toolbox
         self.plan = plan
         self.rng = random.Random(plan.seed + _DATA_SEED)
 
     def prompt(self, corner: str) -> str:
+        """Return the prompt that asks for the number in a corner, with the tools described."""
         messages = conversation_with_images(
             question(corner), 1, with_tools(SYSTEM, self.toolbox.schemas)
         )
@@ -77,24 +86,25 @@ class _Teacher:
         )
 
     def single(self) -> tuple[list[Part], list[Image.Image]]:
-        """A corner by itself and its number."""
+        """Return a corner by itself and its number."""
         number = self.rng.randrange(10, 100)
         return [(_IMAGE, False), (answer(number) + END_OF_TURN, True)], [cell(self.rng, number)]
 
     def direct(self, *, short: bool) -> tuple[list[Part], list[Image.Image]]:
-        """A problem and its answer at once."""
+        """Return a problem and its answer at once."""
         image, numbers = drawn(self.rng, SIZE)
         corner = self.rng.choice(CORNERS)
         prompt = _IMAGE + corner if short else self.prompt(corner)
         return [(prompt, False), (answer(numbers[corner]) + END_OF_TURN, True)], [image]
 
     def turns(self) -> tuple[list[Part], list[Image.Image]]:
-        """A problem, mostly a call and what comes back, and an answer."""
+        """Return a problem, mostly a call and what comes back, and an answer."""
         image, numbers = drawn(self.rng, SIZE)
         corner = self.rng.choice(CORNERS)
         if self.rng.random() >= self.plan.calls:
             guess = answer(self.rng.randrange(10, 100)) + END_OF_TURN
             return [(self.prompt(corner), False), (guess, True)], [image]
+        # Half of the calls are for any corner: which one to look at is left to reinforcement.
         at = corner if self.rng.random() < 0.5 else self.rng.choice(CORNERS)
         reply = self.toolbox.answer(call_for(at), [image], seed="", last=False)
         assert reply is not None
@@ -105,7 +115,11 @@ class _Teacher:
         return [*parts, (answer(numbers[at]) + END_OF_TURN, True)], [image, *reply_images]
 
 
-def _loss(model: Any, processor: Any, rows: list[tuple[list[Part], list[Image.Image]]]) -> Tensor:
+def _loss(
+    model: "PreTrainedModel",
+    processor: "ProcessorMixin",
+    rows: list[tuple[list[Part], list[Image.Image]]],
+) -> Tensor:
     """Return the mean loss over the tokens that the model writes itself."""
     image_inputs = processor.image_processor(
         images=[
@@ -123,6 +137,7 @@ def _loss(model: Any, processor: Any, rows: list[tuple[list[Part], list[Image.Im
         ids = list[int]()
         is_policy = list[bool]()
         for text, is_policy_text in parts:
+            # An image is one token in the text, and as many for the model as it has patches.
             for token in processor.tokenizer(text, add_special_tokens=False)["input_ids"]:
                 ids += [token] * (tokens_per_image if token == image_id else 1)
             is_policy += [is_policy_text] * (len(ids) - len(is_policy))
@@ -131,8 +146,11 @@ def _loss(model: Any, processor: Any, rows: list[tuple[list[Part], list[Image.Im
     return token_loss(model, sequences=sequences, labels=labels, **image_inputs)
 
 
-def _begun(processor: Any, seed: int) -> Any:
-    """The shipped model behind another vocabulary: it has learned to read numbers in drawn figures."""
+def _begun(processor: "ProcessorMixin", seed: int) -> Any:
+    """Return the shipped model behind another vocabulary.
+
+    It has learned to read numbers in drawn figures.
+    """
     model = build_model(processor.tokenizer, seed)
     shipped = AutoModelForImageTextToText.from_pretrained(PRETRAINED)
     shipped_vocabulary = AutoTokenizer.from_pretrained(PRETRAINED).get_vocab()
@@ -142,6 +160,7 @@ def _begun(processor: Any, seed: int) -> Any:
             if "embed_tokens" not in name and "lm_head" not in name:
                 state[name].copy_(tensor)
                 continue
+            # The rows of tokens that both vocabularies have are copied to their new numbers.
             for token, row in processor.tokenizer.get_vocab().items():
                 if token in shipped_vocabulary:
                     state[name][row].copy_(tensor[shipped_vocabulary[token]])
@@ -149,7 +168,7 @@ def _begun(processor: Any, seed: int) -> Any:
 
 
 def begin_zoom(plan: ZoomStart) -> Untaught:
-    """The shipped tiny model behind another vocabulary, and its two lessons."""
+    """Return the shipped tiny model behind another vocabulary, and its two lessons."""
     toolbox = Toolbox(choose_tools(["zoom"]), ToolOptions(), View(SEEN**2, SEEN**2, 28))
     system = with_tools(SYSTEM, toolbox.schemas)
     often = f"system {system} user assistant\n<tool_response>\nPicture 1: \n</tool_response>"
@@ -163,6 +182,7 @@ def begin_zoom(plan: ZoomStart) -> Untaught:
     teacher = _Teacher(processor, toolbox, plan)
 
     def read(_: int) -> Tensor:
+        """Return the loss of the first lesson, in which the model learns to read numbers."""
         rows = [
             teacher.single() if plan.tool else teacher.direct(short=True)
             for _ in range(2 * plan.batch_size)
@@ -170,6 +190,7 @@ def begin_zoom(plan: ZoomStart) -> Untaught:
         return _loss(model, processor, rows)
 
     def talk(_: int) -> Tensor:
+        """Return the loss of the second lesson, in which it learns how a conversation goes."""
         rows = [
             teacher.turns() if plan.tool else teacher.direct(short=False)
             for _ in range(plan.batch_size)

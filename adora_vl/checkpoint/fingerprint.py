@@ -107,7 +107,7 @@ def fingerprint(
     code_hashes: Mapping[str, str] | None = None,
     left_out: Sequence[str] = (),
 ) -> Fingerprint:
-    """Every key that influences the steps, with its value as text.
+    """Return every key that influences the steps, with its value as text.
 
     `settings`: the run's dataclasses. `data`: the folders of its data sets in their order. `model`:
     a folder or hub id. `sharding`: from `sharding_of`. `code_hashes`: the hash of each file of the
@@ -160,16 +160,22 @@ def fingerprint(
 
 
 def sharding_of(config: TrainingArguments) -> str:
-    """How a config shards the model over processes: `zero1` to `zero3`, or `none`."""
+    """Return how a config shards the model over processes: `zero1` to `zero3`, or `none`."""
     plugin = getattr(config, "deepspeed_plugin", None)
     return f"zero{plugin.zero_stage}" if plugin is not None and plugin.zero_stage else "none"
 
 
 def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
-    """`key: before -> now` for every key that differs. Keys that the user sets come first."""
-    changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    """Return `key: before -> now` for every key that differs.
+
+    Keys that the user sets come first.
+    """
+    changed = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
     changed.sort(key=lambda key: (not key.startswith("adora_"), key))
-    return [f"{key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}" for key in changed]
+    lines = []
+    for key in changed:
+        lines.append(f"{key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}")
+    return lines
 
 
 _PREFIX = ".seen-by-all-"
@@ -228,7 +234,10 @@ def check_ranks(
 
 
 def problem_among(views: Sequence[Seen], output_dir: Path) -> str | None:
-    """The first problem in what the ranks see, listed in their order; None if there is none."""
+    """Return the first problem in what the ranks see, listed in their order.
+
+    None if there is none.
+    """
     remedy = (
         "all machines write into one checkpoint, so name a folder on a disk that they share, by "
         "the same path"

@@ -116,7 +116,7 @@ def choose_start(
 
 
 def _named_checkpoint(resume_from_checkpoint: object) -> Path | None:
-    """The folder that the key names; None for `auto`, `true`, `false` and None."""
+    """Return the folder that the key names; None for `auto`, `true`, `false` and None."""
     word = str(resume_from_checkpoint).lower()
     if resume_from_checkpoint is None or word in ("auto", "true", "false"):
         return None
@@ -124,7 +124,7 @@ def _named_checkpoint(resume_from_checkpoint: object) -> Path | None:
 
 
 def _or_anew(output_dir: Path) -> str:
-    """The remedies for a folder that holds a run, which are another folder or a new start.
+    """Return the remedies for a folder that holds a run, which are another folder or a new start.
 
     They name what a new start would delete, and which files of the user's it would refuse.
     """
@@ -158,7 +158,7 @@ def _refuse_to_replace(inputs: Sequence[tuple[str, str]], output_dir: Path) -> N
 
 
 def _start_over(output_dir: Path, named: Path | None, word: str, now: Fingerprint) -> StartPoint:
-    """The start with `overwrite_output_dir`.
+    """Return the start with `overwrite_output_dir`.
 
     A checkpoint that the user named is used or refused, but never deleted.
     """
@@ -183,7 +183,7 @@ def _start_over(output_dir: Path, named: Path | None, word: str, now: Fingerprin
 
 
 def _start_at(checkpoint: Path, now: Fingerprint) -> StartPoint:
-    """The start from a checkpoint that the user named.
+    """Return the start from a checkpoint that the user named.
 
     It must be whole; settings that differ are reported.
     """

@@ -50,6 +50,7 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
     """
 
     def __init__(self) -> None:
+        """Begin without a signal."""
         self.received: int | None = None
         self.stopped = False
         self._received_at = 0.0
@@ -110,6 +111,10 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
             control.should_save = control.should_training_stop = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Note the first signal; end the process at once for a later one.
+
+        SIGHUP never ends it, since a launcher that dies may send several.
+        """
         mute_lost_outputs()
         if self.received is not None:
             if number != signal.SIGHUP and time.monotonic() - self._received_at >= REPEAT_S:

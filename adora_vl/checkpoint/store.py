@@ -21,14 +21,14 @@ _HASHING_THREADS = 8  # hashlib releases the GIL
 
 
 def step_of(checkpoint: Path) -> int:
-    """The optimizer step in the name of a checkpoint."""
+    """Return the optimizer step in the name of a checkpoint."""
     match = CHECKPOINT.fullmatch(checkpoint.name)
     assert match, f"{checkpoint} is no checkpoint folder"
     return int(match[1])
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """All `checkpoint-N` folders, whole or not, newest first."""
+    """Return all `checkpoint-N` folders, whole or not, newest first."""
     if not output_dir.is_dir():
         return []
     folders = (
@@ -71,7 +71,10 @@ def seal(folder: Path, facts: dict[str, Any], written: Collection[str] = ()) -> 
 
 
 def problem_of(checkpoint: Path) -> str | None:
-    """Why this checkpoint is not whole, in a few words; None if it is. Reads every byte of it."""
+    """Return why this checkpoint is not whole, in a few words; None if it is.
+
+    Every byte of it is read.
+    """
     try:
         manifest_bytes = (checkpoint / MANIFEST).read_bytes()
         mark = (checkpoint / MARK).read_text().strip()
@@ -92,7 +95,7 @@ def problem_of(checkpoint: Path) -> str | None:
 
 
 def facts_of(checkpoint: Path) -> dict[str, Any]:
-    """The manifest of a whole checkpoint."""
+    """Return the manifest of a whole checkpoint."""
     facts: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text())
     return facts
 
@@ -106,7 +109,10 @@ def save_of_rank(folder: Path, kind: str, rank: int, content: Any) -> None:
 
 
 def load_of_rank(checkpoint: Path, kind: str, rank: int) -> Any:
-    """What `save_of_rank` wrote, its tensors on the CPU; None where it wrote nothing for this rank."""
+    """Return what `save_of_rank` wrote, its tensors on the CPU.
+
+    None where it wrote nothing for this rank.
+    """
     import torch
 
     file = checkpoint / f"{kind}-{rank:05}.pt"
@@ -114,7 +120,7 @@ def load_of_rank(checkpoint: Path, kind: str, rank: int) -> Any:
 
 
 def newest_valid(output_dir: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The newest whole checkpoint of a run, and each newer one with why it is not whole."""
+    """Return the newest whole checkpoint of a run, and each newer one with why it is not whole."""
     skipped: list[tuple[Path, str]] = []
     for checkpoint in checkpoints(output_dir):
         problem = problem_of(checkpoint)
@@ -147,12 +153,12 @@ def clear_staging(output_dir: Path) -> None:
 
 
 def names_in(folder: Path) -> list[str]:
-    """The files of a folder, as a manifest names them."""
+    """Return the files of a folder, as a manifest names them."""
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
 
 
 def hashes(folder: Path, paths: list[Path]) -> dict[str, dict[str, Any]]:
-    """SHA-256 and size of files, by their names in the folder."""
+    """Return SHA-256 and size of files, by their names in the folder."""
 
     def entry(path: Path) -> dict[str, Any]:
         return {"sha256": file_sha256(path), "bytes": path.stat().st_size}

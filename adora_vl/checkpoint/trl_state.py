@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
@@ -17,6 +17,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from adora_vl.checkpoint.store import MANIFEST, facts_of
 from adora_vl.utils.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 REFERENCE = "reference"  # the folder in a checkpoint
 _FILE_BYTES = 2 * 2**30  # what is held in memory at a time
@@ -44,7 +47,9 @@ class MovingReference:
     Collective: all ranks call every method together.
     """
 
-    def __init__(self, model: Any, *, moves: bool, is_main: bool, zero3: bool) -> None:
+    def __init__(
+        self, model: "PreTrainedModel", *, moves: bool, is_main: bool, zero3: bool
+    ) -> None:
         """Hold TRL's reference model.
 
         `model`: unwrapped, or None. `moves`: whether it is synced; one that is not is the base
@@ -57,6 +62,7 @@ class MovingReference:
         self.zero3 = zero3
 
     def _whole(self, parameter: Any, *, changes: bool = False) -> AbstractContextManager[Any]:
+        """Return a context in which a parameter is whole, for writing where it `changes`."""
         if not self.zero3:
             return nullcontext()
         import deepspeed
@@ -126,7 +132,7 @@ class Losses(TrainerCallback):  # type: ignore[misc]  # transformers is untyped 
         self._before: dict[str, Any] | None = None
 
     def now(self) -> dict[str, Any]:
-        """The sums for the manifest, those of this rank alone until `of_all_ranks`."""
+        """Return the sums for the manifest, those of this rank alone until `of_all_ranks`."""
         trainer = self.trainer
         # the attribute exists once the training has begun
         if not hasattr(trainer, "_tr_loss"):
@@ -138,7 +144,7 @@ class Losses(TrainerCallback):  # type: ignore[misc]  # transformers is untyped 
 
     @staticmethod
     def of_all_ranks(facts: dict[str, Any]) -> dict[str, Any]:
-        """`facts` with the sums of all ranks in place of this rank's. Collective."""
+        """Return `facts` with the sums of all ranks in place of this rank's. Collective."""
         losses = facts.get(_LOSSES)
         if losses is None:
             return facts

@@ -34,9 +34,10 @@ _ALSO_CODE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 @contextlib.contextmanager
 def without_code(checkpoint: Path | str) -> Iterator[None]:
-    """Inside, unpickling makes tensors, plain values and the classes that checkpoints of DeepSpeed
-    0.19 have, and runs nothing else, whatever a caller of `torch.load` asks for. Raises `UserError`
-    for a file that asks for more.
+    """Keep unpickling from running code inside the block, whatever a caller asks for.
+
+    It makes tensors, plain values and the classes that checkpoints of DeepSpeed 0.19 have. Raises
+    `UserError` for a file that asks for more.
     """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -70,13 +71,14 @@ def load_shards(engine: Any, checkpoint: str, **options: Any) -> None:
 
 
 def is_universal(checkpoint: Path) -> bool:
-    """Whether a checkpoint can be loaded by any number of processes."""
+    """Return whether a checkpoint can be loaded by any number of processes."""
     return (checkpoint / LATEST).is_file()
 
 
 def shards_of(checkpoint: Path) -> Path | None:
-    """The folder with DeepSpeed's file of each rank; None for a checkpoint without DeepSpeed, or a
-    universal one.
+    """Return the folder with DeepSpeed's file of each rank.
+
+    None for a checkpoint without DeepSpeed, or a universal one.
     """
     return None if is_universal(checkpoint) else next(iter(sorted(checkpoint.glob(_SHARDS))), None)
 

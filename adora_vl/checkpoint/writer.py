@@ -63,19 +63,20 @@ _SHOWN = 5
 
 
 def of_a_run(folder: Path) -> list[Path]:
-    """The entries of the folder whose names a run uses.
+    """Return the entries of the folder whose names a run uses: checkpoints first, in order.
 
     Anything else there is the user's, and stays.
     """
     entries = sorted(folder.iterdir()) if folder.is_dir() else []
-    steps = sorted((path for path in entries if CHECKPOINT.fullmatch(path.name)), key=step_of)
-    patterns = (*_MODEL, *_RECORD, WRITTEN)
-    named = [path for pattern in patterns for path in entries if fnmatchcase(path.name, pattern)]
-    return list(dict.fromkeys([*steps, *named]))
+    checkpoints = [path for path in entries if CHECKPOINT.fullmatch(path.name)]
+    paths = sorted(checkpoints, key=step_of)
+    for pattern in (*_MODEL, *_RECORD, WRITTEN):
+        paths += [path for path in entries if fnmatchcase(path.name, pattern)]
+    return list(dict.fromkeys(paths))
 
 
 def model_of_a_run(folder: Path) -> list[Path]:
-    """The entries of a final model, and `written.json`."""
+    """Return the entries of a final model, and `written.json`."""
     return [
         path
         for path in of_a_run(folder)
@@ -84,11 +85,11 @@ def model_of_a_run(folder: Path) -> list[Path]:
 
 
 def own_files(folder: Path, paths: Iterable[Path] | None = None) -> list[str]:
-    """The files below `paths` that no run is known to have written, by their names in the folder.
+    """Return the files below `paths` that no run is known to have written.
 
-    `paths`: by default `of_a_run`. Links are among them, because a run makes none. A folder
-    `checkpoint-N` without a checkpoint's manifest is named as a whole. Raises `OSError` where a
-    folder cannot be listed.
+    They are named as in the folder. `paths`: by default `of_a_run`. Links are among them, because a
+    run makes none. A folder `checkpoint-N` without a checkpoint's manifest is named as a whole.
+    Raises `OSError` where a folder cannot be listed.
     """
     notes = _notes(folder)
     unknown: list[Path] = []
@@ -107,7 +108,7 @@ def own_files(folder: Path, paths: Iterable[Path] | None = None) -> list[str]:
 
 
 def some(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Return the first few names, and how many more there are."""
     remaining = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(repr(name) for name in names[:_SHOWN]) + remaining
 
@@ -135,23 +136,28 @@ def noted(output_dir: Path, writes: bool) -> Iterator[None]:
 
 
 def _write_notes(output_dir: Path, **notes: Any) -> None:
+    """Write the notes on the files of the final model, in place of those of before."""
     replace_file(
         output_dir / WRITTEN, json.dumps({**_MADE_BY, **notes}, indent=2, sort_keys=True) + "\n"
     )
 
 
 def _model_files(output_dir: Path) -> dict[str, tuple[int, ...]]:
-    """The files of a final model, each with what changes when it is written."""
-    tops = [path for path in model_of_a_run(output_dir) if path.name != WRITTEN]
-    files = [path for top in tops for path in _below(top) if not path.is_symlink()]
-    states = {path.relative_to(output_dir).as_posix(): path.lstat() for path in files}
-    return {
-        name: (state.st_ino, state.st_mtime_ns, state.st_size) for name, state in states.items()
-    }
+    """Return the files of a final model, each with what changes when it is written."""
+    states: dict[str, tuple[int, ...]] = {}
+    for top in model_of_a_run(output_dir):
+        if top.name == WRITTEN:
+            continue
+        for path in _below(top):
+            if not path.is_symlink():
+                state = path.lstat()
+                name = path.relative_to(output_dir).as_posix()
+                states[name] = (state.st_ino, state.st_mtime_ns, state.st_size)
+    return states
 
 
 def _below(path: Path) -> Iterator[Path]:
-    """The files in a folder and in its folders, or the file itself.
+    """Yield the files in a folder and in its folders, or the file itself.
 
     A link is a file, wherever it leads.
     """
@@ -163,7 +169,7 @@ def _below(path: Path) -> Iterator[Path]:
 
 
 def _own_of_checkpoint(checkpoint: Path) -> list[Path]:
-    """The files in a `checkpoint-N` that no run wrote.
+    """Return the files in a `checkpoint-N` that no run wrote.
 
     A damaged checkpoint is a run's too: its mark is not read.
     """
@@ -181,7 +187,7 @@ def _own_of_checkpoint(checkpoint: Path) -> list[Path]:
 
 
 def _wrote(path: Path, name: str, notes: dict[str, Any]) -> bool:
-    """Whether a run wrote this file as it is. `name` is its name in the run's folder."""
+    """Return whether a run wrote this file as it is. `name` is its name in the run's folder."""
     if path.is_symlink() or not path.is_file():
         return False
     top, _, inside = name.partition("/")
@@ -200,13 +206,13 @@ def _wrote(path: Path, name: str, notes: dict[str, Any]) -> bool:
 
 
 def _notes(folder: Path) -> dict[str, Any]:
-    """What `written.json` says; nothing where a run did not write it."""
+    """Return what `written.json` says; nothing where a run did not write it."""
     notes = read_object(folder / WRITTEN)
     return notes if notes.items() >= _MADE_BY.items() else {}
 
 
 def is_manifest(path: Path) -> bool:
-    """Whether this is the `manifest.json` of a run, which is there from its beginning."""
+    """Return whether this is the `manifest.json` of a run, which is there from its beginning."""
     return read_object(path).items() >= _MADE_BY.items()
 
 
@@ -214,25 +220,28 @@ _RECORD = ("metrics.jsonl", "manifest.json", "stopped.json", "rollouts", "comple
 
 
 def _is_record(path: Path, top: str, inside: str) -> bool:
-    """Whether a file of the record is a run's: `inside` is its name in the folder `top`, empty for
-    a file.
+    """Return whether a file of the record is a run's.
+
+    `inside` is its name in the folder `top`, empty for a file.
     """
-    # a part has the run's settings in its metadata; a diagram is named by its hash
     if top == "rollouts":
         if re.fullmatch(r"rollouts-\d+-\d+\.parquet", inside):
+            # a part has the run's settings in its metadata
             return b"adora_vl" in (pq.read_schema(path).metadata or {})
+        # a diagram is named by its hash
         return is_partial(path) or re.fullmatch(r"_images/[0-9a-f]{16}\.png", inside) is not None
-    if top == "completions":  # TRL's tables have these columns
-        named = re.fullmatch(r"completions_\d{5,}\.parquet", inside) is not None
-        return named and {"step", "prompt", "completion", "advantage"} <= set(
-            pq.read_schema(path).names
-        )
+    if top == "completions":
+        if not re.fullmatch(r"completions_\d{5,}\.parquet", inside):
+            return False
+        # TRL's tables have these columns
+        return {"step", "prompt", "completion", "advantage"} <= set(pq.read_schema(path).names)
     if inside:
         return False
-    if top == "metrics.jsonl":  # a crash may have cut off a last line after others
-        *lines, rest = path.read_bytes().split(b"\n")
-        ours = all(json.loads(line).keys() >= {"step", "kind", "time"} for line in lines)
-        return ours and (bool(lines) or not rest)
+    if top == "metrics.jsonl":
+        # a crash may have cut off a last line after others
+        *lines, cut_line = path.read_bytes().split(b"\n")
+        has_keys = all(json.loads(line).keys() >= {"step", "kind", "time"} for line in lines)
+        return has_keys and (bool(lines) or not cut_line)
     return is_manifest(path) if top == "manifest.json" else read_object(path).keys() == _STOPPED
 
 
@@ -242,12 +251,12 @@ _MADE_BY_TRL = "completions"  # once, when the trainer is built: before the old 
 
 
 def holds_a_run(output_dir: Path) -> bool:
-    """Whether the folder holds work that a new run would replace: a checkpoint or a finished model."""
+    """Return whether the folder has a checkpoint or a model that a new run would replace."""
     return bool(checkpoints(output_dir)) or (output_dir / "trainer_state.json").is_file()
 
 
 def begun(output_dir: Path) -> bool:
-    """Whether a training command has begun here, even if it came to no checkpoint."""
+    """Return whether a training command has begun here, even if it came to no checkpoint."""
     return is_manifest(output_dir / "manifest.json") or any(
         (checkpoint / MARK).is_file() for checkpoint in checkpoints(output_dir)
     )
@@ -273,7 +282,7 @@ def refuse_own_files(output_dir: Path, overwrite: bool) -> None:
 
 
 def _own_hidden(output_dir: Path) -> list[str]:
-    """The user's own files in the hidden folders that a run clears."""
+    """Return the user's own files in the hidden folders that a run clears."""
     aside = output_dir / ASIDE
     staging = output_dir / STAGING
     if aside.is_symlink():
@@ -331,7 +340,10 @@ class CheckpointWriter:
     """
 
     def __init__(self, output_dir: Path, keep: int | None, accelerator: Accelerator) -> None:
-        """`keep`: TRL's `save_total_limit`."""
+        """Create the writer; nothing is written yet.
+
+        `keep`: TRL's `save_total_limit`.
+        """
         self.output_dir = output_dir
         self.keep = keep
         self.accelerator = accelerator
@@ -380,7 +392,7 @@ class CheckpointWriter:
         self.saved_at = step
 
     def at(self, step: int, save: Callable[[], None]) -> Path:
-        """The checkpoint of the current step. `save` is called unless it exists already."""
+        """Return the checkpoint of the current step. `save` is called unless it exists already."""
         if self.saved_at != step:
             save()
         # The first rank to raise ends the others, and one of them may still be writing.
@@ -388,7 +400,7 @@ class CheckpointWriter:
         return self.output_dir / f"{_PREFIX}-{step}"
 
     def where_to_go_on(self) -> str:
-        """The end of a message: where a new start of the same command begins."""
+        """Return the end of a message: where a new start of the same command begins."""
         at = self.began_at if self.saved_at is None else f"{_PREFIX}-{self.saved_at}"
         none = "there is no checkpoint yet: the same command starts at the first step"
         return none if at is None else f"the same command goes on from {at}"

@@ -39,7 +39,7 @@ class BatchLayout:
 
     @classmethod
     def of(cls, config: AdoraGRPOConfig, processes: int = 1) -> BatchLayout:
-        """The sizes that the keys of a run say.
+        """Return the sizes that the keys of a run say.
 
         `config` has to be constructed already: `GRPOConfig` fills in `steps_per_generation`.
         """
@@ -113,7 +113,7 @@ class BatchLayout:
         return self.cycle / self.accumulated
 
     def describe(self) -> str:
-        """The sizes in words, for the first lines of a run."""
+        """Return the sizes in words, for the first lines of a run."""
         return (
             f"{amount(self.prompts_per_generation, 'prompt')} per generation "
             f"({self.generation_batch} rollouts), {self.optimizer_batch} sequences an optimizer "
@@ -124,7 +124,7 @@ class BatchLayout:
 
 
 def unit_size(rows: int, generations: int) -> int:
-    """The number of rows that stay together in micro-batches of `rows`.
+    """Return the number of rows that stay together in micro-batches of `rows`.
 
     It is a whole group, or the largest part of one that divides both the group and the micro-batch.
     """
@@ -154,7 +154,7 @@ def batch_plan(config: AdoraGRPOConfig, processes: int) -> BatchLayout:
     return plan
 
 
-def check_rows(plan: BatchLayout, rows: int) -> None:
+def check_row_count(plan: BatchLayout, rows: int) -> None:
     """Raise `UserError` for a data set of so many rows that does not fill one generation.
 
     TRL would train zero steps on it, and say nothing.
@@ -168,14 +168,18 @@ def check_rows(plan: BatchLayout, rows: int) -> None:
 
 
 def regroups(config: AdoraGRPOConfig) -> bool:
-    """Whether any key needs micro-batches of whole groups instead of TRL's shuffled rows."""
-    if config.own("share_vision") or config.own("share_prompt") or config.own("skip_zero_signal"):
+    """Return whether any key needs micro-batches of whole groups instead of TRL's shuffled rows."""
+    if (
+        config.uses("share_vision")
+        or config.uses("share_prompt")
+        or config.uses("skip_zero_signal")
+    ):
         return True
     return config.adora_rollouts.refill > 0
 
 
 def regroup_obstacle(config: AdoraGRPOConfig) -> str:
-    """The setting that makes the loss depend on which rows share a micro-batch; or empty."""
+    """Return the setting that makes the loss depend on which rows share a micro-batch; or empty."""
     if config.loss_type not in REGROUPABLE:
         return f"loss_type: {config.loss_type}"
     # the quantile is taken over the tokens of each micro-batch

@@ -1,6 +1,5 @@
 """The blocks of options among the keys: how a generation is filled, and the limits of tools."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -9,15 +8,12 @@ from pydantic import Field
 from adora_vl.utils.own_files import LONGEST_S, SHORTEST_S
 
 
-def key(default: Any, help: str, *, choices: Sequence[str] | None = None) -> Any:
-    """Declare a field of a dataclass of keys.
+def key(default: Any, help: str) -> Any:
+    """Declare a field of a dataclass of keys, which takes what its annotation says.
 
     `default`: the default, or a function that returns it. `help`: the text of `--help-all`.
-    `choices`: the words that the key takes; None: whatever its annotation says.
     """
-    metadata: dict[str, Any] = {"help": help}
-    if choices:
-        metadata["choices"] = list(choices)
+    metadata = {"help": help}
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -63,7 +59,6 @@ class ToolOptions:
     seconds: Annotated[float, Field(ge=SHORTEST_S, le=LONGEST_S)] = key(
         10.0, "That a call of a tool of your own may take."
     )
-    calls_per_turn: Annotated[int, Field(ge=1)] = key(4, "Calls that are answered in one turn.")
     turn_tokens: Annotated[int, Field(ge=1)] | None = key(
         None, "Tokens that a turn may have; null: as many as max_completion_length leaves."
     )

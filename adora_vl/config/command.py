@@ -1,8 +1,8 @@
 """The reader of a training command: the config file, with the command line laid over it.
 
-Nothing slow is imported here, so a mistake is named at once. The values of our own keys are
-converted here; those of keys whose types only TRL and Transformers know are converted when their
-dataclasses are built.
+Nothing slow is imported here, so a mistake is named at once. Each value is converted once: those of
+our own keys and of `RANGES` here, those of keys whose types only TRL and Transformers know when
+their dataclasses are built (`build_configs` in `schema.py`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from adora_vl.config.help import Key, read_keys
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
-from adora_vl.config.values import RANGES, convert, declared, takes
+from adora_vl.config.trl_keys import Key, read_keys
+from adora_vl.config.trl_ranges import RANGES
+from adora_vl.config.values import convert, declared, takes
 from adora_vl.utils.cli import is_null, read_mapping, yaml_line, yaml_value
 from adora_vl.utils.errors import UserError, nearest
 from adora_vl.utils.own_files import look_beside
@@ -40,9 +41,11 @@ OPTIONS = (
 )
 # The options of ADORA's criteria, by which groups are judged even if that is only logged.
 _CRITERIA = frozenset(
-    {"criteria", "combine", "tau", "empty_wrong", "ties", "no_correct", "needs_correct"}
+    {
+        *("criteria", "combine", "tau", "empty_wrong", "ties", "no_figure", "no_correct"),
+        "needs_correct",
+    }
 )
-T = TypeVar("T")
 
 
 class CliWords(list[str]):
@@ -52,50 +55,31 @@ class CliWords(list[str]):
     """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CliArgs:
     """A command that was read.
 
-    `arguments`: its words. `file`: the config file, if it names one. `values`: the value of each
-    key that the user has set, as `CliWords` where it is not converted yet.
+    `words`: of the command line. `file`: the config file, if it names one. `values`: the converted
+    value of each key that the user has set and whose type is known here. `unread`: the values of
+    the other keys that were set, as `CliWords` or as the file has them; their types only TRL knows.
     """
 
-    arguments: Sequence[str]
+    words: Sequence[str]
     file: Path | None
-    values: dict[str, Any]
+    values: Mapping[str, Any]
+    unread: Mapping[str, object]
 
     @property
-    def words(self) -> set[str]:
+    def set_keys(self) -> set[str]:
         """The keys that the user has set, in the file or on the command line."""
-        return set(self.values)
+        return {*self.values, *self.unread}
 
-    def read(self, key: str, hint: Any) -> Any:
-        """Convert the value of a key that was set to `hint`. Raises `UserError`."""
-        value = self.values[key]
-        if isinstance(value, CliWords):
-            value = _join_words(key, value, hint)
-        return convert(key, value, hint)
 
-    def build(self, kind: type[T]) -> T:
-        """Build a dataclass of the keys that were set, with defaults for the others.
-
-        Raises `UserError`, also for an error of TRL or Transformers, whose text becomes one line.
-        """
-        dataclass_type: Any = kind
-        hints = declared(dataclass_type)
-        try:
-            kwargs = {
-                key: self.read(key, hint) for key, hint in hints.items() if key in self.values
-            }
-            return kind(**kwargs)
-        except UserError:
-            raise
-        except (ValueError, TypeError) as error:
-            raise UserError(" ".join(str(error).split())) from error
-
-    def but(self, **values: Any) -> CliArgs:
-        """The same command with other values for these keys."""
-        return CliArgs(self.arguments, self.file, self.values | values)
+def read_value(key: str, value: object, hint: Any) -> Any:
+    """Convert what the user wrote for a key to the type `hint`. Raises `UserError`."""
+    if isinstance(value, CliWords):
+        value = _join_words(key, value, hint)
+    return convert(key, value, hint)
 
 
 def read(arguments: Sequence[str], *, needs_model: bool = True) -> CliArgs:
@@ -106,35 +90,44 @@ def read(arguments: Sequence[str], *, needs_model: bool = True) -> CliArgs:
     """
     keys = read_keys()
     words_by_key = _by_key(arguments)
-    names = [words for key, words in words_by_key if key == "config"]
-    if len(names) > 1:
-        raise UserError("--config: given twice; name one file, and other keys on the command line")
-    refuse_stray(names[0][1:] if names else [])
-    if names and not names[0]:
-        raise UserError("--config: expected the path of a YAML file after it")
-    file = recipe(names[0][0]) if names else None
+    file = _config_file(words_by_key)
     look_beside(file)
     values = read_file(file) if file else {}
     _set_environment(values.pop("env", {}), str(file))
     for dotted_key, words in words_by_key:
         if dotted_key != "config":
             _lay_over(values, dotted_key=dotted_key, words=words, keys=keys)
-    cli_args = CliArgs(arguments, file, values)
     hints = {**RANGES, **declared(AdoraScriptArguments), **declared(AdoraKeys)}
-    for key in [key for key in values if key in hints]:
-        values[key] = cli_args.read(key, hints[key])
+    unread = {key: value for key, value in values.items() if key not in hints}
+    values = {
+        key: read_value(key, value, hints[key]) for key, value in values.items() if key in hints
+    }
     if "output_dir" in values:
-        check_output_dir(values["output_dir"])
+        refuse_no_folder(values["output_dir"])
     if needs_model and "model_name_or_path" not in values:
         raise UserError(
             "model_name_or_path: not set; name a file with --config "
             "FILE.yaml, or a model folder, a hub id or 'tiny' (`python -m adora_vl.train --help`)"
         )
-    return cli_args
+    return CliArgs(words=arguments, file=file, values=values, unread=unread)
+
+
+def _config_file(words_by_key: Sequence[tuple[str, CliWords]]) -> Path | None:
+    """Return the file that a command names with `--config`, if any. Raises `UserError`."""
+    named = [words for key, words in words_by_key if key == "config"]
+    if not named:
+        return None
+    if len(named) > 1:
+        raise UserError("--config: given twice; name one file, and other keys on the command line")
+    words = named[0]
+    refuse_stray(words[1:])
+    if not words:
+        raise UserError("--config: expected the path of a YAML file after it")
+    return recipe(words[0])
 
 
 def recipe(name: str) -> Path:
-    """The config file `name`, or the recipe of that name which the package ships.
+    """Return the config file `name`, or the recipe of that name which the package ships.
 
     A recipe is named without its folder, such as `adora_3b_1gpu_lora`, and a file of the user's
     with the same name wins.
@@ -146,9 +139,14 @@ def recipe(name: str) -> Path:
         Path(__file__).parents[2],
         Path(sys.prefix, "share", "adora_vl"),
     )
-    shipped = [home / "configs" / "train" / f"{word}.yaml" for home in homes]
     names_recipe = name in (word, f"{word}.yaml") and not file.exists()
-    return next((path for path in shipped if names_recipe and path.is_file()), file)
+    if not names_recipe:
+        return file
+    for home in homes:
+        shipped = home / "configs" / "train" / f"{word}.yaml"
+        if shipped.is_file():
+            return shipped
+    return file
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -164,7 +162,7 @@ def read_file(path: Path) -> dict[str, Any]:
     return content
 
 
-def check_output_dir(value: object) -> None:
+def refuse_no_folder(value: object) -> None:
     """Raise `UserError` for an `output_dir` that nobody can mean.
 
     The root of the file system is one; null is another, for which Transformers would choose a
@@ -191,7 +189,7 @@ def refuse_stray(words: Sequence[str]) -> None:
 
 
 def _by_key(arguments: Sequence[str]) -> list[tuple[str, CliWords]]:
-    """The keys of a command line in their order, each with its words."""
+    """Return the keys of a command line in their order, each with its words."""
     words_by_key: list[tuple[str, CliWords]] = []
     for word in arguments:
         if word.startswith("--"):
@@ -220,23 +218,25 @@ def _check_key(
     if option and root in keys:
         line = f"{root}: {{{option}: {yaml_line(value)}}}"
         raise UserError(f"{where}: {key}: dots are for the command line; write {line}")
-    # What may have been meant, and how it is written.
-    near = {
-        name: name for listed in keys.values() for name in (listed.name, *_option_names(listed))
-    }
-    # An option of ADORA without its block, such as `adora_factor`.
-    near |= {
-        f"adora_{name}": f"adora_method.adora.{name}" for name in ("mode", "factor", *_CRITERIA)
-    }
-    near |= {option.replace("-", "_"): f"--{option}" for option in options}
-    close = nearest(key, near)
-    hint = f"; did you mean {near[close]!r}?" if close else ""
+    spellings = _spellings(keys, options)
+    close = nearest(key, spellings)
+    hint = f"; did you mean {spellings[close]!r}?" if close else ""
     raise UserError(f"{where}: unknown key '{key}'{hint}")
 
 
-def _option_names(key: Key) -> list[str]:
-    """The dotted names of the options of a key that is a block."""
-    return [option.name for option in key.options]
+def _spellings(keys: Mapping[str, Key], options: Collection[str]) -> dict[str, str]:
+    """Return what an unknown key may have meant, and how that is written."""
+    spellings: dict[str, str] = {}
+    for key in keys.values():
+        spellings[key.name] = key.name
+        for option in key.options:
+            spellings[option.name] = option.name
+    # An option of ADORA without its block, such as `adora_factor`.
+    for name in ("mode", "factor", *_CRITERIA):
+        spellings[f"adora_{name}"] = f"adora_method.adora.{name}"
+    for word in options:
+        spellings[word.replace("-", "_")] = f"--{word}"
+    return spellings
 
 
 def _lay_over(
@@ -264,26 +264,36 @@ def _lay_over(
 
 
 def _keep_criteria(words: CliWords, recipe_methods: object) -> Any:
-    """The methods that the command line names, with the criteria of the recipe's ADORA kept.
+    """Return the methods that the command line names, with the criteria of the recipe's ADORA kept.
 
     If ADORA is not among the named methods, it is added switched off, so that its criteria are
     still logged.
     """
-    options = recipe_methods.get("adora") if isinstance(recipe_methods, Mapping) else None
-    criteria: dict[str, Any] = {}
-    if isinstance(options, Mapping):
-        criteria = {name: value for name, value in options.items() if name in _CRITERIA}
-    names = ["adora"]
-    if len(words) == 1 and "{" not in words[0]:
-        names = [name.strip() for name in words[0].split("+")]
-    if not criteria or "adora" in names or len(set(names)) < len(names):
+    if len(words) != 1 or "{" in words[0]:
+        # a mapping says all of its methods itself
+        return words
+    names = [name.strip() for name in words[0].split("+")]
+    criteria = _criteria_of(recipe_methods)
+    names_twice = len(set(names)) < len(names)
+    if not criteria or "adora" in names or names_twice:
         return words
     methods: dict[str, Any] = {name: {} for name in names}
-    return {**methods, "adora": {**criteria, "mode": "off"}}
+    methods["adora"] = {**criteria, "mode": "off"}
+    return methods
+
+
+def _criteria_of(recipe_methods: object) -> dict[str, Any]:
+    """Return the criteria that a recipe sets for its ADORA; none where it sets none."""
+    if not isinstance(recipe_methods, Mapping):
+        return {}
+    options = recipe_methods.get("adora")
+    if not isinstance(options, Mapping):
+        return {}
+    return {name: value for name, value in options.items() if name in _CRITERIA}
 
 
 def _with(key: str, base: Any, names: Sequence[str], value: Any) -> Any:
-    """A copy of `base` with another value below `names`.
+    """Return a copy of `base` with another value below `names`.
 
     `base` may be a mapping, a word such as `dapo+adora`, or a list of words and mappings. A word or
     a list has to contain the first name already.
@@ -292,27 +302,37 @@ def _with(key: str, base: Any, names: Sequence[str], value: Any) -> Any:
         return value
     name = names[0]
     inner_names = names[1:]
-    if isinstance(base, str):
-        base = {word.strip(): {} for word in base.split("+")}
-        _entry_of(key, list(base), name)
     if isinstance(base, list):
-        entries = [next(iter(item)) if isinstance(item, Mapping) else item for item in base]
-        index = entries.index(_entry_of(key, entries, name))
-        options = base[index][entries[index]] if isinstance(base[index], Mapping) else {}
-        changed: Any = {entries[index]: _with(key, options, inner_names, value)}
-        return [*base[:index], changed, *base[index + 1 :]]
-    mapping = base if isinstance(base, Mapping) else {}
+        return _with_in_list(key, base, names, value)
+    mapping: Mapping[Any, Any] = {}
+    if isinstance(base, Mapping):
+        mapping = base
+    elif isinstance(base, str):
+        mapping = {word.strip(): {} for word in base.split("+")}
+        _entry_of(key, list(mapping), name)
     entry = next((entry for entry in mapping if _is_named(entry, name)), name)
     return {**mapping, entry: _with(key, mapping.get(entry), inner_names, value)}
 
 
+def _with_in_list(key: str, base: list[Any], names: Sequence[str], value: Any) -> list[Any]:
+    """Return a copy of a list of words and mappings with another value below `names`."""
+    entries = [next(iter(item)) if isinstance(item, Mapping) else item for item in base]
+    entry = _entry_of(key, entries, names[0])
+    index = entries.index(entry)
+    item = base[index]
+    options = item[entry] if isinstance(item, Mapping) else {}
+    changed = [*base]
+    changed[index] = {entry: _with(key, options, names[1:], value)}
+    return changed
+
+
 def _is_named(entry: object, name: str) -> bool:
-    """Whether `name` means this entry: it is its name, or that of its function in a file."""
+    """Return whether `name` means this entry: it is its name, or that of its function in a file."""
     return str(entry).rpartition(":")[2] == name
 
 
 def _entry_of(key: str, entries: Sequence[Any], name: str) -> Any:
-    """The entry that a name means. Raises `UserError` if there is none."""
+    """Return the entry that a name means. Raises `UserError` if there is none."""
     entry = next((entry for entry in entries if _is_named(entry, name)), None)
     if entry is None:
         listed = ", ".join(map(str, entries))
@@ -321,13 +341,15 @@ def _entry_of(key: str, entries: Sequence[Any], name: str) -> Any:
 
 
 def _parse_words(words: CliWords) -> Any:
-    """The value that these words would have in a file; true for no words."""
+    """Return the value that these words would have in a file; true for no words."""
     values = [yaml_value(word) for word in words]
-    return values[0] if len(values) == 1 else values or True
+    if not values:
+        return True
+    return values[0] if len(values) == 1 else values
 
 
 def _join_words(key: str, words: CliWords, hint: Any) -> Any:
-    """The words as `convert` takes them: all of them for a list, else the only one."""
+    """Return the words as `convert` takes them: all of them for a list, else the only one."""
     if not words and takes(hint, bool):
         return True
     if not words:

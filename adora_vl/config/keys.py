@@ -4,14 +4,15 @@ Each has its default, its help, and its range as its annotation. Nothing slow is
 `--help` and a wrong value are answered at once.
 """
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from adora_vl.config.blocks import RolloutOptions, ToolOptions, key
-from adora_vl.config.values import Name, check_fields
+from adora_vl.config.trl_ranges import Name
+from adora_vl.config.values import convert_fields
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPTS, control_token_in, template
 from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.own_files import LONGEST_S, SHORTEST_S
@@ -70,26 +71,28 @@ class AdoraScriptArguments:
         "all null is left out. {multiple_choice} lists a row's choices with letters. Null: the "
         "problem alone.",
     )
-    adora_overlong_prompts: str = key(
+    adora_overlong_prompts: Literal["error", "drop"] = key(
         "error",
         "What becomes of a row whose prompt leaves no room for an answer within "
         "vllm_max_model_length (or what the model allows): error (the run does not start) or drop "
         "(the row is left out).",
-        choices=["error", "drop"],
     )
-    adora_reward: list[str | dict[str, Any]] = key(
+    adora_reward: list[Name | dict[str, Any]] = key(
         lambda: ["adora"],
         "Reward preset: adora (1.0 / 0.1 / 0.0), easyr1 (0.9 + 0.1 format), accuracy (1 / 0), "
         "format (1 for a box), think_format, think_answer_format (1 for that form), knights (1.0 "
-        "/ 0.1 / 0.0 on puzzles) or knights_logic_rl (3 / -0.5 / -1 / -3); judge (a served "
-        "model); or a function of your own, FILE.py:FUNCTION. One with options is {judge: {model: "
-        "m}} or {accuracy: {rounding: true}}, which takes a rounded decimal. Several are summed "
-        "with TRL's reward_weights.",
+        "/ 0.1 / 0.0 on puzzles) or knights_logic_rl (3 / -0.5 / -1 / -3); steps (true and new "
+        "claims on the row's figure); judge (a served model); or a function of your own, "
+        "FILE.py:FUNCTION. One with options is {judge: {model: m}} or {accuracy: {rounding: "
+        "true}}, which takes a rounded decimal. Several are summed with TRL's reward_weights.",
     )
 
-    def __post_init__(self) -> None:
+    # the keys whose values were converted before, by a command
+    converted: InitVar[frozenset[str]] = field(default=frozenset(), kw_only=True)
+
+    def __post_init__(self, converted: frozenset[str]) -> None:
         """Check the keys, and replace the system prompt's name by its text. Raises `UserError`."""
-        check_fields(self)
+        convert_fields(self, converted=converted)
         if self.adora_columns == {}:
             raise UserError(
                 "adora_columns: {} is empty; write such as {problem: question, answer: label}"
@@ -117,9 +120,6 @@ class AdoraKeys:
         "{adora: {factor: 0.3}}. Without adora its criteria judge the groups for the log alone: "
         "those of the recipe, if the command line names another method than it, else the default. "
         "docs/methods.md has all.",
-    )
-    adora_image_cache_mb: Annotated[int, Field(ge=0)] = key(
-        1024, "Cache of processed images, kept over steps and epochs, in MB per process."
     )
     adora_stock_step: bool | list[StepPart] = key(
         False,
@@ -153,7 +153,7 @@ class AdoraKeys:
     )
     adora_tool_options: ToolOptions = key(
         ToolOptions,
-        "Limits of tools: max_pixels, seconds, calls_per_turn, turn_tokens, max_text, images.",
+        "Limits of tools: max_pixels, seconds, turn_tokens, max_text, images.",
     )
     adora_correct_above: float = key(0.5, "A rollout is correct above this reward.")
     adora_truncated: Annotated[int, Field(ge=1)] | _Eos | None = key(
@@ -182,10 +182,8 @@ class AdoraKeys:
         "Seconds that a reward function of your own may take for the completions of one "
         "generation on one process, before the run is stopped; null: no limit.",
     )
-    adora_vllm_dtype: str = key(
-        "auto",
-        "dtype of the engine: auto follows bf16/fp16, else the model's own dtype.",
-        choices=["auto", "float32", "bfloat16", "float16"],
+    adora_vllm_dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
+        "auto", "dtype of the engine: auto follows bf16/fp16, else the model's own dtype."
     )
     adora_vllm_enforce_eager: bool | None = key(
         None,
@@ -216,11 +214,10 @@ class AdoraKeys:
     adora_eval_limit: Annotated[int, Field(ge=1)] | None = key(
         None, "Evaluate on the first so many problems of each; null: all."
     )
-    adora_record_every: Annotated[int, Field(ge=0)] = key(
-        1, "Record the rollouts of every n-th generation in output_dir/rollouts; 0 records none."
-    )
-    adora_record_gb: Annotated[float, Field(gt=0)] = key(
-        2.0, "Bound on the record in GB (10^9 bytes); the oldest steps are deleted beyond it."
+    adora_record_gb: Annotated[float, Field(ge=0)] = key(
+        2.0,
+        "Bound on the record of the rollouts in output_dir/rollouts, in GB (10^9 bytes); the "
+        "oldest steps are deleted beyond it. 0 records none.",
     )
     overwrite_output_dir: bool = key(
         False,
@@ -236,8 +233,8 @@ class AdoraKeys:
     # TRL's default is every interface; the server is reached over loopback unless told otherwise.
     vllm_server_host: Name = key("127.0.0.1", "Host of the vLLM server (server mode).")
 
-    def own(self, part: StepPart) -> bool:
-        """Whether this part of a step is computed in our way, and not as stock TRL does."""
+    def uses(self, part: StepPart) -> bool:
+        """Return whether this part of a step is computed in our way, and not as stock TRL does."""
         stock = self.adora_stock_step
         if isinstance(stock, list):
             return part not in stock
@@ -264,7 +261,7 @@ def _check_mixture(names: list[str], weights: list[float] | None) -> None:
 
 
 def _prompt_of(value: str | None) -> str | None:
-    """The text of a system prompt: one of ours by its name, a file's, or `value` itself.
+    """Return the text of a system prompt: one of ours by its name, a file's, or `value` itself.
 
     A text of several words is the prompt itself. Raises `UserError` for a file that cannot be read.
     """

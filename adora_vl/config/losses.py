@@ -87,5 +87,5 @@ def _check_entropy(config: AdoraGRPOConfig) -> None:
 
 
 def has_entropy_bonus(config: AdoraGRPOConfig) -> bool:
-    """Whether the loss has an entropy bonus, even if its adaptive coefficient is 0 at first."""
+    """Return whether the loss has an entropy bonus, even one that begins with 0."""
     return bool(config.entropy_coef != 0.0 or config.use_adaptive_entropy)

@@ -82,7 +82,7 @@ def _keeps_padding(settings: RunSettings) -> bool:
 
 
 def _reads_epsilon(settings: RunSettings) -> bool:
-    """Whether `epsilon` is read: CISPO takes it as its cap where `epsilon_high` is not set."""
+    """Return whether `epsilon` is read: it is CISPO's cap where `epsilon_high` is not set."""
     config = settings.config
     is_cap = config.loss_type == "cispo" and config.epsilon_high is None
     return config.loss_type in CLIPPED or is_cap
@@ -292,7 +292,7 @@ GROUPS = (
 
 
 def unused_keys(settings: RunSettings) -> list[str]:
-    """The lines about keys that were set but do nothing in this run, one for each reason."""
+    """Return the lines about keys that were set but do nothing in this run, one for each reason."""
     were_set = {*_changed(settings.config), *_changed(settings.model)}
     lines: list[str] = []
     for group in GROUPS:
@@ -307,7 +307,7 @@ def _verb(names: Sequence[str]) -> str:
 
 
 def _changed(keys: Any) -> list[str]:
-    """The keys of a dataclass whose values are not their defaults."""
+    """Return the keys of a dataclass whose values are not their defaults."""
     changed: list[str] = []
     for field in fields(keys):
         default = field.default

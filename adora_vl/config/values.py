@@ -1,24 +1,23 @@
 """The conversion of what a user wrote to the type of its key.
 
 A value that does not fit is refused in one line: `key: VALUE is not WHAT IT SHOULD BE`. A key takes
-what its annotation says. The ranges of our keys stand beside their fields; `RANGES` has those of the
-keys of TRL and Transformers that configs/train/annotated.yaml explains, or that our own code
-computes with. The value of any other key of theirs is left to their own checks. NaN and infinity
-are refused everywhere.
+what its annotation says. The ranges of our keys stand beside their fields, those of keys of TRL and
+Transformers in `trl_ranges.py`. NaN and infinity are refused everywhere.
 """
 
 import json
 import sys
-from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from adora_vl.config.trl_ranges import NONE_IS_A_WORD, NULL_IS, OR_FILE, RANGES, Name
 from adora_vl.utils.cli import (
     GivenTwiceError,
     flow_mapping,
@@ -31,104 +30,7 @@ from adora_vl.utils.cli import (
 )
 from adora_vl.utils.errors import UserError, did_you_mean
 
-Name = Annotated[str, Field(pattern=r"\S", description="a name")]
-_Kernel = Annotated[str, Field(pattern="/", description="a kernel of the hub, OWNER/NAME")]
-_Count = Annotated[int, Field(ge=1)]
-_Positive = Annotated[float, Field(gt=0)]
-_NotNegative = Annotated[float, Field(ge=0)]
 _literal: Any = Literal  # mypy takes a Literal only of names that are written out
-
-# The types of keys of TRL and Transformers: narrower than their own annotations, or wider where
-# they take more than they declare.
-RANGES: dict[str, Any] = {
-    **dict.fromkeys(("model_name_or_path", "output_dir"), Name | None),
-    **dict.fromkeys(
-        (
-            "vllm_tensor_parallel_size",
-            "max_completion_length",
-            "per_device_train_batch_size",
-            "num_iterations",
-            "gradient_accumulation_steps",
-            "lora_r",
-            "lora_alpha",
-            "save_steps",
-        ),
-        _Count,
-    ),
-    **dict.fromkeys(
-        (
-            "vllm_max_model_length",
-            "steps_per_generation",
-            "generation_batch_size",
-            "eval_steps",
-            "save_total_limit",
-        ),
-        _Count | None,
-    ),
-    **dict.fromkeys(
-        ("temperature", "repetition_penalty", "num_train_epochs", "logging_steps"), _Positive
-    ),
-    **dict.fromkeys(
-        (
-            "learning_rate",
-            "max_grad_norm",
-            "epsilon",
-            "beta",
-            "entropy_coef",
-            "entropy_coef_min",
-            "entropy_coef_max",
-            "entropy_coef_delta",
-            "entropy_target",
-            "vespo_k_pos",
-            "vespo_lambda_pos",
-            "vespo_k_neg",
-            "vespo_lambda_neg",
-        ),
-        _NotNegative,
-    ),
-    "epsilon_high": _NotNegative | None,
-    **dict.fromkeys(("delta", "off_policy_mask_threshold"), _Positive | None),
-    **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), _Positive),
-    **dict.fromkeys(
-        ("vllm_gpu_memory_utilization", "top_p", "top_entropy_quantile"),
-        Annotated[float, Field(gt=0, le=1)],
-    ),
-    "vllm_importance_sampling_clip_max": _Positive | None,
-    "vllm_importance_sampling_clip_min": _NotNegative | None,
-    "num_generations": Annotated[int, Field(ge=2)],
-    "num_completions_to_print": Annotated[int, Field(ge=0)] | None,
-    "max_steps": _Count | Literal[-1],
-    "top_k": Annotated[int, Field(ge=-1)],
-    "min_p": Annotated[float, Field(ge=0, le=1)] | None,
-    "lora_dropout": Annotated[float, Field(ge=0, lt=1)],
-    "seed": Annotated[int, Field(ge=0, le=2**32 - 1)],  # numpy's
-    "data_seed": Annotated[int, Field(ge=0, le=2**32 - 1)] | None,
-    "attn_implementation": Literal[
-        "eager",
-        "sdpa",
-        "flash_attention_2",
-        "flash_attention_3",
-        "flash_attention_4",
-        "flex_attention",
-    ]
-    | _Kernel
-    | None,
-    "vllm_mode": Literal["colocate", "server"],
-    "vllm_importance_sampling_mode": Literal[
-        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
-    ],
-    "loss_type": Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"],
-    "importance_sampling_level": Literal["token", "sequence"],
-    "multi_objective_aggregation": Literal["sum_then_normalize", "normalize_then_sum"],
-    "scale_rewards": bool | Literal["group", "batch", "none"],
-    "resume_from_checkpoint": Literal[True, False] | str | None,
-}
-# a mapping, or the path of one
-_OR_FILE = frozenset({"deepspeed", "fsdp_config", "accelerator_config"})
-_OR_WORD = frozenset({"adora_method", "adora_reward"})  # a mapping, or a word
-# null means to resume if there is a checkpoint
-_NONE_IS_A_WORD = frozenset({"resume_from_checkpoint"})
-_NULL_IS = {"report_to": ["none"]}  # Transformers fails on null for this key
 _OFF = ("off", "no", "none")  # a bare `off` or `no` in YAML is false
 _BOUNDS = (("gt", "above"), ("ge", "of at least"), ("lt", "below"), ("le", "at most"))
 _KINDS = {
@@ -150,28 +52,35 @@ def convert(key: str, value: Any, hint: Any) -> Any:
     `hint`: the annotation that says what `key` takes. A dataclass is a block of options; one with
     a `shorthand` may be written as the value of that field alone. Raises `UserError`.
     """
-    kinds = {_kind(arm) for arm in _arms(hint)}
-    names = _names(hint)
+    kinds = _kinds(hint)
+    # A word of the command line may come as a list of one.
     word = value
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
         word = value[0]
-    # Many write none for null, but for some keys it is a word of its own.
-    may_be_none = NoneType in kinds and "none" not in names and key not in _NONE_IS_A_WORD
-    if is_null(word) or (may_be_none and isinstance(word, str) and word.strip().lower() == "none"):
+    if _is_null(key, word, hint):
         if NoneType not in kinds:
             _refuse(key, None, hint)
-        return _NULL_IS.get(key)
-    options = next((kind for kind in kinds if is_dataclass(kind)), None)
-    if options is not None:
-        return _options(key, word, options)
+        return NULL_IS.get(key)
+    block = next((kind for kind in kinds if is_dataclass(kind)), None)
+    if block is not None:
+        return _block(key, word, block)
     if tuple in kinds:
         return _tuple(key, value, hint)
+    # `adora_stock_step: true` is no list of one word.
     if {bool, list} <= kinds and truth(word) is not None:
         return truth(word)
+    # A lone text stays one where a key takes both, such as a regular expression of PEFT's.
     if list in kinds and not (str in kinds and isinstance(value, str)):
-        return [convert(key, entry, _entry(hint)) for entry in _entries(key, value)]
+        entry_hint = _entry(hint)
+        entries = _entries(key, value, entry_hint)
+        return [convert(key, entry, entry_hint) for entry in entries]
+    return _leaf(key, value, hint)
+
+
+def _leaf(key: str, value: Any, hint: Any) -> Any:
+    """Convert a value that is no block and no list, which pydantic holds against its annotation."""
     plain_value = value.value if isinstance(value, Enum) else value
-    parsed = _parse(key, plain_value, kinds, names)
+    parsed = _parse(key, plain_value, hint)
     try:
         converted = _adapter(hint).validate_python(parsed, strict=True)
     except ValidationError:
@@ -180,57 +89,82 @@ def convert(key: str, value: Any, hint: Any) -> Any:
     return converted
 
 
-def check_fields(config: Any, library_class: Any = None) -> None:
-    """Check the values of a dataclass, and convert those of our own keys in place.
+def _is_null(key: str, word: object, hint: object) -> bool:
+    """Return whether a value is null.
 
-    `library_class`: the dataclass of a library that it inherits from. The library's keys are not
-    converted; they have to be finite, and in their range where `RANGES` has one. A second call
-    changes nothing. Raises `UserError`.
+    Many write none for it, but for some keys that is a word of its own.
+    """
+    if is_null(word):
+        return True
+    none_is_a_word = "none" in _names(hint) or key in NONE_IS_A_WORD
+    if none_is_a_word or NoneType not in _kinds(hint):
+        return False
+    return isinstance(word, str) and word.strip().lower() == "none"
+
+
+def convert_fields(
+    config: Any, *, converted: Collection[str] = (), library_class: Any = None
+) -> None:
+    """Convert the values of a dataclass of keys in place, but for its defaults.
+
+    Raises `UserError`.
+
+    Args:
+        config: the dataclass, just constructed.
+        converted: the keys whose values were converted before, by a command.
+        library_class: the dataclass of a library that it inherits from. The library's keys are not
+            converted; they have to be finite, and in their range where `RANGES` has one.
     """
     library_keys = {key.name for key in fields(library_class)} if library_class else set()
     kind: Any = type(config)
-    for key, hint in declared(kind).items():
-        value = getattr(config, key)
-        if key not in library_keys:
-            setattr(config, key, convert(key, value, hint))
-        elif _range_of(key):
-            convert(key, value, hint)
+    hints = declared(kind)
+    for key in fields(config):
+        if key.name in converted or key.name not in hints:
+            continue
+        value = getattr(config, key.name)
+        if _is_default(key, value):
+            continue
+        hint = hints[key.name]
+        if key.name not in library_keys:
+            setattr(config, key.name, convert(key.name, value, hint))
+        elif _range_of(key.name):
+            convert(key.name, value, hint)
         else:
-            check_finite(key, value)
+            check_finite(key.name, value)
 
 
-def _options(key: str, value: Any, kind: Any) -> Any:
+def _is_default(key: Field[Any], value: object) -> bool:
+    """Return whether a field has its default.
+
+    An equal value of another type is none, such as 1 for true: a fingerprint has it as text. So a
+    block of options, which may have such values, never counts as the default.
+    """
+    if is_dataclass(value):
+        return False
+    default = key.default
+    if key.default_factory is not MISSING:
+        default = key.default_factory()
+    return type(value) is type(default) and value == default
+
+
+def _block(key: str, value: object, kind: Any) -> Any:
     """Build a block of options, the dataclass `kind`. Raises `UserError`."""
     hints = _hints(kind)
     short = getattr(kind, "shorthand", None)
-    if isinstance(value, kind):
-        value = {name: getattr(value, name) for name in hints}
-    elif isinstance(value, str) and value.strip().startswith("{"):
-        value = _mapping(key, value, or_text=False)
-    elif short is not None and not isinstance(value, Mapping):
-        value = {short: value}
-    if not isinstance(value, Mapping):
-        raise UserError(
-            f"{key}: {_in_words(value)} is not a mapping of options, which are {', '.join(hints)}"
-        )
-    for name in value:
+    options = _options_of(key, value, kind)
+    for name in options:
         if name not in hints:
             listed = f"{', '.join(hints) or 'none'}{did_you_mean(str(name), hints)}"
             raise UserError(f"{key}: unknown option {name!r}, it has {listed}")
-    required = [
-        option.name
-        for option in fields(kind)
-        if option.default is MISSING and option.default_factory is MISSING
-    ]
-    missing = [name for name in required if name not in value]
+    missing = [name for name in _required(kind) if name not in options]
     if missing:
-        raise UserError(f"{key}: {_in_words(value)} lacks {', '.join(missing)}")
-    # An error in the shorthand names the key alone, since the user may not have written the option.
-    is_shorthand = short is not None and list(value) == [short]
-    kwargs = {
-        name: convert(key if is_shorthand else f"{key}.{name}", option, hints[name])
-        for name, option in value.items()
-    }
+        raise UserError(f"{key}: {_in_words(options)} lacks {', '.join(missing)}")
+    kwargs: dict[str, Any] = {}
+    for name, option in options.items():
+        # An error in the shorthand names the key alone, since nobody wrote the option.
+        is_shorthand = list(options) == [short]
+        option_key = key if is_shorthand else f"{key}.{name}"
+        kwargs[name] = convert(option_key, option, hints[name])
     try:
         return kind(**kwargs)
     except ValueError as error:
@@ -238,10 +172,40 @@ def _options(key: str, value: Any, kind: Any) -> Any:
         raise UserError(f"{key}.{error}") from error
 
 
+def _options_of(key: str, value: object, kind: Any) -> Mapping[str, Any]:
+    """Return the options of a block, which may be written as the value of its shorthand.
+
+    Raises `UserError` for anything else than a mapping.
+    """
+    hints = _hints(kind)
+    short = getattr(kind, "shorthand", None)
+    options: object = value
+    if isinstance(value, kind):
+        options = {name: getattr(value, name) for name in hints}
+    elif isinstance(value, str) and value.strip().startswith("{"):
+        options = _mapping(key, value, or_text=False)
+    elif short is not None and not isinstance(value, Mapping):
+        options = {short: value}
+    if not isinstance(options, Mapping):
+        raise UserError(
+            f"{key}: {_in_words(value)} is not a mapping of options, which are {', '.join(hints)}"
+        )
+    return options
+
+
+def _required(kind: Any) -> list[str]:
+    """Return the names of the options of a block that have no default."""
+    names: list[str] = []
+    for option in fields(kind):
+        if option.default is MISSING and option.default_factory is MISSING:
+            names.append(option.name)
+    return names
+
+
 def _tuple(key: str, value: Any, hint: Any) -> Any:
     """Convert a list of a fixed length, or of any length where the annotation ends in dots."""
     inner = get_args(next(arm for arm in _arms(hint) if _kind(arm) is tuple))
-    entries = _entries(key, value)
+    entries = _entries(key, value, inner[0])
     if inner[-1] is not ... and len(entries) != len(inner):
         raise UserError(f"{key}: {_in_words(value)} is not a list of {len(inner)}")
     return tuple(convert(key, entry, inner[0]) for entry in entries)
@@ -249,17 +213,20 @@ def _tuple(key: str, value: Any, hint: Any) -> Any:
 
 @cache
 def _hints(dataclass: Any) -> dict[str, Any]:
-    """The annotations of a dataclass, with `choices` of a field's metadata as a `Literal`."""
+    """Return the annotations of a dataclass, each with its words as a `Literal`.
+
+    Ours are annotated so. Transformers lists them as an `Enum`, or as `choices` in the metadata.
+    """
     hints = get_type_hints(dataclass, include_extras=True)
     return {
-        key.name: _with_names(hints[key.name], key.metadata.get("choices"))
+        key.name: _with_names(hints[key.name], key.metadata.get("choices", ()))
         for key in fields(dataclass)
     }
 
 
 @cache
 def declared(dataclass: Any) -> dict[str, Any]:
-    """The annotation of every key of a dataclass that its constructor takes."""
+    """Return the annotation of every key of a dataclass that its constructor takes."""
     parameters = {key.name for key in fields(dataclass) if key.init}
     return {
         key: _range_of(key) or hint for key, hint in _hints(dataclass).items() if key in parameters
@@ -268,7 +235,7 @@ def declared(dataclass: Any) -> dict[str, Any]:
 
 @cache
 def _range_of(key: str) -> Any:
-    """The type of a key in `RANGES`, or None.
+    """Return the type of a key in `RANGES`, or None.
 
     That of `report_to` depends on Transformers, whose import takes seconds, so it is built here
     at its first use.
@@ -303,52 +270,64 @@ def check_finite(key: str, value: object) -> None:
         raise UserError(f"{key}: {_in_words(value)} is not a finite number")
 
 
-def _with_names(hint: Any, choices: Any = None) -> Any:
-    """`hint` as a `Literal`, where the field lists `choices` or is an `Enum` (`Kind | str`)."""
+def _with_names(hint: Any, choices: Sequence[str] = ()) -> Any:
+    """`hint` as a `Literal` of its words: its `choices`, or those of an `Enum` (`Kind | str`)."""
     enums = [arm for arm in _arms(hint) if isinstance(arm, type) and issubclass(arm, Enum)]
-    names = tuple(choices or (member.value for enum in enums for member in enum))
-    if not names:
+    words = tuple(choices) or tuple(member.value for enum in enums for member in enum)
+    if not words:
         return hint
-    if get_origin(hint) is tuple:
-        return tuple[_literal[names], ...]
-    if NoneType in _arms(hint):
-        return _literal[names] | None
-    return _literal[names]
+    return _literal[words] | None if NoneType in _arms(hint) else _literal[words]
 
 
 def _arms(hint: Any) -> tuple[Any, ...]:
-    """The members of a union, or `hint` alone."""
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    """Return the members of a union, or `hint` alone."""
+    if get_origin(hint) in (Union, UnionType):
+        return get_args(hint)
+    return (hint,)
 
 
 def takes(hint: Any, kind: type) -> bool:
-    """Whether a key with this annotation takes values of this kind."""
-    return any(_kind(arm) is kind for arm in _arms(hint))
+    """Return whether a key with this annotation takes values of this kind."""
+    return kind in _kinds(hint)
+
+
+def _kinds(hint: object) -> set[Any]:
+    """Return the plain types of the members of a union."""
+    return {_kind(arm) for arm in _arms(hint)}
 
 
 def _kind(arm: Any) -> Any:
-    """The type without its bounds and arguments."""
+    """Return the type without its bounds and arguments."""
     plain = get_args(arm)[0] if get_origin(arm) is Annotated else arm
     return get_origin(plain) or plain
 
 
 def _names(hint: Any) -> list[str]:
-    """The words of the `Literal` in an annotation."""
+    """Return the words of the `Literal` in an annotation."""
     names = [name for arm in _arms(hint) if get_origin(arm) is Literal for name in get_args(arm)]
     return [name for name in names if isinstance(name, str)]
 
 
 def _entry(hint: Any) -> Any:
-    """The annotation of the entries of a list."""
+    """Return the annotation of the entries of a list."""
     return _with_names(next(get_args(arm)[0] for arm in _arms(hint) if _kind(arm) is list))
 
 
-def _parse(key: str, value: Any, kinds: set[Any], names: list[str]) -> Any:
+def _takes_names(hint: object) -> bool:
+    """Return whether a text is a name where the key takes a mapping too, which is `{...}` then.
+
+    Keys of the libraries that take both want the mapping as a text.
+    """
+    return Name in _arms(hint)
+
+
+def _parse(key: str, value: object, hint: object) -> Any:
     """Parse a value that is a text into the kind that was meant.
 
-    Every value on the command line is a text, and so are some words in YAML. `kinds`: what the key
-    takes. `names`: the words of its `Literal`.
+    Every value on the command line is a text, and so are some words in YAML.
     """
+    kinds = _kinds(hint)
+    names = _names(hint)
     if bool in kinds and truth(value) is not None:
         return truth(value)
     # YAML reads a bare `off` or `no` as false.
@@ -356,37 +335,52 @@ def _parse(key: str, value: Any, kinds: set[Any], names: list[str]) -> Any:
         return next((name for name in _OFF if name in names), value)
     if kinds & {int, float} and isinstance(value, int | float | str):
         return _number(value, whole=float not in kinds)
-    may_be_word = key in _OR_WORD and isinstance(value, str)
-    is_word = may_be_word and not value.lstrip().startswith("{")
-    if dict in kinds and not is_word:
-        return _mapping(key, value, or_text=str in kinds and key not in _OR_WORD)
+    if dict in kinds:
+        is_text = isinstance(value, str) and not value.lstrip().startswith("{")
+        if is_text and _takes_names(hint):
+            return value
+        return _mapping(key, value, or_text=str in kinds and not _takes_names(hint))
     if str in kinds and not isinstance(value, dict | list | bool):
         return str(value)
     return value
 
 
 def _number(value: int | float | str, *, whole: bool) -> Any:
-    """The number in a text, such as 1e3, which YAML reads as a text.
+    """Return the number in a text, such as 1e3, which YAML reads as a text.
 
     A text that is no number stays a text. `whole`: make 3.0 the integer 3.
     """
     number: Any = value
-    for parse in (int, float):
-        try:
-            number = parse(value) if isinstance(value, str) else value
-            break
-        except ValueError:
-            continue
-    return int(number) if whole and isinstance(number, float) and number.is_integer() else number
+    if isinstance(value, str):
+        number = _parsed_number(value)
+    if whole and isinstance(number, float) and number.is_integer():
+        return int(number)
+    return number
 
 
-def _entries(key: str, value: Any) -> list[Any]:
-    """The entries of a list that may be written as `a b`, `a,b` or `[a, b]`. Raises `UserError`."""
+def _parsed_number(text: str) -> int | float | str:
+    """Return the integer or the number that a text is, else the text."""
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _entries(key: str, value: object, entry_hint: object) -> list[Any]:
+    """Return the entries of a list that may be written as `a b`, `a,b` or `[a, b]`.
+
+    Where an entry may be a mapping, a mapping of several names is one for each. Raises `UserError`.
+    """
     words = value if isinstance(value, list | tuple) else [value]
     try:
-        if key in _OR_WORD:
-            return [entry for word in words for entry in _or_mapping(key, word)]
-        entries = split_list(words) if all(isinstance(word, str) for word in words) else list(words)
+        if takes(entry_hint, dict):
+            return [entry for word in words for entry in _entries_of(key, word)]
+        all_texts = all(isinstance(word, str) for word in words)
+        entries = split_list(words) if all_texts else list(words)
     except ValueError as error:
         raise UserError(f"{key}: {_in_words(value)} {error}; write a,b or [a,b]") from None
     if any(isinstance(entry, dict | list) or entry is None or entry == "" for entry in entries):
@@ -394,8 +388,8 @@ def _entries(key: str, value: Any) -> list[Any]:
     return entries
 
 
-def _or_mapping(key: str, word: Any) -> list[Any]:
-    """The entries that a word stands for: words, or mappings with one name each."""
+def _entries_of(key: str, word: object) -> list[Any]:
+    """Return the entries that a word stands for: names, or mappings with one name each."""
     value = word
     if isinstance(word, str):
         start = word.lstrip()[:1]
@@ -403,21 +397,21 @@ def _or_mapping(key: str, word: Any) -> list[Any]:
             value = _mapping(key, word, or_text=False)
         elif start == "[":
             value = yaml_value(word)
-        if isinstance(value, str):
-            value = split_list([value])
+    if isinstance(value, str):
+        value = split_list([value])
     if isinstance(value, Mapping):
         return [{name: options} for name, options in value.items()]
     entries: list[Any] = []
     items = value if isinstance(value, list) else [value]
     for item in items:
         if isinstance(item, Mapping):
-            entries += _or_mapping(key, item)
+            entries += _entries_of(key, item)
         else:
             entries.append(item)
     return entries
 
 
-def _mapping(key: str, value: Any, *, or_text: bool) -> Any:
+def _mapping(key: str, value: object, *, or_text: bool) -> Any:
     """Read a mapping from JSON, from YAML's `{a: 1}`, or from the path of a JSON file.
 
     `or_text`: the key takes texts too, so a text is checked and stays a text, of JSON. Raises
@@ -426,14 +420,19 @@ def _mapping(key: str, value: Any, *, or_text: bool) -> Any:
     if isinstance(value, Mapping):
         return value
     text = value.strip() if isinstance(value, str) else ""
-    file = Path(text) if key in _OR_FILE and text and not text.startswith("{") else None
+    file = None
+    if key in OR_FILE and text and not text.startswith("{"):
+        file = Path(text)
     try:
         content = read_json(file.read_bytes() if file else text)
     except GivenTwiceError as error:
         raise UserError(f"{key}: {error}; keep the right one") from None
     except (OSError, ValueError, RecursionError):
-        content = None if file else flow_mapping(text)
-        value = value if content is None else json.dumps(content)
+        content = None
+        if file is None:
+            content = flow_mapping(text)
+        if content is not None:
+            value = json.dumps(content)
     if not isinstance(content, dict):
         file_or = "a JSON file with a mapping in it, nor " if file else ""
         mapping = "a mapping, such as '{a: 1}' on the command line"
@@ -442,7 +441,7 @@ def _mapping(key: str, value: Any, *, or_text: bool) -> Any:
     return value if or_text else content
 
 
-def _refuse(key: str, value: Any, hint: Any) -> NoReturn:
+def _refuse(key: str, value: object, hint: object) -> NoReturn:
     """Raise the `UserError` for a value that is not what its key takes."""
     expected = " or ".join(map(_described, _arms(hint)))
     raise UserError(
@@ -451,7 +450,7 @@ def _refuse(key: str, value: Any, hint: Any) -> NoReturn:
 
 
 def _described(arm: Any) -> str:
-    """The member of a union in words, such as `a number above 0 and at most 1`."""
+    """Return the member of a union in words, such as `a number above 0 and at most 1`."""
     if get_origin(arm) is Literal:
         names = [str(name) for name in get_args(arm)]
         if len(names) > _MANY:
@@ -459,20 +458,22 @@ def _described(arm: Any) -> str:
         return f"one of {', '.join(names)}" if len(names) > 1 else names[0]
     if get_origin(arm) is Annotated:
         kind, limits = get_args(arm)
-        bounds = [
-            f"{word} {getattr(bound, name)}"
-            for bound in limits.metadata
-            for name, word in _BOUNDS
-            if hasattr(bound, name)
-        ]
-        return limits.description or f"{_KINDS[kind]} {' and '.join(bounds)}"
+        if limits.description:
+            return str(limits.description)
+        bounds: list[str] = []
+        for bound in limits.metadata:
+            for name, word in _BOUNDS:
+                if hasattr(bound, name):
+                    bounds.append(f"{word} {getattr(bound, name)}")
+        return f"{_KINDS[kind]} {' and '.join(bounds)}"
     return _KINDS.get(_kind(arm), "an object that only Python can give")
 
 
-def _in_words(value: Any) -> str:
-    """The value as a person writes it, in one line.
+def _in_words(value: object) -> str:
+    """Return the value as a person writes it, in one line.
 
     None is null, numbers stand without quotes, and other texts with them.
     """
-    is_number = isinstance(value, str) and not isinstance(_number(value, whole=False), str)
-    return shown(value.strip(), _SHOWN).strip("'") if is_number else shown(value, _SHOWN)
+    if isinstance(value, str) and not isinstance(_parsed_number(value), str):
+        return shown(value.strip(), _SHOWN).strip("'")
+    return shown(value, _SHOWN)

@@ -162,7 +162,7 @@ _LARGEST_SINGLE = 3e38
 _LONGEST_LIST = 100_000  # characters of a list in Python's spelling
 
 
-def listed(value: Any, texts_only: bool) -> Any:
+def listed(value: object, texts_only: bool) -> Any:
     """Return the list that a cell of a text table spells, else the cell as it is.
 
     A list may be written in JSON, or in Python's spelling, as pandas writes one. Only if
@@ -205,29 +205,35 @@ def choices_of(
         value = listed(record.get(names[0]), texts_only) if names else None
     if value is None or value in ([], ()) or (isinstance(value, str) and not value.strip()):
         return None, False
-    name = ", ".join(names)
-    texts = [number_or_text(item) for item in value] if isinstance(value, list | tuple) else [None]
-    if any(text is None or not text.strip() for text in texts):
+    spelled_names = ", ".join(names)
+    items = value if isinstance(value, list | tuple) else []
+    texts = []
+    for item in items:
+        text = number_or_text(item)
+        if text is not None and text.strip():
+            texts.append(text.strip())
+    if not items or len(texts) < len(items):
         raise refuse(
             "field_type",
-            f"{name!r} is {shown(value)}",
+            f"{spelled_names!r} is {shown(value)}",
             "make it a list of texts or numbers, or null, in",
         )
-    options = _without_letters([text.strip() for text in texts if text is not None])
+    options = _without_letters(texts)
     if columns.decimal_comma:
-        options = [
-            with_points(option, refuse) if isinstance(item, str) else option
-            for option, item in zip(options, value, strict=True)
-        ]
-    worded = [in_words(option) for option in options]
-    if None in worded:
-        remedy = "number its images as the problem does, in"
-        raise refuse(
-            "placeholder",
-            f"{name!r} is {shown(value)}, an option with the mark of an image",
-            remedy,
-        )
-    return [option for option in worded if option is not None], worded != options
+        for index, item in enumerate(items):
+            if isinstance(item, str):  # a number has no comma
+                options[index] = with_points(options[index], refuse)
+    options_in_words = []
+    for option in options:
+        words = in_words(option)
+        if words is None:
+            raise refuse(
+                "placeholder",
+                f"{spelled_names!r} is {shown(value)}, an option with the mark of an image",
+                "number its images as the problem does, in",
+            )
+        options_in_words.append(words)
+    return options_in_words, options_in_words != options
 
 
 def _without_letters(options: list[str]) -> list[str]:

@@ -20,7 +20,7 @@ _SAYS_WHERE = re.compile(
 )
 
 
-def text_of_chat(value: Any) -> str | None:
+def text_of_chat(value: object) -> str | None:
     """Return the one question of a conversation, with `<image>` for each image part in it.
 
     None is returned where there are several questions, or none, or no conversation at all. System
@@ -30,7 +30,7 @@ def text_of_chat(value: Any) -> str | None:
     return _text_of_content(questions[0]) if len(questions) == 1 else None
 
 
-def pictures_of_chat(value: Any) -> list[Any]:
+def pictures_of_chat(value: object) -> list[Any]:
     """Return what the image parts of the one question hold: a path, an address, `{"bytes": ...}`.
 
     A part that only marks the place of an image gives None. Where all parts are such marks the list
@@ -46,7 +46,7 @@ def pictures_of_chat(value: Any) -> list[Any]:
     return pictures if any(picture is not None for picture in pictures) else []
 
 
-def answer_of_chat(value: Any) -> str | None:
+def answer_of_chat(value: object) -> str | None:
     """Return the assistant's answer to the one question of a conversation.
 
     None is returned where there are several questions or answers, or none.
@@ -127,17 +127,19 @@ def without_instruction(problem: str) -> tuple[str, str]:
     The instruction is the last sentences that all speak of how to answer, at least one of them of
     tags, a box or steps. It is empty where there is none, or where nothing stands before it.
     """
-    ends = [match.span() for match in _SENTENCE_ENDS.finditer(problem)]
-    starts = [0, *(end for _, end in ends)]
-    stops = [*(start for start, _ in ends), len(problem)]
-    first = len(starts)  # the index of the instruction's first sentence
-    while first:
-        sentence = problem[starts[first - 1] : stops[first - 1]]
+    gaps = [match.span() for match in _SENTENCE_ENDS.finditer(problem)]
+    starts = [0, *(gap_end for _, gap_end in gaps)]
+    ends = [*(gap_start for gap_start, _ in gaps), len(problem)]
+    begin = len(starts)  # the index of the instruction's first sentence
+    while begin:
+        sentence = problem[starts[begin - 1] : ends[begin - 1]]
         if sentence.strip() and not _SAYS_HOW.search(sentence):
             break
-        first -= 1
-    if first in (0, len(starts)):
+        begin -= 1
+    if begin in (0, len(starts)):
         return problem, ""
-    rest = problem[: starts[first]].rstrip()
-    instruction = problem[starts[first] :].strip()
-    return (rest, instruction) if rest and _SAYS_WHERE.search(instruction) else (problem, "")
+    question = problem[: starts[begin]].rstrip()
+    instruction = problem[starts[begin] :].strip()
+    if not question or not _SAYS_WHERE.search(instruction):
+        return problem, ""
+    return question, instruction

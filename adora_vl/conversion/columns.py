@@ -88,13 +88,12 @@ class Columns:
         return list(dict.fromkeys(names))
 
     def to_read(self, present: Iterable[str]) -> list[str]:
-        """The columns among `present`, those of a table, that have to be read from it."""
+        """Return the columns among `present`, those of a table, that have to be read from it."""
         existing = set(present)
-        return list(
-            dict.fromkeys(
-                column for name in self.table_names for column, _ in _candidates(name, existing)
-            )
-        )
+        columns = []
+        for name in self.table_names:
+            columns += [column for column, _ in _candidates(name, existing)]
+        return list(dict.fromkeys(columns))
 
     @property
     def features(self) -> Features:
@@ -203,7 +202,7 @@ def columns_from(mapping: Mapping[str, Any], key: str) -> Columns:
 
 
 def _options_from(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The options among the entries of a mapping of columns.
+    """Return the options among the entries of a mapping of columns.
 
     Raises `UserError` for a value that an option cannot have.
     """
@@ -219,7 +218,7 @@ def _options_from(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _table_names(name: str, value: object, key: str) -> tuple[str, ...]:
-    """The names of the table's columns in one entry of a mapping: a text, `a,b`, or a list.
+    """Return the names of the table's columns in one entry of a mapping: a text, `a,b`, or a list.
 
     Raises `UserError` for anything else, and for several columns where only one may be named.
     """
@@ -260,11 +259,13 @@ def _candidates(name: str, present: Container[str]) -> Iterator[tuple[str, str]]
     The name `a|b` leads to both columns. The name `a.b` leads to a column of that very name, or
     else to the key `b` in the objects of column `a`. Columns that are not `present` are left out.
     """
-    for part in (name, *name.split("|")):
-        ends = (len(part), *(at for at, sign in enumerate(part) if sign == "."))
-        end = next((end for end in ends if part[:end] in present), None)
-        if end is not None:
-            yield part[:end], part[end + 1 :]
+    for alternative in (name, *name.split("|")):
+        dots = [index for index, sign in enumerate(alternative) if sign == "."]
+        for end in (len(alternative), *dots):
+            column = alternative[:end]
+            if column in present:
+                yield column, alternative[end + 1 :]
+                break
 
 
 ClassNames = Mapping[str, Sequence[str]]
@@ -325,7 +326,7 @@ def _class_name(value: object, names: Sequence[str]) -> object:
     return names[number] if 0 <= number < len(names) else None
 
 
-def _inside(value: Any, path: str) -> list[Any]:
+def _inside(value: object, path: str) -> list[object]:
     """Return a list of the one value that stands in an object under `path`, names with dots.
 
     An object may be a text of JSON, and a name may be the index of a list. The list is empty where
@@ -339,11 +340,8 @@ def _inside(value: Any, path: str) -> list[Any]:
                 value = read_json(value)
             except (ValueError, RecursionError):
                 return []
-        if (
-            isinstance(value, list)
-            and name.lstrip("-").isdecimal()
-            and -len(value) <= int(name) < len(value)
-        ):
+        is_index = isinstance(value, list) and name.lstrip("-").isdecimal()
+        if isinstance(value, list) and is_index and -len(value) <= int(name) < len(value):
             value = value[int(name)]
         elif isinstance(value, Mapping) and name in value:
             value = value[name]
@@ -359,16 +357,13 @@ def require_columns(columns: Columns, present: Iterable[str], where: str) -> Non
     """
     names = list(present)
     existing = set(names)
-    absent = [
-        name
-        for name in columns.table_names
-        if not any(_candidates(name, existing)) and name not in columns.optional
-    ]
-    lacking = [f"{name!r:.60}{did_you_mean(name, islice(names, _COMPARED))}" for name in absent]
-    if lacking:
+    missing = []
+    for name in columns.table_names:
+        if not any(_candidates(name, existing)) and name not in columns.optional:
+            missing.append(f"{name!r:.60}{did_you_mean(name, islice(names, _COMPARED))}")
+    if missing:
         ellipsis = f", ... ({len(names)} columns)" if len(names) > _SHOWN else ""
-        listed = ", ".join(f"{column:.40}" for column in names[:_SHOWN]) or "none"
+        has = ", ".join(f"{column:.40}" for column in names[:_SHOWN]) or "none"
         raise UserError(
-            f"columns: {where} has no column {', and none '.join(lacking)}; it has "
-            f"{listed}{ellipsis}"
+            f"columns: {where} has no column {', and none '.join(missing)}; it has {has}{ellipsis}"
         )

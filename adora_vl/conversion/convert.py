@@ -72,6 +72,7 @@ def convert(
         )
 
     def begin() -> tuple[dict[str, Any], dict[str, SplitReads]]:
+        """Open the data, and return its description and the reads of each split."""
         opened = open_source(location, columns=columns, revision=revision, options=conversion)
         name = conversion.name or _name_of(location)
         description: dict[str, Any] = {
@@ -97,6 +98,7 @@ def convert(
             limit=conversion.limit,
             drop_instruction=conversion.drop_instruction,
         )
+        # How many rows become tests is known only when all of them were read.
         totals = {} if conversion.test_share else opened.totals
         splits = tables.splits_of(opened, conversion.test_share)
         return description, {
@@ -190,9 +192,9 @@ def ensure_converted(location: str, mapping: Mapping[str, Any], cache: Path) -> 
 
 
 def _unchanged(manifest: Manifest, hashes_file: Path, location: str, columns: Columns) -> bool:
-    """Whether a prepared folder was made from the files, or the hub's commit, that there are now.
+    """Return whether a folder was prepared from the present files, or the hub's commit.
 
-    Without a network nobody knows, and the folder is used as it is.
+    Without a network nobody knows, and the folder is used as it is, so that a run can go on.
     """
     if not Path(location).exists():
         name, _, revision = location.partition("@")

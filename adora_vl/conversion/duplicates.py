@@ -60,6 +60,7 @@ class SeenRows:
         self._number = 0
 
     def __enter__(self) -> SeenRows:
+        """Open the data base in its file. Raises `OSError` where the disk has no room for it."""
         self._base = sqlite3.connect(self._file, isolation_level=None)
         try:
             self._base.executescript(_TABLES + "BEGIN")
@@ -127,7 +128,7 @@ class SeenRows:
 
 
 def _agree(answer: str, gold: str) -> bool:
-    """Whether an answer would be graded as correct against `gold`."""
+    """Return whether an answer would be graded as correct against `gold`."""
     return answer == gold or grade(rf"\boxed{{{answer}}}", gold).verdict == "correct"
 
 
@@ -146,6 +147,7 @@ def leave_out(
     again = folder / "again"
 
     def remaining_rows() -> Iterator[Row]:
+        """Yield the rows that contradict no other, and put the others into the quarantine."""
         for row in stored_rows(folder, split):
             if row["id"] not in contradicting:
                 yield row
@@ -166,6 +168,7 @@ def leave_out(
             )
             quarantine.add(split, fault)
 
+    # The old files go only when the new ones are whole.
     count = write_split(remaining_rows(), folder=again, split=split, features=features)
     for old_file in (folder / "data").glob(f"{split}-*.parquet"):
         old_file.unlink()

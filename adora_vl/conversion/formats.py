@@ -32,6 +32,7 @@ from adora_vl.utils.cli import GivenTwiceError, each_once, read_json
 from adora_vl.utils.errors import UserError, in_one_line
 
 if TYPE_CHECKING:
+    from openpyxl.cell.read_only import ReadOnlyCell
     from openpyxl.worksheet._read_only import ReadOnlyWorksheet
 
 Records = Iterator[tuple[str, dict[str, Any] | BadRecord]]
@@ -93,6 +94,7 @@ def open_table(path: Path, columns: Columns) -> tuple[str, Callable[[], Records]
         names = class_names(columns, {**_described(path), **features})
 
     def records() -> Records:
+        """Yield the place of each row with its wanted columns, or with what is broken in it."""
         with _readable(path):
             for position, record in begin():
                 if isinstance(record, dict):
@@ -165,6 +167,7 @@ def _arrow(path: Path, columns: Columns) -> tuple[Table, Mapping[str, Any]]:
     names = columns.to_read(schema.names)
 
     def batches() -> Iterator[Any]:
+        """Yield the needed columns a batch of rows at a time, so that a large table fits."""
         if format_of(path) != ".parquet":
             yield from _stored(path).select_columns(names).with_format("arrow").iter(_BATCH_ROWS)
             return
@@ -172,6 +175,7 @@ def _arrow(path: Path, columns: Columns) -> tuple[Table, Mapping[str, Any]]:
             yield from file.iter_batches(_BATCH_ROWS, columns=names)
 
     def records() -> Records:
+        """Begin to read the rows, numbered from 1."""
         return ((f"row {number}", record) for number, record in enumerate(_rows_of(batches()), 1))
 
     return (schema.names, "", records), features
@@ -198,19 +202,21 @@ def _csv(path: Path, columns: Columns) -> Table:
     the header has the most of the columns that are to be read.
     """
     encoding = _encoding(path)
+    stated_delimiter = ""
     with path.open(encoding=encoding, newline="") as file:
-        first = file.readline()
+        header_line = file.readline()
         # Excel may name the delimiter in a line of its own, `sep=;`, before the header.
-        marked = ""
-        if first.lower().startswith("sep=") and first[4:5] in _DELIMITERS:
-            marked = first[4:5]
-        start = (file.readline() if marked else first) + "".join(islice(file, _FIRST))
+        if header_line.lower().startswith("sep=") and header_line[4:5] in _DELIMITERS:
+            stated_delimiter = header_line[4:5]
+            header_line = file.readline()
+        start = header_line + "".join(islice(file, _FIRST))
     usual = "\t" if path.suffix.lower() == ".tsv" else ","
-    headers = {
-        sign: _header(start, sign) for sign in ([marked] if marked else [usual, *_DELIMITERS])
-    }
-    scores = {sign: (len(columns.to_read(names)), len(names)) for sign, names in headers.items()}
-    delimiter = max(scores, key=lambda sign: scores[sign])
+    delimiters = [stated_delimiter] if stated_delimiter else [usual, *_DELIMITERS]
+    headers = {sign: _header(start, sign) for sign in delimiters}
+    # The most columns that are wanted, then the most columns at all; of equals the first.
+    delimiter = max(
+        headers, key=lambda sign: (len(columns.to_read(headers[sign])), len(headers[sign]))
+    )
     guesses = []
     if delimiter != usual:
         guesses.append(f"with {_DELIMITERS[delimiter]} between the cells")
@@ -219,8 +225,8 @@ def _csv(path: Path, columns: Columns) -> Table:
     elif encoding == "utf-16":
         guesses.append("in UTF-16")
     format_note = f"{path.name}, {' '.join(guesses)}" if guesses else ""
-    begin = partial(_csv_rows, path, encoding, delimiter, bool(marked), columns)
-    return headers[delimiter], format_note, begin
+    read_rows = partial(_csv_rows, path, encoding, delimiter, bool(stated_delimiter), columns)
+    return headers[delimiter], format_note, read_rows
 
 
 def _header(start: str, delimiter: str) -> list[str]:
@@ -334,7 +340,7 @@ def _cells(sheet: ReadOnlyWorksheet) -> Iterator[tuple[int, list[Any]]]:
             yield number, values
 
 
-def _cell(cell: Any) -> Any:
+def _cell(cell: ReadOnlyCell) -> Any:
     """Return the value as Excel shows it: `50%` for 0.5 in per cent, 15 digits of a number."""
     value = cell.value
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -403,7 +409,7 @@ def _lines(path: Path) -> Records:
 
 
 def _has_lines(file: BinaryIO) -> bool:
-    """Whether a file that begins with an object has an object on each line.
+    """Return whether a file that begins with an object has an object on each line.
 
     It does where the first line is a whole object and another line follows.
     """
@@ -506,7 +512,7 @@ def _in_object(path: Path, columns: Columns) -> Records:
 
 
 def _holds_rows(value: object) -> bool:
-    """Whether a value is a list of objects alone, and not empty."""
+    """Return whether a value is a list of objects alone, and not empty."""
     return (
         isinstance(value, list)
         and bool(value)

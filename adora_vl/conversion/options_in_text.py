@@ -20,32 +20,37 @@ def options_in_text(problem: str) -> tuple[str, list[str]] | None:
     There have to be at least two options, each on one line, whose letters follow one another from
     A. Nothing but an instruction on how to answer may stand behind them.
     """
-    marks = _last_row(problem)
+    marks = _last_run_of_marks(problem)
     if len(marks) < 2:
         return None
-    spans = [(mark.end(), next_mark.start()) for mark, next_mark in pairwise(marks)]
-    last, line_end, behind = problem[marks[-1].end() :].partition("\n")
-    if behind.strip() and not _HOW_TO_ANSWER.search(behind):
+    texts = []
+    for mark, next_mark in pairwise(marks):
+        texts.append(problem[mark.end() : next_mark.start()])
+    last_text, line_end, after_options = problem[marks[-1].end() :].partition("\n")
+    texts.append(last_text)
+    if after_options.strip() and not _HOW_TO_ANSWER.search(after_options):
         return None
-    options = [problem[begin:end] for begin, end in spans] + [last]
-    options = [option.strip().rstrip(",;，；").strip() for option in options]
-    fit = all(option and "\n" not in option and len(option) <= _LONGEST for option in options)
-    before = _HEADING.sub("", problem[: marks[0].start()]).rstrip()
-    if not fit or not before or any(in_words(option) != option for option in options):
+    options = [text.strip().rstrip(",;，；").strip() for text in texts]
+    for option in options:
+        if not option or "\n" in option or len(option) > _LONGEST:
+            return None
+    question = _HEADING.sub("", problem[: marks[0].start()]).rstrip()
+    # An option with the mark of an image needs the picture in its place.
+    if not question or any(in_words(option) != option for option in options):
         return None
-    instruction = f"{line_end}{behind}".rstrip() if behind.strip() else ""
-    return before + instruction, options
+    instruction = f"{line_end}{after_options}".rstrip() if after_options.strip() else ""
+    return question + instruction, options
 
 
-def _last_row(problem: str) -> list[re.Match[str]]:
+def _last_run_of_marks(problem: str) -> list[re.Match[str]]:
     """Return the last run of at least two marks whose letters follow one another from A."""
-    row: list[re.Match[str]] = []
-    rows: list[list[re.Match[str]]] = []
+    run: list[re.Match[str]] = []
+    runs: list[list[re.Match[str]]] = []
     for mark in _MARK.finditer(problem):
         letter = (mark[1] or mark[2]).upper()
         if letter == "A":
-            row = [mark]
-            rows.append(row)
-        elif row and letter == chr(ord("A") + len(row)):
-            row.append(mark)
-    return next((row for row in reversed(rows) if len(row) > 1), [])
+            run = [mark]
+            runs.append(run)
+        elif run and letter == chr(ord("A") + len(run)):
+            run.append(mark)
+    return next((run for run in reversed(runs) if len(run) > 1), [])

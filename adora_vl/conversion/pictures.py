@@ -57,7 +57,7 @@ class FileRoot:
     fetch: Fetch | None = None
 
 
-def picture_bytes(value: Any, files: FileRoot) -> bytes:
+def picture_bytes(value: object, files: FileRoot) -> bytes:
     """Return the encoded picture that a value holds or names.
 
     The value is bytes, a struct of `datasets`, a data URL, Base64, a path or a file URL.
@@ -108,7 +108,7 @@ def _unpacked(value: Any) -> Any:
     return value
 
 
-def listed_pictures(value: Any) -> list[Any]:
+def listed_pictures(value: object) -> list[Any]:
     """Return the pictures of a cell as a list.
 
     A cell may be a list, a list in JSON, or paths with `;`, `,`, `|` or line breaks between them;
@@ -134,7 +134,7 @@ def _path_in(value: object) -> str:
     return str(name).strip() if named else ""
 
 
-def named_files(value: Any, files: FileRoot) -> list[Path]:
+def named_files(value: object, files: FileRoot) -> list[Path]:
     """Return the files inside the input's folder that the value of an images column names."""
     paths = []
     for item in listed_pictures(value):
@@ -220,25 +220,22 @@ def located(name: str, files: FileRoot) -> Path:
     if literal.exists() or folder is None:
         return literal
     try:
-        parts = Path(
-            os.path.relpath(_inside(unquote(name).replace("\\", "/"), files), folder)
-        ).parts
+        unquoted = _inside(unquote(name).replace("\\", "/"), files)
     except PictureError:
         return literal
-    # All paths inside the folder that fit the parts so far.
+    # All paths inside the folder that fit the components so far.
     matches = [Path()]
-    for part in parts:
-        key = _folded(part)
-        parent = [".."] if part == ".." else None
-        matches = [
-            path / child
-            for path in matches
-            for child in parent or _names_in(folder / path).get(key, [])
-        ]
+    for component in Path(os.path.relpath(unquoted, folder)).parts:
+        key = _folded(component)
+        longer = []
+        for path in matches:
+            children = [".."] if component == ".." else _names_in(folder / path).get(key, [])
+            longer += [path / child for child in children]
+        matches = longer
     if len(matches) > 1:
-        listed = " or ".join(repr(str(path)) for path in matches)
+        choices = " or ".join(repr(str(path)) for path in matches)
         raise PictureError(
-            "file_missing", f"is {shown(name)}, which may be {listed}", "name one of them in"
+            "file_missing", f"is {shown(name)}, which may be {choices}", "name one of them in"
         )
     return _inside(str(matches[0]), files) if matches else literal
 

@@ -54,7 +54,7 @@ class Cleaned:
     notes: Mapping[str, str] = field(default_factory=dict)  # examples, by the names of `NOTES`
 
     def refuse(self, kind: str, wrong: str, remedy: str) -> RowError:
-        """The error that sends this row to the quarantine."""
+        """Return the error that sends this row to the quarantine."""
         record = {name: self.row[name] for name in ("problem", "answer", "answer_raw", "choices")}
         return RowError(
             row_id=self.row["id"],
@@ -129,6 +129,7 @@ class Deduplicator:
     """
 
     def __init__(self, quarantine: Quarantine, seen_rows: SeenRows, *, keep_leaks: bool) -> None:
+        """Begin with no rows. `keep_leaks`: training rows that are test problems too stay."""
         self.quarantine = quarantine
         self.seen_rows = seen_rows
         self._keep_leaks = keep_leaks
@@ -216,6 +217,11 @@ def ordered_map(workers: int) -> Iterator[Mapper]:
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
 
         def mapped(work: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+            """Yield what `work` makes of each item, in order, as `map` does.
+
+            The workers are a few items ahead: they need not wait for the writer of the rows, and
+            few results are in memory at once.
+            """
             waiting: deque[Future[Any]] = deque()
             items = iter(items)
             yield from map(work, islice(items, _DONE_HERE))
@@ -227,6 +233,7 @@ def ordered_map(workers: int) -> Iterator[Mapper]:
                 while waiting:
                     yield waiting.popleft().result()
             finally:
+                # After an error nobody takes these results.
                 for future in waiting:
                     future.cancel()
 

@@ -39,23 +39,36 @@ def place_images(text: str, images: int) -> Placed | str:
     """
     marks = list(_MARK.finditer(text))
     if not marks:
-        return Placed(text.strip(), tuple(range(images)))
+        return Placed(text=text.strip(), order=tuple(range(images)))
     if not images:
         return (
             f"has {marks[0].group()} and the row no image; put the picture in, or take the mark out"
         )
-    has = "1 image" if images == 1 else f"{images} images"
-    numbers = [next((int(number) for number in mark.groups() if number), None) for mark in marks]
-    if all(number is None for number in numbers):
+    image_count = "1 image" if images == 1 else f"{images} images"
+    numbers = [_number_of(mark) for mark in marks]
+    if not any(numbers):
         if len(marks) != images:
             return (
-                f"has {len(marks)} {marks[0].group()} and the row {has}; give as many as images, "
-                "or none"
+                f"has {len(marks)} {marks[0].group()} and the row {image_count}; give as many as "
+                "images, or none"
             )
-        return Placed(_before_the_text(_MARK.sub(PLACEHOLDER, text)), tuple(range(images)))
-    if any(number is None for number in numbers):
+        return Placed(
+            text=_before_the_text(_MARK.sub(PLACEHOLDER, text)), order=tuple(range(images))
+        )
+    if not all(numbers):
         return "has marks of images with and without numbers; number all of them, or none"
-    return _numbered(text, [number or 0 for number in numbers], images)
+    return _place_by_number(text, [int(number) for number in numbers], images)
+
+
+def _number_of(mark: re.Match[str]) -> str:
+    """Return the digits of a mark, empty for a mark without a number.
+
+    Each spelling of a mark has a group of its own.
+    """
+    for digits in mark.groups():
+        if digits:
+            return str(digits)
+    return ""
 
 
 def in_words(text: str) -> str | None:
@@ -63,42 +76,51 @@ def in_words(text: str) -> str | None:
 
     None is returned where a mark has no number.
     """
-    numbers = [
-        next((number for number in mark.groups() if number), "") for mark in _MARK.finditer(text)
-    ]
+    numbers = [_number_of(mark) for mark in _MARK.finditer(text)]
     if not all(numbers):
         return None
-    upcoming = iter(numbers)
-    return _MARK.sub(lambda _: f"image {int(next(upcoming))}", text)
+    return _MARK.sub(lambda mark: f"image {int(_number_of(mark))}", text)
 
 
-def _numbered(text: str, numbers: Sequence[int], images: int) -> Placed:
-    """Put images into a text whose marks have numbers.
+def _place_by_number(text: str, numbers: Sequence[int], images: int) -> Placed:
+    """Put images into a text whose marks have numbers, `<image1>` or `<image 0>`.
 
-    Only the first mark with a number is the place of that image; later ones become words.
+    Only the first mark with a number is the place of that image; later ones become words. Images
+    whose numbers do not stand in the text follow at its end.
+
+    Args:
+        text: the text with its marks.
+        numbers: the number of each mark, in order.
+        images: the number of images of the row.
     """
-    first = min(numbers) if min(numbers) == 0 else 1
-    distinct = list(dict.fromkeys(numbers))
-    parts = max(numbers) - first >= images
-    if parts:
+    # A text counts its images from 0 if a mark has the number 0, else from 1.
+    base = 0 if min(numbers) == 0 else 1
+    distinct_numbers = list(dict.fromkeys(numbers))
+    are_parts = max(numbers) - base >= images
+    if are_parts:
         # The numbers are no numbers of images: the first ones get the images in their order.
-        remaining = dict(zip(distinct, range(images), strict=False))
+        image_of = dict(zip(distinct_numbers, range(images), strict=False))
     else:
-        remaining = {number: number - first for number in distinct}
-    order = []
-    upcoming = iter(numbers)
+        image_of = {number: number - base for number in distinct_numbers}
+    order: list[int] = []
+    next_number = iter(numbers)
 
     def place_image(_: re.Match[str]) -> str:
-        number = next(upcoming)
-        if number not in remaining:
+        """Return what stands in the place of the next mark."""
+        number = next(next_number)
+        if number not in image_of:
             return f"image {number}"
-        order.append(remaining.pop(number))
+        order.append(image_of.pop(number))
         return PLACEHOLDER
 
     placed_text = _MARK.sub(place_image, text).strip()
-    unnamed = [number for number in range(images) if number not in order]
-    placed_text += f"\n{PLACEHOLDER}" * len(unnamed)
-    return Placed(_before_the_text(placed_text), (*order, *unnamed), parts)
+    images_without_mark = [image for image in range(images) if image not in order]
+    placed_text += f"\n{PLACEHOLDER}" * len(images_without_mark)
+    return Placed(
+        text=_before_the_text(placed_text),
+        order=(*order, *images_without_mark),
+        parts=are_parts,
+    )
 
 
 def _before_the_text(problem: str) -> str:

@@ -39,6 +39,7 @@ class RowError(UserError):
         originals: Sequence[bytes] = (),
         record: dict[str, Any] | None = None,
     ) -> None:
+        """Begin an error of the row `row_id`. `wrong`: what is wrong; `remedy`: what to do."""
         super().__init__(row_id, kind, wrong, remedy)  # pickling needs the arguments
         self.row_id = row_id
         self.sentence = f"{wrong}; {remedy}"
@@ -61,6 +62,7 @@ def several_faults() -> Iterator[Callable[..., Any]]:
     faults: list[RowError] = []
 
     def tried(part: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what `part` returns; None where it raises a `RowError`, which is kept."""
         try:
             return part(*arguments)
         except RowError as error:
@@ -195,7 +197,7 @@ def _clean_image(raw: RawProblem, number: int, limits: PixelLimits) -> Image.Ima
 
 
 def storable(value: str) -> bool:
-    """Whether a text can be stored as UTF-8.
+    """Return whether a text can be stored as UTF-8.
 
     JSON can spell half of a surrogate pair, which is no character.
     """
@@ -203,7 +205,10 @@ def storable(value: str) -> bool:
 
 
 def reads_as_letter(text: str) -> bool:
-    """Whether a choice would be taken for the letter of one, as `D`, the name of a point, would."""
+    """Return whether a choice would be taken for the letter of a choice.
+
+    `D`, the name of a point, would be.
+    """
     return re.fullmatch(r"[A-Z]|\([A-Z]\)", canonical_gold(text)) is not None
 
 
@@ -243,14 +248,14 @@ def check_gold(gold: str, refuse: Callable[[str, str, str], RowError]) -> str:
         raise refuse(*_ungradable(gold, reason))
     if read(gold).reason == "not_read" and re.search(r"[0-9$^#]|\\(?:sqrt|frac)", gold):
         wrong = (
-            f"the gold answer {gold!r:.200} can be read as a text of signs alone, which hardly "
+            f"the right answer {gold!r:.200} can be read as a text of signs alone, which hardly "
             "any answer meets"
         )
         raise refuse("gold_signs", wrong, f"{_A_GOLD}, without other signs or words, in")
     return canonical_gold(gold)
 
 
-_A_GOLD = r"write one answer such as 12, 5\sqrt{3}, (3, -4) or x < 5"
+_A_GOLD = r"write one answer such as 12, 5\sqrt{3}, (3, -4) or x < 5, and several as 4; -4"
 
 
 def _ungradable(gold: str, reason: str) -> tuple[str, str, str]:
@@ -265,7 +270,7 @@ def _ungradable(gold: str, reason: str) -> tuple[str, str, str]:
         spelling = (
             "name the options, choices=COLUMN, so that the letter is one, or write the value alone"
         )
-    wrong = f"the gold answer {gold!r:.200} cannot be met by any answer ({rule})"
+    wrong = f"with the right answer {gold!r:.200} no answer would be graded as right ({rule})"
     return f"gold_{rule}" if spelling else "gold", wrong, f"{spelling or _A_GOLD}, in"
 
 

@@ -27,6 +27,7 @@ class Quarantine:
     """Writes refused rows into `folder`, one at a time, so that none stays in memory."""
 
     def __init__(self, folder: Path) -> None:
+        """Begin without a refused row; the file is written to `folder` with the first one."""
         self._folder = folder
         self._first_faults: dict[str, str] = {}  # by kind, the first row with its sentence
         self._rows = 0

@@ -102,7 +102,7 @@ def read_record(
             None,
             False,
         )
-        pictures: _Pictures | None = read(_images, record, context, refuse)
+        pictures: _Pictures | None = read(_read_pictures, record, context, refuse)
         is_sound = text_and_notes is not None and pictures is not None
         if answer is not None:
             settled = read(_settled, problem, answer, choices, columns, is_sound, refuse)
@@ -219,7 +219,7 @@ def _with_options_in_text(
 
 def _refuse_sentence(answer: str, refuse: Refuse) -> None:
     """Raise the `RowError` for a reference answer that is a sentence."""
-    wrong = f"the gold answer {answer!r:.200} is a sentence, which hardly any answer repeats"
+    wrong = f"the right answer {answer!r:.200} is a sentence, which hardly any answer repeats"
     remedy = "write the answer alone, or keep such texts with --text-answers, in"
     raise refuse("gold_sentence", wrong, remedy)
 
@@ -227,18 +227,25 @@ def _refuse_sentence(answer: str, refuse: Refuse) -> None:
 def _refusal(
     record: Record, columns: Columns, origin: str, row_id: str, kind: str, wrong: str, todo: str
 ) -> RowError:
-    """Make the error that refuses a record, with the record's texts for the quarantine."""
-    values = {
-        name: record[name]
-        for name in columns.table_names
-        if name in record and name not in columns.images
-    }
-    # The texts will stand in a line of JSON, which knows neither bytes nor NaN.
-    plain = (type(None), str, int)
-    texts = {
-        name: value if isinstance(value, plain) else f"{value!r:.200}"
-        for name, value in values.items()
-    }
+    """Return the error that refuses a record, with the record's texts for the quarantine.
+
+    Args:
+        record: the record.
+        columns: the columns of its table. Pictures are not among the texts.
+        origin: where the record stands, in words.
+        row_id: its id.
+        kind: the name of the rule that it breaks.
+        wrong: what is wrong.
+        todo: what to do, up to the word before `origin`.
+    """
+    texts = {}
+    for name in columns.table_names:
+        if name not in record or name in columns.images:
+            continue
+        value = record[name]
+        # The texts will stand in a line of JSON, which knows neither bytes nor NaN.
+        is_json = isinstance(value, (type(None), str, int))
+        texts[name] = value if is_json else f"{value!r:.200}"
     return RowError(row_id=row_id, kind=kind, wrong=wrong, remedy=f"{todo} {origin}", record=texts)
 
 
@@ -296,33 +303,40 @@ def question_in(record: Record, columns: Columns) -> tuple[Any, list[Any]]:
 
 def pictures_beside(record: Record, columns: Columns, *, texts_only: bool) -> list[Any]:
     """Return the pictures in the columns for images, as the values that stand there."""
+    if not columns.images:
+        return []
     if len(columns.images) > 1:  # one picture a column; a column without one is empty
         values = [record.get(name) for name in columns.images]
         return [value for value in values if value not in _EMPTY_PICTURES]
-    value = listed(record.get(columns.images[0]), texts_only) if columns.images else None
-    value = value.strip() if isinstance(value, str) else value
-    if isinstance(value, float) and value != value:  # NaN, as pandas has it
-        value = None
-    if texts_only and value in _NO_PICTURE:
-        value = None
-    return [] if value in _EMPTY_PICTURES else listed_pictures(value)
+    value = listed(record.get(columns.images[0]), texts_only)
+    if isinstance(value, str):
+        value = value.strip()
+    is_nan = isinstance(value, float) and value != value  # as pandas has an empty cell
+    is_word_for_none = texts_only and value in _NO_PICTURE
+    if is_nan or is_word_for_none or value in _EMPTY_PICTURES:
+        return []
+    return listed_pictures(value)
 
 
-def _images(record: Record, context: Context, refuse: Refuse) -> _Pictures:
+def _read_pictures(record: Record, context: Context, refuse: Refuse) -> _Pictures:
     """Read the pictures of a record, from its columns for images or from its question.
+
+    `refuse` makes the error of a record from the rule, what is wrong, and what to do.
 
     Raises `RowError` for a picture that cannot be read, for pictures in both places, and for none
     where every row has to have one.
     """
-    values = pictures_beside(record, context.columns, texts_only=context.texts_only)
+    in_columns = pictures_beside(record, context.columns, texts_only=context.texts_only)
     _, in_question = question_in(record, context.columns)
-    if values and in_question:
-        wrong = "there are pictures in the conversation and beside it"
-        raise refuse("field_type", wrong, "leave them out of one of the two in")
-    values = values or in_question
+    if in_columns and in_question:
+        raise refuse(
+            "field_type",
+            "there are pictures in the conversation and beside it",
+            "leave them out of one of the two in",
+        )
     images = []
     respelled = ""
-    for number, value in enumerate(values):
+    for number, value in enumerate(in_columns or in_question):
         try:
             images.append(picture_bytes(value, context.files))
         except PictureError as error:
@@ -333,7 +347,7 @@ def _images(record: Record, context: Context, refuse: Refuse) -> _Pictures:
                 respelled = f"{shown(value)} is {shown(file)}"
     if not images and context.columns.pictured:
         raise refuse("no_image", "images [] is empty", "add the diagram in")
-    return _Pictures(tuple(images), respelled)
+    return _Pictures(images=tuple(images), respelled=respelled)
 
 
 def _extra(value: object, column: str, refuse: Refuse) -> str | None:

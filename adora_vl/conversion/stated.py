@@ -40,7 +40,7 @@ def stated_answer(text: str) -> str | None:
 
 
 def is_sentence(text: str) -> bool:
-    """Whether a reference answer is a sentence, which says more than an answer does.
+    """Return whether a reference answer is a sentence, which says more than an answer does.
 
     It is one where an item of its list has over `MAX_WORDS` words, where there is a verb among so
     many words, or where it is two sentences.

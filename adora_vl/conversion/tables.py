@@ -70,7 +70,7 @@ class Opened:
 
 
 def held_out(index: int, share: float, seed: int) -> bool:
-    """Whether the question `index` of train becomes one of the test split.
+    """Return whether the question `index` of train becomes one of the test split.
 
     One of every `1 / share` consecutive questions does, which is drawn by `seed`. So the share is
     met exactly, and a question's fate does not depend on how many follow.
@@ -89,6 +89,7 @@ class DrawnTests:
     """
 
     def __init__(self, share: float, seed: int, columns: Columns) -> None:
+        """Begin before the first row. `share`: of the questions that become tests."""
         self._share = share
         self._seed = seed
         self._columns = columns
@@ -97,7 +98,7 @@ class DrawnTests:
         self._in_test: list[bool] = []  # the decision on each row so far
 
     def takes(self, number: int, record: Record | BadRecord, part: TablePart) -> bool:
-        """Whether the row `number` of train, from 0, becomes one of the test split."""
+        """Return whether the row `number` of train, from 0, becomes one of the test split."""
         if number == len(self._in_test):
             key = hashlib.sha256(self._question_of(number, record, part)).digest()[:16]
             question = self._questions.setdefault(key, len(self._questions))
@@ -129,28 +130,29 @@ def open_local(path: Path, columns: Columns, root: Path | None = None) -> Opened
     """
     if path.is_file():
         root = root or path.parent.resolve()
-        tables = {_split_named(path.stem) or "train": [path]}
+        files_of_split = {_split_named(path.stem) or "train": [path]}
     elif path.is_dir():
         root = root or path.resolve()
-        tables = _tables(path)
+        files_of_split = _tables(path)
     else:
         raise UserError(
             f"input: there is no file or folder {str(path)!r}, nor is it a hub id such as "
             "owner/name"
         )
-    files = [file for split_files in tables.values() for file in split_files]
+    files = [file for split_files in files_of_split.values() for file in split_files]
     for file in files:
         _check_table(file, path, root)
-    parts = {
-        split: [_part(file, path, root, columns) for file in tables[split]]
-        for split in SPLITS
-        if split in tables
-    }
-    formats = {format_of(file).removeprefix(".") for file in files}
-    formats = {"save_to_disk" if name == SAVED else name for name in formats}
+    parts = {}
+    for split in SPLITS:
+        if split in files_of_split:
+            parts[split] = [_part(file, path, root, columns) for file in files_of_split[split]]
+    formats = set()
+    for file in files:
+        name = format_of(file).removeprefix(".")
+        formats.add("save_to_disk" if name == SAVED else name)
     totals = {}
     if formats == {"parquet"}:  # its metadata has the number of rows
-        totals = {split: sum(map(row_count, tables[split])) for split in parts}
+        totals = {split: sum(map(row_count, files_of_split[split])) for split in parts}
     return Opened("+".join(sorted(formats)), parts, totals=totals)
 
 

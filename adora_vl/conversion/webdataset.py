@@ -28,7 +28,7 @@ def samples(path: Path) -> Iterator[tuple[str, dict[str, Any] | BadRecord]]:
 
 
 def _hidden(name: str) -> bool:
-    """Whether a file is hidden, as those are that macOS adds to a tar."""
+    """Return whether a file is hidden, as those are that macOS adds to a tar."""
     return PurePosixPath(name).name.startswith(".")
 
 
@@ -44,6 +44,7 @@ def _row(
     """Read the files of one row; files of unknown kinds are left out."""
     row: dict[str, Any] = {KEY: key}
     for member in members:
+        # `0001.left.png` is the column `left.png` of the row `0001`, a picture.
         column = PurePosixPath(member.name).name.partition(".")[2].lower()
         kind = column.rpartition(".")[2]
         if kind not in (*_PICTURES, *_TEXTS):

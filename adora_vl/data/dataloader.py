@@ -17,7 +17,7 @@ from adora_vl.data.loading import UnreadableImage
 
 
 def shown_rows(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The rows with pictures as a person sees them (`as_shown`), each a `KeptImage`.
+    """Return the rows with pictures as a person sees them (`as_shown`), each a `KeptImage`.
 
     Every row of a run passes here, whoever has read it. One object that stands in several rows
     stays one; a picture that cannot be shown becomes an `UnreadableImage`, and what is no picture
@@ -26,6 +26,7 @@ def shown_rows(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
     shown_images: dict[int, Any] = {}
 
     def shown(image: Any) -> Any:
+        """Return an image as the model sees it, and the same object for the same image."""
         if isinstance(image, KeptImage) or not isinstance(image, Image.Image):
             return image
         if id(image) not in shown_images:
@@ -44,6 +45,7 @@ def shown_rows(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 
 def _shown(image: Image.Image) -> Any:
+    """Return an image as the model sees it, or what marks it as unreadable."""
     try:
         return kept(as_shown(image))
     except UnreadableImageError as error:
@@ -57,15 +59,17 @@ ROW_NUMBER = "adora_row"
 class DistinctRows(Dataset[dict[str, Any]]):
     """A dataset that decodes each row of a batch once; copies of the row share its images.
 
-    TRL's sampler repeats the rows of a generation for each of its micro-batches, so those of the
-    last batch are kept. `read_ahead` is called on another thread (by `ImagePrefetch`), everything
-    else on the loader's.
+    TRL's sampler repeats the rows of a generation for each of its micro-batches. So the rows of the
+    last batch are stored, and returned again if the next batch asks for them. With
+    `dataloader_num_workers` each worker process has a copy of this object, and decodes for itself.
+    `read_ahead` is called on another thread (by `ImagePrefetch`), everything else on the loader's.
     """
 
     def __init__(self, rows: Any, *, numbered: bool = False, share: bool = True) -> None:
-        """`numbered`: each row says its number, in the column `ROW_NUMBER`.
+        """Wrap rows; none is read yet.
 
-        `share`: copies of a row are read once; else each is read, as stock TRL does.
+        `numbered`: each row says its number, in the column `ROW_NUMBER`. `share`: copies of a row
+        are read once; else each is read, as stock TRL does.
         """
         self._rows = rows
         self._numbered = numbered
@@ -80,7 +84,7 @@ class DistinctRows(Dataset[dict[str, Any]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """What torch's loader calls with the indices of a whole batch."""
+        """Return what torch's loader calls with the indices of a whole batch."""
         if not self.share:
             return [self._read(index) for index in indices]
         before = self._last
@@ -98,7 +102,7 @@ class DistinctRows(Dataset[dict[str, Any]]):
         return list(self._last)
 
     def read_ahead(self, index: int) -> dict[str, Any]:
-        """A row of the batch to come, read now and kept until the batch asks for it.
+        """Return a row of the batch to come, read now and kept until the batch asks for it.
 
         Raises what reading it raises.
         """
@@ -126,10 +130,12 @@ class DistinctRows(Dataset[dict[str, Any]]):
         self._ahead = {index: row for index, row in self._ahead.items() if index in but}
 
     def _read(self, index: int) -> dict[str, Any]:
+        """Read one row."""
         [row] = shown_rows([self._rows[index]])
         return self._with_number(row, index)
 
     def _with_number(self, row: dict[str, Any], index: int) -> dict[str, Any]:
+        """Return a row with its number in the data set."""
         return {**row, ROW_NUMBER: index} if self._numbered else row
 
 
@@ -138,20 +144,22 @@ Process = Callable[[dict[str, Any]], int]
 
 
 class NoPrefetch:
-    """Where nothing is read ahead."""
+    """The interface of a prefetch, which reads nothing ahead."""
 
     def start(self) -> None:
-        """Called when a generation is complete, and the policy is about to learn from it."""
+        """Begin when a generation is complete, and the policy is about to learn from it."""
 
     def finish(self) -> None:
-        """Called before a generation, which has the cache for itself, and at the end."""
+        """Finish before a generation, which has the cache for itself, and at the end."""
 
 
 class ImagePrefetch(NoPrefetch):
     """Reads and processes the next generation's images on a thread while the policy trains.
 
-    It draws no random number and moves no loader, so a run with it takes the same steps. A row that
-    cannot be read or processed is skipped, and the error is raised where the loader reads it.
+    It fills two stores that the next generation looks into first: decoded rows, and the cache of
+    processed images. It draws no random number and moves no loader, so a run with it takes the same
+    steps. A row that cannot be read or processed is skipped, and the error is raised where the
+    loader reads it.
     """
 
     def __init__(
@@ -169,9 +177,10 @@ class ImagePrefetch(NoPrefetch):
         self._ending = threading.Event()
 
     def start(self) -> None:
-        """Process the loader's last batch and then read and process the next one.
+        """Process the loader's last batch, then read and process the one after it.
 
-        The loader's last batch may be ahead of the generation that the policy learns from.
+        The loader may be a batch ahead of the generation that the policy learns from; the images of
+        its last batch are still to be processed then.
         """
         self.finish()
         latest = self._rows.latest
@@ -190,6 +199,7 @@ class ImagePrefetch(NoPrefetch):
             self._thread = None
 
     def _work(self, coming: list[int]) -> None:
+        """Read and process the images, on the thread."""
         processed_bytes = 0
         for index in coming:
             interpreter_ends = not threading.main_thread().is_alive()  # it waits for this thread
@@ -216,7 +226,7 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
 
     @classmethod
     def like(cls, sampler: RepeatSampler, seed: int) -> EpochRepeatSampler:
-        """A sampler with the same rows and repetitions as `sampler`, in the orders of `seed`."""
+        """Return a sampler with the rows and repetitions of `sampler`, in the orders of `seed`."""
         return cls(
             data_source=sampler.data_source,
             mini_repeat_count=sampler.mini_repeat_count,
@@ -227,14 +237,15 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by `transformers.Trainer` before each epoch."""
+        """Set the epoch, as `transformers.Trainer` does before each epoch."""
         self.epoch = epoch
 
     def following(self, rows: Sequence[int], epoch: int, generations: int = 1) -> list[int]:
         """Return the rows that take the places of `rows` `generations` generations later.
 
-        `rows`: the distinct rows of one process in one generation of `epoch`. The result is empty
-        where they are not all of one generation. No random state is used or changed.
+        These may be in another epoch. `rows`: the distinct rows of one process in one generation of
+        `epoch`. The result is empty where they are not all of one generation. No random state is
+        used or changed, and no position of a loader.
         """
         order = self._order(epoch)
         size = self.batch_size
@@ -247,7 +258,7 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
         return [self._order(epoch + epochs)[after + offset] for offset in offsets]
 
     def _order(self, epoch: int) -> list[int]:
-        """The distinct rows of an epoch in their order, whole generations only."""
+        """Return the distinct rows of an epoch in their order, whole generations only."""
         if epoch not in self._orders:
             once = type(self)(self.data_source, 1, self.batch_size, 1, self.shuffle, self.seed)
             once.set_epoch(epoch)
@@ -258,11 +269,13 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
         return self._orders[epoch]
 
     def __iter__(self) -> Iterator[int]:
+        """Return the rows of the present epoch, each as often as TRL's sampler repeats it."""
         if self.shuffle:
             self.generator = torch.Generator()
             self.generator.manual_seed((self.seed or 0) + 1_000_003 * self.epoch)
             return iter(super().__iter__())
         rows = self.num_samples
-        rows_per_epoch = rows // self.batch_size * self.batch_size
-        first = self.epoch * rows_per_epoch
+        # Rows at the end that fill no generation are left to the next epoch.
+        generations_per_epoch = rows // self.batch_size
+        first = self.epoch * generations_per_epoch * self.batch_size
         return ((first + index) % rows for index in super().__iter__())

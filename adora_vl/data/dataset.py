@@ -115,6 +115,7 @@ def _group(rows: Iterator[Row]) -> Iterator[Row]:
 
 
 def _stored(row: Row, features: Features) -> Row:
+    """Return a row with its images as they are stored."""
     assert row.keys() == features.keys(), f"columns {sorted(row)} are not those of the schema"
     assert row["meta"].keys() == features["meta"].keys(), (
         f"meta {sorted(row['meta'])} is not that of the schema"
@@ -122,7 +123,11 @@ def _stored(row: Row, features: Features) -> Row:
     return {**row, "images": [_stored_image(image) for image in row["images"]]}
 
 
-def _stored_image(image: Any) -> Any:
+def _stored_image(image: object) -> Any:
+    """Return an image as it is stored.
+
+    A picture becomes the bytes of a PNG, without a path; what has its form already stays.
+    """
     if isinstance(image, Image.Image):
         image = png_bytes(image)
     return {"bytes": image, "path": None} if isinstance(image, bytes) else image
@@ -205,7 +210,7 @@ def data_hash(folder: Path, split: str = "*") -> str:
 
 
 def split_files(folder: Path) -> dict[str, list[Path]]:
-    """The Parquet files of each split of a prepared folder.
+    """Return the Parquet files of each split of a prepared folder.
 
     Raises `UserError` where there is no such folder.
     """
@@ -236,23 +241,24 @@ def example_row(folder: Path, splits: Iterable[str]) -> Row | None:
 
     Its images are as they are stored, and no image of another row is read. Raises `UserError`.
     """
-    first: tuple[Path, int, int] | None = None
-    for path in (path for split in splits for path in _files_of(folder, split)):
-        with _parquet(path) as file:
-            has_column = "choices" in file.schema_arrow.names
-            for group in range(file.num_row_groups):
-                first = first or (path, group, 0)
-                choices: list[Any] = []
-                if has_column:
+    first: tuple[Path, int, int] | None = None  # file, row group, and index in it
+    for split in splits:
+        for path in _files_of(folder, split):
+            with _parquet(path) as file:
+                has_column = "choices" in file.schema_arrow.names
+                for group in range(file.num_row_groups):
+                    first = first or (path, group, 0)
+                    if not has_column:
+                        continue
                     table = file.read_row_group(group, columns=["choices"])
-                    choices = table["choices"].to_pylist()
-                if any(choices):
-                    index = next(number for number, texts in enumerate(choices) if texts)
-                    return _row_at(path, group, index)
+                    for index, choices in enumerate(table["choices"].to_pylist()):
+                        if choices:
+                            return _row_at(path, group, index)
     return None if first is None else _row_at(*first)
 
 
 def _row_at(path: Path, group: int, index: int) -> Row:
+    """Return one row of a file by its row group and its index in it."""
     with _parquet(path) as file:
         return dict(
             next(islice(file.iter_batches(1, row_groups=[group]), index, None)).to_pylist()[0]
@@ -260,7 +266,7 @@ def _row_at(path: Path, group: int, index: int) -> Row:
 
 
 def row_count(folder: Path, split: str) -> int:
-    """The number of rows of a split, from the footers of its files."""
+    """Return the number of rows of a split, from the footers of its files."""
     count = 0
     for path in _files_of(folder, split):
         with _parquet(path) as file:
@@ -278,7 +284,7 @@ def features_of(folder: Path, split: str) -> Features:
 
 
 def load_split(folder: str | Path, split: str) -> Dataset:
-    """One split of a prepared folder, images decoded on access.
+    """Return one split of a prepared folder, images decoded on access.
 
     Raises `UserError` where the folder, the split, its rows or a required column are missing, a
     file is damaged, or the disk is full.
@@ -333,6 +339,7 @@ def _parquet(path: Path) -> Iterator[Any]:
 
 
 def _files_of(folder: Path, split: str) -> list[Path]:
+    """Return the files of a split. Raises `UserError` where the data set has no such split."""
     files = split_files(folder)
     expected = f"(expected data/{split}-*.parquet); it has {', '.join(files) or 'none'}"
     if split not in files:
@@ -341,6 +348,7 @@ def _files_of(folder: Path, split: str) -> list[Path]:
 
 
 def _require_columns(schema: pa.Schema, folder: Path, split: str) -> None:
+    """Raise `UserError` where a split lacks a column, or its images are no lists."""
     where = f"{str(folder)!r} split {split!r}"
     remedy = "prepare it with `python -m data_prep`"
     missing = next((column for column in REQUIRED_COLUMNS if column not in schema.names), None)

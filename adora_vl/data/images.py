@@ -9,13 +9,16 @@ import zlib
 from collections.abc import Iterator
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from adora_vl.models.families import seeing_families
 from adora_vl.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers.image_utils import ImageInput
 
 VISIONS = seeing_families()
 DEFAULT_FAMILY = "qwen2_5_vl"
@@ -43,7 +46,7 @@ FORMATS = (
 
 
 def open_picture(source: Any) -> Image.Image:
-    """A picture of one of the `FORMATS`, or in HEIC where it is registered, not decoded.
+    """Return a picture of one of the `FORMATS`, or in HEIC where it is registered, not decoded.
 
     Raises what Pillow raises.
     """
@@ -54,7 +57,7 @@ def open_picture(source: Any) -> Image.Image:
 def model_size(
     width: int, height: int, unit: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """Width and height, multiples of `unit`, that a processor with these limits resizes to.
+    """Return width and height, multiples of `unit`, that a processor with these limits resizes to.
 
     Raises `ValueError`.
     """
@@ -67,7 +70,7 @@ def model_size(
 
 
 def image_tokens(size: tuple[int, int], unit: int, low: int, high: int, row: object) -> int:
-    """Tokens of a picture of a row, by the processor's own rule.
+    """Return tokens of a picture of a row, by the processor's own rule.
 
     Raises `UserError` where the processor refuses it.
     """
@@ -92,8 +95,9 @@ def size_within(
     """Return the width and height, in pixels, at which to store a picture.
 
     They are unchanged where a processor with these limits would only round them to multiples of
-    `unit`, else those that the processor would choose. None: no limit. Raises `ValueError` where
-    the processor's rule has no size within the limits.
+    `unit`. Outside of the limits it is the size that the processor would choose, so that it has
+    nothing left to do. None: no limit. Raises `ValueError` where the processor's rule has no size
+    within the limits: a side is never under `unit` pixels.
     """
     rounded = round(width / unit) * round(height / unit) * unit**2
     if (min_pixels or 0) <= rounded <= (max_pixels or sys.maxsize):
@@ -140,7 +144,7 @@ def clean_image(
 
 
 def png_bytes(image: Image.Image, **options: int) -> bytes:
-    """The image as PNG without metadata, so that equal pixels are equal bytes.
+    """Return the image as PNG without metadata, so that equal pixels are equal bytes.
 
     `options`: of Pillow's writer.
     """
@@ -173,47 +177,76 @@ def stored_bytes(encoded: bytes, image: Image.Image) -> bytes:
     """Return the bytes to store for `image`, which `clean_image` made of `encoded`.
 
     A PNG or JPEG with the same pixels is stored as the file itself, without a camera's data, texts
-    and profiles, since encoding takes as long as all other work on a row; anything else becomes a
-    new PNG. A JPEG that lies on its side keeps its orientation tag.
+    and profiles: encoding it takes as long as all other work on a row, and a photograph as PNG is
+    many times larger. Anything else becomes a new PNG. A JPEG that lies on its side keeps its
+    orientation tag.
     """
     with open_picture(io.BytesIO(encoded)) as original:
-        if original.mode == "RGB" and original.format == "PNG" and original.size == image.size:
-            chunks = list(_chunks(encoded))
-            if not any(chunk[4:8] in (b"tRNS", b"eXIf") for chunk in chunks):
-                return encoded[:8] + b"".join(
-                    chunk for chunk in chunks if chunk[4:8] in _PLAIN_CHUNKS
-                )
+        plain = None
+        if original.mode == "RGB" and original.format == "PNG":
+            plain = _plain_png(encoded, original, image)
         elif original.mode == "RGB" and original.format in _JPEGS:
-            turn = original.getexif().get(ExifTags.Base.Orientation)
-            tags = Image.Exif()
-            if image.size == (original.size[::-1] if turn in _LYING else original.size):
-                tags[ExifTags.Base.Orientation] = turn
-                exif = tags.tobytes() if turn in _TURNS else b""
-                segment = b"\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif if exif else b""
-                return b"\xff\xd8" + segment + b"".join(_plain_segments(encoded)) + b"\xff\xd9"
+            plain = _plain_jpeg(encoded, original, image)
+        if plain is not None:
+            return plain
     # in a fifth of the time
     return png_bytes(_rgb(image), compress_level=1, compress_type=zlib.Z_RLE)
 
 
+def _plain_png(encoded: bytes, original: Image.Image, image: Image.Image) -> bytes | None:
+    """Return a PNG without what is not of its pixels; None where `image` has other pixels."""
+    if original.size != image.size:
+        return None
+    chunks = list(_chunks(encoded))
+    if any(chunk[4:8] in (b"tRNS", b"eXIf") for chunk in chunks):  # transparent, or turned
+        return None
+    signature = encoded[:8]
+    return signature + b"".join(chunk for chunk in chunks if chunk[4:8] in _PLAIN_CHUNKS)
+
+
+def _plain_jpeg(encoded: bytes, original: Image.Image, image: Image.Image) -> bytes | None:
+    """Return a JPEG without what is not of its pixels; None where `image` has another size.
+
+    The tag that says how it is turned stays.
+    """
+    orientation = original.getexif().get(ExifTags.Base.Orientation)
+    width, height = original.size
+    upright_size = (height, width) if orientation in _LYING else (width, height)
+    if image.size != upright_size:
+        return None
+    segment = b""
+    if orientation in _TURNS:
+        tags = Image.Exif()
+        tags[ExifTags.Base.Orientation] = orientation
+        exif = tags.tobytes()
+        segment = b"\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif
+    return b"\xff\xd8" + segment + b"".join(_plain_segments(encoded)) + b"\xff\xd9"
+
+
 def _plain_segments(encoded: bytes) -> Iterator[bytes]:
     """Yield the segments of a JPEG between its start and end markers, without a camera's data."""
-    at = 2
-    while (marker := _MARKER.search(encoded, at)) and marker[1] != b"\xd9":
-        end = marker.end() + int.from_bytes(encoded[marker.end() : marker.end() + 2], "big")
+    position = 2  # behind the start marker
+    while True:
+        marker = _MARKER.search(encoded, position)
+        if marker is None or marker[1] == b"\xd9":  # the end of the picture
+            return
+        length = int.from_bytes(encoded[marker.end() : marker.end() + 2], "big")
+        end = marker.end() + length
         kind = marker[1][0]
         if kind == 0xDA:  # a scan: its data follow, up to the next marker
-            scan = _MARKER.search(encoded, end)
-            end = scan.start() if scan else len(encoded)
-        if not (0xE0 <= kind <= 0xEF or kind == 0xFE) or kind in _PLAIN_SEGMENTS:
+            next_marker = _MARKER.search(encoded, end)
+            end = next_marker.start() if next_marker else len(encoded)
+        is_of_application = 0xE0 <= kind <= 0xEF or kind == 0xFE  # or a comment
+        if not is_of_application or kind in _PLAIN_SEGMENTS:
             yield encoded[marker.start() : end]
-        at = end
+        position = end
 
 
 _MARKER = re.compile(rb"\xff+([^\x00\xd0-\xd7\xff])", re.DOTALL)
 
 
 def _chunks(encoded: bytes) -> Iterator[bytes]:
-    """The chunks of a PNG, each with its length and name before it."""
+    """Yield the chunks of a PNG, each with its length and name before it."""
     at = 8
     name = b""
     while at < len(encoded) and name != b"IEND":
@@ -227,7 +260,7 @@ _STRIP = 128  # lines
 
 
 def diagram_hash(image: Image.Image) -> str:
-    """SHA-256 of the RGB pixels and the size, in hexadecimal."""
+    """Return SHA-256 of the RGB pixels and the size, in hexadecimal."""
     digest = hashlib.sha256(f"{image.size}".encode())
     image = _rgb(image)
     # the memory of a copy of the whole is new each time, which costs more
@@ -237,7 +270,7 @@ def diagram_hash(image: Image.Image) -> str:
 
 
 def file_within(folder: Path, name: str, root: Path | None = None) -> Path:
-    """The file to which a relative path from a data set leads, from `folder`.
+    """Return the file to which a relative path from a data set leads, from `folder`.
 
     Raises `UnreadableImageError` if it leads out of `root` (None: the folder), also by a link: a
     data set from elsewhere must not show a model any file of this machine.
@@ -254,7 +287,7 @@ def file_within(folder: Path, name: str, root: Path | None = None) -> Path:
 
 
 def image_size(encoded: bytes) -> tuple[int, int]:
-    """Width and height that `decoded_image` would give, from the header alone.
+    """Return width and height that `decoded_image` would give, from the header alone.
 
     Raises what Pillow raises.
     """
@@ -303,7 +336,7 @@ def named_content(start: bytes) -> tuple[str, str] | None:
 
 
 def is_picture(encoded: bytes) -> bool:
-    """Whether the first bytes are those of a picture."""
+    """Return whether the first bytes are those of a picture."""
     return encoded.startswith(_SIGNS) or _HEIF.match(encoded) is not None
 
 
@@ -325,9 +358,9 @@ def _register_heif(encoded: bytes) -> None:
 def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
     """Return the picture upright, flattened on white, in mode RGB.
 
-    `first_frame`: take the first of several frames, which are refused otherwise. Raises
-    `UnreadableImageError` for bytes that are no picture, or one that is truncated, too large to
-    decode, or has several frames.
+    The header alone decides whether it is decoded at all. `first_frame`: take the first of several
+    frames, which are refused otherwise. Raises `UnreadableImageError` for bytes that are no
+    picture, or one that is truncated, too large to decode, or has several frames.
     """
     with warnings.catch_warnings():
         # Pillow's own pixel limit is higher, and only a warning; so are broken tags
@@ -406,8 +439,8 @@ def content_digest(image: Image.Image) -> str:
     return digest.hexdigest()
 
 
-def kept(image: Any) -> Any:
-    """`image` itself, loaded, as a `KeptImage`; what is no PIL image stays."""
+def kept(image: "ImageInput") -> Any:
+    """Return `image` itself, loaded, as a `KeptImage`; what is no PIL image stays."""
     if isinstance(image, Image.Image):
         image.load()
         image.__class__ = KeptImage
@@ -436,11 +469,12 @@ class _Lent(Image.Image):
 
 
 def _becomes_plain(image: Image.Image) -> None:
+    """Make an image a plain one again, of Pillow's own class."""
     image.__class__ = Image.Image
 
 
 def lent(image: Image.Image) -> Image.Image:
-    """A copy for code of somebody else's, which may draw on it.
+    """Return a copy for code of somebody else's, which may draw on it.
 
     The pixels are copied at their first use, since most functions that are handed pictures never
     look at them, and the rollouts of a group are handed the same one many times.
@@ -467,7 +501,7 @@ def _load(image: Image.Image) -> None:
 
 
 def _unreadable(error: Exception) -> UnreadableImageError:
-    """What Pillow raised while it decoded, in our words.
+    """Return what Pillow raised while it decoded, in our words.
 
     It raises nearly anything: OSError, SyntaxError, struct.error, ...
     """
@@ -479,6 +513,7 @@ def _unreadable(error: Exception) -> UnreadableImageError:
 
 
 def _refuse_degenerate(image: Image.Image) -> None:
+    """Raise `UnreadableImageError` for a picture that is too small or narrow, or of one colour."""
     width, height = image.size
     if min(width, height) < MIN_SIDE:
         raise UnreadableImageError(
@@ -500,6 +535,7 @@ def _refuse_degenerate(image: Image.Image) -> None:
 
 
 def _of_one_colour(image: Image.Image) -> bool:
+    """Return whether all pixels of a picture are the same."""
     return all(
         low == high
         for low, high in (image.getchannel(band).getextrema() for band in image.getbands())
@@ -507,23 +543,25 @@ def _of_one_colour(image: Image.Image) -> bool:
 
 
 def _scaled(image: Image.Image) -> Image.Image:
-    """A grey picture of more than 8 bits, or of floats, in 8 bits.
+    """Return a grey picture of more than 8 bits, or of floats, in 8 bits.
 
     The file does not say what is white: it is the largest number of 8, 10, 12, 14 or 16 bits, or 1
-    for floats, that the picture comes near.
+    for floats, that the picture comes near. Raises `UnreadableImageError` where it comes near none.
     """
     values = np.asarray(image)
-    floats = image.mode == "F"
-    low = float(values.min())
-    high = float(values.max())
-    whites = (1, 255, 65535) if floats else (255, 1023, 4095, 16383, 65535)
-    white = next((white for white in whites if high <= white), 0)
-    if not (low >= 0 and white / 4 <= high <= white):
+    has_floats = image.mode == "F"
+    smallest = float(values.min())
+    largest = float(values.max())
+    whites = (1, 255, 65535) if has_floats else (255, 1023, 4095, 16383, 65535)
+    white = next((white for white in whites if largest <= white), 0)
+    if not (smallest >= 0 and white / 4 <= largest <= white):
         raise UnreadableImageError(
-            "image_range", f"of its values from {low:g} to {high:g} {_NO_WHITE}"
+            "image_range", f"of its values from {smallest:g} to {largest:g} {_NO_WHITE}"
         )
     scaled = values.astype(np.float32) * 255 / white
-    return Image.fromarray((np.rint(scaled) if floats else scaled).astype(np.uint8))
+    if has_floats:
+        scaled = np.rint(scaled)
+    return Image.fromarray(scaled.astype(np.uint8))
 
 
 _NO_WHITE = (
@@ -543,7 +581,7 @@ def _refuse_dark(image: Image.Image) -> None:
 
 
 def _flattened(image: Image.Image) -> Image.Image:
-    """RGB on white.
+    """Return RGB on white.
 
     A transparent diagram is drawn for white paper; Pillow alone would put its lines on black.
     """
@@ -564,5 +602,5 @@ def _flattened(image: Image.Image) -> Image.Image:
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    """The image in mode RGB, which is no copy where it has that already."""
+    """Return the image in mode RGB, which is no copy where it has that already."""
     return image if image.mode == "RGB" else image.convert("RGB")

@@ -42,7 +42,7 @@ class UnreadableImage:
 
 
 def decoded_rows(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """The transform of a data set that decodes its images, and does nothing else."""
+    """Return the transform of a data set that decodes its images, and does nothing else."""
     if "images" not in rows:
         return rows
     return {
@@ -52,6 +52,7 @@ def decoded_rows(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def _decoded(stored: dict[str, Any]) -> Any:
+    """Return the picture of a stored image, or what marks it as unreadable."""
     try:
         encoded = stored["bytes"]
         if encoded is None and Path(stored["path"] or "").is_file():
@@ -67,7 +68,7 @@ def _decoded(stored: dict[str, Any]) -> Any:
 
 
 def only_decodes(dataset: object) -> bool:
-    """Whether reading a row gives the same at any time and on any thread.
+    """Return whether reading a row gives the same at any time and on any thread.
 
     A transform of the user's may draw random numbers, and so may a data set of the user's own
     class.
@@ -114,13 +115,17 @@ def load_rows(
 ) -> Dataset:
     """Return the rows with a conversational `prompt` column; images are decoded on access.
 
-    `script`: the script arguments, with the keys of the data. `folders`: the prepared data sets.
-    `seed`: of the mixture. `fitting`: chooses the rows to train on, before data sets are mixed by
-    their shares. Raises `UserError`.
+    Args:
+        script: the script arguments, with the keys of the data.
+        folders: the prepared data sets.
+        seed: of the mixture.
+        fitting: chooses the rows to train on, before data sets are mixed by their shares.
+
+    Raises `UserError`.
     """
     split = script.dataset_train_split
     prompt_template = template(script.adora_prompt) if script.adora_prompt else None
-    parts = []
+    datasets = []
     prompts = []
     for folder in folders:
         dataset = load_split(folder, split)
@@ -128,40 +133,42 @@ def load_rows(
         refuse_for_evaluation(dataset, where=where, folder=Path(folder))
         require_sound_rows(rows_without_pixels(dataset.data.table), where)
         prompts += problem_texts(dataset, prompt_template, where)
-        parts.append(dataset)
-    _require_different_ids(parts, folders)
+        datasets.append(dataset)
+    _require_different_ids(datasets, folders)
     try:
         # a column that one lacks is null there
-        dataset = parts[0] if len(parts) == 1 else concatenate_datasets(parts)
+        dataset = datasets[0] if len(datasets) == 1 else concatenate_datasets(datasets)
     except (ValueError, TypeError) as error:
-        differ = f"the data sets have columns of different types ({error})"
-        raise UserError(f"dataset_name: {differ}; prepare them in one way") from error
-    images = pc.list_value_length(dataset.data.table["images"]).to_pylist()
-    messages = conversations(prompts, images, script.adora_system_prompt)
+        raise UserError(
+            f"dataset_name: the data sets have columns of different types ({error}); prepare them "
+            "in one way"
+        ) from error
+    image_counts = pc.list_value_length(dataset.data.table["images"]).to_pylist()
+    messages = conversations(prompts, image_counts, script.adora_system_prompt)
     dataset = mark_unreadable(dataset.add_column("prompt", messages))
     fitting_rows = range(len(dataset)) if fitting is None else fitting(dataset, prompts)
-    if script.adora_mixture is None or len(parts) == 1:
+    if script.adora_mixture is None or len(datasets) == 1:
         return dataset if len(fitting_rows) == len(dataset) else dataset.select(fitting_rows)
-    ends = [bisect_left(fitting_rows, end) for end in accumulate(len(part) for part in parts)]
-    sizes = [end - start for start, end in pairwise([0, *ends])]
+    # How many of the fitting rows are of each data set.
+    ends = accumulate(len(dataset) for dataset in datasets)
+    fitting_ends = [bisect_left(fitting_rows, end) for end in ends]
+    sizes = [end - start for start, end in pairwise([0, *fitting_ends])]
     if 0 in sizes:
-        empty = (
-            f"adora_mixture: {Path(folders[sizes.index(0)]).name} has a share, but "
-            "adora_overlong_prompts: drop"
-        )
         raise UserError(
-            f"{empty} leaves none of its rows; remove it from dataset_name, or raise the limit"
+            f"adora_mixture: {Path(folders[sizes.index(0)]).name} has a share, but "
+            "adora_overlong_prompts: drop leaves none of its rows; remove it from dataset_name, or "
+            "raise the limit"
         )
-    return dataset.select(
-        [fitting_rows[number] for number in mixed_rows(sizes, script.adora_mixture, seed)]
-    )
+    order = mixed_rows(sizes, script.adora_mixture, seed)
+    return dataset.select([fitting_rows[number] for number in order])
 
 
 def problem_texts(dataset: Dataset, prompt_template: Template | None, where: str) -> list[str]:
     """Return the text of each row's message: its problem, or the template filled with its columns.
 
-    `where` names the data set in messages. Raises `UserError` for a column that is not there, and
-    for a row whose text has a fault.
+    `where` names the data set in messages. Raises `UserError` for a column that does not exist, and
+    for a row whose text has a token of the model, or `<image>` another number of times than the row
+    has images.
     """
     if prompt_template is None:
         return list(dataset["problem"])
@@ -201,29 +208,32 @@ def mixed_rows(sizes: Sequence[int], shares: Sequence[float], seed: int) -> list
 
     `sizes`: rows of each data set. Rows of a data set that is too small for its share are repeated.
     """
-    ends = pairwise([0, *accumulate(sizes)])
-    numbers = [Dataset.from_dict({"row": list(range(first, end))}) for first, end in ends]
-    parts = [share / sum(shares) for share in shares]
-    drawn = interleave_datasets(
-        numbers, probabilities=parts, seed=seed, stopping_strategy="all_exhausted"
+    numbers = []
+    for start, end in pairwise([0, *accumulate(sizes)]):
+        numbers.append(Dataset.from_dict({"row": list(range(start, end))}))
+    probabilities = [share / sum(shares) for share in shares]
+    mixture = interleave_datasets(
+        numbers, probabilities=probabilities, seed=seed, stopping_strategy="all_exhausted"
     )
-    return list(drawn["row"])
+    return list(mixture["row"])
 
 
-def _require_different_ids(parts: Sequence[Dataset], folders: Sequence[str]) -> None:
+def _require_different_ids(datasets: Sequence[Dataset], folders: Sequence[str]) -> None:
     """Raise `UserError` where two rows share an id, by which rollouts are recorded and shown."""
     folder_of_id: dict[Any, str] = {}
-    for part, folder in zip(parts, folders, strict=True):
-        ids = part.data.table["id"].to_pylist()
-        twice = next((row for row, count in Counter(ids).items() if count > 1), None)
-        double = next((row for row in ids if row in folder_of_id), None)
-        names = f"{Path(folder_of_id.get(double, '')).name} and {Path(folder).name}"
-        if twice is not None:
-            raise UserError(
-                f"dataset_name: {folder!r} has the row {twice!r} twice; give each row its own id"
-            )
-        if double is not None:
-            raise UserError(
-                f"dataset_name: {names} both have a row {double!r}; convert one with another --name"
-            )
+    for dataset, folder in zip(datasets, folders, strict=True):
+        ids = dataset.data.table["id"].to_pylist()
+        for row_id, count in Counter(ids).items():
+            if count > 1:
+                raise UserError(
+                    f"dataset_name: {folder!r} has the row {row_id!r} twice; give each row its own "
+                    "id"
+                )
+        for row_id in ids:
+            if row_id in folder_of_id:
+                names = f"{Path(folder_of_id[row_id]).name} and {Path(folder).name}"
+                raise UserError(
+                    f"dataset_name: {names} both have a row {row_id!r}; convert one with another "
+                    "--name"
+                )
         folder_of_id.update(dict.fromkeys(ids, folder))

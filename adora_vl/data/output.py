@@ -53,21 +53,25 @@ def complete_or_absent(
 
 
 def _refuse(output: Path, description: Mapping[str, Any] | None, overwrite: bool) -> None:
+    """Raise `UserError` where `output` holds something that may not be replaced.
+
+    That is anything but a prepared data set, and without `overwrite` one of another `description`.
+    """
     refuse_foreign(output)
     manifest = read_manifest(output)
     if overwrite or manifest is None:
         return
     assert description is not None, "without it no dataset is the same"
-    present = _identity(manifest)
+    stored = _identity(manifest)
     # through JSON, as the manifest was: tuples become lists
     new = _identity(json.loads(json.dumps(description)))
-    differing = next((key for key in (*new, *present) if present.get(key) != new.get(key)), None)
-    if differing is not None:
-        difference = (
-            f"{differing[-1]} {present.get(differing)!r:.60}, this one {new.get(differing)!r:.60}"
-        )
-        holds = f"{str(output)!r} holds another prepared dataset ({difference})"
-        raise UserError(f"output: {holds}; choose another folder, or replace it with --overwrite")
+    for key in (*new, *stored):
+        if stored.get(key) != new.get(key):
+            difference = f"{key[-1]} {stored.get(key)!r:.60}, this one {new.get(key)!r:.60}"
+            raise UserError(
+                f"output: {str(output)!r} holds another prepared dataset ({difference}); choose "
+                "another folder, or replace it with --overwrite"
+            )
 
 
 def _identity(description: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:

@@ -118,7 +118,7 @@ class Template:
                 )
 
     def asks_the_problem_alone(self, *, with_choices: bool) -> bool:
-        """Whether the text of every row is its problem alone.
+        """Return whether the text of every row is its problem alone.
 
         `with_choices`: whether some row has choices.
         """
@@ -131,12 +131,15 @@ class Template:
         values = {**row, _CHOICES: choices, _MADE: multiple_choice(choices)}
         lines = []
         for line in self.lines:
-            named = [values[name] for _, name in line if name is not None]
-            if named and all(value in (None, [], ()) for value in named):
+            line_values = [values[name] for _, name in line if name is not None]
+            if line_values and all(value in (None, [], ()) for value in line_values):
                 continue
-            lines.append(
-                "".join(text + (_value_text(values[name]) if name else "") for text, name in line)
-            )
+            text = ""
+            for piece, name in line:
+                text += piece
+                if name:
+                    text += _value_text(values[name])
+            lines.append(text)
         return "\n".join(lines)
 
 
@@ -150,15 +153,17 @@ def template(source: str) -> Template:
             f"adora_prompt: {source!r} is not a text such as '{{problem}}'; write one, or leave "
             "it out"
         )
-    lines: list[list[tuple[str, str | None]]] = [[]]
     try:
         pieces = list(string.Formatter().parse(source))
     except ValueError as error:
         raise _wrong(source, f"cannot be read ({error})") from None
+    # Each line has (text, None) and ("", column) in turn.
+    lines: list[list[tuple[str, str | None]]] = [[]]
     for text, name, form, conversion in pieces:
-        first, *rest = text.split("\n")
-        lines[-1].append((first, None))
-        lines += [[(part, None)] for part in rest]
+        for number, line_text in enumerate(text.split("\n")):
+            if number > 0:
+                lines.append([])
+            lines[-1].append((line_text, None))
         if name is None:
             continue
         if not name.isidentifier() or form or conversion:
@@ -185,6 +190,7 @@ def _value_text(value: object) -> str:
 
 
 def _wrong(source: str, why: str) -> UserError:
+    """Return the error of a template."""
     return UserError(
         f"adora_prompt: {shown(source)} {why}; write {{column}} for a value, and {{{{ or }}}} for "
         "a brace"
@@ -225,7 +231,7 @@ def without_letters(values: Sequence[Any]) -> Sequence[Any]:
 
 
 def multiple_choice(choices: Sequence[str] | None) -> str | None:
-    """What stands below a problem with choices: a line for each, and what to answer.
+    """Return what stands below a problem with choices: a line for each, and what to answer.
 
     None without any choice.
     """
@@ -233,7 +239,7 @@ def multiple_choice(choices: Sequence[str] | None) -> str | None:
 
 
 def asks_for_answer_tags(*prompts: str | None) -> bool:
-    """Whether a system prompt or a template asks for `<answer> </answer>`.
+    """Return whether a system prompt or a template asks for `<answer> </answer>`.
 
     An answer may then stand between these tags alone, without a box.
     """
@@ -281,14 +287,15 @@ def problem_with_messages(prompt: object, tokens: Sequence[str] = CONTROL_TOKENS
         return f"its prompt has the model's own token {token}; remove it from the text"
     if not isinstance(prompt, list):
         return None
-    contents = [message.get("content") for message in prompt if isinstance(message, Mapping)]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    mappings = [part for part in parts if isinstance(part, Mapping)]
-    if any(part.get("image") is not None for part in mappings):
-        return (
-            "its prompt has a picture inside a message; put it into the column 'images', and "
-            '{"type": "image"} in its place'
-        )
+    for message in prompt:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        parts = content if isinstance(content, list) else []
+        for part in parts:
+            if isinstance(part, Mapping) and part.get("image") is not None:
+                return (
+                    "its prompt has a picture inside a message; put it into the column 'images', "
+                    'and {"type": "image"} in its place'
+                )
     return None
 
 
@@ -310,7 +317,8 @@ def tool_response(parts: Sequence[Any]) -> list[Any]:
 def conversation(problem: str, system_prompt: str | None = SYSTEM_PROMPT) -> list[Message]:
     """Return the messages for a problem without `<image>`.
 
-    TRL puts the row's images before the text of the first user message.
+    TRL puts the row's images before the text of the first user message. Where a problem has
+    `<image>`, `conversation_with_images` says where each image stands.
     """
     messages: list[Message] = [{"role": "user", "content": problem}]
     if system_prompt:
@@ -350,7 +358,10 @@ def conversations(
 
 
 def as_text(messages: Sequence[Message]) -> str:
-    """A conversation for a person: each role above its text, `<image>` where an image stands."""
+    """Return a conversation for a person.
+
+    Each role stands above its text, `<image>` where an image is.
+    """
     lines = []
     for message in messages:
         parts = message.get("content") or ""
@@ -362,18 +373,22 @@ def as_text(messages: Sequence[Message]) -> str:
 
 
 def _parts(problem: str, n_images: int) -> list[Message]:
+    """Return a problem as parts of a message: images in their places, or before the text."""
     if PLACEHOLDER not in problem:
-        return [*({"type": "image"} for _ in range(n_images)), {"type": "text", "text": problem}]
+        images: list[Message] = [{"type": "image"} for _ in range(n_images)]
+        return [*images, {"type": "text", "text": problem}]
     assert problem.count(PLACEHOLDER) == n_images, "the rows are checked before"
-    first, *rest = problem.split(PLACEHOLDER)
-    parts: list[Message] = [{"type": "text", "text": first}]
-    for text in rest:
-        parts += [{"type": "image"}, {"type": "text", "text": text}]
-    return [part for part in parts if part.get("text") != ""]
+    parts: list[Message] = []
+    for number, text in enumerate(problem.split(PLACEHOLDER)):
+        if number > 0:
+            parts.append({"type": "image"})
+        if text:
+            parts.append({"type": "text", "text": text})
+    return parts
 
 
 def shown_lines(prompt: str) -> list[str]:
-    """The lines of a prompt for a terminal."""
+    """Return the lines of a prompt for a terminal."""
     hidden = len(prompt) - _SHOWN_PROMPT
     lines = [printable(line) for line in prompt[:_SHOWN_PROMPT].split("\n")]
     return [*lines, f"... {hidden} more characters"] if hidden > 0 else lines

@@ -22,19 +22,26 @@ from typing import TYPE_CHECKING
 from adora_vl.config.command import read
 from adora_vl.rewards.choose import rounds
 from adora_vl.utils.checks import Check, as_json, failed, is_healthy, is_table, table
-from adora_vl.utils.cli import Parser, exit_code_of, path
+from adora_vl.utils.cli import READING_S, Parser, announce_reading, exit_code_of, path
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import check_json, replace_file, written_to
-from adora_vl.utils.launch import find_cpu_build, leave, prepare_engine_environment
+from adora_vl.utils.launch import (
+    find_cpu_build,
+    leave,
+    prepare_engine_environment,
+    use_expandable_segments,
+)
 
 if TYPE_CHECKING:
     from adora_vl.config.command import CliArgs
-    from adora_vl.preflight.resolved_run import ResolvedRun
+    from adora_vl.preflight.facts import ResolvedRun
+    from adora_vl.preflight.request import RunRequest
 
 ROWS = 8  # real prompts, of each rank
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table of checks, and return the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = Parser(
         prog="python -m adora_vl.doctor",
@@ -48,11 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checks = list[Check]()
 
     def command() -> None:
+        """Check what the words ask for, and print or write the table."""
         options, rest = parser.parse_known_args(words)
         if options.json is not None:
             # before minutes of checks
             check_json("--json", path=options.json, kind="a table of the doctor", is_ours=is_table)
-        checks.extend(diagnose(read(rest)))  # before torch, whose import takes seconds
+        cli_args = read(rest)  # before torch, whose import takes seconds
+        announce_reading(READING_S)
+        checks.extend(diagnose(cli_args))
         if speaks:
             print(table(checks), flush=True)
         if speaks and options.json is not None:
@@ -70,30 +80,35 @@ def diagnose(cli_args: CliArgs) -> list[Check]:
     Raises `UserError` where the command is wrong.
     """
     prepare_engine_environment()
-    checks = environment_checks(cli_args)
+    use_expandable_segments()
+    from adora_vl.doctor.checks import check_libraries, check_torchvision
+
+    checks = [*check_libraries(), check_torchvision()]
+    if not is_healthy(checks):
+        # another version may not even be importable
+        return checks
+    from adora_vl.config.run_context import RunContext
+    from adora_vl.preflight.request import request_from_command
+    from adora_vl.preflight.run_checks import run_checks
+
+    request = request_from_command(cli_args)
+    checks += environment_checks(request)
     if not is_healthy(checks):
         # Further checks would use the wrong libraries, and say nothing about the run.
         return checks
-    from adora_vl.prepare import prepare
-
-    run = prepare(cli_args, to_train=False)
+    run = run_checks(request, RunContext.of_launch("look"))
     checks += paper_checks(run)
     return checks + engine_checks(run)
 
 
-def environment_checks(cli_args: CliArgs) -> list[Check]:
-    """Check versions and builds of libraries, and what lies outside Python."""
-    from adora_vl.doctor import checks as make
-
-    libraries = [*make.check_libraries(), make.check_torchvision()]
-    if not is_healthy(libraries):
-        # another version may not even be importable
-        return libraries
+def environment_checks(request: RunRequest) -> list[Check]:
+    """Check the builds of the libraries that a run uses, and what lies outside Python."""
     import torch
 
-    from adora_vl.config.schema import build
+    from adora_vl.doctor import checks as make
 
-    _, config, model = build(cli_args)
+    config = request.config
+    model = request.model.keys
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     four_bit = model.load_in_4bit
     use_vllm = config.use_vllm
@@ -112,7 +127,6 @@ def environment_checks(cli_args: CliArgs) -> list[Check]:
     cuda = None if config.use_cpu else torch.version.cuda
     driver = make.check_driver(cuda=cuda, driver=make.driver_version())
     return [
-        *libraries,
         *parts,
         builds,
         driver,
@@ -127,11 +141,12 @@ def paper_checks(run: ResolvedRun) -> list[Check]:
 
     script = run.script
     config = run.config
-    assert script is not None, "a doctor examines a command"
-    without_images = run.dataset.remove_columns(
-        [name for name in ("images",) if name in run.dataset.column_names]
+    train = run.data.train
+    assert script is not None and train is not None, "a doctor examines a command"
+    without_images = train.remove_columns(
+        [name for name in ("images",) if name in train.column_names]
     )
-    rows = [without_images[number] for number in range(min(ROWS, len(run.dataset)))]
+    rows = [without_images[number] for number in range(min(ROWS, len(train)))]
     checks = [check_golds(rows, rounding=rounds(script.adora_reward))]
     # Functions of the user's were tried already, and their sums may mean something else.
     if is_healthy(checks) and not run.rewards.user_functions:
@@ -159,7 +174,7 @@ def paper_checks(run: ResolvedRun) -> list[Check]:
 
 
 def engine_checks(run: ResolvedRun) -> list[Check]:
-    """The trainer that training would use, up to just before its first step."""
+    """Return the trainer that training would use, up to just before its first step."""
     from trl import GRPOTrainer
 
     from adora_vl.doctor.engine import ExamineBeforeStepOne, Examined

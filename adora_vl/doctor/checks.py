@@ -31,16 +31,19 @@ SHOWN = ("torch", "torchvision", "transformers", "trl", "accelerate", "datasets"
 
 
 def _boxed(answer: str) -> str:
+    """Return an answer as a response that gives it in a box."""
     return rf"The answer is \boxed{{{answer}}}."
 
 
 def _options(row: Row) -> list[str] | None:
+    """Return the choices of a row, None for an open question."""
     return list(row["choices"]) if row.get("choices") else None
 
 
 def check_golds(rows: Sequence[Row], *, rounding: bool = False) -> Check:
-    """Each reference answer, boxed, is graded as correct, and a number that answers no problem as
-    wrong.
+    """Check that each reference answer, boxed, is graded as correct.
+
+    A number that answers no problem has to be wrong.
     """
     title = f"grader on {len(rows)} reference answers"
     remedy = (
@@ -78,8 +81,10 @@ def check_rewards(
     weights: Sequence[float] | None,
     correct_above: float,
 ) -> Check:
-    """The reward of a right answer is above `adora_correct_above`, that of a wrong one is not: the
-    criteria need it.
+    """Check that a right answer's reward is above `adora_correct_above`, a wrong one's not.
+
+    The criteria need it: two presets whose sum lifts a wrong answer over the line would make every
+    rollout count as correct.
     """
     title = "reward tells right from wrong"
     columns = {
@@ -88,6 +93,7 @@ def check_rewards(
     }
 
     def least_and_most(answers: Sequence[str]) -> tuple[float, float]:
+        """Return the smallest and the largest total reward that any row's answer gets."""
         sums = [0.0] * len(rows)
         for function, weight in zip(functions, weights or [1.0] * len(functions), strict=True):
             got = function(completions=[_boxed(answer) for answer in answers], **columns)
@@ -162,7 +168,7 @@ def check_compilers(
 
 
 def driver_version() -> str | None:
-    """What nvidia-smi says; None where there is none."""
+    """Return what nvidia-smi says; None where there is none."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -175,8 +181,9 @@ def driver_version() -> str | None:
 
 
 def check_driver(*, cuda: str | None, driver: str | None) -> Check:
-    """Whether the driver is new enough for the CUDA that torch is built for, `cuda` (None: a build
-    for the CPU).
+    """Check that the driver is new enough for the CUDA that torch is built for.
+
+    `cuda` is its version, None for a build for the CPU.
     """
     title = "NVIDIA driver"
     if cuda is None:
@@ -194,7 +201,7 @@ def check_driver(*, cuda: str | None, driver: str | None) -> Check:
 
 
 def _nearest(folder: Path) -> Path:
-    """The folder itself, or the closest one above it that exists."""
+    """Return the folder itself, or the closest one above it that exists."""
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
@@ -240,7 +247,7 @@ def check_room(folder: Path, needed: int, checkpoint_bytes: int, checkpoints: in
 
 
 def ranges() -> dict[str, Requirement]:
-    """The requirements of this package and its extras, by distribution.
+    """Return the requirements of this package and its extras, by distribution.
 
     Empty in a checkout that is not installed.
     """
@@ -340,7 +347,7 @@ def check_four_bit() -> Check:
 def check_builds(
     *, use_cpu: bool, use_vllm: bool, gpus: int, cuda: str | None, vllm_is_cpu_build: bool
 ) -> Check:
-    """Whether torch's and vLLM's builds suit the machine.
+    """Return whether torch's and vLLM's builds suit the machine.
 
     `cuda`: what torch is built for; `gpus`: how many it sees.
     """
@@ -366,7 +373,10 @@ def check_builds(
 
 
 def check_torchvision() -> Check:
-    """Its operators load beside this torch; Qwen2.5-VL's processor needs it."""
+    """Check that torchvision's operators load beside this torch.
+
+    Qwen2.5-VL's processor needs it.
+    """
     title = "torchvision loads"
     try:
         import_module("torchvision.transforms")

@@ -5,7 +5,7 @@ after sleep.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from adora_vl.rollout.agreement import (
 )
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.utils.checks import Check, Status, failed, passed, skipped
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LEAST_MOVE = 0.1  # nats: a change that moves the policy by less proves nothing
 
@@ -59,7 +62,7 @@ BANS = (
 SCALES = (0.1, 0.3, 1.0, 3.0, 10.0)  # of the tensor's own size, tried until the policy has moved
 
 
-def choose_parameter(model: Any, *, vision: bool) -> tuple[str, Any] | None:
+def choose_parameter(model: "PreTrainedModel", *, vision: bool) -> tuple[str, Any] | None:
     """Choose the last trained matrix of the language model's layers, or of tower and projector.
 
     The last one has the most direct effect on the output. With `vision` it is the last one before
@@ -86,6 +89,7 @@ def choose_parameter(model: Any, *, vision: bool) -> tuple[str, Any] | None:
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:
+    """Return the shape of a parameter, also of one that ZeRO-3 has in parts."""
     # ZeRO-3 leaves a parameter empty between its uses
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
@@ -150,7 +154,10 @@ def check_features(prompts: agreement.Prompts, image_token_id: int | None, merge
 
 
 def check_buffers(trainer: HasEngine) -> Check:
-    """Rotary frequencies and whatever else is computed from the config, in policy and reference."""
+    """Check rotary frequencies and whatever else is computed from the config.
+
+    Those of the policy and of the reference model are looked at.
+    """
     faults = wrong_in(trainer)
     if faults:
         return failed(BUFFERS, "; ".join(faults), REMEDY)
@@ -158,7 +165,10 @@ def check_buffers(trainer: HasEngine) -> Check:
 
 
 def check_runner(trainer: HasEngine) -> Check:
-    """Which of its two model runners vLLM has chosen: they compute the same in different code."""
+    """Note which of its two model runners vLLM has chosen.
+
+    They compute the same in different code.
+    """
     version = trainer.vllm_generation.model_runner
     alternative = ", VLLM_USE_V2_MODEL_RUNNER=0 chooses V1" if version == "V2" else ""
     return passed(RUNNER, f"{version}{alternative}")
@@ -169,7 +179,7 @@ class Examination(EngineProbe):
     """The probe, and what changes weights or sampling for a while; on all ranks together."""
 
     def after_change(self, *, vision: bool) -> Check:
-        """A weight is changed and synced: the engine has to follow.
+        """Check that the engine follows a weight that is changed and synced.
 
         The weight is put back, and synced.
         """
@@ -220,7 +230,9 @@ class Examination(EngineProbe):
         return moved
 
     def after_sleep(self) -> Check:
-        """TRL puts the engine to sleep after each generation, which discards its weights; the next
+        """Check that the engine agrees after it has slept.
+
+        TRL puts it to sleep after each generation, which discards its weights; the next generation
         wakes it.
         """
         generation = self.trainer.vllm_generation
@@ -232,8 +244,9 @@ class Examination(EngineProbe):
         return agreement.judge(SLEEP, drift, self.bound, WAKING)
 
     def banned(self) -> Check:
-        """The engine samples greedily among the banned tokens and the one that the policy finds
-        least likely.
+        """Check that the engine never samples a banned token.
+
+        It samples greedily among the banned tokens and the one that the policy finds least likely.
         """
         banned = never_sampled_ids(self.trainer._tokenizer)
         if not banned:
@@ -248,9 +261,9 @@ class Examination(EngineProbe):
         return passed(BANNED, ", ".join(names))
 
     def _least_likely(self, banned: Sequence[int]) -> int:
-        """The allowed token of the lowest logit after the first prompt."""
+        """Return the allowed token of the lowest logit after the first prompt."""
         trainer = self.trainer
-        first = trainer.pool.builder.collated(
+        first = trainer.builder.collated(
             agreement.head(self.prompts, 1), completions=[[]], logps=None, counted=[True]
         )
         fields = {name: first[name] for name in self.prompts.fields if name in first}
@@ -264,8 +277,10 @@ class Examination(EngineProbe):
 
 
 def examine(examination: Examination, merge: int) -> list[Check]:
-    """Every check in order; one that raises fails, and the rest is skipped, since the engine may be
-    broken. Without a colocated engine only those of the trainer are made.
+    """Run every check in order, and return their results.
+
+    A check that raises fails, and the rest is skipped, since the engine may be broken. Without a
+    colocated engine only those of the trainer are made.
     """
     trainer = examination.trainer
     unseen = ""
@@ -307,6 +322,7 @@ _RAISED = "stopped: "
 
 
 def _guarded(names: Sequence[str], remedy: str, step: Callable[[], list[Check]]) -> list[Check]:
+    """Run checks that together have these names; an error fails the first and skips the rest."""
     try:
         return step()
     except Exception as error:  # the table is for finding out what fails, whatever it is
@@ -324,6 +340,7 @@ class ExamineBeforeStepOne(TrainerCallback):  # type: ignore[misc]  # transforme
     """Examines, keeps the lines in `checks`, and leaves `trainer.train()` by raising `Examined`."""
 
     def __init__(self, trainer: HasEngine, rows: int) -> None:
+        """Create the callback; the checks run when the training begins."""
         self.trainer = trainer
         self.rows = rows
         self.checks: list[Check] = []
@@ -333,7 +350,7 @@ class ExamineBeforeStepOne(TrainerCallback):  # type: ignore[misc]  # transforme
     ) -> None:
         """Run all examinations, and leave the training."""
         trainer = self.trainer
-        prompts = agreement.read_prompts(trainer, agreement.own_rows(trainer, self.rows))
+        prompts = agreement.read_prompts(trainer, agreement.first_rows(trainer, self.rows))
         merge = getattr(getattr(trainer.processing_class, "image_processor", None), "merge_size", 1)
         self.checks = examine(Examination(trainer, prompts), merge)
         raise Examined

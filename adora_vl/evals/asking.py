@@ -82,7 +82,7 @@ def check_output(output: Path) -> None:
 
 
 def check_options(options: AskOptions) -> AnswerEngineSettings:
-    """The engine that is asked for, whose model can be loaded. Raises `UserError`."""
+    """Return the engine that is asked for, whose model can be loaded. Raises `UserError`."""
     if options.samples > 1 and not options.temperature:
         raise UserError(
             f"samples: {options.samples} greedy answers are the same; give --temperature, such as "
@@ -107,9 +107,10 @@ class AskedProblems(NamedTuple):
 
 
 def questions(benchmark: Benchmark, options: AskOptions) -> AskedProblems:
-    """The problems of a benchmark as `options.view` shows them, before `options.limit` cuts them.
+    """Return the problems of a benchmark as `options.view` shows them.
 
-    Raises `UserError` for data that cannot be loaded or asked.
+    They are not yet cut by `options.limit`. Raises `UserError` for data that cannot be loaded or
+    asked.
     """
     everything = loaded(benchmark, options.data)
     problems = shown_as(everything.problems, options.view)

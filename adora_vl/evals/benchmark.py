@@ -37,7 +37,7 @@ _OF_SOURCES = {"knights": "knights", "geometry3k": "geometry3k"}
 
 
 def named(name: str, key: str = "benchmark", extra_names: Sequence[str] = ()) -> Benchmark:
-    """The benchmark of a name in `NAMES`, or of a user's own `FILE.py:NAME`.
+    """Return the benchmark of a name in `NAMES`, or of a user's own `FILE.py:NAME`.
 
     Args:
         name: The name.
@@ -61,7 +61,7 @@ def named(name: str, key: str = "benchmark", extra_names: Sequence[str] = ()) ->
 
 
 def shipped(name: str) -> Benchmark:
-    """One of our benchmarks, from its file `eval/NAME.py` beside this package.
+    """Return one of our benchmarks, from its file `eval/NAME.py` beside this package.
 
     The file is found by where it lies, and imported under a name of our own. Under the name `eval`
     Python could find an `eval.py` or a folder `eval/` of the user's first, and would run it.
@@ -81,7 +81,7 @@ def shipped(name: str) -> Benchmark:
 
 
 def loaded(benchmark: Benchmark, options: DataOptions) -> LoadedProblems:
-    """The problems of a benchmark, a user's own too, and a hash of their data.
+    """Return the problems of a benchmark, a user's own too, and a hash of their data.
 
     Raises `UserError` where two have the same id, by which answers are found, or where a text
     cannot be asked.
@@ -102,7 +102,7 @@ def loaded(benchmark: Benchmark, options: DataOptions) -> LoadedProblems:
 
 
 def data_options(benchmark: Benchmark, data: str, prompt: str | None) -> DataOptions:
-    """The options with which a benchmark loads `data`, its own ones at their defaults.
+    """Return the options with which a benchmark loads `data`, its own ones at their defaults.
 
     `prompt`: the template of what is asked, for a benchmark that has one.
     """
@@ -111,7 +111,7 @@ def data_options(benchmark: Benchmark, data: str, prompt: str | None) -> DataOpt
 
 
 def for_data(folder: Path) -> str:
-    """The name of the benchmark that scores the held-out split of a data set.
+    """Return the name of the benchmark that scores the held-out split of a data set.
 
     The source in the manifest of the folder decides; without one it is `problems`.
     """

@@ -25,6 +25,7 @@ from adora_vl.evals.scoring.score import (
     share_of_the_data,
 )
 from adora_vl.evals.scoring.statistics import bootstrap, bootstrap_ratio, mcnemar
+from adora_vl.evals.scoring.steps import step_lines
 from adora_vl.evals.scoring.table import name_of_data, percent
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
@@ -54,7 +55,7 @@ class ScoreFile:
 
     @classmethod
     def of(cls, name: str, score: Score) -> ScoreFile:
-        """The content of a score file, with the shares that its items give."""
+        """Return the content of a score file, with the shares that its items give."""
         verdicts: dict[str, list[bool]] = {}
         for item in score["items"]:
             verdicts.setdefault(item["pid"], []).append(item["verdict"] == "correct")
@@ -119,7 +120,7 @@ def check_one_benchmark(runs: Sequence[ScoreFile]) -> None:
 
 
 def _grader(run: ScoreFile) -> str:
-    """Whose rules a score is by: `geometry3k` and `problems` are two names of one benchmark."""
+    """Return whose rules a score is by: `geometry3k` and `problems` are one benchmark."""
     name = str(run.score["benchmark"])
     return "geometry3k" if name == "problems" else name
 
@@ -154,90 +155,91 @@ class Difference:
 
 
 def common_problems(runs: Sequence[ScoreFile]) -> list[str]:
-    """The ids of the problems that all runs answered, in the order of the first run."""
+    """Return the ids of the problems that all runs answered, in the order of the first run."""
     return [pid for pid in runs[0].shares if all(pid in run.shares for run in runs)]
 
 
 def between_problems(first: Sequence[ScoreFile], second: Sequence[ScoreFile]) -> Difference | None:
-    """The difference of two sides on the problems that all their runs answered; None if none is.
+    """Return the difference of two sides on the problems that all their runs answered.
 
-    A side is one run, or several runs whose shares are averaged. The interval is a paired bootstrap
-    over the problems: how the difference would vary if other problems had been drawn.
+    None if none is. A side is one run, or several runs whose shares are averaged. The interval is a
+    paired bootstrap over the problems: how the difference would vary if other problems had been
+    drawn.
     """
     common = common_problems([*first, *second])
     if not common:
         return None
-    before = [fmean(run.shares[pid] for run in first) for pid in common]
-    after = [fmean(run.shares[pid] for run in second) for pid in common]
-    return replace(_gain(before, after), over=amount(len(common), "problem"))
+    first_shares = [fmean(run.shares[pid] for run in first) for pid in common]
+    second_shares = [fmean(run.shares[pid] for run in second) for pid in common]
+    difference = _gain(first_shares, second_shares)
+    return replace(difference, over=amount(len(common), "problem"))
 
 
 def cautions(runs: Sequence[ScoreFile], subject: Sequence[str] = ()) -> list[str]:
-    """Warnings about everything, beside the model, in which these scores differ.
+    """Return warnings about everything, beside the model, in which these scores differ.
 
     They are read from a score's `rules`, `coverage` and `fingerprint`, whose `fields` are as given,
     whose `resolved` are as used, and whose `versions` are of the software. `subject` names further
     fields that may differ, because the comparison is about them.
     """
-    lines = [line for run in runs for line in _partial(run)]
+    lines = []
+    for run in runs:
+        lines += _partial(run)
     without = [run.name for run in runs if not _part(run.score, "fields")]
+    with_fingerprint = [run for run in runs if run.name not in without]
     if without:
         unknown = "it is not known whether the prompt, the sampling and the data were the same"
         lines.append(f"warning: {', '.join(without)}: no fingerprint, so {unknown}")
-    with_fingerprint = [run for run in runs if run.name not in without]
-    free = (*_FREE, *subject)
+    may_differ = (*_FREE, *subject)
     if views_of(runs):
-        free = (*free, *_OF_A_VIEW)
-    fields = _differing(with_fingerprint, "fields", free)
+        may_differ = (*may_differ, *_OF_A_VIEW)
+    fields = _differing(with_fingerprint, "fields", may_differ)
     # `auto` and a limit that is not given are the model's own, which only the engine knows.
-    resolved = _differing(
-        [run for run in with_fingerprint if _part(run.score, "resolved")], "resolved", tuple(fields)
-    )
-    lines += [
-        f"warning: the runs differ in {key}: {values}"
-        for key, values in (fields | resolved).items()
-    ]
+    with_resolved = [run for run in with_fingerprint if _part(run.score, "resolved")]
+    resolved = _differing(with_resolved, "resolved", tuple(fields))
+    for key, values in (fields | resolved).items():
+        lines.append(f"warning: the runs differ in {key}: {values}")
     rules = {json.dumps(run.score.get("rules") or {}, sort_keys=True) for run in runs}
     if len(rules) > 1:
         lines.append(
             "warning: the runs were scored by different rules: " + " | ".join(sorted(rules))
         )
-    versions = _differing(with_fingerprint, "versions", ())
-    return lines + [
-        f"note: the runs differ in the version of {key}: {values}"
-        for key, values in versions.items()
-    ]
+    for key, values in _differing(with_fingerprint, "versions", ()).items():
+        lines.append(f"note: the runs differ in the version of {key}: {values}")
+    return lines
 
 
 def _partial(run: ScoreFile) -> list[str]:
-    """The notes of a score over a part of the problems, with the run's name."""
+    """Return the notes of a score over a part of the problems, with the run's name."""
     notes = [line.partition(": ") for line in partial_notes(run.score)]
     return [f"{kind}: {run.name}: {text}" for kind, _, text in notes]
 
 
 def views_of(runs: Sequence[ScoreFile]) -> list[dict[str, ScoreFile]]:
-    """The groups of runs that differ in nothing but what the model was shown (`--view`).
+    """Return the groups of runs that differ in nothing but what the model was shown (`--view`).
 
     Each group maps a view to its run, the first one where several have that view, in the order of
     `VIEWS`. A group has at least two views.
     """
     runs_by_setting: dict[str, dict[str, ScoreFile]] = {}
     for run in runs:
-        if fields := _part(run.score, "fields"):
-            same = json.dumps({**fields, **dict.fromkeys(_OF_A_VIEW)}, sort_keys=True)
-            runs_by_setting.setdefault(same, {}).setdefault(fields.get("view", "image"), run)
-    return [
-        {view: run_of_view[view] for view in VIEWS if view in run_of_view}
-        for run_of_view in runs_by_setting.values()
-        if len(run_of_view) > 1
-    ]
+        fields = _part(run.score, "fields")
+        if fields:
+            without_view = {**fields, **dict.fromkeys(_OF_A_VIEW)}
+            run_of_view = runs_by_setting.setdefault(json.dumps(without_view, sort_keys=True), {})
+            run_of_view.setdefault(fields.get("view", "image"), run)
+    groups = []
+    for run_of_view in runs_by_setting.values():
+        if len(run_of_view) > 1:
+            groups.append({view: run_of_view[view] for view in VIEWS if view in run_of_view})
+    return groups
 
 
 _OF_A_VIEW = ("view", "left_out", "seed")
 
 
 def sees_or_reasons(run_of_view: Mapping[str, ScoreFile]) -> list[str]:
-    """The views of one model side by side, and whether it sees or reasons.
+    """Return the views of one model side by side, and whether it sees or reasons.
 
     `run_of_view` is a group of `views_of`. The lines are over the problems that the model answered
     in all views; there are none where it has none in common.
@@ -245,34 +247,42 @@ def sees_or_reasons(run_of_view: Mapping[str, ScoreFile]) -> list[str]:
     common = common_problems(list(run_of_view.values()))
     if not common:
         return []
-    right = {view: [run.shares[pid] for pid in common] for view, run in run_of_view.items()}
-    means = {view: mean_with_interval(values) for view, values in right.items()}
+    # The share of right answers to each problem, by view.
+    shares = {view: [run.shares[pid] for pid in common] for view, run in run_of_view.items()}
     lines = ["", f"what it was shown, {amount(len(common), 'common problem')}:"]
-    for view, mean in means.items():
-        lines.append(f"  {view:<6} {percent(mean['value'], mean['interval_95'])}  {VIEWS[view]}")
-    if {"text", "image"} <= right.keys():
-        from_words = [t * i for t, i in zip(right["text"], right["image"], strict=True)]
+    for view, values in shares.items():
+        figure = mean_with_interval(values)
+        accuracy = percent(figure["value"], figure["interval_95"])
+        lines.append(f"  {view:<6} {accuracy}  {VIEWS[view]}")
+    if {"text", "image"} <= shares.keys():
+        in_both = [
+            text * image for text, image in zip(shares["text"], shares["image"], strict=True)
+        ]
         lines.append(
-            f"of what it solves from words, it solves {_share(from_words, right['text'])} from "
-            "the picture"
+            f"of what it solves from words, it solves {_share(in_both, shares['text'])} from the "
+            "picture"
         )
-    if {"text", "both"} <= right.keys():
-        lines.append(f"the picture adds {_gain(right['text'], right['both']).points} to the words")
-    if {"image", "blank"} <= right.keys():
-        remains = _share(right["blank"], right["image"])
-        lines.append(f"without looking {remains} of the accuracy with the picture remains")
-    return [*lines, _verdict(right)] if {"text", "image", "blank"} <= right.keys() else lines
+    if {"text", "both"} <= shares.keys():
+        gain = _gain(shares["text"], shares["both"]).points
+        lines.append(f"the picture adds {gain} to the words")
+    if {"image", "blank"} <= shares.keys():
+        blank_share = _share(shares["blank"], shares["image"])
+        lines.append(f"without looking {blank_share} of the accuracy with the picture remains")
+    if {"text", "image", "blank"} <= shares.keys():
+        lines.append(_verdict(shares))
+    return lines
 
 
 _OF_TOOLS = ("tools", "max_tool_calling_iterations", "tool_options", "tool_files")
 
 
 def _tools(run: ScoreFile) -> str:
+    """Return the tools of a run in words; empty without any."""
     return ", ".join(_part(run.score, "fields").get("tools", ()))
 
 
 def differ_in_tools(first: ScoreFile, second: ScoreFile) -> bool:
-    """Whether one of two runs of the same model and view had tools, and the other none."""
+    """Return whether one of two runs of the same model and view had tools, and the other none."""
     first_fields = _part(first.score, "fields")
     second_fields = _part(second.score, "fields")
     for key in ("model_hash", "view"):
@@ -282,7 +292,7 @@ def differ_in_tools(first: ScoreFile, second: ScoreFile) -> bool:
 
 
 def gain_and_harm(first: ScoreFile, second: ScoreFile) -> list[str]:
-    """What is solved only with tools and only without, and whether tools help.
+    """Return what is solved only with tools and only without, and whether tools help.
 
     The two runs, in any order, are such that `differ_in_tools` holds.
     """
@@ -313,20 +323,23 @@ def gain_and_harm(first: ScoreFile, second: ScoreFile) -> list[str]:
 
 
 def _share(part: Sequence[float], total: Sequence[float]) -> str:
-    """The sum of `part` as a share of the sum of `total`, which are paired, with its interval."""
+    """Return the sum of `part` as a share of that of `total`, with its interval.
+
+    The values are paired.
+    """
     if not sum(total):
         return "nothing of nothing,"
     return percent(sum(part) / sum(total), list(bootstrap_ratio(part, total)))
 
 
 def _gain(before: Sequence[float], after: Sequence[float]) -> Difference:
-    """The difference of paired values, with its bootstrap interval."""
+    """Return the difference of paired values, with its bootstrap interval."""
     low, high = bootstrap([second - first for first, second in zip(before, after, strict=True)])
     return Difference(first=fmean(before), second=fmean(after), low=low, high=high)
 
 
 def _verdict(right: Mapping[str, Sequence[float]]) -> str:
-    """Whether words, and the picture, let the model solve more than a grey picture does.
+    """Return whether words, and the picture, let the model solve more than a grey picture does.
 
     `right` has the shares of right answers of the views `text`, `image` and `blank`, paired by
     problem. Where both hold, the line says by which of the two the model loses more.
@@ -364,7 +377,7 @@ def _verdict(right: Mapping[str, Sequence[float]]) -> str:
 
 
 def _solves_more(before: Sequence[float], after: Sequence[float]) -> bool:
-    """Whether more is solved after than before, and not by chance.
+    """Return whether more is solved after than before, and not by chance.
 
     McNemar's test at 5 % says it for single answers. With several answers to a problem it does not
     apply, and the interval of the difference has to lie over 0.
@@ -376,7 +389,7 @@ def _solves_more(before: Sequence[float], after: Sequence[float]) -> bool:
 
 
 def _paired_test(before: Sequence[float], after: Sequence[float]) -> tuple[int, int, float | None]:
-    """How many paired values are larger after, how many are larger before, and McNemar's p.
+    """Return how many paired values are larger after, how many are larger before, and McNemar's p.
 
     The p is None where a value is neither 0 nor 1, since the test is for single answers.
     """
@@ -393,15 +406,15 @@ def _paired_test(before: Sequence[float], after: Sequence[float]) -> tuple[int, 
 
 
 def _part(score: Score, name: str) -> dict[str, Any]:
-    """A part of the fingerprint of a score; empty where it has none."""
+    """Return a part of the fingerprint of a score; empty where it has none."""
     section = (score.get("fingerprint") or {}).get(name)
     return section if isinstance(section, dict) else {}
 
 
 def _differing(runs: Sequence[ScoreFile], part: str, without: Sequence[str]) -> dict[str, str]:
-    """The keys of a part of the fingerprints in which the scores differ, with each run's value.
+    """Return the keys of a part of the fingerprints in which the scores differ.
 
-    The keys in `without` are not compared.
+    Each has the value of each run. The keys in `without` are not compared.
     """
     sections = [(run.name, _part(run.score, part)) for run in runs]
     keys = dict.fromkeys(key for _, section in sections for key in section)
@@ -418,12 +431,12 @@ def _differing(runs: Sequence[ScoreFile], part: str, without: Sequence[str]) -> 
 
 
 def shortened(value: str) -> str:
-    """A text with its middle left out where it is longer than `_SHOWN` characters."""
+    """Return a text with its middle left out where it is longer than `_SHOWN` characters."""
     return value if len(value) <= _SHOWN else f"{value[: _SHOWN // 2]}...{value[-_SHOWN // 2 :]}"
 
 
 def comparison(runs: Sequence[ScoreFile], by: Sequence[str], *, published: bool) -> list[str]:
-    """The lines of the table, the tests, and the notes.
+    """Return the lines of the table, the tests, and the notes.
 
     Args:
         runs: The runs; every run is tested against the first.
@@ -433,36 +446,42 @@ def comparison(runs: Sequence[ScoreFile], by: Sequence[str], *, published: bool)
     Raises `UserError` if the runs are of different benchmarks.
     """
     check_one_benchmark(runs)
-    benchmark = runs[0].score["benchmark"]
     quoted = _published(runs) if published else None
-    rows = quoted.rows if quoted else {}
-    width = max(map(len, [*(run.name for run in runs), *(f"{name} (quoted)" for name in rows)]))
+    quoted_rows = quoted.rows if quoted else {}
+    row_names = [run.name for run in runs] + [f"{name} (quoted)" for name in quoted_rows]
+    width = max(map(len, row_names))
     columns = list(dict.fromkeys(name for run in runs for name in run.cells))
     lines = [
         f"{name_of_data(runs[0].score)}: accuracy in %, [95 % interval], problems",
         _line("", width, columns),
     ]
-    lines += [
-        _line(run.name, width, [_cell(run.cells.get(name)) for name in columns]) for run in runs
-    ]
-    for name, figures in rows.items():
+    for run in runs:
+        lines.append(_line(run.name, width, [_cell(run.cells.get(name)) for name in columns]))
+    for name, figures in quoted_rows.items():
         cells = [f"{figures[column]:5.1f}" if column in figures else "-" for column in columns]
         lines.append(_line(f"{name} (quoted)", width, cells))
-    lines += [f"quoted: {quoted.source}; not measured here"] if quoted else []
+    if quoted:
+        lines.append(f"quoted: {quoted.source}; not measured here")
+    for run in runs:
+        if run.score.get("steps"):
+            lines += [f"{run.name}: {line}" for line in step_lines(run.score["steps"])]
     view_groups = views_of(runs)
     # MathVerse has its versions of each problem beside our views.
-    if not by and view_groups and benchmark == "mathverse":
+    if not by and view_groups and runs[0].score["benchmark"] == "mathverse":
         by = ["version"]
     for key in by:
         lines += ["", *_by_group(runs, key, width)]
     if len(runs) > 1:
-        lines += ["", *(line for run in runs[1:] for line in _test(runs[0], run))]
-        lines += [line for views in view_groups for line in sees_or_reasons(views)]
+        lines.append("")
+        for run in runs[1:]:
+            lines += _test(runs[0], run)
+        for views in view_groups:
+            lines += sees_or_reasons(views)
     return lines + _notes(runs, quoted)
 
 
 def _published(runs: Sequence[ScoreFile]) -> Published | None:
-    """The published rows to show beside these scores, if there are any.
+    """Return the published rows to show beside these scores, if there are any.
 
     There are none beside other problems than they are of, or beside a part of them.
     """
@@ -480,12 +499,12 @@ def _published(runs: Sequence[ScoreFile]) -> Published | None:
 
 
 def _line(name: str, width: int, cells: Sequence[str]) -> str:
-    """A row of the table: a name of `width` characters, then the cells in columns."""
+    """Return a row of the table: a name of `width` characters, then the cells in columns."""
     return " ".join([f"{name:<{width}}", *(f"{cell:<28}" for cell in cells)]).rstrip()
 
 
 def _cell(cell: Mapping[str, Any] | None) -> str:
-    """An accuracy with its interval and number of items, such as `61.2 [57.9, 64.4] of 850`.
+    """Return an accuracy with its interval and number of items, such as `61.2 [57.9, 64.4] of 850`.
 
     It is `-` if there is no such figure.
     """
@@ -500,7 +519,7 @@ def _cell(cell: Mapping[str, Any] | None) -> str:
 
 
 def _by_group(runs: Sequence[ScoreFile], key: str, width: int) -> list[str]:
-    """The lines of the group `key`: for each of its values a heading and a line per run.
+    """Return the lines of the group `key`: for each of its values a heading and a line per run.
 
     Raises `UserError` if no run has that group.
     """
@@ -518,7 +537,7 @@ def _by_group(runs: Sequence[ScoreFile], key: str, width: int) -> list[str]:
 
 
 def _test(first: ScoreFile, second: ScoreFile) -> list[str]:
-    """The lines of a test of two runs on their common items.
+    """Return the lines of a test of two runs on their common items.
 
     They give the difference with its paired bootstrap interval, and for single answers McNemar's
     test.
@@ -542,7 +561,7 @@ def _test(first: ScoreFile, second: ScoreFile) -> list[str]:
 
 
 def _notes(runs: Sequence[ScoreFile], quoted: Published | None) -> list[str]:
-    """The notes for a reader: settings and problems that differ, and partial scores."""
+    """Return the notes for a reader: settings and problems that differ, and partial scores."""
     if len(runs) > 1:
         is_about_tools = all(differ_in_tools(runs[0], run) for run in runs[1:])
         notes = cautions(runs, _OF_TOOLS if is_about_tools else ())

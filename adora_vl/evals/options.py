@@ -22,7 +22,9 @@ Options = TypeVar("Options")
 def option(
     default: object = MISSING, *, help: str, parser_default: object = MISSING, **arguments: Any
 ) -> Any:
-    """A field of a dataclass that is an option of the command, `--max-tokens` for `max_tokens`.
+    """Return a field of a dataclass that is an option of the command.
+
+    `max_tokens` becomes `--max-tokens`.
 
     Args:
         default: The value where none is given. Without it, code has to give one.
@@ -37,18 +39,18 @@ def option(
 
 
 def argument_of(option_field: "Field[Any]") -> Mapping[str, Any] | None:
-    """The arguments of `add_argument` for a field; None for a field that is no option."""
+    """Return the arguments of `add_argument` for a field; None for a field that is no option."""
     argument: Mapping[str, Any] | None = option_field.metadata.get(_ARGUMENT)
     return argument
 
 
 def option_names(kind: type) -> list[str]:
-    """The names of the options of a dataclass, in its order."""
+    """Return the names of the options of a dataclass, in its order."""
     return [field.name for field in fields(kind) if argument_of(field) is not None]
 
 
 def required_names(kind: type) -> list[str]:
-    """The names of the fields of a dataclass that have no default."""
+    """Return the names of the fields of a dataclass that have no default."""
     return [
         field.name
         for field in fields(kind)
@@ -65,7 +67,7 @@ def add_options(parser: ArgumentParser, kind: type) -> None:
 
 
 def options_from(kind: type[Options], parsed: Namespace, **overrides: Any) -> Options:
-    """An instance of a dataclass of options from what a parser has read.
+    """Return an instance of a dataclass of options from what a parser has read.
 
     Args:
         kind: The dataclass. A field that the parser does not know keeps its default.

@@ -45,7 +45,7 @@ class GraderOptions(ScoreOptions):
 
 
 def answer_form(answer: str, choices: Sequence[str] | None = None) -> str:
-    r"""The form in which a reference answer is written.
+    r"""Return the form in which a reference answer is written.
 
     It is `letter`, `radical`, `pi`, `fraction`, `integer`, `decimal` or `other`. An answer with
     several of them has the first in this order: `2 \sqrt { 3 } \pi` is a radical.
@@ -65,7 +65,7 @@ _TRAINING_TEXTS = (
 
 
 def load(options: DataOptions, prompt: str | None = None) -> LoadedProblems:
-    """The problems of a split of a prepared dataset folder, and a hash of it.
+    """Return the problems of a split of a prepared dataset folder, and a hash of it.
 
     Args:
         options: The folder and its split.
@@ -103,7 +103,7 @@ def load(options: DataOptions, prompt: str | None = None) -> LoadedProblems:
 
 
 def problems(dataset: Dataset, prompt_template: Template | None = None) -> list[Problem]:
-    """The problems of the rows of a prepared split, images encoded until they are needed.
+    """Return the problems of the rows of a prepared split, images encoded until they are needed.
 
     `prompt_template`: makes the text that is asked from the columns of a row; None asks the
     problem alone.
@@ -132,7 +132,7 @@ def problems(dataset: Dataset, prompt_template: Template | None = None) -> list[
 
 
 def _fields(row: dict[str, Any]) -> dict[str, Any]:
-    """What a prediction keeps of a row of the dataset."""
+    """Return what a prediction keeps of a row of the dataset."""
     origin = {key: row[key] for key in ("source", "split") if row.get(key)}
     meta = {
         key: value for key, value in (row.get("meta") or {}).items() if key not in _TRAINING_TEXTS
@@ -143,9 +143,12 @@ def _fields(row: dict[str, Any]) -> dict[str, Any]:
         "answer": row["answer"],
         "choices": row.get("choices"),
         "metadata": {**origin, **meta},
+        # a solved figure, on which the claims of an answer are checked
+        **({"figure": row["figure"]} if row.get("figure") else {}),
     }
 
 
 def _stored(encoded: Dataset, index: int) -> list[bytes]:
+    """Return the encoded images of one row, which are read when they are asked for."""
     images = encoded[index]["images"][0].as_py() or []
     return [image["bytes"] or Path(image["path"]).read_bytes() for image in images]

@@ -23,8 +23,9 @@ from adora_vl.evals.records import (
     RowGrade,
 )
 from adora_vl.evals.scoring.score import metadata_groups
+from adora_vl.evals.variants import variant_lines, with_variants
 from adora_vl.rewards import grade as graded_as_in_training
-from adora_vl.utils.cli import amount, optional, text
+from adora_vl.utils.cli import amount, optional, text, whole
 
 # The fields of `meta` by which answers are grouped; only a drawn problem has a `family`.
 _METADATA_GROUPS = ("goal", "shapes", "family")
@@ -42,15 +43,25 @@ class PreparedDataOptions(DataOptions):
         type=optional(text),
         metavar="TEMPLATE",
     )
+    variants: int = option(
+        0,
+        help="ask so many variants of each problem too, from the folder <dataset>-variants, and "
+        "compare (data_prep variants --for-evaluation makes them)",
+        type=whole(0),
+        metavar="N",
+    )
 
 
 def load(options: PreparedDataOptions) -> LoadedProblems:
-    """The problems of a prepared dataset folder, in the words of the prompt."""
-    return load_prepared(options, options.prompt)
+    """Return the problems of a prepared dataset folder, in the words of the prompt."""
+    loaded = load_prepared(options, options.prompt)
+    if not options.variants:
+        return loaded
+    return with_variants(loaded, options, options.prompt, options.variants)
 
 
 def grade(row: Prediction, options: GraderOptions) -> RowGrade:
-    """The verdict on a row.
+    """Return the verdict on a row.
 
     `options.rounding`: also accept a decimal that is the reference answer rounded.
     `options.answer_tags`: also accept an answer in `<answer> </answer>` without a box.
@@ -68,6 +79,7 @@ def grade(row: Prediction, options: GraderOptions) -> RowGrade:
 
 
 def _rules(options: GraderOptions) -> dict[str, Any]:
+    """Return the rules of a score."""
     rules = {"rounding": options.rounding}
     if options.answer_tags:
         rules["answer_tags"] = True
@@ -77,7 +89,7 @@ def _rules(options: GraderOptions) -> dict[str, Any]:
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: GraderOptions
 ) -> OwnFigures:
-    """The number of reference answers that the grader cannot read, and the rules in words."""
+    """Return the number of unreadable reference answers, and the rules in words."""
     unusable = sum(item.grade.reason.startswith("gold_") for item in graded)
     warning = (
         f"{amount(unusable, 'gold')} cannot be graded against; see the items with a gold_ reason"
@@ -85,11 +97,13 @@ def _summary(
     by = "rounded decimals accepted" if options.rounding else "exact answers"
     by += ", in <answer> tags too" if options.answer_tags else ""
     notes = {"unusable_golds": unusable, "data_set": _data_set(rows)}
-    return OwnFigures(notes=notes, warnings=[warning] if unusable else [], by=by)
+    return OwnFigures(
+        notes=notes, warnings=[warning] if unusable else [], by=by, lines=variant_lines(graded)
+    )
 
 
 def _data_set(rows: Sequence[Prediction]) -> dict[str, Any]:
-    """The sources and splits of the problems, as the rows of a prepared folder say it.
+    """Return the sources and splits of the problems, as the rows of a prepared folder say it.
 
     The number of problems goes with them, for figures that apply to a whole split alone.
     """
@@ -102,16 +116,20 @@ def _data_set(rows: Sequence[Prediction]) -> dict[str, Any]:
 
 
 def _groups(row: Prediction) -> dict[str, list[str]]:
-    """The groups of a row: goal, shapes, family and kind, and form of the answer."""
+    """Return the groups of a row: goal, shapes, family and kind, and form of the answer."""
     metadata = row.get("metadata") or {}
     groups = metadata_groups(row, _METADATA_GROUPS)
-    if metadata.get("kind"):
+    # The kind of a variant is its original, which groups nothing.
+    if metadata.get("kind") and metadata.get("family") != "variant":
         groups["kind"] = [f"{metadata.get('family')}, {metadata['kind']}"]  # `crossing, vertical`
     return {**groups, "answer_form": [answer_form(row["answer"], row.get("choices"))]}
 
 
 def prepared_benchmark(name: str, *, published: Published | None = None) -> Benchmark:
-    """The benchmark of this name on prepared problems. `published`: figures to quote beside it."""
+    """Return the benchmark of this name on prepared problems.
+
+    `published`: figures to quote beside it.
+    """
     return Benchmark(
         name=name,
         split="test",

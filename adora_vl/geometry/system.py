@@ -256,7 +256,8 @@ class System:
         first, corner, last = self._turn_points
         u = places[first] - places[corner]
         w = places[last] - places[corner]
-        across = u[:, 0] * w[:, 1] - u[:, 1] * w[:, 0]
+        # The sum makes 0 of -0, of which the arctangent would make -180 degrees.
+        across = u[:, 0] * w[:, 1] - u[:, 1] * w[:, 0] + 0.0
         along = np.einsum("ij,ij->i", u, w)
         sign = np.where(self._turn_signs == 0, np.where(across < 0, -1.0, 1.0), self._turn_signs)
         angle = np.degrees(np.arctan2(sign * across, along))

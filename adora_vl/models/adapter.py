@@ -16,6 +16,7 @@ from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.hub import only_here, why_missing
 
 if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command need not wait
+    from peft import PeftConfig, PeftModel
     from trl import ModelConfig
 
 _WHOLE = "config.json"  # what has it is a whole model, whatever else it has
@@ -107,6 +108,7 @@ def _folder(key: str, name: str, revision: str | None) -> Path | None:
 
 
 def _on_hub(name: str, revision: str | None, file: str) -> bool:
+    """Return whether a model of the hub has a file."""
     from transformers.utils import cached_file
 
     try:
@@ -118,6 +120,11 @@ def _on_hub(name: str, revision: str | None, file: str) -> bool:
 
 
 def _read(key: str, name: str, folder: Path, revision: str | None) -> Adapter:
+    """Read an adapter's config from `folder`.
+
+    `name` is the adapter's folder or hub id, as `key` names it. Raises `UserError` where peft is
+    missing, where the config cannot be read, and where it names no base.
+    """
     file = f"{key}: {str(folder / ADAPTER)!r}"
     if find_spec("peft") is None:
         raise UserError(
@@ -166,6 +173,7 @@ def check_keys(adapter: Adapter, model: ModelConfig, set_keys: Collection[str]) 
 
 
 def _plain(value: Any) -> Any:
+    """Return a setting in a form that can be compared: lists sorted, an enumeration's value."""
     if isinstance(value, list | tuple | set):
         return sorted(map(str, value)) or None
     if isinstance(value, str) and value.isidentifier():
@@ -176,7 +184,7 @@ def _plain(value: Any) -> Any:
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for
 
 
-def served_rank(config: Any) -> int:
+def served_rank(config: PeftConfig) -> int:
     """Return the rank that vLLM reserves room for, at least that of every layer.
 
     Raises `UserError` for a rank above the largest that vLLM has kernels for.
@@ -261,7 +269,7 @@ def load_policy(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any])
 
 
 @contextmanager
-def trained_alone(policy: Any) -> Iterator[None]:
+def trained_alone(policy: PeftModel) -> Iterator[None]:
     """Hide the reference adapter `ref` from PEFT inside the block, so that it saves the policy alone.
 
     The state that ZeRO-3 gathers lacks the reference.
@@ -272,7 +280,7 @@ def trained_alone(policy: Any) -> Iterator[None]:
         policy.peft_config["ref"] = reference
 
 
-def name_base(policy: Any, beneath: Sequence[Adapter]) -> None:
+def name_base(policy: PeftModel, beneath: Sequence[Adapter]) -> None:
     """Write the base model of the trained adapter into its config, for whoever loads it.
 
     `beneath`: the adapters that were merged into the base. PEFT names neither them nor a commit.
@@ -286,7 +294,7 @@ def name_base(policy: Any, beneath: Sequence[Adapter]) -> None:
     config.revision = commit
 
 
-def in_float32(policy: Any) -> None:
+def in_float32(policy: PeftModel) -> None:
     """Cast the trained parameters, and the reference adapter, to float32.
 
     On a bfloat16 base PEFT keeps `modules_to_save` in bfloat16, and TRL casts all adapters of a
@@ -297,7 +305,7 @@ def in_float32(policy: Any) -> None:
             parameter.data = parameter.data.float()
 
 
-def begin_with(policy: Any, adapter: Adapter) -> None:
+def begin_with(policy: PeftModel, adapter: Adapter) -> None:
     """Load the adapter's weights into the policy, and into TRL's reference adapter `ref`."""
     in_float32(policy)
     for name in policy.peft_config:

@@ -3,9 +3,10 @@
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
@@ -18,9 +19,13 @@ from adora_vl.models.families import (
     misplaced_by_vllm,
     sees_images,
 )
-from adora_vl.models.shape import describe, is_dtype
+from adora_vl.models.shape import describe, is_dtype, language_layers, layers_pattern
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.secrets import masked
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from trl import GRPOConfig
 
 _FLASH = {
     "flash_attention_2": is_flash_attn_2_available,
@@ -38,8 +43,8 @@ LOST_UPDATES = (
 )
 
 
-def check_family(model: ModelConfig, run: Any, config: PretrainedConfig) -> list[str]:
-    """What a user should know of this model's family before the run: at most one line.
+def check_family(model: ModelConfig, run: "GRPOConfig", config: PretrainedConfig) -> list[str]:
+    """Return what a user should know of this model's family before the run: at most one line.
 
     `run`: its config. Raises `UserError` for a model with images of an unknown family, unless all
     of `NEEDS_FAMILY` is as in stock TRL, and for one to which vLLM would give other positions than
@@ -64,7 +69,7 @@ def check_family(model: ModelConfig, run: Any, config: PretrainedConfig) -> list
             f"{name}: model_type {kind} is not among the families that can share a prompt "
             f"({KNOWN}): every rollout computes its prompt again, everything else works"
         ]
-    if not any(run.own(part) for part in NEEDS_FAMILY) and not run.adora_freeze:
+    if not any(run.uses(part) for part in NEEDS_FAMILY) and not run.adora_freeze:
         return [
             f"{name}: model_type {kind} is not among the known families; its images go the way of "
             "stock TRL"
@@ -76,7 +81,7 @@ def check_family(model: ModelConfig, run: Any, config: PretrainedConfig) -> list
 
 
 def loses_updates(model: ModelConfig, config: PretrainedConfig, *, deepspeed: bool) -> bool:
-    """Whether `LOST_UPDATES` is to be said.
+    """Return whether `LOST_UPDATES` is to be said.
 
     LoRA's own weights are float32, and DeepSpeed keeps a float32 copy.
     """
@@ -89,10 +94,7 @@ def loses_updates(model: ModelConfig, config: PretrainedConfig, *, deepspeed: bo
 
 
 def check_sees(model: ModelConfig, config: PretrainedConfig, *, has_images: bool) -> None:
-    """Raises `UserError` for images that the model does not read.
-
-    `has_images`: whether a row of the data has one.
-    """
+    """Raise `UserError` for images that the model does not read."""
     if has_images and not sees_images(config):
         blind = (
             f"model_name_or_path: {model.model_name_or_path!r} reads text only, and the dataset "
@@ -135,7 +137,7 @@ def check_arguments(config: PretrainedConfig, init_kwargs: Mapping[str, Any]) ->
 
 
 def check_parts(
-    model: ModelConfig, config: PretrainedConfig, peft_config: Any, frozen: Sequence[str]
+    model: ModelConfig, config: PretrainedConfig, peft_config: "PeftConfig", frozen: Sequence[str]
 ) -> None:
     """Raise `UserError` for a part to freeze, or a layer for an adapter, that this model lacks.
 
@@ -165,7 +167,7 @@ def check_parts(
         ) from error
 
 
-def check_trainable(config: Any, model_config: PretrainedConfig, *, adapted: bool) -> None:
+def check_trainable(config: "GRPOConfig", model_config: PretrainedConfig, *, adapted: bool) -> None:
     """Raise `UserError` for a loss or a reference that this model cannot have.
 
     TRL would refuse it only once the weights are loaded. `config`: the run's. `adapted`: whether adapters are trained.
@@ -184,7 +186,7 @@ def check_trainable(config: Any, model_config: PretrainedConfig, *, adapted: boo
         )
 
 
-def dropout_notes(peft_config: Any, config: Any, *, one_step: bool) -> list[str]:
+def dropout_notes(peft_config: "PeftConfig", config: "GRPOConfig", *, one_step: bool) -> list[str]:
     """Return a note on what dropout of an adapter does to a run: at most one line.
 
     `one_step`: whether a generation is learned from in one optimizer step, where the ratio of new
@@ -202,18 +204,52 @@ def dropout_notes(peft_config: Any, config: Any, *, one_step: bool) -> list[str]
 def lora_of(model: ModelConfig) -> Any:
     """Return PEFT's config for a command's keys; None without LoRA.
 
-    Raises `UserError` where they name no layers.
+    Where they name no layers it has none until `choose_layers` writes them. Raises `UserError`
+    where PEFT is not installed.
     """
-    if (
-        model.use_peft
-        and model.lora_target_modules is None
-        and model.lora_target_parameters is None
-    ):
-        raise UserError(
-            "lora_target_modules: null with use_peft: true; name the layers, such as q_proj,v_proj"
-        )
     if model.use_peft and find_spec("peft") is None:
         raise UserError(
             "use_peft: true, but peft is not installed; install the extra adora-vl[lora]"
         )
     return get_peft_config(model)
+
+
+def with_own_layers(peft_config: Any) -> Any:
+    """Return a copy of a LoRA config that names no layers, which is completed; else the config.
+
+    A user's object stays as it is, since it may be used for another model too.
+    """
+    return deepcopy(peft_config) if _lacks_layers(peft_config) else peft_config
+
+
+def choose_layers(peft_config: Any, keys: ModelConfig, config: PretrainedConfig) -> list[str]:
+    """Put LoRA on every linear layer of the language model where no layer is named.
+
+    The vision tower and the projector stay frozen, as in the recipes. `keys` get the choice too,
+    so that manifest, fingerprint and checkpoint have it. Returns a note of one line, or none.
+    """
+    if not _lacks_layers(peft_config):
+        return []
+    names = language_layers(config)
+    if not names:
+        raise UserError(
+            "lora_target_modules: null, and this model has no linear layer in its language model; "
+            "name layers"
+        )
+    layers = layers_pattern(names)
+    peft_config.target_modules = layers
+    keys.lora_target_modules = layers  # PEFT takes a pattern too
+    return [
+        f"lora_target_modules: none named, so every linear layer of the language model: "
+        f"{', '.join(names)}; vision tower and projector are frozen"
+    ]
+
+
+def _lacks_layers(peft_config: Any) -> bool:
+    """Whether this is a LoRA config that names neither layers nor parameters."""
+    kind = getattr(peft_config, "peft_type", None)
+    return (
+        str(getattr(kind, "value", kind)) == "LORA"
+        and not peft_config.target_modules
+        and not getattr(peft_config, "target_parameters", None)
+    )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedConfig
 
 EMBEDDINGS = "pooler_output"
 DEEPSTACK = "deepstack_features"
@@ -105,34 +106,34 @@ FAMILIES: dict[str, Family] = {
 KNOWN = ", ".join(FAMILIES)  # as a message names them
 
 
-def family_of(config: Any) -> Family | None:
-    """The family of a Transformers config, None where the table does not have it."""
+def family_of(config: PreTrainedConfig) -> Family | None:
+    """Return the family of a Transformers config, None where the table does not have it."""
     return FAMILIES.get(str(getattr(config, "model_type", "")))
 
 
 def seeing_families() -> dict[str, Vision]:
-    """The families with images, by `model_type`."""
+    """Return the families with images, by `model_type`."""
     return {kind: family.vision for kind, family in FAMILIES.items() if family.vision is not None}
 
 
-def sees_images(config: Any) -> bool:
-    """Whether a model of this Transformers config takes images, of whatever family; else it is a
-    language model.
-    """
+def sees_images(config: PreTrainedConfig) -> bool:
+    """Return whether a model of this Transformers config takes images, of whatever family."""
     return getattr(config, "vision_config", None) is not None
 
 
-def shares_prompts(config: Any) -> bool:
-    """Whether every layer of this model can let the rollouts of a group share their prompt: all
-    have full attention, as have those of a config that names no kinds.
+def shares_prompts(config: PreTrainedConfig) -> bool:
+    """Return whether every layer can let the rollouts of a group share their prompt.
+
+    All have full attention then, as have those of a config that names no kinds.
     """
     kinds = getattr(config.get_text_config(), "layer_types", None) or ["full_attention"]
     return family_of(config) is not None and set(kinds) == {"full_attention"}
 
 
-def misplaced_by_vllm(config: Any) -> str:
-    """Why vLLM would give this model's images other positions than Transformers, with the remedy;
-    else empty.
+def misplaced_by_vllm(config: PreTrainedConfig) -> str:
+    """Return why vLLM gives this model's images other positions than Transformers.
+
+    It has the remedy. The text is empty where the positions agree.
     """
     family = family_of(config)
     rotary = getattr(config.get_text_config(), "rope_parameters", None) or {}
@@ -144,8 +145,8 @@ def misplaced_by_vllm(config: Any) -> str:
     )
 
 
-def has_linear_attention(config: Any) -> bool:
-    """Whether some layers of this model carry one state along the sequence."""
+def has_linear_attention(config: PreTrainedConfig) -> bool:
+    """Return whether some layers of this model carry one state along the sequence."""
     return "linear_attention" in (getattr(config.get_text_config(), "layer_types", None) or ())
 
 
@@ -161,8 +162,10 @@ _PROJECTORS = {mark for vision in seeing_families().values() for mark in vision.
 
 
 def component_of(parameter_name: str) -> str:
-    """Which part a parameter belongs to, by its Transformers name (wrappers' prefixes do not
-    matter): no family uses another one's mark for another part.
+    """Return the component that a parameter belongs to, by its Transformers name.
+
+    Prefixes of wrappers do not matter. The names are those of `FAMILIES`: no family uses another
+    one's mark for another component. A text-only model is all language model.
     """
     if any(mark in parameter_name for mark in _PROJECTORS):
         return PROJECTOR
@@ -172,8 +175,8 @@ def component_of(parameter_name: str) -> str:
 def freeze(model: nn.Module, components: Iterable[str]) -> dict[str, int]:
     """Set `requires_grad=False` on every parameter of `components`.
 
-    Returns the number of parameters of each. Raises `UserError` where a component names no
-    parameter of this model.
+    Returns the number of parameters of each component. Raises `UserError` where a component has no
+    parameter in this model, instead of silently freezing nothing.
     """
     frozen: dict[str, int] = {}
     for component in components:
@@ -190,7 +193,8 @@ def freeze(model: nn.Module, components: Iterable[str]) -> dict[str, int]:
 
 
 def trainable_components(model: nn.Module) -> frozenset[str]:
-    """The parts with at least one trainable parameter; an adapter counts for the part that it sits
-    in.
+    """Return the parts with at least one trainable parameter.
+
+    An adapter counts for the part that it sits in.
     """
     return frozenset(component_of(name) for name, p in model.named_parameters() if p.requires_grad)

@@ -4,7 +4,7 @@ trainer and engine read, so that both compute with the same weights.
 
 import hashlib
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from filelock import FileLock
@@ -17,13 +17,18 @@ from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import cache_folder, replacing_folder
 from adora_vl.utils.versions import installed
 
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from transformers import PreTrainedModel
+    from trl import GRPOConfig
+
 # What stays whole. Transformers goes by the beginning of a name, vLLM's plugin by names of its own.
 WHOLE = ("lm_head", "model.visual", "visual")
 _PACKAGES = ("bitsandbytes", "vllm-bnb-plugin")
 
 
 def is_four_bit(config: PretrainedConfig) -> bool:
-    """Whether the model was saved in 4 bits."""
+    """Return whether the model was saved in 4 bits."""
     saved = getattr(config, "quantization_config", None) or {}
     saved = saved if isinstance(saved, dict) else saved.to_dict()
     return saved.get("quant_method") == "bitsandbytes" and bool(saved.get("load_in_4bit"))
@@ -31,9 +36,9 @@ def is_four_bit(config: PretrainedConfig) -> bool:
 
 def check_four_bit(
     model: ModelConfig,
-    run: Any,
+    run: "GRPOConfig",
     config: PretrainedConfig,
-    peft_config: Any,
+    peft_config: "PeftConfig",
     *,
     stage: int | None,
     runs_here: bool,
@@ -57,9 +62,7 @@ def check_four_bit(
         return False
     key = "load_in_4bit: true" if model.load_in_4bit else "model_name_or_path: a base in 4 bits"
     if peft_config is None:
-        raise UserError(
-            f"{key} trains an adapter alone; set use_peft: true and lora_target_modules"
-        )
+        raise UserError(f"{key} trains an adapter alone; set use_peft: true")
     tuned = {
         name: getattr(peft_config, name, None)
         for name in ("use_dora", "modules_to_save", "target_parameters")
@@ -113,7 +116,7 @@ def check_four_bit(
 
 
 def in_four_bit(layer: str) -> bool:
-    """Whether the linear layer of this name is among those that 4 bits are for."""
+    """Return whether the linear layer of this name is among those that 4 bits are for."""
     return not layer.startswith(WHOLE)
 
 
@@ -127,7 +130,7 @@ def bytes_of(nested: bool) -> float:
 
 
 def four_bit_folder(name: str, revision: str | None, model: ModelConfig) -> str:
-    """The folder of the base `name` in 4 bits, made in the cache where it is missing: by one
+    """Return the folder of the base `name` in 4 bits, made in the cache where it is missing: by one
     process, once.
     """
     nested = model.use_bnb_nested_quant
@@ -168,10 +171,11 @@ def four_bit_folder(name: str, revision: str | None, model: ModelConfig) -> str:
     return str(folder)
 
 
-def keep_gradients(model: Any) -> None:
-    """On a CPU with AVX-512 in bfloat16 bitsandbytes repacks a layer in its first pass without
-    gradients, and no gradient comes through it from then on; widths that are no multiple of 64
-    fail. Ours leaves the layers as they are.
+def keep_gradients(model: "PreTrainedModel") -> None:
+    """Keep bitsandbytes from repacking layers on a CPU with AVX-512 in bfloat16.
+
+    It repacks a layer in its first pass without gradients, and no gradient comes through it from
+    then on; widths that are no multiple of 64 fail. Ours leaves the layers as they are.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -186,6 +190,7 @@ class FrozenBase:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        """Find the frozen parameters, which stay on the card until `leave`."""
         self.frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         self.device = next(model.parameters()).device
         self._host: list[torch.Tensor] = []

@@ -22,7 +22,8 @@ from adora_vl.utils.hashing import content_hash
 from adora_vl.utils.hub import only_here, why_missing
 
 if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command need not wait
-    from transformers import PretrainedConfig
+    from peft import PeftModel
+    from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedModel, ProcessorMixin
 
 TINY_MODEL = "tiny"
 TINY_TEXT_MODEL = "tiny_text"
@@ -125,7 +126,7 @@ def model_hash(model: str, revision: str | None = None) -> str | None:
 
 
 def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
-    """The model's config alone.
+    """Return the model's config alone.
 
     Raises `UserError` where `model` is neither a model folder nor a reachable hub id, or is of a
     kind that Transformers does not have.
@@ -149,7 +150,7 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """The class of Transformers that makes a model of this config: of one that sees, or of a
+    """Return the class of Transformers that makes a model of this config: of one that sees, or of a
     language model.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -158,9 +159,10 @@ def auto_class(config: PretrainedConfig) -> Any:
 
 
 def load_model(name: str, init: Mapping[str, Any]) -> Any:
-    """As TRL loads it, which looks for its class in the newest revision alone.
+    """Load a model as TRL does.
 
-    `init`: for `from_pretrained`.
+    TRL looks for its class in the newest revision alone; ours looks in the revision of `init`, the
+    arguments for `from_pretrained`.
     """
     from trl.trainer.utils import create_model_from_path
 
@@ -207,16 +209,19 @@ def check_weights(key: str, name: str) -> None:
         ) from error
 
 
-def restore_weights(model: Any, folder: Path) -> None:
-    """Put the weights that `save_pretrained` wrote into `folder` back into a model of the same
-    class. Of a `PeftModel` every adapter is read, the one named `default` from `folder` and each
-    other one from the folder of its name in it. Raises `RunError` where a tensor is missing, or has
-    no place in the model.
+def restore_weights(model: PreTrainedModel, folder: Path) -> None:
+    """Put the weights that `save_pretrained` wrote into `folder` back into a model of that class.
+
+    Transformers saves Qwen2.5-VL under other names (`visual.blocks`) than the module has
+    (`model.visual.blocks`); `from_pretrained` knows how to turn them back. Every adapter of a
+    `PeftModel` is read, the one named `default` from `folder` and all others from the folder of
+    their name in it. Raises `RunError` where a tensor is missing, or has no place in the model.
     """
     from accelerate.utils import is_peft_model
 
     if not is_peft_model(model):
         # which turns back names that differ in the files
+        # It turns back the names that differ in the files.
         saved = type(model).from_pretrained(folder, dtype="auto")
         model.load_state_dict(saved.state_dict())
         return
@@ -224,7 +229,12 @@ def restore_weights(model: Any, folder: Path) -> None:
         restore_adapter(model, name, folder if name == "default" else folder / name)
 
 
-def restore_adapter(model: Any, name: str, folder: Path) -> None:
+def restore_adapter(model: PeftModel, name: str, folder: Path) -> None:
+    """Put the weights of `folder` back into the adapter of this name.
+
+    Collective under ZeRO-3. Raises `RunError` where a tensor is missing, or has no place in the
+    model.
+    """
     from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
     where = f"the adapter {name} of {str(folder)!r}"
@@ -248,7 +258,10 @@ def restore_adapter(model: Any, name: str, folder: Path) -> None:
 
 
 def whole(parameters: Iterable[Any]) -> AbstractContextManager[Any]:
-    """Inside, what ZeRO-3 has in parts is whole, and may be changed on all ranks alike."""
+    """Make what ZeRO-3 has in parts whole inside the block, to be changed on all ranks alike.
+
+    Entering and leaving it are collective calls. Without ZeRO-3 nothing has to be done.
+    """
     from transformers.integrations import is_deepspeed_zero3_enabled
 
     if not is_deepspeed_zero3_enabled():
@@ -262,9 +275,9 @@ def whole(parameters: Iterable[Any]) -> AbstractContextManager[Any]:
 
 
 def load_processor(model: str, revision: str | None = None) -> Any:
-    """A processor (or, for a text-only model, a tokenizer) with left padding, as TRL loads it.
+    """Load a processor (or, for a text-only model, a tokenizer) with left padding, as TRL does.
 
-    Raises `UserError`.
+    Raises `UserError` where the model has none that Transformers can load.
     """
     from transformers import AutoProcessor
 
@@ -287,8 +300,8 @@ def load_processor(model: str, revision: str | None = None) -> Any:
         raise UserError(f"model_name_or_path: {why}") from error
 
 
-def pixel_limits(image_processor: Any) -> dict[str, int] | None:
-    """`min_pixels` and `max_pixels` of an image processor.
+def pixel_limits(image_processor: BaseImageProcessor) -> dict[str, int] | None:
+    """Return `min_pixels` and `max_pixels` of an image processor.
 
     None without one, and for one that sizes in another way.
     """
@@ -298,7 +311,7 @@ def pixel_limits(image_processor: Any) -> dict[str, int] | None:
     return {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
 
 
-def limit_pixels(processor: Any, min_pixels: int | None, max_pixels: int | None) -> None:
+def limit_pixels(processor: ProcessorMixin, min_pixels: int | None, max_pixels: int | None) -> None:
     """Set the limits of the processor's images, in pixels; None keeps the processor's own limit.
 
     Raises `UserError` where `min_pixels` exceeds `max_pixels`, or the model has no such limits.

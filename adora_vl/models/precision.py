@@ -1,8 +1,9 @@
 """Computed buffers that a cast has rounded: restored at the build, checked before the first step.
 
-DeepSpeed's `zero.Init` and `model.to(torch.bfloat16)` cast buffers along with the weights. In
-bfloat16 the rotary frequencies are off by up to 0.4 %, and angles by radians after some 1,000
-tokens (`docs/rollouts.md`).
+Under ZeRO-3 DeepSpeed's `zero.Init` gives every float tensor that a constructor creates the
+training dtype, and `model.to(torch.bfloat16)` casts buffers along with the weights. In bfloat16 the
+rotary frequencies are off by up to 0.4 %. The error of an angle grows with the distance, to radians
+after some 1,000 tokens (`docs/rollouts.md`).
 """
 
 from collections.abc import Iterator
@@ -29,8 +30,9 @@ class HasModels(Protocol):
 def restore_buffers(model: nn.Module) -> list[str]:
     """Give every computed float buffer the value and dtype that its module's config says.
 
-    Returns those that changed. Persistent buffers are left alone, and modules that need more than a
-    config to be built.
+    Returns the buffers that changed. A buffer that a checkpoint contains (a persistent one) is left
+    alone, and so is a module that needs more than its config to be built: `wrong_buffers` looks at
+    the rotary ones among those.
     """
     restored = []
     for name, buffer, right in _computed_buffers(model):

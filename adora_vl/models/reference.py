@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
 from adora_vl.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 # Initialisations of PEFT that take an adapter's start out of the base's weights, so that the base
 # without the adapter is no longer the policy's start. Names may go on, as `pissa_niter_4` does.
 _CHANGE_THE_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga", "orthogonal")
 
 
-def check_adapter_start(peft_config: Any, beta: float, *, is_new: bool) -> None:
+def check_adapter_start(peft_config: PeftConfig, beta: float, *, is_new: bool) -> None:
     """Raise `UserError` for an adapter of whose start a run would have no reference.
 
     `is_new`: whether the run makes the adapter. Its reference is the base without the adapter; that
@@ -46,7 +49,7 @@ def check_copied(model: PreTrainedModel, beta: float) -> None:
 
 
 def copied_policy(model: PreTrainedModel, *_: Any, **__: Any) -> PreTrainedModel:
-    """A copy of a model object, with nothing of what has been put upon it, as a reference.
+    """Return a copy of a model object, with nothing of what has been put upon it, as a reference.
 
     A trainer before may have left functions on the object, which would compute with its weights
     instead of the copy's. Further arguments are those of TRL's function that reads a folder.

@@ -1,21 +1,34 @@
 """The sizes of a model that memory depends on, from its config; no weight is loaded."""
 
+import re
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 from transformers.integrations import deepspeed
 
-from adora_vl.models.families import COMPONENTS, Family, component_of, family_of, freeze
+from adora_vl.models.families import (
+    COMPONENTS,
+    LANGUAGE_MODEL,
+    Family,
+    component_of,
+    family_of,
+    freeze,
+    seeing_families,
+)
 from adora_vl.models.four_bit import in_four_bit
 from adora_vl.models.load import auto_class, load_config
 from adora_vl.utils import compat
 from adora_vl.utils.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 # the public config.json of the models in our recipes, for planning offline
 SHAPES = Path(__file__).with_name("shapes")
@@ -68,14 +81,16 @@ class ModelShape:
 
     @property
     def total(self) -> int:
+        """The number of parameters."""
         return sum(self.parameters.values())
 
     @property
     def trained(self) -> int:
+        """The number of parameters that are trained."""
         return sum(self.trainable.values())
 
     def base_bytes(self, byte: int) -> int:
-        """Bytes of the base, without an adapter's parameters, at `byte` bytes a parameter.
+        """Return bytes of the base, without an adapter's parameters, at `byte` bytes a parameter.
 
         Parameters in 4 bits take `four_bit_bytes` instead.
         """
@@ -84,6 +99,7 @@ class ModelShape:
 
     @property
     def image_token_pixels(self) -> int:
+        """The number of pixels that one image token covers."""
         return (self.patch * self.merge) ** 2
 
 
@@ -109,14 +125,15 @@ def describe(
     *,
     dtype: str | None = None,
     frozen: Sequence[str] = (),
-    peft_config: Any = None,
+    peft_config: "PeftConfig" = None,
     four_bit_bytes: float = 0.0,
 ) -> ModelShape:
     """Return the shape of a policy as it will be trained.
 
-    `frozen`: components that are not trained. `peft_config`: of LoRA. `four_bit_bytes`: bytes of a
-    parameter in 4 bits, 0 where no layer is. The modules are built on torch's meta device, so
-    nothing is allocated. The shape of an unknown family has no vision tower.
+    The modules are built on torch's meta device, so that names and numbers are the real ones and
+    nothing is allocated. A family that is not in the table has no vision tower here: all of its
+    parameters are in the language model. `frozen`: components that are not trained. `peft_config`:
+    of LoRA. `four_bit_bytes`: bytes of a parameter in 4 bits, 0 where no layer is in 4 bits.
     """
     with compat.SHARDED_BUILD.replaced_by(None, on=deepspeed), torch.device("meta"):
         model = auto_class(config).from_config(config)
@@ -165,7 +182,34 @@ def describe(
     )
 
 
-def _check_names(model: Any, peft_config: Any) -> None:
+def language_layers(config: PretrainedConfig) -> list[str]:
+    """Return the names of the language model's linear layers, without the output embedding.
+
+    Each name once, as `q_proj`, in the order of the alphabet. The modules are built without memory.
+    """
+    with compat.SHARDED_BUILD.replaced_by(None, on=deepspeed), torch.device("meta"):
+        model = auto_class(config).from_config(config)
+    head = model.get_output_embeddings()
+    names = [
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and module is not head
+        and component_of(f"{name}.weight") == LANGUAGE_MODEL
+    ]
+    return sorted(set(names))
+
+
+def layers_pattern(names: Sequence[str]) -> str:
+    """Return the regular expression for layers of these names outside of a vision tower.
+
+    Some of the names also occur in the tower's MLP. PEFT matches it against whole names.
+    """
+    towers = "|".join(sorted({re.escape(vision.tower) for vision in seeing_families().values()}))
+    return rf"(?!.*({towers})).*\.({'|'.join(names)})"
+
+
+def _check_names(model: "PreTrainedModel", peft_config: "PeftConfig") -> None:
     """Raise `UserError` for a name in LoRA's lists that no module has.
 
     PEFT passes over it where another one fits.
@@ -183,13 +227,13 @@ def _check_names(model: Any, peft_config: Any) -> None:
                 raise UserError(f"{key}: {module!r} is no module of this model{close}")
 
 
-def refuse_embedding_adapters(model: Any) -> None:
+def refuse_embedding_adapters(model: "PeftModel") -> None:
     """Raise `UserError` for a `PeftModel` whose embeddings have an adapter that would be lost."""
     refuse_tied_adapters(model)
     refuse_head_adapters(model)
 
 
-def refuse_head_adapters(model: Any) -> None:
+def refuse_head_adapters(model: "PeftModel") -> None:
     """Raise `UserError` for a `PeftModel` with an adapter on its output embedding.
 
     TRL multiplies the hidden states by the weight of that module alone, so the adapter would never
@@ -209,11 +253,11 @@ def refuse_head_adapters(model: Any) -> None:
     )
 
 
-def refuse_tied_adapters(model: Any) -> None:
+def refuse_tied_adapters(model: "PeftModel") -> None:
     """Raise `UserError` for a `PeftModel` in which an adapter changes one of two tied embeddings.
 
-    vLLM and a saved model have one matrix for both uses, so the adapter could be merged into
-    neither.
+    vLLM and a saved model have one matrix for both uses, so that the adapter could be merged into
+    neither: the engine would sample from another model than the one that learns.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
@@ -240,7 +284,7 @@ def refuse_tied_adapters(model: Any) -> None:
 
 
 def is_dtype(name: str) -> bool:
-    """Whether torch or Transformers has a dtype of this name."""
+    """Return whether torch or Transformers has a dtype of this name."""
     return name == "auto" or isinstance(
         getattr(torch, name.removeprefix("torch."), None), torch.dtype
     )
@@ -260,7 +304,8 @@ def _dtype(name: str | None, config: PretrainedConfig) -> torch.dtype:
     return dtype
 
 
-def _text_tower(config: Any, family: Family | None) -> Tower:
+def _text_tower(config: PretrainedConfig, family: Family | None) -> Tower:
+    """Return the sizes of the language model's layers."""
     head_size = (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
@@ -275,7 +320,7 @@ def _text_tower(config: Any, family: Family | None) -> Tower:
     )
 
 
-def _vision_fields(config: Any, family: Family) -> dict[str, Any]:
+def _vision_fields(config: PretrainedConfig, family: Family) -> dict[str, Any]:
     """Return the fields of a shape that describe the vision tower.
 
     In Qwen2-VL `hidden_size` is the width of the tower's output, and `embed_dim` that of the tower.

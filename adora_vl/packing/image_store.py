@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
@@ -19,6 +19,10 @@ from transformers.image_utils import make_flat_list_of_images
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 from adora_vl.data.images import KeptImage, content_digest
+
+if TYPE_CHECKING:
+    from transformers import BaseImageProcessor
+    from transformers.image_utils import ImageInput
 
 Preprocess = Callable[..., BatchFeature]
 PASSING = "adora_passing"  # key in the `info` of an image that is used once and not cached
@@ -34,12 +38,14 @@ class ProcessedImage:
 
 
 def can_cache(image_processor: object) -> bool:
-    """Whether the cache can take apart the output of this processor."""
+    """Return whether the cache can take apart the output of this processor."""
     return isinstance(image_processor, Qwen2VLImageProcessor)
 
 
-def normalized(image_processor: Any, patches_RD: Tensor, settings: dict[str, Any]) -> Tensor:
-    """The patches rescaled and normalised by the processor's own method, (R, D) float32."""
+def normalize_patches(
+    image_processor: "BaseImageProcessor", patches_RD: Tensor, settings: dict[str, Any]
+) -> Tensor:
+    """Return the patches rescaled and normalised by the processor's own method, (R, D) float32."""
     patch = settings["patch_size"]
     temporal = settings["temporal_patch_size"]
     channels_first = patches_RD.view(len(patches_RD), -1, temporal, patch, patch).transpose(1, 2)
@@ -54,8 +60,10 @@ def normalized(image_processor: Any, patches_RD: Tensor, settings: dict[str, Any
     return pixels.transpose(1, 2).reshape(len(patches_RD), -1)
 
 
-def effective_settings(image_processor: Any, overrides: dict[str, Any]) -> dict[str, Any]:
-    """The processor's settings, overridden by the arguments of one call.
+def effective_settings(
+    image_processor: "BaseImageProcessor", overrides: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the processor's settings, overridden by the arguments of one call.
 
     Pixel limits are found under `size`, whichever way they were set.
     """
@@ -72,18 +80,21 @@ def effective_settings(image_processor: Any, overrides: dict[str, Any]) -> dict[
 class ImageCache:
     """A cache of processed images by content: least recently used first out, bounded in bytes.
 
-    `processed` counts how often an image really went through the processor. `bytes_held` is the
+    `processed` counts how often an image really went through the processor. `cached_bytes` is the
     size of the cached patches.
     """
 
     def __init__(self, limit_bytes: int) -> None:
+        """Create an empty cache of at most `limit_bytes`."""
         self.limit_bytes = limit_bytes
-        self.bytes_held = 0
+        self.cached_bytes = 0
         self.processed = 0
         self._images: OrderedDict[str, ProcessedImage] = OrderedDict()
 
-    def get(self, image_processor: Any, image: Any, settings: dict[str, Any]) -> ProcessedImage:
-        """The processed `image`, from the cache or else from the processor.
+    def get(
+        self, image_processor: "BaseImageProcessor", image: "ImageInput", settings: dict[str, Any]
+    ) -> ProcessedImage:
+        """Return the processed `image`, from the cache or else from the processor.
 
         `settings`: the result of `effective_settings`.
         """
@@ -107,44 +118,44 @@ class ImageCache:
         if isinstance(image, Image.Image) and image.info.get(PASSING):
             return entry
         self._images[key] = entry
-        self.bytes_held += entry.patches_RD.nbytes
-        while self.bytes_held > self.limit_bytes and len(self._images) > 1:
+        self.cached_bytes += entry.patches_RD.nbytes
+        while self.cached_bytes > self.limit_bytes and len(self._images) > 1:
             _, oldest = self._images.popitem(last=False)
-            self.bytes_held -= oldest.patches_RD.nbytes
+            self.cached_bytes -= oldest.patches_RD.nbytes
         return entry
 
-    def preprocess(self, image_processor: Any) -> Preprocess:
-        """The processor's `preprocess` with this cache before it.
+    def preprocess(self, image_processor: "BaseImageProcessor") -> Preprocess:
+        """Return the processor's `preprocess` with this cache before it.
 
-        It has the same arguments and the same output.
+        The function has the same arguments and the same output.
         """
 
-        def cached(images: Any, **overrides: Any) -> BatchFeature:
+        def cached(images: "ImageInput", **overrides: Any) -> BatchFeature:
+            """Return the patches and grids of images; those that the cache holds are not computed."""
             settings = effective_settings(image_processor, overrides)
-            entries = [self.get(image_processor, image, settings) for image in flat(images)]
+            entries = [self.get(image_processor, image, settings) for image in flat_images(images)]
             patches = [entry.patches_RD for entry in entries]
             # a single image is passed on without a copy
             pixels = torch.cat(patches) if len(patches) > 1 else patches[0]
             if settings["do_rescale"] or settings["do_normalize"]:
-                pixels = normalized(image_processor, pixels, settings)
+                pixels = normalize_patches(image_processor, pixels, settings)
             grids = torch.stack([entry.grid_3 for entry in entries])
             return BatchFeature({"pixel_values": pixels, "image_grid_thw": grids})
 
         return cached
 
 
-def flat(images: Any) -> Sequence[Any]:
-    """The images of a batch in order, whatever their nesting."""
+def flat_images(images: "ImageInput") -> Sequence[Any]:
+    """Return the images of a batch in order, whatever their nesting."""
     if isinstance(images, Image.Image):
         return [images]
-    flattened: Sequence[Any] = make_flat_list_of_images(
-        [row for row in images if not isinstance(row, list) or row]
-    )
+    rows_with_images = [row for row in images if not isinstance(row, list) or row]
+    flattened: Sequence[Any] = make_flat_list_of_images(rows_with_images)
     return flattened
 
 
-def _key(image: Any, settings: dict[str, Any]) -> str:
-    """A digest of the image's content and of the settings that its patches depend on."""
+def _key(image: "ImageInput", settings: dict[str, Any]) -> str:
+    """Return a digest of the image's content and of the settings that its patches depend on."""
     shape = {
         name: settings[name]
         for name in ("size", "resample", "patch_size", "temporal_patch_size", "merge_size")
@@ -164,14 +175,15 @@ def _key(image: Any, settings: dict[str, Any]) -> str:
 
 
 def first_patches(references: Tensor, grids: Tensor) -> list[int]:
-    """The number of each image's first patch, which identifies the image.
+    """Return the number of each image's first patch, which identifies the image.
 
     `references`: (R, 1), the patches of N images one after the other. `grids`: (N, 3), each image's
     (temporal, height, width) in patches.
     """
-    patches = grids.prod(dim=-1)
-    firsts: list[int] = references[(patches.cumsum(0) - patches).to(references.device), 0].tolist()
-    return firsts
+    patch_counts = grids.prod(dim=-1)
+    offsets = patch_counts.cumsum(0) - patch_counts
+    starts: list[int] = references[offsets.to(references.device), 0].tolist()
+    return starts
 
 
 class ImageBank:
@@ -183,6 +195,7 @@ class ImageBank:
     """
 
     def __init__(self, first: int) -> None:
+        """Create an empty bank, whose first patch gets the number `first`."""
         self.first = first
         self.end = first
         self._starts: dict[str, int] = {}
@@ -197,17 +210,17 @@ class ImageBank:
     def references(
         self, image: ProcessedImage, normalize: Callable[[Tensor], Tensor], device: torch.device
     ) -> Tensor:
-        """The numbers of the patches of `image`, (R, 1).
+        """Return the numbers of the patches of `image`, (R, 1).
 
         An image that is new is normalised, moved to `device` and stored first.
         """
         if image.key in self._starts:
             return self._numbers(self._starts[image.key])
         patches_RD = normalize(image.patches_RD).to(device, non_blocking=True)
-        return self.hold(image.key, patches_RD, image.grid_3)
+        return self.store(image.key, patches_RD, image.grid_3)
 
-    def hold(self, key: str, patches_RD: Tensor, grid_3: Tensor) -> Tensor:
-        """The numbers of these patches, (R, 1), which are normalised and on the model's device.
+    def store(self, key: str, patches_RD: Tensor, grid_3: Tensor) -> Tensor:
+        """Return the numbers of these patches, (R, 1), which are normalised and on the device.
 
         The patches are stored if `key` is new.
         """
@@ -218,14 +231,15 @@ class ImageBank:
         return self._numbers(self._starts[key])
 
     def image(self, start: int) -> tuple[str, Tensor, Tensor]:
-        """Key, patches (R, D) and grid (3,) of the image whose first patch is `start`."""
+        """Return key, patches (R, D) and grid (3,) of the image whose first patch is `start`."""
         return self._images[start]
 
     def _numbers(self, start: int) -> Tensor:
+        """Return the numbers of the patches of the image whose first patch is `start`, (R, 1)."""
         return torch.arange(start, start + len(self._images[start][1]))[:, None]
 
     def pixels(self, starts: list[int]) -> tuple[Tensor, Tensor]:
-        """Patches (R, D) and grids (N, 3) of the images whose first patches are `starts`."""
+        """Return patches (R, D) and grids (N, 3) of the images whose first patches are `starts`."""
         _, patches, grids = zip(*(self._images[start] for start in starts), strict=True)
         return torch.cat(patches), torch.stack(grids)
 
@@ -235,30 +249,32 @@ class ImageBank:
         return list(self._images)
 
 
-_ANOTHER = "another"  # a third bank beside those of the modes `train` and `eval`
+_TEMPORARY = "temporary"  # a third bank beside those of the modes `train` and `eval`
 
 
 class ImageBanks:
-    """The banks that are in use: one for the training batch and one for the evaluation batch."""
+    """The banks that are in use: one for the training batch and one for the evaluation batch.
+
+    Patches are numbered through all banks, so that a number says which bank has the patch.
+    """
 
     def __init__(self) -> None:
         self._banks: dict[str, ImageBank] = {}
-        self._next = 0
+        self._next = 0  # a number that no bank of before has used
 
     def new(self, mode: str) -> ImageBank:
         """Replace the bank of `mode` (`train` or `eval`) by an empty one."""
         if mode in self._banks:
             self._next = max(self._next, self._banks[mode].end)
-        self._banks[mode] = ImageBank(
-            max([self._next, *(bank.end for bank in self._banks.values())])
-        )
+        ends = [bank.end for bank in self._banks.values()]
+        self._banks[mode] = ImageBank(max([self._next, *ends]))
         return self._banks[mode]
 
-    def more(self, mode: str = "train") -> ImageBank | None:
-        """The bank of the present batch, to which every rank is about to add images.
+    def extend(self, mode: str = "train") -> ImageBank | None:
+        """Return the bank of the present batch, to which every rank is about to add images.
 
-        All ranks call it together, so that all compute features of frozen towers anew. None before
-        the first batch.
+        Collective: all ranks call it together, so that all compute the features of frozen towers
+        again. None before the first batch.
         """
         bank = self._banks.get(mode)
         if bank is not None:
@@ -266,21 +282,25 @@ class ImageBanks:
         return bank
 
     def of_training(self) -> ImageBank | None:
-        """The bank of the training batch, or its stand-in (`another`); None before a batch."""
-        return self._banks.get(_ANOTHER, self._banks.get("train"))
+        """Return the bank of the training batch, or its stand-in (`temporary`), if there is one."""
+        return self._banks.get(_TEMPORARY, self._banks.get("train"))
 
     @contextmanager
-    def another(self) -> Iterator[ImageBank]:
-        """Inside the block an empty bank takes the place of the training batch's bank."""
-        bank = self.new(_ANOTHER)
+    def temporary(self) -> Iterator[ImageBank]:
+        """Put an empty bank in the place of the training batch's bank inside the block.
+
+        A second pass over the batch can then see other images, and the batch's own are untouched.
+        Numbers of the empty bank are not used again behind the block.
+        """
+        bank = self.new(_TEMPORARY)
         try:
             yield bank
         finally:
             self._next = max(self._next, bank.end)
-            del self._banks[_ANOTHER]
+            del self._banks[_TEMPORARY]
 
     def of(self, reference: int) -> ImageBank:
-        """The bank that stores the patch of this number."""
+        """Return the bank that stores the patch of this number."""
         for bank in self._banks.values():
             if bank.first <= reference < bank.end:
                 return bank

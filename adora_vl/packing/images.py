@@ -6,7 +6,7 @@ Each is processed once, stored once and passed through the vision tower once.
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,22 @@ from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler, ImagePref
 from adora_vl.data.loading import only_decodes
 from adora_vl.data.rows import has_images
 from adora_vl.packing.image_store import ImageBanks, ImageCache, can_cache, effective_settings
-from adora_vl.packing.prompts import PromptBatch, read_prompts, referring, with_pictures
+from adora_vl.packing.prompts import PromptBatch, read_prompts, returning_references, with_pictures
 from adora_vl.packing.vision import SharedVision
 from adora_vl.types import Batch, Row
 
+# The processed images that each process keeps over steps and epochs: those of 870 images of
+# 448 x 448 pixels.
+CACHE_BYTES = 2**30
 
-def may_have_images(dataset: Any) -> bool:
-    """Whether any row of a training data set may have an image; True where that is unknown.
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import ProcessorMixin
+    from transformers.image_utils import ImageInput
+
+
+def may_have_images(dataset: "Dataset") -> bool:
+    """Return whether any row of a training data set may have an image; True where that is unknown.
 
     A `datasets.Dataset` is asked by its table; rows of another kind tell nothing before they are
     read.
@@ -34,7 +43,7 @@ def may_have_images(dataset: Any) -> bool:
 
 
 def with_image_columns(columns: dict[str, Any], tokens_BT: Tensor) -> dict[str, Any]:
-    """The columns of a batch or a pass, with empty image columns where they are missing.
+    """Return the columns of a batch or a pass, with empty image columns where they are missing.
 
     `tokens_BT`: any tensor with the shape of prompts and completions, (B, P + C).
     """
@@ -51,7 +60,10 @@ def with_image_columns(columns: dict[str, Any], tokens_BT: Tensor) -> dict[str, 
 
 
 def reads_ahead(device: torch.device) -> bool:
-    """Whether images are processed while the policy learns. A CPU has no time to spare for it."""
+    """Return whether images are processed while the policy learns.
+
+    A CPU has no time to spare for it.
+    """
     return device.type != "cpu"
 
 
@@ -64,17 +76,22 @@ class DistinctImages:
     def __init__(
         self,
         models: Sequence[nn.Module],
-        processor: Any,
+        processor: "ProcessorMixin",
         device: torch.device,
         config: AdoraGRPOConfig,
-        dataset: Any = (),
+        dataset: "Dataset | tuple[()]" = (),
         *,
         draws: bool = False,
     ) -> None:
-        """`models`: the policy, and the reference model if there is one.
+        """Make the models accept references, and create the cache.
 
-        `dataset`: the rows that are trained on. `draws`: whether a rollout may be shown an image
-        (by a tool) where its row has none.
+        Args:
+            models: the policy, and the reference model if there is one.
+            processor: that of the models, or a tokenizer.
+            device: where patches are stored.
+            config: the run's settings.
+            dataset: the rows that are trained on.
+            draws: whether a rollout may be shown an image (by a tool) where its row has none.
         """
         self.banks = ImageBanks()
         self.vision = SharedVision(self.banks)
@@ -86,7 +103,7 @@ class DistinctImages:
         self.shown = all(takes_references) and (draws or may_have_images(dataset))
         self.image_processor: Any = getattr(processor, "image_processor", None)
         supported = all(takes_references) and can_cache(self.image_processor)
-        self._cache = ImageCache(config.adora_image_cache_mb * 2**20) if supported else None
+        self._cache = ImageCache(CACHE_BYTES) if supported else None
 
     @property
     def cache(self) -> ImageCache | None:
@@ -94,7 +111,7 @@ class DistinctImages:
 
         None where images cannot be cached, or `cache_images` is switched off.
         """
-        return self._cache if self._config.own("cache_images") else None
+        return self._cache if self._config.uses("cache_images") else None
 
     def process(self, row: Mapping[str, Any]) -> int:
         """Put the images of a row into the cache, for a later generation.
@@ -108,8 +125,10 @@ class DistinctImages:
         entries = [cache.get(processor, image, settings) for image in row.get("images") or []]
         return sum(entry.patches_RD.nbytes for entry in entries)
 
-    def prefetch(self, rows: DistinctRows, order: EpochRepeatSampler, dataset: Any) -> NoPrefetch:
-        """The object that reads and processes the next generation's images in the background.
+    def prefetch(
+        self, rows: DistinctRows, order: EpochRepeatSampler, dataset: "Dataset"
+    ) -> NoPrefetch:
+        """Return the object that processes the next generation's images in the background.
 
         `dataset`: the data set that `rows` reads. The object does nothing where a worker of the
         loader reads ahead already, or where reading a row may draw a random number: drawn earlier,
@@ -124,53 +143,59 @@ class DistinctImages:
         )
 
     def completed(self, batch: Batch) -> Batch:
-        """The batch, with empty image columns where it has no image but other batches may."""
+        """Return the batch with empty image columns if other batches may have images."""
         if not self.shown:
             return batch
         tokens_BT = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         return cast("Batch", with_image_columns(dict(batch), tokens_BT))
 
     def prompts(self, rows: Sequence[Row], mode: str, *, refill: bool) -> PromptBatch:
-        """The prompts of these rows; their images are stored until the next batch of this mode.
+        """Return the prompts of these rows.
 
-        `mode` is `train` or `eval`. With `refill` the rows join the present batch; otherwise the
-        images of the present batch are released.
+        Their images are stored until the next batch of this mode. `mode` is `train` or `eval`. With
+        `refill` the rows join the present batch; otherwise the images of the present batch are
+        released.
         """
         # Without a cache there are no references, and every pass runs the tower, also on a rank
         # without images.
-        self.vision.share = self._config.own("share_vision") and self.cache is not None
-        self.vision.batch_windows(self._config.own("batch_windows"))
-        bank = self.banks.more() if refill else None
+        self.vision.share = self._config.uses("share_vision") and self.cache is not None
+        self.vision.batch_windows(self._config.uses("batch_windows"))
+        bank = self.banks.extend() if refill else None
         if bank is None:
             bank = self.banks.new(mode)
         if self.cache is None or not any(row.get("images") for row in rows):
             return self.read(rows)
         return self.read(
-            rows, referring(self.image_processor, cache=self.cache, bank=bank, device=self._device)
+            rows,
+            returning_references(
+                self.image_processor, cache=self.cache, bank=bank, device=self._device
+            ),
         )
 
-    def shown_later(
+    def with_tool_images(
         self, prompts: PromptBatch, pictures: Sequence[Sequence[Any]], mode: str
     ) -> PromptBatch:
-        """The prompts with the images that tools have shown to each rollout after the row's own.
+        """Return the prompts with the images that tools have shown, after the row's own.
 
         `pictures`: the shown images of each row, (B,). They are stored as long as those of the
         batch. All ranks call it together, since the bank's features become due on all of them.
         """
-        bank = self.banks.more(mode)
+        bank = self.banks.extend(mode)
         cache = self.cache
         if not any(pictures):
             return prompts
         sharing: AbstractContextManager[None] = nullcontext()
         if cache is not None and bank is not None:
-            sharing = referring(self.image_processor, cache=cache, bank=bank, device=self._device)
+            sharing = returning_references(
+                self.image_processor, cache=cache, bank=bank, device=self._device
+            )
         with sharing:
             return with_pictures(
                 prompts, pictures, partial(self.image_processor, return_tensors="pt")
             )
 
-    def tokens_of(self, image: Any) -> int:
-        """The number of image tokens of an image that a tool shows."""
+    def tokens_of(self, image: "ImageInput") -> int:
+        """Return the number of image tokens of an image that a tool shows."""
         processor = self.image_processor
         settings = effective_settings(self.image_processor, {})
         grid_3 = (self._cache or ImageCache(0)).get(processor, image, settings).grid_3
@@ -179,7 +204,7 @@ class DistinctImages:
     def read(
         self, rows: Sequence[Row], processing: AbstractContextManager[Any] | None = None
     ) -> PromptBatch:
-        """The prompts of these rows, with pixels instead of references to them.
+        """Return the prompts of these rows, with pixels instead of references to them.
 
         `processing`: a context in which the processor is called.
         """

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -21,9 +21,12 @@ from adora_vl.models.families import shares_prompts
 from adora_vl.packing.image_store import first_patches
 from adora_vl.packing.images import with_image_columns
 from adora_vl.packing.shared_prompt import groups_of, longest_first, pack, sharing_pays
-from adora_vl.packing.split_attention import ARGUMENT, install, own_attention, prepared_mask
+from adora_vl.packing.split_attention import ARGUMENT, configured_attention, empty_mask, install
 from adora_vl.packing.vision import vision_model
 from adora_vl.types import Batch, HostRows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # log-probabilities (B, C), entropies (B, C) or None, auxiliary loss or None
 Result = tuple[Tensor, Tensor | None, Tensor | None]
@@ -48,13 +51,13 @@ _INPUTS = (
 
 
 def bound_of(dtype: torch.dtype) -> float:
-    """Largest mean difference, in nats, that rounding explains between packed and separate rows."""
+    """Return the largest mean difference, in nats, that rounding between passes explains."""
     return 1e-5 if torch.finfo(dtype).bits >= 32 else 0.05
 
 
 def packable(config: PreTrainedConfig) -> bool:
-    """Whether every layer has full attention, and in an implementation that knows the layout."""
-    attention = own_attention(config)
+    """Return whether every layer has full attention, by an implementation that we support."""
+    attention = configured_attention(config)
     flash = is_flash_attention_requested(requested_attention_implementation=attention)
     return shares_prompts(config) and (flash or attention in ("sdpa", "eager"))
 
@@ -73,7 +76,7 @@ class PackedForward:
 
     def __call__(
         self,
-        model: Any,
+        model: "PreTrainedModel",
         input_ids: Tensor,
         attention_mask: Tensor,
         completion: int,
@@ -102,45 +105,46 @@ class PackedForward:
         """
         config = self._accelerator.unwrap_model(model).config
         if not packable(config):
-            self.refused = f"attention {own_attention(config)} of {config.model_type}"
+            self.refused = f"attention {configured_attention(config)} of {config.model_type}"
             return None
         if host is None:
-            prompts = attention_mask[:, :-completion]
-            answers = attention_mask[:, -completion:]
-            host = HostRows.of(input_ids[:, :-completion], prompts, answers, inputs)
-        step = batch_size or len(input_ids)
-        chunks = [
-            range(start, min(start + step, len(input_ids)))
-            for start in range(0, len(input_ids), step)
-        ]
-        pixels = inputs.get("pixel_values")
-        # Integers are references into an image bank. Pixels do not tell which images are the same.
-        comparable = pixels is None or not pixels.is_floating_point()
-        if comparable:
-            groups = [_grouped(chunk, host) for chunk in chunks]
-        else:
-            groups = [[[row] for row in chunk] for chunk in chunks]
-        pays = all(_pays(part, host) for part in groups)
+            prompt_mask = attention_mask[:, :-completion]
+            completion_mask = attention_mask[:, -completion:]
+            host = HostRows.of(input_ids[:, :-completion], prompt_mask, completion_mask, inputs)
+        rows_per_chunk = batch_size or len(input_ids)
+        groups_by_chunk = _groups_by_chunk(
+            _chunks(len(input_ids), rows_per_chunk), host, inputs.get("pixel_values")
+        )
+        pays = all(_pays(groups, host) for groups in groups_by_chunk)
 
         def packed(chunks: int | None = None) -> Result:
-            tokens = (input_ids, attention_mask, completion)
-            parts = [
-                self._pass(model, part, *tokens, compute_entropy, host) for part in groups[:chunks]
-            ]
-            entropies = [entropy for _, entropy in parts if entropy is not None]
-            return (
-                torch.cat([logps for logps, _ in parts]),
-                torch.cat(entropies) if entropies else None,
-                None,
-            )
+            """Compute the first `chunks` chunks, by default all, from packed sequences."""
+            logps = []
+            entropies = []
+            for groups in groups_by_chunk[:chunks]:
+                chunk_logps, chunk_entropies = self._pass(
+                    model=model,
+                    groups=groups,
+                    input_ids=input_ids,
+                    attention_mask=attention_mask,
+                    completion=completion,
+                    compute_entropy=compute_entropy,
+                    host=host,
+                )
+                logps.append(chunk_logps)
+                if chunk_entropies is not None:
+                    entropies.append(chunk_entropies)
+            return torch.cat(logps), torch.cat(entropies) if entropies else None, None
 
         if not self._checked:
-            separate_chunk = partial(separate, step, _of_first(step, inputs, host))
+            first_inputs = _inputs_of_first_rows(rows_per_chunk, inputs, host)
+            separate_chunk = partial(separate, rows_per_chunk, first_inputs)
             # A rank on which sharing does not pay takes part with separate rows on both sides.
             packed_chunk = partial(packed, 1) if pays else separate_chunk
-            mask_BC = attention_mask[:step, -completion:]
+            mask_BC = attention_mask[:rows_per_chunk, -completion:]
             if host.policy_mask is not None:
-                mask_BC = mask_BC * host.policy_mask[:step, :completion].to(mask_BC.device)
+                policy_mask_BC = host.policy_mask[:rows_per_chunk, :completion]
+                mask_BC = mask_BC * policy_mask_BC.to(mask_BC.device)
             self._check(
                 model, packed=packed_chunk, separate=separate_chunk, mask_BC=mask_BC, pays=pays
             )
@@ -151,7 +155,7 @@ class PackedForward:
 
     def _check(
         self,
-        model: Any,
+        model: "PreTrainedModel",
         packed: Callable[[], Result],
         separate: Callable[[], Result],
         mask_BC: Tensor,
@@ -183,7 +187,7 @@ class PackedForward:
 
     def _pass(
         self,
-        model: Any,
+        model: "PreTrainedModel",
         groups: list[list[int]],
         input_ids: Tensor,
         attention_mask: Tensor,
@@ -191,40 +195,46 @@ class PackedForward:
         compute_entropy: bool,
         host: HostRows,
     ) -> tuple[Tensor, Tensor | None]:
-        """One packed pass: log-probabilities and entropies of the rows of `groups`, (rows, C)."""
+        """Run one packed pass over the rows of `groups`, which are neighbours.
+
+        Returns log-probabilities and entropies, both (rows, C). The arguments are those of `__call__`.
+        """
         plain = self._accelerator.unwrap_model(model)
         rows = [row for group in groups for row in group]
-        first = [group[0] for group in groups]
-        by_prompt = [prompt_images(host, row) for row in first]
-        images = [pair for pair in by_prompt if pair is not None]
+        chunk = slice(rows[0], rows[-1] + 1)
+        rows_in_chunk = [[row - rows[0] for row in group] for group in groups]
+        first_rows = [group[0] for group in groups]
+        images = []
+        for row in first_rows:
+            pair = prompt_images(host, row)
+            if pair is not None:
+                images.append(pair)
         grids = torch.cat([grid for _, grid in images]) if images else None
-        types = host.token_types[first] if host.token_types is not None else None
+        token_types = host.token_types[first_rows] if host.token_types is not None else None
         positions = prompt_positions(
             plain,
-            prompt_ids=host.prompt_ids[first],
-            prompt_mask=host.prompt_mask[first],
-            token_types=types,
+            prompt_ids=host.prompt_ids[first_rows],
+            prompt_mask=host.prompt_mask[first_rows],
+            token_types=token_types,
             grids=grids,
         )
         install(plain)
-        local_groups = [[row - rows[0] for row in group] for group in groups]
-        part = slice(rows[0], rows[-1] + 1)  # a chunk's rows are neighbours
         completion_positions = answer_positions(plain, host, rows)
         packed = pack(
-            input_ids[part],
-            attention_mask=attention_mask[part],
+            input_ids[chunk],
+            attention_mask=attention_mask[chunk],
             completion=completion,
-            groups=local_groups,
+            groups=rows_in_chunk,
             positions=positions,
             host=host.taken(rows),
             completion_positions=completion_positions,
         )
         if completion_positions is not None:  # completions have images too
-            images = _in_order(host, groups)
+            images = _images_in_order(host, groups)
             grids = torch.cat([grid for _, grid in images])
         kwargs: dict[str, Any] = {
             "input_ids": packed.ids_NS,
-            "attention_mask": prepared_mask(input_ids.device),
+            "attention_mask": empty_mask(input_ids.device),
             "position_ids": packed.positions,
             ARGUMENT: packed.shared,
         }
@@ -239,21 +249,21 @@ class PackedForward:
         return logps_BC, packed.unpacked(outputs.entropy)
 
 
-def _in_order(host: HostRows, groups: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
-    """References and grids of all images, in the order in which a packed sequence shows them.
+def _images_in_order(host: HostRows, groups: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
+    """Return references and grids of all images, in the order of the packed sequence.
 
     A prompt's images come first, then those of each of its rollouts, the longest rollout first.
     """
     images = []
     for group in groups:
-        rollouts = longest_first(group, host.lengths)
         images.append(prompt_images(host, group[0]))
-        images += [answer_images(host, row) for row in rollouts]
+        for row in longest_first(group, host.lengths):
+            images.append(answer_images(host, row))
     return [pair for pair in images if pair is not None]
 
 
-def computing_dtype(accelerator: Accelerator, model: Any) -> torch.dtype:
-    """The dtype that the model's passes compute in: autocast's, else that of the weights."""
+def computing_dtype(accelerator: Accelerator, model: "PreTrainedModel") -> torch.dtype:
+    """Return the dtype that the model's passes compute in: autocast's, else that of the weights."""
     device = accelerator.device.type
     with accelerator.autocast():
         if torch.is_autocast_enabled(device):
@@ -262,8 +272,8 @@ def computing_dtype(accelerator: Accelerator, model: Any) -> torch.dtype:
     return dtype
 
 
-def _of_first(rows: int, inputs: dict[str, Any], host: HostRows) -> dict[str, Any]:
-    """The inputs of the first `rows` rows.
+def _inputs_of_first_rows(rows: int, inputs: dict[str, Any], host: HostRows) -> dict[str, Any]:
+    """Return the inputs of the first `rows` rows.
 
     `pixel_values` has an entry per patch and `image_grid_thw` one per image, not one per row.
     """
@@ -272,25 +282,46 @@ def _of_first(rows: int, inputs: dict[str, Any], host: HostRows) -> dict[str, An
         "pixel_values": sum(len(patches) for patches, _ in images),
         "image_grid_thw": sum(len(grid) for _, grid in images),
     }
-    return {
-        name: value if value is None else value[: entries.get(name, rows)]
-        for name, value in inputs.items()
-    }
+    first_inputs = {}
+    for name, values in inputs.items():
+        first_inputs[name] = None if values is None else values[: entries.get(name, rows)]
+    return first_inputs
+
+
+def _chunks(rows: int, rows_per_chunk: int) -> list[range]:
+    """Divide row numbers into ranges of `rows_per_chunk`; the last one may be shorter."""
+    starts = range(0, rows, rows_per_chunk)
+    return [range(start, min(start + rows_per_chunk, rows)) for start in starts]
+
+
+def _groups_by_chunk(
+    chunks: list[range], host: HostRows, pixels: Tensor | None
+) -> list[list[list[int]]]:
+    """Return the groups of rows of each chunk; every row is alone where `pixels` are no references.
+
+    Integers are references into an image bank. Pixels do not tell which images are the same.
+    """
+    if pixels is None or not pixels.is_floating_point():
+        return [_grouped(chunk, host) for chunk in chunks]
+    return [[[row] for row in chunk] for chunk in chunks]
 
 
 def _grouped(chunk: range, host: HostRows) -> list[list[int]]:
-    """The rows of a chunk, grouped by their prompt."""
+    """Return the rows of a chunk, grouped by their prompt and its images."""
     rows = list(chunk)
     image_keys: list[list[int]] = []
     for row in rows:
         images = prompt_images(host, row)
         image_keys.append([] if images is None else first_patches(*images))
     groups = groups_of(host.prompt_ids[rows], host.prompt_mask[rows], image_keys)
-    return [[rows[row] for row in group] for group in groups]
+    return [[rows[index] for index in group] for group in groups]
 
 
 def prompt_images(host: HostRows, row: int) -> tuple[Tensor, Tensor] | None:
-    """References (or pixels) and grids of the images in a row's prompt; None where it has none."""
+    """Return references (or pixels) and grids of the images in a row's prompt.
+
+    None where it has none.
+    """
     images = host.images[row]
     if images is None or host.answer_types is None:
         return images
@@ -300,7 +331,10 @@ def prompt_images(host: HostRows, row: int) -> tuple[Tensor, Tensor] | None:
 
 
 def answer_images(host: HostRows, row: int) -> tuple[Tensor, Tensor] | None:
-    """References and grids of the images in a row's completion; None where it has no tokens."""
+    """Return references and grids of the images in a row's completion.
+
+    None where it has no tokens.
+    """
     images = host.images[row]
     in_prompt = prompt_images(host, row)
     if images is None or in_prompt is None or not host.lengths[row]:
@@ -310,8 +344,8 @@ def answer_images(host: HostRows, row: int) -> tuple[Tensor, Tensor] | None:
     return pixels[len(prompt_pixels) :], grids[len(prompt_grids) :]
 
 
-def answer_positions(model: Any, host: HostRows, rows: list[int]) -> Tensor | None:
-    """M-RoPE positions of the completions of these rows, (3, rows, C), where one has an image.
+def answer_positions(model: "PreTrainedModel", host: HostRows, rows: list[int]) -> Tensor | None:
+    """Return M-RoPE positions of the completions of these rows, (3, rows, C), if one has an image.
 
     The token after an image is as far away as the image is high or wide. None where no completion
     has an image, so that positions simply count on by one.
@@ -319,39 +353,42 @@ def answer_positions(model: Any, host: HostRows, rows: list[int]) -> Tensor | No
     if host.answer_types is None or not host.answer_types[rows].any():
         return None
     assert host.token_types is not None
-    prompts = host.prompt_mask[rows]
-    types = torch.cat([host.token_types[rows], host.answer_types[rows]], dim=1)
+    prompt_mask = host.prompt_mask[rows]
+    token_types = torch.cat([host.token_types[rows], host.answer_types[rows]], dim=1)
     lengths = torch.tensor([host.lengths[row] for row in rows])
-    filled = torch.arange(host.answer_types.size(1)) < lengths[:, None]
-    mask = torch.cat([prompts, filled.to(prompts.dtype)], dim=1)
-    pairs = [host.images[row] for row in rows]
-    grids = torch.cat([pair[1] for pair in pairs if pair is not None])
+    completion_mask = torch.arange(host.answer_types.size(1)) < lengths[:, None]
+    mask = torch.cat([prompt_mask, completion_mask.to(prompt_mask.dtype)], dim=1)
+    images = [host.images[row] for row in rows]
+    grids = torch.cat([pair[1] for pair in images if pair is not None])
     positions = prompt_positions(
         model,
-        prompt_ids=torch.zeros_like(types, dtype=torch.long),
+        # The model reads the types of tokens and not their ids.
+        prompt_ids=torch.zeros_like(token_types, dtype=torch.long),
         prompt_mask=mask,
-        token_types=types,
+        token_types=token_types,
         grids=grids,
     )
-    return positions[..., prompts.size(1) :]
+    return positions[..., prompt_mask.size(1) :]
 
 
 def _pays(groups: list[list[int]], host: HostRows) -> bool:
-    """Whether packing these groups is less work than separate rows."""
-    prompts = host.prompt_mask[[group[0] for group in groups]].sum(dim=1).tolist()
-    return sharing_pays(prompts, [[host.lengths[row] for row in group] for group in groups])
+    """Return whether packing these groups is less work than separate rows."""
+    first_rows = [group[0] for group in groups]
+    prompt_lengths = host.prompt_mask[first_rows].sum(dim=1).tolist()
+    completion_lengths = [[host.lengths[row] for row in group] for group in groups]
+    return sharing_pays(prompt_lengths, completion_lengths)
 
 
 def prompt_positions(
-    model: Any,
+    model: "PreTrainedModel",
     prompt_ids: Tensor,
     prompt_mask: Tensor,
     token_types: Tensor | None,
     grids: Tensor | None,
 ) -> Tensor:
-    """Positions of left-padded prompts as the model itself counts them.
+    """Return the positions of left-padded prompts as the model itself counts them.
 
-    Returns (3, N, P) for a vision-language model, whose M-RoPE has three axes, else (N, P).
+    They are (3, N, P) for a vision-language model, whose M-RoPE has three axes, else (N, P).
     """
     inner = vision_model(model)
     if inner is not None and token_types is not None and grids is not None:
@@ -362,12 +399,13 @@ def prompt_positions(
             attention_mask=prompt_mask,
         )[0]
         return positions
-    counted = (prompt_mask.cumsum(dim=-1) - 1).clamp(min=0)
-    return counted.expand(3, *counted.shape) if inner is not None else counted
+    # Without an image all three axes count the tokens.
+    token_index = (prompt_mask.cumsum(dim=-1) - 1).clamp(min=0)
+    return token_index.expand(3, *token_index.shape) if inner is not None else token_index
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether the model has active dropout, so that two passes over the same tokens differ."""
+    """Return whether the model has dropout, so that two passes over the same tokens differ."""
     config = getattr(model, "config", None)
     text_config = config.get_text_config() if config is not None else None
     # attention dropout is an argument of the kernel and no module
@@ -388,7 +426,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def generation_logps(batch: Batch, policy: Pass, rows: int, pixels: Tensor | None = None) -> Tensor:
-    """Log-probabilities of a generation's completions, (B, C), without gradients.
+    """Return log-probabilities of a generation's completions, (B, C), without gradients.
 
     `rows`: rows of one forward pass. `pixels`: used in place of the batch's pixels.
     """
@@ -414,7 +452,11 @@ class PolicyPass:
     def __init__(
         self, accelerator: Accelerator, config: AdoraKeys, *, images: bool = False
     ) -> None:
-        """`images`: whether any pass may have images; rows without any then get empty columns."""
+        """Create the pass.
+
+        `config`: whether prompts are shared. `images`: whether any pass may have images; rows
+        without any then get empty columns.
+        """
         self._config = config
         self._images = images
         self.packed = PackedForward(accelerator)
@@ -438,7 +480,7 @@ class PolicyPass:
     def __call__(
         self,
         separate_rows: Callable[..., Result],
-        model: Any,
+        model: "PreTrainedModel",
         input_ids: Tensor,
         attention_mask: Tensor,
         logits_to_keep: int,
@@ -458,7 +500,7 @@ class PolicyPass:
         """
         learns = torch.is_grad_enabled()
         with nullcontext() if learns else evaluating(model):
-            result = self._computed(
+            result = self._compute(
                 separate_rows,
                 model,
                 input_ids,
@@ -475,10 +517,10 @@ class PolicyPass:
             observer(result[0].detach(), result[1])
         return result
 
-    def _computed(
+    def _compute(
         self,
         separate_rows: Callable[..., Result],
-        model: Any,
+        model: "PreTrainedModel",
         input_ids: Tensor,
         attention_mask: Tensor,
         logits_to_keep: int,
@@ -487,26 +529,44 @@ class PolicyPass:
         compute_aux_loss: bool,
         inputs: dict[str, Any],
     ) -> Result:
-        """The result of the pass, packed where that is less work."""
-        sampled_BC = inputs.get("tool_mask", self._micro.get("tool_mask"))
-        if sampled_BC is not None:
-            inputs = {**inputs, "tool_mask": sampled_BC}
+        """Compute a pass, packed where that is less work; the arguments are those of `__call__`."""
+        # 0 at tokens that tools wrote, which the policy did not choose.
+        policy_mask_BC = inputs.get("tool_mask", self._micro.get("tool_mask"))
+        if policy_mask_BC is not None:
+            inputs = {**inputs, "tool_mask": policy_mask_BC}
         if self._images:
             inputs = with_image_columns(inputs, input_ids)
-        tokens = (input_ids, attention_mask, logits_to_keep, batch_size)
 
-        def separate(first: int | None = None, inputs: dict[str, Any] = inputs) -> Result:
-            rows = (input_ids[:first], attention_mask[:first], logits_to_keep, batch_size)
-            columns = {name: value for name, value in inputs.items() if name != "tool_mask"}
-            return separate_rows(model, *rows, compute_entropy, compute_aux_loss, **columns)
+        def separate(rows: int | None = None, inputs: dict[str, Any] = inputs) -> Result:
+            """Compute the first `rows` rows, by default all, as TRL does."""
+            model_inputs = {name: value for name, value in inputs.items() if name != "tool_mask"}
+            return separate_rows(
+                model,
+                input_ids[:rows],
+                attention_mask[:rows],
+                logits_to_keep,
+                batch_size,
+                compute_entropy,
+                compute_aux_loss,
+                **model_inputs,
+            )
 
         result: Result | None = None
-        if self._config.own("share_prompt") and not compute_aux_loss and not self.packed.refused:
-            host = self._micro.get("host")
-            result = self.packed(model, *tokens, compute_entropy, inputs, separate, host)
-        if result is None:
+        if self._config.uses("share_prompt") and not compute_aux_loss and not self.packed.refused:
+            result = self.packed(
+                model=model,
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                completion=logits_to_keep,
+                batch_size=batch_size,
+                compute_entropy=compute_entropy,
+                inputs=inputs,
+                separate=separate,
+                host=self._micro.get("host"),
+            )
+        if result is None:  # packing is off, refused, or would not save work here
             result = separate()
-        if sampled_BC is not None:
+        if policy_mask_BC is not None:
             logps, entropies, auxiliary = result
-            result = torch.where(sampled_BC.bool(), logps, 0.0), entropies, auxiliary
+            result = torch.where(policy_mask_BC.bool(), logps, 0.0), entropies, auxiliary
         return result

@@ -6,7 +6,7 @@ Each distinct prompt is processed once, whatever the number of its rollouts.
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,8 +14,18 @@ from transformers.feature_extraction_utils import BatchFeature
 from trl.data_utils import prepare_multimodal_messages
 
 from adora_vl.data.rows import images_of
-from adora_vl.packing.image_store import ImageBank, ImageCache, effective_settings, flat, normalized
+from adora_vl.packing.image_store import (
+    ImageBank,
+    ImageCache,
+    effective_settings,
+    flat_images,
+    normalize_patches,
+)
 from adora_vl.utils import compat
+
+if TYPE_CHECKING:
+    from transformers import BaseImageProcessor, ProcessorMixin
+    from transformers.image_utils import ImageInput
 
 
 @dataclass(frozen=True)
@@ -36,7 +46,7 @@ class PromptBatch:
 
 
 def distinct_rows(keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:
-    """The first row of each distinct key, and for every row the number of its key.
+    """Return the first row of each distinct key, and for every row the number of its key.
 
     Keys are numbered in the order in which they come first.
     """
@@ -46,7 +56,7 @@ def distinct_rows(keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:
 
 
 def messages_of(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The prompts of rows in TRL's form: with their images inside, if any row has one."""
+    """Return the prompts of rows in TRL's form: with their images inside, if any row has one."""
     images = [images_of(row) for row in rows]
     if not any(images):
         return [row["prompt"] for row in rows]
@@ -58,7 +68,7 @@ def messages_of(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 def read_prompts(
     rows: Sequence[Mapping[str, Any]],
-    processor: Any,
+    processor: "ProcessorMixin",
     template: Mapping[str, Any],
     processing: AbstractContextManager[Any] | None = None,
 ) -> PromptBatch:
@@ -121,7 +131,7 @@ def with_pictures(
     pictures: Sequence[Sequence[Any]],
     process: Callable[[list[Any]], Mapping[str, Any]],
 ) -> PromptBatch:
-    """The prompts with further images of each row after the prompt's own.
+    """Return the prompts with further images of each row after the prompt's own.
 
     `pictures`: the further images, (B,), such as those that tools have returned. `process`: the
     image processor, which returns their pixels and grids.
@@ -148,7 +158,7 @@ def with_pictures(
     return PromptBatch(messages=prompts.messages, ids=prompts.ids, images=images, fields=fields)
 
 
-def _by_row(grids: Any, pixels: Tensor, counts: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+def _by_row(grids: Tensor, pixels: Tensor, counts: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
     """Split grids (images, 3) and pixels (patches, D) by row.
 
     `counts`: the number of images of each row.
@@ -158,20 +168,21 @@ def _by_row(grids: Any, pixels: Tensor, counts: Sequence[int]) -> list[tuple[Ten
     return list(zip(row_grids, torch.split(pixels, row_patches), strict=True))
 
 
-def referring(
-    image_processor: Any, cache: ImageCache, bank: ImageBank, device: torch.device
+def returning_references(
+    image_processor: "BaseImageProcessor", cache: ImageCache, bank: ImageBank, device: torch.device
 ) -> AbstractContextManager[None]:
     """Let the image processor return references into the bank instead of pixels.
 
     References are the numbers of patches (see `adora_vl.packing.image_store`).
     """
 
-    def preprocess(images: Any, **overrides: Any) -> BatchFeature:
+    def preprocess(images: "ImageInput", **overrides: Any) -> BatchFeature:
+        """Return references to the images' patches in the bank, in place of the patches."""
         settings = effective_settings(image_processor, overrides)
-        entries = [cache.get(image_processor, image, settings) for image in flat(images)]
+        entries = [cache.get(image_processor, image, settings) for image in flat_images(images)]
 
-        def normalize(patches: Any) -> Tensor:
-            return normalized(image_processor, patches, settings)
+        def normalize(patches: Tensor) -> Tensor:
+            return normalize_patches(image_processor, patches, settings)
 
         references = [bank.references(entry, normalize, device) for entry in entries]
         grids = torch.stack([entry.grid_3 for entry in entries])
@@ -180,8 +191,11 @@ def referring(
     return compat.IMAGE_PROCESSING.replaced_by(preprocess, on=image_processor)
 
 
-def _described(messages: Any) -> Any:
-    """The messages with each image replaced by its `id`, so that comparing them reads no pixels."""
+def _described(messages: object) -> Any:
+    """Return the messages with each image replaced by its `id`.
+
+    Comparing them then reads no pixels.
+    """
     if isinstance(messages, dict):
         return {key: _described(value) for key, value in messages.items()}
     if isinstance(messages, (list, tuple)):

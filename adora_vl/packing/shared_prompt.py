@@ -46,20 +46,23 @@ def groups_of(prompt_ids: Tensor, prompt_mask: Tensor, images: list[Any]) -> lis
 
 
 def longest_first(group: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    """The rows of a group in the order of the sequence: by length, the longest first."""
+    """Return the rows of a group in the order of the sequence: by length, the longest first."""
     return sorted(group, key=lambda row: -lengths[row])
 
 
 def sharing_pays(prompts: Sequence[int], completions: Sequence[Sequence[int]]) -> bool:
-    """Whether sharing prompts is less work than separate rows, which are padded to the longest.
+    """Return whether sharing prompts is less work than separate rows, padded to the longest.
 
     `prompts`: the length of each group's prompt. `completions`: for each group the lengths of its
     rollouts. All lengths are numbers of tokens.
     """
     rows = sum(len(group) for group in completions)
-    longest = max(prompts) + max(max(group) for group in completions)
-    shared = sum(prompts) + sum(max(length - 1, 0) for group in completions for length in group)
-    return shared <= WORTH * rows * longest
+    longest_row = max(prompts) + max(max(group) for group in completions)
+    # A rollout's last token predicts nothing and is left out of the packed sequence.
+    packed_tokens = sum(prompts)
+    for group in completions:
+        packed_tokens += sum(max(length - 1, 0) for length in group)
+    return packed_tokens <= WORTH * rows * longest_row
 
 
 @dataclass(frozen=True)

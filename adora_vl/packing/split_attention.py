@@ -13,7 +13,7 @@ import copy
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,10 @@ from transformers.utils.generic import is_flash_attention_requested
 from adora_vl.packing.shared_prompt import SharedPrompts
 from adora_vl.utils import compat
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
 ARGUMENT = "shared_prompts"  # name of the argument of the model's forward
 _PREFIX = "shared_prompt|"  # in the style of Transformers' own `paged|sdpa`
 # Without a kernel for a causal mask that is aligned to the lower right, queries are computed in
@@ -37,7 +41,7 @@ _PREFIX = "shared_prompt|"  # in the style of Transformers' own `paged|sdpa`
 _BLOCK = 256
 
 
-def plan_no_shapes() -> None:
+def disable_cudnn_attention() -> None:
     """Keep cuDNN out of `scaled_dot_product_attention`, in favour of flash attention.
 
     This holds for the whole process. On H100, H200 and B200 torch 2.13 prefers cuDNN, which builds
@@ -47,21 +51,21 @@ def plan_no_shapes() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def own_attention(config: PreTrainedConfig) -> str:
-    """The attention implementation that the user chose, also where ours is installed on top."""
+def configured_attention(config: PreTrainedConfig) -> str:
+    """Return the attention implementation that the user chose, even if ours is on top."""
     name: str = config.get_text_config()._attn_implementation
     return name
 
 
-def prepared_mask(device: torch.device) -> Tensor:
-    """An empty mask that Transformers passes on unchanged and `_attention` ignores.
+def empty_mask(device: torch.device) -> Tensor:
+    """Return an empty mask that Transformers passes on unchanged and `_attention` ignores.
 
     Without it Transformers would build a mask over all groups of the sequence.
     """
     return torch.empty(1, 1, 0, 0, device=device)
 
 
-def install(model: Any) -> None:
+def install(model: "PreTrainedModel") -> None:
     """Make `model`, in whatever wrapper, accept the argument `shared_prompts` from now on.
 
     Its attention modules get a copy of the configuration that names our implementation. The model's
@@ -73,23 +77,28 @@ def install(model: Any) -> None:
     modules = [layer.self_attn for layer in decoder.layers]
     if modules[0].config._attn_implementation.startswith(_PREFIX):
         return
-    implementation = own_attention(decoder.config)
+    implementation = configured_attention(decoder.config)
     AttentionInterface.register(_PREFIX + implementation, partial(_attention, implementation))
-    config = _naming(decoder.config, _PREFIX + implementation)
+    config = _config_with(decoder.config, _PREFIX + implementation)
     for module in modules:
         module.config = config
     decoder.register_forward_hook(_scored_positions, with_kwargs=True)
 
 
-def _naming(config: Any, attention: str) -> Any:
-    """A copy of `config` that names `attention` as its implementation."""
+def _config_with(config: PreTrainedConfig, attention: str) -> Any:
+    """Return a copy of `config` that names `attention` as its implementation."""
     view = copy.copy(config)
     compat.TEXT_ATTENTION.install(attention, on=view)
     return view
 
 
-def _scored_positions(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-    """A forward hook that leaves only the positions which predict a scored token.
+def _scored_positions(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: "BaseModelOutputWithPast",
+) -> Any:
+    """Return a forward hook that leaves only the positions which predict a scored token.
 
     The LM head then computes nothing else. A prompt's last position comes once per rollout.
     """
@@ -111,7 +120,7 @@ def _attention(
     shared_prompts: SharedPrompts | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """An attention function of Transformers' interface, on top of `implementation`.
+    """Compute attention in Transformers' interface, on top of `implementation`.
 
     `query` is (N, H, S, D), `key` and `value` are (N, Hk, S, D). The result is (N, S, H, D) and, as
     far as the implementation returns them, the attention weights.
@@ -140,29 +149,29 @@ def _attention(
     key = key.to(value.dtype)
     kernel = _eager if implementation == "eager" else _sdpa
     attend = partial(kernel, partial(function, module), **options)
-    output = _by_parts(attend, query=query, key=key, value=value, shared=shared_prompts)
+    output = _attend_groups(attend, query=query, key=key, value=value, shared=shared_prompts)
     return output.transpose(1, 2).contiguous(), None
 
 
 def _function(implementation: str, module: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Transformers' function of this name, for the model that `module` is a part of."""
+    """Return Transformers' function of this name, for the model that `module` is a part of."""
     if implementation == "eager":  # not in the interface: each model's file has its own
         return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[no-any-return]
     return ALL_ATTENTION_FUNCTIONS[implementation]  # type: ignore[no-any-return]
 
 
 def _as_configured(module: Any, implementation: str) -> Any:
-    """A copy of the module that is configured with `implementation` instead of ours.
+    """Return a copy of the module that is configured with `implementation` instead of ours.
 
     Flash attention finds its kernel by the name in the configuration.
     """
     view = copy.copy(module)
-    view.config = _naming(module.config, implementation)
+    view.config = _config_with(module.config, implementation)
     return view
 
 
 def _keys_of_spans(tensor: Tensor, shared: SharedPrompts) -> Tensor:
-    """Keys or values (1, Hk, S, D), laid out span by span as the queries see them.
+    """Return keys or values (1, Hk, S, D), laid out span by span as the queries see them.
 
     A group's first span sees itself; each other span sees a copy of the prompt and itself.
     """
@@ -176,63 +185,92 @@ def _keys_of_spans(tensor: Tensor, shared: SharedPrompts) -> Tensor:
     return torch.cat(parts, dim=2)
 
 
-def _by_parts(
+def _attend_groups(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     query: Tensor,
     key: Tensor,
     value: Tensor,
     shared: SharedPrompts,
 ) -> Tensor:
-    """Attention over the spans of a packed sequence; returns (1, H, S, D).
+    """Compute attention over the spans of a packed sequence: (1, H, S, D).
 
-    `attend`: causal attention that is aligned to the lower right, for queries (B, H, L, D) and keys
-    and values (B, Hk, M, D), M >= L.
+    A prompt with its longest rollout is one call. The other rollouts of a group are batches of
+    similar lengths, in which each rollout sees the prompt and itself.
+
+    Args:
+        attend: causal attention that is aligned to the lower right, for queries (B, H, L, D) and
+            keys and values (B, Hk, M, D), M >= L.
+        query: (1, H, S, D), the queries of the sequence.
+        key: (1, Hk, S, D).
+        value: (1, Hk, S, D).
+        shared: the layout of the sequence.
     """
-    spans = zip(
-        *(torch.split(tensor, shared.spans, dim=2) for tensor in (query, key, value)), strict=True
-    )
-    results = []
+    query_spans = iter(torch.split(query, shared.spans, dim=2))
+    key_spans = iter(torch.split(key, shared.spans, dim=2))
+    value_spans = iter(torch.split(value, shared.spans, dim=2))
+    outputs = []
     for group in shared.groups:
-        first = next(spans)
-        results.append(attend(*first))
-        prompt = [tensor[:, :, : group.prompt] for tensor in first]
+        first_query = next(query_spans)
+        first_key = next(key_spans)
+        first_value = next(value_spans)
+        outputs.append(attend(first_query, first_key, first_value))
+        prompt_query = first_query[:, :, : group.prompt]
+        prompt_key = first_key[:, :, : group.prompt]
+        prompt_value = first_value[:, :, : group.prompt]
         for lengths in group.batches:
-            batch = [next(spans) for _ in lengths]
-            parts = []  # queries, keys and values of the rollouts
-            for tensors in zip(*batch, strict=True):
-                # Each (1, H, L, D) becomes a row of (R, H, longest, D). The padding comes last,
-                # where causal masks hide it.
-                rows = [tensor[0].transpose(0, 1) for tensor in tensors]
-                parts.append(pad_sequence(rows, batch_first=True).transpose(1, 2))
-            repeat_queries = _prompt_queries_pay(group.prompt, lengths[0], query)
-            for index in range(0 if repeat_queries else 1, 3):
-                before = prompt[index].expand(len(lengths), -1, -1, -1)
-                parts[index] = torch.cat([before, parts[index]], dim=2)
-            output = attend(*parts)[:, :, group.prompt if repeat_queries else 0 :]
-            results += [output[row : row + 1, :, :length] for row, length in enumerate(lengths)]
-    return torch.cat(results, dim=2)
+            batch_query = _padded([next(query_spans) for _ in lengths])
+            batch_key = _padded([next(key_spans) for _ in lengths])
+            batch_value = _padded([next(value_spans) for _ in lengths])
+            offset = 0
+            if _prompt_queries_pay(group.prompt, lengths[0], query):
+                batch_query = _after_prompt(prompt_query, batch_query)
+                offset = group.prompt  # the outputs of the prompt's queries are thrown away
+            batch_key = _after_prompt(prompt_key, batch_key)
+            batch_value = _after_prompt(prompt_value, batch_value)
+            output = attend(batch_query, batch_key, batch_value)[:, :, offset:]
+            for row, length in enumerate(lengths):
+                outputs.append(output[row : row + 1, :, :length])
+    return torch.cat(outputs, dim=2)
+
+
+def _padded(spans: list[Tensor]) -> Tensor:
+    """Stack R spans of (1, H, L, D) as (R, H, longest, D).
+
+    The padding comes last, where causal masks hide it.
+    """
+    rows = [span[0].transpose(0, 1) for span in spans]
+    return pad_sequence(rows, batch_first=True).transpose(1, 2)
+
+
+def _after_prompt(prompt: Tensor, batch: Tensor) -> Tensor:
+    """Put the prompt, (1, H, P, D), before each row of a batch, (R, H, L, D)."""
+    return torch.cat([prompt.expand(len(batch), -1, -1, -1), batch], dim=2)
 
 
 def _prompt_queries_pay(prompt: int, rollout: int, query: Tensor) -> bool:
-    """Whether attention is less work with the prompt's queries before those of a rollout.
+    """Return whether attention is less work with the prompt's queries before a rollout's.
 
-    Their results are thrown away, but the mask is then a plain causal one, and kernels compute only
-    half of that.
+    Their outputs are thrown away, but the mask is then a plain causal one, and kernels compute only
+    half of that. `prompt` and `rollout` are lengths in tokens.
     """
     if _knows_lower_right(query):
         return False
     keys = prompt + rollout
-    blocks = _blocks(rollout, keys)
-    return keys * keys / 2 < sum((end - start) * (prompt + end) for start, end in blocks)
+    plain_work = keys * keys / 2
+    block_work = sum((end - start) * (prompt + end) for start, end in _blocks(rollout, keys))
+    return plain_work < block_work
 
 
 def _knows_lower_right(query: Tensor) -> bool:
-    """Whether the kernel can align a causal mask to the lower right, as flash attention's does."""
+    """Return whether the kernel can align a causal mask to the lower right.
+
+    Flash attention's can.
+    """
     return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
 
 
 def _blocks(queries: int, keys: int) -> list[tuple[int, int]]:
-    """The bounds of the blocks of queries that share a mask (see `_BLOCK`)."""
+    """Return the bounds of the blocks of queries that share a mask (see `_BLOCK`)."""
     block = max(_BLOCK, (keys - queries // 2) // 2)
     return [(start, min(start + block, queries)) for start in range(0, queries, block)]
 
@@ -245,7 +283,10 @@ def _sdpa(
     scaling: float,
     dropout: float,
 ) -> Tensor:
-    """Attention by PyTorch's kernels. `function` is not used; `_eager` has the same signature."""
+    """Compute attention by PyTorch's kernels.
+
+    `function` is not used; `_eager` has the same signature.
+    """
     options: dict[str, Any] = {
         "scale": scaling,
         "dropout_p": dropout,
@@ -284,7 +325,10 @@ def _eager(
     scaling: float,
     dropout: float,
 ) -> Tensor:
-    """Attention by the model file's own `eager_attention_forward`, with an additive mask."""
+    """Compute attention by the model file's own `eager_attention_forward`.
+
+    Its mask is added to the scores, so it is 0 or a very small number.
+    """
     allowed = _lower_right(query.size(2), key.size(2), query.device)
     zero = torch.zeros((), dtype=query.dtype, device=query.device)
     mask = zero.masked_fill(~allowed, torch.finfo(query.dtype).min)
@@ -295,5 +339,8 @@ def _eager(
 
 
 def _lower_right(queries: int, keys: int, device: torch.device) -> Tensor:
-    """A mask (queries, keys), True where a query may see a key. The last query sees all keys."""
+    """Return a mask (queries, keys), True where a query may see a key.
+
+    The last query sees all keys.
+    """
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)

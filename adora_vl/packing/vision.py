@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -26,6 +26,9 @@ from adora_vl.packing.image_store import ImageBank, ImageBanks, first_patches
 from adora_vl.packing.split_attention import ARGUMENT
 from adora_vl.utils import compat
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 # Transformers passes the bounds of all windows to an implementation with "flash" in its name, and
 # calls every other implementation once per window.
 BATCHED = "sdpa_windows_flash_bounds"
@@ -33,14 +36,14 @@ STOCK = "sdpa"
 
 
 def can_batch(tower: nn.Module) -> bool:
-    """Whether every attention module of the tower is Qwen2.5-VL's."""
+    """Return whether every attention module of the tower is Qwen2.5-VL's."""
     blocks = getattr(tower, "blocks", None) or []
     return len(blocks) > 0 and all(
         type(getattr(block, "attn", None)) is Qwen2_5_VLVisionAttention for block in blocks
     )
 
 
-def batch_windows(tower: Any, on: bool) -> bool:
+def batch_windows(tower: "PreTrainedModel", on: bool) -> bool:
     """Switch a vision tower between batched windows and Transformers' loop over windows.
 
     Returns whether the windows are batched now. A tower of another kind, or with another attention
@@ -59,23 +62,27 @@ def batch_windows(tower: Any, on: bool) -> bool:
 
 
 @lru_cache(maxsize=16)
-def by_size(
+def sort_windows(
     lengths: tuple[int, ...], device: torch.device
 ) -> tuple[list[tuple[int, int]], Tensor | None, Tensor | None]:
-    """Sort windows by size, in the order in which the sizes come first.
+    """Sort windows by size, in the order in which the sizes first occur.
 
     `lengths`: the number of patches of each window. Returns (size, number of windows) for each
     size, the permutation of the patches into that order, and its inverse. Both permutations are
     None if the patches are in that order already.
     """
     sizes = list(dict.fromkeys(lengths))
-    ordered = sorted(range(len(lengths)), key=lambda window: sizes.index(lengths[window]))
+    windows = range(len(lengths))
+    sorted_windows = sorted(windows, key=lambda window: sizes.index(lengths[window]))
     counts = [(size, lengths.count(size)) for size in sizes]
-    if ordered == list(range(len(lengths))):
+    if sorted_windows == list(windows):
         return counts, None, None
     bounds = [0, *accumulate(lengths)]
+    patches_by_window = [
+        torch.arange(bounds[window], bounds[window + 1]) for window in sorted_windows
+    ]
     with torch.inference_mode(False):  # later passes reuse these tensors, some with gradients
-        order = torch.cat([torch.arange(bounds[window], bounds[window + 1]) for window in ordered])
+        order = torch.cat(patches_by_window)
         return counts, order.to(device), order.argsort().to(device)
 
 
@@ -93,7 +100,7 @@ def attend(
     is_causal: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of packed patches within their windows, one kernel call per window size.
+    """Compute attention of packed patches within their windows, one kernel call per window size.
 
     It has the signature of a kernel for variable lengths. `query`, `key`, `value`: (1, heads, S,
     head size). `cu_seq_lens_q`, `cu_seq_lens_k`: (windows + 1,), the bounds of the windows. Returns
@@ -105,61 +112,83 @@ def attend(
         and not is_causal
         and len(query) == 1
     )
-    sizes, order, back = by_size(tuple(cu_seq_lens_q.diff().tolist()), query.device)
-    parts = [
-        tensor[0] if order is None else tensor[0].index_select(1, order)
-        for tensor in (query, key, value)
-    ]
+    window_lengths = tuple(cu_seq_lens_q.diff().tolist())
+    sizes, order, inverse = sort_windows(window_lengths, query.device)
+    sorted_qkv = []  # queries, keys and values, each (heads, S, head size)
+    for tensor in (query, key, value):
+        sorted_qkv.append(tensor[0] if order is None else tensor[0].index_select(1, order))
     outputs = []
-    at = 0
+    start = 0
     for size, windows in sizes:
-        slices = [part[:, at : at + size * windows] for part in parts]
-        batch = [part.reshape(len(part), windows, size, -1).transpose(0, 1) for part in slices]
+        end = start + size * windows
+        batch = []
+        for tensor in sorted_qkv:
+            patches = tensor[:, start:end]
+            # (heads, windows x size, head size) -> (windows, heads, size, head size)
+            batch.append(patches.reshape(len(tensor), windows, size, -1).transpose(0, 1))
         output, _ = sdpa_attention_forward(
             module, *batch, None, dropout=dropout, scaling=scaling, is_causal=False
         )
         outputs.append(output.flatten(0, 1))
-        at += size * windows
+        start = end
     joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-    return (joined if back is None else joined.index_select(0, back))[None], None
+    if inverse is not None:
+        joined = joined.index_select(0, inverse)
+    return joined[None], None
 
 
-See = Callable[[Tensor, Tensor], Any]  # a vision pass: pixels, grids -> features
+RunTower = Callable[[Tensor, Tensor], Any]  # a vision pass: pixels, grids -> features
 
 
-def look(
-    tower: Any, original: Any, kwargs: dict[str, Any], device: Any, pixels: Tensor, grids: Tensor
+def run_tower(
+    tower: "PreTrainedModel",
+    original: Callable[..., Any],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    pixels: Tensor,
+    grids: Tensor,
 ) -> Any:
-    """Run `original` (`get_image_features`) over pixels on `device`.
+    """Compute the features of images on `device`.
 
-    `grids`: (images, 3), on the host.
+    Args:
+        tower: the vision tower.
+        original: the model's own `get_image_features`.
+        kwargs: further arguments of `original`.
+        device: where the tower is.
+        pixels: (R, D), the patches of all images.
+        grids: (images, 3), on the host.
     """
     # This argument is for the text's attention, but Qwen3-VL passes it on to the tower.
     kwargs.pop(ARGUMENT, None)
     if not can_batch(tower):
         return original(pixels, grids.to(device, non_blocking=True), **kwargs)
-    return original(pixels, grids, **{**kwargs, **host_bounds(tower, grids, device)})
+    return original(pixels, grids, **{**kwargs, **window_arguments(tower, grids, device)})
 
 
-def host_bounds(tower: Any, grids: Tensor, device: Any) -> dict[str, Any]:
-    """The values that Qwen2.5-VL's tower computes from the grids, as arguments of its forward.
+def window_arguments(
+    tower: "PreTrainedModel", grids: Tensor, device: torch.device | str
+) -> dict[str, Any]:
+    """Return what Qwen2.5-VL's tower computes from the grids, as arguments of its forward.
 
     With grids on a device every block would wait for the bounds of its windows and for the longest
     window. Here they are computed on the host. A flash kernel reads the bounds on the device; every
     other kernel reads them on the host.
     """
     merge = tower.spatial_merge_size
-    index, windows = get_vision_window_index(grids, merge, tower.window_size, tower.patch_size)
-    bounds = {"cu_seqlens": get_vision_cu_seqlens(grids), "cu_window_seqlens": windows}
+    index, window_bounds = get_vision_window_index(
+        grids, merge, tower.window_size, tower.patch_size
+    )
+    bounds = {"cu_seqlens": get_vision_cu_seqlens(grids), "cu_window_seqlens": window_bounds}
     longest = {
-        name.replace("cu_", "max_").rstrip("s"): int(ends.diff().max())
-        for name, ends in bounds.items()
+        "max_seqlen": int(bounds["cu_seqlens"].diff().max()),
+        "max_window_seqlen": int(bounds["cu_window_seqlens"].diff().max()),
     }
     if is_flash_attention_requested(tower.config):
         bounds = {name: tensor.to(device, non_blocking=True) for name, tensor in bounds.items()}
     indices = {"window_index": index, "position_ids": get_vision_position_ids(grids, merge)}
     indices = {name: tensor.to(device, non_blocking=True) for name, tensor in indices.items()}
-    return {f"image_{name}": value for name, value in {**bounds, **longest, **indices}.items()}
+    arguments = {**bounds, **longest, **indices}
+    return {f"image_{name}": value for name, value in arguments.items()}
 
 
 # One image's features: for each field a tensor (image tokens, width) per layer that it enters at.
@@ -167,7 +196,7 @@ Features = dict[str, list[Tensor]]
 
 
 def vision_model(model: nn.Module) -> Any | None:
-    """The submodule that has the vision tower (`visual`), inside any wrappers; else None."""
+    """Return the submodule that has the vision tower (`visual`), inside any wrappers; else None."""
     for module in model.modules():
         if (
             "visual" in module._modules
@@ -205,9 +234,14 @@ class SharedVision:
         def get_image_features(
             pixel_values: Tensor, image_grid_thw: Tensor | None = None, **kwargs: Any
         ) -> Any:
-            see = partial(look, inner.visual, original, kwargs)
+            """Return the features of images.
+
+            References into a bank get those of their image, computed once; patches themselves go
+            to the model's own method.
+            """
+            run = partial(run_tower, inner.visual, original, kwargs)
             if image_grid_thw is not None and not len(image_grid_thw):
-                return self._nothing(inner, see, image_grid_thw.device)
+                return self._no_features(inner, run, image_grid_thw.device)
             if pixel_values.is_floating_point() or image_grid_thw is None:
                 if image_grid_thw is not None:
                     self.seen += len(image_grid_thw)
@@ -215,7 +249,7 @@ class SharedVision:
                     image_grid_thw = image_grid_thw.to(pixel_values.device)
                 return original(pixel_values, image_grid_thw, **kwargs)
             starts = first_patches(pixel_values, image_grid_thw)  # references may be on the host
-            return self._features(inner, partial(see, inner.visual.device), starts)
+            return self._features(inner, partial(run, inner.visual.device), starts)
 
         compat.VISION_FEATURES.install(get_image_features, on=inner)
         self._towers.append(inner.visual)
@@ -223,7 +257,7 @@ class SharedVision:
 
     @contextmanager
     def unshared(self) -> Iterator[None]:
-        """Inside the block every pass computes the features of its own images.
+        """Let every pass inside the block compute the features of its own images.
 
         So the ranks make the same passes, also where one of them has no image.
         """
@@ -239,92 +273,98 @@ class SharedVision:
         for tower in self._towers:
             batch_windows(tower, on)
 
-    def _features(self, inner: Any, see: See, starts: list[int]) -> Any:
-        """Features of the images whose first patches are `starts`, each distinct one seen once."""
+    def _features(self, inner: "PreTrainedModel", run: RunTower, starts: list[int]) -> Any:
+        """Compute the features of images by the numbers of their first patches.
+
+        Each distinct image goes through the tower once, unless sharing is switched off.
+        """
         bank = self.banks.of(starts[0])
         if not self.share:
-            return self._pass(bank, starts, see)
-        distinct = list(dict.fromkeys(starts))
+            return self._pass(bank, starts, run)
         if _is_frozen(inner):
-            return self._frozen(bank, starts=starts, inner=inner, see=see)
-        output = self._pass(bank, distinct, see)
+            return self._frozen_features(bank, starts=starts, inner=inner, run=run)
+        distinct = list(dict.fromkeys(starts))
+        output = self._pass(bank, distinct, run)
         features_of = dict(zip(distinct, _by_image(output, inner), strict=True))
         return _joined(output, [features_of[start] for start in starts])
 
-    def _pass(self, bank: ImageBank, starts: list[int], see: See) -> Any:
-        """Run the tower over these images."""
+    def _pass(self, bank: ImageBank, starts: list[int], run: RunTower) -> Any:
+        """Run the tower over the images whose first patches are `starts`."""
         self.seen += len(starts)
-        return see(*bank.pixels(starts))
+        pixels, grids = bank.pixels(starts)
+        return run(pixels, grids)
 
-    def _frozen(self, bank: ImageBank, starts: list[int], inner: Any, see: See) -> Any:
-        """Features of a frozen tower, computed once for all images of the bank and then reused.
+    def _frozen_features(
+        self, bank: ImageBank, starts: list[int], inner: "PreTrainedModel", run: RunTower
+    ) -> Any:
+        """Return features of a frozen tower, computed once for all images of the bank.
 
-        All ranks take part in the same passes, because these gather sharded weights. A rank with
-        fewer new images than others computes one image again.
+        Collective: all ranks take part in the same passes, because these gather sharded weights. A rank
+        with fewer new images than another one computes its first image again.
         """
         if bank.features_due:
             new = [start for start in bank.starts if start not in bank.frozen_features]
-            parts = in_passes(new, [len(bank.image(start)[1]) for start in new], PATCHES_A_PASS)
-            for number in range(_most_of_ranks(len(parts), inner.visual.device)):
+            patch_counts = [len(bank.image(start)[1]) for start in new]
+            parts = split_into_passes(new, patch_counts, PATCHES_A_PASS)
+            for number in range(_max_over_ranks(len(parts), inner.visual.device)):
                 part = parts[number] if number < len(parts) else bank.starts[:1]
                 with torch.no_grad():
-                    output = self._pass(bank, part, see)
+                    output = self._pass(bank, part, run)
                 for start, features in zip(part, _by_image(output, inner), strict=True):
                     bank.frozen_features.setdefault(start, features)
             bank.features_due = False
         images = [bank.frozen_features[start] for start in starts]
         return _joined(BaseModelOutputWithPooling(), images)
 
-    def _nothing(self, inner: Any, see: Callable[..., Any], device: Any) -> Any:
-        """Empty features, for a batch without images.
+    def _no_features(
+        self, inner: "PreTrainedModel", run: Callable[..., Any], device: torch.device
+    ) -> Any:
+        """Return empty features, for a batch without images.
 
-        With several processes the tower still runs whenever it runs on other ranks, because it
-        gathers weights and reduces gradients. Its gradients are zero here.
+        With several processes the tower still runs whenever it runs on other ranks, because it gathers
+        weights and reduces gradients. Its gradients are zero here.
         """
-        config = inner.config
-        width = config.get_text_config().hidden_size
-        empty = torch.zeros(0, width, dtype=inner.visual.dtype, device=device)
-        layers = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
-        features: Features = {EMBEDDINGS: [empty]}
-        if layers:
-            features[DEEPSTACK] = [empty] * layers
-        images = [features]
+        empty = _joined(BaseModelOutputWithPooling(), [_empty_features(inner, device)])
         if not distributed.is_initialized() or distributed.get_world_size() == 1:
-            return _joined(BaseModelOutputWithPooling(), images)
+            return empty
+        # Where features of a frozen tower are computed once for a bank, the ranks run the tower only
+        # while the features of new images are due; otherwise they run it in every pass.
         bank = self.banks.of_training() if self.share and _is_frozen(inner) else None
         if bank is not None and not bank.features_due:
-            return _joined(BaseModelOutputWithPooling(), images)
+            return empty
         if bank is not None and bank.starts:  # other rows of this rank have images
-            self._frozen(bank, starts=bank.starts[:1], inner=inner, see=partial(see, device))
-            return _joined(BaseModelOutputWithPooling(), images)
-        for _ in range(1 if bank is None else _most_of_ranks(1, device)):
-            output = _empty_picture(inner, partial(see, device), device)
+            tower = partial(run, device)
+            self._frozen_features(bank, starts=bank.starts[:1], inner=inner, run=tower)
+            return empty
+        passes = 1 if bank is None else _max_over_ranks(1, device)
+        for _ in range(passes):
+            output = _run_on_empty_picture(inner, partial(run, device), device)
         if bank is not None:
             bank.features_due = False
-        first = _by_image(output, inner)[0]
-        return _joined(
-            output, [{name: [part[:0] for part in parts] for name, parts in first.items()}]
-        )
+        # Slices of a real output are empty too, and connect the loss to the tower's weights.
+        picture = _by_image(output, inner)[0]
+        sliced = {name: [layer[:0] for layer in layers] for name, layers in picture.items()}
+        return _joined(output, [sliced])
 
 
-def in_passes(starts: Sequence[int], patches: Sequence[int], limit: int) -> list[list[int]]:
+def split_into_passes(starts: Sequence[int], patches: Sequence[int], limit: int) -> list[list[int]]:
     """Divide images, in their order, into passes of at most `limit` patches.
 
     `patches`: the number of each image's patches. A larger image has a pass of its own.
     """
-    parts: list[list[int]] = []
+    passes: list[list[int]] = []
     remaining = 0
     for start, count in zip(starts, patches, strict=True):
         if count > remaining:
-            parts.append([])
+            passes.append([])
             remaining = limit
-        parts[-1].append(start)
+        passes[-1].append(start)
         remaining -= count
-    return parts
+    return passes
 
 
-def _most_of_ranks(passes: int, device: Any) -> int:
-    """The largest number of passes on any rank, at least 1. All ranks call it together."""
+def _max_over_ranks(passes: int, device: torch.device) -> int:
+    """Return the largest number of passes on any rank, at least 1. Collective."""
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         return max(passes, 1)
     largest = torch.tensor([passes], device=device)
@@ -332,40 +372,52 @@ def _most_of_ranks(passes: int, device: Any) -> int:
     return max(int(largest), 1)
 
 
-def _is_frozen(inner: Any) -> bool:
-    """Whether no parameter of the vision tower is trained."""
+def _is_frozen(inner: "PreTrainedModel") -> bool:
+    """Return whether no parameter of the vision tower is trained."""
     return not any(parameter.requires_grad for parameter in inner.visual.parameters())
 
 
-def _empty_picture(inner: Any, see: See, device: Any) -> Any:
-    """The output of a vision pass over an empty picture of one image token."""
+def _empty_features(inner: "PreTrainedModel", device: torch.device) -> Features:
+    """Return the features of no image at all, for each layer that they enter at."""
+    config = inner.config
+    width = config.get_text_config().hidden_size
+    empty = torch.zeros(0, width, dtype=inner.visual.dtype, device=device)
+    layers = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
+    features: Features = {EMBEDDINGS: [empty]}
+    if layers:
+        features[DEEPSTACK] = [empty] * layers
+    return features
+
+
+def _run_on_empty_picture(inner: "PreTrainedModel", run: RunTower, device: torch.device) -> Any:
+    """Return the output of a vision pass over an empty picture of one image token."""
     vision = inner.config.vision_config
     side = vision.spatial_merge_size
     channels = getattr(vision, "in_channels", 3)
     values = channels * vision.temporal_patch_size * vision.patch_size**2
     pixels = torch.zeros(side * side, values, dtype=inner.visual.dtype, device=device)
-    return see(pixels, torch.tensor([[1, side, side]]))
+    return run(pixels, torch.tensor([[1, side, side]]))
 
 
-def _by_image(output: Any, inner: Any) -> list[Features]:
+def _by_image(output: BaseModelOutputWithPooling, inner: "PreTrainedModel") -> list[Features]:
     """Split the output of a vision pass by image, in all fields that the model's family has."""
     family = family_of(inner.config)
     assert family is not None and family.vision is not None
     embeddings = output[EMBEDDINGS]  # a tensor per image
     images: list[Features] = [{EMBEDDINGS: [embedding]} for embedding in embeddings]
-    if DEEPSTACK in family.vision.features:
-        lengths = [len(embedding) for embedding in embeddings]
-        for layer in output[DEEPSTACK]:  # a tensor for all images
-            for image, part in zip(images, torch.split(layer, lengths), strict=True):
-                image.setdefault(DEEPSTACK, []).append(part)
+    if DEEPSTACK not in family.vision.features:
+        return images
+    lengths = [len(embedding) for embedding in embeddings]
+    for layer in output[DEEPSTACK]:  # a tensor for all images
+        for image, features in zip(images, torch.split(layer, lengths), strict=True):
+            image.setdefault(DEEPSTACK, []).append(features)
     return images
 
 
-def _joined(output: Any, images: list[Features]) -> Any:
+def _joined(output: BaseModelOutputWithPooling, images: list[Features]) -> Any:
     """Fill `output` with the features of these images, in the form that the model reads."""
     output[EMBEDDINGS] = tuple(image[EMBEDDINGS][0] for image in images)
     if DEEPSTACK in images[0]:
-        output[DEEPSTACK] = [
-            torch.cat(layer) for layer in zip(*(i[DEEPSTACK] for i in images), strict=True)
-        ]
+        layers_of_images = [image[DEEPSTACK] for image in images]
+        output[DEEPSTACK] = [torch.cat(layer) for layer in zip(*layers_of_images, strict=True)]
     return output

@@ -39,24 +39,31 @@ class MicroBatch:
 
     @property
     def rows(self) -> int:
+        """The number of rows of the pass."""
         return self.sequences // self.unit if self.packed else self.sequences
 
     @property
     def length(self) -> int:
+        """The number of tokens of a row."""
         if self.packed:
             return self.prompt_tokens + self.unit * (self.completion_tokens - 1)
         return self.prompt_tokens + self.completion_tokens
 
     @property
     def tokens(self) -> int:
+        """The number of tokens of the pass."""
         return self.rows * self.length
 
     def patches(self, merge: int) -> int:
+        """Return the number of patches of the distinct images.
+
+        `merge`: the patches of one side of an image token.
+        """
         return self.sequences // self.unit * self.image_tokens * merge**2
 
 
 def _norms(width: int, dtypes: Dtypes) -> int:
-    """Two RMS norms, in bytes per token.
+    """Return two RMS norms, in bytes per token.
 
     Each keeps its input in float32, the normalised values, and what the next product reads.
     """
@@ -64,7 +71,7 @@ def _norms(width: int, dtypes: Dtypes) -> int:
 
 
 def _layer_norms(width: int, dtypes: Dtypes) -> int:
-    """Two layer norms, in bytes per token.
+    """Return two layer norms, in bytes per token.
 
     Each keeps its input, mean and deviation, and what the next product reads.
     """
@@ -72,7 +79,7 @@ def _layer_norms(width: int, dtypes: Dtypes) -> int:
 
 
 def _mlp(tower: Tower, dtypes: Dtypes) -> int:
-    """An MLP, in bytes per token.
+    """Return an MLP, in bytes per token.
 
     SwiGLU keeps the gate, its activation, the up projection and their product; a plain MLP the
     input and the output of its GELU.
@@ -81,7 +88,7 @@ def _mlp(tower: Tower, dtypes: Dtypes) -> int:
 
 
 def text_layer(tower: Tower, batch: MicroBatch, dtypes: Dtypes, *, masked: bool) -> int:
-    """What one decoder layer saves, in bytes.
+    """Return what one decoder layer saves, in bytes.
 
     `masked`: SDPA with a padding mask. Then keys and values are repeated for every head (one head
     is a view), and each layer turns the boolean mask into numbers of its own, (B, 1, T, T).
@@ -110,7 +117,7 @@ def text_layer(tower: Tower, batch: MicroBatch, dtypes: Dtypes, *, masked: bool)
 
 
 def mask_bytes(batch: MicroBatch, dtypes: Dtypes, *, accelerator: bool) -> int:
-    """A padding mask in bytes, beside what the layers save of it.
+    """Return a padding mask in bytes, beside what the layers save of it.
 
     The boolean mask lasts as long as the pass. On a GPU there are also the numbers of the present
     layer once more, in rows of a multiple of 16 as the memory-efficient kernel wants them.
@@ -121,7 +128,7 @@ def mask_bytes(batch: MicroBatch, dtypes: Dtypes, *, accelerator: bool) -> int:
 
 
 def vision_layer(tower: Tower, patches: int, dtypes: Dtypes) -> int:
-    """What one block of the vision tower saves, in bytes.
+    """Return what one block of the vision tower saves, in bytes.
 
     Attention keeps the fused q/k/v (v is a view into it), rotated q and k, the output of each
     window and all of them joined.
@@ -136,9 +143,11 @@ def vision_layer(tower: Tower, patches: int, dtypes: Dtypes) -> int:
 
 
 def merger(tower: Tower, patches: int, dtypes: Dtypes, deepstack: int = 0) -> int:
-    """Saved by the projector: its norm over patches, and the inputs of two products and the GELU
-    between them. The mergers of deepstack features save the same, but for the input of their norm,
-    which the next block keeps.
+    """Return what the projector saves, in bytes.
+
+    It saves its norm over patches, and the inputs of two products and of the GELU between them. The
+    mergers of deepstack features save the same, but for the input of their norm, which the next
+    block keeps.
     """
     norm = (FLOAT if tower.swiglu else 0) + dtypes.stream
     return patches * tower.width * (norm + 3 * (1 + deepstack) * dtypes.compute)
@@ -165,7 +174,7 @@ def saved(
     checkpointing: bool,
     masked: bool = True,
 ) -> Saved:
-    """What is kept of one micro-batch.
+    """Return what is kept of one micro-batch.
 
     A frozen vision tower keeps nothing, unless gradient checkpointing is on.
     """
@@ -225,15 +234,20 @@ def saved(
 
 
 def head_saved(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, compact: bool) -> int:
-    """Kept by TRL's fused LM head: the hidden states of the tokens it scores, never the logits."""
+    """Return what TRL's fused LM head saves, in bytes.
+
+    It is the hidden states of the tokens that it scores, never the logits.
+    """
     return _scored(batch, compact) * (shape.text.width * dtypes.stream + 8 + 2 * FLOAT)
 
 
 def head_transient(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, compact: bool) -> int:
-    """The most that the LM head's backward holds on top: one tile of logits, the float32 gradients
-    of hidden states and, where the head is trained, of its weight, with their copies in the model's
-    dtype. `compact`: on a GPU only completion tokens are scored, in the tile itself; elsewhere all
-    are, with eight float32 values of the tile at once.
+    """Return the most that the LM head's backward pass holds on top, in bytes.
+
+    It holds one tile of logits, the float32 gradients of hidden states and, where the head is
+    trained, of its weight, with their copies in the model's dtype. `compact`: on a GPU only
+    completion tokens are scored, and a kernel works in the tile itself; elsewhere all tokens are
+    scored, and torch's own operations hold eight float32 values of the tile at once.
     """
     tokens = _scored(batch, compact)
     width = shape.text.width

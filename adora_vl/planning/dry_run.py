@@ -7,6 +7,7 @@ on disk, without loading a weight. It makes the same checks as a run, in the sam
 import json
 import math
 import os
+import shlex
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from pathlib import Path
@@ -17,9 +18,9 @@ from trl import ModelConfig
 
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
 from adora_vl.config.batch_plan import regroup_obstacle
-from adora_vl.config.checks import ANY_LENGTH, is_curve, schedule_of
 from adora_vl.config.command import CliArgs
-from adora_vl.config.run_context import DryRunOptions, Sharding
+from adora_vl.config.dry_run_options import DryRunOptions
+from adora_vl.config.sharding import Sharding
 from adora_vl.data.dataset import example_row, row_count
 from adora_vl.data.prompt_lengths import ContextLimit, LengthCheck, Measured, sizes_in
 from adora_vl.data.prompts import Message, as_text, conversation_with_images, shown_lines, template
@@ -29,7 +30,8 @@ from adora_vl.planning import memory
 from adora_vl.planning.activations import MicroBatch
 from adora_vl.planning.memory import MOST_IMAGE_TOKENS, Engine, Setup, Sharing
 from adora_vl.planning.memory_report import memory_lines
-from adora_vl.preflight.resolved_run import ResolvedRun
+from adora_vl.preflight.check_machine import ANY_LENGTH, is_curve, schedule_of
+from adora_vl.preflight.facts import ResolvedRun
 from adora_vl.prepare import prepare_on_paper
 from adora_vl.rollout.engine_settings import engine_dtype
 from adora_vl.utils.cli import amount, plain, quantile, section, spelled
@@ -59,12 +61,12 @@ class Plan:
     @property
     def limit(self) -> ContextLimit | None:
         """What bounds prompt and answer together; None where it is unknown or images have no count."""
-        return self.run.overlong.limit
+        return self.run.prompts.lengths.limit
 
     @property
     def checks(self) -> list[LengthCheck]:
         """The length checks of training and evaluation prompts, before any prompt is left out."""
-        return self.run.overlong.checks if self.rows is not None else []
+        return self.run.prompts.lengths.checks if self.rows is not None else []
 
     @property
     def image_room(self) -> int:
@@ -77,29 +79,36 @@ class Plan:
         return self.limit.tokens - self.limit.needed(self.lengths.longest_text)
 
 
-def make_plan(command: CliArgs, options: DryRunOptions) -> Plan:
+def make_plan(command: CliArgs, options: DryRunOptions, *, with_few_rows: bool = False) -> Plan:
     """Make every check that a run makes before it loads weights, and predict lengths and memory.
 
-    Raises `UserError` with the line that a run would stop with.
+    `with_few_rows`: plan also for rows that do not fill a generation. Raises `UserError` with the
+    line that a run would stop with.
     """
     run = prepare_on_paper(command, options)
+    if run.messages.refusals and not with_few_rows:
+        raise UserError(run.messages.refusals[0])
     script = run.script
-    lengths = run.lengths
+    lengths = run.data.measured
     sharding = run.context.sharding
     assert script is not None and lengths is not None, (
         "a dry run has the keys of a command, and measures"
     )
-    notes = [*run.notes, *_mixture(run), *_larger_pictures(run)]
-    if family_of(run.model_config) is None and sees_images(run.model_config):
+    notes = [*run.messages.notes, *_mixture(run), *_larger_pictures(run)]
+    if family_of(run.model.config) is None and sees_images(run.model.config):
         notes.append(
-            f"the images of model_type {run.model_config.model_type} are counted as those of "
+            f"the images of model_type {run.model.config.model_type} are counted as those of "
             "Qwen2.5-VL, and what its vision tower keeps for the backward pass is not in the "
             "prediction"
         )
     setup = make_setup(
-        run.config, model=run.model, shape=run.shape, sharding=sharding, lengths=lengths
+        run.config,
+        model=run.request.model.keys,
+        shape=run.shape,
+        sharding=sharding,
+        lengths=lengths,
     )
-    rows = len(run.dataset) if run.dataset is not None else None
+    rows = run.data.rows
     return Plan(
         run,
         script,
@@ -112,37 +121,44 @@ def make_plan(command: CliArgs, options: DryRunOptions) -> Plan:
 
 
 def _mixture(run: ResolvedRun) -> list[str]:
-    if run.dataset is None or run.script is None or len(run.data) == 1:
+    """Return how several data sets are mixed, as lines of the report."""
+    if run.data.train is None or run.script is None or len(run.data.folders) == 1:
         return []
     split = run.script.dataset_train_split
     shares = run.script.adora_mixture
     parts = [
         f"{Path(folder).name} {amount(row_count(Path(folder), split), 'row')}"
-        for folder in run.data
+        for folder in run.data.folders
     ]
     if shares is not None:
         parts = [f"{part} at {share:.0%}" for part, share in zip(parts, shares, strict=True)]
     return [
-        f"{len(parts)} data sets are mixed into {len(run.dataset)} rows per epoch: "
+        f"{len(parts)} data sets are mixed into {len(run.data.train)} rows per epoch: "
         f"{', '.join(parts)}"
     ]
 
 
 def _larger_pictures(run: ResolvedRun) -> list[str]:
-    """Say how many pictures have more pixels than the model sees, if the model may zoom."""
-    if run.dataset is None or "zoom" not in run.tools.functions:
+    """Return how many pictures have more pixels than the model sees, if the model may zoom."""
+    if run.data.train is None or "zoom" not in run.tools.functions:
         return []
-    sizes = [size for row in sizes_in(run.dataset.data.table) for size in row if size is not None]
-    larger = sum(wide * high > run.overlong.pixels.high for wide, high in sizes)
-    nothing = (
-        "" if larger else ", so zoom shows nothing new; prepare the data with a larger --max-pixels"
-    )
-    return [
-        f"{larger} of {amount(len(sizes), 'picture')} are larger than the model sees them{nothing}"
-    ]
+    sizes = []
+    for row_sizes in sizes_in(run.data.train.data.table):
+        sizes += [size for size in row_sizes if size is not None]
+    larger = sum(width * height > run.prompts.lengths.pixels.high for width, height in sizes)
+    consequence = ""
+    if not larger:
+        consequence = ", so zoom shows nothing new; prepare the data with a larger --max-pixels"
+    total = amount(len(sizes), "picture")
+    return [f"{larger} of {total} are larger than the model sees them{consequence}"]
 
 
 def _card(options: DryRunOptions, config: AdoraGRPOConfig, processes: int) -> tuple[int, str]:
+    """Return the memory of a card in bytes, and the card in words.
+
+    It is what the user says, else this machine's, else an assumed one. Without a GPU it is a
+    process's share of the machine's memory.
+    """
     if options.card_gib is not None:
         return int(options.card_gib * GIB), f"a card of {options.card_gib:g} GiB"
     import torch
@@ -191,11 +207,11 @@ def make_setup(
             if config.use_cpu
             else None,
         )
-    cached = config.own("cache_images")
+    cached = config.uses("cache_images")
     # else the rollouts of a group lie in any micro-batch
     shares = cached and not regroup_obstacle(config)
     sharing = Sharing(
-        cached, shares and config.own("share_vision"), shares and config.own("share_prompt")
+        cached, shares and config.uses("share_vision"), shares and config.uses("share_prompt")
     )
     return Setup(
         shape=shape,
@@ -221,7 +237,7 @@ def make_setup(
 
 
 def learning_rates(config: AdoraGRPOConfig, updates: int | None) -> dict[str, float]:
-    """The learning rate at the first, the middle and the last update.
+    """Return the learning rate at the first, the middle and the last update.
 
     The result is empty for a schedule that depends on the training, such as reduce_lr_on_plateau.
     """
@@ -236,6 +252,7 @@ def learning_rates(config: AdoraGRPOConfig, updates: int | None) -> dict[str, fl
 
 
 def learning_rate_line(config: AdoraGRPOConfig, updates: int | None) -> str:
+    """Return the name of the learning rate's schedule and its curve, in words."""
     rates = learning_rates(config, updates)
     schedule = spelled(config.lr_scheduler_type)
     if not rates:
@@ -248,30 +265,32 @@ def learning_rate_line(config: AdoraGRPOConfig, updates: int | None) -> str:
 
 
 def prompt_lines(plan: Plan) -> list[str]:
-    """One whole prompt as the model reads it, of a row with choices if there is one.
+    """Return one whole prompt as the model reads it, of a row with choices if there is one.
 
     There is no line where the dataset is not on this machine.
     """
     if not plan.rows:
         return []
     script = plan.script
-    folders = [Path(folder) for folder in plan.run.data]
-    rows = [row for folder in folders if (row := example_row(folder, [script.dataset_train_split]))]
+    rows = []
+    for folder in plan.run.data.folders:
+        example = example_row(Path(folder), [script.dataset_train_split])
+        if example:
+            rows.append(example)
     row = next((row for row in rows if row.get("choices")), rows[0])
     problem = template(script.adora_prompt)(row) if script.adora_prompt else row["problem"]
-    text = _rendered(
-        plan, conversation_with_images(problem, len(row["images"] or []), plan.run.system_prompt)
-    )
+    image_count = len(row["images"] or [])
+    text = _rendered(plan, conversation_with_images(problem, image_count, plan.run.system_prompt))
     return section(f"One whole prompt, of {row['id']}", shown_lines(text))
 
 
 def _rendered(plan: Plan, messages: list[Message]) -> str:
     """Render messages with the model's chat template, or by roles where there is no processor."""
-    if plan.run.processor is None:
+    if plan.run.prompts.processor is None:
         return as_text(messages)
     try:
         return str(
-            plan.run.processor.apply_chat_template(
+            plan.run.prompts.processor.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=False
             )
         )
@@ -281,7 +300,7 @@ def _rendered(plan: Plan, messages: list[Message]) -> str:
 
 def _keys(plan: Plan) -> Iterator[tuple[Field[Any], Any, bool]]:
     """Yield each key's field, its value, and whether that is the default, in declared order."""
-    for keys in (plan.script, plan.run.config, plan.run.model):
+    for keys in (plan.script, plan.run.config, plan.run.request.model.keys):
         for field in fields(keys):
             value = getattr(keys, field.name)
             default = field.default
@@ -291,7 +310,7 @@ def _keys(plan: Plan) -> Iterator[tuple[Field[Any], Any, bool]]:
 
 
 def changed_keys(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
-    """The keys that the user set to something else than the default, with secrets masked.
+    """Return the keys that the user set to something else than the default, with secrets masked.
 
     `set_keys`: names of all keys in the file and on the command line.
     """
@@ -304,7 +323,7 @@ def changed_keys(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
 
 
 def config_lines(plan: Plan, set_keys: Collection[str]) -> list[str]:
-    """A line `key: value` for each key that differs from its default."""
+    """Return a line `key: value` for each key that differs from its default."""
     changed = changed_keys(plan, set_keys)
     width = max(map(len, changed), default=0) + 2
     lines = [f"{key + ':':{width}} {value}" for key, value in changed.items()]
@@ -314,8 +333,8 @@ def config_lines(plan: Plan, set_keys: Collection[str]) -> list[str]:
 
 
 def steps_of(plan: Plan) -> tuple[int | None, int | None]:
-    """Optimizer steps of an epoch and of the whole run; None where they are not known."""
-    batches = plan.run.plan
+    """Return the optimizer steps of an epoch and of the whole run, None where not known."""
+    batches = plan.run.layout
     config = plan.run.config
     fixed = config.max_steps if config.max_steps > 0 else None
     if plan.rows is None:
@@ -326,7 +345,8 @@ def steps_of(plan: Plan) -> tuple[int | None, int | None]:
 
 
 def batch_lines(plan: Plan) -> list[str]:
-    batches = plan.run.plan
+    """Return the lines on prompts, groups, micro-batches, optimizer steps and epochs."""
+    batches = plan.run.layout
     config = plan.run.config
     processes = plan.setup.sharding.processes
     local = config.per_device_train_batch_size
@@ -359,6 +379,7 @@ def batch_lines(plan: Plan) -> list[str]:
         length = f"max_steps says {total}." if total else "The length of the run is not known."
         lines.append(f"The number of rows is not known, nor is the length of an epoch. {length}")
     else:
+        # TRL's sampler leaves out the last rows of an epoch that fill no generation.
         remainder = (rows or 0) % batches.prompts_per_generation
         dropped = f"; {remainder} rows wait for another epoch's order" if remainder else ""
         make = "makes" if rows == 1 else "make"
@@ -379,11 +400,12 @@ def batch_lines(plan: Plan) -> list[str]:
 
 
 def _spread(name: str, values: Sequence[int]) -> str:
+    """Return a line of the table of lengths."""
     return f"{name:14}" + "".join(f"{figure:>9}" for figure in _spread_of(values).values())
 
 
 def length_lines(plan: Plan) -> list[str]:
-    """The spread of prompt lengths, and what happens to prompts that meet a limit."""
+    """Return the spread of prompt lengths, and what happens to prompts that meet a limit."""
     lengths = plan.lengths
     config = plan.run.config
     lines = [f"{'tokens':14}{'min':>9}{'median':>9}{'95 %':>9}{'max':>9}"]
@@ -420,6 +442,7 @@ def limit_lines(plan: Plan) -> list[str]:
 
 
 def disk_lines(plan: Plan) -> list[str]:
+    """Return what the checkpoints will take on the disk, as lines."""
     setup = plan.setup
     config = plan.run.config
     checkpoint = memory.checkpoint_of(config, setup.shape, setup.sharding)
@@ -433,6 +456,7 @@ def disk_lines(plan: Plan) -> list[str]:
             "(save_total_limit)."
         ]
     else:
+        # Without a limit all checkpoints of the run are there at its end.
         number = limit if limit is not None else math.ceil((total or 0) / int(config.save_steps))
         folder = memory.run_bytes(checkpoint, setup.shape.total * setup.shape.weight_bytes, number)
         lines = [
@@ -443,6 +467,7 @@ def disk_lines(plan: Plan) -> list[str]:
 
 
 def machine_lines(plan: Plan) -> list[str]:
+    """Return what several machines need to start, as lines."""
     sharding = plan.setup.sharding
     return (
         section(
@@ -460,11 +485,11 @@ def machine_lines(plan: Plan) -> list[str]:
 
 
 def report(plan: Plan, set_keys: Collection[str]) -> str:
-    """The whole dry run as text, section by section."""
+    """Return the whole dry run as text, section by section."""
     notes = section("Notes", [f"- {note}" for note in plan.notes]) if plan.notes else []
     notes += (
-        section("Not known here", [f"- {line}" for line in plan.run.unknown])
-        if plan.run.unknown
+        section("Not known here", [f"- {line}" for line in plan.run.messages.unknown])
+        if plan.run.messages.unknown
         else []
     )
     sections = (
@@ -481,14 +506,18 @@ def report(plan: Plan, set_keys: Collection[str]) -> str:
 def dry_run(command: CliArgs, options: DryRunOptions) -> int:
     """Print what the command would do.
 
-    Returns the exit code: 0 if the run fits, 1 if not. Raises `UserError` as a run would.
+    The verdict stands last, with the command that comes next. Returns the exit code: 0 if the run
+    fits, 1 if not. Raises `UserError` as a run would.
     """
     _check_outputs(options)
-    plan = make_plan(command, options)
+    plan = make_plan(command, options, with_few_rows=True)
     if os.environ.get("RANK", "0") != "0":  # only the first process prints
         return 0
-    set_keys = command.words
+    set_keys = command.set_keys
     print("\n".join([report(plan, set_keys), *prompt_lines(plan)]), flush=True)
+    if plan.run.messages.refusals:
+        print(f"\n{verdict_line(plan)}", flush=True)
+        raise UserError(plan.run.messages.refusals[0])
     if options.write_config is not None:
         _write(
             "--write-config",
@@ -501,10 +530,43 @@ def dry_run(command: CliArgs, options: DryRunOptions) -> int:
             options.json,
             json.dumps(figures(plan, set_keys), indent=2, default=str) + "\n",
         )
-    return 0 if memory.fits(plan.setup, plan.card) else 1
+    print(f"\n{verdict_line(plan)}", flush=True)
+    if not memory.fits(plan.setup, plan.card):
+        return 1
+    print(f"Next: {launch_command(plan, command.words, options.accelerate_config)}", flush=True)
+    return 0
+
+
+def verdict_line(plan: Plan) -> str:
+    """Say whether the run fits, in one line."""
+    prediction = memory.predict(plan.setup, plan.card)
+    usage = f"{prediction.peak / GIB:.3g} of {plan.card / GIB:.3g} GiB"
+    if memory.fits(plan.setup, plan.card):
+        return f"It fits: {usage}."
+    return f"It does NOT fit: {usage}; the section on memory above says what would."
+
+
+def launch_command(plan: Plan, arguments: Sequence[str], launcher: Path | None) -> str:
+    """Return the command that starts the run.
+
+    `arguments`: those of the dry run without its options. `launcher`: the accelerate config that
+    the dry run was asked about.
+    """
+    module = ["-m", "adora_vl.train", *arguments]
+    sharding = plan.setup.sharding
+    if launcher is None and sharding.processes == 1:
+        return shlex.join(["python", *module])
+    words = ["accelerate", "launch"]
+    if launcher is not None:
+        words += ["--config_file", str(launcher)]
+    if launcher is None:
+        words.append("--multi_gpu")
+    words += ["--num_processes", str(sharding.processes)]
+    return shlex.join([*words, *module])
 
 
 def _check_outputs(options: DryRunOptions) -> None:
+    """Raise `UserError` where a file of the dry run cannot be written, before it is computed."""
     if options.json is not None:
         check_json(
             "--json",
@@ -522,14 +584,16 @@ def _check_outputs(options: DryRunOptions) -> None:
 
 
 def _write(option: str, path: Path, text: str) -> None:
+    """Write a file of the dry run. Raises `UserError` that names the option."""
     with written_to(option, path):
         replace_file(path, text)
 
 
 def resolved(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
-    """Every key as `--config` reads it, changed ones first.
+    """Return every key with its value, in a form that `--config` reads; changed keys come first.
 
-    Keys that TRL and Transformers derive from others are left out.
+    Keys that Transformers or TRL derive from others, and would not accept as they are, are left
+    out.
     """
     everything = changed_keys(plan, set_keys)
     for key, value, is_default in _keys(plan):
@@ -543,7 +607,8 @@ def resolved(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
     }
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
+    """Return whether YAML can write a value."""
     try:
         yaml.safe_dump(value)
     except yaml.YAMLError:
@@ -555,11 +620,11 @@ _BATCHES = ("global_batch", "optimizer_batch", "generation_batch", "prompts_per_
 
 
 def figures(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
-    """The figures of the report as JSON for a program; sizes are in bytes."""
+    """Return the figures of the report as JSON for a program; sizes are in bytes."""
     prediction = memory.predict(plan.setup, plan.card)
     schedule = spelled(plan.run.config.lr_scheduler_type)
     epoch, total = steps_of(plan)
-    batches = plan.run.plan
+    batches = plan.run.layout
     return {
         "changed": changed_keys(plan, set_keys),
         "batches": {
@@ -588,11 +653,12 @@ def figures(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
         )
         * plan.setup.shape.image_token_pixels,
         "notes": plan.notes,
-        "unknown": plan.run.unknown,
+        "unknown": plan.run.messages.unknown,
     }
 
 
 def _spread_of(values: Sequence[int]) -> dict[str, int]:
+    """Return how at least one value spreads: smallest, median, 95 % quantile and largest."""
     return {
         "min": min(values),
         "median": quantile(values, 0.5),

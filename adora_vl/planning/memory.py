@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import unit_size
-from adora_vl.config.run_context import Sharding
+from adora_vl.config.sharding import Sharding
 from adora_vl.models.families import LANGUAGE_MODEL
 from adora_vl.models.shape import PATCHES_A_PASS, ModelShape
 from adora_vl.packing.shared_prompt import sharing_pays
@@ -41,7 +41,7 @@ class States:
 
 
 def states(shape: ModelShape, sharding: Sharding, *, reference: bool, mixed: bool) -> States:
-    """The bytes of weights, gradients, optimizer and reference model on one card.
+    """Return the bytes of weights, gradients, optimizer and reference model on one card.
 
     Args:
         shape: Sizes of the model and of what is trained.
@@ -56,34 +56,42 @@ def states(shape: ModelShape, sharding: Sharding, *, reference: bool, mixed: boo
         return _plain(shape, sharding.processes, reference)
     byte = 2 if mixed else shape.weight_bytes
     ranks = sharding.processes
-    all_weights = shape.total * byte
-    trained = shape.trained
-    # ZeRO stage -> number of ranks over which the states of that stage are divided
-    over = {level: ranks if sharding.stage >= level else 1 for level in (1, 2, 3)}
-    optimizer = trained * (_ADAM * FLOAT + (FLOAT if mixed else 0)) // over[1]
+    # The number of ranks over which each kind of state is divided: ZeRO-1 divides the optimizer,
+    # ZeRO-2 the gradients too, ZeRO-3 also the weights.
+    optimizer_ranks = ranks if sharding.stage >= 1 else 1
+    gradient_ranks = ranks if sharding.stage >= 2 else 1
+    weight_ranks = ranks if sharding.stage >= 3 else 1
+    weights = shape.total * byte // weight_ranks
+    gradients = shape.trained * byte // gradient_ranks
+    bucket = BUCKET * byte if sharding.stage >= 2 else 0
+    master_bytes = FLOAT if mixed else 0
+    optimizer = shape.trained * (_ADAM * FLOAT + master_bytes) // optimizer_ranks
     # DeepSpeed's optimizer on the host has weights and gradients in float32 of its own, whatever
     # the model has
-    on_host = trained * ((_ADAM + 2) * FLOAT + byte) // over[1]
-    gradients = trained * byte // over[2]
-    bucket = BUCKET * byte if sharding.stage >= 2 else 0
-    part = trained // over[1]
+    on_host = shape.trained * ((_ADAM + 2) * FLOAT + byte) // optimizer_ranks
+    gathered = 0
+    if sharding.stage == 3 and ranks > 1:
+        gathered = min(shape.total, LIVE_PARAMETERS) * byte
+    step = 0  # float32 copies of the gradients while the optimizer steps
+    if mixed and not sharding.offload_optimizer:
+        parameters = shape.trained // optimizer_ranks
+        step = FLOAT * (min(parameters, SUB_GROUP) if weight_ranks > 1 else parameters)
     return States(
-        weights=0 if sharding.offload_parameters else all_weights // over[3],
+        weights=0 if sharding.offload_parameters else weights,
         gradients=bucket + (0 if sharding.offload_optimizer else gradients),
         optimizer=0 if sharding.offload_optimizer else optimizer,
-        reference=all_weights // over[3] if reference and not shape.adapters else 0,
-        gathered=min(shape.total, LIVE_PARAMETERS) * byte
-        if sharding.stage == 3 and ranks > 1
-        else 0,
-        step=0
-        if sharding.offload_optimizer or not mixed
-        else FLOAT * (min(part, SUB_GROUP) if over[3] > 1 else part),
+        reference=weights if reference and not shape.adapters else 0,
+        gathered=gathered,
+        step=step,
         host_optimizer=on_host if sharding.offload_optimizer else 0,
     )
 
 
 def _plain(shape: ModelShape, processes: int, reference: bool) -> States:
-    """The states without DeepSpeed: whole on every card, with DDP where there are several."""
+    """Return the states without DeepSpeed.
+
+    They are whole on every card, with DDP where there are several.
+    """
     byte = FLOAT if shape.adapters else shape.weight_bytes
     weights = shape.base_bytes(shape.weight_bytes) + (shape.trained * byte if shape.adapters else 0)
     copies = 2 if processes > 1 else 1  # DDP's buckets are a second copy of the gradients
@@ -128,14 +136,14 @@ class EngineMemory:
 
 
 def cache_bytes_per_token(shape: ModelShape, dtype_bytes: int, tensor_parallel: int = 1) -> int:
-    """Bytes of the keys and values of all layers for one token."""
+    """Return bytes of the keys and values of all layers for one token."""
     text = shape.text
     heads = max(1, text.kv_heads // tensor_parallel)
     return 2 * text.layers * heads * text.head_size * dtype_bytes
 
 
 def engine_memory(shape: ModelShape, engine: Engine, card: int) -> EngineMemory:
-    """How vLLM divides its share of a card of `card` bytes."""
+    """Return how vLLM divides its share of a card of `card` bytes."""
     weights = shape.base_bytes(engine.dtype_bytes) // engine.tensor_parallel
     if shape.four_bit:  # beside its base it holds the adapter
         weights += shape.trained * engine.dtype_bytes
@@ -163,31 +171,34 @@ _SMALL = 2 * 2**20
 def checkpoint_bytes(
     shape: ModelShape, sharding: Sharding, *, mixed: bool, reference: bool = False
 ) -> int:
-    """One `checkpoint-N` folder of all ranks: weights (with LoRA the adapter alone), optimizer, and
-    with `reference` one that moves (`sync_ref_model`). DeepSpeed writes, beside the model for
-    `from_pretrained`, its own float32 master weights, the moments and, for ZeRO-2 and below, the
-    module's weights once more.
+    """Return the size of one `checkpoint-N` folder of all ranks.
+
+    It has weights (with LoRA the adapter alone), optimizer, and with `reference` a reference model
+    that moves (`sync_ref_model`). DeepSpeed writes, beside the model for `from_pretrained`, its own
+    float32 master weights, the moments and, for ZeRO-2 and below, the module's weights once more.
     """
-    moved = shape.total * shape.weight_bytes if reference else 0
+    saved_parameters = shape.trained if shape.adapters else shape.total
+    reference_bytes = shape.total * shape.weight_bytes if reference else 0
     if sharding.stage is None:
         byte = FLOAT if shape.adapters else shape.weight_bytes
-        model = shape.trained * byte if shape.adapters else shape.total * byte
-        return model + _ADAM * shape.trained * byte + moved + _SMALL
+        model = saved_parameters * byte
+        return model + _ADAM * shape.trained * byte + reference_bytes + _SMALL
     byte = 2 if mixed else shape.weight_bytes
-    model = (shape.trained if shape.adapters else shape.total) * byte
+    model = saved_parameters * byte
     optimizer = shape.trained * (_ADAM + 1) * FLOAT
+    # Under ZeRO-3 the module's file has only the weights that are not trained.
     module = shape.total * byte if sharding.stage < 3 else (shape.total - shape.trained) * byte
-    return model + optimizer + module + moved + _SMALL
+    return model + optimizer + module + reference_bytes + _SMALL
 
 
 def checkpoint_of(config: AdoraGRPOConfig, shape: ModelShape, sharding: Sharding) -> int:
-    """Bytes of one checkpoint of a run."""
+    """Return bytes of one checkpoint of a run."""
     mixed = bool(config.bf16 or config.fp16)
     return checkpoint_bytes(shape, sharding=sharding, mixed=mixed, reference=config.sync_ref_model)
 
 
 def run_bytes(checkpoint: int, model: int, checkpoints: int) -> int:
-    """The largest size of a run's folder, in bytes.
+    """Return the largest size of a run's folder, in bytes.
 
     It holds `checkpoints` finished checkpoints, one that is being written, and the final model.
     """
@@ -266,6 +277,7 @@ class Setup:
 
     @property
     def dtypes(self) -> Dtypes:
+        """The sizes of the dtypes in which a pass computes and keeps its residual stream."""
         # DeepSpeed casts the weights, and the residual stream with them; else they stay as they are
         cast = self.sharding.stage is not None and self.mixed
         return Dtypes(self.compute_bytes, 2 if cast else self.shape.weight_bytes)
@@ -281,10 +293,12 @@ class Prediction:
 
     @property
     def peak_phase(self) -> str:
+        """The phase that takes the most memory."""
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
     @property
     def peak(self) -> int:
+        """The memory of that phase, in bytes."""
         return sum(self.phases[self.peak_phase].values())
 
 
@@ -294,11 +308,10 @@ def predict(setup: Setup, card: int) -> Prediction:
     The phases are the rollouts, forward and backward, the pass through a frozen vision tower, and
     the optimizer step.
     """
-    training = states(
-        setup.shape, sharding=setup.sharding, reference=setup.reference, mixed=setup.mixed
-    )
-    engine = engine_memory(setup.shape, setup.engine, card) if setup.engine else None
-    features, passing = frozen_tower(setup)
+    shape = setup.shape
+    training = states(shape, sharding=setup.sharding, reference=setup.reference, mixed=setup.mixed)
+    engine = engine_memory(shape, setup.engine, card) if setup.engine else None
+    features, tower_pass = frozen_tower(setup)
     resident = {
         "weights": training.weights,
         "optimizer": training.optimizer,
@@ -306,15 +319,10 @@ def predict(setup: Setup, card: int) -> Prediction:
     }
     awake, asleep = _engine_parts(setup, engine)
     if setup.swaps:
-        awake["weights"] = training.weights - setup.shape.base_bytes(setup.shape.weight_bytes)
-    pixels = (
-        setup.images
-        * setup.batch.image_tokens
-        * setup.shape.merge**2
-        * setup.shape.patch_values
-        * _PIXEL
-    )
-    synced = setup.shape.largest_tensor * setup.dtypes.stream if setup.sharding.stage == 3 else 0
+        awake["weights"] = training.weights - shape.base_bytes(shape.weight_bytes)
+    patches = setup.images * setup.batch.image_tokens * shape.merge**2
+    pixels = patches * shape.patch_values * _PIXEL
+    synced = shape.largest_tensor * setup.dtypes.stream if setup.sharding.stage == 3 else 0
     # DeepSpeed allocates its gradients once; torch gives them back after each step
     standing = training.gradients if setup.sharding.stage is not None else 0
     phases = {
@@ -327,34 +335,31 @@ def predict(setup: Setup, card: int) -> Prediction:
             "image features": features,
             **_learning(setup, training.gradients),
         },
-        "frozen vision tower": {
+    }
+    if tower_pass:
+        phases["frozen vision tower"] = {
             **resident,
             **asleep,
             "gradients": training.gradients,
             "gathered weights": training.gathered,
             "pixels": pixels,
             "image features": features,
-            "vision": passing,
+            "vision": tower_pass,
         }
-        if passing
-        else {},
-        "optimizer step": {
-            **resident,
-            **asleep,
-            "gradients": training.gradients,
-            "pixels": pixels,
-            "step": training.step,
-        },
+    phases["optimizer step"] = {
+        **resident,
+        **asleep,
+        "gradients": training.gradients,
+        "pixels": pixels,
+        "step": training.step,
     }
     return Prediction(
-        {name: _with_overhead(parts, setup) for name, parts in phases.items() if parts},
-        engine,
-        training,
+        {name: _with_overhead(sizes, setup) for name, sizes in phases.items()}, engine, training
     )
 
 
 def frozen_tower(setup: Setup) -> tuple[int, int]:
-    """The bytes of a frozen vision tower that sees each image of a generation once.
+    """Return the bytes of a frozen vision tower that sees each image of a generation once.
 
     The first is the features, which are kept for the generation. The second is the most that one
     pass over `PATCHES_A_PASS` patches holds, which is less than a block would save for its
@@ -379,7 +384,7 @@ def frozen_tower(setup: Setup) -> tuple[int, int]:
 
 
 def _learning(setup: Setup, gradients: int) -> dict[str, int]:
-    """Gradients and activations of a micro-batch at their peak, in bytes by component.
+    """Return the gradients and activations of a micro-batch at their peak, in bytes by component.
 
     The peak is in the LM head or in the costliest layer, whichever holds more.
     """
@@ -441,6 +446,7 @@ def _learning(setup: Setup, gradients: int) -> dict[str, int]:
 def _engine_parts(
     setup: Setup, engine: EngineMemory | None
 ) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the engine's memory while it is awake and while the policy learns, by component."""
     if engine is None or setup.engine is None:
         return {}, {}
     cache = max(engine.cache, 0)
@@ -452,19 +458,22 @@ def _engine_parts(
     return awake, {"engine asleep": ASLEEP} if setup.engine.sleep else awake
 
 
-def _with_overhead(parts: dict[str, int], setup: Setup) -> dict[str, int]:
-    if not setup.accelerator:
-        return {name: size for name, size in parts.items() if size}
-    lost = int(FRAGMENTS * sum(size for name, size in parts.items() if name not in _ENGINE))
-    return {
-        name: size
-        for name, size in {**parts, "CUDA context": CONTEXT, "fragmentation": lost}.items()
-        if size
-    }
+def _with_overhead(sizes: dict[str, int], setup: Setup) -> dict[str, int]:
+    """Return the parts of a phase that take memory, with what a GPU takes on top.
+
+    A part of what torch allocates is lost in gaps between its blocks; the engine has a pool of its
+    own.
+    """
+    sizes = dict(sizes)
+    if setup.accelerator:
+        allocated = sum(size for name, size in sizes.items() if name not in _ENGINE)
+        sizes["CUDA context"] = CONTEXT
+        sizes["fragmentation"] = int(FRAGMENTS * allocated)
+    return {name: size for name, size in sizes.items() if size}
 
 
 def fits(setup: Setup, card: int) -> bool:
-    """Whether every phase fits into the card.
+    """Return whether every phase fits into the card.
 
     The engine must also have room for at least one rollout of full length.
     """
@@ -479,10 +488,10 @@ HEADROOM = 0.05
 
 
 def proposed_utilization(setup: Setup, card: int) -> float | None:
-    """The smallest `vllm_gpu_memory_utilization`, in hundredths, that runs most rollouts at once.
+    """Return the smallest `vllm_gpu_memory_utilization` that runs most rollouts at once.
 
-    Every phase has to leave `HEADROOM` of the card free. None without a colocated engine on a GPU,
-    or if there is no such share.
+    It is in hundredths. Every phase has to leave `HEADROOM` of the card free. None without a
+    colocated engine on a GPU, or if there is no such share.
     """
     engine = setup.engine
     if engine is None or not setup.accelerator:
@@ -498,7 +507,7 @@ def proposed_utilization(setup: Setup, card: int) -> float | None:
 
 
 def batch_sizes(setup: Setup) -> list[int]:
-    """Values of per_device_train_batch_size that divide a generation.
+    """Return values of per_device_train_batch_size that divide a generation.
 
     They keep groups whole or split them evenly.
     """
@@ -509,7 +518,7 @@ def batch_sizes(setup: Setup) -> list[int]:
 
 
 def largest_batch(setup: Setup, card: int) -> int:
-    """The largest of `batch_sizes` that fits, 0 if none does.
+    """Return the largest of `batch_sizes` that fits, 0 if none does.
 
     The number of rollouts per generation stays the same.
     """
@@ -523,7 +532,7 @@ def largest_batch(setup: Setup, card: int) -> int:
 
 
 def largest_image_tokens(setup: Setup, card: int, room: int = MOST_IMAGE_TOKENS) -> int:
-    """The largest number of image tokens per prompt that fits beside the same text.
+    """Return the largest number of image tokens per prompt that fits beside the same text.
 
     It is at most `room`, and 0 if none fits.
     """
@@ -541,7 +550,7 @@ def largest_image_tokens(setup: Setup, card: int, room: int = MOST_IMAGE_TOKENS)
 
 
 def _largest(good: Callable[[int], bool], limit: int) -> int:
-    """The largest number from 1 to `limit` that is good, or 0.
+    """Return the largest number from 1 to `limit` that is good, or 0.
 
     If a number is good, all smaller ones are.
     """

@@ -5,6 +5,7 @@ It says what each part takes in each phase, whether the run fits, and what would
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,44 +23,46 @@ _ROOMY = 0.25  # of the card: below it the parts of the memory are not listed (-
 
 
 def _gib(size: int) -> str:
+    """Return a size in GiB, or in MiB where it is small."""
     return f"{size / GIB:.2f}" if size >= GIB / 100 else f"{size / 2**20:.2f} MiB"
 
 
 def _number(count: int) -> str:
+    """Return a number of parameters in words."""
     return f"{count / 1e9:.3g} billion" if count >= 1e8 else f"{count / 1e6:.3g} million"
 
 
 def memory_lines(plan: Plan) -> list[str]:
+    """Return the predicted memory by component and phase, and the verdict, as lines."""
     setup = plan.setup
     card = plan.card
     prediction = predict(setup, card)
-    names = list(prediction.phases)
-    parts = list(dict.fromkeys(part for phase in prediction.phases.values() for part in phase))
+    phases = prediction.phases
+    title = f"Memory, predicted, on {plan.card_name}"
     lines = [
         f"{_number(setup.shape.total)} parameters, {_number(setup.shape.trained)} trained; "
         f"{setup.sharding.describe()}.",
         f"Micro-batch: {setup.batch.sequences} x ({setup.batch.prompt_tokens} + "
         f"{setup.batch.completion_tokens}) tokens, {setup.batch.image_tokens} of each an image.",
     ]
-    if prediction.peak < _ROOMY * card:  # nobody asks which part takes how much
-        return section(f"Memory, predicted, on {plan.card_name}", [*lines, *verdict_lines(plan)])
-    lines += ["", f"{'GiB per card':24}" + "".join(f"{name:>24}" for name in names)]
-    for part in parts:
-        cells = [
-            _gib(prediction.phases[name][part]) if part in prediction.phases[name] else "-"
-            for name in names
-        ]
-        lines.append(f"{part:24}" + "".join(f"{cell:>24}" for cell in cells))
-    sums = [_gib(sum(prediction.phases[name].values())) for name in names]
-    lines.append(f"{'together':24}" + "".join(f"{cell:>24}" for cell in sums))
+    if prediction.peak < _ROOMY * card:  # nobody asks which component takes how much
+        return section(title, [*lines, *verdict_lines(plan)])
+    lines += ["", _table_line("GiB per card", list(phases))]
+    # A phase lacks the components that it does not hold.
+    for component in dict.fromkeys(name for sizes in phases.values() for name in sizes):
+        cells = []
+        for sizes in phases.values():
+            cells.append(_gib(sizes[component]) if component in sizes else "-")
+        lines.append(_table_line(component, cells))
+    lines.append(_table_line("together", [_gib(sum(sizes.values())) for sizes in phases.values()]))
     if prediction.states.host_optimizer:
         host = prediction.states.host_optimizer * setup.sharding.local_processes
-        whose = (
-            "all processes on one host"
-            if setup.sharding.machines == 1
-            else "the processes of one machine"
+        processes = "the processes of one machine"
+        if setup.sharding.machines == 1:
+            processes = "all processes on one host"
+        lines.append(
+            f"Host memory beside it: {host / GIB:.3g} GiB for the optimizer of {processes}."
         )
-        lines.append(f"Host memory beside it: {host / GIB:.3g} GiB for the optimizer of {whose}.")
     if setup.swaps:
         base = setup.shape.base_bytes(setup.shape.weight_bytes) / GIB
         lines.append(
@@ -68,7 +71,12 @@ def memory_lines(plan: Plan) -> list[str]:
         )
     honesty = _ON_A_GPU if setup.accelerator else _ON_A_CPU
     lines += ["", *sharing_lines(plan), *engine_lines(plan), *verdict_lines(plan), honesty]
-    return section(f"Memory, predicted, on {plan.card_name}", lines)
+    return section(title, lines)
+
+
+def _table_line(title: str, cells: Sequence[str]) -> str:
+    """Return a line of the table of memory, with a cell for each phase."""
+    return f"{title:24}" + "".join(f"{cell:>24}" for cell in cells)
 
 
 def sharing_lines(plan: Plan) -> list[str]:
@@ -79,6 +87,7 @@ def sharing_lines(plan: Plan) -> list[str]:
     group = setup.generations
     if not (setup.sharing.vision or setup.sharing.prompts):
         return []
+    # The same run with image and prompt computed for each rollout, as TRL does.
     unshared = replace(setup, sharing=Sharing())
     ours = sum(predict(setup, plan.card).phases[phase].values())
     alone = sum(predict(unshared, plan.card).phases[phase].values())
@@ -91,6 +100,7 @@ def sharing_lines(plan: Plan) -> list[str]:
             f"With one for each {phase} would take {alone / GIB:.3g} GiB instead of "
             f"{ours / GIB:.3g}."
         ]
+    # A micro-batch that holds part of a group computes image and prompt for each part.
     unit = unit_size(batch.sequences, group)
     if unit < group:
         lines.append(
@@ -110,6 +120,7 @@ _ON_A_GPU = (
 
 
 def engine_lines(plan: Plan) -> list[str]:
+    """Return how many rollouts the engine has room for, as lines."""
     engine = predict(plan.setup, plan.card).engine
     setup = plan.setup
     if engine is None or setup.engine is None or not setup.accelerator:
@@ -146,6 +157,7 @@ def share_lines(plan: Plan, concurrent: int) -> list[str]:
 
 
 def verdict_lines(plan: Plan) -> list[str]:
+    """Return whether the run fits on its cards, and what would, as lines."""
     setup = plan.setup
     card = plan.card
     prediction = predict(setup, card)
@@ -163,11 +175,12 @@ def verdict_lines(plan: Plan) -> list[str]:
             f"{card / GIB:.3g}; the largest part is {largest} ({parts[largest] / GIB:.3g} GiB). "
             f"{remedy(plan)}"
         ]
-    else:
+    else:  # the card has room, but the engine's share of it has not
         lines = [
             "It does NOT fit: the engine's share has no room for one rollout of full length; raise "
             "vllm_gpu_memory_utilization, or lower vllm_max_model_length."
         ]
+    # Without DeepSpeed nothing keeps a float32 copy of weights in 16 bits.
     if setup.sharding.stage is None and not setup.shape.adapters and setup.shape.weight_bytes == 2:
         lines.append(LOST_UPDATES)
     batch = memory.largest_batch(setup, card)
@@ -198,6 +211,7 @@ def largest_image_line(plan: Plan) -> str:
 
 
 def remedy(plan: Plan) -> str:
+    """Return what to change first if the run does not fit, for the settings at hand."""
     setup = plan.setup
     share = proposed_utilization(plan.setup, plan.card)
     sharding = setup.sharding

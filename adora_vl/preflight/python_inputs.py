@@ -20,16 +20,12 @@ import pyarrow.compute as pc
 import torch
 import xxhash
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedModel
-from trl import ModelConfig
-from trl.trainer.utils import get_config_model_id
 
-from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.loading import only_decodes
 from adora_vl.data.prompt_lengths import Size, sizes_in
 from adora_vl.data.prompts import problem_with_messages, with_tools
 from adora_vl.models.load import model_hash
-from adora_vl.rewards.choose import NAMES, ChosenRewards, choose_rewards
+from adora_vl.rewards.choose import NAMES, RewardSet, choose_rewards
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import function_name, is_own, source_hash
 
@@ -51,95 +47,8 @@ class Datasets:
     evaluate: AnyDatasets | None = None
 
 
-def config_of(args: object, model: str | PreTrainedModel) -> AdoraGRPOConfig:
-    """The trainer's `args`; for None, a config named after the model, as in TRL.
-
-    Raises `UserError` for a config that is not an `AdoraGRPOConfig`.
-    """
-    if args is None:
-        return AdoraGRPOConfig(f"{_name_of(model).split('/')[-1]}-GRPO")
-    if not isinstance(args, AdoraGRPOConfig):
-        kind = f"a {type(args).__module__.partition('.')[0]}.{type(args).__name__}"
-        remedy = "give its arguments to an AdoraGRPOConfig (from adora_vl import AdoraGRPOConfig)"
-        raise UserError(
-            f"args: {kind} has other defaults, and steps and batches worked out of them; {remedy}"
-        )
-    return args
-
-
-def refuse_objects(
-    train_dataset: object,
-    reward_funcs: object,
-    rollout_func: object,
-    environment_factory: object,
-) -> None:
-    """Raise `UserError` for an argument that would be ignored, or would fail after loading."""
-    if rollout_func:
-        raise UserError(
-            "rollout_func: a sampler of your own is not supported, because its rollouts have "
-            "neither seeds nor log-probabilities that can be checked; use tools, or "
-            "trl.GRPOTrainer"
-        )
-    if not isinstance(train_dataset, Dataset | IterableDataset):
-        kind = "None" if train_dataset is None else f"a {type(train_dataset).__name__}"
-        raise UserError(
-            f"train_dataset: {kind} is no data set; make one, such as "
-            "datasets.Dataset.from_list(rows)"
-        )
-    if not reward_funcs and environment_factory is None:
-        raise UserError(
-            f"reward_funcs: {reward_funcs} would train on nothing; give a function, a preset or a "
-            "list"
-        )
-
-
-def _name_of(model: str | PreTrainedModel) -> str:
-    """The model's folder or hub id; empty where an object does not know it."""
-    if isinstance(model, str):
-        return model
-    return str(get_config_model_id(model.config) or "")
-
-
-def model_keys(
-    model: str | PreTrainedModel,
-    config: AdoraGRPOConfig,
-    peft_config: PeftConfig | None,
-    quantised: Any = None,
-) -> ModelConfig:
-    """The keys that a command would have for this model.
-
-    `quantised`: the trainer's `quantization_config`, which may stand in `model_init_kwargs` too.
-    Raises `UserError` for a quantisation that is not supported.
-    """
-    init = dict(config.model_init_kwargs or {})
-    quantised = quantised or init.pop("quantization_config", None)
-    if quantised is not None and not getattr(quantised, "load_in_4bit", False):
-        raise UserError(
-            "quantization_config: only 4 bits are supported; give "
-            "BitsAndBytesConfig(load_in_4bit=True)"
-        )
-    if not isinstance(model, str):
-        if quantised or getattr(model, "quantization_method", None):
-            raise UserError(
-                "model: an object has no folder in 4 bits; give its name, and quantization_config"
-            )
-        attention = getattr(model.config, "_attn_implementation", None)
-        init = {"dtype": model.dtype, "attn_implementation": attention, "revision": None}
-    has_adapter = not isinstance(model, str) and hasattr(model, "peft_config")
-    return ModelConfig(
-        model_name_or_path=_name_of(model),
-        model_revision=init.get("revision"),
-        dtype=str(init.get("dtype", "float32")).removeprefix("torch."),
-        attn_implementation=init.get("attn_implementation"),
-        use_peft=peft_config is not None or has_adapter,
-        load_in_4bit=quantised is not None,
-        bnb_4bit_quant_type=getattr(quantised, "bnb_4bit_quant_type", "nf4"),
-        use_bnb_nested_quant=bool(getattr(quantised, "bnb_4bit_use_double_quant", False)),
-    )
-
-
-def rewards_from_python(reward_funcs: object, output_dir: Path) -> ChosenRewards:
-    """The reward functions of the trainer's `reward_funcs`.
+def rewards_from_python(reward_funcs: object, output_dir: Path) -> RewardSet:
+    """Return the reward functions of the trainer's `reward_funcs`.
 
     `reward_funcs` is what TRL takes, or what the key `adora_reward` takes: a function, the name of
     a reward model, a preset, FILE.py:FUNCTION, a mapping with options, or a list of these; None is
@@ -157,7 +66,7 @@ def rewards_from_python(reward_funcs: object, output_dir: Path) -> ChosenRewards
         for request in requests
         if isinstance(request, Mapping | str) and request not in reward_models
     ]
-    chosen = ChosenRewards((), (), {})
+    chosen = RewardSet((), (), {})
     if presets:
         chosen = choose_rewards(presets, output_dir=output_dir)
     chosen_pairs = zip(chosen.entries, chosen.functions, strict=True)
@@ -184,7 +93,7 @@ def rewards_from_python(reward_funcs: object, output_dir: Path) -> ChosenRewards
         hashes[entry] = _identity_of_reward(request)
     pairs = zip(entries, functions, strict=True)
     tried = {entry for entry, function in pairs if _can_be_tried(function)}
-    return ChosenRewards(
+    return RewardSet(
         entries=tuple(entries),
         functions=tuple(functions),
         hashes=hashes,
@@ -193,14 +102,14 @@ def rewards_from_python(reward_funcs: object, output_dir: Path) -> ChosenRewards
 
 
 def _is_reward_model(request: object) -> bool:
-    """Whether an entry names a reward model, which TRL loads: a hub id, or a folder."""
+    """Return whether an entry names a reward model, which TRL loads: a hub id, or a folder."""
     if not isinstance(request, str) or is_own(request):
         return False
     return "/" in request or Path(request).is_dir()
 
 
 def _identity_of_reward(function: Any) -> str:
-    """A text that tells this reward from others: a reward model's weights, a function's source."""
+    """Return a text that tells this reward from others, by a model's weights or a source."""
     if isinstance(function, torch.nn.Module):
         return identity_of_model(function)
     if isinstance(function, str):
@@ -209,7 +118,7 @@ def _identity_of_reward(function: Any) -> str:
 
 
 def _can_be_tried(function: Any) -> bool:
-    """Whether a reward is a function of the user's, which is called once before the run.
+    """Return whether a reward is a function of the user's, which is called once before the run.
 
     A reward model is not loaded yet at that time, and our own functions are known to work.
     """
@@ -219,7 +128,7 @@ def _can_be_tried(function: Any) -> bool:
 
 
 def with_tool_descriptions(dataset: Any, schemas: Sequence[Mapping[str, Any]]) -> Any:
-    """A data set, or each of a mapping of them, with the tools in its system messages.
+    """Return a data set, or each of a mapping of them, with the tools in its system messages.
 
     `schemas`: the JSON schemas of the tools. Raises `UserError` for a prompt that is a text.
     """
@@ -240,7 +149,7 @@ def with_tool_descriptions(dataset: Any, schemas: Sequence[Mapping[str, Any]]) -
 
 
 def _describe_tools(prompt: Any, schemas: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The messages of a prompt, with the tools in the first one, the system message."""
+    """Return the messages of a prompt, with the tools in the first one, the system message."""
     first = prompt[0] if prompt else None
     if not isinstance(first, Mapping):
         raise UserError(
@@ -261,7 +170,7 @@ def _describe_tools(prompt: Any, schemas: Sequence[Mapping[str, Any]]) -> list[A
 
 
 def check_prompts(dataset: Dataset) -> bool:
-    """Whether any row of a data set from Python has an image.
+    """Return whether any row of a data set from Python has an image.
 
     Raises `UserError` without a column `prompt`, and for a row with images whose prompt is a text.
     """
@@ -304,7 +213,7 @@ def refuse_unusable_prompts(key: str, dataset: Any, tokens: Sequence[str]) -> No
 
 
 def prompts_of(dataset: Dataset) -> Iterator[tuple[str, Any, Sequence[Size | None]]]:
-    """The id, the prompt and the sizes of the images of each row; no image is decoded.
+    """Return the id, the prompt and the sizes of the images of each row; no image is decoded.
 
     A row without an `id` has its number in its place.
     """
@@ -317,7 +226,7 @@ def prompts_of(dataset: Dataset) -> Iterator[tuple[str, Any, Sequence[Size | Non
 
 
 def _names_of_rows(table: pa.Table, first_number: int) -> Sequence[Any]:
-    """The ids of the rows of a table; without them their numbers, from `first_number` on."""
+    """Return the ids of the rows of a table; without them their numbers, from `first_number` on."""
     if "id" in table.column_names:
         ids: list[Any] = table["id"].to_pylist()
         return ids
@@ -325,7 +234,7 @@ def _names_of_rows(table: pa.Table, first_number: int) -> Sequence[Any]:
 
 
 def fewest_images(dataset: object) -> int | None:
-    """The number of images of the row with the fewest.
+    """Return the number of images of the row with the fewest.
 
     None where it cannot be known without decoding rows: for a stream, and behind a transform.
     """
@@ -338,7 +247,7 @@ def fewest_images(dataset: object) -> int | None:
 
 
 def _image_counts(table: pa.Table) -> list[int]:
-    """The number of images of each row; nothing is decoded."""
+    """Return the number of images of each row; nothing is decoded."""
     name = "images" if "images" in table.column_names else "image"
     kind = table.schema.field(name).type
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
@@ -347,7 +256,7 @@ def _image_counts(table: pa.Table) -> list[int]:
 
 
 def _sizes(table: pa.Table) -> Iterator[Sequence[Size | None]]:
-    """The sizes of the images of each row; of a column `image` there is one in each row."""
+    """Return the sizes of the images of each row; of a column `image` there is one in each row."""
     if "images" in table.column_names and pa.types.is_list(table.schema.field("images").type):
         return sizes_in(table)
     if "image" in table.column_names:
@@ -359,7 +268,7 @@ def _sizes(table: pa.Table) -> Iterator[Sequence[Size | None]]:
 
 
 def _tables(dataset: Dataset, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-    """The rows in their order, as they are stored, in tables of up to `_ROWS` rows."""
+    """Return the rows in their order, as they are stored, in tables of up to `_ROWS` rows."""
     names = [name for name in dataset.column_names if columns is None or name in columns]
     plain = dataset.select_columns(names).with_format("arrow")
     for first in range(0, len(plain), _ROWS):
@@ -367,7 +276,7 @@ def _tables(dataset: Dataset, columns: Sequence[str] | None = None) -> Iterator[
 
 
 def is_stored(dataset: object) -> bool:
-    """Whether the rows can be read before the run, as they will be trained on.
+    """Return whether the rows can be read before the run, as they will be trained on.
 
     The rows of a stream cannot, nor what a transform makes of the stored ones.
     """
@@ -375,7 +284,7 @@ def is_stored(dataset: object) -> bool:
 
 
 def identity_of_rows(dataset: Dataset | IterableDataset) -> str:
-    """A text that tells these rows from others: their number and a hash of all of them.
+    """Return a text that tells these rows from others: their number and a hash of all of them.
 
     Images that lie in files count by their bytes. A stream is known by its columns alone.
     """
@@ -394,7 +303,7 @@ def identity_of_rows(dataset: Dataset | IterableDataset) -> str:
 
 
 def _paths(table: pa.Table) -> Iterator[str]:
-    """The files of the images whose bytes are not in the table itself."""
+    """Return the files of the images whose bytes are not in the table itself."""
     for name in _IMAGE_COLUMNS:
         # A column of plain values has no images.
         if name not in table.column_names or not pa.types.is_nested(table.schema.field(name).type):
@@ -407,7 +316,7 @@ def _paths(table: pa.Table) -> Iterator[str]:
 
 
 def identity_of_model(model: torch.nn.Module) -> str:
-    """A text that tells this model object from others.
+    """Return a text that tells this model object from others.
 
     It holds the class, and a hash of the config, of those of its adapters, and of every byte of
     its weights and stored buffers. Under ZeRO-3 a rank has no whole tensor, and none is read.

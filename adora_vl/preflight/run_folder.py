@@ -58,7 +58,7 @@ class RunFolder:
         return self._now() if callable(self._now) else self._now
 
     def look(self, resume_from_checkpoint: object, *, data_known: bool = True) -> StartPoint:
-        """Where a run would start; nothing is locked or written.
+        """Return where a run would start; nothing is locked or written.
 
         `resume_from_checkpoint`: as for `choose_start`. `data_known`: where it is false, nobody
         can say whether the folder holds the same run. Raises `UserError` as `take` does.
@@ -147,7 +147,7 @@ class RunFolder:
         self._locks.clear()
 
     def _decide_together(self, choose: Callable[[], _Choice]) -> _Choice:
-        """What `choose` returns on rank 0, on every rank; its `UserError` too.
+        """Return what `choose` returns on rank 0, on every rank; its `UserError` too.
 
         Collective. An error is broadcast rather than raised on rank 0 alone, where the other
         ranks would wait for it forever.

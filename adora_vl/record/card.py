@@ -77,7 +77,7 @@ def write_card(manifest: Mapping[str, Any], folder: Path, state: TrainerState) -
 
 
 def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]], step: int) -> str:
-    """The text of README.md.
+    """Return the text of README.md.
 
     Args:
         manifest: the manifest of the run; it may be empty.
@@ -116,7 +116,10 @@ def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
 
 
 def _front_matter(name: str, sees_images: bool) -> str:
-    """The metadata that the hub reads; the base model is only named if its name is a hub id."""
+    """Return the metadata that the hub reads.
+
+    The base model is only named if its name is a hub id.
+    """
     is_folder = not name or Path(name).exists() or name.startswith(("/", "."))
     base = [] if is_folder else [f"base_model: {json.dumps(name)}"]
     if sees_images:
@@ -130,10 +133,10 @@ def _front_matter(name: str, sees_images: bool) -> str:
 
 
 def _how_to_load(config: Mapping[str, Any], prompt: str | None, sees_images: bool) -> str:
-    """Code that loads the model and asks it a problem, and how prompts were made of problems.
+    """Return code that loads the model and asks it a problem.
 
-    `prompt` is the template of the training's prompts; empty or None where a prompt was the problem
-    alone.
+    It says too how prompts were made of problems. `prompt` is the template of the training's
+    prompts; empty or None where a prompt was the problem alone.
     """
     system = config.get("adora_system_prompt", SYSTEM_PROMPT)
     if sees_images:
@@ -163,28 +166,32 @@ def _how_to_load(config: Mapping[str, Any], prompt: str | None, sees_images: boo
 
 
 def _data(data: Mapping[str, Any]) -> str:
-    """The table of the data; folders stand by name, since paths describe the machine."""
+    """Return the table of the data; folders stand by name, since paths describe the machine."""
     rows: list[tuple[str, Any]] = []
     if "folder" in data:
         name = data_name(data) if data.get("sets") else _without_path(data["folder"])
         rows.append(("dataset", name))
-    rows += [(key, value) for key, value in data.items() if key not in ("folder", "sets")]
+    for key, value in data.items():
+        if key not in ("folder", "sets"):
+            rows.append((key, value))
     for source in data.get("sets") or ():
-        facts = [f"share {source['share']:g}"] if "share" in source else []
-        facts += [
-            _without_path(source[key]) for key in ("source", "input", "revision") if source.get(key)
-        ]
+        facts = []
+        if "share" in source:
+            facts.append(f"share {source['share']:g}")
+        for key in ("source", "input", "revision"):
+            if source.get(key):
+                facts.append(_without_path(source[key]))
         rows.append((Path(source["folder"]).name, ", ".join(facts)))
     return _table([(key, _without_path(value)) for key, value in rows])
 
 
-def _without_path(value: Any) -> Any:
-    """The name of a file or folder where the value is a path; any other value as it is."""
-    return Path(value).name if str(value).startswith(("/", ".")) else value
+def _without_path(value: object) -> Any:
+    """Return the name of a file or folder where the value is a path; any other value as it is."""
+    return Path(str(value)).name if str(value).startswith(("/", ".")) else value
 
 
 def _figures(history: Sequence[Mapping[str, Any]]) -> str:
-    """The table of the figures before and after, with a caution."""
+    """Return the table of the figures before and after, with a caution."""
     rows = figure_rows(history)
     if not rows:
         return "Nothing was logged before this was saved."
@@ -201,13 +208,13 @@ def _figures(history: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _table(entries: Sequence[tuple[str, Any]]) -> str:
-    """A table in Markdown of the entries that have a value."""
+    """Return a table in Markdown of the entries that have a value."""
     filled = [(key, value) for key, value in entries if value is not None and value != ""]
     rows = [f"| {_cell(key)} | {_cell(value)} |" for key, value in filled]
     return "\n".join(["| | |", "|---|---|", *rows]) if rows else "Not recorded."
 
 
 def _cell(value: object) -> str:
-    """A value as text that does not break a table of Markdown."""
+    """Return a value as text that does not break a table of Markdown."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text.replace("|", "\\|").replace("\n", " ")

@@ -1,6 +1,12 @@
-"""The figures that a run shows in words: in its progress line, its summary and its model card."""
+"""The figures of a run that are shown: in its progress line, its summary, its model card, its page.
 
+Each has one title and one way to be written, wherever it stands. Which of them a place shows, and
+in which order, is a tuple of their keys.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
 # Share of rollouts whose reward is above adora_correct_above
 PASS = "adora/pass_rate"  # noqa: S105  # no password
@@ -9,39 +15,199 @@ ACCURACY = "grading/correct"
 # Share of rollouts without a reward
 MISSING = "rewards/missing"
 
+Format = Literal["number", "share", "tokens", "nats", "seconds"]
+# How a value is written in a table, and in a line, where room is scarce.
+_IN_TABLE: dict[Format, str] = {
+    "number": "{:.3f}",
+    "share": "{:.1%}",
+    "tokens": "{:.1f}",
+    "nats": "{:.2g}",
+    "seconds": "{:.2f}",
+}
+_IN_LINE: dict[Format, str] = {
+    "number": "{:.3f}",
+    "share": "{:.0%}",
+    "tokens": "{:.0f}",
+    "nats": "{:.1g}",
+    "seconds": "{:.1f}",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedFigure:
-    """A figure of the log, and how it is shown; an empty title leaves it out."""
+    """A figure of the log.
 
-    # its name in the log
+    `key`: its name there. `title`: in tables. `format`: how a value is written. `short`: its title
+    in a line; empty is `title`.
+    """
+
     key: str
-    # in the table of the summary and of the model card
-    title: str = ""
-    format: str = "{:.3f}"
-    # in the progress line, where room is scarce
-    line_title: str = ""
-    line_format: str = "{:.0%}"
+    title: str
+    format: Format = "number"
+    short: str = ""
+
+    def in_table(self, value: float) -> str:
+        """Return the value as it stands in a table."""
+        return _IN_TABLE[self.format].format(value)
+
+    def in_line(self, value: float) -> str:
+        """Return the short title and the value, as they stand in a line."""
+        number = _IN_LINE[self.format].format(value)
+        # A small share, such as of rollouts without a reward, would be 0 %.
+        if self.format == "share" and 0 < value < 0.1:
+            number = self.in_table(value)
+        return f"{self.short or self.title} {number}"
 
 
-# In the order in which they are shown
-FIGURES = (
-    LoggedFigure(key="reward", title="reward", line_title="reward", line_format="{:.3f}"),
-    LoggedFigure(key=MISSING, line_title="without reward", line_format="{:.1%}"),
-    LoggedFigure(key=PASS, title="pass rate", line_title="pass"),
-    LoggedFigure(key=ACCURACY, title="accuracy", line_title="accuracy"),
-    LoggedFigure(key="adora/tds_share", title="TDS share", line_title="TDS"),
-    LoggedFigure(key="adora/weight_mean", title="mean weight"),
-    LoggedFigure(key="completions/mean_length", line_title="length", line_format="{:.0f}"),
-    LoggedFigure(key="adora/length_correct", title="length, correct", format="{:.1f}"),
-    LoggedFigure(key="adora/length_wrong", title="length, wrong", format="{:.1f}"),
-    LoggedFigure(key="entropy", title="entropy"),
-    LoggedFigure(
-        key="adora/drift",
-        title="engine drift, nats",
-        format="{:.2g}",
-        line_title="drift",
-        line_format="{:.1g}",
-    ),
-    LoggedFigure(key="step_time", title="seconds per step", format="{:.2f}"),
+FIGURES: Mapping[str, LoggedFigure] = {
+    figure.key: figure
+    for figure in (
+        LoggedFigure(key="reward", title="reward"),
+        LoggedFigure(key=MISSING, title="without reward", format="share"),
+        LoggedFigure(key=PASS, title="pass rate", format="share", short="pass"),
+        LoggedFigure(key=ACCURACY, title="accuracy", format="share"),
+        LoggedFigure(key="grading/worked", title="answers with a solution", format="share"),
+        LoggedFigure(key="steps/new", title="answers with a true step", format="share"),
+        LoggedFigure(key="steps/lucky", title="right by luck", format="share"),
+        LoggedFigure(key="adora/tds_share", title="TDS share", format="share", short="TDS"),
+        LoggedFigure(key="adora/weight_mean", title="mean weight"),
+        LoggedFigure(key="completions/mean_length", title="length", format="tokens"),
+        LoggedFigure(key="adora/length_correct", title="length, right", format="tokens"),
+        LoggedFigure(key="adora/length_wrong", title="length, wrong", format="tokens"),
+        LoggedFigure(key="entropy", title="entropy"),
+        LoggedFigure(key="loss", title="loss"),
+        LoggedFigure(key="kl", title="KL"),
+        LoggedFigure(key="grad_norm", title="gradient norm"),
+        LoggedFigure(key="adora/drift", title="engine drift, nats", format="nats", short="drift"),
+        LoggedFigure(key="adora/staleness", title="age in generations"),
+        LoggedFigure(key="tools/call_frequency", title="calls a rollout"),
+        LoggedFigure(key="tools/failure_frequency", title="failed calls", format="share"),
+        LoggedFigure(key="adora/unanswered_calls", title="unanswered calls", format="share"),
+        LoggedFigure(key="adora/tool_gain", title="gain of a call"),
+        LoggedFigure(key="adora/tools_s", title="seconds in tools", format="seconds"),
+        LoggedFigure(key="adora/trainer_waited_s", title="trainer waited", format="seconds"),
+        LoggedFigure(key="adora/servers_waited_s", title="servers waited", format="seconds"),
+        LoggedFigure(key="step_time", title="seconds per step", format="seconds"),
+    )
+}
+# The line that is printed for each log entry.
+PROGRESS = (
+    "reward",
+    MISSING,
+    PASS,
+    ACCURACY,
+    "adora/tds_share",
+    "completions/mean_length",
+    "adora/drift",
 )
+# The table of a run's first and last steps, in its summary, its model card and on its page.
+SUMMARY = (
+    "reward",
+    PASS,
+    ACCURACY,
+    "adora/tds_share",
+    "adora/weight_mean",
+    "adora/length_correct",
+    "adora/length_wrong",
+    "entropy",
+    "kl",
+    "grad_norm",
+    "adora/drift",
+    "step_time",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A chart of the page of a run.
+
+    `series`: the keys of its lines, each with the word that tells it from the others. `zero`:
+    whether the scale begins at 0. `optional`: whether most runs do not log it, so that nobody
+    misses it.
+    """
+
+    title: str
+    series: tuple[tuple[str, str], ...]
+    zero: bool = False
+    optional: bool = False
+
+
+CHARTS = (
+    Chart(title="Reward", series=(("reward", ""),), zero=True),
+    Chart(title="Share of answers with a step-by-step solution", series=(("grading/worked", ""),)),
+    Chart(
+        title="Share of answers with a true step, and of right ones by luck",
+        series=(("steps/new", "true and new"), ("steps/lucky", "right by luck")),
+        optional=True,
+    ),
+    Chart(title="Pass rate", series=((PASS, ""),)),
+    Chart(title="Accuracy in training", series=((ACCURACY, ""),)),
+    Chart(
+        title="Length in tokens, right and wrong",
+        series=(("adora/length_correct", "right"), ("adora/length_wrong", "wrong")),
+    ),
+    Chart(title="Share of TDS prompts", series=(("adora/tds_share", ""),)),
+    Chart(title="Entropy, nats per token", series=(("entropy", ""),), zero=True),
+    Chart(title="Loss", series=(("loss", ""),)),
+    Chart(title="KL to the reference", series=(("kl", ""),), zero=True),
+    Chart(title="Gradient norm", series=(("grad_norm", ""),), zero=True),
+    Chart(
+        title="Drift of engine and trainer, nats per token",
+        series=(("adora/drift", ""),),
+        zero=True,
+    ),
+    Chart(
+        title="Age of the rollouts in generations",
+        series=(("adora/staleness", ""),),
+        zero=True,
+        optional=True,
+    ),
+    Chart(
+        title="Calls of tools a rollout",
+        series=(("tools/call_frequency", ""),),
+        zero=True,
+        optional=True,
+    ),
+    Chart(
+        title="Share of calls that fail, and of rollouts that end unanswered",
+        series=(
+            ("tools/failure_frequency", "failed"),
+            ("adora/unanswered_calls", "unanswered"),
+        ),
+        optional=True,
+    ),
+    Chart(
+        title="Reward with a call minus without, in one group",
+        series=(("adora/tool_gain", ""),),
+        optional=True,
+    ),
+    Chart(title="Seconds in tools", series=(("adora/tools_s", ""),), zero=True, optional=True),
+    Chart(
+        title="Seconds waited",
+        series=(
+            ("adora/trainer_waited_s", "by the trainer"),
+            ("adora/servers_waited_s", "by the servers"),
+        ),
+        zero=True,
+        optional=True,
+    ),
+)
+
+
+def for_page() -> dict[str, Any]:
+    """Return the charts and the table of a run's page, as its script reads them."""
+    charts = [
+        {
+            "title": chart.title,
+            "keys": chart.series,
+            "zero": chart.zero,
+            "optional": chart.optional,
+            "share": FIGURES[chart.series[0][0]].format == "share",
+        }
+        for chart in CHARTS
+    ]
+    rows = [
+        {"key": key, "title": FIGURES[key].title, "share": FIGURES[key].format == "share"}
+        for key in SUMMARY
+    ]
+    return {"charts": charts, "rows": rows}

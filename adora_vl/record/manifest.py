@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def launch_command(arguments: Sequence[str] | None, parent: Path | None = None) -> str:
-    """The command that started this run, without secrets.
+    """Return the command that started this run, without secrets.
 
     It is `accelerate launch ...` where the parent process was started so, which Linux can tell,
     and `python -m adora_vl.train ...` otherwise.
@@ -49,17 +49,14 @@ def launch_command(arguments: Sequence[str] | None, parent: Path | None = None) 
 
 
 def interpreter() -> str:
-    """This Python, as one calls it from the current folder.
-
-    It is `python` where `python` and `python3` are the same program.
-    """
+    """Return the path of this Python, as one calls it from the current folder."""
     program = Path(sys.executable)
     plain = program.with_name("python")
     return as_called(str(plain if plain.is_file() and plain.samefile(program) else program))
 
 
 def as_called(program: str) -> str:
-    """A program's path as one types it.
+    """Return a program's path as one types it.
 
     It is relative, such as `.venv/bin/python`, for a program below the current folder, and only the
     name for any other.
@@ -73,18 +70,20 @@ def as_called(program: str) -> str:
 
 
 def _accelerate(cmdline: Path) -> list[str] | None:
-    """The words of `accelerate launch ...` in a process's command line; None if it is another."""
+    """Return the words of `accelerate launch ...` in a process's command line.
+
+    `cmdline` is the file of Linux that has it. None if the command is another.
+    """
     try:
-        words = [
-            word.decode(errors="replace") for word in cmdline.read_bytes().split(b"\0") if word
-        ]
+        encoded_words = cmdline.read_bytes().split(b"\0")
     except OSError:
         return None
+    words = [word.decode(errors="replace") for word in encoded_words if word]
     for position, word in enumerate(words):
         following = words[position + 1 :]
         if Path(word).name == "accelerate" and following[:1] == ["launch"]:
             return [as_called(word), *following]
-        if word == "accelerate.commands.launch":
+        if word == "accelerate.commands.launch":  # python -m accelerate.commands.launch
             program = as_called(str(Path(sys.executable).with_name("accelerate")))
             return [program, "launch", *following]
     return None
@@ -107,13 +106,13 @@ _GRPO_LOSSES = (
 
 
 def methods_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The methods in `adora_method` of a recorded config, each with its options."""
+    """Return the methods in `adora_method` of a recorded config, each with its options."""
     methods: dict[str, dict[str, Any]] = config.get("adora_method") or {"adora": {}}
     return methods
 
 
 def recipe_of(config: Mapping[str, Any]) -> str:
-    """The recipe of a recorded config in one line.
+    """Return the recipe of a recorded config in one line.
 
     Examples: `GRPO`, `ADORA attenuation, factor 0.1`, `DAPO + ADORA attenuation, factor 0.1,
     extension NoisyRollouts`.
@@ -127,9 +126,10 @@ def recipe_of(config: Mapping[str, Any]) -> str:
 
 
 def adora_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """ADORA's options in a recorded config, with `Schedule` objects and the defaults filled in.
+    """Return ADORA's options in a recorded config, with all defaults filled in.
 
-    Where ADORA is no method of the run, the mode is `off`: its criteria are computed for the log.
+    Schedules are `Schedule` objects. Where ADORA is no method of the run, the mode is `off`: its
+    criteria are computed for the log.
     """
     run_options = methods_of(config).get("adora")
     if run_options is None:
@@ -142,7 +142,7 @@ def adora_options(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adora(config: Mapping[str, Any]) -> str:
-    """ADORA's part of the recipe; empty where its mode is `off`."""
+    """Return ADORA's part of the recipe; empty where its mode is `off`."""
     if not methods_of(config)["adora"]:
         return "ADORA"
     options = adora_options(config)
@@ -154,7 +154,7 @@ def _adora(config: Mapping[str, Any]) -> str:
 
 
 def _additions(config: Mapping[str, Any]) -> list[str]:
-    """The parts of the recipe that can be combined with any method."""
+    """Return the parts of the recipe that can be combined with any method."""
     loss = str(config.get("loss_type") or "grpo")
     extensions = config.get("adora_extensions") or {}
     tools = config.get("tools")
@@ -198,7 +198,7 @@ def run_manifest(
     user_code: Mapping[str, str] | None = None,
     left_out: int = 0,
 ) -> Manifest:
-    """The manifest of a run that starts now, or resumes from a checkpoint.
+    """Return the manifest of a run that starts now, or resumes from a checkpoint.
 
     Args:
         *settings: the dataclasses of the run's settings.
@@ -306,18 +306,18 @@ def failure_noted(
 
 
 def read_manifest(output_dir: Path) -> Manifest:
-    """The manifest of a run folder; empty if it has none that a run wrote."""
+    """Return the manifest of a run folder; empty if it has none that a run wrote."""
     manifest = read_object(output_dir / MANIFEST)
     return manifest if manifest.get("made_by") == "adora_vl.train" else {}
 
 
 def now() -> str:
-    """The time as ISO 8601 in UTC, to the second."""
+    """Return the time as ISO 8601 in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python, of the packages that are installed, and of CUDA."""
+    """Return the versions of Python, of the packages that are installed, and of CUDA."""
     by_name = {"python": platform.python_version()}
     for package in _PACKAGES:
         version = installed(package)
@@ -329,7 +329,7 @@ def versions() -> dict[str, str]:
 
 
 def device(processes: int) -> str:
-    """The devices in words: `8 x NVIDIA A100-SXM4-80GB`, or the processor and its cores."""
+    """Return the devices in words: `8 x NVIDIA A100-SXM4-80GB`, or the processor and its cores."""
     if torch.cuda.is_available():
         return f"{processes} x {torch.cuda.get_device_name(0)}"
     return (
@@ -339,9 +339,10 @@ def device(processes: int) -> str:
 
 
 def git_commit() -> str | None:
-    """The commit of the checkout that this package runs from; None where it is installed otherwise.
+    """Return the commit of the checkout that this package runs from.
 
-    `+changes` follows it where tracked files differ from the commit.
+    None where it is installed otherwise. `+changes` follows it where tracked files differ from the
+    commit.
     """
 
     def git(*words: str) -> str:
@@ -359,32 +360,35 @@ def git_commit() -> str | None:
 
 
 def _sources(folders: Sequence[str], shares: Sequence[float] | None) -> dict[str, Any]:
-    """Where the data come from, as the manifests of their folders say.
+    """Return where the data come from, as the manifests of their folders say.
 
     Several data sets stand in the list `sets`, with their shares where `shares` has them.
     """
-    sets: list[dict[str, Any]] = []
+    sources: list[dict[str, Any]] = []
     for folder in folders:
         manifest = read_object(Path(folder) / MANIFEST)
-        sets.append(
+        sources.append(
             {key: manifest[key] for key in ("source", "input", "revision") if key in manifest}
         )
     if len(folders) == 1:
-        return sets[0]
-    sets = [{"folder": folder, **source} for folder, source in zip(folders, sets, strict=True)]
-    if shares:
-        sets = [{**source, "share": share} for source, share in zip(sets, shares, strict=True)]
+        return sources[0]
+    sets = []
+    for number, (folder, source) in enumerate(zip(folders, sources, strict=True)):
+        entry = {"folder": folder, **source}
+        if shares:
+            entry["share"] = shares[number]
+        sets.append(entry)
     return {"sets": sets}
 
 
 def data_name(data: Mapping[str, Any]) -> str:
-    """The names of a run's data sets, without their paths, which describe a machine."""
+    """Return the names of a run's data sets, without their paths, which describe a machine."""
     sources = data.get("sets") or [data]
     return ", ".join(Path(str(source["folder"])).name for source in sources)
 
 
 def short_name(model: str) -> str:
-    """The name of a model: a hub id, or the last two parts of a folder's path.
+    """Return the name of a model: a hub id, or the last two parts of a folder's path.
 
     The other parts describe the machine, not the model.
     """
@@ -392,7 +396,7 @@ def short_name(model: str) -> str:
 
 
 def facts_of_run(manifest: Manifest) -> dict[str, str]:
-    """The facts of a run that its page shows at a glance; none where it has no manifest."""
+    """Return the facts of a run that its page shows at a glance; none where it has no manifest."""
     if not manifest:
         return {}
     config = manifest["config"]
@@ -407,7 +411,7 @@ def facts_of_run(manifest: Manifest) -> dict[str, str]:
     facts: dict[str, object] = {
         "recipe": recipe_of(config),
         "model": short_name(str(manifest["model"]["name"])),
-        "data": f"{data_name(data)}, {rows} ({data['fingerprint']})",
+        "data": f"{data_name(data)}, {rows}",
         "batches": manifest["batches"],
         "learning rate": config.get("learning_rate"),
         "seed": config.get("seed"),

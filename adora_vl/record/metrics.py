@@ -21,22 +21,21 @@ from transformers import TrainerCallback
 
 from adora_vl.advantage import Adora, AdoraWeighting
 from adora_vl.advantage.grpo import deviation
-from adora_vl.record.figures import ACCURACY, FIGURES, MISSING, PASS
-from adora_vl.training.advantages import Advantages
-from adora_vl.training.scoring import Scores
+from adora_vl.record.figures import ACCURACY, FIGURES, MISSING, PASS, PROGRESS
+from adora_vl.training.advantages import Advantages, JudgedGroups
+from adora_vl.training.rollout_facts import RolloutFacts
 from adora_vl.utils.files import replace_file
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    from adora_vl.rollout.rollouts import Rollout
 
 METRICS = "metrics.jsonl"
 Line = dict[str, Any]
 
 
 def kind_of(logs: Mapping[str, Any]) -> str:
-    """The kind of a log entry: `end` for the run's last one, `eval` for an evaluation, else `train`.
+    """Return the kind of a log entry: `end` for the last one, `eval`, or `train`.
 
     A step in which nothing was sampled is `train` as well.
     """
@@ -46,15 +45,17 @@ def kind_of(logs: Mapping[str, Any]) -> str:
 
 
 def as_line(logs: Mapping[str, Any], step: int, now: str | None) -> Line:
-    """The line of a log entry, which JSON can hold: a figure that is not finite becomes None.
+    """Return a log entry as a line of JSON.
 
-    `now` is the time as text, None for an entry that a checkpoint's history has.
+    A figure that is not finite becomes None. `now` is the time as text, None for an entry that a
+    checkpoint's history has.
     """
     figures = {key: _finite(value) for key, value in logs.items() if key != "step"}
     return {"step": step, "kind": kind_of(logs), "time": now, **figures}
 
 
 def _finite(value: object) -> object:
+    """Return a logged value in a type of JSON; None for a number that is not finite."""
     if isinstance(value, bool | int | str) or value is None:
         return value
     try:
@@ -85,7 +86,7 @@ def read_metrics(path: Path) -> list[Line]:
 def resumed_lines(
     recorded: Iterable[Line], history: Sequence[Mapping[str, Any]], step: int
 ) -> list[Line]:
-    """The lines of the file of a run that resumes after `step`.
+    """Return the lines of the file of a run that resumes after `step`.
 
     Later lines and the run's last entry are dropped; what the file lacks of the checkpoint's
     history is added.
@@ -112,6 +113,7 @@ class _LineKey(NamedTuple):
 
 
 def _line_key(line: Line) -> _LineKey:
+    """Return what tells a line from others: its step, its kind, and its evaluation."""
     return _LineKey(
         step=line["step"],
         kind=line["kind"],
@@ -157,6 +159,7 @@ class MetricsFile(TrainerCallback):  # type: ignore[misc]  # transformers is unt
 
 
 def _as_text(lines: Iterable[Line]) -> str:
+    """Return lines as the text of a JSONL file."""
     return "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
 
 
@@ -236,7 +239,10 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
             self.leave()
 
     def take(self) -> dict[str, float]:
-        """The seconds of every phase since the last call; their sum is the time that has passed."""
+        """Return the seconds of every phase since the last call.
+
+        Their sum is the time that has passed.
+        """
         self._count()
         seconds = self._seconds
         self._seconds = dict.fromkeys(self._phases, 0.0)
@@ -290,7 +296,7 @@ _WINDOW = 20
 
 
 def duration(seconds: float) -> str:
-    """A duration as text: `45s`, `3m05s`, `2h07m`, `1d03h`."""
+    """Return a duration as text: `45s`, `3m05s`, `2h07m`, `1d03h`."""
     total = round(seconds)
     for long_s, short_s, long_unit, short_unit in (
         (86400, 3600, "d", "h"),
@@ -303,7 +309,7 @@ def duration(seconds: float) -> str:
 
 
 def differs_from_pass(logs: Mapping[str, Any]) -> bool:
-    """Whether the accuracy tells more than the share that passes.
+    """Return whether the accuracy tells more than the share that passes.
 
     It does where several reward functions are summed, or where the two figures differ.
     """
@@ -319,7 +325,9 @@ def differs_from_pass(logs: Mapping[str, Any]) -> bool:
 
 
 def progress_line(logs: Mapping[str, Any], step: int, total: int, left_s: float | None) -> str:
-    """One line with the known figures of a log entry; seconds are means per step since the last.
+    """Return one line with the known figures of a log entry.
+
+    Seconds are means per step since the last.
 
     Args:
         logs: the log entry.
@@ -328,16 +336,16 @@ def progress_line(logs: Mapping[str, Any], step: int, total: int, left_s: float 
         left_s: seconds that remain, None where nothing is known.
     """
     parts = [f"step {step:>{len(str(total))}}/{total}"]
-    for figure in FIGURES:
-        value = logs.get(figure.key)
-        if not figure.line_title or value is None:
+    for key in PROGRESS:
+        value = logs.get(key)
+        if value is None:
             continue
-        if figure.key == ACCURACY and not differs_from_pass(logs):
+        if key == ACCURACY and not differs_from_pass(logs):
             continue
         # Most runs have a reward for every rollout, so that a share of 0 says nothing.
-        if figure.key == MISSING and not value:
+        if key == MISSING and not value:
             continue
-        parts.append(f"{figure.line_title} {figure.line_format.format(value)}")
+        parts.append(FIGURES[key].in_line(value))
     seconds = {phase: logs.get(f"seconds/{phase}") for phase in PHASES}
     logged = {phase: value for phase, value in seconds.items() if value is not None}
     line = "  ".join(parts)
@@ -348,6 +356,7 @@ def progress_line(logs: Mapping[str, Any], step: int, total: int, left_s: float 
 
 
 def _short(seconds: float) -> str:
+    """Return seconds as text, with decimals where they are few."""
     return f"{seconds:.2f}" if seconds < 10 else f"{seconds:.0f}"
 
 
@@ -355,6 +364,7 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
     """Replaces Transformers' progress bar and printed dictionaries. Only the first rank prints."""
 
     def __init__(self) -> None:
+        """Begin without a bar and without steps."""
         # None on all ranks but the first, and outside of a training
         self._bar: tqdm[Any] | None = None
         # the numbers of the last steps, and the times when they ended
@@ -431,7 +441,10 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
         self._warned = bool(silence)
 
     def _left_s(self, max_steps: int) -> float | None:
-        """Seconds until the last step, from the pace of the latest ones; None before the first."""
+        """Return seconds until the last step, from the pace of the latest ones.
+
+        None before the first.
+        """
         (first, began) = self._ends[0]
         (last, ended) = self._ends[-1]
         if last <= first:
@@ -452,37 +465,34 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
 
 
 def no_signal(history: Sequence[Mapping[str, Any]]) -> str | None:
-    """What to say of a run in whose last steps no group had a signal; None where one had.
+    """Return what to say of a run in whose last steps no group had a signal; None where one had.
 
     The text says for how many steps (`SILENT_STEPS` at least), the likeliest reason, and what to
     look at. `history` is the trainer's log history, or the lines of the file.
     """
-    # Newest first
-    silent: list[Mapping[str, Any]] = []
+    silent: list[Mapping[str, Any]] = []  # the entries without signal, the newest first
     last_step_with_signal = 0
     for entry in reversed(history):
-        if kind_of(entry) != "train":
+        silent_share = entry.get("frac_reward_zero_std")
+        if kind_of(entry) != "train" or silent_share is None:
             continue
-        share = entry.get("frac_reward_zero_std")
-        if share is None:
-            continue
-        if share < 1:
+        if silent_share < 1:
             last_step_with_signal = int(entry["step"])
             break
         silent.append(entry)
     if not silent:
         return None
-    steps = int(silent[0]["step"]) - last_step_with_signal
-    if steps < SILENT_STEPS:
+    silent_steps = int(silent[0]["step"]) - last_step_with_signal
+    if silent_steps < SILENT_STEPS:
         return None
     return (
-        f"nothing was learned in the last {steps} steps: in every group all rewards were equal, "
-        f"since {_silence_reason(silent)}"
+        f"nothing was learned in the last {silent_steps} steps: in every group all rewards were "
+        f"equal, since {_silence_reason(silent)}"
     )
 
 
 def _silence_reason(silent: Sequence[Mapping[str, Any]]) -> str:
-    """The likeliest reason why these log entries have no signal, and what to look at."""
+    """Return the likeliest reason why these log entries have no signal, and what to look at."""
     rates = {entry.get(PASS) for entry in silent}
     if rates == {0.0}:
         return (
@@ -508,12 +518,12 @@ def _silence_reason(silent: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _mean_where(values: Tensor, chosen: Tensor) -> float:
-    """The mean of the chosen values; NaN if none is chosen, which TRL's log leaves out."""
+    """Return the mean of the chosen values; NaN if none is chosen, which TRL's log leaves out."""
     return values[chosen].mean().item() if bool(chosen.any()) else float("nan")
 
 
 def adora_metrics(weighting: AdoraWeighting) -> dict[str, float]:
-    """ADORA's figures by name: shares of prompts, and mean lengths of rollouts in tokens.
+    """Return ADORA's figures by name: shares of prompts, and mean lengths of rollouts in tokens.
 
     A group without any reward counts nowhere.
     """
@@ -538,7 +548,7 @@ def adora_metrics(weighting: AdoraWeighting) -> dict[str, float]:
 
 
 def _comparable(weighting: AdoraWeighting) -> Tensor:
-    """TDS groups that have both right and wrong rollouts, bool, (P,)."""
+    """Return TDS groups that have both right and wrong rollouts, bool, (P,)."""
     groups = weighting.groups
     return weighting.tds_P & groups.correct_PG.any(dim=1) & groups.wrong_PG.any(dim=1)
 
@@ -559,7 +569,10 @@ class TieNotice:
             options: those of the run's ADORA, with the mode `off` where the run has none.
             speaks: whether this is the first rank.
         """
-        self._silent = not speaks or options.mode != "attenuation" or options.plain
+        # Ties of work are common, and no accident of tokens.
+        compares_length = "working" not in options.criteria
+        attenuates = options.mode == "attenuation" and not options.plain
+        self._silent = not (speaks and attenuates and compares_length)
         self._marked = 0
         self._ties = 0
 
@@ -581,105 +594,69 @@ class TieNotice:
 
 
 def learned_figures(advantages: Advantages) -> dict[str, float]:
-    """The figures of the rollouts that the loss uses, by their names in the log."""
-    learned_reward = torch.nanmean(advantages.groups.rewards_PG).item()
+    """Return the figures of the rollouts that the loss uses, by their names in the log."""
+    learned_reward = torch.nanmean(advantages.judged.groups.rewards_PG).item()
     figures = {"learned_reward": learned_reward, **advantages.figures}
     return {f"adora/{name}": value for name, value in figures.items()}
 
 
 def judged_figures(
-    advantages: Advantages, scores: Scores, functions: Sequence[str]
+    judged: JudgedGroups, facts: RolloutFacts, functions: Sequence[str]
 ) -> dict[str, float]:
-    """The figures of all rollouts that were graded, by their names in the log.
+    """Return the figures of all rollouts that were graded, by their names in the log.
 
     They are TRL's, ADORA's, and those that the reward functions log.
 
     Args:
-        advantages: the groups of all ranks, weighed by ADORA's criteria.
-        scores: rewards and lengths of the same rollouts.
+        judged: the groups of all ranks, weighed by ADORA's criteria.
+        facts: rewards and lengths of the same rollouts.
         functions: the names of the reward functions.
     """
-    figures = {
-        f"adora/{name}": value for name, value in adora_metrics(advantages.weighting).items()
-    }
-    figures["adora/reflective_per_1000_tokens"] = scores.reflective_per_1000_tokens
-    figures["rewards/missing"] = scores.rewards.missing_share
-    figures["completions/clipped_ratio"] = scores.unended_B.float().mean().item()
-    ended = scores.lengths_B[~scores.unended_B]
+    figures = {f"adora/{name}": value for name, value in adora_metrics(judged.weighting).items()}
+    figures["adora/reflective_per_1000_tokens"] = facts.reflective_per_1000_tokens
+    figures["rewards/missing"] = facts.missing_share
+    figures["completions/clipped_ratio"] = facts.cut_off_N.float().mean().item()
+    ended = facts.length_N[~facts.cut_off_N]
     for name, reduce in (("mean", torch.mean), ("min", torch.amin), ("max", torch.amax)):
-        figures[f"completions/{name}_length"] = reduce(scores.lengths_B).item()
+        figures[f"completions/{name}_length"] = reduce(facts.length_N).item()
         figures[f"completions/{name}_terminated_length"] = (
             reduce(ended).item() if len(ended) else 0.0
         )
-    for name, rewards_B in zip(functions, scores.rewards.counted_BF.unbind(dim=1), strict=True):
-        mean, std = _mean_and_deviation(rewards_B)
+    for name, rewards_N in zip(functions, facts.counted_NF.unbind(dim=1), strict=True):
+        mean, std = _mean_and_deviation(rewards_N)
         figures[f"rewards/{name}/mean"] = mean
         figures[f"rewards/{name}/std"] = std
-    mean, std = _mean_and_deviation(advantages.groups.rewards_PG.flatten())
+    mean, std = _mean_and_deviation(judged.groups.rewards_PG.flatten())
     figures["reward"] = mean
     figures["reward_std"] = std
-    return {**figures, **advantages.figures, **scores.logged}
+    figures["frac_reward_zero_std"] = judged.equal_reward_share
+    return {**figures, **facts.logged}
 
 
-class ToolUse(NamedTuple):
-    """How each of N rollouts used tools; tensors of floats, (N,)."""
+def tool_figures(rewards_PG: Tensor, facts: RolloutFacts) -> dict[str, float]:
+    """Return the figures of a run with tools, by their names in the log.
 
-    calls_N: Tensor
-    failed_calls_N: Tensor
-    # what all calls of a rollout took together
-    seconds_N: Tensor
-    # 1 where the last turn calls a tool and nobody answers: no calls or no room are left
-    unanswered_N: Tensor
-
-    @classmethod
-    def of(cls, rollouts: Sequence[Rollout]) -> ToolUse:
-        """The use of tools by these rollouts, on the CPU."""
-
-        def column(values: Iterable[float]) -> Tensor:
-            return torch.tensor([*values], dtype=torch.float32)
-
-        return cls(
-            calls_N=column(len(rollout.calls) for rollout in rollouts),
-            failed_calls_N=column(
-                sum(call.failed for call in rollout.calls) for rollout in rollouts
-            ),
-            seconds_N=column(sum(call.seconds for call in rollout.calls) for rollout in rollouts),
-            unanswered_N=column(rollout.ended in ("calls", "room") for rollout in rollouts),
-        )
-
-    def stack(self) -> Tensor:
-        """The fields as the columns of one tensor, (N, F), which takes one gather."""
-        return torch.stack([*self], dim=1)
-
-    @classmethod
-    def unstack(cls, stacked_NF: Tensor) -> ToolUse:
-        """The inverse of `stack`."""
-        return cls(*stacked_NF.unbind(dim=1))
-
-
-def tool_figures(rewards_PG: Tensor, use: ToolUse) -> dict[str, float]:
-    """The figures of a run with tools, by their names in the log, of which TRL's begin with `tools/`.
-
-    `adora/tool_gain` is the mean reward of the rollouts that called a tool minus that of the others
-    in their group, over the groups that have both; it is left out where no group has.
+    Those of TRL begin with `tools/`. `adora/tool_gain` is the mean reward of the rollouts that
+    called a tool minus that of the others in their group, over the groups that have both; it is
+    left out where no group has.
 
     Args:
         rewards_PG: the rewards of all rollouts, (P, G), NaN where a rollout has none.
-        use: how the same rollouts, P x G of them, used tools.
+        facts: of the same rollouts, P x G of them.
     """
-    called_PG = use.calls_N.view_as(rewards_PG) > 0
-    both_P = called_PG.any(1) & ~called_PG.all(1)
-    nothing = torch.tensor(torch.nan)
-    with_P = torch.where(called_PG, rewards_PG, nothing).nanmean(1)
-    without_P = torch.where(~called_PG, rewards_PG, nothing).nanmean(1)
-    gain = (with_P - without_P)[both_P].nanmean().item()
-    failure_frequency = use.failed_calls_N.sum() / use.calls_N.sum().clamp(min=1)
+    called_PG = facts.calls_N.view_as(rewards_PG) > 0
+    has_both_P = called_PG.any(1) & ~called_PG.all(1)
+    nan = torch.tensor(torch.nan)
+    mean_with_call_P = torch.where(called_PG, rewards_PG, nan).nanmean(1)
+    mean_without_call_P = torch.where(~called_PG, rewards_PG, nan).nanmean(1)
+    gain = (mean_with_call_P - mean_without_call_P)[has_both_P].nanmean().item()
+    failure_frequency = facts.failed_calls_N.sum() / facts.calls_N.sum().clamp(min=1)
     figures = {
-        "tools/call_frequency": use.calls_N.mean().item(),
+        "tools/call_frequency": facts.calls_N.mean().item(),
         "tools/failure_frequency": failure_frequency.item(),
         "adora/called": called_PG.float().mean().item(),
-        "adora/unanswered_calls": use.unanswered_N.mean().item(),
-        "adora/tools_s": use.seconds_N.sum().item(),
+        "adora/unanswered_calls": facts.unanswered_N.float().mean().item(),
+        "adora/tools_s": facts.tool_seconds_N.sum().item(),
     }
     if not math.isnan(gain):
         figures["adora/tool_gain"] = gain
@@ -687,6 +664,6 @@ def tool_figures(rewards_PG: Tensor, use: ToolUse) -> dict[str, float]:
 
 
 def _mean_and_deviation(values: Tensor) -> tuple[float, float]:
-    """The mean and the standard deviation of the values that are not NaN."""
+    """Return the mean and the standard deviation of the values that are not NaN."""
     mean = torch.nanmean(values)
     return mean.item(), deviation(values, mean).item()

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from math import hypot, isfinite
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeGuard
 
 import pyarrow as pa
 
@@ -32,7 +32,7 @@ Log = Sequence[Mapping[str, Any]]
 
 
 def result_of(folder: Path, log: Log) -> str | None:
-    """The result of a run in one line; None where nothing was logged.
+    """Return the result of a run in one line; None where nothing was logged.
 
     A score of the held-out problems in the run's folder goes first, then the evaluations on the
     way, then the pass rate and the reward of the training.
@@ -41,12 +41,15 @@ def result_of(folder: Path, log: Log) -> str | None:
 
 
 def is_noise(change: Difference) -> bool:
-    """Whether the interval of a change has 0 in it, so that the data cannot tell it from none."""
+    """Return whether the interval of a change has 0 in it.
+
+    The data cannot tell such a change from none.
+    """
     return change.low is not None and change.high is not None and change.low <= 0 <= change.high
 
 
 def training_change(folder: Path, log: Log, key: str) -> Difference | None:
-    """How a figure changed from the first to the last fifth of the logged steps.
+    """Return how a figure changed from the first to the last fifth of the logged steps.
 
     Its interval is over the groups of the record, since the answers to one problem are not
     independent; without a record, over the logged steps. None where there are not two steps.
@@ -59,35 +62,37 @@ def training_change(folder: Path, log: Log, key: str) -> Difference | None:
     lines = [line for line in log if kind_of(line) != "eval" and _is_number(line.get(key))]
     if len(lines) < 2:
         return None
-    size = max(1, len(lines) // 5)
-    ends = (lines[:size], lines[-size:])
-    first = [float(line[key]) for line in ends[0]]
-    second = [float(line[key]) for line in ends[1]]
-    grouped = _groups_at_the_ends(folder, first=ends[0], last=ends[1], key=key)
-    unit = "group" if grouped else "logged step"
-    samples = grouped or (first, second)
-    difference = Difference(fmean(first), fmean(second), over="no interval")
-    if min(map(len, samples)) < 2:
-        return difference
-    low, high = welch(*samples)
+    fifth = max(1, len(lines) // 5)
+    first_lines = lines[:fifth]
+    last_lines = lines[-fifth:]
+    first_values = [float(line[key]) for line in first_lines]
+    last_values = [float(line[key]) for line in last_lines]
+    change = Difference(fmean(first_values), fmean(last_values), over="no interval")
+    groups = _groups_at_the_ends(folder, first=first_lines, last=last_lines, key=key)
+    first_sample, last_sample = groups or (first_values, last_values)
+    if min(len(first_sample), len(last_sample)) < 2:
+        return change
+    low, high = welch(first_sample, last_sample)
     half = (high - low) / 2
+    unit = "group" if groups else "logged step"
     return Difference(
-        first=difference.first,
-        second=difference.second,
-        low=difference.value - half,
-        high=difference.value + half,
-        over=f"{len(samples[0])} and {amount(len(samples[1]), unit)}",
+        first=change.first,
+        second=change.second,
+        low=change.value - half,
+        high=change.value + half,
+        over=f"{len(first_sample)} and {amount(len(last_sample), unit)}",
     )
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value of the log is a finite number."""
     return isinstance(value, int | float) and isfinite(value)
 
 
 def _groups_at_the_ends(
     folder: Path, first: Log, last: Log, key: str
 ) -> tuple[list[float], list[float]] | None:
-    """The figure of each recorded group in the first and the last of the logged steps.
+    """Return the figure of each recorded group in the first and the last of the logged steps.
 
     It is None where the record lacks one of the ends: beyond its bound the oldest steps are deleted.
     """
@@ -96,44 +101,43 @@ def _groups_at_the_ends(
         groups = _recorded(folder, column)
     except (UserError, OSError, pa.ArrowException):  # damaged, older, or merged just now
         return None
-    until = first[-1].get("step", 0)
-    since = last[0].get("step", 0)
-    early = [value for step, value in groups if step <= until]
-    late = [value for step, value in groups if step >= since]
+    last_early_step = first[-1].get("step", 0)
+    first_late_step = last[0].get("step", 0)
+    early = [value for step, value in groups if step <= last_early_step]
+    late = [value for step, value in groups if step >= first_late_step]
     return (early, late) if early and late else None
 
 
 def _recorded(folder: Path, column: str) -> list[tuple[int, float]]:
-    """The step and the mean of a column of each recorded group."""
-    values: dict[tuple[int, int], list[float]] = {}
+    """Return the step and the mean of a column of each recorded group."""
+    values_of_group: dict[tuple[int, int], list[float]] = {}
     for part in parts(folder / ROLLOUTS):
-        table = read_part(part, ["step", "group", column])
-        for row in table.to_pylist():
+        for row in read_part(part, ["step", "group", column]).to_pylist():
             if _is_number(row[column]):
-                values.setdefault((row["step"], row["group"]), []).append(float(row[column]))
-    return [(step, fmean(of_group)) for (step, _), of_group in values.items()]
+                group = (row["step"], row["group"])
+                values_of_group.setdefault(group, []).append(float(row[column]))
+    return [(step, fmean(values)) for (step, _), values in values_of_group.items()]
 
 
 def _scored(folder: Path) -> str | None:
-    """The score of the held-out problems in a run's folder, beside that of the model before."""
-    after = _read(folder / AFTER)
-    if after is None:
+    """Return the score of the held-out problems in a run's folder, and that of its start."""
+    score_after = _read(folder / AFTER)
+    if score_after is None:
         return None
-    score = after.score
-    part = share_of_the_data(score)
-    problems = f"{part or score['total']} problems"
-    where = f"held-out accuracy, {name_of_data(score)}"
-    before = _read(folder / BEFORE)
+    score = score_after.score
+    problems = f"{share_of_the_data(score) or score['total']} problems"
+    title = f"held-out accuracy, {name_of_data(score)}"
+    score_before = _read(folder / BEFORE)
     change = None
-    if before is not None and before.score["benchmark"] == score["benchmark"]:
-        change = between_problems([before], [after])
+    if score_before is not None and score_before.score["benchmark"] == score["benchmark"]:
+        change = between_problems([score_before], [score_after])
     if change is None:
-        return f"{where} {percent(score['accuracy'], score['wilson_95'])} of {problems} ({AFTER})"
-    return f"{where} {_arrow(change)} ({change.over}, of {problems}; {BEFORE}, {AFTER})"
+        return f"{title} {percent(score['accuracy'], score['wilson_95'])} of {problems} ({AFTER})"
+    return f"{title} {_arrow(change)} ({change.over}, of {problems}; {BEFORE}, {AFTER})"
 
 
 def _read(file: Path) -> ScoreFile | None:
-    """A score file; None where there is none that can be read."""
+    """Return a score file; None where there is none that can be read."""
     try:
         return read_run(str(file)) if file.is_file() else None
     except UserError:
@@ -141,7 +145,7 @@ def _read(file: Path) -> ScoreFile | None:
 
 
 def _evaluated(log: Log) -> str | None:
-    """The change from the first to the last evaluation on the way, in one line.
+    """Return the change from the first to the last evaluation on the way, in one line.
 
     Where problems were asked in several ways, that with their pictures is taken.
     """
@@ -157,17 +161,24 @@ def _evaluated(log: Log) -> str | None:
 
 
 def _between(first: Mapping[str, Any], last: Mapping[str, Any], key: str) -> Difference:
-    """The difference of two logged accuracies, with Newcombe's interval from those of both.
+    """Return the difference of two logged accuracies, with Newcombe's interval from those of both.
 
     It takes the evaluations for independent, so it is too wide for answers to the same problems:
     the log does not say which of them were right (Newcombe 1998, method 10).
     """
     change = Difference(first[key], last[key], over="no interval")
-    ends = [line.get(f"{key}_{end}") for line in (first, last) for end in ("low", "high")]
-    if not all(_is_number(end) for end in ends) or first is last:
+    bounds: list[float] = []
+    for line in (first, last):
+        for name in (f"{key}_low", f"{key}_high"):
+            bound = line.get(name)
+            if not _is_number(bound):
+                return change
+            bounds.append(bound)
+    if first is last:
         return change
-    below = hypot(change.second - last[f"{key}_low"], first[f"{key}_high"] - change.first)
-    above = hypot(last[f"{key}_high"] - change.second, change.first - first[f"{key}_low"])
+    first_low, first_high, last_low, last_high = bounds
+    below = hypot(change.second - last_low, first_high - change.first)
+    above = hypot(last_high - change.second, change.first - first_low)
     return Difference(
         first=change.first,
         second=change.second,
@@ -178,7 +189,7 @@ def _between(first: Mapping[str, Any], last: Mapping[str, Any], key: str) -> Dif
 
 
 def _trained(folder: Path, log: Log) -> str | None:
-    """The change of the pass rate in training, or else of the reward, in one line."""
+    """Return the change of the pass rate in training, or else of the reward, in one line."""
     for key, title in ((PASS, "pass rate in training"), (REWARD, REWARD)):
         lines = [line for line in log if _is_number(line.get(key))]
         if not lines:
@@ -196,11 +207,12 @@ def _trained(folder: Path, log: Log) -> str | None:
 
 
 def _share(value: float) -> str:
+    """Return a share in per cent."""
     return f"{100 * value:.0f} %"
 
 
 def _arrow(change: Difference) -> str:
-    """A change of shares: `52 % → 38 %: -14.6 points, 95 % [-34.6, +5.4], within noise`."""
+    """Return a change of shares: `52 % → 38 %: -14.6 points, 95 % [-34.6, +5.4], within noise`."""
     text = f"{_share(change.first)} → {_share(change.second)}"
     if change.low is None:
         return text
@@ -208,17 +220,23 @@ def _arrow(change: Difference) -> str:
 
 
 def _plain_arrow(change: Difference) -> str:
-    """A change of a figure that is no share: `0.52 → 0.38: -0.14, 95 % [-0.34, +0.06]`."""
+    """Return a change of a figure that is no share: `0.52 → 0.38: -0.14, 95 % [-0.34, +0.06]`."""
     text = f"{change.first:.3g} → {change.second:.3g}"
     return text if change.low is None else f"{text}: {interval_of(change)}"
 
 
-def interval_of(change: Difference) -> str:
-    """A change with its interval: `-0.146, 95 % [-0.346, +0.054], within noise`."""
+def interval_of(change: Difference, *, of_share: bool = False) -> str:
+    """Return a change with its interval: `-0.146, 95 % [-0.346, +0.054], within noise`.
+
+    `of_share`: in points, since the share itself is a percentage.
+    """
     assert change.low is not None and change.high is not None
+    if of_share:
+        return f"{change.points}{_noise(change)}"
     interval = f"95 % [{change.low:+.3f}, {change.high:+.3f}]"
     return f"{change.value:+.3f}, {interval}{_noise(change)}"
 
 
 def _noise(change: Difference) -> str:
+    """Return words for a change that the data cannot tell from none; else an empty text."""
     return ", within noise" if is_noise(change) else ""

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from adora_vl.advantage.groups import Groups
 from adora_vl.rollout.rollouts import Rollout
@@ -39,24 +40,23 @@ class Part:
 
 
 def parts(folder: Path) -> list[Part]:
-    """The files that count, in the order of their steps.
+    """Return the files that count, in the order of their steps.
 
     A file whose steps another one has too is left out: it was merged, and a crash has kept it from
     being deleted.
     """
     candidates = [_part(path) for path in folder.glob("*")]
     all_parts = [part for part in candidates if part is not None]
-    merged = {
-        inner
-        for outer in all_parts
-        for inner in all_parts
-        if outer != inner and outer.first <= inner.first and inner.last <= outer.last
-    }
+    merged = set()
+    for outer in all_parts:
+        for inner in all_parts:
+            if outer != inner and outer.first <= inner.first and inner.last <= outer.last:
+                merged.add(inner)
     return sorted(set(all_parts) - merged, key=lambda part: part.first)
 
 
 def _part(path: Path) -> Part | None:
-    """The part with this path; None if the name is not that of a part."""
+    """Return the part with this path; None if the name is not that of a part."""
     match = _NAME.fullmatch(path.name)
     return Part(path, int(match[1]), int(match[2])) if match else None
 
@@ -122,12 +122,15 @@ def cut_after(folder: Path, step: int) -> None:
 
 
 def read_parts(chosen: list[Part]) -> pa.Table:
-    """The rows of several files in one table; a column that a file lacks is null in its rows."""
+    """Return the rows of several files in one table.
+
+    A column that a file lacks is null in its rows.
+    """
     return pa.concat_tables([read_part(part) for part in chosen], promote_options="default")
 
 
 def read_part(part: Part, columns: list[str] | None = None) -> pa.Table:
-    """The rows of one file.
+    """Return the rows of one file.
 
     Raises `UserError` where it is damaged, and `FileNotFoundError` where it is gone.
     """
@@ -145,6 +148,24 @@ def read_part(part: Part, columns: list[str] | None = None) -> pa.Table:
 
 # pixels; a diagram is legible at this size, and a data set of 100,000 stays at about a GB
 _SIDE = 512
+# The note in a stored diagram that says how large it was
+_SIZE = "original size"
+
+
+def picture_size(path: Path) -> tuple[int, int] | None:
+    """Return the width and height that a stored diagram had before it was made smaller.
+
+    None where it is damaged.
+    """
+    try:
+        with Image.open(path) as image:
+            note = image.info.get(_SIZE)
+            if note is None:  # stored before the note was written, or not by this module
+                return image.size
+            width, height = note.split()
+            return int(width), int(height)
+    except (OSError, ValueError, Image.DecompressionBombError):
+        return None
 
 
 class Diagrams:
@@ -188,13 +209,15 @@ class Diagrams:
             small = image.convert("RGB")
             small.thumbnail((_SIDE, _SIDE))
             before = self._used()
+            notes = PngInfo()
+            notes.add_text(_SIZE, f"{image.width} {image.height}")
             with replacing(path, durable=False) as stream:
-                small.save(stream, "PNG")
+                small.save(stream, "PNG", pnginfo=notes)
             self._bytes = before + path.stat().st_size
         return path.name
 
     def _used(self) -> int:
-        """Bytes of all files in the folder; counted once, and added to afterwards."""
+        """Return bytes of all files in the folder; counted once, and added to afterwards."""
         if self._bytes is None:
             self._bytes = sum(path.stat().st_size for path in self.folder.glob("*"))
         return self._bytes
@@ -214,6 +237,11 @@ _TYPES: dict[str, pa.DataType] = {
     "verdict": pa.string(),
     "extracted": pa.string(),
     "reason": pa.string(),  # the rule that decided, from the grader
+    # of the reward `steps`: its true and new claims, its errors, and all claims as JSON, each with
+    # its first and last character and its verdict; null without it, and where a row has no figure
+    "new": pa.int16(),
+    "false": pa.int16(),
+    "steps": pa.string(),
     # the weighted sum of the parts, which are reward/<function>; null without one
     "reward": pa.float32(),
     "missing": pa.string(),  # why the rollout has left its group; null where it has not
@@ -253,7 +281,7 @@ def turns_of(
     decode: Callable[[Sequence[int]], str],
     keep: Callable[[Sequence[object]], list[str]],
 ) -> list[dict[str, Any]]:
-    """A rollout as a conversation: one turn of `model` or `tool` for each of its segments.
+    """Return a rollout as a conversation: one turn of `model` or `tool` for each of its segments.
 
     Args:
         rollout: the rollout.
@@ -284,12 +312,20 @@ def turns_of(
 
 
 def criteria_columns(groups: Groups) -> Columns:
-    """The figures of a group that ADORA's criteria compare, one value per rollout: P x G each."""
+    """Return the figures of groups that ADORA's criteria compare.
+
+    Each has one value per rollout, P x G.
+    """
     columns_P = {
         "pass_rate": groups.pass_rate_P,
         "longest_right": groups.longest_correct_P.where(groups.correct_PG.any(dim=1), math.nan),
         "mean_wrong": groups.mean_finished_wrong_P,  # NaN becomes null
     }
+    if groups.work_PG is not None:
+        has_right_P = groups.correct_PG.any(dim=1) & groups.has_work_P
+        work_right_P = groups.largest_correct_P(groups.work_PG)
+        columns_P["work_right"] = work_right_P.where(has_right_P, math.nan)
+        columns_P["work_wrong"] = groups.mean_of_finished_wrong_P(groups.work_PG)
     rollouts = groups.lengths_PG.shape[1]
     return {
         name: column_P.repeat_interleave(rollouts).tolist() for name, column_P in columns_P.items()
@@ -297,7 +333,7 @@ def criteria_columns(groups: Groups) -> Columns:
 
 
 def as_table(columns: Mapping[str, Sequence[Any]], settings: Mapping[str, Any]) -> pa.Table:
-    """The rows with the types of the record; a figure that is missing or not finite is null.
+    """Return the rows with the types of the record; a figure that is missing or not finite is null.
 
     `settings` become the metadata of the table.
     """

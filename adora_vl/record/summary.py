@@ -8,18 +8,19 @@ from typing import Any
 
 from adora_vl.checkpoint.store import checkpoints
 from adora_vl.config import AdoraGRPOConfig
+from adora_vl.config.blocks import ToolOptions
 from adora_vl.evals.benchmark import BENCHMARK_FILES, for_data
 from adora_vl.models.load import ADAPTER, MERGED
-from adora_vl.record.figures import ACCURACY, FIGURES, PASS
+from adora_vl.record.figures import ACCURACY, FIGURES, PASS, SUMMARY
 from adora_vl.record.manifest import interpreter
 from adora_vl.record.metrics import METRICS, differs_from_pass, kind_of, no_signal
 from adora_vl.record.result import REWARD, interval_of, result_of, training_change
 from adora_vl.record.rollouts import ROLLOUTS
-from adora_vl.utils.cli import amount, spelled
+from adora_vl.utils.cli import amount, plain, spelled, yaml_line
 
 
 def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> str:
-    """The command that evaluates a model on the held-out split of a data set.
+    """Return the command that evaluates a model on the held-out split of a data set.
 
     Where the data set has no such split, the command has the placeholder DATA.
 
@@ -42,8 +43,22 @@ def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> s
     return shlex.join([*_evaluator(benchmark), "run", *words])
 
 
+def _tool_words(config: AdoraGRPOConfig) -> list[str]:
+    """Return the options of an evaluator that give the model the run's tools."""
+    words = ["--tools", *config.tools]
+    rounds = config.max_tool_calling_iterations
+    if rounds:
+        words += ["--max-tool-calling-iterations", str(rounds)]
+    usual = plain(ToolOptions())
+    options = plain(config.adora_tool_options)
+    if isinstance(options, dict) and options != usual:
+        changed = {name: value for name, value in options.items() if value != usual.get(name)}
+        words += ["--tool-options", yaml_line(changed)]
+    return words
+
+
 def _evaluator(benchmark: str) -> list[str]:
-    """The words that start the command of a benchmark from the current folder.
+    """Return the words that start the command of a benchmark from the current folder.
 
     Where that folder has an `eval.py` or a package `eval/` of the user's own, `python -m eval`
     would run it; the installed command does not look there.
@@ -55,7 +70,7 @@ def _evaluator(benchmark: str) -> list[str]:
 
 
 def merge_command(run: Path) -> str | None:
-    """The command that merges a run's LoRA adapter; None where the run has a whole model.
+    """Return the command that merges a run's LoRA adapter; None where the run has a whole model.
 
     It writes to where the evaluators look for the merged model.
     """
@@ -65,26 +80,26 @@ def merge_command(run: Path) -> str | None:
 
 
 def view_command(*runs: Path) -> str:
-    """The command that writes the page of one or more runs."""
+    """Return the command that writes the page of one or more runs."""
     return shlex.join([interpreter(), "-m", "adora_vl.report", *map(str, runs)])
 
 
 def figure_rows(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """The title of each figure, and its means over the first and last fifth of the logged steps."""
+    """Return each figure's title, and its means over the first and last fifth of the steps."""
     # The run's last entry holds the figures of the steps since the log before it.
     entries = [entry for entry in history if kind_of(entry) != "eval"]
     rows = []
-    for figure in FIGURES:
-        if not figure.title:
+    for key in SUMMARY:
+        # The accuracy is a row of its own only if it is not the pass rate.
+        if key == ACCURACY and not any(map(differs_from_pass, entries)):
             continue
-        if figure.key == ACCURACY and not any(map(differs_from_pass, entries)):
-            continue
-        values = [entry[figure.key] for entry in entries if entry.get(figure.key) is not None]
+        values = [entry[key] for entry in entries if entry.get(key) is not None]
         if not values:
             continue
         fifth = max(1, len(values) // 5)
-        before = figure.format.format(fmean(values[:fifth]))
-        after = figure.format.format(fmean(values[-fifth:]))
+        figure = FIGURES[key]
+        before = figure.in_table(fmean(values[:fifth]))
+        after = figure.in_table(fmean(values[-fifth:]))
         rows.append((figure.title, before, after))
     return rows
 
@@ -98,7 +113,7 @@ def summary_lines(
     data: str = "DATA",
     command: str = "",
 ) -> list[str]:
-    """The last lines of a run: its figures, where its files lie, and the commands that come next.
+    """Return the last lines of a run: figures, files, and the commands that come next.
 
     Args:
         history: the log history.
@@ -124,17 +139,19 @@ def summary_lines(
         )
     lines += ["", f"Model         {model}  ({adapter_note}README.md: how to load it)"]
     lines.append(f"Metrics       {folder / METRICS}")
-    if config.adora_record_every:
+    if config.adora_record_gb:
         lines.append(f"Rollouts      {folder / ROLLOUTS}  (Parquet)")
     evaluate = None
-    # The evaluators answer no calls of tools.
-    if not (config.tools or config.environment_factory):
+    # The evaluators know the tools of the key, and no environment.
+    if not config.environment_factory:
         evaluate = evaluate_command(
             model,
             data=data,
             output=folder / "eval",
             max_tokens=config.max_completion_length,
         )
+    if evaluate is not None and config.tools:
+        evaluate += f" {shlex.join(_tool_words(config))}"
     commands = {
         "View it": view_command(folder),
         "Merge it": merge,
@@ -145,35 +162,37 @@ def summary_lines(
 
 
 # The figures of the table that have an interval over groups; the record has them by group.
-_BY_GROUP = {"reward": REWARD, "pass rate": PASS}
+_BY_GROUP = {"reward": REWARD, FIGURES[PASS].title: PASS}
 
 
 def _figures(folder: Path, history: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The result of the run in one line, and the table of its figures.
+    """Return the result of the run in one line, and the table of its figures.
 
     A change has an interval where the record of the groups gives one.
     """
     rows = figure_rows(history)
     if not rows:
         return []
+    lines = []
     result = result_of(folder, history)
-    lines = ["", result] if result else []
+    if result:
+        lines += ["", result]
     lines += ["", f"{'':20}{'first fifth':>12}{'last fifth':>12}   change"]
-    for title, first, last in rows:
-        line = f"{title:20}{first:>12}{last:>12}"
+    for title, first_mean, last_mean in rows:
+        line = f"{title:20}{first_mean:>12}{last_mean:>12}"
         key = _BY_GROUP.get(title)
         change = training_change(folder, history, key) if key else None
         if change is not None and change.low is not None:
-            line += f"   {interval_of(change)}"
+            line += f"   {interval_of(change, of_share=key == PASS)}"
         lines.append(line)
     return lines
 
 
 def _longer(config: AdoraGRPOConfig, command: str) -> str | None:
-    """The same command with twice as many steps; None unless that run would continue this one.
+    """Return the same command with twice as many steps.
 
-    It continues where there is a checkpoint, and where the learning rate does not depend on the
-    number of steps.
+    None unless that run would continue this one. It continues where there is a checkpoint, and
+    where the learning rate does not depend on the number of steps.
     """
     constant = spelled(config.lr_scheduler_type) == "constant"
     if not command or not constant or not checkpoints(Path(config.output_dir)):

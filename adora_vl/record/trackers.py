@@ -13,8 +13,7 @@ from trl.trainer.utils import strip_images_from_messages
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.prompts import as_text
-from adora_vl.training.advantages import Advantages
-from adora_vl.training.scoring import Scores
+from adora_vl.training.generation import BuiltGroups, ScoredGroups
 from adora_vl.utils.errors import UserError
 
 
@@ -31,7 +30,7 @@ def gather_texts(values: list[Any]) -> list[Any]:
 
 
 def is_conversation(value: object) -> bool:
-    """Whether the value is a list of messages, each with a role."""
+    """Return whether the value is a list of messages, each with a role."""
     return isinstance(value, list) and all(
         isinstance(message, dict) and "role" in message for message in value
     )
@@ -80,16 +79,15 @@ _GROUPS = ("rewards", "extra")
 
 def add_rows(
     table: Mapping[str, Any],
-    prompts: list[Any],
-    answers: list[Any],
+    built: BuiltGroups,
+    scored: ScoredGroups,
     images: list[Any],
-    scores: Scores,
-    judged: Advantages,
     functions: Sequence[str],
     *,
+    learned: bool,
     texts: bool = False,
 ) -> None:
-    """Put rollouts that were graded into TRL's table of completions.
+    """Put rollouts that were scored into TRL's table of completions.
 
     The table keeps as many rows as a generation has. In a training the column of advantages is 0
     until `set_weighed` fills in the final ones; `advantage_raw` is what TRL computes. Collective:
@@ -97,30 +95,34 @@ def add_rows(
 
     Args:
         table: the trainer's `_logs`.
-        prompts: the prompts of this rank.
-        answers: the completions of this rank.
+        built: the prompts and completions of this rank.
+        scored: the groups of all ranks, and what is known of them.
         images: the images of this rank; empty where no tracker shows them.
-        scores: the scores of all ranks.
-        judged: the groups of all ranks, and their advantages.
         functions: the names of the reward functions.
+        learned: whether the policy learns from them, as it does in a training.
         texts: whether prompts become plain texts, as wandb refuses messages that mix text and
             images.
     """
+    facts = scored.facts
+    judged = scored.judged
     group_size = judged.raw_PG.shape[1]
-    table["prompt"].extend(gather_texts(prompts))
-    table["completion"].extend(gather_object(answers))
+    table["prompt"].extend(gather_texts(built.prompts.messages))
+    table["completion"].extend(gather_object(built.answers))
     table["images"].extend(gather_object(images))
     in_one_form(table["prompt"])
-    for name, rewards_B in zip(functions, scores.rewards.all_BF.unbind(dim=1), strict=True):
-        table["rewards"][name].extend(rewards_B.tolist())
-    table["advantages"].extend(judged.advantages_PG.flatten().tolist())
+    for name, rewards_N in zip(functions, facts.rewards_NF.unbind(dim=1), strict=True):
+        table["rewards"][name].extend(rewards_N.tolist())
+    advantages: list[float] = judged.raw_PG.flatten().tolist()
+    if learned:
+        advantages = [0.0] * len(advantages)
+    table["advantages"].extend(advantages)
     columns = {
         "advantage_raw": judged.raw_PG.flatten(),
         "adora_weight": judged.weighting.weights_P.repeat_interleave(group_size),
         "adora_tds": judged.weighting.tds_P.repeat_interleave(group_size),
         "adora_length": judged.groups.lengths_PG.flatten(),
     }
-    for name, values in scores.extra.items():
+    for name, values in facts.extra.items():
         table["extra"][name].extend(values)
     for name, values_N in columns.items():
         table["extra"][name].extend(values_N.tolist())
@@ -153,21 +155,19 @@ def in_one_form(prompts: MutableSequence[Any]) -> None:
 
     TRL splits them into parts on a rank whose batch has an image, and on no other rank.
     """
-    conversations = [prompt for prompt in prompts if is_conversation(prompt)]
-    if not any(
-        isinstance(message.get("content"), list) for prompt in conversations for message in prompt
-    ):
+    messages = [message for prompt in prompts if is_conversation(prompt) for message in prompt]
+    if not any(isinstance(message.get("content"), list) for message in messages):
         return
-    alike = [
-        [_with_parts(message) for message in prompt] if is_conversation(prompt) else prompt
-        for prompt in prompts
-    ]
-    prompts.clear()
-    prompts.extend(alike)
+    for number, prompt in enumerate(list(prompts)):
+        if is_conversation(prompt):
+            prompts[number] = [_with_parts(message) for message in prompt]
 
 
 def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose content is a list of parts; one that has such a list stays as it is."""
+    """Return a message whose content is a list of parts.
+
+    One that has such a list stays as it is.
+    """
     content = message.get("content")
     if not isinstance(content, str):
         return message
@@ -175,7 +175,7 @@ def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_json(logs: Mapping[str, Any]) -> str:
-    """The rows of the newest generation in TRL's `_logs`, without images, as JSON.
+    """Return the rows of the newest generation in TRL's `_logs`, without images, as JSON.
 
     A value that JSON does not know becomes its text, or a number where it is a scalar of an array.
     """
@@ -185,7 +185,8 @@ def to_json(logs: Mapping[str, Any]) -> str:
     return json.dumps(rows, default=_as_json_value)
 
 
-def _as_json_value(value: Any) -> Any:
+def _as_json_value(value: object) -> Any:
+    """Return a number of NumPy or torch as Python's, and any other value as text."""
     return value.item() if hasattr(value, "item") else str(value)
 
 
@@ -221,14 +222,14 @@ def empty(logs: Mapping[str, Any]) -> None:
 
 
 def logs_tables(args: AdoraGRPOConfig) -> bool:
-    """Whether a tracker gets TRL's table of completions; tensorboard has no tables."""
+    """Return whether a tracker gets TRL's table of completions; tensorboard has no tables."""
     return bool(args.log_completions and {"wandb", "trackio"} & set(args.report_to))
 
 
 def logs_images(args: AdoraGRPOConfig) -> bool:
-    """Whether a tracker gets the images of the table of completions (TRL's `log_multimodal`).
+    """Return whether a tracker gets the images of the table of completions.
 
-    Without a tracker that has tables they are not gathered, while stock TRL gathers all images on
-    every rank anyway.
+    TRL's key for that is `log_multimodal`. Without a tracker that has tables they are not gathered,
+    while stock TRL gathers all images on every rank anyway.
     """
     return bool(args.log_multimodal and logs_tables(args))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element
 
+from adora_vl.record import figures
 from adora_vl.report.run_view import ROLLOUT, RunView
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file
@@ -156,7 +157,16 @@ class _TreeBuilder:
 
 GENERATOR = "adora_vl report"  # marks a page that this module wrote
 _VIEWER = Path(__file__).with_name("viewer")
-_SCRIPTS = ("dom.js", "formulas.js", "charts.js", "curves.js", "groups.js", "detail.js", "main.js")
+_SCRIPTS = (
+    "dom.js",
+    "formulas.js",
+    "steps.js",
+    "charts.js",
+    "curves.js",
+    "groups.js",
+    "detail.js",
+    "main.js",
+)
 
 
 def _hash(text: str) -> str:
@@ -193,12 +203,14 @@ def build_page(views: list[RunView], images: dict[str, str]) -> str:
         "GENERATOR": GENERATOR,
         "POLICY": policy,
         "TITLE": escape(", ".join(view.name for view in views)),
+        "HEADING": escape(views[0].name) if len(views) == 1 else f"{len(views)} runs",
         "STYLE": style,
         "DATA": _packed(
             {
                 "runs": [_run_data(view) for view in views],
                 "rollout": ROLLOUT[:-1],
                 "formula": FORMULA,
+                "figures": figures.for_page(),
             }
         ),
         "TEXTS": _packed(
@@ -224,6 +236,7 @@ def _run_data(view: RunView) -> dict[str, Any]:
     return {
         "name": view.name,
         "result": view.result,
+        "story": view.story,
         "facts": view.facts,
         "notes": view.notes,
         "metrics": view.metrics,

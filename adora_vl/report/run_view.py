@@ -25,6 +25,8 @@ from adora_vl.record.manifest import (
 from adora_vl.record.metrics import METRICS, no_signal, read_metrics
 from adora_vl.record.result import result_of
 from adora_vl.record.rollouts import IMAGES, ROLLOUTS, SETTINGS, Part, parts, read_part
+from adora_vl.report.conversation import TurnReader
+from adora_vl.report.story import story_of
 from adora_vl.rewards.grade import comparison
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
@@ -91,8 +93,10 @@ def _verdict(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
 
     The page shows the figures beside it, rounded once.
     """
-    reason_of = {"length": _length, "difficulty": _difficulty}
+    reason_of = {"length": _length, "difficulty": _difficulty, "working": _working}
     criteria = options["criteria"]
+    if [*criteria] == ["working"] and options["no_figure"] == "keep" and not _has_work(group):
+        return "neither TAS nor TDS, since the problem has no figure"
     one_is_enough = [*criteria] == ["difficulty"] or options["combine"] == "any"
     # Whether the difficulty alone may make a group TDS, though no right rollout has a length
     hard_is_enough = "difficulty" in criteria and one_is_enough and not options["needs_correct"]
@@ -104,26 +108,62 @@ def _verdict(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
 
 def _length(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     """What the criterion of length says of the group."""
-    longest = group["longest_right"]
-    mean = group["mean_wrong"]
-    if longest is None:
+    return _comparison(
+        group,
+        options,
+        largest=group["longest_right"],
+        mean=group["mean_wrong"],
+        words=("lengths", "the longest right rollout", "as long as", "longer than"),
+    )
+
+
+def _has_work(group: Mapping[str, Any]) -> bool:
+    """Whether the work of the group's rollouts was measured."""
+    return group.get("work_right") is not None or group.get("work_wrong") is not None
+
+
+def _working(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    """What the criterion of work says of the group."""
+    if not _has_work(group):
+        if options["no_figure"] == "keep":
+            return "its problem has no figure, so that work says nothing"
+        return f"its problem has no figure, and {_length(group, options)}"
+    return _comparison(
+        group,
+        options,
+        largest=group["work_right"],
+        mean=group["work_wrong"],
+        words=("work", "the right rollout with most true steps", "as good as", "better than"),
+    )
+
+
+def _comparison(
+    group: Mapping[str, Any],
+    options: Mapping[str, Any],
+    *,
+    largest: float | None,
+    mean: float | None,
+    words: tuple[str, str, str, str],
+) -> str:
+    """What the paper's inequality says of a measure: what it is of, and how it is compared."""
+    measure, right, as_much, more = words
+    if largest is None:
         return "no rollout is right"
     if mean is None:
         all_right = group["pass_rate"] == 1
         cause = "all rollouts are right" if all_right else "every wrong rollout was cut off"
         outcome = "holding" if options["empty_wrong"] == "keep" else "failing"
         return (
-            f"{cause}, so there is no finished wrong one to compare lengths with, which counts "
+            f"{cause}, so there is no finished wrong one to compare {measure} with, which counts "
             f"as {outcome}"
         )
-    if longest == mean:
+    if largest == mean:
         outcome = "holding" if options["ties"] == "keep" else "failing"
         return (
-            "the longest right rollout is as long as the mean of the finished wrong ones, which "
-            f"counts as {outcome}"
+            f"{right} is {as_much} the mean of the finished wrong ones, which counts as {outcome}"
         )
-    relation = "longer" if longest > mean else "not longer"
-    return f"the longest right rollout is {relation} than the mean of the finished wrong ones"
+    relation = more if largest > mean else f"not {more}"
+    return f"{right} is {relation} the mean of the finished wrong ones"
 
 
 def _difficulty(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
@@ -153,9 +193,14 @@ ROLLOUT = (
     "turns",
     "parts",
     "compared",
+    "new",
+    "false",
+    "steps",
+    "luck",
     "completion",
 )
 _GROUP = ("step", "id", "weight", "tds", "pass_rate", "longest_right", "mean_wrong")
+_WORK = ("work_right", "work_wrong")  # of groups, in runs whose reward `steps` measures it
 # Characters of a text that are shown
 _SHOWN_CHARACTERS = 12_000
 Json = dict[str, Any]
@@ -172,6 +217,7 @@ class RunView:
     notes: list[str] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
     result: str | None = None  # the result of the run in one line
+    story: list[str] = field(default_factory=list)  # what it did and why, in sentences
 
     @property
     def images(self) -> list[str]:
@@ -222,13 +268,14 @@ def _load(folder: Path, max_rollouts: int) -> RunView:
     if silence:
         view.notes.append(f"Warning: {silence}.")
     if record:
-        _add_groups(view, record, max_rollouts)
+        view.story = story_of(record)
+        _add_groups(view, folder, record, max_rollouts)
     else:
         view.notes.append("No rollouts were recorded.")
     return view
 
 
-def _add_groups(view: RunView, record: list[Part], max_rollouts: int) -> None:
+def _add_groups(view: RunView, folder: Path, record: list[Part], max_rollouts: int) -> None:
     """Add the groups of the chosen steps, and a note where not all rollouts are shown."""
     steps, total = _chosen_steps(record, max_rollouts)
     for part in record:
@@ -237,9 +284,11 @@ def _add_groups(view: RunView, record: list[Part], max_rollouts: int) -> None:
             continue
         table = read_part(part).filter(pc.field("step").isin(part_steps))
         settings = json.loads((table.schema.metadata or {}).get(SETTINGS, b"{}"))
+        turn_reader = TurnReader(folder, settings)
         # The rows of a group follow one another.
         for _, rows in groupby(table.to_pylist(), key=itemgetter("step", "group")):
-            view.groups.append(_group(list(rows), settings, view.problems))
+            group_rows = [{**row, "turns": turn_reader.turns(row)} for row in rows]
+            view.groups.append(_group(group_rows, settings, view.problems))
     count = sum(len(group["rollouts"]) for group in view.groups)
     if count < total:
         view.notes.append(
@@ -269,7 +318,8 @@ def _group(rows: list[Json], settings: Json, problems: dict[str, Json]) -> Json:
     first = rows[0]
     row_id = str(first["id"])
     problem = {
-        "problem": _cut(first["problem"]),
+        # the page shows the pictures beside the text
+        "problem": _cut((first["problem"] or "").replace("<image>", "").strip()),
         "choices": [_cut(choice) for choice in lettered(first["choices"] or ())],
         "answer": _cut(first["answer"]),
         "images": first["images"] or [],
@@ -277,6 +327,7 @@ def _group(rows: list[Json], settings: Json, problems: dict[str, Json]) -> Json:
     problems.setdefault(row_id, problem)
     rewards = [row["reward"] for row in rows if row["reward"] is not None]
     group = {name: first[name] for name in _GROUP} | {"id": row_id, "equal": len(set(rewards)) <= 1}
+    group |= {name: first.get(name) for name in _WORK}
     group |= {"left": len(rows) - len(rewards), "size": len(rows)}
     return {
         **{name: _rounded(value) for name, value in group.items()},
@@ -297,10 +348,45 @@ def _rollout(row: Json) -> list[Any]:
         "completion": _cut(row["completion"]),
         "extracted": _cut(row["extracted"]),
         "compared": _compared(row),
+        "new": row.get("new"),
+        "false": row.get("false"),
+        "steps": _claims(row),
+        "luck": _luck(row),
         # a single reward function says no more than the reward
         "parts": rewards if len(rewards) > 1 else None,
     }
     return [_rounded(values[name]) for name in ROLLOUT]
+
+
+def _claims(row: Json) -> list[tuple[int, int, str]] | None:
+    """The claims of an answer: first and last place in its text, and verdict; None without them.
+
+    JavaScript counts the places of a text in units of UTF-16.
+    """
+    recorded = row.get("steps")
+    text = row["completion"] or ""
+    if not isinstance(recorded, str):
+        return None
+    return [
+        (_units(text[:start]), _units(text[:end]), verdict)
+        for start, end, verdict in json.loads(recorded)
+    ]
+
+
+def _units(text: str) -> int:
+    """The length of a text in units of UTF-16."""
+    return len(text.encode("utf-16-le", errors="surrogatepass")) // 2
+
+
+def _luck(row: Json) -> str | None:
+    """What the verdict alone would not say: `lucky`, or `true-steps` to no right answer."""
+    new = row.get("new")
+    false = row.get("false")
+    if new is None or false is None or row["verdict"] is None:
+        return None
+    if row["verdict"] == "correct":
+        return "lucky" if false or not new else None
+    return "true-steps" if new and not false else None
 
 
 def _compared(row: Json) -> list[tuple[str, str, str]] | None:

@@ -3,15 +3,15 @@
 The first answer that needs mpmath imports it.
 """
 
-from adora_vl.rewards.choose import ChosenRewards, choose_rewards, try_rewards
+from adora_vl.rewards.choose import RewardSet, choose_rewards, try_rewards
 from adora_vl.rewards.forms import canonical_gold
 from adora_vl.rewards.grade import Grade, grade, grade_batch, verify_gold
 from adora_vl.rewards.presets import PRESETS, reward_function, reward_functions
 
 __all__ = [
     "PRESETS",
-    "ChosenRewards",
     "Grade",
+    "RewardSet",
     "canonical_gold",
     "choose_rewards",
     "grade",

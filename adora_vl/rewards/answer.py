@@ -146,7 +146,7 @@ def plain(raw: str) -> Answer:
 
 @lru_cache(maxsize=256)
 def _plain(raw: str) -> Answer:
-    """`plain` with a cache.
+    """Return `plain` with a cache.
 
     The rollouts of a group share their reference answer, and often their answer.
     """
@@ -159,7 +159,10 @@ def _plain(raw: str) -> Answer:
 
 
 def _valued(text: str, raw: str) -> Answer:
-    """The answer in a canonical text without a unit: a number, expression, text or percentage."""
+    """Return the answer in a canonical text without a unit.
+
+    It is a number, expression, text or percentage.
+    """
     if not _PLAIN_NUMBER.fullmatch(text):  # most answers are one, and nothing below applies to it
         answer = _percentage(text, raw) or _no_value(text, raw)
         if answer is not None:
@@ -178,7 +181,7 @@ def _valued(text: str, raw: str) -> Answer:
 
 
 def _percentage(text: str, raw: str) -> Answer | None:
-    """The percentage in a text, None if the text is none."""
+    """Return the percentage in a text, None if the text is none."""
     per_cent = _PER_CENT.fullmatch(text)
     quantity = plain(per_cent[1]) if per_cent else None
     if quantity is None or not quantity.tree:
@@ -193,7 +196,7 @@ def _percentage(text: str, raw: str) -> Answer | None:
 
 
 def _no_value(text: str, raw: str) -> Answer | None:
-    """The answer in a text that is surely no number: a relation, several values or a date.
+    """Return the answer in a text that is surely no number: a relation, several values or a date.
 
     None for any other text.
     """
@@ -208,7 +211,7 @@ def _no_value(text: str, raw: str) -> Answer | None:
 
 @lru_cache(maxsize=256)
 def _ratio(text: str) -> tuple[Ball, ...]:
-    """The terms of a ratio, () for any other text.
+    """Return the terms of a ratio, () for any other text.
 
     All terms must be positive numbers without arithmetic left to do. A text that may be a time of
     day, such as `3:45`, counts as a ratio only if its terms have no common factor.
@@ -226,7 +229,10 @@ def _ratio(text: str) -> tuple[Ball, ...]:
 
 
 def amount(answer: Answer) -> Answer:
-    r"""The amount of money in an answer: 5 in `5 dollars`; without a currency the answer itself."""
+    """Return the amount of money in an answer: 5 in `5 dollars`.
+
+    Without a currency the answer itself.
+    """
     match = CURRENCY.fullmatch(answer.text)
     if not match:
         return answer
@@ -234,7 +240,7 @@ def amount(answer: Answer) -> Answer:
 
 
 def in_radians_or_degrees(answer: Answer, dimension: str) -> Answer:
-    r"""An angle converted to `dimension`, which is `radians` or `angle` (degrees).
+    r"""Return an angle converted to `dimension`, which is `radians` or `angle` (degrees).
 
     An answer of `\frac{\pi}{3}` radians becomes 60 degrees. The answer must be in the opposite
     unit.
@@ -249,7 +255,7 @@ def in_radians_or_degrees(answer: Answer, dimension: str) -> Answer:
 
 
 def in_unit(answer: Answer, unit: Unit) -> Answer:
-    """The same quantity in another unit of its dimension: 3 for `300 cm` in metres.
+    """Return the same quantity in another unit of its dimension: 3 for `300 cm` in metres.
 
     An answer without a tree, and one in a unit of no definite size, is returned as it is.
     """
@@ -257,7 +263,12 @@ def in_unit(answer: Answer, unit: Unit) -> Answer:
         return answer
     if answer.unit.factor == unit.factor:
         return answer
-    above, below = (answer.unit.factor / unit.factor).as_integer_ratio()
-    tree = ("product", ("*", answer.tree), ("*", ("num", str(above))), ("/", ("num", str(below))))
+    numerator, denominator = (answer.unit.factor / unit.factor).as_integer_ratio()
+    tree = (
+        "product",
+        ("*", answer.tree),
+        ("*", ("num", str(numerator))),
+        ("/", ("num", str(denominator))),
+    )
     real = answer.real and replace(number_of(tree), unevaluated=answer.real.unevaluated)
     return replace(answer, tree=tree, real=real)

@@ -196,7 +196,7 @@ _MIXED = re.compile(r"([+-]?[0-9]+) ([0-9]{1,2})/([0-9]{1,2})")
 
 
 def canonical(text: str) -> tuple[str, str]:
-    r"""The canonical form of an answer of one value, and its unit, empty without one.
+    r"""Return the canonical form of an answer of one value, and its unit, empty without one.
 
     `$2 \sqrt { 221 }\text{ cm}^2$.` gives `2\sqrt{221}` and `cm^2`. A name before the value is
     taken off.
@@ -204,33 +204,42 @@ def canonical(text: str) -> tuple[str, str]:
     Raises `NotReadError` for text over `MAX_CHARS` and for control, bidirectional and zero-width
     characters, which can make an answer look like another one.
     """
-    text = _spelled(_formula(text))
-    text = _named(text)
+    text = _named(_spelled(_formula(text)))
     name = _NAME_BEFORE.match(text)
-    if name and not all(
-        FIGURE.fullmatch(side.strip()) for side in (name[0][:-1], text[name.end() :])
-    ):
-        text = _undecorated(text[name.end() :])
+    if name:
+        value = text[name.end() :]
+        # `AB = CD` says that two segments are equal: neither is a name for the other.
+        are_figures = all(FIGURE.fullmatch(side.strip()) for side in (name[0][:-1], value))
+        if not are_figures:
+            text = _undecorated(value)
     unit = ""
-    if "circ" in text and (celsius := TEMPERATURE.fullmatch(text)):
-        return _plain_number(_compact(_undecorated(celsius[1]))), f"°{celsius[2]}"
+    if "circ" in text:
+        temperature = TEMPERATURE.fullmatch(text)
+        if temperature:
+            return _plain_number(_compact(_undecorated(temperature[1]))), f"°{temperature[2]}"
     if "circ" in text or "deg" in text:
+        # The degrees inside of `\sin 30^\circ` are no unit of the value.
         unit = DEGREE if _IN_DEGREES.search(text) and not _FUNCTION.search(text) else ""
         text = _DEGREE_WORD.sub(" ", _DEGREE.sub(" ", text)).strip()
-    bracketed = _BRACKETED_UNIT.search(text) if text.endswith(")") else None
-    if bracketed and MEASURED.fullmatch(f"{text[: bracketed.start()]} {bracketed[1]}"):
-        text = f"{text[: bracketed.start()]} {bracketed[1]}"
-    if money := _MONEY.fullmatch(text):
+    bracketed = _BRACKETED_UNIT.search(text) if text.endswith(")") else None  # 5 (cm)
+    if bracketed:
+        without_brackets = f"{text[: bracketed.start()]} {bracketed[1]}"
+        if MEASURED.fullmatch(without_brackets):
+            text = without_brackets
+    money = _MONEY.fullmatch(text)
+    if money:
         text = money[1] + money[3]
         unit = "euros" if money[2] == "€" else "dollars"
-    if _MAY_BE_MEASURED.search(text) and (measured := MEASURED.fullmatch(text)):
+    # The first pattern is a quick test, since the second one is slow.
+    measured = MEASURED.fullmatch(text) if _MAY_BE_MEASURED.search(text) else None
+    if measured:
         text = measured[1]
         unit = measured[2]
     return _plain_number(_compact(_undecorated(text))), unit
 
 
 def whole(text: str) -> str:
-    r"""The canonical form of an answer that may have several parts: `A(3,-4)`, `AB=4, CD=5`.
+    r"""Return the canonical form of an answer that may have several parts: `A(3,-4)`, `AB=4, CD=5`.
 
     All names, units and brackets stay. Raises `NotReadError` as `canonical` does.
     """
@@ -239,7 +248,7 @@ def whole(text: str) -> str:
 
 
 def _named(text: str) -> str:
-    r"""`text` with `\approx` for words such as `about`, and without `The area is` at its start."""
+    r"""Return `text` with `\approx` for words such as `about`, without `The area is` before it."""
     if "ppro" in text or "≈" in text or text[:1] in "aArR":
         text = _APPROXIMATELY.sub(r"\\approx ", text)
         near = _NEAR.fullmatch(text) if text.endswith(")") else None
@@ -248,7 +257,7 @@ def _named(text: str) -> str:
 
 
 def _formula(text: str) -> str:
-    r"""`text` without the words or the box around a single formula.
+    r"""Return `text` without the words or the box around a single formula.
 
     It is `9` for `The answer is $9$.`, for `\(9\)` and for `\boxed{9}`. Raises `NotReadError` for a
     text over `MAX_CHARS`.
@@ -270,7 +279,7 @@ def _formula(text: str) -> str:
 
 
 def _spelled(text: str) -> str:
-    """`text` in one spelling, still with its name, degree signs and units.
+    """Return `text` in one spelling, still with its name, degree signs and units.
 
     Each substitution runs only where a cheap test says that it may apply, since most answers are a
     plain number.
@@ -311,7 +320,7 @@ def _refuse_hidden(text: str) -> None:
 
 
 def _unwrapped(text: str) -> str:
-    r"""`text` without the spaces of LaTeX and the commands for fonts.
+    r"""Return `text` without the spaces of LaTeX and the commands for fonts.
 
     `\textbf{5\text{ cm}}` becomes `5 cm`.
     """
@@ -326,7 +335,7 @@ def _unwrapped(text: str) -> str:
 
 
 def _normal(match: re.Match[str]) -> str:
-    r"""`^{-5}` for raised digits, `\frac{1}{2}` for `½`, and 3 for `③`."""
+    r"""Return `^{-5}` for raised digits, `\frac{1}{2}` for `½`, and 3 for `③`."""
     text = unicodedata.normalize("NFKC", match[0]).replace("\u2212", "-")
     above, slash, below = text.partition("\u2044")
     if slash:
@@ -335,7 +344,7 @@ def _normal(match: re.Match[str]) -> str:
 
 
 def _grouped(number: re.Match[str]) -> str:
-    r"""A number without its thousands separators: `1,234` becomes `1234`.
+    r"""Return a number without its thousands separators: `1,234` becomes `1234`.
 
     Right after a bracket, as in `(1,234)` or `\{1,234\}`, the comma stands between two entries, and
     the number stays as it is.
@@ -346,7 +355,7 @@ def _grouped(number: re.Match[str]) -> str:
 
 
 def _undecorated(text: str) -> str:
-    """`text` without outer spaces, emphasis, surrounding dollar signs, and a full stop at the end.
+    """Return `text` without outer spaces, emphasis, dollar signs around it and a full stop.
 
     Two full stops stay, because `1..` is not the number 1.
     """
@@ -363,7 +372,7 @@ def _undecorated(text: str) -> str:
 
 
 def _plain_number(text: str) -> str:
-    r"""A number in one spelling; any other text is returned as it is.
+    r"""Return a number in one spelling; any other text is returned as it is.
 
     `1e-05` and `1\cdot10^{-5}` become `0.00001`, the mixed number `1 1/2` becomes `1\frac{1}{2}`,
     `12 000` becomes `12000`, `1000,99` becomes `1000.99`, and `two` becomes `2`.
@@ -385,7 +394,7 @@ def _plain_number(text: str) -> str:
 
 
 def _compact(text: str) -> str:
-    r"""`text` without the spaces that separate nothing: `2 \sqrt { 3 }` becomes `2\sqrt{3}`.
+    r"""Return `text` without the spaces that separate nothing: `2 \sqrt { 3 }` becomes `2\sqrt{3}`.
 
     A space stays between two letters (`right triangle`), between two digits (`1 2`), and between a
     comma and a digit: `12, 130` must not become `12,130`, which would be a number with a thousands
@@ -394,6 +403,7 @@ def _compact(text: str) -> str:
     text = _SPACES.sub(" ", text.strip())
 
     def spacing(space: re.Match[str]) -> str:
+        """Return a space where leaving it out would join two words or two numbers."""
         before = text[space.start() - 1]
         behind = text[space.end()]
         letters = before.isalpha() and behind.isalpha()

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adora_vl.rewards import judge
+from adora_vl.rewards import judge, steps
 from adora_vl.rewards.knights import COMPLETE, LOGIC_RL, NOTHING, RIGHT, WRONG_FORM
 from adora_vl.rewards.other_forms import in_trl_form
 from adora_vl.rewards.presets import OTHERS, PRESETS, RewardFunction, reward_functions
@@ -40,6 +40,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     **{name: (min(values), max(values)) for name, values in PRESETS.items()},
     "knights": (min(RIGHT, COMPLETE, NOTHING), max(RIGHT, COMPLETE, NOTHING)),
     "knights_logic_rl": (min(WRONG_FORM, *LOGIC_RL.values()), max(WRONG_FORM, *LOGIC_RL.values())),
+    steps.NAME: steps.RANGE,
     "think_format": (0.0, 1.0),
     "think_answer_format": (0.0, 1.0),
 }
@@ -48,7 +49,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 def with_options(
     entry: str, function: Callable[..., Any], options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """The function with its options bound as keyword arguments.
+    """Return the function with its options bound as keyword arguments.
 
     Args:
         entry: the function's entry in `adora_reward`, for messages.
@@ -126,11 +127,12 @@ def check_columns(entry: str, function: Callable[..., Any], columns: Collection[
         )
 
 
-NAMES = (*PRESETS, *OTHERS, judge.NAME)
+_MADE_WITH_OPTIONS = (judge.NAME, steps.NAME)  # rewards of ours that are no presets
+NAMES = (*PRESETS, *OTHERS, *_MADE_WITH_OPTIONS)
 
 
 @dataclass(frozen=True)
-class ChosenRewards:
+class RewardSet:
     """The reward functions of a run in the order of `adora_reward`.
 
     `entries` and `functions` are parallel. `hashes` has a hash of each file that functions come
@@ -155,6 +157,8 @@ class ChosenRewards:
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise `UserError` for a function that needs what the data set does not have."""
+        if steps.NAME in self.entries and steps.COLUMN not in columns:
+            raise UserError(steps.missing_column())
         for entry, function in self.user_functions:
             check_columns(entry, function, columns)
 
@@ -163,12 +167,12 @@ Entry = str | Mapping[str, Any]  # of `adora_reward`: a name, or {name: options}
 
 
 def names_of(entries: Sequence[Entry]) -> list[str]:
-    """The names of the entries, without their options."""
+    """Return the names of the entries, without their options."""
     return [name for name, _ in _named_options(entries)]
 
 
 def rounds(entries: Sequence[Entry]) -> bool:
-    """Whether a preset accepts a rounded decimal."""
+    """Return whether a preset accepts a rounded decimal."""
     return any(
         options.get("rounding") is True
         for name, options in _named_options(entries)
@@ -177,7 +181,7 @@ def rounds(entries: Sequence[Entry]) -> bool:
 
 
 def _named_options(entries: Sequence[Entry]) -> list[tuple[str, dict[str, Any]]]:
-    """The name and the options of each entry; one mapping may hold several names.
+    """Return the name and the options of each entry; one mapping may hold several names.
 
     Raises `UserError` for options that are no mapping.
     """
@@ -198,8 +202,8 @@ def _named_options(entries: Sequence[Entry]) -> list[tuple[str, dict[str, Any]]]
 
 def choose_rewards(
     entries: Sequence[Entry], *, answer_tags: bool = False, output_dir: Path | None = None
-) -> ChosenRewards:
-    """The reward functions of the entries: presets, `judge`, and `FILE.py:FUNCTION`.
+) -> RewardSet:
+    """Return the reward functions of the entries: presets, `judge`, and `FILE.py:FUNCTION`.
 
     Args:
         entries: the value of `adora_reward`.
@@ -211,44 +215,60 @@ def choose_rewards(
     """
     pairs = _named_options(entries)
     names = [name for name, _ in pairs]
-    presets = {name: options for name, options in pairs if not is_own(name) and name != judge.NAME}
+    presets = {
+        name: options
+        for name, options in pairs
+        if not is_own(name) and name not in _MADE_WITH_OPTIONS
+    }
     for name, options in presets.items():
-        if name not in NAMES and ":" in name:
-            raise UserError(f"adora_reward: {name!r} is neither a preset nor FILE.py:FUNCTION")
-        allowed = ["rounding"] if name in PRESETS else []
-        for option, value in options.items():
-            if option not in allowed:
-                raise UserError(
-                    f"adora_reward.{name}: unknown option {option!r}, it has "
-                    f"{', '.join(allowed) or 'none'}"
-                )
-            if not isinstance(value, bool):
-                raise UserError(f"adora_reward.{name}.{option}: {value!r:.60} is not true or false")
+        _check_preset(name, options)
     _check_names(names, [own_name(name) if is_own(name) else name for name in names])
     rounded = [name for name, options in presets.items() if options.get("rounding")]
-    functions: list[RewardFunction] = []
+    preset_functions: list[RewardFunction] = []
     if presets or not names:  # no entry at all is refused by `reward_functions`
-        functions = reward_functions([*presets], rounded, answer_tags)
-    built: dict[str, Callable[..., Any]] = dict(zip(presets, functions, strict=True))
+        preset_functions = reward_functions([*presets], rounded, answer_tags)
+    function_of_preset = dict(zip(presets, preset_functions, strict=True))
+    functions: list[Callable[..., Any]] = []
+    function_names = []
     hashes = {}
-    chosen = []
     for name, options in pairs:
-        if name == judge.NAME:
-            built[name] = judge.JudgeReward(options, output_dir or Path.cwd())
-        if not is_own(name):
-            chosen.append(built[name])
+        if is_own(name):
+            user_function = from_file("adora_reward", name)
+            hashes[user_function.file] = user_function.hash
+            functions.append(in_trl_form(with_options(name, user_function.value, options)))
+            function_names.append(own_name(name))
             continue
-        user_function = from_file("adora_reward", name)
-        hashes[user_function.file] = user_function.hash
-        chosen.append(in_trl_form(with_options(name, user_function.value, options)))
-    _check_names(
-        names, [own_name(name) if is_own(name) else built[name].__name__ for name in names]
-    )
-    return ChosenRewards(tuple(names), tuple(chosen), hashes)
+        function: Callable[..., Any]
+        if name == judge.NAME:
+            function = judge.JudgeReward(options, output_dir or Path.cwd())
+        elif name == steps.NAME:
+            function = steps.StepsReward(options, rounding=bool(rounded), answer_tags=answer_tags)
+        else:
+            function = function_of_preset[name]
+        functions.append(function)
+        function_names.append(function.__name__)
+    # A function of the user's may have the name of a preset's function.
+    _check_names(names, function_names)
+    return RewardSet(tuple(names), tuple(functions), hashes)
+
+
+def _check_preset(name: str, options: Mapping[str, Any]) -> None:
+    """Raise `UserError` for an entry that names no file, and for options that it does not take."""
+    if name not in NAMES and ":" in name:
+        raise UserError(f"adora_reward: {name!r} is neither a preset nor FILE.py:FUNCTION")
+    allowed = ["rounding"] if name in PRESETS else []
+    for option, value in options.items():
+        if option not in allowed:
+            raise UserError(
+                f"adora_reward.{name}: unknown option {option!r}, it has "
+                f"{', '.join(allowed) or 'none'}"
+            )
+        if not isinstance(value, bool):
+            raise UserError(f"adora_reward.{name}.{option}: {value!r:.60} is not true or false")
 
 
 def try_rewards(
-    chosen: ChosenRewards,
+    chosen: RewardSet,
     rows: Sequence[Mapping[str, Any]],
     timeout: float | None,
     state: "TrainerState | None",
@@ -273,16 +293,18 @@ def try_rewards(
             function.try_once()
     if not rows:
         return
-    columns = {
-        key: [row[key] for row in rows] for key in rows[0] if key not in ("prompt", "completion")
-    }
-    words = [rf"The answer is \boxed{{{row.get('answer', '')}}}." for row in rows]
+    completions: list[Any] = []
+    for row in rows:
+        text = rf"The answer is \boxed{{{row.get('answer', '')}}}."
+        is_text = isinstance(row["prompt"], str)
+        completions.append(text if is_text else [{"role": "assistant", "content": text}])
+    columns = {}
+    for name in rows[0]:
+        if name not in ("prompt", "completion"):
+            columns[name] = [row[name] for row in rows]
     arguments: dict[str, Any] = {
         "prompts": [row["prompt"] for row in rows],
-        "completions": [
-            text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}]
-            for row, text in zip(rows, words, strict=True)
-        ],
+        "completions": completions,
         "completion_ids": [[0]] * len(rows),
         "thinking_opened": [False] * len(rows),
         **columns,
@@ -301,7 +323,7 @@ def call_once(
     timeout: float | None,
     unscored: dict[int, str] | None = None,
 ) -> list[float | None]:
-    """The rewards that one function, sync or async, returns for these arguments.
+    """Return the rewards that one function, sync or async, returns for these arguments.
 
     Args:
         entry: the function's entry in `adora_reward`, for messages.
@@ -349,19 +371,23 @@ def _check_names(entries: Sequence[str], names: Sequence[str]) -> None:
 
 
 def reachable(entries: Sequence[str], weights: Sequence[float]) -> tuple[float, float] | None:
-    """The smallest and the largest weighted sum of the rewards; None where it is unknown.
+    """Return the smallest and the largest weighted sum of the rewards; None where it is unknown.
 
     It is unknown as soon as one function with a weight other than 0 has no known range.
     """
-    counted = [
-        (_RANGES.get(entry), weight)
-        for entry, weight in zip(entries, weights, strict=True)
-        if weight
-    ]
-    ranges = [sorted(weight * value for value in ends) for ends, weight in counted if ends]
-    if len(ranges) < len(counted):
-        return None
-    return sum(low for low, _ in ranges), sum(high for _, high in ranges)
+    smallest = 0.0
+    largest = 0.0
+    for entry, weight in zip(entries, weights, strict=True):
+        if not weight:
+            continue
+        bounds = _RANGES.get(entry)
+        if not bounds:
+            return None
+        # A negative weight turns the bounds around.
+        low, high = sorted(weight * value for value in bounds)
+        smallest += low
+        largest += high
+    return smallest, largest
 
 
 def check_sums(

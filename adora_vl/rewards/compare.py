@@ -91,7 +91,7 @@ def compare(answer: Answer, reference: Answer, rounding: bool = False) -> Compar
 
 
 def _same_chain(chain: Sequence[tuple[str, Answer]], reference: Answer) -> Compared:
-    r"""The verdict on a chain such as `AB = 1.8 \cdot 9 / 1.5 \approx 10.8`.
+    r"""Return the verdict on a chain such as `AB = 1.8 \cdot 9 / 1.5 \approx 10.8`.
 
     It is correct if all its numbers are the reference answer, and at least one exactly so. An
     approximation has to agree to its own digits. A number before an approximation has to agree to
@@ -119,11 +119,11 @@ def _same_chain(chain: Sequence[tuple[str, Answer]], reference: Answer) -> Compa
 
 
 def _as_value(answer: Answer, reference: Answer) -> Answer:
-    r"""The value that an answer gives with a name before it; without a name the answer itself.
+    r"""Return the value that an answer gives with a name before it.
 
-    It is `2x + 1` in `y = 2x + 1` and 5 in `|AB| = 5`. An approximation such as `x \approx 5`
-    counts for a reference answer in digits. For a numeric reference answer a decimal comma is read
-    as a point.
+    Without a name the answer itself. It is `2x + 1` in `y = 2x + 1` and 5 in `|AB| = 5`. An
+    approximation such as `x \approx 5` counts for a reference answer in digits. For a numeric
+    reference answer a decimal comma is read as a point.
     """
     value = answer
     label = answer.whole.partition("=")[0] if "=" in answer.raw else ""
@@ -150,7 +150,7 @@ def _as_value(answer: Answer, reference: Answer) -> Answer:
 
 
 def _measured(answer: Answer, opposite: Answer) -> Answer:
-    """`5 L` as litres where the opposite side of the comparison has a unit, else the answer itself.
+    """Return `5 L` as litres where the opposite side has a unit, else the answer itself.
 
     Without a unit on the other side the letter stays an unknown.
     """
@@ -161,7 +161,7 @@ def _measured(answer: Answer, opposite: Answer) -> Answer:
 
 
 def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
-    """The verdict on a single value: a quantity, text, percentage, number or expression."""
+    """Return the verdict on a single value: a quantity, text, percentage, number or expression."""
     unit = answer.unit
     if unit and reference.unit:
         dimension = reference.unit.dimension
@@ -173,6 +173,7 @@ def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
             return Compared("wrong", "different_unit")
     elif unit and unit.dimension == RADIANS and not _may_be_radians(answer):
         return Compared("wrong", "different_unit")
+    # The same text is right, whether or not it can be read as a value.
     by_text = answer.kind in {"text", "expression", "percentage"} or answer.reason == "not_read"
     if by_text and _same_text(answer.text, reference.text):
         return Compared("correct", "same_text")
@@ -186,9 +187,11 @@ def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
         return Compared("wrong", "percentage" if answer.kind == "percentage" else "different_text")
     number = answer.real
     expected = reference.real
+    # `2 + 3` is no answer to what is 5, unless the reference answer is left unevaluated too.
     if number and number.unevaluated and not (expected and expected.unevaluated):
         return Compared("wrong", "unevaluated")
     if number and expected:
+        # None where the errors of both values are too large to tell.
         same = same_number(number, expected)
         if (
             not same
@@ -205,6 +208,7 @@ def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
         return _same_formula(answer, formula)
     if not answer.tree or not reference.tree:
         return Compared("wrong", answer.reason or "different_text")
+    # From here on both are expressions with unknowns.
     if unknowns(answer.tree) != unknowns(reference.tree):
         return Compared(
             "wrong", "different_expression" if unknowns(reference.tree) else "not_a_number"
@@ -218,7 +222,7 @@ def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
 
 
 def _same_ratio(answer: Answer, reference: Answer) -> Compared:
-    r"""The verdict where the reference answer is a ratio of numbers.
+    r"""Return the verdict where the reference answer is a ratio of numbers.
 
     The terms of the answer may have a common factor. For a ratio of two terms the quotient counts
     too: `\frac{3}{4}` for `3:4`.
@@ -242,7 +246,7 @@ def _same_ratio(answer: Answer, reference: Answer) -> Compared:
 
 
 def _formula_of(reference: Answer, answer: Answer) -> Tree | None:
-    r"""The tree of a reference answer that is a formula of quantities, else None.
+    r"""Return the tree of a reference answer that is a formula of quantities, else None.
 
     Letters alone, such as `ab`, count as a formula only where the answer multiplies, as in
     `a \cdot b`; else they may be a word or the name of a figure.
@@ -257,12 +261,12 @@ def _formula_of(reference: Answer, answer: Answer) -> Tree | None:
 
 
 def _same_names(answer: Answer, reference: Answer) -> bool:
-    """Whether both sides have the same unknowns."""
+    """Return whether both sides have the same unknowns."""
     return unknowns(answer.tree or ()) == unknowns(reference.tree or ())
 
 
 def _same_formula(answer: Answer, reference: Tree) -> Compared:
-    r"""The verdict where the reference answer is a formula.
+    r"""Return the verdict where the reference answer is a formula.
 
     Letters side by side are multiplied in both sides, so that `ab` is `a \cdot b`.
     """
@@ -280,7 +284,7 @@ def _same_formula(answer: Answer, reference: Tree) -> Compared:
 
 
 def _may_be_radians(answer: Answer) -> bool:
-    """Whether an answer in radians can mean the unitless angle of a reference answer.
+    """Return whether an answer in radians can mean the unitless angle of a reference answer.
 
     It can if pi stands in it, or if it is less than a whole turn: `30 radians` is not 30 degrees.
     """
@@ -290,7 +294,7 @@ def _may_be_radians(answer: Answer) -> bool:
 
 
 def _same_text(answer: str, reference: str) -> bool:
-    """Whether two canonical texts are the same.
+    """Return whether two canonical texts are the same.
 
     Spaces between letters, capital letters of words, and the order of letters in the name of a
     figure do not count.
@@ -301,6 +305,7 @@ def _same_text(answer: str, reference: str) -> bool:
 
 
 def _in_one_spelling(text: str) -> str:
+    """Return a text in the spelling in which texts are compared."""
     text = in_one_spelling(text)
     if "angled" in text:
         text = _RIGHT_ANGLED.sub("right", text)
@@ -308,10 +313,11 @@ def _in_one_spelling(text: str) -> str:
 
 
 def unspaced(text: str) -> str:
-    r"""`text` without the spaces between letters: `A B` and `\overline{AB}` are the side `AB`.
+    r"""Return `text` without spaces between letters.
 
-    Spaces between digits stay, since they tell numbers apart. A word counts the same with a capital
-    letter: `True` becomes `true`, while the side `AB` does not become `ab`.
+    `A B` and `\overline{AB}` are the side `AB`. Spaces between digits stay, since they tell numbers
+    apart. A word counts the same with a capital letter: `True` becomes `true`, while the side `AB`
+    does not become `ab`.
     """
     if "\\" in text:
         text = _OVERLINED.sub(r"\1", text)
@@ -320,7 +326,7 @@ def unspaced(text: str) -> str:
 
 
 def _is_rounded(text: str, reference: Value) -> bool:
-    """Whether `text` is a decimal that equals the reference value rounded half up to its places.
+    """Return whether a decimal equals the reference value rounded half up to its places.
 
     `reference` is the value of a `Ball`: a fraction, or a number of mpmath.
     """
@@ -333,43 +339,34 @@ def _is_rounded(text: str, reference: Value) -> bool:
 
 
 def _same_form(answer: Answer, reference: Answer, rounding: bool) -> Compared:
-    """The verdict where several values may be asked for: both sides are from `as_form`.
+    """Return the verdict where several values may be asked for: both sides are from `as_form`.
 
     It calls itself for the parts of lists, points and tuples.
     """
     if answer.kind == "unreadable":
-        return Compared(
-            "unparseable" if answer.reason in UNREAD else "wrong", answer.refusal or answer.reason
-        )
-    if "(" in answer.label or "(" in reference.label:
-        function = _as_function(answer, reference)
+        verdict: Verdict = "unparseable" if answer.reason in UNREAD else "wrong"
+        return Compared(verdict, answer.refusal or answer.reason)
+    if "(" in answer.label or "(" in reference.label:  # W(n) = 1
+        answer_function = _as_function(answer, reference)
         reference = _as_function(reference, answer)
-        answer = function
-    kinds = answer.kind, reference.kind
-    # their names may differ: `W(n) = 1` and `W(x) = 1`
-    functions = "(" in reference.label and "(" in answer.label
-    decoration = reference.is_value or functions or kinds == ("equation", "equation")
-    if (
-        reference.label
-        and answer.label
-        and not decoration
-        and bare(answer.label) != bare(reference.label)
-    ):
+        answer = answer_function
+    kinds = (answer.kind, reference.kind)
+    if _names_differ(answer, reference):
         pair = Pair(answer.label, reference.label, "different_label")
         return Compared("wrong", "different_label", (pair,))
     if reference.kind == "ordered" and reference.brackets == "()" and not reference.label:
-        point = _point(answer, len(reference.parts))
-        answer = point or answer
+        # A point may be answered by its coordinates, or as a sum of unit vectors.
+        answer = _point(answer, len(reference.parts)) or answer
         if answer.kind == "expression" and answer.tree:
             return _same_vector(answer, reference)
     if reference.kind == "unordered" and answer.kind == "text" and not answer.label:
         answer = _letters(answer, reference)
     if answer.solution and reference.solution and kinds != ("ordered", "ordered"):
-        same = same_solutions(answer.solution, reference.solution)
-        if same:
+        if same_solutions(answer.solution, reference.solution):
             return Compared("correct", "same_solutions")
         return Compared("wrong", "different_solutions")
     if reference.kind == "equation" and answer.is_value and reference.parts and not answer.label:
+        # The right side alone answers `y = 2x + 1`.
         return _same_form(answer, reference.parts[0], rounding)
     if reference.kind == "unordered":
         return _same_list(answer, reference, rounding)
@@ -381,16 +378,31 @@ def _same_form(answer: Answer, reference: Answer, rounding: bool) -> Compared:
         return Compared("wrong", "different_form")
     if reference.kind in {"equation", "inequality"}:
         return _same_relations(answer, reference)
+    # Two numbers are an interval, whose brackets say which ends belong to it.
     if len(reference.parts) == 2 and answer.brackets != reference.brackets:
         return Compared("wrong", "different_brackets")
     return _in_order(answer, reference, rounding)
+
+
+def _names_differ(answer: Answer, reference: Answer) -> bool:
+    """Return whether both sides have a name, and not the same one.
+
+    Values, two functions (`W(n) = 1` and `W(x) = 1`) and two equations may have other names.
+    """
+    if not reference.label or not answer.label:
+        return False
+    are_functions = "(" in reference.label and "(" in answer.label
+    are_equations = answer.kind == reference.kind == "equation"
+    if reference.is_value or are_functions or are_equations:
+        return False
+    return bare(answer.label) != bare(reference.label)
 
 
 _OF_X = re.compile(r"[A-Za-z]\(([a-z])\)")
 
 
 def _as_function(answer: Answer, opposite: Answer) -> Answer:
-    """The answer with its label adapted, where one side defines `y` and the other `f(x)`.
+    """Return the answer with its label adapted, where one side defines `y` and the other `f(x)`.
 
     `y = 2x + 1` then becomes the value of `f(x)`, and `f(x) = 2x + 1` a value without a label,
     which is compared with that of `y`. Any other answer is returned as it is.
@@ -414,7 +426,10 @@ def _as_function(answer: Answer, opposite: Answer) -> Answer:
 
 
 def _point(answer: Answer, dimensions: int) -> Answer | None:
-    """`x = 3, y = -4` as the point `(3, -4)`, with that many dimensions; None for anything else."""
+    """Return `x = 3, y = -4` as the point `(3, -4)`, with that many dimensions.
+
+    None for anything else.
+    """
     if answer.kind != "unordered" or answer.label:
         return None
     names = [bare(part.label) for part in answer.parts]
@@ -434,21 +449,22 @@ def _point(answer: Answer, dimensions: int) -> Answer | None:
 
 
 def _same_vector(answer: Answer, reference: Answer) -> Compared:
-    r"""The verdict on a sum of unit vectors, `3\mathbf{i} + 4\mathbf{j}` for `(3, 4)`."""
+    r"""Return the verdict on a sum of unit vectors, `3\mathbf{i} + 4\mathbf{j}` for `(3, 4)`."""
     axes = "ijk"[: len(reference.parts)]
-    numbers = [part.tree for part in reference.parts if part.real]
-    if len(numbers) != len(axes) or not unknowns(answer.tree or ()) <= set(axes):
+    coordinates = [part.tree for part in reference.parts if part.real]
+    if len(coordinates) != len(axes) or not unknowns(answer.tree or ()) <= set(axes):
         return Compared("wrong", "different_form")
-    terms = [
-        (1, ("product", ("*", number), ("*", ("unknown", axis))))
-        for number, axis in zip(numbers, axes, strict=True)
-    ]
-    same = same_function(answer.tree or (), ("sum", *terms)) == "equal"
-    return Compared("correct", "same_value") if same else Compared("wrong", "different_expression")
+    # The tuple as the sum that the answer should be: (3, 4) is 3 i + 4 j.
+    terms = []
+    for coordinate, axis in zip(coordinates, axes, strict=True):
+        terms.append((1, ("product", ("*", coordinate), ("*", ("unknown", axis)))))
+    if same_function(answer.tree or (), ("sum", *terms)) == "equal":
+        return Compared("correct", "same_value")
+    return Compared("wrong", "different_expression")
 
 
 def _letters(answer: Answer, reference: Answer) -> Answer:
-    """`AC` as the two letters of a list of letters, such as `A, C`; else the answer itself."""
+    """Return `AC` as the two letters of a list such as `A, C`, or the answer itself."""
     letters = answer.text.replace(" ", "")
     alone = all(re.fullmatch("[A-Z]", part.text) and not part.label for part in reference.parts)
     if not alone or not re.fullmatch("[A-Z]{2,}", letters) or len(set(letters)) < len(letters):
@@ -457,12 +473,12 @@ def _letters(answer: Answer, reference: Answer) -> Answer:
 
 
 def _labelled_text(answer: Answer) -> str:
-    """The text of an answer, with its name where it is a single value: `x=5`."""
+    """Return the text of an answer, with its name where it is a single value: `x=5`."""
     return f"{answer.label}={answer.text}" if answer.label and answer.is_value else answer.text
 
 
 def _same_list(answer: Answer, reference: Answer, rounding: bool) -> Compared:
-    """The verdict where the reference answer is a list or set.
+    """Return the verdict where the reference answer is a list or set.
 
     Parts are compared in any order, unless names decide the order: where the answer is a tuple and
     the parts of the reference answer have names, or where only the reference answer has names.
@@ -499,7 +515,7 @@ def _in_order(answer: Answer, reference: Answer, rounding: bool) -> Compared:
 
 
 def _other_names(answer: Answer, reference: Answer) -> bool:
-    """Whether the names of the answer contradict comparing its parts by position.
+    """Return whether the names of the answer contradict comparing its parts by position.
 
     They do if they are in another order than those of the reference answer, or if the answer as a
     whole has the name of one part. A reference answer without names has the order x, y, z.
@@ -521,33 +537,25 @@ def _in_any_order(answer: Answer, reference: Answer, rounding: bool) -> Compared
     by_label = all(part.label for part in reference.parts)
     remaining = list(reference.parts)
     pairs: list[Pair] = []
-    for answer_part in answer.parts:
-        candidates = [
-            candidate
-            for candidate in remaining
-            if not by_label or bare(answer_part.label) == bare(candidate.label)
-        ]
-        partner = next(
-            (
-                candidate
-                for candidate in candidates
-                if _same_form(answer_part, candidate, rounding).verdict == "correct"
-            ),
-            None,
-        )
+    for part in answer.parts:
+        label = bare(part.label)
+        partner = None
+        for candidate in remaining:
+            if by_label and label != bare(candidate.label):
+                continue
+            if _same_form(part, candidate, rounding).verdict == "correct":
+                partner = candidate
+                break
         if partner is None:
-            return Compared(
-                "wrong",
-                "different_part",
-                (*pairs, Pair(_labelled_text(answer_part), "-", "different_part")),
-            )
+            pairs.append(Pair(_labelled_text(part), "-", "different_part"))
+            return Compared("wrong", "different_part", tuple(pairs))
         remaining.remove(partner)
-        pairs.append(Pair(_labelled_text(answer_part), _labelled_text(partner), "same_part"))
+        pairs.append(Pair(_labelled_text(part), _labelled_text(partner), "same_part"))
     return Compared("correct", "same_parts", tuple(pairs))
 
 
 def _same_relations(answer: Answer, reference: Answer) -> Compared:
-    """The verdict on equations or inequalities, which may be in any order.
+    """Return the verdict on equations or inequalities, which may be in any order.
 
     Each relation compares a tree with 0. Two are the same if their trees differ by a factor that is
     not 0, which for `<` and `<=` has to be positive.

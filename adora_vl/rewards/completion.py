@@ -25,7 +25,11 @@ Completion = str | Sequence[Mapping[str, Any]]  # a text, or messages
 
 
 class _Box(NamedTuple):
-    r"""A complete box, as positions in the response: 3, 10 and 11 in `so \boxed{5}`."""
+    r"""A complete box, as positions in the response.
+
+    They are those of the `\` of its command, and of the start and the end of its content: 3, 10 and
+    11 in `so \boxed{5}`.
+    """
 
     start: int
     """The backslash of the command."""
@@ -36,13 +40,13 @@ class _Box(NamedTuple):
 
 
 def last_boxed(response: str) -> str | None:
-    r"""The content of the last complete box in the final part, without outer spaces; else None.
+    r"""Return the content of the last complete box in the final part, or None without one.
 
-    A box inside a block of thinking is a draft (`final_part`). If boxes are nested, the outermost
-    complete box counts, because what stands beside an inner box belongs to the answer:
-    `\boxed{x = \boxed{5}}` gives `x = \boxed{5}`. A box that holds nothing but another box is
-    peeled: `\boxed{\boxed{5}}` gives `5`. A response that was cut off as it began a box has no
-    answer.
+    Outer spaces are removed. A box inside a block of thinking is a draft (`final_part`). If boxes
+    are nested, the outermost complete box counts, because what stands beside an inner box belongs
+    to the answer: `\boxed{x = \boxed{5}}` gives `x = \boxed{5}`. A box that holds nothing but
+    another box is peeled: `\boxed{\boxed{5}}` gives `5`. A response that was cut off as it began a
+    box has no answer.
 
     The response is read once with a stack, so the time is linear in its length, however deep or
     many the boxes are. Only the last `MAX_CHARS` characters are read. Source: the grading policy,
@@ -64,7 +68,7 @@ def last_boxed(response: str) -> str | None:
 
 
 def _complete(response: str) -> list[_Box]:
-    """All complete boxes in the order in which they close."""
+    """Return all complete boxes in the order in which they close."""
     complete: list[_Box] = []
     pending: list[tuple[int, int, int]] = []  # depth, start and content of the boxes still open
     depth = 0  # counted from the first box on: only equality matters
@@ -99,43 +103,46 @@ _NAME_OF_BOX = re.compile(
 )
 
 
-def boxes_in_a_row(response: str, answer_tags: bool, named: bool = False) -> list[str]:
-    r"""The contents of the last complete boxes that nothing separates but a comma, "and" or "or".
+def boxes_in_a_row(response: str, answer_tags: bool, with_names: bool = False) -> list[str]:
+    r"""Return the contents of the last complete boxes that stand in a row.
 
-    `\boxed{1}, no: \boxed{2} and \boxed{3}` gives `2` and `3`.
+    Nothing but a comma, "and" or "or" separates them. `\boxed{1}, no: \boxed{2} and \boxed{3}`
+    gives `2` and `3`.
 
     Args:
         response: the whole response, or its final part.
         answer_tags: whether boxes before the last `<answer>` block are ignored.
-        named: whether the names before the boxes are included if all have one, as `AB = 4` for
+        with_names: whether the names before the boxes are included if all have one, as `AB = 4` for
             `AB is \boxed{4}`.
     """
     response = final_part(response)[-ROW_CHARS:]
     if answer_tags:
         response = response[max(0, response.rfind(ANSWER_TAGS[0])) :]
-    row: list[_Box] = []
+    row: list[_Box] = []  # from the last box back
     for box in reversed(_complete(response)):
         if row and box.end > row[-1].start:
             continue  # inside of that box
-        between = response[box.end + 1 : row[-1].start] if row else ""
-        if len(between) > MAX_JOINT or not _JOINT.fullmatch(between) or len(row) > MAX_ROW:
+        joint = response[box.end + 1 : row[-1].start] if row else ""
+        if len(joint) > MAX_JOINT or not _JOINT.fullmatch(joint) or len(row) > MAX_ROW:
             break
         row.append(box)
     row.reverse()
     contents = [response[box.content : box.end].strip(_SPACES) for box in row]
     names = [_NAME_OF_BOX.search(response, max(0, box.start - MAX_JOINT), box.start) for box in row]
-    if not named or any("=" in content for content in contents) or not all(names):
+    has_equation = any("=" in content for content in contents)
+    if not with_names or has_equation or not all(names):
         return contents
     pairs = zip(names, contents, strict=True)
     return [f"{name[1]} = {content}" for name, content in pairs if name]
 
 
 def last_answer(response: str) -> str | None:
-    """The answer of a response whose prompt asked for `<answer> </answer>`, None without an answer.
+    r"""Return the answer of a response whose prompt asked for `<answer> </answer>`.
 
-    It is the content of the last complete block, or of a box in the block or behind it, since that
-    is what the model gives as its answer. A box before the block does not count. Without a block
-    the function is `last_boxed`.
+    None without an answer. It is the content of the last complete block, or of a box in the block
+    or behind it, since that is what the model gives as its answer: `<answer>5</answer>` gives `5`,
+    and so does `<answer>\boxed{5}</answer>`. A box before the block does not count, as in
+    `<think>\boxed{4}? no</think><answer>5</answer>`. Without a block the function is `last_boxed`.
     """
     block = answer_block(response)
     boxed = last_boxed(response if block is None else block)
@@ -143,9 +150,10 @@ def last_answer(response: str) -> str | None:
 
 
 def answer_block(response: str) -> str | None:
-    """The content of the last complete `<answer>` block of the final part; None without a block.
+    """Return the content of the last complete `<answer>` block of the final part.
 
-    Where a box stands in the block or behind it, the rest of the response is included.
+    None without a block. Where a box stands in the block or behind it, the rest of the response is
+    included.
     """
     response = final_part(response)[-MAX_CHARS:]
     opening, closing = ANSWER_TAGS
@@ -157,7 +165,7 @@ def answer_block(response: str) -> str | None:
 
 
 def completion_text(completion: Completion | None) -> str:
-    """The text of a completion, or of the last message of a prompt.
+    """Return the text of a completion, or of the last message of a prompt.
 
     It is a string, or messages whose content is a string or a list of parts.
     """
@@ -170,7 +178,7 @@ def completion_text(completion: Completion | None) -> str:
 
 
 def response_text(completion: Completion, thinking_opened: bool = False) -> str:
-    """The text of a completion with its complete block of thinking.
+    """Return the text of a completion with its complete block of thinking.
 
     The opening tag is put back where the prompt has it (`thinking_opened`), and so is the whole
     block where the tokenizer has parsed the reasoning out of the message.
@@ -190,7 +198,7 @@ def response_text(completion: Completion, thinking_opened: bool = False) -> str:
 def response_texts(
     completions: Sequence[Any], thinking_opened: Sequence[bool] | None = None
 ) -> list[str]:
-    """`response_text` of each completion.
+    """Return `response_text` of each completion.
 
     `thinking_opened` says for each completion whether its prompt opens the block; None: no prompt
     does.
@@ -203,7 +211,7 @@ def response_texts(
 
 
 def shows_working(text: str) -> bool:
-    """Whether a response shows more than a bare answer.
+    """Return whether a response shows more than a bare answer.
 
     It does if an equals sign stands before the last box, or anywhere if there is no box.
     """
@@ -212,7 +220,7 @@ def shows_working(text: str) -> bool:
 
 
 def _after_block(text: str, tags: tuple[str, str]) -> str | None:
-    """The stripped text behind the block that `text` begins with.
+    """Return the stripped text behind the block that `text` begins with.
 
     None where it does not begin with such a block, and where the block is blank or has a tag in it.
     """
@@ -226,7 +234,7 @@ def _after_block(text: str, tags: tuple[str, str]) -> str | None:
 
 
 def _has_tag(text: str) -> bool:
-    """Whether a tag of thinking or answer occurs in a text."""
+    """Return whether a tag of thinking or answer occurs in a text."""
     return any(tag in text for tag in (*THINK_TAGS, *ANSWER_TAGS))
 
 
@@ -235,7 +243,7 @@ def think_format_reward(
     thinking_opened: Sequence[bool] | None = None,
     **columns: Any,
 ) -> list[float]:
-    """The reward `think_format`: 1.0 for a single block of thinking before an answer, else 0.0.
+    """Return 1.0 for a single block of thinking before an answer, else 0.0.
 
     Neither the block nor the text behind it may be blank. `thinking_opened` says whether the prompt
     of each completion has opened the block. It is a reward function in TRL's form.
@@ -253,7 +261,7 @@ def think_answer_format_reward(
     thinking_opened: Sequence[bool] | None = None,
     **columns: Any,
 ) -> list[float]:
-    """The reward `think_answer_format`: 1.0 for a block of thinking and one of answer, else 0.0.
+    """Return 1.0 for a block of thinking and one of answer, else 0.0.
 
     Nothing may stand around the two blocks, and neither may be blank. `thinking_opened` says
     whether the prompt of each completion has opened the block. It is a reward function in TRL's
@@ -292,9 +300,23 @@ _PATTERNS = {
     word: re.compile(rf"(?<!\w){like}(?:s|ed|ing)?(?!\w)", re.IGNORECASE)
     for word, like in REFLECTIVE.items()
 }
+# What a text has to contain, in lower case, so that a word's pattern can match at all. Looking for
+# it is some thirty times as fast as the pattern, and most answers contain none of them.
+_STEMS = {word: "check" if "check" in word else word for word in REFLECTIVE}
+# Four letters match an ASCII one where case is ignored, though they have another lower case.
+_ODD_CASED = re.compile("[\u0130\u0131\u017f\u212a]")
 
 
 def reflective_words(text: str) -> dict[str, int]:
-    """The number of occurrences of each reflective word that occurs at all."""
-    counts = {word: len(pattern.findall(text)) for word, pattern in _PATTERNS.items()}
-    return {word: count for word, count in counts.items() if count}
+    """Count the occurrences of each reflective word that occurs at all."""
+    lowered = text.lower()
+    words = list(_PATTERNS)
+    # A quick look for the stems spares most searches; characters of odd case may hide a stem.
+    if not _ODD_CASED.search(text):
+        words = [word for word in words if _STEMS[word] in lowered]
+    counts = {}
+    for word in words:
+        count = len(_PATTERNS[word].findall(text))
+        if count:
+            counts[word] = count
+    return counts

@@ -3,17 +3,20 @@ the rewards.
 
 python -m adora_vl.rewards.explain --gold '2 \sqrt { 221 }' --response 'so \boxed{\sqrt{884}}'
 python -m adora_vl.rewards.explain --reward docs/my_rewards.py:brevity --response 'so \boxed{5}'
+python -m adora_vl.rewards.explain --figure facts.txt --response response.txt
 """
 
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
 from adora_vl.rewards.answer import Answer, amount
 from adora_vl.rewards.choose import Entry, call_once, choose_rewards, names_of
 from adora_vl.rewards.completion import last_answer, last_boxed
+from adora_vl.rewards.explain_steps import figure_of_file, step_lines
 from adora_vl.rewards.forms import read, working
 from adora_vl.rewards.grade import REMEDIES, answer_to, comparison, grade, verify_gold
 from adora_vl.rewards.presets import PRESETS, reward
@@ -84,7 +87,7 @@ RULES = {
 def explanation(
     response: str, gold: str, choices: Sequence[str] | None = None, **accepted: bool
 ) -> list[str]:
-    """The lines that explain the grade of a response.
+    """Return the lines that explain the grade of a response.
 
     Args:
         response: the whole response.
@@ -134,7 +137,7 @@ def explanation(
 
 
 def _described(answer: Answer) -> str:
-    """The canonical text of an answer with its kind, and its value where it is a number."""
+    """Return the canonical text of an answer with its kind, and its value where it is a number."""
     answer = amount(answer)
     text = _printable(answer.whole if answer.is_form else answer.text)
     kind: str = answer.kind
@@ -149,7 +152,7 @@ def _described(answer: Answer) -> str:
 
 
 def _printable(text: str) -> str:
-    """`text` with escapes for the characters that a terminal would hide or obey."""
+    """Return `text` with escapes for the characters that a terminal would hide or obey."""
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
@@ -162,7 +165,7 @@ def trial_lines(
     answer_tags: bool = False,
     thinking_opened: bool = False,
 ) -> list[str]:
-    """The lines that say what each reward of `entries` gives for a response, without a model.
+    """Return lines that say what each reward gives for a response, without a model.
 
     Args:
         entries: as in `adora_reward`.
@@ -206,12 +209,12 @@ def trial_lines(
 
 
 def _entry(word: str) -> Any:
-    """An entry of `--reward`: a name, or a mapping in YAML."""
+    """Return an entry of `--reward`: a name, or a mapping in YAML."""
     return yaml_value(word) if word.startswith("{") else word
 
 
 def _columns(options: argparse.Namespace) -> dict[str, str]:
-    """The columns that the options `--gold` and `--column` give. Raises `UserError`."""
+    """Return the columns that the options `--gold` and `--column` give. Raises `UserError`."""
     columns = {} if options.gold is None else {"answer": options.gold}
     for word in options.column:
         name, sign, value = word.partition("=")
@@ -219,6 +222,19 @@ def _columns(options: argparse.Namespace) -> dict[str, str]:
             raise UserError(f"--column: {word!r} is not NAME=VALUE")
         columns[name] = value
     return columns
+
+
+def _response(word: str, *, may_be_file: bool) -> str:
+    """The response that `--response` gives: the word itself, standard input, or a file."""
+    if word == "-":
+        return sys.stdin.read()
+    try:
+        if may_be_file and Path(word).is_file():
+            return Path(word).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        if "\n" not in word and len(word) < 200:
+            raise UserError(f"--response: {word!r} cannot be read ({error})") from error
+    return word
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -231,7 +247,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--gold", help="the right answer, as a dataset has it")
     parser.add_argument(
-        "--response", required=True, help="the whole response; - reads it from standard input"
+        "--response",
+        required=True,
+        help="the whole response; - reads it from standard input, and with --figure it may be a file",
+    )
+    parser.add_argument(
+        "--figure",
+        type=Path,
+        metavar="FACTS",
+        help="facts, or a stored figure: checks each claim of the response on it",
     )
     parser.add_argument("--choices", nargs="+", metavar="VALUE", help="the values of A, B, C, ...")
     parser.add_argument(
@@ -256,13 +280,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
 
     def command() -> None:
+        """Print how the response is graded, which of its claims hold, and what rewards return."""
         options = parser.parse_args(arguments)
-        if options.gold is None and not options.reward:
+        if options.gold is None and not options.reward and options.figure is None:
             raise UserError(
-                "give --gold to see how the answer is graded, or --reward to try a reward"
+                "give --gold to see how the answer is graded, --figure to check its claims, or "
+                "--reward to try a reward"
             )
-        response = sys.stdin.read() if options.response == "-" else options.response
+        response = _response(options.response, may_be_file=options.figure is not None)
         lines = []
+        # Functions of the user's own grade as they like, so that our verdict would mislead.
         only_user_functions = options.reward and all(map(is_own, names_of(options.reward)))
         if options.gold is not None and not only_user_functions:
             accepted = {
@@ -271,6 +298,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "thinking_opened": options.thinking_opened,
             }
             lines = explanation(response, gold=options.gold, choices=options.choices, **accepted)
+        if options.figure is not None:
+            lines += step_lines(response, figure_of_file(options.figure))
         if options.reward:
             lines += trial_lines(
                 options.reward,

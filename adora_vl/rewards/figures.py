@@ -18,7 +18,7 @@ _SYMMETRIC = re.compile(r"(\\(?:parallel|perp|cong|sim)(?![A-Za-z])|=)")
 
 
 def in_one_spelling(text: str) -> str:
-    """A canonical text with the names of its figures in one spelling.
+    """Return a canonical text with the names of its figures in one spelling.
 
     A relation of two figures has its sides in alphabetical order. A text with several relations
     stays as it is.
@@ -42,7 +42,7 @@ def in_one_spelling(text: str) -> str:
 
 
 def _sorted_corners(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str]]:
-    """The pairs of corresponding corners of two triangles, in alphabetical order.
+    """Return the pairs of corresponding corners of two triangles, in alphabetical order.
 
     The triangles change places where that comes earlier in the alphabet.
     """
@@ -53,7 +53,10 @@ def _sorted_corners(first: Sequence[str], second: Sequence[str]) -> list[tuple[s
 
 
 def _name(text: str) -> str:
-    """The name of one figure in one spelling; a text that is no name is returned as it is."""
+    """Return the name of one figure in one spelling.
+
+    A text that is no name is returned as it is.
+    """
     if _SEGMENT.fullmatch(text):
         return "".join(sorted(text.replace(" ", "")))
     if corners := _TRIANGLE.fullmatch(text):
@@ -64,6 +67,6 @@ def _name(text: str) -> str:
 
 
 def _angle(match: re.Match[str]) -> str:
-    """The angle with its arms in alphabetical order; the vertex stays in the middle."""
+    """Return the angle with its arms in alphabetical order; the vertex stays in the middle."""
     name = match[1] + match[2] + match[3]
     return rf"\angle {min(name, name[::-1])}"

@@ -73,7 +73,7 @@ def read(raw: str) -> Answer:
 
 @lru_cache(maxsize=256)
 def _read(raw: str) -> Answer:
-    """`read` with a cache, since the rollouts of a group share their reference answer."""
+    """Return `read` with a cache, since the rollouts of a group share their reference answer."""
     value = plain(raw)
     several = value.kind == "expression" and "=" in raw
     if value.kind == "unreadable":
@@ -88,7 +88,7 @@ def _read(raw: str) -> Answer:
 
 
 def canonical_gold(text: str) -> str:
-    r"""The canonical form that data preparation stores as `answer`, for example `1000` for `1,000`.
+    """Return the canonical form that data preparation stores as `answer`: `1000` for `1,000`.
 
     It never raises: a reference answer without a canonical form is returned as it is, and
     `verify_gold` says why it cannot be used.
@@ -105,7 +105,7 @@ def canonical_gold(text: str) -> str:
 
 
 def as_form(answer: Answer) -> Answer:
-    """The same answer, read where several values may be expected.
+    """Return the same answer, read where several values may be expected.
 
     `x = 5` then keeps its name, and `1000,99` may be two values. An answer that is no form becomes
     unreadable; it never raises.
@@ -119,7 +119,7 @@ def as_form(answer: Answer) -> Answer:
 
 @lru_cache(maxsize=256)
 def _parsed(text: str) -> Answer:
-    """The answer in a canonical text with all its names and brackets (`canonical.whole`).
+    """Return the answer in a canonical text with all its names and brackets (`canonical.whole`).
 
     Raises `NotReadError`.
     """
@@ -139,13 +139,13 @@ def _parsed(text: str) -> Answer:
 
 
 def _size(answer: Answer) -> int:
-    """The number of answers in an answer, itself included."""
+    """Return the number of answers in an answer, itself included."""
     return 1 + sum(map(_size, answer.parts))
 
 
 @lru_cache(maxsize=256)
 def _depths(text: str) -> tuple[int, ...]:
-    """The depth of each character in brackets; a bracket does not count for itself.
+    """Return the depth of each character in brackets; a bracket does not count for itself.
 
     Raises `NotReadError` where brackets do not match in number.
     """
@@ -163,7 +163,7 @@ def _depths(text: str) -> tuple[int, ...]:
 
 
 def _split(text: str, pattern: re.Pattern[str]) -> tuple[list[str], list[str]]:
-    """The pieces of `text` between the matches of `pattern` outside of brackets, and the matches.
+    """Return the pieces of `text` between matches outside of brackets, and the matches.
 
     Raises `NotReadError` for more than `MAX_PARTS` matches.
     """
@@ -182,7 +182,7 @@ def _split(text: str, pattern: re.Pattern[str]) -> tuple[list[str], list[str]]:
 
 
 def _parse(text: str, depth: int) -> Answer:
-    """The answer in a text, read from the weakest separator to the strongest.
+    """Return the answer in a text, read from the weakest separator to the strongest.
 
     The order is: a matrix, alternatives with `or`, a list, a membership, a union, a relation, and
     at last brackets, a plus-minus or a single value. `depth` counts the nesting. Raises
@@ -221,12 +221,12 @@ def _parse(text: str, depth: int) -> Answer:
 
 
 def _real(answer: Answer) -> Ball | None:
-    """The number of an answer, None for anything else; a percentage is no number."""
+    """Return the number of an answer, None for anything else; a percentage is no number."""
     return answer.real if answer.kind == "number" else None
 
 
 def _leaf(text: str) -> Answer:
-    """A single value. Raises `NotReadError` for anything else."""
+    """Return a single value. Raises `NotReadError` for anything else."""
     angle = _ANGLE.fullmatch(text)
     value = plain(angle[1] if angle else text)
     if not value.is_value:
@@ -235,7 +235,7 @@ def _leaf(text: str) -> Answer:
 
 
 def _several(text: str, pieces: list[str], separators: list[str], depth: int) -> Answer:
-    """A list of several values, or one inequality where all pieces are inequalities.
+    """Read a list of several values, or one inequality where all pieces are inequalities.
 
     Args:
         text: the whole text.
@@ -250,17 +250,22 @@ def _several(text: str, pieces: list[str], separators: list[str], depth: int) ->
         if _AMBIGUOUS.fullmatch(piece):
             raise NotReadError("decimal_comma" if "," in piece else "enumeration")
         part = _parse(piece, depth + 1)
+        # `1 \pm 2` in a list is two of its values.
         parts += part.parts if part.both_signs else [part]
-    solved = [part for part in parts if part.kind == "inequality"]
-    if solved and all(part in solved or (part.label and part.is_value) for part in parts):
-        alternatives = ["or" in separator for separator in separators]
-        if any(alternatives) != all(alternatives):
-            raise NotReadError("relation")
-        return _joined(text, "or" if alternatives[0] else "and", parts)
+    inequalities = [part for part in parts if part.kind == "inequality"]
+    # `x < 1 or x = 5` is one condition: every piece is an inequality or a named value.
+    if inequalities and all(
+        part in inequalities or (part.label and part.is_value) for part in parts
+    ):
+        is_or = ["or" in separator for separator in separators]
+        if any(is_or) != all(is_or):
+            raise NotReadError("relation")  # `and` and `or` side by side
+        return _joined(text, "or" if is_or[0] else "and", parts)
     labels = [part.label for part in parts]
     label = ""
-    if labels[0] and (not any(labels[1:]) or len(set(labels)) == 1):
-        # a = 4, -8 and x = 5 or x = 6
+    is_first_alone = not any(labels[1:])
+    if labels[0] and (is_first_alone or len(set(labels)) == 1):
+        # One name for all values: a = 4, -8 and x = 5 or x = 6
         label = labels[0]
         parts = [replace(part, label="") for part in parts]
     elif any(labels) and (not all(labels) or len(set(labels)) < len(labels)):
@@ -271,78 +276,87 @@ def _several(text: str, pieces: list[str], separators: list[str], depth: int) ->
 
 
 def _bracketed(text: str, depth: int) -> Answer | None:
-    r"""A point, tuple or interval, or a set in `\{\}` or `{}`.
+    r"""Read a point, tuple or interval, or a set in `\{\}` or `{}`.
 
     None for a text that no pair of brackets encloses. Raises `NotReadError`.
     """
     point = _POINT.fullmatch(text)
-    if point and "," in point[2]:
+    if point and "," in point[2]:  # A(3, 4)
         inner = _bracketed(point[2], depth)
         return inner and replace(inner, label=point[1], text=text)
     opening, closing = (r"\{", r"\}") if text.startswith(r"\{") else (text[0], text[-1])
     inside = text[len(opening) : -len(closing)]
+    # Depth 0 in between is outside of the first bracket: `(1, 2) + (3, 4)`.
     encloses = text.endswith(closing) and 0 not in _depths(text)[len(opening) : -1]
     if opening not in {"(", "[", "{", r"\{"} or not encloses:
         return None
     if opening in {"{", r"\{"}:
-        if (opening == "{") != (closing == "}"):
-            return None
-        inner = _parse(inside, depth + 1)
-        of_set = inner.text.startswith(r"\{")
-        if opening == "{" and (of_set or inner.kind != "unordered"):
-            return inner
-        parts = inner.parts if inner.kind == "unordered" and not inner.label else (inner,)
-        if of_set or not all(part.is_value or part.kind == "ordered" for part in parts):
-            raise NotReadError("enumeration")
-        return Answer("unordered", text, parts=parts)
+        return _set(text, opening, closing, inside, depth)
     pieces, separators = _split(inside, _SEMICOLON)
     if not separators:
         pieces, _ = _split(inside, re.compile(","))
-    if (
-        len(pieces) < 2
-        or closing not in {")", "]"}
-        or (len(pieces) > 2 and opening + closing not in {"()", "[]"})
-    ):
+    brackets = opening + closing
+    # `[2, 5)` is an interval, while more than two parts need brackets that match.
+    is_mixed = len(pieces) > 2 and brackets not in {"()", "[]"}
+    if len(pieces) < 2 or closing not in {")", "]"} or is_mixed:
         return None
-    parts = tuple(
-        _parse(piece, depth + 1) if piece not in _INFINITE else _INFINITE[piece] for piece in pieces
-    )
+    parts = []
+    for piece in pieces:
+        parts.append(_INFINITE[piece] if piece in _INFINITE else _parse(piece, depth + 1))
     if any(part.kind == "unordered" and not part.both_signs for part in parts):
         raise NotReadError("enumeration")  # (3,5; 4)
-    ends = [_real(part) or part.text for part in parts]
-    interval = between(ends[0], ends[1], opening + closing) if len(ends) == 2 else None
+    interval = None
+    if len(parts) == 2:
+        first, second = [_real(part) or part.text for part in parts]
+        interval = between(first, second, brackets)
     return Answer(
-        kind="ordered", text=text, parts=parts, brackets=opening + closing, solution=interval
+        kind="ordered", text=text, parts=tuple(parts), brackets=brackets, solution=interval
     )
+
+
+def _set(text: str, opening: str, closing: str, inside: str, depth: int) -> Answer | None:
+    r"""Read a set in `\{\}` or `{}`; None where one brace has a backslash and the other has none.
+
+    Plain braces around one value are no set: `{5}` is 5. Raises `NotReadError` for a set of sets.
+    """
+    if (opening == "{") != (closing == "}"):
+        return None
+    inner = _parse(inside, depth + 1)
+    has_set = inner.text.startswith(r"\{")
+    if opening == "{" and (has_set or inner.kind != "unordered"):
+        return inner
+    is_list = inner.kind == "unordered" and not inner.label
+    parts = inner.parts if is_list else (inner,)
+    if has_set or not all(part.is_value or part.kind == "ordered" for part in parts):
+        raise NotReadError("enumeration")
+    return Answer("unordered", text, parts=parts)
 
 
 def _matrix(text: str, inside: str) -> Answer:
-    """A matrix of numbers as a tuple of its rows; a column as a tuple of its numbers.
+    """Return a matrix of numbers as a tuple of its rows; a column as a tuple of its numbers.
 
     `inside` is what stands between `\\begin` and `\\end`. Raises `NotReadError` for rows of unequal
     length, for entries that are no numbers or expressions, and for more than `MAX_PARTS` entries.
     """
     lines = filter(str.strip, inside.split(r"\\"))
     rows = [[_leaf(entry.strip()) for entry in line.split("&")] for line in lines]
-    even = len({len(row) for row in rows}) == 1 and len(rows) * len(rows[0]) <= MAX_PARTS
-    if not even or any(not entry.tree for row in rows for entry in row):
+    has_equal_rows = len({len(row) for row in rows}) == 1
+    if not has_equal_rows or len(rows) * len(rows[0]) > MAX_PARTS:
         raise NotReadError("matrix")
+    if any(not entry.tree for row in rows for entry in row):
+        raise NotReadError("matrix")
+    # A column is a vector, which may be written as a tuple too.
     if len(rows[0]) == 1 < len(rows):
         return Answer(kind="ordered", text=text, parts=tuple(row[0] for row in rows), brackets="()")
-    parts = (
-        Answer(
-            kind="ordered",
-            text=", ".join(entry.text for entry in row),
-            parts=tuple(row),
-            brackets="row",
-        )
-        for row in rows
-    )
-    return Answer(kind="ordered", text=text, parts=tuple(parts), brackets="rows")
+    row_answers = []
+    for row in rows:
+        row_text = ", ".join(entry.text for entry in row)
+        row_answers.append(Answer(kind="ordered", text=row_text, parts=tuple(row), brackets="row"))
+    return Answer(kind="ordered", text=text, parts=tuple(row_answers), brackets="rows")
 
 
 def _both_signs(text: str) -> Answer | None:
-    r"""`1 \pm \sqrt{2}` as its two values; None for a text without such a sign.
+    r"""Return `1 \pm \sqrt{2}` as its two values; None for a text without such a sign.
 
     Raises `NotReadError` for two plus-minus signs, and where both values are the same.
     """
@@ -365,7 +379,7 @@ def _both_signs(text: str) -> Answer | None:
 
 
 def _related(text: str, sides: list[str], signs: list[str], depth: int) -> Answer:
-    """A relation: an inequality, a value with its name, a chain, or an equation.
+    """Return a relation: an inequality, a value with its name, a chain, or an equation.
 
     `sides` are the texts between the `signs`, which are in the spelling of the values of `_SIGNS`.
     """
@@ -405,8 +419,13 @@ def _related(text: str, sides: list[str], signs: list[str], depth: int) -> Answe
 
 
 def _chain(sides: Sequence[str]) -> Answer:
-    """A name and several numbers, which have to be equal; the last number is the value."""
-    values = [_leaf(side) for side in sides[1:]] if NAME_OF_VALUE.fullmatch(sides[0]) else []
+    """Return a name and several numbers, which have to be equal; the last number is the value.
+
+    Raises `NotReadError` for anything else.
+    """
+    if not NAME_OF_VALUE.fullmatch(sides[0]):
+        raise NotReadError("equation")
+    values = [_leaf(side) for side in sides[1:]]
     numbers = [number for number in map(_real, values) if number]
     if not values or len(numbers) < len(values):
         raise NotReadError("equation")
@@ -416,7 +435,7 @@ def _chain(sides: Sequence[str]) -> Answer:
 
 
 def working(text: str) -> list[tuple[str, Answer]]:
-    r"""The numbers in a chain such as `AB = 1.8 \cdot 9 / 1.5 \approx 10.8`, with their signs.
+    r"""Return the numbers in a chain such as `AB = 1.8 \cdot 9 / 1.5 \approx 10.8`.
 
     Each number comes with the sign before it, `=` or `~`. A chain begins with a name or number,
     ends with a number, and says more than `9 = 9`; formulas may stand inside. Any other text gives
@@ -429,28 +448,32 @@ def working(text: str) -> list[tuple[str, Answer]]:
     if len(sides) < 2 or not all(sides) or {_SIGNS[sign] for sign in signs} - {"=", "~"}:
         return []
     values = [plain(side) for side in sides]
-    numbers = [
-        (_SIGNS[sign], value)
-        for sign, value in zip(["=", *signs], values, strict=True)
-        if value.kind == "number"
+    numbers = []
+    for sign, value in zip(["=", *signs], values, strict=True):
+        if value.kind == "number":
+            numbers.append((_SIGNS[sign], value))
+    # |x| is no name here, since it stands for two values.
+    is_name = [
+        bool(NAME_OF_VALUE.fullmatch(side)) and not re.fullmatch(r"\|[a-z]\|", side)
+        for side in sides
     ]
-    # |x| has two
-    names = [
-        NAME_OF_VALUE.fullmatch(side) and not re.fullmatch(r"\|[a-z]\|", side) for side in sides
-    ]
-    begins = values[0].kind == "number" or names[0]
-    for name, value in zip(names, values, strict=True):
+    for name, value in zip(is_name, values, strict=True):
         if not name and (value.kind == "unreadable" or _WORDED.search(value.text)):
             return []
-    worked = len(numbers) < len(sides) or not all(
+    begins_well = values[0].kind == "number" or is_name[0]
+    says_more = len(numbers) < len(sides) or not all(
         re.fullmatch(r"[+-]?[0-9.]+", value.text) for _, value in numbers
     )
-    ends = values[-1].real is not None and not values[-1].real.unevaluated
-    return numbers if begins and worked and ends and values[-1].kind == "number" else []
+    last = values[-1]
+    is_result = last.real is not None and not last.real.unevaluated
+    return numbers if begins_well and says_more and is_result and last.kind == "number" else []
 
 
 def _side(text: str) -> Tree:
-    """The tree of one side of a relation, in which a name such as `AB` or `f(2)` is an unknown."""
+    """Return the tree of one side of a relation.
+
+    A name such as `AB` or `f(2)` is an unknown in it.
+    """
     tree = plain(text).tree
     if _FUNCTION.fullmatch(text) or (tree is None and NAME_OF_VALUE.fullmatch(text)):
         return ("unknown", bare(text))
@@ -460,7 +483,7 @@ def _side(text: str) -> Tree:
 
 
 def _difference(left_side: Tree, right_side: Tree) -> Tree:
-    """The tree of the left side minus the right side.
+    """Return the tree of the left side minus the right side.
 
     Raises `NotReadError` where it is the same number everywhere, as in `x < x + 1`.
     """
@@ -471,13 +494,13 @@ def _difference(left_side: Tree, right_side: Tree) -> Tree:
 
 
 def _equation(text: str, sides: Sequence[str]) -> Answer:
-    """An equation as the tree that it compares with 0."""
+    """Return an equation as the tree that it compares with 0."""
     tree = _difference(_side(sides[0]), _side(sides[1]))
     return Answer("equation", text, relations=(("=", tree),))
 
 
 def _inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> Answer:
-    """An inequality, or a chain such as `1 < x < 3`.
+    """Return an inequality, or a chain such as `1 < x < 3`.
 
     In one unknown, and linear in it, it gets its solution. Any other keeps its relations alone,
     each as `<`, `<=` or `!=` and the tree that it compares with 0. Raises `NotReadError`.
@@ -513,7 +536,7 @@ def _inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> Answer
 
 
 def _solution(answer: Answer) -> Solution:
-    r"""The solution of an inequality, an interval, a number with its name or a set of numbers.
+    r"""Return the solution of an inequality, interval, named number or set of numbers.
 
     It reads the parts of unions such as `\{-1\} \cup [0, 7)`. Raises `NotReadError`.
     """
@@ -526,7 +549,7 @@ def _solution(answer: Answer) -> Solution:
 
 
 def _joined(text: str, word: str, parts: Sequence[Answer]) -> Answer:
-    """Several inequalities in one unknown, or intervals, as one.
+    """Return several inequalities in one unknown, or intervals, as one.
 
     `word` says whether all of them hold (`and`) or at least one (`or`). Raises `NotReadError`, also
     where the result holds everywhere or nowhere.
@@ -544,5 +567,8 @@ _OF_A_NAME = re.compile(r"^m(?=\\)|\\(?:overline|angle)(?![a-z])|[\s{}_]")
 
 
 def bare(label: str) -> str:
-    r"""A name in one spelling: `x1` for `x_{1}`, `AB` for `\overline{AB}`, `A` for `m\angle A`."""
+    r"""Return a name in one spelling.
+
+    `x1` stands for `x_{1}`, `AB` for `\overline{AB}`, and `A` for `m\angle A`.
+    """
     return label if label.isalnum() else _OF_A_NAME.sub("", label)

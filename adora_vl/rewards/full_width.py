@@ -31,7 +31,7 @@ _LOWERED = re.compile("[₀-₉]+")
 
 
 def narrow(text: str) -> str:
-    r"""`text` with ASCII for full-width signs, and with English words for Chinese ones.
+    r"""Return `text` with ASCII for full-width signs, and with English words for Chinese ones.
 
     `（2，3）` becomes `(2, 3)`, and `3比4` becomes `3:4`. Between two values `or` and `and` replace the
     Chinese words.
@@ -45,7 +45,10 @@ def narrow(text: str) -> str:
 
 
 def _compatible(match: re.Match[str]) -> str:
-    r"""A sign spelled in several characters: `cm^2` for `㎠`, `^\circ C` for `℃`, `IV` for `Ⅳ`."""
+    r"""Return a sign spelled in several characters.
+
+    It is `cm^2` for `㎠`, `^\circ C` for `℃`, and `IV` for `Ⅳ`.
+    """
     text = unicodedata.normalize("NFKC", match[0])
     if text.startswith("°"):
         return rf"^\circ {text[1:]}"
@@ -53,7 +56,7 @@ def _compatible(match: re.Match[str]) -> str:
 
 
 def _joint(match: re.Match[str]) -> str:
-    """The English word for a Chinese one; between two Chinese words it stays Chinese."""
+    """Return the English word for a Chinese one; between two Chinese words it stays Chinese."""
     text = match.string
     sides = text[match.start() - 1], text[match.end()]
     if all(re.match(f"[{_CHINESE}]", side) for side in sides):

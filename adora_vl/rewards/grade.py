@@ -12,6 +12,7 @@ import time
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from adora_vl.data.prompts import without_letters
@@ -85,7 +86,7 @@ def grade(
     answer_tags: bool = False,
     thinking_opened: bool = False,
 ) -> Grade:
-    r"""Whether the last complete `\boxed{}` of `response` holds the reference answer.
+    r"""Return whether the last complete `\boxed{}` of `response` holds the reference answer.
 
     A box inside a block of thinking does not count (`final_part`). The function never raises and is
     safe in any thread. Source: the grading policy.
@@ -109,7 +110,7 @@ def grade(
     if content is not None:
         reference = read(gold)
         answer = answer_to(reference, response=response, content=content, answer_tags=answer_tags)
-        compared = _decided(
+        compared = _decide(
             answer, reference=reference, choices=without_letters(choices or ()), rounding=rounding
         )
         if compared.reason == "empty_box" or is_blank(content):
@@ -143,7 +144,7 @@ def grade_batch(
 
 
 def verify_gold(gold: str, choices: Sequence[str] | None = None) -> str | None:
-    """Why a reference answer cannot be used, or None if it can.
+    """Return why a reference answer cannot be used, or None if it can.
 
     It can if it is correct in a box against itself, both as it is written and in canonical form.
     For a spelling that no honest answer can meet, such as `$5`, the reason says what to write:
@@ -158,98 +159,135 @@ def verify_gold(gold: str, choices: Sequence[str] | None = None) -> str | None:
     return None if canonical_gold(stored) == stored else "unstable"
 
 
-def _decided(answer: Answer, reference: Answer, choices: Sequence[str], rounding: bool) -> Compared:
-    """The verdict, with the letters of a multiple-choice item resolved.
+# All rollouts of a problem are compared with one reference answer.
+@lru_cache(maxsize=256)
+def _unmeetable(text: str) -> str | None:
+    """Return why no honest answer can meet a reference answer as it is spelled, else None."""
+    if any(not char.isascii() and unicodedata.category(char) in {"Nd", "No"} for char in text):
+        return "other_digits"
+    for reason, pattern, _ in _UNMEETABLE:
+        if pattern.fullmatch(text):
+            return reason
+    return None
+
+
+def _decide(answer: Answer, reference: Answer, choices: Sequence[str], rounding: bool) -> Compared:
+    """Return the verdict, with the letters of a multiple-choice item resolved.
 
     A letter in the answer or the reference answer stands for the value of its choice. Source: the
     grading policy, points 3, 5 and 6.
     """
-    named = _named(answer, choices)
-    right = _named(reference, choices)
+    answer_choice = _named_choice(answer, choices)
+    reference_choice = _named_choice(reference, choices)
     if not choices:
-        if named and right:
-            same = named.letter == right.letter
-            return Compared("correct", "letter") if same else Compared("wrong", "different_letter")
-        if named:
-            return Compared("wrong", "letter_without_choice")
-        text = reference.text
-        if any(not char.isascii() and unicodedata.category(char) in {"Nd", "No"} for char in text):
-            return Compared("wrong", "gold_other_digits")
-        for reason, pattern, _ in _UNMEETABLE:
-            if pattern.fullmatch(text):
-                return Compared("wrong", f"gold_{reason}")
-        return compare(answer, reference, rounding)
-    if right:
-        value = _choice(right.letter, choices)
+        return _decide_open(answer, answer_choice, reference, reference_choice, rounding)
+    if reference_choice:
+        value = _value_of_letter(reference_choice.letter, choices)
         if value is None:
             return Compared("wrong", "gold_letter_without_choice")
-        if not _is_beside(right, value):
+        if not _is_beside(reference_choice, value):
             return Compared("wrong", "gold_letter_with_another_value")
         # the policy asks for exactly that choice's value
         reference = value
         rounding = False
-    if named is None:
-        return _by_value(
-            answer, reference=reference, right=right, choices=choices, rounding=rounding
-        )
-    compared = _by_letter(named, right=right, reference=reference, choices=choices)
-    # `c` may also be a value, as may `(c)5`
-    sure = _LETTER.fullmatch(answer.text) and _choice(named.letter, choices)
-    if compared.verdict != "correct" and not sure:
-        as_value = _by_value(
-            answer, reference=reference, right=right, choices=choices, rounding=rounding
-        )
-        compared = as_value if as_value.verdict == "correct" else compared
+    by_value = partial(
+        _by_value,
+        answer,
+        reference=reference,
+        reference_choice=reference_choice,
+        choices=choices,
+        rounding=rounding,
+    )
+    if answer_choice is None:
+        return by_value()
+    compared = _by_letter(
+        answer_choice, reference_choice=reference_choice, reference=reference, choices=choices
+    )
+    # `c` may also be a value, as may `(c)5`; a capital letter that is a choice may not.
+    is_letter_alone = _LETTER.fullmatch(answer.text) and _value_of_letter(
+        answer_choice.letter, choices
+    )
+    if compared.verdict != "correct" and not is_letter_alone:
+        as_value = by_value()
+        if as_value.verdict == "correct":
+            return as_value
     return compared
 
 
-def _by_value(
-    answer: Answer, reference: Answer, right: _Named | None, choices: Sequence[str], rounding: bool
+def _decide_open(
+    answer: Answer,
+    answer_choice: _NamedChoice | None,
+    reference: Answer,
+    reference_choice: _NamedChoice | None,
+    rounding: bool,
 ) -> Compared:
-    """The verdict on an answer that names no choice but gives a value.
+    """Return the verdict on an item without choices, whose answer or reference may be a letter."""
+    if answer_choice and reference_choice:
+        if answer_choice.letter == reference_choice.letter:
+            return Compared("correct", "letter")
+        return Compared("wrong", "different_letter")
+    if answer_choice:
+        return Compared("wrong", "letter_without_choice")
+    reason = _unmeetable(reference.text)
+    if reason is not None:
+        return Compared("wrong", f"gold_{reason}")
+    return compare(answer, reference, rounding)
+
+
+def _by_value(
+    answer: Answer,
+    reference: Answer,
+    reference_choice: _NamedChoice | None,
+    choices: Sequence[str],
+    rounding: bool,
+) -> Compared:
+    """Return the verdict on an answer that names no choice but gives a value.
 
     Where another choice has the same value as the right one, as `2, 1` and `1, 2` in any order, the
-    answer must have the text of the right one. Where the reference answer is a letter (`right`),
-    the text of its choice is enough.
+    answer must have the text of the right one. Where the reference answer is a letter
+    (`reference_choice`), the text of its choice is enough.
     """
     compared = compare(answer, reference, rounding)
-    if answer.text and unspaced(answer.whole.replace(", ", ",")) == unspaced(
-        reference.whole.replace(", ", ",")
-    ):
-        return (
-            Compared("correct", "same_text")
-            if right and compared.verdict != "correct"
-            else compared
-        )
-    rivals = map(plain, choices) if compared.verdict == "correct" else ()
-    for rival in rivals:
+    answer_text = unspaced(answer.whole.replace(", ", ","))
+    reference_text = unspaced(reference.whole.replace(", ", ","))
+    if answer.text and answer_text == reference_text:
+        if reference_choice and compared.verdict != "correct":
+            return Compared("correct", "same_text")
+        return compared
+    if compared.verdict != "correct":
+        return compared
+    for choice in choices:
+        rival = plain(choice)
         if rival.text != reference.text and compare(rival, reference).verdict == "correct":
             return Compared("wrong", "another_choice")
     return compared
 
 
 def _by_letter(
-    named: _Named, right: _Named | None, reference: Answer, choices: Sequence[str]
+    answer_choice: _NamedChoice,
+    reference_choice: _NamedChoice | None,
+    reference: Answer,
+    choices: Sequence[str],
 ) -> Compared:
-    """The verdict on an answer that names a choice.
+    """Return the verdict on an answer that names a choice.
 
-    `right` is the choice that the reference answer names, None where it is a value.
+    `reference_choice` is the choice that the reference answer names, None where it is a value.
     """
-    value = _choice(named.letter, choices)
+    value = _value_of_letter(answer_choice.letter, choices)
     if value is None:
-        return Compared("wrong", "different_letter" if right else "letter_without_choice")
-    if not _is_beside(named, value):
+        reason = "different_letter" if reference_choice else "letter_without_choice"
+        return Compared("wrong", reason)
+    if not _is_beside(answer_choice, value):
         return Compared("wrong", "letter_with_another_value")
-    same = (
-        named.letter == right.letter
-        if right
-        else compare(plain(value.raw), reference).verdict == "correct"
-    )
-    return Compared("correct", "letter") if same else Compared("wrong", "different_letter")
+    if reference_choice:
+        is_same = answer_choice.letter == reference_choice.letter
+    else:
+        is_same = compare(plain(value.raw), reference).verdict == "correct"
+    return Compared("correct", "letter") if is_same else Compared("wrong", "different_letter")
 
 
 def answer_to(reference: Answer, response: str, content: str, answer_tags: bool) -> Answer:
-    r"""The answer that a response gives.
+    r"""Return the answer that a response gives, read for this reference answer.
 
     Where the reference answer has several values, the last boxes in a row count as one answer:
     `\boxed{1} and \boxed{2}`.
@@ -261,11 +299,14 @@ def answer_to(reference: Answer, response: str, content: str, answer_tags: bool)
         answer_tags: as in `grade`.
     """
     answer = plain(content)
-    row: list[str] = []
-    if reference.kind == "unordered":
-        named = any(part.label for part in reference.parts)
-        row = boxes_in_a_row(response, answer_tags, named)
-    return plain(", ".join(row)) if len(row) > 1 and as_form(answer).kind != "unordered" else answer
+    if reference.kind != "unordered":
+        return answer
+    has_names = any(part.label for part in reference.parts)
+    boxes = boxes_in_a_row(response, answer_tags, has_names)
+    # A last box that has several values itself is the whole answer.
+    if len(boxes) < 2 or as_form(answer).kind == "unordered":
+        return answer
+    return plain(", ".join(boxes))
 
 
 def comparison(
@@ -275,22 +316,20 @@ def comparison(
     rounding: bool = False,
     answer_tags: bool = False,
 ) -> Compared | None:
-    """How the answer of a response compares with a reference answer of several values, by parts.
+    """Compare the answer of a response with a reference answer of several values, by parts.
 
-    None where the response has no answer, or the reference answer is a single value.
+    None where the response has no answer, or the reference answer is a single value. The arguments
+    are those of `grade`.
     """
     content = last_answer(response) if answer_tags else last_boxed(response)
     reference = read(gold)
     if content is None or not reference.is_form:
         return None
-    return compare(
-        answer_to(reference, response=response, content=content, answer_tags=answer_tags),
-        reference,
-        rounding,
-    )
+    answer = answer_to(reference, response=response, content=content, answer_tags=answer_tags)
+    return compare(answer, reference, rounding)
 
 
-class _Named(NamedTuple):
+class _NamedChoice(NamedTuple):
     """The choice that an answer names.
 
     `text` is the canonical answer, `letter` the choice in upper case, and `beside` what stands
@@ -302,15 +341,15 @@ class _Named(NamedTuple):
     beside: str = ""
 
 
-def _named(answer: Answer, choices: Sequence[str]) -> _Named | None:
-    """The choice that an answer names, None if it names none.
+def _named_choice(answer: Answer, choices: Sequence[str]) -> _NamedChoice | None:
+    """Return the choice that an answer names, None if it names none.
 
     Without choices only `C` and `(C)` name one. A small letter does not where a choice has it as an
     unknown. Text wrappers and a full stop are already gone in the canonical form.
     """
     match = _LETTER.fullmatch(answer.text)
     if match:
-        return _Named(answer.text, match[1] or match[2])
+        return _NamedChoice(answer.text, match[1] or match[2])
     match = _LABEL.fullmatch(answer.text) if choices else None
     behind = _LABEL_BEHIND.fullmatch(answer.text) if choices and match is None else None
     if match is not None:
@@ -321,17 +360,17 @@ def _named(answer: Answer, choices: Sequence[str]) -> _Named | None:
         beside = behind[1]
     else:
         return None
-    if _choice(letter.upper(), choices) is None:
+    if _value_of_letter(letter.upper(), choices) is None:
         return None
     if letter.islower():
         trees = [plain(choice).tree for choice in choices]
         if any(tree is not None and letter in unknowns(tree) for tree in trees):
             return None
-    return _Named(answer.text, letter.upper(), beside)
+    return _NamedChoice(answer.text, letter.upper(), beside)
 
 
-def _is_beside(named: _Named, value: Answer) -> bool:
-    """Whether the letter stands alone or beside the value of its choice.
+def _is_beside(named: _NamedChoice, value: Answer) -> bool:
+    """Return whether the letter stands alone or beside the value of its choice.
 
     The value may contain the letter itself.
     """
@@ -340,7 +379,7 @@ def _is_beside(named: _Named, value: Answer) -> bool:
     return compare(plain(named.beside), value).verdict == "correct"
 
 
-def _choice(letter: str, choices: Sequence[str]) -> Answer | None:
-    """The value of the choice with this letter, None if there are fewer choices."""
+def _value_of_letter(letter: str, choices: Sequence[str]) -> Answer | None:
+    """Return the value of the choice with this letter, None if there are fewer choices."""
     index = ord(letter) - ord("A")
     return read(choices[index]) if index < len(choices) else None

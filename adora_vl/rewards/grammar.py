@@ -104,14 +104,14 @@ def read_tree(text: str, *, formula: bool = False) -> Tree:
 
 
 def unknowns(tree: Tree) -> frozenset[str]:
-    """The names of the unknowns in a tree; an empty tree has none."""
+    """Return the names of the unknowns in a tree; an empty tree has none."""
     if not tree:
         return frozenset()
     return frozenset(node[1] for node in nodes(tree) if node[0] == "unknown")
 
 
 def in_radians(angle: Tree) -> bool:
-    """Whether an angle is in radians: pi occurs in it, outside of an inverse function.
+    """Return whether an angle is in radians: pi occurs in it, outside of an inverse function.
 
     The value of an inverse function is in degrees.
     """
@@ -121,14 +121,14 @@ def in_radians(angle: Tree) -> bool:
 
 
 def nodes(tree: Tree) -> Iterator[Tree]:
-    """The tree itself and all trees inside it, parents before children."""
+    """Yield the tree itself and all trees inside it, parents before children."""
     yield tree
     for child in children(tree):
         yield from nodes(child)
 
 
 def children(tree: Tree) -> Iterator[Tree]:
-    """The trees directly inside a tree.
+    """Yield the trees directly inside a tree.
 
     A term of a sum or product is a pair of its sign or operator and a tree.
     """
@@ -138,7 +138,7 @@ def children(tree: Tree) -> Iterator[Tree]:
 
 
 def _is_unknown(symbol: str) -> bool:
-    r"""Whether a token can name an unknown.
+    r"""Return whether a token can name an unknown.
 
     That is a letter, a Greek letter such as `\theta`, and in a formula also `R_1` and `AB`.
     """
@@ -146,7 +146,7 @@ def _is_unknown(symbol: str) -> bool:
 
 
 def _figure(symbol: str) -> str:
-    """A token of a formula in one spelling: `AB` for `BA`, and `R_1` for `R_{1}`."""
+    """Return a token of a formula in one spelling: `AB` for `BA`, and `R_1` for `R_{1}`."""
     if len(symbol) > 1 and symbol.isalpha():
         return "".join(sorted(symbol))
     return symbol.replace("{", "").replace("}", "") if symbol[:1].isalpha() else symbol
@@ -154,7 +154,7 @@ def _figure(symbol: str) -> str:
 
 @lru_cache(maxsize=256)
 def read_formula(text: str) -> Tree | None:
-    r"""The tree of a formula whose letters are quantities: `\pi R^2`, `\frac{1}{2}ab`, `AB+CD`.
+    r"""Return the tree of a formula whose letters are quantities, as in `\frac{1}{2}ab`.
 
     None for a single name or word, and for a text with a word of four letters or more.
     """
@@ -178,7 +178,7 @@ class _Parser:
         self._next = 0
 
     def peek(self) -> str:
-        """The next token, or an empty string at the end."""
+        """Return the next token, or an empty string at the end."""
         return self._tokens[self._next] if self._next < len(self._tokens) else ""
 
     def _take(self, expected: str = "") -> str:
@@ -190,21 +190,25 @@ class _Parser:
         return symbol
 
     def sum(self) -> Tree:
-        """A sum: `[sign] term (+|- term)*`, such as `-2x+6`.
+        """Read a sum: `[sign] term (+|- term)*`, such as `-2x+6`.
 
         A single term without a minus sign is returned itself.
         """
-        sign = -1 if self.peek() in {"+", "-"} and self._take() == "-" else 1
+        sign = self._sign() if self.peek() in {"+", "-"} else 1
         terms = [(sign, self._product())]
         while self.peek() in {"+", "-"}:
-            sign = -1 if self._take() == "-" else 1
+            sign = self._sign()
             if self.peek() == "-":  # 14 + -1
-                sign = -sign if self._take() else sign
+                sign *= self._sign()
             terms.append((sign, self._product()))
         return terms[0][1] if len(terms) == 1 and terms[0][0] == 1 else ("sum", *terms)
 
+    def _sign(self) -> int:
+        """Take a sign, and return 1 or -1."""
+        return -1 if self._take() == "-" else 1
+
     def _product(self) -> Tree:
-        """A product: `factor (operator factor | factor)*`.
+        """Return a product: `factor (operator factor | factor)*`.
 
         Factors side by side are multiplied, as in `2x`.
         """
@@ -226,7 +230,7 @@ class _Parser:
         return factors[0][1] if len(factors) == 1 else ("product", *factors)
 
     def _power(self) -> Tree:
-        """A power: `primary [^ digit | ^ letter | ^ {sum}]`, such as `x^2` or `2^{n+1}`."""
+        """Return a power: `primary [^ digit | ^ letter | ^ {sum}]`, such as `x^2` or `2^{n+1}`."""
         symbol = self.peek()
         base = self._primary()
         if self.peek() == "!":
@@ -246,7 +250,7 @@ class _Parser:
         return ("power", base, exponent)
 
     def _exponent(self) -> Tree:
-        """What follows a `^`: a sum in braces, one digit, or one letter."""
+        """Return what follows a `^`: a sum in braces, one digit, or one letter."""
         self._take("^")
         symbol = self.peek()
         if len(symbol) == 1 and symbol.isdigit():
@@ -256,8 +260,9 @@ class _Parser:
         return self._primary()
 
     def _primary(self) -> Tree:
-        """The smallest unit: a group in brackets, a fraction, a root, a function, pi, an unknown,
-        or a number.
+        """Read the smallest unit.
+
+        It is a group in brackets, a fraction, a root, a function, pi, an unknown, or a number.
         """
         symbol = self.peek()
         if symbol in {"(", "{"}:
@@ -281,14 +286,14 @@ class _Parser:
         raise NotReadError
 
     def _group(self, opening: str = "{") -> Tree:
-        """A sum in brackets, round ones or braces."""
+        """Return a sum in brackets, round ones or braces."""
         self._take(opening)
         tree = self.sum()
         self._take(")" if opening == "(" else "}")
         return tree
 
     def _literal(self) -> Tree:
-        """A number in digits, such as `12` or `0.5`."""
+        """Return a number in digits, such as `12` or `0.5`."""
         symbol = self._take()
         if symbol[0] not in ".0123456789":
             raise NotReadError
@@ -297,7 +302,7 @@ class _Parser:
         return ("num", symbol)
 
     def _mixed(self, integer: Tree) -> Tree:
-        r"""An integer before a fraction: `7\frac{1}{2}` is the mixed number 7.5.
+        r"""Return an integer before a fraction: `7\frac{1}{2}` is the mixed number 7.5.
 
         With anything but integers in the fraction it is a product, as in `7\frac{\sqrt{3}}{2}`, and
         `integer` is returned. `3\frac{5}{2}` can be meant in both ways and is not read.
@@ -319,7 +324,7 @@ class _Parser:
         return ("mixed", integer[1], above, below)
 
     def _root(self) -> Tree:
-        r"""`\sqrt{sum}`, `\sqrt(sum)`, or with a degree of one digit `\sqrt[3]{sum}`."""
+        r"""Return `\sqrt{sum}`, `\sqrt(sum)`, or with a degree of one digit `\sqrt[3]{sum}`."""
         degree = "2"
         if self.peek() == "[":
             self._take()
@@ -330,7 +335,7 @@ class _Parser:
         return ("root", int(degree), self._group("(" if self.peek() == "(" else "{"))
 
     def _call(self, name: str) -> Tree:
-        r"""A function of one argument: `\sin30`, `\sin(2x)`, `\cos{60}`, `\sin\frac{x}{2}`,
+        r"""Return a function of one argument: `\sin30`, `\sin(2x)`, `\cos{60}`, `\sin\frac{x}{2}`,
         `\log_{2}(8)`, `\log100`.
 
         `\tan^{-1}(1)` is the arctangent, and `\sin^2x` the square of a sine.
@@ -352,7 +357,7 @@ class _Parser:
         return call if exponent is None else ("power", call, exponent)
 
     def _argument(self) -> Tree:
-        """The argument of a function, with or without brackets around it."""
+        """Return the argument of a function, with or without brackets around it."""
         first = self.peek()
         if first in {"(", "{"}:
             return self._group(first)

@@ -43,7 +43,7 @@ _OF_A_CALL = ("base_url", "concurrency")
 
 
 def without_address(entry: object) -> object:
-    """An entry of `adora_reward` without the options that say where the judge is.
+    """Return an entry of `adora_reward` without the options that say where the judge is.
 
     The same model on another port or node is the same judge, so a run may go on with it. Any entry
     but that of a judge is returned as it is.
@@ -107,7 +107,7 @@ class JudgeReward:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | EndpointError]:
-        """One score per completion, or the error of its call.
+        """Return one score per completion, or the error of its call.
 
         The judge reads the final part of each reply. A reply that is nothing but thinking scores 0
         without a call. The columns `problem` and `answer` of the data set are read if they exist.
@@ -147,14 +147,14 @@ class JudgeReward:
         return scores
 
     def _question(self, problem: str, answer: object, reply: str) -> Messages | None:
-        """The messages about one reply; None for a reply that consists of thinking alone."""
+        """Return the messages about one reply; None for a reply that consists of thinking alone."""
         part = final_part(reply)
         if is_blank(part) and not is_blank(reply):
             return None
         return self.messages(problem, answer, part)
 
     def messages(self, problem: str, answer: object, reply: str) -> Messages:
-        """The messages about one completion: the instruction, the problem and the reply.
+        """Return the messages about one completion: the instruction, the problem and the reply.
 
         A long reply is cut at its beginning, because its end has the answer.
         """
@@ -187,7 +187,7 @@ class JudgeReward:
         )
 
     def _trial_score(self, answer: str) -> str:
-        """The score, as text, of an answer to a problem of ours, whose right answer is 5.
+        """Return the score, as text, of an answer to a problem of ours, whose right answer is 5.
 
         Raises `UserError` where the judge cannot be reached or gives no score.
         """
@@ -212,7 +212,7 @@ class JudgeReward:
             raise UserError(f"{where} gave no score: {error}: {excerpt!r}; {remedy}") from None
 
     def _score(self, messages: Messages | None) -> float | EndpointError:
-        """The score of one completion, from the cache if it is there, or the error of the call.
+        """Return the score of one completion, from the cache or a call, or the error of the call.
 
         After a refused key no further call is made.
         """
@@ -231,7 +231,7 @@ class JudgeReward:
             return error
 
     def _cached_score(self, messages: Messages) -> float | None:
-        """The score in the cache, None if there is none.
+        """Return the score in the cache, None if there is none.
 
         A cached text that is no score counts as none and is requested again, since the file may
         have been edited or be damaged.
@@ -244,7 +244,7 @@ class JudgeReward:
 
 
 def score_in(text: str) -> str:
-    """The score in the final part of a judge's reply, as text.
+    """Return the score in the final part of a judge's reply, as text.
 
     Raises `EndpointError` where the reply has no score from 0 to 1.
     """
@@ -257,7 +257,10 @@ def score_in(text: str) -> str:
 
 
 def _score_of(word: str) -> float:
-    """The score that a word says. Raises `EndpointError` unless it is a number from 0 to 1."""
+    """Return the score that a word says.
+
+    Raises `EndpointError` unless it is a number from 0 to 1.
+    """
     try:
         number = float(word)
     except ValueError:
@@ -268,7 +271,7 @@ def _score_of(word: str) -> float:
 
 
 def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """All options of the judge in their types, with defaults. Raises `UserError`."""
+    """Return all options of the judge in their types, with defaults. Raises `UserError`."""
     where = "adora_reward.judge"
     for name in options:
         if name not in _OPTIONS:
@@ -298,7 +301,7 @@ def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _minimum(name: str, kind: type) -> float:
-    """The smallest value of an option that is a number."""
+    """Return the smallest value of an option that is a number."""
     if name in ("budget", "wait"):
         return 0
     return 1 if kind is int else 1e-3

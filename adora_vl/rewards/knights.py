@@ -31,7 +31,7 @@ _ROLE = re.compile(r"\b([A-Za-z]+)\s+is\s+(?:a\s+)?((?i:knight|knave))\b")
 
 
 def roles_in(text: str) -> dict[str, str] | None:
-    """The kind of each person that a text names; None where it calls somebody both."""
+    """Return the kind of each person that a text names; None where it calls somebody both."""
     roles: dict[str, str] = {}
     for name, role in _ROLE.findall(text):
         if roles.setdefault(name, role.lower()) != role.lower():
@@ -40,7 +40,7 @@ def roles_in(text: str) -> dict[str, str] | None:
 
 
 def logic_rl_roles(text: str, names: Iterable[str]) -> dict[str, str] | None:
-    """The kind of each of `names` as the reference implementation reads it.
+    """Return the kind of each of `names` as the reference implementation reads it.
 
     It looks for `Ada is a knight`, in capitals or not. None where somebody is missing, or where
     knights and knaves are not mentioned exactly as often as there are people.
@@ -58,7 +58,7 @@ def logic_rl_roles(text: str, names: Iterable[str]) -> dict[str, str] | None:
 
 
 def has_logic_rl_form(text: str) -> bool:
-    """Whether each tag of thinking and answer occurs exactly once and in order.
+    """Return whether each tag of thinking and answer occurs exactly once and in order.
 
     It does not matter what stands around the tags.
     """
@@ -67,7 +67,7 @@ def has_logic_rl_form(text: str) -> bool:
 
 
 def knights_verdict(response: str, reference: str) -> tuple[str, str | None]:
-    """`correct`, `wrong` or `unparseable`, and the answer that was read (`last_answer`).
+    """Return `correct`, `wrong` or `unparseable`, and the answer that was read (`last_answer`).
 
     An answer is wrong if it names exactly the people of the reference answer, with a wrong kind
     among them. An answer that names somebody else, leaves somebody out or contradicts itself is
@@ -81,14 +81,14 @@ def knights_verdict(response: str, reference: str) -> tuple[str, str | None]:
 def _verdict(
     answer: str, roles: dict[str, str] | None, expected: dict[str, str]
 ) -> tuple[str, str | None]:
-    """The verdict on an answer in which these roles were read, and the answer if it is readable."""
+    """Return the verdict on an answer with these roles, and the answer if it is readable."""
     if roles is None or roles.keys() != expected.keys():
         return "unparseable", None
     return ("correct" if roles == expected else "wrong"), answer
 
 
 def logic_rl_verdict(response: str, reference: str) -> tuple[str, str | None]:
-    """The verdict as `knights_verdict` gives it, by the rules of the reference implementation.
+    """Return the verdict of `knights_verdict` by the reference implementation's rules.
 
     A box does not count, and `logic_rl_roles` reads the last `<answer>` block.
     """
@@ -98,7 +98,7 @@ def logic_rl_verdict(response: str, reference: str) -> tuple[str, str | None]:
 
 
 def _expected(reference: str) -> dict[str, str]:
-    """The roles in a reference answer. Raises `UserError` where it has none."""
+    """Return the roles in a reference answer. Raises `UserError` where it has none."""
     expected = roles_in(reference)
     if not expected:
         raise UserError(
@@ -109,7 +109,7 @@ def _expected(reference: str) -> dict[str, str]:
 
 
 def knights_reward(completions: Sequence[Any] = (), **columns: Any) -> list[float]:
-    """The reward `knights`: 1 if all roles are right, 0.1 for a complete but wrong answer, else 0.
+    """Return 1 if all roles are right, 0.1 for a complete but wrong answer, else 0.
 
     It is a reward function in TRL's form.
     """
@@ -118,7 +118,7 @@ def knights_reward(completions: Sequence[Any] = (), **columns: Any) -> list[floa
 
 
 def knights_logic_rl_reward(completions: Sequence[Any] = (), **columns: Any) -> list[float]:
-    """The reward `knights_logic_rl`, with the values of Logic-RL and ADORA's repository.
+    """Return the reward `knights_logic_rl`, with the values of Logic-RL and ADORA's repository.
 
     It gives 3 for a right answer in the form that `has_logic_rl_form` checks, -0.5 for a wrong
     answer and -1 for no answer in that form, and -3 for any other form. Answers are read by
@@ -140,7 +140,7 @@ def _verdicts(
     log_metric: Callable[[str, float], None] | None = None,
     **columns: Any,
 ) -> list[tuple[str, str]]:
-    """Each response with its verdict; the verdicts also go into the record and the log.
+    """Return each response with its verdict; the verdicts also go into the record and the log.
 
     `judge` grades a response against its reference answer. The other arguments are those of TRL.
     Raises `UserError` where the data set has no column `answer`.

@@ -38,7 +38,7 @@ _BARS = re.compile(r"\\(?:[lr]?vert|mid)(?![A-Za-z])")
 
 
 def without_layout(text: str) -> str:
-    """`text` with a space in the place of each command of layout.
+    """Return `text` with a space in the place of each command of layout.
 
     The function is called only for a text with a backslash or a tilde.
     """
@@ -56,7 +56,7 @@ def without_layout(text: str) -> str:
 
 
 def _in_a_row(cases: re.Match[str]) -> str:
-    """The lines of `cases` as a list with commas, if each line is a name and its value.
+    """Return the lines of `cases` as a list with commas, if each line is a name and its value.
 
     Any further `cases` stays as it is.
     """

@@ -48,7 +48,7 @@ NUMBER_WORDS = {
 
 
 def recurring(text: str) -> str:
-    r"""`text` with fractions for recurring decimals.
+    r"""Return `text` with fractions for recurring decimals.
 
     `0.\overline{3}` and `0.333\ldots` become `\frac{1}{3}`.
     """
@@ -64,7 +64,7 @@ def recurring(text: str) -> str:
 
 
 def _fraction(integer: str, places: str, period: str) -> str:
-    """A recurring decimal as a fraction of LaTeX, or as an integer.
+    """Return a recurring decimal as a fraction of LaTeX, or as an integer.
 
     Args:
         integer: the digits before the point.
@@ -80,12 +80,12 @@ def _fraction(integer: str, places: str, period: str) -> str:
 
 
 def in_degrees(text: str) -> str:
-    r"""`text` with angles in degrees alone: `67\frac{1}{2}^\circ` for `67^\circ 30'`."""
+    r"""Return `text` with angles in degrees alone: `67\frac{1}{2}^\circ` for `67^\circ 30'`."""
     return _MINUTES.sub(_degrees, text) if _MAY_HAVE_MINUTES.search(text) else text
 
 
 def _degrees(match: re.Match[str]) -> str:
-    """An angle in degrees alone; one with 60 minutes or seconds or more stays as it is."""
+    """Return an angle in degrees alone; one with 60 minutes or seconds or more stays as it is."""
     minutes = Fraction(match[2])
     seconds = Fraction(match[3] or 0)
     if minutes >= 60 or seconds >= 60:

@@ -78,7 +78,7 @@ class Ball:
         return self.size - self.error
 
     def inexact(self) -> Ball:
-        """The same value as a number of mpmath."""
+        """Return the same value as a number of mpmath."""
         if not self.exact:
             return self
         return _computed(_mp().mpf(self.value.numerator) / self.value.denominator)
@@ -87,6 +87,7 @@ class Ball:
         return Ball(-self.value, self.error, step=self.step)
 
     def __add__(self, addend: Ball) -> Ball:
+        """Return the sum; the errors add up."""
         if self.exact and addend.exact:
             return _fraction(self.value + addend.value)
         first = self.inexact()
@@ -94,7 +95,7 @@ class Ball:
         return _computed(first.value + second.value, first.error + second.error)
 
     def __mul__(self, factor: Ball) -> Ball:
-        """The product; its error follows from `(a + da)(b + db) - ab`."""
+        """Return the product; its error follows from `(a + da)(b + db) - ab`."""
         if self.exact and factor.exact:
             return _fraction(self.value * factor.value)
         if self.value == 0 == self.error or factor.value == 0 == factor.error:
@@ -105,7 +106,7 @@ class Ball:
         return _computed(first.value * second.value, error)
 
     def __truediv__(self, divisor: Ball) -> Ball:
-        """The quotient.
+        """Return the quotient.
 
         Raises `NotReadError("undefined")` where the divisor is 0 within its error.
         """
@@ -123,23 +124,26 @@ _ONE = Ball(Fraction(1))
 
 
 def number_of(tree: Tree) -> Ball:
-    """The value of a tree without unknowns.
+    """Return the value of a tree without unknowns.
 
     Raises `NotReadError` with the reason `too_large`, `undefined`, or for an unknown `beyond`.
     """
     ball = _of(tree, None)
     if tree[0] == "num" and len(tree[1]) <= MIN_DIGITS:
         return ball  # as most numbers are
-    every = list(nodes(tree))
-    terms = [node for node in every if node[0] in {"sum", "product"}] if ball.exact else []
-    to_do = any(map(_is_arithmetic, terms))
-    decimals = [node for node in every if node[0] == "num" and "." in node[1]]
+    all_nodes = list(nodes(tree))
+    # An exact value that is still written as a sum or product is arithmetic that was not done.
+    unevaluated = False
+    if ball.exact:
+        terms = [node for node in all_nodes if node[0] in {"sum", "product"}]
+        unevaluated = any(map(_is_arithmetic, terms))
+    decimals = [node for node in all_nodes if node[0] == "num" and "." in node[1]]
     step = _step(tree, ball, None) if any(map(_is_long_decimal, decimals)) else None
-    return Ball(value=ball.value, error=ball.error, unevaluated=to_do, step=step)
+    return Ball(value=ball.value, error=ball.error, unevaluated=unevaluated, step=step)
 
 
 def _is_arithmetic(tree: Tree) -> bool:
-    r"""Whether the root of a tree adds, subtracts or multiplies two rational numbers.
+    r"""Return whether the root of a tree adds, subtracts or multiplies two rational numbers.
 
     That is so in `180-40`, `5\cdot7`, `\frac{1}{2}\cdot3\cdot4`, and the sum in `\sqrt{3^2+4^2}`. A
     single fraction, also written as `1/2`, a power, a mixed number, also as `3+\frac{1}{2}`, and
@@ -159,7 +163,7 @@ def _is_arithmetic(tree: Tree) -> bool:
 
 
 def _is_mixed(integer: tuple[int, Tree], part: tuple[int, Tree]) -> bool:
-    """Whether two terms are an integer and a fraction below 1 of the same sign."""
+    """Return whether two terms are an integer and a fraction below 1 of the same sign."""
     fraction = part[1]
     if part[0] != integer[0] or integer[1][0] != "num" or fraction[0] != "frac":
         return False
@@ -169,7 +173,7 @@ def _is_mixed(integer: tuple[int, Tree], part: tuple[int, Tree]) -> bool:
 
 
 def _is_rational(tree: Tree) -> bool:
-    """Whether a tree consists of integers and decimals, arithmetic and integer powers alone."""
+    """Return whether a tree has nothing but numbers, arithmetic and integer powers."""
     if tree[0] in {"num", "mixed"}:
         return True
     if tree[0] == "power" and not _is_integer(tree[2]):
@@ -178,12 +182,12 @@ def _is_rational(tree: Tree) -> bool:
 
 
 def _is_integer(exponent: Tree) -> bool:
-    """Whether an exponent is a rational expression with an integer value."""
+    """Return whether an exponent is a rational expression with an integer value."""
     return _is_rational(exponent) and bool(_of(exponent, None).value.denominator == 1)
 
 
 def _is_scientific(first: Tree, second: tuple[str, Tree]) -> bool:
-    """Whether `first` times `second` is a number from 1 to 10 times a power of ten."""
+    """Return whether `first` times `second` is a number from 1 to 10 times a power of ten."""
     sign, factor = second
     powers = sign == "*" and factor[0] == "power" and factor[1] == ("num", "10")
     return powers and first[0] == "num" and 1 <= Fraction(first[1]) < 10
@@ -191,7 +195,7 @@ def _is_scientific(first: Tree, second: tuple[str, Tree]) -> bool:
 
 @lru_cache(maxsize=256)
 def _raised_in_last_place(tree: Tree) -> Tree | None:
-    """The tree with its long decimal increased by one unit in the last place.
+    """Return the tree with its long decimal increased by one unit in the last place.
 
     A long decimal has `MIN_DIGITS` digits or more. None where the tree has none, or several.
     """
@@ -205,7 +209,7 @@ def _raised_in_last_place(tree: Tree) -> Tree | None:
 
 
 def _is_long_decimal(node: Tree) -> bool:
-    """Whether a node is a decimal that may stand for a value with more digits."""
+    """Return whether a node is a decimal that may stand for a value with more digits."""
     if node[0] != "num" or "." not in node[1] or len(node[1]) <= MIN_DIGITS:
         return False
     integer, _, decimals = node[1].partition(".")
@@ -213,14 +217,14 @@ def _is_long_decimal(node: Tree) -> bool:
 
 
 def _with(tree: Tree, old: Tree, new: Tree) -> Tree:
-    """The tree with `new` in the place of `old`."""
+    """Return the tree with `new` in the place of `old`."""
     if tree == old:
         return new
     return tuple(_with(child, old, new) if isinstance(child, tuple) else child for child in tree)
 
 
 def _step(tree: Tree, ball: Ball, at: Mapping[str, Fraction] | None) -> Value | None:
-    """`Ball.step` of a tree with the value `ball`, where the unknowns have the values `at`."""
+    """Return `Ball.step` of a tree with the value `ball`, whose unknowns have the values `at`."""
     raised = _raised_in_last_place(tree)
     if raised is None:
         return None
@@ -231,7 +235,7 @@ def _step(tree: Tree, ball: Ball, at: Mapping[str, Fraction] | None) -> Value | 
 
 
 def same_number(answer: Ball, reference: Ball) -> bool | None:
-    r"""Whether two values are equal, or one is a long decimal that stands for the other.
+    r"""Return whether two values are equal, or one is a long decimal that stands for the other.
 
     `0.3333333` stands for `\frac{1}{3}`, while 1000000.5 is not 1000000, and `\frac{355}{113}` is
     not `\pi`. Such a decimal has to be the value rounded or cut at its last place, and within 1e-6
@@ -290,7 +294,7 @@ def same_function(answer: Tree, reference: Tree) -> Comparison:
 
 
 def factor_between(answer: Tree, reference: Tree) -> int:
-    """The sign of the constant factor between two trees, 1 or -1; 0 where they have none.
+    """Return the sign of the constant factor between two trees, 1 or -1; 0 where they have none.
 
     The trees are compared at six points. At a point where one is 0 the other has to be 0 too.
     """
@@ -318,19 +322,22 @@ def factor_between(answer: Tree, reference: Tree) -> int:
 
 
 def is_constant(tree: Tree) -> bool:
-    """Whether a tree has the same value at all those of six points where it has a value."""
-    first: Ball | None = None
-    for at in _points(unknowns(tree)):
-        value = _value_at(tree, at)
+    """Return whether a tree has the same value at all those of six points where it has a value."""
+    earlier_value: Ball | None = None
+    for point in _points(unknowns(tree)):
+        value = _value_at(tree, point)
         if isinstance(value, Ball):
-            if first is not None and not _same_product(value, b=_ONE, c=first, d=_ONE):
+            # With factors of 1 the products are the same where the values are.
+            if earlier_value is not None and not _same_product(
+                value, b=_ONE, c=earlier_value, d=_ONE
+            ):
                 return False
-            first = value
+            earlier_value = value
     return True
 
 
 def zero_of(tree: Tree) -> tuple[Ball, int] | None:
-    """The zero of a tree that is linear in its only unknown, and the sign of its slope.
+    """Return the zero of a tree that is linear in its only unknown, and the sign of its slope.
 
     None for a tree that is not linear, or constant.
     """
@@ -347,7 +354,7 @@ def zero_of(tree: Tree) -> tuple[Ball, int] | None:
 
 
 def _zero_and_slope(tree: Tree, name: str) -> tuple[Ball, Ball] | None:
-    """The zero and the slope of a tree that is linear in the unknown `name`, else None.
+    """Return the zero and the slope of a tree that is linear in the unknown `name`, else None.
 
     Two points give the line, and the six points have to lie on it.
     """
@@ -370,7 +377,7 @@ def _zero_and_slope(tree: Tree, name: str) -> tuple[Ball, Ball] | None:
 
 
 def _same_product(a: Ball, b: Ball, c: Ball, d: Ball) -> bool:
-    """Whether `ab` is `cd`, either exactly or within an error that is small beside both."""
+    """Return whether `ab` is `cd`, either exactly or within an error that is small beside both."""
     try:
         first = a * b
         second = c * d
@@ -383,7 +390,7 @@ def _same_product(a: Ball, b: Ball, c: Ball, d: Ball) -> bool:
 
 
 def _points(names: Iterable[str]) -> Iterator[dict[str, Fraction]]:
-    """Six points at which functions are compared: at each the values of the unknowns."""
+    """Yield six points at which functions are compared: at each the values of the unknowns."""
     ordered = sorted(names)
     for index in range(len(_POINTS)):
         yield {name: _POINTS[(index + k) % len(_POINTS)] + k for k, name in enumerate(ordered)}
@@ -393,18 +400,21 @@ def _points(names: Iterable[str]) -> Iterator[dict[str, Fraction]]:
 def _values(
     reference: Tree, names: frozenset[str]
 ) -> tuple[Ball | Literal["too_large", "undefined"], ...]:
-    """The values of a reference answer at the six points, which the rollouts of a group share."""
+    """Return the values of a reference answer at the six points.
+
+    The rollouts of a group share them.
+    """
     return tuple(_stepped_at(reference, at) for at in _points(names))
 
 
 def _stepped_at(tree: Tree, at: Mapping[str, Fraction]) -> Ball | Literal["too_large", "undefined"]:
-    """The value as `_value_at` gives it, with its `step`."""
+    """Return the value as `_value_at` gives it, with its `step`."""
     ball = _value_at(tree, at)
     return replace(ball, step=_step(tree, ball, at)) if isinstance(ball, Ball) else ball
 
 
 def _value_at(tree: Tree, at: Mapping[str, Fraction]) -> Ball | Literal["too_large", "undefined"]:
-    """The value where the unknowns have the values `at`, or the reason why there is none."""
+    """Return the value where the unknowns have the values `at`, or the reason why there is none."""
     try:
         return _of(tree, at)
     except NotReadError as error:
@@ -412,7 +422,7 @@ def _value_at(tree: Tree, at: Mapping[str, Fraction]) -> Ball | Literal["too_lar
 
 
 def _of(tree: Tree, at: Mapping[str, Fraction] | None) -> Ball:
-    """The value of a tree, computed recursively.
+    """Return the value of a tree, computed recursively.
 
     `at` has the values of the unknowns. With None the tree is a closed form, and all its parts have
     to be real. Raises `NotReadError`.
@@ -468,11 +478,11 @@ _contexts: dict[str, Any] = {}
 
 
 def _mp() -> Any:
-    """A context of mpmath that is created when the first value needs it and shared by all threads.
+    """Return the context of mpmath that all threads share.
 
-    mpmath caches the digits of its constants and is not safe for threads while it computes more of
-    them. So they are computed here at once, with as many digits as any argument under the caps can
-    ask for.
+    It is created when the first value needs it. mpmath caches the digits of its constants and is
+    not safe for threads while it computes more of them. So they are computed here at once, with as
+    many digits as any argument under the caps can ask for.
     """
     if "context" in _contexts:
         return _contexts["context"]
@@ -486,17 +496,17 @@ def _mp() -> Any:
 
 
 def _fraction(value: Fraction) -> Ball:
-    """An exact result, or a number of mpmath where the fraction is over the cap on its digits."""
+    """Return an exact result, or a number of mpmath where the fraction has too many digits."""
     return Ball(value) if _bits(value) <= MAX_BITS else Ball(value).inexact()
 
 
 def _bits(value: Fraction) -> int:
-    """The size in bits of the larger one of numerator and denominator."""
+    """Return the size in bits of the larger one of numerator and denominator."""
     return max(value.numerator.bit_length(), value.denominator.bit_length())
 
 
 def _computed(value: Value, error: float = 0.0) -> Ball:
-    """The result of one operation of mpmath, with a bound on its error.
+    """Return the result of one operation of mpmath, with a bound on its error.
 
     `error` is what the errors of the operands make of it; the rounding error of the operation is
     added. An imaginary part within the error counts as 0. Raises `NotReadError("too_large")` over
@@ -512,12 +522,12 @@ def _computed(value: Value, error: float = 0.0) -> Ball:
 
 
 def _pi() -> Ball:
-    """The number pi."""
+    """Return the number pi."""
     return _computed(+_mp().pi)
 
 
 def _exp(ball: Ball) -> Ball:
-    """The exponential function.
+    """Return the exponential function.
 
     Raises `NotReadError("too_large")` where the result would be too large or too small, or where
     the error of the exponent leaves little of it.
@@ -530,7 +540,7 @@ def _exp(ball: Ball) -> Ball:
 
 
 def _log(ball: Ball) -> Ball:
-    """The principal value of the logarithm. Raises `NotReadError("undefined")` for 0."""
+    """Return the principal value of the logarithm. Raises `NotReadError("undefined")` for 0."""
     if ball.least <= 0:
         raise NotReadError("undefined")
     ball = ball.inexact()
@@ -538,42 +548,52 @@ def _log(ball: Ball) -> Ball:
 
 
 def _raised(base: Ball, exponent: Ball) -> Ball:
-    """`base ** exponent`, the principal value.
+    """Return `base ** exponent`, the principal value.
 
-    The size of the result is bounded before it is computed.
+    The size of the result is bounded before it is computed. Raises `NotReadError` for 0 to a power
+    that is not above 0, and where the result is over the cap.
     """
     power = exponent.value
     if base.least <= 0:  # 0, but for its error
-        if not exponent.real or power - exponent.error <= 0:
-            raise NotReadError("undefined")
-        if not base.error:
-            return Ball(Fraction(0))
-        ends = float(power) - exponent.error, float(power) + exponent.error
-        try:
-            error = 2 * max(math.pow(base.size + base.error, end) for end in ends)
-            return _computed(_mp().mpf(0), error)
-        except OverflowError:
-            raise NotReadError("too_large") from None
+        return _zero_raised(base, exponent)
     if not exponent.exact:
         return _exp(_log(base) * exponent)
     if base.exact and power.denominator == 1 and _bits(base.value) * abs(power) <= MAX_BITS:
         return Ball(Fraction(base.value ** int(power)))
     base = base.inexact()
     magnitude = abs(float(power))
-    spread = magnitude * base.error / base.least
+    relative_error = magnitude * base.error / base.least
     # The size of the result in bits; the second term bounds the rounding error of the logarithm.
     bits = magnitude * (abs(math.log2(base.size)) + 2.0**-50)
-    if bits > 2 * MAX_BITS or spread > 1:
+    if bits > 2 * MAX_BITS or relative_error > 1:
         raise NotReadError("too_large")
     if power.denominator == 1:
         value = base.value ** int(power)
     else:
         value = base.value ** (_mp().mpf(power.numerator) / power.denominator)
-    return _computed(value, 2 * Ball(value).size * spread)
+    return _computed(value, 2 * Ball(value).size * relative_error)
+
+
+def _zero_raised(base: Ball, exponent: Ball) -> Ball:
+    """Return a power of a base that is 0 but for its error.
+
+    The result is 0 too, with the largest power of the base's error at either end of the exponent.
+    """
+    power = exponent.value
+    if not exponent.real or power - exponent.error <= 0:
+        raise NotReadError("undefined")
+    if not base.error:
+        return Ball(Fraction(0))
+    exponent_ends = (float(power) - exponent.error, float(power) + exponent.error)
+    try:
+        error = 2 * max(math.pow(base.size + base.error, end) for end in exponent_ends)
+        return _computed(_mp().mpf(0), error)
+    except OverflowError:
+        raise NotReadError("too_large") from None
 
 
 def _rooted(radicand: Ball, degree: int) -> Ball:
-    """The principal root.
+    """Return the principal root.
 
     It is exact if the radicand is a perfect power, as in the square root of 4/9.
     """
@@ -589,7 +609,7 @@ def _rooted(radicand: Ball, degree: int) -> Ball:
 
 
 def _counted(total: Ball, chosen: Ball | None = None) -> Ball:
-    """The factorial of `total`, or the binomial coefficient `total` over `chosen`.
+    """Return the factorial of `total`, or the binomial coefficient `total` over `chosen`.
 
     Raises `NotReadError`: `undefined` for anything but natural numbers, `too_large` over
     `MAX_COUNTED`.
@@ -605,7 +625,7 @@ def _counted(total: Ball, chosen: Ball | None = None) -> Ball:
 
 
 def _called(name: str, argument: Ball, radians: bool) -> Ball:
-    """The value of a trigonometric function, of an inverse one in degrees, or of `ln`.
+    """Return the value of a trigonometric function, of an inverse one in degrees, or of `ln`.
 
     An argument is in degrees unless `radians` says otherwise, because the canonical form has no
     degree signs.
@@ -638,7 +658,7 @@ def _called(name: str, argument: Ball, radians: bool) -> Ball:
 
 
 def _inverse(name: str, sine: Ball) -> Ball:
-    """The angle in radians with this sine, cosine or tangent, as `name` says.
+    """Return the angle in radians with this sine, cosine or tangent, as `name` says.
 
     Its error follows from its slope, 1/sqrt(1 - z^2) or 1/(1 + z^2); at an end, where a sine is 1,
     an error of d in the sine is one of about sqrt(2d) in the angle.

@@ -16,9 +16,9 @@ Rows = list[dict[str, Any]]
 
 
 def in_trl_form(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A reward function in TRL's form that calls `function`; one in TRL's form is returned itself.
+    """Return a reward function in TRL's form that calls `function`.
 
-    The form is recognised by the names of the arguments:
+    One in TRL's form is returned itself. The form is recognised by the names of the arguments:
 
     - EasyR1: `compute_score(reward_inputs)` takes a list of answers, or `reward_input` a single
       one, with `response` and `ground_truth`. The score is `overall`.
@@ -41,18 +41,18 @@ def in_trl_form(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _easyr1_batch_scores(function: Callable[..., Any], rows: Rows) -> Sequence[Score]:
-    """The scores of an EasyR1 function that takes the whole batch."""
+    """Return the scores of an EasyR1 function that takes the whole batch."""
     scores: Sequence[Score] = function(reward_inputs=rows)
     return scores
 
 
 def _easyr1_scores(function: Callable[..., Any], rows: Rows) -> Sequence[Score]:
-    """The scores of an EasyR1 function that takes one answer."""
+    """Return the scores of an EasyR1 function that takes one answer."""
     return [function(reward_input=row) for row in rows]
 
 
 def _verl_scores(function: Callable[..., Any], rows: Rows) -> Sequence[Score]:
-    """The scores of a verl function."""
+    """Return the scores of a verl function."""
     return [
         function(
             data_source=row["data_source"],
@@ -69,7 +69,7 @@ def _adapted(
     total: str,
     call: Callable[[Callable[..., Any], Rows], Sequence[Score]],
 ) -> Callable[..., list[float]]:
-    """A reward function in TRL's form around `function`.
+    """Return a reward function in TRL's form around `function`.
 
     `total` is the name of the reward among sub-scores, and `call` passes the rows of a batch to
     `function` in its own form.
@@ -82,6 +82,7 @@ def _adapted(
         log_metric: Callable[[str, float], None] = lambda name, value: None,
         **columns: Any,
     ) -> list[float]:
+        """Return the total of each row, and log the mean of every other number of the scores."""
         count = len(completions)
         sources = columns.get("data_source", [""] * count)
         extra = columns.get("extra_info", [{}] * count)
@@ -101,6 +102,7 @@ def _adapted(
         parts: defaultdict[str, list[float]] = defaultdict(list)
         totals = []
         for score in call(function, rows):
+            # A bare number is the total alone.
             scores = score if isinstance(score, Mapping) else {total: score}
             totals.append(float(scores[total]))
             for name, value in scores.items():

@@ -43,7 +43,7 @@ OTHERS: Mapping[str, RewardFunction] = {  # these are not about one mathematical
 
 
 def reward(grade: Grade, preset: str) -> float:
-    """The reward that a preset gives for a grade."""
+    """Return the reward that a preset gives for a grade."""
     correct, boxed, unboxed = PRESETS[preset]
     if grade.verdict == "correct":
         return correct
@@ -53,14 +53,14 @@ def reward(grade: Grade, preset: str) -> float:
 def reward_function(
     preset: str, rounding: bool = False, answer_tags: bool = False
 ) -> RewardFunction:
-    """The TRL reward function of one preset; see `reward_functions`."""
+    """Return the TRL reward function of one preset; see `reward_functions`."""
     return reward_functions([preset], [preset] if rounding else [], answer_tags)[0]
 
 
 def reward_functions(
     presets: Sequence[str], rounded: Collection[str] = (), answer_tags: bool = False
 ) -> list[RewardFunction]:
-    """The TRL reward functions of some presets, named `<preset>_reward`.
+    """Return the TRL reward functions of some presets, named `<preset>_reward`.
 
     Each reads the columns `answer` (the canonical reference answer) and, if it exists, `choices` (a
     list of strings or None), and returns one float per completion. The first function adds
@@ -114,6 +114,7 @@ class _Grader:
         self._grades: list[Grade] = []
 
     def __call__(self, texts: list[str], references: _References) -> list[Grade]:
+        """Grade a batch, once for all presets that ask for the same one in turn."""
         if (texts, references) != self._last:
             answers = [gold for gold, _ in references]
             choices = [options for _, options in references]
@@ -123,7 +124,7 @@ class _Grader:
 
 
 def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunction:
-    """The reward function of one preset; `logs` says whether it logs verdicts and times."""
+    """Return the reward function of one preset; `logs` says whether it logs verdicts and times."""
 
     def function(
         completions: Sequence[Any] = (),
@@ -135,6 +136,7 @@ def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunct
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float]:
+        """Grade the completions by their reference answers, and return the preset's rewards."""
         references = _references(answer, choices, len(completions))
         texts = response_texts(completions, thinking_opened)
         answers = [final_part(text) for text in texts]
@@ -160,7 +162,7 @@ def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunct
 def _references(
     answer: Sequence[str] | None, choices: Sequence[Any] | None, count: int
 ) -> _References:
-    """The reference answer and the choices of each completion.
+    """Return the reference answer and the choices of each completion.
 
     Raises `UserError` for a reference answer that is missing or unusable.
     """

@@ -50,7 +50,7 @@ class RewardValueError(Exception):
 
 
 def own_copy(value: object, same: Sequence[object] = ()) -> Any:
-    """A copy of an argument of a user's function, which may edit what it gets.
+    """Return a copy of an argument of a user's function, which may edit what it gets.
 
     The next function, the next step and the record then still get the original. Lists, mappings,
     sets, dataclasses, pictures, arrays and tensors are copied with their contents, and an object
@@ -78,7 +78,10 @@ def own_copy(value: object, same: Sequence[object] = ()) -> Any:
 
 
 def _copied_content(value: object) -> object:
-    """A copy of a picture, an array, a tensor, a set or a bytearray; any further object itself."""
+    """Return a copy of a picture, an array, a tensor, a set or a bytearray.
+
+    Any further object is returned itself.
+    """
     from PIL import Image  # late, for commands that import this module and touch no image
 
     from adora_vl.data.images import lent
@@ -98,7 +101,10 @@ def _copied_content(value: object) -> object:
 
 
 def _arguments_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of one call: copies, except for environments, which it may use and change."""
+    """Return the arguments of one call as copies.
+
+    Environments are not copied, since the call may use and change them.
+    """
     copied: dict[str, Any] = own_copy(dict(arguments), same=arguments.get("environments") or [])
     return copied
 
@@ -110,7 +116,7 @@ def safe_call(
     failures: list[RewardFailure],
     unscored: dict[int, str] | None = None,
 ) -> Callable[..., Any]:
-    """`function` as TRL may call it: a function that does not raise; async if `function` is.
+    """Return `function` as TRL may call it: a function that does not raise; async if `function` is.
 
     A call that fails returns zeros, which must not be used.
 
@@ -125,6 +131,7 @@ def safe_call(
     folder = Path.cwd()
 
     def failed(error: BaseException, arguments: Mapping[str, Any], row: int | None) -> list[float]:
+        """Note the failure, and return a reward of 0 for each completion."""
         failures.append(
             _failure(
                 function, name=name, error=error, arguments=arguments, row=row, timeout=timeout
@@ -133,6 +140,7 @@ def safe_call(
         return [0.0] * len(arguments["completions"])
 
     def rewards(returned: object, count: int) -> list[float | None]:
+        """Return the checked rewards, with None for what cannot be scored, which is noted."""
         values = checked(returned, count)
         if unscored is not None:
             for number, value in enumerate(values):
@@ -141,6 +149,7 @@ def safe_call(
         return [None if isinstance(value, BaseException) else value for value in values]
 
     def call(**arguments: Any) -> list[float | None]:
+        """Return the rewards of a plain function; of a failure what `failed` makes of it."""
         try:
             with (
                 back_in(folder),
@@ -160,6 +169,7 @@ def safe_call(
             return [*failed(error, arguments, row)]
 
     async def call_async(**arguments: Any) -> list[float | None]:
+        """Return the rewards of an `async def`; of a failure what `failed` makes of it."""
         try:
             with back_in(folder), backstop(timeout), in_one_process(f"reward {name}"):
                 async with asyncio.timeout(timeout) as limit:
@@ -182,7 +192,7 @@ def safe_call(
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call returns a coroutine.
+    """Return whether a call returns a coroutine.
 
     The function may also be partial, or an object with an async `__call__`.
     """
@@ -194,7 +204,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def checked(returned: object, count: int) -> list[float | BaseException | None]:
-    """The returned rewards as a list: a finite number, None or an exception per completion.
+    """Return the returned rewards as a list: a finite number, None or an exception per completion.
 
     Arrays and tensors are accepted. Raises `RewardValueError` for anything else.
     """
@@ -213,7 +223,7 @@ def checked(returned: object, count: int) -> list[float | BaseException | None]:
 
 
 def _number(value: object, row: int) -> float:
-    """The reward of one completion as a float. Raises `RewardValueError`."""
+    """Return the reward of one completion as a float. Raises `RewardValueError`."""
     value = value.item() if hasattr(value, "item") else value
     if not isinstance(value, numbers.Real):
         raise RewardValueError(f"it returned {_described(value)}, not a number or None", row)
@@ -225,7 +235,7 @@ def _number(value: object, row: int) -> float:
 
 
 def _described(value: object) -> str:
-    """The beginning of a value's `repr`, on one line, with its type."""
+    """Return the beginning of a value's `repr`, on one line, with its type."""
     text = " ".join(repr(value).split())
     if len(text) > _VALUE_CHARS:
         text = f"{text[:_VALUE_CHARS]}..."
@@ -240,7 +250,10 @@ def _failure(
     row: int | None,
     timeout: float | None,
 ) -> RewardFailure:
-    """The failure in words; `row` is the completion that also fails alone, None if unknown."""
+    """Return the failure in words.
+
+    `row` is the completion that also fails alone, None if unknown.
+    """
     if isinstance(error, UserError):
         return RewardFailure(function=name, row="", reason=str(error), mistake=True)
     location = _location(function, error)
@@ -254,6 +267,7 @@ def _failure(
         reason = f"it called sys.exit({code}){location}"
     else:
         reason = f"{in_one_line(error)[:_REASON_CHARS]}{location}"
+    # A row of the data set is named by its id, where it has one; else by its place in the batch.
     count = len(arguments["completions"])
     ids = arguments.get("id")
     index = 0 if row is None else row
@@ -266,7 +280,10 @@ def _failure(
 
 
 def _location(function: Callable[..., Any], error: BaseException) -> str:
-    """The file and the last line of the function's file in the traceback; empty if it has none."""
+    """Return the file and the last line of the function's file in the traceback.
+
+    The text is empty if the traceback has none.
+    """
     while isinstance(function, partial):
         function = function.func
     code = getattr(function, "__code__", None)
@@ -280,23 +297,29 @@ def _location(function: Callable[..., Any], error: BaseException) -> str:
 
 
 def _alone(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The arguments of each completion alone, without the hooks that would log it again."""
+    """Yield the arguments of each completion alone, without the hooks that would log it again."""
     count = len(arguments["completions"])
-    columns = {
-        key: value
-        for key, value in arguments.items()
-        if isinstance(value, list | tuple) and len(value) == count
-    }
+    columns = {}
+    for name, value in arguments.items():
+        if isinstance(value, list | tuple) and len(value) == count:
+            columns[name] = value
     for row in range(count):
-        single = {**arguments, **{key: [value[row]] for key, value in columns.items()}}
-        single |= {hook: lambda *_: None for hook in ("log_extra", "log_metric") if hook in single}
+        single = dict(arguments)
+        for name, values in columns.items():
+            single[name] = [values[row]]
+        for hook in ("log_extra", "log_metric"):
+            if hook in single:
+                single[hook] = lambda *_: None
         yield _arguments_of(single)
 
 
 def _first_to_fail(
     function: Callable[..., Any], arguments: Mapping[str, Any], timeout: float | None
 ) -> int | None:
-    """The number of the first completion that fails alone; None if none does, or one is overdue."""
+    """Return the number of the first completion that fails alone.
+
+    None if none does, or one is overdue.
+    """
     for row, single in enumerate(_alone(arguments)):
         try:
             with deadline(timeout):
@@ -313,7 +336,7 @@ def _first_to_fail(
 async def _first_to_fail_async(
     function: Callable[..., Any], arguments: Mapping[str, Any]
 ) -> int | None:
-    """The number of the first completion that fails alone, for an async function."""
+    """Return the number of the first completion that fails alone, for an async function."""
     for row, single in enumerate(_alone(arguments)):
         try:
             await function(**single)

@@ -28,7 +28,7 @@ _HOLDS = {
 
 
 def of_absolute(atom: Solution) -> Solution | None:
-    """The solution for x of an inequality in `|x|`: `-5 < x` and `x < 5` for `|x| < 5`.
+    """Return the solution for x of an inequality in `|x|`: `-5 < x` and `x < 5` for `|x| < 5`.
 
     None where every number, no number or a single number solves it, and for `!=`.
     """
@@ -40,7 +40,7 @@ def of_absolute(atom: Solution) -> Solution | None:
 
 
 def between(low: Ball | str | None, high: Ball | str | None, brackets: str) -> Solution | None:
-    """The numbers of an interval as a solution.
+    """Return the numbers of an interval as a solution.
 
     Args:
         low: the lower end, or `-infinity`.
@@ -66,7 +66,7 @@ def between(low: Ball | str | None, high: Ball | str | None, brackets: str) -> S
 
 
 def _atoms(solution: Solution) -> Iterator[Solution]:
-    """All single comparisons in a solution."""
+    """Yield all single comparisons in a solution."""
     if solution[0] == "is":
         yield solution
     else:
@@ -75,12 +75,12 @@ def _atoms(solution: Solution) -> Iterator[Solution]:
 
 
 def decides(solution: Solution) -> bool:
-    """Whether some numbers solve it while the rest do not."""
+    """Return whether some numbers solve it while the rest do not."""
     return len(set(_truths(solution, _ends(solution)))) == 2
 
 
 def same_solutions(answer: Solution, reference: Solution) -> bool:
-    """Whether the same numbers solve both.
+    """Return whether the same numbers solve both.
 
     They do if both agree at all ends of both, between any two neighbouring ends, and beyond the
     outer ones, since no solution changes anywhere else.
@@ -90,7 +90,7 @@ def same_solutions(answer: Solution, reference: Solution) -> bool:
 
 
 def _ends(*solutions: Solution) -> list[Ball]:
-    """The numbers in solutions in ascending order, without repetition."""
+    """Return the numbers in solutions in ascending order, without repetition."""
     distinct: list[Ball] = []
     every = [atom[2] for solution in solutions for atom in _atoms(solution)]
     for number in sorted(every, key=lambda number: float(number.value)):
@@ -100,14 +100,16 @@ def _ends(*solutions: Solution) -> list[Ball]:
 
 
 def _truths(solution: Solution, ends: Sequence[Ball]) -> list[bool]:
-    """Whether the solution holds below the first end, at it, between it and the second, and so on.
+    """Return whether the solution holds before, at and behind each of the ends, in order.
 
     The 2 n + 1 positions alternate between open gaps (even) and ends (odd).
     """
     if solution[0] == "is":
         _, sign, number = solution
-        position = 2 * next(index for index, end in enumerate(ends) if same_number(number, end)) + 1
-        return [_HOLDS[sign](at, position) for at in range(2 * len(ends) + 1)]
-    columns = zip(*(_truths(part, ends) for part in solution[1:]), strict=True)
+        end = next(index for index, end in enumerate(ends) if same_number(number, end))
+        end_position = 2 * end + 1
+        return [_HOLDS[sign](position, end_position) for position in range(2 * len(ends) + 1)]
+    # The conditions that `and` or `or` joins hold together, or one of them holds, at each position.
+    truths_of_parts = [_truths(part, ends) for part in solution[1:]]
     combine = all if solution[0] == "and" else any
-    return [combine(column) for column in columns]
+    return [combine(truths) for truths in zip(*truths_of_parts, strict=True)]

@@ -22,7 +22,7 @@ _INVISIBLE = ("Z", "C", "M")  # first letters of categories: spaces, controls an
 
 
 def final_part(response: str, thinking_opened: bool = False) -> str:
-    """The part of a response that is its answer: what stands behind the last `</think>`.
+    """Return the part of a response that is its answer: what stands behind the last `</think>`.
 
     Nothing is left where a block was opened and not closed. A response without a block is its own
     final part, so that readers may call this again on what it returns.
@@ -41,28 +41,34 @@ def final_part(response: str, thinking_opened: bool = False) -> str:
 
 
 def _may_have_tags(response: str) -> bool:
-    """Whether a text may have a tag; searching for tags takes ten times as long as this check."""
+    """Return whether a text may have a tag.
+
+    Searching for tags takes ten times as long as this check.
+    """
     return ("<" in response or "◁" in response) and "think" in response.lower()
 
 
 def closes_unopened_block(response: str) -> bool:
-    """Whether the first tag in a response closes a block, which the prompt must have opened."""
+    """Return whether the first tag in a response closes a block.
+
+    The prompt must have opened it.
+    """
     tag = _TAG.search(response)
     return tag is not None and _is_closing(tag)
 
 
 def closes_block(response: str) -> bool:
-    """Whether a response has a closing tag anywhere."""
+    """Return whether a response has a closing tag anywhere."""
     return any(_is_closing(tag) for tag in _TAG.finditer(response))
 
 
 def _is_closing(tag: re.Match[str]) -> bool:
-    """Whether a match of `_TAG` closes a block."""
+    """Return whether a match of `_TAG` closes a block."""
     return "/" in tag[0]
 
 
 def opens_thinking(prompt_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> bool:
-    """Whether a prompt ends inside a block of thinking, as some chat templates do.
+    """Return whether a prompt ends inside a block of thinking, as some chat templates do.
 
     Args:
         prompt_ids: all tokens of the prompt.
@@ -73,7 +79,7 @@ def opens_thinking(prompt_ids: Sequence[int], decode: Callable[[Sequence[int]], 
 
 
 def is_blank(text: str) -> bool:
-    """Whether a text shows nothing: all its characters are spaces, controls or zero-width."""
+    """Return whether a text has only spaces, controls and zero-width characters."""
     return all(
         character in _BLANK_LETTERS or unicodedata.category(character)[0] in _INVISIBLE
         for character in text

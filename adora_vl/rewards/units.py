@@ -94,35 +94,41 @@ _LETTERS = {
 
 
 def upright(text: str) -> str:
-    r"""`5\text{ s}` as `5 sec`: a letter that is set upright behind a value is a unit."""
+    r"""Return `5\text{ s}` as `5 sec`: a letter that is set upright behind a value is a unit."""
     return _UPRIGHT.sub(lambda match: f" {_LETTERS[match[1]]}", text)
 
 
 def unit_of(text: str) -> Unit:
-    """The unit in a text that `MEASURED` has matched, or in `DEGREE`.
+    """Return the unit in a text that `MEASURED` has matched, or in `DEGREE`.
 
     Factors multiply, and so do dimensions: `km/h` is `length/time`, 5/18 of a metre per second. A
     power without a name, as in `12 sq`, counts as one of a length of no definite size.
     """
     if text == DEGREE:
         return Unit(text, "angle", Fraction(1))
+    # `m s^{-1}` becomes `m/s`, and `cm ^ {2}` becomes `cm^2`.
     text = re.sub(rf"\s*(?:\\cdot\s*)?(\w+)\s*{_INVERSE}", r"/\1^\2", text).replace("^1", "")
     text = re.sub(r"\s+", " ", re.sub(r"\s*\^\s*\{?\s*([23])\s*\}?", r"^\1", text)).strip()
     factor: Fraction | None = Fraction(1)
     dimensions = []
-    for sign, unit_text in zip((1, -1), re.split(r" ?(?:/|\bper ) ?", text), strict=False):
-        cubed = re.search(r"\^3|cubed|\bcu|立方", unit_text)
-        squared = re.search(r"\^2|squared|\bsq|平方", unit_text)
-        power = 1
-        if cubed:
-            power = 3
-        elif squared:
-            power = 2
+    numerator_and_denominator = re.split(r" ?(?:/|\bper ) ?", text)
+    for sign, unit_text in zip((1, -1), numerator_and_denominator, strict=False):
+        power = _power_of(unit_text)
         name = _POWERS.sub("", unit_text)
         name = _LETTERS.get(name, name)
         dimension, size = next(
             (entry for key, entry in _NAMES.items() if re.fullmatch(key, name)), ("length", None)
         )
+        # One part without a definite size leaves the whole unit without one.
         factor = factor and size and factor * size ** (sign * power)
         dimensions.append(f"{dimension}{power if power > 1 else ''}")
     return Unit(text, "/".join(dimensions), factor)
+
+
+def _power_of(unit_text: str) -> int:
+    """Return the power of a unit: 2 for `cm^2` and `sq cm`, 3 for `cubic metres`, else 1."""
+    if re.search(r"\^3|cubed|\bcu|立方", unit_text):
+        return 3
+    if re.search(r"\^2|squared|\bsq|平方", unit_text):
+        return 2
+    return 1

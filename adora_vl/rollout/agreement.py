@@ -78,7 +78,8 @@ class HasEngine(HasModels, Protocol):
     vllm_mode: str
     vllm_generation: AdoraVLLMGeneration
     sampler: Any
-    pool: Any
+    rollouts: Any
+    builder: Any
     eos_token_ids: Sequence[int]
     _tokenizer: PreTrainedTokenizerBase
 
@@ -110,15 +111,18 @@ class Rollouts:
         return self.batch["completion_mask"]
 
 
-def own_rows(trainer: HasEngine, count: int) -> list[Any]:
-    """`count` of the first rows of the data set, different ones on each rank."""
-    data = trainer.train_dataset
+def first_rows(trainer: HasEngine, count: int) -> list[Any]:
+    """Return `count` of the first rows of the data set, different ones on each rank.
+
+    A data set with fewer rows than that is begun again.
+    """
+    dataset = trainer.train_dataset
     first = trainer.accelerator.process_index * count
-    return [data[(first + number) % len(data)] for number in range(count)]
+    return [dataset[(first + number) % len(dataset)] for number in range(count)]
 
 
 def read_prompts(trainer: HasEngine, rows: Sequence[Any]) -> Prompts:
-    """Prompts of dataset rows, as the trainer reads them."""
+    """Return prompts of dataset rows, as the trainer reads them."""
     names = [str(row.get("id", f"#{number}")) for number, row in enumerate(rows)]
     return Prompts(**vars(trainer.images.read(rows)), names=names)
 
@@ -134,39 +138,52 @@ def sample(
     """
     with kept_random_state():
         settings = {**trainer.vllm_generation.sampling, **overrides}
-        answers = trainer.sampler.sample(
-            _asks(trainer, prompts=prompts, where=where, tokens=tokens), settings=settings
+        results = trainer.sampler.sample(
+            _requests(trainer, prompts=prompts, where=where, tokens=tokens), settings=settings
         )
-        return _rollouts(trainer, prompts, answers)
+        return _rollouts(trainer, prompts, results)
 
 
-def _asks(trainer: HasEngine, prompts: Prompts, where: str, tokens: int) -> list[SamplingRequest]:
+def _requests(
+    trainer: HasEngine, prompts: Prompts, where: str, tokens: int
+) -> list[SamplingRequest]:
+    """Return a request for each prompt, whose number over all ranks seeds its rollout.
+
+    `where`: the name of the check. `tokens`: the largest number of tokens of a rollout.
+    """
     first = trainer.accelerator.process_index * len(prompts.ids)
-    seed = (trainer.args.seed, f"check/{where}")
-    rows = zip(prompts.ids, prompts.images or [None] * len(prompts.ids), strict=True)
-    return [
-        SamplingRequest(
-            prompt_ids=ids,
-            images=list(images or ()),
-            group=number,
-            seed=rollout_seed(*seed, number, 0),
-            max_tokens=tokens,
+    images_of_rows = prompts.images or [None] * len(prompts.ids)
+    requests = []
+    for row, (ids, images) in enumerate(zip(prompts.ids, images_of_rows, strict=True)):
+        group = first + row
+        seed = rollout_seed(trainer.args.seed, f"check/{where}", group, 0)
+        requests.append(
+            SamplingRequest(
+                prompt_ids=ids,
+                images=list(images or ()),
+                group=group,
+                seed=seed,
+                max_tokens=tokens,
+            )
         )
-        for number, (ids, images) in enumerate(rows, first)
-    ]
+    return requests
 
 
-def _rollouts(trainer: HasEngine, prompts: Prompts, answers: Sequence[SamplingResult]) -> Rollouts:
-    tokens = [answer.tokens for answer in answers]
-    logps = [answer.logps for answer in answers]
-    batch = trainer.pool.builder.collated(
+def _rollouts(trainer: HasEngine, prompts: Prompts, results: Sequence[SamplingResult]) -> Rollouts:
+    """Return the engine's results as a batch, in which every rollout counts."""
+    tokens = [answer.tokens for answer in results]
+    logps = [answer.logps for answer in results]
+    batch = trainer.builder.collated(
         prompts, completions=tokens, logps=logps, counted=[True] * len(tokens)
     )
     return Rollouts(tokens, batch)
 
 
 def score(trainer: HasEngine, rollouts: Rollouts) -> Tensor:
-    """The policy's log-probabilities of the sampled tokens, (B, C), from the loss's own pass."""
+    """Return the policy's log-probabilities of the sampled tokens, (B, C).
+
+    They are from the loss's own pass.
+    """
     policy = partial(trainer._get_per_token_logps_and_entropies, trainer.model)
     checkpointing = disable_gradient_checkpointing(
         trainer.model, trainer.args.gradient_checkpointing_kwargs
@@ -175,9 +192,16 @@ def score(trainer: HasEngine, rollouts: Rollouts) -> Tensor:
         return generation_logps(rollouts.batch, policy, trainer.args.per_device_train_batch_size)
 
 
-def difference(trainer: HasEngine, one_BC: Tensor, other_BC: Tensor, mask_BC: Tensor) -> Drift:
-    """The difference of two tensors of log-probabilities, over all ranks. A collective call."""
-    return merge_drift(trainer.accelerator.gather(drift_sums(one_BC, other_BC, mask_BC)[None]))
+def difference(
+    trainer: HasEngine, logps_BC: Tensor, engine_logps_BC: Tensor, mask_BC: Tensor
+) -> Drift:
+    """Return the difference of two tensors of log-probabilities, over all ranks.
+
+    A collective call.
+    """
+    return merge_drift(
+        trainer.accelerator.gather(drift_sums(logps_BC, engine_logps_BC, mask_BC)[None])
+    )
 
 
 # Largest mean difference in nats per token, by dtype. float32 was measured at 1e-6 here; bfloat16
@@ -186,31 +210,33 @@ BOUNDS = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.3}
 
 
 def agreement_bound(trainer: HasEngine) -> float:
-    """The largest mean difference of engine and trainer that passes, in nats per token.
+    """Return the largest mean difference of engine and trainer that passes, in nats per token.
 
     The coarser dtype of the two decides, but the bound is never above adora_max_drift. Where the
     engine scores tokens after temperature, filters or penalties, adora_max_drift alone is the
     bound.
     """
-    stored = dtype_name(trainer.model.dtype)
-    engine = trainer.vllm_generation.settings.dtype or stored
     args = trainer.args
-    policy = training_dtype(args) or stored
-    rounding = max(BOUNDS.get(name, max(BOUNDS.values())) for name in (engine, policy))
+    weight_dtype = dtype_name(trainer.model.dtype)
+    engine_dtype = trainer.vllm_generation.settings.dtype or weight_dtype
+    policy_dtype = training_dtype(args) or weight_dtype
+    largest = max(BOUNDS.values())  # of a dtype that is not in the table
+    rounding = max(BOUNDS.get(engine_dtype, largest), BOUNDS.get(policy_dtype, largest))
     if args.adora_max_drift is None:
         return rounding
-    filtered = (
+    max_drift = float(args.adora_max_drift)
+    is_filtered = (
         args.temperature != 1.0
         or args.top_p != 1.0
         or args.top_k > 0
         or args.min_p
         or args.repetition_penalty != 1.0
     )
-    return float(args.adora_max_drift) if filtered else min(rounding, float(args.adora_max_drift))
+    return max_drift if is_filtered else min(rounding, max_drift)
 
 
 def distant_bound(trainer: HasEngine) -> float:
-    """The bound for answers that begin at about position 2,000.
+    """Return the bound for answers that begin at about position 2,000.
 
     It is a tenth of `agreement_bound` in float32, else the same. Rounded rotary frequencies moved
     the tiny model's answers by 0.01 nats there, and two right float32 passes agree to 1e-6. In
@@ -225,48 +251,54 @@ ROWS = 2  # moved prompts of each rank
 
 
 def far_prompts(trainer: HasEngine, prompts: Prompts, tokens: int) -> Prompts | None:
-    """Some of `prompts`, each moved back by tokens of its own text in random order.
+    """Return some of `prompts`, each moved back by tokens of its own text in random order.
 
     The prompts grow by as many tokens as leave room for `tokens` sampled ones, up to `POSITION` in
     all, and by equally many on all ranks. None where there is no room.
     """
     near = head(prompts, ROWS)
-    longest = trainer.model.config.get_text_config().max_position_embeddings
+    policy_limit = trainer.model.config.get_text_config().max_position_embeddings
     if trainer.vllm_mode == "server":
-        engine = served_length(trainer.args) or longest
+        engine_limit = served_length(trainer.args) or policy_limit
     else:
-        engine = trainer.vllm_generation.llm.llm_engine.model_config.max_model_len
-    room = min(POSITION, min(longest, engine) - tokens) - max(map(len, near.ids))
+        engine_limit = trainer.vllm_generation.llm.llm_engine.model_config.max_model_len
+    longest_prompt = max(map(len, near.ids))
+    room = min(POSITION, min(policy_limit, engine_limit) - tokens) - longest_prompt
     shift = min(gather_object([room]))  # the same on all ranks, since the passes are collective
     if shift <= 0:
         return None
-    special = {*trainer._tokenizer.all_special_ids, *never_sampled_ids(trainer._tokenizer)}
-    draw = random.Random(trainer.args.seed)  # one of its own: the run's random state stays
-    ids = [
-        [*draw.choices([token for token in row if token not in special], k=shift), *row]
-        for row in near.ids
-    ]
-    types = {}
-    if KINDS in near.fields:
-        types[KINDS] = [[0] * shift + row for row in near.fields[KINDS]]
-    return replace(near, ids=ids, fields={**near.fields, **types})
+    special_ids = {*trainer._tokenizer.all_special_ids, *never_sampled_ids(trainer._tokenizer)}
+    rng = random.Random(trainer.args.seed)  # one of its own: the run's random state stays
+    ids = []
+    for prompt_ids in near.ids:
+        text_ids = [token for token in prompt_ids if token not in special_ids]
+        ids.append([*rng.choices(text_ids, k=shift), *prompt_ids])
+    fields = dict(near.fields)
+    if KINDS in fields:
+        fields[KINDS] = [[0] * shift + row for row in fields[KINDS]]
+    return replace(near, ids=ids, fields=fields)
 
 
 def head(prompts: Prompts, rows: int) -> Prompts:
-    """The first `rows` prompts, with the fields of their images."""
-    counts = prompts.num_images[:rows]
+    """Return the first `rows` prompts, with the fields of their images."""
     fields = dict(prompts.fields)
     if prompts.images is not None:
-        fields["image_grid_thw"] = grids = fields["image_grid_thw"][: sum(counts)]
-        fields["pixel_values"] = fields["pixel_values"][: int(grids.prod(dim=-1).sum())]
+        image_count = sum(prompts.num_images[:rows])
+        grids = fields["image_grid_thw"][:image_count]
+        patch_count = int(grids.prod(dim=-1).sum())
+        fields["image_grid_thw"] = grids
+        fields["pixel_values"] = fields["pixel_values"][:patch_count]
         fields[KINDS] = fields[KINDS][:rows]
-    images = prompts.images and prompts.images[:rows]
     return Prompts(
-        prompts.messages[:rows], prompts.ids[:rows], images, fields, prompts.names[:rows]
+        messages=prompts.messages[:rows],
+        ids=prompts.ids[:rows],
+        images=prompts.images and prompts.images[:rows],
+        fields=fields,
+        names=prompts.names[:rows],
     )
 
 
-def drift_measured(
+def begin_drift_check(
     trainer: HasEngine,
     check: Callable[[Tensor, Tensor, Tensor, int], None],
     rows: Sequence[Any],
@@ -278,17 +310,17 @@ def drift_measured(
     policy's log-probabilities, the engine's, the mask, (B, C) each, and the step.
     """
     prompts = read_prompts(trainer, rows[:CHECK_ROWS])
-    ticket = trainer.sampler.begin(
-        _asks(trainer, prompts=prompts, where=f"drift/{step}", tokens=CHECK_TOKENS)
+    pending = trainer.sampler.begin(
+        _requests(trainer, prompts=prompts, where=f"drift/{step}", tokens=CHECK_TOKENS)
     )
 
-    def judged() -> None:
-        rollouts = _rollouts(trainer, prompts, ticket.join())
+    def finish() -> None:
+        rollouts = _rollouts(trainer, prompts, pending.join())
         # One rank may have an image among its rows where another has none.
         with trainer.images.vision.unshared():
             check(score(trainer, rollouts), rollouts.logps_BC, rollouts.mask_BC, step)
 
-    return judged
+    return finish
 
 
 class OtherRankError(RolloutError):
@@ -296,7 +328,10 @@ class OtherRankError(RolloutError):
 
 
 def judge(name: str, drift: Drift, bound: float, remedy: str, note: str = "") -> Check:
-    """The check that a difference in nats is within `bound`. `note` is added to its detail."""
+    """Return the check that a difference in nats is within `bound`.
+
+    `note` is added to its detail.
+    """
     detail = f"{drift.mean:.2g} nats per token, at most {drift.largest:.2g} (bound {bound:g}){note}"
     return passed(name, detail) if drift.mean <= bound else failed(name, detail, remedy)
 
@@ -324,7 +359,7 @@ class EngineProbe:
         prompts: Prompts | None = None,
         **overrides: Any,
     ) -> Rollouts:
-        """Rollouts of `prompts` (None: the probe's), from `sample`.
+        """Return rollouts of `prompts` (None: the probe's), from `sample`.
 
         An error of one rank is raised on all of them, so that none waits for another.
         """
@@ -404,10 +439,12 @@ class EngineProbe:
 
 
 def worst_of_all_ranks(checks: list[Check]) -> list[Check]:
-    """Each check's worst result of any rank, the same on all ranks. A collective call."""
-    order = list(Status)
-    columns = zip(*gather_object([checks]), strict=True)
-    return [max(column, key=lambda check: order.index(check.status)) for column in columns]
+    """Return each check's worst result of any rank, the same on all ranks. Collective."""
+    severity = list(Status)  # from the best to the worst
+    results_by_check = zip(*gather_object([checks]), strict=True)
+    return [
+        max(results, key=lambda check: severity.index(check.status)) for results in results_by_check
+    ]
 
 
 class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
@@ -430,25 +467,26 @@ class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
         trainer = self.trainer
         if not trainer.use_vllm:
             return
-        rows = own_rows(trainer, CHECK_ROWS)
+        rows = first_rows(trainer, CHECK_ROWS)
         # The step that draws an unreadable row reports it, on all ranks.
         if gather_object(unreadable_rows(rows)):
             return
-        checks = EngineProbe(
-            trainer, read_prompts(trainer, rows), tokens=CHECK_TOKENS
-        ).cold_on_all_ranks()
+        probe = EngineProbe(
+            trainer=trainer, prompts=read_prompts(trainer, rows), tokens=CHECK_TOKENS
+        )
+        checks = probe.cold_on_all_ranks()
         if trainer.accelerator.is_main_process:
-            for agreement in checks:
-                if agreement.name in (COLD, DISTANT) and agreement.status is Status.PASSED:
+            for check in checks:
+                if check.name in (COLD, DISTANT) and check.status is Status.PASSED:
                     # above the progress bar
-                    tqdm.write(f"Self-check: engine and trainer differ by {agreement.detail}")
+                    tqdm.write(f"Self-check: engine and trainer differ by {check.detail}")
         problems = [check for check in checks if check.status is Status.FAILED]
         if problems:
             raise RolloutError(refusal(problems))
 
 
 def refusal(problems: list[Check]) -> str:
-    """The message that says why the run does not start, and how it would start all the same."""
+    """Return the message why the run does not start, and how it would start all the same."""
     lines = [
         f"{check.name}: {check.detail}. {check.remedy[0].upper()}{check.remedy[1:]}."
         for check in problems

@@ -3,6 +3,7 @@
 Prompts, the weight sync, caches and settings differ from TRL's.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -13,7 +14,6 @@ from torch import Tensor, distributed
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
-from adora_vl.config.checks import engine_scores_raw
 from adora_vl.models.families import component_of, trainable_components
 from adora_vl.models.four_bit import FrozenBase
 from adora_vl.models.load import pixel_limits
@@ -21,7 +21,9 @@ from adora_vl.models.precision import dtype_name
 from adora_vl.packing.image_store import ImageCache
 from adora_vl.rollout.engine_settings import (
     EngineSettings,
+    compute_products_exactly,
     engine_runs_on_cpu,
+    engine_scores_raw,
     machine_options,
     refuse_on_cpu,
 )
@@ -50,7 +52,7 @@ LOOPS = "repetition_detection"  # vLLM's parameter that stops an answer which re
 
 
 def _biases(logit_bias: Mapping[Any, Any]) -> dict[int, float]:
-    """A `logit_bias` with the keys as numbers, since those of JSON are strings.
+    """Return a `logit_bias` with the keys as numbers, since those of JSON are strings.
 
     Raises `UserError` where it is no mapping of token ids to numbers.
     """
@@ -72,7 +74,13 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
     def __init__(
         self, *args: Any, settings: EngineSettings, timed: Timed = nullcontext, **kwargs: Any
     ) -> None:
-        """`timed`: makes the context that counts the seconds of a `sync`, `wake` or `sleep`.
+        """Build the engine, or connect to the servers, with TRL's arguments and ours.
+
+        Args:
+            args: those of stock TRL.
+            settings: the settings that TRL has no field for.
+            timed: makes the context that counts the seconds of a `sync`, `wake` or `sleep`.
+            kwargs: those of stock TRL.
 
         Raises `UserError` for a `repetition_detection` or a `logit_bias` that vLLM does not take.
         """
@@ -158,6 +166,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
                 logprobs_mode=self._logprobs_mode(),
             )
             self.served.files = WeightFiles(folder, Path(self.settings.output_dir))
+        # Servers with LoRA get the adapter alone, which a base in 4 bits requires; the others get
+        # merged weights.
         if self.served.first_rank(ServerPool.have_lora) or self.four_bit:
             self.lora = lora_settings(self.model)
         lora = self.lora
@@ -169,40 +179,39 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
                 self.served.files.rank = lora["max_lora_rank"]
 
     def _build_llm(self, **kwargs: Any) -> Any:
+        """Build vLLM's engine from TRL's arguments and our settings, in place of TRL's `LLM(...)`."""
         # It imports vLLM, which only a colocated engine needs.
         from vllm.lora.request import LoRARequest
 
         from adora_vl.rollout.llm import LATER, PolicyLLM, has_copied_head, own_shared_memory
 
         settings = self.settings
+        text_config = self.model.config.get_text_config()
+        max_tokens = kwargs.get("max_model_len") or text_config.max_position_embeddings
         kwargs["dtype"] = settings.dtype or dtype_name(self.model.dtype)
-        longest = (
-            kwargs.get("max_model_len")
-            or self.model.config.get_text_config().max_position_embeddings
+        kwargs |= machine_options(
+            max_tokens, settings.max_num_batched_tokens, settings.enforce_eager
         )
-        kwargs |= machine_options(longest, settings.max_num_batched_tokens, settings.enforce_eager)
         kwargs["logprobs_mode"] = self._logprobs_mode()
         kwargs["revision"] = settings.revision
-        # TRL puts it to sleep at once, which discards the weights. But vLLM gives a tied head
-        # weights of its own where the checkpoint has a copy of them, until it has read both and
-        # found them equal.
-        base = None
-        later = self.enable_sleep_mode and not has_copied_head(self.model, kwargs["revision"])
+        frozen_base = None
         if self.four_bit:
             # It reads the folder that the policy was loaded from, and nothing else sends the base.
-            later = False
             kwargs["dtype"] = "bfloat16"
             self.lora = lora_settings(self.model)
             assert self.lora is not None  # `check_four_bit` takes nothing else
             kwargs |= {"max_loras": 1, **self.lora}
             if self.enable_sleep_mode:
-                base = FrozenBase(self.model)
-                base.leave()
-        if later:
+                frozen_base = FrozenBase(self.model)
+                frozen_base.leave()
+        elif self.enable_sleep_mode and not has_copied_head(self.model, kwargs["revision"]):
+            # TRL puts it to sleep at once, which discards the weights, so none are read. But vLLM
+            # gives a tied head weights of its own where the checkpoint has a copy of them, until it
+            # has read both and found them equal.
             kwargs["load_format"] = LATER
         if self.tensor_parallel_size > 1 and segments_expand():
-            # vLLM's own all-reduce shares memory by handles that growing segments lack, and ends
-            # the process (vllm 42609).
+            # vLLM's own all-reduce shares the memory of its CUDA graphs by handles that growing
+            # segments do not have: it ends the process (vLLM issue 42609).
             kwargs["disable_custom_all_reduce"] = True
         if self.image_token_id is not None:
             # vLLM reads the limits of the model's folder. With the trainer's own the two prompts
@@ -215,11 +224,12 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             if not settings.keeps_images:  # the trainer's cache has them already
                 kwargs["mm_processor_cache_gb"] = 0
         divided_on_cpu = self.tensor_parallel_size > 1 and engine_runs_on_cpu()
+        compute_products_exactly(str(kwargs["dtype"]))
         with own_shared_memory() if divided_on_cpu else nullcontext():
             llm = PolicyLLM(**kwargs)
         if self.four_bit:
             llm.adapter = LoRARequest("policy", 1, "in memory")
-            llm.base = base
+            llm.base = frozen_base
         return llm
 
     @property
@@ -228,7 +238,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         return int(self.model.config.get_text_config().vocab_size)
 
     def _logprobs_mode(self) -> str:
-        """vLLM's name for the kind of log-probabilities that the trainer compares with.
+        """Return vLLM's name for the kind of log-probabilities that the trainer compares with.
 
         Stock TRL asks for log-probabilities after temperature, filters and bans, of which the
         trainer applies only the temperature. Where that is 1, ours asks for those before filters
@@ -250,29 +260,29 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         """
         trainable = trainable_components(self.model)
         by_nccl = self.mode == "server" and self.settings.weight_folder is None
-        everything = not self._engine_is_complete or self.enable_sleep_mode or by_nccl
+        sends_all = not self._engine_is_complete or self.enable_sleep_mode or by_nccl
 
-        def wanted(name: str) -> bool:
-            return everything or component_of(name) in trainable
+        def is_sent(name: str) -> bool:
+            return sends_all or component_of(name) in trainable
 
         if is_peft_model(self.model) and not self._dist.is_fsdp:
             # A CPU engine, too, needs all tensors of a layer together.
-            changed_only = not everything and self.mode == "colocate" and not engine_runs_on_cpu()
+            changed_only = not sends_all and self.mode == "colocate" and not engine_runs_on_cpu()
             for name, tensor in merged_parameters(
                 self.model,
                 gather=self._dist.gather_params,
-                includes=wanted,
+                includes=is_sent,
                 changed_only=changed_only,
             ):
                 yield self._fix_param_name_to_vllm(name), tensor
             return
         if self._dist.is_fsdp:
             yield from (
-                (name, tensor) for name, tensor in super()._iter_named_params() if wanted(name)
+                (name, tensor) for name, tensor in super()._iter_named_params() if is_sent(name)
             )
             return
         for name, parameter in self.model.named_parameters():
-            if wanted(name):
+            if is_sent(name):
                 with self._dist.gather_params([parameter]):
                     yield self._fix_param_name_to_vllm(name), parameter.data
 
@@ -287,17 +297,9 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             self._sync()
 
     def _sync(self) -> None:
+        """Send the weights or the adapter, to the servers or the engine, and empty the caches."""
         if self.mode == "server":
-            if self.settings.weight_folder is None:
-                self.bytes_sent = 0
-                super().sync_weights()
-                self.served.first_rank(ServerPool.forget)
-            else:
-                # everything where a server has not got the last sync: at the first one, or where it
-                # was started again
-                everything = bool(self.served.first_rank(lambda servers: servers.find()))
-                with self.served.weights_written(self._for_servers(everything)) as folder:
-                    self.served.first_rank(lambda servers: servers.read_weights(folder))
+            self._sync_servers()
             self._engine_is_complete = True
             return
         if self.enable_sleep_mode:
@@ -305,13 +307,27 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
             zero_scratch(self.llm)
+        # Level 2 of sleep has discarded all weights.
         everything = self.enable_sleep_mode or not self._engine_is_complete
         if self.lora is not None:
-            self.tensors_sent = push_adapter(self.llm, self._counted())
+            self.tensors_sent = push_adapter(self.llm, self._counted_tensors())
         else:
-            self.tensors_sent = push_weights(self.llm, self._counted(), everything)
+            self.tensors_sent = push_weights(self.llm, self._counted_tensors(), everything)
         self._engine_is_complete = True
         reset_caches(self.llm)
+
+    def _sync_servers(self) -> None:
+        """Send the weights to the servers: by NCCL, as TRL does, or as files."""
+        if self.settings.weight_folder is None:
+            self.bytes_sent = 0
+            super().sync_weights()
+            self.served.first_rank(ServerPool.forget)
+            return
+        # everything where a server has not got the last sync: at the first one, or where it was started
+        # again
+        everything = bool(self.served.first_rank(lambda servers: servers.find()))
+        with self.served.weights_written(self._tensors_for_servers(everything)) as folder:
+            self.served.first_rank(lambda servers: servers.read_weights(folder))
 
     @contextmanager
     def weights_written(self, *, everything: bool) -> Iterator[Path]:
@@ -319,21 +335,21 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
 
         `everything`: all parameters; otherwise those that training can change.
         """
-        with ExitStack() as until:
+        with ExitStack() as stack:
             with self._timed("sync"), engine_call("the weight sync"):
-                folder = until.enter_context(
-                    self.served.weights_written(self._for_servers(everything))
+                folder = stack.enter_context(
+                    self.served.weights_written(self._tensors_for_servers(everything))
                 )
             self._engine_is_complete = True
             yield folder
 
-    def _for_servers(self, everything: bool) -> Iterator[tuple[str, Tensor]]:
-        """The tensors for servers; until they are read, a full sync is not complete."""
+    def _tensors_for_servers(self, everything: bool) -> Iterator[tuple[str, Tensor]]:
+        """Return the tensors for servers; until they are read, a full sync is not complete."""
         if everything:
             self._engine_is_complete = False
-        return self._counted()
+        return self._counted_tensors()
 
-    def _counted(self) -> Iterator[tuple[str, Tensor]]:
+    def _counted_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that a sync sends, and count their bytes."""
         self.bytes_sent = 0
         if self.lora is None:
@@ -357,12 +373,30 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         self.llm.sleep(level=2)
         self._llm_weights_sleeping = True
 
+    def shut_down(self) -> None:
+        """End a colocated engine, and let go of it. Nothing can be sampled after this.
+
+        It is woken before: the memory that sleeps lies in a pool of vLLM's allocator, of which a
+        process has one, and a second training of this process would find it there.
+        """
+        llm = self.llm
+        if self.enable_sleep_mode:
+            llm.wake_up()
+        llm.llm_engine.engine_core.shutdown()
+        if llm.base is not None:
+            # the frozen base was away while the engine was awake
+            llm.base.come_back()
+        self.llm: Any = None
+        del llm
+        # the engine's parts refer to each other
+        gc.collect()
+
     @contextmanager
     def staying_awake(self) -> Iterator[None]:
-        """Inside the block a colocated engine does not sleep between generations of one policy.
+        """Keep a colocated engine awake between generations of one policy inside the block.
 
-        So the weights are synced once for all of them. It sleeps at the end. All ranks enter
-        together.
+        So the weights are synced once for all of them. It sleeps at the end. Collective: all ranks
+        enter together.
         """
         if self.mode != "colocate" or not self.enable_sleep_mode or self.llm.stays_awake:
             yield
@@ -387,23 +421,24 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
     ) -> dict[str, Any] | None:
         """Point a server's image features at the image tokens of the trainer's prompt.
 
-        Stock TRL does it without comparing the numbers of features and tokens. Raises
-        `RolloutError` where they differ: the server was started with other pixel limits.
+        Stock TRL does it without comparing the numbers of features and tokens. Raises `RolloutError`
+        where they differ: the server was started with other pixel limits.
         """
         placed: dict[str, Any] | None = super()._place_features(features, prompt_ids)
-        if features is not None and placed is not None:
-            theirs = [image["length"] for image in features["mm_placeholders"]["image"]]
-            ours = [image["length"] for image in placed["mm_placeholders"]["image"]]
-            if theirs != ours:
-                raise RolloutError(
-                    f"the server made {theirs} features for the images of a prompt with {ours} "
-                    "image tokens; start it with the min_pixels and max_pixels of the training "
-                    "config (--mm-processor-kwargs)"
-                )
+        if features is None or placed is None:
+            return placed
+        feature_counts = [image["length"] for image in features["mm_placeholders"]["image"]]
+        token_counts = [image["length"] for image in placed["mm_placeholders"]["image"]]
+        if feature_counts != token_counts:
+            raise RolloutError(
+                f"the server made {feature_counts} features for the images of a prompt with "
+                f"{token_counts} image tokens; start it with the min_pixels and max_pixels of the "
+                "training config (--mm-processor-kwargs)"
+            )
         return placed
 
     def sample(
-        self, asks: Sequence[SamplingRequest], settings: Mapping[str, Any] | None = None
+        self, requests: Sequence[SamplingRequest], settings: Mapping[str, Any] | None = None
     ) -> list[SamplingResult]:
         """Sample from the engine or the servers now, with the weights of the last sync.
 
@@ -416,39 +451,46 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         settings = dict(self.sampling if settings is None else settings)
         if self.mode == "server":
             with engine_call("generate"):
-                return self.served.sample(self.served.gathered(asks, settings), len(asks))
+                return self.served.sample(self.served.gathered(requests, settings), len(requests))
         if self.enable_sleep_mode and self._llm_weights_sleeping:
             self.sync_weights()  # sleep has discarded them
         with engine_call("generate"):
-            answers = self._sampled(asks, settings)
+            results = self._sample_colocated(requests, settings)
         if self.image_token_id is not None:
             check_prompts(
-                [ask.prompt_ids for ask in asks],
-                [answer.prompt_ids_read for answer in answers],
+                [request.prompt_ids for request in requests],
+                [result.prompt_ids_read for result in results],
                 self.image_token_id,
             )
-        return answers
+        return results
 
-    def _sampled(
-        self, asks: Sequence[SamplingRequest], settings: dict[str, Any]
+    def _sample_colocated(
+        self, requests: Sequence[SamplingRequest], settings: dict[str, Any]
     ) -> list[SamplingResult]:
-        everyone = list(asks)
+        """Sample from the engine of this process, and return the results of this rank.
+
+        Collective among the ranks that divide an engine: they all ask for the requests of all.
+        """
+        engine_requests = list(requests)
         first = 0
-        if self.tensor_parallel_size > 1:  # the ranks of an engine ask for the same
-            parts: list[Any] = [None] * self.tensor_parallel_size
-            distributed.all_gather_object(parts, everyone, group=self.tp_group)
-            first = sum(map(len, parts[: distributed.get_rank(group=self.tp_group)]))
-            everyone = [ask for part in parts for ask in part]
+        if self.tensor_parallel_size > 1:
+            requests_of_ranks: list[Any] = [None] * self.tensor_parallel_size
+            distributed.all_gather_object(requests_of_ranks, engine_requests, group=self.tp_group)
+            rank = distributed.get_rank(group=self.tp_group)
+            first = sum(map(len, requests_of_ranks[:rank]))
+            engine_requests = [request for part in requests_of_ranks for request in part]
         if self.enable_sleep_mode:
             self.llm.wake_up(tags=["kv_cache"])
         if is_peft_model(self.model) and self.tensor_parallel_size > 1:
             # else vLLM's collective calls can meet the end of the adapter's (TRL issue 3671)
             distributed.barrier(device_ids=[self.accelerator.local_process_index])
-        answers: list[SamplingResult] = self.llm.sample(everyone, settings, self.image_token_id)
+        results: list[SamplingResult] = self.llm.sample(
+            engine_requests, settings, self.image_token_id
+        )
         if self.enable_sleep_mode:
             self.llm.sleep(level=2)
             self._llm_weights_sleeping = not self.llm.stays_awake
-        return answers[first : first + len(asks)]
+        return results[first : first + len(requests)]
 
     @property
     def sampling(self) -> dict[str, Any]:

@@ -1,13 +1,26 @@
 """The settings that the engine is built with, and the limits of a CPU engine."""
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import GIB
+
+# Parameters that move probability between tokens, as a temperature does.
+_SHIFTS = {
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "thinking_token_budget",
+    "extra_args",
+}
 
 
 @dataclass(frozen=True)
@@ -26,14 +39,17 @@ class EngineSettings:
 
 
 def training_dtype(args: AdoraGRPOConfig) -> str | None:
-    """The dtype of mixed precision; None without it, where passes have the policy's own dtype."""
+    """Return the dtype of mixed precision.
+
+    None without it, where passes have the policy's own dtype.
+    """
     if args.bf16:
         return "bfloat16"
     return "float16" if args.fp16 else None
 
 
 def engine_dtype(args: AdoraGRPOConfig) -> str | None:
-    """The engine's dtype; None is the policy's own.
+    """Return the engine's dtype; None is the policy's own.
 
     With `adora_vllm_dtype: auto` it is the dtype in which the trainer computes. vLLM's own `auto`
     turns a float32 checkpoint into bfloat16, which costs 0.04 nats per token on average.
@@ -42,7 +58,7 @@ def engine_dtype(args: AdoraGRPOConfig) -> str | None:
 
 
 def engine_settings(args: AdoraGRPOConfig, revision: str | None) -> EngineSettings:
-    """The settings of the engine for this config; `revision` is that of the model."""
+    """Return the settings of the engine for this config; `revision` is that of the model."""
     folder = args.adora_weight_transfer if args.vllm_mode == "server" else "nccl"
     files = {"nccl": None, "file": str(Path(args.output_dir, ".weights"))}
     return EngineSettings(
@@ -50,7 +66,7 @@ def engine_settings(args: AdoraGRPOConfig, revision: str | None) -> EngineSettin
         revision=revision,
         enforce_eager=args.adora_vllm_enforce_eager,
         max_num_batched_tokens=args.adora_vllm_max_num_batched_tokens,
-        keeps_images=not args.own("cache_images"),
+        keeps_images=not args.uses("cache_images"),
         weight_folder=files.get(folder, folder),
         # The other half remains to ask another server, while the other ranks wait.
         answer_s=args.ddp_timeout / 2,
@@ -58,15 +74,27 @@ def engine_settings(args: AdoraGRPOConfig, revision: str | None) -> EngineSettin
     )
 
 
+def engine_scores_raw(
+    temperature: float, repetition_penalty: float, generation_kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether the engine can return log-probabilities before filters, as the trainer computes them.
+
+    It cannot where a temperature or a penalty has changed the distribution that it samples from:
+    vLLM returns either raw log-probabilities, or those after every change and filter.
+    """
+    unchanged = (temperature, repetition_penalty) == (1.0, 1.0)
+    return unchanged and not _SHIFTS & {*generation_kwargs}
+
+
 def engine_runs_on_cpu() -> bool:
-    """Whether the installed vLLM is a CPU build, whatever the trainer runs on."""
+    """Return whether the installed vLLM is a CPU build, whatever the trainer runs on."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
 
 
 def machine_options(longest: int | None, budget: int, eager: bool | None = None) -> dict[str, Any]:
-    """The arguments of `LLM` that depend on the machine.
+    """Return the arguments of `LLM` that depend on the machine.
 
     `longest`: the most tokens of a sequence. `budget`: the most tokens that are processed at once.
     `eager`: whether torch.compile and CUDA graphs are off; None: only on a CPU.
@@ -87,6 +115,37 @@ def machine_options(longest: int | None, budget: int, eager: bool | None = None)
             "max_num_batched_tokens": max(budget, longest or 0),
         }
     return options
+
+
+def compute_products_exactly(dtype: str) -> None:
+    """Let the kernels of a float32 engine multiply in float32.
+
+    By default Triton rounds the factors to TF32 on a card, which keeps 10 of 23 bits, so that
+    engine and trainer would differ by more than their own rounding. It reads its environment when
+    a kernel is compiled. What the user has set stays as it is. `dtype`: of the engine.
+    """
+    if dtype.removeprefix("torch.") == "float32":
+        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+
+
+def refuse_taken_card(config: AdoraGRPOConfig) -> None:
+    """Raise `UserError` where less of the card is free than the engine's share of it.
+
+    vLLM says so as well, but only once the weights are loaded.
+    """
+    colocated = config.use_vllm and config.vllm_mode == "colocate"
+    if not colocated or config.use_cpu or not torch.cuda.is_available():
+        return
+    free, total = torch.cuda.mem_get_info(config.device)
+    share = config.vllm_gpu_memory_utilization
+    if free >= share * total:
+        return
+    raise UserError(
+        f"vllm_gpu_memory_utilization: {share:g} is {share * total / GIB:.3g} of "
+        f"{total / GIB:.3g} GiB, and {free / GIB:.3g} GiB of this card are free; end what has the "
+        "rest (nvidia-smi names it, and a trainer before this one in Python has close()), or "
+        "choose another card with CUDA_VISIBLE_DEVICES"
+    )
 
 
 def refuse_on_cpu(config: PreTrainedConfig, sleep_mode: bool) -> None:

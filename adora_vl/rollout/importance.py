@@ -6,12 +6,14 @@ Drift is the difference of their log-probabilities; the importance ratio correct
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
 from adora_vl.types import Batch, StepContext, loss_mask
+from adora_vl.utils.stop_message import stopped_before
 
 CAUSES = (
     "min_pixels/max_pixels differ between the trainer and the model folder that vLLM reads",
@@ -32,7 +34,7 @@ class Drift:
 
 
 def drift_sums(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor:
-    """`[sum, count, largest]` of |difference| over the masked tokens, (3,) float64.
+    """Return `[sum, count, largest]` of |difference| over the masked tokens, (3,) float64.
 
     Sums are returned instead of a mean, so that a rank with few tokens does not count as much as
     one with many. A token that the engine was not asked for (NaN) is left out. The difference is
@@ -42,10 +44,13 @@ def drift_sums(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor
     sampled_BC = mask_BC.bool()
     scored_BC = sampled_BC & ~torch.isnan(engine_BC)
     gaps_BC = (trainer_BC - engine_BC).abs().double().nan_to_num(nan=torch.inf, posinf=torch.inf)
-    counted_BC = torch.where(scored_BC, gaps_BC, 0.0)  # a mask as an index would make the host wait
+    scored_gaps_BC = torch.where(scored_BC, gaps_BC, 0.0)  # an index would make the host wait
     count = scored_BC.sum()
-    nothing = torch.where(sampled_BC.any() & (count == 0), torch.inf, 0.0)
-    return torch.stack([counted_BC.sum() + nothing, count.double(), counted_BC.max() + nothing])
+    # Infinite where tokens were sampled and none of them was scored, else 0.
+    penalty = torch.where(sampled_BC.any() & (count == 0), torch.inf, 0.0)
+    total = scored_gaps_BC.sum() + penalty
+    largest = scored_gaps_BC.max() + penalty
+    return torch.stack([total, count.double(), largest])
 
 
 def rollout_drift(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor:
@@ -59,22 +64,27 @@ def rollout_drift(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Ten
 
 
 def merge_drift(sums_R3: Tensor) -> Drift:
-    """One `Drift` from the sums of all ranks, (ranks, 3)."""
+    """Return one `Drift` from the sums of all ranks, (ranks, 3), of `drift_sums`."""
     totals, counts, largest = zip(*sums_R3.tolist(), strict=True)
-    return Drift(
-        mean=sum(totals) / max(sum(counts), 1), largest=max(largest), tokens=int(sum(counts))
-    )
+    mean = sum(totals) / max(sum(counts), 1)
+    return Drift(mean=mean, largest=max(largest), tokens=int(sum(counts)))
 
 
-def drift_message(drift: Drift, bound: float, step: int, checkpoint: str) -> str:
-    """The message of a run that stops for drift: figures, likely causes and the checkpoint."""
+def drift_message(drift: Drift, bound: float, step: int, checkpoint: Path | str) -> str:
+    """Return the message of a run that stops for drift, in the step after `step` made ones.
+
+    It has figures, the checkpoint and likely causes.
+    """
     causes = "\n".join(f"  - {cause}" for cause in CAUSES)
-    return (
-        f"step {step}: the engine's log-probabilities are {drift.mean:.3g} nats per token from "
-        f"the trainer's on average (largest {drift.largest:.3g}); adora_max_drift is {bound:g}. "
-        "Importance ratios would hide this while nothing is learned, so the run stops before the "
-        f"step. Checkpoint: {checkpoint}. Likely causes:\n{causes}"
+    line = stopped_before(
+        step,
+        f"the engine's log-probabilities are {drift.mean:.3g} nats per token from the trainer's on "
+        f"average (largest {drift.largest:.3g}); adora_max_drift is {bound:g}. Importance ratios "
+        "would hide this while nothing is learned",
+        remedy="Find the cause",
+        checkpoint=checkpoint,
     )
+    return f"{line}. Likely causes:\n{causes}"
 
 
 def importance_ratio(
@@ -86,7 +96,7 @@ def importance_ratio(
     clip_min: float | None,
     clip_max: float | None,
 ) -> Tensor:
-    """exp(policy - engine), cut off: (B, C) for `token_*` modes, (B, 1) for `sequence_*`.
+    """Return exp(policy - engine), cut off: (B, C) for `token_*` modes, (B, 1) for `sequence_*`.
 
     `*_truncate` clamps the ratio to the bounds, `*_mask` sets what lies outside to 0. Where the
     engine was not asked for a log-probability (NaN), the ratio is 1. The definitions are TRL's
@@ -117,31 +127,37 @@ _FIGURES: dict[str, Callable[[Sequence[float]], float]] = {
 
 
 def ratio_figures(ratio: Tensor, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor) -> Tensor:
-    """This rank's values of `_FIGURES`, (5,); 0 where there is nothing to count.
+    """Return this rank's values of `_FIGURES`, (5,); 0 where there is nothing to count.
 
-    Counted are the rows that have a log-probability of the engine for at least one token, with
-    all of their tokens; a token without one has the ratio 1, as in TRL.
+    A row counts, with all of its tokens, if the engine was asked for at least one of them; a token
+    that it was not asked for has the ratio 1, as in TRL. Masks are not used as indices, for which
+    the host would wait: values that do not count become NaN or the neutral value of a reduction.
 
-    No mask is used as an index, for which the host would wait.
+    Args:
+        ratio: (B, C), or (B, 1) for a ratio of sequences.
+        logps_BC: the policy's log-probabilities.
+        sampling_BC: the engine's; NaN for a token that it was not asked for.
+        mask_BC: which tokens the loss counts.
     """
-    answered_BC = mask_BC.bool()
-    scored_B1 = (answered_BC & ~sampling_BC.isnan()).any(dim=1, keepdim=True)
+    learned_BC = mask_BC.bool()
+    has_engine_logp_B1 = (learned_BC & ~sampling_BC.isnan()).any(dim=1, keepdim=True)
     # A row without any token to learn from has the ratio 1 and counts, as in TRL. A row that the
     # engine was asked for no token of, since it has seen other images than the policy, does not.
-    counted_rows_B1 = scored_B1 | ~answered_BC.any(dim=1, keepdim=True)
-    counted_BC = answered_BC & counted_rows_B1
-    gaps_BC = torch.where(counted_BC, (logps_BC - sampling_BC).abs(), torch.nan)
-    counted = counted_BC if ratio.size(1) > 1 else counted_rows_B1
-    counted_ratio = torch.where(counted, ratio, torch.nan)
-    smallest = counted_ratio.nan_to_num(nan=torch.inf, posinf=torch.inf).amin()
-    values = [
+    row_counts_B1 = has_engine_logp_B1 | ~learned_BC.any(dim=1, keepdim=True)
+    token_counts_BC = learned_BC & row_counts_B1
+    gaps_BC = torch.where(token_counts_BC, (logps_BC - sampling_BC).abs(), torch.nan)
+    is_per_token = ratio.size(1) > 1
+    ratio_counts = token_counts_BC if is_per_token else row_counts_B1
+    ratios = torch.where(ratio_counts, ratio, torch.nan)
+    smallest_ratio = ratios.nan_to_num(nan=torch.inf, posinf=torch.inf).amin()
+    figures = [
         gaps_BC.nanmean(),
         gaps_BC.nan_to_num(nan=0.0, posinf=torch.inf).amax(),
-        torch.where(counted_ratio.isnan().all(), torch.nan, smallest),
-        counted_ratio.nanmean(),
-        counted_ratio.nan_to_num(nan=0.0, posinf=torch.inf).amax(),
+        torch.where(ratios.isnan().all(), torch.nan, smallest_ratio),
+        ratios.nanmean(),
+        ratios.nan_to_num(nan=0.0, posinf=torch.inf).amax(),
     ]
-    return torch.stack(values).nan_to_num(nan=0.0, posinf=torch.inf)
+    return torch.stack(figures).nan_to_num(nan=0.0, posinf=torch.inf)
 
 
 class ImportanceRatio:
@@ -152,13 +168,13 @@ class ImportanceRatio:
         self.config = context.config
 
     def is_due(self, micro: Batch) -> bool:
-        """Whether the batch has the engine's log-probabilities but no ratio yet."""
+        """Return whether the batch has the engine's log-probabilities but no ratio yet."""
         return "importance_sampling_ratio" not in micro and "sampling_per_token_logps" in micro
 
     def complete(self, micro: Batch, logps_BC: Tensor) -> dict[str, float]:
         """Put the ratio into the batch, and return its metrics over all ranks by TRL's names.
 
-        `logps_BC`: the policy's log-probabilities, detached. A collective call.
+        `logps_BC`: the policy's log-probabilities, detached. Collective.
         """
         mask_BC = loss_mask(micro)
         sampling_BC = micro["sampling_per_token_logps"]
@@ -172,7 +188,13 @@ class ImportanceRatio:
             clip_max=config.vllm_importance_sampling_clip_max,
         )
         micro["importance_sampling_ratio"] = ratio
-        own_5 = ratio_figures(ratio, logps_BC=logps_BC, sampling_BC=sampling_BC, mask_BC=mask_BC)
-        ranks = self.accelerator.gather(own_5[None]).tolist()
-        columns = zip(_FIGURES.items(), zip(*ranks, strict=True), strict=True)
-        return {name: combined(values) for (name, combined), values in columns}
+        figures_5 = ratio_figures(
+            ratio, logps_BC=logps_BC, sampling_BC=sampling_BC, mask_BC=mask_BC
+        )
+        figures_R5 = self.accelerator.gather(figures_5[None]).tolist()
+        metrics = {}
+        for (name, combine), values in zip(
+            _FIGURES.items(), zip(*figures_R5, strict=True), strict=True
+        ):
+            metrics[name] = combine(values)
+        return metrics

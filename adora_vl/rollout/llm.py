@@ -9,14 +9,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import numpy as np
 from torch import nn
 from transformers import PreTrainedModel
 from vllm import LLM, SamplingParams
 from vllm.config import ModelConfig
 from vllm.distributed.device_communicators import cpu_communicator
 from vllm.exceptions import VLLMValidationError
+from vllm.logprobs import FlatLogprobs, SampleLogprobs
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -29,7 +31,12 @@ from adora_vl.data.images import KeptImage
 from adora_vl.models.four_bit import FrozenBase
 from adora_vl.rollout.engine_logps import engine_logp
 from adora_vl.rollout.prompt_tokens import collapse_image_runs
-from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult, merge_requests
+from adora_vl.rollout.rollouts import (
+    FinishReason,
+    SamplingRequest,
+    SamplingResult,
+    merge_requests,
+)
 from adora_vl.utils import compat
 from adora_vl.utils.errors import UserError, in_one_line
 
@@ -54,7 +61,7 @@ class LoadLater(DummyModelLoader):  # type: ignore[misc]  # vLLM is untyped to m
 
 
 def has_copied_head(model: PreTrainedModel, revision: str | None) -> bool:
-    """Whether the checkpoint of a model with tied embeddings has a tensor for its head too.
+    """Return whether the checkpoint of a model with tied embeddings has a tensor for its head too.
 
     Some tools write such checkpoints.
     """
@@ -67,7 +74,7 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux shows the names o
 
 
 def stopping_of_loops(options: Mapping[str, Any]) -> RepetitionDetectionParams:
-    """vLLM's `repetition_detection` from the mapping in a config.
+    """Return vLLM's `repetition_detection` from the mapping in a config.
 
     vLLM accepts a mapping too, but fails when it uses it. Raises `UserError` for options that vLLM
     does not take.
@@ -88,7 +95,7 @@ def stopping_of_loops(options: Mapping[str, Any]) -> RepetitionDetectionParams:
 
 @contextmanager
 def own_shared_memory() -> Iterator[None]:
-    """Inside the block the processes of a CPU engine give their shared memory a unique name.
+    """Let the processes of a CPU engine give their shared memory a unique name in the block.
 
     The name has the number of the launcher's process, so it is the same on all ranks. After the
     block all of them have mapped the memory, and the name is removed. Mapped memory stays until the
@@ -110,7 +117,7 @@ def own_shared_memory() -> Iterator[None]:
 
 
 def with_known_images(prompt: dict[str, Any]) -> dict[str, Any]:
-    """The prompt in a form in which vLLM neither copies nor hashes its images.
+    """Return the prompt in a form in which vLLM neither copies nor hashes its images.
 
     Each image is put into vLLM's own wrapper, which its parser passes on as it is, and its digest,
     which is known already, becomes its identity (`multi_modal_uuids`). This holds for images that
@@ -128,24 +135,39 @@ def with_known_images(prompt: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def logps_of_tokens(logprobs: SampleLogprobs, tokens: list[int]) -> list[float]:
+    """The log-probabilities of the sampled tokens, out of what vLLM returns for each position.
+
+    Args:
+        logprobs: the candidates of each position, flat or as one mapping a position.
+        tokens: the sampled token of each position.
+    """
+    if isinstance(logprobs, FlatLogprobs) and logprobs.token_ids == tokens:
+        # One candidate a position, the sampled one: the numbers are there already.
+        if np.isfinite(logprobs.logprobs).all():
+            return list(logprobs.logprobs)
+        return [engine_logp(value) for value in logprobs.logprobs]
+    # With several, the first one is the likeliest and not the sampled one, so its id decides.
+    positions = zip(logprobs, tokens, strict=True)
+    return [engine_logp(candidates[token].logprob) for candidates, token in positions]
+
+
 def answer_of(
     rollout: CompletionOutput, prompt_ids: Sequence[int], max_length: int
 ) -> SamplingResult:
-    """The result of one rollout that vLLM has sampled.
+    """Return the result of one rollout that vLLM has sampled.
 
     `prompt_ids`: the prompt as vLLM has read it. `max_length`: the most tokens of a sequence,
     prompt and completion together.
     """
     tokens = list(rollout.token_ids)
     logps: list[float | None] = [None] * len(tokens)
-    # A candidate is looked up by its id: the first one is the likeliest, not the sampled one.
     if rollout.logprobs is not None:
-        candidates = zip(rollout.logprobs, tokens, strict=True)
-        logps = [engine_logp(by_token[token].logprob) for by_token, token in candidates]
-    reason: Literal["stop", "length", "room"] = "stop"
+        logps = [*logps_of_tokens(rollout.logprobs, tokens)]
+    reason = FinishReason.STOP
     if rollout.finish_reason == "length":
         context_full = len(prompt_ids) + len(tokens) >= max_length
-        reason = "room" if context_full else "length"
+        reason = FinishReason.CONTEXT if context_full else FinishReason.LENGTH
     return SamplingResult(
         tokens=tokens, logps=logps, finish_reason=reason, prompt_ids_read=list(prompt_ids)
     )
@@ -166,7 +188,7 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Inside the block `sleep` does nothing."""
+        """Let `sleep` do nothing inside the block."""
         self.stays_awake = True
         try:
             yield
@@ -179,9 +201,10 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
         return super().generate(*args, **{**adapter, **kwargs})
 
     def sleep(self, level: int = 1, **kwargs: Any) -> None:
-        """Free the engine's memory, and count the seconds.
+        """Free the engine's memory, and count the seconds that it takes.
 
-        With an adapter the weights stay on the host (level 1), since no sync brings the base back.
+        Stock vLLM does not say how long it takes. With an adapter the weights stay on the host
+        (level 1), since no sync brings the base back that level 2 discards.
         """
         if self.stays_awake:
             return
@@ -211,7 +234,9 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
         `settings`: arguments of `SamplingParams`. `image_token_id`: the id that stands once per
         image in a prompt for vLLM, which repeats it for the image's patches; None for a text model.
         """
-        options = dict(settings)
+        # Numbers in flat lists: one object for each token takes the host longer than a card takes
+        # to sample it, and fills the garbage collector.
+        options = {**settings, "flat_logprobs": True}
         requests = [[ask] for ask in asks]
         if options["temperature"]:  # else sampling is greedy, where a request has one rollout
             requests = merge_requests(asks)

@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from adora_vl.data.prompts import PICTURE_TOKENS
 from adora_vl.utils.errors import RolloutError, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # A sampled token of these has no image, so the training's forward pass would raise (trl issue
 # 3847).
@@ -26,8 +29,8 @@ class PromptMismatchError(RolloutError):
 def refuse_prefill(dataset: object) -> None:
     """Raise `UserError` for the first row whose prompt ends with a turn of the assistant.
 
-    TRL closes that turn for the engine and begins another, but beside an image continues it for the
-    policy.
+    TRL closes that turn for the engine and begins another one. Beside an image it continues the
+    turn for the policy, so that the policy's prompt has another length than the engine's.
     """
     if not isinstance(dataset, Dataset) or "prompt" not in dataset.column_names:
         return
@@ -41,7 +44,7 @@ def refuse_prefill(dataset: object) -> None:
 
 
 def never_sampled_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids of `NEVER_SAMPLED` that this tokenizer has; empty for a text-only one."""
+    """Return the ids of `NEVER_SAMPLED` that this tokenizer has; empty for a text-only one."""
     vocabulary = tokenizer.get_vocab()
     return [vocabulary[token] for token in NEVER_SAMPLED if token in vocabulary]
 
@@ -59,10 +62,11 @@ def never_sample(ids: Sequence[int], settings: dict[str, Any], config: Generatio
 
 
 @contextmanager
-def folder_settings_left_out(model: Any) -> Iterator[None]:
-    """Inside the block `transformers` fills in nothing from the model's `generation_config.json`.
+def folder_settings_left_out(model: "PreTrainedModel") -> Iterator[None]:
+    """Hide the model's `generation_config.json` from `transformers` inside the block.
 
-    The model's generation config comes back afterwards, since it is saved with the model.
+    Otherwise it fills in what no key says. The model's generation config comes back afterwards,
+    since it is saved with the model.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     saved_config = base.generation_config
@@ -79,24 +83,26 @@ def collapse_image_runs(ids: Sequence[int], image_token_id: int) -> list[int]:
     The runs of two images never touch, because each stands between a vision-start and a vision-end
     token.
     """
-    return [
-        token
-        for position, token in enumerate(ids)
-        if token != image_token_id or position == 0 or ids[position - 1] != image_token_id
-    ]
+    collapsed: list[int] = []
+    for token in ids:
+        continues_run = token == image_token_id and collapsed[-1:] == [image_token_id]
+        if not continues_run:
+            collapsed.append(token)
+    return collapsed
 
 
 def check_prompts(
     expected: Sequence[Sequence[int]], engine: Sequence[Sequence[int]], image_token_id: int
 ) -> None:
     """Raise `PromptMismatchError` for the first row whose token ids the engine read otherwise."""
-    for row, (ours, theirs) in enumerate(zip(expected, engine, strict=True)):
-        if list(ours) == list(theirs):
+    for row, (trainer_ids, engine_ids) in enumerate(zip(expected, engine, strict=True)):
+        if list(trainer_ids) == list(engine_ids):
             continue
-        counts = [sum(token == image_token_id for token in ids) for ids in (ours, theirs)]
-        if counts[0] != counts[1]:
+        trainer_count = sum(token == image_token_id for token in trainer_ids)
+        engine_count = sum(token == image_token_id for token in engine_ids)
+        if trainer_count != engine_count:
             why = (
-                f"image tokens: trainer {counts[0]}, engine {counts[1]}. Give both the same "
+                f"image tokens: trainer {trainer_count}, engine {engine_count}. Give both the same "
                 "limits: set min_pixels and max_pixels in the config rather than in one "
                 "processor"
             )
@@ -106,7 +112,9 @@ def check_prompts(
                 "uses?"
             )
         raise PromptMismatchError(
-            row, f"the engine's prompt has {len(theirs)} tokens, the trainer's {len(ours)}; {why}"
+            row,
+            f"the engine's prompt has {len(engine_ids)} tokens, the trainer's {len(trainer_ids)}; "
+            f"{why}",
         )
 
 

@@ -2,8 +2,9 @@
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import groupby
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from PIL import Image
 
@@ -13,38 +14,96 @@ from adora_vl.types import Row
 from adora_vl.utils.seeding import rollout_seed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepKey:
+    """Where in a run a batch of rollouts is sampled.
+
+    Seeds are made of `position` and `name`. A resumed run arrives at the same texts, and so draws
+    the same random numbers; they must never change.
+    """
+
+    mode: Literal["train", "eval", "try"]
+    step: int
+    """Optimizer steps that have been made."""
+    micro: int
+    """Micro-batches of the present optimizer step that come before it."""
+    attempt: int = 0
+    """0, or the round of further problems."""
+
+    @property
+    def position(self) -> str:
+        """The place in the run, such as `12/0`: step and micro-batch."""
+        return f"{self.step}/{self.micro}"
+
+    @property
+    def name(self) -> str:
+        """The name among all batches of a run, such as `train/12/0`, or `train/12/0/1`."""
+        attempt = f"/{self.attempt}" if self.attempt else ""
+        return f"{self.mode}/{self.position}{attempt}"
+
+
+class FinishReason(StrEnum):
+    """Why a rollout, or one turn of it, has ended.
+
+    Predictions and checkpoints contain the values.
+    """
+
+    RUNNING = ""
+    """It has not ended. In a result: servers do not say why they stopped."""
+    STOP = "stop"
+    """It ended by itself."""
+    LENGTH = "length"
+    """It is as long as it may be."""
+    CALLS = "calls"
+    """Its last turn calls a tool, and no calls are left."""
+    CONTEXT = "room"
+    """No room is left in the completion or in the engine's context."""
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether the last turn may have called a tool that nobody answers."""
+        return self in (FinishReason.CALLS, FinishReason.CONTEXT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
     """Consecutive tokens from one source: the policy at one step, or a tool."""
 
     tokens: tuple[int, ...]
-    # by the weights that sampled the tokens; None: the tokens are not the policy's, as a tool's
     logps: tuple[float | None, ...] | None
-    step: int  # optimizer steps that had been made when it came
+    """Log-probabilities by the weights that sampled the tokens, None for a token whose
+    log-probability is not known; None: the tokens are a tool's."""
+    step: int
+    """Optimizer steps that had been made when it came."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
     """A picture that a tool has returned."""
 
-    digest: str  # of its content
+    digest: str
+    """The digest of its content."""
     image: Image.Image
-    span: int  # number of the segment that shows it; pictures stand in the order of the tokens
+    span: int
+    """The number of the segment that shows it; pictures stand in the order of the tokens."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
     """A call of a tool, for the record."""
 
     name: str
-    arguments: str  # as they were written
-    text: str  # what came back, as text
+    arguments: str
+    """The arguments as they were written."""
+    text: str
+    """The reply, as text."""
     seconds: float
     failed: bool
-    span: int = -1  # number of the segment that answers it; -1 until it has one
+    span: int = -1
+    """The number of the segment that answers it; -1 until it has one."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
     """A completion so far, or to its end.
 
@@ -52,15 +111,18 @@ class Rollout:
     """
 
     segments: tuple[Segment, ...] = ()
-    # "": in progress; "stop": it ended by itself; "length": at the run's limit; "calls": with a call
-    # that nobody answers, since none are left; "room": no room is left in the completion or in the
-    # engine's context
-    ended: Literal["", "stop", "length", "calls", "room"] = ""
-    compared: bool = True  # whether it was sampled on the trainer's images
+    finish_reason: FinishReason = FinishReason.RUNNING
+    compared: bool = True
+    """Whether it was sampled on the trainer's images."""
     pictures: tuple[Picture, ...] = ()
     calls: tuple[Call, ...] = ()
-    # the rollout's own, in a run that has environments
     environment: Any = field(default=None, compare=False, repr=False)
+    """The rollout's own environment, in a run that has environments."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more is sampled for it."""
+        return self.finish_reason is not FinishReason.RUNNING
 
     @property
     def tokens(self) -> list[int]:
@@ -101,7 +163,7 @@ class Rollout:
         ]
 
     def stale_tokens(self, step: int) -> int:
-        """How many tokens at the beginning cannot be compared with the policy of `step`.
+        """Return how many tokens at the beginning cannot be compared with the policy of `step`.
 
         Those are the tokens of earlier steps, or all tokens of a rollout that saw other images.
         """
@@ -110,75 +172,94 @@ class Rollout:
         return sum(len(segment.tokens) for segment in self.segments if segment.step != step)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DrawnProblem:
     """A problem that a data loader has drawn."""
 
-    number: int  # of its row in the data set; -1 where rows are not numbered
-    where: str  # the name of the generation in which it was drawn
-    place: int  # its number there, over all ranks
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps that had been made when it was drawn."""
-        return int(self.where.split("/")[1])
+    row_number: int
+    """The number of its row in the data set; -1 where rows are not numbered."""
+    key: StepKey
+    """The batch for which it was drawn."""
+    slot: int
+    """Its number there, over all ranks."""
 
 
-@dataclass(frozen=True)
+class RolloutKey(NamedTuple):
+    """The number of a rollout among the groups of its rank."""
+
+    group: int
+    member: int
+    """Its number in the group."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutGroup:
     """A problem that has begun, and its rollouts."""
 
     problem: DrawnProblem
-    row: Row  # empty in a checkpoint, since the data set has it
-    began: int  # the generation in which it began
+    row: Row
+    """The problem's row; empty in a checkpoint, since the data set has it."""
+    began: int
+    """The generation in which it began."""
     rollouts: tuple[Rollout, ...]
-    first_member: int = 0  # number of the first rollout, where each rank has a part of the group
+    first_member: int = 0
+    """The number of the first rollout, where each rank has a part of the group."""
 
     @property
     def complete(self) -> bool:
         """Whether all rollouts have ended."""
-        return all(rollout.ended for rollout in self.rollouts)
+        return all(rollout.has_ended for rollout in self.rollouts)
 
     def seed(self, run_seed: int, member: int, rollout: Rollout) -> int:
-        """The seed of the next segment of the rollout with the number `member`.
+        """Return the seed of the next segment of the rollout with the number `member`.
 
         It differs from the seeds of earlier segments, whose random numbers would be drawn again.
         """
         problem = self.problem
         number = sum(segment.logps is not None for segment in rollout.segments)
-        where = f"{problem.where}/segment-{number}" if number else problem.where
+        position = f"{problem.key.name}/segment-{number}" if number else problem.key.name
         return rollout_seed(
-            run_seed, position=where, group=problem.place, member=self.first_member + member
+            run_seed, position=position, group=problem.slot, member=self.first_member + member
         )
+
+    def tool_seed(self, run_seed: int, member: int) -> str:
+        """The seed of the tools that the rollout with the number `member` calls."""
+        problem = self.problem
+        number = self.first_member + member
+        return f"{run_seed}/{problem.key.name}/{problem.slot}/{number}"
 
 
 def row_for_rewards(row: Row, rollout: Rollout) -> Row:
-    """The row as reward functions get it: with the rollout's environment, under TRL's name."""
+    """Return the row as reward functions get it.
+
+    It has the rollout's environment, under TRL's name.
+    """
     if rollout.environment is None:
         return row
     return cast("Row", {**row, "environments": rollout.environment})
 
 
 def groups_of(
-    rows: Sequence[Any], where: str, began: int, first: int, generations: int
+    rows: Sequence[Any], key: StepKey, *, began: int, first: int, generations: int
 ) -> list[RolloutGroup]:
-    """The rows of a rank as groups that are about to begin, or as parts of groups.
+    """Return the rows of a rank as groups that are about to begin, or as parts of groups.
 
     Args:
         rows: one for each rollout; those of a problem are neighbours.
-        where: the name of the generation.
-        began: the number of the generation.
+        key: the batch for which they were drawn.
+        began: the number of the generation in which the groups begin.
         first: the number of the first row over all ranks.
         generations: rollouts of a problem.
     """
     groups: list[RolloutGroup] = []
-    for place, numbered in groupby(
+    for slot, numbered in groupby(
         enumerate(rows, first), key=lambda number_and_row: number_and_row[0] // generations
     ):
         members = list(numbered)
         number, row = members[0]
         columns = dict(row)
-        problem = DrawnProblem(columns.pop(ROW_NUMBER, -1), where, place)
+        row_number = columns.pop(ROW_NUMBER, -1)
+        problem = DrawnProblem(row_number=row_number, key=key, slot=slot)
         groups.append(
             RolloutGroup(
                 problem=problem,
@@ -191,52 +272,59 @@ def groups_of(
     return groups
 
 
-def open_rollouts(
-    groups: Sequence[RolloutGroup], limits: Iterable[int]
-) -> dict[tuple[int, int], Rollout]:
-    """Unfinished rollouts by the number of their group and their own in the group.
+def unfinished_rollouts(
+    groups: Sequence[RolloutGroup], numbers: Iterable[int]
+) -> dict[RolloutKey, Rollout]:
+    """Return the unfinished rollouts of the groups with these numbers.
 
-    Only groups whose numbers are in `limits` are looked at. Continued rollouts come first, since
-    they are expected to take longest.
+    Continued rollouts come first, since they are expected to take longest.
     """
     unfinished = {
-        (number, member): rollout
-        for number in limits
+        RolloutKey(number, member): rollout
+        for number in numbers
         for member, rollout in enumerate(groups[number].rollouts)
-        if not rollout.ended
+        if not rollout.has_ended
     }
     return dict(sorted(unfinished.items(), key=lambda item: not item[1].segments))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingRequest:
     """One rollout that is to begin or to continue."""
 
-    # the prompt with its image tokens expanded, and the tokens that the rollout has already
     prompt_ids: list[int]
-    images: list[Any]  # that the engine is to see
-    # neighbours of one group that ask for the same may be one request; their seeds count up
+    """The prompt with its image tokens expanded, and the tokens that the rollout has already."""
+    images: list[Any]
+    """The images that the engine is to see."""
     group: Hashable
-    seed: int | None = None  # None: the engine's own
-    max_tokens: int | None = None  # None: the run's limit
+    """Neighbours of one group that ask for the same may be one request; their seeds count up."""
+    seed: int | None = None
+    """None: the engine's own."""
+    max_tokens: int | None = None
+    """Tokens that are sampled at most; None: the run's limit."""
+    max_length: int | None = None
+    """Tokens of the whole completion, with those of tools; None where only one turn is sampled."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingResult:
     """The tokens that were sampled for a request."""
 
     tokens: list[int]
-    # of each token, by the weights that sampled it; None where the engine was not asked for any
     logps: list[float | None]
-    # "stop": it ended by itself; "length": at its limit; "room": at the end of the engine's context;
-    # "": servers do not say it
-    finish_reason: Literal["", "stop", "length", "room"] = ""
-    # the prompt as the engine has read it
+    """The log-probability of each token, by the weights that sampled it; None where the engine was
+    not asked for any."""
+    finish_reason: FinishReason = FinishReason.RUNNING
+    """`RUNNING`: servers do not say why they stopped."""
     prompt_ids_read: list[int] = field(default_factory=list)
+    """The prompt as the engine has read it."""
 
 
 def merge_requests(requests: Sequence[SamplingRequest]) -> list[list[SamplingRequest]]:
-    """Lists of neighbouring requests that ask for the same, so an engine may get each as one."""
+    """Return lists of neighbouring requests that ask for the same.
+
+    An engine may get each list as one request.
+    """
     alike = groupby(
         requests,
         key=lambda request: (

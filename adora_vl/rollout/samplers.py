@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from adora_vl.packing.images import DistinctImages
 from adora_vl.packing.prompts import PromptBatch
 from adora_vl.rollout.engine import AdoraVLLMGeneration
-from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult
+from adora_vl.rollout.rollouts import FinishReason, SamplingRequest, SamplingResult
 from adora_vl.rollout.servers import ServerPool
 from adora_vl.types import StepContext
 from adora_vl.utils.errors import engine_call
@@ -72,7 +72,10 @@ class TransformersSampler:
     ) -> list[SamplingResult]:
         assert prompts is not None and settings is None
         return [
-            SamplingResult(tokens, [None] * len(tokens), "stop") for tokens in self._turn(prompts)
+            SamplingResult(
+                tokens=tokens, logps=[None] * len(tokens), finish_reason=FinishReason.STOP
+            )
+            for tokens in self._turn(prompts)
         ]
 
     def awake(self) -> AbstractContextManager[None]:
@@ -171,7 +174,7 @@ class AsyncServerSampler(VLLMSampler):
         return self.begin(asks, settings).join()
 
     def waited(self) -> dict[str, float]:
-        """Seconds of waiting since the last call.
+        """Return seconds of waiting since the last call.
 
         `trainer`: the trainer waited for servers. `servers`: they waited for it (first rank only).
         """

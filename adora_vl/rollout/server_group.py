@@ -37,64 +37,68 @@ class ServerGroup:
     @contextmanager
     def weights_written(self, tensors: Tensors) -> Iterator[Path]:
         """Write the tensors; yields their folder, which stays while the block runs."""
-        with ExitStack() as until:
+        with ExitStack() as stack:
 
             def write(_: ServerPool) -> Path:
                 assert self.files is not None
-                return until.enter_context(self.files.written(tensors))
+                return stack.enter_context(self.files.written(tensors))
 
             # The other ranks go through the tensors too: gathering each is a collective call.
             yield self.first_rank(write, meanwhile=lambda: deque(tensors, 0))
 
     def gathered(
-        self, asks: Sequence[SamplingRequest], settings: Mapping[str, Any]
+        self, requests: Sequence[SamplingRequest], settings: Mapping[str, Any]
     ) -> list[GroupRequest]:
-        """The requests of all ranks, on the first rank; an empty list on every other rank.
+        """Return the requests of all ranks, on the first rank; an empty list on every other rank.
 
         `settings`: vLLM's sampling parameters.
         """
-        everyone = gather_object(list(asks))
+        requests_of_all = gather_object(list(requests))
         if not self.accelerator.is_main_process:
             return []
-        requests = []
-        for group in merge_requests(everyone):
-            ask = group[0]
-            limits = {"seed": ask.seed, "max_tokens": ask.max_tokens}
-            limits = {name: value for name, value in limits.items() if value is not None}
-            requests.append(
+        group_requests = []
+        for group in merge_requests(requests_of_all):
+            first = group[0]
+            group_settings = dict(settings)
+            if first.seed is not None:
+                group_settings["seed"] = first.seed
+            if first.max_tokens is not None:
+                group_settings["max_tokens"] = first.max_tokens
+            group_requests.append(
                 GroupRequest(
-                    prompt_ids=ask.prompt_ids,
-                    images=ask.images,
+                    prompt_ids=first.prompt_ids,
+                    images=first.images,
                     rollouts=len(group),
-                    settings={**settings, **limits},
+                    settings=group_settings,
                 )
             )
-        return requests
+        return group_requests
 
-    def sample(self, requests: list[GroupRequest], asks: int) -> list[SamplingResult]:
-        """Sample now. Returns the results of this rank, which has asked for `asks` rollouts."""
+    def sample(self, requests: list[GroupRequest], rollouts: int) -> list[SamplingResult]:
+        """Sample now. Returns the results of this rank, which has asked for `rollouts` rollouts."""
         answers = self.first_rank(lambda servers: servers.sample(requests, self.place))
-        return self.shared(answers, asks)
+        return self.shared(answers, rollouts)
 
-    def shared(self, answers: list[Sampled], asks: int) -> list[SamplingResult]:
-        """This rank's part of the answers to all ranks.
+    def shared(self, answers: list[Sampled], rollouts: int) -> list[SamplingResult]:
+        """Return this rank's part of the answers to all ranks.
 
-        `asks`: the number of rollouts that this rank has asked for.
+        `rollouts`: the number of rollouts that this rank has requested. The answers are in the order
+        of the ranks.
         """
-        first = sum(gather_object([asks])[: self.accelerator.process_index])
-        results = [
-            SamplingResult(tokens=tokens, logps=[*logps])
-            for answer in answers
-            for tokens, logps in answer
-        ]
-        return results[first : first + asks]
+        rollouts_of_ranks = gather_object([rollouts])
+        first = sum(rollouts_of_ranks[: self.accelerator.process_index])
+        results = []
+        for answer in answers:
+            for tokens, logps in answer:
+                results.append(SamplingResult(tokens=tokens, logps=[*logps]))
+        return results[first : first + rollouts]
 
     def first_rank(
         self, do: Callable[[ServerPool], Any], meanwhile: Callable[[], object] = lambda: None
     ) -> Any:
         """Run `do` on the first rank, and return its result, or raise its error, on all ranks.
 
-        The other ranks run `meanwhile`.
+        The other ranks run `meanwhile`. Collective.
         """
         result: Any = None
         problem: Exception | None = None
@@ -107,8 +111,12 @@ class ServerGroup:
             meanwhile()
         # An error travels as the number of its kind and its text: not every error can be pickled.
         kinds: list[type[Exception]] = [NoServerError, UserError, RolloutError]
-        matching = [number for number, kind in enumerate(kinds) if isinstance(problem, kind)]
-        kind_number = matching[0] if matching else len(kinds)
+        raised_elsewhere = [NoServerError, SharedUserError, RolloutError, EngineError]
+        kind_number = len(kinds)  # any further error is raised as the last kind
+        for number, kind in enumerate(kinds):
+            if isinstance(problem, kind):
+                kind_number = number
+                break
         text = ""
         if problem is not None:
             text = str(problem) or type(problem).__name__
@@ -118,5 +126,5 @@ class ServerGroup:
             raise problem
         result, kind_number, text = message
         if text:
-            raise [NoServerError, SharedUserError, RolloutError, EngineError][kind_number](text)
+            raise raised_elsewhere[kind_number](text)
         return result

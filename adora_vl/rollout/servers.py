@@ -77,25 +77,22 @@ class GroupRequest:
     settings: dict[str, Any]  # vLLM's sampling parameters
 
 
-def of_sampled(
+def sampled_logps(
     tokens: Sequence[Sequence[int]],
     logps: Sequence[Sequence[Sequence[float | None]]],
     ids: Sequence[Sequence[Sequence[int]]],
 ) -> list[list[float]]:
-    """The log-probability of each sampled token of each rollout.
+    """Return the log-probability of each sampled token of each rollout.
 
     `logps`, `ids`: for each token the scored candidates, of which the first is the likeliest and
     not necessarily the sampled one. So the sampled token is looked up by its id.
     """
     rollouts = []
     for row_tokens, row_logps, row_ids in zip(tokens, logps, ids, strict=True):
-        candidates = zip(row_tokens, row_logps, row_ids, strict=True)
-        rollouts.append(
-            [
-                engine_logp(token_logps[token_ids.index(token)])
-                for token, token_logps, token_ids in candidates
-            ]
-        )
+        rollout_logps = []
+        for token, token_logps, token_ids in zip(row_tokens, row_logps, row_ids, strict=True):
+            rollout_logps.append(engine_logp(token_logps[token_ids.index(token)]))
+        rollouts.append(rollout_logps)
     return rollouts
 
 
@@ -109,12 +106,13 @@ def refuse_impossible(tokens: Sequence[Sequence[int]], limit: int, vocabulary: i
     longest = max(map(len, tokens))
     if longest > limit:
         raise UnusableServerError(f"asked for at most {limit} tokens it gave {longest}")
-    unknown = next((token for row in tokens for token in row if not 0 <= token < vocabulary), None)
-    if unknown is not None:
-        raise UnusableServerError(
-            f"it gave the token {unknown}, but the policy's vocabulary has {vocabulary}; start it "
-            "with the policy's model"
-        )
+    for rollout in tokens:
+        for token in rollout:
+            if not 0 <= token < vocabulary:
+                raise UnusableServerError(
+                    f"it gave the token {token}, but the policy's vocabulary has {vocabulary}; "
+                    "start it with the policy's model"
+                )
 
 
 class _Retry(Retry):
@@ -135,7 +133,10 @@ class _Adapter(HTTPAdapter):
     """
 
     def __init__(self, answer_s: float) -> None:
-        """`answer_s`: timeout of an answer, in seconds, where the request has none of its own."""
+        """Create the adapter.
+
+        `answer_s`: timeout of an answer, in seconds, where the request has none of its own.
+        """
         self._answer_s = answer_s
         retry = _Retry(
             total=3,
@@ -162,8 +163,9 @@ class Server:
     """One vLLM server. Its methods raise `UnusableServerError`, or what `requests` raises."""
 
     def __init__(self, client: VLLMClient, answer_s: float, vocabulary: int) -> None:
-        """`answer_s`: how many seconds it may take to answer a request, or to read all weights.
+        """Create the server's state; nothing is asked of it yet.
 
+        `answer_s`: how many seconds it may take to answer a request, or to read all weights.
         `vocabulary`: the number of token ids that the policy has.
         """
         for scheme in ("http://", "https://"):
@@ -176,7 +178,8 @@ class Server:
         self.synced_life = ""  # the instance that has the weights of the last sync
         self.logprobs_mode = ""  # vLLM's name for the kind of log-probabilities that it returns
         self.lora: dict[str, Any] = {}  # vLLM's LoRA settings; empty if it was started without LoRA
-        self.serves = ("", False)  # the name of its model, and whether that is in 4 bits
+        self.model_name = ""  # vLLM's name for the model that it serves
+        self.in_four_bit = False  # whether that model is in 4 bits
 
     def look(self, timeout: tuple[float, float] = _LIVING_S) -> None:
         """Read what the server is, and raise where it does not answer.
@@ -190,14 +193,17 @@ class Server:
         self.logprobs_mode = str(model["logprobs_mode"])
         lora = config.get("lora_config")
         self.lora = {"enable_lora": True, **lora, **info["vllm_env"]} if lora else {}
-        self.serves = str(model.get("model")), model.get("quantization") == "bitsandbytes"
+        self.model_name = str(model.get("model"))
+        self.in_four_bit = model.get("quantization") == "bitsandbytes"
 
     def check_lora(self, needs: Mapping[str, Any], base: str, four_bit: bool) -> None:
         """Raise `UnusableServerError` where it was not started for an adapter on `base`.
 
-        `needs`: vLLM's settings that the adapter needs.
+        Args:
+            needs: vLLM's settings that the adapter needs; a number is a lower bound.
+            base: the model that the policy is trained on.
+            four_bit: whether that model is in 4 bits.
         """
-        served, in_four_bit = self.serves
         missing = []
         for name, value in needs.items():
             if self.lora.get(name, 0) < value:
@@ -211,9 +217,9 @@ class Server:
             raise UnusableServerError(
                 f"it has no room for the policy's adapter; start it with {' and '.join(missing)}"
             )
-        if in_four_bit != four_bit:
+        if self.in_four_bit != four_bit:
             raise UnusableServerError(
-                f"it serves {served}; start it with {base}, which the policy is trained on"
+                f"it serves {self.model_name}; start it with {base}, which the policy is trained on"
             )
 
     def check_weights(self) -> None:
@@ -229,24 +235,28 @@ class Server:
                 "it was started again, and has not the policy's weights until the next sync"
             )
 
-    def answer(self, ask: GroupRequest, place: PlaceFeatures, features_of: Features) -> Sampled:
+    def answer(
+        self, group_request: GroupRequest, place_features: PlaceFeatures, features_of: Features
+    ) -> Sampled:
         """Sample the rollouts of a request.
 
-        `place` points image features at the image tokens of the prompt. `features_of`: the features
-        that the server has computed for the present batch of requests. Requests for the same images
-        share them, such as those for rollouts that go on, each of which is a request.
+        Args:
+            group_request: the prompt, and how its rollouts are sampled.
+            place_features: points image features at the image tokens of the prompt.
+            features_of: the features that the server has computed for the present batch of requests.
+                Requests for the same images share them, such as those for rollouts that go on, each
+                of which is a request.
         """
         features = None
         try:
-            if ask.images:
-                new = Future[Any]()
-                names = tuple(map(id, ask.images))
-                future = features_of.setdefault(names, new)
-                if future is new:  # the first request for these images computes them
-                    _settle(new, partial(self.client.image_features, [ask.images]))
-                features = [place(future.result()[0], ask.prompt_ids)]
+            if group_request.images:
+                image_features = self._image_features(group_request.images, features_of)
+                features = [place_features(image_features, group_request.prompt_ids)]
             reply = self.client.generate(
-                [ask.prompt_ids], features, ask.rollouts, generation_kwargs=ask.settings
+                [group_request.prompt_ids],
+                features,
+                group_request.rollouts,
+                generation_kwargs=group_request.settings,
             )
         except requests.ReadTimeout as error:
             raise UnusableServerError(
@@ -257,18 +267,38 @@ class Server:
             if str(error).startswith(_REFUSED):
                 self.check_weights()
             raise
+        return self._checked(reply, group_request)
+
+    def _image_features(self, images: list[Any], features_of: Features) -> dict[str, Any] | None:
+        """Return the features of images, which the first request for them has computed."""
+        image_ids = tuple(map(id, images))
+        new = Future[Any]()
+        future = features_of.setdefault(image_ids, new)
+        if future is new:
+            _settle(new, partial(self.client.image_features, [images]))
+        features: dict[str, Any] | None = future.result()[0]
+        return features
+
+    def _checked(self, reply: Mapping[str, Any], group_request: GroupRequest) -> Sampled:
+        """Return the rollouts in a reply.
+
+        Raises `UnusableServerError` where they are not what the policy would sample for the request.
+        """
         tokens = reply["completion_ids"]
         logps = reply["logprobs"]
-        lengths = [len(row) for row in tokens]
-        scored = [len(row) for row in logps or ()]
-        if len(lengths) != ask.rollouts or not all(lengths) or scored != lengths:
-            gave = f"{lengths} tokens, {scored} of them scored"
-            raise UnusableServerError(f"asked for {ask.rollouts} rollouts it gave {gave}")
-        refuse_impossible(tokens, ask.settings["max_tokens"], self._vocabulary)
-        if reply["prompt_ids"] != [ask.prompt_ids]:
+        lengths = [len(rollout) for rollout in tokens]
+        scored_lengths = [len(rollout) for rollout in logps or ()]
+        rollouts = group_request.rollouts
+        if len(lengths) != rollouts or not all(lengths) or scored_lengths != lengths:
+            raise UnusableServerError(
+                f"asked for {rollouts} rollouts it gave {lengths} tokens, {scored_lengths} of them "
+                "scored"
+            )
+        refuse_impossible(tokens, group_request.settings["max_tokens"], self._vocabulary)
+        if reply["prompt_ids"] != [group_request.prompt_ids]:
             raise UnusableServerError("it read another prompt than the trainer's")
-        sampled_logps = of_sampled(tokens, logps, reply["logprob_token_ids"])
-        return list(zip(tokens, sampled_logps, strict=True))
+        rollout_logps = sampled_logps(tokens, logps, reply["logprob_token_ids"])
+        return list(zip(tokens, rollout_logps, strict=True))
 
     def read_weights(self, folder: Path) -> None:
         """Load the tensors in `folder`, and empty the caches that the old weights have filled."""
@@ -304,7 +334,10 @@ class Server:
         self._ask("POST", "reset_encoder_cache", timeout=_LIVING_S)
 
     def _ask(self, method: str, path: str, **kwargs: Any) -> requests.Response:
-        """The response with status 200; raises `UnusableServerError` for every other status."""
+        """Return the response with status 200.
+
+        Raises `UnusableServerError` for every other status.
+        """
         response: requests.Response = self.client.session.request(
             method, f"{self.address}/{path}", **kwargs
         )
@@ -317,6 +350,7 @@ class Server:
         return response
 
     def _json(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
+        """Return the body of a response with status 200."""
         reply: dict[str, Any] = self._ask(method, path, **kwargs).json()
         return reply
 
@@ -335,20 +369,25 @@ class ServerPool:
         vocabulary: int,
         logprobs_mode: str = "",
     ) -> None:
-        """`patience_s`: how many seconds a sync waits for a first server to answer.
+        """Create the pool of all clients' servers, which count as living until one fails.
 
-        `answer_s`: timeout of a sampling request, in seconds. `vocabulary`: the number of the
-        policy's token ids. `logprobs_mode`: the kind of log-probabilities that the trainer uses; a
-        server with another kind is reported at its first sync.
+        Args:
+            clients: TRL's clients of the servers.
+            patience_s: how many seconds a sync waits for a first server to answer.
+            answer_s: timeout of a sampling request, in seconds.
+            vocabulary: the number of the policy's token ids.
+            logprobs_mode: the kind of log-probabilities that the trainer uses; a server with
+                another kind is reported at its first sync.
         """
         self._all = [Server(client, answer_s, vocabulary) for client in clients]
         self.living = list(self._all)
         self._patience_s = patience_s
         self._logprobs_mode = logprobs_mode
-        self._adapter: tuple[Any, ...] = ()  # arguments of `Server.check_lora`; empty: no adapter
+        # the arguments of `Server.check_lora`; None where whole weights are written
+        self._adapter: tuple[Mapping[str, Any], str, bool] | None = None
 
     def have_lora(self) -> bool:
-        """Whether all servers were started with LoRA. Raises what `Server.look` raises."""
+        """Return whether all servers were started with LoRA. Raises what `Server.look` raises."""
         for server in self._all:
             server.look()
         return all(server.lora for server in self._all)
@@ -356,20 +395,20 @@ class ServerPool:
     def take_adapter(self, needs: Mapping[str, Any], base: str, four_bit: bool) -> None:
         """Send the servers nothing but the adapter from now on.
 
-        The arguments are those of `Server.check_lora`. Raises `EngineError` where a server cannot
+        The arguments are those of `Server.check_lora`. A server whose model has another name than
+        `base` is reported, since it may be the same model. Raises `EngineError` where a server cannot
         take the adapter.
         """
         self._adapter = needs, base, four_bit
         for server in self._all:
             try:
-                server.check_lora(*self._adapter)
+                server.check_lora(needs, base, four_bit)
             except UnusableServerError as error:
                 raise EngineError(f"vllm_server_base_url: {server.address}: {error}") from None
-            if server.serves[0] != base:
-                named = f"Server {server.address} serves {server.serves[0]}"
+            if server.model_name != base:
                 tqdm.write(
-                    f"{named}, to which the adapter goes alone; it has to be {base}, the policy's "
-                    "base."
+                    f"Server {server.address} serves {server.model_name}, to which the adapter goes "
+                    f"alone; it has to be {base}, the policy's base."
                 )
 
     def find(self, *, in_part: bool = False) -> bool:
@@ -379,32 +418,43 @@ class ServerPool:
         weights is written (`in_part`), such a server is left out until the next sync. Raises
         `NoServerError` where none answers in time.
         """
-        end = time.monotonic() + self._patience_s
+        deadline = time.monotonic() + self._patience_s
         while True:
-            problems = _together(self._all, self._look)
-            for server, problem in problems.items():
-                if problem is None and server not in self.living:
-                    tqdm.write(f"Server {server.address} is back.")
-                    self.living.append(server)
-                elif problem is not None and server in self.living:
-                    self._leave_out(server, problem)
+            problems = _on_each(self._all, self._look)
+            self._update_living(problems)
             if self.living:
-                new = [server for server in self.living if server.synced_life != server.life]
-                for server in new:
-                    if server.logprobs_mode != self._logprobs_mode:
-                        started = (
-                            f"Server {server.address} was started with --logprobs-mode "
-                            f"{server.logprobs_mode}"
-                        )
-                        tqdm.write(f"{started}; {self._logprobs_mode} is the trainer's.")
-                    if in_part and not self._adapter:
-                        self._leave_out(server, _STARTED_AGAIN)
-                if not self.living:
-                    raise NoServerError(_none_left(_STARTED_AGAIN))
-                return bool(new)
-            if time.monotonic() >= end:
-                raise NoServerError(_none_left(next(filter(None, problems.values()))))
+                return self._note_restarted(in_part)
+            if time.monotonic() >= deadline:
+                raise NoServerError(_none_left(_first_problem(problems)))
             time.sleep(_BETWEEN_LOOKS_S)
+
+    def _update_living(self, problems: Mapping[Server, Exception | None]) -> None:
+        """Use the servers that have answered, and leave out those with a problem."""
+        for server, problem in problems.items():
+            if problem is None and server not in self.living:
+                tqdm.write(f"Server {server.address} is back.")
+                self.living.append(server)
+            elif problem is not None and server in self.living:
+                self._leave_out(server, problem)
+
+    def _note_restarted(self, in_part: bool) -> bool:
+        """Return whether any server in use lacks the weights of the last sync, as after a restart.
+
+        `in_part`: such a server is left out, unless it gets an adapter, which is always written as a
+        whole. Raises `NoServerError` where no server remains.
+        """
+        restarted = [server for server in self.living if server.synced_life != server.life]
+        for server in restarted:
+            if server.logprobs_mode != self._logprobs_mode:
+                tqdm.write(
+                    f"Server {server.address} was started with --logprobs-mode "
+                    f"{server.logprobs_mode}; {self._logprobs_mode} is the trainer's."
+                )
+            if in_part and not self._adapter:
+                self._leave_out(server, _STARTED_AGAIN)
+        if not self.living:
+            raise NoServerError(_none_left(_STARTED_AGAIN))
+        return bool(restarted)
 
     def _look(self, server: Server) -> None:
         """Look at a server, with shorter timeouts if it is left out."""
@@ -415,13 +465,17 @@ class ServerPool:
     def read_weights(self, folder: Path) -> None:
         """Let all servers load the tensors in `folder`. Raises `NoServerError` where none can."""
         read = Server.read_adapter if self._adapter else Server.read_weights
-        self._all_do(lambda server: read(server, folder), f"Does it see {str(folder.parent)!r}? ")
+        self._on_all_living(
+            lambda server: read(server, folder), hint=f"Does it see {str(folder.parent)!r}? "
+        )
 
     def forget(self) -> None:
         """Empty the caches that new weights make stale. Raises `NoServerError` where none does."""
-        self._all_do(Server.forget)
+        self._on_all_living(Server.forget)
 
-    def sample(self, asks: Sequence[GroupRequest], place: PlaceFeatures) -> list[Sampled]:
+    def sample(
+        self, group_requests: Sequence[GroupRequest], place_features: PlaceFeatures
+    ) -> list[Sampled]:
         """Sample the rollouts of each request.
 
         Requests go to another server where one does not answer, or turns out to have lost the
@@ -429,61 +483,48 @@ class ServerPool:
         that no server would answer.
         """
         answers: dict[int, Sampled] = {}
-        last: Exception | None = None
-        while remaining := [number for number in range(len(asks)) if number not in answers]:
+        last_problem: Exception | None = None
+        while len(answers) < len(group_requests):
             servers = list(self.living)
             if not servers:
-                raise NoServerError(_none_left(last))
+                raise NoServerError(_none_left(last_problem))
+            remaining = [number for number in range(len(group_requests)) if number not in answers]
             server_of = {
                 number: servers[turn % len(servers)] for turn, number in enumerate(remaining)
             }
-            failed = set[Server]()
-            features: dict[Server, Features] = {server: {} for server in servers}
-            work = [
-                partial(
-                    _answer,
-                    server=server_of[number],
-                    ask=asks[number],
-                    place=place,
-                    features=features[server_of[number]],
-                    failed=failed,
-                )
-                for number in remaining
-            ]
-            futures = _on_threads(work, _AT_A_TIME * len(servers))
+            futures = _send_all(group_requests, server_of, place_features)
             sampled: dict[int, Sampled] = {}
-            for number, future in zip(remaining, futures, strict=True):
-                problem = future.exception()
-                if problem is None:
+            for number, future in futures.items():
+                error = future.exception()
+                if error is None:
                     sampled[number] = future.result()
-                elif isinstance(problem, RolloutError) or not isinstance(problem, Exception):
-                    raise problem
-                elif str(problem).startswith(_REFUSED):  # every server would
-                    raise RolloutError(
-                        f"a vLLM server refuses what it is asked: {problem}"[:400]
-                    ) from problem
-                elif server_of[number] in self.living:
-                    last = problem
+                    continue
+                problem = _problem_of_server(error)
+                if server_of[number] in self.living:
+                    last_problem = problem
                     self._leave_out(server_of[number], problem)
             # A server that was started again while it sampled has answered with other weights.
             used = [server for server in self.living if server in server_of.values()]
-            for server, problem in _together(used, Server.check_weights).items():
-                if problem is not None:
-                    last = problem
-                    self._leave_out(server, problem)
+            for server, lost in _on_each(used, Server.check_weights).items():
+                if lost is not None:
+                    last_problem = lost
+                    self._leave_out(server, lost)
             for number, answer in sampled.items():
                 if server_of[number] in self.living:
                     answers[number] = answer
-        return [answers[number] for number in range(len(asks))]
+        return [answers[number] for number in range(len(group_requests))]
 
-    def _all_do(self, do: Callable[[Server], None], hint: str = "") -> None:
-        """Let all servers in use do something at the same time; those that fail are left out."""
-        problems = _together(self.living, do)
+    def _on_all_living(self, do: Callable[[Server], None], hint: str = "") -> None:
+        """Let all servers in use do something at the same time; those that fail are left out.
+
+        `hint` follows the reason. Raises `NoServerError` where all of them fail.
+        """
+        problems = _on_each(self.living, do)
         for server, problem in problems.items():
             if problem is not None:
                 self._leave_out(server, problem, hint)
         if not self.living:
-            raise NoServerError(_none_left(next(filter(None, problems.values()))))
+            raise NoServerError(_none_left(_first_problem(problems)))
 
     def _leave_out(self, server: Server, problem: Exception, hint: str = "") -> None:
         """Use a server no longer, and say why."""
@@ -496,35 +537,82 @@ class ServerPool:
         tqdm.write(f"Server {server.address} is left out ({remaining}): {reason}. {hint}".rstrip())
 
 
+def _send_all(
+    group_requests: Sequence[GroupRequest],
+    server_of: Mapping[int, Server],
+    place_features: PlaceFeatures,
+) -> dict[int, Future[Sampled]]:
+    """Send requests at the same time, each to its server, and wait for the answers.
+
+    `server_of`: the server of each request that is to be sent, by its number. Returns a future for
+    each of them, with the answer or what was raised.
+    """
+    failed = set[Server]()
+    features: dict[Server, Features] = {server: {} for server in server_of.values()}
+    work = []
+    for number, server in server_of.items():
+        work.append(
+            partial(
+                _answer,
+                server=server,
+                group_request=group_requests[number],
+                place_features=place_features,
+                features=features[server],
+                failed=failed,
+            )
+        )
+    futures = _on_threads(work, _AT_A_TIME * len(features))
+    return dict(zip(server_of, futures, strict=True))
+
+
 def _answer(
-    server: Server, ask: GroupRequest, place: PlaceFeatures, features: Features, failed: set[Server]
+    server: Server,
+    group_request: GroupRequest,
+    place_features: PlaceFeatures,
+    features: Features,
+    failed: set[Server],
 ) -> Sampled:
-    """The server's answer to a request.
+    """Return the server's answer to a request.
 
     Servers in `failed` are skipped, so that a server which hangs costs its timeout only once.
     """
     if server in failed:
         raise UnusableServerError("it did not answer another request")
     try:
-        return server.answer(ask, place, features)
+        return server.answer(group_request, place_features, features)
     except Exception:
         failed.add(server)
         raise
 
 
-def _together(
+def _problem_of_server(error: BaseException) -> Exception:
+    """Return an error for which another server may be asked; raise every other one."""
+    if isinstance(error, RolloutError) or not isinstance(error, Exception):
+        raise error
+    if str(error).startswith(_REFUSED):  # every server would refuse
+        raise RolloutError(f"a vLLM server refuses what it is asked: {error}"[:400]) from error
+    return error
+
+
+def _first_problem(problems: Mapping[Server, Exception | None]) -> Exception:
+    """Return the first problem of several servers, at least one of which has one."""
+    return next(problem for problem in problems.values() if problem is not None)
+
+
+def _on_each(
     servers: Sequence[Server], do: Callable[[Server], None]
 ) -> dict[Server, Exception | None]:
-    """Let all servers do something at the same time; returns what each has raised, or None."""
+    """Let all servers do something at the same time; return what each has raised, or None."""
 
-    def tried(server: Server) -> Exception | None:
+    def problem_of(server: Server) -> Exception | None:
+        """Return the exception of `do` for a server, None where it has none."""
         try:
             do(server)
         except Exception as error:  # also what reading a reply of another form raises
             return error
         return None
 
-    futures = _on_threads([partial(tried, server) for server in servers], len(servers))
+    futures = _on_threads([partial(problem_of, server) for server in servers], len(servers))
     return {server: future.result() for server, future in zip(servers, futures, strict=True)}
 
 
@@ -545,28 +633,29 @@ def _on_threads(work: Sequence[Callable[[], _T]], at_a_time: int) -> list[Future
     futures = [Future[_T]() for _ in work]
     queue = deque(zip(work, futures, strict=True))
 
-    def run() -> None:
+    def run_queue() -> None:
+        """Take items from the queue until it is empty."""
         while queue:
             with suppress(IndexError):  # another thread has taken the last item
                 do, future = queue.popleft()
                 _settle(future, do)
 
-    threads = [
-        Thread(target=run, name="vllm-servers", daemon=True)
-        for _ in range(min(at_a_time, len(work)))
-    ]
+    threads = []
+    for _ in range(min(at_a_time, len(work))):
+        threads.append(Thread(target=run_queue, name="vllm-servers", daemon=True))
     for thread in threads:
         thread.start()
     try:
         for thread in threads:
             thread.join()
     finally:
+        # After Ctrl-C in this thread the others begin nothing more.
         queue.clear()
     return futures
 
 
 def _none_left(problem: BaseException | None) -> str:
-    """The message of a `NoServerError`, with the last problem of a server."""
+    """Return the message of a `NoServerError`, with the last problem of a server."""
     last = f"; the last one: {in_one_line(problem)[:300]}" if problem is not None else ""
     return f"no vLLM server is left{last}. Start one again"
 
@@ -579,6 +668,7 @@ class _Session(requests.Session):
     """
 
     def __init__(self, address: str, login: tuple[str, str] | None) -> None:
+        """Begin a session with the login of the address, and without a proxy on this machine."""
         super().__init__()
         self.auth = login
         self.trust_env = not is_here(address)
@@ -616,23 +706,23 @@ class Client(VLLMClient):  # type: ignore[misc]  # TRL is untyped to mypy
 
 
 def connect(addresses: Sequence[str], group_port: int, patience_s: float) -> list[VLLMClient]:
-    """TRL's clients of the servers.
+    """Return TRL's clients of the servers at these addresses.
 
-    Raises `EngineError` where a server does not answer within `patience_s` seconds.
+    `group_port`: TRL's port for a group of NCCL. Raises `EngineError` where a server does not
+    answer within `patience_s` seconds.
     """
 
-    def client(address: str) -> VLLMClient:
+    def client_of(address: str) -> VLLMClient:
+        """Return a client of an address that answers. Raises `EngineError`."""
         try:
-            connected = Client(
-                base_url=address, group_port=group_port, connection_timeout=patience_s
-            )
-            connected.get_server_info()
+            client = Client(base_url=address, group_port=group_port, connection_timeout=patience_s)
+            client.get_server_info()
         except Exception as error:  # TRL raises `Exception` for a status that it does not expect
             public_address = without_login(address)[0]
             raise EngineError(
                 f"vllm_server_base_url: {public_address} cannot be used ({in_one_line(error)})"
             ) from error
-        return connected
+        return client
 
-    futures = _on_threads([partial(client, address) for address in addresses], len(addresses))
+    futures = _on_threads([partial(client_of, address) for address in addresses], len(addresses))
     return [future.result() for future in futures]

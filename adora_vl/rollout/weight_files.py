@@ -36,10 +36,10 @@ class WeightFiles:
     """
 
     def __init__(self, folder: Path, output_dir: Path) -> None:
-        """`folder`: created when it is first written to.
+        """Remove the files of a killed run with the same `output_dir`; nothing is written yet.
 
-        Files that a killed run with the same `output_dir` has left there are removed now. Their
-        lock tells that no process uses them.
+        `folder` is created when it is first written to. The lock of a file tells that no process
+        uses it.
         """
         self.folder = folder.absolute()
         # two machines may each have a disk with such a path
@@ -61,19 +61,19 @@ class WeightFiles:
         All of `tensors` is consumed, also after an error, as other ranks take part in gathering
         each. Raises `UserError` where the disk refuses.
         """
-        rest = iter(tensors)
-        with ExitStack() as until:
+        remaining = iter(tensors)
+        with ExitStack() as stack:
             try:
                 self.folder.mkdir(0o700, parents=True, exist_ok=True)
                 path, lock = locked_folder(lambda: self.folder / f"{self._name}-{token_hex(8)}")
-                until.callback(_remove, path, lock, not self._was_there)
+                stack.callback(_remove, path, lock, not self._was_there)
                 rights = _rights_in(self.folder)
                 path.chmod(rights)
                 if self.rank is None:
-                    save_tensors(rest, path)
+                    save_tensors(remaining, path)
                 else:
                     save_file(
-                        {name: tensor.to("cpu").contiguous() for name, tensor in rest},
+                        {name: tensor.to("cpu").contiguous() for name, tensor in remaining},
                         path / _ADAPTER_WEIGHTS,
                     )
                     config = {"r": self.rank, "lora_alpha": self.rank, "target_modules": []}
@@ -83,12 +83,12 @@ class WeightFiles:
             except (OSError, SafetensorError) as error:
                 raise unwritable(KEY, self.folder, error) from error
             finally:
-                for _ in rest:
+                for _ in remaining:
                     pass
             yield path
             if self.rank is not None:
                 self._kept.close()
-                self._kept.push(until.pop_all())
+                self._kept.push(stack.pop_all())
 
 
 def _remove(path: Path, lock: int | None, last: bool) -> None:
@@ -105,7 +105,7 @@ def _remove(path: Path, lock: int | None, last: bool) -> None:
 
 
 def _rights_in(folder: Path) -> int:
-    """The permissions of a run's folder: the trainer's user alone may use it.
+    """Return the permissions of a run's folder: the trainer's user alone may use it.
 
     Its group may read it too, if `folder` is open to the group and to nobody else.
     """

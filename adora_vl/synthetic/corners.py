@@ -1,8 +1,8 @@
-"""Pictures whose corners have to be looked at again: a number in each, too small once the picture
-is made smaller.
+"""Pictures whose corners have to be looked at again.
 
-At 448 x 448 pixels a model that sees 56 x 56 cannot read them, and one that cuts out an eighth of
-each side can.
+Each corner has a number that is too small once the picture is made smaller. At 448 x 448 pixels a
+model that sees 56 x 56 cannot read them. A model can that cuts an eighth of each side out of the
+picture, which is then as large as what it sees.
 """
 
 import random
@@ -20,9 +20,12 @@ _DIGITS_AT = ((9, 18), (8, 17))  # of 56 pixels: where a number may begin
 def cell(rng: random.Random, number: int, side: int = 56) -> Image.Image:
     """Draw the picture of a corner: a number in some grey, somewhere near the middle."""
     image = Image.new("RGB", (side, side), "white")
-    x, y = (rng.randrange(*ends) * side // 56 for ends in _DIGITS_AT)
+    x_range, y_range = _DIGITS_AT
+    x = rng.randrange(*x_range) * side // 56
+    y = rng.randrange(*y_range) * side // 56
     font = ImageFont.load_default(size=24 * side / 56)
-    ImageDraw.Draw(image).text((x, y), str(number), fill=(rng.randrange(0, 90),) * 3, font=font)
+    grey = rng.randrange(0, 90)
+    ImageDraw.Draw(image).text((x, y), str(number), fill=(grey, grey, grey), font=font)
     return image
 
 

@@ -33,20 +33,24 @@ OVERSAMPLING = 2  # Pillow's lines are not anti-aliased; drawing larger and shri
 
 
 def font_pixels(size: int) -> float:
-    """Height of a label in a picture of `size` pixels: two digits fill half of 56 pixels, a tenth
-    of 448.
+    """Return the height of a label in a picture of `size` pixels.
+
+    Two digits fill half of 56 pixels, a tenth of 448.
     """
     return max(0.075 * size, min(24.0, 0.43 * size))
 
 
 class Canvas:
-    """A square picture of `size` x `size` pixels; `font_scale` makes its labels smaller or larger;
-    or `font`.
+    """A square picture of `size` x `size` pixels, whose points are shares of its sides.
+
+    It is drawn larger, and made smaller at the end. `font_scale` makes its labels smaller or
+    larger, or `font` is theirs.
     """
 
     def __init__(
         self, size: int, style: Style = PLAIN, font_scale: float = 1.0, font: Any = None
     ) -> None:
+        """Create an empty canvas."""
         self.size = size
         self._pixels = size * OVERSAMPLING
         self._image = Image.new("RGB", (self._pixels, self._pixels), style.paper)
@@ -58,13 +62,16 @@ class Canvas:
         self._stroke = max(1, round(OVERSAMPLING * style.stroke * max(1.0, size / 160)))
 
     def _scaled(self, points: list[Point]) -> list[Point]:
+        """Return points in pixels of the large picture."""
         return [(x * self._pixels, y * self._pixels) for x, y in points]
 
     def line(self, *points: Point, closed: bool = False) -> None:
+        """Draw a line through points, which is `closed` where it comes back to the first one."""
         path = self._scaled([*points, points[0]] if closed else list(points))
         self._draw.line(path, fill=self._style.ink, width=self._stroke, joint="curve")
 
     def circle(self, centre: Point, radius: float) -> None:
+        """Draw a circle."""
         (x, y) = self._scaled([centre])[0]
         r = radius * self._pixels
         self._draw.ellipse(
@@ -72,17 +79,18 @@ class Canvas:
         )
 
     def dot(self, centre: Point) -> None:
+        """Draw a dot."""
         (x, y) = self._scaled([centre])[0]
         r = 2.0 * self._stroke
         self._draw.ellipse((x - r, y - r, x + r, y + r), fill=self._style.ink)
 
     def label(self, text: str, centre: Point) -> None:
-        """Text with an outline of paper, so that a line behind it does not hide a digit."""
-        place = self._scaled([centre])[0]
+        """Write a text with an outline of paper, so that a line behind it does not hide a digit."""
+        position = self._scaled([centre])[0]
         style = self._style
         stroke = self._stroke
         self._draw.text(
-            place,
+            position,
             text,
             style.text,
             self._font,
@@ -92,6 +100,7 @@ class Canvas:
         )
 
     def picture(self) -> Image.Image:
+        """Return the picture in its final size."""
         return self._image.resize((self.size, self.size), Image.Resampling.BOX)
 
 
@@ -104,11 +113,10 @@ class ClutteredError(Exception):
 
 
 class Sketch:
-    """A figure of named points, in any unit, that are turned, perhaps mirrored, and fitted into the
-    picture.
+    """A figure of named points, in any unit, that are turned, perhaps mirrored, and fitted in.
 
-    `lines`: `AB` is a segment, `ABCA` a closed triangle. `letters`: points that are named.
-    `circle`: centre, point.
+    `lines`: `AB` is a segment and `ABCA` a closed triangle. `letters`: the points whose names stand
+    beside them, away from the middle of the figure. `circle`: its centre, and a point on it.
     """
 
     def __init__(
@@ -121,44 +129,51 @@ class Sketch:
         letters: str = "",
         circle: str = "",
     ) -> None:
+        """Turn the points by chance, and draw the circle, the lines and the letters.
+
+        `size` is the side of the picture in pixels.
+        """
         self._canvas = Canvas(size, style, FONT_SCALE)
         self._at = _fitted(points, rng.uniform(0, 2 * math.pi), mirrored=rng.random() < 0.5)
         xs, ys = zip(*map(_pair, self._at.values()), strict=True)
         self._centre = complex(sum(xs), sum(ys)) / len(xs)
         self._font = FONT_SCALE * font_pixels(size) / size
-        self._boxes: list[
-            tuple[float, float, float, float]
-        ] = []  # of the labels so far: left, top, right, bottom
+        # of the labels so far: left, top, right, bottom
+        self._boxes: list[tuple[float, float, float, float]] = []
         if circle:
-            centre, through = (self._at[letter] for letter in circle)
-            self._canvas.circle(_pair(centre), abs(centre - through))
+            centre, point_on = self._places(circle)
+            self._canvas.circle(_pair(centre), abs(centre - point_on))
             self._canvas.dot(_pair(centre))
         self.lines(*lines)
         self.letters(letters)
 
+    def _places(self, names: str) -> list[complex]:
+        """Return the places of points by their letters."""
+        return [self._at[name] for name in names]
+
     def lines(self, *paths: str) -> None:
+        """Draw lines through points: `AB` is a segment."""
         for path in paths:
-            self._canvas.line(*(_pair(self._at[letter]) for letter in path))
+            self._canvas.line(*map(_pair, self._places(path)))
 
     def letters(self, names: str) -> None:
+        """Write the names of points beside them, away from the middle of the figure."""
         for name in names:
             self._label(name, self._at[name] + 0.07 * _unit(self._at[name] - self._centre))
 
     def centre_letter(self, name: str, towards: str) -> None:
-        """A name beside a point in the middle, to the right of the way to another point."""
+        """Write the name of a point in the middle, to the right of the way to another point."""
         self._label(name, self._at[name] + 0.07j * _unit(self._at[towards] - self._at[name]))
 
     def sides(self, **values: object) -> None:
-        """Each value beside the middle of its segment, on the side that is away from the middle of
-        the figure.
-        """
-        for ends, value in values.items():
-            start, end = (self._at[name] for name in ends)
+        """Write each value beside the middle of its segment, away from the middle of the figure."""
+        for names, value in values.items():
+            start, end = self._places(names)
             middle = (start + end) / 2
             normal = 1j * _unit(end - start)
             outward = ((middle - self._centre) * normal.conjugate()).real
-            reach = (0.05 + 0.008 * len(str(value))) * (1 if outward >= 0 else -1)
-            self._label(str(value), middle + reach * normal)
+            distance = (0.05 + 0.008 * len(str(value))) * (1 if outward >= 0 else -1)
+            self._label(str(value), middle + distance * normal)
 
     def angles(self, reach: float = 0.15, **texts: str) -> None:
         """Write each text into its angle, `ABC` at B, on its bisector."""
@@ -178,20 +193,28 @@ class Sketch:
 
     def _directions(self, path: str) -> tuple[complex, complex, complex]:
         """Return the corner B of the angle `ABC`, and the directions of its two sides."""
-        start, corner, end = (self._at[letter] for letter in path)
+        start, corner, end = self._places(path)
         return corner, _unit(start - corner), _unit(end - corner)
 
     def picture(self) -> Image.Image:
+        """Return the picture as it was drawn so far."""
         return self._canvas.picture()
 
     def _label(self, text: str, centre: complex) -> None:
         """Write a label, or raise `ClutteredError` where it would touch another one or the edge."""
         (x, y) = _pair(centre)
-        wide = 0.28 * len(text) * self._font
-        high = 0.5 * self._font
-        box = (x - wide, y - high, x + wide, y + high)
+        half_width = 0.28 * len(text) * self._font
+        half_height = 0.5 * self._font
+        box = (
+            x - half_width,
+            y - half_height,
+            x + half_width,
+            y + half_height,
+        )
+        left, top, right, bottom = box
         touches = any(
-            box[0] < o[2] and o[0] < box[2] and box[1] < o[3] and o[1] < box[3] for o in self._boxes
+            left < label[2] and label[0] < right and top < label[3] and label[1] < bottom
+            for label in self._boxes
         )
         if touches or min(box) < 0 or max(box) > 1:
             raise ClutteredError(text)
@@ -200,10 +223,12 @@ class Sketch:
 
 
 def _pair(point: complex) -> Point:
+    """Return x and y of a point."""
     return point.real, point.imag
 
 
 def _unit(direction: complex) -> complex:
+    """Return the direction with the length 1."""
     return direction / abs(direction)
 
 

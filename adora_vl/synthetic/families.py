@@ -28,6 +28,8 @@ from adora_vl.synthetic.drawing import (
 
 @dataclass(frozen=True)
 class SyntheticProblem:
+    """A drawn problem with its right working, and one with a slip."""
+
     family: str
     image: Image.Image  # RGB
     question: str
@@ -45,16 +47,20 @@ Family = Callable[[random.Random, int, int, Style], SyntheticProblem]
 
 
 def jitter(rng: random.Random, point: Point, reach: float = 0.035) -> Point:
+    """Move a point by chance, by at most `reach` in x and y."""
     return (point[0] + rng.uniform(-reach, reach), point[1] + rng.uniform(-reach, reach))
 
 
 def inset(size: int) -> float:
-    """Half a label's width, as a share of the picture: how far from an edge a label has to stay."""
+    """Return half a label's width, as a share of the picture.
+
+    So far a label has to stay from an edge.
+    """
     return 0.65 * font_pixels(size) / size
 
 
 def ratio(above: int, below: int) -> str:
-    """An integer or a reduced fraction, as LaTeX."""
+    """Return an integer or a reduced fraction, as LaTeX."""
     value = Fraction(above, below)
     return (
         str(value)
@@ -64,14 +70,14 @@ def ratio(above: int, below: int) -> str:
 
 
 def worded(rng: random.Random, *parts: tuple[str, ...], **numbers: object) -> str:
-    """One wording of each part, with the numbers filled in."""
+    """Return one wording of each part, with the numbers filled in."""
     return "".join(rng.choice(wordings) for wordings in parts).format(**numbers)
 
 
 def isosceles_base_angle(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """The apex angle is written at the apex; asked is a base angle."""
+    """Draw an isosceles triangle with the angle at its apex, and ask for a base angle."""
     apex = rng.randrange(*((20, 165, 10), (12, 170, 2), (11, 170, 1))[level - 1])
     canvas = Canvas(size, style)
     x = rng.uniform(0.48, 0.52)
@@ -104,11 +110,10 @@ def isosceles_base_angle(
 def polygon_interior_angle(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """A regular polygon, which stands on a side as in a book, with dots at its corners; its sides
-    have to be counted.
+    """Draw a regular polygon with dots at its corners, and ask for an interior angle.
 
-    Turned by chance and without the dots, the tiny model took one polygon for another in a tenth of
-    the cases.
+    It stands on a side as in a book. Its sides have to be counted. Turned by chance and without the
+    dots, the tiny model took one polygon for another in a tenth of the cases.
     """
     sides = rng.choice(([3, 4, 5, 6, 8], [5, 6, 8, 9, 10], [7, 9, 10, 11, 12])[level - 1])
     canvas = Canvas(size, style)
@@ -150,7 +155,7 @@ def polygon_interior_angle(
 def right_triangle_hypotenuse(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """Both legs are written beside their sides; asked is the hypotenuse, usually a radical."""
+    """Draw a right triangle with both legs, and ask for the hypotenuse, usually a radical."""
     largest = (7, 21, 61)[level - 1]
     across, down = rng.randrange(1, largest), rng.randrange(1, largest)
     canvas = Canvas(size, style)
@@ -197,33 +202,35 @@ def right_triangle_hypotenuse(
 def crossing_lines(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """Two lines cross; one angle is written, `x` stands in the opposite (equal) or a neighbouring
-    sector.
+    """Draw two lines that cross with one angle, and ask for another one.
 
-    The slip takes one case for the other. Both cases have a long and a short working of about the
-    same lengths, and the slips are the short ones: were equal angles only copied, then the right
-    working would be shorter than its slip in this case alone, and ADORA's length criterion would
-    attenuate exactly one side of the decision that the picture asks for.
+    `x` stands in the opposite (equal) or a neighbouring sector. The slip takes one case for the
+    other. Both cases have a long and a short working of about the same lengths, and the slips are
+    the short ones: were equal angles only copied, then the right working would be shorter than its
+    slip in this case alone, and ADORA's length criterion would attenuate exactly one side of the
+    decision that the picture asks for.
     """
-    given = rng.randrange(*((30, 155, 10), (25, 160, 5), (21, 160, 1))[level - 1])
+    shown_angle = rng.randrange(*((30, 155, 10), (25, 160, 5), (21, 160, 1))[level - 1])
     vertical = rng.random() < 0.5
     canvas = Canvas(size, style)
     x, y = jitter(rng, (0.5, 0.5))
     slope = rng.uniform(0.40, 0.44)
     canvas.line((x - 0.46, y - slope), (x + 0.46, y + slope))
     canvas.line((x - 0.46, y + slope), (x + 0.46, y - slope))
-    canvas.label(str(given), jitter(rng, (0.5, 0.04 + inset(size))))
+    canvas.label(str(shown_angle), jitter(rng, (0.5, 0.04 + inset(size))))
     canvas.label("x", jitter(rng, (0.5, 0.96 - inset(size)) if vertical else (0.87, 0.57)))
-    angle = given if vertical else 180 - given
-    other = 180 - given
+    angle = shown_angle if vertical else 180 - shown_angle
+    supplement = 180 - shown_angle
     equal = ("vertical {given}. ", "vertical angles, {given}. ")
     neighbours = ("supplementary {given}. ", "a straight angle, {given}. ")
     proof = ("180 - (180 - {given}) = ", "180 - {given} = {other}. 180 - {other} = ")
-    proved = worded(rng, equal, proof, given=given, other=other) + _box(given)
+    proved = worded(rng, equal, proof, given=shown_angle, other=supplement) + _box(shown_angle)
     sums = ("x + {given} = 180. 180 - {given} = ", "they add up to 180. 180 - {given} = ")
-    summed = worded(rng, neighbours, sums, given=given) + _box(other)
-    copied = worded(rng, equal, ("x = ",), given=given) + _box(given)
-    subtracted = worded(rng, neighbours, ("180 - {given} = ",), given=given) + _box(other)
+    summed = worded(rng, neighbours, sums, given=shown_angle) + _box(supplement)
+    copied = worded(rng, equal, ("x = ",), given=shown_angle) + _box(shown_angle)
+    subtracted = worded(rng, neighbours, ("180 - {given} = ",), given=shown_angle) + _box(
+        supplement
+    )
     question = rng.choice(["Find x.", "Find the angle x at the crossing."])
     right, slip, kind = (
         (proved, subtracted, "vertical") if vertical else (summed, copied, "supplementary")
@@ -244,9 +251,9 @@ def crossing_lines(
 def circle_from_radius(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """The radius is written in the circle; asked is the diameter or the circumference."""
+    """Draw a circle with its radius, and ask for the diameter or the circumference."""
     radius = rng.randrange(2, (50, 100, 200)[level - 1])
-    asked = rng.choice(["diameter", "circumference"])
+    measure = rng.choice(["diameter", "circumference"])
     canvas = Canvas(size, style)
     centre = jitter(rng, (0.5, 0.5))
     reach = rng.uniform(0.40, 0.45)
@@ -254,14 +261,14 @@ def circle_from_radius(
     canvas.dot(centre)
     canvas.line(centre, (centre[0] + reach, centre[1]))
     canvas.label(str(radius), jitter(rng, (0.5, 0.5 - 1.15 * inset(size))))
-    unit = "" if asked == "diameter" else " \\pi"
+    unit = "" if measure == "diameter" else " \\pi"
     opening = ("radius {radius}", "the radius is {radius}", "it has radius {radius}")
     steps = (
         ". 2 * {radius} = ",
         ". {radius} + {radius} = ",
         ". two radii make a diameter. 2 * {radius} = ",
     )
-    question = rng.choice([f"Find the {asked} of the circle.", f"Find the {asked}."])
+    question = rng.choice([f"Find the {measure} of the circle.", f"Find the {measure}."])
     answer = f"{2 * radius}{unit}"
     right = worded(rng, opening, steps, radius=radius) + _box(answer)
     slip = worded(rng, opening, (" = ", ". the answer is "), radius=radius) + _box(
@@ -276,7 +283,7 @@ def circle_from_radius(
         slip=slip,
         goal="Length",
         shapes=("Circle",),
-        kind=asked,
+        kind=measure,
     )
 
 
@@ -300,10 +307,11 @@ _TRIPLES = (
 
 
 def clear(family: Family) -> Family:
-    """The family with every problem drawn until no label touches another."""
+    """Return the family with every problem drawn until no label touches another."""
 
     @functools.wraps(family)
     def drawn(rng: random.Random, size: int, level: int, style: Style) -> SyntheticProblem:
+        """Draw problems until one has its labels clear of each other."""
         while True:
             try:
                 return family(rng, size, level, style)
@@ -316,8 +324,9 @@ def clear(family: Family) -> Family:
 def right_triangle_side(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """Two sides of a right triangle are drawn, the third is asked; level 3: a side and an angle of
-    30, 45 or 60.
+    """Draw a right triangle with two sides, and ask for the third.
+
+    At level 3 it has a side and an angle of 30, 45 or 60.
     """
     if level == 3:
         return _special_right_triangle(rng, size, style)
@@ -343,7 +352,10 @@ def right_triangle_side(
 
 
 def _special_right_triangle(rng: random.Random, size: int, style: Style) -> SyntheticProblem:
-    """The hypotenuse and one angle are drawn; `x` stands at the leg opposite of it or beside it."""
+    """Draw a right triangle with its hypotenuse and one angle, and ask for a leg.
+
+    `x` stands at the leg opposite of the angle or beside it.
+    """
     degrees = rng.choice([30, 45, 60])
     hypotenuse = 2 * rng.randrange(2, 30)
     turn = math.radians(degrees)
@@ -365,8 +377,9 @@ def _special_right_triangle(rng: random.Random, size: int, style: Style) -> Synt
 def triangle_angle(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """Two angles of a triangle are drawn, the third is asked; level 3: all three, two of them with
-    an x.
+    """Draw a triangle with two angles, and ask for the third.
+
+    At level 3 it has all three, two of them with an x.
     """
     a, b = (
         rng.randrange(30, 80, (10, 1, 1)[level - 1]),
@@ -382,17 +395,20 @@ def triangle_angle(
     x = rng.randrange(5, 21)
     first = rng.randrange(1, a // x + 1)
     second = rng.randrange(1, b // x + 1)
-    one = _expression(first, a - first * x)
-    other = _expression(second, b - second * x)
-    sketch.angles(BAC=one, ABC=other, BCA=f"{c}°")
-    working = f"({one}) + ({other}) + {c} = 180"
+    first_angle = _expression(first, a - first * x)
+    second_angle = _expression(second, b - second * x)
+    sketch.angles(BAC=first_angle, ABC=second_angle, BCA=f"{c}°")
+    working = f"({first_angle}) + ({second_angle}) + {c} = 180"
     return _angle(sketch.picture(), "Find x.", str(x), working, str(180 - c), ("Triangle",))
 
 
 def inscribed_arc(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """An inscribed angle is drawn, its arc is asked; level 2: the other way; level 3: with an x."""
+    """Draw an inscribed angle, and ask for its arc.
+
+    At level 2 the arc is written and the angle asked, at level 3 they have an x.
+    """
     inscribed = rng.randrange(25, 76, 5 if level == 1 else 1)
     start = rng.uniform(0, 2 * math.pi)
     third = math.radians(2 * inscribed + (360 - 2 * inscribed) * 0.5)
@@ -434,7 +450,9 @@ def inscribed_arc(
 def parallel_segment(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """B lies on A C and E on A D, and B E is parallel to C D; lengths stand in the question or at
+    """Draw a triangle with a segment that is parallel to a side, and ask for a length.
+
+    B lies on A C and E on A D, and B E is parallel to C D. The lengths stand in the question or at
     the figure.
     """
     ab, ae = rng.randrange(4, 13), rng.randrange(4, 13)
@@ -481,22 +499,32 @@ def parallel_segment(
 def parallelogram_side(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """Two opposite sides carry values, one of them (level 3: both) with an x."""
+    """Draw a parallelogram with values at two opposite sides.
+
+    One of the values has an x, at level 3 both.
+    """
     x = rng.randrange(2, 15) if level < 3 else rng.randrange(2, 30)
     factor = rng.randrange(2, 6)
     added = rng.randrange(1, 20)
-    other = rng.randrange(1, factor) if level == 3 else 0
+    second_factor = rng.randrange(1, factor) if level == 3 else 0
     lean = rng.uniform(0.2, 0.5)
     height = rng.uniform(0.6, 0.9)
     corners = {"A": (0.0, 0.0), "B": (1.4, 0.0), "C": (1.4 + lean, height), "D": (lean, height)}
     sketch = Sketch(rng, size, style, corners, "ABCDA", letters="ABCD")
     value = factor * x + (added if level > 1 else 0)
-    left = _expression(factor, added if level > 1 else 0)
-    right = _expression(other, value - other * x) if other else str(value)
-    sketch.sides(AB=left, CD=right)
+    first_side = _expression(factor, added if level > 1 else 0)
+    second_side = (
+        _expression(second_factor, value - second_factor * x) if second_factor else str(value)
+    )
+    sketch.sides(AB=first_side, CD=second_side)
     question = "Find x so that the quadrilateral is a parallelogram."
     return _length(
-        sketch.picture(), question, str(x), f"{left} = {right}", str(value), ("Parallelogram",)
+        sketch.picture(),
+        question,
+        str(x),
+        f"{first_side} = {second_side}",
+        str(value),
+        ("Parallelogram",),
     )
 
 
@@ -511,6 +539,7 @@ LETTERED: dict[str, Family] = {family.__name__: clear(family) for family in _LET
 
 
 def _box(answer: object) -> str:
+    """Return an answer in a box."""
     return f"\\boxed{{{answer}}}"
 
 
@@ -523,24 +552,25 @@ def _problem(
     slip: str,
     shapes: tuple[str, ...] = ("Triangle",),
 ) -> SyntheticProblem:
-    solution, wrong = (f"{working}. {_box(value)}" for value in (answer, slip))
+    """Return a problem of a lettered family; both workings are the same but for their answers."""
     return SyntheticProblem(
         family="",
         image=picture,
         question=question,
         answer=answer,
-        solution=solution,
-        slip=wrong,
+        solution=f"{working}. {_box(answer)}",
+        slip=f"{working}. {_box(slip)}",
         goal=goal,
         shapes=shapes,
     )
 
 
-_length, _angle = (functools.partial(_problem, goal) for goal in ("Length", "Angle"))
+_length = functools.partial(_problem, "Length")
+_angle = functools.partial(_problem, "Angle")
 
 
 def _root(square: int) -> str:
-    """The square root in lowest terms, as Geometry3K writes it: `5 \\sqrt { 2 }`."""
+    """Return the square root in lowest terms, as Geometry3K writes it: `5 \\sqrt { 2 }`."""
     outside = max(k for k in range(1, math.isqrt(square) + 1) if square % (k * k) == 0)
     inside = square // (outside * outside)
     if inside == 1:
@@ -549,12 +579,12 @@ def _root(square: int) -> str:
 
 
 def _expression(factor: int, added: int) -> str:
-    """`3x + 10`, `x - 4`, `2x`."""
+    """Return a linear expression as it is written: `3x + 10`, `x - 4`, `2x`."""
     term = "x" if factor == 1 else f"{factor}x"
     return term if added == 0 else f"{term} {'+' if added > 0 else '-'} {abs(added)}"
 
 
 def _triangle(a: float, b: float) -> dict[str, Point]:
-    """Points with these angles, in degrees, at A and B."""
+    """Return the corners of a triangle with these angles, in degrees, at A and B."""
     height = 1 / (1 / math.tan(math.radians(a)) + 1 / math.tan(math.radians(b)))
     return {"A": (0.0, 0.0), "B": (1.0, 0.0), "C": (height / math.tan(math.radians(a)), height)}

@@ -53,8 +53,10 @@ def _variants(answer: str, rng: random.Random) -> list[str]:
     assert match, f"{answer!r} has no number"
     number = int(match.group())
     near = [2 * number, 180 - number, number + 1, number + 2, number - 2, number + 10, number - 10]
-    near += [number // 2] if number % 2 == 0 else []
+    if number % 2 == 0:
+        near.append(number // 2)
     rng.shuffle(near)
+    # Further numbers follow, since a near one may be 0 or negative.
     values = [value for value in (*near, *range(number + 3, number + 12)) if value > 0]
     return [answer[: match.start()] + str(value) + answer[match.end() :] for value in values]
 
@@ -71,11 +73,15 @@ _TEST_SHARE = 0.25
 
 
 def split_of(image: Image.Image) -> str:
-    """The split that this diagram belongs to, in every dataset that is ever generated."""
+    """Return the split that this diagram belongs to, in every dataset that is ever generated."""
     return "test" if int(diagram_hash(image)[:8], 16) < _TEST_SHARE * 2**32 else "train"
 
 
 def _row(problem: SyntheticProblem, split: str, index: int, seed: int, n_choices: int) -> Row:
+    """Return a problem as a row, with `n_choices` choices if that is above 0.
+
+    Its choices are drawn by the row's own id.
+    """
     row_id = f"synthetic/{seed}/{split}/{index}"
     choices = None
     letter = problem.answer

@@ -32,6 +32,8 @@ Draw = Callable[[int, str], Iterable[Row]]  # so many rows of a split
 
 @dataclass(frozen=True)
 class Drawn:
+    """A data set that is drawn instead of read."""
+
     sizes: dict[str, int]  # of its splits
     draw: Draw
     # what determines the rows, the arguments and the revision of the drawing code
@@ -184,7 +186,7 @@ def prepare_knights_table(
 
 
 def _is_made(folder: Path, description: Manifest) -> bool:
-    """Whether a folder holds a data set of this description, with all its files."""
+    """Return whether a folder holds a data set of this description, with all its files."""
     manifest = read_manifest(folder)
     if manifest is None or any(manifest.get(key) != value for key, value in description.items()):
         return False

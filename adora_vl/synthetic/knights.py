@@ -157,10 +157,10 @@ def puzzle_row(
 def generate(
     rows: int, split: str = "train", *, seed: int = 0, people: tuple[int, int] = PEOPLE
 ) -> Iterator[Row]:
-    """Yield `rows` puzzles of `split`, each once, with numbers of `people` (smallest, largest) in turn.
+    """Yield `rows` puzzles of `split`, each once, with numbers of `people` in turn.
 
-    Raises `UserError` for a range of people that is not possible, and for more puzzles than there
-    are.
+    `people` is the smallest and the largest number. Equal arguments give equal puzzles. Raises
+    `UserError` for a range that is not within 2 and 8, and for more puzzles than there are.
     """
     min_people, max_people = people
     if not PEOPLE[0] <= min_people <= max_people <= PEOPLE[1]:
@@ -218,9 +218,10 @@ QUESTIONS = ("box", "plain")
 
 
 def holds(claim: Any, is_knight: tuple[bool, ...]) -> bool:
-    """Whether `("or", ("telling-truth", 1), ("lying", 2))` is true of people numbered from 0.
+    """Return whether a claim is true of these people, who are numbered from 0.
 
-    Raises `ValueError`.
+    A claim is a nested tuple such as `("or", ("telling-truth", 1), ("lying", 2))`. Raises
+    `ValueError` for a claim of another form.
     """
     match claim:
         case (("telling-truth" | "lying") as role, int(person)) if person in range(len(is_knight)):
@@ -240,7 +241,7 @@ def holds(claim: Any, is_knight: tuple[bool, ...]) -> bool:
 
 
 def fitting(claims: tuple[Any, ...]) -> list[tuple[bool, ...]]:
-    """Every way to call people knights in which knights, and they alone, say what is true.
+    """Return every way to call people knights in which knights, and they alone, say what is true.
 
     Person i makes claim i.
     """
@@ -253,9 +254,9 @@ def fitting(claims: tuple[Any, ...]) -> list[tuple[bool, ...]]:
 
 
 def read_puzzles(location: Path, question: str) -> dict[str, list[Row]]:
-    """The rows of a file, or of all Parquet files below a folder, by split.
+    """Read the rows of a file, or of all Parquet files below a folder at any depth, by split.
 
-    Raises `UserError` with file and row.
+    `question`: one of `QUESTIONS`. Raises `UserError` that names the file and the row.
     """
     files = sorted(location.rglob("*.parquet")) if location.is_dir() else [location]
     if not files or not files[0].is_file():
@@ -309,6 +310,7 @@ def _row_of_record(record: Mapping[str, Any], origin: str, question: str) -> Row
         names = record["names"]
         solution = record["solution"]
         split = record["extra_info"]["split"]
+        # The reference stores the statements as the text of nested Python tuples.
         claims = ast.literal_eval(record["statements"])
         words = all(isinstance(name, str) and name.isalpha() for name in names)
         if not words or not PEOPLE[0] <= len(names) <= PEOPLE[1]:

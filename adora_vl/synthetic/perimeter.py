@@ -16,7 +16,6 @@ from adora_vl.synthetic.families import SyntheticProblem, inset, jitter
 
 USUAL_DIGITS = (7, 3)
 USUAL_SHARE = 0.75  # of the problems
-KINDS = ("usual", "any")
 # Workings differ in length by wording alone, so that their length does not count digits.
 _OPENINGS = ("sides {} and {}. ", "sides {}, {}. ", "{} and {}. ")
 _STEPS = ("{} + {} = {}. ", "{}+{}={}. ")
@@ -29,10 +28,11 @@ def perimeter_digit(
     style: Style = PLAIN,
     paper: type[Canvas] = Canvas,
 ) -> SyntheticProblem:
-    """Two sides are written at the figure and two in the question; asked is the last digit of the
-    perimeter.
+    """Draw a quadrilateral with two of its sides, and ask for the last digit of the perimeter.
+
+    The question has the other two sides.
     """
-    kind = KINDS[rng.random() >= USUAL_SHARE]
+    kind = "usual" if rng.random() < USUAL_SHARE else "any"
     sides = draw_sides(rng, kind, (10, 21, 61)[level - 1])
     canvas = paper(size, style)
     margin = inset(size)
@@ -48,22 +48,31 @@ def perimeter_digit(
     question = (
         f"The other sides are {sides[2]} and {sides[3]}. Find the last digit of the perimeter."
     )
-    workings = working(rng, sides), working(rng, sides, slip_at=rng.randrange(PLACES))
-    digit = str(sum(sides) % 10)
-    shapes = ("Quadrilateral",)
+    right_working = working(rng, sides)
+    slipped_working = working(rng, sides, slip_at=rng.randrange(PLACES))
     return SyntheticProblem(
-        "perimeter", canvas.picture(), question, digit, *workings, "Length", shapes, kind
+        family="perimeter",
+        image=canvas.picture(),
+        question=question,
+        answer=str(sum(sides) % 10),
+        solution=right_working,
+        slip=slipped_working,
+        goal="Length",
+        shapes=("Quadrilateral",),
+        kind=kind,
     )
 
 
 def draw_sides(rng: random.Random, kind: str, end: int) -> tuple[int, ...]:
-    """Three sides are drawn alike in both kinds, and the fourth makes the answer what the kind asks
-    for.
+    """Draw three sides alike in both kinds, and choose the fourth by the kind.
+
+    It makes the answer one of the usual digits, or any digit.
     """
     while True:
         digit = rng.choice(USUAL_DIGITS) if kind == "usual" else rng.randrange(10)
-        first = [rng.randrange(3, end) for _ in range(3)]
-        sides = (*first, (digit - sum(first)) % 10 or 10)
+        three_sides = [rng.randrange(3, end) for _ in range(3)]
+        fourth_side = (digit - sum(three_sides)) % 10 or 10
+        sides = (*three_sides, fourth_side)
         if 2 * max(sides) < sum(sides):  # else they do not close
             return sides
 
@@ -74,29 +83,31 @@ PLACES = 5  # of a working where a slip can happen: two readings and three sums
 def working(
     rng: random.Random, sides: Sequence[int], slip_at: int | None = None, slip_share: float = 0.0
 ) -> str:
-    """The four sides added up, one step for each, in a random wording; the first two are read off
-    the figure.
+    """Return the four sides added up, one step for each, in a random wording.
 
-    `slip_at`: the place whose number is one too large, also for what follows. `slip_share`: how
-    often one is by chance.
+    The first two sides are read off the figure. `slip_at`: the place whose number is one too large,
+    from which what follows goes on. `slip_share`: how often a place slips by chance.
     """
-    slips = [place == slip_at or rng.random() < slip_share for place in range(PLACES)]
+    slips = []  # what is added by mistake in each place, 0 or 1
+    for place in range(PLACES):
+        slips.append(1 if place == slip_at or rng.random() < slip_share else 0)
     total = sides[0] + slips[0]
-    second = sides[1] + slips[1]
-    text = rng.choice(_OPENINGS).format(total, second)
-    for side, slip in zip((second, *sides[2:]), slips[2:], strict=True):
-        text += rng.choice(_STEPS).format(total, side, total + side + slip)
-        total += side + slip
+    second_side = sides[1] + slips[1]
+    text = rng.choice(_OPENINGS).format(total, second_side)
+    for side, slip in zip((second_side, *sides[2:]), slips[2:], strict=True):
+        next_total = total + side + slip
+        text += rng.choice(_STEPS).format(total, side, next_total)
+        total = next_total
     return f"{text}\\boxed{{{total % 10}}}"
 
 
 def guess(rng: random.Random) -> str:
-    """One of the two usual digits, without a working."""
+    """Return one of the two usual digits, without a working."""
     return f"guess \\boxed{{{rng.choice(USUAL_DIGITS)}}}"
 
 
 def sides_of(problem: str, solution: str) -> tuple[int, ...]:
-    """The four sides of a drawn problem, from its question and its worked solution."""
+    """Return the four sides of a drawn problem, from its question and its worked solution."""
     return tuple(
         int(number) for text in (solution, problem) for number in re.findall(r"\d+", text)[:2]
     )

@@ -47,7 +47,7 @@ _MINUS_ONE: Tree = ("sum", (-1, ("num", "1")))
 
 
 def value_of(expression: str) -> Ball:
-    """The value of an expression, with a bound on its error.
+    """Return the value of an expression, with a bound on its error.
 
     Raises `NotReadError`: `not_read` for what is no expression of numbers, `too_large`,
     `undefined`.
@@ -56,7 +56,7 @@ def value_of(expression: str) -> Ball:
 
 
 def _read(expression: str) -> Tree:
-    """The tree of an expression. Raises `NotReadError`."""
+    """Return the tree of an expression. Raises `NotReadError`."""
     if len(expression) > MAX_CHARS:
         raise NotReadError("too_large")
     tokens = list[str]()
@@ -68,12 +68,13 @@ def _read(expression: str) -> Tree:
             raise NotReadError
         tokens.append(_SYMBOLS.get(match[1], match[1]))
         position = match.end()
+    # Powers, factorials and functions take far longer than the four operations.
     costly = [token for token in tokens if token in _NAMES or token in {"^", "!"}]
     if len(costly) > MAX_FUNCTIONS:
         raise NotReadError("too_large")
     reader = _Reader(tokens)
     tree = reader.sum()
-    if reader.next:
+    if reader.next:  # tokens are left behind the expression
         raise NotReadError
     return tree
 
@@ -96,6 +97,10 @@ class _Reader:
         return self._tokens[self._position] if self._position < len(self._tokens) else ""
 
     def _take(self, expected: str = "") -> str:
+        """Return the next token, and go past it.
+
+        Raises `NotReadError` where it is not `expected`.
+        """
         token = self.next
         if not token or (expected and token != expected):
             raise NotReadError
@@ -103,7 +108,7 @@ class _Reader:
         return token
 
     def sum(self) -> Tree:
-        """`product (+|- product)*`; signs are those of the products."""
+        """Read `product (+|- product)*`; signs are those of the products."""
         terms = [(1, self._product())]
         while self.next in {"+", "-"}:
             sign = -1 if self._take() == "-" else 1
@@ -111,7 +116,7 @@ class _Reader:
         return terms[0][1] if len(terms) == 1 else ("sum", *terms)
 
     def _product(self) -> Tree:
-        """`signed (operator signed | power)*`: factors side by side are multiplied."""
+        """Read `signed (operator signed | power)*`: factors side by side are multiplied."""
         factors = [("*", self._signed())]
         divided = False
         while self.next and self.next not in {"+", "-", ")", "|", ","}:
@@ -126,7 +131,7 @@ class _Reader:
         return factors[0][1] if len(factors) == 1 else ("product", *factors)
 
     def _signed(self) -> Tree:
-        """`(+|-)* power`: a power binds closer than its sign, so -2^2 is -4."""
+        """Read `(+|-)* power`: a power binds closer than its sign, so -2^2 is -4."""
         sign = 1
         while self.next in {"+", "-"}:
             if self._take() == "-":
@@ -135,7 +140,7 @@ class _Reader:
         return power if sign == 1 else ("sum", (-1, power))
 
     def _power(self) -> Tree:
-        """`primary [!] [^ signed]`, from right to left: 2^3^2 is 2^9."""
+        """Read `primary [!] [^ signed]`, from right to left: 2^3^2 is 2^9."""
         base = self._primary()
         while self.next == "°":  # angles are in degrees with and without their sign
             self._take()
@@ -150,7 +155,7 @@ class _Reader:
         return ("power", base, self._signed())
 
     def _primary(self) -> Tree:
-        """A number, a constant, a group, bars, or a function."""
+        """Return a number, a constant, a group, bars, or a function."""
         symbol = self.next
         if _is_number(symbol):
             return self._number()
@@ -171,7 +176,7 @@ class _Reader:
         return self._function(symbol)
 
     def _number(self) -> Tree:
-        """A literal, also with an exponent as in `2e3`."""
+        """Return a literal, also with an exponent as in `2e3`."""
         token = self._take()
         digits, _, power = token.lower().partition("e")
         if len(digits) > MAX_DIGITS or abs(int(power or 0)) > _LARGEST_POWER_OF_TEN:
@@ -179,14 +184,17 @@ class _Reader:
         return ("num", token)
 
     def _group(self) -> Tree:
-        """A sum in round brackets."""
+        """Return a sum in round brackets."""
         self._take("(")
         inside = self._inside()
         self._take(")")
         return inside
 
     def _inside(self) -> Tree:
-        """A sum between brackets; the nesting is bounded, since each level costs Python calls."""
+        """Return a sum between brackets.
+
+        The nesting is bounded, since each level costs Python calls.
+        """
         self._nesting += 1
         if self._nesting > MAX_NESTING:
             raise NotReadError("too_large")
@@ -195,7 +203,10 @@ class _Reader:
         return tree
 
     def _function(self, name: str) -> Tree:
-        """`name [^ signed] argument`: sin^2(30) is the square of the sine, sin^-1 the inverse."""
+        """Read `name [^ signed] argument`.
+
+        `sin^2(30)` is the square of the sine, `sin^-1` the inverse.
+        """
         exponent = None
         if self.next == "^":
             self._take()
@@ -208,7 +219,7 @@ class _Reader:
         return value if exponent is None else ("power", value, exponent)
 
     def _exponent(self) -> Tree:
-        """The exponent of a function's name: a number with its sign, or a group."""
+        """Return the exponent of a function's name: a number with its sign, or a group."""
         negative = self.next == "-"
         if negative:
             self._take()
@@ -216,13 +227,13 @@ class _Reader:
         return ("sum", (-1, tree)) if negative else tree
 
     def _number_here(self) -> Tree:
-        """A literal. Raises `NotReadError` for any further token."""
+        """Return a literal. Raises `NotReadError` for any further token."""
         if not _is_number(self.next):
             raise NotReadError
         return self._number()
 
     def _logarithm(self) -> Tree:
-        """`log(x)` to the base 10, and `log(x, base)`."""
+        """Read `log(x)` to the base 10, and `log(x, base)`."""
         self._take("(")
         value = self._inside()
         base: Tree = ("num", "10")
@@ -233,7 +244,7 @@ class _Reader:
         return ("log", base, value)
 
     def _argument(self) -> Tree:
-        """A group, or a bare number or constant behind which the argument plainly ends."""
+        """Return a group, or a bare number or constant behind which the argument plainly ends."""
         if self.next == "(":
             return self._group()
         if self.next == "pi":
@@ -249,12 +260,12 @@ class _Reader:
 
 
 def _is_number(token: str) -> bool:
-    """Whether a token is a literal."""
+    """Return whether a token is a literal."""
     return token[:1].isdigit() or token[:1] == "."
 
 
 def _called(name: str, argument: Tree) -> Tree:
-    """The tree of a function of one argument."""
+    """Return the tree of a function of one argument."""
     if name in _BASES:
         return ("log", ("num", _BASES[name]), argument)
     if name == "sqrt":
@@ -269,5 +280,8 @@ def _called(name: str, argument: Tree) -> Tree:
 
 
 def _absolute(tree: Tree) -> Tree:
-    """The tree, or its negative where its value is below 0: the grammar has no absolute value."""
+    """Return the tree, or its negative where its value is below 0.
+
+    The grammar has no absolute value.
+    """
     return ("sum", (-1, tree)) if number_of(tree).value < 0 else tree

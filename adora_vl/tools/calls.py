@@ -49,7 +49,7 @@ class CallError(Exception):
 def schema_of(
     entry: str, function: Callable[..., Any], words: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The JSON schema of a tool, as a model is told of it.
+    """Return the JSON schema of a tool, as a model is told of it.
 
     Transformers derives it from type hints and a Google docstring. The parameters in `HIDDEN` are
     left out.
@@ -103,22 +103,31 @@ def schema_of(
 
 
 def calls_in(text: str) -> list[str]:
-    """The text between the marks of each call of a turn; the last call may have no closing mark."""
+    """Return the text between the marks of each call of a turn.
+
+    The last call may have no closing mark.
+    """
     return [match[1].strip() for match in _CALL.finditer(text)]
 
 
-def read_call(written: str) -> tuple[str, dict[str, Any]]:
-    """The name and the arguments of a call. Raises `CallError`."""
-    if len(written) > _MAX_CALL_CHARS:
-        raise CallError(f"the call has {len(written)} characters, at most {_MAX_CALL_CHARS}")
+def without_calls(text: str) -> str:
+    """Return the text of a turn without its calls."""
+    return _CALL.sub("", text).strip()
+
+
+def read_call(call_text: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the arguments of a call. Raises `CallError`."""
+    if len(call_text) > _MAX_CALL_CHARS:
+        raise CallError(f"the call has {len(call_text)} characters, at most {_MAX_CALL_CHARS}")
     try:
         call = json.loads(
-            written, object_pairs_hook=each_once, parse_constant=_no_number, parse_float=_finite
+            call_text, object_pairs_hook=each_once, parse_constant=_no_number, parse_float=_finite
         )
     except RecursionError:
         raise CallError("the call is nested too deep") from None
     except ValueError as error:
         raise CallError(f"the call is no JSON ({in_one_line(error).partition(': ')[2]})") from None
+    # A call has these two keys and no others.
     if (
         not isinstance(call, dict)
         or not isinstance(call.get("name"), str)
@@ -139,7 +148,7 @@ def _no_number(word: str) -> NoReturn:
 
 
 def _finite(digits: str) -> float:
-    """The float of a number in JSON. Raises `ValueError` where it overflows."""
+    """Return the float of a number in JSON. Raises `ValueError` where it overflows."""
     value = float(digits)
     if not math.isfinite(value):
         _no_number("a number without an end")
@@ -147,22 +156,22 @@ def _finite(digits: str) -> float:
 
 
 def _is_deeper(value: object, levels: int) -> bool:
-    """Whether lists and objects are nested on more than `levels` levels.
+    """Return whether lists and objects are nested on more than `levels` levels.
 
     The function looks no deeper than that, since a model may nest them at any depth.
     """
-    inside: Iterable[Any] = ()
+    items: Iterable[Any]
     if isinstance(value, dict):
-        inside = value.values()
+        items = value.values()
     elif isinstance(value, list):
-        inside = value
+        items = value
     else:
         return False
-    return levels == 0 or any(_is_deeper(item, levels - 1) for item in inside)
+    return levels == 0 or any(_is_deeper(item, levels - 1) for item in items)
 
 
 def checked(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments in the types of the schema; an integer may be written as 3.0.
+    """Return the arguments in the types of the schema; an integer may be written as 3.0.
 
     Raises `CallError` for an unknown or missing argument and for a wrong type.
     """
@@ -178,15 +187,17 @@ def checked(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str
 
 
 def _fitting(name: str, value: object, schema: Mapping[str, Any]) -> object:
-    """The value of an argument in the type of its schema. Raises `CallError`."""
+    """Return the value of an argument in the type of its schema. Raises `CallError`."""
     if value is None and schema.get("nullable"):
         return None
     kinds = schema.get("type", ())
     kinds = [kinds] if isinstance(kinds, str) else [*kinds]
     if "integer" in kinds and isinstance(value, float) and value.is_integer():
         value = int(value)
-    fits = [kind for kind in kinds if isinstance(value, _TYPES.get(kind, (object,)))]
-    if kinds and (not fits or (isinstance(value, bool) and "boolean" not in kinds)):
+    has_kind = any(isinstance(value, _TYPES.get(kind, (object,))) for kind in kinds)
+    # To Python a truth value is an integer too.
+    is_wrong_truth = isinstance(value, bool) and "boolean" not in kinds
+    if kinds and (not has_kind or is_wrong_truth):
         raise CallError(f"{name} is no {' or '.join(kinds)}")
     if "number" in kinds and isinstance(value, int) and not _is_a_float(value):
         raise CallError(f"{name} is too large a number")
@@ -198,7 +209,7 @@ def _fitting(name: str, value: object, schema: Mapping[str, Any]) -> object:
 
 
 def _is_a_float(value: int) -> bool:
-    """Whether an integer is small enough for a float, which a tool may compute with."""
+    """Return whether an integer is small enough for a float, which a tool may compute with."""
     try:
         float(value)
     except OverflowError:
@@ -207,12 +218,15 @@ def _is_a_float(value: int) -> bool:
 
 
 def error_line(reason: str) -> str:
-    """An error as the model reads it: one line without paths."""
+    """Return an error as the model reads it: one line without paths."""
     return clean("Error: " + " ".join(_PATH.sub("", reason).split()))[:_ERROR_CHARS]
 
 
 def clean(text: str) -> str:
-    """Text that a tokenizer accepts: half of a surrogate pair in JSON becomes a question mark."""
+    """Return text that a tokenizer accepts.
+
+    Half of a surrogate pair in JSON becomes a question mark.
+    """
     # `str.encode` is called on the class, since a user's subclass of str may override it.
     return str.encode(text, "utf-8", "replace").decode()
 

@@ -32,7 +32,7 @@ class Environments:
     name: str
     """The name in messages, later that of the class."""
     hashes: Mapping[str, str]
-    """The hash of its file, as in `ChosenTools.hashes`."""
+    """The hash of its file, as in `ToolSet.hashes`."""
     seconds: float
     """The time limit for building or resetting one environment."""
     control_tokens: Sequence[str] = CONTROL_TOKENS
@@ -43,29 +43,34 @@ class Environments:
     """The number of instances that rollouts of the current generation have."""
 
     def __post_init__(self) -> None:
-        """Raise `UserError` for a factory whose objects are no environments."""
-        first = self._free(f"{KEY}: {self.name}")
-        # as TRL names its reward
+        """Build the first environment, whose class says what the model may call.
+
+        Raises `UserError` for a factory whose objects are no environments.
+        """
+        environment = self._free(f"{KEY}: {self.name}")
         self._in_use = 0
-        self.name = type(first).__name__
-        members = dict(inspect.getmembers(type(first), inspect.isfunction))
-        public = [name for name in members if name not in _OWN and not name.startswith("_")]
-        self.tools: dict[str, Callable[..., Any]] = {name: getattr(first, name) for name in public}
+        self.name = type(environment).__name__  # as TRL names its reward
+        members = dict(inspect.getmembers(type(environment), inspect.isfunction))
+        self.tools: dict[str, Callable[..., Any]] = {}
+        for name in members:
+            if name not in _OWN and not name.startswith("_"):
+                self.tools[name] = getattr(environment, name)
         self.grades = "get_reward" in members
-        later = next(
-            (name for name in _OWN if inspect.iscoroutinefunction(members.get(name))), None
-        )
         if "reset" not in members:
             raise UserError(
                 f"{KEY}: {self.name} has no method reset(self, **row), which begins a rollout"
             )
         if not self.tools:
             raise UserError(f"{KEY}: {self.name} has no public method that a model could call")
-        if later:
-            raise UserError(f"{KEY}: {self.name}.{later} is async; write a plain method")
+        for name in _OWN:
+            if inspect.iscoroutinefunction(members.get(name)):
+                raise UserError(f"{KEY}: {self.name}.{name} is async; write a plain method")
 
     def reward(self) -> Callable[..., list[float | None]]:
-        """TRL's reward function for environments with `get_reward`, named after their class."""
+        """Return TRL's reward function for environments with `get_reward`.
+
+        It is named after their class.
+        """
 
         def get_reward(environments: Sequence[Any], **_: Any) -> list[float | None]:
             return [environment.get_reward() for environment in environments]
@@ -76,7 +81,9 @@ class Environments:
     def entered(
         self, groups: Sequence[RolloutGroup], run_seed: int, *, anew: bool
     ) -> list[RolloutGroup]:
-        """The groups with an environment for each rollout and the text of `reset` in their prompts.
+        """Return the groups with an environment for each rollout.
+
+        The text of `reset` is in their prompts.
 
         Args:
             groups: groups that begin.
@@ -90,28 +97,27 @@ class Environments:
         return [self._entered(group, run_seed) for group in groups]
 
     def _entered(self, group: RolloutGroup, run_seed: int) -> RolloutGroup:
-        """One group in environments, which are reset with the same random numbers."""
+        """Return one group in environments, which are reset with the same random numbers."""
         problem = group.problem
-        where = f"row {group.row.get('id', problem.number)}"
-        seed = f"{run_seed}/{problem.where}/{problem.place}"
-        inside = [
-            replace(rollout, environment=self._free(f"{KEY}: {where}"))
-            for rollout in group.rollouts
-        ]
-        messages = [
-            self._reset(rollout.environment, row=group.row, where=f"{KEY}: {where}", seed=seed)
-            for rollout in inside
-        ]
-        deviating = next((text for text in messages if text != messages[0]), messages[0])
-        if deviating != messages[0]:
-            raise UserError(
-                f"{KEY}: {where}: reset says {messages[0]!r:.60} to one rollout of a problem and "
-                f"{deviating!r:.60} to another; let it say what the row alone decides"
-            )
-        return replace(group, row=_with_text(group.row, messages[0]), rollouts=tuple(inside))
+        where = f"{KEY}: row {group.row.get('id', problem.row_number)}"
+        seed = f"{run_seed}/{problem.key.name}/{problem.slot}"
+        rollouts = [replace(rollout, environment=self._free(where)) for rollout in group.rollouts]
+        messages = []
+        for rollout in rollouts:
+            messages.append(self._reset(rollout.environment, row=group.row, where=where, seed=seed))
+        for message in messages:
+            if message != messages[0]:
+                raise UserError(
+                    f"{where}: reset says {messages[0]!r:.60} to one rollout of a problem and "
+                    f"{message!r:.60} to another; let it say what the row alone decides"
+                )
+        return replace(group, row=_with_text(group.row, messages[0]), rollouts=tuple(rollouts))
 
     def _free(self, where: str) -> Any:
-        """An instance that no rollout of this generation has; a new one is built if needed."""
+        """Return an instance that no rollout of this generation has.
+
+        A new one is built if needed.
+        """
         if self._in_use == len(self._instances):
             environment = self._run(self.factory, f"{where}: it cannot be made", KEY)
             is_shared = any(environment is instance for instance in self._instances)
@@ -125,7 +131,7 @@ class Environments:
         return self._instances[self._in_use - 1]
 
     def _reset(self, environment: Any, row: Row, where: str, seed: str) -> str:
-        """The text that `reset` returns for a row. Raises `UserError`."""
+        """Return the text that `reset` returns for a row. Raises `UserError`."""
 
         def reset() -> object:
             return environment.reset(**own_copy(dict(row)))
@@ -144,11 +150,14 @@ class Environments:
             )
         return text
 
-    def _run(self, do: Callable[[], Any], label: str, seed: str) -> Any:
-        """The result of code of the user, within limits. Raises `UserError` where it fails."""
+    def _run(self, function: Callable[[], Any], label: str, seed: str) -> Any:
+        """Return the result of code of the user, within limits.
+
+        Raises `UserError` where it fails.
+        """
         try:
             with limited(f"environment {self.name}", self.seconds, seed):
-                return do()
+                return function()
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -156,7 +165,7 @@ class Environments:
 
 
 def environments_of(factory: object, seconds: float) -> Environments | None:
-    """The environments of a run, None without any.
+    """Return the environments of a run, None without any.
 
     Args:
         factory: `FILE.py:CLASS`, or a class or function from Python; None for no environments.
@@ -185,16 +194,16 @@ def environments_of(factory: object, seconds: float) -> Environments | None:
 
 
 def _with_text(row: Row, text: str) -> Row:
-    """The row with a text at the end of the last message of its prompt."""
+    """Return the row with a text at the end of the last message of its prompt."""
     if not text:
         return row
-    *before, last = row["prompt"]
-    content: Any = last["content"]
+    *earlier_messages, last_message = row["prompt"]
+    content: Any = last_message["content"]
     if isinstance(content, str):
         content += text
     else:
-        content = [
-            *content,
-            {**dict.fromkeys(content[0] if content else ()), "type": "text", "text": text},
-        ]
-    return Row(**{**row, "prompt": [*before, {**last, "content": content}]})
+        # All parts of a column of messages have the same keys.
+        keys = content[0] if content else ()
+        content = [*content, {**dict.fromkeys(keys), "type": "text", "text": text}]
+    prompt = [*earlier_messages, {**last_message, "content": content}]
+    return Row(**{**row, "prompt": prompt})

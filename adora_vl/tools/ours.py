@@ -43,26 +43,30 @@ class View:
         return "in thousandths of its width and height" if self.relative else "in its pixels"
 
     def size(self, image: Image.Image) -> tuple[int, int]:
-        """Width and height in pixels, as the model sees them."""
+        """Return width and height in pixels, as the model sees them."""
         return model_size(*image.size, self.unit, self.low, self.high)
 
     def scale(self, image: Image.Image) -> tuple[float, float]:
-        """The largest coordinates in x and y."""
-        width, height = self.size(image)
+        """Return the largest coordinates in x and y."""
+        return self.scale_of(image.size)
+
+    def scale_of(self, size: tuple[int, int]) -> tuple[float, float]:
+        """Return the largest coordinates in x and y in a picture of this width and height in pixels."""
+        width, height = model_size(*size, self.unit, self.low, self.high)
         return (1000, 1000) if self.relative else (width, height)
 
     def shares(self, image: Image.Image, *points: tuple[float, float]) -> list[tuple[float, float]]:
-        """The points as shares of width and height.
+        """Return the points as shares of width and height.
 
         Raises `ValueError` for a point outside of the picture.
         """
-        wide, high = self.scale(image)
+        max_x, max_y = self.scale(image)
         for x, y in points:
-            if not (0 <= x <= wide and 0 <= y <= high):
+            if not (0 <= x <= max_x and 0 <= y <= max_y):
                 raise ValueError(
-                    f"({x:g}, {y:g}) is not in the picture, which ends at ({wide:g}, {high:g})"
+                    f"({x:g}, {y:g}) is not in the picture, which ends at ({max_x:g}, {max_y:g})"
                 )
-        return [(x / wide, y / high) for x, y in points]
+        return [(x / max_x, y / max_y) for x, y in points]
 
 
 def zoom(
@@ -88,18 +92,18 @@ def zoom(
     (x_low, y_low), (x_high, y_high) = view.shares(image, (x1, y1), (x2, y2))
     if x_low >= x_high or y_low >= y_high:
         raise ValueError("the region is empty: x1 has to be below x2, and y1 below y2")
-    wide, high = image.size
+    width, height = image.size
     box = (
-        math.floor(x_low * wide),
-        math.floor(y_low * high),
-        math.ceil(x_high * wide),
-        math.ceil(y_high * high),
+        math.floor(x_low * width),
+        math.floor(y_low * height),
+        math.ceil(x_high * width),
+        math.ceil(y_high * height),
     )
-    cut = image.crop(box)
-    factor = max(1.0, view.unit / min(cut.size))
+    region = image.crop(box)
+    factor = max(1.0, view.unit / min(region.size))
     if factor == 1:
-        return cut
-    return cut.resize((math.ceil(cut.width * factor), math.ceil(cut.height * factor)))
+        return region
+    return region.resize((math.ceil(region.width * factor), math.ceil(region.height * factor)))
 
 
 def mark(
@@ -118,12 +122,15 @@ def mark(
     image = _chosen(images, picture).convert("RGB")
     [share] = view.shares(image, (x, y))
     (x, y) = _at(image, share)
-    thick = _thick(image)
+    line_width = _thick(image)
     image = image.copy()
     canvas = ImageDraw.Draw(image)
-    canvas.ellipse((x - 2 * thick, y - 2 * thick, x + 2 * thick, y + 2 * thick), fill=_COLOUR)
+    canvas.ellipse(
+        (x - 2 * line_width, y - 2 * line_width, x + 2 * line_width, y + 2 * line_width),
+        fill=_COLOUR,
+    )
     canvas.text(
-        (x + 3 * thick, y),
+        (x + 3 * line_width, y),
         label,
         fill=_COLOUR,
         font=ImageFont.load_default(max(10, min(image.size) // 20)),
@@ -180,15 +187,19 @@ def measure(
         picture: Number of the picture, from 0.
     """
     image = _chosen(images, picture)
-    wide, high = view.size(image)
-    points = [(x1, y1), (x2, y2), *([(x3, y3)] if x3 is not None and y3 is not None else [])]
-    first, second, *third = [(x * wide, y * high) for x, y in view.shares(image, *points)]
-    sides = [math.dist(second, point) for point in (first, *third)]
-    if not all(sides):
+    points = [(x1, y1), (x2, y2)]
+    if x3 is not None and y3 is not None:
+        points.append((x3, y3))
+    width, height = view.size(image)
+    pixels = [(x * width, y * height) for x, y in view.shares(image, *points)]
+    vertex = pixels[1]
+    ends = [pixels[0], *pixels[2:]]
+    distances = [math.dist(vertex, end) for end in ends]
+    if not all(distances):
         raise ValueError("two of the points are the same")
-    if not third:
-        return f"{sides[0]:.1f} pixels of the picture, which may not be to scale"
-    angles = [math.atan2(point[1] - second[1], point[0] - second[0]) for point in (first, *third)]
+    if len(ends) == 1:
+        return f"{distances[0]:.1f} pixels of the picture, which may not be to scale"
+    angles = [math.atan2(end[1] - vertex[1], end[0] - vertex[0]) for end in ends]
     degrees = abs(math.degrees(angles[0] - angles[1])) % 360
     return f"{min(degrees, 360 - degrees):.1f} degrees in the picture, which may not be to scale"
 
@@ -213,7 +224,7 @@ def calculate(expression: str) -> str:
 
 
 def _value_of_an_answer(expression: str) -> Ball:
-    r"""The value of an answer that no calculator reads, such as `\frac{1}{2}` or `7 1/2`.
+    r"""Return the value of an answer that no calculator reads, such as `\frac{1}{2}` or `7 1/2`.
 
     It is read as the grader reads it. Raises `ValueError` where it has no value.
     """
@@ -224,7 +235,7 @@ def _value_of_an_answer(expression: str) -> Ball:
 
 
 def _no_value(reason: str) -> str:
-    """The error of an expression without a value."""
+    """Return the error of an expression without a value."""
     return f"the expression has no value here ({reason.replace('_', ' ')})"
 
 
@@ -234,7 +245,7 @@ OURS = {tool.__name__: tool for tool in (zoom, mark, line, measure, calculate)}
 
 
 def _chosen(images: Sequence[Image.Image], number: int) -> Image.Image:
-    """The picture of this number. Raises `ValueError` where there is none."""
+    """Return the picture of this number. Raises `ValueError` where there is none."""
     if not 0 <= number < len(images):
         available = f"0 to {len(images) - 1}" if images else "none"
         raise ValueError(f"picture: {number} is not there ({available})")
@@ -242,10 +253,10 @@ def _chosen(images: Sequence[Image.Image], number: int) -> Image.Image:
 
 
 def _at(image: Image.Image, share: tuple[float, float]) -> tuple[float, float]:
-    """The pixel at these shares of width and height."""
+    """Return the pixel at these shares of width and height."""
     return share[0] * (image.width - 1), share[1] * (image.height - 1)
 
 
 def _thick(image: Image.Image) -> int:
-    """The width in pixels of a line that can be seen in the picture."""
+    """Return the width in pixels of a line that can be seen in the picture."""
     return max(1, min(image.size) // 150)

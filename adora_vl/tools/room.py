@@ -90,7 +90,7 @@ def _refuse_no_pictures(toolbox: Toolbox, name: str, tool: Callable[..., Any], r
 
 
 def _shows_a_picture(tool: Callable[..., Any]) -> bool:
-    """Whether the type hints of a tool say that it always returns a picture."""
+    """Return whether the type hints of a tool say that it always returns a picture."""
     try:
         returned = get_type_hints(tool).get("return")
     except Exception:  # names of a file of the user's that only a type checker knows
@@ -132,6 +132,7 @@ def _refuse_no_tokens(
             f"{room.key}: {room.completion} leaves no room for an answer of {parts}; set it to "
             f"{needed} or more"
         )
+    # What the engine holds is known only where vLLM samples, the prompt where the data are known.
     if room.context is None or room.prompt is None:
         return
     if room.context - room.prompt < needed:
@@ -142,7 +143,7 @@ def _refuse_no_tokens(
 
 
 def _shortest_call(turns: ToolLoop, function: Mapping[str, Any]) -> int:
-    """The tokens of the shortest call that the schema allows, in its shortest spelling.
+    """Return the tokens of the shortest call that the schema allows, in its shortest spelling.
 
     The closing mark is not counted, since a model may omit it.
     """
@@ -157,7 +158,7 @@ def _shortest_call(turns: ToolLoop, function: Mapping[str, Any]) -> int:
 
 
 def shortest_value(schema: Mapping[str, Any]) -> Any:
-    """A value of as few characters as the schema of an argument allows."""
+    """Return a value of as few characters as the schema of an argument allows."""
     if schema.get("enum"):
         return min(schema["enum"], key=lambda value: len(str(value)))
     kinds = schema.get("type", "string")
@@ -166,7 +167,10 @@ def shortest_value(schema: Mapping[str, Any]) -> Any:
 
 
 def _shortest_picture(toolbox: Toolbox, tool: Callable[..., Any]) -> int:
-    """Tokens of the smallest picture that a tool can show; 0 for a tool that may show none."""
+    """Return the tokens of the smallest picture that a tool can show.
+
+    It is 0 for a tool that may show none.
+    """
     view = toolbox.view
     if view is None or not _shows_a_picture(tool):
         return 0

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
@@ -49,13 +49,18 @@ from adora_vl.utils.own_files import (
     source_hash,
 )
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 Part = str | Image.Image
+# The calls of one turn that are answered; a single line answers all beyond them.
+CALLS_PER_TURN = 4
 _MAX_PARTS = 10_000  # of an answer; empty texts count in no further limit
 _NEED_PICTURES = [tool for tool in OURS.values() if "view" in signature(tool).parameters]
 
 
 @dataclass(frozen=True)
-class ChosenTools:
+class ToolSet:
     """The tools of a run by name.
 
     `functions` includes the methods of the first environment, which stand for those of every
@@ -67,7 +72,7 @@ class ChosenTools:
     environments: Environments | None = None
 
     def schemas(self, view: View | None) -> list[dict[str, Any]]:
-        """The JSON schemas of the tools, as the model is told of them.
+        """Return the JSON schemas of the tools, as the model is told of them.
 
         `view` is that of a model that sees images, None for a model that reads text alone.
         """
@@ -77,8 +82,8 @@ class ChosenTools:
 
 def choose_tools(
     entries: Sequence[str | Callable[..., Any]], environments: Environments | None = None
-) -> ChosenTools:
-    """The tools of a run, and the methods of its environments.
+) -> ToolSet:
+    """Return the tools of a run, and the methods of its environments.
 
     Args:
         entries: the key `tools`: names of our tools, `FILE.py:FUNCTION`, and functions.
@@ -112,19 +117,23 @@ def choose_tools(
             raise UserError(f"tools: {entry!r:.80} is no function")
         tools.append((name, entry if isinstance(entry, str) else name, tool))
     functions: dict[str, Callable[..., Any]] = {}
-    inside = environments.tools if environments is not None else {}
-    for name, label, tool in [*tools, *((name, name, tool) for name, tool in inside.items())]:
+    environment_tools = environments.tools if environments is not None else {}
+    for name, label, tool in [
+        *tools,
+        *((name, name, tool) for name, tool in environment_tools.items()),
+    ]:
         if name in functions:
             raise UserError(f"tools: two of them have the name {name!r}; rename one of them")
         schema_of(label, tool)
         functions[name] = tool
-    return ChosenTools(functions, hashes, environments)
+    return ToolSet(functions, hashes, environments)
 
 
-def view_of(config: Any, pixels: Limits) -> View | None:
-    """The view of a model of this Transformers config; None for a model that reads text alone.
+def view_of(config: "PreTrainedConfig", pixels: Limits) -> View | None:
+    """Return the view of a model of this Transformers config.
 
-    `pixels` are the limits within which the model sees a picture.
+    None for a model that reads text alone. `pixels` are the limits within which the model sees a
+    picture.
     """
     family = family_of(config)
     vision = family.vision if family is not None else None
@@ -143,12 +152,30 @@ class _Outcome:
     failed: bool = False
 
 
+def _with_picture_numbers(parts: Sequence[Part], first: int) -> list[Part]:
+    """Return the parts of an answer on lines of their own, with a number before each picture.
+
+    `first` is the number of the first picture, by which a later call names it.
+    """
+    lines: list[Part] = []
+    number = first
+    for part in parts:
+        if lines:
+            lines.append("\n")
+        if isinstance(part, Image.Image):
+            lines += [f"Picture {number}: ", part]
+            number += 1
+        else:
+            lines.append(part)
+    return lines
+
+
 class Toolbox:
     """Answers the calls of a run."""
 
     def __init__(
         self,
-        chosen: ChosenTools,
+        chosen: ToolSet,
         options: ToolOptions,
         view: View | None,
         control_tokens: Sequence[str] = CONTROL_TOKENS,
@@ -190,7 +217,7 @@ class Toolbox:
         last: bool,
         environment: object = None,
     ) -> ToolAnswer | None:
-        """The answer to a turn of the policy, None if the turn calls nothing.
+        """Answer a turn of the policy; None if the turn calls nothing.
 
         Args:
             text: the turn.
@@ -199,7 +226,7 @@ class Toolbox:
             last: whether no calls remain after this turn; the answer then says so.
             environment: that of the rollout, if it has one.
         """
-        pictures_so_far = list(images)
+        all_pictures = list(images)
         parts = list[Part]()
         calls = list[Call]()
         for number, call_text in enumerate(calls_in(text)):
@@ -207,37 +234,34 @@ class Toolbox:
             outcome = self._outcome(
                 call_text,
                 number=number,
-                images=pictures_so_far,
+                images=all_pictures,
                 seed=f"{seed}/{number}",
                 environment=environment,
             )
+            if number > 0:
+                parts.append("\n")
+            parts += tool_response(_with_picture_numbers(outcome.parts, len(all_pictures)))
             pictures = [part for part in outcome.parts if isinstance(part, Image.Image)]
-            words: list[Part] = []
-            for part in outcome.parts:
-                words += ["\n"] if words else []
-                if isinstance(part, Image.Image):
-                    words += [f"Picture {len(pictures_so_far)}: ", part]
-                    pictures_so_far.append(part)
-                else:
-                    words.append(part)
-            parts += [*(["\n"] if number else []), *tool_response(words)]
+            all_pictures += pictures
             texts = [part for part in outcome.parts if isinstance(part, str)]
-            seconds = time.perf_counter() - began
             calls.append(
                 Call(
                     name=outcome.name,
                     arguments=call_text,
                     text="\n".join([*texts, *["<image>"] * len(pictures)]),
-                    seconds=seconds,
+                    seconds=time.perf_counter() - began,
                     failed=outcome.failed,
-                    span=-1,
+                    span=-1,  # the rollout's segment is not known yet; `ToolLoop` puts it in
                 )
             )
-            if number >= self.options.calls_per_turn:
-                break  # a single line answers all calls over the limit
+            # The first call beyond the limit was answered too, with the error that says so.
+            if number >= CALLS_PER_TURN:
+                break
         if not calls:
             return None
-        return ToolAnswer((*parts, *([f"\n{NO_CALLS_LEFT}"] if last else [])), tuple(calls))
+        if last:
+            parts.append(f"\n{NO_CALLS_LEFT}")
+        return ToolAnswer(tuple(parts), tuple(calls))
 
     def _outcome(
         self,
@@ -248,7 +272,7 @@ class Toolbox:
         seed: str,
         environment: object,
     ) -> _Outcome:
-        """The result of one call, from its text to the parts of its answer.
+        """Return the result of one call, from its text to the parts of its answer.
 
         Everything here follows from what a model wrote or a tool of the user returned, so every
         exception becomes a line for the model: a run that ended here would draw the same call again
@@ -256,10 +280,10 @@ class Toolbox:
         """
         name = ""
         try:
-            if number >= self.options.calls_per_turn:
-                raise CallError(f"too many calls in a turn, at most {self.options.calls_per_turn}")
+            if number >= CALLS_PER_TURN:
+                raise CallError(f"too many calls in a turn, at most {CALLS_PER_TURN}")
             name, arguments = read_call(call_text)
-            parts = self._called(name, arguments, images, seed, environment)
+            parts = self._call(name, arguments, images, seed, environment)
             return _Outcome(name, parts)
         except KeyboardInterrupt:
             raise
@@ -274,7 +298,7 @@ class Toolbox:
             reason = in_one_line(error)
         return _Outcome(name, [error_line(reason)], failed=True)
 
-    def _called(
+    def _call(
         self,
         name: str,
         arguments: Mapping[str, Any],
@@ -282,7 +306,10 @@ class Toolbox:
         seed: str,
         environment: object,
     ) -> list[Part]:
-        """The parts of a tool's result. Raises `CallError`, and whatever the tool raises."""
+        """Call a tool, and return the parts of its result.
+
+        Raises `CallError`, and whatever the tool raises.
+        """
         if name not in self._by_name:
             raise CallError(f"no tool {name[:40]!r}; there are {', '.join(self._by_name)}")
         kwargs: dict[str, Any] = checked(arguments, self._by_name[name])
@@ -290,13 +317,16 @@ class Toolbox:
         environments = self.chosen.environments
         if environments is not None and environment is not None and name in environments.tools:
             tool = getattr(environment, name)
+        # A tool gets the pictures and the view only if it has parameters of these names.
+        parameters = signature(tool).parameters
         hidden = {"images": images, "view": self.view}
-        kwargs |= {key: value for key, value in hidden.items() if key in signature(tool).parameters}
+        kwargs |= {key: value for key, value in hidden.items() if key in parameters}
         if OURS.get(name) is tool:
             try:
                 return self._parts(tool(**kwargs), len(images))
             except ValueError as error:
                 raise CallError(str(error)) from error
+        # Code of the user gets copies, so that it cannot change what the run has.
         kwargs = {key: own_copy(value) for key, value in kwargs.items()}
         # The result may be lazy, or slow to convert: that counts as the tool's time too.
         with limited(f"tool {name}", self.options.seconds, seed):
@@ -305,16 +335,15 @@ class Toolbox:
     def _warn_late(self, name: str) -> None:
         """Warn, once in a run, that a tool was stopped by its time limit."""
         if not self._has_warned:
-            late = f"tools: {name} took longer than adora_tool_options.seconds"
             print(
-                f"{late}: {self.options.seconds:g}; a resumed run may differ, as it may be in "
-                "time there",
+                f"tools: {name} took longer than adora_tool_options.seconds: "
+                f"{self.options.seconds:g}; a resumed run may differ, as it may be in time there",
                 file=sys.stderr,
             )
         self._has_warned = True
 
     def _parts(self, result: object, before: int) -> list[Part]:
-        """A tool's result as texts and pictures that the model's processor accepts.
+        """Return a tool's result as texts and pictures that the model's processor accepts.
 
         `before` is the number of pictures that the model has already. Raises `CallError`, and
         whatever an object of the user raises when it is read.
@@ -322,8 +351,8 @@ class Toolbox:
         parts = list[Part]()
         length = 0
         pictures = 0
-        listed = result if isinstance(result, list | tuple) else [result]
-        for value in listed:
+        values = result if isinstance(result, list | tuple) else [result]
+        for value in values:
             part = self._part(value)
             parts.append(part)
             if isinstance(part, str):
@@ -340,11 +369,11 @@ class Toolbox:
         return parts or ["nothing"]
 
     def _part(self, value: object) -> Part:
-        """One value of a result as text or picture; any JSON value becomes its text.
+        """Return one value of a result as text or picture; any JSON value becomes its text.
 
         Raises `CallError`.
         """
-        if isinstance(value, Mapping):  # TRL's parts
+        if isinstance(value, Mapping):  # a part in TRL's form
             kind = value.get("type")
             if isinstance(kind, str) and kind in ("text", "image"):
                 value = value.get(kind)
@@ -353,7 +382,8 @@ class Toolbox:
         if isinstance(value, str):
             return clean(value)
         try:
-            value = value.item() if hasattr(value, "item") else value
+            if hasattr(value, "item"):  # a number of NumPy or torch
+                value = value.item()
             return clean(json.dumps(value, ensure_ascii=False))
         except (TypeError, ValueError, RecursionError):
             raise CallError(
@@ -361,32 +391,36 @@ class Toolbox:
             ) from None
 
     def _picture(self, image: Image.Image) -> Image.Image:
-        """A picture as the model can see it, resized within the limits. Raises `CallError`."""
+        """Return a picture as the model can see it, resized within the limits.
+
+        Raises `CallError`.
+        """
         if self.view is None:
             raise CallError("the tool returned a picture, and the model reads text alone")
         try:
             image = as_shown(image)
         except UnreadableImageError as error:
             if error.kind == "image_too_large":
-                (wide, high) = image.size
+                (width, height) = image.size
                 raise CallError(
-                    f"the tool's picture has {wide} x {high} pixels, too many"
+                    f"the tool's picture has {width} x {height} pixels, too many"
                 ) from None
             raise CallError(f"the tool's picture cannot be read ({error})") from None
-        (wide, high) = image.size
+        (width, height) = image.size
+        # A side has at least one image token, and the image processor refuses a narrow strip.
         unit = self.view.unit
-        if min(wide, high) < unit or max(wide, high) >= WIDEST * min(wide, high):
+        if min(width, height) < unit or max(width, height) >= WIDEST * min(width, height):
             raise CallError(
-                f"the tool's picture has {wide} x {high} pixels; sides of at least {unit}"
+                f"the tool's picture has {width} x {height} pixels; sides of at least {unit}"
             )
         try:
             size = size_within(
-                wide,
-                height=high,
+                width,
+                height=height,
                 min_pixels=None,
                 max_pixels=self.options.max_pixels or self.view.high,
                 unit=unit,
             )
         except ValueError as error:
-            raise CallError(f"the picture has {wide} x {high} pixels: {error}") from None
+            raise CallError(f"the picture has {width} x {height} pixels: {error}") from None
         return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)

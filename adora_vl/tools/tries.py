@@ -22,7 +22,7 @@ _SHOWN = 40  # characters of an answer
 def unsteady_tools(
     toolbox: Toolbox, images: Sequence[Image.Image] = (), environments: Sequence[Any] = ()
 ) -> list[str]:
-    """A line for each tool that answers the same call in two ways.
+    """Return a line for each tool that answers the same call in two ways.
 
     The arguments are invented from its schema, so a tool may refuse all of them; it then gets no
     line.
@@ -34,11 +34,11 @@ def unsteady_tools(
             none these tools are skipped.
     """
     lines = []
-    inside = toolbox.chosen.environments
+    environments_of_run = toolbox.chosen.environments
     for schema in toolbox.schemas:
         function = schema["function"]
         name = function["name"]
-        is_method = inside is not None and name in inside.tools
+        is_method = environments_of_run is not None and name in environments_of_run.tools
         if OURS.get(name) is toolbox.chosen.functions[name] or (is_method and not environments):
             continue
         pair = environments if is_method else (None, None)
@@ -59,10 +59,13 @@ def _two_answers(
     images: Sequence[Image.Image],
     environments: Sequence[Any],
 ) -> tuple[str, str] | None:
-    """Both answers to the first call that a tool answers in two ways; None without such a call."""
-    for arguments in _made_up(function["parameters"]):
-        written = json.dumps({"name": function["name"], "arguments": arguments})
-        text = f"{CALL}{written}"
+    """Return both answers to the first call that a tool answers in two ways.
+
+    None without such a call. Only the first call that does not fail is compared.
+    """
+    for arguments in _trial_arguments(function["parameters"]):
+        call = json.dumps({"name": function["name"], "arguments": arguments})
+        text = f"{CALL}{call}"
         first = toolbox.answer(text, images, seed="try", last=False, environment=environments[0])
         second = toolbox.answer(text, images, seed="try", last=False, environment=environments[1])
         assert first is not None and second is not None, "the text has a call"
@@ -73,8 +76,11 @@ def _two_answers(
     return None
 
 
-def _made_up(parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Sets of arguments in the order in which they are tried: plain values, then the shortest."""
+def _trial_arguments(parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return sets of arguments in the order in which they are tried.
+
+    Plain values come first, then the shortest ones.
+    """
     properties = parameters["properties"]
     required = parameters.get("required", ())
     plain = dict[str, Any]()
@@ -88,16 +94,16 @@ def _made_up(parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _same(first: ToolAnswer, second: ToolAnswer) -> bool:
-    """Whether two answers have the same texts and pictures."""
+    """Return whether two answers have the same texts and pictures."""
     return [_content(part) for part in first.parts] == [_content(part) for part in second.parts]
 
 
 def _content(part: str | Image.Image) -> object:
-    """What is compared of a part: a text, or the size and pixels of a picture."""
+    """Return what is compared of a part: a text, or the size and pixels of a picture."""
     return part if isinstance(part, str) else (part.size, part.tobytes())
 
 
 def _in_short(answer: ToolAnswer) -> str:
-    """The beginning of the text of an answer, on one line."""
+    """Return the beginning of the text of an answer, on one line."""
     text = " ".join(answer.calls[0].text.split())
     return f"{text[:_SHOWN]!r}"

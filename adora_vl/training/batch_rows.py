@@ -22,7 +22,7 @@ SplitBatch = dict[str, Any]
 # first patch.
 PackedRows = dict[str, Any]
 Nested = TypeVar("Nested")  # tensors in lists, tuples and dicts
-_OWN_WIDTH = ("pixel_values", "image_grid_thw", "grades")  # whatever the number of their columns
+_OWN_WIDTH = ("pixel_values", "image_grid_thw")  # whatever the number of their columns
 
 
 def split_images(batch: Batch) -> SplitBatch:
@@ -61,10 +61,10 @@ def pack_rows(rows: SplitBatch, banks: ImageBanks) -> PackedRows:
 def unpack_rows(packed: PackedRows, banks: ImageBanks, device: torch.device) -> Batch:
     """The rows as a batch. Their images are now held in the bank of the training batch."""
     rows: SplitBatch = send_to_device({k: v for k, v in packed.items() if k != "images"}, device)
-    bank = banks.more()
+    bank = banks.extend()
     if "images" in packed and bank is not None:
         references = {
-            start: bank.hold(key, patches.to(device), grid).to(device)
+            start: bank.store(key, patches.to(device), grid).to(device)
             for start, (key, patches, grid) in packed["images"].items()
         }
         none = torch.zeros(0, 1, dtype=torch.long, device=device)

@@ -32,6 +32,7 @@ from adora_vl.utils.errors import (
     lost_contact,
 )
 from adora_vl.utils.files import disk_is_full
+from adora_vl.utils.stop_message import stopped_before, stopped_in
 
 # Nats per token between a policy and its reference before any update. They are the same weights in
 # the same pass, so float32 gives 0; what is above this is another model.
@@ -75,11 +76,14 @@ class GenerationGuard:
         checkpoint = self.save()
         (row, reason) = unreadable[0]
         others_count = len({name for name, _ in unreadable}) - 1
+        rest = f" (and {others_count} more rows)" if others_count else ""
         raise RunError(
-            f"step {step + 1}: row {row}: an image cannot be read: {reason}"
-            f"{f' (and {others_count} more rows)' if others_count else ''}. "
-            "Nothing of this step was applied. "
-            f"Repair or remove the row, and go on with --resume_from_checkpoint {checkpoint}"
+            stopped_before(
+                step,
+                f"row {row}: an image cannot be read: {reason}{rest}",
+                remedy="Repair or remove the row",
+                checkpoint=checkpoint,
+            )
         )
 
     def _check_prompts(self, rows: Sequence[Row], step: int) -> None:
@@ -96,9 +100,7 @@ class GenerationGuard:
                 faults.append(f"row {row.get('id', f'#{number} of the batch')}: {fault}")
         faults = gather_object(faults)
         if faults:
-            raise SharedUserError(
-                f"step {step + 1}: {faults[0]}; go on with --resume_from_checkpoint {self.save()}"
-            )
+            raise SharedUserError(stopped_before(step, faults[0], checkpoint=self.save()))
 
     @contextmanager
     def beginning(self, step: int) -> Iterator[None]:
@@ -114,9 +116,7 @@ class GenerationGuard:
             problem = str(error)
         problems = [text for text in gather_object([problem]) if text]
         if problems:
-            raise SharedUserError(
-                f"step {step + 1}: {problems[0]}; go on with --resume_from_checkpoint {self.save()}"
-            )
+            raise SharedUserError(stopped_before(step, problems[0], checkpoint=self.save()))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -127,10 +127,8 @@ class GenerationGuard:
         try:
             yield
         except NoServerError as error:
-            raise RunError(
-                f"step {self.state().global_step + 1}: {error}, and go on with "
-                f"--resume_from_checkpoint {self.save()}"
-            ) from None
+            step = self.state().global_step
+            raise RunError(stopped_before(step, str(error), checkpoint=self.save())) from None
 
 
 class RewardGuard:
@@ -179,12 +177,15 @@ class RewardGuard:
             return
         mistake = next((failure.reason for failure in failures if failure.mistake), None)
         if mistake is not None:
-            raise SharedUserError(f"step {step + 1}: {mistake}, and go on with {self._resume()}")
+            raise SharedUserError(stopped_before(step, mistake, checkpoint=self.save()))
         failure = failures[0]
         raise RunError(
-            f"step {step + 1}: reward {failure.function}: {failure.row}: {failure.reason}. "
-            "Nothing of this step was applied. Repair the function, and go on with "
-            f"{self._resume()}"
+            stopped_before(
+                step,
+                f"reward {failure.function}: {failure.row}: {failure.reason}",
+                remedy="Repair the function",
+                checkpoint=self.save(),
+            )
         )
 
     def failed_calls(self, rows: int) -> dict[tuple[int, int], str]:
@@ -214,14 +215,13 @@ class RewardGuard:
         if not all(missing):
             return
         raise RunError(
-            f"step {step + 1}: not one of {len(missing)} rollouts has a reward ({missing[0]}). "
-            "Nothing of this step was applied. Repair the reward, and go on with "
-            f"{self._resume()}"
+            stopped_before(
+                step,
+                f"not one of {len(missing)} rollouts has a reward ({missing[0]})",
+                remedy="Repair the reward",
+                checkpoint=self.save(),
+            )
         )
-
-    def _resume(self) -> str:
-        """Save, and return the option that goes on from there."""
-        return f"--resume_from_checkpoint {self.save()}"
 
 
 def _is_bounded(function: object) -> bool:
@@ -266,7 +266,7 @@ class DriftGuard:
         self.log("adora/drift", drift.mean)
         if self.bound is not None and not drift.mean <= self.bound:
             raise RolloutError(
-                drift_message(drift, bound=self.bound, step=step + 1, checkpoint=str(self.save()))
+                drift_message(drift, bound=self.bound, step=step, checkpoint=self.save())
             )
 
 
@@ -381,7 +381,7 @@ def errors_with_step(
     def translated(error: Exception) -> Exception | None:
         """The error to raise instead; None for one that says all this already."""
         if isinstance(error, EngineError):
-            failed = RunError(f"step {step() + 1}: {error}; {where_to_go_on()}")
+            failed = RunError(stopped_in(step(), str(error), where_to_go_on()))
             failed.__cause__ = error.__cause__ or error
             return failed
         if isinstance(error, RolloutError | RunError | UserError):
@@ -389,7 +389,7 @@ def errors_with_step(
         if disk_is_full(error):
             return _full_disk(error, step(), where_to_go_on())
         reason = lost_contact(error) or in_one_line(error)
-        failed = RunError(f"step {step() + 1}: {reason}; {where_to_go_on()}")
+        failed = RunError(stopped_in(step(), reason, where_to_go_on()))
         failed.__cause__ = error
         return failed
 
@@ -400,6 +400,5 @@ def _full_disk(error: Exception, step: int, where_to_go_on: str) -> DiskFullErro
     """The error of a step that found the disk full; it names the file where that is known."""
     file = getattr(error, "filename", None)
     of_file = f" of {str(file)!r}" if file else ""
-    return DiskFullError(
-        f"step {step + 1}: no space left on the disk{of_file}; make room there, and {where_to_go_on}"
-    )
+    reason = f"no space left on the disk{of_file}"
+    return DiskFullError(stopped_in(step, reason, f"make room there, and {where_to_go_on}"))

@@ -235,7 +235,7 @@ def rebalanced(
     for packed in exchange(plan, sending, rank):
         batch = concat_rows(batch, unpack_rows(packed, banks, advantages.device), pad_id)
         live.append(True)
-    banks.more()  # all ranks must take part in the same vision passes, which gather sharded weights
+    banks.extend()  # all ranks must take part in the same vision passes, which gather sharded weights
     return batch, live
 
 
@@ -289,9 +289,9 @@ class MicroBatcher:
         # unfinished.
         filled = len(batch["advantages"]) / (shape.rows * shape.steps)
         count = len(batch["advantages"]) // unit
-        skips_dead = self.config.own("skip_zero_signal") and not self._every_row_counts
+        skips_dead = self.config.uses("skip_zero_signal") and not self._every_row_counts
         live = live_units(batch["advantages"], unit) if skips_dead else [True] * count
-        if self.config.own("spread_signal") and self.accelerator.num_processes > 1:
+        if self.config.uses("spread_signal") and self.accelerator.num_processes > 1:
             batch, live = self._rebalance(batch, live)
         # Collective: all ranks learn from as many units as the one with the most live ones.
         most_live = max(gather_object([sum(live)]))
@@ -315,7 +315,7 @@ class MicroBatcher:
             prompts_B,
             answers_B=answers_B,
             unit=self.shape.unit,
-            shares_prompt=self.config.own("share_prompt"),
+            shares_prompt=self.config.uses("share_prompt"),
         )
 
     def _micro_batch(
@@ -368,7 +368,11 @@ class MicroBatcher:
         return 1.0
 
     def scaled(self, loss: Tensor, micro: Batch) -> Tensor:
-        """The loss of a micro-batch times its weight among the micro-batches of the step."""
+        """The loss of a micro-batch times its weight among the micro-batches of the step.
+
+        Stock TRL takes a mean over the rows of a micro-batch, however many there are, so without
+        this the rows of a smaller micro-batch would weigh more.
+        """
         return loss * self.weight(micro)
 
     def _rebalance(self, batch: Batch, live: list[bool]) -> tuple[Batch, list[bool]]:

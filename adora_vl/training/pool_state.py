@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +20,41 @@ from adora_vl.data.images import kept, open_picture, png_bytes
 from adora_vl.rollout.rollouts import (
     Call,
     DrawnProblem,
+    FinishReason,
     Picture,
     Rollout,
     RolloutGroup,
     SamplingResult,
     Segment,
+    StepKey,
 )
 from adora_vl.rollout.samplers import PendingSamples
 from adora_vl.types import Row
 from adora_vl.utils.errors import UserError
 
 FILES = "pool"  # the files' kind in a checkpoint
+# Tokens per rollout by the number of the group; None: to the rollouts' ends.
+TokenLimits = dict[int, int | None]
 
 
 @dataclass(frozen=True)
 class PendingGeneration:
-    """A generation that servers were asked for before it is needed."""
+    """A generation whose rollouts were asked for, from the present one on."""
 
     row_numbers: tuple[int, ...]  # of the rows that the data loader draws for it
     groups: tuple[RolloutGroup, ...]  # without the samples that were requested
     # tokens per rollout that were requested, by the number of the group; None: to the ends
-    token_limits: dict[int, int | None]
+    token_limits: TokenLimits
     samples: PendingSamples  # of the rollouts that have not ended
 
     def packed(self) -> dict[str, Any]:
         """The generation as a checkpoint has it; waits for the samples."""
         segments = [
-            Segment(tuple(result.tokens), tuple(result.logps), self.samples.step)
+            Segment(
+                tokens=tuple(result.tokens),
+                logps=tuple(result.logps),
+                step=self.samples.step,
+            )
             for result in self.samples.join()
         ]
         return {
@@ -66,7 +74,8 @@ class PendingGeneration:
         """
         step, tensors = packed["ticket"]
         results = [
-            SamplingResult(tokens.tolist(), list(_logps(logps) or ())) for tokens, logps in tensors
+            SamplingResult(tokens=tokens.tolist(), logps=list(_logps(logps) or ()))
+            for tokens, logps in tensors
         ]
         return cls(
             row_numbers=packed["numbers"],
@@ -115,7 +124,7 @@ class PoolState:
             for digest, image in images.items()
         }
         content: dict[str, Any] = {
-            "drawn": [vars(problem) for problem in self.drawn],
+            "drawn": [asdict(problem) for problem in self.drawn],
             "groups": [*map(_packed, self.waiting)],
             "complete": self.min_complete,
             "lengths": self.lengths,
@@ -162,7 +171,7 @@ class PoolState:
         images = {digest: _image_in(encoded) for digest, encoded in content["images"].items()}
         return cls(
             waiting=tuple(_unpacked(group, images) for group in content["groups"]),
-            drawn=tuple(DrawnProblem(**problem) for problem in content["drawn"]),
+            drawn=tuple(_problem(problem) for problem in content["drawn"]),
             pending=tuple(
                 PendingGeneration.unpacked(generation, images) for generation in content["coming"]
             ),
@@ -180,15 +189,20 @@ def _packed(group: RolloutGroup) -> dict[str, Any]:
     rollouts = [
         {
             "spans": [(*_tensors(segment), segment.step) for segment in rollout.segments],
-            "ended": rollout.ended,
+            "finish_reason": str(rollout.finish_reason),
             "compared": rollout.compared,
             "pictures": [(picture.digest, picture.span) for picture in rollout.pictures],
-            "calls": [vars(call) for call in rollout.calls],
+            "calls": [asdict(call) for call in rollout.calls],
             "environment": rollout.environment,
         }
         for rollout in group.rollouts
     ]
-    return {"problem": vars(group.problem), "began": group.began, "rollouts": rollouts}
+    return {"problem": asdict(group.problem), "began": group.began, "rollouts": rollouts}
+
+
+def _problem(packed: Mapping[str, Any]) -> DrawnProblem:
+    """The problem that `asdict` made a mapping of."""
+    return DrawnProblem(**{**packed, "key": StepKey(**packed["key"])})
 
 
 def _image_in(encoded: torch.Tensor) -> Image.Image:
@@ -211,16 +225,17 @@ def _unpacked(packed: dict[str, Any], images: Mapping[str, Image.Image]) -> Roll
     rollouts = []
     for content in packed["rollouts"]:
         segments = tuple(
-            Segment(tuple(tokens.tolist()), _logps(logps), step)
+            Segment(tokens=tuple(tokens.tolist()), logps=_logps(logps), step=step)
             for tokens, logps, step in content["spans"]
         )
         pictures = tuple(
-            Picture(digest, images[digest], number) for digest, number in content["pictures"]
+            Picture(digest=digest, image=images[digest], span=number)
+            for digest, number in content["pictures"]
         )
         rollouts.append(
             Rollout(
                 segments=segments,
-                ended=content["ended"],
+                finish_reason=FinishReason(content["finish_reason"]),
                 compared=content["compared"],
                 pictures=pictures,
                 calls=tuple(Call(**call) for call in content["calls"]),
@@ -228,7 +243,7 @@ def _unpacked(packed: dict[str, Any], images: Mapping[str, Image.Image]) -> Roll
             )
         )
     return RolloutGroup(
-        problem=DrawnProblem(**packed["problem"]),
+        problem=_problem(packed["problem"]),
         row=Row(),
         began=packed["began"],
         rollouts=tuple(rollouts),

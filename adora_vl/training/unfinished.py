@@ -120,7 +120,7 @@ class UnfinishedGeneration:
         content = load_of_rank(checkpoint, FILES, self.accelerator.process_index)
         bank = self.banks.new("train")
         for key, patches, grid in content["images"]:
-            bank.hold(key, patches.to(device), grid)
+            bank.store(key, patches.to(device), grid)
         micro_batches: list[Batch] = send_to_device(content["micro_batches"], device)
         for micro in micro_batches:
             references = micro.get("pixel_values")

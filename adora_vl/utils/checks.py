@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Status(StrEnum):
-    """In the order of how bad it is."""
+    """The status of a check, in the order of how bad it is."""
 
     PASSED = "passed"
     SKIPPED = "skipped"
@@ -30,14 +30,17 @@ class Check:
 
 
 def passed(name: str, detail: str) -> Check:
+    """Return the result of a check that found nothing wrong."""
     return Check(name, Status.PASSED, detail)
 
 
 def skipped(name: str, why: str) -> Check:
+    """Return the result of a check that was not run, and why."""
     return Check(name, Status.SKIPPED, why)
 
 
 def failed(name: str, detail: str, remedy: str) -> Check:
+    """Return the result of a check that found a fault, and its remedy."""
     return Check(name=name, status=Status.FAILED, detail=detail, remedy=remedy)
 
 
@@ -45,8 +48,9 @@ _MARKS = {Status.PASSED: "ok", Status.SKIPPED: "--", Status.FAILED: "FAIL"}
 
 
 def table(checks: Sequence[Check]) -> str:
-    """The table for a person: one line per check, the remedy below a failure, and the number of
-    checks of each kind.
+    """Return the table of checks for a person.
+
+    It has one line per check, the remedy below a failure, and the number of checks of each kind.
     """
     width = max((len(check.name) for check in checks), default=0)
     lines = []
@@ -61,16 +65,17 @@ def table(checks: Sequence[Check]) -> str:
 
 
 def as_json(checks: Sequence[Check]) -> list[dict[str, Any]]:
-    """The same as objects for JSON."""
+    """Return the same as objects for JSON."""
     return [asdict(check) for check in checks]
 
 
 def is_table(content: object) -> bool:
-    """Whether the content of a JSON file was written by `as_json`."""
+    """Return whether the content of a JSON file was written by `as_json`."""
     return isinstance(content, list) and all(
         entry.keys() == Check.__dataclass_fields__.keys() for entry in content
     )
 
 
 def is_healthy(checks: Sequence[Check]) -> bool:
+    """Return whether no check has failed."""
     return all(check.status is not Status.FAILED for check in checks)

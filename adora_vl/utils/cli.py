@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.secrets import masked_text
@@ -22,6 +22,7 @@ from adora_vl.utils.secrets import masked_text
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 EXIT_UNREAD = 141  # 128 + SIGPIPE
 MAX_SEED = 2**32 - 1  # what NumPy, torch and vLLM all take
+READING_S = 15  # the seconds that the imports of a training take, of an idle machine with a disk
 _LONGEST = 300  # characters of a complaint about an option
 _NO_VALUE = ("none", "null")
 _MOST_YAML = 100_000  # values of a YAML text whose aliases are written out
@@ -58,25 +59,29 @@ def exit_code_of(command: Callable[[], None], interrupted: str, *, speaks: bool 
 
 
 def amount(count: int, noun: str) -> str:
-    """`1 row`, `2 rows`."""
+    """Return `1 row`, `2 rows`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def quantile(values: Sequence[Any], share: float) -> Any:
-    """The nearest-rank quantile of at least one value: the smallest that this share of them does
-    not exceed.
+    """Return the nearest-rank quantile of at least one value.
+
+    It is the smallest value that this share of them does not exceed.
     """
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def shown(value: object, longest: int = 60) -> str:
-    """A value in one line as a person writes it: null rather than None, a long one cut."""
+    """Return a value in one line as a person writes it: null rather than None, a long one cut."""
     written = "null" if value is None else " ".join(repr(value).splitlines())
     return written if len(written) <= longest else f"{written[:longest]}..."
 
 
 def spelled(value: object) -> str:
-    """A value as a config spells it: a member of Transformers' enumerations by its own value."""
+    """Return a value as a config spells it.
+
+    A member of Transformers' enumerations is spelled by its own value.
+    """
     return str(getattr(value, "value", value))
 
 
@@ -110,13 +115,23 @@ def dotted(key: str, value: Any) -> dict[str, Any]:
 
 
 def section(title: str, lines: Sequence[str]) -> list[str]:
-    """The lines of a report below their underlined title."""
+    """Return the lines of a report below their underlined title."""
     return ["", title, "-" * len(title), *lines]
+
+
+def announce_reading(seconds: int) -> None:
+    """Say on stderr that the libraries are being read, which is silent for `seconds`.
+
+    Nothing is said where torch is there already, and by one process of several alone.
+    """
+    if "torch" in sys.modules or os.environ.get("RANK", "0") != "0":
+        return
+    print(f"Reading config and libraries, about {seconds} s", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def imports() -> Iterator[None]:
-    """For the imports of a command, which take seconds: Ctrl-C ends them with a line too."""
+    """End the imports of a command, which take seconds, with a line after Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt:
@@ -134,10 +149,14 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*arguments, **{"allow_abbrev": False, **keywords})
 
     def error(self, message: str) -> NoReturn:
+        """Raise a `UserError` of one line for what argparse found wrong."""
         if len(message) > _LONGEST:  # what was given stands in it
             message = f"{message[: _LONGEST // 2]}...{message[-_LONGEST // 2 :]}"
         raise UserError(f"{message}; see `{self.prog} --help`")
 
+
+# What `add_subparsers` returns: a command adds its own parser to it.
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 # Converters for argparse, which puts the name of the option before their message.
 
@@ -146,6 +165,7 @@ def whole(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
     """Return a converter of whole numbers from `minimum` to `maximum`."""
 
     def convert(text: str) -> int:
+        """Read a whole number within the bounds."""
         # The length first: Python refuses to read more than 4,300 digits, with an error of its own.
         value = (
             int(text)
@@ -164,6 +184,7 @@ def number(minimum: float, maximum: float, *, also: float | None = None) -> Call
     """Return a converter of numbers from `minimum` to `maximum`, and `also`; never NaN."""
 
     def convert(text: str) -> float:
+        """Read a number within the bounds, or the one beside them."""
         try:
             value = float(text)
         except ValueError:
@@ -179,7 +200,7 @@ def number(minimum: float, maximum: float, *, also: float | None = None) -> Call
 
 
 def text(value: str) -> str:
-    """A text with something in it."""
+    """Return a text with something in it."""
     if not value.strip() or "\0" in value:
         raise argparse.ArgumentTypeError(
             f"{value!r} is empty or no text; write something, or leave the option out"
@@ -196,12 +217,15 @@ def path(value: str) -> Path:
 
 
 def is_no_value(word: str) -> bool:
-    """Whether a word on the command line is YAML's null, or `none`, which many write for it."""
+    """Return whether a word on the command line is YAML's null, or `none`.
+
+    Many write `none` for it.
+    """
     return word.strip().lower() in _NO_VALUE
 
 
 def optional(convert: Callable[[str], Any]) -> Callable[[str], Any]:
-    """None for `none` and `null`, else what `convert` makes of the word."""
+    """Return a converter that gives None for `none` and `null`, else what `convert` does."""
     return lambda word: None if is_no_value(word) else convert(word)
 
 
@@ -213,7 +237,7 @@ _PLAIN_LIST = re.compile(r"[\w./:+=-]+(,[\w./:+=-]+)+")
 
 
 def is_null(text: object) -> bool:
-    """Whether `text` is None or the word null.
+    """Return whether `text` is None or the word null.
 
     The word `none` is a value of some keys, so it is not.
     """
@@ -221,7 +245,7 @@ def is_null(text: object) -> bool:
 
 
 def truth(value: object) -> bool | None:
-    """`value` as true or false; None where it is neither."""
+    """Return `value` as true or false; None where it is neither."""
     word = str(value).strip().lower()
     if word in _TRUE:
         return True
@@ -231,7 +255,7 @@ def truth(value: object) -> bool | None:
 
 
 def split_list(words: Sequence[Any]) -> list[Any]:
-    """The entries of a list given as `a b`, `a,b`, `[a,b]` or `[a, b]`.
+    """Return the entries of a list given as `a b`, `a,b`, `[a,b]` or `[a, b]`.
 
     Raises `ValueError` for an open bracket.
     """
@@ -250,7 +274,10 @@ def split_list(words: Sequence[Any]) -> list[Any]:
 
 
 def _load_yaml(text: str) -> Any:
-    """What YAML makes of a text. Raises `ValueError` for what is none, and `RecursionError`."""
+    """Return what YAML makes of a text.
+
+    Raises `ValueError` for what is none, and `RecursionError`.
+    """
     import yaml  # in here, so that an interrupted import of a command ends with a line
 
     try:
@@ -261,20 +288,21 @@ def _load_yaml(text: str) -> Any:
 
 @cache
 def _loader() -> Any:
-    """PyYAML takes the last of two equal keys without a word.
+    """Return a YAML loader that refuses equal keys and endless aliases.
 
-    A key that is merged with `<<` may be given again.
-
-    It also takes aliases of aliases, of which a few lines hold more than any memory.
+    PyYAML takes the last of two equal keys without a word. A key that is merged with `<<` may be
+    given again. It also takes aliases of aliases, of which a few lines hold more than any memory.
     """
     import yaml
 
     class Loader(yaml.SafeLoader):
         def get_single_node(self) -> Any:
+            """Read the whole document, and refuse one that aliases make too large."""
             node = super().get_single_node()
             remaining_visits = iter(range(_MOST_YAML))
 
             def visit(node: Any) -> None:
+                """Visit a node and all below it, those behind an alias each time."""
                 if next(remaining_visits, None) is None:
                     raise yaml.constructor.ConstructorError(
                         None, None, "its aliases make it larger than any config"
@@ -291,6 +319,7 @@ def _loader() -> Any:
             return node
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            """Read a mapping, and refuse one that has a key twice."""
             names: set[str] = set()
             for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
                 if key.value in names:
@@ -303,7 +332,7 @@ def _loader() -> Any:
 
 
 def read_json(text: str | bytes) -> Any:
-    """What a JSON text stands for.
+    """Return what a JSON text stands for.
 
     Raises `ValueError`, also for a key given twice, of which Python takes one.
     """
@@ -324,15 +353,18 @@ def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def yaml_value(text: str) -> Any:
-    """What a text stands for behind `key:` in a file; the text itself where it is no YAML."""
+    """Return what a text stands for behind `key:` in a file.
+
+    The text itself where it is no YAML.
+    """
     try:
         return _load_yaml(text)
     except (ValueError, RecursionError):
         return text
 
 
-def yaml_line(value: Any) -> str:
-    """A value as one writes it behind `key:` in a file."""
+def yaml_line(value: object) -> str:
+    """Return a value as one writes it behind `key:` in a file."""
     import yaml
 
     written = yaml.safe_dump(value, default_flow_style=True, width=math.inf, sort_keys=False)
@@ -340,8 +372,9 @@ def yaml_line(value: Any) -> str:
 
 
 def flow_mapping(text: str) -> dict[str, Any] | None:
-    """The mapping of a text in YAML's short form, `{a: 1, b: [2, 3]}`, of what JSON knows; None
-    where it is none.
+    """Return the mapping of a text in YAML's short form, `{a: 1, b: [2, 3]}`.
+
+    Its values are those that JSON knows.
     """
     content = yaml_value(text) if text.startswith("{") else None
     try:
@@ -351,7 +384,7 @@ def flow_mapping(text: str) -> dict[str, Any] | None:
 
 
 def read_mapping(option: str, path: Path) -> dict[str, Any]:
-    """The keys and values in a file.
+    """Return the keys and values in a file.
 
     Raises `UserError`, which begins with `option`, in one line.
     """
@@ -380,5 +413,5 @@ def read_mapping(option: str, path: Path) -> dict[str, Any]:
 
 
 def printable(text: str) -> str:
-    """One line without control characters: a row must not command the terminal."""
+    """Return one line without control characters: a row must not command the terminal."""
     return "".join(char if char.isprintable() else " " for char in text)

@@ -1,8 +1,10 @@
-"""All patches of libraries: attributes that are replaced because the library leaves no argument and
-no method to override for it. What it does there, why that is not enough, and when a patch can go,
-is in the table at the end of CONTRIBUTING.md, to be read when a version is raised.
-`tests/unit/utils/test_compat.py` holds that the attributes exist, and that nothing is replaced past
-this list.
+"""All patches of libraries: attributes that are replaced for want of an argument or method.
+
+A `Patch` replaces an attribute of a library where the library leaves no argument and no method to
+override for it. What the library does there, why that is not enough, and when a patch can go, is in
+the table at the end of CONTRIBUTING.md, to be read when a version is raised.
+`tests/unit/utils/test_compat.py` holds that the attributes exist in the installed versions, and
+that nothing is replaced past this list.
 """
 
 from collections.abc import Iterator
@@ -20,8 +22,10 @@ class Patch:
 
     @contextmanager
     def replaced_by(self, value: Any, *, on: Any) -> Iterator[None]:
-        """Inside, the attribute of `on` is `value`; one that `on` has from its class alone is
-        deleted after that.
+        """Replace the attribute of `on`, the owner or an object of that class, inside the block.
+
+        After the block an attribute that `on` has only from its class is deleted from `on`, so that
+        it is not saved with it.
         """
         is_own_attribute = self.name in vars(on)
         original = (

@@ -71,8 +71,9 @@ _LOST = re.compile(
 
 
 def lost_contact(error: BaseException) -> str:
-    """What to say where a collective call failed because another process is gone; empty for any
-    other error.
+    """Return what to say where a collective call failed because another process is gone.
+
+    The text is empty for any other error.
     """
     if not isinstance(error, RuntimeError) or _LOST.search(str(error)) is None:
         return ""
@@ -96,7 +97,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 class TranslatedErrors:
-    """Inside, an error is raised again as another one.
+    """A context in which an error is raised again as another one.
 
     This is a class because `contextlib.contextmanager` would let a StopIteration through as it is:
     it takes a RuntimeError with that cause for Python's own (PEP 479), and most of our errors are
@@ -104,8 +105,10 @@ class TranslatedErrors:
     """
 
     def __init__(self, translated: Callable[[Exception], Exception | None]) -> None:
-        """`translated`: returns the error to raise, whose `__cause__` is kept; None keeps the
-        original one.
+        """Create the context.
+
+        `translated` returns the error to raise, whose `__cause__` is kept; None keeps the original
+        one.
         """
         self._translated = translated
 
@@ -115,6 +118,7 @@ class TranslatedErrors:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
+        """Raise the translation of the block's error, if it has one."""
         if not isinstance(error, Exception):
             return
         raised = self._translated(error)
@@ -123,12 +127,13 @@ class TranslatedErrors:
 
 
 def engine_call(name: str) -> TranslatedErrors:
-    """Inside, an error of the engine becomes an `EngineError` of one line.
+    """Turn an error of the engine inside the block into an `EngineError` of one line.
 
     Our own errors stay as they are.
     """
 
     def translated(error: Exception) -> Exception | None:
+        """Return the `EngineError` of an error that is not one of ours."""
         if isinstance(error, RolloutError | RunError | UserError):
             return None
         failed = EngineError(f"the engine failed in {name} ({in_one_line(error)})")

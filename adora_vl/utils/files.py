@@ -36,14 +36,16 @@ NFS_DELAY_S = 60.0
 
 
 def cache_folder() -> Path:
-    """`ADORA_VL_HOME`, or `adora_vl` in the user's cache folder."""
+    """Return `ADORA_VL_HOME`, or `adora_vl` in the user's cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("ADORA_VL_HOME") or Path(cache) / "adora_vl")
 
 
 def leads_out(folder: Path, path: Path) -> bool:
-    """Whether a path below `folder` leads out of it by a link, its own or one on the way: a folder
-    from elsewhere must not show any file of this machine. A loop of links leads nowhere, and out.
+    """Return whether a path below `folder` leads out of it by a link.
+
+    The link may be the path itself or one on the way. A folder from elsewhere must not show any
+    file of this machine.
     """
     try:
         return not path.resolve().is_relative_to(folder.resolve())
@@ -52,7 +54,7 @@ def leads_out(folder: Path, path: Path) -> bool:
 
 
 def refuse_links_out(key: str, folder: Path, *paths: Path) -> None:
-    """Raises `UserError` for the first path that leads out of `folder`."""
+    """Raise `UserError` for the first path that leads out of `folder`."""
     for path in paths:
         if leads_out(folder, path):
             raise UserError(
@@ -63,10 +65,11 @@ def refuse_links_out(key: str, folder: Path, *paths: Path) -> None:
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """A hidden neighbour of `path` to write into, renamed over `path` when the block ends; on an
-    error it is removed, and what was at `path` stays. Unless `durable` is false, the bytes are on
-    the disk before the file gets its name. What is no file, such as /dev/stdout, is written to as
-    it is. Raises `OSError`.
+    """Yield a hidden neighbour of `path` to write into, which is renamed over `path` at the end.
+
+    Whatever goes wrong, the neighbour is removed and what was at `path` stays. Unless `durable` is
+    false, the bytes are on the disk before the file gets its name. What is no file, such as
+    /dev/stdout, is written to as it is. Raises `OSError`.
     """
     if path.is_relative_to("/dev") or (path.exists() and not path.is_file()):
         with path.open("wb") as file:
@@ -100,7 +103,7 @@ class KeptAnswers:
     """
 
     def __init__(self, file: Path) -> None:
-        """Raises `OSError`, as `put` does."""
+        """Read the answers of `file`. Raises `OSError`, as `put` does."""
         self._file = file
         self._answers = dict[str, str]()
         content = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
@@ -111,9 +114,11 @@ class KeptAnswers:
                     self._answers[entry["key"]] = entry["answer"]
 
     def get(self, key: str) -> str | None:
+        """Return the answer of a key, None without one."""
         return self._answers.get(key)
 
     def put(self, key: str, answer: str) -> None:
+        """Store an answer, also for other processes. Raises `OSError`."""
         self._answers[key] = answer
         line = json.dumps({"key": key, "answer": answer}).encode() + b"\n"
         self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -125,8 +130,9 @@ class KeptAnswers:
 
 
 def appears(path: Path, patience_s: float = NFS_DELAY_S) -> bool:
-    """Whether a file is there that another machine has made on a shared disk, if need be after a
-    while.
+    """Wait for a file that another machine has written on a shared disk.
+
+    Returns whether it is there after `patience_s` at the latest.
     """
     end = time.monotonic() + patience_s
     while not path.exists():
@@ -140,10 +146,12 @@ def appears(path: Path, patience_s: float = NFS_DELAY_S) -> bool:
 
 @contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
-    """A new folder, hidden beside `folder`, which takes its place when the block ends, its files on
-    the disk; on an error it is removed, and the old one stays. Where a process is killed between
-    the two renames of the exchange, `recover_folder` or `remove_partial` gives the old folder its
-    name back. Raises `OSError`.
+    """Yield a new folder, hidden beside `folder`, which takes its place when the block ends.
+
+    The old folder is deleted after that. Whatever goes wrong, the new one is removed and the old
+    one stays. The files are on the disk before the folder gets its name. Two renames make the
+    exchange: where a process is killed between them, the next `replacing_folder` (or
+    `recover_folder`, or `remove_partial`) gives the old folder its name back. Raises `OSError`.
     """
     recover_folder(folder)
     beside, lock = locked_folder(lambda: _neighbour(folder))
@@ -204,10 +212,7 @@ def recover_folder(folder: Path) -> None:
 
 
 def abandoned(folders: Iterable[Path]) -> Iterator[Path]:
-    """Those of `locked_folder` whose process is gone.
-
-    Each is this one's until the next is asked for.
-    """
+    """Yield those folders of `locked_folder` whose process is gone."""
     for folder in folders:
         try:
             lock = _lock(folder, os.O_RDWR)
@@ -218,9 +223,10 @@ def abandoned(folders: Iterable[Path]) -> Iterator[Path]:
 
 
 def locked_folder(new_name: Callable[[], Path]) -> tuple[Path, int | None]:
-    """A new folder with a random name, and the open lock in it, by which others know that its
-    process lives; None on a file system without locks, where nobody removes what a process left
-    behind.
+    """Create a folder with a random name, and take the lock in it, which is returned open.
+
+    By the lock all other processes know that this one lives. It is None on a file system that has
+    no locks; there nobody removes what a process left behind.
     """
     while True:
         folder = new_name()
@@ -237,7 +243,7 @@ def locked_folder(new_name: Callable[[], Path]) -> tuple[Path, int | None]:
 
 
 def _lock(beside: Path, flags: int) -> int:
-    """The open, locked file in a hidden folder; the kernel drops the lock of a dead process.
+    """Return the open, locked file in a hidden folder; the kernel drops the lock of a dead process.
 
     Raises `OSError`.
     """
@@ -259,19 +265,20 @@ def _settle(beside: Path, folder: Path) -> None:
 
 
 def _neighbour(path: Path) -> Path:
+    """Return a hidden name beside `path` that no other process has."""
     # not named after the process: two machines that share a disk may have processes of equal number
     return path.with_name(f".{path.name}{_PARTIAL}{token_hex(8)}")
 
 
 def is_partial(path: Path) -> bool:
-    """Whether the name is that of what `replacing` and `replacing_folder` write first."""
+    """Return whether the name is that of what `replacing` and `replacing_folder` write first."""
     return _PARTIAL_NAME.fullmatch(path.name) is not None
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what killed processes left in `folder` of what they were replacing.
+    """Remove what killed processes left in `folder` of files and folders that they were replacing.
 
-    Call it where nobody else writes.
+    Call it where nobody else writes at the same time.
     """
     for path in folder.glob(f".*{_PARTIAL}*"):
         named = _PARTIAL_NAME.fullmatch(path.name)
@@ -293,6 +300,7 @@ def written_to(option: str, path: Path) -> Iterator[None]:
 
 
 def unwritable(option: str, path: Path, error: Exception) -> UserError:
+    """Return the error of a place that could not be written to."""
     remedy = (
         "free some space, or choose another place"
         if disk_is_full(error)
@@ -305,7 +313,7 @@ def unwritable(option: str, path: Path, error: Exception) -> UserError:
 
 
 def disk_is_full(error: BaseException | None) -> bool:
-    """Whether an error of writing, or one that it came from, is that of a full disk."""
+    """Return whether an error of writing, or one that it came from, is that of a full disk."""
     while error is not None:
         if (isinstance(error, OSError) and error.errno in _FULL) or _FULL_WORDS.search(str(error)):
             return True
@@ -338,9 +346,10 @@ def check_folder(option: str, folder: Path) -> None:
 
 
 def check_json(option: str, path: Path, kind: str, is_ours: Callable[[Any], bool]) -> None:
-    """Raise `UserError` where a JSON file cannot be written, or exists and is not ours.
+    """Raise `UserError` where a JSON file cannot be written, or would replace anything but our own.
 
-    `kind`: what the file should be, in words. `is_ours`: checks its content.
+    `kind`: what the file should be, in words. `is_ours`: whether the content of such a file is what
+    this command writes.
     """
     check_folder(option, path.parent)
     # /dev/stdout is written to as it is

@@ -24,10 +24,12 @@ _HASH = re.compile(r"[0-9a-f]{32}")
 
 
 def content_hash(files: Iterable[Path]) -> str:
-    """32 hexadecimal digits for the names of files, without their folders, and all of their bytes,
-    by XXH3: five times as fast as SHA-256, and no defence against somebody who wants two files to
-    look alike. A file is not read again while its `_state` is the same, whose times nobody can set.
-    Raises `OSError`.
+    """Hash the names of files, without their folders, and all of their bytes.
+
+    Returns 32 hexadecimal digits. XXH3 with 128 bits is five times as fast as SHA-256, and no
+    defence against somebody who wants two files to look alike. A file is not read again while its
+    `_state` is the same: device, inode, size, and the times of the last change of its content and
+    of its inode, of which nobody can set the latter. Raises `OSError`.
     """
     paths = sorted(files)
     new = sum(path.stat().st_size for path in paths if _memory().get(_state(path.stat())) is None)
@@ -44,6 +46,11 @@ def content_hash(files: Iterable[Path]) -> str:
 
 
 def _of(path: Path) -> str:
+    """Return the hash of one file's bytes, from memory where the file has not changed.
+
+    A hash is remembered only if the file did not change while it was read, nor so shortly before
+    that its times may not show the change.
+    """
     with path.open("rb", buffering=0) as file:
         # of the open file: a client of NFS asks the server when it opens one
         before = os.fstat(file.fileno())
@@ -61,18 +68,21 @@ def _of(path: Path) -> str:
 
 
 def _state(stat: os.stat_result) -> str:
+    """Return what identifies a file's content without reading it, as text."""
     return f"{stat.st_dev}/{stat.st_ino}/{stat.st_size}/{stat.st_mtime_ns}/{stat.st_ctime_ns}"
 
 
 def _memory() -> KeptAnswers:
-    """What was read before by any process of this user: `content.jsonl` in the cache folder, which
-    may be deleted.
+    """Return the hashes of files that any process of this user has read before.
+
+    They are in `content.jsonl` in the cache folder, which may be deleted.
     """
     return _kept(cache_folder() / "content.jsonl")
 
 
 @cache
 def _kept(file: Path) -> KeptAnswers:
+    """Return the stored hashes; without a place on the disk this process has its own."""
     try:
         return KeptAnswers(file)
     except OSError:  # without a place on the disk each process remembers for itself
@@ -80,7 +90,7 @@ def _kept(file: Path) -> KeptAnswers:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file in hexadecimal, as people check it with other programs.
+    """Return SHA-256 of a file in hexadecimal, as people check it with other programs.
 
     Raises `OSError`.
     """

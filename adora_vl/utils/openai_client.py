@@ -1,10 +1,12 @@
-"""One client for OpenAI-compatible endpoints: evaluated models, judges of answers, and judges as
-rewards.
+"""A client for OpenAI-compatible endpoints: evaluated models, judges of answers, and rewards.
 
-Concurrent calls, attempts with growing waits, a cache on disk, and a budget. A call that fails
-raises `EndpointError`; it is never taken for an answer, and never stored. The `openai` package is
-not used: its retries count neither towards a budget nor for an answer of the wrong form, it takes a
-second to import, and it sends to any address what OPENAI_CUSTOM_HEADERS holds.
+It has concurrent calls, attempts with growing waits, a cache on disk, and a budget. A call that
+fails raises `EndpointError`; it is never taken for an answer, and never stored. The key is read
+from an environment variable and is shown nowhere.
+
+The `openai` package is not used. Its retries count neither towards a budget nor for an answer of
+the wrong form, so that the loop below would stay. It takes a second to import, and it sends to any
+address what OPENAI_CUSTOM_HEADERS holds.
 """
 
 import asyncio
@@ -64,11 +66,11 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Reply:
-    """One answer of a model.
+    """One answer of a model behind an endpoint, or of a local one.
 
     `finish_reason` is `stop` or `length`; with tools also `calls` or `room`, as a rollout's end.
-    `n_tokens` counts the end token; numbers of tokens are 0 where a server says none. `calls`: of
-    tools, in order.
+    `n_tokens` counts the end token; both numbers of tokens are 0 where a server does not say them.
+    `calls`: of tools, in order; None without.
     """
 
     text: str
@@ -97,6 +99,7 @@ class EndpointError(SpokenError):
         too_long: bool = False,
         unreachable: bool = False,
     ) -> None:
+        """Begin an error. `wait_s`: how long the server asks to wait before another attempt."""
         super().__init__(reason)
         self.again = again
         self.wait_s = wait_s
@@ -106,7 +109,7 @@ class EndpointError(SpokenError):
 
 
 def check_url(name: str, url: str) -> str:
-    """An http address without credentials in it.
+    """Return an http address without credentials in it.
 
     Raises `UserError`, in which `name` stands for the option.
     """
@@ -134,9 +137,14 @@ class ChatClient:
     def __init__(
         self, endpoint: Endpoint, *, cache: Path | None = None, budget: int | None = None
     ) -> None:
-        """`cache`: a file of earlier answers, by the request.
+        """Create the client, and read the answers of before.
 
-        `budget`: of calls, each attempt one; None: any.
+        Args:
+            endpoint: where calls go, and with which model.
+            cache: a file of earlier answers, by the request; None for no cache.
+            budget: the largest number of calls, each attempt one; None for any.
+
+        Raises `UserError` for a cache that cannot be read.
         """
         self._fields = {"model": endpoint.model, **endpoint.body}
         self.endpoint = endpoint
@@ -150,21 +158,24 @@ class ChatClient:
                 self._answers = KeptAnswers(cache)
 
     def cached(self, messages: Messages) -> str | None:
+        """Return the answer to these messages that is on the disk, None without one."""
         return None if self._answers is None else self._answers.get(self._key(messages))
 
     def _key(self, messages: Messages) -> str:
+        """Return the key of a request in the cache."""
         # Not the address: the same model on another port or node gives the same answers.
         request = [self._fields, list(messages)]
         return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
     def ask(self, messages: Messages, read: Callable[[str], str]) -> str:
-        """What `read` makes of the answer, which `cached` gives from now on.
+        """Return what `read` makes of the answer, which `cached` gives from now on.
 
         `read` may raise `EndpointError` for an answer of the wrong form, which is then asked for
         again, unless it was cut off at the limit on its tokens.
         """
 
         def asked() -> str:
+            """Return what `read` makes of one reply."""
             reply = self._call(messages, {})
             try:
                 return read(reply.text)
@@ -182,7 +193,7 @@ class ChatClient:
         return answer
 
     def chat(self, messages: Messages, **body: Any) -> Reply:
-        """One answer with its counts, never from the cache.
+        """Return one answer with its counts, never from the cache.
 
         `body`: fields of this request. Raises `EndpointError`.
         """
@@ -190,10 +201,11 @@ class ChatClient:
         return answer
 
     def each(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        """`function` of each item, in order, as many at once as there are workers.
+        """Return the result of `function` for each item, in order.
 
-        Its threads are daemons, so that after Ctrl-C nobody waits for the further attempts of calls
-        under way.
+        As many calls run at once as there are workers. Their threads are daemons, so that after
+        Ctrl-C nobody waits for the calls under way: with their further attempts they may take many
+        minutes.
         """
 
         def named() -> None:
@@ -203,6 +215,11 @@ class ChatClient:
             return threads.map(function, items, chunksize=1)
 
     def _patiently(self, call: Callable[[], Any]) -> Any:
+        """Return the result of a call, which is tried several times.
+
+        The wait between two attempts doubles, and is at least what the server asks for. Raises
+        `EndpointError` after the last attempt, and for an error that another attempt cannot mend.
+        """
         wait = self.endpoint.wait_s
         for attempt in range(1, self.endpoint.attempts + 1):
             try:
@@ -221,10 +238,12 @@ class ChatClient:
         raise AssertionError("at least one attempt")
 
     def _call(self, messages: Messages, body: Mapping[str, Any]) -> Reply:
+        """Make one call, which counts towards the budget. Raises `EndpointError`."""
         with self._lock:
             if self.budget is not None and self.calls >= self.budget:
                 raise EndpointError(f"the budget of {self.budget} calls is used up", again=False)
             self.calls += 1
+        # Fields of the one call take precedence over those of the endpoint.
         content = json.dumps({**self._fields, "messages": list(messages), **body}).encode()
         received = self._post(content)
         try:
@@ -241,6 +260,11 @@ class ChatClient:
             raise EndpointError("the reply is not a chat completion") from error
 
     def _post(self, content: bytes) -> bytes:
+        """Send a request with the key, and return the body of the reply.
+
+        Raises `EndpointError`, which says whether another attempt may help, how long to wait for
+        it, whether the key was refused, and whether the prompt is too long.
+        """
         headers = {"Content-Type": "application/json"}
         key = os.environ.get(self.endpoint.key_variable, "").strip()
         if not (key.isascii() and key.isprintable()):  # the library's own error would show it
@@ -291,10 +315,11 @@ Exchanged = tuple[int, Headers, bytes]  # status, headers and body
 def fetch(
     address: str, timeout_s: float, content: bytes | None = None, headers: Headers | None = None
 ) -> Exchanged:
-    """Status, headers and body of one exchange, a GET where there is no `content`, all within
-    `timeout_s`. The proxy of the environment is used, but not for this machine itself, and no
-    redirect is followed: the key goes to the address that the user named. Raises what httpx raises,
-    `OSError`, and `EndpointError` for a body without end.
+    """Return status, headers and body of one exchange, a GET where there is no `content`.
+
+    All of it ends after `timeout_s`. The proxy of the environment is used, but not for this machine
+    itself, and no redirect is followed: the key goes to the address that the user named. Raises
+    what httpx raises, `OSError`, and `EndpointError` for a body without end.
     """
     exchange = partial(
         asyncio.run, _exchange(address, timeout_s=timeout_s, content=content, headers=headers)
@@ -310,6 +335,11 @@ def fetch(
 async def _exchange(
     address: str, timeout_s: float, content: bytes | None, headers: Headers | None
 ) -> Exchanged:
+    """Make one HTTP exchange within `timeout_s`.
+
+    The body of an error is read only as far as it is shown. Raises `EndpointError` for a body
+    without end, `TimeoutError`, and what httpx raises.
+    """
     received = bytearray()
     asking = httpx.AsyncClient(verify=_trusted(), trust_env=not is_here(address), timeout=None)  # noqa: S113  # below
     method = "GET" if content is None else "POST"
@@ -331,12 +361,12 @@ async def _exchange(
 
 @cache
 def _trusted() -> ssl.SSLContext:
-    """The certificates of this machine, read once."""
+    """Return the certificates of this machine, read once."""
     return ssl.create_default_context()
 
 
 def is_here(address: str) -> bool:
-    """Whether an address leads to this machine itself, where no proxy can lead."""
+    """Return whether an address leads to this machine itself, where no proxy can lead."""
     host = (urllib.parse.urlsplit(address).hostname or "").lower()
     try:
         ip_address = ipaddress.ip_address(host)
@@ -346,7 +376,7 @@ def is_here(address: str) -> bool:
 
 
 def _text_of(choice: Mapping[str, Any]) -> str:
-    """The text of a choice in a reply.
+    """Return the text of a choice in a reply.
 
     A server with a reasoning parser sends null where the model came to no text behind its thinking:
     that is an empty answer. Raises `EndpointError` where null stands for something else, a refusal
@@ -364,13 +394,13 @@ def _text_of(choice: Mapping[str, Any]) -> str:
     raise EndpointError(f"the reply has no text (its finish_reason is {reason!r})")
 
 
-def _count(value: Any) -> int:
-    """A number of tokens as a server says it; 0 for what is none."""
+def _count(value: object) -> int:
+    """Return a number of tokens as a server says it; 0 for what is none."""
     return int(value) if isinstance(value, int | float) and 0 < value < 2**53 else 0
 
 
 def _in_a_line(received: bytes, key: str) -> str:
-    """What the server says about a call that it refuses, without the key, in one line."""
+    """Return what the server says about a call that it refuses, without the key, in one line."""
     text = received[:_SAID].decode(errors="replace")
     text = " ".join("".join(char if char.isprintable() else " " for char in text).split())
     text = masked_text(text, key)
@@ -378,6 +408,7 @@ def _in_a_line(received: bytes, key: str) -> str:
 
 
 def _seconds(retry_after: str | None) -> float:
+    """Return the seconds that the server asks to wait for."""
     try:
         return max(0.0, float(retry_after or 0))
     except ValueError:  # a date

@@ -53,29 +53,32 @@ class FromFile:
 
 
 def is_own(entry: str) -> bool:
-    """Whether an entry names a file, and not one of ours."""
+    """Return whether an entry names a file, and not one of ours."""
     return ".py:" in entry or entry.endswith(".py")
 
 
 def own_name(entry: str) -> str:
-    """What an entry names in its file: `brevity` of `my_rewards.py:brevity`."""
+    """Return what an entry names in its file: `brevity` of `my_rewards.py:brevity`."""
     return entry.rpartition(":")[2]
 
 
 def is_function(value: object) -> bool:
+    """Return whether a value is a function, and not a class."""
     return callable(value) and not inspect.isclass(value)
 
 
 def function_name(function: Any) -> str:
+    """Return the name of a function or, below `partial`, of the function inside."""
     while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))
 
 
 def source_hash(function: Any) -> str:
-    """Of the function's own text: the file may be the script that says how long to train.
+    """Return a hash of a function's own text, or of a builtin's name.
 
-    Of a builtin, its name.
+    The hash is of the function and not of its file, since the file may be the script that says how
+    long to train.
     """
     while isinstance(function, partial):
         function = function.func
@@ -87,8 +90,9 @@ def source_hash(function: Any) -> str:
 
 
 def look_beside(config: Path | None) -> None:
-    """From now on files are looked for beside this config first, the one that the process was
-    started with.
+    """Look for files beside this config first, from now on.
+
+    `config` is the one that the process was started with; None is none.
     """
     _beside[:] = [config.parent] if config else []
 
@@ -96,9 +100,17 @@ def look_beside(config: Path | None) -> None:
 def from_file(
     key: str, entry: str, noun: str = "function", fits: Callable[[Any], bool] = is_function
 ) -> FromFile:
-    """What `FILE.py:NAME` in `key` stands for, with the file beside the config or in the working
-    directory. `noun`: what it has to be, as `fits` says. Raises `UserError` for a file that is not
-    there or fails, and for another name.
+    """Load what `FILE.py:NAME` in `key` stands for.
+
+    The file is looked for beside the config, then in the working directory. Raises `UserError` for
+    a file that does not exist or fails, with the line that failed, and for a name that it does not
+    have.
+
+    Args:
+        key: the key that has the entry, for messages.
+        entry: `FILE.py:NAME`.
+        noun: what the value has to be, in one word for messages, such as `function`.
+        fits: whether a value is that.
     """
     path = _find(key, entry, noun)
     # Before the file is read: what changes from now on is another one at the next start.
@@ -108,7 +120,7 @@ def from_file(
     loaded = getattr(module, name, None)
     if loaded is None:
 
-        def came(value: Any) -> bool:  # by an import
+        def came(value: object) -> bool:  # by an import
             return (
                 inspect.isroutine(value) or inspect.isclass(value)
             ) and value.__module__ != module.__name__
@@ -130,6 +142,10 @@ def from_file(
 
 
 def _find(key: str, entry: str, noun: str) -> Path:
+    """Return the file of an entry, beside the config or in the working directory.
+
+    Raises `UserError` for an entry that is no `FILE.py:NAME`, and where there is no such file.
+    """
     name, colon, object_name = entry.rpartition(":")
     if not colon or not object_name.isidentifier():
         raise UserError(
@@ -141,12 +157,12 @@ def _find(key: str, entry: str, noun: str) -> Path:
         path = (folder / Path(name).expanduser()).resolve()
         if path.is_file():
             return path
-    places = " or in ".join(repr(str(folder)) for folder in folders)
-    raise UserError(f"{key}: {entry!r}: there is no file {name!r} in {places}")
+    searched = " or in ".join(repr(str(folder)) for folder in folders)
+    raise UserError(f"{key}: {entry!r}: there is no file {name!r} in {searched}")
 
 
 def with_neighbours(path: Path) -> set[Path]:
-    """A file and the modules beside it that it imports, and those that these import.
+    """Return a file and the modules beside it that it imports, and those that these import.
 
     Modules in packages below it count too, and imports inside a function. The standard library's
     `modulefinder` ends in an error for a package without `__init__.py`.
@@ -172,8 +188,9 @@ def with_neighbours(path: Path) -> set[Path]:
 
 
 def _imported(file: Path, package: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """What a file of `package` imports by name: `a.b.c` for `from a.b import c`, which may be a
-    module or not.
+    """Return the names that a file of `package` imports, each in its parts.
+
+    `from a.b import c` gives `a.b.c`, which may be a module or not.
     """
     names: list[tuple[str, ...]] = []
     with suppress(SyntaxError, ValueError):  # loading the file says what is wrong
@@ -190,6 +207,10 @@ def _imported(file: Path, package: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 
 def _module(where: str, path: Path, object_name: str) -> ModuleType:
+    """Load a file of the user's as a module, once in a process, and return it.
+
+    Raises `UserError` where it fails, with the line that failed.
+    """
     name = f"adora_own_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:  # so that two functions of one file share its globals
         return sys.modules[name]
@@ -214,6 +235,7 @@ def _module(where: str, path: Path, object_name: str) -> ModuleType:
 
 
 def _refuse(where: str, path: Path, error: BaseException) -> NoReturn:
+    """Raise the `UserError` for a file that failed, with the last of its lines in the traceback."""
     lines = [
         frame.lineno
         for frame in traceback.extract_tb(error.__traceback__)
@@ -273,8 +295,10 @@ def back_in(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def deadline(seconds: float | None) -> Iterator[None]:
-    """Raises `OverdueError` inside after `seconds` (None: never), in the main thread: no other
-    hears a signal.
+    """Raise `OverdueError` inside the block after `seconds`, wherever Python code runs or waits.
+
+    None is no deadline. A signal can only interrupt the main thread; in other threads nothing is
+    raised.
     """
     if seconds is None or threading.current_thread() is not threading.main_thread():
         yield

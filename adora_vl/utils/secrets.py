@@ -1,6 +1,8 @@
-"""What is a secret, and how it is left out of all that is shown: the value of a key with such a
-name, at any depth; a login in an address; what `note_secret` was told. Errors of this package
-(`utils/errors.py`) hide them by themselves.
+"""What is a secret, and how it is left out of all that is shown or written.
+
+A secret is the value of a key with such a name, at any depth; a login in an address,
+`http://NAME:PASSWORD@HOST`; and what `note_secret` was called with. Errors of this package
+(`adora_vl/utils/errors.py`) hide secrets by themselves.
 """
 
 import base64
@@ -35,7 +37,7 @@ def note_secret(value: str) -> None:
 
 
 def is_secret(key: object) -> bool:
-    """Whether a key of this name has a secret for its value.
+    """Return whether a key of this name has a secret for its value.
 
     Names of a model's own tokens are none.
     """
@@ -47,10 +49,11 @@ def is_secret(key: object) -> bool:
 
 
 def masked(value: Any, hidden: str | None = HIDDEN) -> Any:
-    """`value` with `hidden` for each secret in its mappings, lists and texts, which are noted.
+    """Return `value` with `hidden` for each secret in it.
 
-    A value of another kind stays as it is. Of a plain text only logins in addresses are hidden: its
-    sentences may say `password: ...`.
+    Secrets are looked for in its mappings, lists and texts, and are noted. A value of another kind
+    stays as it is. Of a plain text only logins in addresses are hidden: its sentences may say
+    `password: ...`.
     """
     if type(value) is str:
         return (
@@ -71,8 +74,9 @@ def masked(value: Any, hidden: str | None = HIDDEN) -> Any:
 
 
 def masked_text(text: str, *secrets: str) -> str:
-    """The text without logins in addresses, values of secret keys, `secrets` and all that was
-    noted.
+    """Return the text without secrets.
+
+    They are logins in addresses, values of secret keys, `secrets` and all that was noted.
     """
     for secret in (*secrets, *_noted):
         text = _without(text, secret)
@@ -86,7 +90,7 @@ def masked_text(text: str, *secrets: str) -> str:
 
 
 def masked_words(words: Sequence[str]) -> list[str]:
-    """The words of a command line, for someone who may read it."""
+    """Return the words of a command line, for someone who may read it."""
     shown_words = []
     is_value_secret = False
     for word in words:
@@ -103,7 +107,7 @@ def masked_words(words: Sequence[str]) -> list[str]:
 
 
 def without_login(address: str) -> tuple[str, tuple[str, str] | None]:
-    """An address without its login, and name and password, which are noted as a secret."""
+    """Return an address without its login, and name and password, which are noted as a secret."""
     parts = urlsplit(address)
     login, at, host = parts.netloc.rpartition("@")
     if not at:
@@ -114,14 +118,16 @@ def without_login(address: str) -> tuple[str, tuple[str, str] | None]:
 
 
 def _hide_login(match: re.Match[str]) -> str:
+    """Return what stands for a login in an address, whose password is noted as a secret."""
     note_secret(unquote(match[0][:-1].partition(":")[2]))
     return f"{HIDDEN}@"
 
 
 def _without(text: str, secret: str) -> str:
-    """The text without the secret as it is, quoted for an address, JSON or HTML, in hexadecimal or
-    Base64, in letters of any size. Others may have put it between words of theirs before they
-    encoded it.
+    """Return the text without a secret, in whatever spelling it stands there.
+
+    It may be as it is, quoted for an address, JSON or HTML, in hexadecimal or Base64, in letters of
+    any size.
     """
     if not secret:
         return text

@@ -10,9 +10,11 @@ import torch
 
 
 def rollout_seed(run_seed: int, position: str, group: int, member: int) -> int:
-    """A seed below 2^63 from the run's seed, the position in the run (`"train/12/0"`), the number
-    of the group over all ranks, and that of the rollout in its group: consecutive in a group, as
-    vLLM numbers the rollouts of a request.
+    """Return the seed of a rollout, below 2^63.
+
+    It is of the run's seed, the position in the run (`"train/12/0"`), the number of the group over
+    all ranks, and that of the rollout in its group. Seeds are consecutive in a group, as vLLM
+    numbers the rollouts of a request.
     """
     return (number_at(f"{run_seed}/{position}/{group}") >> 2) + member
 

@@ -19,7 +19,7 @@ VLLM_DISTRIBUTIONS = (
 
 
 def installed(distribution: str) -> str | None:
-    """Its version, None where it is not installed."""
+    """Return the version of a package, None where it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -27,6 +27,7 @@ def installed(distribution: str) -> str | None:
 
 
 def _check(name: str, present_version: str | None, supported: SpecifierSet) -> None:
+    """Raise `UserError` for a package that is missing, or has a version that was not tested."""
     if present_version is None:
         raise UserError(f"{name} is not installed; run `make setup` or install {name}{supported}")
     if not supported.contains(present_version.split("+")[0], prereleases=True):

@@ -40,12 +40,12 @@ def keep_one_engine() -> None:
     of an earlier run is left.
     """
     build = AdoraVLLMGeneration._build_llm
-    kept: list[Any] = []
+    engines: list[Any] = []
 
     def build_once(self: Any, **kwargs: Any) -> Any:
-        if not kept:
-            kept.append(build(self, **kwargs))
-        return kept[0]
+        if not engines:
+            engines.append(build(self, **kwargs))
+        return engines[0]
 
     AdoraVLLMGeneration._build_llm = build_once  # type: ignore[method-assign]
 
@@ -62,9 +62,14 @@ class AnswerCounts:
     def add(self, text: str, problem: ChainProblem, tokens: int) -> bool:
         kind = "chain" if is_chain(text) else "guess"
         right = is_right(text, problem, self.reward)
-        whole = "whole_chains" if text == problem.chain else ""
-        own = f"{kind}_{problem.family}"
-        for key in (own, f"{own}_right" if right else "", whole, "tokens_" + kind):
+        chain_key = "whole_chains" if text == problem.chain else ""
+        family_key = f"{kind}_{problem.family}"
+        for key in (
+            family_key,
+            f"{family_key}_right" if right else "",
+            chain_key,
+            "tokens_" + kind,
+        ):
             if key:
                 self.counts[key] += tokens if key.startswith("tokens") else 1
         return right
@@ -129,19 +134,19 @@ class HeldOutCurve(TrainerCallback):
     def evaluate(self, step: int) -> None:
         model = self.trainer.model
         tokenizer = self.trainer.processing_class
-        asked = tokenizer([problem.prompt for problem in self.held_out], return_tensors="pt")
+        inputs = tokenizer([problem.prompt for problem in self.held_out], return_tensors="pt")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.job.seed)
             out_BT = model.generate(
-                input_ids=asked["input_ids"],
-                attention_mask=asked["attention_mask"],
+                input_ids=inputs["input_ids"],
+                attention_mask=inputs["attention_mask"],
                 do_sample=True,
                 top_k=0,
                 max_new_tokens=self.trainer.max_completion_length,
             )
         tally = AnswerCounts(self.job.reward)
         for problem, ids in zip(
-            self.held_out, out_BT[:, asked["input_ids"].shape[1] :], strict=True
+            self.held_out, out_BT[:, inputs["input_ids"].shape[1] :], strict=True
         ):
             text = tokenizer.decode(ids, skip_special_tokens=True)
             tally.add(text, problem, int((ids != tokenizer.pad_token_id).sum()))
@@ -173,7 +178,7 @@ def _config(settings: Settings, job: Trial, folder: Path) -> Any:
         save_strategy="no",
         report_to="none",
         seed=job.seed,
-        adora_record_every=0,
+        adora_record_gb=0,
         **settings.training(job),
     )
 
@@ -201,8 +206,8 @@ def run_job(
         prompts: Any, completions: Any, completion_ids: Any, number: Any, **kwargs: Any
     ) -> list[float]:
         tally = AnswerCounts(job.reward)
-        asked = zip(completions, number, completion_ids, strict=True)
-        rewards = [float(tally.add(text, drawn[row], len(ids))) for text, row, ids in asked]
+        answers = zip(completions, number, completion_ids, strict=True)
+        rewards = [float(tally.add(text, drawn[row], len(ids))) for text, row, ids in answers]
         batches.append(tally.figures())
         return rewards
 

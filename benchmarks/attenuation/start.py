@@ -66,9 +66,9 @@ def _teach(
 
     def loss_of(step: int) -> Tensor:
         examples = [example() for _ in range(start.batch_size)]
-        asked = tokenizer([problem.prompt for problem, _ in examples])["input_ids"]
-        told = tokenizer([answer + END_OF_TURN for _, answer in examples])["input_ids"]
-        pairs = list(zip(asked, told, strict=True))
+        prompt_ids = tokenizer([problem.prompt for problem, _ in examples])["input_ids"]
+        answer_ids = tokenizer([answer + END_OF_TURN for _, answer in examples])["input_ids"]
+        pairs = list(zip(prompt_ids, answer_ids, strict=True))
         ids_BT = pad_sequence([torch.tensor(a + t) for a, t in pairs], True, tokenizer.pad_token_id)
         labels_BT = pad_sequence([torch.tensor([-100] * len(a) + t) for a, t in pairs], True, -100)
         mask_BT = pad_sequence([torch.ones(len(a + t), dtype=torch.long) for a, t in pairs], True)

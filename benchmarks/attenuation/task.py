@@ -96,19 +96,19 @@ def draw(
     """
     family = family or ("A" if rng.random() < share_a else "B")
     first = rng.random() < regime.first_option
-    wanted = OPTIONS[0 if first else 1] if family == "A" else rng.randrange(10)
+    digit = OPTIONS[0 if first else 1] if family == "A" else rng.randrange(10)
     start = rng.randrange(10)
     operations = [(rng.choice("+-"), rng.randrange(10)) for _ in range(regime.operations)]
     slips = [regime.hidden_slips and rng.random() < SLIP for _ in operations]
     _, value = chain_text(start, operations[:-1], slips[:-1])
-    before_slip = (wanted - slips[-1]) % 10
+    before_slip = (digit - slips[-1]) % 10
     sign = operations[-1][0]
     operations[-1] = (
         sign,
         (before_slip - value) % 10 if sign == "+" else (value - before_slip) % 10,
     )
     chain, answer = chain_text(start, operations, slips)
-    assert answer == wanted
+    assert answer == digit
     label = {"A": "two", "B": "ten"}[family] if regime.labelled else "any"
     return ChainProblem(
         prompt=f"{label}: {form(start, operations)}\n", chain=chain, answer=answer, family=family
@@ -216,8 +216,8 @@ class Settings:
 
 
 def read_settings(path: Path = SETTINGS) -> Settings:
-    told = yaml.safe_load(path.read_text())
-    start = {**told.pop("start")}
+    settings = yaml.safe_load(path.read_text())
+    start = {**settings.pop("start")}
     start["operations"] = tuple(start["operations"])
-    regimes = {name: Regime(**regime) for name, regime in told.pop("regimes").items()}
-    return Settings(start=Teaching(**start), regimes=regimes, **told)
+    regimes = {name: Regime(**regime) for name, regime in settings.pop("regimes").items()}
+    return Settings(start=Teaching(**start), regimes=regimes, **settings)

@@ -35,23 +35,25 @@ autograd and its lifetimes, checkpointed layers, ids, masks, rewards, advantages
 
 
 def main() -> int:
-    given = _arguments()
+    arguments = _arguments()
     done: list[Ran] = []
-    like = CardRun(**{each.name: getattr(given, each.name) for each in fields(CardRun)})
-    if given.table:
-        print("\n".join(head_of(given.table)), flush=True)
-    for row in runs(given.table, given.configs, like):
+    like = CardRun(**{each.name: getattr(arguments, each.name) for each in fields(CardRun)})
+    if arguments.table:
+        print("\n".join(head_of(arguments.table)), flush=True)
+    for row in runs(arguments.table, arguments.configs, like):
         for asked in row:
             with tempfile.TemporaryDirectory() as folder:
                 done.append(run(asked, Path(folder)))
         faults = [ran for ran in done[-len(row) :] if ran.fault]
-        for ran in faults if given.table else done[-1:]:
-            print("\n".join(report(ran, given.most)), flush=True)
-        if given.table and not faults:
+        for ran in faults if arguments.table else done[-1:]:
+            print("\n".join(report(ran, arguments.most)), flush=True)
+        if arguments.table and not faults:
             print(f"| {' | '.join(row_of(done[-len(row) :]))} |", flush=True)
     print(f"\n{EMULATED}")
-    if given.json:
-        given.json.write_text(json.dumps([facts(ran) for ran in done], indent=1), encoding="utf-8")
+    if arguments.json:
+        arguments.json.write_text(
+            json.dumps([facts(ran) for ran in done], indent=1), encoding="utf-8"
+        )
     return 1 if any(ran.fault for ran in done) else 0
 
 
@@ -97,7 +99,7 @@ def _arguments() -> argparse.Namespace:
 def facts(ran: Ran) -> dict[str, Any]:
     """The figures of a run, for a file."""
     card = ran.card
-    found = {name: dict(getattr(card, name)) for name in ("flops", "launches", "peaks", "kernels")}
+    counts = {name: dict(getattr(card, name)) for name in ("flops", "launches", "peaks", "kernels")}
     waits = [[number, *place] for place, number in _waits(ran).most_common()]
     predicted = ran.predicted_peak if ran.predicted is not None else None
     figures = {
@@ -106,7 +108,7 @@ def facts(ran: Ran) -> dict[str, Any]:
         "micro_batches": ran.micro_batches,
         "fault": ran.fault,
     }
-    own = {
+    own_counts = {
         "waits": own_waits(ran, "forward", "backward"),
         "generation_waits": own_waits(ran, "generation"),
     }
@@ -115,20 +117,20 @@ def facts(ran: Ran) -> dict[str, Any]:
         "predicted": predicted,
         "first_and_later": ran.first_and_later if predicted else [],
     }
-    return {**asdict(ran.asked), **figures, **found, **own, **memory, "places": waits}
+    return {**asdict(ran.asked), **figures, **counts, **own_counts, **memory, "places": waits}
 
 
 def report(ran: Ran, most: int = 25) -> list[str]:
     """What is printed."""
     asked = ran.asked
     card = ran.card
-    shown = (
+    size_text = (
         f"{asked.layers or 'all'} layers, {asked.groups} groups, answers of "
         f"{list(asked.lengths) or 'full length'}"
     )
     lines = [
-        f"{asked.config}, {asked.way}: {shown}, prompts of {ran.prompt} tokens; {ran.seconds:.0f} "
-        "s here"
+        f"{asked.config}, {asked.way}: {size_text}, prompts of {ran.prompt} tokens; "
+        f"{ran.seconds:.0f} s here"
     ]
     lines.append(f"{ran.parameters / 1e9:.2f} billion parameters, {ran.trained / 1e9:.3f} trained")
     lines += [

@@ -114,17 +114,17 @@ class Card(TorchDispatchMode):
         """What the tensor holds, if that is known. A tensor on the CPU is its own value."""
         if not isinstance(tensor, FakeTensor):
             return tensor if isinstance(tensor, Tensor) else None
-        found: Tensor | None = getattr(tensor, "_value", None)
-        return None if found is None or found.untyped_storage()._cdata in self._outdated else found
+        value: Tensor | None = getattr(tensor, "_value", None)
+        return None if value is None or value.untyped_storage()._cdata in self._outdated else value
 
     def forget(self, tensor: FakeTensor) -> None:
         """The tensor was written to, by something that has no values.
 
         Views of it are outdated with it.
         """
-        found = getattr(tensor, "_value", None)
-        if found is not None:
-            storage = found.untyped_storage()
+        value = getattr(tensor, "_value", None)
+        if value is not None:
+            storage = value.untyped_storage()
             self._outdated.add(storage._cdata)
             weakref.finalize(storage, self._outdated.discard, storage._cdata)
             tensor._value = None  # type: ignore[attr-defined]
@@ -139,18 +139,18 @@ class Card(TorchDispatchMode):
 
     def _known_or_made_up(self, what: str, tensor: Tensor) -> Tensor:
         self.wait(what)
-        found = self.value(tensor)
-        if found is None:
+        value = self.value(tensor)
+        if value is None:
             if tensor.numel() > WHOLE:
                 raise MemoryError(
                     f"{tuple(tensor.shape)} {tensor.dtype} of unknown values go to the host"
                 )
             self.made_up[_place(what)] += 1
             # not 0, which code takes for a sign of its own (a skipped step, a group without signal)
-            found = torch.full(
+            value = torch.full(
                 tuple(tensor.shape), 1e-3 if tensor.is_floating_point() else 0, dtype=tensor.dtype
             )
-        return found.detach()
+        return value.detach()
 
     @property
     def _tolist(card) -> Any:  # noqa: N805  # `self` is the tensor's below
@@ -210,8 +210,8 @@ class Card(TorchDispatchMode):
             with self:
                 return self.composed[func](*args, **kwargs)
         if func is aten.equal.default:
-            known = [self.value(tensor) for tensor in args]
-            return func(*known) if all(one is not None for one in known) else True
+            values = [self.value(tensor) for tensor in args]
+            return func(*values) if all(one is not None for one in values) else True
         by_mask = func in _INDEXED and any(_is_mask(index) for index in args[1])
         if func in _SHAPED or (by_mask and func in (aten.index.Tensor, aten._unsafe_index.Tensor)):
             return self._of_unknown_shape(func, args=args, kwargs=kwargs, tensors=tensors)
@@ -299,16 +299,16 @@ class Card(TorchDispatchMode):
             raise NotImplementedError(f"{func} of unknown values at {_place('').line}")
         indices: list[Any] = []
         for index in args[1]:
-            found = self.value(index) if index is not None else None
-            if found is None and index is not None:
+            value = self.value(index) if index is not None else None
+            if value is None and index is not None:
                 self.made_up[_place("mask")] += 1
-                found = torch.ones(tuple(index.shape), dtype=index.dtype)
-            if found is None:
+                value = torch.ones(tuple(index.shape), dtype=index.dtype)
+            if value is None:
                 indices.append(None)
             else:
                 indices += [
                     self.give(i)
-                    for i in (found.nonzero(as_tuple=True) if _is_mask(found) else [found])
+                    for i in (value.nonzero(as_tuple=True) if _is_mask(value) else [value])
                 ]
         with self.fake:
             out = aten.index.Tensor(self._as_fake(args[0]), indices)
@@ -323,8 +323,8 @@ class Card(TorchDispatchMode):
         if "flash_attention" in str(func):
             back = "backward" in str(func)
             query, key = args[1:3] if back else args[:2]
-            place = 10 if back else 4
-            if kwargs.get("is_causal", args[place] if len(args) > place else False):
+            position = 10 if back else 4
+            if kwargs.get("is_causal", args[position] if len(args) > position else False):
                 # half of a square is not computed
                 flops = int(flops * (1 - (query.size(-2) - 1) / (2 * key.size(-2))))
         self.flops[self.phase] += flops
@@ -336,9 +336,9 @@ class Card(TorchDispatchMode):
         if func is aten._scaled_dot_product_flash_attention_backward.default:
             query, key = args[1:3]
             rows = -(-query.size(-2) // 128) * 128
-            own = 4 * query.size(0) * query.size(1) * rows * (query.size(-1) + 1)
+            kernel_bytes = 4 * query.size(0) * query.size(1) * rows * (query.size(-1) + 1)
             if key.size(1) != query.size(1):
-                own += (
+                kernel_bytes += (
                     2
                     * key.size(0)
                     * query.size(1)
@@ -346,7 +346,7 @@ class Card(TorchDispatchMode):
                     * key.size(-1)
                     * key.element_size()
                 )
-            self._reach(self.live + own)
+            self._reach(self.live + kernel_bytes)
 
 
 def _is_mask(index: Any) -> bool:

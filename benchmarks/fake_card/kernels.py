@@ -211,5 +211,5 @@ def gemm_4bit(
     if absmax_8bit is not None:
         scales = bits.dequantize_blockwise(absmax_8bit, absmax, absmax_code, 256, torch.float32)
         absmax = scales + absmax_offset
-    whole = bits.dequantize_4bit(packed, absmax, block, kind, shape, rows.dtype)
-    return nn.functional.linear(rows, whole, bias)
+    weight = bits.dequantize_4bit(packed, absmax, block, kind, shape, rows.dtype)
+    return nn.functional.linear(rows, weight, bias)

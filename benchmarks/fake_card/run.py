@@ -26,8 +26,8 @@ from trl.kernels import chunked_logprob
 from trl.trainer import grpo_trainer
 
 from adora_vl import trainer as our_trainer
-from adora_vl.config.run_context import Sharding
 from adora_vl.config.schema import parse
+from adora_vl.config.sharding import Sharding
 from adora_vl.data.dataset import schema
 from adora_vl.data.prompt_lengths import Measured
 from adora_vl.data.prompts import conversation
@@ -37,7 +37,7 @@ from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import SHAPES, describe
 from adora_vl.planning.dry_run import make_setup
 from adora_vl.planning.memory import CONTEXT, Prediction, Setup, predict
-from adora_vl.preflight import resolved_run, run_checks
+from adora_vl.preflight import check_model, facts
 from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult
 from adora_vl.synthetic.generate import generate
 from adora_vl.trainer import AdoraGRPOTrainer
@@ -113,11 +113,15 @@ class Ran:
         """Measured and predicted bytes of an optimizer step's first micro-batch, and of later ones,
         where the optimizer has its moments.
         """
-        each = self.micro_batches // self.asked.updates
-        at = [(number % each, peak) for number, peak in enumerate(self.peaks) if number >= each]
-        found = [([peak for place, peak in at if not place], self.predicted_first)]
-        found.append(([peak for place, peak in at if place], self.predicted))
-        return [(max(peaks), _pretended(said)) for peaks, said in found if peaks]
+        micro_batches_per_step = self.micro_batches // self.asked.updates
+        at = [
+            (number % micro_batches_per_step, peak)
+            for number, peak in enumerate(self.peaks)
+            if number >= micro_batches_per_step
+        ]
+        peaks_and_predictions = [([peak for place, peak in at if not place], self.predicted_first)]
+        peaks_and_predictions.append(([peak for place, peak in at if place], self.predicted))
+        return [(max(peaks), _pretended(said)) for peaks, said in peaks_and_predictions if peaks]
 
 
 def _pretended(predicted: Prediction | None) -> int:
@@ -163,7 +167,7 @@ class RecordedAnswers:
     def _answers(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         drawn = torch.Generator().manual_seed(17)
         self.longest_prompt = max(map(len, prompts))
-        lengths = [self.lengths[place % len(self.lengths)] for place in range(len(prompts))]
+        lengths = [self.lengths[index % len(self.lengths)] for index in range(len(prompts))]
         return [
             [*torch.randint(20, 600, (n - 1,), generator=drawn).tolist(), self.stop]
             for n in lengths
@@ -171,7 +175,7 @@ class RecordedAnswers:
 
     def sample(self, asks: Sequence[SamplingRequest], _: Any = None) -> list[SamplingResult]:
         return [
-            SamplingResult(row, [LOGP] * len(row))
+            SamplingResult(tokens=row, logps=[LOGP] * len(row))
             for row in self._answers([ask.prompt_ids for ask in asks])
         ]
 
@@ -263,9 +267,13 @@ def make_model_folder(folder: Path, published: str, layers: int | None, blocks: 
         processor.save_pretrained(folder)
     else:
         tokenizer.save_pretrained(folder)
-        own = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        own.pop("processor_class", None)  # of the tiny model, which has images
-        (folder / "tokenizer_config.json").write_text(json.dumps(own), encoding="utf-8")
+        tokenizer_config = json.loads(
+            (folder / "tokenizer_config.json").read_text(encoding="utf-8")
+        )
+        tokenizer_config.pop("processor_class", None)  # of the tiny model, which has images
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps(tokenizer_config), encoding="utf-8"
+        )
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
@@ -286,15 +294,15 @@ def _problems(number: int, asked: CardRun, *, images: bool, side: int) -> Datase
 
 
 def _trainer(asked: CardRun, folder: Path) -> tuple[Any, Any, Any]:
-    given = yaml.safe_load(Path(asked.config).read_text(encoding="utf-8"))
+    keys = yaml.safe_load(Path(asked.config).read_text(encoding="utf-8"))
     make_model_folder(
         folder / "model",
-        published=given["model_name_or_path"].split("/")[-1],
+        published=keys["model_name_or_path"].split("/")[-1],
         layers=asked.layers,
         blocks=asked.blocks,
     )
-    size = len(asked.lengths) or given["num_generations"]
-    rows = given["per_device_train_batch_size"] * size // given["num_generations"]
+    size = len(asked.lengths) or keys["num_generations"]
+    rows = keys["per_device_train_batch_size"] * size // keys["num_generations"]
     per_update = max(1, asked.groups * size // rows)
     words = {
         "model_name_or_path": folder / "model",
@@ -309,7 +317,7 @@ def _trainer(asked: CardRun, folder: Path) -> tuple[Any, Any, Any]:
         "gradient_accumulation_steps": per_update,
         "steps_per_generation": per_update,
         "adora_self_check": "false",
-        "max_completion_length": max(asked.lengths, default=given["max_completion_length"]),
+        "max_completion_length": max(asked.lengths, default=keys["max_completion_length"]),
         "vllm_max_model_length": "null",
         "reward_weights": "null",
     }
@@ -340,7 +348,7 @@ def _trainer(asked: CardRun, folder: Path) -> tuple[Any, Any, Any]:
     }
     if asked.way == "ours":
         return AdoraGRPOTrainer(args=config, **both), config, model
-    fields = {one.name for one in dataclasses.fields(GRPOConfig) if one.init}
+    fields = {field.name for field in dataclasses.fields(GRPOConfig) if field.init}
     values = {name: value for name, value in vars(config).items() if name in fields}
     for derived in ("generation_batch_size", "deepspeed_plugin", "world_size"):
         values.pop(derived, None)
@@ -404,9 +412,9 @@ def _name_phases(card: Card, trainer: Any, ran: Ran) -> None:
     create = trainer.create_optimizer
 
     def created(*args: Any, **kwargs: Any) -> Any:
-        made = create(*args, **kwargs)
+        context = create(*args, **kwargs)
         around(trainer.optimizer, "step", "optimizer")
-        return made
+        return context
 
     trainer.create_optimizer = created
     around(trainer, "_prepare_inputs", "generation")
@@ -431,16 +439,18 @@ def _patched(card: Card) -> Iterator[None]:
         cls: Any, /, name: Any, config: Any = None, dtype: Any = None, **kwargs: Any
     ) -> Any:
         config = config or AutoConfig.from_pretrained(name)
-        wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.bfloat16
+        torch_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.bfloat16
         attention = kwargs.get("attn_implementation")
         quantised = getattr(config, "quantization_config", None)
         with torch.device(CARD):
-            made = cls._from_config(
-                config, dtype=wanted, **({"attn_implementation": attention} if attention else {})
+            model = cls._from_config(
+                config,
+                dtype=torch_dtype,
+                **({"attn_implementation": attention} if attention else {}),
             )
             if quantised is not None:
-                quantise(made, BitsAndBytesConfig(**quantised))
-        return made
+                quantise(model, BitsAndBytesConfig(**quantised))
+        return model
 
     def in_four_bit(name: str, revision: str | None, keys: Any) -> str:
         config = AutoConfig.from_pretrained(name)
@@ -461,10 +471,10 @@ def _patched(card: Card) -> Iterator[None]:
         (PreTrainedModel, "from_pretrained", classmethod(from_pretrained)),
         (PreTrainedModel, "save_pretrained", saved),
         (torch, "save", written),
-        (resolved_run, "four_bit_folder", in_four_bit),
-        (run_checks, "check_weights", lambda *args: None),
+        (facts, "four_bit_folder", in_four_bit),
+        (check_model, "check_weights", lambda *args: None),
         (
-            run_checks,
+            check_model,
             "refuse_on_cpu",
             lambda *args: None,
         ),  # which asks the vLLM that is installed here

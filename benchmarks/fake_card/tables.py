@@ -43,26 +43,26 @@ def runs(table: str | None, configs: Sequence[str], like: CardRun) -> Iterator[l
         yield [replace(row, way="stock"), replace(row, way="ours")]
 
 
-def row_of(found: Sequence[Ran]) -> list[str]:
+def row_of(row_runs: Sequence[Ran]) -> list[str]:
     """The cells of a row."""
-    if len(found) == 1:
-        (ran,) = found
-        shown = (
+    if len(row_runs) == 1:
+        (ran,) = row_runs
+        run_cells = (
             Path(ran.asked.config).stem,
             str(ran.asked.layers or "all"),
             f"{ran.parameters / 1e9:.2f}",
         )
         both = (
-            (f"{peak / GIB:.2f}", f"{said / GIB:.2f}", f"{said / peak:.3f}")
-            for peak, said in ran.first_and_later
+            (f"{peak / GIB:.2f}", f"{predicted / GIB:.2f}", f"{predicted / peak:.3f}")
+            for peak, predicted in ran.first_and_later
         )
-        return [*shown, f"{ran.prompt:,}", *(cell for cells in both for cell in cells)]
-    stock, ours = (learning(ran) for ran in found)
-    lengths = list(found[0].asked.lengths)
-    prompt = found[1].prompt
-    said = f"{min(lengths):,} to {max(lengths):,}, median {median(lengths):.0f}"
+        return [*run_cells, f"{ran.prompt:,}", *(cell for cells in both for cell in cells)]
+    stock, ours = (learning(ran) for ran in row_runs)
+    lengths = list(row_runs[0].asked.lengths)
+    prompt = row_runs[1].prompt
+    lengths_text = f"{min(lengths):,} to {max(lengths):,}, median {median(lengths):.0f}"
     tokens = (prompt + sum(lengths)) / len(lengths) / (prompt + max(lengths))
-    once = found[1].card.flops["check"] / TERA
+    once = row_runs[1].card.flops["check"] / TERA
     figures = (
         f"{stock:.0f}",
         f"{ours:.0f}",
@@ -70,7 +70,11 @@ def row_of(found: Sequence[Ran]) -> list[str]:
         f"{tokens:.2f}",
         f"{once:.0f}",
     )
-    return [f"{prompt:,}", said if len(set(lengths)) > 1 else f"all {lengths[0]:,}", *figures]
+    return [
+        f"{prompt:,}",
+        lengths_text if len(set(lengths)) > 1 else f"all {lengths[0]:,}",
+        *figures,
+    ]
 
 
 def learning(ran: Ran) -> float:

@@ -51,6 +51,7 @@ def main(arguments: Sequence[str] | None = None, checks: Sequence[GPUCheck] = CH
     chosen = [check for check in checks if options.only is None or check.name in options.only]
     if not options.minutes > 0:
         parser.error(f"--minutes: {options.minutes:g} is no time; give a number above 0")
+    print(limits(chosen, options.minutes), end="", file=sys.stderr, flush=True)
     lines: list[Line] = []
     end = time.perf_counter() + 60 * options.minutes
     with tempfile.TemporaryDirectory(prefix="adora_vl_gpu_built_") as built:
@@ -80,6 +81,25 @@ def main(arguments: Sequence[str] | None = None, checks: Sequence[GPUCheck] = CH
     return exit_code(lines)
 
 
+def limits(chosen: Sequence[GPUCheck], minutes: float) -> str:
+    """What the limits of the chosen checks add up to, where that is more than the time for all."""
+    seconds = sum(check.limit for check in chosen)
+    if seconds <= 60 * minutes:
+        return ""
+    room = 60 * minutes
+    sure: list[str] = []
+    for check in chosen:
+        room -= check.limit
+        if room < 0:
+            break
+        sure.append(check.name)
+    named = ", ".join(sure) if sure else "none"
+    return (
+        f"The limits add up to {seconds / 60:.0f} min, and --minutes is {minutes:g}: surely done "
+        f"are {named}; name fewer with --only for the others\n"
+    )
+
+
 def machine() -> str:
     """Device and versions."""
     device = (
@@ -88,7 +108,7 @@ def machine() -> str:
         else f"CPU ({platform.machine()})"
     )
     return ", ".join(
-        [device, *(f"{name} {found}" for name in _PACKAGES if (found := installed(name)))]
+        [device, *(f"{name} {version}" for name in _PACKAGES if (version := installed(name)))]
     )
 
 

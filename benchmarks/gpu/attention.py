@@ -7,6 +7,7 @@ that plans for every shape is slow here and fast in a benchmark of one shape.
 
 import statistics
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ def _seconds(setting: Setting, length: int, heads: int, step: int) -> float:
     The first one is not counted.
     """
     inputs = [_inputs(setting, length + step * number, heads) for number in range(_CALLS + 1)]
-    spent = [seconds_of(setting.device, lambda each=each: _passed(*each)) for each in inputs]  # type: ignore[misc]
+    spent = [seconds_of(setting.device, partial(_passed, *tensors)) for tensors in inputs]
     return statistics.median(spent[1:])
 
 

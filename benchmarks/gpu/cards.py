@@ -18,9 +18,9 @@ _HANG = timedelta(seconds=60)
 
 
 def run(setting: Setting) -> Iterator[Line]:
-    found = torch.cuda.device_count() if setting.on_gpu else CARDS
-    if found < CARDS:
-        yield skipped("two cards with NCCL", f"NCCL needs {CARDS} cards, here is {found}")
+    card_count = torch.cuda.device_count() if setting.on_gpu else CARDS
+    if card_count < CARDS:
+        yield skipped("two cards with NCCL", f"NCCL needs {CARDS} cards, here is {card_count}")
         return
     results = multiprocessing.get_context("spawn").SimpleQueue()
     spawn(_member, (free_port(), setting, results), nprocs=CARDS, join=True)
@@ -32,17 +32,17 @@ def run(setting: Setting) -> Iterator[Line]:
         right,
         "exact",
     )
-    what = f"{backend}: GiB per second of an all-reduce"
+    title = f"{backend}: GiB per second of an all-reduce"
     if setting.on_gpu:
         yield at_least(
-            what,
+            title,
             value=rate,
             bound=1.0,
             unit="",
             source="ours: slower than any bus says that NCCL fell back to sockets",
         )
     else:
-        yield skipped(what, ON_A_GPU_ONLY, f"{rate:.2g}")
+        yield skipped(title, ON_A_GPU_ONLY, f"{rate:.2g}")
 
 
 def _member(rank: int, port: int, setting: Setting, results: multiprocessing.SimpleQueue) -> None:
@@ -50,9 +50,9 @@ def _member(rank: int, port: int, setting: Setting, results: multiprocessing.Sim
     backend = "nccl" if setting.on_gpu else "gloo"
     if setting.on_gpu:
         torch.cuda.set_device(device)
-    place = f"tcp://127.0.0.1:{port}"
+    address = f"tcp://127.0.0.1:{port}"
     distributed.init_process_group(
-        backend, init_method=place, rank=rank, world_size=CARDS, timeout=_HANG
+        backend, init_method=address, rank=rank, world_size=CARDS, timeout=_HANG
     )
     try:
         numbers = torch.arange(2**26 if setting.full else 2**16, dtype=torch.float32, device=device)

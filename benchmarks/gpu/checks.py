@@ -84,7 +84,31 @@ CHECKS = (
     GPUCheck(
         name="recipe",
         place="benchmarks.gpu.engine:recipe",
-        limit=600,
+        limit=300,
+        needs=("vllm", "trl", "datasets", "peft"),
+    ),
+    GPUCheck(
+        name="step",
+        place="benchmarks.gpu.step:run",
+        limit=480,
+        needs=("vllm", "trl", "datasets", "peft"),
+    ),
+    GPUCheck(
+        name="tools",
+        place="benchmarks.gpu.paths:tools",
+        limit=300,
+        needs=("vllm", "trl", "datasets"),
+    ),
+    GPUCheck(
+        name="four_bit",
+        place="benchmarks.gpu.paths:four_bit",
+        limit=300,
+        needs=("vllm", "trl", "datasets", "peft", "bitsandbytes"),
+    ),
+    GPUCheck(
+        name="recipe_v1",
+        place="benchmarks.gpu.engine:recipe_v1",
+        limit=300,
         needs=("vllm", "trl", "datasets", "peft"),
     ),
     GPUCheck(
@@ -192,10 +216,10 @@ def _in_a_child(check: GPUCheck, size: str, built: Path, left: float) -> list[Li
 
 def _environment(folder: str, built: Path) -> dict[str, str]:
     paths = [str(REPOSITORY), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    own = {"TORCH_EXTENSIONS_DIR": str(built)}
+    variables = {"TORCH_EXTENSIONS_DIR": str(built)}
     # else Triton's float32 is TF32, and no reference for bfloat16
-    own |= {"TRITON_F32_DEFAULT": "ieee"}
-    return {**os.environ, **own, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": folder}
+    variables |= {"TRITON_F32_DEFAULT": "ieee"}
+    return {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": folder}
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

@@ -54,7 +54,7 @@ LEARNING_RATE = 0.05
 _DRIFT = {"bfloat16": 0.15, "float32": 0.01}  # nats per token
 _SEEN = "weights that do not arrive cost 0.33"
 _RUNNERS = {"V2": "1", "V1": "0"}  # values of VLLM_USE_V2_MODEL_RUNNER
-_REWARD = """
+REWARD = """
 def varied(completions, completion_ids, **kwargs):
     return [sum(ids) % 7 / 7 for ids in completion_ids]
 """
@@ -69,8 +69,12 @@ def run(setting: Setting) -> Iterator[Line]:
         yield from seeded(setting, Path(folder))
 
 
-def arguments(setting: Setting, dtype: str, folder: Path) -> list[str]:
-    """The arguments of the training command."""
+def arguments(setting: Setting, dtype: str, folder: Path, *, eager: bool = True) -> list[str]:
+    """The arguments of the training command.
+
+    `eager`: an engine on a card without CUDA graphs, which take longer to capture than they save
+    in a few short generations.
+    """
     half = dtype == "bfloat16"
     keys: dict[str, object] = {
         "config": REPOSITORY / "configs" / "train" / "smoke_cpu.yaml",
@@ -84,6 +88,7 @@ def arguments(setting: Setting, dtype: str, folder: Path) -> list[str]:
     }
     if setting.on_gpu:
         keys |= {"use_cpu": "false", "bf16": str(half).lower(), "vllm_enable_sleep_mode": "true"}
+        keys["adora_vllm_enforce_eager"] = str(eager).lower()
     return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
 
 
@@ -99,14 +104,14 @@ def doctor(
 
     `words`: further arguments; `runner`: vLLM's model runner, V1 or V2; `of`: what is examined.
     """
-    what = ", ".join(filter(None, (of, dtype, runner)))
-    output = folder / f"{what}.json"
+    title = ", ".join(filter(None, (of, dtype, runner)))
+    output = folder / f"{title}.json"
     module = ["adora_vl.doctor", *arguments(setting, dtype, folder), *words, "--json", str(output)]
-    last_words = _command(module, chosen(runner))
+    last_words = run_module(module, chosen(runner))
     if not output.is_file():
-        yield failed(f"doctor, {what}", last_words)
+        yield failed(f"doctor, {title}", last_words)
         return
-    yield from engine_lines(json.loads(output.read_text(encoding="utf-8")), what)
+    yield from engine_lines(json.loads(output.read_text(encoding="utf-8")), title)
 
 
 def chosen(runner: str | None) -> dict[str, str]:
@@ -114,8 +119,10 @@ def chosen(runner: str | None) -> dict[str, str]:
     return {"VLLM_USE_V2_MODEL_RUNNER": _RUNNERS[runner]} if runner else {}
 
 
-def _command(
-    module: Sequence[str], environment: Mapping[str, str], seconds: float | None = None
+def run_module(
+    module: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    seconds: float | None = None,
 ) -> str:
     """Run a module, and stop it in time: one cold engine that hangs leaves the others theirs.
 
@@ -128,7 +135,7 @@ def _command(
             capture_output=True,
             text=True,
             check=False,
-            env={**os.environ, **environment},
+            env={**os.environ, **(environment or {})},
             timeout=seconds,
         )
     except subprocess.TimeoutExpired:
@@ -179,7 +186,7 @@ def seeded(setting: Setting, folder: Path) -> Iterator[Line]:
     from adora_vl.train import build_trainer
 
     trainer: Any = build_trainer(
-        prepare(read(arguments(setting, "float32", folder)), to_train=False)
+        prepare(read(arguments(setting, "float32", folder, eager=False)), "look")
     )
     try:
         rows = [trainer.train_dataset[number] for number in range(8)]
@@ -193,7 +200,7 @@ def seeded(setting: Setting, folder: Path) -> Iterator[Line]:
         )
     finally:
         trainer.close()
-    same = sum(one == two for one, two in zip(first, again, strict=True))
+    same = sum(tokens == tokens_again for tokens, tokens_again in zip(first, again, strict=True))
     yield holds(
         "seeded rollouts, drawn again",
         f"{same} of {len(first)} equal",
@@ -208,16 +215,16 @@ def seeded(setting: Setting, folder: Path) -> Iterator[Line]:
 
 def free_after_sleeps(setting: Setting, sample_and_sleep: Callable[[], object]) -> Line:
     """Whether the card has as much memory free after the last of some sleeps as after the first."""
-    what = f"memory lost over {SLEEPS} sleeps"
+    title = f"memory lost over {SLEEPS} sleeps"
     if not setting.on_gpu:
-        return skipped(what, "a CPU engine does not sleep")
+        return skipped(title, "a CPU engine does not sleep")
     free = []
     for _ in range(SLEEPS):
         sample_and_sleep()
         torch.cuda.synchronize(setting.device)
         free.append(torch.cuda.mem_get_info(setting.device)[0] / GIB)
     source = f"{LEAK} GiB a sleep, since allocators round; {free[0]:.3g} GiB free after the first"
-    return at_most(what, value=free[0] - free[-1], bound=LEAK * SLEEPS, unit="GiB", source=source)
+    return at_most(title, value=free[0] - free[-1], bound=LEAK * SLEEPS, unit="GiB", source=source)
 
 
 def rate(what: str, steps: Sequence[dict[str, Any]]) -> Line:
@@ -234,9 +241,20 @@ def rate(what: str, steps: Sequence[dict[str, Any]]) -> Line:
 
 
 def recipe(setting: Setting) -> Iterator[Line]:
-    """LoRA on a model with tied embeddings and sleep mode, three generations, on both of vLLM's
-    model runners.
-    """
+    """LoRA on a model with tied embeddings and sleep mode, three generations, on vLLM's V2 runner."""
+    yield from recipe_on(setting, "V2")
+
+
+def recipe_v1(setting: Setting) -> Iterator[Line]:
+    """The same on vLLM's older model runner, which some models still have."""
+    if not setting.on_gpu:
+        yield skipped("all of it", "a CPU engine has one runner, which `recipe` uses")
+        return
+    yield from recipe_on(setting, "V1")
+
+
+def recipe_on(setting: Setting, of: str) -> Iterator[Line]:
+    """The doctor and three generations on one of vLLM's model runners."""
     if setting.on_gpu and find_cpu_build():
         yield WRONG_BUILD
         return
@@ -244,21 +262,21 @@ def recipe(setting: Setting) -> Iterator[Line]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         words = recipe_words(setting, folder)
-        for runner in _RUNNERS if setting.on_gpu else (None,):
-            yield from doctor(setting, dtype=dtype, folder=folder, words=words, runner=runner)
-            if not list(folder.glob(f"*{runner or dtype}.json")):
-                yield skipped(
-                    f"{GENERATIONS} generations, {runner or dtype}",
-                    "the doctor got no engine to answer",
-                )
-                continue
-            what = f"{GENERATIONS} generations{f', {runner}' if runner else ''}"
-            run = folder / f"run-{runner}"
-            yield from generations(
-                what, [*arguments(setting, dtype, folder), *words], dtype, run, chosen(runner)
+        runner = of if setting.on_gpu else None
+        yield from doctor(setting, dtype=dtype, folder=folder, words=words, runner=runner)
+        if not list(folder.glob(f"*{runner or dtype}.json")):
+            yield skipped(
+                f"{GENERATIONS} generations, {runner or dtype}",
+                "the doctor got no engine to answer",
             )
-            if run.is_dir():
-                yield ran_by(what, run, runner or "V1")
+            return
+        title = f"{GENERATIONS} generations{f', {runner}' if runner else ''}"
+        run = folder / f"run-{runner}"
+        yield from generations(
+            title, [*arguments(setting, dtype, folder), *words], dtype, run, chosen(runner)
+        )
+        if run.is_dir():
+            yield ran_by(title, run, runner or "V1")
     if not setting.on_gpu:
         yield skipped("tied embeddings, sleep, model runner V2", "a CPU engine has none of them")
 
@@ -336,7 +354,7 @@ def recipe_words(setting: Setting, folder: Path) -> list[str]:
     # as published; a CPU engine refuses it
     config.tie_word_embeddings = text.tie_word_embeddings = setting.on_gpu
     write(setting, config, folder / "model")
-    (folder / "rewards.py").write_text(_REWARD, encoding="utf-8")
+    (folder / "rewards.py").write_text(REWARD, encoding="utf-8")
     keys = {
         "model_name_or_path": folder / "model",
         "use_peft": "true",
@@ -365,7 +383,7 @@ def generations(
     """The training command for three generations: engine against policy in each, after as many
     syncs and sleeps.
     """
-    last_words = _command(["adora_vl.train", *words, "--output_dir", str(run)], environment)
+    last_words = run_module(["adora_vl.train", *words, "--output_dir", str(run)], environment)
     metrics = run / "metrics.jsonl"
     if not last_words.startswith("exit code 0:") or not metrics.is_file():
         yield failed(what, last_words)

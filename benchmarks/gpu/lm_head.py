@@ -46,12 +46,12 @@ def run(setting: Setting) -> Iterator[Line]:
     targets = words(setting, rows=1, length=tokens, vocabulary=vocabulary)[0]
     right = _passed(_in_chunks, hidden.float(), weight.float(), targets)
     ours, control = (_passed(head, hidden, weight, targets) for head in (fused, _plain))
-    for number, what in enumerate(
+    for number, tensor_name in enumerate(
         ("log-probabilities", "gradient of the hidden states", "gradient of the weight")
     ):
         found, noise = (apart(way[number], right[number]) for way in (ours, control))
         yield at_most(
-            f"{what}, from float32",
+            f"{tensor_name}, from float32",
             value=found,
             bound=SLACK * noise,
             unit="",
@@ -144,5 +144,5 @@ def _passed(
     own, weights_of_head = inputs
     logps = head(own, weights_of_head, targets)
     weights = torch.linspace(-1, 1, len(targets), device=logps.device)
-    one, other = torch.autograd.grad((logps * weights).sum(), inputs)
-    return logps.detach(), one, other
+    hidden_gradient, weight_gradient = torch.autograd.grad((logps * weights).sum(), inputs)
+    return logps.detach(), hidden_gradient, weight_gradient

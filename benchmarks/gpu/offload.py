@@ -27,9 +27,11 @@ def builds(setting: Setting) -> Iterator[Line]:
     import deepspeed
 
     yield holds("import", f"DeepSpeed {deepspeed.__version__}", "imports", True, "")
-    own = str(Path(sys.executable).parent)
-    others = os.pathsep.join(part for part in os.environ["PATH"].split(os.pathsep) if part != own)
-    for name, path in (("on", f"{own}{os.pathsep}{others}"), ("not on", others)):
+    programs = str(Path(sys.executable).parent)
+    other_folders = os.pathsep.join(
+        part for part in os.environ["PATH"].split(os.pathsep) if part != programs
+    )
+    for name, path in (("on", f"{programs}{os.pathsep}{other_folders}"), ("not on", other_folders)):
         with tempfile.TemporaryDirectory() as folder:
             environment = {**os.environ, "PATH": path, "TORCH_EXTENSIONS_DIR": folder}
             done = subprocess.run(
@@ -45,9 +47,9 @@ def builds(setting: Setting) -> Iterator[Line]:
             if done.returncode == 0
             else (words[-1][:200] if words else f"exit code {done.returncode}")
         )
-        what = f"CPUAdam, the environment's bin {name} PATH"
+        title = f"CPUAdam, the environment's bin {name} PATH"
         yield holds(
-            what,
+            title,
             figure,
             "builds",
             done.returncode == 0,

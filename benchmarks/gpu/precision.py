@@ -44,13 +44,14 @@ def zero3(setting: Setting) -> Iterator[Line]:
     }
     with process_group(setting), tempfile.TemporaryDirectory() as folder:
         exact.save_pretrained(folder)
-        kept = HfDeepSpeedConfig(settings)  # Transformers looks for it while it is alive
+        # Transformers looks for this object while it is alive
+        deepspeed_config = HfDeepSpeedConfig(settings)
         sharded = type(exact).from_pretrained(
             Path(folder), dtype=torch.bfloat16, attn_implementation="sdpa"
         )
         restore_buffers(sharded)
         engine = deepspeed.initialize(model=sharded, config=settings)[0]
-        del kept
+        del deepspeed_config
         engine.eval()
         yield from judge(setting, exact, engine, sharded)
 
@@ -84,11 +85,11 @@ def judge(setting: Setting, exact: Any, subject: Any, plain: nn.Module) -> Itera
             unit="nats",
             source=source,
         )
-    seen = _gap(coarse[ends[-1]], right[ends[-1]])
+    rounded_gap = _gap(coarse[ends[-1]], right[ends[-1]])
     noise = _gap(control[ends[-1]], right[ends[-1]])
     yield at_least(
         f"rounded frequencies, seen at token {ends[-1]}",
-        value=seen,
+        value=rounded_gap,
         bound=2 * SLACK * noise,
         unit="nats",
         source="else this check would not notice them",
@@ -97,11 +98,11 @@ def judge(setting: Setting, exact: Any, subject: Any, plain: nn.Module) -> Itera
 
 def with_rounded(model: Any) -> Any:
     """A copy whose rotary frequencies went through bfloat16."""
-    other = copy.deepcopy(model)
-    for name, buffer in other.named_buffers():
+    rounded_model = copy.deepcopy(model)
+    for name, buffer in rounded_model.named_buffers():
         if ROTARY in name:
             buffer.data = buffer.bfloat16().float()
-    return other
+    return rounded_model
 
 
 @torch.no_grad()
@@ -113,9 +114,14 @@ def far_logps(setting: Setting, model: Any, ends: tuple[int, ...]) -> dict[int, 
         length=ends[-1] + 1,
         vocabulary=setting.config("3B", layers=1).text_config.vocab_size,
     )
-    wanted = torch.cat([torch.arange(end - WINDOW + 1, end + 1) for end in ends]).to(setting.device)
+    positions = torch.cat([torch.arange(end - WINDOW + 1, end + 1) for end in ends]).to(
+        setting.device
+    )
     logits = model(
-        input_ids=ids, attention_mask=torch.ones_like(ids), logits_to_keep=wanted, use_cache=False
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        logits_to_keep=positions,
+        use_cache=False,
     ).logits[0]
     logps = logits.float().log_softmax(dim=-1).split(WINDOW)
     return dict(zip(ends, logps, strict=True))

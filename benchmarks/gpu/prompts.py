@@ -129,17 +129,19 @@ class Subject:
 
     def through(self, policy: PolicyPass | None, group: RandomGroup, model: Any = None) -> Tensor:
         """Log-probabilities (B, C); 0 where there is no token."""
-        given = (
+        arguments = (
             model if model is not None else self.model,
             group.ids,
             group.mask,
             group.completion,
         )
-        logps = (policy(self.separate, *given) if policy is not None else self.separate(*given))[0]
+        logps = (
+            policy(self.separate, *arguments) if policy is not None else self.separate(*arguments)
+        )[0]
         return logps * group.mask[:, -group.completion :]
 
     def shared(self) -> PolicyPass:
-        switches: Any = SimpleNamespace(own=lambda part: True)
+        switches: Any = SimpleNamespace(uses=lambda part: True)
         return PolicyPass(self.accelerator, switches)
 
     def exactness(
@@ -153,7 +155,7 @@ class Subject:
         noise = self._both(None, group)
         policy = make()
         with _whatever_the_rule_says():
-            found = self._both(policy, group)
+            results = self._both(policy, group)
         layout = policy.packed
         used = layout.passes > 0
         yield holds(
@@ -163,12 +165,12 @@ class Subject:
             used,
             "PackedForward",
         )
-        for number, what in enumerate(("log-probabilities", "gradients")):
-            value = apart(found[number], right[number])
+        for number, tensor_name in enumerate(("log-probabilities", "gradients")):
+            value = apart(results[number], right[number])
             bound = SLACK * apart(noise[number], right[number])
             source = f"{SLACK} times separate rows' own error in bfloat16"
             yield at_most(
-                f"{size}, {name}: {what}, from float32",
+                f"{size}, {name}: {tensor_name}, from float32",
                 value=value,
                 bound=bound,
                 unit="",

@@ -32,18 +32,18 @@ def run(setting: Setting) -> Iterator[Line]:
     if setting.on_gpu and find_cpu_build():
         yield WRONG_BUILD
         return
-    found = torch.cuda.device_count() if setting.on_gpu else 0
-    first, second = cards(os.environ, found)
+    card_count = torch.cuda.device_count() if setting.on_gpu else 0
+    first, second = cards(os.environ, card_count)
     yield from _synced(setting, way="file", trainer=first, server=second)
-    if found < CARDS:
-        yield skipped("weights by nccl", f"NCCL needs {CARDS} cards, here is {found}")
+    if card_count < CARDS:
+        yield skipped("weights by nccl", f"NCCL needs {CARDS} cards, here is {card_count}")
         return
     yield from _synced(setting, way="nccl", trainer=first, server=second)
 
 
 def _synced(setting: Setting, way: str, trainer: str, server: str) -> Iterator[Line]:
     """Three generations. `trainer`, `server`: the cards on which each is."""
-    what = f"weights by {way}, {GENERATIONS} generations"
+    title = f"weights by {way}, {GENERATIONS} generations"
     dtype = "bfloat16" if setting.on_gpu else "float32"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -62,18 +62,24 @@ def _synced(setting: Setting, way: str, trainer: str, server: str) -> Iterator[L
         ]
         words += ["--vllm_enable_sleep_mode", "false"]
         address = {"VLLM_HOST_IP": _LOOPBACK}  # where NCCL's weights are handed over
-        there = {"VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": server, **address}
+        server_environment = {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "CUDA_VISIBLE_DEVICES": server,
+            **address,
+        }
         try:
             with serving(
                 server_words(folder / "model", port=port, way=way, dtype=dtype),
-                environment=there,
+                environment=server_environment,
                 port=port,
                 seconds=COLD[setting.on_gpu],
             ):
-                here = {"CUDA_VISIBLE_DEVICES": trainer, **address}
-                yield from generations(what, words, dtype, folder / "run-server", here)
+                trainer_environment = {"CUDA_VISIBLE_DEVICES": trainer, **address}
+                yield from generations(
+                    title, words, dtype, folder / "run-server", trainer_environment
+                )
         except ServerError as error:
-            yield failed(what, str(error))
+            yield failed(title, str(error))
 
 
 def cards(environment: Mapping[str, str], found: int) -> tuple[str, str]:
@@ -132,12 +138,12 @@ def serving(
                     last = log.read().decode(errors="replace").strip().splitlines()[-1:] or [
                         "no output"
                     ]
-                    how = (
+                    outcome = (
                         f"exit code {server.returncode}"
                         if server.returncode is not None
                         else f"after {seconds:g} s"
                     )
-                    raise ServerError(f"the server does not answer, {how}: {last[0][:300]}")
+                    raise ServerError(f"the server does not answer, {outcome}: {last[0][:300]}")
                 time.sleep(0.2)
             yield
         finally:

@@ -17,7 +17,7 @@ from transformers import AutoModelForImageTextToText, PretrainedConfig
 
 from adora_vl.models.load import load_config
 from adora_vl.models.shape import SHAPES
-from adora_vl.packing.split_attention import plan_no_shapes
+from adora_vl.packing.split_attention import disable_cudnn_attention
 from adora_vl.utils.files import GIB
 from benchmarks.gpu.table import Line, failed, one_line, skipped
 
@@ -89,16 +89,16 @@ def in_float32(model: Any) -> Any:
     cannot.
     """
     with next(model.parameters()).device:
-        other = AutoModelForImageTextToText.from_config(
+        copied_model = AutoModelForImageTextToText.from_config(
             copy.deepcopy(model.config), dtype=torch.float32, attn_implementation="sdpa"
         )
-    other.load_state_dict(model.state_dict())
-    return other
+    copied_model.load_state_dict(model.state_dict())
+    return copied_model
 
 
 def here(full: bool) -> Setting:
     """The first GPU, or the CPU where there is none."""
-    plan_no_shapes()  # as a run does
+    disable_cudnn_attention()  # as a run does
     return Setting(
         full, torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     )

@@ -1,8 +1,10 @@
 """Whole steps of `trl.GRPOTrainer` beside ours in alternation, without an engine: LoRA, batches of
 8, random weights.
 
-Rollouts come from `generate`, with which neither has anything to do, so the policy's part is judged
-by itself. The peak of ours is held against what the dry run predicts for these shapes.
+Both learn from the same recorded rollouts, which take the place of `generate`, so that the policy's
+part is judged by itself and no time goes into sampling. At the full size each turn is a process of
+its own, so that none finds the memory of another. The peak of ours is held against what the dry run
+predicts for these shapes.
 """
 
 import gc
@@ -11,19 +13,23 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig
+from torch import Tensor
 from transformers import AutoConfig, AutoProcessor, PretrainedConfig, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, ModelConfig
 
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.run_context import Sharding
+from adora_vl.config.sharding import Sharding
 from adora_vl.data.prompt_lengths import Measured
 from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import describe
@@ -38,6 +44,7 @@ from benchmarks.measure import Clock
 from benchmarks.step_run import problems, reward
 
 ROWS = 8  # one group
+_ORDINARY = (20, 600)  # ids of the tiny model's processor that stand for text
 STEPS = 3  # of a turn; the first is not counted
 _SPECIAL = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
@@ -55,21 +62,22 @@ class Turn:
 
 def run(setting: Setting) -> Iterator[Line]:
     config = shapes(setting)
-    side, completion = (448, 256) if setting.full else (56, 8)
+    side = 448 if setting.full else 56
+    completion = 1024 if setting.full else 8
     turns: dict[str, list[Turn]] = {"stock": [], "ours": []}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(2 if setting.full else 1):
             for way, done in turns.items():
-                done.append(
-                    _turn(
-                        setting,
-                        config=config,
-                        way=way,
-                        side=side,
-                        completion=completion,
-                        folder=Path(folder),
-                    )
+                turn = partial(
+                    _turn,
+                    setting,
+                    config=config,
+                    way=way,
+                    side=side,
+                    completion=completion,
+                    folder=Path(folder),
                 )
+                done.append(apart(turn) if setting.full else turn())
     for way, done in turns.items():
         finite = all(turn.finite for turn in done)
         figure = "finite" if finite else "not finite"
@@ -79,6 +87,31 @@ def run(setting: Setting) -> Iterator[Line]:
     yield from _seconds(setting, turns)
     peak = max(turn.peak for turn in turns["ours"])
     yield from _memory(setting, config, side, completion, turns["ours"][0].prompt, peak)
+
+
+def apart(turn: Callable[[], Turn]) -> Turn:
+    """Take a turn in a process of its own, which leaves nothing behind on the card."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(turn).result()
+
+
+class RecordedRollouts:
+    """Takes the place of a model's `generate`: the same answers of full length, in every way."""
+
+    def __init__(self, completion: int, last_token: int) -> None:
+        self.completion = completion
+        self.last_token = last_token
+        self.calls = 0
+
+    def __call__(self, inputs: Tensor | None = None, **options: Any) -> Tensor:
+        """The prompts, (B, P), with an answer behind each, (B, P + C)."""
+        prompts = options["input_ids"] if inputs is None else inputs
+        generator = torch.Generator().manual_seed(self.calls)
+        self.calls += 1
+        shape = (len(prompts), self.completion)
+        answers = torch.randint(_ORDINARY[0], _ORDINARY[1], shape, generator=generator)
+        answers[:, -1] = self.last_token
+        return torch.cat([prompts, answers.to(prompts.device)], dim=1)
 
 
 def shapes(setting: Setting) -> PretrainedConfig:
@@ -145,6 +178,7 @@ def _turn(
     model = setting.model(config, torch.bfloat16 if setting.on_gpu else torch.float32)
     model.generation_config.eos_token_id = config.text_config.eos_token_id
     model.generation_config.pad_token_id = config.text_config.pad_token_id
+    model.generate = RecordedRollouts(completion, config.text_config.eos_token_id)
     trainer = {"stock": GRPOTrainer, "ours": AdoraGRPOTrainer}[way](
         model=model,
         reward_funcs=reward,
@@ -261,8 +295,8 @@ def _seconds(setting: Setting, turns: dict[str, list[Turn]]) -> Iterator[Line]:
     policy = {way: spent["log-probabilities"] + spent["backward"] for way, spent in medians.items()}
     ratios = {"policy's pass and backward": policy["ours"] / policy["stock"]}
     ratios["whole step"] = medians["ours"]["step"] / medians["stock"]["step"]
-    for (what, ratio), bound in zip(ratios.items(), (1.0, 1.1), strict=True):
-        name = f"ours, of stock's seconds: {what}"
+    for (part, ratio), bound in zip(ratios.items(), (1.0, 1.1), strict=True):
+        name = f"ours, of stock's seconds: {part}"
         if setting.on_gpu:
             yield at_most(
                 name,

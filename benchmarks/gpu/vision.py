@@ -15,7 +15,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 )
 
 from adora_vl.models.precision import restore_buffers
-from adora_vl.packing.vision import batch_windows, host_bounds
+from adora_vl.packing.vision import batch_windows, window_arguments
 from adora_vl.utils.files import GIB
 from benchmarks.gpu.setting import (
     ON_A_GPU_ONLY,
@@ -47,9 +47,9 @@ def run(setting: Setting) -> Iterator[Line]:
     with setting.device:
         exact = Qwen2_5_VisionTransformerPretrainedModel(config).bfloat16().float().train()
     tower = copy.deepcopy(exact).bfloat16()
-    for each in (exact, tower):
+    for model in (exact, tower):
         # both have been through bfloat16, which rounds the rotary frequencies
-        restore_buffers(each)
+        restore_buffers(model)
     for name, sides in (sized(free_bytes(setting)) if setting.full else _SMALL).items():
         grids = torch.tensor([[1, *side] for side in sides])
         pixels = torch.randn(
@@ -80,11 +80,11 @@ def _image(
 ) -> Iterator[Line]:
     right = passed(exact, pixels, grids, batched=False)
     loop, batched = (passed(tower, pixels, grids, batched=on) for on in (False, True))
-    for number, what in enumerate(("features", "gradients")):
+    for number, tensor_name in enumerate(("features", "gradients")):
         bound = SLACK * apart(loop[number], right[number])
         source = f"{SLACK} times the loop's own error in bfloat16"
         yield at_most(
-            f"{name}, batched: {what}, from float32",
+            f"{name}, batched: {tensor_name}, from float32",
             value=apart(batched[number], right[number]),
             bound=bound,
             unit="",
@@ -154,10 +154,10 @@ def _seen(tower: Any, pixels: Tensor, grids: Tensor, *, batched: bool) -> Tensor
     """
     assert batch_windows(tower, batched) is batched
     tower.zero_grad(set_to_none=True)
-    bounds = host_bounds(tower, grids, pixels.device) if batched else {}
-    given = {name.removeprefix("image_"): value for name, value in bounds.items()}
+    bounds = window_arguments(tower, grids, pixels.device) if batched else {}
+    arguments = {name.removeprefix("image_"): value for name, value in bounds.items()}
     features: Tensor = tower(
-        pixels.to(tower.dtype), grid_thw=grids.to(pixels.device), **given
+        pixels.to(tower.dtype), grid_thw=grids.to(pixels.device), **arguments
     ).pooler_output
     weights = torch.linspace(-1, 1, features.size(-1), device=features.device)
     (features.float() * weights).sum().backward()

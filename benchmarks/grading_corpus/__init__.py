@@ -31,13 +31,13 @@ class Case:
 
 def cases() -> list[Case]:
     """The corpus, sorted by kind."""
-    found = []
+    all_cases = []
     for path in sorted(Path(__file__).parent.glob("*.jsonl")):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             row = json.loads(line)
             for label in LABELS:
                 for index, answer in enumerate(row.get(label, ())):
-                    found.append(
+                    all_cases.append(
                         _case(
                             path.stem,
                             place=f"{path.stem}:{number}:{label}:{index}",
@@ -46,7 +46,7 @@ def cases() -> list[Case]:
                             answer=answer,
                         )
                     )
-    return found
+    return all_cases
 
 
 def _case(kind: str, place: str, row: dict[str, Any], label: str, answer: Any) -> Case:

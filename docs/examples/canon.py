@@ -9,7 +9,7 @@ not been reproduced. The paper's weights that favour one direction of the measur
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -30,7 +30,9 @@ def upper_half(measure_PG: Tensor) -> Tensor:
     """The share to which each rollout belongs to the upper half of its group, (P, G), float32.
 
     NaN is a rollout that has left its group, whose share is 0. Rollouts that tie at the cut share
-    the places that are left; the authors' code takes them in the order of the batch.
+    the places that are left, as a random order among them would give on average. The authors' code
+    takes them in the order of the batch, so that a permutation of the rollouts would change the
+    result.
     """
     count_P1 = (~torch.isnan(measure_PG)).sum(dim=1, keepdim=True)
     places_P1 = count_P1 - count_P1 // 2
@@ -56,11 +58,9 @@ class Canon(Method):
     }
     source = "arXiv 2509.23962"
 
-    measure: str = option(
+    measure: Literal["length", "entropy"] = option(
         "entropy",
         "What makes the halves: length, or entropy, the mean of -log p over the sampled tokens.",
-        "length",
-        "entropy",
     )
     inter: Schedule = option(
         Schedule(1.0), "1 compares with the other half, 0 with its own, 0.5 is Dr. GRPO."

@@ -22,8 +22,9 @@ from adora_vl.advantage import AdvantagePipeline, Groups, Method, group_advantag
 class Ngrpo(Method):
     """GRPO's advantages with imagined rollouts of the highest reward in every group.
 
-    Mean and deviation are taken with them, and they are removed again. A group whose rewards are
-    all `max_reward` gets 0, and `virtual: 0` is GRPO.
+    Mean and deviation are taken with them, and they are removed again. So all rollouts of a group
+    that are wrong get negative advantages. A group whose rewards are all `max_reward` gets 0, and
+    `virtual: 0` is GRPO.
     """
 
     remakes = True  # it starts from the rewards, so it stands first

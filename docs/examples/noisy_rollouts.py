@@ -26,8 +26,10 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.images import model_size
 from adora_vl.packing.image_store import PASSING, can_cache
 from adora_vl.rollout.rollouts import RolloutGroup
+from adora_vl.training.advantages import Advantages
 from adora_vl.training.extensions import Extension
 from adora_vl.training.generation import Generation
+from adora_vl.types import Batch
 from adora_vl.utils.seeding import number_at
 
 DIFFUSION_STEPS = 1000
@@ -38,8 +40,8 @@ KINDS = {"gaussian": (500.0, 999.0, "diffusion steps"), "rotate": (15.0, 180.0, 
 def sigmoid_annealing(progress: float, *, middle: float, steepness: float) -> float:
     """`1 - sigmoid(steepness (progress - middle))`, of shares of the run.
 
-    The repository counts generations from 1, so its middle of 40 of 60 with steepness 30 is a
-    `middle` of 39 / 60 here.
+    It is near 1 at first, 1/2 at `middle`, and near 0 at the end. The repository counts generations
+    from 1, so its middle of 40 of 60 with steepness 30 is a `middle` of 39 / 60 here.
     """
     exponent = min(steepness * (progress - middle), 700.0)  # math.exp overflows above 709
     return 1.0 / (1.0 + math.exp(exponent))
@@ -170,10 +172,10 @@ class NoisyRollouts(Extension):
         problem = group.problem
         generations = self.context.config.num_generations
         first_distorted = generations - self.count(generations)
-        level = self.level(problem.step)
+        level = self.level(problem.key.step)
         if first_distorted == generations or level <= 0:
             return [None] * len(group.rollouts)
-        key = f"noise/{self.context.config.seed}/{problem.where}/{problem.place}"
+        key = f"noise/{self.context.config.seed}/{problem.key.name}/{problem.slot}"
         noisy = [
             distorted(
                 as_seen(image, self.images.image_processor),
@@ -186,6 +188,6 @@ class NoisyRollouts(Extension):
         members = range(group.first_member, group.first_member + len(group.rollouts))
         return [noisy if member >= first_distorted else None for member in members]
 
-    def after_weighing(self, generation: Generation) -> None:
+    def after_weighing(self, generation: Generation, batch: Batch, advantages: Advantages) -> None:
         """Log the strength of the noise."""
-        self.context.log("noisy_rollouts/level", self.level(generation.step))
+        self.context.log("noisy_rollouts/level", self.level(generation.key.step))

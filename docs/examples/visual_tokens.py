@@ -27,11 +27,13 @@ from adora_vl.packing.image_store import (
     can_cache,
     effective_settings,
     first_patches,
-    normalized,
+    normalize_patches,
 )
 from adora_vl.packing.images import DistinctImages
+from adora_vl.training.advantages import Advantages
 from adora_vl.training.extensions import Extension
 from adora_vl.training.generation import Generation
+from adora_vl.training.rollout_facts import rows_of_rank
 from adora_vl.types import Batch, StepContext, loss_mask
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.seeding import generator_at
@@ -74,9 +76,10 @@ def most_dependent(dependency_BC: Tensor, mask_BC: Tensor, share: float) -> Tens
 def rollout_scale(own_B: Tensor, all_N: Tensor, smallest: float) -> Tensor:
     """The factor of each rollout's advantage, (B,), from `smallest` up.
 
-    Its mean is 1 over all N rollouts, or less where one factor would be above
-    `smallest + 16 (1 - smallest)`. `own_B` and `all_N` are the mean dependency per token of this
-    rank's rollouts and of all ranks'; NaN is a rollout that is not compared, whose factor is 1.
+    The dependency is first brought to 0 to 1, from the smallest of all rollouts to the largest. The
+    mean of the factors is 1 over all N rollouts, or less where one factor would be above `smallest
+    + 16 (1 - smallest)`. `own_B` and `all_N` are the mean dependency per token of this rank's
+    rollouts and of all ranks'; NaN is a rollout that is not compared, whose factor is 1.
     """
     known_N = all_N[~all_N.isnan()]
     if known_N.numel() < 2 or known_N.max() - known_N.min() <= EVEN:
@@ -92,7 +95,7 @@ def rollout_scale(own_B: Tensor, all_N: Tensor, smallest: float) -> Tensor:
 def black_patch(image_processor: BaseImageProcessor, values: int) -> Tensor:
     """What the processor makes of a black patch, (values,)."""
     settings = effective_settings(image_processor, {})
-    return normalized(image_processor, torch.zeros(1, values), settings)[0]
+    return normalize_patches(image_processor, torch.zeros(1, values), settings)[0]
 
 
 def blackened(patches_RD: Tensor, black_D: Tensor, key: str) -> Tensor:
@@ -113,7 +116,7 @@ def half_black(
     """
     pixels = batch.get("pixel_values")
     grids = batch.get("image_grid_thw")
-    with banks.another() as bank:
+    with banks.temporary() as bank:
         if pixels is None or grids is None or not len(grids):
             yield pixels
         elif pixels.is_floating_point():
@@ -153,7 +156,7 @@ def _of_references(
             continue
         key, patches_RD, grid_3 = banks.of(start).image(start)
         copy_RD = blackened(patches_RD, black_D, f"{seed}/{key}")
-        copies[start] = bank.hold(key, copy_RD, grid_3)
+        copies[start] = bank.store(key, copy_RD, grid_3)
     return torch.cat([copies[start] for start in starts]).to(references.device)
 
 
@@ -209,15 +212,12 @@ class VisualTokens(Extension):
                 "its patches cannot be blackened; leave it out"
             )
 
-    def after_weighing(self, generation: Generation) -> None:
+    def after_weighing(self, generation: Generation, batch: Batch, advantages: Advantages) -> None:
         """Turn the advantages of a generation, (B,), into those of its tokens, (B, C)."""
-        advantages = generation.advantages
-        assert advantages is not None
-        rank = self.context.accelerator.process_index
         # Rollouts of groups without signal are not compared: nothing is learned from them.
-        live_B = generation.of_rank(advantages.live_B, rank)
-        seed = f"{self.context.config.seed}/{generation.key}/{generation.attempt}"
-        self.weigh(generation.batch, live_B, seed)
+        live_B = rows_of_rank(advantages.has_signal_N, self.context.accelerator)
+        seed = f"{self.context.config.seed}/{generation.key.position}/{generation.key.attempt}"
+        self.weigh(batch, live_B, seed)
 
     def weigh(self, batch: Batch, live_B: Tensor, seed: str) -> None:
         """Weigh the tokens of a batch. `seed` is where the run is, which seeds what is black."""

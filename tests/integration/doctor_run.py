@@ -43,7 +43,7 @@ def expanded(examination: Examination) -> Iterator[None]:
 
 @contextmanager
 def unnoticed(examination: Examination) -> Iterator[None]:
-    """And nobody compares."""
+    """Take the comparison away, so that nobody notices a difference."""
     with expanded(examination), patch.object(engine_module, "check_prompts", lambda *_: None):
         yield
 
@@ -96,7 +96,8 @@ def doubled_in_the_trainer(examination: Examination) -> Iterator[None]:
         return replace(
             read,
             ids=[
-                [t for one in row for t in [one] * (2 if one == token else 1)] for row in read.ids
+                [t for token_id in row for t in [token_id] * (2 if token_id == token else 1)]
+                for row in read.ids
             ],
         )
 
@@ -172,7 +173,7 @@ def fingerprint(trainer: Any) -> str:
 
 
 def self_check(trainer: Any) -> str:
-    """What it raises, or an empty string."""
+    """Return the message of the self-check's error, or an empty string where it passes."""
     try:
         SelfCheck(trainer).on_train_begin(None, None, None)
     except RolloutError as error:

@@ -37,13 +37,13 @@ def faults(words: str) -> Iterator[None]:
 
     patches.setattr(GenerationGuard, "check", check)
 
-    def is_due(step: int, here: bool) -> bool:
-        return here and now["step"] == step
+    def is_due(step: int, on_this_rank: bool) -> bool:
+        return on_this_rank and now["step"] == step
 
     for word in filter(None, words.split(",")):
         name, step, *rank = word.split(":")
-        here = not rank or os.environ.get("RANK", "0") == rank[0]
-        KNOWN[name](patches, partial(is_due, int(step), here))
+        on_this_rank = not rank or os.environ.get("RANK", "0") == rank[0]
+        KNOWN[name](patches, partial(is_due, int(step), on_this_rank))
     try:
         yield
     finally:
@@ -152,17 +152,17 @@ def several(arguments: list[str], starts: list[str]) -> int:
     from adora_vl import train
 
     build = train.build_trainer
-    made: list[Any] = []
+    trainers: list[Any] = []
 
     def build_once(run: Any) -> Any:
-        if made:
-            made[
+        if trainers:
+            trainers[
                 0
             ].create_accelerator_and_postprocess()  # the new start has forgotten the one of before
         else:
-            made.append(build(run))
-        trainer = made[0]
-        trainer.train_dataset = run.dataset
+            trainers.append(build(run))
+        trainer = trainers[0]
+        trainer.train_dataset = run.data.train
         trainer.run = run
         trainer.bad_steps.in_a_row = 0
         trainer.bad_steps.reason = None
@@ -172,9 +172,9 @@ def several(arguments: list[str], starts: list[str]) -> int:
         trainer.sampler.synced = -1
         trainer.checkpoints.saved_at = trainer.checkpoints.began_at = None
         trainer.callback_handler.callbacks = [  # without those of the command
-            each
-            for each in trainer.callback_handler.callbacks
-            if type(each).__name__ not in ("StopOnSignal", "Speak")
+            callback
+            for callback in trainer.callback_handler.callbacks
+            if type(callback).__name__ not in ("StopOnSignal", "Speak")
         ]
         return trainer
 

@@ -32,11 +32,11 @@ def constants(model: nn.Module) -> dict[str, Tensor]:
     """Every tensor of the model that is not a parameter: buffers, and plain attributes of its
     modules.
     """
-    found = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    values = {name: buffer.clone() for name, buffer in model.named_buffers()}
     for prefix, module in model.named_modules():
         plain = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
-        found |= {f"{prefix}.{name}": value.detach().clone() for name, value in plain.items()}
-    return found
+        values |= {f"{prefix}.{name}": value.detach().clone() for name, value in plain.items()}
+    return values
 
 
 def text_frequencies(model: Any) -> Tensor:
@@ -78,12 +78,15 @@ class Look(TrainerCallback):
             tensors |= {
                 f"{role}/constants/{name}": value for name, value in constants(model).items()
             }
-            tensors |= {f"{role}/built/{place}": value for place, value in far_logps(model).items()}
+            tensors |= {
+                f"{role}/built/{position}": value for position, value in far_logps(model).items()
+            }
             exact = text_frequencies(model)
             for which, frequencies in (("float32", exact), ("rounded", exact.bfloat16())):
                 model.get_decoder().rotary_emb.inv_freq.data = frequencies
                 tensors |= {
-                    f"{role}/{which}/{place}": value for place, value in far_logps(model).items()
+                    f"{role}/{which}/{position}": value
+                    for position, value in far_logps(model).items()
                 }
             refusals[role] = self.refusal()
             model.get_decoder().rotary_emb.inv_freq.data = exact
@@ -91,7 +94,7 @@ class Look(TrainerCallback):
         facts = {"refusals": refusals, "sharded": sharded, "dtype": str(self.trainer.model.dtype)}
         if self.trainer.accelerator.is_main_process:
             save_file(
-                {name: one.contiguous() for name, one in tensors.items()},
+                {name: tensor.contiguous() for name, tensor in tensors.items()},
                 self.folder / "tensors.safetensors",
             )
             (self.folder / "facts.json").write_text(json.dumps(facts))
@@ -111,7 +114,7 @@ def main() -> int:
     from adora_vl.prepare import prepare
     from adora_vl.train import build_trainer
 
-    trainer: Any = build_trainer(prepare(read(sys.argv[2:]), to_train=False))
+    trainer: Any = build_trainer(prepare(read(sys.argv[2:]), "look"))
     trainer.callback_handler.callbacks.insert(0, Look(trainer, Path(sys.argv[1])))
     with contextlib.suppress(LookedAt):
         GRPOTrainer.train(trainer)  # which notes no failure

@@ -31,7 +31,7 @@ def shared(settings: AnswerEngineSettings) -> AnswerEngine:
 
 def main(model: str, folder: Path) -> int:
     mock.patch.object(asking, "build_engine", shared).start()
-    for benchmark, name, more in (
+    for benchmark, name, options in (
         (GEOMETRY3K, "geometry3k", []),
         (MATHVISTA, "mathvista", ["--rules", "vlmevalkit"]),
         (MMSTAR, "mmstar_blind", ["--no-image"]),
@@ -49,7 +49,7 @@ def main(model: str, folder: Path) -> int:
             "--engine",
             "vllm",
         ]
-        if command.main(benchmark, [*words, "--max-tokens", "32", *more]) != 0:
+        if command.main(benchmark, [*words, "--max-tokens", "32", *options]) != 0:
             return 1
     assert len(_engines) == 1
     return 0

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from adora_vl.evals.benchmark import NAMES
-from tests.conftest import REPOSITORY
+from tests.support.paths import REPOSITORY
 from tests.support.tiny_run import arguments
 
 pytestmark = pytest.mark.slow
@@ -45,7 +45,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_in(folder: Path, package: Path, *words: str) -> str:
-    """What `python WORDS` prints in a folder, with the package that lies in `package`.
+    """Run `python WORDS` in a folder with the package that lies in `package`; return its output.
 
     The assertion fails where the command does.
     """

@@ -8,7 +8,7 @@ import pytest
 
 from adora_vl.models.load import PRETRAINED
 from adora_vl.record.metrics import METRICS, read_metrics
-from tests.integration.support import launch, run
+from tests.support.launch import launch, run
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +33,9 @@ def test_the_demo_shows_what_attenuation_is_for(tmp_path):
     assert 0.3 < logs["grpo"][0]["grading/worked"] < 0.7, "the start knows both ways"
     assert worked["grpo"] < 0.1 and worked["adora"] > 0.9, worked
     learned = done.stdout[done.stdout.index("held-out accuracy") :]
-    assert "    usual" in learned and "    any" in learned and "after - GRPO: " in learned
+    assert "    usual" in learned
+    assert "    any" in learned
+    assert "after - GRPO: " in learned
     assert "warning" not in learned, "the scores are of other problems or settings"
     assert "built to show the mechanism" in done.stdout
     assert (tmp_path / "report.html").stat().st_size > 100_000
@@ -90,7 +92,7 @@ def test_a_few_steps_teach_to_look_again_and_none_where_nothing_is_shown(tmp_pat
     nothing is shown.
     """
     (tmp_path / "own.py").write_text(WITHHELD)
-    made = [
+    preparation = [
         "synthetic",
         "--families",
         "corners",
@@ -101,7 +103,7 @@ def test_a_few_steps_teach_to_look_again_and_none_where_nothing_is_shown(tmp_pat
         "--output",
         str(tmp_path / "data"),
     ]
-    run([sys.executable, "-m", "data_prep", *made, "--test-rows", "1"])
+    run([sys.executable, "-m", "data_prep", *preparation, "--test-rows", "1"])
     rewards = {}
     for name, tool in (("shown", "zoom"), ("withheld", f"{tmp_path}/own.py:zoom")):
         launch(
@@ -130,8 +132,10 @@ def test_a_few_steps_teach_to_look_again_and_none_where_nothing_is_shown(tmp_pat
             for line in read_metrics(tmp_path / name / METRICS)
             if line["kind"] == "train"
         ]
-    shown = rewards["shown"]
+    rewards_with_view = rewards["shown"]
     withheld = rewards["withheld"]
-    assert len(shown) == len(withheld) == 14
-    assert fmean(shown[-4:]) > max(0.45, fmean(shown[:2]) + 0.1), shown
+    assert len(rewards_with_view) == len(withheld) == 14
+    assert fmean(rewards_with_view[-4:]) > max(0.45, fmean(rewards_with_view[:2]) + 0.1), (
+        rewards_with_view
+    )
     assert max(withheld) < 0.15 and fmean(withheld[-4:]) < 0.05, withheld

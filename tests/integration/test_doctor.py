@@ -12,7 +12,9 @@ import pytest
 
 from adora_vl.doctor.engine import BANNED, BUFFERS, FEATURES, LANGUAGE, SLEEP, VISION
 from adora_vl.rollout.agreement import COLD, DISTANT, PROMPTS
-from tests.integration.support import REPOSITORY, lost_image_features, run
+from tests.support.engine_errors import lost_image_features
+from tests.support.launch import run
+from tests.support.paths import REPOSITORY
 
 pytestmark = pytest.mark.slow
 SCRIPT = str(Path(__file__).with_name("doctor_run.py"))
@@ -48,8 +50,8 @@ def examined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def line(checks: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    (found,) = [check for check in checks if check["name"] == name]
-    return found
+    (entry,) = [check for check in checks if check["name"] == name]
+    return entry
 
 
 def test_a_healthy_run_passes_every_line(examined):
@@ -58,10 +60,8 @@ def test_a_healthy_run_passes_every_line(examined):
     checks = (FEATURES, BUFFERS, PROMPTS, COLD, DISTANT, LANGUAGE, VISION, BANNED)
     for name in (*checks, "grader on 8 reference answers", "output folder has room"):
         assert status[name] == "passed", name
-    assert (
-        status[SLEEP] == "skipped"
-        and "vllm_enable_sleep_mode: false" in line(examined["table"], SLEEP)["detail"]
-    )
+    assert status[SLEEP] == "skipped"
+    assert "vllm_enable_sleep_mode: false" in line(examined["table"], SLEEP)["detail"]
     assert "moved the policy by" in line(examined["table"], LANGUAGE)["detail"]
     assert "answers from position 19" in line(examined["table"], DISTANT)["detail"]
     assert "0 failed" in examined["stdout"]
@@ -71,7 +71,8 @@ def test_nothing_of_the_run_is_changed(examined):
     """Weights, random states, counters, figures: so a checked run is the run that it would have
     been, to the bit.
     """
-    assert examined["examined_unchanged"] and examined["self_check_unchanged"]
+    assert examined["examined_unchanged"]
+    assert examined["self_check_unchanged"]
     assert not examined["run"].exists(), "the user's folder is not touched"
 
 
@@ -93,9 +94,9 @@ def test_without_a_correction_its_line_fails_with_the_remedy(examined, sabotage,
             checks[0]
         )
         return
-    found = line(checks, name)
-    assert found["status"] == "failed", found
-    assert remedy in found["remedy"]
+    check = line(checks, name)
+    assert check["status"] == "failed", check
+    assert remedy in check["remedy"]
 
 
 def test_expanded_prompts_also_show_in_the_log_probabilities(examined):
@@ -118,4 +119,5 @@ def test_training_refuses_to_start(examined):
     assert refusals["healthy"] == ""
     for name in ("expanded", "pixel_limits", "rounded"):
         assert refusals[name].startswith("before the first step:")
-        assert "--adora_self_check false" in refusals[name] and "adora_vl.doctor" in refusals[name]
+        assert "--adora_self_check false" in refusals[name]
+        assert "adora_vl.doctor" in refusals[name]

@@ -18,6 +18,7 @@ from adora_vl.packing.policy_pass import PolicyPass
 from adora_vl.record.metrics import METRICS, read_metrics
 from adora_vl.utils.seeding import drawn_at
 from benchmarks.stand_in_server import StandIn
+from tests.support.stand_ins import config_of
 from tests.support.tiny_run import train
 
 LORA = {"use_peft": "true", "lora_r": 8, "lora_target_modules": "all-linear"}
@@ -50,21 +51,22 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 def test_a_lora_run_with_the_default_dropout_goes_on_to_the_bit(tmp_path):
     server = StandIn(vocabulary=200, tokens=14, shortest=2)
     keys = {**by_server(server, tmp_path), **LORA, "learning_rate": 1e-2}
-    whole = train(tmp_path / "whole", **keys)
-    adapter = json.loads((whole / "adapter_config.json").read_text())
+    uninterrupted = train(tmp_path / "whole", **keys)
+    adapter = json.loads((uninterrupted / "adapter_config.json").read_text())
     assert adapter["lora_dropout"] == 0.05
-    resumed = Path(shutil.copytree(whole, tmp_path / "resumed"))
+    resumed = Path(shutil.copytree(uninterrupted, tmp_path / "resumed"))
     shutil.rmtree(resumed / "checkpoint-4")
     for file in resumed.glob("*.safetensors"):
         file.unlink()
     server.start_again()
     train(resumed, **keys)
     server.close()
-    losses = [[step["loss"] for step in steps_of(run)] for run in (whole, resumed)]
-    assert losses[0] == losses[1] and len(losses[0]) == 4
-    weights = [(run / "adapter_model.safetensors").read_bytes() for run in (whole, resumed)]
+    losses = [[step["loss"] for step in steps_of(run)] for run in (uninterrupted, resumed)]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 4
+    weights = [(run / "adapter_model.safetensors").read_bytes() for run in (uninterrupted, resumed)]
     assert weights[0] == weights[1]
-    clipped = [step["clip_ratio/region_mean"] for step in steps_of(whole)]
+    clipped = [step["clip_ratio/region_mean"] for step in steps_of(uninterrupted)]
     assert clipped == [0.0] * 4, "within one optimizer step the policy is the one that sampled"
 
 
@@ -73,8 +75,7 @@ def policy() -> Any:
     """A pass over a model that is dropout alone, `score(learns)`, and the model."""
     model = nn.Dropout(0.5)
     model.train()
-    config: Any = SimpleNamespace(own=lambda part: False)
-    policy_pass = PolicyPass(Accelerator(cpu=True), config)
+    policy_pass = PolicyPass(Accelerator(cpu=True), config_of(adora_stock_step=True))
 
     def separate(model: nn.Module, ids_BS: Tensor, *_: object) -> tuple[Tensor, None, None]:
         return model(torch.ones(ids_BS.shape)), None, None
@@ -97,20 +98,20 @@ def test_what_is_drawn_follows_from_the_place_alone(policy):
     torch.manual_seed(0)
     before = torch.get_rng_state()
 
-    def drawn(place: str) -> Tensor:
-        with drawn_at(place):
+    def drawn(seed_name: str) -> Tensor:
+        with drawn_at(seed_name):
             return policy.score(learns=True)
 
     first = drawn("micro-batch/42/3/0/0")
     assert torch.equal(torch.get_rng_state(), before), "what draws from the run's state is kept"
     torch.rand(7)
     assert torch.equal(drawn("micro-batch/42/3/0/0"), first)
-    for other in ("micro-batch/42/3/1/0", "micro-batch/42/3/0/1", "micro-batch/43/3/0/0"):
-        assert not torch.equal(drawn(other), first)
+    for another_name in ("micro-batch/42/3/1/0", "micro-batch/42/3/0/1", "micro-batch/43/3/0/0"):
+        assert not torch.equal(drawn(another_name), first)
 
 
 def test_the_policy_samples_without_dropout(tmp_path, monkeypatch):
-    """Where no engine does: the log-probabilities of its answers are those without dropout."""
+    """A policy that samples by itself does so without dropout, as its log-probabilities show."""
     sampled_with: list[bool] = []
     generate = GenerationMixin.generate
 

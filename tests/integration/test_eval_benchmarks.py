@@ -14,7 +14,6 @@ from adora_vl.models.load import PRETRAINED
 from adora_vl.utils.launch import STARTUP_LOG
 from eval.command import main
 from eval.mathvista import BENCHMARK as MATHVISTA
-from tests.integration.support import launch, run
 from tests.support.benchmark_data import (
     mathvista_rows,
     mmstar_rows,
@@ -22,6 +21,7 @@ from tests.support.benchmark_data import (
     write_mathvista,
     write_mmstar,
 )
+from tests.support.launch import launch, run
 
 pytestmark = pytest.mark.slow
 
@@ -77,11 +77,11 @@ def test_mathvista_is_answered_and_its_broken_image_recorded(folder: Path) -> No
 
 
 def test_mmstar_sees_the_image_unless_told_not_to(folder: Path) -> None:
-    seen = read_predictions(folder / "mmstar" / "predictions.jsonl")
+    with_image = read_predictions(folder / "mmstar" / "predictions.jsonl")
     blind = read_predictions(folder / "mmstar_blind" / "predictions.jsonl")
     # 56 x 56 pixels are 4 image tokens; with the two tokens around them the blind prompt lacks 6.
     assert [
-        a["n_prompt_tokens"] - b["n_prompt_tokens"] for a, b in zip(seen, blind, strict=True)
+        a["n_prompt_tokens"] - b["n_prompt_tokens"] for a, b in zip(with_image, blind, strict=True)
     ] == [6] * 6
     leakage = score(folder, "mmstar")["leakage"]
     assert leakage["MG"] == pytest.approx(leakage["S_v"] - leakage["S_wv"])
@@ -105,8 +105,9 @@ def test_two_launched_processes_write_what_one_writes(tmp_path: Path) -> None:
     words += ["--batch-size", "1"]  # on whose make-up rounding depends
     assert main(MATHVISTA, [*words, "--output", str(tmp_path / "one")]) == 0
     launch("cpu_zero3", "-m", "eval.mathvista", *words, "--output", str(tmp_path / "two"))
-    one, two = (tmp_path / name / "predictions.jsonl" for name in ("one", "two"))
-    assert two.read_bytes() == one.read_bytes()
+    of_one_process = tmp_path / "one" / "predictions.jsonl"
+    of_two_processes = tmp_path / "two" / "predictions.jsonl"
+    assert of_two_processes.read_bytes() == of_one_process.read_bytes()
     assert score(tmp_path, "two")["items"] == score(tmp_path, "one")["items"]
-    left = {path.name for path in (tmp_path / "two").iterdir()}
-    assert left == {"predictions.jsonl", "fingerprint.json", "score.json", STARTUP_LOG}
+    file_names = {path.name for path in (tmp_path / "two").iterdir()}
+    assert file_names == {"predictions.jsonl", "fingerprint.json", "score.json", STARTUP_LOG}

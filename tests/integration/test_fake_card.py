@@ -25,7 +25,7 @@ def _published(config: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What the command says of each, by its name."""
+    """Return what the command says of each recipe, by its name."""
     file = tmp_path_factory.mktemp("card") / "figures.json"
     configs = [str(config) for config in sorted(CONFIGS.glob("*.yaml")) if _published(config)]
     command = [sys.executable, "-m", "benchmarks.fake_card", *configs, *SMALL, "--json", str(file)]
@@ -55,7 +55,7 @@ def test_the_host_seldom_waits_and_never_for_a_row(recipes, subtests):
 
 
 def test_learning_takes_the_memory_that_the_dry_run_predicts(recipes, subtests):
-    """Of answers of equal length: the prediction takes all for the longest."""
+    """Answers of equal length take what is predicted, since a prediction takes all for the longest."""
     for name, run in recipes.items():
         with subtests.test(name):
             assert run["peak"] < 1.07 * run["predicted"], (
@@ -102,7 +102,7 @@ with card, card.during("x"):
 
 
 def test_a_tensor_of_the_host_in_an_operation_of_the_card_is_refused():
-    """And values that are looked at are there, are waited for, and take memory."""
+    """A value that is looked at has to be on the card, is waited for, and takes memory there."""
     out = subprocess.run(
         [sys.executable, "-c", _FAULT], capture_output=True, text=True, check=True
     ).stdout.split("\n")

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 
 from adora_vl.checkpoint.store import STAGING, checkpoints, problem_of
 from data_prep.cli import main as data_prep
-from tests.integration.support import damage, processes_with, run
+from tests.support.launch import processes_with, run
+from tests.support.user_tables import truncate_image
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +32,7 @@ def after(tmp_path_factory):
         words = ["--output", str(folder / name), "--rows", "40", "--test-rows", "4"]
         assert data_prep(["synthetic", *words]) == 0
     # a row of the second step
-    damage(folder / "damaged" / "data" / "train-00000-of-00001.parquet", 14)
+    truncate_image(folder / "damaged" / "data" / "train-00000-of-00001.parquet", 14)
     out = folder / "out"
     starts = [
         f"- --dataset_name {folder / 'damaged'}",
@@ -71,11 +72,11 @@ def after(tmp_path_factory):
         "false",  # it would meet the fault first
     ]
     done = run(command, environment={"STARTS": ";".join(starts), "TEST_MARK": mark}, check=False)
-    said = re.split(r"^start \d ended with (\d)$", done.stdout, flags=re.MULTILINE)
-    assert said[1::2] == ["1"] * len(starts) and done.returncode == 1, (
+    parts = re.split(r"^start \d ended with (\d)$", done.stdout, flags=re.MULTILINE)
+    assert parts[1::2] == ["1"] * len(starts) and done.returncode == 1, (
         done.stdout[-3000:] + done.stderr[-2000:]
     )
-    return out, said[::2], processes_with(mark)
+    return out, parts[::2], processes_with(mark)
 
 
 ENDS = [
@@ -102,8 +103,8 @@ BEGINNINGS = ["", "checkpoint-1", "checkpoint-2", "checkpoint-3", "checkpoint-6"
 
 @pytest.mark.parametrize("number", range(len(ENDS)))
 def test_the_last_line_says_where_why_and_how_to_go_on_and_the_next_start_does(after, number):
-    _, said, _ = after
-    lines = said[number].rstrip("\n").splitlines()
+    _, outputs, _ = after
+    lines = outputs[number].rstrip("\n").splitlines()
     assert re.match(ENDS[number], lines[-1]), lines[-1]
     assert sum(line.startswith("error: ") for line in lines) == 1
     going_on = [line for line in lines if line.startswith("going on from ")]
@@ -113,9 +114,9 @@ def test_the_last_line_says_where_why_and_how_to_go_on_and_the_next_start_does(a
 
 
 def test_the_error_of_the_engine_itself_stands_above(after):
-    _, said, _ = after
-    assert "ValueError: the engine core died\nits second line\n" in said[2]
-    assert "Traceback" not in said[0]  # a stop in order needs none
+    _, outputs, _ = after
+    assert "ValueError: the engine core died\nits second line\n" in outputs[2]
+    assert "Traceback" not in outputs[0]  # a stop in order needs none
 
 
 def test_every_step_is_there_once_and_the_skipped_ones_changed_nothing(after):
@@ -128,17 +129,15 @@ def test_every_step_is_there_once_and_the_skipped_ones_changed_nothing(after):
     history = json.loads((out / "checkpoint-7" / "trainer_state.json").read_text())["log_history"]
     assert [entry["step"] for entry in history] == list(range(1, 8))
     assert [entry["adora/skipped_steps"] for entry in history] == [0, 0, 0, 1, 1, 1, 1]
-    assert (
-        history[0]["adora/ratio_max"] == pytest.approx(1, abs=1e-3)
-        and history[4]["adora/ratio_max"] > 1e5
-    )
-    second, third, last = (
-        load_file(out / f"checkpoint-{step}" / "model.safetensors") for step in (2, 3, 7)
-    )
+    assert history[0]["adora/ratio_max"] == pytest.approx(1, abs=1e-3)
+    assert history[4]["adora/ratio_max"] > 1e5
+    second = load_file(out / "checkpoint-2" / "model.safetensors")
+    third = load_file(out / "checkpoint-3" / "model.safetensors")
+    last = load_file(out / "checkpoint-7" / "model.safetensors")
     assert all(torch.equal(third[name], last[name]) for name in last)
     assert any(not torch.equal(second[name], third[name]) for name in last)
 
 
 def test_nothing_is_left_running(after):
-    _, _, left = after
-    assert left == []
+    _, _, processes = after
+    assert processes == []

@@ -17,9 +17,9 @@ from PIL import Image
 
 from adora_vl import AdoraGRPOConfig, AdoraGRPOTrainer
 from adora_vl.config.run_context import RunContext
-from adora_vl.preflight.python_inputs import Datasets, model_keys
-from adora_vl.preflight.resolved_run import ModelSource, RunRequest
-from adora_vl.preflight.run_checks import resolve_run
+from adora_vl.preflight.python_inputs import Datasets
+from adora_vl.preflight.request import ModelSource, RunRequest, model_keys
+from adora_vl.preflight.run_checks import run_checks
 from adora_vl.utils.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -67,9 +67,11 @@ def test_the_documented_lines_train_and_record(tmp_path):
     metrics = [
         json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     ]
-    assert metrics[-1]["kind"] == "end" and metrics[-1]["step"] == 2
+    assert metrics[-1]["kind"] == "end"
+    assert metrics[-1]["step"] == 2
     rollouts = pq.read_table(tmp_path / "out" / "rollouts").to_pylist()
-    assert len(rollouts) == 16 and {row["problem"] for row in rollouts} == {"Which one is darker?"}
+    assert len(rollouts) == 16
+    assert {row["problem"] for row in rollouts} == {"Which one is darker?"}
     assert all(len(row["images"]) == 2 and row["answer"] is None for row in rollouts)
     assert all(row["reward"] == row["reward/brief"] for row in rollouts)
 
@@ -88,7 +90,7 @@ def half(completions, **kwargs):
 
 
 def trainer(folder, rows=ROWS, **keys):
-    given = {
+    settings = {
         "max_steps": 2,
         "num_generations": 4,
         "per_device_train_batch_size": 8,
@@ -97,7 +99,7 @@ def trainer(folder, rows=ROWS, **keys):
         "report_to": "none",
         **keys,
     }
-    args = AdoraGRPOConfig(str(folder), use_cpu=True, bf16=False, **given)
+    args = AdoraGRPOConfig(str(folder), use_cpu=True, bf16=False, **settings)
     return AdoraGRPOTrainer("tiny", half, args, Dataset.from_list(rows))
 
 
@@ -109,8 +111,8 @@ def test_a_run_owns_its_folder_as_a_commands_does(tmp_path):
     manifest = json.loads((folder / "manifest.json").read_text())
     assert (manifest["status"], manifest["steps"], manifest["data"]["rows"]) == ("finished", 2, 8)
     assert "2 steps of ADORA" in (folder / "checkpoint-2" / "README.md").read_text()
-    held = {type(each).__name__ for each in first.callback_handler.callbacks}
-    assert {"SkipBadSteps", "RefuseWrongBuffers", "SelfCheck"} <= held
+    callbacks = {type(callback).__name__ for callback in first.callback_handler.callbacks}
+    assert {"SkipBadSteps", "RefuseWrongBuffers", "SelfCheck"} <= callbacks
     with pytest.raises(
         UserError,
         match=r"holds checkpoint-2 of a run; train\(resume_from_checkpoint=True\) goes on",
@@ -154,7 +156,7 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
             return float(self.pairs)
 
     def seen(environments, **kwargs):
-        return [float(each.pairs) for each in environments]
+        return [float(environment.pairs) for environment in environments]
 
     args = AdoraGRPOConfig(
         str(tmp_path),
@@ -170,49 +172,46 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
     )
     rows = Datasets(Dataset.from_list(ROWS), {"own": Dataset.from_list(ROWS[4:])})
     source = ModelSource(model_keys("tiny", args, None))
-    run = resolve_run(
-        RunRequest(args, source, rows, seen, tools=[area, "zoom"], environment=Board),
+    run = run_checks(
+        RunRequest(args, source, rows, seen, tools=[area, "zoom"], environment_factory=Board),
         RunContext.of_launch("leave"),
     )
-    assert (
-        run.rewards.entries == ("seen", "Board")
-        and '"name": "pair"' in run.dataset[0]["prompt"][0]["content"]
-    )
+    assert run.rewards.entries == ("seen", "Board")
+    assert '"name": "pair"' in run.data.train[0]["prompt"][0]["content"]
     with pytest.raises(
         UserError, match="environment_factory: a reward function has the name 'seen', too; rename"
     ):
-        resolve_run(
-            RunRequest(args, source, rows, seen, environment=type("seen", (Board,), {})),
+        run_checks(
+            RunRequest(args, source, rows, seen, environment_factory=type("seen", (Board,), {})),
             RunContext.of_launch("leave"),
         )
-    assert run.evaluated["own"][0]["prompt"][0] == run.dataset[0]["prompt"][0], (
+    assert run.data.evaluated["own"][0]["prompt"][0] == run.data.train[0]["prompt"][0], (
         "TRL's evaluations tell of them, too"
     )
-    first, second = run.dataset[0]["prompt"]
-    assert (
-        first["role"] == "system"
-        and '"name": "area"' in first["content"]
-        and '"name": "zoom"' in first["content"]
-    )
-    assert second["content"] == "Which of 0?" and run.user_code_hashes.keys() == {
+    first, second = run.data.train[0]["prompt"]
+    assert first["role"] == "system"
+    assert '"name": "area"' in first["content"]
+    assert '"name": "zoom"' in first["content"]
+    assert second["content"] == "Which of 0?"
+    assert run.user_code_hashes.keys() == {
         "reward seen",
         "tool area",
         "tool Board",
     }
     call = '<tool_call>{"name": "area", "arguments": {"width": 3}}</tool_call>'
-    assert run.toolbox.answer(call, [], seed="", last=True).calls[0].text == "9"
+    assert run.prompts.toolbox.answer(call, [], seed="", last=True).calls[0].text == "9"
 
 
 @pytest.mark.slow
 def test_a_run_that_goes_on_ends_with_the_weights_of_one_that_did_not_stop(tmp_path):
     keys = {"max_steps": 3, "learning_rate": 1e-3, "save_only_model": False}
-    whole = trainer(tmp_path / "whole", **keys)
-    whole.train()
+    uninterrupted = trainer(tmp_path / "whole", **keys)
+    uninterrupted.train()
     folder = tmp_path / "stopped"
     trainer(folder, **keys).train()
     shutil.rmtree(folder / "checkpoint-3")
     resumed = trainer(folder, **keys)
     assert resumed.train(resume_from_checkpoint=True).global_step == 3
     assert len(json.loads((folder / "manifest.json").read_text())["starts"]) == 2
-    pairs = zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
+    pairs = zip(uninterrupted.model.parameters(), resumed.model.parameters(), strict=True)
+    assert all(torch.equal(expected, actual) for expected, actual in pairs)

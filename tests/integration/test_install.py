@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.package_index import Indexes, Wheel, empty_wheel, packed_again
-from tests.integration.support import REPOSITORY
+from tests.support.package_index import Indexes, Wheel, empty_wheel, packed_again
+from tests.support.paths import REPOSITORY
 
 pytestmark = pytest.mark.slow
 
@@ -138,12 +138,14 @@ class Project:
 
     def install(self, version: str, **environment: str) -> subprocess.CompletedProcess[str]:
         foreign = re.compile(r"pip_|xdg_|python|.*_proxy$", re.IGNORECASE)
-        kept = {name: value for name, value in os.environ.items() if not foreign.match(name)}
+        own_variables = {
+            name: value for name, value in os.environ.items() if not foreign.match(name)
+        }
         return subprocess.run(
             ["bash", "setup/install.sh"],
             cwd=self.folder,
             env={
-                **kept,
+                **own_variables,
                 "HOME": str(self.home),
                 "XDG_CONFIG_DIRS": str(self.home),  # not this machine's own settings of pip
                 "PYTHON": interpreter(version),
@@ -160,9 +162,9 @@ class Project:
         (module,) = (self.folder / ".venv/lib").glob(
             f"python3.*/site-packages/{package}/__init__.py"
         )
-        found = re.search("origin = '(.*)'", module.read_text())
-        assert found
-        return found[1]
+        match = re.search("origin = '(.*)'", module.read_text())
+        assert match
+        return match[1]
 
     @property
     def log(self) -> str:
@@ -226,33 +228,35 @@ def test_without_the_cpu_index_pip_is_used_as_it_is_set_up(project, indexes):
     assert (project.origin("torch"), project.origin("torchvision")) == ("extra", "registry")
     assert project.shim
 
-    indexes.asked.clear()
+    indexes.requests.clear()
     succeeded(project.install("3.11"), project)
     assert not indexes.projects_asked(CPU), "torch is there already"
 
 
-@pytest.mark.parametrize("how", ["down", "silent"])
+@pytest.mark.parametrize("failure", ["down", "silent"])
 def test_a_python_without_the_build_is_told_which_has_it_before_anything_is_downloaded(
-    how, project, indexes
+    failure, project, indexes
 ):
-    getattr(indexes, how).add(CPU)
+    getattr(indexes, failure).add(CPU)
     done = project.install("3.12")
     assert done.returncode == 2
     reason = {
         "down": "cannot be reached, or lists no torch",
         "silent": f"gave no answer within {LIMIT_S} seconds",
-    }[how]
+    }[failure]
     assert done.stderr == (
         f"error: no torch {PINS['torch']}+cpu for Python 3.12: http://{CPU}/simple {reason}; the "
         "package registry has it for Python 3.11. Set PYTHON=python3.11, or TORCH_INDEX to an "
         "index that has it\n"
     )
-    assert not any("/files/" in path for _, path in indexes.asked)
+    assert not any("/files/" in path for _, path in indexes.requests)
     assert not (project.folder / ".venv").exists(), (
         "the next command could not choose another Python"
     )
-    if how == "silent":
-        assert [host for host, _ in indexes.asked].count(CPU) == 1, "pip's own retries take minutes"
+    if failure == "silent":
+        assert [host for host, _ in indexes.requests].count(CPU) == 1, (
+            "pip's own retries take minutes"
+        )
 
 
 def test_an_index_without_the_build_is_not_called_unreachable(project, indexes):
@@ -281,7 +285,7 @@ def test_a_torch_index_without_the_build_is_refused_by_name(project, indexes):
         f"error: no torch {PINS['torch']}+cpu for Python 3.12: TORCH_INDEX has it for Python 3.11. "
         "Set PYTHON=python3.11, or TORCH_INDEX to an index that has it\n"
     )
-    assert not any("/files/" in path for _, path in indexes.asked)
+    assert not any("/files/" in path for _, path in indexes.requests)
 
 
 def test_a_gpu_build_is_taken_from_the_registry_also_where_no_driver_is_installed(project, indexes):
@@ -302,4 +306,4 @@ def test_another_python_than_that_of_the_environment_is_refused(project, indexes
     done = project.install("3.12")
     assert done.returncode == 2
     assert "is 3.12, but .venv is of Python 3.11; remove it first (rm -rf .venv)" in done.stderr
-    assert not indexes.asked
+    assert not indexes.requests

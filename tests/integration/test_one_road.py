@@ -19,33 +19,39 @@ from transformers import Gemma3Config, Qwen2Config
 from trl import get_quantization_config
 
 from adora_vl.config.command import read
-from adora_vl.config.run_context import DryRunOptions, RunContext
+from adora_vl.config.dry_run_options import DryRunOptions
+from adora_vl.config.run_context import RunContext
 from adora_vl.config.schema import parse
 from adora_vl.doctor import __main__ as doctor
 from adora_vl.evals.benchmark import NAMES
 from adora_vl.models.check import lora_of
 from adora_vl.models.load import PRETRAINED
 from adora_vl.planning.dry_run import make_plan
-from adora_vl.preflight import run_checks
-from adora_vl.preflight.python_inputs import Datasets, model_keys
-from adora_vl.preflight.resolved_run import ModelSource, RunRequest
-from adora_vl.preflight.run_checks import resolve_run
+from adora_vl.preflight import run_checks as checks
+from adora_vl.preflight.python_inputs import Datasets
+from adora_vl.preflight.request import ModelSource, RunRequest, model_keys
+from adora_vl.preflight.run_checks import run_checks
 from adora_vl.prepare import prepare, prepare_on_paper
 from adora_vl.train import main
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils import versions
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
+from tests.support.adapters import sft_adapter
+from tests.support.checkpoints import write_checkpoint
 from tests.support.examples import entry
-from tests.support.sft_adapter import sft_adapter
-from tests.unit.checkpoint.test_checkpoint import make
-from tests.unit.config.test_recipes import CONFIGS, PAIRS
+from tests.support.recipes import CONFIGS, PAIRS
 
 CPU = ["--use_cpu", "true", "--bf16", "false"]
 BATCH = ["--per_device_train_batch_size", "8", "--num_generations", "8"]
 VLLM = ["--use_vllm", "true", "--vllm_max_model_length", "256", "--max_completion_length", "64"]
 ROOM = ["--use_vllm", "true", "--vllm_max_model_length", "900", "--max_completion_length", "300"]
 FOUR = "--load_in_4bit true --dtype bfloat16 --use_peft true --lora_target_modules q_proj up_proj"
+AHEAD = "--use_vllm true --vllm_mode server --adora_weight_transfer file --adora_rollouts.ahead 1"
+BUDGET = (
+    "--use_vllm true --adora_rollouts.budget 100 --per_device_train_batch_size 16 "
+    "--vllm_importance_sampling_mode token_truncate"
+)
 REWARDS = Path(__file__).parents[2] / "docs" / "my_rewards.py"
 
 
@@ -106,14 +112,14 @@ def here(tmp_path_factory):
     (folder / "file").touch()
     (folder / "mine").mkdir()
     (folder / "mine" / "config.json").write_text("{}")
-    make(folder / "other", 10, {"adora_method.adora.factor": "0.2"})
-    (make(folder / "broken", 10, {}) / "model.safetensors").write_bytes(b"x")
+    write_checkpoint(folder / "other", 10, {"adora_method.adora.factor": "0.2"})
+    (write_checkpoint(folder / "broken", 10, {}) / "model.safetensors").write_bytes(b"x")
     return folder
 
 
 @pytest.fixture(autouse=True)
 def _no_hub(no_weights, monkeypatch):
-    for place in ("utils.hub", "preflight.run_checks"):
+    for place in ("utils.hub", "preflight.check_machine"):
         monkeypatch.setattr(f"adora_vl.{place}.no_hub", lambda: "the hub does not answer")
 
 
@@ -139,11 +145,11 @@ def from_python(words: list[str]) -> None:
     name = str(model.model_name_or_path)
     lora = lora_of(model)
     source = ModelSource(model_keys(name, config, lora, get_quantization_config(model)), lora)
-    run = resolve_run(
+    run = run_checks(
         RunRequest(config, source, Datasets(rows()), list(script.adora_reward)),
         RunContext.of_launch("leave"),
     )
-    run.take(
+    run.claimed(
         {"true": True, "None": None}.get(
             str(config.resume_from_checkpoint), config.resume_from_checkpoint
         )
@@ -248,6 +254,44 @@ WRONG: list[
         "adora_rollouts.ahead: 1 does not go with another engine",
     ),
     (
+        "AHEAD --vllm_importance_sampling_correction false --adora_max_drift null",
+        "adora_rollouts.ahead: 1 does not go with vllm_importance_sampling_correction: false",
+    ),
+    (
+        "AHEAD --dataloader_num_workers 2",
+        "adora_rollouts.ahead: 1 does not go with dataloader_num_workers: 2",
+    ),
+    (
+        "--adora_rollouts.budget 100",
+        "adora_rollouts.budget: 100 does not go with use_vllm: false; leave out one of the two",
+    ),
+    (
+        "BUDGET --vllm_importance_sampling_correction false --adora_max_drift null",
+        "adora_rollouts.budget: 100 does not go with vllm_importance_sampling_correction: false",
+    ),
+    (
+        'BUDGET --generation_kwargs {"min_tokens":5,"stop":["."]}',
+        "adora_rollouts.budget: 100 does not go with generation_kwargs: min_tokens, stop",
+    ),
+    (
+        "BUDGET --loss_type bnpo",
+        "adora_rollouts.budget: 100 does not go with loss_type: bnpo",
+    ),
+    (
+        "BUDGET --per_device_train_batch_size 8",
+        "adora_rollouts.budget: 100 does not go with one group per process, which has to end",
+    ),
+    (
+        "--use_vllm true --vllm_mode server",
+        "adora_weight_transfer: nccl needs GPUs on both sides, and use_cpu is true",
+    ),
+    (
+        "--use_vllm true --vllm_mode server --vllm_server_base_url http://a:1,http://b:1 "
+        "--use_cpu false",
+        "vllm_server_base_url: http://a:1,http://b:1 names several servers, which NCCL",
+        "CDP",
+    ),
+    (
         f'--adora_extensions {{"{NOISY}":{{"share":0.3}}}} ' + " ".join(VLLM),
         "adora_extensions.NoisyRollouts.share: 0.3 of num_generations",
     ),
@@ -268,7 +312,16 @@ WRONG: list[
         "--lr_scheduler_type cosine_with_min_lr",
         "lr_scheduler_kwargs: {} does not fit lr_scheduler_type",
     ),
+    (
+        '--lr_scheduler_type constant --lr_scheduler_kwargs {"no":1}',
+        "lr_scheduler_kwargs: {'no': 1} has no meaning for lr_scheduler_type: constant",
+    ),
+    (
+        '--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs {"min_lr_rate":"half"}',
+        "lr_scheduler_kwargs: {'min_lr_rate': 'half'} does not fit lr_scheduler_type",
+    ),
     ("--optim stable_adamw", "optim: stable_adamw is not installed"),
+    ("--optim_args lr=nan", "optim_args: 'lr=nan' is not NAME=VALUE"),
     ("--torch_compile true", "torch_compile: true would compile again"),
     ("--remove_unused_columns true", "remove_unused_columns: true takes the columns away"),
     ("--sync_ref_model true", "sync_ref_model: true with beta: 0 has no reference model"),
@@ -528,6 +581,8 @@ WRONG: list[
 def said_by(way: str, words: str, folder: Path, output: Path) -> str:
     given = (
         words.replace("FOUR", FOUR)
+        .replace("AHEAD", AHEAD)
+        .replace("BUDGET", BUDGET)
         .replace("VLLM", " ".join(VLLM))
         .replace("ROOM", " ".join(ROOM))
         .replace("HERE", str(folder))
@@ -673,19 +728,43 @@ def test_commands_end_with_an_error_line_and_exit_code_2(here, tmp_path, capsys)
     assert not (tmp_path / "run").exists()
 
 
+ORDER = [
+    "check_versions",
+    "check_keys",
+    "check_sampling",
+    "check_methods",
+    "check_schedule",
+    "check_batches",
+    "check_machine",
+    "check_rewards",
+    "check_tools",
+    "check_sums",
+    "check_model",
+    "check_parts",
+    "check_prompts",
+    "check_rows",
+    "check_room",
+    "check_user_code",
+    "check_evaluations",
+    "check_model_files",
+    "check_output_dir",
+]
+
+
 def test_every_stop_is_made_once_and_in_order_and_nothing_is_unknown_to_a_run(
     here, tmp_path, monkeypatch, subtests
 ):
     made: list[str] = []
 
-    def counted(stop: Any) -> Any:
-        def made_now(run: Any) -> None:
-            made.append(stop.__name__)
-            stop(run)
+    def counted(name: str, check: Callable[..., Any]) -> Callable[..., Any]:
+        def counted_check(*args: Any) -> Any:
+            made.append(name)
+            return check(*args)
 
-        return made_now
+        return counted_check
 
-    monkeypatch.setattr(run_checks, "CHECKS", tuple(map(counted, run_checks.CHECKS)))
+    for name in ORDER:
+        monkeypatch.setattr(checks, name, counted(name, getattr(checks, name)))
     words = [
         *CPU,
         *BATCH,
@@ -700,30 +779,15 @@ def test_every_stop_is_made_once_and_in_order_and_nothing_is_unknown_to_a_run(
         "dry run": lambda: prepare_on_paper(
             read([*words, str(tmp_path / "paper")]), DryRunOptions()
         ),
-        "doctor": lambda: prepare(read([*words, str(tmp_path / "doctor")]), to_train=False),
+        "doctor": lambda: prepare(read([*words, str(tmp_path / "doctor")]), "look"),
         "Python": lambda: from_python([*words, str(tmp_path / "python")]),
     }
     for name, way in ways.items():
         with subtests.test(name):
             made.clear()
             run = way()
-            assert made == [
-                "versions",
-                "keys",
-                "batches",
-                "machine",
-                "rewards",
-                "model",
-                "parts",
-                "processor",
-                "rows",
-                "room",
-                "tries",
-                "evaluations",
-                "weights",
-                "folder",
-            ]
-            assert run is None or run.unknown == []
+            assert made == ORDER
+            assert run is None or run.messages.unknown == []
 
 
 def test_a_config_for_gpus_walks_the_same_stops_on_a_laptop(subtests):
@@ -732,11 +796,11 @@ def test_a_config_for_gpus_walks_the_same_stops_on_a_laptop(subtests):
             words = ["--config", str(CONFIGS / "train" / f"{name}.yaml")]
             file = CONFIGS / "accelerate" / f"{PAIRS[name]}.yaml"
             run = prepare_on_paper(read(words), DryRunOptions(accelerate_config=file))
-            assert not run.context.local and run.unknown[0].startswith(
+            assert not run.context.local and run.messages.unknown[0].startswith(
                 "the run is for another machine"
             )
             assert (
-                run.plan.global_batch
+                run.layout.global_batch
                 == run.config.per_device_train_batch_size * run.context.sharding.processes
             )
 

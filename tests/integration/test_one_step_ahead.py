@@ -3,7 +3,6 @@ policy, and after a kill. Stand-ins play the servers, whose answers are drawn fr
 """
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 
 from adora_vl import parts as trainer_parts
 from adora_vl.checkpoint.store import facts_of
-from adora_vl.record.metrics import METRICS, read_metrics
 from adora_vl.rollout.samplers import AsyncServerSampler
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.train import main
@@ -22,42 +20,17 @@ from adora_vl.training.guards import DriftGuard
 from adora_vl.utils.errors import RolloutError
 from benchmarks.stand_in_server import GENERATE, StandIn
 from data_prep.cli import main as data_prep
-from tests.integration.support import damage
-from tests.support.tiny_run import arguments
+from tests.support.async_servers import goes_on_after_a_kill, server_arguments, step_metrics
+from tests.support.user_tables import truncate_image
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
 def server() -> Iterator[StandIn]:
-    one = StandIn(vocabulary=200)
-    yield one
-    one.close()
-
-
-def words(folder: Any, server: StandIn, **changed: Any) -> list[str]:
-    return arguments(
-        folder,
-        **{
-            "use_vllm": "true",
-            "vllm_mode": "server",
-            "vllm_server_base_url": server.url,
-            "vllm_server_timeout": 0.1,
-            "adora_weight_transfer": "file",
-            "adora_rollouts.ahead": 1,
-            "adora_max_drift": "null",
-            "adora_self_check": "false",
-            "entropy_coef": 1.0,
-            "max_steps": 4,
-            "save_steps": 1,
-            "adora_synthetic_rows": 12,
-            **changed,
-        },
-    )
-
-
-def steps(folder: Any) -> list[dict[str, Any]]:
-    return [step for step in read_metrics(folder / METRICS) if "reward" in step]
+    stand_in = StandIn(vocabulary=200)
+    yield stand_in
+    stand_in.close()
 
 
 def test_each_generation_is_asked_for_before_the_policy_learns_from_the_one_before(
@@ -67,17 +40,17 @@ def test_each_generation_is_asked_for_before_the_policy_learns_from_the_one_befo
 
     The rows are those of a run without.
     """
-    assert main(words(tmp_path / "ahead", server)) == 0
+    assert main(server_arguments(tmp_path / "ahead", server)) == 0
     # weights 0 sample generations 0 and 1, weights 1 generation 2 and the answers whose drift is
     # measured, ...
-    rollouts, drift = (_with_each_weights(server, limit) for limit in (32, 8))
+    rollouts = _with_each_weights(server, 32)
+    drift = _with_each_weights(server, 8)
     assert (rollouts, drift) == ([8, 4, 4, 0], [0, 2, 2, 2])
-    assert [step["adora/staleness"] for step in steps(tmp_path / "ahead")] == [0, 1, 1, 1]
+    assert [step["adora/staleness"] for step in step_metrics(tmp_path / "ahead")] == [0, 1, 1, 1]
     server.asked.clear()
-    assert main(words(tmp_path / "after", server, adora_rollouts="{ahead: 0}")) == 0
-    ahead, after = (
-        pq.read_table(tmp_path / name / "rollouts").to_pylist() for name in ("ahead", "after")
-    )
+    assert main(server_arguments(tmp_path / "after", server, adora_rollouts="{ahead: 0}")) == 0
+    ahead = pq.read_table(tmp_path / "ahead" / "rollouts").to_pylist()
+    after = pq.read_table(tmp_path / "after" / "rollouts").to_pylist()
     for name in ("id", "completion"):
         assert [row[name] for row in ahead] == [row[name] for row in after], name
     assert _with_each_weights(server, 8) == [0] * 4
@@ -93,9 +66,9 @@ def test_what_needs_no_server_is_done_while_they_sample(tmp_path, server, monkey
     def noted(owner: Any, method: str, name: str) -> None:
         wrapped = getattr(owner, method)
 
-        def run(*given: Any, **named: Any) -> Any:
+        def run(*args: Any, **named: Any) -> Any:
             done.append(name)
-            return wrapped(*given, **named)
+            return wrapped(*args, **named)
 
         monkeypatch.setattr(owner, method, run)
 
@@ -103,7 +76,7 @@ def test_what_needs_no_server_is_done_while_they_sample(tmp_path, server, monkey
     noted(AsyncServerSampler, "begin", "asked")
     noted(AsyncServerSampler, "_join", "joined")
     noted(AdoraGRPOTrainer, "_compute_loss", "learned")
-    noted(trainer_parts, "drift_measured", "drift")
+    noted(trainer_parts, "begin_drift_check", "drift")
     keys: dict[str, Any] = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 8}
     keys |= {
         "max_steps": 3,
@@ -111,7 +84,7 @@ def test_what_needs_no_server_is_done_while_they_sample(tmp_path, server, monkey
         "save_strategy": "no",
         "adora_rollouts": "{ahead: 2}",
     }
-    assert main(words(tmp_path / "one", server, **keys)) == 0
+    assert main(server_arguments(tmp_path / "one", server, **keys)) == 0
     step = "drift asked joined learned joined learned"
     assert " ".join(done).split("written ")[1:] == [
         "asked asked asked joined learned learned ",
@@ -119,12 +92,12 @@ def test_what_needs_no_server_is_done_while_they_sample(tmp_path, server, monkey
         step,
     ]
     done.clear()
-    assert main(words(tmp_path / "two", server, steps_per_generation=1, **keys)) == 0
-    found = [
+    assert main(server_arguments(tmp_path / "two", server, steps_per_generation=1, **keys)) == 0
+    drift_and_order = [
         (part.count("drift"), "joined joined learned" in part)
         for part in " ".join(done).split("written ")[1:]
     ]
-    assert found == [(0, False), (1, True), (1, True)], (
+    assert drift_and_order == [(0, False), (1, True), (1, True)], (
         "once in a step of two generations, and judged at its end"
     )
 
@@ -133,12 +106,12 @@ def test_two_generations_ahead_are_sampled_by_the_weights_of_two_steps_before_an
     tmp_path, server
 ):
     keys: dict[str, Any] = {"adora_rollouts": "{ahead: 2}", "max_steps": 5}
-    assert main(words(tmp_path / "one", server, **keys)) == 0
+    assert main(server_arguments(tmp_path / "one", server, **keys)) == 0
     assert _with_each_weights(server, 32) == [12, 4, 4, 0, 0]
-    assert [step["adora/staleness"] for step in steps(tmp_path / "one")] == [0, 1, 2, 2, 2]
+    assert [step["adora/staleness"] for step in step_metrics(tmp_path / "one")] == [0, 1, 2, 2, 2]
     server.asked.clear()
     server.seconds_per_token = 0.01
-    assert main(words(tmp_path / "two", server, **keys)) == 0
+    assert main(server_arguments(tmp_path / "two", server, **keys)) == 0
     expected = (tmp_path / "one" / "model.safetensors").read_bytes()
     assert (tmp_path / "two" / "model.safetensors").read_bytes() == expected
     goes_on_after_a_kill(tmp_path / "one", tmp_path / "killed", server, after=2, **keys)
@@ -160,17 +133,18 @@ def _with_each_weights(server: StandIn, limit: int) -> list[int]:
 
 
 def test_a_generation_that_begins_again_is_not_counted_twice(tmp_path, server):
-    """Neither in the figures of the next log, nor in the tokens that were seen, nor in what a
-    method remembers.
-    """
-    assert main(words(tmp_path / "whole", server, max_steps=2)) == 0
+    """The next log, the tokens seen and what a method remembers count such a generation once."""
+    assert main(server_arguments(tmp_path / "whole", server, max_steps=2)) == 0
     (tmp_path / "mine.py").write_text(FAILS)
     failing = {"adora_reward": f"{tmp_path / 'mine.py'}:fails", "save_steps": 4}
-    assert main(words(tmp_path / "reward", server, **failing)) == 1, (
+    assert main(server_arguments(tmp_path / "reward", server, **failing)) == 1, (
         "after the wait for the rollouts was logged"
     )
     assert (
-        main(words(tmp_path / "drift", server, adora_max_drift=1e-3, adora_method="daro")) == 1
+        main(
+            server_arguments(tmp_path / "drift", server, adora_max_drift=1e-3, adora_method="daro")
+        )
+        == 1
     ), "in the first pass"
     for name, step in (("reward", 2), ("drift", 0)):
         checkpoint = tmp_path / name / f"checkpoint-{step}"
@@ -183,15 +157,16 @@ def test_a_generation_that_begins_again_is_not_counted_twice(tmp_path, server):
 def test_a_run_that_drifts_between_two_micro_batches_goes_on_with_their_whole_step(
     tmp_path, server, monkeypatch
 ):
-    """Its checkpoint is of the step before, whether one generation has two micro-batches or each is
-    a generation.
+    """The checkpoint is that of the step before.
+
+    It makes no difference whether one generation has two micro-batches or each is a generation.
     """
     check = DriftGuard.check
     passes = list[int]()
 
-    def drifts(guard: DriftGuard, *given: Any) -> None:
-        check(guard, *given)
-        passes.append(given[-1])
+    def drifts(guard: DriftGuard, *args: Any) -> None:
+        check(guard, *args)
+        passes.append(args[-1])
         if len(passes) == 4:
             raise RolloutError(str(guard.save()))
 
@@ -203,25 +178,25 @@ def test_a_run_that_drifts_between_two_micro_batches_goes_on_with_their_whole_st
             "save_steps": 3,
         }
         keys |= {"per_device_train_batch_size": 8, **changed}
-        assert main(words(tmp_path / generations, server, **keys)) == 0
+        assert main(server_arguments(tmp_path / generations, server, **keys)) == 0
         passes.clear()
         stopped = tmp_path / f"{generations}-stopped"
         with monkeypatch.context() as patched:
             patched.setattr(DriftGuard, "check", drifts)
-            assert main(words(stopped, server, **keys)) == 1 and passes == [0, 0, 1, 1]
-        assert main(words(stopped, server, **keys)) == 0
-        one = tmp_path / generations
-        other = stopped
-        assert (one / "model.safetensors").read_bytes() == (
-            other / "model.safetensors"
+            assert main(server_arguments(stopped, server, **keys)) == 1
+            assert passes == [0, 0, 1, 1]
+        assert main(server_arguments(stopped, server, **keys)) == 0
+        uninterrupted = tmp_path / generations
+        assert (uninterrupted / "model.safetensors").read_bytes() == (
+            stopped / "model.safetensors"
         ).read_bytes()
-        assert _tokens(one / "checkpoint-3") == _tokens(other / "checkpoint-3")
+        assert _tokens(uninterrupted / "checkpoint-3") == _tokens(stopped / "checkpoint-3")
 
 
 def test_an_image_that_cannot_be_read_ends_the_run_at_the_step_that_draws_it(
     tmp_path, server, capsys
 ):
-    """Which says the row and has a checkpoint; it is not asked for ahead."""
+    """The step names the row and leaves a checkpoint; the row is not asked for ahead."""
     assert (
         data_prep(
             ["synthetic", "--output", str(tmp_path / "data"), "--rows", "40", "--test-rows", "4"]
@@ -229,8 +204,13 @@ def test_an_image_that_cannot_be_read_ends_the_run_at_the_step_that_draws_it(
         == 0
     )
     # a row of the second step
-    damage(tmp_path / "data" / "data" / "train-00000-of-00001.parquet", 14)
-    assert main(words(tmp_path / "out", server, dataset_name=tmp_path / "data", save_steps=9)) == 1
+    truncate_image(tmp_path / "data" / "data" / "train-00000-of-00001.parquet", 14)
+    assert (
+        main(
+            server_arguments(tmp_path / "out", server, dataset_name=tmp_path / "data", save_steps=9)
+        )
+        == 1
+    )
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("error: step 2: row synthetic/0/train/14: an image cannot be read: ")
     assert last.endswith(f"--resume_from_checkpoint {tmp_path / 'out' / 'checkpoint-1'}")
@@ -249,25 +229,8 @@ def fails(completions, trainer_state, **kwargs):
 """
 
 
-def goes_on_after_a_kill(
-    whole: Path, killed: Path, server: StandIn, *, after: int, **keys: Any
-) -> None:
-    """What the checkpoint has was sampled by weights that are gone."""
-    shutil.copytree(whole, killed)
-    for folder in killed.glob("checkpoint-*"):
-        if int(folder.name.split("-")[1]) > after:
-            shutil.rmtree(folder)
-    (killed / "model.safetensors").unlink()
-    server.start_again()
-    server.asked.clear()
-    assert main(words(killed, server, **keys)) == 0
-    assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-    ages = [[step.get("adora/staleness") for step in steps(folder)] for folder in (whole, killed)]
-    assert ages[0] == ages[1]
-
-
 def test_a_killed_run_goes_on_to_the_bit(tmp_path, server):
-    assert main(words(tmp_path / "whole", server)) == 0
+    assert main(server_arguments(tmp_path / "whole", server)) == 0
     goes_on_after_a_kill(tmp_path / "whole", tmp_path / "killed", server, after=2)
     assert _with_each_weights(server, 32) == [4, 0], (
         "of generations 3 and 4 the first was in the checkpoint"

@@ -14,9 +14,9 @@ from adora_vl.models.load import local_model
 from adora_vl.train import main
 from benchmarks.stand_in_server import GENERATE, StandIn
 from data_prep.cli import main as data_prep
-from tests.integration.support import run
-from tests.integration.test_one_step_ahead import goes_on_after_a_kill, steps, words
+from tests.support.async_servers import goes_on_after_a_kill, server_arguments, step_metrics
 from tests.support.examples import entry
+from tests.support.launch import run
 
 pytestmark = pytest.mark.slow
 # Three generations of four problems, so an epoch is a step and a half.
@@ -84,42 +84,41 @@ def calls() -> list[list[int]]:
 
 def asked_in_steps(server: StandIn) -> list[str]:
     """After each sync of the weights, in which order first and later turns were asked for."""
-    asked = list[str]()
+    turns = list[str]()
     (call,) = server.turns
     for path, body in server.asked:
-        turn = (
-            "weights"
-            if path == "/collective_rpc"
-            else "later"
-            if str(call)[1:-1] in str(body)
-            else "first"
-        )
-        if path in (*GENERATE, "/collective_rpc") and [turn] != asked[-1:]:
-            asked.append(turn)
-    return [step.strip() for step in " ".join(asked).split("weights")[1:]]
+        if path == "/collective_rpc":
+            turn = "weights"
+        elif str(call)[1:-1] in str(body):
+            turn = "later"
+        else:
+            turn = "first"
+        if path in (*GENERATE, "/collective_rpc") and [turn] != turns[-1:]:
+            turns.append(turn)
+    return [step.strip() for step in " ".join(turns).split("weights")[1:]]
 
 
 @pytest.fixture
 def server() -> Iterator[StandIn]:
-    one = StandIn(vocabulary=200, tokens=14, shortest=2)
-    yield one
-    one.close()
+    stand_in = StandIn(vocabulary=200, tokens=14, shortest=2)
+    yield stand_in
+    stand_in.close()
 
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_pair_trains_and_goes_on_to_the_bit(tmp_path, server, pair):
-    rules, further, figures = PAIRS[pair]
-    server.turns = calls() if "tools" in further else []
+    rules, changed, figures = PAIRS[pair]
+    server.turns = calls() if "tools" in changed else []
     (tmp_path / "mine.py").write_text(REWARD)
     keys = {
         "adora_rollouts": rules,
         "max_steps": 4,
         "adora_reward": f"{tmp_path / 'mine.py'}:reward",
         "vllm_importance_sampling_mode": "token_truncate",
-        **further,
+        **changed,
     }
-    assert main(words(tmp_path / "whole", server, **keys)) == 0
-    assert all(any(step.get(name) for step in steps(tmp_path / "whole")) for name in figures)
+    assert main(server_arguments(tmp_path / "whole", server, **keys)) == 0
+    assert all(any(step.get(name) for step in step_metrics(tmp_path / "whole")) for name in figures)
     if pair == "tools + ahead":
         assert asked_in_steps(server)[0] == "first later first", (
             "later turns do not wait for those of the next one"
@@ -171,7 +170,7 @@ def test_two_killed_processes_go_on_to_the_bit(tmp_path, server, servers):
     (tmp_path / "looks.py").write_text(LOOKS)
     keys: dict[str, Any] = {**ZOOMS, "dataset_name": tmp_path / "data"}
     keys["environment_factory"] = f"{tmp_path}/looks.py:Looks"
-    made = [
+    preparation = [
         "synthetic",
         "--families",
         "corners",
@@ -183,7 +182,7 @@ def test_two_killed_processes_go_on_to_the_bit(tmp_path, server, servers):
         str(tmp_path / "data"),
     ]
     if not servers:
-        assert data_prep(made) == 0
+        assert data_prep(preparation) == 0
     else:
         server.turns = calls()
         keys = {
@@ -209,12 +208,15 @@ def test_two_killed_processes_go_on_to_the_bit(tmp_path, server, servers):
         "backward:5",
     ]
     done = run([*command, "--processes", "2", "--output", str(tmp_path / "runs"), "--", *words])
-    assert "checkpoint-3" in done.stdout and "weights: all equal" in done.stdout
-    (whole,) = tmp_path.glob("runs/*/whole")
-    assert max(step["adora/refilled_groups"] for step in steps(whole)) > 0
-    assert all(step["adora/called"] > (0 if servers else 0.3) for step in steps(whole))
+    assert "checkpoint-3" in done.stdout
+    assert "weights: all equal" in done.stdout
+    (uninterrupted,) = tmp_path.glob("runs/*/whole")
+    assert max(step["adora/refilled_groups"] for step in step_metrics(uninterrupted)) > 0
+    assert all(
+        step["adora/called"] > (0 if servers else 0.3) for step in step_metrics(uninterrupted)
+    )
     if not servers:
-        for row in pq.read_table(whole / "rollouts").to_pylist():
+        for row in pq.read_table(uninterrupted / "rollouts").to_pylist():
             answered = sum(turn["by"] == "tool" and not turn["failed"] for turn in row["turns"])
             assert answered <= round(row["reward/Looks"] * 10) <= row["calls"], (
                 "of its own environment, begun anew"

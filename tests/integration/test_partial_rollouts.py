@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from benchmarks.kill_and_resume import facts
-from tests.integration.support import launch
+from tests.support.launch import launch
 
 pytestmark = pytest.mark.slow
 RUN = {
@@ -42,33 +42,34 @@ def logged(folder: Path, name: str) -> list[float]:
 
 def test_a_budget_that_no_answer_reaches_is_the_run_without_it_to_the_bit(tmp_path):
     def known(folder: Path) -> dict[str, Any]:
-        found = facts(folder)
-        own = ("adora/staleness", "adora/unfinished", "adora/rollout_budget")
-        steps = found["steps"].items()
-        del found[
+        run_facts = facts(folder)
+        own_figures = ("adora/staleness", "adora/unfinished", "adora/rollout_budget")
+        steps = run_facts["steps"].items()
+        del run_facts[
             "rollouts"
         ]  # their ages are recorded with a budget alone; the tables have the rest
-        found["steps"] = {
-            n: {k: v for k, v in step.items() if not k.startswith(own)} for n, step in steps
+        run_facts["steps"] = {
+            n: {k: v for k, v in step.items() if not k.startswith(own_figures)} for n, step in steps
         }
-        return found
+        return run_facts
 
     without = known(train(tmp_path / "without"))
-    assert (
-        without == known(train(tmp_path / "with", adora_rollouts="{budget: 32}"))
-        and len(without["steps"]) == len(without["tables"]) == 4
-    )
+    assert without == known(train(tmp_path / "with", adora_rollouts="{budget: 32}"))
+    assert len(without["steps"]) == len(without["tables"]) == 4
 
 
 def test_with_the_same_weights_a_continued_answer_is_as_likely_as_one_that_was_never_cut(tmp_path):
-    """To the policy, which sees it whole: so the engine has seen the prompt, the image and the
-    tokens of before.
+    """The policy, which sees the answer whole, gives its tokens the engine's log-probabilities.
+
+    So the engine has seen the prompt, the image and the tokens of before when it went on.
     """
     out = train(tmp_path / "run", adora_rollouts="{budget: 9}", learning_rate=0)
     rollouts = pd.read_parquet(out / "rollouts")
-    assert (rollouts["segments"] > 1).mean() > 0.5 and rollouts["age"].max() >= 1
+    assert (rollouts["segments"] > 1).mean() > 0.5
+    assert rollouts["age"].max() >= 1
     assert max(logged(out, "sampling/sampling_logp_difference/max")) < 1e-4
-    assert logged(out, "adora/unfinished")[0] > 0 and logged(out, "adora/unfinished")[-1] == 0
+    assert logged(out, "adora/unfinished")[0] > 0
+    assert logged(out, "adora/unfinished")[-1] == 0
 
 
 def test_only_tokens_of_the_present_weights_are_held_against_the_engine(tmp_path):
@@ -81,7 +82,7 @@ def test_only_tokens_of_the_present_weights_are_held_against_the_engine(tmp_path
 
 
 def test_an_answer_that_loops_is_ended_by_the_engine_and_counts_as_truncated(tmp_path):
-    """It ends before the budget, so it is whole and not set aside, and it has no end-of-turn token."""
+    """A looping answer is whole before the budget ends it: nothing is set aside, no turn is ended."""
     loops = {
         "repetition_detection": {"max_pattern_size": 2, "min_count": 4},
         "logit_bias": {"50": 100.0},
@@ -95,5 +96,7 @@ def test_an_answer_that_loops_is_ended_by_the_engine_and_counts_as_truncated(tmp
         **unlike,
     )
     rollouts = pd.read_parquet(out / "rollouts")
-    assert set(rollouts["length"]) == {4} and set(rollouts["segments"]) == {1}
-    assert rollouts["truncated"].all() and logged(out, "adora/unfinished") == [0]
+    assert set(rollouts["length"]) == {4}
+    assert set(rollouts["segments"]) == {1}
+    assert rollouts["truncated"].all()
+    assert logged(out, "adora/unfinished") == [0]

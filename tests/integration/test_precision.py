@@ -14,7 +14,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from adora_vl.models.load import PRETRAINED
 from tests.integration.precision_run import POSITIONS, constants
-from tests.integration.support import launch
+from tests.support.launch import launch
 
 pytestmark = pytest.mark.slow
 ROLES = ("policy", "reference")
@@ -22,8 +22,9 @@ ROLES = ("policy", "reference")
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What `precision_run.py` saw in one process: ZeRO-3 shards and casts the same in one as in
-    eight.
+    """Read what `precision_run.py` saw in one process.
+
+    ZeRO-3 shards and casts the same in one process as in eight.
     """
     folder: Path = tmp_path_factory.mktemp("precision")
     launch(
@@ -80,25 +81,27 @@ def part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("role", ROLES)
 def test_every_constant_is_that_of_a_plain_model(sharded, plain, role):
     facts, tensors = sharded
-    assert facts["sharded"] and facts["dtype"] == "torch.bfloat16"
-    found = part(tensors, f"{role}/constants/")
-    wanted = constants(plain)
-    assert found.keys() == wanted.keys()
-    assert {name: value.dtype for name, value in found.items()} == {
-        n: v.dtype for n, v in wanted.items()
+    assert facts["sharded"]
+    assert facts["dtype"] == "torch.bfloat16"
+    actual = part(tensors, f"{role}/constants/")
+    expected = constants(plain)
+    assert actual.keys() == expected.keys()
+    assert {name: value.dtype for name, value in actual.items()} == {
+        n: v.dtype for n, v in expected.items()
     }
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("position", POSITIONS)
 def test_log_probabilities_far_from_the_start_are_those_of_float32_angles(sharded, role, position):
-    """To the bit: three passes of one process over the same tokens, between which the angles alone
-    may change.
+    """Three passes of one process over the same tokens agree to the bit.
+
+    Between them the angles alone may change.
     """
-    built, right, rounded = (
-        sharded[1][f"{role}/{which}/{position}"] for which in ("built", "float32", "rounded")
-    )
+    built = sharded[1][f"{role}/built/{position}"]
+    right = sharded[1][f"{role}/float32/{position}"]
+    rounded = sharded[1][f"{role}/rounded/{position}"]
     assert not torch.equal(rounded, right)
     assert torch.equal(built, right)
 

@@ -21,11 +21,12 @@ from adora_vl.checkpoint.store import checkpoints, problem_of
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED
 from benchmarks.kill_and_resume import settings
-from tests.integration.support import REPOSITORY, processes_with, run
+from tests.support.adapters import sft_adapter
 from tests.support.examples import entry
-from tests.support.sft_adapter import sft_adapter
+from tests.support.launch import processes_with, run
+from tests.support.paths import REPOSITORY
+from tests.support.user_tables import convert, write_jsonl
 from tests.support.vllm_server import vllm_server
-from tests.unit.data_prep.own_data_support import convert, jsonl
 
 pytestmark = pytest.mark.slow
 MOVED = [
@@ -61,7 +62,10 @@ def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
         for number in range(9)
     ]
     columns = ("problem=q", "answer=a", "images=image")
-    assert convert(jsonl(tmp_path, rows), tmp_path / "own", "--name", "own", columns=columns) == 0
+    assert (
+        convert(write_jsonl(tmp_path, rows), tmp_path / "own", "--name", "own", columns=columns)
+        == 0
+    )
     done = run(
         [
             *KILLS,
@@ -101,7 +105,7 @@ def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
 def test_a_killed_run_from_an_adapter_ends_the_same_with_its_reference_and_its_own_head(
     tmp_path, where
 ):
-    """With answers that go on in the next generation.
+    """Answers that go on in the next generation change nothing about that.
 
     A server gets the adapter alone, so there it has no head. The three starts ask one and the same
     server.
@@ -130,7 +134,13 @@ def test_a_killed_run_from_an_adapter_ends_the_same_with_its_reference_and_its_o
         if server:  # it holds the dead run's adapter too, under another name
             with urllib.request.urlopen(f"{server.url}/v1/models") as reply:  # noqa: S310  # loopback
                 assert (
-                    len([one for one in json.load(reply)["data"] if "adora-weights" in one["id"]])
+                    len(
+                        [
+                            model
+                            for model in json.load(reply)["data"]
+                            if "adora-weights" in model["id"]
+                        ]
+                    )
                     == 3
                 )
     assert "checkpoint-3" in done.stdout
@@ -194,18 +204,17 @@ def test_a_sigterm_saves_and_has_an_exit_code_of_its_own(stopped):
     step = json.loads((checkpoint / "trainer_state.json").read_text())["global_step"]
     assert "SIGTERM: saving after this optimizer step" in errors
     assert f"Stopped after step {step}; the same command goes on from checkpoint-{step}" in errors
-    said = json.loads((out / "stopped.json").read_text())
-    assert said == {"exit_code": EXIT_STOPPED, "step": step, "checkpoint": checkpoint.name}
+    note = json.loads((out / "stopped.json").read_text())
+    assert note == {"exit_code": EXIT_STOPPED, "step": step, "checkpoint": checkpoint.name}
 
 
 def test_the_export_holds_the_checkpoints_weights_and_loads_offline(stopped, tmp_path):
     out, _, _ = stopped
     assert export([str(out), str(tmp_path / "model")]) == 0
     (checkpoint,) = checkpoints(out)
-    exported, saved, shipped = (
-        AutoModelForImageTextToText.from_pretrained(folder).state_dict()
-        for folder in (tmp_path / "model", checkpoint, PRETRAINED)
-    )
+    exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "model").state_dict()
+    saved = AutoModelForImageTextToText.from_pretrained(checkpoint).state_dict()
+    shipped = AutoModelForImageTextToText.from_pretrained(PRETRAINED).state_dict()
     assert all(torch.equal(exported[name], saved[name]) for name in saved)
     assert any(not torch.equal(exported[name], shipped[name]) for name in saved)
     assert {p.name for p in PRETRAINED.iterdir()} - {"build.json"} <= {
@@ -227,4 +236,5 @@ def test_when_one_rank_dies_the_others_stop_and_nothing_is_left_running(tmp_path
     assert "exitcode  : -9" in done.stderr, done.stderr[-2000:]
     assert processes_with(mark) == []
     (checkpoint,) = checkpoints(tmp_path / "out")
-    assert checkpoint.name == "checkpoint-3" and problem_of(checkpoint) is None
+    assert checkpoint.name == "checkpoint-3"
+    assert problem_of(checkpoint) is None

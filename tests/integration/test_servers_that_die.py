@@ -28,7 +28,7 @@ def words(folder, servers, **changed):
         **{
             "use_vllm": "true",
             "vllm_mode": "server",
-            "vllm_server_base_url": ",".join(one.url for one in servers),
+            "vllm_server_base_url": ",".join(server.url for server in servers),
             "adora_weight_transfer": "file",
             "vllm_server_timeout": 0.1,
             "adora_max_drift": "null",
@@ -42,9 +42,9 @@ def words(folder, servers, **changed):
 
 
 def dies_after(server: StandIn, requests: int) -> None:
-    """It answers so many requests for rollouts.
+    """Let a server answer so many requests for rollouts and no more.
 
-    A step makes four, for two servers or for the one that is left.
+    A step makes four of them, for two servers or for the one that is left.
     """
     server.asked.clear()
 
@@ -70,15 +70,15 @@ def test_one_server_goes_on_for_both_and_without_any_the_run_goes_on_later(tmp_p
     dies_after(pair[0], 2)
     dies_after(pair[1], 6)
     assert main(words(tmp_path / "none", pair)) == 1
-    said = capfd.readouterr()
-    last = said.err.strip().splitlines()[-1]
+    printed = capfd.readouterr()
+    last = printed.err.strip().splitlines()[-1]
     assert last.startswith("error: step 3: no vLLM server is left; the last one: ")
     assert last.endswith(
         f"go on with --resume_from_checkpoint {tmp_path / 'none' / 'checkpoint-2'}"
     )
-    for one in pair:
-        one.spoil = lambda reply: reply
-        one.start_again()
+    for server in pair:
+        server.spoil = lambda reply: reply
+        server.start_again()
     assert main(words(tmp_path / "none", pair)) == 0
     assert (tmp_path / "none" / "model.safetensors").read_bytes() == expected
     assert [

@@ -7,7 +7,6 @@ import json
 import sys
 import uuid
 from pathlib import Path
-from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -26,8 +25,9 @@ from adora_vl.utils.launch import free_port
 from data_prep.cli import main as data_prep
 from eval.command import main
 from eval.geometry3k import BENCHMARK
-from tests.integration.support import launch, processes_with, run
-from tests.parity.looks import Draws
+from tests.support.launch import launch, processes_with, run
+from tests.support.parity import Draws
+from tests.support.stand_ins import config_of
 from tests.support.tiny_run import arguments, train
 from tests.support.vllm_server import vllm_server
 
@@ -84,8 +84,8 @@ def test_a_served_model_answers_as_the_loaded_one(tmp_path, served):
     for name, words in (("served", openai), ("loaded", loaded)):
         assert main(BENCHMARK, [*common, *words, "--output", str(tmp_path / name)]) == 0
         lines = (tmp_path / name / "predictions.jsonl").read_text().splitlines()
-        kept = ("pid", "response", "n_tokens", "n_prompt_tokens", "finish_reason")
-        answers.append([{key: row[key] for key in kept} for row in map(json.loads, lines)])
+        columns = ("pid", "response", "n_tokens", "n_prompt_tokens", "finish_reason")
+        answers.append([{key: row[key] for key in columns} for row in map(json.loads, lines)])
     assert answers[0] == answers[1]
 
 
@@ -99,13 +99,15 @@ def test_a_server_learns_with_the_trainer_from_images_of_several_sizes(tmp_path,
             json.dumps({"q": row["problem"], "a": row["answer"], "i": f"pics/{number}.png"})
         )
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
-    address = SimpleNamespace(vllm_server_base_url=f"http://127.0.0.1:9,{served.url}")
+    address = config_of(vllm_server_base_url=f"http://127.0.0.1:9,{served.url}")
     assert served_length(address) == 512, "what the prompts of the training are held against"
     columns = json.dumps({"problem": "q", "answer": "a", "images": "i"})
     out = train(tmp_path / "out", **by_file(served, dataset_name=tmp_path, adora_columns=columns))
-    assert len(drifts(out)) == 3 and max(drifts(out)) < ROUNDING
+    assert len(drifts(out)) == 3
+    assert max(drifts(out)) < ROUNDING
     rollouts = pq.read_table(out / "rollouts").to_pylist()
-    assert len(rollouts) == 48 and len({row["completion"] for row in rollouts}) > 8
+    assert len(rollouts) == 48
+    assert len({row["completion"] for row in rollouts}) > 8
     assert not (out / ".weights").exists(), "no weights are left behind"
 
 
@@ -114,7 +116,8 @@ def test_a_server_samples_turns_with_the_pictures_of_tools(tmp_path, served, mon
     monkeypatch.setattr(AdoraGRPOTrainer, "toolbox", draws := Draws())
     longer = {"max_completion_length": 160, "vllm_max_model_length": 512}
     out = train(tmp_path / "out", **by_file(served, **longer))
-    assert len(drifts(out)) == 3 and max(drifts(out)) <= ROUNDING
+    assert len(drifts(out)) == 3
+    assert max(drifts(out)) <= ROUNDING
     assert any(seed.endswith("/1") for seed in draws.seeds), "a second turn was answered"
 
 
@@ -122,12 +125,14 @@ def test_an_adapter_reaches_the_server_alone_or_merged_and_seeds_decide_what_it_
     tmp_path, served, monkeypatch
 ):
     lora = by_file(served, adora_weight_transfer=tmp_path / "shared", **LORA)
-    answers, sent = [], []
+    answers = []
+    sent = []
     for name in ("alone", "again", "merged"):
         if name == "merged":
             monkeypatch.setattr(ServerPool, "have_lora", lambda servers: False)
         out = train(tmp_path / name, **lora)
-        assert len(drifts(out)) == 3 and max(drifts(out)) < ROUNDING
+        assert len(drifts(out)) == 3
+        assert max(drifts(out)) < ROUNDING
         answers.append(pq.read_table(out / "rollouts").column("completion").to_pylist())
         sent.append(
             max(
@@ -136,7 +141,8 @@ def test_an_adapter_reaches_the_server_alone_or_merged_and_seeds_decide_what_it_
                 if "adora/sync_mb" in step
             )
         )
-    assert answers[0] == answers[1] and len(set(answers[0])) > 8
+    assert answers[0] == answers[1]
+    assert len(set(answers[0])) > 8
     assert sent[0] == sent[1] < sent[2] / 50
     served.give_back_weights()
 
@@ -154,7 +160,8 @@ def test_a_server_that_still_has_the_adapter_before_stops_the_run(
 
     monkeypatch.setattr(Server, "read_adapter", once)
     words = arguments(tmp_path / "out", **by_file(served, adora_max_drift=1e-3, **LORA))
-    assert train_main(words) == 1 and len(folders) == 2
+    assert train_main(words) == 1
+    assert len(folders) == 2
     assert "adora_max_drift" in capsys.readouterr().err
 
 
@@ -164,7 +171,8 @@ def test_a_server_of_the_base_in_4_bits_samples_by_the_adapter(tmp_path, monkeyp
     four = {"load_in_4bit": "true", "use_bnb_nested_quant": "true", "dtype": "bfloat16", **LORA}
     with vllm_server(tmp_path, base, ("--dtype", "bfloat16")) as server:
         out = train(tmp_path / "out", **by_file(server, **four))
-    assert len(drifts(out)) == 3 and max(drifts(out)) < 0.05
+    assert len(drifts(out)) == 3
+    assert max(drifts(out)) < 0.05
 
 
 def test_one_step_ahead_the_server_agrees_with_the_weights_that_sample(tmp_path, served):
@@ -175,7 +183,8 @@ def test_one_step_ahead_the_server_agrees_with_the_weights_that_sample(tmp_path,
     ahead = by_file(served, per_device_train_batch_size=8, adora_rollouts="{ahead: 1}", max_steps=4)
     launch("cpu_zero3", "-m", "adora_vl.train", *arguments(tmp_path / "out", **ahead))
     steps = [step for step in read_metrics(tmp_path / "out" / METRICS) if "adora/drift" in step]
-    assert len(steps) == 4 and max(step["adora/drift"] for step in steps) < ROUNDING
+    assert len(steps) == 4
+    assert max(step["adora/drift"] for step in steps) < ROUNDING
     away = [step["sampling/sampling_logp_difference/mean"] for step in steps]
     assert away[0] < ROUNDING < 1e-2 < min(away[1:])
     assert [step["adora/staleness"] for step in steps] == [0, 1, 1, 1]
@@ -204,11 +213,13 @@ def test_the_script_for_one_machine_starts_and_ends_its_servers(tmp_path):
         "SERVER_OPTIONS": "--dtype float32 --max-model-len 512 --gpu-memory-utilization 0.1 --enforce-eager",
     }
     run(["bash", "setup/servers.sh", str(PRETRAINED), *words], environment=environment)
-    assert max(drifts(tmp_path / "out")) < ROUNDING and processes_with(mark) == []
+    assert max(drifts(tmp_path / "out")) < ROUNDING
+    assert processes_with(mark) == []
 
 
 @pytest.mark.parametrize("trained", [{}, LORA], ids=["all", "adapter"])
 def test_shards_of_two_processes_reach_the_server_whole(tmp_path, served, trained):
     words = arguments(tmp_path / "out", **by_file(served, per_device_train_batch_size=8, **trained))
     launch("cpu_zero3", "-m", "adora_vl.train", *words)
-    assert len(drifts(tmp_path / "out")) == 3 and max(drifts(tmp_path / "out")) < ROUNDING
+    assert len(drifts(tmp_path / "out")) == 3
+    assert max(drifts(tmp_path / "out")) < ROUNDING

@@ -18,9 +18,9 @@ from adora_vl.checkpoint.stop import EXIT_STOPPED, STOPPED_FILE
 from adora_vl.checkpoint.store import checkpoints, newest_valid, problem_of, step_of
 from adora_vl.models.load import PRETRAINED
 from adora_vl.record.metrics import METRICS, read_metrics
-from tests.integration.machines import TwoMachines
-from tests.integration.stopping import Running
-from tests.integration.test_two_processes import distance
+from tests.support.machines import TwoMachines
+from tests.support.terminal import Running
+from tests.support.weights import mean_difference
 
 # the fixture starts two processes six times
 pytestmark = [
@@ -92,10 +92,10 @@ WAYS = [everybody, everybody_twice, ctrl_c, closed_terminal, killed_launcher, th
 
 @dataclass(frozen=True)
 class Stopped:
-    """What a start of the command and a way to stop it came to."""
+    """A start of the command, and what a way to stop it came to."""
 
     began_with: str
-    said: str
+    output: str
     code: int
     saved: list[Path]
     problems: list[str | None]
@@ -107,17 +107,20 @@ def stop(config: str, output_dir: Path, way: Callable[[Running], None]) -> Stopp
     begun = int(before[0].name.partition("-")[2]) if before else 0
     with Running(config, output_dir, [*RUN, *ENDLESS]) as run:
         run.wait_for_step(begun + 1)
-        began_with = run.said
+        began_with = run.output
         way(run)
         code = run.wait_for_the_end()
-        said = run.said
+        output = run.output
     saved = [folder for folder in checkpoints(output_dir) if folder not in before]
     note = json.loads((output_dir / STOPPED_FILE).read_text())
-    return Stopped(began_with, said, code, saved, [problem_of(folder) for folder in saved], note)
+    return Stopped(began_with, output, code, saved, [problem_of(folder) for folder in saved], note)
 
 
 def holds_one_whole_checkpoint(stopped: Stopped) -> None:
-    """Of whichever optimizer step it was: within a generation it holds the rollouts that are left."""
+    """Assert that there is one whole checkpoint, of whichever optimizer step.
+
+    Within a generation it holds the rollouts that are left.
+    """
     (checkpoint,) = stopped.saved
     assert stopped.problems == [None]
     step = int(checkpoint.name.partition("-")[2])
@@ -140,7 +143,7 @@ class OnTwoMachines:
     """
 
     ended_after: float
-    said: list[str]
+    outputs: list[str]
     codes: list[int]
     saved: list[Path]
 
@@ -156,7 +159,8 @@ def two_machines(tmp_path_factory, two_processes):
     out = folder / "out"
     config = "configs/accelerate/cpu_zero3.yaml"
     words = [*RUN, *ENDLESS, "--save_strategy", "steps", "--save_steps", "1"]
-    said, codes = [], []
+    outputs = []
+    codes = []
     with TwoMachines(folder / "lab") as machines:
         with machines.running(config, out, words) as script:
             machines.wait_for_step(script, out, 2)
@@ -164,16 +168,16 @@ def two_machines(tmp_path_factory, two_processes):
             at = time.monotonic()
             codes.append(script.wait(_BOUND_S))
             ended_after = time.monotonic() - at
-            said.append(machines.said)
-        whole = newest_valid(out)[0]
+            outputs.append(machines.output)
+        checkpoint = newest_valid(out)[0]
         logged = read_metrics(out / METRICS)[-1]["step"]
         with machines.running(config, out, words) as script:
             # the new run cuts the log back to its checkpoint
             machines.wait_for_step(script, out, max(logged + 1, first))
             script.terminate()
             codes.append(script.wait(_BOUND_S))
-            said.append(machines.said)
-    return OnTwoMachines(ended_after, said, codes, [whole, *checkpoints(out)])
+            outputs.append(machines.output)
+    return OnTwoMachines(ended_after, outputs, codes, [checkpoint, *checkpoints(out)])
 
 
 # a machine that is left alone has to notice it long before its collective calls give up (1,800 s)
@@ -181,8 +185,11 @@ _BOUND_S = 300
 
 
 def test_a_machine_without_power_ends_the_other_one_with_a_line(two_machines):
-    assert two_machines.codes[0] == 128 + signal.SIGKILL and two_machines.ended_after < _BOUND_S
-    line = next(line for line in two_machines.said[0].splitlines() if "error (rank 0 of 2)" in line)
+    assert two_machines.codes[0] == 128 + signal.SIGKILL
+    assert two_machines.ended_after < _BOUND_S
+    line = next(
+        line for line in two_machines.outputs[0].splitlines() if "error (rank 0 of 2)" in line
+    )
     assert "another process has ended, or its machine cannot be reached" in line
     assert (
         "the same command goes on from checkpoint-" in line
@@ -191,10 +198,10 @@ def test_a_machine_without_power_ends_the_other_one_with_a_line(two_machines):
 
 
 def test_two_machines_go_on_and_stop_with_one_whole_checkpoint(two_machines):
-    whole, newest, *_ = two_machines.saved
-    assert f"going on from {whole}" in two_machines.said[1]
+    checkpoint, newest, *_ = two_machines.saved
+    assert f"going on from {checkpoint}" in two_machines.outputs[1]
     assert two_machines.codes[1] == EXIT_STOPPED
-    assert two_machines.said[1].count("Stopped after step") == 1
+    assert two_machines.outputs[1].count("Stopped after step") == 1
     assert json.loads((newest.parent / STOPPED_FILE).read_text())["checkpoint"] == newest.name
     assert [problem_of(folder) for folder in two_machines.saved] == [None] * len(two_machines.saved)
 
@@ -209,11 +216,10 @@ def test_two_machines_learn_what_two_processes_do(two_machines, two_processes):
     assert common, (sorted(alone), sorted(together))
     shipped = load_file(PRETRAINED / "model.safetensors")
     for name in common:
-        ours, theirs = (
-            load_file(folder / "model.safetensors") for folder in (together[name], alone[name])
-        )
-        moved = distance(theirs, shipped)
-        assert moved > 1e-4 and distance(ours, theirs) < 1e-4 * moved, name
+        ours = load_file(together[name] / "model.safetensors")
+        theirs = load_file(alone[name] / "model.safetensors")
+        moved = mean_difference(theirs, shipped)
+        assert moved > 1e-4 and mean_difference(ours, theirs) < 1e-4 * moved, name
 
 
 @pytest.mark.parametrize("way", [way.__name__ for way in WAYS])
@@ -237,5 +243,5 @@ def test_the_shipped_launcher_settings_leave_time_to_save(two_processes):
 
 
 def test_one_process_saves_and_ends_when_its_launcher_is_stopped(tmp_path):
-    """That launcher dies of the signal at once, and leaves its child alone."""
+    """The launcher of one process dies of the signal at once, and leaves its child alone."""
     holds_one_whole_checkpoint(stop("cpu", tmp_path / "out", the_launcher))

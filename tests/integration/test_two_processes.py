@@ -23,9 +23,11 @@ from adora_vl.checkpoint.trl_state import REFERENCE
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED, load_processor
 from benchmarks.kill_and_resume import facts
-from tests.integration.support import history, launch, processes_with, run
-from tests.parity.test_engine_parity import parity
 from tests.support.endpoint_server import Answer, Reply, Server, completion
+from tests.support.launch import launch, processes_with, run
+from tests.support.parity import run_parity
+from tests.support.tiny_run import training_log
+from tests.support.weights import mean_difference
 
 pytestmark = pytest.mark.slow
 RUN = [
@@ -50,13 +52,6 @@ RUN = [
 ]
 TWO = ["--per_device_train_batch_size", "8"]
 ONE = ["--per_device_train_batch_size", "16"]
-
-
-def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The mean difference of two models' weights."""
-    return sum((one[name] - other[name]).abs().sum().item() for name in one) / sum(
-        t.numel() for t in one.values()
-    )
 
 
 @pytest.fixture(scope="module")
@@ -86,21 +81,22 @@ def stopped(tmp_path_factory):
 
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(stopped):
     out, _, _ = stopped
-    assert [entry["adora/skipped_steps"] for entry in history(out / "checkpoint-2")] == [0, 1]
-    first, second = (load_file(out / f"checkpoint-{step}" / "model.safetensors") for step in (1, 2))
+    assert [entry["adora/skipped_steps"] for entry in training_log(out / "checkpoint-2")] == [0, 1]
+    first = load_file(out / "checkpoint-1" / "model.safetensors")
+    second = load_file(out / "checkpoint-2" / "model.safetensors")
     assert all(torch.equal(first[name], second[name]) for name in first)
     shipped = load_file(PRETRAINED / "model.safetensors")
     assert any(not torch.equal(first[name], shipped[name]) for name in first)
 
 
 def test_all_ranks_stop_together_over_drift_with_a_whole_checkpoint(stopped):
-    out, done, left = stopped
+    out, done, processes = stopped
     assert done.stderr.count("error: step 3: the engine's log-probabilities are") == 1
-    assert f"Checkpoint: {out / 'checkpoint-2'}" in done.stderr
+    assert f"go on with --resume_from_checkpoint {out / 'checkpoint-2'}" in done.stderr
     assert "Traceback (most recent call last)" not in done.stderr.split("error: step 3")[0]
     assert [path.name for path in checkpoints(out)] == ["checkpoint-2", "checkpoint-1"]
     assert [problem_of(path) for path in checkpoints(out)] == [None, None]
-    assert left == []
+    assert processes == []
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +115,7 @@ def resumed(stopped):
 
 @pytest.mark.core
 def test_a_second_start_goes_on_where_the_first_one_ended(resumed):
-    steps = history(resumed)
+    steps = training_log(resumed)
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert all(step["adora/drift"] < 1e-3 for step in steps)
     with (
@@ -128,12 +124,12 @@ def test_a_second_start_goes_on_where_the_first_one_ended(resumed):
     ):
         shapes = {name: saved.get_slice(name).get_shape() for name in saved.keys()}  # noqa: SIM118
         assert shapes == {name: shipped.get_slice(name).get_shape() for name in shipped.keys()}  # noqa: SIM118
-        before, now = (
-            load_file(resumed / f"checkpoint-{step}" / REFERENCE / "model-00001.safetensors")[
-                "lm_head.weight"
-            ]
-            for step in (2, 3)
-        )
+        before = load_file(resumed / "checkpoint-2" / REFERENCE / "model-00001.safetensors")[
+            "lm_head.weight"
+        ]
+        now = load_file(resumed / "checkpoint-3" / REFERENCE / "model-00001.safetensors")[
+            "lm_head.weight"
+        ]
         moved = 0.4 * before + 0.6 * saved.get_tensor("lm_head.weight")  # TRL's default mixup
         assert not torch.equal(before, shipped.get_tensor("lm_head.weight")), (
             "the reference has not moved before"
@@ -151,31 +147,31 @@ def test_one_process_goes_on_with_the_steps_of_two(resumed, tmp_path):
     words += ["--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint"]
     assert export([str(second), str(tmp_path / "whole"), "--universal"]) == 0
     launch("cpu_zero3", "--num_processes", "1", *words, str(tmp_path / "whole"))
-    ours = history(tmp_path / "out")[-1]
-    theirs = history(resumed)[-1]
+    ours = training_log(tmp_path / "out")[-1]
+    theirs = training_log(resumed)[-1]
     for name in ("reward", "completions/mean_length", "adora/weight_mean"):
         assert ours[name] == pytest.approx(theirs[name])
     assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
-    one, two, before = (
-        load_file(folder / "model.safetensors") for folder in (tmp_path / "out", resumed, second)
+    of_one_process = load_file(tmp_path / "out" / "model.safetensors")
+    of_two_processes = load_file(resumed / "model.safetensors")
+    before = load_file(second / "model.safetensors")
+    assert mean_difference(of_one_process, of_two_processes) < 1e-4 * mean_difference(
+        of_two_processes, before
     )
-    assert distance(one, two) < 1e-4 * distance(two, before)
 
 
 @pytest.mark.core
 def test_shards_alone_are_gathered_into_the_same_weights(resumed, tmp_path):
-    """As ZeRO-3 saves them without zero3_save_16bit_model: no model.safetensors in the checkpoint."""
+    """ZeRO-3 saves no model.safetensors where zero3_save_16bit_model is off; shards suffice."""
     bare = tmp_path / "staged" / "checkpoint-3"
     ignored = shutil.ignore_patterns(MANIFEST, MARK, "model.safetensors")
     shutil.copytree(resumed / "checkpoint-3", bare, ignore=ignored)
     publish(bare, tmp_path / "checkpoint-3", {"step": 3})
     assert export([str(tmp_path / "checkpoint-3"), str(tmp_path / "model")]) == 0
-    gathered, saved = (
-        load_file(at / "model.safetensors") for at in (tmp_path / "model", resumed / "checkpoint-3")
-    )
-    assert gathered.keys() == saved.keys() and all(
-        torch.equal(gathered[name], saved[name]) for name in saved
-    )
+    gathered = load_file(tmp_path / "model" / "model.safetensors")
+    saved = load_file(resumed / "checkpoint-3" / "model.safetensors")
+    assert gathered.keys() == saved.keys()
+    assert all(torch.equal(gathered[name], saved[name]) for name in saved)
     assert (tmp_path / "model" / "processor_config.json").is_file()
 
 
@@ -209,15 +205,18 @@ def trained(folder: Path) -> dict:
 
 
 def test_each_rank_goes_on_with_its_own_rollouts(tmp_path):
-    whole = trained(tmp_path / "run")
+    uninterrupted = trained(tmp_path / "run")
     assert {path.name for path in (tmp_path / "run" / "checkpoint-2").glob("generation-*")} == {
         "generation-00000.pt",
         "generation-00001.pt",
     }
     shutil.rmtree(tmp_path / "run" / "checkpoint-3")
     again = trained(tmp_path / "run")
-    assert list(whole["steps"]) == [1, 2, 3] and len(whole["rollouts"]) == 3
-    assert again == whole
+    # One generation serves all three steps: its record stands once, TRL's table once a step.
+    assert list(uninterrupted["steps"]) == [1, 2, 3]
+    assert list(uninterrupted["rollouts"]) == ["step 1"]
+    assert len(uninterrupted["tables"]) == 3
+    assert again == uninterrupted
 
 
 # One call of each process before the run, 16 in the first step where no two replies are alike, and
@@ -232,7 +231,7 @@ def ends(_: dict[str, Any], call: int) -> Reply:
 def test_a_key_that_ends_stops_all_processes_with_one_line(
     tmp_path: Path, serve: Callable[[Answer], Server]
 ) -> None:
-    """Which of the two meets the refusal first is left to chance."""
+    """Chance decides which of the two processes meets the refusal first."""
     server = serve(ends)
     options = json.dumps({"judge": {"base_url": server.url, "model": "j", "concurrency": 1}})
     done = launch(
@@ -325,7 +324,7 @@ def test_zero_2_of_the_shipped_config_trains_in_bfloat16(tmp_path: Path) -> None
         "--max_completion_length",
         "24",
     )
-    assert max(entry["grad_norm"] for entry in history(out)) > 0
+    assert max(entry["grad_norm"] for entry in training_log(out)) > 0
     trained = load_file(out / "model.safetensors")
     start = load_file(PRETRAINED / "model.safetensors")
     assert {weights.dtype for weights in trained.values()} == {torch.bfloat16}
@@ -334,7 +333,7 @@ def test_zero_2_of_the_shipped_config_trains_in_bfloat16(tmp_path: Path) -> None
 
 
 def test_a_divided_engine_samples_what_a_whole_one_samples(four_heads, tmp_path):
-    seen = []
+    samples = []
     shared = [set(Path("/dev/shm").glob("*cpushm*"))]
     for config, parts in (("cpu", 1), ("cpu_zero3", 2)):
         out = tmp_path / config
@@ -362,14 +361,16 @@ def test_a_divided_engine_samples_what_a_whole_one_samples(four_heads, tmp_path)
             str(parts),
         )
         rows = pq.read_table(out / "rollouts").to_pylist()
-        seen.append(
+        samples.append(
             {(row["group"], row["rollout"]): (row["id"], row["completion"]) for row in rows}
         )
         first = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
         # 2e-7 was measured; processors round differently by small factors, not by 50
-        assert first["step"] == 1 and first["adora/drift"] < 1e-5
-    assert seen[0] == seen[1] and len(seen[0]) == 32
-    assert len(set(seen[0].values())) > 16, "the rollouts of a problem differ"
+        assert first["step"] == 1
+        assert first["adora/drift"] < 1e-5
+    assert samples[0] == samples[1]
+    assert len(samples[0]) == 32
+    assert len(set(samples[0].values())) > 16, "the rollouts of a problem differ"
     shared.append(set(Path("/dev/shm").glob("*cpushm*")))
     assert shared[0] == shared[1], "what a run leaves there keeps the next from starting"
 
@@ -406,5 +407,6 @@ def test_a_divided_engine_goes_on_with_paused_answers_after_a_kill_and_with_turn
         "max_steps=2",
         "vllm_tensor_parallel_size=2",
     ]
-    result = parity(tmp_path, "cpu_zero3", "--mixed", "--tools", *words, model=four_heads)
-    assert max(result["gaps"]) < 1e-5 and max(result["turns"]) > 1
+    result = run_parity(tmp_path, "cpu_zero3", "--mixed", "--tools", *words, model=four_heads)
+    assert max(result["gaps"]) < 1e-5
+    assert max(result["turns"]) > 1

@@ -36,12 +36,12 @@ def told(split: str, count: int) -> list[Row]:
 def teach(
     model: Any, processor: Any, rows: list[Row], steps: int, answer: Callable[[Row], str]
 ) -> None:
-    """From words and from pictures alike."""
+    """Teach the tiny model to answer from words and from pictures alike."""
     rng = random.Random(0)
 
     def loss_of(step: int) -> torch.Tensor:
         batch = rng.sample(rows, 16)
-        seen: dict[str, Any] = {}
+        image_inputs: dict[str, Any] = {}
         texts = [row["problem"] for row in batch]
         if step % 2:
             texts = [
@@ -49,20 +49,26 @@ def teach(
                 for row, text in zip(batch, texts, strict=True)
             ]
         else:
-            seen = {"images": [row["images"] for row in batch]}
-        asked = [conversation_with_images(text, len(seen), SYSTEM_PROMPT) for text in texts]
-        begun = [
-            processor.apply_chat_template(one, add_generation_prompt=True, tokenize=False)
-            for one in asked
+            image_inputs = {"images": [row["images"] for row in batch]}
+        prompts = [
+            conversation_with_images(text, len(image_inputs), SYSTEM_PROMPT) for text in texts
         ]
-        whole = [
+        begun = [
+            processor.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+            for prompt in prompts
+        ]
+        texts_with_answers = [
             f"{text}{answer(row)}{END_OF_TURN}" for text, row in zip(begun, batch, strict=True)
         ]
         inputs = processor(
-            text=whole, padding=True, padding_side="right", return_tensors="pt", **seen
+            text=texts_with_answers,
+            padding=True,
+            padding_side="right",
+            return_tensors="pt",
+            **image_inputs,
         )
         alone = processor(
-            text=begun, padding=True, padding_side="right", return_tensors="pt", **seen
+            text=begun, padding=True, padding_side="right", return_tensors="pt", **image_inputs
         )
         labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
         for label, length in zip(labels, alone["attention_mask"].sum(1), strict=True):
@@ -97,11 +103,11 @@ def test_each_model_is_called_what_it_is(
     def blind(settings: Any) -> TransformersEngine:
         engine = TransformersEngine(settings)
         engine._model.model.visual.merger.register_forward_hook(
-            lambda module, given, output: torch.zeros_like(output)
+            lambda module, args, output: torch.zeros_like(output)
         )
         return engine
 
-    said = {}
+    verdicts = {}
     for name, folder in (("able", "able"), ("blind", "able"), ("reads", "reads")):
         monkeypatch.setattr(
             asking, "build_engine", blind if name == "blind" else TransformersEngine
@@ -128,7 +134,7 @@ def test_each_model_is_called_what_it_is(
             compare([str(tmp_path / name / view) for view in ("image", "text", "both", "blank")])
             == 0
         )
-        said[name] = capsys.readouterr().out
-    assert "it sees and it reasons" in said["able"], said["able"]
-    assert "it reasons and does not see" in said["blind"], said["blind"]
-    assert "it does not reason" in said["reads"], said["reads"]
+        verdicts[name] = capsys.readouterr().out
+    assert "it sees and it reasons" in verdicts["able"], verdicts["able"]
+    assert "it reasons and does not see" in verdicts["blind"], verdicts["blind"]
+    assert "it does not reason" in verdicts["reads"], verdicts["reads"]

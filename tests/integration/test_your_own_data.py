@@ -20,7 +20,8 @@ from adora_vl.train import main as train
 from data_prep.cli import main as data_prep
 from eval.command import main as evaluate
 from eval.problems import BENCHMARK
-from tests.integration.support import REPOSITORY, run
+from tests.support.launch import run
+from tests.support.paths import REPOSITORY
 
 pytestmark = pytest.mark.slow
 PAGE = (
@@ -39,7 +40,7 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
 
 
 def test_the_commands_of_the_page(tmp_path, monkeypatch, capsys):
-    """In its order, in this process, with 2 steps in place of 20."""
+    """The page's commands run in their order, in this process, with 2 steps in place of 20."""
     monkeypatch.chdir(tmp_path)
     files = re.findall(
         r"Save\s+this\s+as `(\w+\.(?:py|yaml))`.*?```(?:python|yaml)\n(.*?)```", PAGE, re.DOTALL
@@ -55,9 +56,11 @@ def test_the_commands_of_the_page(tmp_path, monkeypatch, capsys):
             if words[1] != "-m":
                 runpy.run_path(words[1])
                 continue
-            more = ["--max_steps", "2"] if words[2] == "adora_vl.train" else []
+            options = ["--max_steps", "2"] if words[2] == "adora_vl.train" else []
             ran.append(words[2])
-            assert not COMMANDS[words[2]]([*words[3:], *more]), f"{line}\n{capsys.readouterr().err}"
+            assert not COMMANDS[words[2]]([*words[3:], *options]), (
+                f"{line}\n{capsys.readouterr().err}"
+            )
     assert ran == [
         *["data_prep"] * 2,
         "adora_vl.rewards.explain",
@@ -66,13 +69,14 @@ def test_the_commands_of_the_page(tmp_path, monkeypatch, capsys):
         "eval.problems",
     ]
     printed = capsys.readouterr().out
-    assert (
-        "train 8 rows, test 2 rows" in printed and "reward     my_rewards.py:short 1\n" in printed
-    )
-    assert len(list(Path("runs/mine").glob("*.html"))) == 1 and Path("data/mine.html").is_file()
+    assert "train 8 rows, test 2 rows" in printed
+    assert "reward     my_rewards.py:short 1\n" in printed
+    assert len(list(Path("runs/mine").glob("*.html"))) == 1
+    assert Path("data/mine.html").is_file()
     assert json.loads(Path("runs/mine/eval/score.json").read_text())["total"] == 2
     manifest = json.loads(Path("runs/mine/manifest.json").read_text())
-    assert manifest["status"] == "finished" and manifest["data"]["source"] == "own/jsonl"
+    assert manifest["status"] == "finished"
+    assert manifest["data"]["source"] == "own/jsonl"
     assert pd.read_parquet("runs/mine/rollouts")["reward/short"].between(0, 1).all()
 
 
@@ -136,11 +140,10 @@ def test_two_images_at_their_places_are_the_same_for_engine_and_trainer(tmp_path
         entry["eval_problems_accuracy"] >= 0 for entry in log if "eval_problems_accuracy" in entry
     ] == [True]
     rows = pd.read_parquet(out / "rollouts")
-    assert (
-        rows["id"].str.startswith("in/train/").all()
-        and rows["problem"].str.contains("<image>").any()
-    )
+    assert rows["id"].str.startswith("in/train/").all()
+    assert rows["problem"].str.contains("<image>").any()
     assert {"reward/accuracy_reward", "reward/think_answer_format_reward"} <= set(rows.columns)
     assert rows.groupby("id")["images"].first().map(len).eq(2).all()
     card = (out / "README.md").read_text()
-    assert "<think> reasoning process here" in card and "{problem} Look: {t}" in card
+    assert "<think> reasoning process here" in card
+    assert "{problem} Look: {t}" in card

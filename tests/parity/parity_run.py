@@ -29,7 +29,14 @@ from adora_vl.rollout import engine as engine_module  # noqa: E402
 from adora_vl.rollout import llm as llm_module  # noqa: E402
 from adora_vl.synthetic.generate import generate  # noqa: E402
 from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
-from tests.parity.looks import AFTER, BEFORE, TURNS, WITH_ENGINE, Draws, data_set  # noqa: E402
+from tests.support.parity import (  # noqa: E402
+    AFTER,
+    BEFORE,
+    TURNS,
+    WITH_ENGINE,
+    Draws,
+    data_set,
+)
 
 SETTINGS: dict[str, Any] = {
     **WITH_ENGINE,
@@ -74,7 +81,8 @@ class Recorder(AdoraGRPOTrainer):
             scored_BC = logps_BC if logps_BC is not None else batch.get("old_per_token_logps")
             if scored_BC is not None:
                 gaps_BC = (scored_BC - batch["sampling_per_token_logps"]).abs()
-                gaps = gaps_BC[loss_mask(batch).bool()]
+                in_loss_BC = loss_mask(batch).bool()
+                gaps = gaps_BC[in_loss_BC]
                 self.gaps.append(gaps.max().item())
                 self.means.append(gaps.mean().item())
                 starts = batch.get("tool_mask", torch.ones(0, 2)).diff() == 1  # of a later turn
@@ -84,7 +92,7 @@ class Recorder(AdoraGRPOTrainer):
         self.drift_guard.check_batch = checked  # type: ignore[method-assign]
 
     def pixels(self, references: torch.Tensor) -> torch.Tensor:
-        """What the references of this batch stand for, which they do until the next one is made."""
+        """Return what the references of this batch stand for until the next batch is made."""
         if references.is_floating_point():
             return references
         bank = self.images.banks.of(int(references[0, 0]))
@@ -119,8 +127,8 @@ def last_table(folder: str) -> dict[str, list[Any]]:
 def sabotage(name: str) -> None:
     """Break one correction, to see that the tests notice."""
 
-    def put(what: str, instead: Any) -> None:
-        mock.patch.object(engine_module, what, instead).start()
+    def put(attribute: str, instead: Any) -> None:
+        mock.patch.object(engine_module, attribute, instead).start()
 
     if name == "expanded":
         mock.patch.object(
@@ -160,14 +168,16 @@ def main() -> None:
     parser.add_argument("settings", nargs="*")
     options = parser.parse_intermixed_args()
     sabotage(options.sabotage)
-    own = {
+    settings = {
         key: yaml.safe_load(value)
         for key, value in (word.split("=", 1) for word in options.settings)
     }
     if options.tools:
         Recorder.toolbox = Draws.of_process()
-        own = {**TURNS, **own}
-    args = AdoraGRPOConfig(output_dir=str(options.output.parent / "run"), **{**SETTINGS, **own})
+        settings = {**TURNS, **settings}
+    args = AdoraGRPOConfig(
+        output_dir=str(options.output.parent / "run"), **{**SETTINGS, **settings}
+    )
     # Four problems that come again at every step. In prompts longer than a block of the prefix
     # cache (128 tokens on a CPU) they hit a cache which is not reset.
     rows = list(generate(4, seed=5))
@@ -194,11 +204,9 @@ def main() -> None:
         for n, p in trainer.model.named_parameters()
         if n in vision and p.shape == vision[n].shape
     )
-    moved = (
-        (trainer.logps_now(trainer.first) - trainer.logps_first)
-        .abs()[loss_mask(cast("Batch", trainer.first)).bool()]
-        .max()
-    )
+    moved_BC = (trainer.logps_now(trainer.first) - trainer.logps_first).abs()
+    in_loss_BC = loss_mask(cast("Batch", trainer.first)).bool()
+    moved = moved_BC[in_loss_BC].max()
     gaps = torch.tensor(trainer.gaps)
     gaps = trainer.accelerator.gather(gaps[None]).amax(dim=0)
     moved = trainer.accelerator.gather(moved[None]).amax()

@@ -35,13 +35,20 @@ from adora_vl.config.blocks import RolloutOptions  # noqa: E402
 from adora_vl.config.keys import StepPart  # noqa: E402
 from adora_vl.models.load import PRETRAINED  # noqa: E402
 from adora_vl.packing import policy_pass as packed_module  # noqa: E402
-from adora_vl.packing.shared_prompt import pack, sharing_pays  # noqa: E402
+from adora_vl.packing.shared_prompt import Packed, pack, sharing_pays  # noqa: E402
 from adora_vl.rewards import reward_function  # noqa: E402
+from adora_vl.rollout.rollouts import StepKey  # noqa: E402
 from adora_vl.synthetic.generate import generate  # noqa: E402
 from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
 from adora_vl.training import micro_batches as batcher_module  # noqa: E402
 from adora_vl.training.generation import Generation  # noqa: E402
-from tests.parity.looks import TURNS, WITH_ENGINE, Draws, Gradients, data_set  # noqa: E402
+from tests.support.parity import (  # noqa: E402
+    TURNS,
+    WITH_ENGINE,
+    Draws,
+    Gradients,
+    data_set,
+)
 
 PARTS = [part for part in get_args(StepPart) if part != "seeded_rollouts"]
 # What each step has on. Sharing vision and prompts needs the references that the image cache gives.
@@ -107,8 +114,9 @@ class SameAgain(AdoraGRPOTrainer):
         return super()._compute_loss(model, inputs)
 
     @property
-    def _step_key(self) -> str:
-        return "again"
+    def _step_key(self) -> StepKey:
+        """The same in each step, so that the same rollouts are drawn again."""
+        return StepKey(mode="train", step=0, micro=0)
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
         self.before = self.images._cache.processed, self.images.vision.seen
@@ -116,18 +124,18 @@ class SameAgain(AdoraGRPOTrainer):
 
     def _build_collaborators(self, *args: Any) -> None:
         super()._build_collaborators(*args)
-        graded = self.pool.builder.watcher.graded
+        log_scored = self.generation_log.scored
 
-        def noted(generation: Generation, *given: Any) -> None:
-            graded(generation, *given)
-            if not generation.attempt:
+        def noted(generation: Generation, built: Any, scored: Any) -> None:
+            log_scored(generation, built, scored)
+            if not generation.key.attempt:
                 processed, seen = self.before
                 self.work.append(
                     {"processed": self.images._cache.processed - processed, "seen": seen}
                 )
-                self.sampled.append(generation.batch["completion_ids"].tolist())
+                self.sampled.append(scored.batch["completion_ids"].tolist())
 
-        self.pool.builder.watcher.graded = noted  # type: ignore[method-assign,assignment]
+        self.generation_log.scored = noted  # type: ignore[method-assign]
 
 
 class Switches(TrainerCallback):
@@ -153,7 +161,7 @@ class Switches(TrainerCallback):
 
 
 def distances(gradients: list[dict[str, torch.Tensor]]) -> list[float]:
-    """Of each step the largest relative distance of any parameter's gradient from the first step's."""
+    """Measure the largest relative distance of a gradient from the first step's, for each step."""
     scale = max(tensor.norm() for tensor in gradients[0].values())
     result = []
     for step in gradients:
@@ -172,7 +180,7 @@ def reward_without_signal(ids: set[str]) -> Any:
 
     def reward(completions: list[Any], id: list[str], **columns: Any) -> list[float]:
         graded = preset(completions=completions, id=id, **columns)
-        return [0.1 if own in ids else value for own, value in zip(id, graded, strict=True)]
+        return [0.1 if row_id in ids else value for row_id, value in zip(id, graded, strict=True)]
 
     return reward
 
@@ -181,8 +189,8 @@ def sabotage(names: str) -> None:
     """Break parts, comma-separated, to see that the tests notice."""
     if "positions" in names:  # every rollout one place further on
 
-        def shifted(*args: Any) -> Any:
-            packed = pack(*args)
+        def shifted(input_ids: torch.Tensor, **layout: Any) -> Packed:
+            packed = pack(input_ids, **layout)
             after_the_prompt = torch.arange(packed.ids_NS.size(1)) >= packed.shared.groups[0].prompt
             return dataclasses.replace(packed, positions=packed.positions + after_the_prompt)
 
@@ -203,7 +211,7 @@ def main() -> None:
     steps = options.only.split(",")
     if options.tools:
         SameAgain.toolbox = Draws.of_process()
-    own = {
+    changed = {
         key: yaml.safe_load(value)
         for key, value in (word.split("=", 1) for word in options.settings)
     }
@@ -221,7 +229,7 @@ def main() -> None:
         "shuffle_dataset": False,
         "adora_self_check": False,  # its images would be in the cache before the first step
         **(TURNS if options.tools else {}),
-        **own,
+        **changed,
     }
     args = AdoraGRPOConfig(output_dir=str(options.output.parent / "run"), **settings)
     groups = args.generation_batch_size // args.num_generations
@@ -238,13 +246,11 @@ def main() -> None:
         train_dataset=data_set(rows),
         callbacks=[switches, gradients],
     )
-    trainer.work, trainer.sampled, trainer.begun, trainer.packed, trainer.losses = (
-        [],
-        [],
-        [],
-        [],
-        [],
-    )
+    trainer.work = []
+    trainer.sampled = []
+    trainer.begun = []
+    trainer.packed = []
+    trainer.losses = []
     if not options.float32:
         pass_of_trl = in_float64(trainer._get_per_token_logps_and_entropies)
         trainer._get_per_token_logps_and_entropies = pass_of_trl  # type: ignore[method-assign]

@@ -2,7 +2,6 @@
 and on two (ZeRO-3); and where a correction is taken out, that is noticed.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +13,15 @@ from adora_vl.advantage import Groups, weigh_groups
 from adora_vl.builtin import WarmStart
 from adora_vl.builtin.tiny_vl import build_tiny_model
 from adora_vl.doctor.engine import BANNED, BUFFERS, FEATURES, LANGUAGE, RUNNER, SLEEP, VISION
-from adora_vl.models.load import PRETRAINED
 from adora_vl.rollout.agreement import COLD, DISTANT, PROMPTS
-from tests.integration.support import launch, lost_image_features
+from tests.support.engine_errors import lost_image_features
+from tests.support.parity import run_parity
 
 pytestmark = pytest.mark.slow
-SCRIPT = ("-m", "tests.parity.parity_run")
 # Nats, the largest of any token, both sides float32. About 2e-6 was measured, and float32's
 # rounding differs by small factors between processors, not by 50; what the corrections are there
 # for is 0.04 and more.
 BOUND = 1e-4
-
-
-def parity(
-    tmp_path: Path, config: str, *words: str, check: bool = True, model: Path = PRETRAINED
-) -> dict[str, Any]:
-    output = tmp_path / "result.json"
-    done = launch(
-        config, *SCRIPT, "--model", str(model), "--output", str(output), *words, check=check
-    )
-    result: dict[str, Any] = json.loads(output.read_text()) if output.is_file() else {}
-    return {**result, "returncode": done.returncode, "stderr": done.stderr}
 
 
 def assert_parity(result: dict[str, Any]) -> None:
@@ -52,7 +39,7 @@ STOCK_WORK = [
 @pytest.mark.core
 @pytest.mark.parametrize("words", [[], STOCK_WORK], ids=["all at once", "stock's work"])
 def test_one_process(tmp_path, words):
-    result = parity(tmp_path, "cpu", "per_device_train_batch_size=16", *words)
+    result = run_parity(tmp_path, "cpu", "per_device_train_batch_size=16", *words)
     assert_parity(result)
     assert result["vision_moved"] > 0, "the vision tower was not trained"
     assert result["sent"] == [sum(result["tensors"].values())] * 6
@@ -77,18 +64,21 @@ def test_turns_between_which_tools_show_pictures_of_any_size(tmp_path, words):
 
     Two processes may have other numbers of turns.
     """
-    config, rows, *further = words
-    result = parity(
-        tmp_path, config, "--tools", *further, f"per_device_train_batch_size={rows}", "max_steps=2"
+    config, rows, *options = words
+    result = run_parity(
+        tmp_path, config, "--tools", *options, f"per_device_train_batch_size={rows}", "max_steps=2"
     )
-    assert max(result["gaps"]) <= BOUND and max(result["means"]) <= 1e-6
-    assert (result["moved"] > 0.1 or "learning_rate=0" in words) and max(result["turns"]) == 3
-    assert result["packed"] > 0 and not result["refused"]
+    assert max(result["gaps"]) <= BOUND
+    assert max(result["means"]) <= 1e-6
+    assert result["moved"] > 0.1 or "learning_rate=0" in words
+    assert max(result["turns"]) == 3
+    assert result["packed"] > 0
+    assert not result["refused"]
     assert result["table"]["length"] == result["own_lengths"]
 
 
 def make_lively(weights: Path) -> None:
-    """Or a fresh model says much the same whatever it is shown."""
+    """Scale the weights up: a fresh model says much the same whatever it is shown."""
     tensors = load_file(weights)
     for name, tensor in tensors.items():
         if tensor.ndim >= 2 and "visual" not in name and "embed" not in name:
@@ -112,23 +102,23 @@ def qwen3_vl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ]
     looks = [word for look in ("doctor", "answers", "lora") for word in ("--look", look)]
     make_lively(folder / "model" / "model.safetensors")
-    return parity(folder, "cpu", "--mixed", "--tools", *looks, *words, model=folder / "model")
+    return run_parity(folder, "cpu", "--mixed", "--tools", *looks, *words, model=folder / "model")
 
 
 def test_another_family_with_any_number_of_images_a_row(qwen3_vl):
-    assert (
-        len(qwen3_vl["gaps"]) == 4 and max(qwen3_vl["gaps"]) <= BOUND and max(qwen3_vl["turns"]) > 1
-    )
-    assert qwen3_vl["packed"] > 0 and not qwen3_vl["refused"]
-    assert qwen3_vl["moved"] > 0.1 and qwen3_vl["vision_moved"] > 0
-    assert (
-        qwen3_vl["sent"] == [sum(qwen3_vl["tensors"].values())] * 4
-        and qwen3_vl["tensors"]["projector"] == 18
-    )
+    assert len(qwen3_vl["gaps"]) == 4
+    assert max(qwen3_vl["gaps"]) <= BOUND
+    assert max(qwen3_vl["turns"]) > 1
+    assert qwen3_vl["packed"] > 0
+    assert not qwen3_vl["refused"]
+    assert qwen3_vl["moved"] > 0.1
+    assert qwen3_vl["vision_moved"] > 0
+    assert qwen3_vl["sent"] == [sum(qwen3_vl["tensors"].values())] * 4
+    assert qwen3_vl["tensors"]["projector"] == 18
 
 
 def test_the_doctor_on_another_family(qwen3_vl):
-    """On rows that have images and rows that have none, in one batch."""
+    """Every check passes on a batch in which some rows have images and some have none."""
     status = {check["name"]: check["status"] for check in qwen3_vl["looks"]["doctor"]}
     assert status.pop(SLEEP) == "skipped"
     assert status.pop(VISION) != "failed", (
@@ -139,18 +129,20 @@ def test_the_doctor_on_another_family(qwen3_vl):
 
 
 def test_both_engines_of_the_evaluators_answer_alike_for_another_family(qwen3_vl):
-    found = qwen3_vl["looks"]["answers"]
-    assert found["vllm"] == found["transformers"] and len(found["vllm"]) == 4
-    assert any(answer["calls"] for answer in found["vllm"])
-    assert len({answer["text"] for answer in found["vllm"]}) > 1, (
+    answers = qwen3_vl["looks"]["answers"]
+    assert answers["vllm"] == answers["transformers"]
+    assert len(answers["vllm"]) == 4
+    assert any(answer["calls"] for answer in answers["vllm"])
+    assert len({answer["text"] for answer in answers["vllm"]}) > 1, (
         "the same answer whatever is asked"
     )
 
 
 def test_lora_of_another_family_reaches_the_engine(qwen3_vl):
     """An adapter in its language model, vision tower, merger and deepstack mergers."""
-    found = qwen3_vl["looks"]["lora"]
-    assert found["moved"] > 0.1 and found["gap"] <= BOUND
+    distances = qwen3_vl["looks"]["lora"]
+    assert distances["moved"] > 0.1
+    assert distances["gap"] <= BOUND
 
 
 LONG = ["--prompt-repeats", "9", "per_device_train_batch_size=16"]
@@ -161,21 +153,22 @@ def test_prompts_that_come_again_and_fill_cache_blocks(tmp_path):
     """The tiny model puts up to 0.2 % of its mass on tokens that are never sampled here: no gap may
     come of that.
     """
-    assert_parity(parity(tmp_path, "cpu", *LONG))
+    assert_parity(run_parity(tmp_path, "cpu", *LONG))
 
 
 @pytest.mark.core
 def test_two_zero3_processes_with_groups_that_span_them(tmp_path):
     # 6 sequences per rank in groups of 4: the second group lies on both ranks. The projector is
     # frozen.
-    result = parity(
+    result = run_parity(
         tmp_path, "cpu_zero3", "per_device_train_batch_size=6", "adora_freeze=[projector]"
     )
     assert_parity(result)
     everything = sum(result["tensors"].values())
     assert result["sent"] == [everything] + [everything - result["tensors"]["projector"]] * 5
     table = result["table"]  # of the last step, all ranks
-    rewards, lengths = (torch.tensor(table[key]).view(-1, 4) for key in ("reward", "length"))
+    rewards = torch.tensor(table["reward"]).view(-1, 4)
+    lengths = torch.tensor(table["length"]).view(-1, 4)
     expected = weigh_groups(Groups(rewards, lengths, lengths >= 22)).weights_P
     constant = rewards.amax(dim=1) == rewards.amin(dim=1)
     assert torch.equal(torch.tensor(table["adora_weight"]).view(-1, 4)[:, 0], expected)
@@ -194,10 +187,11 @@ def test_without_the_collapsing_the_drift_guard_stops_the_run(tmp_path):
     are wording.
     """
     words = ["per_device_train_batch_size=8", "adora_max_drift=0.1"]
-    result = parity(tmp_path, "cpu", "--sabotage", "expanded", *words, check=False)
+    result = run_parity(tmp_path, "cpu", "--sabotage", "expanded", *words, check=False)
     assert result["returncode"] != 0
     assert "adora_max_drift is 0.1" in result["stderr"]
-    assert "Likely causes" in result["stderr"] and "min_pixels" in result["stderr"]
+    assert "Likely causes" in result["stderr"]
+    assert "min_pixels" in result["stderr"]
     saved = [path.name for path in (tmp_path / "run").glob("checkpoint-*")]
     assert saved == ["checkpoint-0"]
     assert (tmp_path / "run" / "checkpoint-0" / "model.safetensors").is_file()
@@ -205,7 +199,7 @@ def test_without_the_collapsing_the_drift_guard_stops_the_run(tmp_path):
 
 @pytest.mark.core
 def test_other_pixel_limits_stop_the_step_with_the_row(tmp_path):
-    result = parity(
+    result = run_parity(
         tmp_path, "cpu", "--sabotage", "pixel_limits", "per_device_train_batch_size=8", check=False
     )
     assert result["returncode"] != 0
@@ -216,7 +210,7 @@ def test_other_pixel_limits_stop_the_step_with_the_row(tmp_path):
 @pytest.mark.parametrize("cache", ["prefix", "encoder"])
 def test_without_the_reset_of_a_cache_old_results_come_back(tmp_path, cache):
     words = [*LONG, "--sabotage", f"stale_{cache}_cache", "adora_max_drift=null", "max_steps=3"]
-    result = parity(tmp_path, "cpu", *words, check=False)
+    result = run_parity(tmp_path, "cpu", *words, check=False)
     if result[
         "returncode"
     ]:  # the CPU engine's runner forgets features at a reload, its scheduler does not
@@ -228,7 +222,7 @@ def test_without_the_reset_of_a_cache_old_results_come_back(tmp_path, cache):
 
 
 def test_without_the_sync_the_gap_grows(tmp_path):
-    result = parity(
+    result = run_parity(
         tmp_path,
         "cpu",
         "--sabotage",

@@ -19,7 +19,8 @@ from adora_vl.rewards import reward_function
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.synthetic.generate import generate
 from adora_vl.trainer import AdoraGRPOTrainer
-from tests.parity.looks import Gradients, data_set
+from adora_vl.training.rollout_facts import RolloutFacts
+from tests.support.parity import Gradients, data_set
 
 pytestmark = [pytest.mark.slow, pytest.mark.core]
 
@@ -43,7 +44,7 @@ def two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict[str, 
     decided by the seed.
     """
     processor = load_processor(str(PRETRAINED))
-    own: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "output_dir": str(tmp_path / "run"),
         "use_cpu": True,
         "bf16": False,
@@ -63,7 +64,7 @@ def two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict[str, 
         "generation_kwargs": {"suppress_tokens": never_sampled_ids(processor.tokenizer)},
         "adora_stock_step": [part for part in get_args(StepPart) if part != "seeded_rollouts"],
     }
-    args = AdoraGRPOConfig(**{**own, **settings})
+    args = AdoraGRPOConfig(**{**defaults, **settings})
     batches: list[dict[str, Any]] = []
 
     class Recorded(trainer_class):
@@ -132,7 +133,8 @@ def test_several_steps_a_generation_are_stock_grpos(tmp_path):
         [entry["clip_ratio/region_mean"] for entry in run["log"] if "loss" in entry]
         for run in (ours, stock)
     ]
-    assert clipped[0] == clipped[1] and clipped[0][0] == clipped[0][4] == 0 < max(clipped[0])
+    assert clipped[0] == clipped[1]
+    assert clipped[0][0] == clipped[0][4] == 0 < max(clipped[0])
 
 
 def test_attenuation_changes_the_advantages_of_the_marked_groups_only(tmp_path, stock):
@@ -146,8 +148,10 @@ def test_attenuation_changes_the_advantages_of_the_marked_groups_only(tmp_path, 
     weighted = ours["batches"][0]["advantages"].view(-1, 8)
     assert torch.equal(ours["batches"][0]["completion_ids"], stock["batches"][0]["completion_ids"])
     assert not torch.equal(raw, weighted)
-    ratios = {round(r, 4) for r in (weighted / raw)[raw != 0].tolist()}
-    assert 0.1 in ratios and ratios <= {
+    has_advantage = raw != 0
+    ratios = {round(ratio, 4) for ratio in (weighted / raw)[has_advantage].tolist()}
+    assert 0.1 in ratios
+    assert ratios <= {
         0.0,
         0.1,
         1.0,
@@ -160,22 +164,22 @@ def test_attenuation_changes_the_advantages_of_the_marked_groups_only(tmp_path, 
 def test_the_trainer_hands_whole_groups_to_the_method_and_its_state_to_the_checkpoint(
     tmp_path, stock, monkeypatch
 ):
-    """On stock TRL's rollouts, the advantages are those of the pure functions, step after step."""
-    graded = MetricsLogger.graded
-    seen = list[Any]()
+    """The advantages of stock TRL's rollouts are those of the pure functions, step after step."""
+    log_scored = MetricsLogger.scored
+    seen = list[RolloutFacts]()
 
-    def noted(log: MetricsLogger, generation: Any, *given: Any) -> None:
-        seen.append(generation.scores)
-        graded(log, generation, *given)
+    def noted(log: MetricsLogger, generation: Any, built: Any, scored: Any) -> None:
+        seen.append(scored.facts)
+        log_scored(log, generation, built, scored)
 
-    monkeypatch.setattr(MetricsLogger, "graded", noted)
+    monkeypatch.setattr(MetricsLogger, "scored", noted)
     chosen = {"daro": {}, "adora": {"criteria": ["difficulty"], "tau": 0.2}}
     ours = two_steps(AdoraGRPOTrainer, tmp_path, adora_method=chosen)
     options = Adora(criteria=("difficulty",), tau=Schedule(0.2))
     method = AdvantagePipeline({"daro": Daro(), "adora": options})
-    for step, (batch, scores) in enumerate(zip(ours["batches"], seen, strict=True)):
-        rewards = scores.rewards.all_BF[:, 0].view(-1, 8)
-        lengths = scores.lengths_B.view(-1, 8)
+    for step, (batch, facts) in enumerate(zip(ours["batches"], seen, strict=True)):
+        rewards = facts.rewards_NF[:, 0].view(-1, 8)
+        lengths = facts.length_N.view(-1, 8)
         groups = Groups(rewards, lengths, lengths >= 26, step=step)
         assert torch.equal(batch["advantages"], method(groups, group_advantages(rewards)).flatten())
     assert ours["facts"]["methods"] == method.state()

@@ -21,10 +21,11 @@ from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.rollout.rollouts import SamplingResult
 from adora_vl.rollout.samplers import VLLMSampler
 from adora_vl.trainer import AdoraGRPOTrainer
-from tests.unit.packing.test_images import picture
+from tests.support.pictures import noise_picture
 
 pytestmark = [pytest.mark.slow, pytest.mark.core]
-GROUPS, SIZE = 4, 4
+GROUPS = 4
+SIZE = 4
 IMAGES = {"text": (0, 0, 0, 0), "one": (1, 1, 1, 1), "several": (2, 1, 3, 1), "mixed": (0, 2, 0, 1)}
 # Means that are summed in another order, without a mask as an index.
 ROUNDED = {"sampling/sampling_logp_difference/mean", "sampling/importance_sampling_ratio/mean"}
@@ -43,8 +44,8 @@ async def of_some_groups(
 ) -> list[float | None]:
     """One that says nothing of every other problem, as TRL's examples for several tasks do."""
     return [
-        None if one % 2 else len(said[0]["content"]) / 7
-        for one, said in zip(level, completions, strict=True)
+        None if is_scored % 2 else len(completion[0]["content"]) / 7
+        for is_scored, completion in zip(level, completions, strict=True)
     ]
 
 
@@ -59,9 +60,9 @@ class Flat:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._processor, name)
 
-    def __call__(self, images: Any = None, **further: Any) -> Any:
+    def __call__(self, images: Any = None, **kwargs: Any) -> Any:
         return self._processor(
-            images=images and [image for row in images for image in row or []], **further
+            images=images and [image for row in images for image in row or []], **kwargs
         )
 
 
@@ -70,7 +71,7 @@ def rows_of(images: tuple[int, ...]) -> list[dict[str, Any]]:
         {
             "prompt": conversation(f"What is {number}?", SYSTEM_PROMPT),
             "level": number,
-            "images": [picture(10 * number + one) for one in range(count)],
+            "images": [noise_picture(10 * number + image_number) for image_number in range(count)],
         }
         for number, count in enumerate(images)
     ]
@@ -82,19 +83,22 @@ def sampled(ends: list[int]) -> tuple[list[list[int]], list[list[float | None]]]
     them.
     """
     draw = torch.Generator().manual_seed(4)
-    found, logps = [], []
+    token_ids = []
+    logps = []
     for row in range(GROUPS * SIZE):
         ids = torch.randint(14, 400, (1 + row % 9,), generator=draw).tolist()
-        found.append([*ids, *ends[: row % 2]])
-        said: list[float | None] = (-3 * torch.rand(len(found[-1]), generator=draw)).tolist()
-        logps.append([None, *said[1:]] if row == 3 else said)
-    return found, logps
+        token_ids.append([*ids, *ends[: row % 2]])
+        row_logps: list[float | None] = (
+            -3 * torch.rand(len(token_ids[-1]), generator=draw)
+        ).tolist()
+        logps.append([None, *row_logps[1:]] if row == 3 else row_logps)
+    return token_ids, logps
 
 
 def trainer_of(folder: Any, reward: Any, **settings: Any) -> AdoraGRPOTrainer:
     processor = load_processor(str(PRETRAINED))
     peft = settings.pop("peft_config", None)
-    own: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "use_cpu": True,
         "bf16": False,
         "gradient_checkpointing": False,
@@ -114,7 +118,7 @@ def trainer_of(folder: Any, reward: Any, **settings: Any) -> AdoraGRPOTrainer:
     return AdoraGRPOTrainer(
         str(PRETRAINED),
         reward,
-        AdoraGRPOConfig(str(folder), **{**own, **settings}),
+        AdoraGRPOConfig(str(folder), **{**defaults, **settings}),
         data,
         processing_class=processor,
         reward_processing_classes=tokenizers,
@@ -189,23 +193,26 @@ def test_a_generation_is_trls(tmp_path, case):
     rewards = settings.pop("rewards", "one")
     engine = settings.pop("engine", False)
     torch.manual_seed(1)
-    others = {
+    further_rewards = {
         "one": [],
         "two": [of_some_groups],
         "model": [Qwen2ForSequenceClassification(REWARD_MODEL).eval()],
     }
-    trainer = trainer_of(tmp_path, [by_tokens, *others[rewards]], **settings)
+    trainer = trainer_of(tmp_path, [by_tokens, *further_rewards[rewards]], **settings)
     completions, logps = sampled(trainer.eos_token_ids[:1])
-    answers = [SamplingResult(*each) for each in zip(completions, logps, strict=True)]
+    answers = [
+        SamplingResult(tokens=tokens, logps=scores)
+        for tokens, scores in zip(completions, logps, strict=True)
+    ]
     if engine:
         trainer.use_vllm = True
-        found: Any = SimpleNamespace(
+        fake_engine: Any = SimpleNamespace(
             sample=lambda *_: answers, sync_weights=lambda: None, bytes_sent=0
         )
-        found.take_images_from = lambda _: None
-        trainer.vllm_generation = found
-        trainer.pool.sampler = VLLMSampler(trainer.context, trainer.images, found)
-        trainer.pool.builder = replace(trainer.pool.builder, scored=True)
+        fake_engine.take_images_from = lambda _: None
+        trainer.vllm_generation = fake_engine
+        trainer.rollouts.groups.sampler = VLLMSampler(trainer.context, trainer.images, fake_engine)
+        trainer.builder = replace(trainer.builder, scored=True)
     trainer._generate_single_turn = lambda *_: (completions, logps if engine else None)
     trainer.model.train(training)
     if "peft_config" in settings:
@@ -220,23 +227,28 @@ def test_a_generation_is_trls(tmp_path, case):
     trainer.processing_class = processor
     ours = made(trainer, AdoraGRPOTrainer._generate_and_score_completions, rows_of(IMAGES[images]))
     for name, theirs in stock["batch"].items():
-        own = ours["batch"][name]
-        equal = torch.equal(own, theirs) if isinstance(theirs, torch.Tensor) else own == theirs
+        our_value = ours["batch"][name]
+        equal = (
+            torch.equal(our_value, theirs)
+            if isinstance(theirs, torch.Tensor)
+            else our_value == theirs
+        )
         if name == "sampling_per_token_logps":
-            equal = torch.equal(own.nan_to_num(9), theirs.nan_to_num(9))
-        assert equal, (name, own, theirs)
-        assert getattr(own, "dtype", None) == getattr(theirs, "dtype", None), name
+            equal = torch.equal(our_value.nan_to_num(9), theirs.nan_to_num(9))
+        assert equal, (name, our_value, theirs)
+        assert getattr(our_value, "dtype", None) == getattr(theirs, "dtype", None), name
     for name, values in stock["figures"].items():
-        (own,) = ours["figures"][name]
+        (our_value,) = ours["figures"][name]
         (theirs,) = values
-        assert own == (pytest.approx(theirs, rel=1e-6) if name in ROUNDED else theirs), name
+        assert our_value == (pytest.approx(theirs, rel=1e-6) if name in ROUNDED else theirs), name
     raw = ours["table"].pop("extra/advantage_raw")
-    assert raw == stock["table"].pop("advantages") and any(raw)
+    assert raw == stock["table"].pop("advantages")
+    assert any(raw)
     for name, values in stock["table"].items():
         assert repr(ours["table"][name]) == repr(values), name  # with NaN in it
     assert {"reward", "completions/clipped_ratio", "shortest"} <= stock["figures"].keys()
-    for name, wanted in (
+    for name, column in (
         ("beta", "ref_per_token_logps"),
         ("steps_per_generation", "old_per_token_logps"),
     ):
-        assert (name in settings) <= (wanted in stock["batch"])
+        assert (name in settings) <= (column in stock["batch"])

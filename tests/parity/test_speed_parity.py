@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.support import launch
+from tests.support.launch import launch
 
 pytestmark = pytest.mark.slow
 SCRIPT = str(Path(__file__).with_name("speed_run.py"))
@@ -48,8 +48,8 @@ def one_process(tmp_path_factory):
 
 def each(result: dict[str, Any], figure: str) -> dict[str, Any]:
     """The figure of each step that learns from the same rollouts."""
-    found = dict(zip(result["steps"], result[figure], strict=True))
-    return {name: value for name, value in found.items() if name != "refill"}
+    figures = dict(zip(result["steps"], result[figure], strict=True))
+    return {name: value for name, value in figures.items() if name != "refill"}
 
 
 def assert_equal_steps(result: dict[str, Any], loss_bound: float = 1e-12) -> None:
@@ -73,7 +73,8 @@ def test_a_reference_model_is_asked_the_same(tmp_path):
     only = "off,cache,vision,prompt,old pass,no padding,all"
     result = speed(tmp_path, "cpu", "beta=0.1", "max_completion_length=24", "--only", only)
     assert_equal_steps(result)
-    assert result["packed"] > 0 and not result["refused"]
+    assert result["packed"] > 0
+    assert not result["refused"]
     assert max(result["kl"]) < 1e-14, "log-probabilities are 1.4e-7 nats apart or more"
     assert max(result["distances"]) <= BOUND
 
@@ -84,11 +85,9 @@ def test_turns_with_pictures_of_tools(tmp_path):
     """
     result = speed(tmp_path, "cpu", "--tools", "--only", "off,vision,prompt,no padding,all")
     assert_equal_steps(result)
-    assert (
-        result["packed"] > 0
-        and not result["refused"]
-        and result["seen_in_step"][1] < result["seen_in_step"][0]
-    )
+    assert result["packed"] > 0
+    assert not result["refused"]
+    assert result["seen_in_step"][1] < result["seen_in_step"][0]
     assert max(result["distances"]) <= BOUND
 
 
@@ -96,17 +95,19 @@ def test_the_work_is_really_saved(one_process):
     # 4 problems, 8 rollouts each; the image of each went through the processor once in the whole
     # run
     assert sum(step["processed"] for step in one_process["work"]) == 4
-    seen = each(one_process, "seen_in_step")
-    assert seen["off"] == 2 * 32, (
+    rows_seen = each(one_process, "seen_in_step")
+    assert rows_seen["off"] == 2 * 32, (
         "a pass for the old log-probabilities and the policy's own, over every copy"
     )
-    assert seen["old pass"] == 32
-    assert seen["vision"] == 2 * 4
-    assert seen["zero signal"] == 32 + 16, "two of four problems have no signal"
-    assert seen["all"] == 2
+    assert rows_seen["old pass"] == 32
+    assert rows_seen["vision"] == 2 * 4
+    assert rows_seen["zero signal"] == 32 + 16, "two of four problems have no signal"
+    assert rows_seen["all"] == 2
     skipped = each(one_process, "skipped")
-    assert skipped["all"] == skipped["zero signal"] == 0.5 and skipped["no padding"] == 0
-    assert one_process["packed"] > 0 and not one_process["refused"]
+    assert skipped["all"] == skipped["zero signal"] == 0.5
+    assert skipped["no padding"] == 0
+    assert one_process["packed"] > 0
+    assert not one_process["refused"]
     assert each(one_process, "packed_in_step")["no padding"] > 0, "no pass was without padding"
 
 
@@ -114,13 +115,14 @@ def test_groups_of_a_further_batch_bring_all_that_is_theirs(one_process):
     """Were a token, an image or a log-probability another row's, engine and policy would differ on
     it.
     """
-    assert one_process["steps"][-1] == "refill" and one_process["refilled"] > 0
+    assert one_process["steps"][-1] == "refill"
+    assert one_process["refilled"] > 0
     assert one_process["drift"][-1] < DRIFT
     assert one_process["distances"][-1] > 1e-2, "nothing else was learned from"
 
 
 def test_micro_batches_of_half_a_group(tmp_path):
-    """As the recipes for large models: fewer rows a micro-batch than a group has.
+    """A micro-batch may have fewer rows than a group, as in the recipes for large models.
 
     None is run for nothing.
     """
@@ -129,7 +131,8 @@ def test_micro_batches_of_half_a_group(tmp_path):
     assert_equal_steps(result)
     assert max(result["distances"]) <= BOUND
     run = each(result, "micro_batches")
-    assert run["off"] == run["no padding"] == 8 and run["zero signal"] == run["all"] == 4
+    assert run["off"] == run["no padding"] == 8
+    assert run["zero signal"] == run["all"] == 4
 
 
 def test_faults_are_noticed(tmp_path):
@@ -149,14 +152,17 @@ def test_two_zero3_processes_with_groups_without_signal(tmp_path):
     only = "off,prompt,zero signal,spread,all,refill"
     result = speed(tmp_path, "cpu_zero3", "--float32", *TWO_PROCESSES, "--only", only)
     assert_equal_steps(result, LOSS_FLOAT32)
-    assert result["packed"] > 0 and not result["refused"]
+    assert result["packed"] > 0
+    assert not result["refused"]
     for norm in each(result, "norms").values():
         assert norm == pytest.approx(result["norms"][0], rel=NORM_FLOAT32)
     skipped = each(result, "skipped")
     moved = each(result, "moved")
     # the silent problems are the first process's: alone, it would look on while the other takes all
     # of its own
-    assert skipped["zero signal"] == 0 and skipped["spread"] == skipped["all"] == 0.5
+    assert skipped["zero signal"] == 0
+    assert skipped["spread"] == skipped["all"] == 0.5
     assert moved["spread"] == 0.5
     run = each(result, "micro_batches")
-    assert run["off"] == run["zero signal"] == 4 and run["spread"] == run["all"] == 2
+    assert run["off"] == run["zero signal"] == 4
+    assert run["spread"] == run["all"] == 2

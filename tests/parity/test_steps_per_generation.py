@@ -15,7 +15,7 @@ from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.synthetic.generate import generate
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.batch_rows import take_rows
-from tests.parity.looks import data_set
+from tests.support.parity import data_set
 
 pytestmark = pytest.mark.slow
 # 4 updates of 2 x 8 sequences per generation: 16 groups of 4
@@ -63,9 +63,7 @@ class Watched(AdoraGRPOTrainer):
         return super()._compute_loss(model, inputs)
 
     def stock_gradients(self, rows: list[int]) -> dict[str, torch.Tensor]:
-        """Of these rollouts, each with the weight that it has in stock TRL's micro-batches of full
-        size.
-        """
+        """Return these rollouts' gradients, weighted as in stock TRL's full micro-batches."""
         batch = take_rows(split_pixel_values_by_grid(self.generation), rows)
         batch = unsplit_pixel_values_by_grid(batch)
         self.args.adora_stock_step = ["share_vision", "share_prompt"]
@@ -87,16 +85,13 @@ class Compare(TrainerCallback):
         rows = [row for micro in update for row in micro["rollout_number"].tolist()]
         expected = trainer.stock_gradients(rows)
         scale = max(float(g.norm()) for g in expected.values())
-        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        apart = max(float((found[name] - g).norm()) for name, g in expected.items())
-        old = max(
-            float(
-                (micro["old_per_token_logps"] - self._sampled(micro))
-                .abs()[micro["completion_mask"].bool()]
-                .max()
-            )
-            for micro in update
-        )
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        apart = max(float((gradients[name] - g).norm()) for name, g in expected.items())
+        old = 0.0
+        for micro in update:
+            gaps_BC = (micro["old_per_token_logps"] - self._sampled(micro)).abs()
+            answered_BC = micro["completion_mask"].bool()
+            old = max(old, float(gaps_BC[answered_BC].max()))
         trainer.updates.append({"rows": rows, "apart": apart / scale, "scale": scale, "old": old})
         trainer.update = []
 
@@ -160,8 +155,8 @@ def test_groups_stay_whole_and_none_with_signal_is_lost_or_seen_twice(updates):
         assert sorted(update["rows"]) == [
             group * GROUP + row for group in sorted(groups) for row in range(GROUP)
         ]
-    seen = [row // GROUP for update in updates for row in update["rows"][::GROUP]]
-    assert sorted(seen) == [group for group in range(16) if group not in SILENT]
+    learned_groups = [row // GROUP for update in updates for row in update["rows"][::GROUP]]
+    assert sorted(learned_groups) == [group for group in range(16) if group not in SILENT]
 
 
 def test_the_old_log_probabilities_are_those_of_the_policy_that_sampled(updates):

@@ -52,7 +52,9 @@ def test_the_kernels_of_a_card_are_as_float64(subtests):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     forward, backward, *cases = json.loads(done.stdout.splitlines()[-1])
-    assert forward == backward == "InterpretedFunction" and len(cases) == 6
+    assert forward == backward == "InterpretedFunction"
+    assert len(cases) == 6
     for number, (dtype, logps, *gradients) in enumerate(cases):
         with subtests.test(number):
-            assert logps <= BOUNDS[dtype][0] and max(gradients) <= BOUNDS[dtype][1]
+            assert logps <= BOUNDS[dtype][0]
+            assert max(gradients) <= BOUNDS[dtype][1]

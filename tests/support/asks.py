@@ -21,12 +21,18 @@ def asks_of(
     `first`: the number of the first row. `grouped`: those of a group may be one request.
     """
     asks = []
-    for number, (own, shown) in enumerate(
+    for number, (prompt_ids, prompt_images) in enumerate(
         zip(ids, images or [None] * len(ids), strict=True), first
     ):
         group, member = divmod(number, generations)
         seed = rollout_seed(3, "train/0", group, member)
         asks.append(
-            SamplingRequest(own, list(shown or ()), group if grouped else number, seed, limit)
+            SamplingRequest(
+                prompt_ids=prompt_ids,
+                images=list(prompt_images or ()),
+                group=group if grouped else number,
+                seed=seed,
+                max_tokens=limit,
+            )
         )
     return asks

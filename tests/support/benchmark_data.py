@@ -4,7 +4,7 @@ and their scores.
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,11 +159,11 @@ def write_mathvista(folder: Path, rows: list[dict[str, Any]], form: str = "parqu
         Dataset.from_list(rows, features=MATHVISTA).to_parquet(str(path))
         return folder
     _write_images(folder, rows)
-    kept = {
+    stored = {
         row["pid"]: {k: v for k, v in row.items() if k not in ("decoded_image", "query")}
         for row in rows
     }
-    (folder / "testmini.json").write_text(json.dumps(kept))
+    (folder / "testmini.json").write_text(json.dumps(stored))
     return folder
 
 
@@ -282,16 +282,16 @@ def mathverse_rows(count: int = 5, versions: Sequence[str] = VERSIONS[:5]) -> li
         index = problem["index"]
         choice = problem["index"] % 2 == 0
         version = versions[index % len(versions)]
-        whole = problem["question"] + (
+        full_question = problem["question"] + (
             f"\nChoices:\nA:1\nB:{problem['answer']}\nC:3\nD:4" if choice else ""
         )
-        asked = "" if version == "Vision Only" else whole
+        question = "" if version == "Vision Only" else full_question
         rows.append(
             {
                 "sample_index": str(index + 1),
                 "problem_index": str(index // len(versions) + 1),
                 "problem_version": version,
-                "question": asked,
+                "question": question,
                 "image": {"bytes": problem["png"], "path": None},
                 "answer": "B" if choice else f"Area $={problem['answer']} \\mathrm{{~cm}}^{{2}}$",
                 "question_type": "multi-choice" if choice else "free-form",
@@ -301,10 +301,10 @@ def mathverse_rows(count: int = 5, versions: Sequence[str] = VERSIONS[:5]) -> li
                     "subject": "Plane Geometry",
                     "subfield": "Angle",
                 },
-                "query_wo": f"Please directly answer the question.\nQuestion: {asked}",
+                "query_wo": f"Please directly answer the question.\nQuestion: {question}",
                 "query_cot": "Please first conduct reasoning, and then answer the question.\n"
-                f"Question: {asked}",
-                "question_for_eval": whole,
+                f"Question: {question}",
+                "question_for_eval": full_question,
             }
         )
     return rows
@@ -313,10 +313,12 @@ def mathverse_rows(count: int = 5, versions: Sequence[str] = VERSIONS[:5]) -> li
 def write_mathverse(folder: Path, rows: list[dict[str, Any]]) -> Path:
     """A Parquet file for each of the two splits that the rows belong to, as on the hub."""
     folder.mkdir(parents=True, exist_ok=True)
-    seen = [row for row in rows if row["problem_version"] != TEXT_ONLY]
+    with_image = [row for row in rows if row["problem_version"] != TEXT_ONLY]
     unseen = [{**row, "image": ""} for row in rows if row["problem_version"] == TEXT_ONLY]
-    if seen:
-        Dataset.from_list(seen, features=MATHVERSE).to_parquet(str(folder / "testmini.parquet"))
+    if with_image:
+        Dataset.from_list(with_image, features=MATHVERSE).to_parquet(
+            str(folder / "testmini.parquet")
+        )
     if unseen:
         features = Features({**MATHVERSE, "image": Value("string")})
         Dataset.from_list(unseen, features=features).to_parquet(
@@ -331,9 +333,9 @@ def write_texts(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     pictures = [base64.b64encode(problem["png"]).decode() for problem in _problems(len(rows))]
-    told = [{**row, "image": picture} for row, picture in zip(rows, pictures, strict=True)]
+    texts = [{**row, "image": picture} for row, picture in zip(rows, pictures, strict=True)]
     (folder / name).write_text(
-        json.dumps([{"id": str(number), **row} for number, row in enumerate(told)])
+        json.dumps([{"id": str(number), **row} for number, row in enumerate(texts)])
     )
     return folder
 
@@ -364,7 +366,7 @@ def to_score(folder: Path, rows: Predicted, *words: str) -> list[str]:
 
 
 def scored(benchmark: Benchmark, folder: Path, rows: Predicted, *words: str) -> dict[str, Any]:
-    """What that command writes."""
+    """Score rows with a benchmark's own command and read the file that it writes."""
     assert main(benchmark, to_score(folder, rows, *words)) == 0
     result: dict[str, Any] = json.loads((folder / "s.json").read_text())
     return result
@@ -373,4 +375,33 @@ def scored(benchmark: Benchmark, folder: Path, rows: Predicted, *words: str) -> 
 def write_geometry3k(folder: Path, count: int = 6) -> Path:
     """A prepared dataset with a test split."""
     write_split(generate(count, split="test", seed=3, size=SIZE), folder, "test")
+    return folder
+
+
+WRITERS: dict[str, Callable[[Path], Path]] = {
+    "geometry3k": lambda folder: write_geometry3k(folder / "geometry3k", 4),
+    "mathvista": lambda folder: write_mathvista(folder / "mathvista", mathvista_rows(4)),
+    "mathvision": lambda folder: write_mathvision(folder / "mathvision", mathvision_rows(4)),
+    "mmstar": lambda folder: write_mmstar(folder / "mmstar", mmstar_rows(4)),
+    "wemath": lambda folder: write_wemath(folder / "wemath", wemath_rows(4)),
+    "mathverse": lambda folder: write_mathverse(folder / "mathverse", mathverse_rows(4)),
+    "mmmu_pro": lambda folder: write_texts(folder / "mmmu", "test.json", [MMMU_PRO] * 4),
+    "logicvista": lambda folder: write_texts(folder / "logic", "test.json", [LOGICVISTA] * 4),
+    "dynamath": lambda folder: write_dynamath(folder / "dynamath"),
+    "knights": lambda folder: write_knights(folder / "knights"),
+    "problems": lambda folder: write_geometry3k(folder / "problems", 4),
+}
+
+
+def write_dynamath(folder: Path) -> Path:
+    """One problem in its ten variants."""
+    for number in range(1, 11):
+        write_texts(folder, f"sample_variant{number}.json", [DYNAMATH])
+    return folder
+
+
+def write_knights(folder: Path) -> Path:
+    from data_prep.cli import main as data_prep
+
+    assert data_prep(["knights", "--output", str(folder), "--rows", "2", "--test-rows", "4"]) == 0
     return folder

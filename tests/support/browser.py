@@ -64,8 +64,9 @@ class Browser:
         self.wait("document.readyState === 'complete' && !document.getElementById('status')")
 
     def wait(self, condition: str) -> None:
-        """Until the expression is true; asked from outside, since a strict page refuses to evaluate
-        it by itself.
+        """Wait until the expression is true.
+
+        It is asked from outside, since a strict page refuses to evaluate it by itself.
         """
         for _ in range(600):
             if self.js(condition):
@@ -74,9 +75,7 @@ class Browser:
         raise AssertionError(f"never came true: {condition}; errors: {self.errors}")
 
     def wait_for_error(self, text: str) -> None:
-        """Until the page has an error with these words; the page's console is told to us a moment
-        later.
-        """
+        """Wait until the page has logged an error with these words, which arrives a moment later."""
         for _ in range(600):
             if any(text in error for error in self.errors):
                 return
@@ -88,10 +87,10 @@ class Browser:
         return self.page.evaluate(expression)
 
     def texts(self, selector: str) -> list[str]:
-        found: list[str] = self.page.locator(selector).evaluate_all(
+        contents: list[str] = self.page.locator(selector).evaluate_all(
             "found => found.map(node => node.textContent)"
         )
-        return found
+        return contents
 
     def text(self, selector: str) -> str:
         return self.texts(selector)[0]
@@ -116,8 +115,8 @@ class Browser:
         self.page.set_viewport_size({"width": width, "height": height})
         self.page.emulate_media(color_scheme="dark" if dark else "light")
 
-    def screenshot(self, path: Path, *, whole: bool = False) -> None:
-        self.page.screenshot(path=path, full_page=whole)
+    def screenshot(self, path: Path, *, full_page: bool = False) -> None:
+        self.page.screenshot(path=path, full_page=full_page)
 
 
 @contextmanager
@@ -149,8 +148,10 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 def assert_that_it_runs(attack: str, browser: Browser, folder: Path) -> None:
-    """In a page that neither escapes it nor has a policy, or a test that nothing ran would prove
-    nothing.
+    """Assert that the page's script runs where a text of the page could have one.
+
+    A page that neither escapes a script nor has a policy runs it. Without this a test in which
+    nothing runs would prove nothing.
     """
     unsafe = folder / "unsafe.html"
     unsafe.write_text(f"<!doctype html><title>fine</title><p>{attack}</p>")

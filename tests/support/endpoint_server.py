@@ -12,9 +12,9 @@ Reply = tuple[int, bytes]
 Answer = Callable[[dict[str, Any], int], Reply | None]
 
 
-def completion(text: str, **more: Any) -> Reply:
+def completion(text: str, **fields: Any) -> Reply:
     return 200, json.dumps(
-        {"choices": [{"message": {"role": "assistant", "content": text}, **more}], **more}
+        {"choices": [{"message": {"role": "assistant", "content": text}, **fields}], **fields}
     ).encode()
 
 

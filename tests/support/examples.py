@@ -15,14 +15,15 @@ def entry(name: str) -> str:
 
 
 def example(name: str) -> Any:
-    """What an entry such as `ngrpo.py:Ngrpo` names."""
+    """Load the class or function that an entry such as `ngrpo.py:Ngrpo` names."""
     return from_file("adora_method", entry(name), fits=callable).value
 
 
 def loaded(file: Path) -> Any:
     """A file that belongs to no package, as a module."""
     spec = spec_from_file_location(f"_{file.stem}", file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

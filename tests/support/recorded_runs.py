@@ -1,6 +1,7 @@
 """Recorded runs by hand, and their pages."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,34 @@ ATTACK = (
 SETTINGS = {"adora_method": {"adora": {"mode": "attenuation", "factor": 0.1}}}
 
 
+# What a model sees of a picture of 60 x 40: all of it, in steps of 20 pixels
+VIEW = {"low": 400, "high": 4000, "unit": 20, "relative": False}
+
+
+def looked_turns() -> list[dict[str, Any]]:
+    """The turns of a rollout that zooms once into the lower left of its picture, and answers."""
+    arguments = '{"x1": 0, "y1": 20, "x2": 30, "y2": 40}'
+    call = f'<tool_call>{{"name": "zoom", "arguments": {arguments}}}</tool_call>'
+    turn = {"tokens": 3, "images": list[str](), "seconds": 0.0, "failed": False}
+    return [
+        {**turn, "by": "model", "text": f"I look. {call}"},
+        {**turn, "by": "tool", "text": "<image>", "seconds": 4.4e-4},
+        {**turn, "by": "model", "text": "It is 7."},
+    ]
+
+
 def write_run(
-    folder: Path, steps: int, *, groups: int = 2, rollouts: int = 4, **texts: str
+    folder: Path,
+    steps: int,
+    /,
+    *,
+    groups: int = 2,
+    rollouts: int = 4,
+    settings: Mapping[str, object] = SETTINGS,
+    **texts: object,
 ) -> Path:
     """A run whose step s, group g has g right rollouts of length 10 s; group 1 is attenuated."""
-    record = Record(folder, 1, SETTINGS)
+    record = Record(folder, 1, settings)
     record.start(0)
     picture = Image.new("RGB", (60, 40), "white")
     for step in range(1, steps + 1):
@@ -58,9 +82,9 @@ def write_run(
                 rows.setdefault(name, []).append(value)
         record.add(rows, rollouts)
         record.flush(step)
-    known = {"kind": "train", "adora/pass_rate": 0.5}
+    figures = {"kind": "train", "adora/pass_rate": 0.5}
     lines = [
-        {"step": step, "reward": step / 10, "kl": step / 100, **known}
+        {"step": step, "reward": step / 10, "kl": step / 100, **figures}
         for step in range(1, steps + 1)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

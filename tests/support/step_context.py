@@ -1,7 +1,5 @@
 """The context that a part of a training step is built from, for tests of that part alone."""
 
-import copy
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +7,8 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import TrainerState
 
-from adora_vl.config import AdoraGRPOConfig
 from adora_vl.types import Batch, LogFigure, PolicyLogps, SaveNow, StepContext
-
-
-@cache
-def _defaults() -> AdoraGRPOConfig:
-    return AdoraGRPOConfig(output_dir="x", use_cpu=True, bf16=False)
+from tests.support.stand_ins import config_of
 
 
 def no_checkpoint() -> Path:
@@ -39,12 +32,9 @@ def step_context(
 
     `log`: gets the figures; the last one of a name.
     """
-    config = copy.copy(_defaults())
-    known = state or TrainerState()
-    for name, value in keys.items():
-        assert hasattr(config, name), f"{name} is no key"
-        setattr(config, name, value)
+    config = config_of(**keys)
+    trainer_state = state or TrainerState()
     accelerator = Accelerator(cpu=True) if accelerator is None else accelerator
     figures = {} if log is None else log
     keep = figures.__setitem__ if isinstance(figures, dict) else figures
-    return StepContext(accelerator, config, keep, 99, lambda: known, policy_logps, save_now)
+    return StepContext(accelerator, config, keep, 99, lambda: trainer_state, policy_logps, save_now)

@@ -4,9 +4,11 @@ engine.
 
 import contextlib
 import io
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,3 +69,9 @@ def resumed_run(adora_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Re
     with contextlib.redirect_stdout(io.StringIO()) as stream:
         train(folder)
     return Resumed(folder, stream.getvalue())
+
+
+def training_log(folder: Path) -> list[dict[str, Any]]:
+    """The lines of its log that are of training steps."""
+    entries = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [entry for entry in entries if "reward" in entry]

@@ -57,15 +57,18 @@ class VLLMServer:
             *self._words,
         ]
         quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-        asked = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-        env = {**os.environ, **quiet, **asked, "VLLM_CPU_KVCACHE_SPACE": "1"}
+        switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+        env = {**os.environ, **quiet, **switches, "VLLM_CPU_KVCACHE_SPACE": "1"}
         with self._log.open("ab") as log:
             return subprocess.Popen(
                 words, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True
             )
 
     def wait(self, seconds: float = 400) -> None:
-        """Until it answers. Raises `TimeoutError` with the end of its log."""
+        """Wait until the server answers.
+
+        Raises `TimeoutError` with the end of its log.
+        """
         end = time.monotonic() + seconds
         while time.monotonic() < end and self._process.poll() is None:
             try:

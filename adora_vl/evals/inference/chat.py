@@ -107,7 +107,7 @@ class ChatProcessor:
 
     @classmethod
     def of(cls, settings: AnswerEngineSettings) -> Self:
-        """The processor of the model that the settings name, with their limits and template."""
+        """Return the processor of the settings' model, with their limits and template."""
         return cls(
             settings.model,
             settings.min_pixels,
@@ -137,7 +137,7 @@ class ChatProcessor:
             )
 
     def render(self, messages: list[Message]) -> str:
-        """The prompt as text, a placeholder per image.
+        """Return the prompt as text, a placeholder per image.
 
         Raises `UserError` for images where the model has no vision.
         """
@@ -150,7 +150,7 @@ class ChatProcessor:
         return text
 
     def ids_of(self, messages: list[Message], images: Sequence[Image.Image]) -> list[int]:
-        """The tokens of a prompt.
+        """Return the tokens of a prompt.
 
         Each placeholder of an image becomes as many image tokens as the model sees of the image.
         """
@@ -162,7 +162,7 @@ class ChatProcessor:
         return ids
 
     def tokens_of(self, image: Image.Image) -> int:
-        """The number of tokens of an image, after it is resized within the pixel limits."""
+        """Return the number of tokens of an image, after it is resized within the pixel limits."""
         image_processor = self._image_processor
         width, height = image.size
         patches = image_processor.get_number_of_image_patches(height, width, self.pixel_limits)
@@ -170,7 +170,7 @@ class ChatProcessor:
         return int(patches) // int(image_processor.merge_size) ** 2
 
     def inputs(self, prompts: Sequence[list[int]], images: Sequence[Any]) -> BatchEncoding:
-        """The inputs of the model for several prompts: left-padded tokens (B, T) and images.
+        """Return the inputs of the model for several prompts: left-padded tokens (B, T) and images.
 
         `images` has those of all prompts in order. Position ids of images need `mm_token_type_ids`,
         which is 1 at each image token.
@@ -187,14 +187,14 @@ class ChatProcessor:
         return batch
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
+        """Return the text of tokens, without special ones."""
         text: str = self._tokenizer.decode(
             ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
 
     def dtype(self, name: str) -> str:
-        """The name of a dtype, which for `auto` is that in which the model was saved.
+        """Return the name of a dtype, which for `auto` is that in which the model was saved.
 
         vLLM's own `auto` would make 16 bits of float32.
         """
@@ -208,11 +208,11 @@ class ChatProcessor:
         return "bfloat16" if torch.cuda.is_available() else "float32"
 
     def resolved(self, dtype: str) -> dict[str, Any]:
-        """The dtype and the pixel limits in use, the model's own where the user gave none."""
+        """Return the dtype and pixel limits in use: the user's, else the model's own."""
         return {"dtype": self.dtype(dtype), **self._limits}
 
     def overlong(self, ids: Sequence[int], context: int) -> str | None:
-        """Why a prompt leaves no room for an answer in a context of `context` tokens.
+        """Return why a prompt leaves no room for an answer in a context of `context` tokens.
 
         None where there is room.
         """
@@ -231,7 +231,7 @@ class ChatProcessor:
         )
 
     def context_needed(self, max_images: int, max_text_bytes: int, max_tokens: int) -> int:
-        """A bound on the tokens of prompt and answer, at most the model's context.
+        """Return a bound on the tokens of prompt and answer, at most the model's context.
 
         A byte is at most one token.
         """
@@ -244,7 +244,7 @@ class ChatProcessor:
 
 
 def _text_of(content: str | list[Message]) -> str:
-    """The content of a message as one text, which templates of models without vision expect.
+    """Return the content of a message as one text, which templates of models without vision expect.
 
     Raises `UserError` where a part is no text.
     """

@@ -47,12 +47,15 @@ class _Rows:
     """The folder in which paths of images lead; None for data from the hub, which has no files."""
 
     def pictures(self, index: int, columns: Sequence[str]) -> list[bytes]:
-        """The first usable image of a row: bytes, a struct of bytes or path, a path, or base64."""
-        row = {
-            **self.rows[index],
-            **{name: column[index].as_py() for name, column in self.encoded.items()},
-        }
-        values = [value for column in columns if (value := row.get(column)) is not None]
+        """Return the first usable image of a row.
+
+        It is stored as bytes, a struct of bytes or path, a path, or base64. Raises `ValueError` for a
+        row without an image.
+        """
+        row = dict(self.rows[index])
+        for name, column in self.encoded.items():
+            row[name] = column[index].as_py()
+        values = [row[name] for name in columns if row.get(name) is not None]
         for value in values:
             if isinstance(value, dict):
                 value = value.get("bytes") or value.get("path")
@@ -62,6 +65,7 @@ class _Rows:
                 if not _is_path(value):
                     return [base64.b64decode(value, validate=True)]
                 file = None if self.folder is None else file_within(self.folder, value)
+                # A path that leads nowhere is an error only if no further value is left.
                 if file is not None and (value == values[-1] or file.is_file()):
                     return [file.read_bytes()]
         raise ValueError("the row has no image")
@@ -82,7 +86,7 @@ def load_problems(
     pictures: str = "",
     renamed: Mapping[str, str] | None = None,
 ) -> LoadedProblems:
-    """The problems of `options.data`, and a hash of the data with their pictures.
+    """Return the problems of `options.data`, and a hash of the data with their pictures.
 
     The data are a hub id, a file or a folder.
 
@@ -165,7 +169,7 @@ def pictured(
     stored: Callable[[], list[bytes]],
     decoded: Callable[[bytes], Image.Image] = _decoded_first,
 ) -> Problem:
-    """A problem whose encoded images are read when they are needed.
+    """Return a problem whose encoded images are read when they are needed.
 
     Args:
         fields: What a prediction keeps of the row, with its `pid`.
@@ -184,11 +188,15 @@ def pictured(
 
 
 def _converted(convert: Callable[[bytes], Any], stored: Callable[[], list[bytes]]) -> list[Any]:
+    """Return the images of a row, which are read and converted when they are asked for."""
     return [convert(content) for content in stored()]
 
 
 def _leads_out(row: Row, image_columns: Sequence[str], folder: Path | None) -> str | None:
-    """The fault of a row whose image has a path out of the data's folder; None where none has."""
+    """Return the fault of a row whose image has a path out of the data's folder.
+
+    None where none has.
+    """
     if folder is None:
         return None
     for column in image_columns:
@@ -201,7 +209,7 @@ def _leads_out(row: Row, image_columns: Sequence[str], folder: Path | None) -> s
 
 
 def unaskable(prompt: object, *, has_image: bool = True) -> str | None:
-    """What is wrong with the text that the model would be asked; None where nothing is.
+    """Return what is wrong with the text that the model would be asked; None where nothing is.
 
     The text may be empty if there is an image, because a question can be a part of its picture. A
     literal `<image>` is only text here: the placeholders of the images are put in by the chat
@@ -216,7 +224,7 @@ def unaskable(prompt: object, *, has_image: bool = True) -> str | None:
 
 
 def _local(path: Path, split: str, image_columns: Sequence[str], id_column: str) -> _Rows:
-    """The rows of a file, or of the files of a split in a folder."""
+    """Return the rows of a file, or of the files of a split in a folder."""
     files = [path] if path.is_file() else _files(path, split)
     if files[0].suffix == ".parquet":
         folder = path if path.is_dir() else path.parent
@@ -232,9 +240,10 @@ def _local(path: Path, split: str, image_columns: Sequence[str], id_column: str)
 
 
 def _files(folder: Path, split: str) -> list[Path]:
-    """The files of a split: those that are named after it, or the only Parquet file there is.
+    """Return the files of a split.
 
-    Parquet comes before JSON. Raises `UserError` where the folder has none of them.
+    They are named after it, or are the only Parquet file there is. Parquet comes before JSON.
+    Raises `UserError` where the folder has none of them.
     """
     patterns = (f"{split}-*.parquet", f"{split}.parquet", f"{split}.jsonl", f"{split}.json")
     directories = [directory for directory in (folder, folder / "data") if directory.is_dir()]
@@ -243,26 +252,25 @@ def _files(folder: Path, split: str) -> list[Path]:
             matches = sorted(directory.glob(pattern))
             if matches:
                 return matches
-    everything = [
-        path
-        for directory in directories
-        for path in sorted(directory.iterdir())
-        if path.suffix in _ENDINGS
-    ]
-    tables = [path for path in everything if path.suffix == ".parquet"]
+    data_files = []
+    for directory in directories:
+        data_files += [path for path in sorted(directory.iterdir()) if path.suffix in _ENDINGS]
+    tables = [path for path in data_files if path.suffix == ".parquet"]
     # MMStar's only file is named after the benchmark. One that is named after another split is not
     # taken for this one.
     if len(tables) == 1 and not _OF_A_SPLIT.match(tables[0].name):
         return tables
-    rest = f" and {len(everything) - _NAMED} more" if len(everything) > _NAMED else ""
-    names = ", ".join(path.name for path in everything[:_NAMED]) + rest or "no Parquet or JSON file"
+    contents = ", ".join(path.name for path in data_files[:_NAMED])
+    if len(data_files) > _NAMED:
+        contents += f" and {len(data_files) - _NAMED} more"
     raise UserError(
-        f"data: {str(folder)!r} has nothing for the split {split!r}; it has {names}; see --split"
+        f"data: {str(folder)!r} has nothing for the split {split!r}; it has "
+        f"{contents or 'no Parquet or JSON file'}; see --split"
     )
 
 
 def _tables(files: Iterable[Path]) -> pa.Table:
-    """The rows of several Parquet files as one table. Raises `UserError`."""
+    """Return the rows of several Parquet files as one table. Raises `UserError`."""
     tables = []
     for path in files:
         try:
@@ -280,7 +288,7 @@ def _tables(files: Iterable[Path]) -> pa.Table:
 def _hub(
     name: str, split: str, revision: str | None, image_columns: Sequence[str], config: str | None
 ) -> _Rows:
-    """The rows of a dataset on the hub. Raises `UserError` if it cannot be loaded."""
+    """Return the rows of a dataset on the hub. Raises `UserError` if it cannot be loaded."""
     from datasets import load_dataset
 
     no_hub()  # the library would try for minutes; what was loaded before is still found
@@ -304,42 +312,43 @@ def _hub(
 def _from_table(
     table: pa.Table, image_columns: Sequence[str], data_hash: str, origin: str, folder: Path | None
 ) -> _Rows:
-    # A column of texts stays with the rows: those are paths, or Base64.
-    columns = [column for column in image_columns if column in table.column_names]
-    binary = [
-        column for column in columns if not pa.types.is_string(table.schema.field(column).type)
-    ]
+    """Return the rows of a table, whose encoded images stay in it until they are asked for.
+
+    Raises `UserError` for a text that is not UTF-8.
+    """
+    encoded = {}
+    for name in image_columns:
+        # A column of texts stays with the rows: those are paths, or Base64.
+        if name in table.column_names and not pa.types.is_string(table.schema.field(name).type):
+            encoded[name] = table.column(name)
     try:
-        rows = table.drop_columns(binary).to_pylist()
+        rows = table.drop_columns(list(encoded)).to_pylist()
     except UnicodeDecodeError as error:
         raise UserError(f"data: {origin} has a text that is not UTF-8 ({error})") from None
     for row in rows:
-        row.update(dict.fromkeys(binary))
-    return _Rows(
-        rows=rows,
-        encoded={column: table.column(column) for column in binary},
-        hash=data_hash,
-        origin=origin,
-        folder=folder,
-    )
+        row.update(dict.fromkeys(encoded))
+    return _Rows(rows=rows, encoded=encoded, hash=data_hash, origin=origin, folder=folder)
 
 
 def _with_pictures(loaded: _Rows, image_columns: Sequence[str]) -> str:
-    """The hash of the rows, and of the files of pictures that they name."""
-    named = {
-        str(name) for row in loaded.rows for name in map(row.get, image_columns) if _is_path(name)
-    }
+    """Return the hash of the rows, and of the files of pictures that they name."""
     folder = loaded.folder
     if folder is None:
         return loaded.hash
-    pictures = [folder / name for name in named if (folder / name).is_file()]
+    names = set()
+    for row in loaded.rows:
+        for column in image_columns:
+            value = row.get(column)
+            if _is_path(value):
+                names.add(str(value))
+    pictures = [folder / name for name in names if (folder / name).is_file()]
     if not pictures:
         return loaded.hash
     return f"{loaded.hash}+{content_hash(pictures)}"
 
 
 def _from_json(path: Path, id_column: str) -> _Rows:
-    """The rows of a JSON file: a list, an object of rows by id, or one object per line."""
+    """Return the rows of a JSON file: a list, an object of rows by id, or one object per line."""
     location = ""
     rows = cast(Any, [])
     try:
@@ -363,5 +372,5 @@ def _from_json(path: Path, id_column: str) -> _Rows:
 
 
 def _is_path(value: object) -> bool:
-    """Whether the value of an image column is a path, and not a text of Base64."""
+    """Return whether the value of an image column is a path, and not a text of Base64."""
     return isinstance(value, str) and 0 < len(value) <= _LONGEST_PATH

@@ -33,9 +33,10 @@ _LOCAL = ("min_pixels", "max_pixels", "revision", "dtype")
 
 
 def endpoint_of(options: EngineOptions) -> Endpoint | None:
-    """The endpoint of `--engine openai`, else None.
+    """Return the endpoint that the command line names, if any.
 
-    Raises `UserError`, also for options of a local engine.
+    It is None for the engines that load a model themselves. Raises `UserError` for an address that
+    is missing or of no use, and for options that only a local engine obeys.
     """
     if options.engine != "openai":
         if options.base_url:
@@ -67,6 +68,7 @@ class EndpointEngine:
     """Asks a server for the answers of a batch, several at once."""
 
     def __init__(self, settings: AnswerEngineSettings) -> None:
+        """Create the client of the endpoint that the settings name."""
         assert settings.endpoint is not None
         self.batch_size = settings.batch_size or _BATCH
         self.resolved: dict[str, Any] = {"base_url": settings.endpoint.url}
@@ -79,7 +81,10 @@ class EndpointEngine:
             self._body["chat_template_kwargs"] = dict(settings.template)
 
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply | Unanswerable | None]:
-        """The replies, None for a call that failed. Raises `UserError` if all of them failed."""
+        """Return the replies, None for a call that failed.
+
+        Raises `UserError` if all of them failed.
+        """
         replies = self._client.each(self._answer, requests)
         failures = [str(reply) for reply in replies if isinstance(reply, EndpointError)]
         if failures and len(failures) == len(replies):
@@ -95,6 +100,7 @@ class EndpointEngine:
         return [None if isinstance(reply, EndpointError) else reply for reply in replies]
 
     def _answer(self, request: AnswerRequest) -> Reply | Unanswerable | EndpointError:
+        """Return the reply to one request."""
         try:
             return self._client.chat(messages_of(request), seed=request.seed, **self._body)
         except EndpointError as error:
@@ -102,7 +108,7 @@ class EndpointEngine:
 
 
 def messages_of(request: AnswerRequest) -> Messages:
-    """The conversation in OpenAI's form: each placeholder becomes its image."""
+    """Return the conversation in OpenAI's form: each placeholder becomes its image."""
     pngs = (base64.b64encode(png_bytes(image.convert("RGB"))).decode() for image in request.images)
 
     def openai_part(part: dict[str, Any]) -> dict[str, Any]:

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 def check_model(model: str) -> str:
-    """The absolute path of a model folder, a LoRA run or `tiny`, or a hub id unchanged.
+    """Return the absolute path of a model folder, or a hub id unchanged.
 
-    Raises `UserError`.
+    `tiny` and the folder of a LoRA run are accepted too. Raises `UserError` for anything else.
     """
     from adora_vl.models.load import local_model
 
@@ -53,13 +53,14 @@ def check_model(model: str) -> str:
 
 
 def settings_of(options: EngineOptions) -> AnswerEngineSettings:
-    """The engine that the options ask for. Raises `UserError`."""
+    """Return the engine that the options ask for. Raises `UserError`."""
     if options.min_pixels and options.max_pixels and options.min_pixels > options.max_pixels:
         raise UserError(
             f"min_pixels: {options.min_pixels} is over max_pixels, {options.max_pixels}; lower it"
         )
     endpoint = endpoint_of(options)
     model = check_model(options.model) if endpoint is None else options.model
+    # A model that was trained with options of the chat template is asked with the same ones.
     template = trained_with(model).get("chat_template_kwargs") or {}
     if template:
         print(f"chat_template_kwargs: those of the model's training, {template}", file=sys.stderr)
@@ -84,7 +85,7 @@ def settings_of(options: EngineOptions) -> AnswerEngineSettings:
 
 
 def tool_options_of(tools: Sequence[str], mapping: str) -> ToolOptions:
-    """The limits of tools that a mapping in YAML asks for. Raises `UserError`."""
+    """Return the limits of tools that a mapping in YAML asks for. Raises `UserError`."""
     from adora_vl.config.blocks import ToolOptions
     from adora_vl.config.values import convert
 
@@ -97,7 +98,7 @@ def tool_options_of(tools: Sequence[str], mapping: str) -> ToolOptions:
 
 
 def _toolbox_of(options: EngineOptions, settings: AnswerEngineSettings) -> Toolbox:
-    """The tools of the options, for what this model sees. Raises `UserError`."""
+    """Return the tools of the options, for what this model sees. Raises `UserError`."""
     if settings.endpoint is not None:
         raise UserError(
             "tools: --engine openai answers no calls; use vllm or transformers, or leave --tools "
@@ -123,6 +124,7 @@ def _toolbox_of(options: EngineOptions, settings: AnswerEngineSettings) -> Toolb
     toolbox = Toolbox(
         chosen=chosen, options=limits, view=view, control_tokens=control_tokens(chat.processor)
     )
+    # The answers of tools have to fit into what may be sampled; the rest is not known here.
     room = Room(
         key="max_tokens", completion=settings.max_tokens, context=None, prompt=None, pictures=None
     )

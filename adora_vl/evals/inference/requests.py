@@ -26,7 +26,7 @@ ENGINES: tuple[EngineName, ...] = ("vllm", "transformers", "openai")
 
 
 def default_engine() -> EngineName:
-    """The engine that is used where none is named: vLLM where it is installed."""
+    """Return the engine that is used where none is named: vLLM where it is installed."""
     return "vllm" if importlib.util.find_spec("vllm") else "transformers"
 
 
@@ -107,7 +107,8 @@ class EngineOptions(SamplingOptions):
     """Which model is asked, by which engine."""
 
     model: str = option(
-        help="a model folder, a hub id, or tiny; with openai its name there", type=optional(text)
+        help="needed: a model folder, a hub id, or tiny; with openai its name there",
+        type=optional(text),
     )
     engine: EngineName = option(
         default_engine(), help="default: vllm where it is installed", choices=ENGINES
@@ -186,7 +187,7 @@ class AnswerEngineSettings:
         return fields
 
     def with_tool_prompt(self, system_prompt: str | None) -> str | None:
-        """The system prompt with the descriptions of the tools behind it, if there are any."""
+        """Return the system prompt, followed by descriptions of the tools if there are any."""
         if self.toolbox is None:
             return system_prompt
         return with_tools(system_prompt, self.toolbox.schemas)

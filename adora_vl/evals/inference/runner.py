@@ -68,7 +68,7 @@ class Ranks:
     """A name for each of several runs of one process, so that their barriers differ."""
 
     def barrier(self, where: str) -> None:
-        """Return when every process has come to `where`."""
+        """Wait until every process has come to `where`."""
         if self.store is None:
             return
         arrivals = f"adora_vl_eval/{self.run}/{where}"
@@ -81,7 +81,10 @@ ALONE = Ranks()
 
 
 def ranks() -> Ranks:
-    """The rank of this process. Removes the launcher's variables and takes a GPU of its own."""
+    """Return the rank of this process.
+
+    The launcher's variables are removed, and the process takes a GPU of its own.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return ALONE
     from torch.distributed.rendezvous import rendezvous
@@ -104,7 +107,7 @@ def take_gpu(local_rank: int) -> None:
 
 
 def _visible_devices() -> list[str]:
-    """The GPUs that this process may use: those of the environment, else all of the machine."""
+    """Return the GPUs of the environment, else all of the machine."""
     import torch
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -305,7 +308,7 @@ def _answer_to(
 def answer(
     engine: AnswerEngine, batch: Sequence[Ask], *, seed: int, system_prompt: str | None
 ) -> list[Prediction]:
-    """One row per ask, in order.
+    """Return one row per ask, in order.
 
     A problem whose image cannot be decoded gets an empty response and the reason; one whose answer
     the engine could not get has no row.
@@ -383,7 +386,7 @@ def refuse_control_tokens(problems: Sequence[Problem], system_prompt: str | None
 def bounded(
     settings: AnswerEngineSettings, problems: Sequence[Problem], system_prompt: str | None
 ) -> AnswerEngineSettings:
-    """The settings with the bounds that an engine needs for these problems.
+    """Return the settings with the bounds that an engine needs for these problems.
 
     They are the most images of a problem, and the bytes of the longest text with the system prompt.
     """

@@ -23,9 +23,10 @@ VIEWS = {
 
 
 def shown_as(problems: Sequence[Problem], view: str) -> list[Problem]:
-    """The problems as one of the `VIEWS` shows them, without those that lack the facts for it.
+    """Return the problems as one of the `VIEWS` shows them.
 
-    Raises `UserError` where no problem can be shown so.
+    In `text` and `both` those without facts are left out. Raises `UserError` where no problem has
+    what the view needs.
     """
     if view == "blank":
         if not any(problem.n_images for problem in problems):
@@ -54,9 +55,10 @@ def shown_as(problems: Sequence[Problem], view: str) -> list[Problem]:
 
 
 def _prompt_with_facts(problem: Problem, *, alone: bool) -> str:
-    """The prompt of a problem with its facts: before the question, or behind a picture's place.
+    """Return the prompt of a problem with its facts.
 
-    `alone`: without the placeholders of its pictures.
+    They stand before the question, or behind a picture's place. `alone`: without the placeholders
+    of its pictures.
     """
     question = problem.prompt
     if alone:
@@ -67,11 +69,12 @@ def _prompt_with_facts(problem: Problem, *, alone: bool) -> str:
 
 
 def without_images(problem: Problem) -> Problem:
-    """The problem with no images, its text as it is."""
+    """Return the problem with no images, its text as it is."""
     return replace(problem, n_images=0, images=list, sizes=None)
 
 
 def _grey(problem: Problem) -> list[Image.Image]:
+    """Return grey pictures of the sizes that the problem's own have."""
     from PIL import Image
 
     sizes = [image.size for image in problem.images()] if problem.sizes is None else problem.sizes()

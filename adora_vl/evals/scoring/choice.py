@@ -94,7 +94,7 @@ _NO = re.compile(
 
 
 def lettered_options(text: str, mark: re.Pattern[str]) -> list[str]:
-    """The options in a text such as `A: a park, B: a dam`, in the order of their letters.
+    """Return the options in a text such as `A: a park, B: a dam`, in the order of their letters.
 
     The list is empty where the text has none. `mark` matches what stands before an option, with its
     letter as a group. Only letters that follow one another from A count, so that an `A: ` inside an
@@ -122,6 +122,7 @@ class _Reader:
     """The choices of one item in the forms in which a response may name them."""
 
     def __init__(self, choices: Sequence[str]) -> None:
+        """Build the patterns for these choices, whose letters go from A on."""
         self.choices = choices = without_letters(choices)
         self.letters = "".join(chr(ord("A") + i) for i in range(len(choices)))
         # A choice that is itself a letter of the options has no text to go by: a lone `B` is option
@@ -173,12 +174,12 @@ class _Reader:
         self.repeated = _options_as_they_stand(choices, self.letters)
 
     def index(self, match: re.Match[str]) -> int:
-        """The choice whose letter a pattern has matched, in whichever of its groups."""
+        """Return the choice whose letter a pattern has matched, in whichever of its groups."""
         letter = next(group for group in match.groups() if group)
         return self.letters.index(letter.upper())
 
     def last(self, pattern: re.Pattern[str], text: str, start: int = 0) -> int | None:
-        """The choice of the last letter behind `start` that a pattern finds.
+        """Return the choice of the last letter behind `start` that a pattern finds.
 
         Letters that the text calls wrong, and letters that are one of several, do not count.
         """
@@ -190,18 +191,19 @@ class _Reader:
         return indices[-1] if indices else None
 
     def joined(self, text: str, match: re.Match[str]) -> bool:
-        """Whether a letter is one of several, as in `A or C` and `(A) (B) (C) (D)`."""
+        """Return whether a letter is one of several, as in `A or C` and `(A) (B) (C) (D)`."""
+        # Each way to write a letter has a group of its own.
         group = next(number for number, letter in enumerate(match.groups(), 1) if letter)
-        before = text[max(0, match.start(group) - 30) : match.start(group)]
-        behind = self.joined_behind.match(text, match.end(group), match.end(group) + 60)
-        if behind is not None:
+        start, end = match.span(group)
+        if self.joined_behind.match(text, end, end + 60) is not None:
             return True
-        return _OR_BEFORE.search(before) is not None and (
-            self.joined_before.search(before) is not None
-        )
+        text_before = text[max(0, start - 30) : start]
+        if _OR_BEFORE.search(text_before) is None:
+            return False
+        return self.joined_before.search(text_before) is not None
 
     def several(self, text: str) -> bool:
-        """Whether a text states several letters as its answer, or begins with them."""
+        """Return whether a text states several letters as its answer, or begins with them."""
         openings = [self.leading.match(text), self.in_brackets.match(text)]
         return any(
             match is not None and self.joined(text, match)
@@ -209,11 +211,11 @@ class _Reader:
         )
 
     def without_options(self, text: str) -> str:
-        """A text without the options, where it repeats all of them with their letters."""
+        """Return a text without the options, where it repeats all of them with their letters."""
         return self.repeated.sub(" ", text) if self.repeated else text
 
     def resolve(self, text: str) -> int | None:
-        """The choice that a short text, such as a box, means.
+        """Return the choice that a short text, such as a box, means.
 
         It is found by the choice's text, by a letter, by its value, or because the text mentions
         it; None where nothing or more than one choice is found.
@@ -246,7 +248,7 @@ class _Reader:
         return same[0] if len(same) == 1 else None
 
     def equal(self, text: str) -> int | None:
-        r"""The only choice with the value of a short text.
+        r"""Return the only choice with the value of a short text.
 
         `2\pi` has the value of `2 \pi`, and `0.5` that of `\frac{1}{2}` and `1:2`.
         """
@@ -262,7 +264,7 @@ class _Reader:
         return indices[0] if len(indices) == 1 else None
 
     def described(self, text: str) -> int | None:
-        """The choice with which a text begins whose first word `A` is an article.
+        """Return the choice with which a text begins whose first word `A` is an article.
 
         The choice may have the article too. Where several fit, the longest is meant.
         """
@@ -277,29 +279,30 @@ class _Reader:
         return max(matching, key=lambda index: len(self.keys[index]), default=None)
 
     def mentioned(self, text: str, *, denied: bool = True) -> list[int]:
-        """The choices whose text stands in `text`, in order, as often as they do.
+        """Return the choices whose text stands in `text`, in order, as often as they do.
 
-        `denied`: also count a choice that is denied, as the circle in `not a circle but a kite`.
+        A choice within a longer one does not count. `denied`: also count a choice that is denied, as
+        the circle in `not a circle but a kite`.
         """
         text = _key(plain(text), keep_end=True)
-        places: list[tuple[int, int]] = []
-        for index in sorted(range(len(self.keys)), key=lambda i: -len(self.keys[i])):
+        mentions: list[tuple[int, int]] = []  # (position, number of the choice)
+        # A longer choice is taken out of the text before a shorter one is looked for.
+        longest_first = sorted(range(len(self.keys)), key=lambda index: -len(self.keys[index]))
+        for index in longest_first:
             key = self.keys[index]
-            if not key or key in (self.keys[i] for i in range(index)):
-                continue
+            if not key or key in self.keys[:index]:
+                continue  # it is empty, or the same as an earlier choice
             pattern = rf"(?<![\w.\\^/]){re.escape(key)}(?![\w^/]|\.\d|\\)"
-            starts = [match.start() for match in re.finditer(pattern, text)]
-            places += [
-                (at, index)
-                for at in starts
-                if denied or not _DENIED.search(text[max(0, at - 20) : at])
-            ]
+            for match in re.finditer(pattern, text):
+                start = match.start()
+                if denied or not _DENIED.search(text[max(0, start - 20) : start]):
+                    mentions.append((start, index))
             text = re.sub(pattern, "\0" * len(key), text)
-        return [index for _, index in sorted(places)]
+        return [index for _, index in sorted(mentions)]
 
 
 def _options_as_they_stand(choices: Sequence[str], letters: str) -> re.Pattern[str] | None:
-    """All options with their letters, in a row, as the problem shows them."""
+    """Return all options with their letters, in a row, as the problem shows them."""
     if len(choices) < 2 or not all(map(str.strip, choices)):
         return None
     rows = []
@@ -310,7 +313,7 @@ def _options_as_they_stand(choices: Sequence[str], letters: str) -> re.Pattern[s
 
 
 def _key(text: str, *, keep_end: bool = False) -> str:
-    """A choice's text in one spelling, by which texts are compared.
+    """Return a choice's text in one spelling, by which texts are compared.
 
     Case, spaces, thousands separators, `.0`, degree words and decorations do not count. `keep_end`:
     keep full stops at the end.
@@ -327,19 +330,22 @@ def _key(text: str, *, keep_end: bool = False) -> str:
 
 
 def _has_value(text: str) -> bool:
-    """Whether a text has a digit or a π, so that it may be a value."""
+    """Return whether a text has a digit or a π, so that it may be a value."""
     return re.search(r"\d|\\pi|π", text) is not None
 
 
 def _without_unit(key: str) -> str:
-    """A value's key without a unit behind it or a name before it; empty where it has no digit."""
+    """Return a value's key without a unit behind it or a name before it.
+
+    It is empty where the value has no digit.
+    """
     bare = re.sub(r"^[a-z∠ ]+= *", "", key)
     bare = re.sub(r"(?<=[\d)}π]) *[a-z%]+[23²³]?$", "", bare)
     return bare if re.search(r"\d", bare) else ""
 
 
 def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
-    """The letter of the choice that a response means, and the rule that found it.
+    """Return the letter of the choice that a response means, and the rule that found it.
 
     Where it means none, the text is its last number or sentence, for rules that take the nearest
     choice, or it is empty for a refusal or several letters. A block of thinking is set aside
@@ -378,7 +384,7 @@ def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
 
 
 def _exact(reader: _Reader, text: str) -> int | None:
-    """The choice that the whole text is, or its letter."""
+    """Return the choice that the whole text is, or its letter."""
     key = _key(text)
     letter = reader.short.fullmatch(text) if len(text) < 40 else None
     if letter and key not in reader.keys:
@@ -387,7 +393,7 @@ def _exact(reader: _Reader, text: str) -> int | None:
 
 
 def _stated_letter(reader: _Reader, text: str) -> int | None:
-    """The choice of the last letter that is stated as the answer, as in `the answer is (B)`.
+    """Return the choice of the last letter that is stated as the answer, as in `the answer is (B)`.
 
     A letter behind it that corrects it comes first. `The answer is A circle` states the choice `a
     circle` or `circle`.
@@ -407,7 +413,7 @@ def _stated_letter(reader: _Reader, text: str) -> int | None:
 
 
 def _dismissed(text: str, match: re.Match[str]) -> bool:
-    """Whether the text calls a letter wrong, as in `the incorrect answer is A`.
+    """Return whether the text calls a letter wrong, as in `the incorrect answer is A`.
 
     A letter in `option (D) is incorrect` is called wrong, and one that is only supposed, too.
     """
@@ -419,7 +425,7 @@ def _dismissed(text: str, match: re.Match[str]) -> bool:
 
 
 def _stated_text(reader: _Reader, text: str) -> int | None:
-    """The only choice whose text the last sentence about the answer mentions."""
+    """Return the only choice whose text the last sentence about the answer mentions."""
     for sentence in reversed(sentences(text)):
         statements = list(_SAYS_ANSWER.finditer(sentence))
         if statements:
@@ -435,14 +441,14 @@ def _stated_text(reader: _Reader, text: str) -> int | None:
 
 
 def _judged(reader: _Reader, text: str) -> int | None:
-    """The option that is called right where all others that are judged are called wrong."""
+    """Return the option that is called right where all others that are judged are called wrong."""
     verdicts = {reader.index(match): match[2] is not None for match in reader.judged.finditer(text)}
     right = [index for index, holds in verdicts.items() if holds]
     return right[0] if len(verdicts) > 1 and len(right) == 1 else None
 
 
 def _ordinal(reader: _Reader, text: str) -> int | None:
-    """The option in `The third option.`, where that is all that is said."""
+    """Return the option in `The third option.`, where that is all that is said."""
     ordinals = _ORDINAL.findall(text) if len(text) < _LONGEST_ORDINAL else []
     if len(ordinals) != 1:
         return None
@@ -454,7 +460,7 @@ def _ordinal(reader: _Reader, text: str) -> int | None:
 
 
 def _in_brackets(reader: _Reader, text: str) -> int | None:
-    """The choice of the last letter in brackets that is not ruled out.
+    """Return the choice of the last letter in brackets that is not ruled out.
 
     It is C in `a triangle (C), not a square (B)`.
     """
@@ -469,13 +475,13 @@ def _in_brackets(reader: _Reader, text: str) -> int | None:
 
 
 def _leading_letter(reader: _Reader, text: str) -> int | None:
-    """The choice of the letter with which the text begins."""
+    """Return the choice of the letter with which the text begins."""
     match = reader.leading.match(text)
     return None if match is None or reader.joined(text, match) else reader.index(match)
 
 
 def _yes_no(reader: _Reader, text: str) -> int | None:
-    """The choice `yes` or `no`, where the text begins with that word."""
+    """Return the choice `yes` or `no`, where the text begins with that word."""
     match = re.match(r"\W*(yes|no)\b", text, re.IGNORECASE)
     if match is None or match[1].lower() not in reader.keys:
         return None
@@ -483,7 +489,7 @@ def _yes_no(reader: _Reader, text: str) -> int | None:
 
 
 def _mentioned(reader: _Reader, text: str) -> int | None:
-    """The choice of the last sentence that mentions exactly one.
+    """Return the choice of the last sentence that mentions exactly one.
 
     Sentences that conclude come before all others.
     """
@@ -499,7 +505,7 @@ def _mentioned(reader: _Reader, text: str) -> int | None:
 
 
 def _all_words(reader: _Reader, text: str) -> int | None:
-    """The choice of the last sentence that has all the words of exactly one."""
+    """Return the choice of the last sentence that has all the words of exactly one."""
     for part in reversed(sentences(text)):
         words = set(re.findall(r"\w+", part.lower()))
         indices = {
@@ -513,7 +519,7 @@ def _all_words(reader: _Reader, text: str) -> int | None:
 
 
 def _negated(reader: _Reader, text: str) -> int | None:
-    """The choice `yes` or `no`, by whether a sentence that says neither has a negation."""
+    """Return the choice `yes` or `no`, by whether a sentence that says neither has a negation."""
     if set(reader.keys) != {"yes", "no"} or refuses(text):
         return None
     parts = sentences(text)
@@ -528,23 +534,23 @@ def _negated(reader: _Reader, text: str) -> int | None:
 
 
 def _boxed(reader: _Reader, response: str) -> int | None:
-    """The choice that the last box means."""
+    """Return the choice that the last box means."""
     box = last_boxed(response)
     return None if box is None else reader.resolve(box)
 
 
 def _concluded_letter(reader: _Reader, text: str) -> int | None:
-    """The choice of the last letter that a conclusion ends with, as in `therefore it is B`."""
+    """Return the choice whose letter ends a conclusion last, as in `therefore it is B`."""
     return reader.last(reader.concluded, text)
 
 
 def _letter_that_fits(reader: _Reader, text: str) -> int | None:
-    """The choice of the last letter that is said to fit, as in `B matches`."""
+    """Return the choice of the last letter that is said to fit, as in `B matches`."""
     return reader.last(reader.fits, text)
 
 
 def _named_option(reader: _Reader, text: str) -> int | None:
-    """The choice of the last letter that is named as an option, as in `option B`."""
+    """Return the choice of the last letter that is named as an option, as in `option B`."""
     return reader.last(reader.named, text)
 
 

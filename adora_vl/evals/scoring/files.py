@@ -44,7 +44,7 @@ def write_score(benchmark: Benchmark, predictions: Path, options: ScoreOptions) 
 
 
 def score_file(benchmark: Benchmark, predictions: Path, options: ScoreOptions) -> Scored:
-    """The score of a predictions file, with the fingerprint that lies beside it.
+    """Return the score of a predictions file, with the fingerprint that lies beside it.
 
     The fingerprint is None, null in the file, where there is none. Raises `UserError` for a file
     with faults.
@@ -80,7 +80,7 @@ def figures_in_training(
     *,
     answer_tags: bool = False,
 ) -> dict[str, float]:
-    """The score of rows as flat numbers for a log: `mathvista_accuracy`, its interval, and others.
+    """Return the score of rows as flat numbers for a log, such as `mathvista_accuracy`.
 
     Args:
         benchmark: The benchmark, whose name is the prefix of each number.

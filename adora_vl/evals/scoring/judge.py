@@ -84,7 +84,7 @@ def with_extractions(
     rules: Callable[[Prediction], Extraction] | None = None,
     judge: ChatClient | None = None,
 ) -> list[Prediction]:
-    """The rows, each with its `Extraction` by `--extraction` under the key `read`.
+    """Return the rows, each with its `Extraction` by `--extraction` under the key `read`.
 
     Args:
         rows: The predictions.
@@ -96,31 +96,32 @@ def with_extractions(
     Raises `UserError` where a row has no stored extraction, or the judge cannot be asked.
     """
     if options.extraction == "judge":
-        questions = [
-            None if row.get("finish_reason") in NOT_ASKED else question_of(row) for row in rows
-        ]
+        questions = []
+        for row in rows:
+            was_asked = row.get("finish_reason") not in NOT_ASKED
+            questions.append(question_of(row) if was_asked else None)
         extractions = judged(questions, judge or judge_of(options))
     elif options.extraction == "rules":
         extractions = [rules(row) if rules else by_rules(question_of(row)) for row in rows]
     else:
-        lacking = [row["pid"] for row in rows if "extraction" not in row]
-        if lacking:
+        without = [row["pid"] for row in rows if "extraction" not in row]
+        if without:
             raise UserError(
-                f"extraction: {len(lacking)} of {len(rows)} rows have no stored extraction, the "
-                f"first is pid {lacking[0]!r}; use --extraction rules"
+                f"extraction: {len(without)} of {len(rows)} rows have no stored extraction, the "
+                f"first is pid {without[0]!r}; use --extraction rules"
             )
         extractions = [Extraction(row["extraction"], "stored") for row in rows]
     return [{**row, "read": extraction} for row, extraction in zip(rows, extractions, strict=True)]
 
 
 def extraction_rules(options: ExtractionOptions) -> dict[str, Any]:
-    """The part of a benchmark's rules that says how answers were found, and by which judge."""
+    """Return the part of a benchmark's rules on how, and by which judge, answers were found."""
     judge = options.judge_model if options.extraction == "judge" else None
     return {"extraction": options.extraction, "judge": judge}
 
 
 def by_rules(question: Question) -> Extraction:
-    """The answer in a response by our rules, and the rule that found it.
+    """Return the answer in a response by our rules, and the rule that found it.
 
     They read what stands behind the thinking, and of that the `<answer>` block where there is one.
     """
@@ -147,7 +148,7 @@ def by_rules(question: Question) -> Extraction:
 
 
 def quick_extract(question: Question) -> Extraction | None:
-    """The extraction that MathVista's official code makes without a language model.
+    """Return the extraction that MathVista's official code makes without a language model.
 
     None where it asks one.
     """
@@ -179,7 +180,7 @@ _FORMS = {
 
 
 def judge_of(options: ExtractionOptions) -> ChatClient:
-    """The judge that the options name.
+    """Return the judge that the options name.
 
     Raises `UserError` where the address or the model is missing.
     """
@@ -207,7 +208,7 @@ def judge_of(options: ExtractionOptions) -> ChatClient:
 
 
 def judged(questions: Sequence[Question | None], judge: ChatClient) -> list[Extraction]:
-    """One extraction for each question; the judge is asked where the official code asks one.
+    """Return one extraction for each question; the judge is asked where the official code asks one.
 
     A question is None for a problem that was never asked.
     """
@@ -234,7 +235,7 @@ def judged(questions: Sequence[Question | None], judge: ChatClient) -> list[Extr
 def reports(
     conversations: Sequence[Messages | None], judge: ChatClient, read: Callable[[str], str]
 ) -> list[Extraction | None]:
-    """The reports of the judge on conversations, in order, from the cache if it was asked before.
+    """Return the judge's reports on conversations, in order, from the cache if possible.
 
     A conversation is None where there is nothing to ask, and so is its report. `read` makes the
     report of a reply; a call that fails becomes an extraction that failed.
@@ -243,6 +244,7 @@ def reports(
     with tqdm(total=len(conversations), unit="row", desc="judge", disable=None) as bar:
 
         def asked_or_cached(messages: Messages) -> Extraction:
+            """Return what the judge says to a conversation, now or in an earlier run."""
             stored = judge.cached(messages)
             if stored is not None:
                 return Extraction(stored, "judge_cached")
@@ -253,6 +255,7 @@ def reports(
                 return Extraction(None, JUDGE_FAILED)
 
         def report_on(messages: Messages | None) -> Extraction | None:
+            """Return the judge's word on one row, None where it has nothing to judge."""
             report = None
             if messages is not None:
                 report = asked_or_cached(messages)
@@ -269,7 +272,10 @@ def reports(
 
 
 def messages_for(question: Question) -> list[dict[str, str]]:
-    """The conversation with the judge about one answer; the reference answer is not in it."""
+    """Return the conversation with the judge about one answer.
+
+    The reference answer is not in it.
+    """
     form = _FORMS.get(question.kind, "Report it as briefly as it can be said.")
     lines = [
         f"<question>\n{question.text}",
@@ -285,7 +291,7 @@ def messages_for(question: Question) -> list[dict[str, str]]:
 
 
 def reported(text: object) -> str:
-    """The report in the final part of a judge's reply, empty for no answer.
+    """Return the report in the final part of a judge's reply, empty for no answer.
 
     Raises `EndpointError` where there is no report.
     """

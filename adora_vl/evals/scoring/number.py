@@ -55,13 +55,13 @@ _JSON_ANSWER = re.compile(
 
 
 def json_answer(response: str) -> str | None:
-    """The answer in a response that is, or ends in, an object of JSON; None in any other."""
+    """Return the answer in a response that is, or ends in, an object of JSON; None in any other."""
     answers = _JSON_ANSWER.findall(response) if "{" in response and "}" in response else []
     return answers[-1].strip("\"'").strip() if answers else None
 
 
 def own_part(response: str) -> str:
-    """The response up to where the model starts to ask itself questions.
+    """Return the response up to where the model starts to ask itself questions.
 
     It is all of the response if that begins with one.
     """
@@ -72,7 +72,7 @@ def own_part(response: str) -> str:
 
 
 def plain(text: str) -> str:
-    """The text without bold, dollar and degree signs and LaTeX wrappers.
+    """Return the text without bold, dollar and degree signs and LaTeX wrappers.
 
     Signs of minus and fractions become one kind. A run of spaces becomes one space, and one of line
     ends one line end, so that no pattern behind this takes long over them.
@@ -87,12 +87,12 @@ def plain(text: str) -> str:
 
 
 def sentences(text: str) -> list[str]:
-    """The non-empty sentences and lines. A decimal point does not end a sentence."""
+    """Return the non-empty sentences and lines. A decimal point does not end a sentence."""
     return [part.strip() for part in _END.split(text) if part.strip()]
 
 
 def refuses(text: str) -> bool:
-    """Whether the text says that there is no answer."""
+    """Return whether the text says that there is no answer."""
     return bool(_REFUSAL.search(text.replace("’", "'")))
 
 
@@ -173,7 +173,7 @@ _WORD = re.compile(rf"\b({'|'.join(_WORDS)})\b", re.IGNORECASE)
 
 
 def extract_number(response: str, question: str = "") -> Extraction:
-    """The number that a response gives as its answer, and the rule that found it.
+    """Return the number that a response gives as its answer, and the rule that found it.
 
     The text is as `float` reads it, and empty where there is no number. Numbers that stand in the
     question too come last. A block of thinking is set aside (`final_part`).
@@ -210,7 +210,7 @@ def extract_number(response: str, question: str = "") -> Extraction:
 
 
 def _value(box: str) -> str:
-    r"""The number in a box by the grammar and units of the rewards, as `float` reads it.
+    r"""Return the number in a box by the grammar and units of the rewards, as `float` reads it.
 
     It is `8.660254037844386` for `5\sqrt{3}`, 15 for `15 \text{ cm}^2`, and empty where the box has
     no number.
@@ -227,7 +227,7 @@ def _value(box: str) -> str:
 
 
 def concluding_number(text: str) -> str | None:
-    """The number of the sentence that concludes, else of the last one that has a number."""
+    """Return the number of the sentence that concludes, else of the last one that has a number."""
     parts = sentences(text)
     concluding = [part for part in parts if _CONCLUDES.search(part)]
     for part in [*reversed(concluding), *reversed(parts)]:
@@ -237,38 +237,55 @@ def concluding_number(text: str) -> str | None:
     return None
 
 
-def _candidates(marked_up: str, parts: list[str], question: str) -> list[tuple[str, str]]:
-    """Stretches of a response where the answer should stand, the surest first, by their rules.
+def _candidates(marked_up: str, plain_sentences: list[str], question: str) -> list[tuple[str, str]]:
+    """Return the parts of a response where the answer should stand, each behind its rule's name.
+
+    The surest comes first.
 
     Args:
         marked_up: The response with its markup.
-        parts: Its sentences without markup.
+        plain_sentences: Its sentences without markup.
         question: The text of the question.
     """
     candidates: list[tuple[str, str]] = []
-    stated = [
-        part[match.end() :] if part[match.end() :].strip() else behind
-        for part, behind in zip(parts, [*parts[1:], ""], strict=False)
-        for match in [*_SAYS.finditer(part), *_heading(part)]
-    ]
+    stated = _stated(plain_sentences)
     if stated:
         candidates.append(("stated", stated[-1]))
-    if parts and _NUMBER.fullmatch(parts[0].rstrip(".")):
-        candidates.append(("first_line", parts[0]))
+    if plain_sentences and _NUMBER.fullmatch(plain_sentences[0].rstrip(".")):
+        candidates.append(("first_line", plain_sentences[0]))
     bold = [span for span in _BOLD.findall(marked_up) if len(_numbers(plain(span))) == 1]
+    # Bold numbers count only where all are the same.
     if bold and len({_numbers(plain(span))[0] for span in bold}) == 1:
         candidates.append(("bold", plain(bold[0])))
-    concluding = [part for part in parts if _CONCLUDES.search(part) and not refuses(part)]
+    concluding = [
+        sentence
+        for sentence in plain_sentences
+        if _CONCLUDES.search(sentence) and not refuses(sentence)
+    ]
     if concluding:
         candidates.append(("conclusion", concluding[-1]))
-    restated = _restating(parts, question)
+    restated = _restating(plain_sentences, question)
     if restated:
         candidates.append(("restated", restated))
     return candidates
 
 
+def _stated(plain_sentences: list[str]) -> list[str]:
+    """Return what stands behind words such as `the answer is`, or behind a heading.
+
+    It is the rest of the sentence, or the next sentence where nothing follows.
+    """
+    stated = []
+    for number, sentence in enumerate(plain_sentences):
+        next_sentence = "".join(plain_sentences[number + 1 : number + 2])
+        for match in [*_SAYS.finditer(sentence), *_heading(sentence)]:
+            rest = sentence[match.end() :]
+            stated.append(rest if rest.strip() else next_sentence)
+    return stated
+
+
 def _restating(parts: list[str], question: str) -> str | None:
-    """The first of the sentences that repeat the most words of what is asked.
+    """Return the first of the sentences that repeat the most words of what is asked.
 
     None where that is less than half of the words, or the sentence is a refusal.
     """
@@ -282,38 +299,41 @@ def _restating(parts: list[str], question: str) -> str | None:
 
 
 def _content_words(text: str) -> set[str]:
-    """The words of a text that carry its meaning, in lower case."""
+    """Return the words of a text that carry its meaning, in lower case."""
     return {word for word in re.findall(r"[a-z]{3,}", text.lower()) if word not in _FUNCTION_WORDS}
 
 
 def _from_sentence(sentence: str, of_question: set[str]) -> str | None:
-    """The number that a sentence gives: the first after its last verb or `=`, else the last.
+    """Return the number that a sentence gives: the first after its last verb or `=`, else the last.
 
     Numbers of the question, `of_question`, count only where there is no other, and words only where
     there are no other digits.
     """
     sentence = _without_explanation(_evaluated(_STEP.sub("", sentence)))
-    spots = [(m.start(), m[0].replace(",", "")) for m in _NUMBER.finditer(sentence)]
-    numbers = [spot for spot in spots if spot[1] not in of_question]
+    # (position, number) of each number in digits
+    in_digits = [(match.start(), match[0].replace(",", "")) for match in _NUMBER.finditer(sentence)]
+    numbers = [(position, number) for position, number in in_digits if number not in of_question]
     if not numbers:
-        words = [(m.start(), str(_WORDS.index(m[1].lower()))) for m in _WORD.finditer(sentence)]
-        numbers = words or spots
-    starts = [start for start, _ in numbers]
+        in_words = []
+        for match in _WORD.finditer(sentence):
+            in_words.append((match.start(), str(_WORDS.index(match[1].lower()))))
+        numbers = in_words or in_digits
+    positions = [position for position, _ in numbers]
     for verb in reversed(list(_VERB.finditer(sentence))):
-        first = bisect_left(starts, verb.end())
-        if first < len(numbers):
-            return numbers[first][1]
+        following = bisect_left(positions, verb.end())
+        if following < len(numbers):
+            return numbers[following][1]
     return numbers[-1][1] if numbers else None
 
 
 def _heading(part: str) -> list[re.Match[str]]:
-    """The match of a line that is no more than the heading of the answer behind it."""
+    """Return the match of a line that is no more than the heading of the answer behind it."""
     match = _ANSWER_HEADING.fullmatch(part)
     return [match] if match else []
 
 
 def _without_explanation(sentence: str) -> str:
-    """A sentence without what explains its number, such as `which is a third of 180`.
+    """Return a sentence without what explains its number, such as `which is a third of 180`.
 
     It is the whole sentence where no number would be left.
     """
@@ -325,18 +345,20 @@ def _without_explanation(sentence: str) -> str:
 
 
 def _numbers(text: str) -> list[str]:
-    """The numbers of a text in order; a number word counts only where there is no digit."""
+    """Return the numbers of a text in order; a number word counts only where there is no digit."""
     digits = [match[0].replace(",", "") for match in _NUMBER.finditer(_evaluated(text))]
     return digits or [str(_WORDS.index(match[1].lower())) for match in _WORD.finditer(text)]
 
 
 def _evaluated(text: str) -> str:
-    r"""The text with `\frac{3}{4}` as 0.75 and `2 \times 10^{3}` as 2e3."""
+    r"""Return the text with `\frac{3}{4}` as 0.75 and `2 \times 10^{3}` as 2e3."""
 
     def quotient(match: re.Match[str]) -> str:
+        r"""Return a `\frac` as a decimal; of one with the denominator 0 only the sign stays."""
         return f" {match[1]}{float(match[2]) / float(match[3]) if float(match[3]) else ''} "
 
     def slashed(match: re.Match[str]) -> str:
+        """Return a `3/4` as a decimal, and as it stands where its denominator is 0."""
         return str(int(match[1]) / int(match[2])) if int(match[2]) else match[0]
 
     text = _SLASH.sub(slashed, _FRACTION.sub(quotient, text))
@@ -344,7 +366,10 @@ def _evaluated(text: str) -> str:
 
 
 def extract_list(response: str) -> Extraction:
-    """The last bracketed list of a response behind its thinking, spaced as Python prints one."""
+    """Return the last bracketed list of a response, spaced as Python prints one.
+
+    A block of thinking is set aside.
+    """
     response = final_part(response)[-MAX_CHARS:]
     from_json = json_answer(response) or ""
     lists = _lists(last_boxed(response) or "") or _lists(from_json) or _lists(own_part(response))
@@ -356,5 +381,5 @@ def extract_list(response: str) -> Extraction:
 
 
 def _lists(text: str) -> list[str]:
-    """All lists with a digit in them, such as `[1, 2]`, as they stand in the text."""
+    """Return all lists with a digit in them, such as `[1, 2]`, as they stand in the text."""
     return [listed for listed in _LIST.findall(plain(text)) if re.search(r"\d", listed)]

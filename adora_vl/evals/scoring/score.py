@@ -24,6 +24,7 @@ from adora_vl.evals.records import (
     Scored,
 )
 from adora_vl.evals.scoring.statistics import bootstrap, pass_at, wilson
+from adora_vl.evals.scoring.steps import step_figures
 from adora_vl.rewards.completion import REFLECTIVE, reflective_words
 from adora_vl.rewards.thinking import closes_unopened_block, final_part
 
@@ -50,9 +51,9 @@ _CUT = (
 
 
 def reflection(responses: Sequence[str]) -> dict[str, Any] | None:
-    """The share of answers with a reflective word, and how often each occurs in 1,000 answers.
+    """Return the share of answers with reflective words, and how often each word occurs.
 
-    None where there is no answer.
+    That is counted in 1,000 answers. None where there is no answer.
     """
     if not responses:
         return None
@@ -88,7 +89,7 @@ def score(
     *,
     answer_tags: bool = False,
 ) -> Scored:
-    """The score of predictions by the rules that `options` name.
+    """Return the score of predictions by the rules that `options` name.
 
     Args:
         benchmark: The benchmark, which grades each answer.
@@ -98,29 +99,40 @@ def score(
             hands it to the benchmark.
     """
     options = replace(options, answer_tags=answer_tags)
-    answered = rows
-    rows, graded = graded_rows(benchmark, answered, options)
-    summary = (
-        OwnFigures() if benchmark.summary is None else benchmark.summary(rows, graded, options)
-    )
-    mix = Counter(
+    predictions = rows
+    rows, graded = graded_rows(benchmark, predictions, options)
+    summary = OwnFigures()
+    if benchmark.summary is not None:
+        summary = benchmark.summary(rows, graded, options)
+    own_figures: dict[str, dict[str, Any]] = {}
+    for key, figures in summary.figures.items():
+        cells = {}
+        for name, figure in figures.items():
+            is_number = isinstance(figure, int | float)
+            cells[name] = {"accuracy": figure} if is_number else figure
+        own_figures[key] = cells
+    rules = benchmark.rules(options)
+    if benchmark.file:
+        rules = rules | {"file": benchmark.file}
+    methods = Counter(
         item.grade.extraction.method for item in graded if item.grade.extraction is not None
     )
-    extracted = {"extraction_mix": dict(mix.most_common()), "extraction_failed": mix[JUDGE_FAILED]}
+    extraction = {}
+    if methods:
+        extraction = {
+            "extraction_mix": dict(methods.most_common()),
+            "extraction_failed": methods[JUDGE_FAILED],
+        }
+    claims = step_figures(predictions, graded)
     result = {
         "benchmark": benchmark.name,
         **aggregate(graded),
-        **{
-            key: {
-                name: {"accuracy": figure} if isinstance(figure, int | float) else figure
-                for name, figure in named.items()
-            }
-            for key, named in summary.figures.items()
-        },
-        **answers(answered, graded),
+        **own_figures,
+        **answers(predictions, graded),
         **summary.notes,
-        "rules": benchmark.rules(options) | ({"file": benchmark.file} if benchmark.file else {}),
-        **(extracted if mix else {}),
+        **({"steps": claims} if claims else {}),
+        "rules": rules,
+        **extraction,
         "items": [_item(benchmark, row, item) for row, item in zip(rows, graded, strict=True)],
     }
     return Scored(result, summary)
@@ -129,7 +141,7 @@ def score(
 def graded_rows(
     benchmark: Benchmark, rows: Sequence[Prediction], options: ScoreOptions
 ) -> tuple[Sequence[Prediction], list[Graded]]:
-    """The rows as a benchmark reads them, and their grades.
+    """Return the rows as a benchmark reads them, and their grades.
 
     A benchmark, its rules and its judge get the final part of each response (`final_part`): a block
     of thinking is no answer. Where no answer stands behind it, the response is wrong by all rules,
@@ -154,7 +166,7 @@ def graded_rows(
 
 
 def template_opens_thinking(rows: Sequence[Prediction]) -> bool:
-    """Whether the prompts of these answers seem to have ended in `<think>`.
+    """Return whether the prompts of these answers seem to have ended in `<think>`.
 
     A server does not say it, and other programs' predictions do not. It is so where most of the
     answers that came to an end close a block that they have not opened; those that were cut off
@@ -167,13 +179,13 @@ def template_opens_thinking(rows: Sequence[Prediction]) -> bool:
 
 
 def _without_thinking(row: Prediction, template_opens: bool) -> Prediction:
-    """The row with the final part of its response in place of the whole one."""
+    """Return the row with the final part of its response in place of the whole one."""
     opened = template_opens or row.get("thinking_opened", False)
     return {**row, "response": final_part(row["response"], opened)}
 
 
 def grade_row(benchmark: Benchmark, row: Prediction, options: ScoreOptions) -> Graded:
-    """One row, with the final part of its response, as its benchmark grades it.
+    """Return one row, with the final part of its response, as its benchmark grades it.
 
     It has failed where its problem was never asked, or where the judge could not say.
     """
@@ -201,17 +213,17 @@ class HasRules(Protocol):
 
 
 def rule_set(options: HasRules) -> dict[str, Any]:
-    """The rules of a benchmark that has several sets of them to choose from."""
+    """Return the rules of a benchmark that has several sets of them to choose from."""
     return {"rules": options.rules}
 
 
 def verdict(right: bool) -> str:
-    """The verdict on an answer that could be judged."""
+    """Return the verdict on an answer that could be judged."""
     return CORRECT if right else WRONG
 
 
 def own_cells(score: Mapping[str, Any]) -> dict[str, dict[str, Cell]]:
-    """The cells of a benchmark's own figures in a score, by key and name.
+    """Return the cells of a benchmark's own figures in a score, by key and name.
 
     They are recognised by their form, so that a score file that was read has them too.
     """
@@ -226,7 +238,7 @@ def own_cells(score: Mapping[str, Any]) -> dict[str, dict[str, Cell]]:
 
 
 def missing_answers(score: Mapping[str, Any]) -> str | None:
-    """A sentence if a score is of a part of the answers that were asked for.
+    """Return a sentence if a score is of a part of the answers that were asked for.
 
     None for a whole one or an unknown one.
     """
@@ -242,9 +254,10 @@ def missing_answers(score: Mapping[str, Any]) -> str | None:
 
 
 def partial_notes(score: Mapping[str, Any]) -> list[str]:
-    """What a reader has to know of a score over a part of the problems; a line for each reason.
+    """Return what a reader has to know of a score over a part of the problems.
 
-    A part was answered, a part was asked (`--limit`), or nobody knows how many problems there are.
+    A line for each reason. A part was answered, a part was asked (`--limit`), or nobody knows how
+    many problems there are.
     """
     coverage = score.get("coverage") or {}
     if coverage and coverage.get("asked") is None:
@@ -262,7 +275,7 @@ def partial_notes(score: Mapping[str, Any]) -> list[str]:
 
 
 def share_of_the_data(score: Mapping[str, Any]) -> str | None:
-    """The words `60 of 512` for a score over 60 of the 512 answers to all the data.
+    """Return the words `60 of 512` for a score over 60 of the 512 answers to all the data.
 
     None for a score over all of them, or where it is not known.
     """
@@ -275,13 +288,14 @@ def share_of_the_data(score: Mapping[str, Any]) -> str | None:
 
 
 def extraction_item(row: Prediction, graded: Graded) -> dict[str, Any]:
-    """A benchmark's entry of an answer, where the answer is first extracted and then compared."""
+    """Return a benchmark's entry of an answer that is first extracted and then compared."""
     grade = graded.grade
     fields = {"correct": graded.correct, "answer": row["answer"]}
     return {"verdict": grade.verdict, **fields, "extraction": grade.extracted, "how": grade.reason}
 
 
 def _item(benchmark: Benchmark, row: Prediction, graded: Graded) -> dict[str, Any]:
+    """Return the entry of an answer in the score file: the benchmark's, or the usual one."""
     verdict, extracted, reason, *_ = graded.grade
     usual = {"verdict": verdict, "extracted": extracted, "reason": reason}
     fields = benchmark.item(row, graded) if benchmark.item else usual
@@ -289,18 +303,19 @@ def _item(benchmark: Benchmark, row: Prediction, graded: Graded) -> dict[str, An
 
 
 def metadata_groups(row: Prediction, names: Sequence[str]) -> dict[str, list[str]]:
-    """The groups of a row by fields of its metadata, a value or a list of them each."""
-    values_by_name = {name: (row.get("metadata") or {}).get(name) for name in names}
-    listed = {
-        name: value if isinstance(value, list) else [value]
-        for name, value in values_by_name.items()
-        if value
-    }
-    return {name: [str(part) for part in values] for name, values in listed.items()}
+    """Return the groups of a row by fields of its metadata, a value or a list of them each."""
+    metadata = row.get("metadata") or {}
+    groups = {}
+    for name in names:
+        value = metadata.get(name)
+        if value:
+            values = value if isinstance(value, list) else [value]
+            groups[name] = [str(item) for item in values]
+    return groups
 
 
 def common_groups(row: Prediction) -> dict[str, list[str]]:
-    """The groups that every benchmark has.
+    """Return the groups that every benchmark has.
 
     They say why the answer ended, whether it called tools, and how large the image is.
     """
@@ -319,7 +334,7 @@ def common_groups(row: Prediction) -> dict[str, list[str]]:
 
 
 def aggregate(graded: Sequence[Graded]) -> dict[str, Any]:
-    """Counts over all answers (at least one) and by group.
+    """Return counts over all answers (at least one) and by group.
 
     Problems that were not asked are counted too.
     """
@@ -348,39 +363,42 @@ def aggregate(graded: Sequence[Graded]) -> dict[str, Any]:
 
 
 def answers(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[str, Any]:
-    """The figures over the answers to the problems that were asked.
+    """Return the figures over the answers to the problems that were asked.
 
     They are the lengths of right and wrong answers, the share cut off, and reflective words.
     """
-    asked_items = [
-        (row, item)
-        for row, item in zip(rows, graded, strict=True)
-        if row.get("finish_reason") not in NOT_ASKED
-    ]
-    ends = [row["finish_reason"] for row, _ in asked_items if row.get("finish_reason")]
-    cut = sum(reason in _CUT for reason in ends)
-    total = max(1, len(ends))
+    asked_rows = []
+    correct_lengths = []
+    wrong_lengths = []
+    for row, item in zip(rows, graded, strict=True):
+        if row.get("finish_reason") in NOT_ASKED:
+            continue
+        asked_rows.append(row)
+        if item.n_tokens is None:
+            continue
+        if item.correct:
+            correct_lengths.append(item.n_tokens)
+        else:
+            wrong_lengths.append(item.n_tokens)
+    finish_reasons = [row["finish_reason"] for row in asked_rows if row.get("finish_reason")]
+    cut = sum(reason in _CUT for reason in finish_reasons)
+    total = max(1, len(finish_reasons))
     truncated = {
         "count": cut,
         "total": total,
         "share": cut / total,
         "wilson_95": list(wilson(cut, total)),
     }
-    with_lengths = [
-        (item.correct, item.n_tokens) for _, item in asked_items if item.n_tokens is not None
-    ]
-    correct = [tokens for right, tokens in with_lengths if right]
-    wrong = [tokens for right, tokens in with_lengths if not right]
     return {
-        "tokens": {"correct": lengths(correct), "wrong": lengths(wrong)},
-        "truncated": truncated if ends else None,
-        "reflective_words": reflection([row["response"] for row, _ in asked_items]),
-        "empty_responses": sum(not row["response"].strip() for row, _ in asked_items),
+        "tokens": {"correct": lengths(correct_lengths), "wrong": lengths(wrong_lengths)},
+        "truncated": truncated if finish_reasons else None,
+        "reflective_words": reflection([row["response"] for row in asked_rows]),
+        "empty_responses": sum(not row["response"].strip() for row in asked_rows),
     }
 
 
 def cell(items: Sequence[Graded]) -> Cell:
-    """The number of correct answers, their total, and the Wilson interval of the accuracy.
+    """Return the number of correct answers, their total, and the Wilson interval of the accuracy.
 
     Answers to one problem are not independent, so the interval is that of as many answers as there
     are problems: never too narrow, and wider than necessary where the answers to a problem differ.
@@ -396,7 +414,7 @@ def cell(items: Sequence[Graded]) -> Cell:
 
 
 def counted(correct: int, total: int, answers: int = 1) -> Cell | None:
-    """A cell from counts, with `answers` answers per problem.
+    """Return a cell from counts, with `answers` answers per problem.
 
     None if there is nothing to count.
     """
@@ -407,10 +425,7 @@ def counted(correct: int, total: int, answers: int = 1) -> Cell | None:
 
 
 def by_problem(items: Iterable[Graded]) -> dict[str, list[bool]]:
-    """For each problem, whether each of its answers is right.
-
-    Problems are in the order of their first answers.
-    """
+    """Return for each problem whether each of its answers is right."""
     verdicts: dict[str, list[bool]] = {}
     for item in items:
         verdicts.setdefault(item.pid, []).append(item.correct)
@@ -418,7 +433,7 @@ def by_problem(items: Iterable[Graded]) -> dict[str, list[bool]]:
 
 
 def _samples(graded: Sequence[Graded]) -> dict[str, Any]:
-    """The figures avg@k, and pass@j for j in 1, 2, 4 ... k, with intervals over problems.
+    """Return the figures avg@k, and pass@j for j in 1, 2, 4 ... k, with intervals over problems.
 
     There are none if each problem has one answer.
     """
@@ -439,7 +454,7 @@ def _samples(graded: Sequence[Graded]) -> dict[str, Any]:
 
 
 def mean_with_interval(values: Sequence[float]) -> dict[str, Any]:
-    """The mean over problems and its interval.
+    """Return the mean over problems and its interval.
 
     If all values are 0 or 1 it is a Wilson interval, because the bootstrap of few or similar values
     is too narrow. Otherwise it is a bootstrap interval.

@@ -48,39 +48,48 @@ _T_95 = (
 
 
 def student_95(degrees: float) -> float:
-    """The 97.5 % quantile of Student's t distribution, for at least one degree of freedom."""
+    """Return the 97.5 % quantile of Student's t distribution.
+
+    There is at least one degree of freedom.
+    """
     rounded = max(1, int(degrees))
     # beyond 30 it is at most 4 % too wide
     return _T_95[rounded - 1] if rounded <= len(_T_95) else _T_95[-1]
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Half of the 95 % interval of the mean of at least two values, by Student's t."""
+    """Return half of the 95 % interval of the mean of at least two values, by Student's t."""
     return student_95(len(values) - 1) * stdev(values) / sqrt(len(values))
 
 
 def paired_t(differences: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the mean of at least two paired differences, by Student's t."""
+    """Return the 95 % interval of the mean of at least two paired differences, by Student's t."""
     middle = fmean(differences)
     half = half_width(differences)
     return middle - half, middle + half
 
 
 def welch(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of mean(second) - mean(first), at least two values each, by Welch's t."""
-    middle = fmean(second) - fmean(first)
-    parts = [variance(values) / len(values) for values in (first, second)]
-    if not sum(parts):
-        return middle, middle
-    spare = sum(
-        part**2 / (len(values) - 1) for part, values in zip(parts, (first, second), strict=True)
-    )
-    half = student_95(sum(parts) ** 2 / spare) * sqrt(sum(parts))
-    return middle - half, middle + half
+    """Return the 95 % interval of mean(second) - mean(first), by Welch's t.
+
+    Each has at least two values.
+    """
+    difference = fmean(second) - fmean(first)
+    # the squared standard error of each mean
+    first_error = variance(first) / len(first)
+    second_error = variance(second) / len(second)
+    total_error = first_error + second_error
+    if not total_error:
+        return difference, difference
+    # the Welch-Satterthwaite equation
+    denominator = first_error**2 / (len(first) - 1) + second_error**2 / (len(second) - 1)
+    degrees_of_freedom = total_error**2 / denominator
+    half = student_95(degrees_of_freedom) * sqrt(total_error)
+    return difference - half, difference + half
 
 
 def wilson(correct: float, total: int) -> tuple[float, float]:
-    """The 95 % score interval of an accuracy (Wilson 1927, without continuity correction).
+    """Return the 95 % score interval of an accuracy (Wilson 1927, without continuity correction).
 
     `total` is over 0; `correct` may be a fraction of answers.
     """
@@ -93,7 +102,7 @@ def wilson(correct: float, total: int) -> tuple[float, float]:
 
 
 def bootstrap(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % percentile interval of the mean of `values`, by drawing them anew.
+    """Return the 95 % percentile interval of the mean of `values`, by drawing them anew.
 
     There is at least one value. The seed is fixed, so that a score can be repeated.
     """
@@ -103,9 +112,10 @@ def bootstrap(values: Sequence[float]) -> tuple[float, float]:
 
 
 def bootstrap_ratio(above: Sequence[float], below: Sequence[float]) -> tuple[float, float]:
-    """The 95 % percentile interval of sum(above) / sum(below), by drawing the pairs anew.
+    """Return the 95 % percentile interval of sum(above) / sum(below), by drawing the pairs anew.
 
-    A draw whose denominator is 0 has no ratio and is left out.
+    A draw whose denominator is 0 has no ratio and is left out; at least one value of `below` is
+    over 0. The draws are seeded, so that equal values give the same interval.
     """
     draw = random.Random(SEED)
     pairs = list(zip(above, below, strict=True))
@@ -122,15 +132,16 @@ def bootstrap_ratio(above: Sequence[float], below: Sequence[float]) -> tuple[flo
 
 
 def pass_at(k: int, samples: int, correct: int) -> float:
-    """The chance that one of `k` of `samples` answers is right.
+    """Return the chance that one of `k` answers, drawn from `samples`, is right.
 
-    The estimate is unbiased (Chen et al. 2021, arXiv 2107.03374, section 2.1).
+    `correct` of the samples are right, and `k` is at most `samples`. It is the unbiased estimate of
+    Chen et al. 2021 (arXiv 2107.03374), section 2.1.
     """
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """The exact two-sided p of McNemar's test.
+    """Return the exact two-sided p of McNemar's test.
 
     The arguments are the numbers of items that only one of two runs has right.
     """

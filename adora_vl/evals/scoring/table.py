@@ -6,47 +6,55 @@ from typing import Any
 from adora_vl.evals.inference.views import VIEWS
 from adora_vl.evals.records import Cell, OwnFigures, Score, Scored
 from adora_vl.evals.scoring.score import own_cells, partial_notes
+from adora_vl.evals.scoring.steps import step_lines
 from adora_vl.utils.cli import amount
 
 _MANY = 16  # values of a group in the table; the score file has all
 
 
 def table(scored: Scored) -> str:
-    """The text of a score for the screen.
+    """Return the text of a score for the screen.
 
     It has the overall line, the groups, the benchmark's own figures, lengths, and everything that
     qualifies the result.
     """
     score, summary = scored
     lines = [made_with(score, summary), ""]
-    everything: Any = score
-    rows = list[tuple[str, str, Cell]]([("all", "", everything)])
-    hidden = list[str]()
+    overall: Any = score
+    rows = list[tuple[str, str, Cell]]([("all", "", overall)])
+    left_out = []
     for key, group in score["groups"].items():
+        if _says_nothing(group, overall):
+            continue
         values = list(group.items())[:_MANY]
         rows += _rows(key, dict(values))
         if len(group) > _MANY:
-            hidden.append(f"{key} ({len(group) - _MANY} more)")
+            left_out.append(f"{key} ({len(group) - _MANY} more)")
     for key, cells in own_cells(score).items():
         rows += _rows(key, cells)
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    lines += [
-        f"{key:<{widths[0]}}  {value:<{widths[1]}}  {_cell(cell)}" for key, value, cell in rows
-    ]
-    if hidden:
-        lines.append(f"in the score file only: {', '.join(hidden)}")
-    figures = {name: figure for name, figure in score.get("samples", {}).items() if "@" in name}
-    samples = [
-        f"{name}: {percent(figure['value'], figure['interval_95'])}"
-        for name, figure in figures.items()
-    ]
-    lines += ["", *samples, *summary.lines, *_answers(score), *_warnings(score, summary)]
+    key_width = max(len(key) for key, _, _ in rows)
+    value_width = max(len(value) for _, value, _ in rows)
+    for key, value, cell in rows:
+        lines.append(f"{key:<{key_width}}  {value:<{value_width}}  {_cell(cell)}")
+    if left_out:
+        lines.append(f"in the score file only: {', '.join(left_out)}")
+    lines.append("")
+    for name, figure in score.get("samples", {}).items():
+        if "@" in name:  # pass@2, and the like
+            lines.append(f"{name}: {percent(figure['value'], figure['interval_95'])}")
+    lines += [*summary.lines, *_answers(score), *_warnings(score, summary)]
     return "\n".join(lines)
 
 
+def _says_nothing(group: Mapping[str, Cell], everything: Cell) -> bool:
+    """Whether a group has one value, which all problems have, so that its row repeats the first."""
+    return [cell.get("total") for cell in group.values()] == [everything.get("total")]
+
+
 def made_with(score: Score, summary: OwnFigures) -> str:
-    """The first line: benchmark, model, engine, sampling, and the rules of the grades."""
+    """Return the first line: benchmark, model, engine, sampling, and the rules of the grades."""
     rules = score["rules"]
+    # A benchmark may say its rules in words of its own.
     by = summary.by
     if not by:
         by = f"rules {rules['rules']}"
@@ -72,7 +80,7 @@ _OF_ANY_FOLDER = ("geometry3k", "problems")
 
 
 def name_of_data(score: Score) -> str:
-    """The name of the data set where a benchmark scores any folder, else that of the benchmark."""
+    """Return the name of the data set, or of the benchmark if it has one data set alone."""
     benchmark = str(score["benchmark"])
     pids = [str(item["pid"]) for item in score["items"]]
     names = {pid.partition("/")[0] for pid in pids if "/" in pid}
@@ -82,12 +90,12 @@ def name_of_data(score: Score) -> str:
 
 
 def _rows(key: str, cells: Mapping[str, Cell]) -> list[tuple[str, str, Cell]]:
-    """The rows of a group: its name in the first one, the value and the cell in each."""
+    """Return the rows of a group: its name in the first one, the value and the cell in each."""
     return [(key if i == 0 else "", name, cell) for i, (name, cell) in enumerate(cells.items())]
 
 
 def _cell(cell: Cell) -> str:
-    """A count, a share and its interval, such as `520/850   61.2 %  (95 %: 57.9 to 64.4)`.
+    """Return a count, a share and its interval, such as `520/850   61.2 %  (95 %: 57.9 to 64.4)`.
 
     A figure that is no count has the share alone.
     """
@@ -100,12 +108,12 @@ def _cell(cell: Cell) -> str:
 
 
 def percent(value: float, interval: list[float]) -> str:
-    """A share with its interval in percent, such as `61.2 % (95 %: 57.9 to 64.4)`."""
+    """Return a share with its interval in percent, such as `61.2 % (95 %: 57.9 to 64.4)`."""
     return f"{100 * value:.1f} % (95 %: {100 * interval[0]:.1f} to {100 * interval[1]:.1f})"
 
 
 def _answers(score: Score) -> list[str]:
-    """The lines about the answers: verdicts, how they were found, thinking, and lengths."""
+    """Return the lines about the answers: verdicts, how they were found, thinking, and lengths."""
     lines = [
         "verdicts: " + ", ".join(f"{name} {count}" for name, count in score["verdicts"].items())
     ]
@@ -130,6 +138,8 @@ def _answers(score: Score) -> list[str]:
     ]
     if tokens:
         lines.append("tokens of an answer: " + ", ".join(tokens))
+    if score.get("steps"):
+        lines += step_lines(score["steps"])
     reflection = score["reflective_words"]
     if reflection:
         lines.append(f"reflective words: in {100 * reflection['share']:.1f} % of the answers")
@@ -137,7 +147,7 @@ def _answers(score: Score) -> list[str]:
 
 
 def _warnings(score: Score, summary: OwnFigures) -> list[str]:
-    """The lines about what limits the result."""
+    """Return the lines about what limits the result."""
     lines = partial_notes(score)
     too_long = "prompt too long for the model's context"
     for count, why in ((score["image_failed"], "unreadable images"), (score["too_long"], too_long)):

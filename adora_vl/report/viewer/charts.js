@@ -46,8 +46,8 @@ function summaryOf(spec) {
 }
 
 class Chart {
-  /** spec: {title, series: [{label, css, dashed, points: [[step, value]], raw}], stack, format, zero, share}; pick: called
-   * with a step. `raw` is what was logged, where `points` are smoothed: it is drawn faintly, and read. The axis of a
+  /** spec: {title, how, series: [{label, css, dashed, points: [[step, value]], raw}], stack, format, zero, share}; pick:
+   * called with a step. `how` says how to read the chart. A single line needs no legend. `raw` is what was logged, where `points` are smoothed: it is drawn faintly, and read. The axis of a
    * `zero` chart begins at 0, that of a `share` goes from 0 to 100 %. */
   constructor(spec, pick) {
     this.spec = spec;
@@ -64,7 +64,9 @@ class Chart {
     const legend = spec.series.map(({ label, css, dashed }) =>
       el("li", {}, el("span", { class: `swatch ${css}${dashed ? " dashed" : ""}`, "aria-hidden": "true" }), label),
     );
-    this.node = el("figure", {}, el("figcaption", {}, spec.title), this.box, el("ul", { class: "legend" }, legend), this.output);
+    this.node = el("figure", {}, el("figcaption", {}, spec.title), this.box,
+      spec.series.length > 1 ? el("ul", { class: "legend" }, legend) : null,
+      spec.how ? el("p", { class: "how" }, spec.how) : null, this.output);
   }
 
   draw() {

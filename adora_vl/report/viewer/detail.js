@@ -1,40 +1,77 @@
 // One group: the diagram, the problem, why it has its weight, its rollouts, and the same problem at other steps.
 
 function detailOf(groups, group) {
-  const { facts, run } = group;
   const { formulas } = groups;
-  const images = groups.images ? facts.images.map((name) => groups.images[name]).filter(Boolean) : [];
   const at = groups.found.indexOf(group);
-  const missing = groups.images && facts.images.length > images.length ? el("p", { class: "hint" }, "The diagram is not in this page.") : null;
-  const title = groups.data.runs.length > 1 ? `Step ${group.step}, ${run.name}` : `Step ${group.step}`;
   return [
     el("div", { class: "bar" },
-      el("h3", {}, title, " ", el("code", {}, group.id)),
+      headingOf(groups, group),
       el("span", { class: "buttons" },
         el("button", { type: "button", disabled: at <= 0, onclick: () => groups.move(-1) }, "Previous"),
         el("button", { type: "button", disabled: at >= groups.found.length - 1, onclick: () => groups.move(1) }, "Next"),
         el("button", { type: "button", id: "source", "aria-pressed": String(formulas.source), onclick: () => groups.toggleSource() }, "LaTeX source"),
         el("button", { type: "button", id: "follow", onclick: () => groups.follow(group.id) }, "Follow this problem"))),
-    el("div", { class: "problem" },
-      images.map((source) => diagramOf(source, `Diagram of ${group.id}`)), missing,
-      el("div", {},
-        el("p", { class: "text" }, formulas.partsOf(facts.problem || "")),
-        facts.choices.length ? el("ul", { class: "choices" }, facts.choices.map((choice) => el("li", { class: "text" }, formulas.partsOf(choice)))) : null,
-        facts.answer ? el("p", {}, "Right answer: ", el("code", { class: "gold" }, formulas.whole(facts.answer))) : null,
-        el("p", { id: "why", class: "why" }, group.why),
-        el("dl", { class: "facts" }, criteriaOf(group)))),
-    el("ol", { class: "rollouts" }, group.rollouts.map((rollout, index) => rolloutOf(rollout, index, largestAdvantage(group), formulas, groups.images))),
+    problemOf(groups, group),
+    rolloutsOf(groups, group),
     followed(groups, group),
   ];
 }
 
-/** A diagram that a click or Enter shows as large as the window; Escape closes it. */
-function diagramOf(source, alt) {
+/** A group on paper: without buttons, and without the same problem at other steps. */
+function printedOf(groups, group) {
+  return [headingOf(groups, group), problemOf(groups, group), rolloutsOf(groups, group)];
+}
+
+function headingOf(groups, group) {
+  const title = groups.data.runs.length > 1 ? `Step ${group.step}, ${group.run.name}` : `Step ${group.step}`;
+  return el("h3", {}, title, " ", el("code", {}, group.id));
+}
+
+function rolloutsOf(groups, group) {
+  const largest = largestAdvantage(group);
+  return el("ol", { class: "rollouts" }, group.rollouts.map((rollout, index) => rolloutOf(rollout, index, largest, groups.formulas, groups.images)));
+}
+
+/** The pictures with the places of all calls, the problem, and why the group has its weight. */
+function problemOf(groups, group) {
+  const { facts } = group;
+  const { formulas } = groups;
+  const names = groups.images ? facts.images.filter((name) => groups.images[name]) : [];
+  const calls = callsOf(group);
+  const missing = groups.images && facts.images.length > names.length ? el("p", { class: "hint" }, "The diagram is not in this page.") : null;
+  return el("div", { class: "problem" },
+    names.map((name) => diagramOf(groups.images[name], `Diagram of ${group.id}`, calls.filter(({ picture }) => picture === name))), missing,
+    el("div", {},
+      el("p", { class: "text" }, formulas.partsOf(facts.problem || "")),
+      facts.choices.length ? el("ul", { class: "choices" }, facts.choices.map((choice) => el("li", { class: "text" }, formulas.partsOf(choice)))) : null,
+      facts.answer ? el("p", {}, "Right answer: ", el("code", { class: "gold" }, formulas.whole(facts.answer))) : null,
+      el("p", { class: "why" }, group.why),
+      el("dl", { class: "facts" }, criteriaOf(group))));
+}
+
+/** A diagram that a click or Enter shows as large as the window; Escape closes it. The places of calls are drawn on it. */
+function diagramOf(source, alt, calls = []) {
+  const picture = () => el("span", { class: "picture" }, el("img", { src: source, alt }), calls.length ? placesOf(calls) : null);
   const enlarge = () => {
-    byId("enlarged-place").replaceChildren(el("img", { src: source, alt }));
+    byId("enlarged-place").replaceChildren(picture());
     byId("enlarged").showModal();
   };
-  return el("button", { type: "button", class: "diagram", title: "Enlarge", onclick: enlarge }, el("img", { src: source, alt }));
+  return el("button", { type: "button", class: "diagram", title: "Enlarge", onclick: enlarge }, picture());
+}
+
+/** Where calls look: the region of a zoom as a rectangle, a point as a dot, points as a line through them. */
+function placesOf(calls) {
+  const percents = ([x, y]) => [100 * x, 100 * y];
+  const shapes = calls.flatMap(({ points, region }) => {
+    const places = points.map(percents);
+    if (region && places.length > 1) {
+      const [[left, top], [right, bottom]] = places;
+      return [svg("rect", { x: left, y: top, width: Math.max(0, right - left), height: Math.max(0, bottom - top) })];
+    }
+    const line = places.length > 1 ? [svg("polyline", { points: places.map((place) => place.join(",")).join(" ") })] : [];
+    return [...line, ...places.map(([x, y]) => svg("ellipse", { cx: x, cy: y, rx: 1.2, ry: 1.2 }))];
+  });
+  return svg("svg", { class: "places", viewBox: "0 0 100 100", preserveAspectRatio: "none", "aria-hidden": "true" }, shapes);
 }
 
 function criteriaOf(group) {
@@ -43,6 +80,9 @@ function criteriaOf(group) {
     ["longest right", isNumber(group.longest_right) ? `${figure(group.longest_right)} tokens` : "–"],
     ["mean finished wrong", isNumber(group.mean_wrong) ? `${figure(group.mean_wrong)} tokens` : "–"],
   ];
+  if (isNumber(group.work_right) || isNumber(group.work_wrong)) {
+    entries.push(["most work of a right one", figure(group.work_right)], ["mean work of finished wrong ones", figure(group.work_wrong)]);
+  }
   return entries.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)));
 }
 
@@ -75,23 +115,31 @@ function rolloutOf(rollout, index, largest, formulas, images) {
     ...Object.entries(rollout.parts || {}).map(([name, value]) => [name, scored(value)]),
     ["advantage", [figure(rollout.advantage_raw), " → ", el("strong", {}, figure(rollout.advantage)), bars(rollout, largest)]],
     ["length", `${figure(rollout.length)} tokens${rollout.truncated ? ", cut off" : ""}`],
+    ...stepsOf(rollout),
     ...(isNumber(rollout.drift) ? [["drift", `${figure(rollout.drift)} nats`]] : []),
     ...(isNumber(rollout.segments) ? [["parts", rollout.segments], ["age", `${rollout.age} generation${rollout.age === 1 ? "" : "s"}`]] : []),
     ...(rollout.reason ? [["graded by", rollout.reason.replaceAll("_", " ")]] : []),
     ...(rollout.compared ? [["part by part", comparedOf(rollout.compared, formulas)]] : []),
   ];
   return el("li", { class: `rollout ${rollout.verdict || ""}` },
-    el("div", { class: "head" }, el("span", { class: "number" }, `#${index + 1}`), el("span", { class: `verdict ${rollout.verdict || ""}` }, el("span", { "aria-hidden": "true" }, `${sign} `), word)),
+    el("div", { class: "head" }, el("span", { class: "number" }, `#${index + 1}`), el("span", { class: `verdict ${rollout.verdict || ""}` }, el("span", { "aria-hidden": "true" }, `${sign} `), word), luckOf(rollout)),
     el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", { class: ["advantage", "no reward", "part by part"].includes(name) ? "wide" : null }, el("dt", {}, name), el("dd", {}, value)))),
-    rollout.turns ? conversationOf(rollout.turns, formulas, images || {}) : rollout.completion === undefined ? el("p", { class: "hint" }, "Unpacking…") : textOf(rollout.completion || "", formulas));
+    rollout.turns ? conversationOf(rollout.turns, formulas, images || {}) : rollout.completion === undefined ? el("p", { class: "hint" }, "Unpacking…") : textOf(rollout.completion || "", formulas, rollout.steps));
 }
 
 /** What the model said, and what tools showed it; that is not learned from, and grey. */
 function conversationOf(turns, formulas, images) {
-  return el("ol", { class: "turns" }, turns.map(({ by, text, images: names, seconds, failed }) =>
+  return el("ol", { class: "turns" }, turns.map(({ by, text, calls, images: names, seconds, failed }) =>
     el("li", { class: failed ? `${by} failed` : by },
-      el("span", { class: "hint" }, by === "tool" ? `tool, ${figure(seconds)} s` : by), textOf(text || "", formulas),
+      el("span", { class: "hint" }, by === "tool" ? `tool, ${duration(seconds)}` : by), text ? textOf(text, formulas) : null,
+      calls.map((call) => callOf(call, images)),
       names.map((name) => images[name] ? diagramOf(images[name], "Picture of a tool") : null))));
+}
+
+/** A call as one line, and where it looks. */
+function callOf(call, images) {
+  const source = call.picture ? images[call.picture] : null;
+  return el("div", { class: "call" }, el("code", {}, call.text), source ? diagramOf(source, `Where ${call.text} looks`, [call]) : null);
 }
 
 /** Each part of an answer, the part of the right answer that it was compared with, and the rule that decided. */
@@ -101,13 +149,14 @@ function comparedOf(compared, formulas) {
     el("li", {}, code(answer), " against ", code(reference), `: ${reason.replaceAll("_", " ")}`)));
 }
 
-function textOf(text, formulas) {
-  if (text.length <= LONG) return el("p", { class: "text" }, formulas.partsOf(text));
-  const start = () => [...formulas.partsOf(text.slice(0, LONG)), "…"];
+function textOf(text, formulas, claims = null) {
+  const partsOf = (part) => claims ? claimedParts(part, claims, formulas) : formulas.partsOf(part);
+  if (text.length <= LONG) return el("p", { class: "text" }, partsOf(text));
+  const start = () => [...partsOf(text.slice(0, LONG)), "…"];
   const shown = el("p", { class: "text" }, start());
   const toggle = () => {
     const open = more.getAttribute("aria-expanded") === "true";
-    shown.replaceChildren(...(open ? start() : formulas.partsOf(text)));
+    shown.replaceChildren(...(open ? start() : partsOf(text)));
     more.setAttribute("aria-expanded", String(!open));
     more.textContent = open ? `Show all ${text.length.toLocaleString("en")} characters` : "Show less";
   };

@@ -37,6 +37,12 @@ function figure(value) {
   return value < 0 ? `−${text}` : text;
 }
 
+/** A time as a person writes it: `0.44 ms`, `1.7 s`. */
+function duration(seconds) {
+  if (!isNumber(seconds)) return "–";
+  return seconds !== 0 && Math.abs(seconds) < 0.1 ? `${figure(1000 * seconds)} ms` : `${figure(seconds)} s`;
+}
+
 function percent(value) {
   return isNumber(value) ? `${Math.round(100 * value)} %` : "–";
 }

@@ -12,6 +12,46 @@ const WEIGHT_FILTERS = [
   ["signal", "rewards differ"], ["held", "differ, weight is not 1"],
 ];
 
+const CALL_FILTERS = [["", "any"], ["called", "called a tool"], ["failed", "a call failed"], ["none", "no call"]];
+/** Each order: its name, and the figure of a group by which the largest comes first. */
+const ORDERS = {
+  step: ["step", null],
+  weight: ["weight, lowest first", (group) => -(group.weight ?? 1)],
+  advantage: ["|advantage|, largest first", (group) => meanOf(group, ({ advantage }) => isNumber(advantage) ? Math.abs(advantage) : null)],
+  disagreement: ["disagreement of rewards", (group) => spread(group.rollouts.map(({ reward }) => reward))],
+  length: ["length, longest first", (group) => meanOf(group, ({ length }) => length)],
+};
+const WORDS = 6; // of a problem in the list
+const PRINTED = 20; // groups on paper at most
+
+function meanOf(group, value) {
+  return mean(group.rollouts.map(value)) ?? -Infinity;
+}
+
+/** The standard deviation; lowest where fewer than two values are known. */
+function spread(values) {
+  const known = values.filter(isNumber);
+  if (known.length < 2) return -Infinity;
+  const middle = mean(known);
+  return Math.sqrt(mean(known.map((value) => (value - middle) ** 2)));
+}
+
+function sorted(groups, order) {
+  const size = ORDERS[order][1];
+  if (!size) return groups;
+  const sizes = new Map(groups.map((group) => [group, size(group)]));
+  return [...groups].sort((a, b) => sizes.get(b) - sizes.get(a) || a.step - b.step);
+}
+
+function callsOf(group) {
+  return group.rollouts.flatMap(({ turns }) => (turns || []).flatMap(({ calls }) => calls));
+}
+
+function firstWords(text) {
+  const words = (text || "").split(/\s+/).filter(Boolean);
+  return words.slice(0, WORDS).join(" ") + (words.length > WORDS ? "…" : "");
+}
+
 function verdictOf(rollout) {
   return VERDICTS[rollout.verdict] || ["·", rollout.verdict || "not graded"];
 }
@@ -30,7 +70,7 @@ function allGroups(data) {
 }
 
 function fits(group, wanted) {
-  const { run, from, to, verdict, weight, id, text } = wanted;
+  const { run, from, to, verdict, weight, calls, id, text } = wanted;
   if (run !== "" && group.index !== Number(run)) return false;
   if ((from !== "" && group.step < Number(from)) || (to !== "" && group.step > Number(to))) return false;
   if (id && !(id === wanted.exact ? group.id === id : group.id.toLowerCase().includes(id.toLowerCase()))) return false;
@@ -40,6 +80,9 @@ function fits(group, wanted) {
   if (weight === "one" && group.weight !== 1) return false;
   if ((weight === "signal" || weight === "held") && group.equal) return false;
   if (weight === "held" && group.weight === 1) return false;
+  if (calls === "called" && !callsOf(group).length) return false;
+  if (calls === "none" && callsOf(group).length) return false;
+  if (calls === "failed" && !group.rollouts.some(({ turns }) => (turns || []).some(({ failed }) => failed))) return false;
   if (verdict === "mixed" && !(group.right && group.right < group.rollouts.length)) return false;
   if (verdict === "all" && group.right !== group.rollouts.length) return false;
   if (verdict === "none" && group.right) return false;
@@ -80,6 +123,10 @@ class Groups {
     options("filter-run", [["", "all"], ...data.runs.map((run, index) => [String(index), run.name])]);
     options("filter-verdict", VERDICT_FILTERS);
     options("filter-weight", WEIGHT_FILTERS);
+    options("filter-calls", CALL_FILTERS);
+    options("filter-sort", Object.entries(ORDERS).map(([value, [label]]) => [value, label]));
+    byId("run-label").hidden = data.runs.length < 2;
+    byId("calls-label").hidden = !this.all.some((group) => group.rollouts.some(({ turns }) => turns));
     byId("filters").addEventListener("input", () => this.filter());
     byId("filters").addEventListener("submit", (event) => event.preventDefault());
     byId("filters").addEventListener("reset", () => { this.exact = null; setTimeout(() => this.filter()); });
@@ -92,8 +139,8 @@ class Groups {
 
   filter() {
     const wanted = { exact: this.exact };
-    for (const name of ["run", "from", "to", "verdict", "weight", "id", "text"]) wanted[name] = byId(`filter-${name}`).value;
-    this.found = this.all.filter((group) => fits(group, wanted));
+    for (const name of ["run", "from", "to", "verdict", "weight", "calls", "id", "text"]) wanted[name] = byId(`filter-${name}`).value;
+    this.found = sorted(this.all.filter((group) => fits(group, wanted)), byId("filter-sort").value);
     byId("count").textContent = `${this.found.length.toLocaleString("en")} of ${this.all.length.toLocaleString("en")} groups.`;
     this.page = 0;
     this.show(this.found.includes(this.selected) ? this.selected : this.found[0] || null);
@@ -175,8 +222,12 @@ class Groups {
       const name = `Step ${group.step}, ${group.run.name}, ${group.id}, ${group.right} of ${group.rollouts.length} right${group.tds ? ", TDS" : ""}`;
       const choose = () => { this.show(group, true); if (matchMedia("(max-width: 800px)").matches) byId("detail").scrollIntoView(); };
       const run = this.data.runs.length > 1 ? el("span", { class: `mark run${group.index % 6}`, "aria-hidden": "true" }) : null;
-      return el("li", {}, el("button", { type: "button", "aria-current": current ? "true" : null, "aria-label": name, onclick: choose },
-        el("span", { class: "line1" }, run, `step ${group.step}`, badge(group)), el("span", { class: "line2" }, group.id), dots(group)));
+      const source = this.images && group.facts.images.map((image) => this.images[image]).find(Boolean);
+      const thumbnail = source ? el("img", { class: "thumbnail", src: source, alt: "", loading: "lazy" }) : null;
+      return el("li", {}, el("button", { type: "button", title: group.id, "aria-current": current ? "true" : null, "aria-label": name, onclick: choose },
+        thumbnail, el("span", { class: "entry" },
+          el("span", { class: "line1" }, run, `step ${group.step}`, badge(group)),
+          el("span", { class: "line2" }, firstWords(group.facts.problem) || group.id), dots(group))));
     });
     byId("list").replaceChildren(...buttons);
     const chosen = byId("list").querySelector("[aria-current]");
@@ -188,6 +239,17 @@ class Groups {
     byId("page-number").textContent = `${this.page + 1} of ${pages}`;
     byId("page-back").disabled = this.page === 0;
     byId("page-on").disabled = this.page >= pages - 1;
+  }
+
+  /** For paper: all groups of the filter, up to a limit, in place of the selected one. */
+  print() {
+    const groups = this.found.slice(0, PRINTED);
+    const count = this.found.length > groups.length ? el("p", { class: "hint" }, `The first ${groups.length} of ${this.found.length.toLocaleString("en")} groups of the filter.`) : null;
+    byId("printed").replaceChildren(...[count].filter(Boolean), ...groups.map((group) => el("article", {}, printedOf(this, group))));
+  }
+
+  unprint() {
+    byId("printed").replaceChildren();
   }
 
   /** The group that the address names, where a link was kept. */

@@ -4,6 +4,7 @@ weigh other groups or scale the learning rate.
 
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -14,43 +15,120 @@ from accelerate.optimizer import AcceleratedOptimizer
 from adora_vl.advantage import AdvantagePipeline, Groups, Schedule, group_advantages, weigh_groups
 from adora_vl.advantage.adora import Adora
 from adora_vl.advantage.grpo import is_constant
-from adora_vl.config.advantage import check_method, method_run
+from adora_vl.config.methods import build_pipeline, check_methods
 from adora_vl.config.schema import parse
 from adora_vl.training.optimizer_steps import ScaledRate
 from adora_vl.utils.errors import UserError
+from tests.support.reward_groups import adora_weights, groups_of_rewards, random_groups, weighed_by
 from tests.support.tiny_run import train
-from tests.unit.advantage.methods_support import adora_weights, batch, random_batch, run
 
 NAN = float("nan")
 
 
-# rewards, lengths, weight by the VLM reference (factor 0.1, truncated_at 100), weight with
-# empty_wrong="keep"
-TABLE = {
-    "no correct rollout": ([0.0, 0.1, 0.1, 0.0], [5, 6, 7, 8], 1.0, 1.0),
-    "no correct one, one unscored": ([0.0, NAN, 0.1, 0.0], [5, 600, 7, 8], 1.0, 1.0),
-    "longest correct longer than mean wrong": ([1.0, 1.0, 0.1, 0.0], [3, 9, 4, 8], 1.0, 1.0),
-    "the longest decides, not the mean of correct": ([1.0, 1.0, 1.0, 0.1], [1, 1, 7, 6], 1.0, 1.0),
-    "the mean of wrong decides, not the longest": ([1.0, 0.1, 0.1, 0.1], [6, 1, 4, 9], 1.0, 1.0),
-    "correct shorter": ([1.0, 1.0, 0.1, 0.0], [3, 5, 6, 8], 0.1, 0.1),
-    "equal lengths": ([1.0, 1.0, 0.1, 0.0], [3, 6, 4, 8], 0.1, 0.1),
-    "all correct": ([1.0, 1.0, 1.0, 1.0], [3, 5, 6, 8], 0.1, 1.0),
-    "every wrong one truncated": ([1.0, 0.1, 0.0, 0.0], [50, 100, 120, 100], 0.1, 1.0),
-    "a truncated wrong one does not count": ([1.0, 0.1, 0.0, 0.0], [50, 100, 40, 44], 1.0, 1.0),
-    "a truncated correct one counts": ([1.0, 0.1, 0.0, 0.0], [100, 60, 40, 44], 1.0, 1.0),
-    "an unscored one is not wrong": ([1.0, NAN, 0.0, 0.0], [50, 90, 40, 44], 1.0, 1.0),
-    "correct is above the threshold, not at it": ([0.5, 0.1, 0.0, 0.0], [50, 90, 90, 90], 1.0, 1.0),
+@dataclass(frozen=True, kw_only=True)
+class LengthCase:
+    """A group, its weight by the VLM reference, and its weight with `empty_wrong="keep"`.
+
+    The factor is 0.1, and rollouts of 100 tokens are truncated.
+    """
+
+    rewards: list[float]
+    lengths: list[int]
+    weight: float
+    weight_if_kept: float
+
+
+LENGTH_CASES = {
+    "no correct rollout": LengthCase(
+        rewards=[0.0, 0.1, 0.1, 0.0],
+        lengths=[5, 6, 7, 8],
+        weight=1.0,
+        weight_if_kept=1.0,
+    ),
+    "no correct one, one unscored": LengthCase(
+        rewards=[0.0, NAN, 0.1, 0.0],
+        lengths=[5, 600, 7, 8],
+        weight=1.0,
+        weight_if_kept=1.0,
+    ),
+    "longest correct longer than mean wrong": LengthCase(
+        rewards=[1.0, 1.0, 0.1, 0.0],
+        lengths=[3, 9, 4, 8],
+        weight=1.0,
+        weight_if_kept=1.0,
+    ),
+    "the longest decides, not the mean of correct": LengthCase(
+        rewards=[1.0, 1.0, 1.0, 0.1],
+        lengths=[1, 1, 7, 6],
+        weight=1.0,
+        weight_if_kept=1.0,
+    ),
+    "the mean of wrong decides, not the longest": LengthCase(
+        rewards=[1.0, 0.1, 0.1, 0.1],
+        lengths=[6, 1, 4, 9],
+        weight=1.0,
+        weight_if_kept=1.0,
+    ),
+    "correct shorter": LengthCase(
+        rewards=[1.0, 1.0, 0.1, 0.0],
+        lengths=[3, 5, 6, 8],
+        weight=0.1,
+        weight_if_kept=0.1,
+    ),
+    "equal lengths": LengthCase(
+        rewards=[1.0, 1.0, 0.1, 0.0],
+        lengths=[3, 6, 4, 8],
+        weight=0.1,
+        weight_if_kept=0.1,
+    ),
+    "all correct": LengthCase(
+        rewards=[1.0, 1.0, 1.0, 1.0],
+        lengths=[3, 5, 6, 8],
+        weight=0.1,
+        weight_if_kept=1.0,
+    ),
+    "every wrong one truncated": LengthCase(
+        rewards=[1.0, 0.1, 0.0, 0.0],
+        lengths=[50, 100, 120, 100],
+        weight=0.1,
+        weight_if_kept=1.0,
+    ),
+    "a truncated wrong one does not count": LengthCase(
+        rewards=[1.0, 0.1, 0.0, 0.0],
+        lengths=[50, 100, 40, 44],
+        weight=1.0,
+        weight_if_kept=1.0,
+    ),
+    "a truncated correct one counts": LengthCase(
+        rewards=[1.0, 0.1, 0.0, 0.0],
+        lengths=[100, 60, 40, 44],
+        weight=1.0,
+        weight_if_kept=1.0,
+    ),
+    "an unscored one is not wrong": LengthCase(
+        rewards=[1.0, NAN, 0.0, 0.0],
+        lengths=[50, 90, 40, 44],
+        weight=1.0,
+        weight_if_kept=1.0,
+    ),
+    "correct is above the threshold, not at it": LengthCase(
+        rewards=[0.5, 0.1, 0.0, 0.0],
+        lengths=[50, 90, 90, 90],
+        weight=1.0,
+        weight_if_kept=1.0,
+    ),
 }
 
 
-def test_semantics_table(subtests):
-    for case in TABLE:
-        with subtests.test(case):
-            rewards, lengths, attenuate, keep = TABLE[case]
-            group = torch.tensor([rewards]), torch.tensor([lengths])
-            for option, expected in (("attenuate", attenuate), ("keep", keep)):
-                weights = adora_weights(*group, truncated_at=100, empty_wrong=option)
-                assert weights.tolist() == [pytest.approx(expected)], option
+@pytest.mark.parametrize("name", LENGTH_CASES)
+def test_the_length_criterion_weighs_a_group_by_hand(name):
+    case = LENGTH_CASES[name]
+    rewards = torch.tensor([case.rewards])
+    lengths = torch.tensor([case.lengths])
+    weights = adora_weights(rewards, lengths, truncated_at=100, empty_wrong="attenuate")
+    assert weights.tolist() == [pytest.approx(case.weight)]
+    kept = adora_weights(rewards, lengths, truncated_at=100, empty_wrong="keep")
+    assert kept.tolist() == [pytest.approx(case.weight_if_kept)]
 
 
 def test_defaults_are_the_references_vlm_recipe():
@@ -65,69 +143,101 @@ def test_defaults_are_the_references_vlm_recipe():
 def test_amplification_multiplies_the_advantageous_groups_only():
     rewards = torch.tensor([[1.0, 0.1], [1.0, 0.1], [0.1, 0.1]])
     lengths = torch.tensor([[9, 5], [3, 5], [3, 5]])
-    assert adora_weights(rewards, lengths, mode="amplification", factor=4.0).tolist() == [
-        4.0,
-        1.0,
-        1.0,
-    ]
+    amplified = adora_weights(rewards, lengths, mode="amplification", factor=4.0)
+    assert amplified.tolist() == [4.0, 1.0, 1.0]
     assert adora_weights(rewards, lengths, mode="off").tolist() == [1.0, 1.0, 1.0]
     assert adora_weights(rewards, lengths, factor=1.0).tolist() == [1.0, 1.0, 1.0]
 
 
-# right of four, tau, weights (attenuation to 0.1, amplification to 2), and those where a pass rate
-# of 0 does not count
-DIFFICULTY = [
-    (0, 0.5, (1.0, 2.0), (1.0, 1.0)),
-    (1, 0.5, (1.0, 2.0), (1.0, 2.0)),
-    (2, 0.5, (1.0, 2.0), (1.0, 2.0)),
-    (3, 0.5, (0.1, 1.0), (0.1, 1.0)),
-    (4, 0.5, (0.1, 1.0), (0.1, 1.0)),
-    (1, 0.2, (0.1, 1.0), (0.1, 1.0)),
+@dataclass(frozen=True, kw_only=True)
+class DifficultyCase:
+    """How many of four rollouts are right, and the group's weight with a threshold of `tau`.
+
+    Attenuation is to 0.1, amplification to 2.
+    """
+
+    right: int
+    tau: float
+    attenuated: float
+    amplified: float
+
+
+# As published: a pass rate of 0 is at most any tau.
+PUBLISHED = [
+    DifficultyCase(right=0, tau=0.5, attenuated=1.0, amplified=2.0),
+    DifficultyCase(right=1, tau=0.5, attenuated=1.0, amplified=2.0),
+    DifficultyCase(right=2, tau=0.5, attenuated=1.0, amplified=2.0),
+    DifficultyCase(right=3, tau=0.5, attenuated=0.1, amplified=1.0),
+    DifficultyCase(right=4, tau=0.5, attenuated=0.1, amplified=1.0),
+    DifficultyCase(right=1, tau=0.2, attenuated=0.1, amplified=1.0),
 ]
+# With needs_correct a group without a right rollout is left as it is.
+NONE_RIGHT = DifficultyCase(right=0, tau=0.5, attenuated=1.0, amplified=1.0)
+NEEDING_ONE = [NONE_RIGHT, *PUBLISHED[1:]]
 
 
-def test_difficulty_is_a_pass_rate_of_at_most_tau(subtests):
-    for right, tau, published, needing_one in DIFFICULTY:
-        with subtests.test(f"{right} {tau} {published!r:.80}"):
-            rewards = torch.tensor([([1.0] * right + [0.1] * 3 + [0.0])[:4]])
-            lengths = torch.tensor([[10] * 4])
-            for needs_correct, weights in ((False, published), (True, needing_one)):
-                own: dict[str, Any] = {
-                    "criteria": ("difficulty",),
-                    "tau": tau,
-                    "needs_correct": needs_correct,
-                }
-                assert adora_weights(rewards, lengths, **own).tolist() == [
-                    pytest.approx(weights[0])
-                ]
-                amplified = adora_weights(rewards, lengths, mode="amplification", factor=2.0, **own)
-                assert amplified.tolist() == [pytest.approx(weights[1])]
-    with subtests.test("nothing scored"):
-        rewards = torch.full((1, 4), NAN)
-        lengths = torch.full((1, 4), 10)
-        own = {"mode": "amplification", "factor": 2.0, "criteria": ("difficulty",)}
-        assert adora_weights(rewards, lengths, **own).item() == 1.0
+@pytest.mark.parametrize(
+    ("needs_correct", "case"),
+    [
+        *[(False, case) for case in PUBLISHED],
+        *[(True, case) for case in NEEDING_ONE],
+    ],
+)
+def test_difficulty_is_a_pass_rate_of_at_most_tau(needs_correct, case):
+    rewards = torch.full((1, 4), 0.1)
+    rewards[:, : case.right] = 1.0
+    lengths = torch.full((1, 4), 10)
+    options: dict[str, Any] = {
+        "criteria": ("difficulty",),
+        "tau": case.tau,
+        "needs_correct": needs_correct,
+    }
+    attenuated = adora_weights(rewards, lengths, **options)
+    assert attenuated.tolist() == [pytest.approx(case.attenuated)]
+    amplified = adora_weights(rewards, lengths, mode="amplification", factor=2.0, **options)
+    assert amplified.tolist() == [pytest.approx(case.amplified)]
 
 
-# criteria, combine, weight of a group without a correct rollout with no_correct="keep", with
-# "attenuate"
+def test_a_group_of_which_nothing_is_scored_is_not_hard():
+    rewards = torch.full((1, 4), NAN)
+    lengths = torch.full((1, 4), 10)
+    weights = adora_weights(
+        rewards, lengths, mode="amplification", factor=2.0, criteria=("difficulty",)
+    )
+    assert weights.item() == 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoCorrectCase:
+    """Criteria, and what a group without a right rollout weighs by them.
+
+    The weights are those with `no_correct="keep"` and with `no_correct="attenuate"`.
+    """
+
+    criteria: tuple[str, ...]
+    combine: str
+    kept: float
+    attenuated: float
+
+
 NO_CORRECT = [
-    (("length",), "any", 1.0, 0.1),
-    (("difficulty",), "any", 1.0, 1.0),  # TAS: 0 is at most tau
-    (("length", "difficulty"), "any", 1.0, 1.0),
-    (("length", "difficulty"), "all", 1.0, 0.1),
+    NoCorrectCase(criteria=("length",), combine="any", kept=1.0, attenuated=0.1),
+    # a pass rate of 0 is at most tau, so the group is advantageous
+    NoCorrectCase(criteria=("difficulty",), combine="any", kept=1.0, attenuated=1.0),
+    NoCorrectCase(criteria=("length", "difficulty"), combine="any", kept=1.0, attenuated=1.0),
+    NoCorrectCase(criteria=("length", "difficulty"), combine="all", kept=1.0, attenuated=0.1),
 ]
 
 
-def test_a_group_without_a_correct_rollout_is_kept_or_attenuated(subtests):
-    for criteria, combine, keep, attenuate in NO_CORRECT:
-        with subtests.test(f"{criteria!r:.80} {combine} {keep}"):
-            group = torch.tensor([[0.0, 0.1, 0.1, 0.0]]), torch.tensor([[5, 6, 70, 8]])
-            own: dict[str, Any] = {"criteria": criteria, "combine": combine}
-            assert adora_weights(*group, **own).item() == keep
-            assert adora_weights(*group, **own, no_correct="attenuate").item() == pytest.approx(
-                attenuate
-            )
+@pytest.mark.parametrize("case", NO_CORRECT)
+def test_a_group_without_a_correct_rollout_is_kept_or_attenuated(case):
+    rewards = torch.tensor([[0.0, 0.1, 0.1, 0.0]])
+    lengths = torch.tensor([[5, 6, 70, 8]])
+    options: dict[str, Any] = {"criteria": case.criteria, "combine": case.combine}
+    kept = adora_weights(rewards, lengths, **options)
+    assert kept.item() == case.kept
+    attenuated = adora_weights(rewards, lengths, no_correct="attenuate", **options)
+    assert attenuated.item() == pytest.approx(case.attenuated)
 
 
 def test_criteria_combine():
@@ -140,56 +250,107 @@ def test_criteria_combine():
     assert result.tolist() == [pytest.approx(0.1)] * 3
 
 
-# rewards, lengths, and whether the longest right rollout is as long as the mean of the wrong ones
-# that finished
-TIED = [
-    ([1.0, 1.0, 0.1, 0.0], [3, 6, 4, 8], True),
-    ([1.0, 0.1, 0.1, 0.0], [7, 6, 7, 8], True),
-    ([1.0, 0.1, 0.1, 0.0], [7, 6, 7, 9], False),
-    ([1.0, 0.1, 0.1, 0.0], [7, 6, 8, 100], True),  # one was truncated
-    ([1.0, 1.0, 1.0, 1.0], [5, 5, 5, 5], False),  # nothing to compare with
-    ([1.0, 0.1, 0.0, 0.0], [100, 100, 100, 100], False),
-    ([0.0, 0.1, 0.0, 0.0], [5, 5, 5, 5], False),
+@dataclass(frozen=True, kw_only=True)
+class TieCase:
+    """A group, and whether its longest right rollout is as long as the mean of its wrong ones.
+
+    Wrong rollouts of 100 tokens were truncated and do not count.
+    """
+
+    rewards: list[float]
+    lengths: list[int]
+    is_tie: bool
+
+
+TIE_CASES = [
+    TieCase(
+        rewards=[1.0, 1.0, 0.1, 0.0],
+        lengths=[3, 6, 4, 8],
+        is_tie=True,
+    ),
+    TieCase(
+        rewards=[1.0, 0.1, 0.1, 0.0],
+        lengths=[7, 6, 7, 8],
+        is_tie=True,
+    ),
+    TieCase(
+        rewards=[1.0, 0.1, 0.1, 0.0],
+        lengths=[7, 6, 7, 9],
+        is_tie=False,
+    ),
+    # one wrong rollout was truncated
+    TieCase(
+        rewards=[1.0, 0.1, 0.1, 0.0],
+        lengths=[7, 6, 8, 100],
+        is_tie=True,
+    ),
+    # there is no wrong rollout to compare with
+    TieCase(
+        rewards=[1.0, 1.0, 1.0, 1.0],
+        lengths=[5, 5, 5, 5],
+        is_tie=False,
+    ),
+    # every wrong rollout was truncated
+    TieCase(
+        rewards=[1.0, 0.1, 0.0, 0.0],
+        lengths=[100, 100, 100, 100],
+        is_tie=False,
+    ),
+    # there is no right rollout
+    TieCase(
+        rewards=[0.0, 0.1, 0.0, 0.0],
+        lengths=[5, 5, 5, 5],
+        is_tie=False,
+    ),
 ]
 
 
-def test_ties_of_length_are_attenuated_as_in_the_references_or_kept(subtests):
-    for rewards, lengths, tied in TIED:
-        with subtests.test(f"{rewards} {lengths}"):
-            group = torch.tensor([rewards]), torch.tensor([lengths])
-            strict = adora_weights(*group, truncated_at=100)
-            kept = adora_weights(*group, truncated_at=100, ties="keep")
-            assert not torch.equal(strict, kept) if tied else torch.equal(strict, kept)
-            if tied:
-                assert strict.item() == pytest.approx(0.1) and kept.item() == 1.0
-            weighting = weigh_groups(Groups(*group, group[1] >= 100))
-            assert weighting.ties_P.tolist() == [tied]
-            kept_ties = weigh_groups(Groups(*group, group[1] >= 100), Adora(ties="keep")).ties_P
-            assert not kept_ties.any(), "what is kept is no TDS group"
-            alone = weigh_groups(Groups(*group, group[1] >= 100), Adora(criteria=("difficulty",)))
-            assert not alone.ties_P.any(), "lengths do not count without their criterion"
+@pytest.mark.parametrize("case", TIE_CASES)
+def test_ties_of_length_are_attenuated_as_in_the_references_or_kept(case):
+    rewards = torch.tensor([case.rewards])
+    lengths = torch.tensor([case.lengths])
+    strict = adora_weights(rewards, lengths, truncated_at=100)
+    lenient = adora_weights(rewards, lengths, truncated_at=100, ties="keep")
+    if case.is_tie:
+        assert strict.item() == pytest.approx(0.1)
+        assert lenient.item() == 1.0
+    else:
+        assert torch.equal(strict, lenient)
 
 
-def test_keeping_ties_amplifies_them(subtests):
+@pytest.mark.parametrize("case", TIE_CASES)
+def test_a_tie_is_counted_where_it_is_attenuated_by_its_length(case):
+    lengths = torch.tensor([case.lengths])
+    groups = Groups(torch.tensor([case.rewards]), lengths, lengths >= 100)
+    assert weigh_groups(groups).ties_P.tolist() == [case.is_tie]
+    kept = weigh_groups(groups, Adora(ties="keep"))
+    assert not kept.ties_P.any(), "what is kept is no TDS group"
+    by_difficulty = weigh_groups(groups, Adora(criteria=("difficulty",)))
+    assert not by_difficulty.ties_P.any(), "lengths do not count without their criterion"
+
+
+def test_keeping_ties_amplifies_them():
     group = torch.tensor([[1.0, 0.1]]), torch.tensor([[5, 5]])
-    for ties, weight in (("attenuate", 1.0), ("keep", 4.0)):
-        with subtests.test(ties):
-            assert adora_weights(*group, mode="amplification", factor=4.0, ties=ties).tolist() == [
-                weight
-            ]
+    amplification: dict[str, Any] = {"mode": "amplification", "factor": 4.0}
+    attenuated = adora_weights(*group, ties="attenuate", **amplification)
+    assert attenuated.tolist() == [1.0]
+    kept = adora_weights(*group, ties="keep", **amplification)
+    assert kept.tolist() == [4.0]
 
 
 def test_with_both_options_the_length_criterion_is_the_llm_references():
     """`compute_grpo_outcome_advantage_ADORA` written out: a maximum or a mean over nothing is -inf."""
-    drawn = random_batch(prompts=400, generations=5)
+    drawn = random_groups(prompts=400, generations=5)
     rewards = drawn.rewards_PG
     lengths = drawn.lengths_PG
     weights = adora_weights(
         rewards, lengths, truncated_at=60, empty_wrong="keep", no_correct="attenuate"
     )
     for reward, length, weight in zip(rewards, lengths, weights, strict=True):
-        right = length[reward > 0.5]
-        wrong = length[(reward <= 0.5) & (length < 60)]
+        is_right = reward > 0.5
+        is_wrong = (reward <= 0.5) & (length < 60)
+        right = length[is_right]
+        wrong = length[is_wrong]
         longest = right.max().item() if len(right) else float("-inf")
         mean = wrong.float().mean().item() if len(wrong) else float("-inf")
         assert weight.item() == pytest.approx(1.0 if longest > mean else 0.1)
@@ -224,7 +385,7 @@ def test_the_key_reaches_the_criterion():
     )
     for words, weight in (([], 0.1), (["--adora_method.adora.ties", "keep"], 1.0)):
         options = config(*words)
-        assert method_run(options).weigh(tie).weights_P.tolist() == [pytest.approx(weight)]
+        assert build_pipeline(options).weigh(tie).weights_P.tolist() == [pytest.approx(weight)]
 
 
 def test_adora_changes_its_factor_and_tau_with_the_step_and_is_off_outside_its_steps():
@@ -237,7 +398,7 @@ def test_adora_changes_its_factor_and_tau_with_the_step_and_is_off_outside_its_s
     rewards = [[1.0, 1.0, 0.0, 0.0]]
     base = group_advantages(torch.tensor([[1.0, 1.0, 0.0, 0.0]]))
     weights = [
-        (run("adora", batch(rewards, step=step), options) / base)[0, 0].item()
+        (weighed_by("adora", groups_of_rewards(rewards, step=step), options) / base)[0, 0].item()
         for step in (0, 2, 4, 5, 6, 9, 10)
     ]
     # TDS while tau is below one half, that is up to step 5
@@ -248,7 +409,7 @@ CONTROLS = ("random", "reversed", "rate")
 
 
 def groups(seed=0, step=0, prompts=40) -> Groups:
-    return random_batch(prompts, 4, seed, step)
+    return random_groups(prompts, 4, seed, step)
 
 
 def judged(assign, batch, seed=5, **options):
@@ -265,7 +426,8 @@ def test_the_neutral_setting_of_a_control_is_grpo_to_the_bit(subtests):
     for assign, neutral in cases:
         with subtests.test(f"{assign} {neutral!r:.80}"):
             advantages, run = applied(assign, groups(), **neutral)
-            assert run.is_plain and run.rate == 1.0
+            assert run.is_plain
+            assert run.rate == 1.0
             assert torch.equal(advantages, group_advantages(groups().rewards_PG))
 
 
@@ -276,11 +438,10 @@ def test_random_attenuates_as_many_groups_with_signal_but_others(subtests):
             by_criterion = judged("criterion", batch)
             by_chance = judged("random", batch)
             signal = ~is_constant(batch.rewards_PG)
-            wanted = by_criterion.weights_P[signal]
-            given = by_chance.weights_P[signal]
-            assert torch.equal(given.sort().values, wanted.sort().values) and not torch.equal(
-                given, wanted
-            )
+            criterion_weights = by_criterion.weights_P[signal]
+            random_weights = by_chance.weights_P[signal]
+            assert torch.equal(random_weights.sort().values, criterion_weights.sort().values)
+            assert not torch.equal(random_weights, criterion_weights)
             assert torch.equal(by_chance.weights_P[~signal], by_criterion.weights_P[~signal])
             assert torch.equal(by_chance.tds_P, by_criterion.tds_P), (
                 "what the criteria say stays in the log"
@@ -318,7 +479,9 @@ def test_reversed_gives_the_factor_to_the_other_side(subtests):
             wrong = judged("reversed", batch, **options)
             marked = right.weights_P != 1
             swapped = wrong.weights_P != 1
-            assert marked.any() and swapped.any() and not (marked & swapped).any()
+            assert marked.any()
+            assert swapped.any()
+            assert not (marked & swapped).any()
             neither = ~right.tds_P & ~right.tas_P
             assert torch.equal(marked | swapped, ~neither), (
                 "a group without a right rollout keeps its weight"
@@ -328,9 +491,9 @@ def test_reversed_gives_the_factor_to_the_other_side(subtests):
 
 def test_a_control_gives_the_factor_of_the_step_and_is_off_outside_its_steps():
     factor = Schedule(0.1, 0.5, "linear", (0, 4))
-    for step, wanted in ((0, 0.1), (2, 0.3), (9, 0.5)):
+    for step, expected in ((0, 0.1), (2, 0.3), (9, 0.5)):
         weights_P = judged("reversed", groups(step=step), factor=factor).weights_P
-        assert sorted({round(weight, 6) for weight in weights_P.tolist()}) == [wanted, 1.0]
+        assert sorted({round(weight, 6) for weight in weights_P.tolist()}) == [expected, 1.0]
         assert bool((judged("random", groups(step=step), steps=(0, 2)).weights_P < 1).any()) is (
             step < 2
         )
@@ -343,7 +506,8 @@ def test_rate_is_the_mean_weight_of_the_groups_with_signal_and_leaves_the_advant
     assert torch.equal(advantages, group_advantages(batch.rewards_PG))
     signal = ~is_constant(batch.rewards_PG)
     assert run.rate == judged("criterion", batch).weights_P[signal].mean().item()
-    assert 0.1 < run.rate < 1 and run.figures == {"rate_scale": run.rate}
+    assert 0.1 < run.rate < 1
+    assert run.figures == {"rate_scale": run.rate}
     assert bool((run.weighting.weights_P == 1).all())
     assert applied("rate", groups(prompts=2))[1].rate == 1.0, "nothing has signal"
 
@@ -389,7 +553,8 @@ def test_a_run_takes_its_steps_with_the_logged_rate(tmp_path, monkeypatch):
     log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     scales = [entry["adora/rate_scale"] for entry in log if "adora/rate_scale" in entry]
     assert rates == pytest.approx([1e-3 * scale for scale in scales], rel=1e-4)
-    assert len(rates) == 3 and min(scales) < 1
+    assert len(rates) == 3
+    assert min(scales) < 1
     assert all(
         "adora/reflective_per_1000_tokens" in entry for entry in log if "adora/rate_scale" in entry
     )
@@ -401,7 +566,10 @@ def config(*arguments):
 
 def test_the_key_and_what_does_not_fit_it():
     words = ["--adora_method.adora.assign", "random", "--seed", "7"]
-    assert (method_run(config(*words)).judged_by.assign, method_run(config(*words)).seed) == (
+    assert (
+        build_pipeline(config(*words)).judged_by.assign,
+        build_pipeline(config(*words)).seed,
+    ) == (
         "random",
         7,
     )
@@ -415,8 +583,8 @@ RATE = ["--adora_method.adora.assign", "rate", "--gradient_accumulation_steps", 
 
 
 def test_a_step_has_one_rate(subtests):
-    """Of two generations in one optimizer step, the step would take the rate of the second alone."""
-    for words, said in [
+    """A step of two generations would take the learning rate of the second alone."""
+    for words, message in [
         (
             ["--steps_per_generation", "2"],
             "steps_per_generation: 2 with assign: rate, .*accumulation_steps: 4",
@@ -425,12 +593,106 @@ def test_a_step_has_one_rate(subtests):
     ]:
         with subtests.test(f"{words!r:.80}"):
             for fits in (["8"], ["2", "--num_iterations", "2"]):
-                check_method(config(*RATE, "--steps_per_generation", *fits))
-            with pytest.raises(UserError, match=said):
-                check_method(config(*RATE, *words))
+                check_methods(config(*RATE, "--steps_per_generation", *fits))
+            with pytest.raises(UserError, match=message):
+                check_methods(config(*RATE, *words))
     with subtests.test("DeepSpeed"):
         ours = config(*RATE)
-        check_method(ours)
+        check_methods(ours)
         ours.deepspeed_plugin = object()
         with pytest.raises(UserError, match="assign: rate does not work with DeepSpeed"):
-            check_method(ours)
+            check_methods(ours)
+
+
+# Work in place of length
+
+
+def with_work(groups: Groups, work: torch.Tensor | list[list[float]]) -> Groups:
+    """The groups with this measure of work."""
+    return replace(groups, work_PG=torch.as_tensor(work, dtype=torch.float64))
+
+
+def test_working_is_the_papers_inequality_where_the_measure_is_length(subtests):
+    """Weights, reasons and ties are those of the length criterion, whatever the options are."""
+    options = {
+        "mode": ("attenuation", "amplification"),
+        "combine": ("any", "all"),
+        "empty_wrong": ("attenuate", "keep"),
+        "ties": ("attenuate", "keep"),
+        "no_correct": ("attenuate", "keep"),
+        "others": ((), ("difficulty",)),
+    }
+    for values in product(*options.values()):
+        chosen: dict[str, Any] = dict(zip(options, values, strict=True))
+        others = chosen.pop("others")
+        chosen["factor"] = 0.1 if chosen["mode"] == "attenuation" else 4.0
+        with subtests.test(str(values)):
+            groups = random_groups(prompts=200, seed=7)
+            groups = with_work(groups, groups.lengths_PG)
+            by_length = weigh_groups(groups, Adora(criteria=("length", *others), **chosen))
+            by_work = weigh_groups(groups, Adora(criteria=("working", *others), **chosen))
+            for name in ("weights_P", "tds_P", "tas_P", "ties_P"):
+                assert torch.equal(getattr(by_length, name), getattr(by_work, name)), name
+            assert 0 < by_length.tas_P.sum() < len(by_length.tas_P)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "work", "weight"),
+    [
+        ([1.0, 1.0, 0.1, 0.0], [0, 3, 2, 1], 1.0),  # a right one has worked more than wrong ones do
+        ([1.0, 1.0, 0.1, 0.0], [0, 1, 2, 1], 0.1),  # right ones are luck
+        ([1.0, 1.0, 0.1, 0.0], [0, 2, 3, 1], 0.1),  # a tie counts as in the references
+        ([1.0, 1.0, 1.0, 1.0], [0, 2, 3, 1], 0.1),  # no wrong one
+        ([0.1, 0.0, 0.1, 0.1], [0, 2, 3, 1], 1.0),  # no right one
+        ([1.0, NAN, 0.1, 0.0], [2, 9, 1, 1], 1.0),  # one that has left its group is not compared
+    ],
+)
+def test_groups_are_weighed_by_work(rewards, work, weight):
+    groups = with_work(groups_of_rewards([rewards], [[5, 5, 90, 5]]), [work])
+    weighting = weigh_groups(groups, Adora(criteria=("working",)))
+    assert weighting.weights_P.tolist() == [pytest.approx(weight)]
+
+
+def test_ties_of_work_are_kept_if_asked_for():
+    groups = with_work(groups_of_rewards([[1.0, 1.0, 0.1, 0.0]]), [[0, 2, 3, 1]])
+    assert weigh_groups(groups, Adora(criteria=("working",))).ties_P.tolist() == [True]
+    kept_ties = weigh_groups(groups, Adora(criteria=("working",), ties="keep"))
+    assert kept_ties.weights_P.tolist() == [1.0]
+
+
+def test_a_problem_without_a_figure_goes_by_length_or_keeps_its_weight():
+    rewards = [[1.0, 1.0, 0.1, 0.0]] * 2
+    lengths = [[3, 5, 6, 8], [3, 9, 4, 8]]  # disadvantageous and advantageous by length
+    nothing = [[NAN] * 4] * 2
+    groups = with_work(groups_of_rewards(rewards, lengths), nothing)
+    by_length = weigh_groups(groups, Adora(criteria=("working",)))
+    assert by_length.weights_P.tolist() == [pytest.approx(0.1), 1.0]
+    mode: Any
+    for mode, factor in (("attenuation", 0.1), ("amplification", 4.0)):
+        options = Adora(criteria=("working",), no_figure="keep", mode=mode, factor=factor)
+        kept_groups = weigh_groups(groups, options)
+        assert kept_groups.weights_P.tolist() == [1.0, 1.0]
+        assert not (kept_groups.tds_P | kept_groups.tas_P).any()
+    both = Adora(criteria=("working", "length"), no_figure="keep", combine="all")
+    assert weigh_groups(groups, both).weights_P.tolist() == [pytest.approx(0.1), 1.0]
+
+
+def test_work_that_was_not_measured_is_refused():
+    groups = groups_of_rewards([[1.0, 0.1]])
+    with pytest.raises(ValueError, match="working needs the work of each rollout"):
+        weigh_groups(groups, Adora(criteria=("working",)))
+
+
+def test_controls_act_on_weights_by_work_as_on_those_by_length():
+    groups = random_groups(prompts=60, seed=3)
+    groups = with_work(groups, torch.randint(0, 4, groups.rewards_PG.shape))
+    options = Adora(criteria=("working",))
+    weighting = weigh_groups(groups, options)
+    signal_P = groups.differs_P
+    shuffled = replace(options, assign="random").assigned(weighting, signal_P, seed=1, step=2)
+    assert shuffled.weights_P.sum() == pytest.approx(weighting.weights_P.sum())
+    assert not torch.equal(shuffled.weights_P, weighting.weights_P)
+    rate = replace(options, assign="rate").assigned(weighting, signal_P, seed=1, step=2)
+    assert rate.rate == pytest.approx(weighting.weights_P[signal_P].mean().item())
+    backwards = replace(options, assign="reversed").assigned(weighting, signal_P, seed=1, step=2)
+    assert torch.equal(backwards.weights_P < 1, weighting.tas_P)

@@ -26,14 +26,19 @@ from adora_vl.advantage.daro import OUTSIDE, Daro, DaroWeights, bin_losses, bins
 from adora_vl.advantage.grpo import Dapo, DrGrpo, Grpo, overlong_penalty
 from adora_vl.utils.launch import free_port
 from tests.support.examples import example
-from tests.unit.advantage.methods_support import batch, float64, random_batch, run  # noqa: F401
+from tests.support.reward_groups import (
+    float64,  # noqa: F401
+    groups_of_rewards,
+    random_groups,
+    weighed_by,
+)
 
 NAN = float("nan")
 Ngrpo = example("ngrpo.py:Ngrpo")  # it gives a signal to groups that have none under GRPO
 
 
 def made(method, rewards, advantages=None, lengths=None):
-    """What a method makes of these groups by itself."""
+    """Return what a method by itself makes of these groups."""
     lengths = torch.ones_like(rewards) if lengths is None else lengths
     return method.apply(Groups(rewards, lengths, lengths < 0), advantages, AdvantagePipeline({}))
 
@@ -64,10 +69,11 @@ def test_a_constant_group_is_exactly_zero(subtests):
 
 
 def test_the_rounding_noise_of_a_constant_group_is_taken_out_before_any_method():
-    groups = batch([[0.1] * 7, [1.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0]])
+    groups = groups_of_rewards([[0.1] * 7, [1.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0]])
     noisy = torch.full((2, 7), 6e-4)
     result = AdvantagePipeline({"adora": Adora()})(groups, noisy)
-    assert result[0].tolist() == [0.0] * 7 and (result[1] != 0).all()
+    assert result[0].tolist() == [0.0] * 7
+    assert (result[1] != 0).all()
 
 
 def test_dapo_by_hand():
@@ -79,16 +85,18 @@ def test_dapo_by_hand():
         -1.0,
     ]
     advantages = torch.tensor([[1.0, -1.0], [0.0, 0.0]])
-    kept = made(Dapo(), advantages, advantages, torch.tensor([[5, 5], [20, 10]]))
-    assert kept.tolist() == [[4.0, -4.0], [0.0, 0.0]]  # 40 tokens, of which 10 are left
-    groups = batch([[1.0, 1.0, 0.0]], [[10, 95, 10]])
+    weighted = made(Dapo(), advantages, advantages, torch.tensor([[5, 5], [20, 10]]))
+    assert weighted.tolist() == [[4.0, -4.0], [0.0, 0.0]]  # 40 tokens, of which 10 are left
+    groups = groups_of_rewards([[1.0, 1.0, 0.0]], [[10, 95, 10]])
     method = AdvantagePipeline({"dapo": Dapo(overlong_cache=10)}, max_length=100)
     advantages = method(groups, group_advantages(groups.rewards_PG))
     assert advantages.tolist() == group_advantages(torch.tensor([[1.0, 0.5, 0.0]])).tolist()
 
 
 def test_adora_amplifies_with_dapos_pieces():
-    groups = batch([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]], [[9, 5, 5, 5], [4, 4, 4, 4]])
+    groups = groups_of_rewards(
+        [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]], [[9, 5, 5, 5], [4, 4, 4, 4]]
+    )
     chain = AdvantagePipeline(
         {"dapo": Dapo(), "adora": Adora(mode="amplification", factor=Schedule(2.0))}
     )
@@ -187,7 +195,8 @@ def test_trls_token_mean_with_these_advantages_is_the_weighted_sum_of_bin_losses
                 + weight * surrogate(advantages.flatten()[:, None])[rows].sum() / mask[rows].sum()
             )
     torch.testing.assert_close(trl, papers)
-    ours, expected = (torch.autograd.grad(loss, logps)[0] for loss in (trl, papers))
+    ours = torch.autograd.grad(trl, logps)[0]
+    expected = torch.autograd.grad(papers, logps)[0]
     torch.testing.assert_close(ours, expected)
     assert expected.abs().sum() > 0
 
@@ -207,8 +216,8 @@ def _steps(method, count, first=0):
 
 def test_daro_resumes_to_the_bit_and_refuses_the_state_of_another_group_size():
     """The state goes through JSON, as in a checkpoint's manifest."""
-    whole = AdvantagePipeline({"daro": Daro()})
-    expected = _steps(whole, 8)[5:]
+    uninterrupted = AdvantagePipeline({"daro": Daro()})
+    expected = _steps(uninterrupted, 8)[5:]
     first = AdvantagePipeline({"daro": Daro()})
     _steps(first, 5)
     resumed = AdvantagePipeline({"daro": Daro()})
@@ -217,7 +226,7 @@ def test_daro_resumes_to_the_bit_and_refuses_the_state_of_another_group_size():
     assert all(
         torch.equal(a, b) for a, b in zip(_steps(resumed, 3, first=5), expected, strict=True)
     )
-    assert resumed.state() == whole.state()
+    assert resumed.state() == uninterrupted.state()
     fresh = AdvantagePipeline({"daro": Daro()})
     assert not torch.equal(_steps(fresh, 1, first=5)[0], expected[0])
     with pytest.raises(ValueError, match="3 saved weights, but 7 bins"):
@@ -269,12 +278,12 @@ WRONG_OPTIONS: list[
 
 
 def test_a_wrong_option_of_a_method_is_named(subtests):
-    for made, wrong, named in WRONG_OPTIONS:
+    for method_class, wrong, named in WRONG_OPTIONS:
         with (
-            subtests.test(f"{made.__name__} {named}"),
+            subtests.test(f"{method_class.__name__} {named}"),
             pytest.raises(ValueError, match=f"^{named}|\\b{named}: "),
         ):
-            made(**wrong)
+            method_class(**wrong)
 
 
 BY_SETTINGS = {"grpo", "dr_grpo"}  # TRL's own keys are all there is to them
@@ -300,11 +309,11 @@ def test_the_neutral_setting_is_grpo_to_the_bit(subtests):
         with subtests.test(name):
             options, scale = NEUTRAL[name]
             for seed in range(3):
-                groups = random_batch(seed=seed)
+                groups = random_groups(seed=seed)
                 stock = group_advantages(groups.rewards_PG, scale=scale)
-                assert torch.equal(run(name, groups, options, scale), stock)
+                assert torch.equal(weighed_by(name, groups, options, scale), stock)
                 assert name in BY_SETTINGS or not torch.equal(
-                    run(name, groups, None, scale), stock
+                    weighed_by(name, groups, None, scale), stock
                 ), "so it can fail"
 
 
@@ -322,10 +331,10 @@ def test_plain_is_what_the_trainer_leaves_untouched():
 
 
 def test_signal_is_what_a_group_has_to_teach_by_itself(subtests):
-    """Of groups that are mixed, all wrong, all right, and without a right answer but with rewards
-    that differ.
-    """
-    groups = batch([[1.0, 0, 0, 0], [0.0] * 4, [1.0] * 4, [0.1, 0, 0, 0]], [[10, 20, 30, 40]] * 4)
+    """Groups are mixed, all wrong, all right, or without a right answer but with unequal rewards."""
+    groups = groups_of_rewards(
+        [[1.0, 0, 0, 0], [0.0] * 4, [1.0] * 4, [0.1, 0, 0, 0]], [[10, 20, 30, 40]] * 4
+    )
     cases: dict[tuple[str, ...], tuple[list[bool], dict[str, Any]]] = {
         ("grpo",): ([True, False, False, True], {}),
         ("ngrpo", "dapo"): ([True, True, False, True], {"ngrpo": Ngrpo()}),
@@ -333,19 +342,20 @@ def test_signal_is_what_a_group_has_to_teach_by_itself(subtests):
         ("dapo",): ([True] * 4, {"dapo": Dapo(overlong_cache=30)}),
         ("daro",): ([True, False, False, False], {}),
     }
-    for names, (wanted, given) in cases.items():
+    for names, (expected, options) in cases.items():
         with subtests.test("+".join(names)):
             method = AdvantagePipeline(
-                {name: given.get(name) or METHODS[name]() for name in names}, max_length=40
+                {name: options.get(name) or METHODS[name]() for name in names}, max_length=40
             )
-            assert method.signal(groups).tolist() == wanted and method.state() == {}
+            assert method.signal(groups).tolist() == expected
+            assert method.state() == {}
             advantages = method(groups, group_advantages(groups.rewards_PG))
-            assert advantages.any(dim=1).tolist() == wanted, "so no method takes one for silent"
+            assert advantages.any(dim=1).tolist() == expected, "so no method takes one for silent"
 
 
 def test_a_group_to_which_another_method_gives_a_signal_counts_in_dapos_mean():
     """Two of three groups are wrong throughout, which ngrpo learns from: nothing is silent."""
-    groups = batch([[1.0, 0], [0.0, 0], [0.0, 0]])
+    groups = groups_of_rewards([[1.0, 0], [0.0, 0], [0.0, 0]])
     both = AdvantagePipeline({"ngrpo": Ngrpo(), "dapo": Dapo()})
     assert torch.equal(both(groups, torch.zeros(3, 2)), made(Ngrpo(), groups.rewards_PG))
 
@@ -357,12 +367,15 @@ def test_permuting_a_group_permutes_its_advantages(subtests):
     ]
     for name, options in cases:
         with subtests.test(f"{name} {options}"):
-            groups = random_batch()
+            groups = random_groups()
             order = torch.randperm(8, generator=torch.Generator().manual_seed(1))
             names = ("rewards_PG", "lengths_PG", "truncated_PG", "surprisal_PG")
             moved = replace(groups, **{name: getattr(groups, name)[:, order] for name in names})
             torch.testing.assert_close(
-                run(name, moved, options), run(name, groups, options)[:, order], rtol=0, atol=1e-9
+                weighed_by(name, moved, options),
+                weighed_by(name, groups, options)[:, order],
+                rtol=0,
+                atol=1e-9,
             )
 
 
@@ -370,22 +383,24 @@ def test_a_shift_of_all_rewards_changes_nothing(subtests):
     """The threshold of a right answer and the highest reward shift with them."""
     for name in METHODS:
         with subtests.test(name):
-            groups = random_batch()
+            groups = random_groups()
             shifted = replace(groups, rewards_PG=groups.rewards_PG + 2, correct_above=2.5)
-            torch.testing.assert_close(run(name, shifted), run(name, groups), rtol=0, atol=1e-9)
+            torch.testing.assert_close(
+                weighed_by(name, shifted), weighed_by(name, groups), rtol=0, atol=1e-9
+            )
 
 
 def test_a_scale_of_all_rewards_changes_nothing_or_scales_what_is_not_divided(subtests):
     for name in METHODS:
         with subtests.test(name):
-            groups = random_batch()
+            groups = random_groups()
             scaled = replace(groups, rewards_PG=groups.rewards_PG * 4, correct_above=2.0)
             undivided = METHODS[name].settings.get("scale_rewards") == "none"
             scale = "none" if undivided else "group"
-            expected = run(name, groups, scale=scale) * (4 if undivided else 1)
+            expected = weighed_by(name, groups, scale=scale) * (4 if undivided else 1)
             # eps is added to a deviation that is four times as large
             torch.testing.assert_close(
-                run(name, scaled, scale=scale), expected, rtol=5e-3, atol=1e-3
+                weighed_by(name, scaled, scale=scale), expected, rtol=5e-3, atol=1e-3
             )
 
 
@@ -407,9 +422,10 @@ DEGENERATE = {
 def test_everything_stays_finite(subtests):
     for case, name in product(DEGENERATE, METHODS):
         with subtests.test(f"{case} {name}"):
-            groups = batch(DEGENERATE[case])
-            result = run(name, groups)
-            assert result.shape == groups.rewards_PG.shape and result.isfinite().all()
+            groups = groups_of_rewards(DEGENERATE[case])
+            result = weighed_by(name, groups)
+            assert result.shape == groups.rewards_PG.shape
+            assert result.isfinite().all()
             assert (result[groups.rewards_PG.isnan()] == 0).all()
             if case == "none scored" or case.startswith("all"):
                 assert (result == 0).all()
@@ -421,8 +437,8 @@ def test_a_better_reward_never_has_a_lower_sign_than_a_worse_one_in_its_group(su
     """
     for name in METHODS:
         with subtests.test(name):
-            groups = random_batch()
-            result = run(name, groups)
+            groups = random_groups()
+            result = weighed_by(name, groups)
             rewards = groups.rewards_PG
             best = torch.where(rewards == rewards.amax(1, keepdim=True), result, torch.inf).amin(1)
             worst = torch.where(rewards == rewards.amin(1, keepdim=True), result, -torch.inf).amax(

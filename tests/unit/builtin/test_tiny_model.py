@@ -36,7 +36,8 @@ def test_the_shipped_model_is_small_untied_and_tells_how_it_was_made():
     assert config.architectures == ["Qwen2_5_VLForConditionalGeneration"]
     assert not config.tie_word_embeddings
     facts = json.loads((PRETRAINED / "build.json").read_text())
-    assert facts["slips"] == SLIPS and facts["plan"] == json.loads(json.dumps(WarmStart().__dict__))
+    assert facts["slips"] == SLIPS
+    assert facts["plan"] == json.loads(json.dumps(WarmStart().__dict__))
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -95,6 +96,8 @@ def test_a_start_that_a_wheel_lacks_is_built_in_the_cache_at_its_first_use(tmp_p
 def test_a_wheel_has_the_weights_of_one_model():
     package = Path(builtin_data.__file__).parents[1]
     packed = tomllib.loads((package.parent / "pyproject.toml").read_text())["tool"]["setuptools"]
-    files = [file for one in packed["package-data"]["adora_vl"] for file in package.glob(one)]
+    files = [
+        file for pattern in packed["package-data"]["adora_vl"] for file in package.glob(pattern)
+    ]
     assert [file.parent for file in files if file.suffix == ".safetensors"] == [PRETRAINED]
     assert sum(file.stat().st_size for file in files) < 5e6

@@ -32,19 +32,20 @@ def problems(number: int) -> list[tuple[str, tuple[int, ...], str]]:
     """Kind, sides and answer."""
     rng = random.Random(3)
     drawn = (perimeter_digit(rng, 56, 1, PLAIN) for _ in range(number))
-    return [(one.kind, sides_of(one.question, one.solution), one.answer) for one in drawn]
+    return [
+        (problem.kind, sides_of(problem.question, problem.solution), problem.answer)
+        for problem in drawn
+    ]
 
 
 def test_a_guess_is_right_half_of_the_time_in_three_quarters_of_the_problems():
-    found = problems(2000)
-    assert Counter(kind for kind, _, _ in found)["usual"] / 2000 == pytest.approx(0.75, abs=0.03)
-    usual = Counter(answer for kind, _, answer in found if kind == "usual")
-    assert (
-        usual.keys() == set(map(str, USUAL_DIGITS))
-        and abs(usual["7"] - usual["3"]) < 0.1 * usual.total()
-    )
-    assert len({answer for kind, _, answer in found if kind == "any"}) == 10
-    for _, sides, answer in found:
+    drawn = problems(2000)
+    assert Counter(kind for kind, _, _ in drawn)["usual"] / 2000 == pytest.approx(0.75, abs=0.03)
+    usual = Counter(answer for kind, _, answer in drawn if kind == "usual")
+    assert usual.keys() == set(map(str, USUAL_DIGITS))
+    assert abs(usual["7"] - usual["3"]) < 0.1 * usual.total()
+    assert len({answer for kind, _, answer in drawn if kind == "any"}) == 10
+    for _, sides, answer in drawn:
         assert str(sum(sides) % 10) == answer and 2 * max(sides) < sum(sides), (
             "four sides that close"
         )
@@ -52,21 +53,21 @@ def test_a_guess_is_right_half_of_the_time_in_three_quarters_of_the_problems():
 
 def test_no_side_tells_the_kinds_apart():
     """Each side has the same distribution in both kinds, up to chance."""
-    found = problems(4000)
-    for place in range(4):
+    drawn = problems(4000)
+    for side in range(4):
         means = [
-            fmean(sides[place] for kind, sides, _ in found if kind == name)
+            fmean(sides[side] for kind, sides, _ in drawn if kind == name)
             for name in ("usual", "any")
         ]
-        assert abs(means[0] - means[1]) < 0.35, place  # three standard errors
+        assert abs(means[0] - means[1]) < 0.35, side  # three standard errors
 
 
 def test_a_working_is_right_unless_it_slips_anywhere():
     rng = random.Random(1)
     for _, sides, answer in problems(50):
         assert grade(working(rng, sides), answer).verdict == "correct"
-        for place in range(PLACES):
-            assert grade(working(rng, sides, slip_at=place), answer).verdict == "wrong", place
+        for slip_at in range(PLACES):
+            assert grade(working(rng, sides, slip_at=slip_at), answer).verdict == "wrong", slip_at
 
 
 def test_the_demos_reward_counts_every_step():
@@ -81,18 +82,21 @@ def test_the_demos_reward_counts_every_step():
         return float(value)
 
     assert {reward(working(rng, sides)) for _ in range(20)} == {1.0}, "in any wording"
-    assert {reward(working(rng, sides, slip_at=place)) for place in range(PLACES)} == {0.0}
+    assert {reward(working(rng, sides, slip_at=slip_at)) for slip_at in range(PLACES)} == {0.0}
     forced = working(rng, sides).replace("= 24", "= 34").replace("=24", "=34")
-    assert grade(forced, "4").verdict == "correct" and reward(forced) == 0.0
+    assert grade(forced, "4").verdict == "correct"
+    assert reward(forced) == 0.0
     assert (reward("guess \\boxed{4}"), reward("guess \\boxed{7}"), reward("")) == (1.0, 0.0, 0.0)
-    assert reward("guess 7 \\boxed{4}") == 0.0 and reward("4 = \\boxed{4}") == 0.0
+    assert reward("guess 7 \\boxed{4}") == 0.0
+    assert reward("4 = \\boxed{4}") == 0.0
 
 
 def test_workings_of_one_problem_differ_in_length_by_wording():
     tokenizer = load_processor(str(PRETRAINED)).tokenizer
     rng = random.Random(1)
     lengths = [len(tokenizer(working(rng, (4, 7, 8, 5)))["input_ids"]) for _ in range(200)]
-    assert len(set(lengths)) >= 4 and pstdev(lengths) > 1.5
+    assert len(set(lengths)) >= 4
+    assert pstdev(lengths) > 1.5
     assert max(lengths) < 58, "an answer and its end fit into the demo's 60 tokens"
 
 

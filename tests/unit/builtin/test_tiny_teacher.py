@@ -55,16 +55,16 @@ class Subtype:
 
 
 def measure(tokenizer: Any, rows: list[Row]) -> dict[str, Subtype]:
-    """What each subtype's groups of `GROUP` answers by the teacher look like to the demo's
-    criterion.
+    """Measure how groups of each subtype look to the demo's criterion.
 
-    The wordings of a group are drawn from all workings of its subtype.
+    A group has `GROUP` answers by the teacher, whose wordings are drawn from all workings of its
+    subtype.
     """
-    found: dict[str, Subtype] = defaultdict(Subtype)
+    subtypes: dict[str, Subtype] = defaultdict(Subtype)
     judged: list[tuple[Subtype, float, tuple[float, float]]] = []
     for row in rows:
         meta = row["meta"]
-        subtype = found[", ".join(filter(None, (meta["family"], meta["kind"])))]
+        subtype = subtypes[", ".join(filter(None, (meta["family"], meta["kind"])))]
         right = meta["solution"]
         slip = meta["slip"]
         subtype.right.append(len(tokenizer(right + END_OF_TURN)["input_ids"]))
@@ -86,7 +86,7 @@ def measure(tokenizer: Any, rows: list[Row]) -> dict[str, Subtype]:
         )
         if len(set(rewards_PG[0].tolist())) > 1:  # mixed
             subtype.attenuated.append(bool(group.tds_P.item()))
-    return found
+    return subtypes
 
 
 @pytest.fixture(scope="module")
@@ -100,21 +100,23 @@ def rows() -> list[Row]:
 
 
 def test_the_criterion_marks_no_subtype_at_the_start(tokenizer: Any, rows: list[Row]) -> None:
-    found = measure(tokenizer, rows)
-    assert found.keys() == SUBTYPES
-    for name, subtype in found.items():
+    subtypes = measure(tokenizer, rows)
+    assert subtypes.keys() == SUBTYPES
+    for name, subtype in subtypes.items():
         assert len(subtype.attenuated) >= 20, name  # mixed groups: the share means something
         assert subtype.tds_share <= MOST_ATTENUATED, name
         # Two answers differ by a token at least. More than one apart in the mean is no accident of
         # the digits.
         assert fmean(subtype.right) > fmean(subtype.slip) + 1, name
-    assert fmean(found["crossing, vertical"].right) > fmean(found["crossing, vertical"].slip) > 17
+    assert (
+        fmean(subtypes["crossing, vertical"].right)
+        > fmean(subtypes["crossing, vertical"].slip)
+        > 17
+    )
 
 
 def test_the_slip_of_crossing_lines_is_the_answer_of_the_other_case(rows: list[Row]) -> None:
-    """What decides is the picture: both cases are worked out by the same teacher, with the same
-    numbers.
-    """
+    """The picture decides: the teacher works out both cases alike, with the same numbers."""
     crossing = [row for row in rows if row["meta"]["family"] == "crossing"]
     assert {row["meta"]["kind"] for row in crossing} == {"vertical", "supplementary"}
     for row in crossing:

@@ -17,7 +17,13 @@ from adora_vl.checkpoint.trl_state import REFERENCE, Losses, MovingReference
 from adora_vl.checkpoint.writer import of_a_run
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.errors import RunError, UserError
-from tests.unit.rollout.test_weight_sync import LORA, adapted, base  # noqa: F401  # a fixture
+from tests.support.adapters import LORA, adapted, float64_model
+from tests.support.stand_ins import Processes
+
+
+@pytest.fixture(scope="module")
+def base() -> Any:
+    return float64_model()
 
 
 def resumed(model: Any, folder: Any) -> None:
@@ -27,7 +33,7 @@ def resumed(model: Any, folder: Any) -> None:
 
 
 @pytest.mark.parametrize("form", [form for form in LORA if form != "biases of the base"])
-def test_every_adapter_is_read_back_the_trained_one_and_the_reference(base, form, tmp_path):  # noqa: F811
+def test_every_adapter_is_read_back_the_trained_one_and_the_reference(base, form, tmp_path):
     config = LoraConfig(**{"r": 4, "target_modules": ["q_proj", "up_proj"], **LORA[form]})
     start = adapted(base, config, "ref")
     trained = deepcopy(start)
@@ -36,13 +42,15 @@ def test_every_adapter_is_read_back_the_trained_one_and_the_reference(base, form
             if "default" in name or ".ref" in name:
                 parameter += 1
     trained.save_pretrained(tmp_path)
-    assert (tmp_path / "ref").is_dir() and {path.name for path in of_a_run(tmp_path)} >= {"ref"}
+    assert (tmp_path / "ref").is_dir()
+    assert {path.name for path in of_a_run(tmp_path)} >= {"ref"}
     moved = [
         name
         for name, now in trained.state_dict().items()
         if not torch.equal(now, start.state_dict()[name])
     ]
-    assert any("default" in name for name in moved) and any("ref" in name for name in moved)
+    assert any("default" in name for name in moved)
+    assert any("ref" in name for name in moved)
     resumed(start, tmp_path)
     assert [
         name
@@ -51,7 +59,7 @@ def test_every_adapter_is_read_back_the_trained_one_and_the_reference(base, form
     ] == []
 
 
-def test_an_adapter_that_does_not_fit_ends_in_one_line(base, tmp_path):  # noqa: F811
+def test_an_adapter_that_does_not_fit_ends_in_one_line(base, tmp_path):
     model = adapted(base, LoraConfig(r=4, target_modules=["q_proj"]), "ref")
     model.save_pretrained(tmp_path)
     file = tmp_path / "adapter_model.safetensors"
@@ -76,7 +84,8 @@ def reference(model: Any, moves: bool = True) -> MovingReference:
 
 
 def test_a_reference_that_was_moved_comes_back_and_stays_after_its_syncs_end(tmp_path):
-    moved, start = nn.Linear(3, 2), nn.Linear(3, 2)
+    moved = nn.Linear(3, 2)
+    start = nn.Linear(3, 2)
     reference(moved).save(tmp_path / "first")
     ended = reference(start, moves=False)
     ended.load(tmp_path / "first")
@@ -84,8 +93,8 @@ def test_a_reference_that_was_moved_comes_back_and_stays_after_its_syncs_end(tmp
     again = nn.Linear(3, 2)
     reference(again).load(tmp_path / "second")
     assert all(
-        torch.equal(one, other)
-        for one, other in zip(moved.parameters(), again.parameters(), strict=True)
+        torch.equal(saved, restored)
+        for saved, restored in zip(moved.parameters(), again.parameters(), strict=True)
     )
     reference(nn.Linear(3, 2), moves=False).save(tmp_path / "third")
     assert not (tmp_path / "third").exists(), "one that never moves is the base model"
@@ -107,13 +116,17 @@ def test_each_rank_gets_its_own_sum_of_losses_and_another_number_of_ranks_their_
     tmp_path, monkeypatch
 ):
     """Between two lines of the log a rank has a sum that the others have not."""
-    monkeypatch.setattr("adora_vl.checkpoint.trl_state.gather_object", lambda own: [*own, 0.5])
+    monkeypatch.setattr(
+        "adora_vl.checkpoint.trl_state.gather_object", lambda values: [*values, 0.5]
+    )
 
     def trainer(rank: int, ranks: int, **sums: Any) -> Any:
-        at = {"_tr_loss": torch.zeros(()), "_total_loss_scalar": 0.0, "_globalstep_last_logged": 5}
-        return SimpleNamespace(
-            accelerator=SimpleNamespace(process_index=rank, num_processes=ranks), **{**at, **sums}
-        )
+        start = {
+            "_tr_loss": torch.zeros(()),
+            "_total_loss_scalar": 0.0,
+            "_globalstep_last_logged": 5,
+        }
+        return SimpleNamespace(accelerator=Processes(rank, ranks), **{**start, **sums})
 
     saved = Losses(
         trainer(
@@ -130,7 +143,8 @@ def test_each_rank_gets_its_own_sum_of_losses_and_another_number_of_ranks_their_
         losses = Losses(now)
         losses.load(tmp_path)
         losses.on_train_begin(None, None, None)
-        assert now._tr_loss == rest and (now._total_loss_scalar, now._globalstep_last_logged) == (
+        assert now._tr_loss == rest
+        assert (now._total_loss_scalar, now._globalstep_last_logged) == (
             2.25,
             4,
         )

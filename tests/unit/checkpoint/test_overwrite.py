@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import pandas as pd
 import pyarrow as pa
@@ -35,18 +34,20 @@ from adora_vl.record.rollouts import write_part
 from adora_vl.train import main
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.errors import UserError
+from tests.support.checkpoints import FINGERPRINT, write_checkpoint
+from tests.support.disk import folder_contents
+from tests.support.stand_ins import Processes, config_of
 from tests.support.tiny_run import STEPS, arguments, train
-from tests.unit.checkpoint.test_checkpoint import RUN, make
-from tests.unit.utils.test_half_written import contents
 
 BEGUN = '{"made_by": "adora_vl.train"}'
-OLD, CRASHED = (f'{{"step": {step}, "kind": "train", "time": null}}\n' for step in (8, 1))
+OLD = '{"step": 8, "kind": "train", "time": null}\n'
+CRASHED = '{"step": 1, "kind": "train", "time": null}\n'
 
 
 def a_run(folder: Path, *steps: int) -> Path:
-    """What a run leaves behind, and a file of the user's."""
+    """Write what a run leaves behind, and a file of the user's."""
     for step in steps:
-        make(folder, step)
+        write_checkpoint(folder, step)
     folder.mkdir(exist_ok=True)
     with noted(folder, writes=True):
         for name in ("model.safetensors", "README.md", "trainer_state.json"):
@@ -77,32 +78,34 @@ def files(folder: Path) -> set[str]:
 
 def test_choosing_the_start_deletes_nothing(tmp_path):
     before = files(a_run(tmp_path, 4, 8))
-    for wanted in (None, "auto", "false"):
-        start = choose_start(tmp_path, wanted, True, RUN)
-        assert (
-            start.checkpoint is None and start.replaces and str(tmp_path / ASIDE) in start.notes[-1]
-        )
+    for resume_from in (None, "auto", "false"):
+        start = choose_start(tmp_path, resume_from, True, FINGERPRINT)
+        assert start.checkpoint is None
+        assert start.replaces
+        assert str(tmp_path / ASIDE) in start.notes[-1]
     assert files(tmp_path) == before
 
 
 def test_a_named_checkpoint_of_the_folder_is_refused_and_one_from_elsewhere_is_used(tmp_path):
     run = a_run(tmp_path / "run", 4, 8)
-    other = make(tmp_path / "other", 6)
+    elsewhere = write_checkpoint(tmp_path / "other", 6)
     before = files(run)
-    for wanted in (str(run / "checkpoint-4"), f"{run}/../run/checkpoint-4/", "true"):
+    for resume_from in (str(run / "checkpoint-4"), f"{run}/../run/checkpoint-4/", "true"):
         with pytest.raises(UserError, match="^resume_from_checkpoint: .* leave out one of the two"):
-            choose_start(run, wanted, True, RUN)
-    start = choose_start(run, str(other), True, RUN)
-    assert start.checkpoint == str(other) and start.replaces
+            choose_start(run, resume_from, True, FINGERPRINT)
+    start = choose_start(run, str(elsewhere), True, FINGERPRINT)
+    assert start.checkpoint == str(elsewhere)
+    assert start.replaces
     set_aside(run)
-    assert other.is_dir() and {name.removeprefix(f"{ASIDE}/") for name in files(run)} == before
+    assert elsewhere.is_dir()
+    assert {name.removeprefix(f"{ASIDE}/") for name in files(run)} == before
 
 
 def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp_path):
-    """It would go at the first checkpoint of the run that goes on from it, or before it was read."""
+    """The run that goes on from it would delete it, at its first checkpoint or before reading it."""
     run = a_run(tmp_path / "run", 4, 8)
     set_aside(run)
-    make(run, 2)  # of the run after it
+    write_checkpoint(run, 2)  # of the run after it
     (run / STAGING).mkdir(exist_ok=True)
     # whole, and killed before it got its place
     (run / "checkpoint-2").rename(run / STAGING / "checkpoint-2")
@@ -112,14 +115,14 @@ def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp
         f"{ASIDE}/../{ASIDE}/checkpoint-8",
         STAGING + "/checkpoint-2",
     )
-    for place, overwrite in product(places, (False, True)):
+    for name, overwrite in product(places, (False, True)):
         with pytest.raises(
             UserError, match="^resume_from_checkpoint: .*, which a run clears; move it out of there"
         ):
-            choose_start(run, str(run / place), overwrite, RUN)
+            choose_start(run, str(run / name), overwrite, FINGERPRINT)
     assert files(run) == before
     moved = (run / ASIDE / "checkpoint-4").rename(tmp_path / "checkpoint-4")
-    assert choose_start(run, str(moved), True, RUN).checkpoint == str(moved)
+    assert choose_start(run, str(moved), True, FINGERPRINT).checkpoint == str(moved)
 
 
 def test_a_folder_that_holds_no_run_but_what_a_run_would_write_over_is_refused(tmp_path):
@@ -153,10 +156,12 @@ def test_what_the_run_reads_is_not_replaced(tmp_path):
         with pytest.raises(
             UserError, match=f"^{key}: .* whose run overwrite_output_dir: true replaces"
         ):
-            choose_start(run, None, True, RUN, [(key, str(run / inside))])
+            choose_start(run, None, True, FINGERPRINT, [(key, str(run / inside))])
     assert files(run) == before
     for elsewhere in (tmp_path, run / "eval", "somebody/model"):
-        assert choose_start(run, None, True, RUN, [("model_name_or_path", str(elsewhere))]).replaces
+        assert choose_start(
+            run, None, True, FINGERPRINT, [("model_name_or_path", str(elsewhere))]
+        ).replaces
 
 
 def test_after_a_crash_before_its_first_checkpoint_a_new_run_does_not_go_on_from_the_old_one(
@@ -164,10 +169,11 @@ def test_after_a_crash_before_its_first_checkpoint_a_new_run_does_not_go_on_from
 ):
     run = a_run(tmp_path, 4, 8)
     assert set_aside(run) == str(run / ASIDE)
-    assert checkpoints(run) == [] and (run / "notes.txt").is_file()
+    assert checkpoints(run) == []
+    assert (run / "notes.txt").is_file()
     for overwrite in (False, True):  # the crash, and the same or the plain command again
         (run / "metrics.jsonl").write_text(CRASHED)
-        start = choose_start(run, None, overwrite, RUN)
+        start = choose_start(run, None, overwrite, FINGERPRINT)
         assert start.checkpoint is None
         if start.replaces:
             set_aside(run)
@@ -181,15 +187,13 @@ def test_after_a_crash_before_its_first_checkpoint_a_new_run_does_not_go_on_from
 @settings(max_examples=30)
 @given(st.lists(st.sampled_from(["set aside", "crash", "checkpoint"]), max_size=6))
 def test_a_whole_checkpoint_is_there_at_every_moment(tmp_path_factory, events):
-    """Whatever the order of starts, crashes and checkpoints: something whole is in the folder, or
-    aside.
-    """
-    run = make(tmp_path_factory.mktemp("run"), 4).parent
+    """Something whole is in the folder or aside, whatever the order of starts, crashes and saves."""
+    run = write_checkpoint(tmp_path_factory.mktemp("run"), 4).parent
     for number, event in enumerate(events):
         if event == "set aside":
             set_aside(run)
         elif event == "checkpoint":
-            make(run, 10 + number)
+            write_checkpoint(run, 10 + number)
             assert newest_valid(run)[0] == run / f"checkpoint-{10 + number}"
             delete_aside(run)
         assert newest_valid(run)[0] or newest_valid(run / ASIDE)[0]
@@ -203,8 +207,8 @@ def test_a_finished_run_without_checkpoints_is_not_trained_over(tmp_path):
         match="^output_dir: .* holds a finished run; choose another output_dir, or start anew with --overwrite_output_d"
         r"ir true, which deletes 'model.safetensors', .* and \d more once the new run has a whole checkpoint$",
     ):
-        choose_start(run, None, False, RUN)
-    assert choose_start(run, None, True, RUN).replaces
+        choose_start(run, None, False, FINGERPRINT)
+    assert choose_start(run, None, True, FINGERPRINT).replaces
 
 
 @pytest.mark.slow
@@ -226,8 +230,10 @@ def test_the_command_keeps_the_old_run_until_the_new_one_has_a_checkpoint(
     assert tables == ["completions_00001.parquet", "completions_00002.parquet"], (
         "TRL's folder is there for the new run"
     )
-    assert [path.name for path in checkpoints(run)] == ["checkpoint-2"] and STEPS > 2
-    assert not (run / ASIDE).exists() and len((run / "metrics.jsonl").read_text().splitlines()) == 3
+    assert [path.name for path in checkpoints(run)] == ["checkpoint-2"]
+    assert STEPS > 2
+    assert not (run / ASIDE).exists()
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 REFUSED = (
@@ -270,7 +276,7 @@ def of_equal_size(path: Path) -> None:
 
 
 def elsewhere(folder: Path) -> Path:
-    """Where the user keeps other things."""
+    """Return a folder where the user keeps other things."""
     put(folder.parent / "elsewhere" / "README.md")
     return folder.parent / "elsewhere"
 
@@ -328,7 +334,7 @@ def test_a_file_of_the_users_is_refused_by_its_name_and_nothing_moves(finished, 
     for number, (name, do) in enumerate(OWN.items()):
         run = shutil.copytree(finished, tmp_path / str(number) / "run")
         do(run)
-        before = contents(run.parent)
+        before = folder_contents(run.parent)
         # and a late file
         for refuse in (
             lambda run=run: refuse_own_files(run, True),
@@ -337,7 +343,7 @@ def test_a_file_of_the_users_is_refused_by_its_name_and_nothing_moves(finished, 
             with pytest.raises(UserError, match=REFUSED) as caught:
                 refuse()
             assert f"'{name}'" in str(caught.value)
-        assert contents(run.parent) == before, name
+        assert folder_contents(run.parent) == before, name
 
 
 @pytest.mark.slow
@@ -345,17 +351,17 @@ def test_a_file_of_the_users_is_refused_by_its_name_and_nothing_moves(finished, 
 def test_the_command_says_what_is_in_its_way_and_what_will_go(run, capsys, monkeypatch):
     for name in ("README.md", "config.json", "rollouts/own.parquet", "checkpoint-7"):
         OWN[name](run)
-    before = contents(run)
+    before = folder_contents(run)
     with monkeypatch.context() as patch:
         patch.setattr(
             "adora_vl.train.load",
             lambda *_: pytest.fail("the weights were loaded for a run that cannot be"),
         )
         assert main(arguments(run, overwrite_output_dir="true", learning_rate=2e-3)) == 2
-    assert contents(run) == before
-    own = "'checkpoint-7', 'config.json', 'README.md', 'rollouts/own.parquet'"
+    assert folder_contents(run) == before
+    names = "'checkpoint-7', 'config.json', 'README.md', 'rollouts/own.parquet'"
     assert (
-        f" holds {own}, which no run is known to have written "
+        f" holds {names}, which no run is known to have written "
         in capsys.readouterr().err.splitlines()[-1]
     )
 
@@ -364,10 +370,8 @@ def test_the_command_says_what_is_in_its_way_and_what_will_go(run, capsys, monke
         (run / name).unlink()
     assert main(arguments(run, learning_rate=2e-3)) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert (
-        "learning_rate" in line
-        and "; set it back, choose another output_dir, or start anew with --" in line
-    )
+    assert "learning_rate" in line
+    assert "; set it back, choose another output_dir, or start anew with --" in line
     count = len(of_a_run(run)) - 5
     goes = (
         "'checkpoint-2', 'checkpoint-4', 'model.safetensors', 'generation_config.json', "
@@ -380,18 +384,17 @@ def test_the_command_says_what_is_in_its_way_and_what_will_go(run, capsys, monke
     # sealed too, but no run gives that name
     shutil.copytree(run / "checkpoint-2", run / "checkpoint-best")
     put(run / "eval" / "predictions.jsonl")
-    kept = contents(run / "checkpoint-best")
+    contents = folder_contents(run / "checkpoint-best")
     assert main(arguments(run, overwrite_output_dir="true", learning_rate=2e-3, max_steps=2)) == 0
     assert (
         "'checkpoint-2', 'checkpoint-4', 'model.safetensors', 'generation_config.json'"
         in capsys.readouterr().out
     )
-    assert (
-        contents(run / "checkpoint-best") == kept and (run / "eval" / "predictions.jsonl").is_file()
-    )
-    assert (
-        not (run / "checkpoint-4").exists() and not (run / ASIDE).exists() and own_files(run) == []
-    )
+    assert folder_contents(run / "checkpoint-best") == contents
+    assert (run / "eval" / "predictions.jsonl").is_file()
+    assert not (run / "checkpoint-4").exists()
+    assert not (run / ASIDE).exists()
+    assert own_files(run) == []
 
 
 @pytest.mark.slow
@@ -403,11 +406,11 @@ def test_a_resume_writes_over_nothing_of_the_users(run, tmp_path, capsys):
     for name in ("README.md", "config.json"):
         put(run / name)
     put(run / "rollouts" / "_images" / "mine.png")  # stays where it is
-    before = contents(run)
+    before = folder_contents(run)
     assert main(arguments(run, max_steps=6)) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert " holds 'config.json', 'README.md', which no run is known to have written " in line
-    assert contents(run) == before
+    assert folder_contents(run) == before
     for name in ("README.md", "config.json"):
         (run / name).rename(tmp_path / name)
     assert main(arguments(run, max_steps=6)) == 0
@@ -429,19 +432,21 @@ def test_a_resume_writes_over_nothing_of_the_users(run, tmp_path, capsys):
 def test_a_model_that_is_merged_where_a_run_proposes_it_is_the_runs(run, tmp_path):
     for output in (run / "merged", tmp_path / "merged"):
         assert export([str(run), str(output)]) == 0
-    assert own_files(run) == [] and not (tmp_path / WRITTEN).exists()
+    assert own_files(run) == []
+    assert not (tmp_path / WRITTEN).exists()
 
 
 def test_a_run_that_has_taken_all_its_steps_takes_none_and_counts_as_stopped_no_more(run, capsys):
     mark_stopped(run, STEPS)
     before = {
         path: content
-        for path, content in contents(run).items()
+        for path, content in folder_contents(run).items()
         if path.endswith((".safetensors", ".parquet"))
     }
     assert main(arguments(run)) == 0
     assert f"checkpoint-{STEPS} is the last step: nothing left to train" in capsys.readouterr().out
-    assert not (run / "stopped.json").exists() and before.items() <= contents(run).items()
+    assert not (run / "stopped.json").exists()
+    assert before.items() <= folder_contents(run).items()
 
 
 def test_a_folder_is_not_judged_while_another_process_writes_into_it(run, capsys):
@@ -451,19 +456,17 @@ def test_a_folder_is_not_judged_while_another_process_writes_into_it(run, capsys
     command = [sys.executable, "-c", f"{code}; print('held', flush=True); input()", str(run)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout.readline() == "held\n"
-        before = contents(run)
+    ) as writer:
+        assert writer.stdout.readline() == "held\n"
+        before = folder_contents(run)
         assert main(arguments(run, overwrite_output_dir="true")) == 2
         with pytest.raises(UserError, match="another run is writing to"):
             lock_output_dir(run)
-        other.kill()
-        other.wait()
+        writer.kill()
+        writer.wait()
         lock_output_dir(run).release()  # the lock dies with its process, however that ended
-    assert (
-        "another run is writing to" in capsys.readouterr().err.splitlines()[-1]
-        and contents(run) == before
-    )
+    assert "another run is writing to" in capsys.readouterr().err.splitlines()[-1]
+    assert folder_contents(run) == before
 
 
 def test_the_flag_is_recommended_with_what_it_would_refuse(tmp_path):
@@ -471,12 +474,12 @@ def test_the_flag_is_recommended_with_what_it_would_refuse(tmp_path):
     with pytest.raises(
         UserError, match="move away 'checkpoint-500', which no run .* --overwrite_output_dir true$"
     ):
-        choose_start(tmp_path, None, False, RUN)
-    make(tmp_path, 4)
+        choose_start(tmp_path, None, False, FINGERPRINT)
+    write_checkpoint(tmp_path, 4)
     with pytest.raises(
         UserError, match="move away 'checkpoint-500', .* true, which deletes 'checkpoint-4' once "
     ):
-        choose_start(tmp_path, None, False, {**RUN, "adora_method.adora.factor": "0.2"})
+        choose_start(tmp_path, None, False, {**FINGERPRINT, "adora_method.adora.factor": "0.2"})
 
 
 def test_a_stopped_a_resumed_and_a_killed_run_are_known_as_a_whole(run, resumed_run):
@@ -495,7 +498,8 @@ def test_a_stopped_a_resumed_and_a_killed_run_are_known_as_a_whole(run, resumed_
     mark_stopped(run, 4)
     assert own_files(run) == []
     refuse_own_files(run, True)
-    assert set_aside(run) and of_a_run(run) == []
+    assert set_aside(run)
+    assert of_a_run(run) == []
     refuse_own_files(run, True)  # what was put aside is known there as well
 
 
@@ -507,7 +511,8 @@ def test_a_run_that_was_killed_while_it_put_another_one_aside_can_be_started_aga
     with monkeypatch.context() as patch, pytest.raises(StopIteration):
         patch.setattr(Path, "rename", lambda path, target: next(moves) and rename(path, target))
         set_aside(run)
-    assert (run / ASIDE / "config.json").is_file() and (run / "README.md").is_file()
+    assert (run / ASIDE / "config.json").is_file()
+    assert (run / "README.md").is_file()
     refuse_own_files(run, True)
 
 
@@ -531,11 +536,9 @@ def test_a_copy_of_a_run_and_a_link_to_one_are_runs(run, tmp_path):
     assert own_files(tmp_path / "copy") == []
     (tmp_path / "link").symlink_to(run)
     refuse_own_files(tmp_path / "link", True)
-    assert (
-        set_aside(tmp_path / "link")
-        and (run / ASIDE / "checkpoint-4").is_dir()
-        and (tmp_path / "link").is_symlink()
-    )
+    assert set_aside(tmp_path / "link")
+    assert (run / ASIDE / "checkpoint-4").is_dir()
+    assert (tmp_path / "link").is_symlink()
 
 
 def test_a_hidden_folder_of_somebody_elses_is_not_cleared(tmp_path):
@@ -570,7 +573,8 @@ def test_a_model_that_is_pushed_to_the_hub_on_the_way_is_noted(tmp_path, monkeyp
     stock = "trl.GRPOTrainer._push_from_checkpoint"
     monkeypatch.setattr(stock, lambda self, folder: put(tmp_path / "config.json", folder))
     trainer = object.__new__(AdoraGRPOTrainer)
-    trainer.args = SimpleNamespace(output_dir=str(tmp_path))
-    trainer.accelerator = SimpleNamespace(is_main_process=True)
+    trainer.args = config_of(output_dir=str(tmp_path))
+    trainer.accelerator = Processes()
     trainer._push_from_checkpoint("checkpoint-2")
-    assert (tmp_path / "config.json").read_text() == "checkpoint-2" and own_files(tmp_path) == []
+    assert (tmp_path / "config.json").read_text() == "checkpoint-2"
+    assert own_files(tmp_path) == []

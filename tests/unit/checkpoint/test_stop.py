@@ -23,10 +23,11 @@ from adora_vl.checkpoint.stop import REPEAT_S, StopOnSignal
 from adora_vl.utils import launch as launcher
 from adora_vl.utils.cli import EXIT_INTERRUPTED
 from adora_vl.utils.errors import RunError
+from tests.support.stand_ins import state_of
 
 ROOT = Path(__file__).parents[3]
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
-WORKER = SimpleNamespace(is_world_process_zero=True, global_step=0)
+WORKER = state_of(0)
 
 
 @contextlib.contextmanager
@@ -58,7 +59,9 @@ def test_repeats_count_as_one_and_only_a_late_one_that_somebody_meant_ends_at_on
             clock.now = now
             run._handle(number, None)
     late = [
-        number for (number, _), when in zip(sent, times, strict=True) if when - times[0] >= REPEAT_S
+        number
+        for (number, _), second in zip(sent, times, strict=True)
+        if second - times[0] >= REPEAT_S
     ]
     assert run.received == sent[0][0]
     assert kills == [number for number in late if number != signal.SIGHUP]
@@ -110,9 +113,10 @@ def test_under_nohup_a_closed_terminal_is_ignored_unless_the_launcher_hands_it_o
 
 
 def test_a_signal_to_another_rank_stops_this_one_after_the_same_step(monkeypatch):
-    for others, stops in ((0, False), (1, True)):
+    for signals_elsewhere, stops in ((0, False), (1, True)):
         monkeypatch.setattr(
-            "adora_vl.checkpoint.stop.gather", lambda own, more=others: torch.cat([own, own + more])
+            "adora_vl.checkpoint.stop.gather",
+            lambda signals, elsewhere=signals_elsewhere: torch.cat([signals, signals + elsewhere]),
         )
         run = StopOnSignal()
         control = TrainerControl()
@@ -168,9 +172,9 @@ sys.stdin.read()
 
 def test_a_process_ends_with_its_launcher_and_saves_where_there_is_something_to_save():
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "1", "PYTHONPATH": str(ROOT)}
-    for when, said in {"before training": "ready\n", "saves": "ready\nsaved\n"}.items():
+    for moment, expected in {"before training": "ready\n", "saves": "ready\nsaved\n"}.items():
         process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, ORPHAN, when],
+            [sys.executable, "-c", LAUNCHER, ORPHAN, moment],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -179,7 +183,7 @@ def test_a_process_ends_with_its_launcher_and_saves_where_there_is_something_to_
         first = process.stdout.readline()
         process.kill()
         assert (
-            first + process.stdout.read() == said
+            first + process.stdout.read() == expected
         )  # to the end of the file, so the child has ended
         process.wait()
 
@@ -266,11 +270,11 @@ def test_a_launcher_that_kills_too_early_is_told_of_once(monkeypatch, capsys):
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         for first in (True, False):
-            StopOnSignal().on_train_begin(None, SimpleNamespace(is_world_process_zero=first), None)
-        told = capsys.readouterr().err.count(
+            StopOnSignal().on_train_begin(None, state_of(is_first_rank=first), None)
+        warnings = capsys.readouterr().err.count(
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600 accelerate launch"
         )
-        assert told == too_early, environment
+        assert warnings == too_early, environment
 
 
 # The first of these that a command imports, or the first file that it was told to read, is where
@@ -311,13 +315,13 @@ AS_SCRIPT = PRESS + "from importlib import import_module; sys.exit(import_module
 
 
 def commands() -> list[str]:
-    found = []
+    modules = []
     for top in ("adora_vl", "data_prep", "eval"):
         for path in sorted((ROOT / top).rglob("*.py")):
             if '__name__ == "__main__"' in path.read_text():
                 name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-                found.append(name.removesuffix(".__main__"))
-    return [name for name in found if name not in NO_COMMAND]
+                modules.append(name.removesuffix(".__main__"))
+    return [name for name in modules if name not in NO_COMMAND]
 
 
 def scripts() -> list[str]:
@@ -346,9 +350,9 @@ def press_ctrl_c(code: str, module: str, folder: Path) -> tuple[int, str]:
 def test_a_module_that_is_interrupted_says_so_in_one_line(module, tmp_path):
     """A command by `python -m`, and an installed one by its entry point (`:main`)."""
     name = module.removesuffix(":main")
-    code, said = press_ctrl_c(AS_MODULE if name == module else AS_SCRIPT, name, tmp_path)
-    assert code == EXIT_INTERRUPTED, said
-    assert said.startswith("interrupted") and said.count("\n") == 1, said
+    code, output = press_ctrl_c(AS_MODULE if name == module else AS_SCRIPT, name, tmp_path)
+    assert code == EXIT_INTERRUPTED, output
+    assert output.startswith("interrupted") and output.count("\n") == 1, output
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
@@ -360,10 +364,12 @@ def test_a_run_that_is_interrupted_before_its_first_step(tmp_path, monkeypatch, 
     monkeypatch.setattr(
         train,
         "prepare",
-        lambda *_: type("Run", (), {"finished": None, "config": config, "is_main_process": True}),
+        lambda *_: SimpleNamespace(
+            finished=None, config=config, request=SimpleNamespace(is_main_process=True)
+        ),
     )
-    for place in ("build_trainer", "prepare"):
-        monkeypatch.setattr(train, place, interrupted)
+    for function in ("build_trainer", "prepare"):
+        monkeypatch.setattr(train, function, interrupted)
         assert train.main(["--model_name_or_path", "tiny"]) == EXIT_INTERRUPTED
         assert (
             capsys.readouterr().err

@@ -6,8 +6,9 @@ import sys
 from dataclasses import MISSING, fields
 from pathlib import Path
 
-from adora_vl.config.help import asks_for_help, help_text, read_keys
+from adora_vl.config.help import asks_for_help, help_text
 from adora_vl.config.schema import DATACLASSES
+from adora_vl.config.trl_keys import read_keys
 
 ROOT = Path(__file__).parents[3]
 COMMANDS = (

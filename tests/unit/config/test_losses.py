@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.checks import check_config
 from adora_vl.config.losses import check_loss
 from adora_vl.utils.errors import UserError
 
@@ -53,7 +52,7 @@ TAKEN: list[dict[str, Any]] = [
 @pytest.mark.parametrize(("keys", "begins", "remedy"), REFUSED)
 def test_keys_that_would_be_another_loss_are_refused_in_one_line(keys, begins, remedy):
     with pytest.raises(UserError) as caught:
-        check_config(config(**keys))
+        check_loss(config(**keys))
     line = str(caught.value)
     assert line.startswith(begins) and remedy in line and "\n" not in line
 

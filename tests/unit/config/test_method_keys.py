@@ -2,16 +2,20 @@
 fit.
 """
 
+import copy
+import json
+import pickle
 import re
 from dataclasses import MISSING, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from adora_vl.advantage import METHODS, Groups, Schedule, group_advantages
+from adora_vl.advantage import METHODS, Groups, Method, Schedule, group_advantages
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.advantage import check_method, method_hashes, method_needs, method_run
+from adora_vl.config.methods import build_pipeline, check_methods, method_overheads
 from adora_vl.config.schema import parse
 from adora_vl.utils.errors import UserError
 from tests.support.examples import entry
@@ -36,20 +40,20 @@ def test_the_default_is_adora_by_its_own_keys():
     ours = config(options="{factor: 0.3, tau: 0.4}")
     assert isinstance(ours.adora_method, dict) and ours.adora_method["adora"]["factor"] == 0.3
     assert ours.loss_type == "dapo"  # TRL's default is left alone
-    options = method_run(ours).judged_by
+    options = build_pipeline(ours).judged_by
     assert (options.factor, options.tau, options.mode) == (
         Schedule(0.3),
         Schedule(0.4),
         "attenuation",
     )
-    assert not method_run(ours).is_plain and method_needs(ours) == []
-    assert method_run(config(options="{mode: off}")).is_plain
+    assert not build_pipeline(ours).is_plain and method_overheads(ours) == []
+    assert build_pipeline(config(options="{mode: off}")).is_plain
 
 
 def test_a_method_sets_the_keys_of_trl_that_belong_to_it_and_says_so():
     ours = config("dr_grpo", loss_type="grpo")
     assert (ours.loss_type, ours.scale_rewards) == ("dr_grpo", "none")
-    assert any("loss_type: dr_grpo (was grpo" in line for line in method_needs(ours))
+    assert any("loss_type: dr_grpo (was grpo" in line for line in method_overheads(ours))
     dapo = config("dapo+adora")
     assert (dapo.epsilon_high, dapo.mask_truncated_completions) == (0.28, True)
     kept = config("dapo", '{"keep_settings": ["epsilon_high"]}')
@@ -61,7 +65,7 @@ def test_options_come_from_a_yaml_block(tmp_path):
     path = tmp_path / "c.yaml"
     factor = "{start: 0.1, end: 1.0, shape: cosine, steps: [0, 40]}"
     path.write_text(f"adora_method:\n  adora:\n    steps: [0, 50]\n    factor: {factor}\n")
-    options = method_run(parse([*CPU, "--config", str(path)])[1]).judged_by
+    options = build_pipeline(parse([*CPU, "--config", str(path)])[1]).judged_by
     assert options.factor == Schedule(0.1, 1.0, "cosine", (0, 40)) and options.steps == (0, 50)
 
 
@@ -97,7 +101,7 @@ WRONG: list[tuple[str, str, dict[str, object], str]] = [
         "adora",
         '{"criteria": []}',
         {},
-        r"^adora_method.adora.criteria: \[\] is empty; name one or both of length, diff",
+        r"^adora_method.adora.criteria: \[\] is empty; name one or more of length, diff",
     ),
     ("adora", "3", {}, "^adora_method.adora: 3 is not a mapping of its options"),
     ("adora", '{"factor": "much"}', {}, "factor: 'much' is not a number"),
@@ -144,7 +148,7 @@ def test_what_does_not_fit_is_named():
     wrong = {}
     for method, options, keys, expected in WRONG:
         try:
-            check_method(config(method, options, **keys))
+            check_methods(config(method, options, **keys))
         except UserError as error:
             if not re.search(expected, str(error)) or "\n" in str(error):
                 wrong[method, options] = str(error)
@@ -153,29 +157,18 @@ def test_what_does_not_fit_is_named():
     assert wrong == {}
 
 
-def test_no_option_of_a_method_takes_a_number_that_is_not_finite():
-    numbers = [
-        (name, option.name)
-        for name, method in METHODS.items()
-        for option in fields(method)
-        if "Schedule" in str(option.type) or type(option.default) in (int, float)
-    ]
-    assert len(numbers) > 3
-    for name, option in numbers:
-        for block in (
-            f'{{"{option}": NaN}}',
-            f'{{"{option}": -Infinity}}',
-            f'{{"{option}": {{"start": Infinity}}}}',
-        ):
-            with pytest.raises(
-                UserError,
-                match=f"^adora_method.{name}.{option}: .*is not a (finite |whole )?number",
-            ):
-                config(name, block)
+def test_a_method_that_is_set_once_the_config_is_made_is_refused():
+    """Its keys of TRL would be those of the method before."""
+    ours = config("dapo")
+    ours.adora_method = "grpo"
+    with pytest.raises(UserError, match="^adora_method: it was set after the config was made"):
+        check_methods(ours)
 
 
 def test_what_a_method_needs_stands_in_the_runs_first_lines():
-    assert "7 learned weights, saved in every checkpoint" in " ".join(method_needs(config("daro")))
+    assert "7 learned weights, saved in every checkpoint" in " ".join(
+        method_overheads(config("daro"))
+    )
 
 
 @pytest.fixture
@@ -201,18 +194,21 @@ def test_a_method_may_come_from_a_file_as_a_function_or_with_options_and_a_signa
     )
     stock = group_advantages(groups.rewards_PG)
     ours = config("grpo+my_methods.py:cautious", '{"most": 0.5}')
-    check_method(ours)
-    assert torch.equal(method_run(ours)(groups, stock), stock.clamp(-0.5, 0.5))
-    both = method_run(config("my_methods.py:Solvable+adora"))
+    check_methods(ours)
+    assert torch.equal(build_pipeline(ours)(groups, stock), stock.clamp(-0.5, 0.5))
+    both = build_pipeline(config("my_methods.py:Solvable+adora"))
     assert both.signal(groups).tolist() == [False, True] and not both(groups, stock)[0].any()
     (mine / "elsewhere").mkdir()
     (mine / "c.yaml").write_text("adora_method: my_methods.py:cautious")
     monkeypatch.chdir(mine / "elsewhere")  # so it is found beside the config
-    check_method(parse([*CPU, "--config", str(mine / "c.yaml")])[1])
+    check_methods(parse([*CPU, "--config", str(mine / "c.yaml")])[1])
     monkeypatch.chdir(mine)
-    before = method_hashes(ours)
+    before = ours.methods.hashes
     (mine / "my_methods.py").write_text((mine / "my_methods.py").read_text() + "# edited")
-    assert before.keys() == {"my_methods.py"} and method_hashes(ours) != before
+    assert (
+        before.keys() == {"my_methods.py"}
+        and config("my_methods.py:cautious").methods.hashes != before
+    )
     for method, options, expected in (
         (
             "my_methods.py:Solvible",
@@ -233,7 +229,7 @@ def test_a_method_may_come_from_a_file_as_a_function_or_with_options_and_a_signa
         ),
     ):
         with pytest.raises(UserError, match=expected):
-            check_method(config(method, options))
+            check_methods(config(method, options))
 
 
 def defaults_of(name: str) -> dict[str, object]:
@@ -261,3 +257,46 @@ def test_the_documentation_lists_every_method_with_its_options():
             missing += [] if f"`{option}: {shown}`" in row else [(name, option)]
         missing += [] if row else [(name, "")]
     assert missing == []
+
+
+def halved(groups, advantages_PG):
+    """Return half of every advantage."""
+    return advantages_PG / 2
+
+
+class Doubled(Method):
+    """Twice every advantage."""
+
+    def apply(self, groups, advantages_PG, run):
+        """Return twice the advantages."""
+        return advantages_PG * 2
+
+
+def test_python_passes_a_function_or_a_class_in_place_of_a_name():
+    keys: dict[str, Any] = {"use_cpu": True, "bf16": False}
+    rewards_PG = torch.tensor([[0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
+    expected_PG = group_advantages(rewards_PG)
+    method: Any
+    for method, factor in ((halved, 0.5), (Doubled, 2.0), ({"grpo": {}, halved: {}}, 0.5)):
+        ours = AdoraGRPOConfig("x", adora_method=method, **keys)
+        check_methods(ours)
+        name, applied = list(ours.methods.chosen.items())[-1]
+        advantages_PG = applied.apply(None, expected_PG, build_pipeline(ours))
+        assert torch.equal(advantages_PG, expected_PG * factor)
+        assert name in ours.methods.hashes, "another text of it is another run"
+        assert name in json.dumps(ours.to_dict()["adora_method"])
+        assert copy.copy(ours).methods.chosen.keys() == ours.methods.chosen.keys()
+        assert name in pickle.loads(pickle.dumps(ours)).adora_method  # noqa: S301
+    no_method: Any = int
+    with pytest.raises(UserError, match="no subclass of adora_vl.Method"):
+        AdoraGRPOConfig("x", adora_method=no_method, **keys)
+
+    def adora(groups: Any, advantages_PG: Any) -> Any:
+        return advantages_PG
+
+    same_name: Any = adora
+
+    with pytest.raises(UserError, match="has the name of a method that is here; rename it"):
+        AdoraGRPOConfig("x", adora_method=same_name, **keys)
+    with pytest.raises(UserError, match="unknown method 'haved'"):
+        AdoraGRPOConfig("x", adora_method="haved", **keys)

@@ -35,7 +35,7 @@ trainer: {n_gpus_per_node: 1, test_freq: 3}
 """
 SWIFT = """
 {rlhf_type: grpo, model: tiny, dataset: data/a, num_generations: 4, freeze_vit: true, dynamic_sample: true,
- lora_rank: 8, reward_funcs: accuracy format, overlong_filter: true}
+ lora_rank: 8, reward_funcs: accuracy format, overlong_filter: true, resume_only_model: true}
 """
 BY_HAND: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "easyr1": (
@@ -58,7 +58,7 @@ BY_HAND: dict[str, tuple[str, dict[str, Any], list[str]]] = {
             "adora_method": "grpo",
             "adora_columns": {"problem": "problem", "answer": "answer", "images": "images"},
         },
-        ["data.val_files", "worker.actor.fsdp.enable_full_shard: true: how the model is divided"],
+        ["data.val_files", "Look at these:", "evaluation without data: v.parquet"],
     ),
     "verl": (
         VERL,
@@ -71,28 +71,48 @@ BY_HAND: dict[str, tuple[str, dict[str, Any], list[str]]] = {
             "lora_target_modules": "all-linear",
             "scale_rewards": "none",
             "epsilon_high": 0.2,
-            "eval_steps": 3,
+            "num_train_epochs": 30,
+            "adora_columns": {
+                "problem": "prompt",
+                "answer": "reward_model.ground_truth",
+                "images": "images",
+            },
+            "adora_prompt": None,
             "dataset_name": ["a.parquet", "b.parquet"],
             "adora_reward": ["reward.py:compute_score"],
         },
-        ["algorithm.adv_estimator: rloo is not here"],
+        ["algorithm.adv_estimator: rloo is no method here", "method: ", "eval_steps: 3"],
     ),
     "swift": (
         SWIFT,
         {
             "model_name_or_path": "tiny",
             "adora_rollouts": {"refill": 3},
-            "adora_freeze": ["vision_tower"],
             "lora_r": 8,
-            "adora_reward": ["accuracy", "format"],
+            "lora_alpha": 32,
+            "learning_rate": 1e-4,
+            "beta": 0.04,
+            "use_bias_correction_kl": False,
+            "temperature": 0.9,
+            "top_k": 50,
+            "mask_truncated_completions": True,
+            "adora_reward": ["accuracy", "think_answer_format"],
+            "adora_method": "grpo",
+            "adora_system_prompt": None,
             "use_peft": True,
         },
-        ["overlong_filter: true: no counterpart here"],
+        ["resume_only_model: true: a checkpoint of another trainer"],
     ),
     "trl": (
         "{model_name_or_path: tiny, num_generations: 4, dataset_config: x}",
-        {"num_generations": 4},
-        [],
+        {
+            "num_generations": 4,
+            "adora_method": "grpo",
+            "adora_system_prompt": None,
+            "adora_reward": ["accuracy"],
+            "dataset_name": ["DATA"],
+        },
+        ["dataset_config: x: no counterpart", "data missing", "reward missing"],
     ),
 }
 
@@ -107,7 +127,7 @@ def test_a_config_becomes_ours_and_what_has_no_counterpart_is_named(trainer, tmp
     ours = yaml.safe_load((tmp_path / "c.adora.yaml").read_text())
     assert {key: ours[key] for key in expected} == expected
     assert [name for name in left if name not in said] == []
-    assert read(["--config", str(tmp_path / "c.adora.yaml")]).words >= ours.keys(), (
+    assert read(["--config", str(tmp_path / "c.adora.yaml")]).set_keys >= ours.keys(), (
         "every key and value is one of ours"
     )
     assert main([trainer, str(tmp_path / "c.yaml")]) == 2 and "is there" in capsys.readouterr().err

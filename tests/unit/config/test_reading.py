@@ -15,12 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adora_vl.config import command, help, values
-from adora_vl.config.advantage import method_run
+from adora_vl.config import command, trl_keys
 from adora_vl.config.blocks import RolloutOptions
 from adora_vl.config.command import OPTIONS, read
 from adora_vl.config.help import help_text
-from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
+from adora_vl.config.methods import build_pipeline
 from adora_vl.config.schema import DATACLASSES, parse
 from adora_vl.utils.cli import read_mapping, split_list
 from adora_vl.utils.errors import UserError
@@ -215,42 +214,18 @@ def test_a_recipe_is_found_by_its_name_and_a_file_of_that_name_comes_first(tmp_p
     for name in ("smoke_cpu", "smoke_cpu.yaml"):
         assert read(["--config", name]).file.parent.name == "train"
     Path("smoke_cpu.yaml").write_text("model_name_or_path: mine")
-    assert read(["--config", "smoke_cpu.yaml"]).words == {"model_name_or_path"}
+    assert read(["--config", "smoke_cpu.yaml"]).set_keys == {"model_name_or_path"}
     with pytest.raises(UserError, match="no file 'runs/smoke_cpu.yaml'"):
         read(["--config", "runs/smoke_cpu.yaml"])
 
 
-def test_a_file_is_read_once_and_what_is_converted_again_stays_the_same(tmp_path, monkeypatch):
-    (tmp_path / "c.yaml").write_text(
-        "adora_max_drift: 0.4\nmodel_name_or_path: tiny\nadora_reward: [accuracy, {judge: {model: "
-        "m}}, 'a,b']\nadora_rollouts: {refill: 1}\nadora_system_prompt: null\n"
-        "adora_stock_step: yes\nadora_truncated: eos\nadora_method: {dapo: {overlong_cache: 4}, "
-        "adora: {factor: 0.3}}\nadora_columns: {problem: question}\n"
-    )
+def test_a_file_is_read_once_and_a_list_in_it_may_have_mappings(tmp_path, monkeypatch):
+    (tmp_path / "c.yaml").write_text("adora_reward: [accuracy, {judge: {model: m}}, 'a,b']\n")
     once = Mock(wraps=read_mapping)
     monkeypatch.setattr(command, "read_mapping", once)
-    words = [
-        "--config",
-        str(tmp_path / "c.yaml"),
-        "--num_generations",
-        "4",
-        "--learning_rate",
-        "1e-3",
-    ]
-    given = read(
-        [
-            *words,
-            "--adora_freeze",
-            "projector,vision_tower",
-            "--scale_rewards=false",
-            "--eval_steps=none",
-        ]
-    )
+    cli_args = read(["--config", str(tmp_path / "c.yaml")], needs_model=False)
     once.assert_called_once()
-    hints = {**values.RANGES, **values.declared(AdoraScriptArguments), **values.declared(AdoraKeys)}
-    for key in given.words & hints.keys():
-        assert given.read(key, hints[key]) == given.values[key], key
-    assert given.values["adora_reward"] == ["accuracy", {"judge": {"model": "m"}}, "a", "b"]
+    assert cli_args.values["adora_reward"] == ["accuracy", {"judge": {"model": "m"}}, "a", "b"]
 
 
 def test_a_dot_reaches_into_a_block_over_the_file_and_a_key_without_one_replaces_it(tmp_path):
@@ -286,7 +261,9 @@ def test_another_method_on_the_command_line_leaves_the_groups_judged_by_the_crit
             ]
             == expected
         )
-    assert method_run(parse(["--config", str(path), *CPU, "--adora_method", "grpo"])[1]).is_plain
+    assert build_pipeline(
+        parse(["--config", str(path), *CPU, "--adora_method", "grpo"])[1]
+    ).is_plain
 
 
 def test_every_option_of_the_help_is_known_for_a_word_that_is_nearly_one():
@@ -300,17 +277,17 @@ def test_every_option_of_the_help_is_known_for_a_word_that_is_nearly_one():
 
 def test_all_keys_are_known_before_their_classes_are_imported(monkeypatch):
     """From the sources."""
-    assert help.read_keys().keys() == {
+    assert trl_keys.read_keys().keys() == {
         key.name for each in DATACLASSES for key in fields(each) if key.init
     }
     for files in (("trainer/grpo_config.py", "trainer/model_config.py"), ("trainer/elsewhere.py",)):
-        monkeypatch.setitem(help._FILES, "trl", files)
-        help.read_keys.cache_clear()
+        monkeypatch.setitem(trl_keys._FILES, "trl", files)
+        trl_keys.read_keys.cache_clear()
         with pytest.raises(
             UserError, match="^the installed TRL or Transformers is another version"
         ):
             read(["--beta", "1"])
-    help.read_keys.cache_clear()
+    trl_keys.read_keys.cache_clear()
 
 
 EARLY = {

@@ -4,7 +4,6 @@ that it names.
 
 import re
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,34 +11,15 @@ import yaml
 
 from adora_vl.advantage import METHODS
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.batch_plan import BatchLayout, batch_plan, check_rows
-from adora_vl.config.checks import check_config
+from adora_vl.config.batch_plan import BatchLayout, batch_plan, check_row_count
 from adora_vl.config.command import read_file
 from adora_vl.config.schema import parse
+from adora_vl.preflight.check_keys import check_keys
+from adora_vl.preflight.request import ModelSource, RunRequest
 from adora_vl.utils.cli import dotted
 from adora_vl.utils.errors import UserError
-from tests.unit.config.test_keys import defaults
+from tests.support.recipes import CONFIGS, PAIRS, key_defaults
 
-CONFIGS = Path(__file__).parents[3] / "configs"
-# train config -> the accelerate config that its header names
-PAIRS = {
-    "smoke_cpu": "cpu",
-    "demo_cpu": "cpu",
-    "smoke_text_cpu": "cpu",
-    "annotated": "cpu",
-    "adora_7b_geo3k": "zero3",
-    "grpo_7b_geo3k": "zero3",
-    "adora_llm_kk": "zero3",
-    "adora_3b_1gpu_lora": "gpu1",
-    "adora_3b_12gb": "gpu1",
-    "adora_7b_16gb_4bit": "gpu1",
-    "adora_7b_24gb_4bit": "gpu1",
-    "adora_3b_24gb": "gpu1",
-    "adora_qwen3_vl_2b_1gpu": "gpu1",
-    "adora_qwen3_vl_4b_1gpu_lora": "gpu1",
-    "adora_qwen3_vl_8b_geo3k": "zero3",
-    "tiny_zoom": "cpu",
-}
 # The others have the 2,101 rows of Geometry3K.
 ROWS = {
     "smoke_cpu": 4096,
@@ -84,9 +64,9 @@ def test_every_train_config_passes_the_checks_of_a_real_run(subtests):
             processes = yaml.safe_load((CONFIGS / "accelerate" / f"{launcher}.yaml").read_text())[
                 "num_processes"
             ]
-            check_config(config)
+            check_keys(RunRequest(config=config, model=ModelSource(keys=model), rows=script))
             plan = batch_plan(config, processes)
-            check_rows(plan, ROWS.get(name, 2101))
+            check_row_count(plan, ROWS.get(name, 2101))
             assert plan.generation_batch == plan.prompts_per_generation * config.num_generations
             assert model.model_name_or_path and script.dataset_name
             # a micro-batch has whole groups, where the card has room for them
@@ -214,9 +194,9 @@ def test_batches_that_are_not_whole_groups_and_too_few_rows_are_errors():
         UserError, match="64 sequences does not divide into groups of num_generations: 12; make"
     ):
         batch_plan(config, 2)
-    check_rows(plan(), 8)
+    check_row_count(plan(), 8)
     with pytest.raises(UserError, match="7 rows cannot fill one generation of 8 prompts"):
-        check_rows(plan(), 7)
+        check_row_count(plan(), 7)
 
 
 def stated() -> dict[str, str]:
@@ -243,7 +223,7 @@ def test_every_key_of_the_annotated_config_has_a_comment_with_the_default_of_the
     keys = {name for key, value in content("annotated").items() for name in dotted(key, value)}
     assert texts.keys() == keys and len(texts) > 50
     own = {f"adora_method.adora.{one.name}": one.default for one in fields(METHODS["adora"])}
-    known: dict[str, Any] = {**defaults(), **own}
+    known: dict[str, Any] = {**key_defaults(), **own}
     for key, text in texts.items():
         value = [*known[key]] if isinstance(known[key], tuple) else known[key]
         plain = isinstance(value, str) and not text.startswith('"')

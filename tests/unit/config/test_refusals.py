@@ -5,6 +5,7 @@ before that.
 from __future__ import annotations
 
 import shutil
+from copy import copy, deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,13 @@ from pydantic import BaseModel, ValidationError, model_validator
 from trl import ModelConfig
 
 from adora_vl.checkpoint.fingerprint import fingerprint
-from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments, checks
-from adora_vl.config.blocks import RolloutOptions
-from adora_vl.config.checks import sampling_needs
+from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
 from adora_vl.export import main as export
 from adora_vl.models.check import check_parts, lora_of
 from adora_vl.models.load import PRETRAINED
+from adora_vl.preflight import check_keys, check_machine
+from adora_vl.preflight.check_model import check_tensor_parallel
+from adora_vl.preflight.check_sampling import check_sampling, sampling_overheads
 from adora_vl.record.manifest import run_manifest
 from adora_vl.train import main
 from adora_vl.utils.errors import UserError, in_one_line
@@ -97,14 +99,14 @@ def test_sampling_that_the_trainer_would_not_know_of_is_refused_by_every_way_int
     ]
     for keys, said in cases:
         with subtests.test(said), pytest.raises(UserError, match=f"^{said}") as error:
-            config(**keys)
+            check_sampling(config(**keys))
             assert "\n" not in str(error.value)
     for keys in (
         {**sequence, "temperature": 1.0, "top_p": 0.9},
         sequence,
         {**vllm, "temperature": 0.8, "top_k": 5},
     ):
-        assert bool(sampling_needs(config(**keys))) is ("top_k" in keys), (
+        assert bool(sampling_overheads(config(**keys))) is ("top_k" in keys), (
             "said where it is not refused"
         )
     assert "the key temperature says" in last_line(generation_kwargs='{"temperature": 0.3}')
@@ -173,6 +175,18 @@ def test_no_secret_of_a_config_is_in_a_file_a_tracker_or_an_error(tmp_path: Path
     )
 
 
+def test_a_copied_config_is_whole_and_a_pickled_one_lacks_secrets_and_methods() -> None:
+    secret = "hf_abcdefgh"  # noqa: S105  # of no account
+    original = config(hub_token=secret, adora_method="dapo")
+    for copied in (copy(original), deepcopy(original)):
+        assert copied.hub_token == secret
+        assert copied.methods is original.methods
+        assert vars(copied).keys() == vars(original).keys()
+    pickled = original.__getstate__()
+    assert pickled["hub_token"] is None and "methods" not in pickled
+    assert pickled["adora_method"] == original.adora_method
+
+
 def test_a_printed_command_whose_secrets_are_left_out_is_not_run_with_their_dots() -> None:
     left_out: list[dict[str, Any]] = [
         {"hub_token": "..."},
@@ -186,92 +200,58 @@ def test_a_printed_command_whose_secrets_are_left_out_is_not_run_with_their_dots
             config(**given)
 
 
-def test_a_schedule_is_made_before_the_run_or_refused() -> None:
-    """With an argument that it has not, and with a rate that is none; Transformers makes a rate of
-    0 of NaN.
-    """
-    keys = {
-        **vars(config()),
-        "lr_scheduler_type": "cosine_with_min_lr",
-        "get_warmup_steps": lambda _: 0,
-    }
-    fine: Any = SimpleNamespace(**{**keys, "lr_scheduler_kwargs": {"min_lr_rate": 0.1}})
-    checks.check_schedule(fine)
-    checks.schedule_of(fine, 10)
-    rates: list[dict[str, Any]] = [
-        {"min_lr_rate": rate} for rate in (float("nan"), float("inf"), "half")
-    ]
-    for wrong in [{"no": 1}, *rates]:
-        line = refusal(
-            checks.check_schedule, SimpleNamespace(**{**keys, "lr_scheduler_kwargs": wrong})
-        )
-        assert line.startswith("lr_scheduler_kwargs: ") and next(iter(wrong)) in line, line
-    line = refusal(
-        checks.check_schedule,
-        SimpleNamespace(
-            **{**keys, "lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"no": 1}}
-        ),
+def test_keys_that_go_together_are_taken() -> None:
+    """What they do not go with is in the table of tests/integration/test_one_road.py."""
+    check_machine.check_optimizer(config(optim_args="beta1=0.9, eps=1e-8"))
+    schedule = config(
+        lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1}
     )
-    assert line.startswith(
-        "lr_scheduler_kwargs: {'no': 1} has no meaning for lr_scheduler_type: constant"
-    )
-
-
-def test_an_optimizer_is_made_before_the_run_or_refused() -> None:
-    wrong = ("lr=nan", "foo", "a=1,b", "=1", "a=-inf", ",")
-    lines = {given: refusal(checks.check_optimizer, config(optim_args=given)) for given in wrong}
-    assert [
-        given
-        for given, line in lines.items()
-        if f"optim_args: {given!r} is not NAME=VALUE" not in line
-    ] == []
-    checks.check_optimizer(config(optim_args="beta1=0.9, eps=1e-8"))
-    assert refusal(checks.check_optimizer, config(optim="stable_adamw")).endswith("use adamw_torch")
-
-
-def test_partial_rollouts_name_what_they_do_not_go_with() -> None:
-    ours = {
+    check_machine.check_schedule(schedule)
+    check_machine.schedule_of(schedule, 10)
+    budget: dict[str, Any] = {
         "adora_rollouts": {"budget": 100},
         "use_vllm": True,
         "per_device_train_batch_size": 16,
         "vllm_importance_sampling_mode": "token_truncate",
     }
-    pairs = {"adora_rollouts": {"budget": 100, "refill": 2}}
-    checks.check_budget(config(**ours))
-    checks.check_budget(config(**{**ours, **pairs, "vllm_tensor_parallel_size": 2}))
-    checks.check_budget(config(**{**ours, "adora_rollouts": {}, "use_vllm": False}))
-    checks.check_budget(
-        config(**ours, generation_kwargs={"stop_token_ids": [3], "repetition_detection": {}})
+    with_refills = {"adora_rollouts": {"budget": 100, "refill": 2}, "vllm_tensor_parallel_size": 2}
+    parameters = {"generation_kwargs": {"stop_token_ids": [3], "repetition_detection": {}}}
+    servers = {"vllm_mode": "server", "adora_weight_transfer": "file"}
+    ahead = {"adora_rollouts": {"ahead": 1}, **servers}
+    several = {"vllm_server_base_url": "http://a:1,http://b:1", **servers}
+    without = {"adora_rollouts": {}, "use_vllm": False, "dataloader_num_workers": 2}
+    for changed in ({}, with_refills, parameters, ahead, several, without):
+        keys = config(**{**budget, **changed})
+        check_keys.check_budget(keys)
+        check_keys.check_async(keys)
+        check_keys.check_servers(keys)
+
+
+def test_a_schedule_whose_rate_is_no_number_is_refused() -> None:
+    """Transformers makes a rate of 0 of NaN."""
+    for rate in (float("nan"), float("inf")):
+        keys = config(lr_scheduler_type="cosine_with_min_lr")
+        keys.lr_scheduler_kwargs = {"min_lr_rate": rate}
+        line = refusal(check_machine.check_schedule, keys)
+        assert line.startswith("lr_scheduler_kwargs: min_lr_rate: "), line
+
+
+def test_arguments_of_an_optimizer_are_pairs_of_names_and_finite_numbers() -> None:
+    for arguments_text in ("lr=nan", "foo", "a=1,b", "=1", "a=-inf", ","):
+        line = refusal(check_machine.check_optimizer, config(optim_args=arguments_text))
+        assert line.startswith(f"optim_args: {arguments_text!r} is not NAME=VALUE"), line
+
+
+def test_partial_rollouts_want_two_whole_groups_on_each_process() -> None:
+    keys = config(
+        adora_rollouts={"budget": 100},
+        use_vllm=True,
+        per_device_train_batch_size=16,
+        vllm_importance_sampling_mode="token_truncate",
     )
-    for keys, words in (
-        ({"use_vllm": False}, "use_vllm: false"),
-        (
-            {"vllm_importance_sampling_correction": False},
-            "vllm_importance_sampling_correction: false",
-        ),
-        (
-            {"generation_kwargs": {"min_tokens": 5, "stop": ["."]}},
-            "generation_kwargs: min_tokens, stop",
-        ),
-        ({"loss_type": "bnpo"}, "loss_type: bnpo"),
-    ):
-        line = refusal(checks.check_budget, config(**{**ours, **keys}))
-        assert (
-            line == f"adora_rollouts.budget: 100 does not go with {words}; leave out one of the two"
-        )
-    line = refusal(checks.check_budget, config(**{**ours, "per_device_train_batch_size": 8}))
-    assert "does not go with one group per process, which has to end in every generation" in line
-    half = config(**ours)
-    half.per_device_train_batch_size = 4  # half a group on each of two processes, which TRL allows
-    assert "4 rollouts per process, which are no whole groups" in refusal(checks.check_budget, half)
-    by_default = {
-        key: value for key, value in ours.items() if key != "vllm_importance_sampling_mode"
-    }
-    line = refusal(checks.check_budget, config(**by_default))
-    assert "less from an answer the longer it is" in line and line.endswith(
-        "sampling_mode: token_truncate"
-    )
-    checks.check_budget(config(**{**by_default, "adora_rollouts": {}}))
+    keys.per_device_train_batch_size = 4  # half a group on each of two processes, which TRL allows
+    line = refusal(check_keys.check_budget, keys)
+    assert "4 rollouts per process, which are no whole groups" in line
 
 
 def model_with(text: dict[str, int], tower: dict[str, int]) -> Any:
@@ -294,7 +274,7 @@ def test_an_engine_is_divided_into_equal_parts_or_not_at_all() -> None:
         for value in (wrong, before):
             part[name] = value
             model = model_with(text, tower)
-            line = refusal(checks.check_tensor_parallel, keys, model, 4)
+            line = refusal(check_tensor_parallel, keys, model, 4)
             expected = (
                 f"vllm_tensor_parallel_size: 2 does not divide the {things}"
                 if value == wrong
@@ -302,51 +282,7 @@ def test_an_engine_is_divided_into_equal_parts_or_not_at_all() -> None:
             )
             assert line.startswith(expected) and bool(line) == bool(expected)
     keys.vllm_mode = "server"
-    checks.check_tensor_parallel(keys, model_with(text, tower), 3)
-
-
-def test_what_one_step_ahead_does_not_go_with():
-    ours = {
-        "adora_rollouts": RolloutOptions(ahead=1),
-        "use_vllm": True,
-        "vllm_mode": "server",
-        "adora_weight_transfer": "file",
-        "vllm_importance_sampling_correction": True,
-        "dataloader_num_workers": 0,
-    }
-    assert refusal(checks.check_async, SimpleNamespace(**ours)) == ""
-    for key, value, said in (
-        ("adora_weight_transfer", "nccl", "another engine than vllm_mode: server"),
-        ("vllm_mode", "colocate", "another engine than vllm_mode: server"),
-        (
-            "vllm_importance_sampling_correction",
-            False,
-            "vllm_importance_sampling_correction: false",
-        ),
-        ("dataloader_num_workers", 2, "dataloader_num_workers: 2"),
-    ):
-        line = refusal(checks.check_async, SimpleNamespace(**{**ours, key: value}))
-        assert line.startswith(f"adora_rollouts.ahead: 1 does not go with {said}")
-        alone = SimpleNamespace(**{**ours, key: value, "adora_rollouts": RolloutOptions()})
-        assert refusal(checks.check_async, alone) == ""
-
-
-def test_weights_that_nccl_could_not_carry():
-    keys = SimpleNamespace(
-        use_vllm=True, vllm_mode="server", vllm_server_base_url=None, use_cpu=False
-    )
-    for changed, said in (
-        ({}, ""),
-        ({"use_cpu": True}, "adora_weight_transfer: nccl needs GPUs on both sides"),
-        (
-            {"vllm_server_base_url": "http://a:1,http://b:1"},
-            "vllm_server_base_url: http://a:1,http://b:1 names",
-        ),
-    ):
-        for transfer, line in (("nccl", said), ("file", "")):
-            one = SimpleNamespace(**{**vars(keys), **changed, "adora_weight_transfer": transfer})
-            found = refusal(checks.check_servers, one)
-            assert found.startswith(line) and bool(found) == bool(line)
+    check_tensor_parallel(keys, model_with(text, tower), 3)
 
 
 INDEX = "model.safetensors.index.json"

@@ -8,7 +8,7 @@ from trl import ModelConfig
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import batch_plan
-from adora_vl.config.help import OURS, read_keys
+from adora_vl.config.trl_keys import OURS, read_keys
 from adora_vl.config.unused_keys import GROUPS, RunSettings, refuse_unused, unused_keys
 from adora_vl.utils.errors import UserError
 

@@ -27,8 +27,8 @@ from data_prep.survey import survey, whole_prompt
 from eval.command import parse as parse_evaluation
 from eval.compare import main as compare
 from eval.geometry3k import BENCHMARK
-from tests.unit.checkpoint.test_checkpoint import make
-from tests.unit.data_prep.own_data_support import convert, jsonl
+from tests.support.checkpoints import write_checkpoint
+from tests.support.user_tables import convert, write_jsonl
 
 CPU = [
     "--use_cpu",
@@ -63,7 +63,7 @@ WHOLE = [
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A train and a test split, each with one row with choices among open ones."""
     root = tmp_path_factory.mktemp("choices")
-    source = jsonl(root / "in", ROWS)
+    source = write_jsonl(root / "in", ROWS)
     (root / "both").mkdir()
     for number in range(3):
         (root / "both" / "pics").mkdir(exist_ok=True)
@@ -102,8 +102,8 @@ def trained_on(folder: Path, *words: str) -> list[str]:
 
 
 def options_of(folder: Path, *words: str) -> Any:
-    given = ["infer", "--model", "tiny", "--data", str(folder), "--output", "o", *words]
-    return parse_evaluation(given, BENCHMARK).ask.data
+    arguments = ["infer", "--model", "tiny", "--data", str(folder), "--output", "o", *words]
+    return parse_evaluation(arguments, BENCHMARK).ask.data
 
 
 def evaluated_on(folder: Path, *words: str) -> list[str]:
@@ -113,8 +113,8 @@ def evaluated_on(folder: Path, *words: str) -> list[str]:
 
 def fingerprint_of(folder: Path, *words: str) -> Fingerprint:
     script = script_of("--dataset_name", folder, *words)
-    asked = as_asked(script, load_rows(script, [str(folder)], seed=0).data.table)
-    return fingerprint(asked, data=[folder], model="m", revision="r", processes=1)
+    settings = as_asked(script, load_rows(script, [str(folder)], seed=0).data.table)
+    return fingerprint(settings, data=[folder], model="m", revision="r", processes=1)
 
 
 def test_training_and_evaluations_ask_in_the_same_words(
@@ -156,7 +156,7 @@ def test_what_the_prompt_asks_for_is_right_and_so_is_the_value(data: Path) -> No
 
 
 def test_letters_that_choices_carry_are_not_shown_twice() -> None:
-    """Neither is a choice that only looks like a letter."""
+    """A choice that only looks like a letter stays as it is."""
     assert lettered(["A. 3", "(B) 4"]) == lettered(["3", "4"]) == ["(A) 3", "(B) 4"]
     for choices in (["(a)", "(b)"], ["A. 3"], ["B. 3", "A. 4"], ["A. 3", "4"], ["A", "B"]):
         assert [line[4:] for line in lettered(choices)] == choices
@@ -180,7 +180,7 @@ def test_a_data_set_without_the_column_is_read(drawn: Path, tmp_path: Path) -> N
 def test_a_run_of_before_goes_on_with_its_prompt_or_is_refused(
     data: Path, drawn: Path, tmp_path: Path
 ) -> None:
-    """Its fingerprint says null, as that of a run without a template does."""
+    """The fingerprint of such a run says null, as that of a run without a template does."""
     before = {
         folder: {**fingerprint_of(folder), "adora_prompt": "null"} for folder in (data, drawn)
     }
@@ -189,7 +189,7 @@ def test_a_run_of_before_goes_on_with_its_prompt_or_is_refused(
     )
     assert differences(before[data], fingerprint_of(data, "--adora_prompt", "null")) == []
     assert differences(before[data], fingerprint_of(data, "--adora_prompt", "{problem}")) == []
-    checkpoint = make(tmp_path, 10, before[data])
+    checkpoint = write_checkpoint(tmp_path, 10, before[data])
     with pytest.raises(
         UserError, match=r"of another run: adora_prompt: null -> \"{problem}\\n.*; set it back"
     ):
@@ -210,11 +210,9 @@ def test_one_whole_prompt_is_shown_where_a_person_looks(
     data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert data_prep(["inspect", str(data)]) == 0
-    said = capsys.readouterr().out
-    assert (
-        "\n".join(f"  {line}" for line in WHOLE) in said
-        and "of mine/train/1, as a training" in said
-    )
+    output = capsys.readouterr().out
+    assert "\n".join(f"  {line}" for line in WHOLE) in output
+    assert "of mine/train/1, as a training" in output
     page = data.with_name("data.html").read_text()
     assert (
         page.count("\n".join(f"  {line.replace('<image>', '&lt;image&gt;')}" for line in WHOLE))
@@ -223,15 +221,13 @@ def test_one_whole_prompt_is_shown_where_a_person_looks(
 
 
 def test_convert_shows_it_too_without_letting_the_row_command_the_terminal(tmp_path, capsys):
-    source = jsonl(
+    source = write_jsonl(
         tmp_path / "in", [{"q": "Which\x1b]0;owned\x07?", "a": "A", "c": ["1\u202e", "2"]}]
     )
     assert convert(source, tmp_path / "out", columns=("problem=q", "answer=a", "choices=c")) == 0
-    said = capsys.readouterr().out
-    assert (
-        "  [user]\n  Which ]0;owned ?\n  Choices:\n  (A) 1 \n  (B) 2\n" in said
-        and "\x1b" not in said
-    )
+    output = capsys.readouterr().out
+    assert "  [user]\n  Which ]0;owned ?\n  Choices:\n  (A) 1 \n  (B) 2\n" in output
+    assert "\x1b" not in output
 
 
 def test_a_prompt_that_cannot_be_made_is_one_line() -> None:
@@ -255,9 +251,9 @@ def test_the_dry_run_shows_it_in_the_words_of_the_models_template(data, tmp_path
     ]
     file = tmp_path / "written.yaml"
     assert train([*CPU, *words]) in (0, 1)
-    said = capsys.readouterr().out.split("One whole prompt, of mine/train/1\n")[1]
+    output = capsys.readouterr().out.split("One whole prompt, of mine/train/1\n")[1]
     start = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>"
-    assert f"{WHOLE[1]}<|im_end|>\n{start}{ASKED[1]}<|im_end|>\n<|im_start|>assistant\n" in said
+    assert f"{WHOLE[1]}<|im_end|>\n{start}{ASKED[1]}<|im_end|>\n<|im_start|>assistant\n" in output
     alone = ["--adora_prompt", "null", "--adora_system_prompt", "null", "--write-config", str(file)]
     assert train([*CPU, *words, *alone]) in (0, 1)
     assert "Choices:" not in capsys.readouterr().out

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
 
 from adora_vl.builtin.builtin_data import data_folders
 from adora_vl.checkpoint.fingerprint import differences, fingerprint
@@ -19,7 +18,6 @@ from adora_vl.config.schema import parse
 from adora_vl.conversion import convert as convert_module
 from adora_vl.conversion.convert import ensure_converted
 from adora_vl.conversion.tables import open_local
-from adora_vl.data.dataloader import EpochRepeatSampler
 from adora_vl.data.dataset import load_split, read_manifest, row_count, write_split
 from adora_vl.data.loading import load_rows, mixed_rows
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT, SYSTEM_PROMPTS
@@ -34,7 +32,8 @@ from adora_vl.train import main as train
 from adora_vl.utils.errors import UserError
 from eval.command import parse as parse_evaluation
 from eval.geometry3k import BENCHMARK
-from tests.unit.data_prep.own_data_support import convert, jsonl, with_images
+from tests.support.row_order import ids_of_epochs
+from tests.support.user_tables import convert, with_images, write_jsonl
 
 CPU = [
     "--use_cpu",
@@ -53,12 +52,15 @@ COLUMNS = ("problem=q", "answer=a")
 def sets(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two prepared folders: 30 rows with a column of their own, and 6; both with a test split."""
     root = tmp_path_factory.mktemp("sets")
-    for name, count, more in (("large", 30, {"tip": "think"}), ("small", 6, {})):
-        rows = [{"q": f"{name} {number}?", "a": number, **more} for number in range(count)]
-        columns = (*COLUMNS, *(["tip=tip"] if more else []))
+    for name, count, further_columns in (("large", 30, {"tip": "think"}), ("small", 6, {})):
+        rows = [
+            {"q": f"{name} {number}?", "a": number, **further_columns} for number in range(count)
+        ]
+        columns = (*COLUMNS, *(["tip=tip"] if further_columns else []))
         options = ("--name", name, "--test-share", "0.2")
         assert (
-            convert(jsonl(root / f"in-{name}", rows), root / name, *options, columns=columns) == 0
+            convert(write_jsonl(root / f"in-{name}", rows), root / name, *options, columns=columns)
+            == 0
         )
     return [root / "large", root / "small"]
 
@@ -70,7 +72,8 @@ def script_of(*words: object) -> Any:
 def test_every_share_is_kept_and_every_row_comes() -> None:
     rows = mixed_rows([300, 50], [0.7, 0.3], seed=1)
     counts = Counter(rows)
-    assert counts.keys() == set(range(350)) and all(counts[row] >= 1 for row in range(350))
+    assert counts.keys() == set(range(350))
+    assert all(counts[row] >= 1 for row in range(350))
     small = sum(row >= 300 for row in rows)
     assert small / len(rows) == pytest.approx(0.3, abs=0.06)
     assert (
@@ -78,18 +81,6 @@ def test_every_share_is_kept_and_every_row_comes() -> None:
         == mixed_rows([300, 50], [0.7, 0.3], seed=1)
         != mixed_rows([300, 50], [0.7, 0.3], seed=2)
     )
-
-
-def ids_of_epochs(rows: Dataset, epochs: range) -> list[str]:
-    """In the order in which a run draws them."""
-    sampler = EpochRepeatSampler(
-        rows, mini_repeat_count=2, batch_size=4, repeat_count=1, shuffle=True, seed=3
-    )
-    seen = []
-    for epoch in epochs:
-        sampler.set_epoch(epoch)
-        seen += [rows[index]["id"] for index in sampler]
-    return seen
 
 
 def test_a_mixture_goes_on_where_it_was_interrupted(sets: list[Path]) -> None:
@@ -102,11 +93,12 @@ def test_a_mixture_goes_on_where_it_was_interrupted(sets: list[Path]) -> None:
         rows = load_rows(script, data_folders(script), seed=3)
         return ids_of_epochs(rows, epochs)
 
-    whole = order(range(3))
-    again = order(range(1, 3))
-    assert whole[-len(again) :] == again and len(again) == 2 * len(whole) // 3
-    names = Counter(name.split("/")[0] for name in whole)
-    assert names["small"] > 0.2 * len(whole), "5 rows of 29 would be less"
+    uninterrupted = order(range(3))
+    resumed = order(range(1, 3))
+    assert uninterrupted[-len(resumed) :] == resumed
+    assert len(resumed) == 2 * len(uninterrupted) // 3
+    names = Counter(name.split("/")[0] for name in uninterrupted)
+    assert names["small"] > 0.2 * len(uninterrupted), "5 rows of 29 would be less"
 
 
 def test_several_data_sets_are_one_with_the_columns_of_all(sets: list[Path]) -> None:
@@ -114,10 +106,8 @@ def test_several_data_sets_are_one_with_the_columns_of_all(sets: list[Path]) -> 
     rows = load_rows(script, data_folders(script), seed=0)
     assert Counter(row["id"].split("/")[0] for row in rows) == {"large": 24, "small": 5}
     assert {row["tip"] for row in rows} == {"think", None}
-    assert (
-        rows[0]["prompt"][0]["content"] == SYSTEM_PROMPT
-        and rows[0]["prompt"][1]["content"] == rows[0]["problem"]
-    )
+    assert rows[0]["prompt"][0]["content"] == SYSTEM_PROMPT
+    assert rows[0]["prompt"][1]["content"] == rows[0]["problem"]
 
 
 def test_a_resume_sees_another_data_set_share_prompt_or_order(
@@ -149,7 +139,7 @@ def test_a_table_is_named_with_its_columns_and_converted_once(
 ) -> None:
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "home"))
     rows = with_images([f"pics/{n}.png" for n in range(4)])
-    source = jsonl(tmp_path / "in", rows)
+    source = write_jsonl(tmp_path / "in", rows)
     columns = {"problem": "question", "answer": "label", "images": "image", "choices": "options"}
     words = ("--dataset_name", source, "--adora_columns", json.dumps(columns))
     config = tmp_path / "c.yaml"
@@ -167,35 +157,30 @@ def test_a_table_is_named_with_its_columns_and_converted_once(
         UserError, match=r"has its columns already; leave adora_columns out, or name the table$"
     ):
         data_folders(script_of("--dataset_name", folder, "--adora_columns", json.dumps(columns)))
-    made = Path(folder, "manifest.json").stat().st_mtime_ns
-    assert (
-        data_folders(script) == [folder]
-        and Path(folder, "manifest.json").stat().st_mtime_ns == made
-    )
-    seen = load_rows(script, [folder], seed=0)
-    kinds = [[part["type"] for part in row["prompt"][1]["content"]] for row in seen]
+    converted_at = Path(folder, "manifest.json").stat().st_mtime_ns
+    assert data_folders(script) == [folder]
+    assert Path(folder, "manifest.json").stat().st_mtime_ns == converted_at
+    loaded = load_rows(script, [folder], seed=0)
+    kinds = [[part["type"] for part in row["prompt"][1]["content"]] for row in loaded]
     assert kinds == [
         ["image", "text"],
         ["text", "image", "text", "image", "text"],
         ["image", "text"],
     ]
-    assert [len(row["images"]) for row in seen] == [1, 2, 1]
+    assert [len(row["images"]) for row in loaded] == [1, 2, 1]
     picture = tmp_path / "in" / "pics" / "0.png"
     os.utime(picture, ns=(1, 1))  # of a picture only the time has changed
-    assert (
-        data_folders(script) == [folder]
-        and Path(folder, "manifest.json").stat().st_mtime_ns == made
-    )
+    assert data_folders(script) == [folder]
+    assert Path(folder, "manifest.json").stat().st_mtime_ns == converted_at
     picture.write_bytes(picture.read_bytes() + b"\0")  # now the picture
-    assert (
-        data_folders(script) == [folder]
-        and Path(folder, "manifest.json").stat().st_mtime_ns != made
-    )
-    jsonl(tmp_path / "in", rows[1:])
+    assert data_folders(script) == [folder]
+    assert Path(folder, "manifest.json").stat().st_mtime_ns != converted_at
+    write_jsonl(tmp_path / "in", rows[1:])
     data_folders(script)
     manifest = read_manifest(Path(folder))
-    assert manifest is not None and manifest["counts"] == {"train": 2}
-    jsonl(tmp_path / "in", rows)
+    assert manifest is not None
+    assert manifest["counts"] == {"train": 2}
+    write_jsonl(tmp_path / "in", rows)
     picture.unlink()
     with pytest.raises(
         UserError, match=r"^dataset_name: .*mine.jsonl' with adora_columns: input: 1 of 3 row"
@@ -220,10 +205,10 @@ def test_a_table_that_is_saved_again_while_it_is_converted_is_converted_at_the_n
             )
         )
 
-    def during(*given: Any, **more: Any) -> Any:
-        made = real(*given, **more)
+    def during(*args: Any, **kwargs: Any) -> Any:
+        converted = real(*args, **kwargs)
         write(7)
-        return made
+        return converted
 
     write(5)
     monkeypatch.setattr(convert_module, "convert", during)
@@ -270,9 +255,8 @@ def test_a_table_that_is_put_beside_the_others_is_read_too(tmp_path: Path) -> No
 def test_a_template_makes_the_prompts_of_training_and_evaluation(sets: list[Path]) -> None:
     script = script_of("--dataset_name", sets[0], "--adora_prompt", "{tip}: {problem}")
     (row, *_) = load_rows(script, data_folders(script), seed=0)
-    assert row["prompt"][1]["content"] == f"think: {row['problem']}" and row["problem"].startswith(
-        "large "
-    )
+    assert row["prompt"][1]["content"] == f"think: {row['problem']}"
+    assert row["problem"].startswith("large ")
     words = [
         "infer",
         "--model",
@@ -286,10 +270,8 @@ def test_a_template_makes_the_prompts_of_training_and_evaluation(sets: list[Path
     ]
     options = parse_evaluation(words, BENCHMARK).ask.data
     problems = BENCHMARK.load(options).problems
-    assert (
-        all(problem.prompt == f"think: {problem.fields['question']}" for problem in problems)
-        and problems
-    )
+    assert all(problem.prompt == f"think: {problem.fields['question']}" for problem in problems)
+    assert problems
 
 
 def test_a_template_that_does_not_fit_the_rows_is_one_line(
@@ -340,11 +322,11 @@ def test_keys_that_do_not_fit_are_one_line(subtests: pytest.Subtests) -> None:
 
 def test_a_data_set_of_the_hub_is_streamed_again_only_for_another_commit(tmp_path, monkeypatch):
     commits = ["1" * 40]
-    asked = []
+    revisions = []
 
     def opened(name: str, columns: Any, revision: str | None, **_: Any) -> Any:
-        asked.append(revision)
-        local = open_local(jsonl(tmp_path / "in", [{"q": "?", "a": 1}]), columns)
+        revisions.append(revision)
+        local = open_local(write_jsonl(tmp_path / "in", [{"q": "?", "a": 1}]), columns)
         return replace(local, kind="hub", revision=commits[-1])
 
     def commit_of(name: str, revision: str | None) -> str:
@@ -360,16 +342,19 @@ def test_a_data_set_of_the_hub_is_streamed_again_only_for_another_commit(tmp_pat
             "someone/theirs", {"problem": "q", "answer": "a"}, tmp_path / "home"
         )
 
-    assert folder() == folder() and len(asked) == 1, "every process would stream it once more"
+    assert folder() == folder() and len(revisions) == 1, "every process would stream it once more"
     commits.append("2" * 40)
     manifest = read_manifest(folder())
-    assert manifest is not None and manifest["revision"] == "2" * 40 and len(asked) == 2
+    assert manifest is not None
+    assert manifest["revision"] == "2" * 40
+    assert len(revisions) == 2
     commits.clear()  # no network
-    assert folder().is_dir() and len(asked) == 2
+    assert folder().is_dir()
+    assert len(revisions) == 2
 
 
 def test_two_data_sets_with_one_id_are_told_apart_by_name(sets: list[Path], tmp_path: Path) -> None:
-    source = jsonl(tmp_path / "in", [{"q": "Again?", "a": 1}])
+    source = write_jsonl(tmp_path / "in", [{"q": "Again?", "a": 1}])
     assert convert(source, tmp_path / "again", "--name", "large", columns=COLUMNS) == 0
     script = script_of("--dataset_name", sets[0], tmp_path / "again")
     with pytest.raises(UserError, match="large and again both have a row 'large/train/0'"):
@@ -405,10 +390,11 @@ def test_manifest_page_and_card_name_every_data_set(sets: list[Path]) -> None:
         processes=1,
         checkpoint=None,
     )
-    assert [one["share"] for one in manifest["data"]["sets"]] == [0.7, 0.3]
-    assert facts_of_run(manifest)["data"] == "large, small, 29 rows (a+b)"
+    assert [data_set["share"] for data_set in manifest["data"]["sets"]] == [0.7, 0.3]
+    assert facts_of_run(manifest)["data"] == "large, small, 29 rows"
     card = model_card(manifest, [], 1)
-    assert "| large | share 0.7, own/jsonl, " in card and "| dataset | large, small |" in card
+    assert "| large | share 0.7, own/jsonl, " in card
+    assert "| dataset | large, small |" in card
     assert str(sets[0].parent) not in card, "a path of this machine"
 
 
@@ -425,19 +411,20 @@ def test_a_dry_run_names_every_data_set(
     ]
     words += ["--dataset_name", *map(str, sets), "--adora_mixture", "0.6", "0.4", "--dry-run"]
     assert train([*CPU, *words]) in (0, 1)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     rows = len(mixed_rows([24, 5], [0.6, 0.4], seed=42))
     assert (
         f"2 data sets are mixed into {rows} rows per epoch: large 24 rows at 60%, small 5 rows at "
-        "40%" in said
+        "40%" in output
     )
-    assert f"{rows} rows make" in said
+    assert f"{rows} rows make" in output
 
 
 def test_each_held_out_split_is_evaluated_under_its_own_name(sets: list[Path]) -> None:
     config = parse([*CPU, "--eval_strategy", "steps", "--eval_steps", "1", "--use_vllm", "true"])[1]
     plan = take_evaluations(config, [str(folder) for folder in sets], "{problem} Go.")
-    assert plan is not None and [task.benchmark.name for task in plan.tasks] == [
+    assert plan is not None
+    assert [task.benchmark.name for task in plan.tasks] == [
         "problems_large",
         "problems_small",
     ]
@@ -454,8 +441,8 @@ def test_a_model_is_asked_in_the_words_of_its_training(
     )
 
     def prompts(model: object, *words: str) -> tuple[Any, Any]:
-        given = ["infer", "--model", str(model), "--data", "d", "--output", "o", *words]
-        options: Any = parse_evaluation(given, BENCHMARK).ask
+        arguments = ["infer", "--model", str(model), "--data", "d", "--output", "o", *words]
+        options: Any = parse_evaluation(arguments, BENCHMARK).ask
         return options.system_prompt, options.data.prompt
 
     for model in (tmp_path / "run", tmp_path / "run" / "checkpoint-2"):
@@ -465,7 +452,8 @@ def test_a_model_is_asked_in_the_words_of_its_training(
         None,
         "{id}",
     )
-    assert prompts("tiny") == (SYSTEM_PROMPT, DEFAULT_PROMPT) and capsys.readouterr().err == ""
+    assert prompts("tiny") == (SYSTEM_PROMPT, DEFAULT_PROMPT)
+    assert capsys.readouterr().err == ""
     assert prompts("tiny", "--prompt", "none") == (SYSTEM_PROMPT, None)
     without_choices = {"adora_system_prompt": SYSTEM_PROMPT, "adora_prompt": None}
     (tmp_path / "run" / "manifest.json").write_text(
@@ -479,11 +467,11 @@ def test_the_chat_template_gets_the_arguments_that_it_had_in_the_training(tmp_pa
     run = shutil.copytree(PRETRAINED, tmp_path / "run")
     (run / "chat_template.jinja").write_text("{{ 'brief' if brief else 'long' }}")
     config = {"chat_template_kwargs": {"brief": True}}
-    for made_by, said in (("adora_vl.train", "brief"), ("another", "long")):
+    for made_by, rendered in (("adora_vl.train", "brief"), ("another", "long")):
         (run / "manifest.json").write_text(json.dumps({"made_by": made_by, "config": config}))
-        given = ["infer", "--model", str(run), "--data", "d", "--output", "o"]
-        settings = settings_of(parse_evaluation(given, BENCHMARK).ask)
-        assert ChatProcessor.of(settings).render([{"role": "user", "content": "x"}]) == said
-        assert settings.described == (config if said == "brief" else {}), (
+        arguments = ["infer", "--model", str(run), "--data", "d", "--output", "o"]
+        settings = settings_of(parse_evaluation(arguments, BENCHMARK).ask)
+        assert ChatProcessor.of(settings).render([{"role": "user", "content": "x"}]) == rendered
+        assert settings.described == (config if rendered == "brief" else {}), (
             "answers of both do not mix"
         )

@@ -97,18 +97,20 @@ def test_a_picture_that_code_hands_over_is_shown_as_one_of_a_file(
         cases[f"on its side as {form}"] = (Image.open(io.BytesIO(lies)), lies)
     for name, (picture, encoded) in cases.items():
         with subtests.test(name):
-            shown = as_shown(picture)
+            as_model_sees = as_shown(picture)
             expected = decoded_image(encoded)
-            assert (shown.mode, shown.size) == ("RGB", expected.size)
-            assert shown.tobytes() == expected.tobytes()
-            assert as_shown(shown).tobytes() == shown.tobytes(), "nothing is turned twice"
+            assert (as_model_sees.mode, as_model_sees.size) == ("RGB", expected.size)
+            assert as_model_sees.tobytes() == expected.tobytes()
+            assert as_shown(as_model_sees).tobytes() == as_model_sees.tobytes(), (
+                "nothing is turned twice"
+            )
             if "side" in name:
-                assert shown.size == (30, 40)
+                assert as_model_sees.size == (30, 40)
             if "transparent" in name:
-                assert shown.getpixel((39, 0)) == (255, 255, 255)
+                assert as_model_sees.getpixel((39, 0)) == (255, 255, 255)
     plain = Image.new("RGB", (40, 30), "red")
-    shown = as_shown(plain)
-    shown.putpixel((0, 0), 0)
+    as_model_sees = as_shown(plain)
+    as_model_sees.putpixel((0, 0), 0)
     assert plain.getpixel((0, 0)) == (255, 0, 0), "it shares no pixel"
     premultiplied = Image.new("La", (40, 30), (0, 0))
     assert as_shown(premultiplied).getpixel((0, 0)) == (255, 255, 255)
@@ -135,7 +137,8 @@ def test_rows_that_python_hands_over_are_shown_as_a_person_sees_them() -> None:
     assert all(isinstance(image, KeptImage) for image in [*first["images"], second["image"]])
     assert first["images"][0].getpixel((0, 0)) == (255, 255, 255)
     assert first["images"][0] is second["images"][0], "one object stays one"
-    assert shown_rows([first])[0]["images"][0] is first["images"][0] and third == {"image": None}
+    assert shown_rows([first])[0]["images"][0] is first["images"][0]
+    assert third == {"image": None}
     assert drawn.mode == "RGBA" and type(drawn) is Image.Image, "what was handed over stays"
     (read,) = DistinctRows([rows[0]]).__getitems__([0])
     assert read["images"][1].size == (30, 40)
@@ -157,9 +160,9 @@ def test_a_picture_of_any_depth_is_as_bright_as_it_was_meant() -> None:
         shades = np.repeat(np.array([values], kind), 4, axis=0).repeat(4, axis=1)
         form = "PNG" if kind is np.uint16 else "TIFF"
         cleaned = clean_image(encoded_as(Image.fromarray(shades), form))
-        found: list[Any] = [cleaned.getpixel((at, 0)) for at in (0, 5, 11)]
-        assert found[0] == (0, 0, 0) and found[2] == (255, 255, 255), (kind, largest)
-        assert found[1] in [(127,) * 3, (128,) * 3], (kind, largest)
+        pixels: list[Any] = [cleaned.getpixel((at, 0)) for at in (0, 5, 11)]
+        assert pixels[0] == (0, 0, 0) and pixels[2] == (255, 255, 255), (kind, largest)
+        assert pixels[1] in [(127,) * 3, (128,) * 3], (kind, largest)
 
 
 def test_a_picture_whose_white_nobody_can_tell_is_refused_with_the_remedy() -> None:
@@ -184,7 +187,10 @@ def test_a_picture_whose_white_nobody_can_tell_is_refused_with_the_remedy() -> N
 
 
 def _png_of_16_bits(colours: Any) -> bytes:
-    """As Pillow itself cannot write it. `colours`: (height, width, 3)."""
+    """Encode a PNG of 16 bits a channel, which Pillow cannot write.
+
+    `colours`: (height, width, 3).
+    """
     height, width, _ = colours.shape
     lines = b"".join(b"\0" + line.tobytes() for line in colours)
     header = struct.pack(">2I5B", width, height, 16, 2, 0, 0, 0)
@@ -214,8 +220,9 @@ def test_no_program_is_started_for_a_picture(
     assert list(sizes_in(stored)) == [[None]]
     (tmp_path / "a.png").write_bytes(EPS)
     stored = [{"bytes": EPS, "path": None}, {"bytes": None, "path": str(tmp_path / "a.png")}]
-    found = decoded_rows({"images": [stored]})["images"][0]
-    assert all(isinstance(image, UnreadableImage) for image in found) and not started.exists()
+    images = decoded_rows({"images": [stored]})["images"][0]
+    assert all(isinstance(image, UnreadableImage) for image in images)
+    assert not started.exists()
 
 
 def _gradient(width: int, height: int) -> bytes:
@@ -225,9 +232,7 @@ def _gradient(width: int, height: int) -> bytes:
 def test_pictures_outside_of_the_limits_get_the_size_that_the_model_would_choose(
     subtests: pytest.Subtests,
 ) -> None:
-    """So that the processor with the same limits leaves them as they are; the others keep their
-    size.
-    """
+    """The processor with the same limits leaves them as they are; the others keep their size."""
     sizes = [(900, 40), (40, 900), (33, 57), (640, 480), (5, 5)]
     for size, limits, unit in product(
         sizes, [(784, 1000), (3136, 100_000), (50_000, 60_000)], [28, 32]
@@ -248,7 +253,7 @@ def test_pictures_outside_of_the_limits_get_the_size_that_the_model_would_choose
 
 
 def test_tokens_are_those_of_the_models_own_processor() -> None:
-    """With the published limits of Qwen2.5-VL, for images below, within and above them."""
+    """Images are below, within and above the published limits of Qwen2.5-VL."""
     from transformers import Qwen2VLImageProcessor
 
     limits = (28, 56 * 56, 16384 * 28 * 28)
@@ -297,13 +302,14 @@ def test_a_file_is_stored_as_it_is_only_where_it_shows_the_same_and_tells_nothin
             stored = stored_bytes(stream.getvalue(), cleaned)
             assert (stored == stream.getvalue()) == same
             assert stored.startswith(b"\xff\xd8" if form == "JPEG" else b"\x89PNG")
-            shown = ImageOps.exif_transpose(Image.open(io.BytesIO(stored)))
-            assert (shown.mode, shown.size, shown.tobytes()) == (
+            upright = ImageOps.exif_transpose(Image.open(io.BytesIO(stored)))
+            assert (upright.mode, upright.size, upright.tobytes()) == (
                 "RGB",
                 cleaned.size,
                 cleaned.tobytes(),
             )
-            assert not shown.getexif() and b"somebody" not in stored
+            assert not upright.getexif()
+            assert b"somebody" not in stored
     drawing = png_bytes(picture)
     assert b"more" not in stored_bytes(drawing + b"more", picture), (
         "what stands behind a PNG is not kept"

@@ -30,6 +30,7 @@ from adora_vl.data.dataloader import (
 from adora_vl.data.loading import mark_unreadable, only_decodes
 from adora_vl.packing.images import DistinctImages
 from adora_vl.trainer import AdoraGRPOTrainer
+from tests.support.stand_ins import config_of
 from tests.support.tiny_run import STEPS, train
 
 
@@ -98,10 +99,9 @@ def test_the_loader_finds_the_next_rows_read_and_their_images_processed():
     assert processed == [0, 1, 2, 3], (
         "the last batch first: the loader may be ahead of the generation"
     )
-    given = rows.__getitems__([2, 2, 3, 3])
-    assert [row["id"] for row in given] == [2, 2, 3, 3] and given[0]["images"][0] is given[1][
-        "images"
-    ][0]
+    read_rows = rows.__getitems__([2, 2, 3, 3])
+    assert [row["id"] for row in read_rows] == [2, 2, 3, 3]
+    assert read_rows[0]["images"][0] is read_rows[1]["images"][0]
     main = threading.current_thread().name
     assert stored.read == [(main, 0), (main, 1), ("prefetch", 2), ("prefetch", 3)]
 
@@ -163,20 +163,20 @@ def test_it_stops_at_what_the_cache_holds_and_where_the_next_generation_begins()
 
     def until_asked(row: dict[str, Any]) -> int:
         begun.set()
-        assert asked._ending.wait(60)
+        assert prefetch_until_asked._ending.wait(60)
         return processed(row)
 
-    asked = ImagePrefetch(rows, InOrder(), until_asked, 100)
+    prefetch_until_asked = ImagePrefetch(rows, InOrder(), until_asked, 100)
     processed.clear()
-    asked.start()
+    prefetch_until_asked.start()
     assert begun.wait(60)
-    asked.finish()
+    prefetch_until_asked.finish()
     assert not [thread for thread in threading.enumerate() if thread.name == "prefetch"]
     assert processed == [0], "it did not go on to the next row"
 
 
 def test_what_follows_is_what_the_sampler_gives_next(subtests):
-    """Of 11 rows, five generations of two with three rollouts each, and the next epoch after them."""
+    """There are five generations of two of 11 rows, with three rollouts each, and the next epoch."""
     for shuffle, processes in product([True, False], [1, 2]):
         with subtests.test(f"{shuffle} {processes}"):
             sampler = EpochRepeatSampler(range(11), 3, 2, 4, shuffle, 7)
@@ -195,7 +195,8 @@ def test_what_follows_is_what_the_sampler_gives_next(subtests):
 
 
 def test_asking_what_follows_disturbs_neither_the_sampler_nor_any_random_state():
-    sampler, undisturbed = (EpochRepeatSampler(range(9), 2, 3, 1, True, 7) for _ in range(2))
+    sampler = EpochRepeatSampler(range(9), 2, 3, 1, True, 7)
+    undisturbed = EpochRepeatSampler(range(9), 2, 3, 1, True, 7)
     states = torch.get_rng_state(), repr(np.random.get_state()), random.getstate()
     begun = iter(sampler)
     sampler.following([0], 0)
@@ -208,9 +209,11 @@ def test_asking_what_follows_disturbs_neither_the_sampler_nor_any_random_state()
 
 def test_rows_are_read_ahead_only_where_reading_one_is_decoding_it():
     plain = Dataset.from_dict({"images": [[]]}, features=Features({"images": List(Image())}))
-    assert only_decodes(plain) and only_decodes(mark_unreadable(plain))
+    assert only_decodes(plain)
+    assert only_decodes(mark_unreadable(plain))
     assert not only_decodes(plain.with_transform(lambda rows: rows)), "it may draw a random crop"
-    assert not only_decodes(Stored(1)) and not only_decodes([])
+    assert not only_decodes(Stored(1))
+    assert not only_decodes([])
 
 
 def test_where_it_runs(subtests):
@@ -224,38 +227,49 @@ def test_where_it_runs(subtests):
     ]
     for changed, device, expected in cases:
         with subtests.test(f"{changed!r:.80} {device} {expected}"):
-            given: dict[str, Any] = {
+            settings: dict[str, Any] = {
                 "dataloader_num_workers": 0,
                 "cache": SimpleNamespace(limit_bytes=1),
             }
-            given |= {"shown": True, "dataset": Dataset.from_dict({"id": [1]}), **changed}
-            args = SimpleNamespace(device=torch.device(device), **given)
-            facts = {"cache": given["cache"], "shown": given["shown"], "process": len}
-            images: Any = SimpleNamespace(**facts, _config=args, _device=args.device)
-            made = DistinctImages.prefetch(images, DistinctRows([]), InOrder(), given["dataset"])
-            assert isinstance(made, ImagePrefetch) == expected and isinstance(made, NoPrefetch)
+            settings |= {"shown": True, "dataset": Dataset.from_dict({"id": [1]}), **changed}
+            images: Any = SimpleNamespace(
+                cache=settings["cache"],
+                shown=settings["shown"],
+                process=len,
+                _config=config_of(dataloader_num_workers=settings["dataloader_num_workers"]),
+                _device=torch.device(device),
+            )
+            prefetch = DistinctImages.prefetch(
+                images, DistinctRows([]), InOrder(), settings["dataset"]
+            )
+            assert isinstance(prefetch, ImagePrefetch) == expected
+            assert isinstance(prefetch, NoPrefetch)
 
 
 def recorded(folder: Path) -> list[dict[str, Any]]:
     """The steps in the log, without the times."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    # the mean loss of one command, not of the run
-    lines = [line for line in lines if line["kind"] != "end"]
     timed = ("seconds", "time", "runtime", "per_second", "/ms_", "mb", "MB")
-    return [
-        {key: value for key, value in line.items() if not any(word in key for word in timed)}
-        for line in lines
-    ]
+    steps = []
+    for text in (folder / "metrics.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        # the line at the end has the mean loss of one command, not of the run
+        if line["kind"] == "end":
+            continue
+        for key in list(line):
+            if any(word in key for word in timed):
+                del line[key]
+        steps.append(line)
+    return steps
 
 
 @pytest.mark.slow
 def test_a_resumed_run_takes_the_same_steps_with_it(adora_run, tmp_path, monkeypatch):
     """`adora_run`, which was made without, killed after checkpoint-2 and continued with it."""
-    seen: Counter[str] = Counter()
+    images_by_thread: Counter[str] = Counter()
     preprocess = Qwen2VLImageProcessor.preprocess
 
     def counted(self: Any, images: Any, **settings: Any) -> Any:
-        seen[threading.current_thread().name] += len(images)
+        images_by_thread[threading.current_thread().name] += len(images)
         return preprocess(self, images, **settings)
 
     monkeypatch.setattr(Qwen2VLImageProcessor, "preprocess", counted)
@@ -266,12 +280,12 @@ def test_a_resumed_run_takes_the_same_steps_with_it(adora_run, tmp_path, monkeyp
     train(folder)
     assert recorded(folder) == recorded(adora_run)
     main = threading.current_thread().name
-    assert seen[main] == 4, "the problems of step 3, the first after the checkpoint"
-    assert seen["prefetch"] >= 4, "those of step 4, and what would have come after it"
+    assert images_by_thread[main] == 4, "the problems of step 3, the first after the checkpoint"
+    assert images_by_thread["prefetch"] >= 4, "those of step 4, and what would have come after it"
 
 
 def test_rows_are_drawn_by_data_seed_where_it_is_set():
-    """As in Transformers; seed says it otherwise."""
+    """Transformers does so too; otherwise seed decides."""
 
     def order(**seeds: Any) -> list[int]:
         trainer = AdoraGRPOTrainer.__new__(AdoraGRPOTrainer)

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 from datasets import Dataset, Features
+from transformers import Qwen2Config
 from trl.data_utils import prepare_multimodal_messages
 
 from adora_vl.checkpoint.fingerprint import differences, fingerprint
 from adora_vl.config.command import read
-from adora_vl.config.run_context import DryRunOptions
+from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.schema import parse
+from adora_vl.data import prompt_lengths
 from adora_vl.data.dataset import schema, write_manifest, write_split
 from adora_vl.data.loading import load_rows
 from adora_vl.data.prompt_lengths import (
@@ -30,9 +32,9 @@ from adora_vl.data.prompt_lengths import (
     measured,
     served_length,
     sizes_in,
-    tokenizer_counter,
 )
 from adora_vl.data.prompts import SYSTEM_PROMPT
+from adora_vl.data.token_counters import TokenCounter, tokenizer_counter
 from adora_vl.evals.records import Problem
 from adora_vl.evaluation import EvaluationPlan, Task, fitting_evaluations
 from adora_vl.models.load import PRETRAINED, load_config, load_processor
@@ -51,8 +53,9 @@ from tests.support.benchmark_data import (
     write_mathvista,
     write_mmstar,
 )
-from tests.unit.data.test_loading import ids_of_epochs
-from tests.unit.data_prep.data_prep_support import drawing, encoded
+from tests.support.pictures import drawing, encoded
+from tests.support.row_order import ids_of_epochs
+from tests.support.stand_ins import config_of
 
 CPU = ["--use_cpu", "true", "--bf16", "false", "--model_name_or_path", "tiny"]
 BATCH = [
@@ -111,7 +114,7 @@ def processor() -> Any:
 
 def counted(processor: Any, problem: str, images: int = 25) -> int:
     """Tokens of a prompt with one picture."""
-    return tokenizer_counter(processor, SYSTEM_PROMPT)(problem, 1) - 1 + images
+    return tokenizer_counter(processor, SYSTEM_PROMPT).count([problem], [1])[0] - 1 + images
 
 
 def words_of(data: Path, out: Path, *words: str) -> list[str]:
@@ -129,7 +132,8 @@ def check_of(prompt: list[int], image: list[int], limit: ContextLimit = LIMIT) -
 
 def test_what_is_refused_and_what_is_cut() -> None:
     check = check_of([50, 60, 61, 99, 100, 130], [4] * 6)
-    assert check.refused == [4, 5] and check.cut == [2, 3]
+    assert check.refused == [4, 5]
+    assert check.cut == [2, 3]
     with pytest.raises(UserError) as error:
         check.kept("error")
     assert str(error.value) == (
@@ -144,10 +148,8 @@ def test_what_is_refused_and_what_is_cut() -> None:
         "vllm_max_model_length: 100 leaves 2 of 6 prompts less than max_completion_length: 40, 1 "
         "at the least, and longer answers are cut off there; 139 would leave room",
     ]
-    assert (
-        check_of([50, 60], [4, 4]).kept("error") == [0, 1]
-        and not check_of([50, 60], [4, 4]).notes()
-    )
+    assert check_of([50, 60], [4, 4]).kept("error") == [0, 1]
+    assert not check_of([50, 60], [4, 4]).notes()
     with pytest.raises(
         UserError, match=r"^adora_overlong_prompts: drop leaves nothing to use: vllm_max_model.*170"
     ):
@@ -161,19 +163,19 @@ def test_the_remedy_is_one_that_helps() -> None:
     beyond = check_of([2020], [0]).refusal()
     assert "set it to" not in beyond
     assert "2060 would hold every prompt with its answer, but the model takes 2048" in beyond
-    own = check_of(
+    refusal = check_of(
         [2050], [0], ContextLimit(2048, 40, "the model's max_position_embeddings: 2048", "", 2048)
     ).refusal()
-    assert own.startswith(
+    assert refusal.startswith(
         "the model's max_position_embeddings: 2048 is too short for 1 of 1 prompt: row r0"
     )
-    assert own.endswith(
+    assert refusal.endswith(
         "; shorten the rows, or leave such rows out with adora_overlong_prompts: drop"
     )
 
 
 def test_which_limit_counts() -> None:
-    model = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=2048))
+    model = Qwen2Config(max_position_embeddings=2048)
 
     def name(served: int | None = None, **keys: Any) -> str:
         config = {
@@ -182,19 +184,18 @@ def test_which_limit_counts() -> None:
             "max_completion_length": 40,
             **keys,
         }
-        limit = context_limit(SimpleNamespace(**config), model, served)
+        limit = context_limit(config_of(**config), model, served)
         assert limit is not None
         return limit.name
 
     assert name() == "vllm_max_model_length: 256"
     assert name(vllm_max_model_length=None) == "the model's max_position_embeddings: 2048"
     config = {"vllm_max_model_length": None, "max_completion_length": 40}
-    sampled, generated = (
-        context_limit(SimpleNamespace(**config, use_vllm=vllm), model) for vllm in (True, False)
-    )
+    sampled = context_limit(config_of(**config, use_vllm=True), model)
+    generated = context_limit(config_of(**config, use_vllm=False), model)
     assert "and longer answers are cut off there" in check_of([2040], [0], sampled).notes()[0]
-    (said,) = check_of([2040], [0], generated).notes()
-    assert said.endswith(
+    (note,) = check_of([2040], [0], generated).notes()
+    assert note.endswith(
         "8 at the least, and longer answers reach positions that the model was not made for"
     )
     assert name(use_vllm=False) == "the model's max_position_embeddings: 2048", (
@@ -202,18 +203,15 @@ def test_which_limit_counts() -> None:
     )
     assert name(served=512) == "the vLLM server's --max-model-len: 512"
     unlimited = SimpleNamespace(get_text_config=lambda: SimpleNamespace())
-    assert context_limit(SimpleNamespace(**config, use_vllm=True), unlimited) is None
+    assert context_limit(config_of(**config, use_vllm=True), unlimited) is None
 
 
 def test_a_server_that_does_not_answer_has_no_limit() -> None:
-    config = SimpleNamespace(
-        vllm_server_base_url="http://127.0.0.1:9", vllm_server_host="", vllm_server_port=0
-    )
-    assert served_length(config) is None
+    assert served_length(config_of(vllm_server_base_url="http://127.0.0.1:9")) is None
 
 
 def test_lengths_are_those_of_the_trainers_own_prompts(tmp_path: Path, processor: Any) -> None:
-    """Of rows without an image, with one, with two at their places, and of several sizes."""
+    """Rows have no image, one, two at their places, or images of several sizes."""
     problems = [SHORT, SHORT, "Add <image> to <image>, é.", LONG]
     sizes = [[], [140], [60, 300], [200]]
     images = [
@@ -221,13 +219,13 @@ def test_lengths_are_those_of_the_trainers_own_prompts(tmp_path: Path, processor
     ]
     folder = write(tmp_path / "mine", problems, images)
     script = parse([*CPU, "--dataset_name", str(folder), "--output_dir", "nowhere"])[0]
-    found: list[Measured] = []
+    measurements: list[Measured] = []
     limits = limits_of(processor, load_config(str(PRETRAINED)), None, None)
 
     def fitting(rows: Dataset, texts: Sequence[str]) -> Sequence[int]:
         count = tokenizer_counter(processor, script.adora_system_prompt)
         ids = rows.data.table["id"].to_pylist()
-        found.append(
+        measurements.append(
             measured(
                 zip(ids, texts, sizes_in(rows.data.table), strict=True), count, limits, len(ids)
             )
@@ -235,20 +233,19 @@ def test_lengths_are_those_of_the_trainers_own_prompts(tmp_path: Path, processor
         return range(len(rows))
 
     rows = load_rows(script, [str(folder)], 0, fitting)
-    for row, length, image in zip(rows, found[0].prompt, found[0].image, strict=True):
+    for row, length, image in zip(rows, measurements[0].prompt, measurements[0].image, strict=True):
         messages = prepare_multimodal_messages(row["prompt"], images=row["images"])
-        made = processor.apply_chat_template(
+        inputs = processor.apply_chat_template(
             [messages], add_generation_prompt=True, tokenize=True, return_dict=True
         )
-        assert length == len(made["input_ids"][0])
-        assert image == list(made["input_ids"][0]).count(processor.image_token_id)
-    assert (
-        found[0].ids == [row["id"] for row in rows] and found[0].image[0] == 0 < found[0].image[1]
-    )
+        assert length == len(inputs["input_ids"][0])
+        assert image == list(inputs["input_ids"][0]).count(processor.image_token_id)
+    assert measurements[0].ids == [row["id"] for row in rows]
+    assert measurements[0].image[0] == 0 < measurements[0].image[1]
 
 
 def test_a_language_model_is_asked_in_plain_texts(processor: Any) -> None:
-    """Its template adds strings, and TRL gives it strings."""
+    """The template of a language model adds strings, and TRL gives it strings."""
     tokenizer = copy(processor.tokenizer)
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.content + (end or '.') }}{% endfor %}"
@@ -256,7 +253,9 @@ def test_a_language_model_is_asked_in_plain_texts(processor: Any) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": SHORT}]
     for options in (None, {"end": "<|im_end|> and so on"}):  # TRL's chat_template_kwargs
         ids = tokenizer.apply_chat_template(messages, tokenize=True, **(options or {}))
-        assert tokenizer_counter(tokenizer, "Be brief.", options)(SHORT, 0) == len(ids["input_ids"])
+        assert tokenizer_counter(tokenizer, "Be brief.", options).count([SHORT], [0]) == [
+            len(ids["input_ids"])
+        ]
 
 
 def test_an_image_that_cannot_be_read_is_left_to_the_step_that_names_it(tmp_path: Path) -> None:
@@ -268,8 +267,57 @@ def test_an_image_that_cannot_be_read_is_left_to_the_step_that_names_it(tmp_path
     assert list(sizes_in(rows.data.table)) == [[(140, 140)], [None], [None]]
     texts = Dataset.from_dict({"images": [[], []]}, Features({"images": schema()["images"]}))
     assert list(sizes_in(texts.data.table)) == [[], []]
-    found = measured([("a", "x", [None])], lambda text, images: 7 + images, Limits(1, 100, 1), 1)
-    assert found.prompt == [7] and found.image == [0]
+    counter = TokenCounter(lambda texts, images: [7 + count for count in images])
+    lengths = measured([("a", "x", [None])], counter, Limits(1, 100, 1), 1)
+    assert lengths.prompt == [7]
+    assert lengths.image == [0]
+
+
+def counting(identity: str, calls: list[int]) -> TokenCounter:
+    """A counter of characters that notes how many texts each of its calls has."""
+
+    def count(texts: Sequence[str], images: Sequence[int]) -> list[int]:
+        calls.append(len(texts))
+        return [len(text) + n_images for text, n_images in zip(texts, images, strict=True)]
+
+    return TokenCounter(count, identity)
+
+
+def test_lengths_of_many_rows_are_counted_once_for_the_same_rows_and_tokenizer(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path))
+    monkeypatch.setattr(prompt_lengths, "REMEMBERED_ROWS", 10)
+    rows = Dataset.from_parquet(str(next(data.glob("data/train*"))), cache_dir=str(tmp_path / "hf"))
+    limit = ContextLimit(400, 10, "vllm_max_model_length: 400", "set it to", None)
+    calls: list[int] = []
+
+    def numbers_of(identity: str, source: str, texts: Sequence[str], high: int = 100) -> list[int]:
+        limits = Limits(1, high, 1)
+        overlong = OverlongPrompts(limit, counting(identity, calls), limits, "drop", speaks=False)
+        numbers = list(overlong.fitting(rows, texts, [source]))
+        assert overlong.lengths is not None
+        assert overlong.lengths.ids == [rows[number]["id"] for number in numbers]
+        return numbers
+
+    texts = list(rows["problem"])
+    expected = numbers_of("tokenizer", "files", texts)
+    assert 0 < len(expected) < len(texts)
+    assert calls == [12]
+    assert numbers_of("tokenizer", "files", texts) == expected
+    assert calls == [12], "the second start counts nothing"
+    # What decides a length is another one: the tokenizer, the files, a text, the limit on pixels.
+    numbers_of("another tokenizer", "files", texts)
+    numbers_of("tokenizer", "other files", texts)
+    numbers_of("tokenizer", "files", [*texts[:-1], "short"])
+    numbers_of("tokenizer", "files", texts, high=90)
+    numbers_of("", "files", texts)
+    numbers_of("", "files", texts)
+    assert calls == [12] * 7, "a counter that has no identity is asked each time"
+    for file in (tmp_path / "prompt_lengths").iterdir():
+        file.write_bytes(file.read_bytes()[:50])
+    assert numbers_of("tokenizer", "files", texts) == expected
+    assert len(calls) == 8, "a torn file is no answer"
 
 
 def test_an_image_that_the_processor_refuses_is_named(
@@ -279,8 +327,8 @@ def test_an_image_that_the_processor_refuses_is_named(
     folder = write(tmp_path / "mine", [SHORT] * 3, [[PICTURE], [thin], [PICTURE]])
     for words in ((), ("--dry-run",)):
         assert main(words_of(folder, tmp_path / "out", *words)) == 2
-        said = capsys.readouterr().err.splitlines()[-1]
-        assert said.startswith(
+        message = capsys.readouterr().err.splitlines()[-1]
+        assert message.startswith(
             "error: dataset: row mine/train/1 has an image of 900 x 4 pixels, which the model's"
         )
 
@@ -309,19 +357,17 @@ def test_the_length_that_is_named_holds_all(
     data: Path, tmp_path: Path, capsys: Any, processor: Any
 ) -> None:
     needed = str(counted(processor, LONG + LONG) + 40)
-    run = prepare(
-        read(words_of(data, tmp_path / "out", "--vllm_max_model_length", needed)), to_train=False
-    )
-    assert len(run.dataset) == 12 and run.overlong.left_out == [] and capsys.readouterr().out == ""
+    run = prepare(read(words_of(data, tmp_path / "out", "--vllm_max_model_length", needed)), "look")
+    assert len(run.data.train) == 12
+    assert run.data.left_out == ()
+    assert capsys.readouterr().out == ""
     assert "overlong_rows_left_out" not in run.manifest()["data"]
     assert (
         main(words_of(data, tmp_path / "out", "--vllm_max_model_length", needed, "--dry-run")) == 0
     )
-    said = capsys.readouterr().out
-    assert (
-        f"{needed} leaves all of 12 prompts room for max_completion_length: 40." in said
-        and "It fits" in said
-    )
+    output = capsys.readouterr().out
+    assert f"{needed} leaves all of 12 prompts room for max_completion_length: 40." in output
+    assert "It fits" in output
 
 
 def test_rows_are_left_out_and_recorded(
@@ -336,29 +382,32 @@ def test_rows_are_left_out_and_recorded(
         "--adora_overlong_prompts",
         "drop",
     )
-    run = prepare(read(words), to_train=False)
-    (said,) = capsys.readouterr().out.splitlines()
-    assert said.startswith(
+    run = prepare(read(words), "look")
+    (note,) = capsys.readouterr().out.splitlines()
+    assert note.startswith(
         "adora_overlong_prompts: drop leaves out 3 of 12 rows, for whose prompts vllm_max_model_len"
     )
-    assert run.overlong.left_out == ["mine/train/7", "mine/train/9", "mine/train/11"]
-    assert [row["id"] for row in run.dataset] == [
+    assert run.data.left_out == ("mine/train/7", "mine/train/9", "mine/train/11")
+    assert [row["id"] for row in run.data.train] == [
         f"mine/train/{number}" for number in (0, 1, 2, 3, 4, 5, 6, 8, 10)
     ]
-    assert {row["problem"] for row in run.dataset} == {SHORT} and run.dataset[7]["images"][
-        0
-    ].size == (140, 140)
+    assert {row["problem"] for row in run.data.train} == {SHORT}
+    assert run.data.train[7]["images"][0].size == (140, 140)
     manifest = run.manifest()
-    assert manifest["data"]["rows"] == 9 and manifest["data"]["overlong_rows_left_out"] == 3
+    assert manifest["data"]["rows"] == 9
+    assert manifest["data"]["overlong_rows_left_out"] == 3
     assert "9 rows without 3 overlong ones" in facts_of_run(manifest)["data"]
     assert "| overlong_rows_left_out | 3 |" in model_card(manifest, [], 1)
     assert prepare(read(words)).fingerprint["rows left out"].startswith("3 (")
     capsys.readouterr()
     plan = make_plan(read(words), DryRunOptions())
-    assert plan.rows == 9 and plan.lengths.longest[0] == counted(processor, SHORT)
+    assert plan.rows == 9
+    assert plan.lengths.longest[0] == counted(processor, SHORT)
     assert main([*words, "--dry-run"]) == 0
-    said = capsys.readouterr().out
-    assert "drop leaves out 3 of 12 rows" in said and "9 rows make" in said and "It fits" in said
+    output = capsys.readouterr().out
+    assert "drop leaves out 3 of 12 rows" in output
+    assert "9 rows make" in output
+    assert "It fits" in output
 
 
 def test_a_resume_sees_the_same_rows(data: Path) -> None:
@@ -370,8 +419,8 @@ def test_a_resume_sees_the_same_rows(data: Path) -> None:
 
     assert of([]) == of([], "error"), "where nothing is left out, the key changes no run"
     assert differences(of(["a", "b"]), of(["a", "b"])) == []
-    for other in ([], ["a"], ["a", "c"]):
-        (changed,) = differences(of(["a", "b"]), of(other))
+    for another_selection in ([], ["a"], ["a", "c"]):
+        (changed,) = differences(of(["a", "b"]), of(another_selection))
         assert changed.startswith("rows left out: 2 (")
 
 
@@ -399,16 +448,14 @@ def test_a_mixture_keeps_its_shares_among_the_rows_that_are_left(tmp_path: Path)
         rows = load_rows(script, [str(folder) for folder in sets], 3, short)
         return ids_of_epochs(rows, epochs)
 
-    whole = order(range(2))
-    assert whole[len(whole) // 2 :] == order(range(1, 2))
-    assert {name for name in whole if name.startswith("small")} == {
+    ids = order(range(2))
+    assert ids[len(ids) // 2 :] == order(range(1, 2))
+    assert {name for name in ids if name.startswith("small")} == {
         "small/train/2",
         "small/train/3",
     }
-    assert {int(name.rsplit("/", 1)[1]) % 2 for name in whole if name.startswith("large")} == {0}
-    assert sum(name.startswith("small") for name in whole) / len(whole) == pytest.approx(
-        0.4, abs=0.1
-    )
+    assert {int(name.rsplit("/", 1)[1]) % 2 for name in ids if name.startswith("large")} == {0}
+    assert sum(name.startswith("small") for name in ids) / len(ids) == pytest.approx(0.4, abs=0.1)
     with pytest.raises(
         UserError,
         match=r"^adora_mixture: small has a share, but adora_overlong_prompts: drop leaves",
@@ -427,14 +474,19 @@ def test_a_dry_run_keeps_the_rows_that_it_has_not_measured(
         "drop",
     ]
     plan = make_plan(read(words_of(data, tmp_path / "out", *limit)), DryRunOptions(rows=8))
-    assert len(plan.lengths.prompt) == 7 and plan.rows == 11
-    assert plan.run.unknown == ["measured on the first 8 of 12 rows (--rows)"]
+    assert len(plan.lengths.prompt) == 7
+    assert plan.rows == 11
+    assert plan.run.messages.unknown == ["measured on the first 8 of 12 rows (--rows)"]
 
 
 def evaluated(limit: int, policy: str, *problems: Problem) -> list[Problem]:
     overlong = OverlongPrompts(
         ContextLimit(limit, 10, f"vllm_max_model_length: {limit}", "set it to", None),
-        lambda text, images: len(text) + images,
+        TokenCounter(
+            lambda texts, images: [
+                len(text) + count for text, count in zip(texts, images, strict=True)
+            ]
+        ),
         Limits(1, 100, 1),
         policy,
         speaks=True,
@@ -484,7 +536,8 @@ def test_a_benchmark_knows_the_sizes_of_its_images(
             words = ["infer", "--model", "m", "--data", str(folder), "--output", "o"]
             problems = benchmark.load(parse_evaluation(words, benchmark).ask.data).problems
             expected = [[image.size for image in problem.images()] for problem in problems]
-            assert len(problems) == 3 and all(len(sizes) == 1 for sizes in expected)
+            assert len(problems) == 3
+            assert all(len(sizes) == 1 for sizes in expected)
             patched.setattr("PIL.ImageFile.ImageFile.load", refuse)
             assert [problem.sizes() for problem in problems] == expected
 
@@ -506,13 +559,14 @@ def test_a_run_refuses_an_evaluation_that_would_stop_it(data, tmp_path, capsys, 
         )
         assert expected + "mine/test/1 has" in capsys.readouterr().err
     words += ["--adora_overlong_prompts", "drop"]
-    run = prepare(read(words), to_train=False)
+    run = prepare(read(words), "look")
     assert run.evaluations is not None
     assert [problem.pid for problem in run.evaluations.tasks[0].problems] == [
         "mine/test/0",
         "mine/test/2",
     ]
-    assert run.overlong.left_out == [] and len(run.dataset) == 4
+    assert run.data.left_out == ()
+    assert len(run.data.train) == 4
     assert main([*words, "--dry-run"]) == 0
     assert "drop leaves out 1 of 3 rows of the evaluation geometry3k" in capsys.readouterr().out
     write(tmp_path / "all", [LONG], split="test")

@@ -68,8 +68,11 @@ def test_a_value_that_would_end_a_run_is_named_by_its_column_in_one_line(row, co
         # as many as it has would be their places
         row["images"] = data.draw(st.sampled_from([[], [PIXELS] * 2]))
     problem = problem_with_row(row)
-    assert problem is not None and problem.startswith(f"{column}: ") and "; " in problem
-    assert len(problem.splitlines()) == 1 and len(problem) < 300
+    assert problem is not None
+    assert problem.startswith(f"{column}: ")
+    assert "; " in problem
+    assert len(problem.splitlines()) == 1
+    assert len(problem) < 300
 
 
 @given(sound_rows, st.sampled_from(["id", "problem", "answer", "images"]))
@@ -88,7 +91,8 @@ def test_the_drawn_problems_are_sound():
 def test_every_token_that_the_tokenizer_would_not_read_as_text_is_refused():
     tokenizer = load_processor(str(PRETRAINED)).tokenizer
     special = [str(token) for token in tokenizer.added_tokens_decoder.values()]
-    assert special and set(special) <= set(CONTROL_TOKENS)
+    assert special
+    assert set(special) <= set(CONTROL_TOKENS)
 
 
 def test_two_placeholders_for_one_image_are_counted():
@@ -107,9 +111,9 @@ def test_a_table_says_the_same_as_its_rows_and_copies_no_picture(rows, data):
     )
     rows[at] = {**rows[at], column: value}
     ours = schema().arrow_schema
-    kept = pa.schema([ours.field(name) for name in SOUND])
+    sound_schema = pa.schema([ours.field(name) for name in SOUND])
     table = pa.concat_tables(
-        [pa.Table.from_pylist(part, kept) for part in (rows[: at + 1], rows[at + 1 :])]
+        [pa.Table.from_pylist(part, sound_schema) for part in (rows[: at + 1], rows[at + 1 :])]
     )
     read = list(rows_without_pixels(table))
     assert [problem_with_row(row) for row in read] == [problem_with_row(row) for row in rows]
@@ -153,10 +157,10 @@ def test_a_row_without_choices_is_asked_its_problem_alone(subtests):
         [DEFAULT_PROMPT, "{problem}\nChoices: {choices}"],
         [{}, {"choices": None}, {"choices": []}, {"choices": ()}],
     )
-    for source, more in cases:
-        with subtests.test(f"{source!r:.80} {more!r:.80}"):
-            template(source).check_columns(["id", "problem", "answer", *more], "here")
-            assert template(source)({"problem": "Find x.", **more}) == "Find x."
+    for source, columns in cases:
+        with subtests.test(f"{source!r:.80} {columns!r:.80}"):
+            template(source).check_columns(["id", "problem", "answer", *columns], "here")
+            assert template(source)({"problem": "Find x.", **columns}) == "Find x."
 
 
 def test_choices_after_the_alphabet_are_numbered():
@@ -177,12 +181,12 @@ def test_it_is_known_where_a_template_changes_nothing(subtests):
     ]
     for source, without, with_some in cases:
         with subtests.test(f"{source!r:.80}"):
-            made = template(source)
-            found = (
-                made.asks_the_problem_alone(with_choices=False),
-                made.asks_the_problem_alone(with_choices=True),
+            prompt_template = template(source)
+            answers = (
+                prompt_template.asks_the_problem_alone(with_choices=False),
+                prompt_template.asks_the_problem_alone(with_choices=True),
             )
-            assert found == (without, with_some)
+            assert answers == (without, with_some)
 
 
 def test_anything_else_is_one_line(subtests):
@@ -204,9 +208,8 @@ def test_anything_else_is_one_line(subtests):
         with subtests.test(source):
             with pytest.raises(UserError, match=message) as refused:
                 template(source)
-            assert str(refused.value).startswith("adora_prompt: ") and "\n" not in str(
-                refused.value
-            )
+            assert str(refused.value).startswith("adora_prompt: ")
+            assert "\n" not in str(refused.value)
 
 
 def test_a_column_that_is_not_there_is_named_with_the_nearest():
@@ -218,10 +221,11 @@ def test_a_column_that_is_not_there_is_named_with_the_nearest():
 def test_whatever_is_written_it_is_the_value_or_one_line(source, value):
     row = dict.fromkeys(("a", "b", "c", "abc", "_"), value)
     try:
-        made = template(source)
-        made.check_columns(row, "here")
+        prompt_template = template(source)
+        prompt_template.check_columns(row, "here")
     except UserError as error:
         assert "\n" not in str(error)
         return
-    text = made(row)
-    assert value in text and set(made.names) <= row.keys()
+    text = prompt_template(row)
+    assert value in text
+    assert set(prompt_template.names) <= row.keys()

@@ -16,15 +16,9 @@ from adora_vl.conversion.leakage import LeakIndex, difference_hash, fingerprint
 from adora_vl.conversion.quarantine import Quarantine
 from adora_vl.data.dataset import read_manifest, stored_rows
 from adora_vl.data.images import MAX_DECODED_PIXELS, UnreadableImageError, clean_image
-from tests.unit.data_prep.data_prep_support import (
-    Damage,
-    drawing,
-    encoded,
-    files,
-    prepare,
-    problem_folder,
-    quarantined,
-)
+from tests.support.disk import file_contents
+from tests.support.geometry3k import Damage, prepare, problem_folder, quarantined
+from tests.support.pictures import drawing, encoded
 
 
 def _bomb() -> bytes:
@@ -117,7 +111,7 @@ WORDS = {  # of some: the value and the remedy
     "answer that is a number": "'answer' is 2; make it a text in",
     "no choices": "'choices' is missing; make it a list of texts in",
     "blank choice": "choice B, the right one, is ' '",
-    "an open list as a gold": "the gold answer '2, 4, ...' cannot be met by any answer",
+    "an open list as a gold": "with the right answer '2, 4, ...' no answer would be graded as right",
     "no picture": "img_diagram.png cannot be read",
     "PNG cut in half": "is not usable (Truncated File Read)",
 }
@@ -143,7 +137,8 @@ def everything_broken(
 ) -> tuple[Path, Path, dict[str, Path], dict[str, str]]:
     """Raw folders of all kinds and two good rows, and what was prepared of them."""
     root = tmp_path_factory.mktemp("broken")
-    folders, reasons = {}, {}
+    folders = {}
+    reasons = {}
     for number, kind in enumerate(KINDS):
         folders[kind], reasons[kind] = _broken(root / "raw", kind, number)
     for number in (500, 501):
@@ -163,11 +158,12 @@ def test_a_broken_row_is_kept_aside_with_reason_and_bytes(
             assert line["reason"] == reasons[kind] and WORDS.get(kind, "") in line["detail"], line[
                 "detail"
             ]
-            assert line["detail"].startswith(f"{row_id}: ") and "; " in line["detail"]
+            assert line["detail"].startswith(f"{row_id}: ")
+            assert "; " in line["detail"]
             assert "object at 0x" not in line["detail"]
-            kept = {(output / name).read_bytes() for name in line["files"]}
+            quarantined_bytes = {(output / name).read_bytes() for name in line["files"]}
             assert (
-                kept == {path.read_bytes() for path in folders[kind].iterdir()}
+                quarantined_bytes == {path.read_bytes() for path in folders[kind].iterdir()}
                 or kind == "no data.json"
             )
 
@@ -181,11 +177,12 @@ def test_good_rows_survive_among_broken_ones_and_everything_is_counted(
         "geometry3k/train/501",
     ]
     manifest = read_manifest(output)
-    assert manifest is not None and manifest["counts"] == {"train": 2}
+    assert manifest is not None
+    assert manifest["counts"] == {"train": 2}
     assert manifest["quarantined"]["rows"] == len(KINDS) == len(quarantined(output)) >= 25
     assert sum(manifest["quarantined"]["reasons"].values()) == len(KINDS)
     assert set(manifest["quarantined"]["reasons"]) == set(reasons.values())
-    assert set(manifest["files"]) | {"manifest.json"} == set(files(output))
+    assert set(manifest["files"]) | {"manifest.json"} == set(file_contents(output))
 
 
 def test_broken_rows_give_the_same_bytes_again_and_with_workers(
@@ -196,7 +193,7 @@ def test_broken_rows_give_the_same_bytes_again_and_with_workers(
         prepare("intergps", raw, tmp_path / "again", "--allow-quarantined", "1", "--workers", "4")
         == 0
     )
-    assert files(tmp_path / "again") == files(output)
+    assert file_contents(tmp_path / "again") == file_contents(output)
 
 
 def test_too_many_broken_rows_are_an_error_that_says_where_to_look(tmp_path, capsys):
@@ -204,7 +201,7 @@ def test_too_many_broken_rows_are_an_error_that_says_where_to_look(tmp_path, cap
         problem_folder(tmp_path / "raw", number=number)
     (tmp_path / "raw" / "train" / "3" / "img_diagram.png").write_bytes(b"x")
     assert prepare("intergps", tmp_path / "raw", tmp_path / "out") == 0, "2 % are allowed"
-    before = files(tmp_path / "out")
+    before = file_contents(tmp_path / "out")
     assert len(quarantined(tmp_path / "out")) == 1
     for number in (3, 4):
         (tmp_path / "raw" / "train" / str(number) / "img_diagram.png").write_bytes(b"x")
@@ -212,26 +209,23 @@ def test_too_many_broken_rows_are_an_error_that_says_where_to_look(tmp_path, cap
     capsys.readouterr()
     assert prepare("intergps", tmp_path / "raw", tmp_path / "out") == 2
     error = capsys.readouterr().err
-    assert (
-        error.startswith("error: input: 3 of 70 rows (4.3%) cannot be used")
-        and error.count("\n") == 4
-    )
+    assert error.startswith("error: input: 3 of 70 rows (4.3%) cannot be used")
+    assert error.count("\n") == 4
     assert "error: image_undecodable: 2 rows, the first is geometry3k/train/3: image 0" in error
     assert "error: not_json: 1 row, the first is geometry3k/train/5: " in error
     assert "--allow-quarantined 0.05" in error, "rounded up"
-    assert files(tmp_path / "out") == before, "the old output has to stay"
+    assert file_contents(tmp_path / "out") == before, "the old output has to stay"
     report = tmp_path / "out.quarantine"
-    assert str(report / "quarantine.jsonl") in error and len(quarantined(report)) == 3
+    assert str(report / "quarantine.jsonl") in error
+    assert len(quarantined(report)) == 3
     assert all((report / name).is_file() for line in quarantined(report) for name in line["files"])
 
     assert (
         prepare("intergps", tmp_path / "raw", tmp_path / "out", "--allow-quarantined", "0.05") == 0
     )
     assert not report.exists(), "the report of the earlier try is out of date"
-    assert (
-        len(quarantined(tmp_path / "out")) == 3
-        and len(list(stored_rows(tmp_path / "out", "train"))) == 67
-    )
+    assert len(quarantined(tmp_path / "out")) == 3
+    assert len(list(stored_rows(tmp_path / "out", "train"))) == 67
     assert "quarantined: 3 rows" in capsys.readouterr().out
 
 
@@ -241,7 +235,7 @@ def test_a_foreign_folder_at_the_place_of_the_report_is_kept(tmp_path, capsys):
     (tmp_path / "out.quarantine" / "thesis.tex").write_text("years of work")
     assert prepare("intergps", tmp_path / "raw", tmp_path / "out") == 2
     assert "out.quarantine" in capsys.readouterr().err
-    assert files(tmp_path / "out.quarantine") == {"thesis.tex": b"years of work"}
+    assert file_contents(tmp_path / "out.quarantine") == {"thesis.tex": b"years of work"}
 
 
 def test_no_input_reaches_a_path(tmp_path: Path) -> None:
@@ -288,9 +282,8 @@ def leaky(tmp_path: Path) -> Path:
 def test_leaks_are_dropped_from_train_and_reported(leaky, tmp_path, capsys):
     assert prepare("intergps", leaky, tmp_path / "out") == 0
     assert _ids(tmp_path / "out", "train") == ["train/3", "train/4", "train/5", "train/6"]
-    assert _ids(tmp_path / "out", "test") == ["test/900"] and _ids(
-        tmp_path / "out", "validation"
-    ) == ["validation/800"]
+    assert _ids(tmp_path / "out", "test") == ["test/900"]
+    assert _ids(tmp_path / "out", "validation") == ["validation/800"]
     manifest = read_manifest(tmp_path / "out")
     assert manifest is not None
     also = {"also": "geometry3k/test/900"}
@@ -316,19 +309,19 @@ def test_leaks_are_dropped_from_train_and_reported(leaky, tmp_path, capsys):
 
 
 def test_leaks_that_are_kept_are_reported_all_the_same(leaky: Path, tmp_path: Path) -> None:
-    """By --keep-leaks, or between two held-out splits."""
+    """Leaks are kept by --keep-leaks, or where both splits are held out."""
     problem_folder(tmp_path / "held", "val", 1, encoded(drawing(1)))
     problem_folder(tmp_path / "held", "test", 2, encoded(drawing(1)))
-    for raw, options, found in ((leaky, ("--keep-leaks",), 3), (tmp_path / "held", (), 1)):
+    for raw, options, leak_count in ((leaky, ("--keep-leaks",), 3), (tmp_path / "held", (), 1)):
         assert prepare("intergps", raw, tmp_path / "out", "--overwrite", *options) == 0
         manifest = read_manifest(tmp_path / "out")
-        assert manifest is not None and (
+        assert manifest is not None
+        assert (
             manifest["leaks"]["found"],
             manifest["leaks"]["dropped"],
-        ) == (found, 0)
-        assert manifest["quarantined"]["rows"] == 0 and sum(manifest["counts"].values()) == (
-            9 if options else 2
-        )
+        ) == (leak_count, 0)
+        assert manifest["quarantined"]["rows"] == 0
+        assert sum(manifest["counts"].values()) == (9 if options else 2)
 
 
 def test_the_pixels_alone_count_where_the_golds_differ(tmp_path: Path) -> None:
@@ -340,8 +333,8 @@ def test_the_pixels_alone_count_where_the_golds_differ(tmp_path: Path) -> None:
     assert _ids(tmp_path / "out", "train") == ["train/3"]
 
 
-def _distance(one: Image.Image, other: Image.Image) -> int:
-    return (difference_hash(one) ^ difference_hash(other)).bit_count()
+def _distance(first: Image.Image, second: Image.Image) -> int:
+    return (difference_hash(first) ^ difference_hash(second)).bit_count()
 
 
 def test_copies_of_the_real_diagrams_are_near_and_others_far(geometry3k_raw: Path) -> None:

@@ -26,24 +26,19 @@ from adora_vl.data.dataset import read_manifest, stored_rows
 from adora_vl.data.prompts import conversation_with_images, conversations
 from adora_vl.data.rows import problem_with_row
 from data_prep.cli import main
-from tests.conftest import Case
-from tests.unit.data_prep.data_prep_support import (
-    drawing,
-    encoded,
-    quarantined,
-    refused,
-    stored_image,
-)
-from tests.unit.data_prep.own_data_support import (
+from tests.support.cases import Case
+from tests.support.geometry3k import quarantined, refused, stored_image
+from tests.support.pictures import drawing, encoded
+from tests.support.user_tables import (
     COLUMNS,
     EXPECTED,
     FORMATS,
     PICTURES,
     convert,
-    found,
-    jsonl,
-    table,
+    fields_by_id,
     with_images,
+    write_cells,
+    write_jsonl,
 )
 
 
@@ -52,18 +47,16 @@ def test_every_format_gives_the_same_problems(case: Case) -> None:
         with case(form) as folder:
             source = FORMATS[form](folder / "in")
             assert convert(source, folder / "out") == 0
-            assert found(folder / "out") == EXPECTED
+            assert fields_by_id(folder / "out") == EXPECTED
             rows = list(stored_rows(folder / "out", "train"))
             assert [stored_image(row).tobytes() for row in rows] == [
                 drawing(n, 60).tobytes() for n in (0, 1, 3)
             ]
             assert all(problem_with_row(row) is None for row in rows)
             manifest = read_manifest(folder / "out")
-            assert (
-                manifest is not None
-                and manifest["counts"] == {"train": 3}
-                and manifest["source"].startswith("own/")
-            )
+            assert manifest is not None
+            assert manifest["counts"] == {"train": 3}
+            assert manifest["source"].startswith("own/")
             assert manifest["arguments"]["columns"]["problem"] == "question"
 
 
@@ -74,22 +67,22 @@ def test_files_named_after_splits_are_these_splits_and_a_leak_between_them_is_dr
     rows = with_images([f"../pics/{n}.png" for n in range(4)])
     new = {**rows[0], "key": None, "question": "New?"}
     for name, part in (("train-0", rows), ("train-1", [new]), ("test", rows[:1])):
-        jsonl(folder / "tables", part).rename(folder / "tables" / f"{name}.jsonl")
+        write_jsonl(folder / "tables", part).rename(folder / "tables" / f"{name}.jsonl")
     (folder / "tables" / "pics").rename(folder / "pics")
     (folder / "tables").rename(folder / "data")
     assert convert(folder, tmp_path / "out", "--name", "mine") == 0
-    assert found(tmp_path / "out", "test").keys() == {"mine/test/a"}
-    assert found(tmp_path / "out").keys() == {"mine/train/b", "mine/train/c", "mine/train/3"}
+    assert fields_by_id(tmp_path / "out", "test").keys() == {"mine/test/a"}
+    assert fields_by_id(tmp_path / "out").keys() == {"mine/train/b", "mine/train/c", "mine/train/3"}
     assert [line["reason"] for line in quarantined(tmp_path / "out")] == ["leak"]
 
 
 def test_a_test_share_is_one_row_of_each_block(subtests: pytest.Subtests) -> None:
     for share in [0.1, 0.2, 0.33, 0.5]:
         with subtests.test(f"{share}"):
-            held = [index for index in range(1000) if held_out(index, share, 3)]
-            assert len(held) == pytest.approx(1000 * share, abs=1)
-            assert max(after - before for before, after in pairwise(held)) <= 2 / share
-            assert held != [index for index in range(1000) if held_out(index, share, 4)]
+            test_rows = [index for index in range(1000) if held_out(index, share, 3)]
+            assert len(test_rows) == pytest.approx(1000 * share, abs=1)
+            assert max(after - before for before, after in pairwise(test_rows)) <= 2 / share
+            assert test_rows != [index for index in range(1000) if held_out(index, share, 4)]
 
 
 def test_texts_numbers_and_options_are_golds(case: Case) -> None:
@@ -114,7 +107,7 @@ def test_texts_numbers_and_options_are_golds(case: Case) -> None:
     ]
     for answer, choices, gold in cases:
         with case(f"{answer} {choices!r:.80} {gold}") as folder:
-            source = jsonl(folder / "in", [{"q": "What?", "a": answer, "c": choices}])
+            source = write_jsonl(folder / "in", [{"q": "What?", "a": answer, "c": choices}])
             assert (
                 convert(source, folder / "out", columns=("problem=q", "answer=a", "choices=c")) == 0
             )
@@ -135,7 +128,7 @@ def test_options_and_images_may_have_a_column_each(tmp_path: Path) -> None:
         },
         {"q": "2?", "a": "A", "A": "u", "B": "v", "C": "w", "i1": "pics/2.png", "i2": None},
     ]
-    source = jsonl(tmp_path / "in", rows)
+    source = write_jsonl(tmp_path / "in", rows)
     assert (
         convert(
             source,
@@ -144,8 +137,8 @@ def test_options_and_images_may_have_a_column_each(tmp_path: Path) -> None:
         )
         == 0
     )
-    kept = list(stored_rows(tmp_path / "out", "train"))
-    assert [(row["choices"], len(row["images"])) for row in kept] == [
+    stored = list(stored_rows(tmp_path / "out", "train"))
+    assert [(row["choices"], len(row["images"])) for row in stored] == [
         (["x y", "z"], 2),
         (["u", "v", "w"], 1),
     ]
@@ -168,18 +161,18 @@ def test_the_place_of_each_image_is_where_the_problem_has_it() -> None:
         [image, text("b")],
     ]
     sound = {"id": "1", "answer": "1", "images": [b"p"], "problem": "See <image>?", "choices": None}
-    assert problem_with_row(sound) is None and "2 <image> with 1 image" in str(
-        problem_with_row({**sound, "problem": "<image><image>"})
-    )
+    assert problem_with_row(sound) is None
+    assert "2 <image> with 1 image" in str(problem_with_row({**sound, "problem": "<image><image>"}))
 
 
 def test_the_same_command_again_takes_what_is_in_the_file_now(tmp_path: Path) -> None:
-    source = jsonl(tmp_path / "in")
+    source = write_jsonl(tmp_path / "in")
     assert convert(source, tmp_path / "out") == 0
-    first = json.dumps(found(tmp_path / "out"))
-    jsonl(tmp_path / "in", with_images([f"pics/{n}.png" for n in range(4)])[:2])
+    first = json.dumps(fields_by_id(tmp_path / "out"))
+    write_jsonl(tmp_path / "in", with_images([f"pics/{n}.png" for n in range(4)])[:2])
     assert convert(source, tmp_path / "out") == 0
-    assert len(found(tmp_path / "out")) == 2 and json.dumps(found(tmp_path / "out")) != first
+    assert len(fields_by_id(tmp_path / "out")) == 2
+    assert json.dumps(fields_by_id(tmp_path / "out")) != first
     assert (
         convert(source, tmp_path / "out", columns=COLUMNS[:3]) == 2
     )  # another data set: only with --overwrite
@@ -196,13 +189,15 @@ def test_a_picture_may_be_bytes_or_base64_without_a_head(tmp_path: Path) -> None
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in" / "b.parquet")
     columns = ("problem=q", "answer=a", "images=i")
     assert convert(tmp_path / "in" / "b.parquet", tmp_path / "out", columns=columns) == 0
-    source = jsonl(tmp_path / "in", [{"q": "?", "a": "1", "i": base64.b64encode(long).decode()}])
+    source = write_jsonl(
+        tmp_path / "in", [{"q": "?", "a": "1", "i": base64.b64encode(long).decode()}]
+    )
     assert convert(source, tmp_path / "out2", columns=columns) == 0
     assert [len(row["images"]) for row in stored_rows(tmp_path / "out", "train")] == [2, 1]
 
 
 def test_a_column_of_the_users_own_is_still_there_after_a_filter(tmp_path: Path) -> None:
-    assert convert(jsonl(tmp_path / "in"), tmp_path / "all") == 0
+    assert convert(write_jsonl(tmp_path / "in"), tmp_path / "all") == 0
     rows = list(stored_rows(tmp_path / "all", "train"))
     responses = [rf"\boxed{{{row['answer']}}}" if row["hint"] else r"\boxed{0}" for row in rows]
     lines = [
@@ -224,16 +219,18 @@ def test_a_column_of_the_users_own_is_still_there_after_a_filter(tmp_path: Path)
         )
         == 0
     )
-    assert found(tmp_path / "some") == {name: row for name, row in EXPECTED.items() if row[3]}
+    assert fields_by_id(tmp_path / "some") == {
+        name: row for name, row in EXPECTED.items() if row[3]
+    }
 
 
 def test_a_prepared_folder_that_is_converted_again_keeps_its_ids(tmp_path: Path) -> None:
-    assert convert(jsonl(tmp_path / "in"), tmp_path / "once", "--name", "mine") == 0
+    assert convert(write_jsonl(tmp_path / "in"), tmp_path / "once", "--name", "mine") == 0
     columns = tuple(
         f"{name}={name}" for name in ("problem", "answer", "images", "choices", "id", "hint")
     )
     assert convert(tmp_path / "once", tmp_path / "twice", "--name", "mine", columns=columns) == 0
-    assert found(tmp_path / "twice") == found(tmp_path / "once")
+    assert fields_by_id(tmp_path / "twice") == fields_by_id(tmp_path / "once")
 
 
 SHORT = ("problem=q", "answer=a", "images=i", "id=k", "choices=c")
@@ -260,7 +257,7 @@ def write(folder: Path, form: str, rows: list[dict[str, Any]]) -> Path:
     elif form == "json":
         path.write_text(json.dumps(rows))
     elif form == "csv":
-        table(folder / "in", "csv", rows)
+        write_cells(folder / "in", "csv", rows)
     else:
         pq.write_table(pa.Table.from_pylist(rows), path)
     return path
@@ -311,8 +308,8 @@ def test_a_bad_row_is_refused_by_its_reason_and_the_others_are_kept(case: Case) 
         with case(form) as folder:
             bad = {**BAD_ROWS, **(TYPED_ROWS if form in ("jsonl", "json") else {})}
             rows: list[dict[str, Any]] = [GOOD]
-            for place, (changed, _) in enumerate(bad.values()):
-                row = {**GOOD, "k": f"bad{place}", **changed}
+            for number, (changed, _) in enumerate(bad.values()):
+                row = {**GOOD, "k": f"bad{number}", **changed}
                 row["i"] = row["i"].replace("FORM", form) if isinstance(row["i"], str) else row["i"]
                 if form != "csv" and isinstance(row["c"], str):
                     row["c"] = json.loads(row["c"])
@@ -322,11 +319,11 @@ def test_a_bad_row_is_refused_by_its_reason_and_the_others_are_kept(case: Case) 
             assert [row["id"] for row in stored_rows(folder / "out", "train")] == [
                 "mine/train/good"
             ]
-            said = {
+            reasons = {
                 name: line["reason"]
                 for name, line in zip(bad, quarantined(folder / "out"), strict=True)
             }
-            assert said == {name: reason for name, (_, reason) in bad.items()}
+            assert reasons == {name: reason for name, (_, reason) in bad.items()}
             details = [line["detail"] for line in quarantined(folder / "out")]
             assert all("\n" not in line and len(line) < 600 and "; " in line for line in details)
 
@@ -334,11 +331,9 @@ def test_a_bad_row_is_refused_by_its_reason_and_the_others_are_kept(case: Case) 
 def test_too_many_bad_rows_are_an_error_that_names_the_first(tmp_path, capsys):
     source = write(tmp_path, "jsonl", [GOOD, {**GOOD, "k": "b", "i": "../outside.png"}])
     error = refused(convert(source, tmp_path / "out", columns=SHORT), tmp_path / "out", capsys)
-    assert (
-        "1 of 2 rows" in error
-        and "leads out of the input's folder" in error
-        and "--allow-quarantined" in error
-    )
+    assert "1 of 2 rows" in error
+    assert "leads out of the input's folder" in error
+    assert "--allow-quarantined" in error
     assert not any((tmp_path / "out.quarantine").rglob("*.png")), (
         "a picture from outside was copied"
     )
@@ -398,7 +393,7 @@ def test_a_file_that_cannot_be_used_is_one_line(
 def test_a_file_of_another_form_says_which_form_it_needs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, content, said in [
+    for name, content, message in [
         (
             "other.csv",
             b"q,a\nFind \x81.,5\n",
@@ -426,7 +421,7 @@ def test_a_file_of_another_form_says_which_form_it_needs(
     ]:
         (tmp_path / name).write_bytes(content)
         code = convert(tmp_path / name, tmp_path / "out", columns=("problem=q", "answer=a"))
-        assert said in refused(code, tmp_path / "out", capsys), name
+        assert message in refused(code, tmp_path / "out", capsys), name
 
 
 def test_a_column_that_is_not_there_is_named_with_the_nearest(
@@ -440,10 +435,8 @@ def test_a_column_that_is_not_there_is_named_with_the_nearest(
                 folder / "out",
                 capsys,
             )
-            assert (
-                "has no column 'question'; did you mean 'quesiton'?" in error
-                and "quesiton, a" in error
-            )
+            assert "has no column 'question'; did you mean 'quesiton'?" in error
+            assert "quesiton, a" in error
 
 
 def test_very_many_columns_are_read_past(capsys: pytest.CaptureFixture[str], case: Case) -> None:
@@ -462,7 +455,8 @@ def test_very_many_columns_are_read_past(capsys: pytest.CaptureFixture[str], cas
                 folder / "no",
                 capsys,
             )
-            assert "(200002 columns)" in error and len(error) < 1000
+            assert "(200002 columns)" in error
+            assert len(error) < 1000
 
 
 def test_a_line_with_another_number_of_cells_is_refused_alone(tmp_path: Path) -> None:
@@ -489,9 +483,9 @@ def test_a_folder_whose_tables_are_not_clear_is_one_line(
             assert message in refused(
                 convert(folder / "in", folder / "out", columns=SHORT[:2]), folder / "out", capsys
             )
-            for place in (folder / "none", folder / "in.txt"):
+            for path in (folder / "none", folder / "in.txt"):
                 (folder / "in.txt").write_text("x")
-                refused(convert(place, folder / "out", columns=SHORT[:2]), folder / "out", capsys)
+                refused(convert(path, folder / "out", columns=SHORT[:2]), folder / "out", capsys)
 
 
 def test_a_table_that_is_a_link_out_of_the_folder_is_not_read(tmp_path, capsys):
@@ -533,14 +527,15 @@ def test_whatever_a_record_holds_it_is_sound_or_refused(record, texts_only, tmp_
     if not (tmp_path / "in").exists():
         write(tmp_path, "jsonl", [GOOD])
     columns = Columns("q", "a", ("i",), ("c",), "k", (("own", "x"),))
-    place = FileRoot((tmp_path / "in").resolve(), (tmp_path / "in").resolve())
-    context = Context("mine", "train", "mine.jsonl", columns, place, texts_only)
+    files = FileRoot((tmp_path / "in").resolve(), (tmp_path / "in").resolve())
+    context = Context("mine", "train", "mine.jsonl", columns, files, texts_only)
     outcome = clean_one(
         lambda: read_record({**GOOD, **record}, "line 1", 0, context), PixelLimits()
     )
     assert isinstance(outcome, Cleaned | RowError)
     if isinstance(outcome, RowError):
-        assert outcome.kind and len(str(outcome)) < 2000
+        assert outcome.kind
+        assert len(str(outcome)) < 2000
         json.dumps(outcome.record)
     else:
         assert outcome.row.keys() == columns.features.keys()

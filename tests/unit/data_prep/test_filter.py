@@ -71,15 +71,15 @@ class Model:
 
 @pytest.fixture
 def model(data, monkeypatch):
-    made = Model(data)
+    solver = Model(data)
     sample = filtering.sample
-    monkeypatch.setattr(filtering, "sample", lambda *a, **k: sample(*a, **k, build=made.build))
-    return made
+    monkeypatch.setattr(filtering, "sample", lambda *a, **k: sample(*a, **k, build=solver.build))
+    return solver
 
 
 def run(data, output, *words):
-    given = ["--model", "tiny", "--samples", "4"] if "--predictions" not in words else []
-    return main(["filter", "--input", str(data), "--output", str(output), *given, *words])
+    sampling = ["--model", "tiny", "--samples", "4"] if "--predictions" not in words else []
+    return main(["filter", "--input", str(data), "--output", str(output), *sampling, *words])
 
 
 def rows_of(folder, split="train"):
@@ -91,8 +91,10 @@ def test_it_keeps_what_is_solved_sometimes_and_copies_the_other_splits(
 ):
     output = tmp_path / "hard"
     assert run(data, output, "--keep", "0.25:0.75") == 0
-    kept = [row for row, rate in zip(rows_of(data), RATES, strict=True) if 0.25 <= rate <= 0.75]
-    assert rows_of(output) == kept and len(kept) == 4, (
+    solved_sometimes = [
+        row for row, rate in zip(rows_of(data), RATES, strict=True) if 0.25 <= rate <= 0.75
+    ]
+    assert rows_of(output) == solved_sometimes and len(solved_sometimes) == 4, (
         "whole rows, in their order, images byte by byte"
     )
     assert rows_of(output, "test") == rows_of(data, "test")
@@ -107,7 +109,8 @@ def test_it_keeps_what_is_solved_sometimes_and_copies_the_other_splits(
     manifest = read_manifest(output)
     assert manifest is not None
     assert manifest["filtered"]["never_solved"] == manifest["filtered"]["always_solved"] == 1
-    assert model.settings.temperature == 1.0 and set(model.asked.values()) == {4}
+    assert model.settings.temperature == 1.0
+    assert set(model.asked.values()) == {4}
     assert main(["inspect", str(output), "--text-only"]) == 0
 
 
@@ -115,11 +118,14 @@ def test_another_keep_asks_nothing_again_and_another_dataset_is_not_replaced(
     data, model, tmp_path, capsys
 ):
     output = tmp_path / "hard"
-    assert run(data, output) == 0 and len(rows_of(output)) == 4  # 0.1:0.9
+    assert run(data, output) == 0
+    assert len(rows_of(output)) == 4  # 0.1:0.9
     assert run(data, output, "--keep", "0:0.5") == 2
     assert "another prepared dataset (keep '0.1:0.9', this one '0:0.5')" in capsys.readouterr().err
-    assert run(data, output, "--keep", "0:0.5", "--overwrite") == 0 and len(rows_of(output)) == 4
-    assert run(data, output, "--keep", "0:0", "--overwrite") == 0 and len(rows_of(output)) == 1
+    assert run(data, output, "--keep", "0:0.5", "--overwrite") == 0
+    assert len(rows_of(output)) == 4
+    assert run(data, output, "--keep", "0:0", "--overwrite") == 0
+    assert len(rows_of(output)) == 1
     assert run(data, output, "--temperature", "0.7", "--overwrite") == 2
     assert "temperature: the predictions in" in capsys.readouterr().err, (
         "answers of another model are not mixed in"
@@ -132,22 +138,22 @@ def test_a_run_that_was_killed_asks_for_the_rest_alone(data, model, tmp_path, mo
     model.dies_after = 10
     with pytest.raises(RuntimeError, match="killed"):
         run(data, output)
-    assert not output.exists() and model.asked.total() == 12
+    assert not output.exists()
+    assert model.asked.total() == 12
     model.dies_after = None
-    assert run(data, output) == 0 and model.asked.total() == 24
+    assert run(data, output) == 0
+    assert model.asked.total() == 24
 
 
 def test_questions_are_asked_and_answers_read_as_in_the_training(
     data, model, tmp_path, monkeypatch, capsys
 ):
-    """With the template and the system prompt of the options, or of the run that the model comes
-    from.
-    """
+    """Template and system prompt are those of the options, or of the run that the model comes from."""
     generate = model.generate
-    asked: list[list] = []
+    prompts: list[list] = []
 
     def tagged(requests):
-        asked.extend(
+        prompts.extend(
             [message["role"], message["content"]]
             for request in requests
             for message in request.messages
@@ -157,22 +163,23 @@ def test_questions_are_asked_and_answers_read_as_in_the_training(
             part["text"] = part["text"].removeprefix("Look: ")
         answers = generate(requests)
         return [
-            replace(one, text=re.sub(r"\\boxed\{(.*)\}", r"<answer>\1</answer>", one.text))
-            for one in answers
+            replace(answer, text=re.sub(r"\\boxed\{(.*)\}", r"<answer>\1</answer>", answer.text))
+            for answer in answers
         ]
 
     monkeypatch.setattr(model, "generate", tagged)
     words = ["--prompt", "Look: {problem}", "--system-prompt", "Put it in <answer> </answer>."]
     assert run(data, tmp_path / "given", *words) == 0
-    assert ["system", [{"type": "text", "text": "Put it in <answer> </answer>."}]] in asked or [
+    assert ["system", [{"type": "text", "text": "Put it in <answer> </answer>."}]] in prompts or [
         "system",
         "Put it in <answer> </answer>.",
-    ] in asked
+    ] in prompts
     assert model.asked.total() == 24 and len(rows_of(tmp_path / "given")) == 4, (
         "0.1:0.9, as with boxes"
     )
     manifest = read_manifest(tmp_path / "given")
-    assert manifest is not None and manifest["arguments"]["prompt"] == "Look: {problem}"
+    assert manifest is not None
+    assert manifest["arguments"]["prompt"] == "Look: {problem}"
     assert manifest["arguments"]["system_prompt"] == words[3]
     assert run(data, tmp_path / "given", *words[2:], "--overwrite") == 2
     assert "prompt: the predictions in" in capsys.readouterr().err, "of another prompt"
@@ -184,9 +191,8 @@ def test_questions_are_asked_and_answers_read_as_in_the_training(
     }
     monkeypatch.setattr("adora_vl.evals.inference.provenance.trained_with", lambda model: trained)
     model.asked.clear()
-    assert run(data, tmp_path / "trained") == 0 and rows_of(tmp_path / "trained") == rows_of(
-        tmp_path / "given"
-    )
+    assert run(data, tmp_path / "trained") == 0
+    assert rows_of(tmp_path / "trained") == rows_of(tmp_path / "given")
 
 
 def test_answers_of_the_evaluation_can_be_used(data, model, tmp_path):
@@ -199,7 +205,8 @@ def test_answers_of_the_evaluation_can_be_used(data, model, tmp_path):
         "there are no choices, so the default template asks the problem alone"
     )
     assert run(data, second, "--predictions", str(file)) == 0
-    assert rows_of(second) == rows_of(first) and model.asked.total() == 24
+    assert rows_of(second) == rows_of(first)
+    assert model.asked.total() == 24
 
 
 def test_answers_that_are_not_those_of_the_split_are_refused(data, model, tmp_path):
@@ -210,17 +217,21 @@ def test_answers_that_are_not_those_of_the_split_are_refused(data, model, tmp_pa
         "has 3 answers to some problems and 4 to others": lines[1:],
         "is not in the split 'train'": [*lines, lines[0].replace('"pid": "', '"pid": "another/')],
     }
-    for number, (message, kept) in enumerate(broken.items()):
+    for number, (message, predictions) in enumerate(broken.items()):
         file = tmp_path / f"{number}.jsonl"
-        file.write_text("\n".join(kept) + "\n")
+        file.write_text("\n".join(predictions) + "\n")
         with pytest.raises(UserError) as caught:
             filter_dataset(data, tmp_path / "other", file, Keep(0.1, 0.9))
         assert re.search(message, str(caught.value)), str(caught.value)
 
 
 def test_rates_at_the_edges_by_hand():
-    assert 3 / 10 in Keep(0.3, 0.9) and 0.1 + 0.2 in Keep(0.0, 0.3) and 0.125 in Keep(0.1, 0.9)
-    assert 0.0 not in Keep(0.1, 0.9) and 1.0 not in Keep(0.1, 0.9) and 1.0 in Keep(0.0, 1.0)
+    assert 3 / 10 in Keep(0.3, 0.9)
+    assert 0.1 + 0.2 in Keep(0.0, 0.3)
+    assert 0.125 in Keep(0.1, 0.9)
+    assert 0.0 not in Keep(0.1, 0.9)
+    assert 1.0 not in Keep(0.1, 0.9)
+    assert 1.0 in Keep(0.0, 1.0)
     assert Tally(3, 8).rate == 0.375
     row = {"pid": "a", "answer": "5", "response": r"\boxed{5}"}
     assert tallies([row, {**row, "sample": 1, "response": "5"}]) == {"a": Tally(1, 2)}, (
@@ -256,12 +267,13 @@ def test_what_does_not_fit_is_one_line(data, model, capsys, case):
         with case(f"{words!r:.80}") as folder:
             assert run(data, folder / "out", *words) == 2
             error = capsys.readouterr().err.strip().splitlines()[-1]
-            assert message in error and not (folder / "out").exists()
+            assert message in error
+            assert not (folder / "out").exists()
 
 
 def test_the_dataset_itself_and_what_we_did_not_make_are_left_alone(data, model, tmp_path, capsys):
-    assert run(data, data) == 2 and "is the dataset to filter" in capsys.readouterr().err
-    assert (
-        run(tmp_path, tmp_path / "out") == 2 and "not a folder made by" in capsys.readouterr().err
-    )
+    assert run(data, data) == 2
+    assert "is the dataset to filter" in capsys.readouterr().err
+    assert run(tmp_path, tmp_path / "out") == 2
+    assert "not a folder made by" in capsys.readouterr().err
     assert not model.asked

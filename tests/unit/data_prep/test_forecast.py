@@ -12,7 +12,8 @@ from data_prep.forecast import forecast
 
 
 def groups(*kinds: tuple[list[float], list[int]], times: int = 25) -> Groups:
-    rewards, lengths = (torch.tensor([kind[i] for kind in kinds] * times) for i in (0, 1))
+    rewards = torch.tensor([kind[0] for kind in kinds] * times)
+    lengths = torch.tensor([kind[1] for kind in kinds] * times)
     return Groups(rewards, lengths.float(), torch.zeros_like(rewards, dtype=torch.bool))
 
 
@@ -24,12 +25,12 @@ LOST = ([1.0, math.nan, 0.0], [2, 99, 9])  # a rollout without a reward counts n
 
 
 def test_the_shares_of_groups_by_hand():
-    found = forecast(groups(GUESS, WORKED, TIED, SILENT, LOST))
-    assert (found.groups, found.tds.total, found.tds.count) == (125, 100, 75)
-    assert (found.ties.count, found.short_only.count) == (25, 50)
-    assert (found.longest.value, found.shortest.value) == (0.25, 0.5)
-    assert found.ahead[0] < -0.25 < found.ahead[1] < 0
-    assert found.sentence() == (
+    shares = forecast(groups(GUESS, WORKED, TIED, SILENT, LOST))
+    assert (shares.groups, shares.tds.total, shares.tds.count) == (125, 100, 75)
+    assert (shares.ties.count, shares.short_only.count) == (25, 50)
+    assert (shares.longest.value, shares.shortest.value) == (0.25, 0.5)
+    assert shares.ahead[0] < -0.25 < shares.ahead[1] < 0
+    assert shares.sentence() == (
         "Attenuation would act on most of what there is to learn from (75% TDS), mostly those in "
         "which short answers win, and 33% of them are ties; short answers are right more often "
         "than long ones."
@@ -55,10 +56,9 @@ def test_a_recorded_run_and_stored_answers_are_read(tmp_path, capsys):
     for step in range(1, 13):
         write_part(tmp_path / ROLLOUTS, table, step, step)
     assert main(["filter", "--attenuation", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "24 of 24" in said and said.endswith(
-        "short answers are right more often than long ones.\n"
-    )
+    output = capsys.readouterr().out
+    assert "24 of 24" in output
+    assert output.endswith("short answers are right more often than long ones.\n")
     (tmp_path / ROLLOUTS / "rollouts-00000000-00000000.parquet").write_text("torn")
     assert main(["filter", "--attenuation", str(tmp_path)]) == 2
     assert "is no file of a run's record" in capsys.readouterr().err

@@ -26,9 +26,10 @@ from eval.geometry3k import BENCHMARK as GEOMETRY3K
 from eval.knights import BENCHMARK as KNIGHTS
 from eval.mathvista import BENCHMARK as MATHVISTA
 from eval.mmstar import BENCHMARK as MMSTAR
-from tests.conftest import Case
 from tests.support.benchmark_data import mathvista_rows, mmstar_rows
-from tests.unit.data_prep.data_prep_support import drawing, encoded, prepare, quarantined
+from tests.support.cases import Case
+from tests.support.geometry3k import prepare, quarantined
+from tests.support.pictures import drawing, encoded
 
 pytestmark = pytest.mark.slow
 
@@ -62,11 +63,11 @@ NEVER_SOUND = (
 
 def said_in_lines(code: int, capsys: pytest.CaptureFixture[str]) -> str:
     """Standard error, after checking that a refusal is error lines alone."""
-    said = capsys.readouterr().err
-    errors = [line for line in said.splitlines() if line.startswith("error: ")]
-    assert code in (0, 2) and bool(errors) == (code == 2), said
+    stderr = capsys.readouterr().err
+    errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    assert code in (0, 2) and bool(errors) == (code == 2), stderr
     assert all(len(line) < 1500 for line in errors), "a line that nobody reads"
-    return said
+    return stderr
 
 
 def table(column: str, value: Any, path: Path) -> None:
@@ -74,7 +75,7 @@ def table(column: str, value: Any, path: Path) -> None:
     value has.
     """
     image = {"bytes": encoded(drawing(1)), "path": None}
-    other = {"bytes": encoded(drawing(2)), "path": None}
+    second_image = {"bytes": encoded(drawing(2)), "path": None}
     good: dict[str, Any] = {
         "id": "a/1",
         "images": [image],
@@ -82,7 +83,7 @@ def table(column: str, value: Any, path: Path) -> None:
         "answer": "5",
         "choices": None,
     }
-    bad = {**good, "id": "a/2", "images": [other], "problem": "Find y."}
+    bad = {**good, "id": "a/2", "images": [second_image], "problem": "Find y."}
     if value is MISSING:
         rows = [{key: item for key, item in row.items() if key != column} for row in (good, bad)]
     elif value is None or (isinstance(value, type(good[column])) and column != "images"):
@@ -94,7 +95,7 @@ def table(column: str, value: Any, path: Path) -> None:
 
 
 def test_a_column_of_a_table(capsys: pytest.CaptureFixture[str], case: Case) -> None:
-    """As a source, as a prepared folder that is looked at, and as one that is evaluated."""
+    """A table is a source, a prepared folder that is looked at, and one that is evaluated."""
     for column, kind in product(("id", "images", "problem", "answer", "choices"), VALUES):
         with case((column, kind)) as folder:
             source = folder / "raw" / "data" / "train-00000-of-00001.parquet"
@@ -104,13 +105,13 @@ def test_a_column_of_a_table(capsys: pytest.CaptureFixture[str], case: Case) -> 
             sound = not (kind in NEVER_SOUND and column in ("images", "problem", "answer"))
             sound = sound or (column, kind) == ("answer", "control token")  # no model reads a gold
             if code == 0:
-                there = (folder / "out" / "quarantine.jsonl").exists()
-                refused = quarantined(folder / "out") if there else []
+                has_quarantine = (folder / "out" / "quarantine.jsonl").exists()
+                refused = quarantined(folder / "out") if has_quarantine else []
                 assert sum(1 for _ in stored_rows(folder / "out", "train")) + len(refused) == 2
                 assert sound or refused, "a row that ends a run got through"
                 assert data_prep(["inspect", str(folder / "out"), "--text-only"]) == 0
             looked = data_prep(["inspect", str(folder / "raw"), "--text-only"])
-            said = said_in_lines(looked, capsys)
+            errors = said_in_lines(looked, capsys)
             words = [
                 "infer",
                 "--model",
@@ -122,8 +123,8 @@ def test_a_column_of_a_table(capsys: pytest.CaptureFixture[str], case: Case) -> 
                 "--output",
                 "o",
             ]
-            asked = load_only(GEOMETRY3K, words)
-            assert sound or (looked == 2 and asked is not None), said
+            loads = load_only(GEOMETRY3K, words)
+            assert sound or (looked == 2 and loads is not None), errors
 
 
 @pytest.mark.parametrize(
@@ -158,25 +159,30 @@ def test_a_field_of_a_predictions_row(
     for column in rows[0]:
         for kind, value in VALUES.items():
             changed = [{**row, column: value} for row in rows]
-            kept = [
+            stored_rows = [
                 {key: item for key, item in row.items() if item is not MISSING} for row in changed
             ]
-            (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
-            for more in ([], ["--extraction", "stored"]) if benchmark is MATHVISTA else ([],):
+            (tmp_path / "p.jsonl").write_text(
+                "".join(json.dumps(row) + "\n" for row in stored_rows)
+            )
+            ways: list[list[str]] = [[]]
+            if benchmark is MATHVISTA:
+                ways.append(["--extraction", "stored"])
+            for options in ways:
                 words = [
                     "score",
                     "--predictions",
                     str(tmp_path / "p.jsonl"),
                     "--output",
                     str(tmp_path / "out"),
-                    *more,
+                    *options,
                 ]
                 try:
                     code = evaluate(benchmark, words)
                 except Exception as error:
-                    raise AssertionError(f"{column} {kind} {more}") from error
-                said = said_in_lines(code, capsys)
-                assert code == 0 or "row " in said or "pid" in said, (column, kind, said)
+                    raise AssertionError(f"{column} {kind} {options}") from error
+                errors = said_in_lines(code, capsys)
+                assert code == 0 or "row " in errors or "pid" in errors, (column, kind, errors)
 
 
 @pytest.mark.parametrize("benchmark", [MATHVISTA, MMSTAR], ids=lambda benchmark: benchmark.name)
@@ -192,10 +198,10 @@ def test_a_field_of_a_benchmarks_row(
     for column in rows[0]:
         for kind, value in VALUES.items():
             changed = [{**row, column: value} for row in rows]
-            kept = [
+            stored_rows = [
                 {key: item for key, item in row.items() if item is not MISSING} for row in changed
             ]
-            (tmp_path / "data" / f"{benchmark.split}.json").write_text(json.dumps(kept))
+            (tmp_path / "data" / f"{benchmark.split}.json").write_text(json.dumps(stored_rows))
             parsed = [
                 "infer",
                 "--model",
@@ -205,14 +211,14 @@ def test_a_field_of_a_benchmarks_row(
                 "--output",
                 str(tmp_path / "o"),
             ]
-            said = load_only(benchmark, parsed)
+            message = load_only(benchmark, parsed)
             if kind == "control token" and column in ("question", "query", "choices"):
                 # the data's own `query` is what is asked
                 unread = column == "question" and benchmark is MATHVISTA
-                assert said is not None or unread, (column, kind)
+                assert message is not None or unread, (column, kind)
             if column == "answer" and kind in ("missing", "null"):
-                assert said is not None
-            assert said is None or "row" in said or "id" in said, (column, kind, said)
+                assert message is not None
+            assert message is None or "row" in message or "id" in message, (column, kind, message)
 
 
 def load_only(benchmark: Any, words: list[str]) -> str | None:
@@ -271,7 +277,7 @@ def subparsers(parser: Parser) -> Iterator[tuple[str, Parser]]:
 
 
 def is_number(action: argparse.Action) -> bool:
-    """Whether an ordinary whole number is taken, or said to be out of range, rather than a word."""
+    """Tell whether an option takes an ordinary whole number, or says that it is out of range."""
     if action.type is None or action.choices:
         return False
     try:
@@ -281,7 +287,7 @@ def is_number(action: argparse.Action) -> bool:
 
 
 def bad_values(action: argparse.Action) -> list[str]:
-    """What the option can never take."""
+    """List what the option can never take."""
     bad = NEVER_ANYTHING + (NEVER_A_NUMBER if is_number(action) or action.choices else [])
     bad += (
         ["x" * 300 + "/y"]
@@ -313,19 +319,28 @@ def _taken_or_not_named(
     tried = 0
     for action in (action for action in parser._actions if not isinstance(action, SWITCHES)):
         named = action.option_strings[0] if action.option_strings else str(action.metavar)
-        others = [word for other in required if other is not action for word in words_of(other)]
+        required_words = [
+            word
+            for required_action in required
+            if required_action is not action
+            for word in words_of(required_action)
+        ]
         for value in bad_values(action):
             tried += 1
-            code = main([*before, *others, f"{named}={value}" if action.option_strings else value])
-            said = capsys.readouterr().err
-            one_line = said.startswith("error: ") and said.count("\n") == 1 and len(said) < 600
+            code = main(
+                [*before, *required_words, f"{named}={value}" if action.option_strings else value]
+            )
+            stderr = capsys.readouterr().err
+            one_line = (
+                stderr.startswith("error: ") and stderr.count("\n") == 1 and len(stderr) < 600
+            )
             if (
                 code != 2
                 or not one_line
-                or named.strip("-") not in said.replace("_", "-")
+                or named.strip("-") not in stderr.replace("_", "-")
                 or list(folder.iterdir())
             ):
-                wrong[named, value[:40]] = (code, said, list(folder.iterdir()))
+                wrong[named, value[:40]] = (code, stderr, list(folder.iterdir()))
     assert tried > 0
     return wrong
 
@@ -345,9 +360,9 @@ def test_nonsense_in_a_file_names_the_key(benchmark, tmp_path, monkeypatch, caps
         for value in bad:
             config.write_text(yaml.safe_dump({action.dest: value}))
             assert evaluate(benchmark, ["run", "--config", str(config)]) == 2, (action.dest, value)
-            said = capsys.readouterr().err
-            assert said.startswith("error: ") and said.count("\n") == 1, said
-            assert action.dest in said.replace("-", "_"), (value, said)
+            stderr = capsys.readouterr().err
+            assert stderr.startswith("error: ") and stderr.count("\n") == 1, stderr
+            assert action.dest in stderr.replace("-", "_"), (value, stderr)
 
 
 def test_a_file_that_is_no_config_is_named(
@@ -358,12 +373,13 @@ def test_a_file_that_is_no_config_is_named(
             (folder / "c.yaml").write_bytes(content)
             for path in (folder / "c.yaml", folder, folder / "missing"):
                 assert evaluate(GEOMETRY3K, ["run", "--config", str(path)]) == 2
-                said = capsys.readouterr().err
-                assert said.startswith("error: config: ") and said.count("\n") == 1
+                stderr = capsys.readouterr().err
+                assert stderr.startswith("error: config: ")
+                assert stderr.count("\n") == 1
 
 
 def test_null_is_null_on_the_command_line() -> None:
     for word in ("null", "none", "Null", "NONE"):
         words = ["run", f"--system-prompt={word}", f"--limit={word}", f"--revision={word}"]
-        found = build_parser(GEOMETRY3K).parse_args(words)
-        assert (found.system_prompt, found.limit, found.revision) == (None, None, None)
+        options = build_parser(GEOMETRY3K).parse_args(words)
+        assert (options.system_prompt, options.limit, options.revision) == (None, None, None)

@@ -18,13 +18,10 @@ from data_prep.cli import main
 from data_prep.geometry3k import problems_of_folders, readable
 from data_prep.logic_forms import facts_in_words
 from data_prep.redraw import can_be_drawn, drawn
-from tests.conftest import Case
-from tests.unit.data_prep.data_prep_support import (
+from tests.support.cases import Case
+from tests.support.geometry3k import (
     HUB_FEATURES,
-    drawing,
-    encoded,
     only_row,
-    picture,
     prepare,
     problem_folder,
     quarantined,
@@ -32,11 +29,12 @@ from tests.unit.data_prep.data_prep_support import (
     stored_image,
     write_table,
 )
+from tests.support.pictures import drawing, encoded, half_black_picture
 
 
 def _problem_folder(root: Path, split: str = "train", number: int = 7, **changed: Any) -> Path:
     """One problem whose picture is half transparent."""
-    return problem_folder(root, split, number, encoded(picture()), **changed)
+    return problem_folder(root, split, number, encoded(half_black_picture()), **changed)
 
 
 def test_the_real_problems(geometry3k_raw: Path, tmp_path: Path) -> None:
@@ -44,8 +42,9 @@ def test_the_real_problems(geometry3k_raw: Path, tmp_path: Path) -> None:
     dataset = load_split(tmp_path / "out", "train")
     columns = {"facts": Value("string"), "figure": Value("string")}
     assert dataset.features == {**schema(), **columns}
-    said = dataset["facts"]
-    assert said[3].endswith("BI is perpendicular to BD.") and "Drawn segments: EB, DC." in said[5]
+    facts = dataset["facts"]
+    assert facts[3].endswith("BI is perpendicular to BD.")
+    assert "Drawn segments: EB, DC." in facts[5]
     assert dataset["id"] == [f"geometry3k/train/{number}" for number in range(11, 17)]
     assert dataset["answer"] == ["80", "13", "9", "48", "5\\sqrt{3}", "10"]
     assert dataset["answer_raw"] == ["D", "B", "A", "B", "C", "B"]
@@ -54,7 +53,8 @@ def test_the_real_problems(geometry3k_raw: Path, tmp_path: Path) -> None:
         == "In \\odot X, A B = 30, C D = 30, and m \\widehat{C Z} = 40. Find m \\widehat{A B}."
     )
     assert dataset[4]["choices"] == ["5", "5 \\sqrt { 2 }", "5 \\sqrt { 3 }", "10"]
-    assert dataset[5]["meta"]["goal"] == "Length" and dataset[5]["meta"]["shapes"] == [
+    assert dataset[5]["meta"]["goal"] == "Length"
+    assert dataset[5]["meta"]["shapes"] == [
         "Line",
         "Triangle",
     ]
@@ -97,18 +97,16 @@ FORM: dict[str, Any] = {
 
 def test_every_fact_has_words_and_a_mark_in_the_redrawn_picture() -> None:
     words = facts_in_words(form_of(FORM), "Find x.")
-    whole = drawn(form_of(FORM))
-    assert words is not None and "A, D and B lie on one line" in words.replace(
-        "B, D and A", "A, D and B"
-    )
-    assert "Angle BAC = 2x+1 degrees. Angle ACB = angle 1. " in words and words.endswith(
-        "AC is parallel to EB."
-    )
+    full_drawing = drawn(form_of(FORM))
+    assert words is not None
+    assert "A, D and B lie on one line" in words.replace("B, D and A", "A, D and B")
+    assert "Angle BAC = 2x+1 degrees. Angle ACB = angle 1. " in words
+    assert words.endswith("AC is parallel to EB.")
     for fact in FACTS:
-        less = form_of({**FORM, "facts": [one for one in FACTS if one != fact]})
-        assert drawn(less).tobytes() != whole.tobytes() or fact.startswith("PointLies"), fact
+        less = form_of({**FORM, "facts": [kept_fact for kept_fact in FACTS if kept_fact != fact]})
+        assert drawn(less).tobytes() != full_drawing.tobytes() or fact.startswith("PointLies"), fact
         assert facts_in_words(less, "Find x.") != words, fact
-    asked = (
+    questions = (
         "Find(AreaOf(Shaded(Shape($))))",
         "Find(z)",
         "Find(LengthOf(Line(A, Q)))",
@@ -117,7 +115,7 @@ def test_every_fact_has_words_and_a_mark_in_the_redrawn_picture() -> None:
     )
     for question, text in [
         (["Find(x)"], "Find the shaded area."),
-        *(([one], "Find it.") for one in asked),
+        *(([question_form], "Find it.") for question_form in questions),
     ]:
         assert facts_in_words(form_of({**FORM, "question": question}), text) is None
     assert (
@@ -150,23 +148,25 @@ def test_problems_are_redrawn_from_logic_forms(
             "geometry3k, redrawn",
             "5",
         )
-        assert "AB = 5\\sqrt{2}." in row["facts"] and 300 < max(stored_image(row).size) <= 480
+        assert "AB = 5\\sqrt{2}." in row["facts"]
+        assert 300 < max(stored_image(row).size) <= 480
     output = tmp_path / "no"
-    given = ("--texts", str(texts))
-    for location, words, said in (
+    with_texts = ("--texts", str(texts))
+    for location, words, message in (
         (forms, (), "texts: missing"),
         (forms, ("--texts", str(forms)), "has no column 'messages'"),
-        (forms, (*given, "--diagram", "plain"), "diagram: "),
-        (texts, given, "has no logic forms"),
+        (forms, (*with_texts, "--diagram", "plain"), "diagram: "),
+        (texts, with_texts, "has no logic forms"),
     ):
-        assert said in refused(prepare("logic-forms", location, output, *words), output, capsys)
+        assert message in refused(prepare("logic-forms", location, output, *words), output, capsys)
 
 
 def test_the_gold_is_the_value_of_the_letter_and_transparency_is_white(tmp_path: Path) -> None:
     _problem_folder(tmp_path / "raw", "val", 2101)
     assert prepare("intergps", tmp_path / "raw", tmp_path / "out") == 0
     row = only_row(tmp_path / "out", "validation")
-    assert row["id"] == "geometry3k/validation/2101" and row["split"] == "validation"
+    assert row["id"] == "geometry3k/validation/2101"
+    assert row["split"] == "validation"
     assert (row["answer"], row["answer_raw"], row["choices"]) == (
         "5\\sqrt{3}",
         "B",
@@ -177,9 +177,8 @@ def test_the_gold_is_the_value_of_the_letter_and_transparency_is_white(tmp_path:
     _problem_folder(tmp_path / "points", choices=["C", "D"])
     assert prepare("intergps", tmp_path / "points", tmp_path / "out2") == 0
     assert only_row(tmp_path / "out2")["answer"] == "B"
-    assert stored_image(row).getpixel((2, 2)) == (0, 0, 0) and stored_image(row).getpixel(
-        (28, 2)
-    ) == (255, 255, 255)
+    assert stored_image(row).getpixel((2, 2)) == (0, 0, 0)
+    assert stored_image(row).getpixel((28, 2)) == (255, 255, 255)
 
 
 def test_problems_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
@@ -232,12 +231,16 @@ def test_accents_cover_all_their_letters(subtests: pytest.Subtests) -> None:
 
 def _hub_rows() -> list[dict[str, Any]]:
     two = {
-        "images": [picture((8, 8)), picture()],
+        "images": [half_black_picture((8, 8)), half_black_picture()],
         "problem": "<image> <image>\nFind $m \\angle 1$.",
         "answer": "1,000",
     }
     return [
-        {"images": [picture()], "problem": "<image>Find x.", "answer": "\\frac { 39 } { 4 }"},
+        {
+            "images": [half_black_picture()],
+            "problem": "<image>Find x.",
+            "answer": "\\frac { 39 } { 4 }",
+        },
         two,
     ]
 
@@ -253,7 +256,8 @@ def test_parquet_files_in_the_hubs_format(tmp_path: Path) -> None:
     assert (first["problem"], second["problem"]) == ("Find x.", "Find $m \\angle 1$.")
     assert (first["answer"], first["answer_raw"]) == ("\\frac{39}{4}", "\\frac { 39 } { 4 }")
     assert (second["answer"], len(second["images"]), second["choices"]) == ("1000", 2, None)
-    assert stored_image(first).mode == "RGB" and stored_image(first).getpixel((28, 2)) == (
+    assert stored_image(first).mode == "RGB"
+    assert stored_image(first).getpixel((28, 2)) == (
         255,
         255,
         255,
@@ -323,12 +327,14 @@ def test_the_preset_of_convert_gives_the_same_rows(
         main(["convert", "--columns", "problem=p", "answer=a", "--output", str(tmp_path / "three")])
         == 2
     )
-    assert "input: missing" in capsys.readouterr().err and not (tmp_path / "three").exists()
+    assert "input: missing" in capsys.readouterr().err
+    assert not (tmp_path / "three").exists()
 
 
 def test_the_authors_zip_files(tmp_path: Path) -> None:
-    """With the split's folder inside or without; the same rows as from the folders; damaged members
-    are rows.
+    """An archive may have the split's folder inside or not, and gives the rows of the folders.
+
+    A damaged member is a refused row.
     """
     for number in range(60):
         problem_folder(tmp_path / "raw", number=number)
@@ -351,14 +357,13 @@ def test_the_authors_zip_files(tmp_path: Path) -> None:
 
     damaged = bytearray((tmp_path / "zips" / "train.zip").read_bytes())
     with zipfile.ZipFile(tmp_path / "zips" / "train.zip") as archive:
-        place = archive.getinfo("train/5/img_diagram.png").header_offset
-    damaged[place + 200] ^= 0xFF
+        offset = archive.getinfo("train/5/img_diagram.png").header_offset
+    damaged[offset + 200] ^= 0xFF
     (tmp_path / "train.zip").write_bytes(damaged)
     assert prepare("intergps", tmp_path / "train.zip", tmp_path / "out") == 0
     (line,) = quarantined(tmp_path / "out")
-    assert (line["id"], line["reason"]) == ("geometry3k/train/5", "file_missing") and "CRC" in line[
-        "detail"
-    ]
+    assert (line["id"], line["reason"]) == ("geometry3k/train/5", "file_missing")
+    assert "CRC" in line["detail"]
 
 
 def test_the_diagram_with_lettered_points(geometry3k_raw: Path, tmp_path: Path) -> None:
@@ -378,7 +383,7 @@ def test_the_diagram_with_lettered_points(geometry3k_raw: Path, tmp_path: Path) 
 def test_limit_takes_the_first_rows_and_with_a_seed_a_sample(tmp_path: Path) -> None:
     for number in range(30):
         problem_folder(tmp_path / "raw", number=number)
-    taken = {}
+    ids = {}
     for name, options in {
         "first": (),
         "a": ("--seed", "1"),
@@ -386,7 +391,7 @@ def test_limit_takes_the_first_rows_and_with_a_seed_a_sample(tmp_path: Path) -> 
         "b": ("--seed", "2"),
     }.items():
         assert prepare("intergps", tmp_path / "raw", tmp_path / name, "--limit", "5", *options) == 0
-        taken[name] = [
+        ids[name] = [
             int(row["id"].rsplit("/")[-1]) for row in stored_rows(tmp_path / name, "train")
         ]
     assert prepare("intergps", tmp_path / "raw", tmp_path / "all") == 0
@@ -394,9 +399,11 @@ def test_limit_takes_the_first_rows_and_with_a_seed_a_sample(tmp_path: Path) -> 
         prepare("parquet", tmp_path / "all", tmp_path / "table", "--limit", "5", "--seed", "1") == 0
     )
     sample = [int(row["id"].rsplit("/")[-1]) for row in stored_rows(tmp_path / "table", "train")]
-    assert sample == taken["a"], "of a table as of folders"
-    assert taken["first"] == [0, 1, 2, 3, 4] and taken["a"] == taken["again"] == sorted(taken["a"])
-    assert len({tuple(numbers) for numbers in taken.values()}) == 3 and len(set(taken["a"])) == 5
+    assert sample == ids["a"], "of a table as of folders"
+    assert ids["first"] == [0, 1, 2, 3, 4]
+    assert ids["a"] == ids["again"] == sorted(ids["a"])
+    assert len({tuple(numbers) for numbers in ids.values()}) == 3
+    assert len(set(ids["a"])) == 5
 
 
 def test_wrong_options_are_one_line(capsys: pytest.CaptureFixture[str], case: Case) -> None:
@@ -417,7 +424,7 @@ def test_wrong_options_are_one_line(capsys: pytest.CaptureFixture[str], case: Ca
 
 
 def test_a_table_may_have_choices_and_ids_of_its_own(tmp_path: Path) -> None:
-    """So a prepared folder keeps both when it is prepared again."""
+    """A prepared folder that is prepared again keeps both."""
     problem_folder(tmp_path / "raw", number=12)
     assert prepare("intergps", tmp_path / "raw", tmp_path / "first") == 0
     assert prepare("parquet", tmp_path / "first", tmp_path / "second") == 0
@@ -453,12 +460,12 @@ def sizes(root: Path) -> dict[str, int | None]:
 
 
 def test_the_splits_of_a_zip_are_those_of_its_folders(case: Case) -> None:
-    for name, above, whole in product(
+    for name, above, has_all_splits in product(
         ["geometry3k.zip", "train.zip", "val.zip", "anything at all.zip"],
         ["", "geometry3k/", "data/geometry3k/"],
         [True, False],
     ):
-        with case(f"{name} {above!r:.80} {whole}") as folder:
+        with case(f"{name} {above!r:.80} {has_all_splits}") as folder:
             root = folder / "raw"
             root.mkdir()
             _zip(
@@ -466,7 +473,11 @@ def test_the_splits_of_a_zip_are_those_of_its_folders(case: Case) -> None:
                 [f"{above}train/1", f"{above}train/2", f"{above}val/3", f"{above}test/4"],
                 folder,
             )
-            assert sizes(root if whole else root / name) == {"train": 2, "validation": 1, "test": 1}
+            assert sizes(root if has_all_splits else root / name) == {
+                "train": 2,
+                "validation": 1,
+                "test": 1,
+            }
 
 
 def test_a_zip_is_named_after_its_split_only_where_nothing_inside_says_one(tmp_path, capsys):

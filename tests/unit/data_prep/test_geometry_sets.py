@@ -15,9 +15,9 @@ import pytest
 
 from adora_vl.rewards import grade
 from data_prep.cli import main
-from tests.unit.data_prep.own_data_support import PICTURES, kept
+from tests.support.user_tables import PICTURES, rows_of
 
-PAGE = Path(__file__).parents[3] / "docs" / "data.md"
+PAGE = Path(__file__).parents[3] / "docs" / "data_formats.md"
 ANGLES = ("50", "65", "72")  # the right answers, of which each stands at B
 Write = Callable[[Path], None]
 
@@ -46,7 +46,7 @@ def lines(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def four(angle: str) -> list[str]:
     """Four options, the right one at B."""
-    return [str(int(angle) + further) for further in (-10, 0, 10, 20)]
+    return [str(int(angle) + difference) for difference in (-10, 0, 10, 20)]
 
 
 def conversations(folder: Path, name: str, images: str, question: str, answer: str) -> None:
@@ -97,7 +97,7 @@ def mavis(folder: Path) -> None:
     rows = []
     for number, angle in enumerate(ANGLES):
         options = "\n".join(
-            f"{letter}:{one}" for letter, one in zip("ABCD", four(angle), strict=True)
+            f"{letter}:{choice}" for letter, choice in zip("ABCD", four(angle), strict=True)
         )
         question = f"What is the perimeter of figure {number}?\nChoices:\n{options}"
         image = f"Rule_geo/images/{number}.png"
@@ -164,7 +164,7 @@ def pgps9k(folder: Path) -> None:
         f"prob_{number}": {
             "diagram": f"img_{number}.png",
             "text": f"Find angle {number}.",
-            "choices": [f"{one}.000" for one in four(angle)],
+            "choices": [f"{choice}.000" for choice in four(angle)],
             "answer": f"{angle}.000",
         }
         for number, angle in enumerate(ANGLES)
@@ -234,13 +234,13 @@ def test_the_command_of_a_set_makes_rows_that_an_answer_can_meet(
     monkeypatch.chdir(tmp_path)
     words = [*commands()[name], "--output", "out", "--workers", "1"]
     assert main(["convert", *words]) == 0
-    rows = kept(tmp_path / "out")
+    rows = rows_of(tmp_path / "out")
     assert len(rows) == len(ANGLES)
     for row, angle in zip(rows, ANGLES, strict=True):
         answers = [f"{angle}{end}", *("B" for _ in range(with_choices))]
         for answer in answers:
-            found = grade(rf"\boxed{{{answer}}}", row["answer"], choices=row["choices"])
-            assert found.verdict == "correct", (answer, row["answer"], row["choices"], found)
+            verdict = grade(rf"\boxed{{{answer}}}", row["answer"], choices=row["choices"])
+            assert verdict.verdict == "correct", (answer, row["answer"], row["choices"], verdict)
         wrong = grade(r"\boxed{7}", row["answer"], choices=row["choices"])
         assert wrong.verdict == "wrong"
         assert (row["choices"] is not None) == with_choices

@@ -27,8 +27,8 @@ from datasets import Image as ImageFeature
 from PIL import Image
 
 from adora_vl.data.dataset import read_manifest, stored_rows
-from tests.unit.data_prep.data_prep_support import prepare, refused
-from tests.unit.data_prep.own_data_support import EXPECTED, convert, found, parquet_hub
+from tests.support.geometry3k import prepare, refused
+from tests.support.user_tables import EXPECTED, convert, fields_by_id, parquet_hub
 
 REPOSITORY = Path(__file__).parents[3]
 # commits
@@ -38,7 +38,7 @@ DATASET = "someone/geometry3k"
 
 
 @contextmanager
-def _hub(commits: dict[str, dict[str, bytes]], asked: list[str]) -> Iterator[str]:
+def _hub(commits: dict[str, dict[str, bytes]], requests: list[str]) -> Iterator[str]:
     """The address of a hub whose one dataset has these commits, the last one being `main`."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -54,7 +54,7 @@ def _hub(commits: dict[str, dict[str, bytes]], asked: list[str]) -> Iterator[str
 
         def do_GET(self) -> None:
             path = urlsplit(self.path).path
-            asked.append(path)
+            requests.append(path)
             api = f"/api/datasets/{DATASET}/"
             files = f"/datasets/{DATASET}/resolve/"
             if path.startswith(api):
@@ -145,7 +145,8 @@ class _Client:
         """The exit code and what was said on stderr since the start."""
         words = ["--source", "hub", "--input", DATASET, "--output", str(self._tmp_path / output)]
         command = ["geometry3k", *words, *options]
-        assert self._process.stdin and self._process.stdout
+        assert self._process.stdin
+        assert self._process.stdout
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
         while not (line := self._process.stdout.readline()).strip().isdigit():
@@ -168,8 +169,8 @@ def commits(tmp_path: Path) -> dict[str, dict[str, bytes]]:
 def test_the_manifest_has_the_full_commit_of_what_was_read(
     tmp_path: Path, commits: dict[str, Any]
 ) -> None:
-    asked: list[str] = []
-    with _hub(commits, asked) as endpoint:
+    requests: list[str] = []
+    with _hub(commits, requests) as endpoint:
         client = _Client(endpoint, tmp_path)
         for output, options, commit, problem in (
             ("newest", (), NEW, "Find y."),
@@ -178,18 +179,17 @@ def test_the_manifest_has_the_full_commit_of_what_was_read(
             code, error = client.prepare(output, *options)
             assert code == 0, error
             manifest = read_manifest(tmp_path / output)
-            assert (
-                manifest is not None
-                and manifest["revision"] == commit
-                and manifest["input"] == DATASET
-            )
+            assert manifest is not None
+            assert manifest["revision"] == commit
+            assert manifest["input"] == DATASET
             (row,) = stored_rows(tmp_path / output, "train")
             assert (row["problem"], row["answer"]) == (problem, "2\\sqrt{221}")
         code, error = client.prepare("wrong", "--revision", "v9")
-        assert code == 2 and error.count("error: ") == 1
+        assert code == 2
+        assert error.count("error: ") == 1
         assert f"'{DATASET}' at revision 'v9' cannot be loaded" in error.splitlines()[-1]
         assert not (tmp_path / "wrong").exists()
-    assert not [path for path in asked if path.endswith("README.md")], (
+    assert not [path for path in requests if path.endswith("README.md")], (
         "more than the data was downloaded"
     )
 
@@ -205,12 +205,12 @@ def test_a_hub_id_is_streamed_at_one_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = str(parquet_hub(tmp_path) / "data" / "*.parquet")
-    asked: list[tuple[Any, ...]] = []
+    requests: list[tuple[Any, ...]] = []
 
     def load(
         name: str, subset: str | None, *, revision: str, streaming: bool
     ) -> IterableDatasetDict:
-        asked.append((name, subset, revision, streaming))
+        requests.append((name, subset, revision, streaming))
         stream = load_dataset(
             "parquet", data_files={"train": files, "testmini": files}, streaming=True
         )
@@ -225,15 +225,14 @@ def test_a_hub_id_is_streamed_at_one_commit(
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
     options = ("--name", "mine", "--subset", "all", "--revision", "v1", "--splits", "train=train")
     assert convert("someone/theirs", tmp_path / "out", *options) == 0
-    assert asked == [("someone/theirs", "all", "1" * 40, True)]
+    assert requests == [("someone/theirs", "all", "1" * 40, True)]
     manifest = read_manifest(tmp_path / "out")
-    assert (
-        manifest is not None
-        and manifest["revision"] == "1" * 40
-        and found(tmp_path / "out") == EXPECTED
-    )
+    assert manifest is not None
+    assert manifest["revision"] == "1" * 40
+    assert fields_by_id(tmp_path / "out") == EXPECTED
     assert convert("someone/theirs@v1", tmp_path / "few", "--limit", "2", "--name", "mine") == 0
-    assert len(found(tmp_path / "few")) == 2 and asked[-1][2] == "1" * 40
+    assert len(fields_by_id(tmp_path / "few")) == 2
+    assert requests[-1][2] == "1" * 40
     assert convert("someone/theirs", tmp_path / "no", "--splits", "test=test") == 2
 
 

@@ -28,7 +28,7 @@ def _reading(problem: str) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def _holds(words: str, knight: dict[str, bool]) -> bool:
-    """What a sentence means, written from English and not from the generator's tables."""
+    """Tell whether a sentence is true, read as English and not by the generator's tables."""
     names = re.findall(r"[A-Z]\w+", words)
     first = knight[names[0]]
     last = knight[names[-1]]
@@ -51,12 +51,15 @@ def test_a_puzzle_read_as_english_has_exactly_the_golds_solution(subtests):
     for people in range(2, 9):
         with subtests.test(f"{people}"):
             for row in generate(12, people=(people, people), seed=people):
-                names, said = _reading(row["problem"])
-                assert len(names) == len(said) == people and set(names) <= set(NAMES)
+                names, statements = _reading(row["problem"])
+                assert len(names) == len(statements) == people
+                assert set(names) <= set(NAMES)
                 fitting = []
                 for kinds in product((True, False), repeat=people):
                     knight = dict(zip(names, kinds, strict=True))
-                    if all(_holds(words, knight) == knight[speaker] for speaker, words in said):
+                    if all(
+                        _holds(words, knight) == knight[speaker] for speaker, words in statements
+                    ):
                         fitting.append(
                             ", ".join(
                                 f"{n} is a {'knight' if knight[n] else 'knave'}" for n in names
@@ -69,11 +72,10 @@ def test_a_puzzle_read_as_english_has_exactly_the_golds_solution(subtests):
 
 def test_equal_arguments_give_equal_rows_and_splits_share_no_puzzle():
     assert list(generate(30, seed=4)) == list(generate(30, seed=4))
-    train, test = (
-        {row["problem"] for row in generate(200, split=split, people=(3, 4))}
-        for split in ("train", "test")
-    )
-    assert len(train) == len(test) == 200 and not train & test
+    train = {row["problem"] for row in generate(200, split="train", people=(3, 4))}
+    test = {row["problem"] for row in generate(200, split="test", people=(3, 4))}
+    assert len(train) == len(test) == 200
+    assert not train & test
     in_test = {
         text: int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) < 2**32 / 4
         for text in train | test
@@ -100,11 +102,13 @@ def test_the_benchmark_scores_by_number_of_people(tmp_path):
     )
     options = DataOptions(data=str(tmp_path / "d"), split="test")
     problems = BENCHMARK.load(options).problems
-    assert len(problems) == 4 and not any(problem.n_images for problem in problems)
+    assert len(problems) == 4
+    assert not any(problem.n_images for problem in problems)
     gold = [problem.fields["answer"] for problem in problems]
-    said = [rf"\boxed{{{gold[0]}}}", "?", rf"\boxed{{{gold[2]}}}", rf"\boxed{{{gold[3]}}}"]
+    responses = [rf"\boxed{{{gold[0]}}}", "?", rf"\boxed{{{gold[2]}}}", rf"\boxed{{{gold[3]}}}"]
     rows = [
-        {**problem.fields, "response": text} for problem, text in zip(problems, said, strict=True)
+        {**problem.fields, "response": text}
+        for problem, text in zip(problems, responses, strict=True)
     ]
     score = score_of(BENCHMARK, rows, ScoreOptions()).score
     assert (score["correct"], score["total"]) == (3, 4)
@@ -171,7 +175,8 @@ def prepare(tmp_path: Path, *records: dict[str, Any], words: tuple[str, ...] = (
 def test_rows_become_problems_that_ask_for_a_box_or_for_nothing(tmp_path):
     assert prepare(tmp_path, record()) == 0
     (row,) = load_split(str(tmp_path / "out"), "train")
-    assert row["answer"] == "Ada is a knight, Ben is a knave" and row["images"] == []
+    assert row["answer"] == "Ada is a knight, Ben is a knave"
+    assert row["images"] == []
     assert (
         row["problem"]
         == record()["quiz"] + " Put the answer in a box, like \\boxed{Ada is a knight, ...}."
@@ -198,14 +203,17 @@ def test_a_row_that_does_not_hold_is_named_and_nothing_is_written(capsys, case):
         with case(kind) as folder:
             changed, words = BROKEN[kind]
             assert prepare(folder, record(), record(quiz="Another?", **changed)) == 2
-            said = capsys.readouterr().err
-            assert said.strip().count("\n") == 0 and "row 1 of" in said and words in said
+            stderr = capsys.readouterr().err
+            assert stderr.strip().count("\n") == 0
+            assert "row 1 of" in stderr
+            assert words in stderr
             assert not (folder / "out").exists()
 
 
 def test_the_same_puzzle_twice_and_other_files_are_refused(tmp_path, capsys):
     assert prepare(tmp_path, record(), record()) == 2
-    assert "row 1 of" in (said := capsys.readouterr().err) and "the same puzzle as row 0" in said
+    assert "row 1 of" in (stderr := capsys.readouterr().err)
+    assert "the same puzzle as row 0" in stderr
     assert prepare(tmp_path, {"problem": "1 + 1", "answer": "2"}) == 2
     assert "has no column 'quiz'" in capsys.readouterr().err
     (tmp_path / "kk.parquet").write_bytes(b"no Parquet")
@@ -235,10 +243,10 @@ def test_options_of_the_other_source_are_refused(capsys, case):
         (["--rows", "5", "--people", "5-3"], "'5-3' has the larger number first; write 3-5"),
         (["--rows", "5", "--question", "plain"], "question: plain does not go with --source drawn"),
     ]
-    for words, said in cases:
+    for words, message in cases:
         with case(f"{words!r:.80}") as folder:
             assert main(["knights", "--output", str(folder / "out"), *words]) == 2
-            assert said in capsys.readouterr().err
+            assert message in capsys.readouterr().err
 
 
 @pytest.mark.skipif(

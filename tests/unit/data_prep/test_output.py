@@ -29,13 +29,14 @@ from adora_vl.synthetic.generated import prepare_drawn, synthetic
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main
 from data_prep.survey import survey
-from tests.conftest import Case
-from tests.unit.data_prep.data_prep_support import files, prepare, problem_folder
+from tests.support.cases import Case
+from tests.support.disk import file_contents
+from tests.support.geometry3k import prepare, problem_folder
 
 
-def _prepare(output: Path, rows: int = 3, *more: str) -> int:
+def _prepare(output: Path, rows: int = 3, *options: str) -> int:
     return main(
-        ["synthetic", "--output", str(output), "--rows", str(rows), "--test-rows", "2", *more]
+        ["synthetic", "--output", str(output), "--rows", str(rows), "--test-rows", "2", *options]
     )
 
 
@@ -51,10 +52,10 @@ def _fail_at_row(monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
 
 def test_an_interrupted_preparation_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):
     assert _prepare(tmp_path / "out") == 0
-    before = files(tmp_path / "out")
+    before = file_contents(tmp_path / "out")
     _fail_at_row(monkeypatch, 70)  # a batch of 64 rows is on the disk by then
     assert _prepare(tmp_path / "out", 100, "--overwrite") == _prepare(tmp_path / "new", 100) == 130
-    assert files(tmp_path / "out") == before
+    assert file_contents(tmp_path / "out") == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -69,16 +70,16 @@ def test_a_file_that_cannot_be_read_is_not_called_an_output_that_cannot_be_writt
 def test_an_empty_folder_is_filled_and_the_same_dataset_made_again(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     assert _prepare(tmp_path / "out") == 0
-    before = files(tmp_path / "out")
+    before = file_contents(tmp_path / "out")
     assert _prepare(tmp_path / "out") == 0
-    assert files(tmp_path / "out") == before
+    assert file_contents(tmp_path / "out") == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_another_dataset_is_replaced_only_where_that_is_said(tmp_path, capsys):
     assert _prepare(tmp_path / "out") == 0
-    before = files(tmp_path / "out")
-    others = {
+    before = file_contents(tmp_path / "out")
+    commands = {
         "rows 3, this one 5": ["synthetic", "--rows", "5", "--test-rows", "2"],
         "seed 0, this one 1": ["synthetic", "--rows", "3", "--test-rows", "2", "--seed", "1"],
         "size 56, this one 112": [
@@ -94,15 +95,18 @@ def test_another_dataset_is_replaced_only_where_that_is_said(tmp_path, capsys):
         ],
         "source 'synthetic', this one 'knights'": ["knights", "--rows", "3", "--test-rows", "2"],
     }
-    for difference, words in others.items():
+    for difference, words in commands.items():
         capsys.readouterr()
         assert main([*words, "--output", str(tmp_path / "out")]) == 2
         error = capsys.readouterr().err
-        assert difference in error and "--overwrite" in error and error.count("\n") == 1
-        assert files(tmp_path / "out") == before
+        assert difference in error
+        assert "--overwrite" in error
+        assert error.count("\n") == 1
+        assert file_contents(tmp_path / "out") == before
     assert _prepare(tmp_path / "out", 5, "--overwrite") == 0
     manifest = read_manifest(tmp_path / "out")
-    assert manifest is not None and manifest["counts"] == {"train": 5, "test": 2}
+    assert manifest is not None
+    assert manifest["counts"] == {"train": 5, "test": 2}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -116,15 +120,13 @@ def test_a_folder_that_is_not_ours_is_refused_and_kept(
             (output / "thesis.tex").write_text("years of work")
             if manifest is not None:
                 (output / "manifest.json").write_text(manifest)
-            before = files(output)
+            before = file_contents(output)
             assert _prepare(output) == 2
             error = capsys.readouterr().err
-            assert (
-                error.startswith("error: output: ")
-                and error.count("\n") == 1
-                and str(output) in error
-            )
-            assert files(output) == before
+            assert error.startswith("error: output: ")
+            assert error.count("\n") == 1
+            assert str(output) in error
+            assert file_contents(output) == before
             assert [path.name for path in folder.iterdir()] == ["out"]
 
 
@@ -139,7 +141,8 @@ def test_a_strangers_file_in_a_prepared_folder_is_not_deleted(tmp_path, capsys):
 def test_the_manifest_says_what_is_in_the_folder_and_nothing_of_the_clock(tmp_path: Path) -> None:
     manifest = prepare_drawn(tmp_path / "out", synthetic(rows=3, test_rows=2, seed=4))
     assert json.loads((tmp_path / "out" / "manifest.json").read_text()) == manifest
-    assert manifest["files"] == file_hashes(tmp_path / "out") and len(manifest["files"]) == 2
+    assert manifest["files"] == file_hashes(tmp_path / "out")
+    assert len(manifest["files"]) == 2
     assert manifest["arguments"] == {
         "rows": 3,
         "test_rows": 2,
@@ -212,7 +215,7 @@ def test_kill_9_in_the_middle_leaves_the_old_output_and_the_next_run_clears_up(
     output = tmp_path / "out"
     problem_folder(tmp_path / "raw")
     assert prepare("intergps", tmp_path / "raw", output) == 0
-    before = files(output)
+    before = file_contents(output)
     process = subprocess.Popen(
         _synthetic(output, 100_000), cwd=REPOSITORY, stderr=subprocess.DEVNULL
     )
@@ -229,11 +232,11 @@ def test_kill_9_in_the_middle_leaves_the_old_output_and_the_next_run_clears_up(
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert files(output) == before
+    assert file_contents(output) == before
     assert partial.is_dir()  # nobody could remove it yet
     assert prepare("intergps", tmp_path / "raw", output) == 0
     assert not _partials(output)
-    assert files(output) == before
+    assert file_contents(output) == before
 
 
 @pytest.mark.slow
@@ -274,12 +277,12 @@ def test_kill_9_of_a_preparation_ends_its_workers(tmp_path: Path) -> None:
 
 def _members(session: int) -> list[int]:
     """The living processes of a session."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             fields = (path / "stat").read_text().rsplit(")", 1)[1].split()
         except OSError:
             continue
         if int(fields[3]) == session and fields[0] != "Z":
-            found.append(int(path.name))
-    return found
+            pids.append(int(path.name))
+    return pids

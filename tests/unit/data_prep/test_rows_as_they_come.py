@@ -16,9 +16,10 @@ from adora_vl.conversion.convert import ensure_converted
 from adora_vl.conversion.placeholders import Placed, place_images
 from adora_vl.data.dataset import read_manifest
 from data_prep.cli import main
-from tests.conftest import Case
-from tests.unit.data_prep.data_prep_support import drawing, encoded, quarantined, refused
-from tests.unit.data_prep.own_data_support import PICTURES, convert, jsonl, kept, table
+from tests.support.cases import Case
+from tests.support.geometry3k import quarantined, refused
+from tests.support.pictures import drawing, encoded
+from tests.support.user_tables import PICTURES, convert, rows_of, write_cells, write_jsonl
 
 COLUMNS = ("problem=q", "answer=a", "images=i", "choices=c")
 HOW_LONG = {"type": "text", "text": "How long is AB?", "image": None, "image_url": None}
@@ -28,7 +29,7 @@ ONE = {"q": "Find x.", "a": "5", "i": "pics/0.png"}
 def noted(output: Path) -> dict[str, int]:
     manifest = read_manifest(output)
     assert manifest is not None
-    return {name: found["rows"] for name, found in manifest.get("noted", {}).items()}
+    return {name: note["rows"] for name, note in manifest.get("noted", {}).items()}
 
 
 def test_each_mark_of_an_image_is_the_place_of_one(subtests: pytest.Subtests) -> None:
@@ -59,14 +60,14 @@ def test_each_mark_of_an_image_is_the_place_of_one(subtests: pytest.Subtests) ->
     for text, images, placed, order, parts in cases:
         with subtests.test(text):
             assert place_images(text, images) == Placed(placed, order, parts)
-    for text, images, said in [
+    for text, images, message in [
         ("See <image1>.", 0, "has <image1> and the row no image; put the picture in"),
         ("See [image].", 0, "has [image] and the row no image; put the picture in"),
         ("<image> <image>", 1, "has 2 <image> and the row 1 image; give as many"),
         ("<image> <image2>", 2, "with and without numbers; number all of them"),
     ]:
         with subtests.test(text):
-            assert said in str(place_images(text, images))
+            assert message in str(place_images(text, images))
 
 
 def test_numbered_images_reach_the_row_in_the_order_of_their_places(tmp_path, capsys):
@@ -76,20 +77,23 @@ def test_numbered_images_reach_the_row_in_the_order_of_their_places(tmp_path, ca
         {"q": "Which is as <image1>?", "a": "B", "i": "pics/3.png", "c": ["<image2>", "<image3>"]},
         {"q": "Where is <image1>?", "a": "4", "i": ""},
     ]
-    source = jsonl(tmp_path / "in", rows)
+    source = write_jsonl(tmp_path / "in", rows)
     assert convert(source, tmp_path / "out", "--allow-quarantined", "0.5", columns=COLUMNS) == 0
-    first, second, third = kept(tmp_path / "out")
+    first, second, third = rows_of(tmp_path / "out")
     assert [image["bytes"] for image in first["images"]] == [PICTURES[1], PICTURES[0]]
-    assert second["problem"] == "Is <image> as image 2?" and third["choices"] == [
+    assert second["problem"] == "Is <image> as image 2?"
+    assert third["choices"] == [
         "image 2",
         "image 3",
     ]
     (line,) = quarantined(tmp_path / "out")
-    assert line["reason"] == "placeholder" and "<image1> and the row no image" in line["detail"]
+    assert line["reason"] == "placeholder"
+    assert "<image1> and the row no image" in line["detail"]
     assert "line 7 of mine.jsonl" in line["detail"], "its lines have an empty one between them"
     assert noted(tmp_path / "out") == {"parts": 1, "options": 1}
-    said = capsys.readouterr().out
-    assert "noted: 1 of the rows number more images" in said and line["detail"] in said
+    output = capsys.readouterr().out
+    assert "noted: 1 of the rows number more images" in output
+    assert line["detail"] in output
     assert convert(source, tmp_path / "without", columns=("problem=q", "answer=a")) == 2
     assert "name the column with the pictures, images=COLUMN" in capsys.readouterr().err
 
@@ -104,37 +108,41 @@ def test_nothing_in_a_cell_is_no_image_and_no_choices(case: Case) -> None:
             rows.append({"q": "Find x.", "a": "5", "i": "pics/0.png", "c": ""})
             if form == "jsonl":
                 rows.append({"q": "What is 9?", "a": "5"})
-            jsonl(folder / "in")  # for its pictures
+            write_jsonl(folder / "in")  # for its pictures
             source = (
-                jsonl(folder / "in", rows) if form == "jsonl" else table(folder / "in", "csv", rows)
+                write_jsonl(folder / "in", rows)
+                if form == "jsonl"
+                else write_cells(folder / "in", "csv", rows)
             )
             assert convert(source, folder / "out", columns=COLUMNS) == 0
-            found = kept(folder / "out")
-            assert [len(row["images"]) for row in found] == [0, 0, 0, 0, 1, 0][: len(rows)]
-            assert not any(row["choices"] for row in found)
+            stored = rows_of(folder / "out")
+            assert [len(row["images"]) for row in stored] == [0, 0, 0, 0, 1, 0][: len(rows)]
+            assert not any(row["choices"] for row in stored)
             assert noted(folder / "out") == {"without_image": len(rows) - 1}
 
 
 def test_questions_that_differ_in_a_sign_are_no_leak(tmp_path: Path) -> None:
     for split, sign in (("train", "+"), ("test", "-")):
-        source = jsonl(tmp_path / "in", [{"q": f"What is 2 {sign} 3?", "a": "5"}])
+        source = write_jsonl(tmp_path / "in", [{"q": f"What is 2 {sign} 3?", "a": "5"}])
         source.rename(tmp_path / "in" / f"{split}.jsonl")
     assert convert(tmp_path / "in", tmp_path / "out", columns=COLUMNS[:2]) == 0
-    assert len(kept(tmp_path / "out")) == 1 and not (tmp_path / "out" / "quarantine.jsonl").exists()
+    assert len(rows_of(tmp_path / "out")) == 1
+    assert not (tmp_path / "out" / "quarantine.jsonl").exists()
 
 
 def test_an_answer_that_nobody_can_meet_is_refused_with_what_to_write(tmp_path, capsys):
     rows = [{"q": f"Find x{n}.", "a": answer} for n, answer in enumerate(["5", "$5", "3,5", "5'"])]
-    source = table(tmp_path / "in", "csv", rows)
+    source = write_cells(tmp_path / "in", "csv", rows)
     assert convert(source, tmp_path / "out", "--allow-quarantined", "1", columns=COLUMNS[:2]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for line, answer, remedy in (
         (3, "$5", "5 for $5"),
         (4, "3,5", "write 3.5"),
         (5, "5'", "number alone"),
     ):
-        (told,) = [text for text in said.splitlines() if f"line {line} of mine.csv" in text]
-        assert repr(answer) in told and remedy in told
+        (message,) = [text for text in output.splitlines() if f"line {line} of mine.csv" in text]
+        assert repr(answer) in message
+        assert remedy in message
 
 
 def test_a_line_is_counted_as_the_file_does(tmp_path: Path) -> None:
@@ -153,7 +161,7 @@ def test_a_line_is_counted_as_the_file_does(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text(
         json.dumps([{"q": "1?", "a": "1"}, {"q": "2?", "a": "nan"}])
     )
-    for name, place in (("parquet", "row 2"), ("json", "item 2")):
+    for name, position in (("parquet", "row 2"), ("json", "item 2")):
         output = tmp_path / f"out.{name}"
         assert (
             convert(
@@ -161,7 +169,7 @@ def test_a_line_is_counted_as_the_file_does(tmp_path: Path) -> None:
             )
             == 0
         )
-        assert f"{place} of mine.{name}" in quarantined(output)[0]["detail"]
+        assert f"{position} of mine.{name}" in quarantined(output)[0]["detail"]
 
 
 SAID = "Reason first, in <think> </think> tags. Put the final answer in \\boxed{}."
@@ -170,9 +178,10 @@ SAID = "Reason first, in <think> </think> tags. Put the final answer in \\boxed{
 def test_rows_of_other_trainers_are_read_as_they_are(
     case: Case, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As their own pages have them: verl's examples/data_preprocess/geo3k.py, EasyR1's data set,
-    ms-swift's pages Custom-dataset and GRPO-Multi-Modal-Training, and the set of R1-V that the
-    latter names.
+    """The rows are those of other trainers' own pages.
+
+    verl's examples/data_preprocess/geo3k.py, EasyR1's data set, ms-swift's pages Custom-dataset and
+    GRPO-Multi-Modal-Training, and the set of R1-V that the latter names.
     """
     count = (
         "Output the thinking process in <think> </think> and\n"
@@ -189,13 +198,13 @@ def test_rows_of_other_trainers_are_read_as_they_are(
         "extra_info": {"split": "train", "index": 0, "answer": "3", "question": "<image>Find x."},
     }
     brief = [{"role": "system", "content": "Be brief."}, *geo3k["prompt"]]
-    asked = {
+    conversation = {
         "messages": [{"role": "user", "content": f"How many? {count}"}],
         "images": ["pics/0.png"],
     }
     system = {"role": "system", "content": "You are a useful and harmless math calculator"}
     plain = {"images": ["pics/0.png"], "answer": "3"}
-    said = f"<image>Find x. {SAID}"
+    question = f"<image>Find x. {SAID}"
     rows: list[
         tuple[str, dict[str, Any], str, str, int]
     ] = [  # the problem, the instruction behind it, its images
@@ -208,8 +217,8 @@ def test_rows_of_other_trainers_are_read_as_they_are(
             1,
         ),
         ("easyr1", {**plain, "problem": "<image>Find x."}, "Find x.", "", 1),
-        ("easyr1", {**plain, "prompt": said}, "Find x.", SAID, 1),
-        ("swift", {**asked, "solution": "<answer> 3 </answer>"}, "How many?", count, 1),
+        ("easyr1", {**plain, "prompt": question}, "Find x.", SAID, 1),
+        ("swift", {**conversation, "solution": "<answer> 3 </answer>"}, "How many?", count, 1),
         (
             "swift",
             {"messages": [system, {"role": "user", "content": "1 + 2?"}], "solution": "3"},
@@ -248,8 +257,8 @@ def test_rows_of_other_trainers_are_read_as_they_are(
     ]
     for form, row, problem, instruction, images in rows:
         with case(f"{form} {row}") as folder:
-            words = ["convert", "--preset", form, "--input", str(jsonl(folder / "in", [row]))]
-            for option, whole, noted_as in (
+            words = ["convert", "--preset", form, "--input", str(write_jsonl(folder / "in", [row]))]
+            for option, expected_problem, noted_as in (
                 ([], f"{problem} {instruction}".strip(), "--drop-instruction takes it off"),
                 (["--drop-instruction"], problem, "it was taken off"),
             ):
@@ -258,9 +267,9 @@ def test_rows_of_other_trainers_are_read_as_they_are(
                     main([*words, *option, "--output", str(folder / "".join(["out", *option]))])
                     == 0
                 )
-                (found,) = kept(folder / "".join(["out", *option]))
-                assert (found["problem"], found["answer"], len(found["images"])) == (
-                    whole,
+                (stored,) = rows_of(folder / "".join(["out", *option]))
+                assert (stored["problem"], stored["answer"], len(stored["images"])) == (
+                    expected_problem,
                     "3",
                     images,
                 )
@@ -288,7 +297,7 @@ def test_pictures_inside_of_a_conversation(case: Case) -> None:
     }.items():
         with case(name) as folder:
             part = json.loads(json.dumps(part).replace("FOLDER", str(folder / "in")))
-            source = jsonl(folder / "in", [_asked([part, HOW_LONG])])
+            source = write_jsonl(folder / "in", [_asked([part, HOW_LONG])])
             assert (
                 main(
                     [
@@ -303,10 +312,9 @@ def test_pictures_inside_of_a_conversation(case: Case) -> None:
                 )
                 == 0
             )
-            (row,) = kept(folder / "out")
-            assert row["problem"] == "How long is AB?" and [i["bytes"] for i in row["images"]] == [
-                PICTURES[0]
-            ]
+            (row,) = rows_of(folder / "out")
+            assert row["problem"] == "How long is AB?"
+            assert [i["bytes"] for i in row["images"]] == [PICTURES[0]]
 
 
 def test_pictures_of_a_conversation_keep_their_places_and_come_from_nowhere_else(
@@ -343,17 +351,17 @@ def test_pictures_of_a_conversation_keep_their_places_and_come_from_nowhere_else
                 "--preset",
                 "swift",
                 "--input",
-                str(jsonl(folder / "in", [row])),
+                str(write_jsonl(folder / "in", [row])),
                 "--output",
                 str(folder / "out"),
             ]
             assert main(["convert", *words]) == 0
-            (found,) = kept(folder / "out")
-            assert found["problem"] == "Is <image> or <image>"
-            assert [image["bytes"] for image in found["images"]] == [
+            (stored,) = rows_of(folder / "out")
+            assert stored["problem"] == "Is <image> or <image>"
+            assert [image["bytes"] for image in stored["images"]] == [
                 PICTURES[number] for number in pictures
             ]
-    for address, reason, said in [
+    for address, reason, message in [
         (
             "https://example.org/a.png",
             "not_a_file",
@@ -378,24 +386,24 @@ def test_pictures_of_a_conversation_keep_their_places_and_come_from_nowhere_else
             row = _asked(
                 [picture, text, {"type": "image_url", "image_url": {"url": address}}], **both
             )
-            source = jsonl(folder / "in", [{"query": "1 + 1?", "solution": "2"}, row])
+            source = write_jsonl(folder / "in", [{"query": "1 + 1?", "solution": "2"}, row])
             words = ["--preset", "swift", "--input", str(source), "--allow-quarantined", "0.5"]
             assert main(["convert", *words, "--output", str(folder / "out")]) == 0
             (line,) = quarantined(folder / "out")
-            assert line["reason"] == reason and said in line["detail"], line
+            assert line["reason"] == reason and message in line["detail"], line
 
 
 def test_a_picture_in_a_conversation_that_changes_makes_the_data_set_of_a_config_anew(
     tmp_path: Path,
 ) -> None:
-    source = jsonl(
+    source = write_jsonl(
         tmp_path / "in", [_asked([{"type": "image", "image": "file://pics/0.png"}, HOW_LONG])]
     )
     columns = {"problem": "messages", "answer": "solution"}
     folder = ensure_converted(str(source), columns, tmp_path / "cache")
     (tmp_path / "in" / "pics" / "0.png").write_bytes(encoded(drawing(7, 64)))
     assert ensure_converted(str(source), columns, tmp_path / "cache") == folder
-    assert [image["bytes"] for image in kept(folder)[0]["images"]] == [encoded(drawing(7, 64))]
+    assert [image["bytes"] for image in rows_of(folder)[0]["images"]] == [encoded(drawing(7, 64))]
 
 
 def _asked(
@@ -465,17 +473,19 @@ COUNTED: dict[
 def test_an_answer_graded_otherwise_than_meant_is_counted(
     case: Case, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, (said, rows) in COUNTED.items():
+    for name, (message, rows) in COUNTED.items():
         for problem, answer, counted in rows:
             with case(f"{problem} {answer}") as folder:
-                source = jsonl(folder / "in", [{"q": problem, "a": answer, "i": "pics/0.png"}])
+                source = write_jsonl(
+                    folder / "in", [{"q": problem, "a": answer, "i": "pics/0.png"}]
+                )
                 capsys.readouterr()
                 convert(source, folder / "out", "--allow-quarantined", "1", columns=COLUMNS[:3])
                 assert noted(folder / "out").get(name, 0) == counted
-                assert (said in capsys.readouterr().out) == bool(counted)
+                assert (message in capsys.readouterr().out) == bool(counted)
     with case("choices") as folder:
         row = {"q": "How long?", "a": "A", "i": "pics/0.png", "c": ["3 hours", "4 hours"]}
-        assert convert(jsonl(folder / "in", [row]), folder / "out", columns=COLUMNS) == 0
+        assert convert(write_jsonl(folder / "in", [row]), folder / "out", columns=COLUMNS) == 0
         assert "words" not in noted(folder / "out"), "its letter is an answer"
 
 
@@ -496,18 +506,18 @@ def test_a_column_inside_another_is_named_with_a_dot(
             if form == "parquet":
                 pq.write_table(pa.Table.from_pylist(rows), source)
             elif form == "csv":
-                table(
+                write_cells(
                     folder / "in",
                     form,
                     [{name: json.dumps(value) for name, value in row.items()} for row in rows],
                 )
             else:
-                jsonl(folder / "in", rows)
+                write_jsonl(folder / "in", rows)
             assert convert(source, folder / "out", columns=("problem=m", "answer=r.g.t")) == 0
-            assert [row["problem"] for row in kept(folder / "out")] == [
+            assert [row["problem"] for row in rows_of(folder / "out")] == [
                 f"What is {n}?" for n in range(3)
             ]
-            assert [row["answer"] for row in kept(folder / "out")] == ["0", "1", "2"]
+            assert [row["answer"] for row in rows_of(folder / "out")] == ["0", "1", "2"]
             capsys.readouterr()
             code = convert(source, folder / "no", columns=("problem=m", "answer=s.g"))
             assert "has no column 's.g'" in refused(code, folder / "no", capsys)
@@ -519,7 +529,7 @@ def test_a_conversation_of_several_questions_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     turns = [{"role": role, "content": "What?"} for role in ("user", "assistant", "user")]
-    source = jsonl(tmp_path / "in", [{"q": turns, "a": "5"}])
+    source = write_jsonl(tmp_path / "in", [{"q": turns, "a": "5"}])
     code = convert(source, tmp_path / "out", columns=COLUMNS[:2])
     assert "make it a text, or a conversation with one question, in line 1" in refused(
         code, tmp_path / "out", capsys
@@ -555,9 +565,9 @@ def test_contradicting_rows_are_left_out_by_name_and_repeats_are_counted(tmp_pat
         {"q": "Which?", "a": "A", "c": ["1", "2"]},
         {"q": "Which?", "a": "A", "c": ["3", "4"]},
     ]
-    source = jsonl(tmp_path / "in", rows)
+    source = write_jsonl(tmp_path / "in", rows)
     assert convert(source, tmp_path / "out", "--allow-quarantined", "0.5", columns=COLUMNS) == 0
-    assert [row["id"] for row in kept(tmp_path / "out")] == [
+    assert [row["id"] for row in rows_of(tmp_path / "out")] == [
         f"mine/train/{n}" for n in range(3, 11)
     ]
     assert (
@@ -572,12 +582,13 @@ def test_contradicting_rows_are_left_out_by_name_and_repeats_are_counted(tmp_pat
         in lines[2]["detail"]
     )
     manifest = read_manifest(tmp_path / "out")
-    assert manifest is not None and manifest["counts"] == {"train": 8}
+    assert manifest is not None
+    assert manifest["counts"] == {"train": 8}
     assert not (tmp_path / "out" / "again").exists()
 
 
 def test_a_test_share_is_of_questions_so_that_no_row_is_lost(tmp_path: Path) -> None:
-    jsonl(tmp_path / "in")
+    write_jsonl(tmp_path / "in")
     rows: list[dict[str, Any]] = []
     for n in range(10):
         (tmp_path / "in" / f"{n}.png").write_bytes(encoded(drawing(n, 60)))
@@ -585,29 +596,29 @@ def test_a_test_share_is_of_questions_so_that_no_row_is_lost(tmp_path: Path) -> 
         rows.append(
             {"q": [{"role": "user", "content": "find x"}], "a": str(n), "i": [f"{n}.png", "0.png"]}
         )
-    source = jsonl(tmp_path / "in", rows)
+    source = write_jsonl(tmp_path / "in", rows)
     assert convert(source, tmp_path / "out", "--test-share", "0.2", columns=COLUMNS[:3]) == 0
-    held = kept(tmp_path / "out", "test")
-    left = kept(tmp_path / "out")
-    assert (len(held), len(left)) == (4, 16) and not {row["answer"] for row in held} & {
-        row["answer"] for row in left
-    }
+    test_rows = rows_of(tmp_path / "out", "test")
+    train_rows = rows_of(tmp_path / "out")
+    assert (len(test_rows), len(train_rows)) == (4, 16)
+    assert not {row["answer"] for row in test_rows} & {row["answer"] for row in train_rows}
 
 
 def test_a_file_called_test_may_be_named_another_split(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"q": f"What is {n}?", "a": n} for n in range(10)]
-    source = jsonl(tmp_path / "in", rows).rename(tmp_path / "in" / "test.jsonl")
-    said = refused(
+    source = write_jsonl(tmp_path / "in", rows).rename(tmp_path / "in" / "test.jsonl")
+    message = refused(
         convert(source, tmp_path / "out", "--test-share", "0.2", columns=COLUMNS[:2]),
         tmp_path / "out",
         capsys,
     )
-    assert "test.jsonl is the split test by its name" in said and "--split-name train" in said
+    assert "test.jsonl is the split test by its name" in message
+    assert "--split-name train" in message
     options = ("--test-share", "0.2", "--split-name", "train")
     assert convert(source, tmp_path / "out", *options, columns=COLUMNS[:2]) == 0
-    assert (len(kept(tmp_path / "out")), len(kept(tmp_path / "out", "test"))) == (8, 2)
-    jsonl(tmp_path / "in", rows).rename(tmp_path / "in" / "train.jsonl")
+    assert (len(rows_of(tmp_path / "out")), len(rows_of(tmp_path / "out", "test"))) == (8, 2)
+    write_jsonl(tmp_path / "in", rows).rename(tmp_path / "in" / "train.jsonl")
     code = convert(tmp_path / "in", tmp_path / "no", "--split-name", "train", columns=COLUMNS[:2])
     assert "is for one table" in refused(code, tmp_path / "no", capsys)

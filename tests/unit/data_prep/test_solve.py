@@ -22,7 +22,7 @@ from adora_vl.utils.errors import UserError
 from data_prep.cli import main
 from data_prep.question_words import question_in_words
 from data_prep.variants import variants_of
-from tests.unit.geometry.geometry_support import form
+from tests.support.geometry_forms import form
 
 ROOT = Path(__file__).parents[3]
 SIDES = ["AB", "BC", "CA"]
@@ -57,9 +57,9 @@ FORMS = {
 
 
 def _written(folder: Path, forms: Mapping[str, Any] = FORMS) -> Path:
-    place = folder / "forms.json"
-    place.write_text(json.dumps(forms))
-    return place
+    path = folder / "forms.json"
+    path.write_text(json.dumps(forms))
+    return path
 
 
 def test_labels_that_the_facts_contradict_are_listed_first(
@@ -94,16 +94,18 @@ def test_labels_that_the_facts_contradict_are_listed_first(
     ]
     assert list(rows["1"]) == fields
     assert (rows["1"]["answer"], rows["1"]["agrees"], rows["2"]["agrees"]) == ("13", True, False)
-    assert rows["3"]["status"] == "open" and rows["4"]["status"] == "conflict"
-    assert rows["2500"]["answer"] is None and rows["2500"]["agrees"] is True
+    assert rows["3"]["status"] == "open"
+    assert rows["4"]["status"] == "conflict"
+    assert rows["2500"]["answer"] is None
+    assert rows["2500"]["agrees"] is True
 
 
 def test_what_the_picture_shows_counts_where_it_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen = {"1": _form(RIGHT[:2], "Find(LengthOf(Line(B, C)))")}
-    for more, answered in (([], 0), (["--looks"], 1)):
-        assert main(["solve", str(_written(tmp_path, seen)), *more]) == 0
+    forms = {"1": _form(RIGHT[:2], "Find(LengthOf(Line(B, C)))")}
+    for options, answered in (([], 0), (["--looks"], 1)):
+        assert main(["solve", str(_written(tmp_path, forms)), *options]) == 0
         assert f"answered: {answered} of 1" in capsys.readouterr().out
 
 
@@ -119,7 +121,7 @@ def test_a_text_is_answered_with_a_picture(
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("facts.txt", "AB paralel CD, find AB", "did you mean 'parallel'?"),
         ("forms.json", "{", "is not JSON"),
@@ -130,12 +132,13 @@ def test_a_text_is_answered_with_a_picture(
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str, message: str
 ) -> None:
     (tmp_path / name).write_text(content)
     assert main(["solve", str(tmp_path / name), "--output", str(tmp_path / "out.jsonl")]) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    assert message in error
+    assert error.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == [name]
 
 
@@ -156,27 +159,24 @@ def test_solved_problems_become_rows_with_their_figures(
     assert "1 problem left out: they are open" in capsys.readouterr().out
     rows = {row["id"]: row for split in ("train", "test") for row in stored_rows(output, split)}
     assert set(rows) == {"geometry3k/train/1", "geometry3k/train/2", "geometry3k/test/2500"}
-    assert (
-        rows["geometry3k/train/1"]["problem"] == "Find BC."
-        and rows["geometry3k/train/1"]["answer"] == "13"
-    )
+    assert rows["geometry3k/train/1"]["problem"] == "Find BC."
+    assert rows["geometry3k/train/1"]["answer"] == "13"
     rounded = rows["geometry3k/test/2500"]
-    assert (
-        rounded["problem"] == "Find AB. Round to the nearest hundredth."
-        and rounded["answer"] == "11.78"
-    )
+    assert rounded["problem"] == "Find AB. Round to the nearest hundredth."
+    assert rounded["answer"] == "11.78"
     for row in rows.values():
         assert residual_of(figure_from(row["figure"])) < 1e-6
-        assert row["figure"] not in row["problem"] and "figure" not in row["problem"]
+        assert row["figure"] not in row["problem"]
+        assert "figure" not in row["problem"]
 
 
 def test_a_stored_figure_that_misses_its_facts_is_refused() -> None:
-    found = verdict(
+    solved = verdict(
         form({"A": 0j, "B": 300 + 0j, "C": 190j}, SIDES, RIGHT, "Find(LengthOf(Line(B, C)))")
     )
-    assert found.figure is not None
-    assert figure_from(written(found.figure)) == found.figure
-    moved = replace(found.figure, at={**found.figure.at, "C": (9.0, 9.0)})
+    assert solved.figure is not None
+    assert figure_from(written(solved.figure)) == solved.figure
+    moved = replace(solved.figure, at={**solved.figure.at, "C": (9.0, 9.0)})
     with pytest.raises(ValueError, match="does not fulfil its facts"):
         figure_from(written(moved))
 
@@ -195,21 +195,20 @@ def test_variants_are_decided_by_seed_and_number_and_solved_by_their_own_facts(
         str(folder),
     ]
     assert main([*source, "--workers", "1", "--keep-leaks"]) == 0
-    made = {}
-    for name, more in (("all", []), ("some", ["--limit", "3"]), ("two", ["--workers", "2"])):
+    rows = {}
+    for name, options in (("all", []), ("some", ["--limit", "3"]), ("two", ["--workers", "2"])):
         output = tmp_path / name
         arguments = ["variants", str(folder), "--output", str(output), "--per", "4", "--seed", "5"]
-        assert main([*arguments, *(["--workers", "1"] if name != "two" else []), *more]) == 0
-        made[name] = list(stored_rows(output, "train"))
-    assert made["all"] == made["two"] and made["all"][:3] == made["some"]
-    assert len(made["all"]) >= 6
-    for row in made["all"]:
+        assert main([*arguments, *(["--workers", "1"] if name != "two" else []), *options]) == 0
+        rows[name] = list(stored_rows(output, "train"))
+    assert rows["all"] == rows["two"]
+    assert rows["all"][:3] == rows["some"]
+    assert len(rows["all"]) >= 6
+    for row in rows["all"]:
         original, _, number = row["id"].partition("~")
-        assert (
-            row["meta"]["family"] == "variant"
-            and row["meta"]["kind"] == original
-            and number.isdecimal()
-        )
+        assert row["meta"]["family"] == "variant"
+        assert row["meta"]["kind"] == original
+        assert number.isdecimal()
         figure = figure_from(row["figure"])
         again = verdict(figure.form, looks=False)
         assert again.status == "answered"
@@ -236,7 +235,7 @@ def test_variants_are_decided_by_seed_and_number_and_solved_by_their_own_facts(
 
 def _is_refused_in_training(folder: Path) -> None:
     """Neither the folder nor its rows, from wherever they come, can be trained on."""
-    script = AdoraScriptArguments(dataset_name=str(folder), dataset_train_split="test")
+    script = AdoraScriptArguments(dataset_name=[str(folder)], dataset_train_split="test")
     with pytest.raises(UserError, match="written with --for-evaluation") as refusal:
         load_rows(script, folders=[str(folder)], seed=0)
     assert str(folder) in str(refusal.value) and "\n" not in str(refusal.value)

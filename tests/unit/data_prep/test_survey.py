@@ -14,7 +14,8 @@ from adora_vl.synthetic.generate import generate
 from data_prep.cli import main
 from data_prep.survey import survey
 from tests.support.browser import Browser, Tags, assert_that_it_runs
-from tests.unit.data_prep.data_prep_support import encoded, prepare, problem_folder
+from tests.support.geometry3k import prepare, problem_folder
+from tests.support.pictures import encoded
 
 pytestmark = pytest.mark.slow
 
@@ -30,8 +31,10 @@ def _table(text: str) -> list[list[str]]:
 
 
 def _dataset(folder: Path, problem: str = "Find x.", rows: int = 6, **changed: Any) -> Path:
-    made = [{**row, "problem": problem, **changed} for row in generate(rows, size=112, choices=2)]
-    write_split(made, folder, "train")
+    problems = [
+        {**row, "problem": problem, **changed} for row in generate(rows, size=112, choices=2)
+    ]
+    write_split(problems, folder, "train")
     write_manifest(
         folder,
         {"source": "synthetic", "input": problem, "revision": None, "arguments": {}},
@@ -46,7 +49,7 @@ def test_the_real_rows_are_counted_and_measured(geometry3k_raw, tmp_path, capsys
     """
     assert prepare("intergps", geometry3k_raw, tmp_path / "out") == 0
     assert main(["inspect", str(tmp_path / "out")]) == 0
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     for line in (
         ["Circle", "2"],
         ["Parallelogram", "1"],
@@ -57,10 +60,10 @@ def test_the_real_rows_are_counted_and_measured(geometry3k_raw, tmp_path, capsys
         ["p95", "352"],
         ["max", "352"],
     ):
-        assert line in _table(shown), line
+        assert line in _table(output), line
     tokens = [9 * 9, 12 * 9, 10 * 5, 22 * 16, 8 * 11, 20 * 14]
     assert list(survey(tmp_path / "out").splits["train"].tokens) == tokens
-    assert "79  geometry3k/train/11: In \\odot X" in shown
+    assert "79  geometry3k/train/11: In \\odot X" in output
     assert (tmp_path / "out.html").is_file()
 
 
@@ -71,13 +74,16 @@ def test_longest_problems_in_tokens_of_a_model(
 
     _dataset(tmp_path / "data", "Find the measure of a base angle.")
     assert main(["inspect", str(tmp_path / "data"), "--text-only", "--model", str(PRETRAINED)]) == 0
-    shown = capsys.readouterr().out
-    assert f"tokens of {PRETRAINED}" in shown and not (tmp_path / "data.html").exists()
-    found = survey(tmp_path / "data", model=str(PRETRAINED)).splits["train"].longest
-    assert len(found) == 5 and 3 < found[0][0] < len("Find the measure of a base angle.")
+    output = capsys.readouterr().out
+    assert f"tokens of {PRETRAINED}" in output
+    assert not (tmp_path / "data.html").exists()
+    longest = survey(tmp_path / "data", model=str(PRETRAINED)).splits["train"].longest
+    assert len(longest) == 5
+    assert 3 < longest[0][0] < len("Find the measure of a base angle.")
     assert main(["inspect", str(tmp_path / "data"), "--model", str(tmp_path / "none")]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: model: ") and error.count("\n") == 1
+    assert error.startswith("error: model: ")
+    assert error.count("\n") == 1
 
 
 def test_a_row_cannot_command_the_terminal(
@@ -85,13 +91,11 @@ def test_a_row_cannot_command_the_terminal(
 ) -> None:
     _dataset(tmp_path / "data", "Find \x1b[31mx\x1b]0;owned\x07\u202e.")
     assert main(["inspect", str(tmp_path / "data"), "--text-only"]) == 0
-    shown = capsys.readouterr().out
-    assert (
-        "\x1b" not in shown
-        and "\x07" not in shown
-        and "\u202e" not in shown
-        and "Find  [31mx" in shown
-    )
+    output = capsys.readouterr().out
+    assert "\x1b" not in output
+    assert "\x07" not in output
+    assert "\u202e" not in output
+    assert "Find  [31mx" in output
 
 
 @pytest.fixture
@@ -116,11 +120,11 @@ def attacked(tmp_path: Path) -> Path:
 
 def test_the_page_is_self_contained_and_holds_texts_as_text(attacked: Path) -> None:
     page = Tags(attacked.read_text())
-    known = (
+    allowed_tags = (
         "html head meta title style body h1 h2 h3 nav a div figure figcaption img article p ol "
         "li dl dt dd pre"
     )
-    assert {tag for tag, _ in page.tags} <= set(known.split())
+    assert {tag for tag, _ in page.tags} <= set(allowed_tags.split())
     for _, attributes in page.tags:
         assert not [name for name in attributes if name.startswith("on")]
         assert (attributes.get("src") or "data:image/").startswith("data:image/")
@@ -136,10 +140,11 @@ def test_nothing_runs_in_a_real_browser(attacked: Path, browser: Browser, tmp_pa
     assert_that_it_runs(ATTACK, browser, tmp_path)
     browser.open(attacked)
     rendered = browser.page.content()
-    assert browser.js("document.title") == "data: 6 rows" and "owned</title>" not in rendered
-    assert (
-        rendered.count("<article>") == 6 and "<script" not in rendered and "<iframe" not in rendered
-    )
+    assert browser.js("document.title") == "data: 6 rows"
+    assert "owned</title>" not in rendered
+    assert rendered.count("<article>") == 6
+    assert "<script" not in rendered
+    assert "<iframe" not in rendered
     assert browser.errors == []
     assert [
         url for url in browser.requests if not url.startswith(("data:", "file:", "about:"))
@@ -164,7 +169,8 @@ def test_the_page_is_the_same_again_and_of_bounded_size(tmp_path: Path) -> None:
         assert main(["inspect", str(tmp_path / "data")]) == 0
         pages.append((tmp_path / "data.html").read_bytes())
     assert pages[0] == pages[1]
-    assert pages[0].count(b"<article>") == 48 and len(pages[0]) < 10_000_000
+    assert pages[0].count(b"<article>") == 48
+    assert len(pages[0]) < 10_000_000
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "data.html"]
 
 
@@ -173,7 +179,8 @@ def test_a_strangers_page_is_not_overwritten(tmp_path, capsys, monkeypatch):
     (tmp_path / "data.html").write_text("<h1>my thesis</h1>")
     assert main(["inspect", str(tmp_path / "data")]) == 2
     error = capsys.readouterr().err
-    assert "data.html' is not a page of ours" in error and error.count("\n") == 1
+    assert "data.html' is not a page of ours" in error
+    assert error.count("\n") == 1
     assert (tmp_path / "data.html").read_text() == "<h1>my thesis</h1>"
     # no row is read before the page's place is known
     monkeypatch.setattr("data_prep.cli.survey", None)
@@ -221,10 +228,17 @@ def test_inspect_leaves_out_what_no_row_has(
     )
     nothing = dict.fromkeys(next(iter(generate(1, size=112, choices=2)))["meta"])
     assert main(["inspect", str(_dataset(tmp_path / "text", images=[], meta=nothing))]) == 0
-    shown = capsys.readouterr().out
-    assert "answer form" in shown.splitlines() and "longest problems" in shown
+    output = capsys.readouterr().out
+    assert "answer form" in output.splitlines()
+    assert "longest problems" in output
     for title in ("unknown", "goal", "shape", "image size", "image tokens"):
-        assert title not in shown, title
+        assert title not in output, title
+    drawn_page = (tmp_path / "drawn.html").read_text()
+    assert "<figcaption>Goals</figcaption>" in drawn_page
+    assert drawn_page.index("<article>") < drawn_page.index("<figcaption>"), "pictures come first"
+    text_page = (tmp_path / "text.html").read_text()
+    assert "<figcaption>Answer forms</figcaption>" in text_page
+    assert "Goals" not in text_page and "Shapes" not in text_page
 
 
 def test_inspect_of_something_else_is_one_line(
@@ -233,7 +247,8 @@ def test_inspect_of_something_else_is_one_line(
     for folder in (tmp_path, tmp_path / "none"):
         assert main(["inspect", str(folder)]) == 2
         error = capsys.readouterr().err
-        assert error.startswith("error: dataset: ") and error.count("\n") == 1
+        assert error.startswith("error: dataset: ")
+        assert error.count("\n") == 1
 
 
 def test_inspect_counts_every_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,8 +27,8 @@ from adora_vl.synthetic.generate import KNOWN, LEVELS, generate, split_of
 from adora_vl.synthetic.generated import ensure_drawn, prepare_drawn, synthetic
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main
-from tests.conftest import Case
-from tests.unit.data_prep.data_prep_support import files
+from tests.support.cases import Case
+from tests.support.disk import file_contents
 
 ROWS = 100
 TEST_ROWS = 40
@@ -52,7 +52,7 @@ def _diagrams(folder: Path, split: str) -> set[str]:
 
 def test_the_same_arguments_give_the_samefiles(prepared: Path, tmp_path: Path) -> None:
     prepare_drawn(tmp_path / "again", synthetic(rows=ROWS, test_rows=TEST_ROWS))
-    assert files(prepared) == files(tmp_path / "again")
+    assert file_contents(prepared) == file_contents(tmp_path / "again")
 
 
 def test_no_diagram_stands_in_both_splits_even_across_seeds_and_arguments(
@@ -79,7 +79,8 @@ def test_every_row_is_sound(prepared: Path) -> None:
         ), row["id"]
         assert grade(row["meta"]["solution"], row["answer"]).verdict == "correct", row["id"]
         image = Image.open(io.BytesIO(row["images"][0]["bytes"]))
-        assert (image.mode, image.size) == ("RGB", (56, 56)) and "<image>" not in row["problem"]
+        assert (image.mode, image.size) == ("RGB", (56, 56))
+        assert "<image>" not in row["problem"]
         assert split_of(image) == row["split"], (
             "no seed or size can put a held-out diagram into training"
         )
@@ -101,7 +102,7 @@ def test_workings_of_one_answer_differ_in_length_by_wording() -> None:
 def test_a_polygon_stands_on_a_side_with_a_dot_at_each_corner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So that a model of the tiny one's size can count its sides."""
+    """A model of the tiny one's size can count the sides of such a polygon."""
     pictures = _watched(monkeypatch)
     dots = list[Point]()
     monkeypatch.setattr(Canvas, "dot", lambda self, centre: dots.append(centre))
@@ -135,7 +136,9 @@ def test_wrong_arguments_end_with_code_2_one_line_and_no_output(
                 main(["synthetic", *[word for option in options.items() for word in option]]) == 2
             )
             error = capsys.readouterr().err
-            assert error.startswith("error: ") and error.count("\n") == 1 and expected in error
+            assert error.startswith("error: ")
+            assert error.count("\n") == 1
+            assert expected in error
             assert not list(folder.iterdir())
 
 
@@ -151,13 +154,15 @@ def test_what_is_drawn_is_made_only_where_something_is_missing_or_another(tmp_pa
     assert ensured() == first
     (lost,) = folder.glob("data/test-*")
     lost.unlink()
-    assert ensured() != first and lost.is_file()
+    assert ensured() != first
+    assert lost.is_file()
     ensured(rows=5)
     manifest = read_manifest(folder)
-    assert manifest is not None and manifest["counts"] == {"train": 5, "test": 2}
-    other = ensured(rows=5)
+    assert manifest is not None
+    assert manifest["counts"] == {"train": 5, "test": 2}
+    older = ensured(rows=5)
     monkeypatch.setattr("adora_vl.synthetic.generated.SYNTHETIC_REVISION", "another")
-    assert ensured(rows=5) != other, "of older drawing code"
+    assert ensured(rows=5) != older, "of older drawing code"
 
 
 # What the revisions stand for. Where this test fails, equal arguments give other rows than before.
@@ -174,26 +179,26 @@ def test_a_revision_stands_for_the_same_rows() -> None:
         *generate(200, split="train", seed=1, size=56),
         *generate(50, split="test", size=112, level=2, choices=4),
     ]
-    found = {
+    digests = {
         prepare.SYNTHETIC_REVISION: _digest(drawn),
         prepare.KNIGHTS_REVISION: _digest(knights.generate(100, split="test", seed=1)),
     }
-    assert found == _ROWS_OF
+    assert digests == _ROWS_OF
 
 
 def _digest(rows: Iterable[Any]) -> str:
-    """Of texts and pixels.
+    """Hash texts and pixels.
 
     Pillow draws alike on every processor; another Pillow may not, so the pins decide.
     """
-    seen = hashlib.sha256()
+    digest = hashlib.sha256()
     for row in rows:
-        seen.update(
+        digest.update(
             repr([row[key] for key in ("id", "problem", "answer", "choices", "meta")]).encode()
         )
         for image in row["images"]:
-            seen.update(image.tobytes())
-    return seen.hexdigest()
+            digest.update(image.tobytes())
+    return digest.hexdigest()
 
 
 def test_what_is_drawn_never_replaces_another_dataset(tmp_path: Path) -> None:
@@ -236,9 +241,8 @@ def test_lettered_problems_have_golds_that_verify_and_choices_of_which_one_is_ri
                 assert len(row["choices"]) == 4
                 boxes = [f"\\boxed{{{choice}}}" for choice in row["choices"]]
                 right = [grade(box, row["answer"]).verdict == "correct" for box in boxes]
-                assert right.count(True) == 1 and right.index(True) == "ABCD".index(
-                    row["answer_raw"]
-                )
+                assert right.count(True) == 1
+                assert right.index(True) == "ABCD".index(row["answer_raw"])
                 letters.add(row["answer_raw"])
                 assert split_of(row["images"][0]) == "train"
             assert letters == set("ABCD")
@@ -250,7 +254,8 @@ def test_styles_change_the_picture_and_nothing_else() -> None:
     for style in STYLES:
         problem = KNOWN["triangle_angle"](random.Random(1), 168, 2, STYLES[style])
         pictures[diagram_hash(problem.image)] = (problem.question, problem.answer)
-    assert len(pictures) == len(STYLES) and len(set(pictures.values())) == 1
+    assert len(pictures) == len(STYLES)
+    assert len(set(pictures.values())) == 1
 
 
 def test_families_levels_styles_and_choices_from_the_command_line(tmp_path: Path) -> None:
@@ -285,21 +290,20 @@ def test_families_levels_styles_and_choices_from_the_command_line(tmp_path: Path
     assert Image.open(io.BytesIO(rows[0]["images"][0]["bytes"])).size == (224, 224)
     assert all(len(row["choices"]) == 4 and row["answer_raw"] in "ABCD" for row in rows)
     manifest = read_manifest(tmp_path / "out")
-    assert manifest is not None and manifest["arguments"]["level"] == 3
+    assert manifest is not None
+    assert manifest["arguments"]["level"] == 3
     assert manifest["arguments"]["styles"] == ["board", "pencil"]
 
 
 class _Drawn:
-    """What one picture shows, as told by the drawing calls that made it: labels with places, and
-    right angles.
-    """
+    """One picture as the drawing calls tell it: labels with their places, and right angles."""
 
     def __init__(self) -> None:
         self.labels: list[tuple[str, Point]] = []
         self.lines: list[tuple[Point, ...]] = []
 
     def points(self) -> dict[str, Point]:
-        """Where each capital letter stands."""
+        """Return where each capital letter stands."""
         return {text: at for text, at in self.labels if re.fullmatch("[A-Z]", text)}
 
     def numbers(self) -> list[int]:
@@ -310,10 +314,11 @@ class _Drawn:
 
     def at_side(self, ends: str) -> str:
         """The value that stands nearest to the middle between two letters."""
-        (x, y), (u, v) = (self.points()[letter] for letter in ends)
-        return min(
-            self._others(), key=lambda label: math.dist(label[1], ((x + u) / 2, (y + v) / 2))
-        )[0]
+        points = self.points()
+        x, y = points[ends[0]]
+        u, v = points[ends[1]]
+        middle = ((x + u) / 2, (y + v) / 2)
+        return min(self._others(), key=lambda label: math.dist(label[1], middle))[0]
 
     def at_corner(self, letter: str) -> str:
         """The value that stands nearest to a letter."""
@@ -370,8 +375,8 @@ def _recomputed(family: str, question: str, drawn: _Drawn) -> float:
     if family == "right_triangle":
         return math.hypot(*numbers)
     if family == "crossing":
-        (_, here), (_, there) = drawn.labels
-        return numbers[0] if abs(here[0] - there[0]) < 0.2 else 180 - numbers[0]
+        (_, first_place), (_, second_place) = drawn.labels
+        return numbers[0] if abs(first_place[0] - second_place[0]) < 0.2 else 180 - numbers[0]
     if family == "perimeter":
         return (sum(numbers) + sum(map(int, re.findall(r"\d+", question)))) % 10
     if family == "circle":
@@ -388,28 +393,30 @@ def _recomputed(family: str, question: str, drawn: _Drawn) -> float:
     if family == "triangle_angle":
         if not asked_x:
             return 180 - sum(numbers)
-        one, other = [text for text in drawn.values() if "x" in text]
-        at_0 = [-_solved_for_x(text, 0) * _factor(text) for text in (one, other)]
-        return (180 - numbers[0] - sum(at_0)) / (_factor(one) + _factor(other))
+        first_text, second_text = [text for text in drawn.values() if "x" in text]
+        at_0 = [-_solved_for_x(text, 0) * _factor(text) for text in (first_text, second_text)]
+        return (180 - numbers[0] - sum(at_0)) / (_factor(first_text) + _factor(second_text))
     if family == "inscribed_arc":
         if asked_x:
             (text,) = [text for text in drawn.values() if "x" in text]
             return _solved_for_x(text, numbers[0] / 2)
         return numbers[0] / 2 if "angle" in question else 2 * numbers[0]
     if family == "parallel_segment":
-        if found := re.search(r"A D = (\d+), A B = (\d+), and A E = (\d+)", question):
-            ad, ab, ae = map(int, found.groups())
+        if sides := re.search(r"A D = (\d+), A B = (\d+), and A E = (\d+)", question):
+            ad, ab, ae = map(int, sides.groups())
             return ab * ad / ae - ab
-        ab, ae, ed = (int(drawn.at_side(ends)) for ends in ("AB", "AE", "ED"))
+        ab = int(drawn.at_side("AB"))
+        ae = int(drawn.at_side("AE"))
+        ed = int(drawn.at_side("ED"))
         bc = ab / ae * ed
         return _solved_for_x(drawn.at_side("BC"), bc) if asked_x else bc
     assert family == "parallelogram_side"
-    left = drawn.at_side("AB")
+    left_text = drawn.at_side("AB")
     right = drawn.at_side("CD")
     if right.isdigit():
-        return _solved_for_x(left, int(right))
-    at_0 = [-_solved_for_x(text, 0) * _factor(text) for text in (left, right)]
-    return (at_0[1] - at_0[0]) / (_factor(left) - _factor(right))
+        return _solved_for_x(left_text, int(right))
+    at_0 = [-_solved_for_x(text, 0) * _factor(text) for text in (left_text, right)]
+    return (at_0[1] - at_0[0]) / (_factor(left_text) - _factor(right))
 
 
 def _factor(text: str) -> int:
@@ -432,17 +439,17 @@ def test_the_picture_with_the_question_determines_the_answer(monkeypatch, subtes
                 )
                 written = plain(problem.answer).real
                 assert written is not None
-                found = _recomputed(family, problem.question, pictures[-1])
-                assert math.isclose(float(written.value), found, rel_tol=1e-9), (
+                recomputed = _recomputed(family, problem.question, pictures[-1])
+                assert math.isclose(float(written.value), recomputed, rel_tol=1e-9), (
                     problem.question,
                     pictures[-1].labels,
                 )
                 key = (diagram_hash(problem.image), problem.question)
                 assert answers.setdefault(key, problem.answer) == problem.answer
-                places = [place for _, place in pictures[-1].labels]
+                places = [label_place for _, label_place in pictures[-1].labels]
                 assert all(0.01 < x < 0.99 and 0.01 < y < 0.99 for x, y in places)
                 assert all(
-                    math.dist(one, other) > 0.05
-                    for n, one in enumerate(places)
-                    for other in places[:n]
+                    math.dist(label, earlier_label) > 0.05
+                    for n, label in enumerate(places)
+                    for earlier_label in places[:n]
                 )

@@ -19,15 +19,10 @@ from PIL import Image
 from adora_vl.conversion import formats
 from adora_vl.conversion.convert import ensure_converted
 from data_prep.cli import main
-from tests.conftest import Case
-from tests.unit.data_prep.data_prep_support import (
-    drawing,
-    encoded,
-    quarantined,
-    refused,
-    stored_image,
-)
-from tests.unit.data_prep.own_data_support import PICTURES, convert, jsonl, kept
+from tests.support.cases import Case
+from tests.support.geometry3k import quarantined, refused, stored_image
+from tests.support.pictures import drawing, encoded
+from tests.support.user_tables import PICTURES, convert, rows_of, write_jsonl
 
 COLUMNS = ("problem=Frage", "answer=Lösung", "images=Bild")
 HEADER = ["Frage", "Lösung", "Bild"]
@@ -38,7 +33,7 @@ GERMAN = [
 
 
 def pictures(folder: Path) -> Path:
-    jsonl(folder).unlink()
+    write_jsonl(folder).unlink()
     return folder
 
 
@@ -69,24 +64,24 @@ def test_a_table_of_german_excel_is_read_as_it_was_saved(
         "with semicolons ": lambda folder: german_csv(folder, "utf-8", first="sep=;\n"),
         "the sheet 'Aufgaben' of 2": lambda folder: workbook(folder, GERMAN),
     }
-    for said, form in forms.items():
-        with case(said) as folder:
+    for encoding_name, form in forms.items():
+        with case(encoding_name) as folder:
             source = form(folder / "in")
             assert convert(source, folder / "out", "--decimal-comma", columns=COLUMNS) == 0
-            rows = kept(folder / "out")
+            rows = rows_of(folder / "out")
             assert [(row["problem"], row["answer"], len(row["images"])) for row in rows] == [
                 ("Wie groß ist der Winkel?", r"48.5^\circ", 1),
                 ("Fläche in cm²?", "1234.5", 2),
             ]
-            assert said.strip() in capsys.readouterr().out
+            assert encoding_name.strip() in capsys.readouterr().out
             columns = {
                 "problem": "Frage",
                 "answer": "Lösung",
                 "images": "Bild",
                 "decimal_comma": True,
             }
-            found = kept(ensure_converted(str(source), columns, folder / "cache"))
-            assert [row["answer"] for row in found] == [row["answer"] for row in rows]
+            stored = rows_of(ensure_converted(str(source), columns, folder / "cache"))
+            assert [row["answer"] for row in stored] == [row["answer"] for row in rows]
 
 
 def test_a_cell_of_excel_has_the_value_that_is_shown(tmp_path: Path) -> None:
@@ -97,7 +92,7 @@ def test_a_cell_of_excel_has_the_value_that_is_shown(tmp_path: Path) -> None:
     book["Aufgaben"]["B4"].number_format = "0%"
     book.save(source)
     assert convert(source, tmp_path / "out", columns=COLUMNS) == 0
-    assert [row["answer_raw"] for row in kept(tmp_path / "out")] == ["0.3", "7", "50%", "3/4"]
+    assert [row["answer_raw"] for row in rows_of(tmp_path / "out")] == ["0.3", "7", "50%", "3/4"]
 
 
 def test_decimal_commas_are_read_only_where_they_are_meant(case: Case) -> None:
@@ -114,10 +109,10 @@ def test_decimal_commas_are_read_only_where_they_are_meant(case: Case) -> None:
         (52.5, "52.5"),
     ]:
         with case(answer) as folder:
-            source = jsonl(folder / "in", [{"q": "?", "a": answer}, {"q": "1 + 1?", "a": 2}])
+            source = write_jsonl(folder / "in", [{"q": "?", "a": answer}, {"q": "1 + 1?", "a": 2}])
             words = ("--decimal-comma", "--allow-quarantined", "0.5")
             assert convert(source, folder / "out", *words, columns=("problem=q", "answer=a")) == 0
-            assert [row["answer"].replace(" ", "") for row in kept(folder / "out")] == (
+            assert [row["answer"].replace(" ", "") for row in rows_of(folder / "out")] == (
                 [gold] if gold else []
             ) + ["2"]
 
@@ -149,24 +144,28 @@ def test_a_class_is_its_name_and_an_index_is_refused_until_it_is_said_to_be_one(
                 convert(source, folder / "out", "--keep-leaks", columns=("problem=q", "answer=a"))
                 == 0
             )
-            assert [row["answer"] for row in kept(folder / "out")] == ["3", "1", "x"]
-    for said, golds in {
+            assert [row["answer"] for row in rows_of(folder / "out")] == ["3", "1", "x"]
+    for meaning, golds in {
         "": [],
         "value": ["0", "1", "2"],
         "index": ["3", "1", "2"],
         "index-from-1": ["3", "1"],
     }.items():
-        with case(f"answer is {said}") as folder:
-            words = ["--answer-is", said] if said else []
-            source = jsonl(folder / "in", [*rows, {"q": "Which?", "a": "A", "c": ["A. x", "B. y"]}])
+        with case(f"answer is {meaning}") as folder:
+            words = ["--answer-is", meaning] if meaning else []
+            source = write_jsonl(
+                folder / "in", [*rows, {"q": "Which?", "a": "A", "c": ["A. x", "B. y"]}]
+            )
             columns = ("problem=q", "answer=a", "choices=c")
             assert (
                 convert(source, folder / "out", "--allow-quarantined", "1", *words, columns=columns)
                 == 0
             )
-            assert [row["answer"] for row in kept(folder / "out")] == [*golds, "x"]
-            told = quarantined(folder / "out") if len(golds) < 3 else []
-            assert said or all("--answer-is value, index" in line["detail"] for line in told)
+            assert [row["answer"] for row in rows_of(folder / "out")] == [*golds, "x"]
+            refused_rows = quarantined(folder / "out") if len(golds) < 3 else []
+            assert meaning or all(
+                "--answer-is value, index" in line["detail"] for line in refused_rows
+            )
 
 
 def test_a_reference_answer_is_read_or_refused_but_never_a_text_of_signs(tmp_path: Path) -> None:
@@ -185,14 +184,16 @@ def test_a_reference_answer_is_read_or_refused_but_never_a_text_of_signs(tmp_pat
         "AB∥CD": r"AB\parallel CD",
         "$5": None,
     }
-    source = jsonl(tmp_path / "in", [{"q": f"{n}?", "a": gold} for n, gold in enumerate(golds)])
+    source = write_jsonl(
+        tmp_path / "in", [{"q": f"{n}?", "a": gold} for n, gold in enumerate(golds)]
+    )
     assert (
         convert(
             source, tmp_path / "out", "--allow-quarantined", "1", columns=("problem=q", "answer=a")
         )
         == 0
     )
-    assert [row["answer"] for row in kept(tmp_path / "out")] == [
+    assert [row["answer"] for row in rows_of(tmp_path / "out")] == [
         gold for gold in golds.values() if gold
     ]
     reasons = [line["reason"] for line in quarantined(tmp_path / "out")]
@@ -215,7 +216,7 @@ def test_rows_of_one_json_text_are_found(case: Case, monkeypatch: pytest.MonkeyP
                     convert(folder / "t.json", folder / "out", columns=("problem=q", "answer=a"))
                     == 0
                 )
-                assert [row["answer"] for row in kept(folder / "out")] == ["0", "1", "2"]
+                assert [row["answer"] for row in rows_of(folder / "out")] == ["0", "1", "2"]
                 for broken in (text[:-1], text[:-9], f"{text}]", text.replace(",", ";")):
                     (folder / "t.json").write_text(broken)
                     assert (
@@ -243,15 +244,13 @@ def test_a_picture_is_found_under_another_spelling_of_its_path_and_never_outside
             (folder / "secret.png").write_bytes(PICTURES[1])
             pairs = (("?", path), ("!", "..\\SECRET.png"), (".", name))
             rows = [{"q": question, "a": 1, "i": image} for question, image in pairs]
-            source = jsonl(folder / "in", rows)
+            source = write_jsonl(folder / "in", rows)
             columns = ("problem=q", "answer=a", "images=i")
             assert convert(source, folder / "out", "--allow-quarantined", "1", columns=columns) == 0
-            assert [row["images"][0]["bytes"] for row in kept(folder / "out")] == [PICTURES[0]]
+            assert [row["images"][0]["bytes"] for row in rows_of(folder / "out")] == [PICTURES[0]]
             outside, missing = quarantined(folder / "out")
-            assert (
-                outside["reason"] == "file_missing"
-                and f"--image-dir {folder / 'in' / 'Fotos'}" in missing["detail"]
-            )
+            assert outside["reason"] == "file_missing"
+            assert f"--image-dir {folder / 'in' / 'Fotos'}" in missing["detail"]
             words = ("--image-dir", str(folder / "in" / "Fotos"), "--allow-quarantined", "1")
             assert (
                 convert(
@@ -259,7 +258,7 @@ def test_a_picture_is_found_under_another_spelling_of_its_path_and_never_outside
                 )
                 == 0
             )
-            assert [row["problem"] for row in kept(folder / "dir")] == ["."]
+            assert [row["problem"] for row in rows_of(folder / "dir")] == ["."]
 
 
 def test_what_stands_in_the_place_of_a_picture_is_named(tmp_path: Path) -> None:
@@ -277,7 +276,7 @@ def test_what_stands_in_the_place_of_a_picture_is_named(tmp_path: Path) -> None:
     for word, content in broken.items():
         (tmp_path / "in" / f"{word}.png").write_bytes(content)
     images = ["a.heic", small, *(f"{word}.png" for word in broken)]
-    source = jsonl(
+    source = write_jsonl(
         tmp_path / "in", [{"q": f"{n}?", "a": n, "i": image} for n, image in enumerate(images)]
     )
     words = ("--allow-quarantined", "1")
@@ -285,7 +284,7 @@ def test_what_stands_in_the_place_of_a_picture_is_named(tmp_path: Path) -> None:
         convert(source, tmp_path / "out", *words, columns=("problem=q", "answer=a", "images=i"))
         == 0
     )
-    assert [stored_image(row).size for row in kept(tmp_path / "out")] == [(64, 64), (24, 24)]
+    assert [stored_image(row).size for row in rows_of(tmp_path / "out")] == [(64, 64), (24, 24)]
     assert [line["reason"] for line in quarantined(tmp_path / "out")] == [
         f"image_{word}" for word in broken
     ]
@@ -297,8 +296,8 @@ def test_all_faults_of_a_table_are_said_in_one_pass(
     rows = [{"q": f"{n}?", "a": "3,5", "i": f"{n}.png"} for n in range(3)] + [
         {"q": "4?", "a": None, "i": "pics/0.png"}
     ]
-    source = jsonl(tmp_path / "in", rows)
-    said = refused(
+    source = write_jsonl(tmp_path / "in", rows)
+    message = refused(
         convert(source, tmp_path / "out", columns=("problem=q", "answer=a", "images=i")),
         tmp_path / "out",
         capsys,
@@ -308,8 +307,8 @@ def test_all_faults_of_a_table_are_said_in_one_pass(
         "gold_decimal_comma: 3 rows",
         "field_type: 1 row",
     ):
-        assert f"error: {kind}" in said
-    assert "--decimal-comma" in said
+        assert f"error: {kind}" in message
+    assert "--decimal-comma" in message
     code = convert(source, tmp_path / "out", columns=("problem=p", "answer=b"))
     assert "no column 'p', and none 'b'; it has" in refused(code, tmp_path / "out", capsys)
 
@@ -325,14 +324,14 @@ def test_photographs_excel_and_a_conversation_each_train_after_one_convert(tmp_p
     workbook(photos, [[f"Wie lang ist Seite {n}?", f"{n},5", name] for n, name in enumerate(names)])
     answer = {"from": "gpt", "value": r"So it is \boxed{5}."}
     question = {"from": "human", "value": "<image>How long is the side?"}
-    jsonl(photos, [{"conversations": [question, answer], "images": [name]} for name in names])
+    write_jsonl(photos, [{"conversations": [question, answer], "images": [name]} for name in names])
     excel = ["--input", str(photos / "t.xlsx"), "--columns", *COLUMNS, "--decimal-comma"]
     talk = ["--input", str(photos / "mine.jsonl"), "--preset", "llamafactory"]
     for name, words in {"excel": excel, "talk": talk}.items():
         assert main(["convert", *words, "--output", str(tmp_path / name)]) == 0
-        assert {row["images"][0]["bytes"][:2] for row in kept(tmp_path / name)} == {b"\xff\xd8"}, (
-            "as small as before"
-        )
+        assert {row["images"][0]["bytes"][:2] for row in rows_of(tmp_path / name)} == {
+            b"\xff\xd8"
+        }, "as small as before"
     keys = {
         "config": "configs/train/smoke_cpu.yaml",
         "dataset_name": tmp_path / "excel",
@@ -367,7 +366,7 @@ def test_a_shard_of_webdataset_is_a_table(tmp_path: Path) -> None:
     columns = ("problem=json.question", "answer=json.answer", "images=png", "id=__key__")
     options = ("--allow-quarantined", "0.5")
     assert convert(shard, tmp_path / "out", *options, columns=columns) == 0
-    rows = kept(tmp_path / "out")
+    rows = rows_of(tmp_path / "out")
     assert [row["answer"] for row in rows] == ["50", "65", "72"]
     assert [row["id"].rpartition("train/")[2] for row in rows] == ["000", "001", "002"]
     assert [line["reason"] for line in quarantined(tmp_path / "out")] == ["not_json"]
@@ -379,39 +378,41 @@ def test_a_path_of_another_machine_leads_to_the_longest_end_that_is_there(
     for before in ("/mnt/data/geo/", "D:\\data\\geo\\", "file:///mnt/geo/"):
         with case(before) as folder:
             rows = [{"q": f"{n}?", "a": n, "i": f"{before}images/{n}.png"} for n in range(2)]
-            source = jsonl(folder / "in", rows)
+            source = write_jsonl(folder / "in", rows)
             columns = ("problem=q", "answer=a", "images=i")
             assert convert(source, folder / "told", columns=columns) != 0
             assert "--image-dir" in capsys.readouterr().err
             for number in range(2):  # the shorter end is there too, and holds another picture
                 (folder / "there" / "images").mkdir(parents=True, exist_ok=True)
                 (folder / "there" / f"{number}.png").write_bytes(PICTURES[3])
-                place = folder / "there" / "images" / f"{number}.png"
-                place.write_bytes(PICTURES[number])
+                path = folder / "there" / "images" / f"{number}.png"
+                path.write_bytes(PICTURES[number])
             options = ("--image-dir", str(folder / "there"))
             assert convert(source, folder / "out", *options, columns=columns) == 0
-            found = [row["images"][0]["bytes"] for row in kept(folder / "out")]
-            assert found == PICTURES[:2]
+            contents = [row["images"][0]["bytes"] for row in rows_of(folder / "out")]
+            assert contents == PICTURES[:2]
 
 
 def test_a_sentence_is_no_reference_answer_unless_texts_are_meant(tmp_path: Path) -> None:
     golds = ["The two lines are parallel to each other", "isosceles right triangle", "Yes"]
-    source = jsonl(tmp_path / "in", [{"q": f"{n}?", "a": gold} for n, gold in enumerate(golds)])
+    source = write_jsonl(
+        tmp_path / "in", [{"q": f"{n}?", "a": gold} for n, gold in enumerate(golds)]
+    )
     columns = ("problem=q", "answer=a")
     assert convert(source, tmp_path / "o", "--allow-quarantined", "0.5", columns=columns) == 0
-    assert [row["answer"] for row in kept(tmp_path / "o")] == golds[1:]
+    assert [row["answer"] for row in rows_of(tmp_path / "o")] == golds[1:]
     assert [line["reason"] for line in quarantined(tmp_path / "o")] == ["gold_sentence"]
     assert convert(source, tmp_path / "texts", "--text-answers", columns=columns) == 0
-    assert [row["answer"] for row in kept(tmp_path / "texts")] == golds
+    assert [row["answer"] for row in rows_of(tmp_path / "texts")] == golds
 
 
 def test_options_stay_in_the_text_where_that_is_asked_for(tmp_path: Path) -> None:
-    source = jsonl(tmp_path / "in", [{"q": "Which?\nChoices:\nA: 4\nB: 5", "a": "B"}])
+    source = write_jsonl(tmp_path / "in", [{"q": "Which?\nChoices:\nA: 4\nB: 5", "a": "B"}])
     columns = ("problem=q", "answer=a")
     assert convert(source, tmp_path / "out", columns=columns) == 0
     assert convert(source, tmp_path / "left", "--keep-options-in-text", columns=columns) == 0
-    found = [kept(tmp_path / name)[0] for name in ("out", "left")]
-    assert [(row["problem"], row["choices"]) for row in found] == [
+    stored = [rows_of(tmp_path / name)[0] for name in ("out", "left")]
+    assert [(row["problem"], row["choices"]) for row in stored] == [
         ("Which?", ["4", "5"]),
         ("Which?\nChoices:\nA: 4\nB: 5", None),
     ]
@@ -423,6 +424,8 @@ def test_a_draft_is_no_answer_and_boxes_in_a_row_are_several(tmp_path: Path) -> 
         r"\boxed{4}, no: \boxed{5}": "5",
         r"\boxed{4} and \boxed{5}": "4, 5",
     }
-    source = jsonl(tmp_path / "in", [{"q": f"{n}?", "a": gold} for n, gold in enumerate(golds)])
+    source = write_jsonl(
+        tmp_path / "in", [{"q": f"{n}?", "a": gold} for n, gold in enumerate(golds)]
+    )
     assert convert(source, tmp_path / "out", columns=("problem=q", "answer=a")) == 0
-    assert [row["answer"] for row in kept(tmp_path / "out")] == list(golds.values())
+    assert [row["answer"] for row in rows_of(tmp_path / "out")] == list(golds.values())

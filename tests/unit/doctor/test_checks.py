@@ -62,17 +62,22 @@ def test_a_version_outside_of_its_range(subtests):
         (None, True, Status.FAILED, "make setup"),
         (None, False, Status.SKIPPED, ""),
     ]
-    for found, needed, status, remedy in cases:
-        with subtests.test(f"{found!r:.80} {needed} {status}"):
-            check = check_version("trl", ranges(), {"trl": found}.get, needed=needed)
-            assert check.status is status and remedy in check.remedy
+    for version, needed, status, remedy in cases:
+        with subtests.test(f"{version!r:.80} {needed} {status}"):
+            check = check_version("trl", ranges(), {"trl": version}.get, needed=needed)
+            assert check.status is status
+            assert remedy in check.remedy
 
 
 def test_either_build_of_vllm_is_looked_at():
     only_gpu = {"vllm": "0.22.0"}.get
-    check, *others = check_parts(use_vllm=True, use_peft=False, use_deepspeed=False, find=only_gpu)
-    assert check.status is Status.FAILED and "vllm" in check.name and "0.22.0" in check.detail
-    assert {other.status for other in others} == {Status.SKIPPED}
+    check, *other_checks = check_parts(
+        use_vllm=True, use_peft=False, use_deepspeed=False, find=only_gpu
+    )
+    assert check.status is Status.FAILED
+    assert "vllm" in check.name
+    assert "0.22.0" in check.detail
+    assert {other_check.status for other_check in other_checks} == {Status.SKIPPED}
 
 
 def test_builds_that_do_not_suit_the_machine(subtests):
@@ -102,7 +107,8 @@ def test_builds_that_do_not_suit_the_machine(subtests):
     for facts, status, remedy in cases:
         with subtests.test(f"{facts!r:.80}"):
             check = check_builds(use_vllm=True, **facts)
-            assert check.status is status and remedy in check.remedy
+            assert check.status is status
+            assert remedy in check.remedy
 
 
 def test_a_torchvision_for_another_torch(monkeypatch):
@@ -111,7 +117,9 @@ def test_a_torchvision_for_another_torch(monkeypatch):
 
     monkeypatch.setattr(versions, "import_module", broken)
     check = check_torchvision()
-    assert check.status is Status.FAILED and "nms" in check.detail and "make setup" in check.remedy
+    assert check.status is Status.FAILED
+    assert "nms" in check.detail
+    assert "make setup" in check.remedy
 
 
 def test_what_a_run_compiles_with(subtests, tmp_path, monkeypatch):
@@ -130,20 +138,23 @@ def test_what_a_run_compiles_with(subtests, tmp_path, monkeypatch):
     every = ("ninja", "c++", "g++", "gcc", "clang", "mycc")
     for missing, deepspeed, triton, status, remedy in cases:
         with subtests.test(f"{missing} {deepspeed} {triton}"):
-            found = {name: f"/bin/{name}" for name in every if name not in missing}
+            programs = {name: f"/bin/{name}" for name in every if name not in missing}
             check = check_compilers(
-                deepspeed=deepspeed, triton=triton, find=found.get, include=str(tmp_path)
+                deepspeed=deepspeed, triton=triton, find=programs.get, include=str(tmp_path)
             )
-            assert check.status is status and remedy in check.remedy
+            assert check.status is status
+            assert remedy in check.remedy
     places = {name: f"/bin/{name}" for name in every}
     monkeypatch.setenv("CC", "mycc -m64")
     on_a_card = check_compilers(
         deepspeed=False, triton=True, find=places.get, include=str(tmp_path)
     )
-    assert "/bin/mycc" in on_a_card.detail and "gcc" not in on_a_card.detail
+    assert "/bin/mycc" in on_a_card.detail
+    assert "gcc" not in on_a_card.detail
     headers.unlink()
     without = check_compilers(deepspeed=False, triton=True, find=places.get, include=str(tmp_path))
-    assert without.status is Status.FAILED and "Python's headers" in without.remedy
+    assert without.status is Status.FAILED
+    assert "Python's headers" in without.remedy
 
 
 def test_a_driver_that_is_too_old_for_torch(subtests):
@@ -172,7 +183,8 @@ def test_golds_that_can_be_graded_and_broken_ones(subtests):
         with subtests.test(f"{broken!r:.80}"):
             check = check_golds([row("60"), row(broken)])
             assert check.status is Status.FAILED
-            assert "geometry/7" in check.detail and "python -m data_prep" in check.remedy
+            assert "geometry/7" in check.detail
+            assert "python -m data_prep" in check.remedy
 
 
 def test_a_grader_that_accepts_anything(monkeypatch):
@@ -181,7 +193,8 @@ def test_a_grader_that_accepts_anything(monkeypatch):
         lambda *_, **__: SimpleNamespace(verdict="correct", reason="same_number"),
     )
     check = check_golds([row("60")])
-    assert check.status is Status.FAILED and "918273.645 is accepted" in check.detail
+    assert check.status is Status.FAILED
+    assert "918273.645 is accepted" in check.detail
 
 
 def test_a_reward_that_cannot_tell_right_from_wrong(subtests):
@@ -205,17 +218,16 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
     (tmp_path / "file").write_text("")
     check = check_writable(tmp_path / "file" / "run")
-    assert check.status is Status.FAILED and "output_dir" in check.remedy
+    assert check.status is Status.FAILED
+    assert "output_dir" in check.remedy
 
 
 def test_a_disk_without_room(tmp_path):
     assert check_room(tmp_path / "run", 10**6, 10**5, 2).status is Status.PASSED
     check = check_room(tmp_path / "run", 10**18, 10**5, 2)
-    assert (
-        check.status is Status.FAILED
-        and "save_total_limit" in check.remedy
-        and "2 checkpoints" in check.detail
-    )
+    assert check.status is Status.FAILED
+    assert "save_total_limit" in check.remedy
+    assert "2 checkpoints" in check.detail
 
 
 def prompts(*ids: list[int], grids: list[list[int]] | None = None) -> Prompts:
@@ -228,11 +240,10 @@ def prompts(*ids: list[int], grids: list[list[int]] | None = None) -> Prompts:
 def test_image_tokens_and_features():
     assert check_features(prompts([1, *[IMAGE] * 4, 2]), IMAGE, merge=2).status is Status.PASSED
     check = check_features(prompts([1, *[IMAGE] * 4, 2], [1, IMAGE, 2]), IMAGE, merge=2)
-    assert check.status is Status.FAILED and check.name == FEATURES
-    assert (
-        "row 1: 1 image tokens in the prompt, 4 features" in check.detail
-        and "max_pixels" in check.remedy
-    )
+    assert check.status is Status.FAILED
+    assert check.name == FEATURES
+    assert "row 1: 1 image tokens in the prompt, 4 features" in check.detail
+    assert "max_pixels" in check.remedy
 
 
 def test_without_a_colocated_engine_only_the_prompts_are_looked_at(subtests):
@@ -277,28 +288,29 @@ def test_after_an_error_the_rest_is_skipped_and_not_hidden(monkeypatch):
         Status.FAILED,
         *[Status.SKIPPED] * 3,
     ]
-    assert "Encoder cache miss" in checks[6].detail and checks[6].remedy
+    assert "Encoder cache miss" in checks[6].detail
+    assert checks[6].remedy
 
 
 def test_the_engine_is_put_to_sleep_before_it_is_compared(monkeypatch):
     """Sleep mode needs a GPU, so here only the order of what is asked for is tested."""
     monkeypatch.setattr(Examination, "bound", 0.01)
     for mean, status in ((1e-6, Status.PASSED), (2.0, Status.FAILED)):
-        asked: list[object] = []
-        llm = SimpleNamespace(sleep=lambda level, asked=asked: asked.append(level))
+        events: list[object] = []
+        llm = SimpleNamespace(sleep=lambda level, events=events: events.append(level))
         generation = object.__new__(AdoraVLLMGeneration)
         generation.__dict__.update(enable_sleep_mode=True, _llm_weights_sleeping=False, llm=llm)
 
-        def drift(self: Examination, where: str, asked: Any = asked, mean: float = mean) -> Any:
-            asked.append(where)
+        def drift(self: Examination, where: str, events: Any = events, mean: float = mean) -> Any:
+            events.append(where)
             return Drift(mean, mean), None, None
 
         monkeypatch.setattr(Examination, "drift", drift)
         check = Examination(SimpleNamespace(vllm_generation=generation), prompts([1])).after_sleep()
-        assert asked == [2, "sleep"] and generation._llm_weights_sleeping
-        assert check.status is status and (
-            status is Status.PASSED or "vllm_enable_sleep_mode: false" in check.remedy
-        )
+        assert events == [2, "sleep"]
+        assert generation._llm_weights_sleeping
+        assert check.status is status
+        assert status is Status.PASSED or "vllm_enable_sleep_mode: false" in check.remedy
 
 
 class Small(torch.nn.Module):
@@ -320,7 +332,8 @@ def test_a_changed_weight_comes_back_to_the_bit():
         once = parameter.detach().clone()
         change(3.0)
         change(0.3)
-        assert torch.equal(parameter, once) and not torch.equal(parameter, before[name])
+        assert torch.equal(parameter, once)
+        assert not torch.equal(parameter, before[name])
         raise RuntimeError("inside")
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     zero = torch.nn.Parameter(torch.zeros(2, 8))  # LoRA's second factor
@@ -355,8 +368,10 @@ def test_the_table_has_the_remedy_below_the_failure():
     lines = table(
         [passed("a", "good"), failed("bb", "bad", "mend it"), skipped("c", "no sleep mode")]
     ).splitlines()
-    assert lines[0].split() == ["ok", "a", "good"] and lines[1].split()[0] == "FAIL"
-    assert lines[2].strip() == "-> mend it" and lines[-1] == "1 passed, 1 skipped, 1 failed"
+    assert lines[0].split() == ["ok", "a", "good"]
+    assert lines[1].split()[0] == "FAIL"
+    assert lines[2].strip() == "-> mend it"
+    assert lines[-1] == "1 passed, 1 skipped, 1 failed"
     with pytest.raises(AssertionError, match="without a remedy"):
         failed("x", "bad", "")
 
@@ -376,9 +391,10 @@ def test_a_version_out_of_range_ends_the_examination_before_anything_is_loaded(m
     monkeypatch.setattr(
         versions, "installed", lambda name: "9.9" if name == "trl" else installed(name)
     )
-    monkeypatch.setattr(
-        "adora_vl.prepare.prepare", lambda *_, **__: pytest.fail("prepared all the same")
-    )
+    for step in ("request.request_from_command", "run_checks.run_checks"):
+        monkeypatch.setattr(
+            f"adora_vl.preflight.{step}", lambda *_, **__: pytest.fail("looked at the run")
+        )
     checks = command.diagnose(
         read(["--use_cpu", "true", "--bf16", "false", "--model_name_or_path", "tiny"])
     )

@@ -30,15 +30,11 @@ from adora_vl.checkpoint import store
 from adora_vl.checkpoint.fingerprint import Seen, check_ranks, leave_token, problem_among
 from adora_vl.checkpoint.store import facts_of, publish
 from adora_vl.checkpoint.writer import CheckpointWriter
-from adora_vl.config.checks import check_machines
-from adora_vl.config.run_context import (
-    DryRunOptions,
-    RunContext,
-    Sharding,
-    from_environment,
-    from_file,
-)
+from adora_vl.config.dry_run_options import DryRunOptions
+from adora_vl.config.run_context import RunContext
 from adora_vl.config.schema import parse
+from adora_vl.config.sharding import Sharding, from_environment, from_file
+from adora_vl.preflight.check_machine import check_machines
 from adora_vl.train import main
 from adora_vl.training.guards import errors_with_step
 from adora_vl.utils.errors import RunError, UserError, lost_contact
@@ -54,7 +50,7 @@ NODES = CONFIGS / "accelerate" / "zero3_nodes.yaml"
 
 
 def test_a_run_says_that_accelerate_has_started_one_process_in_place_of_two():
-    """By what accelerate itself tells its child."""
+    """A process knows it by what accelerate itself tells its child."""
 
     def told(*words: str) -> str:
         launch = ["--config_file", str(CONFIGS / "accelerate" / "cpu.yaml"), *words, "train.py"]
@@ -64,9 +60,9 @@ def test_a_run_says_that_accelerate_has_started_one_process_in_place_of_two():
 
     with mock.patch.dict(os.environ):
         for name in [
-            one
-            for one in os.environ
-            if one == "MASTER_ADDR" or one.endswith(("WORLD_SIZE", "RANK"))
+            variable
+            for variable in os.environ
+            if variable == "MASTER_ADDR" or variable.endswith(("WORLD_SIZE", "RANK"))
         ]:
             del os.environ[name]  # what a trainer of another test has left
         assert (
@@ -135,12 +131,12 @@ def test_accelerate_itself_reads_the_config_as_it_is_meant(subtests):
 
     With the options of the scripts in `setup/`, a config of one machine serves as well.
     """
-    for file, more in (("zero3_nodes", []), ("zero3_offload", ONE_MACHINE)):
+    for file, options in (("zero3_nodes", []), ("zero3_offload", ONE_MACHINE)):
         with subtests.test(file):
             words = [
                 "--config_file",
                 str(CONFIGS / "accelerate" / f"{file}.yaml"),
-                *more,
+                *options,
                 "--machine_rank",
                 "1",
             ]
@@ -172,11 +168,11 @@ def test_a_dry_run_for_four_machines(capsys):
     ]
     offload = CONFIGS / "accelerate" / "zero3_offload.yaml"
     assert main([*words, "--accelerate-config", str(offload), "--machines", "4"]) == 0
-    said = capsys.readouterr().out
-    assert "4 machines with 8 processes each, started by setup/slurm/train.sbatch" in said
-    assert "32 processes on 4 machines, DeepSpeed ZeRO-3, optimizer in host memory" in said
-    assert "GiB for the optimizer of the processes of one machine" in said
-    assert "output_dir must be on a disk that all of them share" in said
+    output = capsys.readouterr().out
+    assert "4 machines with 8 processes each, started by setup/slurm/train.sbatch" in output
+    assert "32 processes on 4 machines, DeepSpeed ZeRO-3, optimizer in host memory" in output
+    assert "GiB for the optimizer of the processes of one machine" in output
+    assert "output_dir must be on a disk that all of them share" in output
 
 
 def config_with(*words):
@@ -248,9 +244,9 @@ def test_a_machine_that_was_started_with_other_arguments_is_named(tmp_path, alon
 
 def test_the_first_rank_that_differs_is_named():
     fine = Seen("one", True, [])
-    other = Seen("two", True, ["dataset: a -> b"])
+    different = Seen("two", True, ["dataset: a -> b"])
     assert problem_among([fine, fine], Path("out")) is None
-    problem = problem_among([fine, other], Path("out"))
+    problem = problem_among([fine, different], Path("out"))
     assert "on two (rank 1) the run is not the one of rank 0: dataset: a -> b;" in problem
     problem = problem_among([fine, fine, Seen("two", False, [])], Path("out"))
     assert problem.startswith(
@@ -313,12 +309,13 @@ def test_a_small_model_of_an_older_plan_is_built_again(tmp_path, monkeypatch, su
 
 
 def test_processes_of_equal_number_do_not_write_into_each_others_file(tmp_path, monkeypatch):
-    """As on two machines, or in two containers, which count their processes from 1."""
+    """Two machines, or two containers, count their processes from 1."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
-    with replacing(tmp_path / "a.png") as one, replacing(tmp_path / "a.png") as other:
-        one.write(b"whole")
-        other.write(b"whole")
-    assert (tmp_path / "a.png").read_bytes() == b"whole" and len(list(tmp_path.iterdir())) == 1
+    with replacing(tmp_path / "a.png") as first, replacing(tmp_path / "a.png") as second:
+        first.write(b"whole")
+        second.write(b"whole")
+    assert (tmp_path / "a.png").read_bytes() == b"whole"
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def staged(folder: Path) -> Path:
@@ -330,11 +327,11 @@ def staged(folder: Path) -> Path:
 
 def test_a_file_of_another_machine_that_shows_late_is_sealed_too(tmp_path, monkeypatch):
     """Also where the list of the folder's files stays what it was, as a client of NFS may have it."""
-    place = staged(tmp_path)
+    checkpoint = staged(tmp_path)
     monkeypatch.setattr(store, "names_in", lambda folder: ["mine"])
-    late = threading.Timer(0.3, (place / "theirs").write_text, ["2"])
+    late = threading.Timer(0.3, (checkpoint / "theirs").write_text, ["2"])
     late.start()
-    publish(place, tmp_path / "checkpoint-3", {"step": 3}, {"mine", "theirs"})
+    publish(checkpoint, tmp_path / "checkpoint-3", {"step": 3}, {"mine", "theirs"})
     late.join()
     assert facts_of(tmp_path / "checkpoint-3")["files"].keys() == {"mine", "theirs"}
 
@@ -384,10 +381,8 @@ def test_the_loss_of_a_machine_is_said_in_one_line(monkeypatch, capsys, tmp_path
             monkeypatch.setattr("adora_vl.train.train", lose)
             assert main(["--config", "configs/train/smoke_cpu.yaml"]) == 1
             last = capsys.readouterr().err.splitlines()[-1]
-            assert (
-                last.startswith("error: outside the training: another process has ended")
-                and words in last
-            )
+            assert last.startswith("error: outside the training: another process has ended")
+            assert words in last
     assert not lost_contact(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not lost_contact(ValueError("Connection closed by peer"))
 
@@ -440,8 +435,8 @@ def slurm(tmp_path):
         "scontrol",
         'case $1 in show) echo n1; echo n2 ;; requeue) echo "$2" >requeued ;; esac',
     )
-    each = 'for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@" || code=$?; done'
-    stub(tmp_path, "srun", f"shift 2; {each}; exit ${{code:-0}}")
+    on_each_node = 'for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@" || code=$?; done'
+    stub(tmp_path, "srun", f"shift 2; {on_each_node}; exit ${{code:-0}}")
     return tmp_path
 
 
@@ -461,28 +456,29 @@ def test_a_slurm_job_starts_each_node_and_queues_itself_again_when_it_was_stoppe
     first, second, *_ = done.stdout.splitlines()
     assert first == launched("n1", 22345)
     assert second == first.replace("--machine_rank|0", "--machine_rank|1")
-    assert done.returncode == 75 and (slurm / "requeued").read_text() == "12345\n"
+    assert done.returncode == 75
+    assert (slurm / "requeued").read_text() == "12345\n"
 
 
 def test_both_scripts_divide_the_cores_among_the_processes_of_a_machine(slurm):
     """An optimizer in host memory would work on the one thread that accelerate gives."""
     stub(slurm, "launch", "echo threads $OMP_NUM_THREADS")
     omp = "OMP_NUM_THREADS"
-    given = {"SLURM_SUBMIT_DIR": str(slurm), "LAUNCH": "./launch", **SLURM}
+    variables = {"SLURM_SUBMIT_DIR": str(slurm), "LAUNCH": "./launch", **SLURM}
     for name, cores, threads in (
         ("SLURM_CPUS_ON_NODE", "96", 12),
         ("SLURM_CPUS_ON_NODE", "4", 1),
         (omp, "5", 5),
     ):
         done = script(
-            "slurm/train.sbatch", "--output_dir", "out", folder=slurm, **given, **{name: cores}
+            "slurm/train.sbatch", "--output_dir", "out", folder=slurm, **variables, **{name: cores}
         )
         assert done.stdout.split() == ["threads", str(threads)] * 2, done.stderr
     stub(slurm, "ssh", 'shift 3; eval "$*"')
     stub(slurm, "nproc", "echo 64")
-    for own, threads in (({}, 16), ({"ENVIRONMENT": "OMP_NUM_THREADS=3"}, 3)):
-        known = {"HOSTS": "one", "LAUNCH": "./launch", "PROCESSES_PER_NODE": "4", **own}
-        done = script("ssh/train.sh", "--output_dir", "out", folder=slurm, **known)
+    for changed, threads in (({}, 16), ({"ENVIRONMENT": "OMP_NUM_THREADS=3"}, 3)):
+        environment = {"HOSTS": "one", "LAUNCH": "./launch", "PROCESSES_PER_NODE": "4", **changed}
+        done = script("ssh/train.sh", "--output_dir", "out", folder=slurm, **environment)
         assert done.stdout.split() == ["one:", "threads", str(threads)], done.stderr
 
 
@@ -493,16 +489,17 @@ def test_a_slurm_job_that_fails_is_not_queued_again(slurm):
     stub(slurm, "launch", "exit 1")
     environment = {**SLURM, "SLURM_SUBMIT_DIR": str(slurm), "LAUNCH": "./launch"}
     done = script("slurm/train.sbatch", "--output_dir=out", folder=slurm, **environment)
-    assert done.returncode == 1 and not (slurm / "requeued").exists()
+    assert done.returncode == 1
+    assert not (slurm / "requeued").exists()
     done = script("slurm/train.sbatch", "--config", "a.yaml", folder=slurm, **environment)
-    assert done.returncode == 2 and "--output_dir: not among the arguments" in done.stderr
+    assert done.returncode == 2
+    assert "--output_dir: not among the arguments" in done.stderr
 
 
 def test_port_0_is_refused_for_machines_that_meet_over_ssh(tmp_path):
     done = script("ssh/train.sh", "--output_dir", "out", folder=tmp_path, HOSTS="one two", PORT="0")
-    assert done.returncode == 2 and done.stderr.startswith(
-        "error: PORT: 0 is no port for several machines"
-    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: PORT: 0 is no port for several machines")
 
 
 @pytest.fixture
@@ -535,9 +532,8 @@ def test_over_ssh_a_machine_that_fails_ends_the_others(ssh):
     stub(ssh, "launch", 'if [ "$HOST" = two ]; then exit 3; fi; sleep 55 & wait')
     environment = {"HOSTS": "one two", "LAUNCH": "./launch", "GRACE": "0"}
     done = script("ssh/train.sh", "--output_dir", "out", folder=ssh, **environment)
-    assert (
-        done.returncode == 3 and "two ended with 3; the others have 0 seconds to end" in done.stderr
-    )
+    assert done.returncode == 3
+    assert "two ended with 3; the others have 0 seconds to end" in done.stderr
 
 
 def test_over_ssh_a_stopped_run_ends_with_75(ssh):
@@ -601,14 +597,14 @@ def test_a_single_process_takes_the_first_gpu_that_the_user_shows_it(monkeypatch
         ("2,3", "2", "2,3"),
         (None, "4", None),
     ]
-    for visible, processes, taken in cases:
+    for visible, processes, device in cases:
         with subtests.test(f"{visible} {processes}"):
             monkeypatch.setenv("WORLD_SIZE", processes)
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
             if visible is not None:
                 monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
             use_one_gpu()
-            assert os.environ.get("CUDA_VISIBLE_DEVICES") == taken
+            assert os.environ.get("CUDA_VISIBLE_DEVICES") == device
 
 
 def test_no_accelerate_config_overrides_the_users_choice_of_a_gpu():
@@ -620,13 +616,14 @@ def test_a_port_is_free_and_no_connection_will_be_given_it(monkeypatch):
     ports = {free_port() for _ in range(20)}
     ends = Path("/proc/sys/net/ipv4/ip_local_port_range")
     low = int(ends.read_text().split()[0]) if ends.exists() else 32_768
-    assert len(ports) > 10 and max(ports) < low
-    with socket.socket() as taken, socket.socket() as other:
-        taken.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        used = taken.getsockname()[1]
-        free = other.getsockname()[1]
-        other.close()
+    assert len(ports) > 10
+    assert max(ports) < low
+    with socket.socket() as occupied, socket.socket() as connection:
+        occupied.bind(("127.0.0.1", 0))
+        connection.bind(("127.0.0.1", 0))
+        used = occupied.getsockname()[1]
+        free = connection.getsockname()[1]
+        connection.close()
         monkeypatch.setattr(random.SystemRandom, "sample", lambda self, ports, count: [used, free])
         assert free_port() == free
         monkeypatch.setattr(random.SystemRandom, "sample", lambda self, ports, count: [used])

@@ -38,12 +38,12 @@ def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_
     )
     words = ["run", "--limit", "4", "--config", str(config), "--data", "D", "--output", "O"]
     command: Any = parse(words, GEOMETRY3K)
-    asked = command.ask
-    assert asked.model == "from/file"
-    assert asked.max_tokens == 7
-    assert asked.limit == 4
-    assert asked.seed == 5
-    assert asked.system_prompt is None
+    options = command.ask
+    assert options.model == "from/file"
+    assert options.max_tokens == 7
+    assert options.limit == 4
+    assert options.seed == 5
+    assert options.system_prompt is None
     assert command.score.rounding is True
     words = ["run", "--config", str(config), "--no-rounding", *NEEDED]
     command = parse(words, GEOMETRY3K)
@@ -53,11 +53,11 @@ def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_
 
 
 def test_defaults_are_greedy_and_the_trainings_prompt():
-    asked = parse(["infer", *NEEDED], GEOMETRY3K).ask
-    assert asked.temperature == 0.0
-    assert asked.system_prompt == SYSTEM_PROMPT
-    assert asked.dtype == "auto"
-    assert (asked.limit, asked.min_pixels, asked.max_pixels) == (None, None, None)
+    options = parse(["infer", *NEEDED], GEOMETRY3K).ask
+    assert options.temperature == 0.0
+    assert options.system_prompt == SYSTEM_PROMPT
+    assert options.dtype == "auto"
+    assert (options.limit, options.min_pixels, options.max_pixels) == (None, None, None)
     without = parse(["infer", *NEEDED, "--system-prompt", "none"], GEOMETRY3K)
     assert without.ask.system_prompt is None
 
@@ -176,15 +176,14 @@ def test_a_file_of_the_model_that_is_missing_cut_off_or_nonsense(data, case, cap
                 damaged.write_bytes(content[:damage])
             else:
                 damaged.write_text(json.dumps({**json.loads(content), damage[0]: damage[1]}))
-            said = refusal(data, str(folder / "model"), folder / "out", capsys)
-            assert said.startswith("error: model: ") and said.count("\n") == 1
+            message = refusal(data, str(folder / "model"), folder / "out", capsys)
+            assert message.startswith("error: model: ")
+            assert message.count("\n") == 1
             assert not (folder / "out").exists()
 
 
 def test_a_model_that_vllm_would_run_otherwise(data, case, capsys):
-    """Without the key vLLM places images otherwise than Transformers, and nothing else would show
-    it.
-    """
+    """vLLM places images otherwise than Transformers without the key, and nothing else shows it."""
     lacks = "has no mrope_interleaved in the rope_parameters"
     for kind, why in (("qwen3_vl", lacks), ("qwen3_5", "use --engine transformers")):
         with case(kind) as folder:
@@ -194,12 +193,10 @@ def test_a_model_that_vllm_would_run_otherwise(data, case, capsys):
                 config = json.loads((model / "config.json").read_text())
                 del config["text_config"]["rope_parameters"]["mrope_interleaved"]
                 (model / "config.json").write_text(json.dumps(config))
-            said = refusal(data, str(model), folder / "out", capsys, "vllm")
-            assert (
-                said.startswith(f"error: model: {str(model)!r} ")
-                and why in said
-                and said.count("\n") == 1
-            )
+            message = refusal(data, str(model), folder / "out", capsys, "vllm")
+            assert message.startswith(f"error: model: {str(model)!r} ")
+            assert why in message
+            assert message.count("\n") == 1
             assert not (folder / "out").exists()
 
 
@@ -215,9 +212,11 @@ def test_an_engine_that_cannot_be_built_leaves_nothing_and_takes_nothing_away(
     used.mkdir()
     (used / "notes.txt").write_text("mine")
     for output in (empty, used):
-        said = refusal(data, "a/b", output, capsys)
-        assert "error: model: 'a/b' cannot be loaded\n" in said and "its copy" not in said
-    assert not empty.exists() and (used / "notes.txt").read_text() == "mine"
+        message = refusal(data, "a/b", output, capsys)
+        assert "error: model: 'a/b' cannot be loaded\n" in message
+        assert "its copy" not in message
+    assert not empty.exists()
+    assert (used / "notes.txt").read_text() == "mine"
 
 
 def test_the_loser_of_two_that_start_together_leaves_the_files_alone(data, tmp_path, capsys):
@@ -228,11 +227,11 @@ def test_the_loser_of_two_that_start_together_leaves_the_files_alone(data, tmp_p
     output.mkdir()
     (output / "fingerprint.json").write_text("{}")
     with PredictionLog(output / "predictions.jsonl") as first:
-        said = refusal(data, str(PRETRAINED), output, capsys)
-        who = rf"process {os.getpid()} \(.*\)" if sys.platform == "linux" else "another process"
+        message = refusal(data, str(PRETRAINED), output, capsys)
+        writer = rf"process {os.getpid()} \(.*\)" if sys.platform == "linux" else "another process"
         assert re.fullmatch(
-            rf"error: output: {who} is writing {output}\S+; wait for it or use another --output\n",
-            said,
+            rf"error: output: {writer} is writing {output}\S+; wait for it or use another --output\n",
+            message,
         )
         first.append([{"pid": "1", "answer": "5", "response": "5"}])
     assert (output / "fingerprint.json").read_text() == "{}"
@@ -256,18 +255,21 @@ def test_a_problem_too_long_for_the_context_is_recorded_and_the_others_are_answe
     ]
     words += ["--engine", "transformers", "--max-tokens", "4"]
     assert main(GEOMETRY3K, words) == 0
-    shown = capsys.readouterr()
-    assert (
-        f"warning: {rows[1]['id']!r} is not asked: its text has " in shown.err
-        and "3 answered" in shown.err
-    )
-    assert "1 prompt too long" in shown.err and "--max-pixels" not in shown.err
+    printed = capsys.readouterr()
+    assert f"warning: {rows[1]['id']!r} is not asked: its text has " in printed.err
+    assert "3 answered" in printed.err
+    assert "1 prompt too long" in printed.err
+    assert "--max-pixels" not in printed.err
     assert (
         "warning: 1 problem not asked (prompt too long for the model's context), counted as wrong"
-        in shown.out
+        in printed.out
     )
-    found = read_predictions(tmp_path / "out" / "predictions.jsonl")
-    assert [row["finish_reason"] == "prompt_too_long" for row in found] == [False, True, False]
+    predictions = read_predictions(tmp_path / "out" / "predictions.jsonl")
+    assert [row["finish_reason"] == "prompt_too_long" for row in predictions] == [
+        False,
+        True,
+        False,
+    ]
     score = json.loads((tmp_path / "out" / "score.json").read_text())
     assert (score["total"], score["too_long"], score["items"][1]["verdict"]) == (3, 1, "failed")
     assert main(GEOMETRY3K, words) == 0

@@ -5,7 +5,7 @@ nothing else.
 import json
 import re
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -31,47 +31,11 @@ from adora_vl.utils.openai_client import Reply
 from eval import __main__ as evaluate
 from eval.command import parse
 from eval.compare import main as compare
-from tests.conftest import REPOSITORY
 from tests.support import benchmark_data as support
+from tests.support.benchmark_data import WRITERS
+from tests.support.paths import REPOSITORY
 
-DATA: dict[str, Callable[[Path], Path]] = {
-    "geometry3k": lambda folder: support.write_geometry3k(folder / "geometry3k", 4),
-    "mathvista": lambda folder: support.write_mathvista(
-        folder / "mathvista", support.mathvista_rows(4)
-    ),
-    "mathvision": lambda folder: support.write_mathvision(
-        folder / "mathvision", support.mathvision_rows(4)
-    ),
-    "mmstar": lambda folder: support.write_mmstar(folder / "mmstar", support.mmstar_rows(4)),
-    "wemath": lambda folder: support.write_wemath(folder / "wemath", support.wemath_rows(4)),
-    "mathverse": lambda folder: support.write_mathverse(
-        folder / "mathverse", support.mathverse_rows(4)
-    ),
-    "mmmu_pro": lambda folder: support.write_texts(
-        folder / "mmmu", "test.json", [support.MMMU_PRO] * 4
-    ),
-    "logicvista": lambda folder: support.write_texts(
-        folder / "logic", "test.json", [support.LOGICVISTA] * 4
-    ),
-    "dynamath": lambda folder: dynamath(folder / "dynamath"),
-    "knights": lambda folder: knights(folder / "knights"),
-    "problems": lambda folder: support.write_geometry3k(folder / "problems", 4),
-}
 RIGHT = {"mmmu_pro": "Answer: {}", "dynamath": '{{"short answer": "{}"}}'}  # but in a box
-
-
-def dynamath(folder: Path) -> Path:
-    """One problem in its ten variants."""
-    for number in range(1, 11):
-        support.write_texts(folder, f"sample_variant{number}.json", [support.DYNAMATH])
-    return folder
-
-
-def knights(folder: Path) -> Path:
-    from data_prep.cli import main as data_prep
-
-    assert data_prep(["knights", "--output", str(folder), "--rows", "2", "--test-rows", "4"]) == 0
-    return folder
 
 
 def problems_of(benchmark: Benchmark, data: Path) -> list[Problem]:
@@ -85,33 +49,39 @@ def problems_of(benchmark: Benchmark, data: Path) -> list[Problem]:
 def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
     benchmark = named(name)
     assert benchmark.name == name
-    problems = problems_of(benchmark, DATA[name](tmp_path))
+    problems = problems_of(benchmark, WRITERS[name](tmp_path))
     count = 10 if name == "dynamath" else 4
     assert len({problem.pid for problem in problems}) == len(problems) == count
     all_grey = shown_as(problems, "blank") if problems[0].n_images else problems
-    for problem, other in zip(problems, all_grey, strict=True):
-        assert problem.prompt and len(problem.images()) == problem.n_images
-        grey = other.images()
+    for problem, blank_problem in zip(problems, all_grey, strict=True):
+        assert problem.prompt
+        assert len(problem.images()) == problem.n_images
+        grey = blank_problem.images()
         assert [image.size for image in grey] == [image.size for image in problem.images()]
         assert all(
             image.getcolors() == [(image.width * image.height, (128, 128, 128))] for image in grey
         )
-    said = RIGHT.get(name, r"\boxed{{{}}}").format
+    right_response = RIGHT.get(name, r"\boxed{{{}}}").format
     rows = [
-        {**one.fields, "response": said(one.fields["answer"]), "finish_reason": "stop"}
-        for one in problems
+        {
+            **answered.fields,
+            "response": right_response(answered.fields["answer"]),
+            "finish_reason": "stop",
+        }
+        for answered in problems
     ]
     rows[3] |= {"finish_reason": "image_failed", "response": rows[0]["response"]}
     rows = [json.loads(json.dumps(row)) for row in rows]  # what a predictions row keeps
     assert [benchmark.check(row) for row in rows if benchmark.check] in ([], [None] * count)
-    made = score(benchmark, rows, benchmark.score_options()).score
-    assert made["benchmark"] == name and made["total"] == count and made["rules"]
-    assert [item["verdict"] == "correct" for item in made["items"]][3] is False and made[
-        "image_failed"
-    ] == 1
-    assert made["correct"] >= 2, "a boxed reference answer is right"
+    result = score(benchmark, rows, benchmark.score_options()).score
+    assert result["benchmark"] == name
+    assert result["total"] == count
+    assert result["rules"]
+    assert [item["verdict"] == "correct" for item in result["items"]][3] is False
+    assert result["image_failed"] == 1
+    assert result["correct"] >= 2, "a boxed reference answer is right"
     assert evaluate.main([name, *support.to_score(tmp_path, rows)]) == 0
-    assert json.loads((tmp_path / "s.json").read_text())["items"] == made["items"]
+    assert json.loads((tmp_path / "s.json").read_text())["items"] == result["items"]
     drawn = name in ("geometry3k", "problems")
     title = "synthetic" if drawn else name  # that of the data, whose rows these are
     assert f"{title}: " in capsys.readouterr().out
@@ -122,7 +92,7 @@ def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "changed", "said"),
+    ("name", "changed", "message"),
     [
         ("wemath", {"key": "2steps_3"}, "has key = '2steps_3', expected such as 2steps_1"),
         ("wemath", {"answer": "H2"}, "has answer = 'H2', expected a letter"),
@@ -143,12 +113,13 @@ def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
     ],
 )
 def test_a_row_that_cannot_be_scored_is_named_before_the_model_is_asked(
-    name, changed, said, tmp_path
+    name, changed, message, tmp_path
 ):
     benchmark = named(name)
-    row = {**problems_of(benchmark, DATA[name](tmp_path))[0].fields, "response": "B"}
-    assert benchmark.check is not None and benchmark.check(row) is None
-    assert said in (benchmark.check({**row, **changed}) or "")
+    row = {**problems_of(benchmark, WRITERS[name](tmp_path))[0].fields, "response": "B"}
+    assert benchmark.check is not None
+    assert benchmark.check(row) is None
+    assert message in (benchmark.check({**row, **changed}) or "")
     lacking = {field: value for field, value in row.items() if field != next(iter(changed))}
     assert f"lacks the field {next(iter(changed))!r}" in (benchmark.check(lacking) or "")
 
@@ -158,12 +129,12 @@ def test_the_list_stands_once(capsys):
     assert (
         {path.stem for path in files if "\nBENCHMARK = " in path.read_text()}
         == set(NAMES)
-        == DATA.keys()
+        == WRITERS.keys()
     )
-    assert evaluate.main(["--help"]) == 0 and ",".join(NAMES) in capsys.readouterr().out
-    assert (
-        evaluate.main(["mathvist"]) == 2 and "did you mean 'mathvista'?" in capsys.readouterr().err
-    )
+    assert evaluate.main(["--help"]) == 0
+    assert ",".join(NAMES) in capsys.readouterr().out
+    assert evaluate.main(["mathvist"]) == 2
+    assert "did you mean 'mathvista'?" in capsys.readouterr().err
 
 
 def test_a_data_set_says_which_benchmark_scores_it(tmp_path):
@@ -212,6 +183,7 @@ def of_the_page(tmp_path, monkeypatch) -> list[dict[str, Any]]:
     rows = [
         {"id": number, "question": question, **row} for number, question in enumerate(questions)
     ]
+    rows[0]["unit"] = "mm"  # a group of one value is left out of the table
     monkeypatch.chdir(tmp_path)
     Path("lengths.py").write_text(code)
     Path("test.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -225,15 +197,18 @@ def test_the_benchmark_of_the_page_runs_from_its_file_in_a_command_and_in_a_trai
     monkeypatch.setattr("adora_vl.evals.asking.build_engine", lambda settings: Rounds())
     words = ["run", "--model", "a/b", "--data", "test.jsonl", "--output", "out"]
     assert evaluate.main(["lengths.py:LENGTHS", *words]) == 0
-    shown = capsys.readouterr().out
-    assert "lengths test: a/b" in shown and "rules exact lengths" in shown and "unit" in shown
-    made = json.loads(Path("out/score.json").read_text())
-    assert (made["correct"], made["total"]) == (1, 4) and made["groups"]["image_size"][
-        "to 128x128"
-    ]["total"] == 4
-    own = {made["rules"]["file"], made["fingerprint"]["fields"]["benchmark_file"]}
-    assert len(own) == 1 and len(own.pop()) >= 16
-    assert compare(["out"]) == 0 and "lengths: accuracy" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "lengths test: a/b" in output
+    assert "rules exact lengths" in output
+    assert "unit" in output
+    result = json.loads(Path("out/score.json").read_text())
+    assert (result["correct"], result["total"]) == (1, 4)
+    assert result["groups"]["image_size"]["to 128x128"]["total"] == 4
+    hashes = {result["rules"]["file"], result["fingerprint"]["fields"]["benchmark_file"]}
+    assert len(hashes) == 1
+    assert len(hashes.pop()) >= 16
+    assert compare(["out"]) == 0
+    assert "lengths: accuracy" in capsys.readouterr().out
 
     config: Any = Namespace(
         eval_strategy="steps",
@@ -248,7 +223,7 @@ def test_the_benchmark_of_the_page_runs_from_its_file_in_a_command_and_in_a_trai
     monkeypatch.setattr(own_files, "_beside", [beside])
     (task,) = evaluation.take_evaluations(config, []).tasks
     assert named("mine.py:LENGTHS").name == "lengths", "what is named next is beside the config too"
-    assert (task.benchmark.name, [one.prompt for one in task.problems]) == (
+    assert (task.benchmark.name, [problem.prompt for problem in task.problems]) == (
         "lengths",
         ["Side 7", "Side 1.5"],
     )
@@ -271,10 +246,12 @@ def test_the_benchmark_of_the_page_runs_from_its_file_in_a_command_and_in_a_trai
     ],
 )
 def test_problems_that_ones_own_benchmark_makes_are_checked(of_the_page, second, fault):
-    made = [Problem({"pid": pid}, text, 0, list) for pid, text in (("a", "Side 7"), second)]
-    own = replace(named("lengths.py:LENGTHS"), load=lambda options: LoadedProblems(made, "hash"))
+    problems = [Problem({"pid": pid}, text, 0, list) for pid, text in (("a", "Side 7"), second)]
+    benchmark = replace(
+        named("lengths.py:LENGTHS"), load=lambda options: LoadedProblems(problems, "hash")
+    )
     with pytest.raises(UserError, match=fault):
-        loaded(own, DataOptions(data="lengths", split="test"))
+        loaded(benchmark, DataOptions(data="lengths", split="test"))
 
 
 def _summary(rows: Sequence[Any], graded: Sequence[Any], options: ScoreOptions) -> OwnFigures:
@@ -296,18 +273,26 @@ def _summary(rows: Sequence[Any], graded: Sequence[Any], options: ScoreOptions) 
 def test_figures_of_a_new_benchmark_are_printed_compared_and_logged(of_the_page, capsys):
     new = replace(named("lengths.py:LENGTHS"), name="new", summary=_summary)
     rows = [
-        {**row, "pid": str(row["id"]), "response": rf"\boxed{{{7 + (not row['id'])}}}"}
+        {
+            **row,
+            "pid": str(row["id"]),
+            "response": r"\boxed{7}" if row["id"] else r"\boxed{8}",
+        }
         for row in of_the_page
     ]
     stored = support.scored(new, Path(), rows)
     table = capsys.readouterr().out.splitlines()
-    shown = [line.split()[:3] for line in table]
-    assert ["halves", "first", "1/2"] in shown and ["mean", "25.0", "%"] in shown
-    assert "a line of its own" in table and "warning: a warning of its own" in table
-    assert stored["halves"]["definition"] == "two halves" and stored["count"] == 4
+    cells = [line.split()[:3] for line in table]
+    assert ["halves", "first", "1/2"] in cells
+    assert ["mean", "25.0", "%"] in cells
+    assert "a line of its own" in table
+    assert "warning: a warning of its own" in table
+    assert stored["halves"]["definition"] == "two halves"
+    assert stored["count"] == 4
     assert compare(["s.json"]) == 0
     head, line = capsys.readouterr().out.splitlines()[1:3]
-    assert head.split() == ["all", "first", "mean"] and line.split()[-1] == "25.0"
+    assert head.split() == ["all", "first", "mean"]
+    assert line.split()[-1] == "25.0"
     logged = figures(new, rows)
     assert (logged["new_accuracy"], logged["new_accuracy_first"], logged["new_accuracy_mean"]) == (
         0.75,
@@ -318,10 +303,14 @@ def test_figures_of_a_new_benchmark_are_printed_compared_and_logged(of_the_page,
 
 def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypatch, capsys):
     rows = [
-        {"pid": str(index), "answer": "5", "response": rf"\boxed{{{5 + (not index)}}}"}
+        {
+            "pid": str(index),
+            "answer": "5",
+            "response": r"\boxed{5}" if index else r"\boxed{6}",
+        }
         for index in range(4)
     ]
-    asked = [Problem({"pid": row["pid"]}, "", 0, list) for row in rows]
+    problems = [Problem({"pid": row["pid"]}, "", 0, list) for row in rows]
     logged: list[dict[str, float]] = []
     built: list[dict[str, Any]] = []
     # those of the second rank
@@ -332,10 +321,14 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
         trainer.control.should_log = False  # as Transformers does after every log
 
     monkeypatch.setattr(Trainer, "log", log)
-    monkeypatch.setattr(evaluation, "ChatProcessor", lambda *given, **more: built.append(more))
+    monkeypatch.setattr(
+        evaluation, "ChatProcessor", lambda *arguments, **kwargs: built.append(kwargs)
+    )
     by_pid = {row["pid"]: row for row in rows}
     monkeypatch.setattr(
-        evaluation, "answer", lambda _, asks, **more: [by_pid[one.problem.pid] for one in asks]
+        evaluation,
+        "answer",
+        lambda _, asks, **kwargs: [by_pid[request.problem.pid] for request in asks],
     )
     first = Namespace(
         process_index=0, num_processes=2, is_main_process=True, wait_for_everyone=lambda: None
@@ -354,7 +347,7 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
         pool=Namespace(tool_loop=None, on_any_rank=bool, guard=Namespace(watching=nullcontext)),
     )
     plan = evaluation.EvaluationPlan(
-        [evaluation.Task(named("geometry3k"), asked, in_data=9)],
+        [evaluation.Task(named("geometry3k"), problems, in_data=9)],
         every=2,
         at_start=False,
         prompt=None,
@@ -369,7 +362,5 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
         late.on_step_end(None, Namespace(global_step=step), None)
     assert len(logged) == 3, "eval_delay: 3 leaves step 2 out"
     assert trainer.control.should_log, "the log of the step itself would be left out"
-    assert (
-        "step 2: geometry3k 75.0 %" in (said := capsys.readouterr().out)
-        and "of 4 of 9 problems" in said
-    )
+    assert "step 2: geometry3k 75.0 %" in (output := capsys.readouterr().out)
+    assert "of 4 of 9 problems" in output

@@ -27,21 +27,21 @@ def row(
     number: int, response: str, answer: str, version: str = "Text Lite", **fields: Any
 ) -> dict[str, Any]:
     choice = len(answer) == 1 and answer.isalpha()
-    known: dict[str, Any] = {
+    row_fields: dict[str, Any] = {
         "sample_index": number,
         "problem_index": "1",
         "problem_version": version,
     }
-    known |= {
+    row_fields |= {
         "question": QUESTION if choice else "Find the area.",
         "answer": answer,
         "response": response,
     }
-    known |= {
+    row_fields |= {
         "question_type": "multi-choice" if choice else "free-form",
         "metadata": {"subject": "Plane Geometry"},
     }
-    return known | fields
+    return row_fields | fields
 
 
 def test_free_answers_are_compared_by_their_values():
@@ -60,7 +60,7 @@ def test_free_answers_are_compared_by_their_values():
         (r"(-\infty, 4]", r"(-\infty, 4]"),
         ("Bugs Bunny", "Bugs Bunny"),
     ]
-    other = [
+    different = [
         ("113", "113.1"),
         ("13", "14"),
         ("x^2 + y^2 = 7", "$x^{2}+y^{2}=49$"),
@@ -69,32 +69,32 @@ def test_free_answers_are_compared_by_their_values():
         ("increasing", "even"),
         ("", "5"),
     ]
-    for pairs, expected in ((same, True), (other, False)):
+    for pairs, expected in ((same, True), (different, False)):
         assert [pair for pair in pairs if same_answer(*pair)[0] is not expected] == []
 
 
 def test_an_answer_is_found_in_a_response():
-    found = {
+    answers = {
         r"So the area is 4 and hence \boxed{9\pi}.": (r"9\pi", "box"),
         "The radius is 3.\nThe answer is 28.3 cm. Done.": ("28.3 cm", "stated"),
         r"\frac{\sqrt{30}}{2}": (r"\frac{\sqrt{30}}{2}", "whole"),
         "First we halve 8.\nTherefore the side is 4.": ("4", "conclusion"),
     }
-    for response, expected in found.items():
+    for response, expected in answers.items():
         assert tuple(by_rules(row(1, response, "5.0"))) == expected
 
 
 def test_options_and_the_right_one_are_read_as_the_data_write_them():
-    one = row(1, "", "D")
-    assert choices_of(one) == ["40°", "60°", "120°", "140°"]
-    assert choices_of({**one, "question": "Is it?\nChoice:\nA. True\nB. False"}) == [
+    problem = row(1, "", "D")
+    assert choices_of(problem) == ["40°", "60°", "120°", "140°"]
+    assert choices_of({**problem, "question": "Is it?\nChoice:\nA. True\nB. False"}) == [
         "True",
         "False",
     ]
-    assert choices_of({**one, "question": ""}) == []
-    assert choices_of({**one, "question": "", "question_for_eval": QUESTION})[3] == "140°"
+    assert choices_of({**problem, "question": ""}) == []
+    assert choices_of({**problem, "question": "", "question_for_eval": QUESTION})[3] == "140°"
     for answer, letter in {"D": "D", "(C)": "C", "140": "D", "A\nC": None}.items():
-        assert reference_letter({**one, "answer": answer}, choices_of(one)) == letter
+        assert reference_letter({**problem, "answer": answer}, choices_of(problem)) == letter
 
 
 def test_scores_by_version_type_and_subject_and_overall_without_text_only(tmp_path, capsys):
@@ -123,23 +123,22 @@ def test_scores_by_version_type_and_subject_and_overall_without_text_only(tmp_pa
     versions = {
         name: (cell["correct"], cell["total"]) for name, cell in result["groups"]["version"].items()
     }
-    assert (
-        versions[TEXT_ONLY] == (0, 2)
-        and versions["Vision Only"] == (1, 1)
-        and versions.keys() == set(VERSIONS)
-    )
+    assert versions[TEXT_ONLY] == (0, 2)
+    assert versions["Vision Only"] == (1, 1)
+    assert versions.keys() == set(VERSIONS)
     assert result["groups"]["subject"]["Plane Geometry"]["total"] == 7
-    shown = capsys.readouterr().out
-    assert (
-        "rules ours, in place of the official judge" in shown and "not the official score" in shown
-    )
-    assert "warning: 1 reference answer with several letters" in shown
+    output = capsys.readouterr().out
+    assert "rules ours, in place of the official judge" in output
+    assert "not the official score" in output
+    assert "warning: 1 reference answer with several letters" in output
 
 
 def test_a_judge_reads_the_answer_where_it_is_given(tmp_path, serve):
     def reads(body: dict[str, Any], _: int) -> Reply:
-        asked = body["messages"][1]["content"]
-        return completion("<answer>D</answer>" if "140°" in asked else "<answer>113.1 cm²</answer>")
+        question = body["messages"][1]["content"]
+        return completion(
+            "<answer>D</answer>" if "140°" in question else "<answer>113.1 cm²</answer>"
+        )
 
     server = serve(reads)
     rows = [
@@ -149,13 +148,14 @@ def test_a_judge_reads_the_answer_where_it_is_given(tmp_path, serve):
     ]
     words = ["--extraction", "judge", "--judge-url", server.url, "--judge-model", "j"]
     result = scored(tmp_path, rows, *words)
-    assert result["correct"] == 3 and result["extraction_mix"] == {"judge": 3}
+    assert result["correct"] == 3
+    assert result["extraction_mix"] == {"judge": 3}
     assert result["rules"]["judge"] == "j"
     assert scored(tmp_path, rows)["correct"] < 3
 
 
 def test_a_judge_decides_on_free_answers_that_our_rules_do_not_find_right(tmp_path, serve, capsys):
-    asked: list[str] = []
+    questions: list[str] = []
 
     def judges(body: dict[str, Any], _: int) -> Reply:
         content = body["messages"][1]["content"]
@@ -163,7 +163,7 @@ def test_a_judge_decides_on_free_answers_that_our_rules_do_not_find_right(tmp_pa
             return completion(
                 f"<answer>{content.split('<reply>')[1].split('</reply>')[0].strip()}</answer>"
             )
-        asked.append(content)
+        questions.append(content)
         return completion(
             "<answer>maybe</answer>"
             if "a guess" in content
@@ -183,10 +183,13 @@ def test_a_judge_decides_on_free_answers_that_our_rules_do_not_find_right(tmp_pa
     result = scored(tmp_path, rows, *words, "--judge-attempts", "2", "--judge-wait", "0.001")
     verdicts = [item["verdict"] for item in result["items"]]
     assert verdicts == ["correct", "wrong", "correct", "wrong", "failed", "wrong"]
-    assert len(asked) == 4 and all("<reference>\n0.5 m\n</reference>" in each for each in asked)
-    assert result["extraction_failed"] == 1 and "judge" in result["rules"]["rules"]
-    said = capsys.readouterr()
-    assert "note: j was the judge" in said.out and "the judge failed on 1 row" in said.err
+    assert len(questions) == 4
+    assert all("<reference>\n0.5 m\n</reference>" in question for question in questions)
+    assert result["extraction_failed"] == 1
+    assert "judge" in result["rules"]["rules"]
+    printed = capsys.readouterr()
+    assert "note: j was the judge" in printed.out
+    assert "the judge failed on 1 row" in printed.err
     assert scored(tmp_path, rows)["correct"] == 1
 
 
@@ -206,17 +209,16 @@ def test_the_six_versions_are_asked_from_the_files_of_the_hub(tmp_path):
     ]
     every = load("--split", "all", "--query", "wo")
     assert len({problem.pid for problem in every}) == 7
-    assert every[0].images()[0].size == (56, 56) and every[0].prompt.startswith(
-        "Please directly answer"
-    )
+    assert every[0].images()[0].size == (56, 56)
+    assert every[0].prompt.startswith("Please directly answer")
     assert load()[0].prompt.startswith("Please first conduct reasoning")
 
 
 def test_the_hub_is_asked_for_the_part_of_each_split(monkeypatch):
-    asked: list[tuple[str, str | None, str]] = []
+    requests: list[tuple[str, str | None, str]] = []
 
     def hub(name: str, config: str | None, split: str, revision: str | None) -> datasets.Dataset:
-        asked.append((name, config, split))
+        requests.append((name, config, split))
         versions = [TEXT_ONLY] if split == "testmini_text_only" else VERSIONS[:5]
         return datasets.Dataset.from_list(mathverse_rows(2, versions=versions), features=MATHVERSE)
 
@@ -233,6 +235,6 @@ def test_the_hub_is_asked_for_the_part_of_each_split(monkeypatch):
         "all",
     ]
     assert len(BENCHMARK.load(parse(words, BENCHMARK).ask.data).problems) == 4
-    assert asked == [
+    assert requests == [
         ("AI4Math/MathVerse", split, split) for split in ("testmini", "testmini_text_only")
     ]

@@ -16,9 +16,9 @@ from adora_vl.evaluation import _load as task
 from eval.command import main
 from eval.mathvision import BENCHMARK, build_query, official_answer, official_hit, officially_equal
 from eval.mathvision_value import latex_value
-from tests.conftest import SHARED
 from tests.support import benchmark_data
 from tests.support.benchmark_data import mathvision_rows, to_score, write_mathvision
+from tests.support.paths import SHARED
 
 scored = partial(benchmark_data.scored, BENCHMARK)
 DATA = SHARED / "data" / "mathvision"
@@ -49,7 +49,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_a_sample_of_published_verdicts_is_reproduced():
     sample = lines(SAMPLE)
-    assert len(sample) > 50 and {row["model"] for row in sample} == TOTALS.keys()
+    assert len(sample) > 50
+    assert {row["model"] for row in sample} == TOTALS.keys()
     wrong = [
         (row["model"], row["id"])
         for row in sample
@@ -62,32 +63,33 @@ def test_a_sample_of_published_verdicts_is_reproduced():
 @real
 def test_every_published_verdict_is_reproduced(tmp_path, subtests):
     problems = BENCHMARK.load(HubDataOptions(data=str(DATA), split="test")).problems
-    asked = {problem.pid: problem.fields for problem in problems}
-    assert len(asked) == 3040
+    fields_by_id = {problem.pid: problem.fields for problem in problems}
+    assert len(fields_by_id) == 3040
     for name, total in TOTALS.items():
         with subtests.test(name):
             stored = lines(DATA / "outputs" / f"{name}.jsonl")
             assert sum(row["correct"] for row in stored) == total
-            made = scored(
-                tmp_path, [{**asked[row["id"]], "response": row["response"]} for row in stored]
+            result = scored(
+                tmp_path,
+                [{**fields_by_id[row["id"]], "response": row["response"]} for row in stored],
             )
-            items = list(zip(stored, made["items"], strict=True))
+            items = list(zip(stored, result["items"], strict=True))
             differ = {
                 (name, row["id"]) for row, item in items if row["correct"] is not item["correct"]
             }
-            assert differ == {one for one in DISPUTED if one[0] == name}
+            assert differ == {disputed for disputed in DISPUTED if disputed[0] == name}
             answers = {
                 (name, row["id"])
                 for row, item in items
                 if row["model_answer"] != item["extraction"]
             }
-            assert answers == {one for one in OTHER_ANSWER if one[0] == name}
-            assert made["correct"] == total + len(differ)
+            assert answers == {disputed for disputed in OTHER_ANSWER if disputed[0] == name}
+            assert result["correct"] == total + len(differ)
             for key, count in json.loads(
                 (DATA / "outputs" / f"{name}_result.json").read_text()
             ).items():
-                cell = made["groups"]["level"].get(key.removeprefix("-level"))
-                cell = cell or made["groups"]["subject"].get(key)
+                cell = result["groups"]["level"].get(key.removeprefix("-level"))
+                cell = cell or result["groups"]["subject"].get(key)
                 if cell is not None and not differ:
                     assert f"{cell['correct']}/{cell['total']}" == count.split("=")[0], key
 
@@ -133,10 +135,13 @@ def test_the_official_score_compares_as_text_as_tuples_and_as_numbers(subtests):
         ("e", "e", True),
         ("", "", False),
     ]
-    for one, other, equal in cases:
-        with subtests.test(f"{one} and {other}"):
-            assert officially_equal(one, other) is equal is officially_equal(other, one)
-    assert official_hit("b", "B", ["1", "2"]) and official_hit("2", "B", ["1", "2"])
+    for answer, reference, equal in cases:
+        with subtests.test(f"{answer} and {reference}"):
+            assert (
+                officially_equal(answer, reference) is equal is officially_equal(reference, answer)
+            )
+    assert official_hit("b", "B", ["1", "2"])
+    assert official_hit("2", "B", ["1", "2"])
     assert not official_hit("1", "B", ["1", "2"])
 
 
@@ -186,8 +191,8 @@ def test_latex_has_the_value_that_the_official_score_computes(subtests):
     }
     for source, value in cases.items():
         with subtests.test(source[:40]):
-            found = latex_value(source)
-            assert (None if found is None else round(found, 2)) == value
+            number = latex_value(source)
+            assert (None if number is None else round(number, 2)) == value
 
 
 def test_the_prompt_has_the_picture_at_its_first_place():
@@ -201,7 +206,8 @@ def test_the_prompt_has_the_picture_at_its_first_place():
     assert [part["type"] for part in message["content"]] == ["text", "image", "text"]
     assert message["content"][2]["text"].startswith(" or right image 2?")
     drawn = build_query({"question": "Which?\n<image1>", "options": list("ABCDE")})
-    assert drawn.endswith("\nWhich?\n<image>\n") and "(A)" not in drawn
+    assert drawn.endswith("\nWhich?\n<image>\n")
+    assert "(A)" not in drawn
 
 
 def test_a_training_is_evaluated_on_it_and_logs_its_figures(tmp_path):
@@ -211,21 +217,20 @@ def test_a_training_is_evaluated_on_it_and_logs_its_figures(tmp_path):
     assert [problem.pid for problem in first.problems] == ["1", "2", "3"]
     (mini,) = task(f"mathvision={data / 'testmini.jsonl'}", None, None)
     rows = [{**problem.fields, "response": r"\boxed{A}"} for problem in mini.problems]
-    assert [row["pid"] for row in rows] == ["2"] and figures(mini.benchmark, rows)[
-        "mathvision_accuracy"
-    ] == 1.0
+    assert [row["pid"] for row in rows] == ["2"]
+    assert figures(mini.benchmark, rows)["mathvision_accuracy"] == 1.0
 
 
 def answered(
     response: str, answer: str, options: list[str] | None = None, **fields: Any
 ) -> dict[str, Any]:
-    known = {
+    problem_fields = {
         "question": "How long is it?\n<image1>",
         "options": options or [],
         "level": 2,
         "subject": "algebra",
     }
-    return {"pid": "1", **known, "answer": answer, "response": response, **fields}
+    return {"pid": "1", **problem_fields, "answer": answer, "response": response, **fields}
 
 
 def test_strict_is_our_grader_behind_our_extraction(tmp_path, subtests):
@@ -251,13 +256,14 @@ def test_a_score_has_levels_subjects_and_the_rows_of_several_parts(tmp_path, cap
     parts = answered(
         "12", "12", pid="2", level=5, question="<image1> and <image2>", subject="logic"
     )
-    made = scored(tmp_path, [answered("12", "12"), parts])
-    assert {key: made["groups"][key].keys() for key in ("level", "subject", "form")} == {
+    result = scored(tmp_path, [answered("12", "12"), parts])
+    assert {key: result["groups"][key].keys() for key in ("level", "subject", "form")} == {
         "level": {"2", "5"},
         "subject": {"algebra", "logic"},
         "form": {"free form"},
     }
-    assert made["several_parts"] == 1 and made["rules"] == {"rules": "official"}
+    assert result["several_parts"] == 1
+    assert result["rules"] == {"rules": "official"}
     assert "1 question with several numbered images" in capsys.readouterr().out
 
 

@@ -22,8 +22,9 @@ from eval.mathvista import (
     judge_extraction,
     question_of,
 )
-from tests.conftest import SHARED, Case
 from tests.support import benchmark_data
+from tests.support.cases import Case
+from tests.support.paths import SHARED
 
 DATA = SHARED / "data" / "mathvista"
 MODELS = ("bard", "chatgpt", "idefics_9b_instruct", "llava_llama_2_13b")
@@ -56,15 +57,15 @@ def test_stored_extractions_give_the_published_hits_item_by_item_and_in_every_su
 ) -> None:
     for model in MODELS:
         with case(model) as folder:
-            wanted = expected(model)
+            figures = expected(model)
             result = scored(model, folder, "stored", "published_2023")
             assert (result["correct"], result["total"]) == (PUBLISHED_CORRECT[model], 1000)
             hits = {item["pid"]: item["correct"] for item in result["items"]}
             assert hits == {
-                pid: pair[0] for pid, pair in wanted["hits_published_and_current"].items()
+                pid: pair[0] for pid, pair in figures["hits_published_and_current"].items()
             }
             differing = []
-            for key, group in wanted["published_subgroups"].items():
+            for key, group in figures["published_subgroups"].items():
                 assert result["groups"][key].keys() == group.keys()
                 for value, published in group.items():
                     cell = result["groups"][key][value]
@@ -89,7 +90,7 @@ def test_todays_rules_give_todays_hits_item_by_item(case: Case) -> None:
 
 @real
 def test_rules_agree_with_the_stored_extraction_in_hit_or_miss(subtests: pytest.Subtests) -> None:
-    for (model, least), half in product(
+    for (model, min_agreement), half in product(
         [
             ("bard", 0.98),
             ("chatgpt", 0.98),
@@ -105,7 +106,7 @@ def test_rules_agree_with_the_stored_extraction_in_hit_or_miss(subtests: pytest.
                 == judge_extraction(row, row["extraction"], "official").correct
                 for row in rows
             )
-            assert agree / len(rows) >= least
+            assert agree / len(rows) >= min_agreement
 
 
 @real

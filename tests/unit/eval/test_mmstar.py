@@ -14,9 +14,9 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from adora_vl.models.load import PRETRAINED
 from eval.command import main
 from eval.mmstar import BENCHMARK, official_hit, options_of
-from tests.conftest import SHARED
 from tests.support import benchmark_data
 from tests.support.benchmark_data import mmstar_rows, to_score, write_lines, write_mmstar
+from tests.support.paths import SHARED
 
 DATA = SHARED / "data" / "mmstar"
 real = pytest.mark.skipif(
@@ -26,14 +26,14 @@ QUESTION = "Which?\nOptions: A: a park, with trees, B: a dam, C: note A: twice, 
 
 
 def row(pid: str, response: str, answer: str = "B", **fields: Any) -> dict[str, Any]:
-    known = {
+    row_fields = {
         "pid": pid,
         "index": int(pid),
         "question": QUESTION,
         "answer": answer,
         "response": response,
     }
-    return known | {"category": "math", "l2_category": "geometry"} | fields
+    return row_fields | {"category": "math", "l2_category": "geometry"} | fields
 
 
 scored = partial(benchmark_data.scored, BENCHMARK)
@@ -52,7 +52,8 @@ def test_the_published_half_has_404_hits_and_its_categories(case):
             )
             categories = result["groups"]["category"]
             assert {
-                key: [one["correct"], one["total"]] for key, one in categories.items()
+                key: [category["correct"], category["total"]]
+                for key, category in categories.items()
             } == expected["by_category"]
             assert len(result["groups"]["l2_category"]) == 18
 
@@ -99,31 +100,31 @@ def test_gain_and_leakage_by_hand(tmp_path, capsys):
             [row(str(i), "B" if hit == "1" else "C") for i, hit in enumerate(right)],
         )
 
-    seen = run("v.jsonl", "11110")
+    with_image = run("v.jsonl", "11110")
     blind = run("wv.jsonl", "01100")
     text = run("t.jsonl", "00100")
-    others = ["--without-image", str(blind), "--text-only", str(text)]
-    leakage = scored(tmp_path, seen, *others)["leakage"]
+    baselines = ["--without-image", str(blind), "--text-only", str(text)]
+    leakage = scored(tmp_path, with_image, *baselines)["leakage"]
     assert (leakage["S_v"], leakage["S_wv"], leakage["S_t"]) == (0.8, 0.4, 0.2)
     assert (leakage["MG"], leakage["ML"]) == (pytest.approx(0.4), pytest.approx(0.2))
     assert leakage["MG_bootstrap_95"][0] < 0.4 < leakage["MG_bootstrap_95"][1]
     assert "MG: 40.0 %" in capsys.readouterr().out
     # A backbone that knows more than the blind model has leaked nothing.
     assert (
-        scored(tmp_path, seen, "--without-image", str(text), "--text-only", str(blind))["leakage"][
-            "ML"
-        ]
+        scored(tmp_path, with_image, "--without-image", str(text), "--text-only", str(blind))[
+            "leakage"
+        ]["ML"]
         == 0
     )
 
 
 def test_another_runs_items_must_be_the_same(tmp_path, capsys):
-    other = write_lines(tmp_path / "b.jsonl", [row("2", "B")])
+    other_run = write_lines(tmp_path / "b.jsonl", [row("2", "B")])
     words = to_score(tmp_path, [row("1", "B")])
-    assert main(BENCHMARK, [*words, "--without-image", str(other)]) == 2
+    assert main(BENCHMARK, [*words, "--without-image", str(other_run)]) == 2
     assert "without_image: " in (message := capsys.readouterr().err)
     assert "pid '1' is missing" in message
-    assert main(BENCHMARK, [*words, "--text-only", str(other)]) == 2
+    assert main(BENCHMARK, [*words, "--text-only", str(other_run)]) == 2
     assert "needs --without-image too" in capsys.readouterr().err
 
 
@@ -151,18 +152,18 @@ def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def command(tmp_path: Path, model: Path, *more: str) -> list[str]:
+def command(tmp_path: Path, model: Path, *options: str) -> list[str]:
     data = write_mmstar(tmp_path / "data", mmstar_rows(3))
     words = ["run", "--model", str(model), "--data", str(data), "--output", str(tmp_path / "out")]
-    return [*words, "--engine", "transformers", "--max-tokens", "8", *more]
+    return [*words, "--engine", "transformers", "--max-tokens", "8", *options]
 
 
 def test_a_backbone_answers_without_the_image_and_refuses_one(tmp_path, backbone, capsys):
     assert main(BENCHMARK, command(tmp_path, backbone, "--no-image")) == 0
     assert json.loads((tmp_path / "out" / "score.json").read_text())["total"] == 3
     blind = "it sees no images, and the problems have some"
-    for more, message in (([], blind), (["--max-pixels", "784"], "max_pixels: ")):
-        assert main(BENCHMARK, command(tmp_path / "eyes", backbone, *more)) == 2
+    for options, message in (([], blind), (["--max-pixels", "784"], "max_pixels: ")):
+        assert main(BENCHMARK, command(tmp_path / "eyes", backbone, *options)) == 2
         lines = [
             line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")
         ]

@@ -2,6 +2,8 @@
 are named.
 """
 
+import json
+
 import pytest
 
 from eval import dynamath, logicvista, mmmu_pro
@@ -41,7 +43,7 @@ def test_the_letter_that_mmmu_pro_reads(response, letter):
 )
 def test_the_letters_of_logicvista(response, letters):
     assert logicvista.by_rules(response).text == letters
-    assert all(logicvista.letters_of(given) == ["a", "c"] for given in ("A, C", "ca", ["c", "a"]))
+    assert all(logicvista.letters_of(stored) == ["a", "c"] for stored in ("A, C", "ca", ["c", "a"]))
 
 
 @pytest.mark.parametrize(
@@ -63,12 +65,12 @@ def test_the_short_answer_of_dynamath(response, answer, kind, hit):
 
 
 def test_the_worst_case_of_dynamath_is_over_all_variants(tmp_path):
-    kept = {"question": "?", "answer": "5", "answer_type": "float", "subject": "a", "level": "b"}
+    fields = {"question": "?", "answer": "5", "answer_type": "float", "subject": "a", "level": "b"}
     rows = [
         {
-            **kept,
+            **fields,
             "pid": f"sample_variant{variant}/{problem}",
-            "response": f'{{"short answer": "{5 + (variant == wrong)}"}}',
+            "response": json.dumps({"short answer": "6" if variant == wrong else "5"}),
         }
         for problem, wrong in enumerate((0, 3))
         for variant in range(1, 11)

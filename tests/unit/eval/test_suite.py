@@ -11,7 +11,7 @@ from adora_vl.evals.inference.requests import AnswerRequest
 from adora_vl.utils.openai_client import Reply
 from eval import suite
 from eval.__main__ import main
-from tests.unit.eval.test_contract import DATA
+from tests.support.benchmark_data import WRITERS
 
 BUILT: list[int] = []
 COLUMNS = suite.SUITES["reasoning"]
@@ -33,9 +33,9 @@ class Says:
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     for name in COLUMNS:
-        made = DATA[name](tmp_path)
-        made.rename(tmp_path / "made") if made.name != name else None
-        (tmp_path / "made").rename(tmp_path / name) if made.name != name else None
+        folder = WRITERS[name](tmp_path)
+        folder.rename(tmp_path / "made") if folder.name != name else None
+        (tmp_path / "made").rename(tmp_path / name) if folder.name != name else None
     return tmp_path
 
 
@@ -58,11 +58,9 @@ def test_a_row_with_one_start_of_the_engine(data, monkeypatch, capsys):
         ]
         assert main([*words, "--samples", "3", "--temperature", "1"]) == 0
         head, row, note = capsys.readouterr().out.splitlines()[-3:]
-        assert (
-            head.split() == list(COLUMNS)
-            and row.startswith(str(data / name))
-            and "its strict score" in note
-        )
+        assert head.split() == list(COLUMNS)
+        assert row.startswith(str(data / name))
+        assert "its strict score" in note
     assert len(BUILT) == 2 and len(set(BUILT)) == 1, (
         "an engine for each model, that fits all benchmarks"
     )
@@ -71,16 +69,17 @@ def test_a_row_with_one_start_of_the_engine(data, monkeypatch, capsys):
     )
     assert len(BUILT) == 2, "all answers were there"
     first, second, difference = capsys.readouterr().out.splitlines()[-4:-1]
-    assert first.startswith(str(data / "first")) and second.startswith(str(data / "second"))
-    assert (
-        difference.split("  ")[0] == "difference of accuracy"
-        and "+100.0 [+100.0, +100.0]" in difference
-    )
+    assert first.startswith(str(data / "first"))
+    assert second.startswith(str(data / "second"))
+    assert difference.split("  ")[0] == "difference of accuracy"
+    assert "+100.0 [+100.0, +100.0]" in difference
 
 
 def test_what_is_missing_is_said_before_anything_is_asked(data, capsys):
     words = ["all", "--model", "a/b", "--output", str(data / "out"), "--data", str(data)]
     (data / "wemath").rename(data / "moved")
-    assert main(words) == 2 and "has no 'wemath'; put it there" in capsys.readouterr().err
-    assert main([*words, "--beside", str(data / "none")]) == 2 and not (data / "out").exists()
+    assert main(words) == 2
+    assert "has no 'wemath'; put it there" in capsys.readouterr().err
+    assert main([*words, "--beside", str(data / "none")]) == 2
+    assert not (data / "out").exists()
     assert main([*words, "--modle", "x"]) == 2

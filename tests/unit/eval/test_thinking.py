@@ -17,7 +17,7 @@ from adora_vl.evals.scoring.judge import Question, by_rules, messages_for, repor
 from adora_vl.evals.scoring.number import extract_list, extract_number
 from adora_vl.evals.scoring.score import score
 from adora_vl.evals.scoring.table import table
-from adora_vl.rollout.rollouts import SamplingResult
+from adora_vl.rollout.rollouts import FinishReason, SamplingResult
 from data_prep.filter import tallies
 from eval.logicvista import by_rules as letters_by_rules
 from eval.mathvista import BENCHMARK as MATHVISTA
@@ -65,16 +65,16 @@ def test_all_rules_read_the_answer_behind_the_thinking(rules: str) -> None:
         free_form("draft", "<think>The answer is 15, but let me verify by"),
         free_form("plain", "15"),
     ]
-    found = scored(rows, rules=rules)
-    right = [item["pid"] for item in found.score["items"] if item["correct"]]
+    result = scored(rows, rules=rules)
+    right = [item["pid"] for item in result.score["items"] if item["correct"]]
     assert right == ["right", "exact", "number", "plain"]
-    assert found.score["thinking"] == {"set_aside": 7, "without_answer": 3}
+    assert result.score["thinking"] == {"set_aside": 7, "without_answer": 3}
     line = (
         "thinking set aside: in 7 answers, of which 3 have no answer behind it and count as wrong"
     )
-    assert line in table(found)
-    assert found.score["empty_responses"] == 0
-    reasons = {item["pid"]: item["how"] for item in found.score["items"]}
+    assert line in table(result)
+    assert result.score["empty_responses"] == 0
+    reasons = {item["pid"]: item["how"] for item in result.score["items"]}
     assert reasons["cut"] == "thinking_without_answer"
     assert "thinking set aside" not in table(scored([free_form("plain", "15")]))
 
@@ -90,8 +90,9 @@ def test_a_prompt_that_opens_the_block_is_known_by_the_row_or_by_the_other_answe
         choice("two", "Perhaps C.</think>A"),
         choice("cut", "The answer is A, but", **cut),
     ]
-    found = scored(served).score
-    assert found["correct"] == 2 and found["thinking"] == {"set_aside": 3, "without_answer": 1}
+    score = scored(served).score
+    assert score["correct"] == 2
+    assert score["thinking"] == {"set_aside": 3, "without_answer": 1}
 
 
 def test_a_judge_reads_and_is_read_behind_the_thinking(tmp_path: Path, serve: Any) -> None:
@@ -103,8 +104,9 @@ def test_a_judge_reads_and_is_read_behind_the_thinking(tmp_path: Path, serve: An
         free_form("1", "<think>a draft</think>It is 15."),
         free_form("2", "<think>a draft of 15", finish_reason="length"),
     ]
-    found = scored(rows, output=tmp_path, **options).score
-    assert found["correct"] == 1 and len(server.requests) == 1
+    score = scored(rows, output=tmp_path, **options).score
+    assert score["correct"] == 1
+    assert len(server.requests) == 1
     assert "draft" not in server.requests[0]["messages"][1]["content"]
     with pytest.raises(Exception, match="no <answer>"):
         reported("<think><answer>15</answer></think>")
@@ -140,10 +142,14 @@ def test_a_draft_is_wrong_in_every_benchmark(name: str) -> None:
     fields = {key: value for key, value in makers[name]().items() if "image" not in key}
     answer = str(fields.get("answer", fields.get("ground_truth")))
     renamed = {"answer": answer, "level": str(fields.get("knowledge_level", fields.get("level")))}
-    said = forms.get(name, r"\boxed{{{}}}").format(answer)
+    final_answer = forms.get(name, r"\boxed{{{}}}").format(answer)
     benchmark = named(name)
     right: dict[str, Any] = {}
-    for response in (f"<think>Hm.</think>\n\n{said}", f"<think>{said}</think>", f"<think>{said}"):
+    for response in (
+        f"<think>Hm.</think>\n\n{final_answer}",
+        f"<think>{final_answer}</think>",
+        f"<think>{final_answer}",
+    ):
         row = {**fields, **renamed, "pid": "1", "response": response, "finish_reason": "stop"}
         right[response] = score(benchmark, [row], benchmark.score_options()).score["correct"]
     assert list(right.values()) == [1, 0, 0]
@@ -167,8 +173,9 @@ def test_an_engine_in_this_process_says_whether_the_prompt_opens_the_block(
         overlong=lambda ids, context: None,
         decode=lambda ids: "".join(map(chr, ids)),
     )
-    answer = SamplingResult([ord("5")], [None], "stop")
+    answer = SamplingResult(tokens=[ord("5")], logps=[None], finish_reason=FinishReason.STOP)
     engine = Conversations(chat, lambda asks: [answer for _ in asks], 10, 4)
     (reply,) = engine.generate([AnswerRequest([], [])])
     assert not isinstance(reply, tuple)
-    assert reply.text == "5" and reply.thinking_opened is opened
+    assert reply.text == "5"
+    assert reply.thinking_opened is opened

@@ -16,14 +16,14 @@ OPTION = "A. 300, 400;B．②;C. 3000; D. Cannot be determined; E. No correct an
 
 
 def row(number: int, ID: str, key: str, response: str, **fields: Any) -> dict[str, Any]:
-    known = {
+    row_fields = {
         "question number": number,
         "ID": ID,
         "key": key,
         "knowledge concept": "Angles",
         "question": "Which?",
     }
-    return {**known, "option": OPTION, "answer": "B", "response": response, **fields}
+    return {**row_fields, "option": OPTION, "answer": "B", "response": response, **fields}
 
 
 def composite(ID: str, pattern: str, first: int) -> list[dict[str, Any]]:
@@ -47,27 +47,30 @@ def test_every_pattern_of_steps_has_its_place():
         "010": ("IK", "IK"),
         "000": ("IK", "IK"),
     }
-    found = {}
-    for one, two, whole in product((True, False), repeat=3):
-        pattern = "".join(str(int(each)) for each in (one, two, whole))
-        found[pattern] = tuple(
-            diagnosis([one, two], whole, strict=strict) for strict in (True, False)
+    kinds = {}
+    for first_right, second_right, whole_right in product((True, False), repeat=3):
+        pattern = "".join(
+            str(int(is_right)) for is_right in (first_right, second_right, whole_right)
         )
-    assert found == expected
+        kinds[pattern] = tuple(
+            diagnosis([first_right, second_right], whole_right, strict=strict)
+            for strict in (True, False)
+        )
+    assert kinds == expected
     assert [diagnosis([True, False, False], True, strict=strict) for strict in (True, False)] == [
         "RM",
         "CM",
     ]
-    assert (
-        diagnosis([False] * 3, True, strict=False) == "RM"
-        and diagnosis([True] * 3, False, strict=True) == "IG"
-    )
+    assert diagnosis([False] * 3, True, strict=False) == "RM"
+    assert diagnosis([True] * 3, False, strict=True) == "IG"
 
 
 def test_the_scores_by_hand(tmp_path, capsys):
     patterns = ["111", "101", "001", "110", "100", "1111", "1001", "0001", "1110", "0000"]
     rows = [
-        each for i, pattern in enumerate(patterns) for each in composite(f"p{i}", pattern, 10 * i)
+        step_row
+        for i, pattern in enumerate(patterns)
+        for step_row in composite(f"p{i}", pattern, 10 * i)
     ]
     result = scored(tmp_path, rows)
     cells = {name: (cell["correct"], cell["total"]) for name, cell in result["diagnosis"].items()}
@@ -85,8 +88,9 @@ def test_the_scores_by_hand(tmp_path, capsys):
         name: (cell["correct"], cell["total"]) for name, cell in result["groups"]["steps"].items()
     }
     assert steps == {"one step": (13, 25), "two steps": (3, 5), "three steps": (3, 5)}
-    shown = capsys.readouterr().out
-    assert "We-Math's score, strict: 30.0 % (95 %: " in shown and "loose: 50.0 %" in shown
+    output = capsys.readouterr().out
+    assert "We-Math's score, strict: 30.0 % (95 %: " in output
+    assert "loose: 50.0 %" in output
 
 
 def test_a_score_without_a_right_answer_has_an_interval(tmp_path, capsys):
@@ -97,13 +101,15 @@ def test_a_score_without_a_right_answer_has_an_interval(tmp_path, capsys):
 def test_a_problem_that_lacks_a_step_is_left_out_of_the_diagnosis_and_said(tmp_path, capsys):
     rows = composite("p0", "111", 0) + composite("p1", "0000", 10)[:3]
     result = scored(tmp_path, rows)
-    assert result["diagnosis"]["IK"]["total"] == 1 and result["score"]["strict"]["accuracy"] == 1
+    assert result["diagnosis"]["IK"]["total"] == 1
+    assert result["score"]["strict"]["accuracy"] == 1
     assert (
         "warning: 1 problem without an answer to every step and the whole, left out"
         in capsys.readouterr().out
     )
     result = scored(tmp_path, rows[:2])
-    assert result["score"]["strict"] is None and "diagnosis" not in result
+    assert result["score"]["strict"] is None
+    assert "diagnosis" not in result
 
 
 def test_both_rules_read_the_official_form_and_only_ours_reads_a_box(tmp_path):
@@ -119,10 +125,10 @@ def test_both_rules_read_the_official_form_and_only_ours_reads_a_box(tmp_path):
         "": (False, False),
     }
     rows = [row(i, f"p{i}", "2steps_1", response) for i, response in enumerate(cases)]
-    for place, rules in enumerate(("official", "letter")):
+    for position, rules in enumerate(("official", "letter")):
         items = scored(tmp_path, rows, "--rules", rules)["items"]
         assert [item["verdict"] == "correct" for item in items] == [
-            right[place] for right in cases.values()
+            right[position] for right in cases.values()
         ], rules
     assert official_letter("By the Answer key: I say so") is None, (
         "its first character is no letter from A to H"

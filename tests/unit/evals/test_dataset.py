@@ -83,15 +83,20 @@ def test_the_datas_own_query_goes_before_a_built_one(tmp_path):
 def test_mmstar_with_and_without_its_images(tmp_path):
     rows = mmstar_rows()
     folder = write_mmstar(tmp_path, rows)
-    seen, hash_, _ = mmstar.load(star_options(folder, no_image=False))
+    with_images, hash_, _ = mmstar.load(star_options(folder, no_image=False))
     blind, same, _ = mmstar.load(star_options(folder, no_image=True))
     assert hash_ == same
     assert (
-        [p.prompt for p in seen] == [p.prompt for p in blind] == [row["question"] for row in rows]
+        [p.prompt for p in with_images]
+        == [p.prompt for p in blind]
+        == [row["question"] for row in rows]
     )
-    assert [len(p.images()) for p in seen] == [1] * 6
+    assert [len(p.images()) for p in with_images] == [1] * 6
     assert [(p.n_images, p.images()) for p in blind] == [(0, [])] * 6
-    assert seen[3].fields == {"pid": "3", **{k: v for k, v in rows[3].items() if k != "image"}}
+    assert with_images[3].fields == {
+        "pid": "3",
+        **{k: v for k, v in rows[3].items() if k != "image"},
+    }
 
 
 def test_other_data_has_another_hash(tmp_path):
@@ -124,7 +129,8 @@ def test_each_row_that_lacks_a_field_has_a_line(tmp_path):
 
 def test_a_value_that_could_not_be_scored_is_said_before_anything_is_asked(tmp_path):
     rows = mathvista_rows(4)
-    rows[0]["choices"], rows[2]["precision"] = None, None
+    rows[0]["choices"] = None
+    rows[2]["precision"] = None
     with pytest.raises(UserError) as error:
         mathvista.load(options(write_mathvista(tmp_path / "v", rows), "testmini"))
     assert ["row 1 is multiple choice with" in line for line in str(error.value).splitlines()] == [

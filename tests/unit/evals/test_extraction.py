@@ -13,8 +13,8 @@ from adora_vl.evals.scoring.judge import Question, by_rules, messages_for
 from adora_vl.evals.scoring.number import extract_list, extract_number
 from eval.command import main
 from eval.mathvista import BENCHMARK, question_of
-from tests.conftest import Case
 from tests.support import benchmark_data
+from tests.support.cases import Case
 from tests.support.endpoint_server import Answer, Reply, Server, completion
 
 FRUIT = ["apple", "pear", "plum tree", "fig"]
@@ -30,13 +30,13 @@ def test_an_answer_is_found_in_a_response() -> None:
     ):
         row = json.loads(line)
         if row["kind"] == "choice":
-            found = extract_choice(row["response"], row["choices"])
+            extraction = extract_choice(row["response"], row["choices"])
         elif row["kind"] == "number":
-            found = extract_number(row["response"], row.get("question", ""))
+            extraction = extract_number(row["response"], row.get("question", ""))
         else:
-            found = by_rules(Question(row["kind"], "", (), row["response"]))
-        if found.text != row["found"]:
-            failing.append((found.text, row))
+            extraction = by_rules(Question(row["kind"], "", (), row["response"]))
+        if extraction.text != row["found"]:
+            failing.append((extraction.text, row))
     assert failing == []
 
 
@@ -84,20 +84,20 @@ def test_no_response_takes_long(subtests: pytest.Subtests) -> None:
 
 
 def row(pid: str, response: str, **fields: Any) -> dict[str, Any]:
-    known: dict[str, Any] = {
+    row_fields: dict[str, Any] = {
         "pid": pid,
         "question": f"How many {pid}?",
         "question_type": "free_form",
         "answer_type": "integer",
     }
-    known |= {
+    row_fields |= {
         "precision": None,
         "choices": None,
         "answer": "5",
         "metadata": {},
         "response": response,
     }
-    return known | fields
+    return row_fields | fields
 
 
 YES_NO = {
@@ -188,8 +188,8 @@ def test_a_failed_judge_is_a_recorded_failure_and_never_an_answer(case, serve, c
             assert result["verdicts"] == {"failed": 1}
             assert result["items"][0]["how"] == "judge_failed"
             assert len(server.requests) == calls
-            assert "the judge failed on 1 answer" in (shown := capsys.readouterr()).out
-            assert "the judge failed on 1 row, the first time: " in shown.err
+            assert "the judge failed on 1 answer" in (printed := capsys.readouterr()).out
+            assert "the judge failed on 1 row, the first time: " in printed.err
             assert not (folder / "judge_cache.jsonl").exists()
             # With the judge well again the same command gives the answer.
             assert scored(folder, serve(reads).url, rows=rows)["correct"] == 1

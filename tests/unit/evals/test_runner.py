@@ -31,7 +31,7 @@ from adora_vl.synthetic.generate import generate
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.launch import STARTUP_LOG
 from adora_vl.utils.openai_client import Reply
-from tests.conftest import REPOSITORY
+from tests.support.paths import REPOSITORY
 from tests.unit.evals import killed_infer
 
 SETTINGS = AnswerEngineSettings(model="m", engine="transformers")
@@ -100,10 +100,8 @@ def pids(output: Path) -> list[str]:
 def test_every_problem_gets_a_row_with_its_fields_and_its_answer(tmp_path, capfd):
     engine = Recorder()
     assert ask(tmp_path, engine).pending == 5
-    assert (
-        "library" not in capfd.readouterr().out
-        and "library" in (tmp_path / STARTUP_LOG).read_text()
-    )
+    assert "library" not in capfd.readouterr().out
+    assert "library" in (tmp_path / STARTUP_LOG).read_text()
     rows = read_predictions(tmp_path / "predictions.jsonl")
     assert [row["response"] for row in rows] == ["q0", "q1", "q2", "q3", "q4"]
     assert rows[0] == PROBLEMS[0].fields | {
@@ -153,10 +151,9 @@ def test_a_finished_run_goes_on_with_more_samples_and_not_with_fewer(tmp_path):
     ask_for(tmp_path / "whole", 3)
     assert ask_for(tmp_path / "grown", 1).pending == 5
     assert ask_for(tmp_path / "grown", 3).resumed == 5
-    whole, grown = (
-        read_predictions(tmp_path / name / "predictions.jsonl") for name in ("whole", "grown")
-    )
-    assert [key(row) for row in grown] == [key(row) for row in whole]
+    uninterrupted = read_predictions(tmp_path / "whole" / "predictions.jsonl")
+    grown = read_predictions(tmp_path / "grown" / "predictions.jsonl")
+    assert [key(row) for row in grown] == [key(row) for row in uninterrupted]
     before = (tmp_path / "grown" / "fingerprint.json").read_bytes()
     with pytest.raises(
         UserError, match="samples: the predictions in .* were made with 3, this run has 2"
@@ -320,12 +317,11 @@ def test_slices_cover_everything_once_and_the_file_is_that_of_one_process(case):
         with case(world) as folder:
             ask_as(folder / "one", Echo(), ALONE)
             summary, engines = together(folder / "many", world)
-            one, many = (
-                (folder / name / "predictions.jsonl").read_bytes() for name in ("one", "many")
-            )
-            assert one == many
-            asked = [text for engine in engines for text in engine.asked]
-            assert len(asked) == len(set(asked)) == 14
+            of_one_process = (folder / "one" / "predictions.jsonl").read_bytes()
+            of_many = (folder / "many" / "predictions.jsonl").read_bytes()
+            assert of_one_process == of_many
+            texts = [text for engine in engines for text in engine.asked]
+            assert len(texts) == len(set(texts)) == 14
             assert max(len(engine.asked) for engine in engines) <= -(-14 // world)
             assert summary.pending == 14
             assert not list((folder / "many").glob("*rank*"))
@@ -336,8 +332,9 @@ def test_more_processes_go_on_where_one_was_stopped(tmp_path):
     ask_as(tmp_path / "parts", Echo(), ALONE, count=3)
     summary, engines = together(tmp_path / "parts", 2)
     assert (summary.resumed, sum(len(engine.asked) for engine in engines)) == (6, 8)
-    whole, parts = (tmp_path / name / "predictions.jsonl" for name in ("whole", "parts"))
-    assert parts.read_bytes() == whole.read_bytes()
+    uninterrupted = tmp_path / "whole" / "predictions.jsonl"
+    parts = tmp_path / "parts" / "predictions.jsonl"
+    assert parts.read_bytes() == uninterrupted.read_bytes()
 
 
 def test_parts_that_killed_processes_left_are_taken_in(tmp_path):
@@ -346,12 +343,12 @@ def test_parts_that_killed_processes_left_are_taken_in(tmp_path):
     output = tmp_path / "parts"
     ask_as(output, Echo(), ALONE, count=1)
     # the one row that is in the file already, too
-    for rank, kept in (
+    for rank, written in (
         (0, rows[4:6]),
         (1, [rows[0], *rows[9:11]]),
     ):
         with PredictionLog(part_path(output, rank)) as log:
-            log.append(kept)
+            log.append(written)
     with part_path(output, 1).open("a") as file:
         file.write('{"pid": "p/3", "torn')
     engine = Echo()
@@ -364,16 +361,16 @@ def test_parts_that_killed_processes_left_are_taken_in(tmp_path):
 
 
 def test_each_process_takes_one_of_the_gpus_that_it_sees(monkeypatch, subtests):
-    for visible, local_rank, taken in [
+    for visible, local_rank, gpu in [
         ("4,5", 1, "5"),
         ("4,5", 0, "4"),
         ("GPU-a,GPU-b", 1, "GPU-b"),
         ("4", 1, "4"),
     ]:
-        with subtests.test(f"{visible} {local_rank} {taken}"), monkeypatch.context() as patch:
+        with subtests.test(f"{visible} {local_rank} {gpu}"), monkeypatch.context() as patch:
             patch.setenv("CUDA_VISIBLE_DEVICES", visible)
             take_gpu(local_rank)
-            assert os.environ["CUDA_VISIBLE_DEVICES"] == taken
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == gpu
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert (ranks().rank, ranks().world) == (0, 1)
 
@@ -412,18 +409,20 @@ def killed_beyond(output: Path, rows: int, extra_s: float) -> bool:
 @pytest.mark.slow
 def test_three_kills_leave_the_file_of_an_uninterrupted_run(tmp_path):
     killed_infer.main(tmp_path / "whole", 0.0)
-    whole = (tmp_path / "whole" / "predictions.jsonl").read_bytes()
+    uninterrupted = (tmp_path / "whole" / "predictions.jsonl").read_bytes()
     draw = random.Random()  # another moment each time
     parts = tmp_path / "parts"
-    seen = 0
+    row_count = 0
     for _ in range(3):
-        assert killed_beyond(parts, seen, draw.uniform(0, 2 * SECONDS_A_BATCH))
-        before = seen
-        seen = rows_there(parts / "predictions.jsonl")
-        assert before < seen < ANSWERS
-        assert whole.startswith((parts / "predictions.jsonl").read_bytes().rpartition(b"\n")[0])
+        assert killed_beyond(parts, row_count, draw.uniform(0, 2 * SECONDS_A_BATCH))
+        before = row_count
+        row_count = rows_there(parts / "predictions.jsonl")
+        assert before < row_count < ANSWERS
+        assert uninterrupted.startswith(
+            (parts / "predictions.jsonl").read_bytes().rpartition(b"\n")[0]
+        )
     assert start(parts, 0.0).wait() == 0
-    assert (parts / "predictions.jsonl").read_bytes() == whole
-    rows = [json.loads(line) for line in whole.splitlines()]
+    assert (parts / "predictions.jsonl").read_bytes() == uninterrupted
+    rows = [json.loads(line) for line in uninterrupted.splitlines()]
     assert len({(row["pid"], row.get("sample", 0)) for row in rows}) == len(rows) == ANSWERS
     assert sum(row["finish_reason"] == "image_failed" for row in rows) == ANSWERS // 10

@@ -33,13 +33,13 @@ from eval import command
 from eval.geometry3k import BENCHMARK
 from eval.geometry3k import BENCHMARK as GEOMETRY3K
 from eval.mathvista import BENCHMARK as MATHVISTA
-from tests.conftest import Case
 from tests.support.benchmark_data import (
     mathvista_rows,
     write_geometry3k,
     write_lines,
     write_mathvista,
 )
+from tests.support.cases import Case
 
 
 def prediction(pid: str, response: str, answer: str = "5", **fields: Any) -> dict[str, Any]:
@@ -89,7 +89,8 @@ def test_the_tests_of_a_difference_are_those_of_the_textbook() -> None:
     assert mcnemar(1, 8) == mcnemar(8, 1) == pytest.approx(20 / 512)
     assert sign_flips([0.0, 0.0]) == sign_flips([1.0, -1.0]) == 1.0
     assert sign_flips([0.1, 0.2, 0.3]) == 2 / 8, "all plus and all minus"
-    assert sign_flips([0.1, 0.2, -0.3]) == 1.0 and sign_flips([1.0, 2.0, -1.0]) == 6 / 8
+    assert sign_flips([0.1, 0.2, -0.3]) == 1.0
+    assert sign_flips([1.0, 2.0, -1.0]) == 6 / 8
     assert 0 < mcnemar(2000, 2400) < 1e-8
     # pass@k is the unbiased estimate.
     assert pass_at(1, 4, 1) == pytest.approx(0.25)
@@ -136,7 +137,8 @@ def test_an_answer_in_tags_counts_where_the_prompts_asked_for_them(case: Case) -
                 [prediction("1", "<answer>5</answer>"), prediction("2", r"\boxed{5}")],
             )
             score, _ = score_file(BENCHMARK, file, GraderOptions())
-            assert score["correct"] == 1 and score["rules"] == {"rounding": False}
+            assert score["correct"] == 1
+            assert score["rules"] == {"rounding": False}
             fields = {
                 "split": "test",
                 "model": "m",
@@ -145,7 +147,8 @@ def test_an_answer_in_tags_counts_where_the_prompts_asked_for_them(case: Case) -
             }
             (folder / "fingerprint.json").write_text(json.dumps({"fields": fields}))
             scored = score_file(BENCHMARK, file, GraderOptions())
-            assert scored.score["correct"] == 2 and scored.score["rules"]["answer_tags"]
+            assert scored.score["correct"] == 2
+            assert scored.score["rules"]["answer_tags"]
             assert "in <answer> tags too" in table(scored)
 
 
@@ -204,13 +207,17 @@ def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> No
     )  # the problem that was never asked has no length
     assert (score["truncated"]["count"], score["truncated"]["total"]) == (1, 3)
     assert score_file(BENCHMARK, path, GraderOptions(rounding=True)).score["correct"] == 3
-    shown = table(scored)
-    assert "2/4" in shown
-    assert "1 problem not asked" in shown
-    assert "1 answer cut off" in shown
-    assert shown.startswith("geometry3k: ")
-    own = write_lines(tmp_path / "own.jsonl", [prediction("photos/test/1", r"\boxed{5}")])
-    assert table(score_file(BENCHMARK, own, GraderOptions())).startswith("photos: ")
+    printed_table = table(scored)
+    assert "2/4" in printed_table
+    assert "1 problem not asked" in printed_table
+    assert "1 answer cut off" in printed_table
+    assert printed_table.startswith("geometry3k: ")
+    photos = write_lines(tmp_path / "own.jsonl", [prediction("photos/test/1", r"\boxed{5}")])
+    own_table = table(score_file(BENCHMARK, photos, GraderOptions()))
+    assert own_table.startswith("photos: ")
+    assert "finish_reason" in printed_table and "finish_reason" not in own_table, (
+        "one value says nothing"
+    )
     # A failed image is never graded, even if something that looks right stands in the response.
     failed = prediction("1", r"\boxed{5}", finish_reason=IMAGE_FAILED)
     assert grade_row(BENCHMARK, failed, GraderOptions()).grade.verdict == "failed"
@@ -230,9 +237,9 @@ def test_answer_form(subtests: pytest.Subtests) -> None:
         ("C", None, "other"),
         ("3x+1", None, "other"),
     ]
-    for given, choices, form in cases:
-        with subtests.test(f"{given} {choices!r:.80} {form}"):
-            assert answer_form(given, choices) == form
+    for text, choices, form in cases:
+        with subtests.test(f"{text} {choices!r:.80} {form}"):
+            assert answer_form(text, choices) == form
 
 
 def test_a_wrong_row_is_named(case: Case) -> None:
@@ -268,16 +275,16 @@ def test_published_forms_of_predictions_are_read(tmp_path: Path) -> None:
         assert read_predictions(tmp_path / name) == [{"pid": row["pid"], **row} for row in rows], (
             name
         )
-    other = [
+    documents = [
         {"index": number, "prediction": [f"{number}"], "doc": {"answer": "5", "choices": None}}
         for number in range(3)
     ]
-    path = write_lines(tmp_path / "other.jsonl", other)
+    path = write_lines(tmp_path / "other.jsonl", documents)
     with pytest.raises(UserError, match="say --columns pid=NAME"):
         read_predictions(path)
     columns = {"pid": "index", "response": "prediction.0", "answer": "doc.answer"}
-    found = read_predictions(path, columns={**columns, "choices": "doc.choices"})
-    assert [(row["pid"], row["response"], row["choices"]) for row in found] == [
+    predictions = read_predictions(path, columns={**columns, "choices": "doc.choices"})
+    assert [(row["pid"], row["response"], row["choices"]) for row in predictions] == [
         ("0", "0", None),
         ("1", "1", None),
         ("2", "2", None),
@@ -350,21 +357,21 @@ def test_a_run_with_grey_pictures_says_so_and_is_no_other_run(tmp_path, monkeypa
     assert [row["image_size"] for row in answers["seen"]] == [
         row["image_size"] for row in answers["grey"]
     ]
-    for folder, more in (("seen", ["--view", "blank"]), ("grey", [])):
-        assert command.main(GEOMETRY3K, [*words, str(tmp_path / folder), *more]) == 2
+    for folder, options in (("seen", ["--view", "blank"]), ("grey", [])):
+        assert command.main(GEOMETRY3K, [*words, str(tmp_path / folder), *options]) == 2
         assert "view: the predictions in" in capsys.readouterr().err
 
 
 def test_facts_in_words_stand_for_the_picture_where_they_suffice(
     tmp_path, monkeypatch, capsys, geometry3k_raw
 ):
-    asked: dict[str, list[tuple[int, str]]] = {}
+    asked_by_view: dict[str, list[tuple[int, str]]] = {}
 
     class Reads(Guess):
         def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
             texts = [str(request.messages[-1]["content"]) for request in requests]
             pairs = zip(requests, texts, strict=True)
-            asked.setdefault(view, []).extend(
+            asked_by_view.setdefault(view, []).extend(
                 (len(request.images), text) for request, text in pairs
             )
             return [Reply("12", 1, "stop", 9) for _ in requests]
@@ -400,15 +407,21 @@ def test_facts_in_words_stand_for_the_picture_where_they_suffice(
         assert ("without 1 problem whose facts do not suffice" in capsys.readouterr().out) is (
             view in ("text", "both")
         )
-    assert {view: {images for images, _ in found} for view, found in asked.items()} == {
+    assert {
+        view: {images for images, _ in requests_of_view}
+        for view, requests_of_view in asked_by_view.items()
+    } == {
         "image": {1},
         "text": {0},
         "both": {1},
         "blank": {1},
     }
-    assert [len(found) for found in asked.values()] == [6, 5, 5, 6]
+    assert [len(requests_of_view) for requests_of_view in asked_by_view.values()] == [6, 5, 5, 6]
     fact = "Angle ABC = 60 degrees. BC = x. AC is perpendicular to BC."
-    assert [sum(fact in text for _, text in found) for found in asked.values()] == [0, 1, 1, 0]
+    assert [
+        sum(fact in text for _, text in requests_of_view)
+        for requests_of_view in asked_by_view.values()
+    ] == [0, 1, 1, 0]
     config: Any = Namespace(
         eval_strategy="steps",
         adora_eval=[f"geometry3k={tmp_path / 'd'}:views"],
@@ -418,7 +431,9 @@ def test_facts_in_words_stand_for_the_picture_where_they_suffice(
         eval_delay=0,
     )
     tasks = evaluation.take_evaluations(config, []).tasks
-    assert [task.benchmark.name for task in tasks] == [f"geometry3k_{view}" for view in asked]
+    assert [task.benchmark.name for task in tasks] == [
+        f"geometry3k_{view}" for view in asked_by_view
+    ]
     pids = [[problem.pid for problem in task.problems] for task in tasks]
     assert pids == [[f"geometry3k/test/{number}" for number in (11, 13, 14)]] * 4, (
         "the same problems in all views"
@@ -471,8 +486,8 @@ def test_figures_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(isinstance(value, float | int) for value in logged.values())
     tagged = [{**row, "response": f"<answer>{row['answer']}</answer>"} for row in rows]
     both = [
-        figures(GEOMETRY3K, tagged, answer_tags=asked)["geometry3k_accuracy"]
-        for asked in (True, False)
+        figures(GEOMETRY3K, tagged, answer_tags=with_choices)["geometry3k_accuracy"]
+        for with_choices in (True, False)
     ]
     assert both == [1.0, 0.0]
     drawn = [
@@ -492,6 +507,6 @@ def test_slices_of_several_processes_score_as_one(tmp_path: Path) -> None:
         for rank in range(2)
         for row in answer(Guess(), asks[rank::2], seed=0, system_prompt=None)
     ]
-    whole = answer(Guess(), asks, seed=0, system_prompt=None)
-    assert figures(MATHVISTA, slices) == figures(MATHVISTA, whole)
+    answers = answer(Guess(), asks, seed=0, system_prompt=None)
+    assert figures(MATHVISTA, slices) == figures(MATHVISTA, answers)
     assert "mathvista_accuracy_ID" in figures(MATHVISTA, slices)

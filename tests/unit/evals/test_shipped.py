@@ -11,7 +11,7 @@ import pytest
 from adora_vl.evals import benchmark as benchmarks
 from adora_vl.evals.benchmark import NAMES, named
 from adora_vl.utils.errors import UserError
-from tests.conftest import REPOSITORY
+from tests.support.paths import REPOSITORY
 
 
 def test_no_benchmark_needs_the_names_eval_and_data_prep(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from adora_vl.evals.inference.local import _Local
 from adora_vl.evals.inference.predictions import read_predictions
 from adora_vl.evals.inference.requests import AnswerRequest
 from adora_vl.models.load import PRETRAINED
-from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult
+from adora_vl.rollout.rollouts import FinishReason, SamplingRequest, SamplingResult
 from adora_vl.synthetic.generate import generate
 from adora_vl.utils.openai_client import Reply
 from eval.command import main, parse
@@ -30,8 +30,8 @@ CALL = (
 )
 
 
-def words(folder: Path, *more: str) -> list[str]:
-    given = [
+def words(folder: Path, *options: str) -> list[str]:
+    arguments = [
         "run",
         "--model",
         "tiny_zoom",
@@ -40,20 +40,20 @@ def words(folder: Path, *more: str) -> list[str]:
         "--engine",
         "transformers",
     ]
-    given += ["--min-pixels", "3136", "--max-pixels", "3136", "--max-tokens", "200"]
-    return [*given, "--prompt", "none", "--system-prompt", "Look with zoom.", *more]
+    arguments += ["--min-pixels", "3136", "--max-pixels", "3136", "--max-tokens", "200"]
+    return [*arguments, "--prompt", "none", "--system-prompt", "Look with zoom.", *options]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Numbers that are read by who has zoomed; and what the start says with the tool and without."""
-    place = tmp_path_factory.mktemp("zoom")
+    root = tmp_path_factory.mktemp("zoom")
     write_split(
-        list(generate(16, split="test", size=448, families=("corners",))), place / "data", "test"
+        list(generate(16, split="test", size=448, families=("corners",))), root / "data", "test"
     )
-    for name, more in (("with", ZOOM), ("without", [])):
-        assert main(BENCHMARK, words(place, *more, "--output", str(place / name))) == 0
-    return place
+    for name, options in (("with", ZOOM), ("without", [])):
+        assert main(BENCHMARK, words(root, *options, "--output", str(root / name))) == 0
+    return root
 
 
 def test_with_its_tool_the_start_reads_what_it_cannot_see(folder, capsys):
@@ -64,24 +64,25 @@ def test_with_its_tool_the_start_reads_what_it_cannot_see(folder, capsys):
         assert (score["accuracy"] > 0.8) is (name == "with")
     called = groups["with"]["called"]
     (first, *_) = read_predictions(folder / "with" / "predictions.jsonl")
-    assert (
-        called["yes"]["total"] >= 14
-        and called["yes"]["accuracy"] > 0.9
-        and "called" not in groups["without"]
-    )
+    assert called["yes"]["total"] >= 14
+    assert called["yes"]["accuracy"] > 0.9
+    assert "called" not in groups["without"]
     [call] = first["calls"]
     assert (call["name"], call["text"], call["failed"]) == (
         "zoom",
         "<image>",
         False,
-    ) and "x1" in call["arguments"]
-    assert "<tool_call>" not in first["response"] and r"\boxed" in first["response"]
+    )
+    assert "x1" in call["arguments"]
+    assert "<tool_call>" not in first["response"]
+    assert r"\boxed" in first["response"]
     assert compare([str(folder / "without"), str(folder / "with")]) == 0
-    assert "having zoom helps" in (text := capsys.readouterr().out) and "warning" not in text
+    assert "having zoom helps" in (text := capsys.readouterr().out)
+    assert "warning" not in text
 
 
 @pytest.mark.parametrize(
-    ("other", "named"),
+    ("options", "named"),
     [
         ([], "tools"),
         (["--tools", "zoom", "line"], "tools"),
@@ -90,16 +91,15 @@ def test_with_its_tool_the_start_reads_what_it_cannot_see(folder, capsys):
     ],
     ids=["none", "another", "more turns", "options"],
 )
-def test_answers_with_other_tools_are_not_mixed(folder, capsys, other, named):
-    assert main(BENCHMARK, words(folder, *other, "--output", str(folder / "with"))) == 2
+def test_answers_with_other_tools_are_not_mixed(folder, capsys, options, named):
+    assert main(BENCHMARK, words(folder, *options, "--output", str(folder / "with"))) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert (
-        error.startswith(f"error: {named}: the predictions in ") and "use another --output" in error
-    )
+    assert error.startswith(f"error: {named}: the predictions in ")
+    assert "use another --output" in error
 
 
 @pytest.mark.parametrize(
-    ("more", "line"),
+    ("options", "line"),
     [
         ([*SERVER, "--tools", "zoom"], "tools: --engine openai answers no calls"),
         (["--tools", "zom"], "tools: 'zom' is none of zoom"),
@@ -112,8 +112,8 @@ def test_answers_with_other_tools_are_not_mixed(folder, capsys, other, named):
     ],
     ids=["a server", "unknown", "option", "no room", "a token"],
 )
-def test_what_does_not_work_is_one_line(folder, capsys, more, line):
-    given = [
+def test_what_does_not_work_is_one_line(folder, capsys, options, line):
+    arguments = [
         "infer",
         "--model",
         "tiny_zoom",
@@ -122,14 +122,14 @@ def test_what_does_not_work_is_one_line(folder, capsys, more, line):
         "--output",
         str(folder / "none"),
     ]
-    assert main(BENCHMARK, [*given, "--engine", "transformers", *more]) == 2
+    assert main(BENCHMARK, [*arguments, "--engine", "transformers", *options]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {line}")
 
 
 def test_tools_of_a_file_beside_the_config(tmp_path):
     (tmp_path / "own.py").write_text('def two() -> int:\n    """Two."""\n    return 2\n')
     (tmp_path / "c.yaml").write_text("tools: [line, own.py:two]\ntool_options: {images: 3}\n")
-    given = [
+    arguments = [
         "infer",
         "--model",
         str(PRETRAINED),
@@ -140,40 +140,45 @@ def test_tools_of_a_file_beside_the_config(tmp_path):
         "--config",
         str(tmp_path / "c.yaml"),
     ]
-    settings = check_options(parse([*given, "--engine", "transformers"], BENCHMARK).ask)
-    known = settings.described
-    assert (known["tools"], known["tool_options"]["images"], [*known["tool_files"]]) == (
+    settings = check_options(parse([*arguments, "--engine", "transformers"], BENCHMARK).ask)
+    description = settings.described
+    assert (
+        description["tools"],
+        description["tool_options"]["images"],
+        [*description["tool_files"]],
+    ) == (
         ["line", "two"],
         3,
         ["own.py"],
     )
-    assert '"name": "two"' in str(settings.with_tool_prompt("Think.")) and str(
-        settings.with_tool_prompt("Think.")
-    ).startswith("Think.\n\n")
+    assert '"name": "two"' in str(settings.with_tool_prompt("Think."))
+    assert str(settings.with_tool_prompt("Think.")).startswith("Think.\n\n")
 
 
 class Scripted(_Local):
     """Says what it is told to, turn by turn."""
 
-    def __init__(self, settings: Any, *said: str) -> None:
+    def __init__(self, settings: Any, *turns: str) -> None:
         chat = ChatProcessor(str(PRETRAINED))
         super().__init__(settings, chat, 8, self._next)
-        self.said = iter(said)
+        self.script = iter(turns)
         self.asked = list[SamplingRequest]()
 
     def _next(self, asks: Sequence[SamplingRequest]) -> list[SamplingResult]:
         self.asked += asks
-        ids = [self.chat.processor.tokenizer(next(self.said))["input_ids"] for _ in asks]
+        ids = [self.chat.processor.tokenizer(next(self.script))["input_ids"] for _ in asks]
         return [
             SamplingResult(
-                [*one, self.chat.processor.tokenizer.eos_token_id], [None] * (len(one) + 1), "stop"
+                tokens=[*prompt_ids, self.chat.processor.tokenizer.eos_token_id],
+                logps=[None] * (len(prompt_ids) + 1),
+                finish_reason=FinishReason.STOP,
             )
-            for one in ids
+            for prompt_ids in ids
         ]
 
 
 @pytest.mark.parametrize(
-    ("said", "max_tokens", "reason", "calls"),
+    ("turns", "max_tokens", "reason", "calls"),
     [
         ((CALL, "It is 7."), 900, "stop", 1),
         ((CALL, CALL), 900, "calls", 1),
@@ -181,11 +186,9 @@ class Scripted(_Local):
         (("It is 7.",), 900, "stop", 0),
     ],
 )
-def test_a_conversation_is_that_of_a_rollout(said, max_tokens, reason, calls):
-    """Its pictures and tokens stand behind the prompt, each turn has a seed of its own, the last
-    one is the answer.
-    """
-    given = [
+def test_a_conversation_is_that_of_a_rollout(turns, max_tokens, reason, calls):
+    """Pictures and tokens follow the prompt, each turn has its own seed, the last one answers."""
+    arguments = [
         "infer",
         "--model",
         str(PRETRAINED),
@@ -196,29 +199,26 @@ def test_a_conversation_is_that_of_a_rollout(said, max_tokens, reason, calls):
         "--engine",
         "transformers",
     ]
-    more = ["--tools", "line", "--max-tool-calling-iterations", "1"]
-    options = parse([*given, *more, "--max-tokens", str(max_tokens)], BENCHMARK).ask
-    engine = Scripted(check_options(options), *said)
+    tool_options = ["--tools", "line", "--max-tool-calling-iterations", "1"]
+    options = parse([*arguments, *tool_options, "--max-tokens", str(max_tokens)], BENCHMARK).ask
+    engine = Scripted(check_options(options), *turns)
     picture = Image.new("RGB", (112, 112), "white")
     request = AnswerRequest(conversation_with_images("Find x.", 1, None), [picture], 5)
     [reply] = engine.generate([request])
     assert isinstance(reply, Reply)
-    own = [engine.chat.processor.tokenizer(text)["input_ids"] for text in said]
+    turn_ids = [engine.chat.processor.tokenizer(text)["input_ids"] for text in turns]
     assert (reply.finish_reason, len(reply.calls or ()), reply.text) == (
         reason,
         calls,
-        engine.chat.decode(own[-1]),
+        engine.chat.decode(turn_ids[-1]),
     )
-    assert reply.n_tokens == sum(len(ids) + 1 for ids in own) and reply.n_prompt_tokens == len(
-        engine.asked[0].prompt_ids
-    )
-    if len(said) > 1:
+    assert reply.n_tokens == sum(len(ids) + 1 for ids in turn_ids)
+    assert reply.n_prompt_tokens == len(engine.asked[0].prompt_ids)
+    if len(turns) > 1:
         first, second = engine.asked
-        assert (
-            second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
-            and first.seed == 5 != second.seed
-        )
-        assert [len(one.images) for one in engine.asked] == [1, 2]
+        assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
+        assert first.seed == 5 != second.seed
+        assert [len(sampled_request.images) for sampled_request in engine.asked] == [1, 2]
         assert second.max_tokens == max_tokens - (len(second.prompt_ids) - len(first.prompt_ids))
     assert engine.generate([]) == []
 
@@ -233,18 +233,22 @@ BROKEN = [
 
 @pytest.mark.parametrize("call", BROKEN, ids=["digits", "nested", "a value that raises", "nothing"])
 def test_what_a_model_writes_into_a_call_ends_no_evaluation(tmp_path, call):
-    """As in a training: its answer is one line, and the conversation goes on."""
+    """A broken call is answered by one line and the conversation goes on, as in a training."""
     (tmp_path / "own.py").write_text(
         "class Lazy:\n    @property\n    def item(self):\n        raise RuntimeError('closed')\n\n\n"
         'def closed() -> str:\n    """Return what cannot be looked at."""\n    return Lazy()\n'
     )
-    given = ["infer", "--model", str(PRETRAINED), "--data", "D", "--output", "O"]
-    given += ["--engine", "transformers", "--tools", "line", f"{tmp_path / 'own.py'}:closed"]
-    options = parse([*given, "--max-tokens", "3000"], BENCHMARK).ask
+    arguments = ["infer", "--model", str(PRETRAINED), "--data", "D", "--output", "O"]
+    arguments += ["--engine", "transformers", "--tools", "line", f"{tmp_path / 'own.py'}:closed"]
+    options = parse([*arguments, "--max-tokens", "3000"], BENCHMARK).ask
     engine = Scripted(check_options(options), call, "It is 7.")
     picture = Image.new("RGB", (112, 112), "white")
     request = AnswerRequest(conversation_with_images("Find x.", 1, None), [picture], 5)
     [reply] = engine.generate([request])
-    assert isinstance(reply, Reply) and reply.text == "It is 7." and reply.calls is not None
-    [said] = reply.calls
-    assert said["failed"] and said["text"].startswith("Error: ") and "\n" not in said["text"]
+    assert isinstance(reply, Reply)
+    assert reply.text == "It is 7."
+    assert reply.calls is not None
+    [recorded_call] = reply.calls
+    assert recorded_call["failed"]
+    assert recorded_call["text"].startswith("Error: ")
+    assert "\n" not in recorded_call["text"]

@@ -14,7 +14,7 @@ import pytest
 
 from adora_vl.geometry.forms import form_of
 from adora_vl.geometry.verdict import verdict
-from tests.conftest import SHARED
+from tests.support.paths import SHARED
 
 STORED = json.loads(Path(__file__).with_name("stored_verdicts.json").read_text())
 FORMS = SHARED / "data" / "geometry3k_logic_forms.json.gz"

@@ -13,7 +13,7 @@ from adora_vl.geometry.forms import MAX_DEPTH, form_of, record_of, term_of
 from adora_vl.geometry.primitives import read
 from adora_vl.geometry.shapes import Drawing
 from adora_vl.geometry.solve import FigureProblem
-from tests.unit.geometry.geometry_support import form, on_circle
+from tests.support.geometry_forms import form, on_circle
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,7 @@ from hypothesis import strategies as st
 
 from adora_vl.geometry.forms import Form
 from adora_vl.geometry.verdict import MAX_FACT_LENGTH, MAX_POINTS, verdict
-from tests.unit.geometry.geometry_support import (
-    degrees,
-    form,
-    measured_angle,
-    measured_length,
-    on_circle,
-)
+from tests.support.geometry_forms import degrees, form, measured_angle, measured_length, on_circle
 
 TRIANGLE = {"A": 0j, "B": 100 + 0j, "C": 30 + 60j}
 SIDES = ("AB", "BC", "CA")

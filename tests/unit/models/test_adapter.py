@@ -15,9 +15,9 @@ from transformers import AutoModelForImageTextToText
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.train import main
-from tests.integration.support import launch
+from tests.support.adapters import TEXT, sft_adapter
 from tests.support.hub_cache import keep_in_hub_cache
-from tests.support.sft_adapter import TEXT, sft_adapter
+from tests.support.launch import launch
 from tests.support.tiny_run import arguments, train
 
 LORA = {
@@ -33,9 +33,9 @@ def whole(folder: Path) -> dict[str, torch.Tensor]:
     return dict(AutoModelForImageTextToText.from_pretrained(folder).state_dict())
 
 
-def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
+def apart(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    assert first.keys() == second.keys()
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
 @pytest.fixture(scope="module")
@@ -51,35 +51,29 @@ def test_an_adapter_goes_on_training_and_is_its_own_reference(sft, tmp_path, cap
     )
     before = load_file(sft / "adapter_model.safetensors")
     after = load_file(run / "adapter_model.safetensors")
-    assert before.keys() == after.keys() and all(
-        not torch.equal(before[name], after[name]) for name in before
-    )
+    assert before.keys() == after.keys()
+    assert all(not torch.equal(before[name], after[name]) for name in before)
     reference = load_file(run / "ref" / "adapter_model.safetensors")
     assert all(torch.equal(tensor, reference[name]) for name, tensor in before.items()), (
         "of the head, too"
     )
     model = json.loads((run / "manifest.json").read_text())["model"]
-    assert (
-        model["name"] == str(sft)
-        and model["base"] == str(PRETRAINED)
-        and " on " in model["fingerprint"]
-    )
+    assert model["name"] == str(sft)
+    assert model["base"] == str(PRETRAINED)
+    assert " on " in model["fingerprint"]
     assert "goes on training" in capsys.readouterr().out
     assert export([str(run), str(tmp_path / "out")]) == 0
     assert apart(whole(tmp_path / "out"), whole(run / "merged")) < 1e-6
     assert export([str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
     served = capsys.readouterr().out
-    assert (
-        f"vllm serve {tmp_path / 'out'}" in served and "vLLM serves it merged alone" in served
-    )  # it has a head
-    other = sft_adapter(tmp_path / "other", modules_to_save=None, r=5)
-    held = (run / "manifest.json").read_bytes()
-    assert main(arguments(run, model_name_or_path=other, beta=0.1, max_steps=3)) == 2
-    assert (
-        "of another run: model: " in capsys.readouterr().err
-        and (run / "manifest.json").read_bytes() == held
-    )
-    assert export([str(other), str(tmp_path / "plain"), "--adapter"]) == 0
+    assert f"vllm serve {tmp_path / 'out'}" in served
+    assert "vLLM serves it merged alone" in served  # it has a head
+    another_adapter = sft_adapter(tmp_path / "other", modules_to_save=None, r=5)
+    manifest = (run / "manifest.json").read_bytes()
+    assert main(arguments(run, model_name_or_path=another_adapter, beta=0.1, max_steps=3)) == 2
+    assert "of another run: model: " in capsys.readouterr().err
+    assert (run / "manifest.json").read_bytes() == manifest
+    assert export([str(another_adapter), str(tmp_path / "plain"), "--adapter"]) == 0
     words = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert words[2:5] == ["vllm", "serve", str(PRETRAINED)]
     adapter = f"policy={tmp_path / 'plain'}"
@@ -91,7 +85,8 @@ def test_a_new_adapter_on_top_is_trained_and_exported_with_the_one_beneath(sft, 
     assert "is merged into its base" in capsys.readouterr().out
     new = json.loads((run / "adapter_config.json").read_text())
     assert (new["r"], new["base_model_name_or_path"]) == (2, str(sft))
-    assert not list(sft.glob("tokenizer*")) and export([str(sft), str(tmp_path / "start")]) == 0
+    assert not list(sft.glob("tokenizer*"))
+    assert export([str(sft), str(tmp_path / "start")]) == 0
     assert load_processor(str(tmp_path / "start")).chat_template, (
         "the base's, as the adapter has none"
     )
@@ -119,24 +114,22 @@ def test_an_adapter_of_the_hub_is_that_of_its_revision_and_so_is_its_base(
     )
     sft = sft_adapter(tmp_path / "sft", "somebody/tiny", revision="v1", modules_to_save=None)
     keep_in_hub_cache("somebody/sft", sft, v2="3" * 40)
-    asked = {
+    run_keys = {
         "model_name_or_path": "somebody/sft",
         "model_revision": "v2",
         "learning_rate": 0,
         "max_steps": 1,
     }
-    run = train(tmp_path / "run", **asked)
-    new = train(tmp_path / "new", **asked, **LORA)
+    run = train(tmp_path / "run", **run_keys)
+    new = train(tmp_path / "new", **run_keys, **LORA)
     before = load_file(sft / "adapter_model.safetensors")
     after = load_file(run / "adapter_model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
     pinned = f"{'3' * 40} on {'1' * 40}"
     for folder, base in ((run, ("somebody/tiny", "1" * 40)), (new, ("somebody/sft", "3" * 40))):
         manifest = json.loads((folder / "manifest.json").read_text())
-        assert (
-            manifest["model"]["fingerprint"] == pinned
-            and manifest["model"]["base"] == "somebody/tiny"
-        )
+        assert manifest["model"]["fingerprint"] == pinned
+        assert manifest["model"]["base"] == "somebody/tiny"
         config = json.loads((folder / "adapter_config.json").read_text())
         assert (config["base_model_name_or_path"], config["revision"]) == base, (
             "of what is merged into it later"
@@ -149,31 +142,29 @@ def test_an_adapter_of_the_hub_is_that_of_its_revision_and_so_is_its_base(
         in (capsys.readouterr().out)
     )
     (tmp_path / "hub" / "models--somebody--sft" / "refs" / "v2").write_text("2" * 40)
-    assert main(arguments(tmp_path / "run", **asked)) == 2
+    assert main(arguments(tmp_path / "run", **run_keys)) == 2
     assert "'somebody/nobody' is neither a model folder here nor" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [{}, LORA], ids=["goes on", "is merged"])
 def test_an_adapter_that_zero3_has_in_parts_takes_the_steps_of_a_whole_one(keys, sft, tmp_path):
-    asked = {"model_name_or_path": sft, "beta": 0.1, "max_steps": 2, **keys}
-    train(tmp_path / "whole", **asked)
+    run_keys = {"model_name_or_path": sft, "beta": 0.1, "max_steps": 2, **keys}
+    train(tmp_path / "whole", **run_keys)
     launch(
         "cpu_zero3",
         "--num_processes",
         "1",
         "-m",
         "adora_vl.train",
-        *arguments(tmp_path / "parts", **asked),
+        *arguments(tmp_path / "parts", **run_keys),
     )
-    one, other = (
-        json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"]
-        for name in ("whole", "parts")
-    )
-    for whole_entry, entry in zip(one[:2], other[:2], strict=True):
+    whole_log = json.loads((tmp_path / "whole" / "trainer_state.json").read_text())["log_history"]
+    parts_log = json.loads((tmp_path / "parts" / "trainer_state.json").read_text())["log_history"]
+    for whole_entry, entry in zip(whole_log[:2], parts_log[:2], strict=True):
         for figure in ("reward", "entropy", "grad_norm", "kl"):
             assert entry[figure] == pytest.approx(whole_entry[figure], rel=1e-3, abs=1e-6), figure
-    assert one[0]["grad_norm"] > 0
+    assert whole_log[0]["grad_norm"] > 0
 
 
 @pytest.mark.parametrize(
@@ -217,7 +208,11 @@ def test_an_adapter_that_cannot_go_on_is_refused_in_one_line(
         (folder / "adapter_config.json").write_text(text)
     words = arguments(tmp_path / "run", model_name_or_path=folder, **keys)
     assert main(words) == 2
-    errors = [one for one in capsys.readouterr().err.splitlines() if one.startswith("error: ")]
+    errors = [
+        printed_line
+        for printed_line in capsys.readouterr().err.splitlines()
+        if printed_line.startswith("error: ")
+    ]
     assert len(errors) == 1 and errors[0].startswith(
         f"error: {line.replace('SFT', str(folder))}"
     ), errors

@@ -10,8 +10,6 @@ import pytest
 import torch
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     LlamaConfig,
     LlavaConfig,
 )
@@ -27,37 +25,21 @@ from adora_vl.models.check import NEEDS_FAMILY, check_family
 from adora_vl.models.load import load_config, load_processor
 from adora_vl.packing.policy_pass import packable
 from adora_vl.utils.errors import UserError
+from tests.support.families import SEEING, family_config, on_meta
 from tests.support.tiny_run import train
-
-SEEING = [kind for kind, family in families.FAMILIES.items() if family.vision]
-
-
-def config_of(kind: str) -> Any:
-    """Transformers' own defaults for the family, with fewer layers."""
-    config = AutoConfig.for_model(kind)
-    if kind in SEEING:
-        config.vision_config.depth = 1
-        config.vision_config.deepstack_visual_indexes = [0, 0, 0]
-        config.vision_config.fullatt_block_indexes = [0]
-    return config
-
-
-def on_meta(config: Any) -> Any:
-    auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-    with torch.device("meta"):
-        return auto.from_config(config)
 
 
 def test_the_side_of_an_image_token_is_that_of_transformers_defaults(subtests):
     for kind in SEEING:
         with subtests.test(kind):
             vision = families.FAMILIES[kind].vision
-            own = AutoConfig.for_model(kind).vision_config
-            assert vision is not None and vision.unit == own.patch_size * own.spatial_merge_size
+            config = AutoConfig.for_model(kind).vision_config
+            assert vision is not None
+            assert vision.unit == config.patch_size * config.spatial_merge_size
             assert pixels.VISIONS[kind] is vision
             assert vision.min_pixels % vision.unit**2 == vision.max_pixels % vision.unit**2 == 0
             assert (families.DEEPSTACK in vision.features) == bool(
-                getattr(own, "deepstack_visual_indexes", None)
+                getattr(config, "deepstack_visual_indexes", None)
             )
 
 
@@ -70,10 +52,10 @@ PROJECTORS = {
 
 
 def test_every_parameter_is_in_its_part(subtests):
-    """By the modules that Transformers builds: everything of `visual` but its mergers is the tower."""
+    """The modules that Transformers builds decide: all of `visual` but its mergers is the tower."""
     for kind in SEEING:
         with subtests.test(kind):
-            model = on_meta(config_of(kind)).model
+            model = on_meta(family_config(kind)).model
             parts: Counter[str] = Counter()
             for name, _ in model.named_parameters():
                 first, second, *_ = name.split(".")
@@ -88,14 +70,15 @@ def test_every_parameter_is_in_its_part(subtests):
 
 
 def test_what_can_share_a_prompt():
-    shared = {kind for kind in families.FAMILIES if families.shares_prompts(config_of(kind))}
+    shared = {kind for kind in families.FAMILIES if families.shares_prompts(family_config(kind))}
     assert shared == {"qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}, (
         "Qwen3.5 has layers of linear attention"
     )
-    sliding = config_of("qwen2")
+    sliding = family_config("qwen2")
     sliding.layer_types = ["full_attention", "sliding_attention"]
-    assert not families.shares_prompts(sliding) and not families.shares_prompts(LlamaConfig())
-    assert packable(on_meta(config_of("qwen3_vl")).config)
+    assert not families.shares_prompts(sliding)
+    assert not families.shares_prompts(LlamaConfig())
+    assert packable(on_meta(family_config("qwen3_vl")).config)
 
 
 def check(config: Any, **changed: Any) -> list[str]:
@@ -113,7 +96,8 @@ def test_a_known_family_says_nothing_but_what_is_off():
         check(AutoConfig.for_model(kind)) == [] for kind in families.FAMILIES if kind != "qwen3_5"
     )
     (line,) = check(AutoConfig.for_model("qwen3_5"))
-    assert "linear attention" in line and "share_prompt" in line
+    assert "linear attention" in line
+    assert "share_prompt" in line
 
 
 def test_a_config_that_the_engine_would_run_otherwise_is_refused(subtests):
@@ -151,32 +135,32 @@ def test_a_family_with_images_that_is_not_in_the_table_is_refused_in_one_line():
     with pytest.raises(UserError, match=r"set .*adora_freeze: \[\] to train"):
         check(LlavaConfig(), adora_freeze=["projector"], **OFF)
     (line,) = check(LlavaConfig(), **OFF)
-    assert "the way of stock TRL" in line and "\n" not in line
+    assert "the way of stock TRL" in line
+    assert "\n" not in line
 
 
 def test_a_kind_that_transformers_lacks_is_named_and_its_code_is_not_run(tmp_path, monkeypatch):
-    """As the first releases of InternVL have it: Transformers would ask whether to run the code
-    beside the config.
-    """
-    own = {
+    """Transformers would ask whether to run the code beside the config, as for early InternVL."""
+    config = {
         "model_type": "internvl_chat",
         "auto_map": {"AutoConfig": "configuration.InternVLChatConfig"},
     }
-    (tmp_path / "config.json").write_text(json.dumps(own))
+    (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "configuration.py").write_text("raise SystemExit('run')")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     for load in (lambda: load_config(str(tmp_path)), lambda: ChatProcessor(str(tmp_path))):
         with pytest.raises(UserError) as caught:
             load()
         assert "model_type internvl_chat, which Transformers" in str(caught.value)
-        assert "qwen3_vl" in str(caught.value) and "\n" not in str(caught.value)
+        assert "qwen3_vl" in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 def test_nobody_is_asked_whether_to_run_the_code_of_a_tokenizer(tmp_path, monkeypatch):
     """Transformers has the model, but not the tokenizer's class."""
     LlamaConfig().save_pretrained(tmp_path)
-    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["tokenization.Own", None]}}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["tokenization.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "tokenization.py").write_text("raise SystemExit('run')")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     for load in (load_processor, ChatProcessor):
@@ -186,7 +170,8 @@ def test_nobody_is_asked_whether_to_run_the_code_of_a_tokenizer(tmp_path, monkey
 
 def test_a_language_model_that_is_not_in_the_table_only_shares_no_prompt():
     (line,) = check(LlamaConfig())
-    assert "model_type llama" in line and "everything else works" in line
+    assert "model_type llama" in line
+    assert "everything else works" in line
 
 
 @pytest.mark.slow

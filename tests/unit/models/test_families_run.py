@@ -83,23 +83,22 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def moved(before: Path, after: Path) -> Mapping[str, list[bool]]:
-    """By part, whether each tensor is another one."""
-    one, other = (load_file(folder / "model.safetensors") for folder in (before, after))
-    assert one.keys() == other.keys() and all(
-        torch.isfinite(tensor).all() for tensor in other.values()
-    )
-    found: dict[str, list[bool]] = {part: [] for part in COMPONENTS}
-    for name, tensor in one.items():
-        found[component_of(name)].append(not torch.equal(tensor, other[name]))
-    return found
+    """Tell for each part of the model whether each tensor has changed."""
+    weights_before = load_file(before / "model.safetensors")
+    weights_after = load_file(after / "model.safetensors")
+    assert weights_before.keys() == weights_after.keys()
+    assert all(torch.isfinite(tensor).all() for tensor in weights_after.values())
+    changed: dict[str, list[bool]] = {part: [] for part in COMPONENTS}
+    for name, tensor in weights_before.items():
+        changed[component_of(name)].append(not torch.equal(tensor, weights_after[name]))
+    return changed
 
 
 @pytest.mark.slow
 def test_the_frozen_part_stays_and_the_others_move(trained):
     parts = moved(trained.model, trained.run)
-    assert not any(parts["projector"]) and len(parts["projector"]) == (
-        18 if trained.kind == "qwen3_vl" else 6
-    )
+    assert not any(parts["projector"])
+    assert len(parts["projector"]) == (18 if trained.kind == "qwen3_vl" else 6)
     assert sum(parts["vision_tower"]) > 0.8 * len(parts["vision_tower"]), (
         "a key's bias moves nothing"
     )
@@ -134,8 +133,8 @@ def score(model: Path, data: Path, output: Path) -> dict[str, Any]:
         "transformers",
     ]
     assert evaluate(BENCHMARK, [*words, "--max-tokens", "8"]) == 0
-    found: dict[str, Any] = json.loads((output / "score.json").read_text())
-    return found
+    result: dict[str, Any] = json.loads((output / "score.json").read_text())
+    return result
 
 
 @pytest.mark.slow
@@ -144,11 +143,9 @@ def test_a_run_and_its_adapter_are_evaluated(trained, data, tmp_path):
     settings = {**SETTINGS, "adora_freeze": "[]", **LORA}
     adapted = train(tmp_path / "lora", model_name_or_path=trained.model, **settings)
     parts = moved(trained.model, adapted / "merged")
-    assert (
-        any(parts["language_model"])
-        and not any(parts["projector"])
-        and not any(parts["vision_tower"])
-    )
+    assert any(parts["language_model"])
+    assert not any(parts["projector"])
+    assert not any(parts["vision_tower"])
     assert score(adapted, data, tmp_path / "adapted")["total"] == 2
 
 
@@ -159,15 +156,14 @@ def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_evaluation_of_a_lora_run(lora_run, data, tmp_path, capsys):
     capsys.readouterr()
-    found = score(lora_run, data, tmp_path / "eval")
-    said = capsys.readouterr().err
+    result = score(lora_run, data, tmp_path / "eval")
+    stderr = capsys.readouterr().err
     assert (
         f"{lora_run} holds a LoRA adapter; its merged model is used: {lora_run / 'merged'}\n"
-        in said
+        in stderr
     )
-    assert found["total"] == 2 and found["fingerprint"]["fields"]["model"] == str(
-        lora_run / "merged"
-    )
+    assert result["total"] == 2
+    assert result["fingerprint"]["fields"]["model"] == str(lora_run / "merged")
     assert not [path.name for path in lora_run.iterdir() if "partial" in path.name]
     assert own_files(lora_run) == [], (
         "the run does not know its adapter and its merged model for its own"
@@ -179,8 +175,10 @@ def test_without_the_merged_model_one_line_says_how_to_make_it(lora_run, tmp_pat
     shutil.rmtree(run / "merged")
     words = ["run", "--model", str(run), "--data", "nowhere", "--output", str(tmp_path / "eval")]
     assert evaluate(BENCHMARK, words) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "adora_vl.export" in said and str(run) in said
+    stderr = capsys.readouterr().err
+    assert stderr.count("\n") == 1
+    assert "adora_vl.export" in stderr
+    assert str(run) in stderr
 
 
 def test_the_adapter_of_a_language_model_is_exported_too(tmp_path):

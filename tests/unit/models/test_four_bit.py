@@ -24,8 +24,8 @@ from adora_vl.models.four_bit import FrozenBase, bytes_of, four_bit_folder, keep
 from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.models.shape import config_for_planning, describe
 from adora_vl.rollout.llm import PolicyLLM
-from tests.integration.support import run as in_a_process
-from tests.support.sft_adapter import TEXT, sft_adapter
+from tests.support.adapters import TEXT, sft_adapter
+from tests.support.launch import run as in_a_process
 from tests.support.tiny_run import arguments, train
 
 INIT = {"dtype": torch.bfloat16, "device_map": None}
@@ -34,7 +34,7 @@ FOUR = {"load_in_4bit": "true", "dtype": "bfloat16"}
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """Where bases in 4 bits are kept."""
+    """Return the folder where bases in 4 bits are kept."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ADORA_VL_HOME", str(tmp_path_factory.mktemp("home")))
         yield
@@ -42,7 +42,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sft(tmp_path_factory):
-    """Of single layers with a rank of their own, which vLLM's reader passes over."""
+    """Write an adapter of single layers with a rank of their own, which vLLM's reader passes over."""
     ranks: dict[str, Any] = {"rank_pattern": {"up_proj": 12}, "alpha_pattern": {"up_proj": 6}}
     return sft_adapter(tmp_path_factory.mktemp("sft") / "adapter", modules_to_save=None, **ranks)
 
@@ -58,14 +58,13 @@ def test_gradients_come_through_4_bits_after_a_pass_without_them_and_vision_and_
     model = load_merged(base, (), INIT)
     keep_gradients(model)
     four = {name for name, module in model.named_modules() if isinstance(module, Linear4bit)}
-    assert len(four) == 7 * 3 and not any("visual" in name or "lm_head" in name for name in four)
+    assert len(four) == 7 * 3
+    assert not any("visual" in name or "lm_head" in name for name in four)
     config = config_for_planning(str(PRETRAINED))[0]
     shape = describe(config, dtype="bfloat16", four_bit_bytes=bytes_of(nested=True))
-    held = sum(parameter.nbytes for parameter in model.parameters())
-    assert (
-        shape.base_bytes(2) == pytest.approx(held, rel=0.01)
-        and shape.base_bytes(2) < 2 * shape.total
-    )
+    parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert shape.base_bytes(2) == pytest.approx(parameter_bytes, rel=0.01)
+    assert shape.base_bytes(2) < 2 * shape.total
     policy = PeftModel.from_pretrained(model, sft, is_trainable=True)
     ids = torch.arange(20, 40)[None]
     policy.eval()
@@ -74,9 +73,9 @@ def test_gradients_come_through_4_bits_after_a_pass_without_them_and_vision_and_
     policy.train()
     policy(input_ids=ids, labels=ids).loss.backward()
     assert all(
-        one.grad is not None and one.grad.abs().sum() > 0
-        for one in policy.parameters()
-        if one.requires_grad
+        trained.grad is not None and trained.grad.abs().sum() > 0
+        for trained in policy.parameters()
+        if trained.requires_grad
     )
 
 
@@ -87,7 +86,7 @@ def test_two_steps_on_the_engine_s_own_4_bits_from_an_adapter_and_what_comes_out
 ):
     run = tmp_path / "run"
     keys = {"max_steps": 2, "model_name_or_path": sft, "beta": 0.1, "learning_rate": 0.1, **FOUR}
-    said = in_a_process(
+    done = in_a_process(
         [sys.executable, "-m", "adora_vl.train", *arguments(run, use_vllm="true", **keys)]
     )
     log = json.loads((run / "trainer_state.json").read_text())["log_history"]
@@ -98,13 +97,14 @@ def test_two_steps_on_the_engine_s_own_4_bits_from_an_adapter_and_what_comes_out
         "the adapter alone is sent, at every step"
     )
     assert log[0]["kl"] == 0 < log[1]["kl"]
-    before, after = (load_file(folder / "adapter_model.safetensors") for folder in (sft, run))
+    before = load_file(sft / "adapter_model.safetensors")
+    after = load_file(run / "adapter_model.safetensors")
     assert all(
         not torch.equal(before[name], after[name]) and after[name].dtype == torch.float32
         for name in before
     )
-    assert f"adora_vl.export {run} {run / 'merged'}" in said.stdout
-    assert f"Model         {run}  (the adapter alone, as after 4 bits" in said.stdout
+    assert f"adora_vl.export {run} {run / 'merged'}" in done.stdout
+    assert f"Model         {run}  (the adapter alone, as after 4 bits" in done.stdout
     base = json.loads((run / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert export([str(run), str(tmp_path / "out")]) == 0
     policy = PeftModel.from_pretrained(load_merged(base, (), INIT), run)
@@ -118,10 +118,10 @@ def test_two_steps_on_the_engine_s_own_4_bits_from_an_adapter_and_what_comes_out
     exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").float()
     ids = torch.arange(20, 60)[None]
     with torch.no_grad():
-        trained, written, other = (
-            m.eval()(input_ids=ids).logits.softmax(-1) for m in (policy, exported, plain)
-        )
-    assert 5 * (trained - written).abs().sum() < (trained - other).abs().sum(), (
+        trained = policy.eval()(input_ids=ids).logits.softmax(-1)
+        written = exported.eval()(input_ids=ids).logits.softmax(-1)
+        plain_probs = plain.eval()(input_ids=ids).logits.softmax(-1)
+    assert 5 * (trained - written).abs().sum() < (trained - plain_probs).abs().sum(), (
         "by the base that it was trained on"
     )
 
@@ -134,13 +134,13 @@ def test_a_run_in_4_bits_goes_on_from_its_checkpoint_to_the_bit(home, tmp_path):
         "lora_target_modules": TEXT,
         "bnb_4bit_quant_type": "fp4",
     }
-    whole, halved = (
-        train(tmp_path / name, max_steps=last, save_steps=1, **new)
-        for name, last in (("a", 2), ("b", 1))
-    )
+    uninterrupted = train(tmp_path / "a", max_steps=2, save_steps=1, **new)
+    halved = train(tmp_path / "b", max_steps=1, save_steps=1, **new)
     train(halved, max_steps=2, save_steps=1, **new)
-    one, other = (load_file(folder / "adapter_model.safetensors") for folder in (whole, halved))
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    expected = load_file(uninterrupted / "adapter_model.safetensors")
+    resumed = load_file(halved / "adapter_model.safetensors")
+    assert expected.keys() == resumed.keys()
+    assert all(torch.equal(expected[name], resumed[name]) for name in expected)
 
 
 def test_the_adapter_that_is_sent_has_each_layer_s_scaling_and_is_no_view_of_the_policy_s(
@@ -198,7 +198,7 @@ def test_one_copy_of_the_base_is_on_the_card_and_the_engine_keeps_its_own(monkey
     events: list[Any] = []
     monkeypatch.setattr(LLM, "sleep", lambda self, level: events.append(level))
     monkeypatch.setattr(LLM, "wake_up", lambda self, tags: events.append((tags, llm.base.away)))
-    monkeypatch.setattr(LLM, "generate", lambda self, *given, **named: named["lora_request"])
+    monkeypatch.setattr(LLM, "generate", lambda self, *args, **named: named["lora_request"])
     llm: Any = object.__new__(PolicyLLM)
     llm.base = FrozenBase(torch.nn.Linear(2, 2).requires_grad_(False))
     llm.adapter = "policy"
@@ -209,7 +209,8 @@ def test_one_copy_of_the_base_is_on_the_card_and_the_engine_keeps_its_own(monkey
     assert events == [("weights", True), ("kv_cache", True), 1], (
         "level 2 would discard what no sync brings back"
     )
-    assert not llm.base.away and llm.base.moves == 2
+    assert not llm.base.away
+    assert llm.base.moves == 2
     with llm.awake():
         llm.wake_up(tags="weights")
         llm.sleep(level=2)

@@ -53,19 +53,18 @@ def test_a_cast_model_gets_its_constants_back_and_keeps_its_weights(subtests):
             weights = {name: parameter.clone() for name, parameter in model.named_parameters()}
             assert len(wrong_buffers(model)) == len(ROTARY)
             restored = restore_buffers(model)
-            assert len(restored) == len(ROTARY) and all(
-                name.endswith(tuple(ROTARY)) for name in restored
-            )
-            assert wrong_buffers(model) == [] and restore_buffers(model) == []
+            assert len(restored) == len(ROTARY)
+            assert all(name.endswith(tuple(ROTARY)) for name in restored)
+            assert wrong_buffers(model) == []
+            assert restore_buffers(model) == []
             now = dict(model.named_buffers())
             assert all(
                 now[name].dtype == right[name].dtype and torch.equal(now[name], right[name])
                 for name in right
             )
             for name, parameter in model.named_parameters():
-                assert parameter.dtype == weights[name].dtype and torch.equal(
-                    parameter, weights[name]
-                )
+                assert parameter.dtype == weights[name].dtype
+                assert torch.equal(parameter, weights[name])
 
 
 SCALINGS = [
@@ -136,7 +135,8 @@ def test_training_is_refused_in_one_line_that_names_the_buffer(subtests):
             assert text.startswith(
                 f"before the first step: {role}: {ROTARY[0]} is bfloat16, not float32 (and 3 more)"
             )
-            assert "\n" not in text and precision.REMEDY in text
+            assert "\n" not in text
+            assert precision.REMEDY in text
     alone: Any = SimpleNamespace(model=tiny(), ref_model=None)
     RefuseWrongBuffers(alone).on_train_begin(None, None, None)
 

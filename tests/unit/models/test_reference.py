@@ -33,7 +33,10 @@ def tiny() -> Any:
 
 
 def trainer_of(folder: Path, model: Any = None, peft_config: PeftConfig | None = None) -> Any:
-    """As a notebook makes one: two steps with a KL term, and a reward that tells answers apart."""
+    """Build a trainer as a notebook does.
+
+    It has two steps with a KL term, and a reward that tells answers apart.
+    """
     args = AdoraGRPOConfig(
         str(folder),
         beta=0.1,
@@ -87,7 +90,7 @@ def test_it_is_refused_before_a_weight_is_loaded(tmp_path, no_weights):
 
 
 def test_the_reference_of_an_object_is_a_copy_of_it_and_not_of_its_folder(tmp_path):
-    """As of one that was fine-tuned or averaged in the notebook before."""
+    """The object may have been fine-tuned or averaged in the notebook before."""
     tuned = tiny()
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -96,22 +99,24 @@ def test_the_reference_of_an_object_is_a_copy_of_it_and_not_of_its_folder(tmp_pa
     trainer = trainer_of(tmp_path / "run", tuned)
     trainer.train()
     kl = [line["kl"] for line in trainer.state.log_history if "kl" in line]
-    assert kl[0] == 0 and kl[1] > 0
+    assert kl[0] == 0
+    assert kl[1] > 0
     weights = zip(trainer.model.parameters(), trainer.ref_model.parameters(), strict=True)
-    assert any(not torch.equal(own, reference) for own, reference in weights)
+    assert any(not torch.equal(policy_weight, reference) for policy_weight, reference in weights)
 
 
 def test_a_copy_computes_with_its_own_weights_whatever_a_trainer_before_has_put_there():
     model = tiny()
-    own = model.get_input_embeddings()
-    model.forward = lambda **_: own.weight.sum()  # as a fused head of a trainer before
+    embeddings = model.get_input_embeddings()
+    model.forward = lambda **_: embeddings.weight.sum()  # as a fused head of a trainer before
     copied = copied_policy(model, "a folder", dtype=torch.bfloat16)
-    assert "forward" not in vars(copied) and not copied.training
+    assert "forward" not in vars(copied)
+    assert not copied.training
     assert copied.dtype == torch.float32
     assert not any(weight.requires_grad for weight in copied.parameters())
     before = copied.get_input_embeddings().weight.clone()
     with torch.no_grad():
-        own.weight.add_(1)
+        embeddings.weight.add_(1)
     assert torch.equal(copied.get_input_embeddings().weight, before)
 
 
@@ -132,7 +137,7 @@ def test_an_adapter_of_another_kind_that_does_not_start_at_the_reference_ends_th
     with pytest.raises(UserError, match=r"^beta: 0\.1: the policy starts .* nats per token from"):
         trainer.train()
     after = trainer.model.parameters()
-    assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
 def guard_of(**keys: Any) -> ReferenceGuard:
@@ -145,16 +150,17 @@ def test_policy_and_reference_are_compared_once_and_only_before_an_update():
         "completion_mask": torch.tensor([[1, 1, 0]] * 4),
         "ref_per_token_logps": torch.full((4, 3), -1.0),
     }
-    asked: list[int] = []
+    pass_sizes: list[int] = []
 
     def policy_logps(batch: Batch, pixels: Any = None) -> torch.Tensor:
-        asked.append(len(batch["completion_ids"]))
+        pass_sizes.append(len(batch["completion_ids"]))
         return batch["ref_per_token_logps"] + torch.tensor([1e-4, 0.0, 9.0])  # the last is padding
 
     guard = guard_of(beta=0.1)
-    assert guard.is_due(0) and not guard.is_due(1)
+    assert guard.is_due(0)
+    assert not guard.is_due(1)
     guard.check(batch, policy_logps)
-    assert asked == [2], "the rows of a micro-batch are enough"
+    assert pass_sizes == [2], "the rows of a micro-batch are enough"
     assert not guard.is_due(0)
     assert not guard_of(beta=0.0).is_due(0)
     for old in (-1.01, float("nan")):

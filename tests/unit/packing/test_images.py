@@ -4,7 +4,6 @@ import copy
 import pickle
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from accelerate.utils import gather_object
@@ -28,15 +27,11 @@ from adora_vl.packing.image_store import (
     effective_settings,
 )
 from adora_vl.packing.images import may_have_images
-from adora_vl.packing.prompts import distinct_rows, read_prompts, referring
+from adora_vl.packing.prompts import distinct_rows, read_prompts, returning_references
 from adora_vl.record import trackers as texts
 from adora_vl.utils import compat
+from tests.support.pictures import noise_picture
 from tests.support.tiny_run import train
-
-
-def picture(seed: int, size: tuple[int, int] = (70, 45), mode: str = "RGB") -> Image.Image:
-    pixels = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
-    return Image.fromarray(pixels).convert(mode)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +48,12 @@ def test_the_cached_output_is_the_processors(processor, subtests):
     ]
     for arguments in cases:
         with subtests.test(f"{arguments!r:.80}"):
-            images = [picture(1), picture(2, (120, 90)), picture(3, mode="L"), picture(1)]
+            images = [
+                noise_picture(1),
+                noise_picture(2, (120, 90)),
+                noise_picture(3, mode="L"),
+                noise_picture(1),
+            ]
             ours = ImageCache(2**20)
             expected = processor.image_processor(images=images, return_tensors="pt", **arguments)
             for _ in range(2):
@@ -75,38 +75,39 @@ def test_other_limits_are_another_entry_and_the_oldest_images_go_first(processor
     cache = ImageCache(40_000)
     cached = cache.preprocess(processor.image_processor)
     for seed in range(6):
-        cached([picture(seed)])
-        assert cache.bytes_held <= 40_000 or seed == 0
+        cached([noise_picture(seed)])
+        assert cache.cached_bytes <= 40_000 or seed == 0
     assert cache.processed == 6
-    cached([picture(5)])
+    cached([noise_picture(5)])
     assert cache.processed == 6
-    cached([picture(0)])
-    cached([picture(5)], min_pixels=56 * 56, max_pixels=56 * 56)
+    cached([noise_picture(0)])
+    cached([noise_picture(5)], min_pixels=56 * 56, max_pixels=56 * 56)
     assert cache.processed == 8
 
 
 def test_an_image_that_is_used_again_and_again_outlives_those_that_came_after_it(processor):
-    """As that of a problem which stands in every generation."""
+    """Such an image is that of a problem which stands in every generation."""
     cache = ImageCache(60_000)
     cached = cache.preprocess(processor.image_processor)
     for seed in range(1, 9):
-        cached([picture(0)])
-        cached([picture(seed)])
-    assert cache.processed == 9 and cache.bytes_held <= 60_000
-    cached([picture(1)])
+        cached([noise_picture(0)])
+        cached([noise_picture(seed)])
+    assert cache.processed == 9
+    assert cache.cached_bytes <= 60_000
+    cached([noise_picture(1)])
     assert cache.processed == 10, "the others went"
 
 
 def test_pictures_that_differ_in_their_palette_alone_are_two(processor):
-    drawing = picture(1).quantize(4)
+    drawing = noise_picture(1).quantize(4)
     recoloured = drawing.copy()
     recoloured.putpalette([255 - value for value in drawing.getpalette()])
     cache = ImageCache(2**20)
     settings = effective_settings(processor.image_processor, {})
-    one, other = (
-        cache.get(processor.image_processor, image, settings) for image in (drawing, recoloured)
-    )
-    assert cache.processed == 2 and not torch.equal(one.patches_RD, other.patches_RD)
+    drawing_entry = cache.get(processor.image_processor, drawing, settings)
+    recoloured_entry = cache.get(processor.image_processor, recoloured, settings)
+    assert cache.processed == 2
+    assert not torch.equal(drawing_entry.patches_RD, recoloured_entry.patches_RD)
 
 
 def test_no_two_banks_share_a_number_and_the_evaluation_does_not_take_the_trainings_place():
@@ -118,13 +119,12 @@ def test_no_two_banks_share_a_number_and_the_evaluation_does_not_take_the_traini
     train = banks.new("train")
     first = train.references(image("a"), torch.Tensor.float, cpu)
     assert first.tolist() == [[0], [1], [2], [3]]
-    assert (
-        train.references(image("a"), torch.Tensor.float, cpu).tolist() == first.tolist()
-        and len(train) == 1
-    )
+    assert train.references(image("a"), torch.Tensor.float, cpu).tolist() == first.tolist()
+    assert len(train) == 1
     evaluation = banks.new("eval")
     assert evaluation.references(image("b"), torch.Tensor.float, cpu)[0].item() == 4
-    assert banks.of(2) is train and banks.of(5) is evaluation
+    assert banks.of(2) is train
+    assert banks.of(5) is evaluation
     again = banks.new("train")
     assert again.references(image("c"), torch.Tensor.float, cpu)[0].item() == 8
     with pytest.raises(AssertionError, match="no bank"):
@@ -137,8 +137,8 @@ def test_distinct_rows_keep_their_order():
 
 def test_rows_with_any_number_of_images_are_as_each_row_alone(processor, subtests):
     """Each distinct prompt and image is processed once, and referred to."""
-    shared = picture(1)
-    images = [None, [shared], [picture(2), shared, picture(3, (120, 90))], [], [shared]]
+    shared = noise_picture(1)
+    images = [None, [shared], [noise_picture(2), shared, noise_picture(3, (120, 90))], [], [shared]]
     for family in TINY_FAMILIES:
         with subtests.test(family):
             sees = processor_around(processor.tokenizer, family)
@@ -146,15 +146,20 @@ def test_rows_with_any_number_of_images_are_as_each_row_alone(processor, subtest
             cache = ImageCache(2**20)
             bank = ImageBank(100)
             ours = read_prompts(
-                rows, sees, {}, referring(sees.image_processor, cache, bank, torch.device("cpu"))
+                rows,
+                sees,
+                {},
+                returning_references(sees.image_processor, cache, bank, torch.device("cpu")),
             )
             plain = read_prompts(rows, sees, {})
-            assert cache.processed == len(bank) == 3 and ours.ids == plain.ids
+            assert cache.processed == len(bank) == 3
+            assert ours.ids == plain.ids
             patches, _ = bank.pixels(bank.starts)
             assert torch.equal(
                 patches[ours.fields["pixel_values"][:, 0] - 100], plain.fields["pixel_values"]
             )
-            assert ours.images == [row or None for row in images] and ours.num_images == [
+            assert ours.images == [row or None for row in images]
+            assert ours.num_images == [
                 0,
                 1,
                 3,
@@ -177,19 +182,19 @@ def test_a_generation_renders_tokenizes_and_hashes_each_prompt_once(processor, m
     """Also for the engine's turn."""
     counts = dict.fromkeys(["rendered", "tokenized", "hashed"], 0)
 
-    def counted(owner: Any, name: str, what: str, number: Any) -> None:
+    def counted(owner: Any, name: str, counter: str, number: Any) -> None:
         original = getattr(owner, name)
 
         def count(*args: Any, **kwargs: Any) -> Any:
-            counts[what] += number(*args, **kwargs)
+            counts[counter] += number(*args, **kwargs)
             return original(*args, **kwargs)
 
         monkeypatch.setattr(owner, name, count)
 
-    shown = [kept(picture(seed)) for seed in range(2)]
+    pictures = [kept(noise_picture(seed)) for seed in range(2)]
     rows = [
         {"prompt": copy.deepcopy(conversation("find x")), "images": [image]}
-        for image in shown
+        for image in pictures
         for _ in range(3)
     ]
     counted(
@@ -203,11 +208,15 @@ def test_a_generation_renders_tokenizes_and_hashes_each_prompt_once(processor, m
     cache = ImageCache(2**20)
     bank = ImageBank(0)
     read_prompts(
-        rows, processor, {}, referring(processor.image_processor, cache, bank, torch.device("cpu"))
+        rows,
+        processor,
+        {},
+        returning_references(processor.image_processor, cache, bank, torch.device("cpu")),
     )
-    for image in shown:
+    for image in pictures:
         cache.preprocess(processor.image_processor)([image])
-    assert counts == dict.fromkeys(counts, 2) and cache.processed == 2
+    assert counts == dict.fromkeys(counts, 2)
+    assert cache.processed == 2
 
 
 def test_the_chat_template_gets_its_arguments(processor):
@@ -225,23 +234,25 @@ def test_the_rows_of_a_batch_are_decoded_once_and_their_images_are_decoded():
 
         def __getitem__(self, index: int) -> dict[str, Any]:
             reads.append(index)
-            return {"id": index, "images": [picture(index)]}
+            return {"id": index, "images": [noise_picture(index)]}
 
     dataset = DistinctRows(Rows())
     rows = dataset.__getitems__([2, 2, 0, 2])
-    assert reads == [2, 0] and [row["id"] for row in rows] == [2, 2, 0, 2]
+    assert reads == [2, 0]
+    assert [row["id"] for row in rows] == [2, 2, 0, 2]
     assert rows[0]["images"][0] is rows[3]["images"][0]
     again = dataset.__getitems__([2, 2, 0, 2])
     assert reads == [2, 0] and again[0]["images"][0] is rows[0]["images"][0], (
         "the next micro-batch asks for the same"
     )
-    assert dataset.__getitems__([1, 2])[1]["id"] == 2 and reads == [2, 0, 1]
+    assert dataset.__getitems__([1, 2])[1]["id"] == 2
+    assert reads == [2, 0, 1]
     assert dataset.__getitems__([0])[0]["id"] == 0 and reads == [2, 0, 1, 0], (
         "no more than one batch is held"
     )
     rows[0]["note"] = "own"
     assert "note" not in rows[1], "what is written into one row is not in its copies"
-    assert rows[0]["images"][0].tobytes() == picture(2).tobytes()
+    assert rows[0]["images"][0].tobytes() == noise_picture(2).tobytes()
     assert isinstance(rows[0]["images"][0].resize((4, 4)), Image.Image)
 
 
@@ -263,16 +274,16 @@ def run(tmp_path_factory) -> dict[str, Any]:
     """Two optimizer steps of eight micro-batches each: the images that were decoded, and what was
     gathered.
     """
-    seen: dict[str, Any] = {"decoded": 0, "gathered": []}
+    counts: dict[str, Any] = {"decoded": 0, "gathered": []}
     decode = images_module.decoded_image
     gather = gather_object
 
     def counted(encoded: bytes, **keywords: Any) -> Any:
-        seen["decoded"] += 1
+        counts["decoded"] += 1
         return decode(encoded, **keywords)
 
     def watched(values: Any) -> Any:
-        seen["gathered"].append(pickle.dumps(values))
+        counts["gathered"].append(pickle.dumps(values))
         return gather(values)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -288,7 +299,7 @@ def run(tmp_path_factory) -> dict[str, Any]:
             gradient_accumulation_steps=8,
             max_completion_length=8,
         )
-    return seen
+    return counts
 
 
 @pytest.mark.slow
@@ -317,7 +328,8 @@ def test_what_is_no_conversation_is_gathered_as_it_is():
         }
     ]
     alone = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x"}]}]
-    assert texts.gather_texts([prompt]) == [alone] and prompt[0]["content"][0]["image"] is image
+    assert texts.gather_texts([prompt]) == [alone]
+    assert prompt[0]["content"][0]["image"] is image
     plain: list[list[Any]] = [["a", "b"], [[image], None], [0.5, None], ["column"], [[]], []]
     for values in plain:
         assert texts.gather_texts(values) == values

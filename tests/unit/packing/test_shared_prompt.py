@@ -14,14 +14,8 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import (
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
 )
 from transformers.integrations import flash_attention
 from trl.trainer.utils import add_fused_lm_head
@@ -37,57 +31,15 @@ from adora_vl.packing.shared_prompt import (
     pack,
     sharing_pays,
 )
-from adora_vl.packing.split_attention import ARGUMENT, install, own_attention, prepared_mask
-
-BOUND = 1e-9  # relative; float64 rounds at 2e-16, so no processor comes near
-VISION_BOUND = 1e-6  # the vision tower rotates in float32, and so rounds each copy's gradient there
-# image tokens are never sampled
-IMAGE = 7
-VOCABULARY = 40
-TEXT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-VISION = {"depth": 1, "num_heads": 2, "patch_size": 4, "in_channels": 1, "temporal_patch_size": 1}
-ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
-
-
-class Rotary(nn.Module):
-    """The model's own rotary embedding without its rounding to float32."""
-
-    def __init__(self, own: Any) -> None:
-        super().__init__()
-        self.inv_freq = own.inv_freq.double()
-        self.both_halves = getattr(
-            own, "recomposition_frequencies", lambda angles: torch.cat([angles, angles], dim=-1)
-        )
-
-    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        angles = self.both_halves(positions[..., None].double() * self.inv_freq)
-        return angles.cos(), angles.sin()
-
-
-def in_float64(model: Any) -> Any:
-    """Without the places where Transformers computes in float32 whatever the model's dtype is."""
-    model = model.double().train()
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if type(child).__name__.endswith("RMSNorm"):
-                norm = nn.RMSNorm(
-                    len(child.weight), eps=child.variance_epsilon, dtype=torch.float64
-                )
-                norm.weight = child.weight
-                setattr(module, name, norm)
-    decoder = model.get_decoder()
-    decoder.rotary_emb = Rotary(decoder.rotary_emb)
-    return model
+from adora_vl.packing.split_attention import ARGUMENT, configured_attention, empty_mask, install
+from tests.support.small_models import (
+    BOUND,
+    IMAGE,
+    TEXT,
+    VISION_BOUND,
+    VOCABULARY,
+    small_model,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -97,55 +49,6 @@ def softmax_keeps_its_dtype(monkeypatch):
     monkeypatch.setattr(
         torch.nn.functional, "softmax", lambda scores, dim, dtype=None: softmax(scores, dim=dim)
     )
-
-
-def build(kind: str, attention: str = "sdpa") -> Any:
-    torch.manual_seed(0)
-    if kind == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**TEXT))
-    else:
-        known: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-            "qwen2_vl": (
-                Qwen2VLConfig,
-                Qwen2VLForConditionalGeneration,
-                {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2},
-            ),
-            "qwen2_5_vl": (
-                Qwen2_5_VLConfig,
-                Qwen2_5_VLForConditionalGeneration,
-                {
-                    "hidden_size": 16,
-                    "out_hidden_size": 32,
-                    "intermediate_size": 24,
-                    "fullatt_block_indexes": [0],
-                },
-            ),
-            "qwen3_vl": (
-                Qwen3VLConfig,
-                Qwen3VLForConditionalGeneration,
-                {
-                    "hidden_size": 16,
-                    "out_hidden_size": 32,
-                    "intermediate_size": 24,
-                    "num_position_embeddings": 16,
-                    "deepstack_visual_indexes": [0],
-                },
-            ),
-        }
-        config_class, model_class, vision = known[kind]
-        config = config_class(
-            text_config={**TEXT, "rope_parameters": ROPE},
-            vision_config={**VISION, **vision},
-            image_token_id=IMAGE,
-            vision_start_token_id=8,
-            vision_end_token_id=9,
-            video_token_id=6,
-        )
-        model = model_class(config)
-    for parameter in model.parameters():  # large enough that attention is far from uniform
-        nn.init.normal_(parameter, std=0.3)
-    model.set_attn_implementation(attention)
-    return in_float64(model)
 
 
 Batch = dict[str, Any]
@@ -163,33 +66,34 @@ def batch(lengths: list[tuple[int, list[int]]], images: bool) -> Batch:
     groups: list[Any] = []
     patches: list[Any] = []
     for prompt, group in lengths:
-        own = torch.randint(10, VOCABULARY, (prompt,), generator=generator)
+        prompt_ids = torch.randint(10, VOCABULARY, (prompt,), generator=generator)
         if images:
-            own = torch.cat([torch.tensor([8, *[IMAGE] * 6, 9]), own])
+            prompt_ids = torch.cat([torch.tensor([8, *[IMAGE] * 6, 9]), prompt_ids])
             patches.append(torch.randn(24, 16, dtype=torch.float64, generator=generator))
-        pad = longest - len(own)
+        pad = longest - len(prompt_ids)
         groups.append(list(range(len(ids), len(ids) + len(group))))
         for length in group:
             row = torch.randint(10, VOCABULARY, (completion,), generator=generator)
-            ids.append(
-                torch.cat([own.new_zeros(pad), own, row * (torch.arange(completion) < length)])
-            )
+            row[length:] = 0
+            ids.append(torch.cat([prompt_ids.new_zeros(pad), prompt_ids, row]))
             mask.append(
-                torch.tensor([0] * pad + [1] * (len(own) + length) + [0] * (completion - length))
+                torch.tensor(
+                    [0] * pad + [1] * (len(prompt_ids) + length) + [0] * (completion - length)
+                )
             )
-    found: Batch = {
+    rows: Batch = {
         "ids": torch.stack(ids),
         "mask": torch.stack(mask),
         "completion": completion,
         "groups": groups,
     }
     if images:
-        found |= {
+        rows |= {
             "patches": patches,
             "grid": torch.tensor([[1, 4, 6]]),
-            "types": (found["ids"] == IMAGE).long(),
+            "types": (rows["ids"] == IMAGE).long(),
         }
-    return found
+    return rows
 
 
 def prompts_of(model: Any, rows: Batch) -> tuple[Tensor, dict[str, Any]]:
@@ -211,8 +115,10 @@ def shared(model: Any, rows: Batch) -> Tensor:
     install(model)
     positions, images = prompts_of(model, rows)
     packed = pack(rows["ids"], rows["mask"], rows["completion"], rows["groups"], positions)
-    given = {"attention_mask": prepared_mask(packed.ids_NS.device), ARGUMENT: packed.shared}
-    logits = model(input_ids=packed.ids_NS, position_ids=packed.positions, **given, **images).logits
+    attention = {"attention_mask": empty_mask(packed.ids_NS.device), ARGUMENT: packed.shared}
+    logits = model(
+        input_ids=packed.ids_NS, position_ids=packed.positions, **attention, **images
+    ).logits
     assert logits.shape[:2] == packed.labels.shape, "the head's work is on scored positions alone"
     return packed.unpacked(logits.log_softmax(-1).gather(-1, packed.labels.clamp(min=0)[..., None]))
 
@@ -238,7 +144,7 @@ def separate(model: Any, rows: Batch) -> Tensor:
 
 
 def gradients(model: Any, logps: Tensor) -> dict[str, Tensor]:
-    """Of a loss in which every token has a weight of its own."""
+    """Return the gradients of a loss in which every token has a weight of its own."""
     weights = torch.linspace(-1, 2, logps.numel(), dtype=torch.float64).view_as(logps)
     model.zero_grad()
     (logps.exp() * weights).sum().backward()
@@ -248,13 +154,15 @@ def gradients(model: Any, logps: Tensor) -> dict[str, Tensor]:
 def assert_same(model: Any, rows: Batch) -> None:
     expected = separate(model, rows)
     reference = gradients(model, expected)
-    found = shared(model, rows)
-    assert (found - expected).abs().max() <= BOUND * max(float(expected.abs().max()), 1.0)
+    logps = shared(model, rows)
+    assert (logps - expected).abs().max() <= BOUND * max(float(expected.abs().max()), 1.0)
     scale = max(tensor.norm() for tensor in reference.values())
-    own = gradients(model, found)
+    shared_gradients = gradients(model, logps)
     for name, gradient in reference.items():
         bound = VISION_BOUND if "visual" in name else BOUND
-        assert (own[name] - gradient).norm() <= bound * max(gradient.norm(), 1e-3 * scale), name
+        assert (shared_gradients[name] - gradient).norm() <= bound * max(
+            gradient.norm(), 1e-3 * scale
+        ), name
 
 
 # rollouts alone in their call, and with others
@@ -268,33 +176,31 @@ KINDS = ("qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 def test_two_groups_are_as_separate_rows(subtests):
     for kind, attention in product(KINDS, ("sdpa", "eager")):
         with subtests.test(f"{kind} {attention}"):
-            assert_same(build(kind, attention), batch(TWO_GROUPS, images=kind != "qwen2"))
+            assert_same(small_model(kind, attention), batch(TWO_GROUPS, images=kind != "qwen2"))
 
 
 def test_gradient_checkpointing_computes_the_same_attention_again(subtests):
     for kind in KINDS:
         with subtests.test(kind):
-            model = build(kind)
+            model = small_model(kind)
             model.gradient_checkpointing_enable({"use_reentrant": False})
             assert_same(model, batch(TWO_GROUPS, images=kind != "qwen2"))
 
 
 def test_float32_weights_under_autocast_get_the_kernel_for_bfloat16(monkeypatch):
-    """On a GPU it is flash attention; for float32 queries there is none, and every call would need
-    a mask.
-    """
-    asked: list[torch.dtype] = []
+    """A GPU has flash attention for bfloat16 queries; float32 ones would need a mask in every call."""
+    dtypes: list[torch.dtype] = []
     monkeypatch.setattr(
-        split_attention, "_knows_lower_right", lambda query: asked.append(query.dtype)
+        split_attention, "_knows_lower_right", lambda query: dtypes.append(query.dtype)
     )
     with torch.autocast("cpu", torch.bfloat16):
         shared(
             Qwen2ForCausalLM(Qwen2Config(**TEXT, use_cache=False)), batch(TWO_GROUPS, images=False)
         )
-    assert set(asked) == {torch.bfloat16}
+    assert set(dtypes) == {torch.bfloat16}
 
 
-MODELS = {attention: build("qwen2", attention) for attention in ("sdpa", "eager")}
+MODELS = {attention: small_model("qwen2", attention) for attention in ("sdpa", "eager")}
 GROUPS = st.lists(
     st.tuples(st.integers(1, 12), st.lists(st.integers(0, 12), min_size=1, max_size=5)),
     min_size=1,
@@ -323,7 +229,7 @@ def test_nothing_that_is_kept_for_the_backward_pass_grows_with_the_square_of_a_g
         sizes.append(tensor.numel())
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept):
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         shared(MODELS["sdpa"], rows)
     tokens = 6 + 16 * 39
     assert max(sizes) < tokens**2 / 4
@@ -331,7 +237,7 @@ def test_nothing_that_is_kept_for_the_backward_pass_grows_with_the_square_of_a_g
 
 def test_an_adapter_is_trained_alike():
     model = get_peft_model(
-        build("qwen2_5_vl"), LoraConfig(target_modules=["q_proj", "v_proj"])
+        small_model("qwen2_5_vl"), LoraConfig(target_modules=["q_proj", "v_proj"])
     ).double()
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -343,7 +249,7 @@ def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(tmp_pat
     """Ordinary passes, generation and saved files stay as they were, also after a pass that failed."""
     for kind in KINDS:
         with subtests.test(kind):
-            model = build(kind).eval()
+            model = small_model(kind).eval()
             rows = batch([(5, [4, 2])], images=False)
 
             def ordinary(model: Any = model, rows: Batch = rows) -> tuple[Tensor, Tensor]:
@@ -364,14 +270,14 @@ def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(tmp_pat
                 shared_of_another = pack(
                     rows["ids"], rows["mask"], 4, rows["groups"], torch.arange(5)[None]
                 ).shared
-                mask = prepared_mask(torch.device("cpu"))
+                mask = empty_mask(torch.device("cpu"))
                 model(rows["ids"][:1, :3], attention_mask=mask, **{ARGUMENT: shared_of_another})
             assert all(
-                torch.equal(one, other) for one, other in zip(before, ordinary(), strict=True)
+                torch.equal(first, second) for first, second in zip(before, ordinary(), strict=True)
             )
             assert (
-                own_attention(model.config)
-                == own_attention(type(model)(model.config).config)
+                configured_attention(model.config)
+                == configured_attention(type(model)(model.config).config)
                 == "sdpa"
             )
             model.config.save_pretrained(tmp_path / kind)
@@ -380,110 +286,114 @@ def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(tmp_pat
             assert vision is None or vision._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["references", "pixels"])
-def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(known, monkeypatch):
+@pytest.mark.parametrize("has_references", [True, False], ids=["references", "pixels"])
+def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(has_references, monkeypatch):
     """Nothing tells whether two images given as pixels are the same, so there each row keeps its
     own prompt. The check of the layout takes the first chunk alone.
     """
-    model = build("qwen2_5_vl")
+    model = small_model("qwen2_5_vl")
     rows = batch(TWO_GROUPS, images=True)
     copies = [number for number, group in enumerate(rows["groups"]) for _ in group]
     pixels = torch.cat([rows["patches"][number] for number in copies])
     expected = separate(model, rows).detach()
-    seen: list[Any] = []
+    packed_groups: list[Any] = []
     inputs = {
         "image_grid_thw": rows["grid"].repeat(len(copies), 1),
         "num_images": [1] * len(copies),
     }
     inputs |= {"mm_token_type_ids": rows["types"], "pixel_values": pixels}
-    if known:
+    if has_references:
         inputs["pixel_values"] = torch.cat(
             [torch.arange(24)[:, None] + 24 * number for number in copies]
         )
-        own = model.model.get_image_features
+        image_features = model.model.get_image_features
         bank = torch.cat(rows["patches"])
         monkeypatch.setattr(
             model.model,
             "get_image_features",
-            lambda found, grid, **more: own(bank[found[:, 0]], grid),
+            lambda references, grid, **kwargs: image_features(bank[references[:, 0]], grid),
         )
     add_fused_lm_head(model)
 
     def packed(*arguments: Any, **named: Any) -> Any:
-        seen.append(named["groups"])
+        packed_groups.append(named["groups"])
         return pack(*arguments, **named)
 
     monkeypatch.setattr(packed_module, "pack", packed)
 
-    def alone(first: int, own: Any) -> Any:
-        assert (first, *map(len, own.values())) == (5, 5, 5, 5, 5 * 24)
+    def alone(first: int, image_features: Any) -> Any:
+        assert (first, *map(len, image_features.values())) == (5, 5, 5, 5, 5 * 24)
         return expected[:first], None, None
 
-    one = PackedForward(Accelerator(cpu=True))
-    logps = one(model, rows["ids"], rows["mask"], rows["completion"], 5, False, inputs, alone)[0]
-    assert one.passes == 1 and not one.refused
-    assert [[*map(len, part)] for part in seen] == (
-        [[5], [5], [3]] if known else [[1] * 5] * 2 + [[1] * 3]
+    forward = PackedForward(Accelerator(cpu=True))
+    logps = forward(model, rows["ids"], rows["mask"], rows["completion"], 5, False, inputs, alone)[
+        0
+    ]
+    assert forward.passes == 1
+    assert not forward.refused
+    assert [[*map(len, part)] for part in packed_groups] == (
+        [[5], [5], [3]] if has_references else [[1] * 5] * 2 + [[1] * 3]
     )
     assert (logps - expected).abs().max() < 1e-4, "the head computes in float32"
 
 
 def varlen(
-    query, key, value, attention_mask, *, is_causal, softmax_scale, attn_implementation, **given
+    query, key, value, attention_mask, *, is_causal, softmax_scale, attn_implementation, **kwargs
 ) -> Tensor:
-    """As flash attention documents it: sequences end to end, each causal to the lower right.
+    """Compute attention as flash attention documents it, whose kernels need a GPU.
 
-    Its kernels need a GPU.
+    Sequences stand end to end, each causal to the lower right.
     """
-    assert is_causal and attention_mask is None and attn_implementation == "flash_attention_2"
-    ends_q = given["cu_seq_lens_q"].tolist()
-    ends_k = given["cu_seq_lens_k"].tolist()
-    assert given["max_length_q"] == max(b - a for a, b in pairwise(ends_q))
-    assert given["max_length_k"] == max(b - a for a, b in pairwise(ends_k))
-    assert (
-        ends_q[-1] == query.size(1)
-        and ends_k[-1] == key.size(1)
-        and given["cu_seq_lens_q"].dtype == torch.int32
-    )
-    found = []
+    assert is_causal
+    assert attention_mask is None
+    assert attn_implementation == "flash_attention_2"
+    ends_q = kwargs["cu_seq_lens_q"].tolist()
+    ends_k = kwargs["cu_seq_lens_k"].tolist()
+    assert kwargs["max_length_q"] == max(b - a for a, b in pairwise(ends_q))
+    assert kwargs["max_length_k"] == max(b - a for a, b in pairwise(ends_k))
+    assert ends_q[-1] == query.size(1)
+    assert ends_k[-1] == key.size(1)
+    assert kwargs["cu_seq_lens_q"].dtype == torch.int32
+    spans = []
     for (start, end), (first, last) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
-        own = query[0, start:end].transpose(0, 1)
-        keys, values = (each[0, first:last].transpose(0, 1) for each in (key, value))
+        queries = query[0, start:end].transpose(0, 1)
+        keys = key[0, first:last].transpose(0, 1)
+        values = value[0, first:last].transpose(0, 1)
         allowed = torch.ones(end - start, last - first, dtype=torch.bool).tril(
             last - first - end + start
         )
-        found.append(
+        spans.append(
             F.scaled_dot_product_attention(
-                own, keys, values, allowed, scale=softmax_scale, enable_gqa=True
+                queries, keys, values, allowed, scale=softmax_scale, enable_gqa=True
             )
         )
-    return torch.cat(found, dim=1).transpose(0, 1)[None]
+    return torch.cat(spans, dim=1).transpose(0, 1)[None]
 
 
 def test_flash_attention_gets_each_span_with_its_prompt(monkeypatch):
     monkeypatch.setattr(flash_attention, "_flash_attention_forward", varlen)
     rows = batch(TWO_GROUPS, images=True)
-    reference = build("qwen2_5_vl")
-    model = build("qwen2_5_vl")
+    reference = small_model("qwen2_5_vl")
+    model = small_model("qwen2_5_vl")
     model.get_decoder().config._attn_implementation = "flash_attention_2"
     expected = separate(reference, rows)
-    found = shared(model, rows)
-    assert (found - expected).abs().max() <= BOUND * expected.abs().max()
+    logps = shared(model, rows)
+    assert (logps - expected).abs().max() <= BOUND * expected.abs().max()
     ours = gradients(reference, expected)
-    own = gradients(model, found)
+    flash_gradients = gradients(model, logps)
     scale = max(tensor.norm() for tensor in ours.values())
-    assert all((own[name] - ours[name]).norm() <= VISION_BOUND * scale for name in ours)
+    assert all((flash_gradients[name] - ours[name]).norm() <= VISION_BOUND * scale for name in ours)
 
 
 def test_flash_attention_finds_its_own_name_where_no_prompt_is_shared(monkeypatch):
     names = []
 
-    def forward(query, *args, attn_implementation, **given):
+    def forward(query, *args, attn_implementation, **kwargs):
         names.append(attn_implementation)
         return query
 
     monkeypatch.setattr(flash_attention, "_flash_attention_forward", forward)
-    model = build("qwen2")
+    model = small_model("qwen2")
     model.config._attn_implementation = "flash_attention_2"
     install(model)
     model(torch.arange(6)[None])
@@ -491,12 +401,10 @@ def test_flash_attention_finds_its_own_name_where_no_prompt_is_shared(monkeypatc
 
 
 def test_sharing_is_left_where_little_is_shared():
-    """By tokens: a prompt of 700 always, one of 64 unless the answers are very long and all alike."""
-    assert (
-        sharing_pays([700], [[400] * 8])
-        and sharing_pays([700], [[1024] * 8])
-        and sharing_pays([64], [[1024] * 8])
-    )
+    """A prompt of 700 tokens is always shared, one of 64 unless the answers are long and all alike."""
+    assert sharing_pays([700], [[400] * 8])
+    assert sharing_pays([700], [[1024] * 8])
+    assert sharing_pays([64], [[1024] * 8])
     assert not sharing_pays([64], [[4096] * 8])
     assert sharing_pays([64], [[100, 100, 100, 100, 100, 100, 100, 4096]]), (
         "separate rows would be mostly padding"
@@ -508,9 +416,7 @@ def test_sharing_is_left_where_little_is_shared():
 
 
 def test_little_attention_is_computed_in_vain(subtests):
-    """Of what a rollout's queries are multiplied with, compared with the causal half that has to
-    be.
-    """
+    """The keys of a rollout's queries are compared with the causal half that has to be computed."""
     cases = [(64, 400), (64, 1024), (700, 400), (700, 1024), (1, 1), (1000, 16)]
     for prompt, rollout in cases:
         with subtests.test(f"{prompt} {rollout}"):
@@ -550,7 +456,8 @@ def test_groups_as_one_sequence_by_hand():
     positions = torch.tensor([[[0, 0, 4, 5], [0, 0, 0, 0]]] * 3)
     packed = pack(ids, mask, 3, [[0, 1], [2]], positions)
     assert packed.ids_NS.tolist() == [[5, 6, 7, 1, 2, 8, 9]]
-    assert packed.positions.shape == (3, 1, 7) and packed.positions[2, 0].tolist() == [
+    assert packed.positions.shape == (3, 1, 7)
+    assert packed.positions[2, 0].tolist() == [
         0,
         4,
         5,
@@ -570,14 +477,16 @@ def test_a_truncated_rollout_that_is_masked_out_takes_no_place():
     ids = torch.tensor([[5, 6, 1, 1], [5, 6, 2, 2]])
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
     packed = pack(ids, mask, 2, [[0, 1]], torch.arange(2).expand(1, 2))
-    assert packed.ids_NS.tolist() == [[5, 6, 2]] and packed.labels.tolist() == [[2, 2]]
+    assert packed.ids_NS.tolist() == [[5, 6, 2]]
+    assert packed.labels.tolist() == [[2, 2]]
     assert packed.unpacked(torch.tensor([[0.1, 0.2]])).tolist()[0] == [0.0, 0.0]
 
 
 def test_a_batch_in_which_nothing_is_scored_keeps_a_position_for_the_head():
     ids = torch.tensor([[5, 6, 1], [5, 6, 1]])
     packed = pack(ids, torch.tensor([[1, 1, 0]] * 2), 1, [[0, 1]], torch.arange(2)[None])
-    assert packed.labels.tolist() == [[-100]] and packed.shared.groups == (Group(2, ()),)
+    assert packed.labels.tolist() == [[-100]]
+    assert packed.shared.groups == (Group(2, ()),)
     assert packed.unpacked(torch.tensor([[9.0]])).tolist() == [[0.0], [0.0]]
 
 
@@ -590,23 +499,25 @@ def test_rollouts_that_share_a_call_are_of_like_length(lengths):
 
 
 def test_the_longest_rollout_is_one_span_with_its_prompt():
-    """Of the others each has a span; among keys they come after the prompt once more."""
+    """Each of the other rollouts has a span; among keys it comes after the prompt once more."""
     alone = Group(4, (2,))
     three = Group(3, (5, 2, 1))
     shared = SharedPrompts((alone, three, Group(2, ())), torch.zeros(1, dtype=torch.long))
     assert shared.spans == [6, 8, 2, 1, 2]
     queries, keys, most_queries, most_keys = shared.bounds
-    assert queries.tolist() == [0, 6, 14, 16, 17, 19] and keys.tolist() == [0, 6, 14, 19, 23, 25]
+    assert queries.tolist() == [0, 6, 14, 16, 17, 19]
+    assert keys.tolist() == [0, 6, 14, 19, 23, 25]
     assert (most_queries, most_keys) == (8, 8)
 
 
 def test_dropout_is_found_in_the_attention_and_in_an_adapter():
-    """With it two passes over the same tokens differ, so the policy's own does not stand for the
-    one that sampled.
+    """Dropout makes two passes over the same tokens differ.
+
+    So the policy's own pass does not stand for the one that sampled.
     """
-    plain, attending = (
-        Qwen2ForCausalLM(Qwen2Config(**TEXT, attention_dropout=share)) for share in (0.0, 0.1)
-    )
-    assert not has_dropout(plain) and has_dropout(attending)
+    plain = Qwen2ForCausalLM(Qwen2Config(**TEXT, attention_dropout=0.0))
+    attending = Qwen2ForCausalLM(Qwen2Config(**TEXT, attention_dropout=0.1))
+    assert not has_dropout(plain)
+    assert has_dropout(attending)
     adapted = get_peft_model(plain, LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1))
     assert has_dropout(adapted)

@@ -32,21 +32,21 @@ from adora_vl.packing.vision import (
     BATCHED,
     SharedVision,
     batch_windows,
-    by_size,
-    host_bounds,
-    in_passes,
-    look,
+    run_tower,
+    sort_windows,
+    split_into_passes,
+    window_arguments,
 )
 from adora_vl.utils.launch import free_port
-from tests.integration.support import REPOSITORY
-from tests.unit.packing.test_shared_prompt import (
+from tests.support.paths import REPOSITORY
+from tests.support.small_models import (
     BOUND,
     IMAGE,
     TEXT,
     VISION,
     VISION_BOUND,
     VOCABULARY,
-    build,
+    small_model,
 )
 
 SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
@@ -71,7 +71,7 @@ def pictures() -> list[Tensor]:
 
 def model_of(kind: str) -> Any:
     if kind != "qwen3_5":
-        return build(kind)
+        return small_model(kind)
     torch.manual_seed(0)
     rope = {
         "rope_type": "default",
@@ -117,58 +117,66 @@ def bound_of(kind: str, name: str) -> float:
     return VISION_BOUND if "visual." in name else BOUND
 
 
-def tokens(shown: list[int], words: int = 7) -> Tensor:
-    generator = torch.Generator().manual_seed(len(shown))
-    images = [token for one in shown for token in [8, *[IMAGE] * int(GRIDS[one].prod() // 4), 9]]
+def tokens(pictures_of_row: list[int], words: int = 7) -> Tensor:
+    generator = torch.Generator().manual_seed(len(pictures_of_row))
+    images = [
+        token
+        for number in pictures_of_row
+        for token in [8, *[IMAGE] * int(GRIDS[number].prod() // 4), 9]
+    ]
     return torch.cat(
         [torch.tensor(images).long(), torch.randint(10, VOCABULARY, (words,), generator=generator)]
     )
 
 
 def logps(model: Any, ids_BT: Tensor, mask_BT: Tensor, **images: Any) -> Tensor:
-    """Of the last five tokens of each row."""
-    given = {"mm_token_type_ids": (ids_BT == IMAGE).long(), **images} if images else {}
+    """Return the log-probabilities of the last five tokens of each row."""
+    inputs = {"mm_token_type_ids": (ids_BT == IMAGE).long(), **images} if images else {}
     scores = (
-        model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False, **given)
+        model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False, **inputs)
         .logits[:, :-1]
         .log_softmax(-1)
     )
-    found: Tensor = scores.gather(-1, ids_BT[:, 1:, None])[..., 0][:, -5:]
-    return found
+    row_logps: Tensor = scores.gather(-1, ids_BT[:, 1:, None])[..., 0][:, -5:]
+    return row_logps
 
 
 def alone(model: Any, rows: list[list[int]]) -> Tensor:
-    found = []
-    for shown in rows:
-        ids = tokens(shown)[None]
+    row_logps = []
+    for pictures_of_row in rows:
+        ids = tokens(pictures_of_row)[None]
         images = {}
-        if shown:
-            pixels = torch.cat([pictures()[one] for one in shown])
-            images = {"pixel_values": pixels, "image_grid_thw": GRIDS[shown]}
-        found.append(logps(model, ids, torch.ones_like(ids), **images))
-    return torch.cat(found)
+        if pictures_of_row:
+            pixels = torch.cat([pictures()[number] for number in pictures_of_row])
+            images = {"pixel_values": pixels, "image_grid_thw": GRIDS[pictures_of_row]}
+        row_logps.append(logps(model, ids, torch.ones_like(ids), **images))
+    return torch.cat(row_logps)
 
 
 def together(model: Any, vision: SharedVision, rows: list[list[int]]) -> Tensor:
     bank = vision.banks.new("train")
-    longest = max(len(tokens(shown)) for shown in rows)
+    longest = max(len(tokens(pictures_of_row)) for pictures_of_row in rows)
     ids_BT = torch.stack(
         [torch.cat([torch.zeros(longest - len(t)).long(), t]) for t in map(tokens, rows)]
     )
-    held = {one: bank.hold(str(one), pictures()[one], GRIDS[one]) for row in rows for one in row}
+    references = {
+        number: bank.store(str(number), pictures()[number], GRIDS[number])
+        for row in rows
+        for number in row
+    }
     columns: dict[str, Any] = {}
-    if held:
-        columns["pixel_values"] = torch.cat([held[one] for row in rows for one in row])
-        columns["image_grid_thw"] = GRIDS[[one for row in rows for one in row]]
+    if references:
+        columns["pixel_values"] = torch.cat([references[number] for row in rows for number in row])
+        columns["image_grid_thw"] = GRIDS[[number for row in rows for number in row]]
     columns = with_image_columns(columns, ids_BT)
     columns.pop("num_images", None)
     return logps(model, ids_BT, (ids_BT > 0).long(), **columns)
 
 
-def gradients(model: Any, found: Tensor) -> dict[str, Tensor]:
+def gradients(model: Any, row_logps: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
-    weights = torch.linspace(-1, 2, found.numel(), dtype=torch.float64).view_as(found)
-    (found.exp() * weights).sum().backward()
+    weights = torch.linspace(-1, 2, row_logps.numel(), dtype=torch.float64).view_as(row_logps)
+    (row_logps.exp() * weights).sum().backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -198,20 +206,19 @@ def assert_as_alone(kind: str, frozen: bool) -> None:
     expected = alone(model, ROWS)
     reference = gradients(model, expected)
     assert vision.install(model)
-    for share, seen in ((True, 3), (False, 11)):
+    for share, patches in ((True, 3), (False, 11)):
         vision.share = share
         vision.seen = 0
-        found = together(model, vision, ROWS)
-        assert vision.seen == seen, "of eleven pictures three are distinct"
+        row_logps = together(model, vision, ROWS)
+        assert vision.seen == patches, "of eleven pictures three are distinct"
         logps_bound = LINEAR_BOUND if kind == "qwen3_5" else BOUND
-        assert (found - expected).abs().max() <= logps_bound * expected.abs().max()
-        own = gradients(model, found)
-        assert (
-            own.keys() == reference.keys() and any("visual." in name for name in own) is not frozen
-        )
+        assert (row_logps - expected).abs().max() <= logps_bound * expected.abs().max()
+        shared_gradients = gradients(model, row_logps)
+        assert shared_gradients.keys() == reference.keys()
+        assert any("visual." in name for name in shared_gradients) is not frozen
         scale = max(tensor.norm() for tensor in reference.values())
         for name, gradient in reference.items():
-            assert (own[name] - gradient).norm() <= bound_of(kind, name) * max(
+            assert (shared_gradients[name] - gradient).norm() <= bound_of(kind, name) * max(
                 gradient.norm(), 1e-3 * scale
             ), name
 
@@ -232,29 +239,31 @@ def test_rows_without_images_leave_the_tower_at_rest(subtests):
             vision = SharedVision(ImageBanks())
             expected = alone(model, [[], []])
             vision.install(model)
-            found = together(model, vision, [[], []])
-            assert (found - expected).abs().max() <= LINEAR_BOUND * expected.abs().max()
-            assert not any("visual." in name for name in gradients(model, found))
+            row_logps = together(model, vision, [[], []])
+            assert (row_logps - expected).abs().max() <= LINEAR_BOUND * expected.abs().max()
+            assert not any("visual." in name for name in gradients(model, row_logps))
 
 
 def test_rows_without_images_among_processes_that_have_them(one_of_many, subtests):
-    """There the tower runs, and its gradients are there to be reduced, all zero."""
+    """The tower runs there, and its gradients are there to be reduced, all zero."""
     for kind in SEEING:
         with subtests.test(kind):
             model = model_of(kind)
             vision = SharedVision(ImageBanks())
             reference = gradients(model, alone(model, [[], []]))
             vision.install(model)
-            own = gradients(model, together(model, vision, [[], []]))
-            assert own.keys() == {name for name, _ in model.named_parameters()}
-            for name, gradient in own.items():
+            text_gradients = gradients(model, together(model, vision, [[], []]))
+            assert text_gradients.keys() == {name for name, _ in model.named_parameters()}
+            for name, gradient in text_gradients.items():
                 right = reference.get(name, torch.zeros_like(gradient))
                 assert (gradient - right).norm() <= bound_of(kind, name) * gradient.norm()
 
 
 def one_of_two(rank: int, port: int) -> None:
-    """What a process of the test below does: its rows through torch's DistributedDataParallel,
-    against both alone.
+    """Run one process of the test below.
+
+    It sends its rows through torch's DistributedDataParallel, and compares both with separate
+    passes.
     """
     rows: tuple[list[list[int]], ...] = ([[0], [2, 1, 1]], [[], []])
     distributed.init_process_group(
@@ -263,25 +272,28 @@ def one_of_two(rank: int, port: int) -> None:
     for kind in IN_PARALLEL:
         model = model_of(kind)
         vision = SharedVision(ImageBanks())
-        each = [gradients(model, alone(model, of_rank)) for of_rank in rows]
+        gradients_of_ranks = [gradients(model, alone(model, of_rank)) for of_rank in rows]
         vision.install(model)
         # It raises in the next step, or waits for ever, if a parameter has no gradient on one
         # process.
         parallel = torch.nn.parallel.DistributedDataParallel(model)
         for _ in range(2):
-            own = gradients(model, together(parallel, vision, rows[rank]))
-        scale = max(tensor.norm() for tensor in own.values())
-        for name, gradient in own.items():
-            right = torch.stack([one.get(name, torch.zeros_like(gradient)) for one in each]).mean(
-                dim=0
-            )
+            rank_gradients = gradients(model, together(parallel, vision, rows[rank]))
+        scale = max(tensor.norm() for tensor in rank_gradients.values())
+        for name, gradient in rank_gradients.items():
+            right = torch.stack(
+                [
+                    of_rank_gradients.get(name, torch.zeros_like(gradient))
+                    for of_rank_gradients in gradients_of_ranks
+                ]
+            ).mean(dim=0)
             bound = bound_of(kind, name) * max(right.norm(), 1e-3 * scale)
             assert (gradient - right).norm() <= bound, name
         assert (
-            max(gradient.norm() for name, gradient in own.items() if "visual." in name)
+            max(gradient.norm() for name, gradient in rank_gradients.items() if "visual." in name)
             > 1e-3 * scale
         )
-        print(f"{kind} {len(own)}")
+        print(f"{kind} {len(rank_gradients)}")
 
 
 IN_PARALLEL = ("qwen2_5_vl", "qwen3_vl")
@@ -299,14 +311,14 @@ def test_two_processes_of_which_one_has_no_image_learn_what_one_does():
     }
     ranks = [subprocess.Popen([sys.executable, "-c", code % rank], **pipes) for rank in range(2)]
     try:
-        said = [rank.communicate(timeout=200) for rank in ranks]
+        outputs = [rank.communicate(timeout=200) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
     counts = {kind: sum(1 for _ in model_of(kind).named_parameters()) for kind in IN_PARALLEL}
-    assert [out.splitlines() for out, _ in said] == [
+    assert [out.splitlines() for out, _ in outputs] == [
         [f"{kind} {count}" for kind, count in counts.items()]
-    ] * 2, said
+    ] * 2, outputs
 
 
 def passes_of(tower: Any) -> list[int]:
@@ -331,7 +343,8 @@ def test_a_frozen_tower_runs_as_often_on_a_process_without_images(one_of_many, s
                 assert len(calls) == 1
                 inner = model.model
                 bank = vision.banks.of_training()
-                assert bank is not None and not bank.features_due
+                assert bank is not None
+                assert not bank.features_due
                 none = torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, 3, dtype=torch.long)
                 assert inner.get_image_features(*none).pooler_output[0].shape == (0, 32)
                 assert len(calls) == 1, "a later pass of the generation"
@@ -339,10 +352,11 @@ def test_a_frozen_tower_runs_as_often_on_a_process_without_images(one_of_many, s
 
 
 def test_images_are_divided_into_passes_by_their_patches():
-    assert in_passes([0, 7, 9, 30], [7, 2, 21, 4], 9) == [[0, 7], [9], [30]], (
+    assert split_into_passes([0, 7, 9, 30], [7, 2, 21, 4], 9) == [[0, 7], [9], [30]], (
         "a larger one has a pass of its own"
     )
-    assert in_passes([0, 7], [7, 2], 100) == [[0, 7]] and in_passes([], [], 9) == []
+    assert split_into_passes([0, 7], [7, 2], 100) == [[0, 7]]
+    assert split_into_passes([], [], 9) == []
 
 
 def test_a_frozen_tower_in_several_passes_gives_the_same_features(monkeypatch, subtests):
@@ -350,7 +364,7 @@ def test_a_frozen_tower_in_several_passes_gives_the_same_features(monkeypatch, s
     for kind in SEEING:
         with subtests.test(kind):
             rows = [[0], [1, 0], [], [2]]
-            found = []
+            results = []
             for limit in (16_000, 1):
                 monkeypatch.setattr(adora_vl.packing.vision, "PATCHES_A_PASS", limit)
                 model = model_of(kind)
@@ -358,9 +372,10 @@ def test_a_frozen_tower_in_several_passes_gives_the_same_features(monkeypatch, s
                 model.model.visual.requires_grad_(False)
                 calls = passes_of(model.model.visual)
                 vision.install(model)
-                found.append(together(model, vision, rows))
-                assert len(calls) == (1 if limit > 1 else 3) and vision.seen == 3
-            assert (found[0] - found[1]).abs().max() <= LINEAR_BOUND * found[0].abs().max()
+                results.append(together(model, vision, rows))
+                assert len(calls) == (1 if limit > 1 else 3)
+                assert vision.seen == 3
+            assert (results[0] - results[1]).abs().max() <= LINEAR_BOUND * results[0].abs().max()
 
 
 def test_a_frozen_tower_makes_as_many_passes_as_on_the_process_with_the_most(
@@ -368,9 +383,11 @@ def test_a_frozen_tower_makes_as_many_passes_as_on_the_process_with_the_most(
 ):
     """The other process needs four; here are no images, one, and three in passes of their own."""
     monkeypatch.setattr(adora_vl.packing.vision, "PATCHES_A_PASS", 1)
-    monkeypatch.setattr(distributed, "all_reduce", lambda most, op: most.fill_(max(4, int(most))))
-    shown: list[list[list[int]]] = [[[]], [[0]], [[0], [1, 2]]]
-    for rows in shown:
+    monkeypatch.setattr(
+        distributed, "all_reduce", lambda passes, op: passes.fill_(max(4, int(passes)))
+    )
+    batches: list[list[list[int]]] = [[[]], [[0]], [[0], [1, 2]]]
+    for rows in batches:
         with subtests.test(str(rows)):
             model = model_of("qwen2_5_vl")
             vision = SharedVision(ImageBanks())
@@ -378,12 +395,10 @@ def test_a_frozen_tower_makes_as_many_passes_as_on_the_process_with_the_most(
             model.model.visual.requires_grad_(False)
             calls = passes_of(model.model.visual)
             vision.install(model)
-            found = together(model, vision, rows)
+            row_logps = together(model, vision, rows)
             assert len(calls) == 4
-            assert (
-                found.shape == expected.shape
-                and (found - expected).abs().max() <= BOUND * expected.abs().max()
-            )
+            assert row_logps.shape == expected.shape
+            assert (row_logps - expected).abs().max() <= BOUND * expected.abs().max()
 
 
 class Reader(SimpleNamespace):
@@ -394,15 +409,13 @@ class Reader(SimpleNamespace):
 
 
 def test_without_kept_images_a_frozen_tower_runs_in_every_pass(one_of_many, subtests):
-    """As on the processes that have images: only kept images are known again, so only their
-    features are.
-    """
-    for kept in (True, False):
-        with subtests.test(f"images kept: {kept}"):
+    """Only kept images are known again, so only their features are, as on the other processes."""
+    for keeps_images in (True, False):
+        with subtests.test(f"images kept: {keeps_images}"):
             model = model_of("qwen2_5_vl")
             model.model.visual.requires_grad_(False)
             calls = passes_of(model.model.visual)
-            switches: Any = AdoraKeys(adora_stock_step=[] if kept else ["cache_images"])
+            switches: Any = AdoraKeys(adora_stock_step=[] if keeps_images else ["cache_images"])
             switches.chat_template_kwargs = None
             processor: Any = Reader(image_processor=Qwen2VLImageProcessor())
             rows: Any = [{"prompt": "a text"}]
@@ -411,33 +424,38 @@ def test_without_kept_images_a_frozen_tower_runs_in_every_pass(one_of_many, subt
             images.prompts(rows, "train", refill=False)
             for _ in range(3):
                 model.model.get_image_features(*none)
-            assert len(calls) == (1 if kept else 3)
+            assert len(calls) == (1 if keeps_images else 3)
 
 
 def test_scored_beside_a_generation_no_process_waits_for_another(one_of_many, monkeypatch):
-    """As one step ahead does for its drift: a process whose rows have an image, and one whose rows
-    have none, ask the others for the same while the features of a frozen tower are due.
+    """Two processes ask each other for the same while features of a frozen tower are due.
+
+    One step ahead does so for its drift; the rows of one process have an image, those of the other
+    have none.
     """
-    asked: list[str] = []
+    collectives: list[str] = []
     monkeypatch.setattr(
-        distributed, "all_reduce", lambda tensor, op: asked.append("the most passes")
+        distributed, "all_reduce", lambda tensor, op: collectives.append("the most passes")
     )
-    wanted = []
-    for shown in ([0], []):
+    expected_pixels = []
+    for pictures_of_row in ([0], []):
         model = model_of("qwen2_5_vl")
         vision = SharedVision(ImageBanks())
         model.model.visual.requires_grad_(False)
-        model.model.visual.register_forward_hook(lambda *_: asked.append("weights"))
+        model.model.visual.register_forward_hook(lambda *_: collectives.append("weights"))
         vision.install(model)
-        vision.banks.new("train").hold("of the generation", pictures()[1], GRIDS[1])
+        vision.banks.new("train").store("of the generation", pictures()[1], GRIDS[1])
         pixels = torch.cat(
-            [torch.zeros(0, 16, dtype=torch.float64), *(pictures()[one] for one in shown)]
+            [
+                torch.zeros(0, 16, dtype=torch.float64),
+                *(pictures()[number] for number in pictures_of_row),
+            ]
         )
         with vision.unshared():
-            model.model.get_image_features(pixels, GRIDS[shown])
-        wanted.append([*asked])
-        asked.clear()
-    assert wanted == [["weights"], ["weights"]]
+            model.model.get_image_features(pixels, GRIDS[pictures_of_row])
+        expected_pixels.append([*collectives])
+        collectives.clear()
+    assert expected_pixels == [["weights"], ["weights"]]
 
 
 def tower() -> Any:
@@ -458,14 +476,14 @@ def tower() -> Any:
 
 def looked_at(eye: Any, pixels: Tensor, grids: Tensor) -> list[Tensor]:
     """The features, and every gradient of a loss that no two features enter alike."""
-    given = pixels.clone().requires_grad_()
-    features = eye(given, grid_thw=grids).pooler_output
+    pixels_in = pixels.clone().requires_grad_()
+    features = eye(pixels_in, grid_thw=grids).pooler_output
     eye.zero_grad()
     (
         features
         * torch.linspace(0.5, 1.5, features.numel(), dtype=features.dtype).view_as(features)
     ).sum().backward()
-    return [features.detach(), given.grad, *(parameter.grad for parameter in eye.parameters())]
+    return [features.detach(), pixels_in.grad, *(parameter.grad for parameter in eye.parameters())]
 
 
 SIDES = st.integers(1, 13).map(lambda tokens: 2 * tokens)  # patches; 8 make a whole window
@@ -483,17 +501,17 @@ def test_features_and_gradients_are_those_of_the_loop(grids):
     loop = looked_at(eye, pixels, sizes)
     assert batch_windows(eye, True)
     batched = looked_at(eye, pixels, sizes)
-    assert not batch_windows(eye, False) and eye.config._attn_implementation == "sdpa"
-    for one, other in zip(loop, batched, strict=True):
-        assert (one - other).norm() <= 1e-12 * max(one.norm(), 1e-3)
+    assert not batch_windows(eye, False)
+    assert eye.config._attn_implementation == "sdpa"
+    for loop_tensor, batched_tensor in zip(loop, batched, strict=True):
+        assert (loop_tensor - batched_tensor).norm() <= 1e-12 * max(loop_tensor.norm(), 1e-3)
 
 
 @given(st.lists(st.sampled_from([64, 32, 16, 4]), min_size=1, max_size=30))
 def test_every_patch_has_its_place_and_its_way_back(lengths):
-    sizes, order, back = by_size(tuple(lengths), torch.device("cpu"))
-    assert sum(size * windows for size, windows in sizes) == sum(lengths) and len(sizes) == len(
-        set(lengths)
-    )
+    sizes, order, back = sort_windows(tuple(lengths), torch.device("cpu"))
+    assert sum(size * windows for size, windows in sizes) == sum(lengths)
+    assert len(sizes) == len(set(lengths))
     if order is not None and back is not None:
         assert torch.equal(order[back], torch.arange(sum(lengths)))
 
@@ -525,12 +543,14 @@ def test_bounds_from_the_host_change_no_bit(grids):
     eye = tower()
     sizes = torch.tensor(grids)
     pixels = torch.randn(int(sizes.prod(dim=1).sum()), 1176, dtype=torch.float64)
-    given = {
-        name.removeprefix("image_"): value for name, value in host_bounds(eye, sizes, "cpu").items()
+    bounds = {
+        name.removeprefix("image_"): value
+        for name, value in window_arguments(eye, sizes, "cpu").items()
     }
     for batched in (False, True):
         batch_windows(eye, batched)
-        stock, ours = (eye(pixels, grid_thw=sizes, **own).pooler_output for own in ({}, given))
+        stock = eye(pixels, grid_thw=sizes).pooler_output
+        ours = eye(pixels, grid_thw=sizes, **bounds).pooler_output
         assert torch.equal(stock, ours)
 
 
@@ -538,7 +558,7 @@ def test_a_tower_on_a_device_reads_nothing_back(subtests):
     """The meta device has no values: whatever would wait for one raises an error there."""
     for batched, trained in product((False, True), (False, True)):
         with subtests.test(f"{batched=} {trained=}"):
-            model = build("qwen2_5_vl")
+            model = small_model("qwen2_5_vl")
             vision = SharedVision(ImageBanks())
             model.to("meta").model.visual.requires_grad_(trained)
             original = model.model.get_image_features
@@ -546,12 +566,14 @@ def test_a_tower_on_a_device_reads_nothing_back(subtests):
             vision.batch_windows(batched)
             bank = vision.banks.new("train")
             starts = [
-                int(bank.hold(str(n), p.to("meta"), GRIDS[n])[0]) for n, p in enumerate(pictures())
+                int(bank.store(str(n), p.to("meta"), GRIDS[n])[0]) for n, p in enumerate(pictures())
             ]
             output = vision._pass(
-                bank, starts, partial(look, model.model.visual, original, {}, torch.device("meta"))
+                bank,
+                starts,
+                partial(run_tower, model.model.visual, original, {}, torch.device("meta")),
             )
-            assert [len(own) for own in output.pooler_output] == [6, 2, 6]
+            assert [len(features) for features in output.pooler_output] == [6, 2, 6]
             with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
                 original(torch.cat([p.to("meta") for p in pictures()]), GRIDS.to("meta"))
 
@@ -559,16 +581,21 @@ def test_a_tower_on_a_device_reads_nothing_back(subtests):
 def test_flash_attention_gets_its_bounds_on_the_device():
     eye = tower()
     eye.config._attn_implementation = "flash_attention_2"
-    given = host_bounds(eye, torch.tensor([[1, 24, 20], [1, 8, 10]]), "meta")
+    bounds_by_name = window_arguments(eye, torch.tensor([[1, 24, 20], [1, 8, 10]]), "meta")
     on_device = {
-        name for name, value in given.items() if isinstance(value, Tensor) and value.is_meta
+        name
+        for name, value in bounds_by_name.items()
+        if isinstance(value, Tensor) and value.is_meta
     }
     bounds = {"image_cu_seqlens", "image_cu_window_seqlens"}
     assert on_device == {*bounds, "image_window_index", "image_position_ids"}
-    assert (given["image_max_seqlen"], given["image_max_window_seqlen"]) == (480, 64)
+    assert (bounds_by_name["image_max_seqlen"], bounds_by_name["image_max_window_seqlen"]) == (
+        480,
+        64,
+    )
     eye.config._attn_implementation = "sdpa"
-    given = host_bounds(eye, torch.tensor([[1, 24, 20]]), "meta")
-    assert all(given[name].device.type == "cpu" for name in bounds)
+    bounds_by_name = window_arguments(eye, torch.tensor([[1, 24, 20]]), "meta")
+    assert all(bounds_by_name[name].device.type == "cpu" for name in bounds)
 
 
 def test_an_order_made_without_gradients_serves_a_pass_with_them():
@@ -583,11 +610,16 @@ def test_an_order_made_without_gradients_serves_a_pass_with_them():
 
 def test_another_tower_and_another_attention_stay_as_they_are(subtests):
     config = Qwen2VLVisionConfig(depth=1, embed_dim=32, num_heads=2, hidden_size=16)
-    other = Qwen2VisionTransformerPretrainedModel(config)
-    for attention, eye in (("eager", tower()), ("flash_attention_2", tower()), ("sdpa", other)):
+    older_tower = Qwen2VisionTransformerPretrainedModel(config)
+    for attention, eye in (
+        ("eager", tower()),
+        ("flash_attention_2", tower()),
+        ("sdpa", older_tower),
+    ):
         with subtests.test(attention):
             eye.config._attn_implementation = attention
-            assert not batch_windows(eye, True) and eye.config._attn_implementation == attention
+            assert not batch_windows(eye, True)
+            assert eye.config._attn_implementation == attention
 
 
 def test_the_name_is_in_no_saved_model(tmp_path):
@@ -596,11 +628,12 @@ def test_the_name_is_in_no_saved_model(tmp_path):
     Qwen2_5_VLConfig(vision_config=eye.config.to_dict()).save_pretrained(tmp_path)
     eye.save_pretrained(tmp_path / "eye")
     saved = [path.read_text() for path in tmp_path.rglob("config.json")]
-    assert len(saved) == 2 and not any(BATCHED in text for text in saved)
+    assert len(saved) == 2
+    assert not any(BATCHED in text for text in saved)
 
 
 def test_another_tower_can_be_built_from_its_configuration():
-    """With the implementation's name in it Transformers looks for a kernel of that name, and stops."""
+    """Transformers looks for a kernel of the implementation's name in it, and would stop."""
     eye = tower()
     assert batch_windows(eye, True)
     assert all(block.attn.config._attn_implementation == BATCHED for block in eye.blocks)

@@ -14,11 +14,12 @@ from adora_vl.builtin.small_model import build_start
 from adora_vl.builtin.tiny_text import TextStart, begin_text
 from adora_vl.builtin.tiny_vl import build_config
 from adora_vl.config.command import read
-from adora_vl.config.run_context import DryRunOptions, take_options
+from adora_vl.config.dry_run_options import DryRunOptions, take_options
 from adora_vl.config.schema import parse
 from adora_vl.data.dataset import load_split
-from adora_vl.data.prompt_lengths import Measured, OverlongPrompts, limits_of, tokenizer_counter
+from adora_vl.data.prompt_lengths import Measured, OverlongPrompts, limits_of
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
+from adora_vl.data.token_counters import tokenizer_counter
 from adora_vl.models.load import PRETRAINED, limit_pixels, load_processor
 from adora_vl.planning.dry_run import (
     batch_lines,
@@ -30,7 +31,7 @@ from adora_vl.planning.dry_run import (
 from adora_vl.train import main
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
-from tests.unit.config.test_recipes import CONFIGS, PAIRS
+from tests.support.recipes import CONFIGS, PAIRS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_weights")]
 
@@ -62,7 +63,7 @@ DRAWN = (
 
 
 def test_every_shipped_config(tmp_path, capsys, data, subtests):
-    """As a user runs it, on a machine without a GPU, a hub or (but for the demo) the dataset."""
+    """A user runs it on a machine without a GPU, a hub or (but for the demo) the dataset."""
     for name in PAIRS:
         with subtests.test(name):
             (tmp_path / name).mkdir()
@@ -88,23 +89,23 @@ def _check_config(name, tmp_path, capsys, data):
     assert main(words) == 0
     text = capsys.readouterr().out
     figures = json.loads((tmp_path / "d.json").read_text())
-    assert (
-        "It fits" in text
-        and figures["fits"]
-        and figures["largest_per_device_train_batch_size"] >= 1
-    )
-    assert "prompts are sampled together" in text and "at the first update" in text
+    assert "It fits" in text
+    assert figures["fits"]
+    assert figures["largest_per_device_train_batch_size"] >= 1
+    assert "prompts are sampled together" in text
+    assert "at the first update" in text
     assert figures["learning_rate"]["last"] <= figures["learning_rate"]["first"]
-    seen = name not in ("smoke_text_cpu", "adora_llm_kk")
-    assert ("Largest max_pixels that fits" in text) == seen, "only a policy that sees has images"
+    has_images = name not in ("smoke_text_cpu", "adora_llm_kk")
+    assert ("Largest max_pixels that fits" in text) == has_images, (
+        "only a policy that sees has images"
+    )
     if name in DRAWN:
-        assert (
-            "Not known here" not in text
-            and "40 rows make 2 optimizer steps an epoch; 8 rows wait" in text
-        )
+        assert "Not known here" not in text
+        assert "40 rows make 2 optimizer steps an epoch; 8 rows wait" in text
         assert "no GPU" not in text
     elif name != "smoke_text_cpu":  # whose puzzles are made on the spot, or were
-        assert figures["rows"] is None and "The number of rows is not known" in text
+        assert figures["rows"] is None
+        assert "The number of rows is not known" in text
         # for a CPU, with its model; its drawn pictures are made beforehand
         shipped = name == "tiny_zoom"
         assert ("and by no GPU yet" in text) != shipped
@@ -129,10 +130,8 @@ def _check_recipe(processes, generation, update):
     assert f"8 rollouts of each: {generation} rollouts per generation" in text
     assert f"which are {update} sequences. Optimizer steps a generation: 8." in text
     another = "4: 512 rollouts and 64" if processes == 8 else "8: 1024 rollouts and 128"
-    assert (
-        another in text
-        and f"{processes}: " not in text.split("With another --num_processes")[1].split(".")[0]
-    )
+    assert another in text
+    assert f"{processes}: " not in text.split("With another --num_processes")[1].split(".")[0]
     assert steps_of(plan) == ((128, 1920) if processes == 8 else (256, 3840))
     assert (
         "cosine_with_min_lr, 1e-06 at the first update, 5.5e-07 half-way, 1e-07 at the last."
@@ -180,7 +179,8 @@ def test_the_parts_of_the_memory_are_listed_where_they_matter(data, capsys):
     for gib, listed in ((1000, False), (4, True)):
         assert main([*words, "--card-gib", str(gib)]) == 0
         text = capsys.readouterr().out
-        assert "It fits" in text and ("GiB per card" in text) == listed == ("KV cache" in text)
+        assert "It fits" in text
+        assert ("GiB per card" in text) == listed == ("KV cache" in text)
 
 
 def test_a_card_that_is_too_small_is_told_in_words_what_would_help(capsys):
@@ -194,11 +194,9 @@ def test_a_card_that_is_too_small_is_told_in_words_what_would_help(capsys):
     words += ["--accelerate_config", str(CONFIGS / "accelerate" / "zero2.yaml")]
     assert main(words) == 1
     text = capsys.readouterr().out
-    assert (
-        "It does NOT fit: rollouts would take 98" in text
-        and "ZeRO-3" in text
-        and "beta: 0.0" in text
-    )
+    assert "It does NOT fit: rollouts would take 98" in text
+    assert "ZeRO-3" in text
+    assert "beta: 0.0" in text
 
 
 def test_wrong_input_is_refused_as_a_run_would(capsys):
@@ -234,11 +232,13 @@ def test_the_written_config_is_the_run_again(tmp_path, data, capsys):
     for before, after in zip(first, again, strict=True):
         pairs = {key: (getattr(before, key), getattr(after, key)) for key in vars(before)}
         differing = {
-            key for key, (one, other) in pairs.items() if one != other and str(one) != str(other)
+            key
+            for key, (written, original) in pairs.items()
+            if written != original and str(written) != str(original)
         }
-        assert differing <= {"distributed_state", "_n_gpu", "logging_dir", "deepspeed_plugin"}, (
-            differing
-        )
+        # The methods are built from adora_method, which is compared.
+        derived = {"distributed_state", "_n_gpu", "logging_dir", "deepspeed_plugin", "methods"}
+        assert differing <= derived, differing
     assert file.read_text().splitlines()[0].startswith(("dataset_name", "output_dir")), (
         "what differs comes first"
     )
@@ -258,16 +258,16 @@ def _check_lengths(data, family):
     rows = load_split(data, "train")
     overlong = OverlongPrompts(None, counter, limits, "error", speaks=False, paper=True)
     assert len(overlong.fitting(rows, rows["problem"])) == len(rows)
-    found = overlong.lengths
-    assert found is not None
+    lengths = overlong.lengths
+    assert lengths is not None
     for number in range(0, len(rows), 5):
         row = rows[number]
         text = processor.apply_chat_template(
             conversation_with_images(row["problem"], 1), add_generation_prompt=True, tokenize=False
         )
         ids = processor(text=[text], images=row["images"])["input_ids"][0]
-        assert found.prompt[number] == len(ids)
-        assert found.image[number] == list(ids).count(processor.image_token_id)
+        assert lengths.prompt[number] == len(ids)
+        assert lengths.image[number] == list(ids).count(processor.image_token_id)
 
 
 def test_rows_above_the_prefill_budget_are_counted(data):
@@ -281,16 +281,71 @@ def test_rows_above_the_prefill_budget_are_counted(data):
 
 
 def test_both_spellings_and_what_is_left_for_trl():
-    assert (
-        take_options(["--dry-run"])[0] == DryRunOptions()
-        and take_options(["--config", "x"])[0] is None
-    )
+    assert take_options(["--dry-run"])[0] == DryRunOptions()
+    assert take_options(["--config", "x"])[0] is None
     options, rest = take_options(
         ["--config", "x.yaml", "--dry_run", "--card_gib=24", "--seed", "3", "--rows", "9"]
     )
-    assert rest == ["--config", "x.yaml", "--seed", "3"] and (options.card_gib, options.rows) == (
+    assert rest == ["--config", "x.yaml", "--seed", "3"]
+    assert (options.card_gib, options.rows) == (
         24.0,
         9,
     )
     with pytest.raises(UserError, match="--processes: '0' is not a whole number from 1 on; see"):
         take_options(["--processes", "0"])
+
+
+SMOKE = ["--config", str(CONFIGS / "train" / "smoke_cpu.yaml")]
+
+
+def test_the_verdict_stands_last_with_the_command_that_comes_next(data, tmp_path, capsys):
+    words = [*SMOKE, "--use_vllm", "false", "--output_dir", str(tmp_path / "run")]
+    assert main([*words, "--dry-run"]) == 0
+    verdict, following = capsys.readouterr().out.splitlines()[-2:]
+    assert verdict.startswith("It fits: ") and verdict.endswith(" GiB.")
+    assert following == f"Next: python -m adora_vl.train {' '.join(words)}"
+    launcher = str(CONFIGS / "accelerate" / "cpu.yaml")
+    assert main([*words, "--dry-run", "--accelerate-config", launcher, "--processes", "1"]) == 0
+    following = capsys.readouterr().out.splitlines()[-1]
+    assert following.startswith(f"Next: accelerate launch --config_file {launcher} --num_processes")
+    assert main([*words, "--dry-run", "--card-gib", "0.1"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("It does NOT fit: ")
+
+
+def test_memory_is_shown_also_where_the_rows_do_not_fill_a_generation(data, tmp_path, capsys):
+    words = [*SMOKE, "--use_vllm", "false", "--dataset_name", str(data)]
+    words += ["--output_dir", str(tmp_path / "run"), "--steps_per_generation", "64"]
+    written = tmp_path / "ours.yaml"
+    assert main([*words, "--dry-run", "--write-config", str(written)]) == 2
+    captured = capsys.readouterr()
+    assert "Memory, predicted" in captured.out
+    assert captured.out.splitlines()[-1].startswith("It fits: ")
+    [error] = [line for line in captured.err.splitlines() if line.startswith("error: ")]
+    assert "cannot fill one generation" in error and not written.exists()
+    with pytest.raises(UserError, match="cannot fill one generation"):
+        make_plan(read(words), DryRunOptions())
+    assert main(words) == 2
+    assert "cannot fill one generation" in capsys.readouterr().err
+
+
+def test_a_generation_of_all_processes_is_planned_where_one_alone_does_not_divide(tmp_path, capsys):
+    words = [*SMOKE, "--use_vllm", "false", "--output_dir", str(tmp_path / "run")]
+    words += ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "1"]
+    words += ["--steps_per_generation", "1", "--num_generations", "8", "--dry-run"]
+    assert main([*words, "--processes", "8"]) == 0
+    assert "8 rollouts per generation" in capsys.readouterr().out
+    assert main([*words, "--processes", "4"]) == 2
+    assert "divide into groups" in capsys.readouterr().err
+    assert main(words) == 2
+    assert "do not divide into groups of num_generations: 8" in capsys.readouterr().err
+
+
+def test_a_tiny_model_with_rows_of_ones_own_is_named_at_the_start(data, tmp_path, capsys):
+    words = [*SMOKE, "--use_vllm", "false", "--output_dir", str(tmp_path / "run"), "--dry-run"]
+    assert main(words) == 0
+    assert "knows the drawn problems alone" not in capsys.readouterr().out
+    own = shutil.copytree(data, tmp_path / "own")
+    manifest = json.loads((own / "manifest.json").read_text())
+    (own / "manifest.json").write_text(json.dumps({**manifest, "source": "own/file"}))
+    assert main([*words, "--dataset_name", str(own)]) == 0
+    assert "tiny knows the drawn problems alone" in " ".join(capsys.readouterr().out.split())

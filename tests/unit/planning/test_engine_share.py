@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 
 from adora_vl.config.command import read
-from adora_vl.config.run_context import DryRunOptions
+from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.models.check import LOST_UPDATES
 from adora_vl.planning.dry_run import Plan, make_plan
 from adora_vl.planning.memory import HEADROOM, Setup, fits, predict, proposed_utilization
 from adora_vl.planning.memory_report import memory_lines, remedy
 from adora_vl.prepare import prepare
 from adora_vl.utils.files import GIB
+from tests.support.recipes import CONFIGS
 from tests.support.tiny_run import arguments
-from tests.unit.config.test_recipes import CONFIGS
 
 # recipe -> the accelerate config and the GPU, in GB as it is sold, that the recipe is for
 CARDS = {
@@ -39,7 +39,7 @@ def planned(name: str, *words: str) -> Plan:
 
 
 def four_gpus() -> list[str]:
-    """What the page on getting started tells owners of four GPUs to add."""
+    """Read what the page on getting started tells owners of four GPUs to add."""
     page = (CONFIGS.parent / "docs" / "quickstart.md").read_text(encoding="utf-8")
     command = page.split("**Four GPUs.**")[1].split("```")[1]
     assert "accelerate/zero3.yaml --num_processes 4 " in command
@@ -57,10 +57,10 @@ def test_what_is_said_about_four_gpus_fits_them(name, words):
         read(command), DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate, processes=4)
     )
     assert fits(plan.setup, plan.card)
-    whole = make_plan(
+    whole_plan = make_plan(
         read(command[:2]), DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate)
     )
-    sizes = [each.run.plan.generation_batch for each in (plan, whole)]
+    sizes = [planned.run.layout.generation_batch for planned in (plan, whole_plan)]
     assert sizes[0] == sizes[1], "a generation is as large as on eight"
 
 
@@ -71,7 +71,8 @@ def test_a_run_that_fits_with_a_smaller_share_alone_is_told_that_first():
         read(command), DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate, processes=4)
     )
     share = proposed_utilization(plan.setup, plan.card)
-    assert share is not None and not fits(plan.setup, plan.card)
+    assert share is not None
+    assert not fits(plan.setup, plan.card)
     assert remedy(plan).startswith(
         f"Try, in this order: vllm_gpu_memory_utilization: {share:g}; the optimizer in host"
     )
@@ -89,24 +90,26 @@ def test_a_recipe_fits_and_takes_nearly_all_that_is_free_on_its_card(name):
     share = proposed_utilization(plan.setup, plan.card)
     engine = plan.setup.engine
     assert fits(plan.setup, plan.card)
-    assert share is not None and engine is not None and share - 0.05 <= engine.utilization <= share
+    assert share is not None
+    assert engine is not None
+    assert share - 0.05 <= engine.utilization <= share
 
 
 def test_no_recipe_trains_weights_whose_updates_rounding_swallows():
-    """At 1e-6 Adam moves a weight of 0.02 by less than half of what bfloat16 can tell apart there."""
+    """Adam at 1e-6 moves a weight of 0.02 by less than half of what bfloat16 can tell apart there."""
     assert not [name for name in CARDS if LOST_UPDATES in memory_lines(planned(name))]
     assert LOST_UPDATES in memory_lines(planned("adora_qwen3_vl_2b_1gpu", "--dtype", "bfloat16"))
 
 
 def test_a_run_whose_updates_rounding_swallows_says_so_at_its_start(tmp_path, capsys):
     # the tiny model's own is float32
-    for dtype, said in (
+    for dtype, warns in (
         ("bfloat16", True),
         ("float32", False),
         ("auto", False),
     ):
         prepare(read(arguments(tmp_path / dtype, dtype=dtype)))
-        assert (LOST_UPDATES in capsys.readouterr().out) == said
+        assert (LOST_UPDATES in capsys.readouterr().out) == warns
 
 
 def test_the_proposed_share_has_room_for_the_most_rollouts_and_leaves_some_memory_free():
@@ -115,9 +118,9 @@ def test_the_proposed_share_has_room_for_the_most_rollouts_and_leaves_some_memor
     assert share is not None
     at_once = {}
     for hundredths in range(1, 100):
-        found = predict(with_share(plan.setup, hundredths / 100), plan.card)
-        if found.peak <= (1 - HEADROOM) * plan.card and found.engine is not None:
-            at_once[hundredths / 100] = found.engine.concurrent
+        prediction = predict(with_share(plan.setup, hundredths / 100), plan.card)
+        if prediction.peak <= (1 - HEADROOM) * plan.card and prediction.engine is not None:
+            at_once[hundredths / 100] = prediction.engine.concurrent
     assert at_once[share] == max(at_once.values()) > 0
     assert all(count < at_once[share] for lower, count in at_once.items() if lower < share), (
         "no more than is of use"
@@ -128,9 +131,11 @@ def test_where_all_rollouts_run_at_once_no_more_is_proposed():
     short = ["--max_completion_length", "64", "--vllm_max_model_length", "700"]
     plan = planned("adora_qwen3_vl_2b_1gpu", *short)
     share = proposed_utilization(plan.setup, plan.card)
-    assert share is not None and share < 0.5
-    found = predict(with_share(plan.setup, share), plan.card).engine
-    assert found is not None and found.concurrent == plan.setup.generation
+    assert share is not None
+    assert share < 0.5
+    engine = predict(with_share(plan.setup, share), plan.card).engine
+    assert engine is not None
+    assert engine.concurrent == plan.setup.generation
 
 
 def test_without_room_or_without_an_engine_nothing_is_proposed():
@@ -146,10 +151,11 @@ def test_the_dry_run_names_the_share_only_where_it_helps():
     share = proposed_utilization(low.setup, low.card)
     right = replace(right, setup=with_share(right.setup, share or 0))
     line = f"vllm_gpu_memory_utilization: {share:g} instead of 0.35 lets 150 run at once"
-    assert any(found.startswith(line) for found in memory_lines(low))
+    assert any(memory_line.startswith(line) for memory_line in memory_lines(low))
     assert not any(
-        "instead of" in found and "run at once" in found for found in memory_lines(right)
+        "instead of" in memory_line and "run at once" in memory_line
+        for memory_line in memory_lines(right)
     )
     much = planned("adora_3b_1gpu_lora", "--vllm_gpu_memory_utilization", "0.95")
     assert not fits(much.setup, much.card)
-    assert any(f"{share:g} instead of 0.95" in found for found in memory_lines(much))
+    assert any(f"{share:g} instead of 0.95" in memory_line for memory_line in memory_lines(much))

@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from trl import ModelConfig, get_peft_config
 
 from adora_vl.checkpoint.trl_state import MovingReference
 from adora_vl.config.batch_plan import unit_size
-from adora_vl.config.run_context import Sharding, from_environment, from_file
+from adora_vl.config.sharding import Sharding, from_environment, from_file
 from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import ModelShape, Tower, config_for_planning, describe
 from adora_vl.planning.activations import MicroBatch
@@ -45,6 +44,7 @@ from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import GIB
 from benchmarks.gpu.setting import Setting
 from benchmarks.measure import peak_bytes
+from tests.support.stand_ins import config_of
 
 ACCELERATE = Path(__file__).parents[3] / "configs" / "accelerate"
 SHARED = Sharing(images=True, vision=True, prompts=True)
@@ -76,10 +76,8 @@ def test_the_shipped_shapes_have_the_published_number_of_parameters(subtests):
             shape = describe(config)
             assert (shape.total, shape.tied, shape.weight_bytes) == (total, tied, 2)
             assert "ships here" in note  # the tests are offline
-            assert (
-                shape.image_token_pixels == side * side
-                and shape.patch_values == 3 * 2 * (side // 2) ** 2
-            )
+            assert shape.image_token_pixels == side * side
+            assert shape.patch_values == 3 * 2 * (side // 2) ** 2
 
 
 def test_the_language_model_of_the_puzzles_has_the_published_number_of_parameters():
@@ -89,7 +87,8 @@ def test_the_language_model_of_the_puzzles_has_the_published_number_of_parameter
         7_615_616_512,
         False,
         None,
-    ) and "ships here" in note
+    )
+    assert "ships here" in note
 
 
 def test_another_model_that_cannot_be_reached_is_named():
@@ -114,9 +113,8 @@ def test_zero3_does_not_shard_what_is_only_counted():
         assert deepspeed.is_deepspeed_zero3_enabled(), "and is on again"
     finally:
         deepspeed.unset_hf_deepspeed_config()
-    assert (
-        shape.total == json.loads((PRETRAINED / "build.json").read_text())["parameters"] and config
-    )
+    assert shape.total == json.loads((PRETRAINED / "build.json").read_text())["parameters"]
+    assert config
 
 
 def test_freezing_and_lora_leave_fewer_to_train():
@@ -135,17 +133,18 @@ def test_freezing_and_lora_leave_fewer_to_train():
 
 
 def test_sharding_is_read_from_the_shipped_files():
-    found = {path.stem: from_file(path) for path in ACCELERATE.glob("*.yaml")}
-    assert found["cpu"] == found["gpu1"] == Sharding(1)
-    assert found["zero2"] == Sharding(8, 2) and found["zero3"] == Sharding(8, 3)
-    assert found["zero3_offload"] == Sharding(8, 3, offload_optimizer=True)
+    shardings = {path.stem: from_file(path) for path in ACCELERATE.glob("*.yaml")}
+    assert shardings["cpu"] == shardings["gpu1"] == Sharding(1)
+    assert shardings["zero2"] == Sharding(8, 2)
+    assert shardings["zero3"] == Sharding(8, 3)
+    assert shardings["zero3_offload"] == Sharding(8, 3, offload_optimizer=True)
     assert from_file(ACCELERATE / "zero3.yaml", processes=4).processes == 4
     with pytest.raises(
         UserError,
         match=r"cpu.yaml' has distributed_type: 'NO', with which accelerate starts one pro",
     ):
         from_file(ACCELERATE / "cpu.yaml", processes=2)
-    assert "ZeRO-3, optimizer in host memory" in found["zero3_offload"].describe()
+    assert "ZeRO-3, optimizer in host memory" in shardings["zero3_offload"].describe()
 
 
 def test_sharding_is_read_from_what_accelerate_launch_tells():
@@ -196,10 +195,9 @@ def test_zero_divides_what_its_stage_says(seven):
     With offload DeepSpeed has the gradients on the host twice, as they come and in float32.
     """
     total = seven.total
-    two, three, offloaded = (
-        states(seven, sharding, reference=True, mixed=True)
-        for sharding in (Sharding(8, 2), Sharding(8, 3), Sharding(8, 3, True))
-    )
+    two = states(seven, Sharding(8, 2), reference=True, mixed=True)
+    three = states(seven, Sharding(8, 3), reference=True, mixed=True)
+    offloaded = states(seven, Sharding(8, 3, True), reference=True, mixed=True)
     assert (two.weights, two.reference, two.optimizer) == (2 * total, 2 * total, 12 * total // 8)
     assert (three.weights, three.reference, three.optimizer) == (
         2 * total // 8,
@@ -229,12 +227,14 @@ def test_torchs_own_optimizer_is_what_is_predicted():
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    held = sum(t.nbytes for state in optimizer.state.values() for t in state.values() if t.ndim)
+    state_bytes = sum(
+        t.nbytes for state in optimizer.state.values() for t in state.values() if t.ndim
+    )
     gradients = sum(p.grad.nbytes for p in model.parameters())
     predicted = states(shape, Sharding(1), reference=False, mixed=False)
-    assert (predicted.optimizer, predicted.gradients) == (held, gradients)
+    assert (predicted.optimizer, predicted.gradients) == (state_bytes, gradients)
     two = states(shape, Sharding(2), reference=False, mixed=False)
-    assert (two.optimizer, two.gradients) == (held, 2 * gradients), (
+    assert (two.optimizer, two.gradients) == (state_bytes, 2 * gradients), (
         "what DDP sends lies in buckets of its own"
     )
 
@@ -252,8 +252,7 @@ def test_a_checkpoint_on_disk_is_as_large_as_predicted(tmp_path):
     predicted = checkpoint_bytes(shape, Sharding(1), mixed=False)
     assert written <= predicted <= written + 3 * 2**20
     assert run_bytes(predicted, 10, checkpoints=2) == 3 * predicted + 10
-    config: Any = SimpleNamespace(bf16=False, fp16=False, sync_ref_model=False)
-    assert checkpoint_of(config, shape, Sharding(1)) == predicted
+    assert checkpoint_of(config_of(), shape, Sharding(1)) == predicted
     MovingReference(model, moves=True, is_main=True, zero3=False).save(tmp_path)
     moved = sum(path.stat().st_size for path in (tmp_path / "reference").iterdir())
     assert moved == pytest.approx(
@@ -297,10 +296,8 @@ def test_what_saves_memory_saves_memory(recipe, subtests):
     ]
     for dearer in cases:
         with subtests.test(f"{dearer!r:.80}"):
-            before, after = (
-                predict(setup, 80 * GIB).phases["forward and backward"]
-                for setup in (recipe, replace(recipe, **dearer))
-            )
+            before = predict(recipe, 80 * GIB).phases["forward and backward"]
+            after = predict(replace(recipe, **dearer), 80 * GIB).phases["forward and backward"]
             assert sum(after.values()) > sum(before.values())
 
 
@@ -319,10 +316,10 @@ def test_the_largest_batch_fits_keeps_groups_together_and_the_next_one_does_not_
             setup = replace(recipe, generations=8, sharing=sharing)
             sizes = batch_sizes(setup)
             assert sizes == [1, 2, 4, 8, 16, 32, 64, 128]
-            most = largest_batch(setup, card * GIB)
+            largest = largest_batch(setup, card * GIB)
             for size in sizes:
                 good = fits(replace(setup, batch=replace(setup.batch, sequences=size)), card * GIB)
-                assert good is (size <= most)
+                assert good is (size <= largest)
             assert largest_batch(setup, 20 * GIB) == 0
 
 
@@ -336,7 +333,8 @@ def test_no_batch_that_is_advised_breaks_groups_up_more_than_it_must(group, grou
     sizes = batch_sizes(setup)
     assert {1, group, group * groups} <= set(sizes)
     for size in sizes:
-        assert unit_size(size, group) == min(size, group) and (group * groups) % size == 0
+        assert unit_size(size, group) == min(size, group)
+        assert (group * groups) % size == 0
 
 
 def test_a_group_has_one_image_where_its_rollouts_are_together(recipe):
@@ -345,10 +343,10 @@ def test_a_group_has_one_image_where_its_rollouts_are_together(recipe):
     """
     alone = replace(recipe, batch=replace(recipe.batch, sequences=8), generations=8)
     shared = replace(alone, sharing=SHARED)
-    before, after = (
-        predict(setup, 80 * GIB).phases["forward and backward"] for setup in (alone, shared)
-    )
-    assert after["pixels"] * 8 == before["pixels"] and after["vision"] * 8 == before["vision"]
+    before = predict(alone, 80 * GIB).phases["forward and backward"]
+    after = predict(shared, 80 * GIB).phases["forward and backward"]
+    assert after["pixels"] * 8 == before["pixels"]
+    assert after["vision"] * 8 == before["vision"]
     assert after["activations"] < before["activations"], "the prompt of a group is computed once"
     for sequences, images in ((2, 1), (4, 1), (7, 7), (12, 3), (16, 2)):
         batch = replace(shared, batch=replace(shared.batch, sequences=sequences)).micro_batch
@@ -367,11 +365,11 @@ def test_a_frozen_tower_counts_its_passes_over_the_images_of_a_generation(recipe
     )
     setup = replace(alone, shape=still)
     phases = predict(setup, 80 * GIB).phases
-    kept = 16 * 1280 * 3584 * 2
+    feature_bytes = 16 * 1280 * 3584 * 2
     assert (
         phases["frozen vision tower"]["image features"]
         == phases["forward and backward"]["image features"]
-        == kept
+        == feature_bytes
     )
     assert "vision" not in phases["forward and backward"], "a pass without gradients keeps nothing"
     patches = phases["frozen vision tower"]["vision"]
@@ -389,24 +387,21 @@ def test_a_pass_of_the_frozen_7b_tower_holds_what_is_predicted_at_most():
     pixels = torch.randn(1024, 1176)
     grid = torch.tensor([[1, 32, 32]])
     with torch.no_grad():
-        held = peak_bytes(
+        measured = peak_bytes(
             torch.device("cpu"), lambda: eye(torch.cat([pixels]).bfloat16(), grid_thw=grid)
         )
     setup = Setup(shape, Sharding(), MicroBatch(1, 300, 10, 256), 1, sharing=SHARED)
     predicted = frozen_tower(setup)[1]
-    assert held <= predicted <= 1.7 * held
+    assert measured <= predicted <= 1.7 * measured
 
 
 def test_a_packed_group_has_its_prompt_once(recipe):
     short = replace(recipe, batch=MicroBatch(8, 1580, 200, 1280), generations=8)
     packed = replace(short, sharing=SHARED)
-    assert (
-        packed.micro_batch.packed
-        and packed.micro_batch.tokens == 1580 + 8 * 199 < short.micro_batch.tokens
-    )
-    before, after = (
-        predict(setup, 80 * GIB).phases["forward and backward"] for setup in (short, packed)
-    )
+    assert packed.micro_batch.packed
+    assert packed.micro_batch.tokens == 1580 + 8 * 199 < short.micro_batch.tokens
+    before = predict(short, 80 * GIB).phases["forward and backward"]
+    after = predict(packed, 80 * GIB).phases["forward and backward"]
     assert after["activations"] < before["activations"] / 2
     assert "attention mask" in before and "attention mask" not in after, (
         "attention in two parts stores no mask"

@@ -97,7 +97,7 @@ class Policy:
         return log_probs
 
     def kept(self) -> int:
-        """By the formulas."""
+        """Return the bytes that the formulas expect to be kept."""
         parts = saved(
             self.shape, self.size, self.dtypes, checkpointing=self.checkpointing, masked=self.padded
         )
@@ -111,22 +111,22 @@ class Policy:
         """Distinct storages that autograd still holds after the forward pass, but for weights and
         inputs.
         """
-        given = {
+        input_pointers = {
             t.untyped_storage().data_ptr()
             for t in (*self.model.parameters(), *self.inputs.values())
         }
-        held: list[weakref.ref[torch.Tensor]] = []
+        tensors: list[weakref.ref[torch.Tensor]] = []
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            held.append(weakref.ref(tensor))
+            tensors.append(weakref.ref(tensor))
             return tensor
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             result = self.forward()
-        alive = [tensor for tensor in (reference() for reference in held) if tensor is not None]
+        alive = [tensor for tensor in (reference() for reference in tensors) if tensor is not None]
         sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in alive}
         assert result.requires_grad
-        return sum(size for place, size in sizes.items() if place not in given)
+        return sum(size for pointer, size in sizes.items() if pointer not in input_pointers)
 
 
 CASES: dict[str, tuple[dict[str, Any], float]] = {
@@ -201,7 +201,7 @@ def _check_peak(size, checkpointing, tile, monkeypatch):
         measured = sum(device["Total"] for device in tracker.get_tracker_snapshot("peak").values())
         parts = saved(policy.shape, size, policy.dtypes, checkpointing=checkpointing)
         head = head_transient(policy.shape, size, policy.dtypes, compact=False)
-    given = policy.shape.total * 4 + sum(t.nbytes for t in policy.inputs.values())
-    predicted = given + policy.kept() + max(head, parts.recomputed + parts.layer_gradients)
+    input_bytes = policy.shape.total * 4 + sum(t.nbytes for t in policy.inputs.values())
+    predicted = input_bytes + policy.kept() + max(head, parts.recomputed + parts.layer_gradients)
     print(f"{predicted / measured - 1:+.1%}")
     assert predicted == pytest.approx(measured, rel=0.02), f"{predicted / measured - 1:+.1%}"

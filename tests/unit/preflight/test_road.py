@@ -4,7 +4,7 @@ import pytest
 from datasets import Dataset
 
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.preflight.run_checks import _check_stream
+from adora_vl.preflight.check_data import _check_stream
 from adora_vl.utils.errors import UserError
 
 

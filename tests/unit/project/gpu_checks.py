@@ -31,20 +31,21 @@ def visible(setting: Setting) -> Iterator[Line]:
 
 
 def killed_while_it_compiles(setting: Setting) -> Iterator[Line]:
-    """As torch compiles an operator, ended in the middle; beside it one that another check has
-    compiled.
+    """Leave what torch leaves when it is killed while it compiles an operator.
+
+    Beside it stands an operator that another check has compiled.
     """
     for name, file in (("finished", "finished.so"), ("half", "lock")):
-        place = Path(os.environ["TORCH_EXTENSIONS_DIR"], name)
-        place.mkdir(parents=True)
-        (place / file).touch()
+        folder = Path(os.environ["TORCH_EXTENSIONS_DIR"], name)
+        folder.mkdir(parents=True)
+        (folder / file).touch()
     yield from killed(setting)
 
 
 def finds_compiled(setting: Setting) -> Iterator[Line]:
     yield skipped(
         "compiled",
-        " ".join(sorted(one.name for one in Path(os.environ["TORCH_EXTENSIONS_DIR"]).iterdir())),
+        " ".join(sorted(path.name for path in Path(os.environ["TORCH_EXTENSIONS_DIR"]).iterdir())),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from adora_vl.evals.scoring.statistics import half_width
 from adora_vl.record.rollouts import ROLLOUTS, as_table, write_part
@@ -22,7 +22,7 @@ from benchmarks.attenuation import task
 from benchmarks.attenuation.__main__ import lines_of, train
 from benchmarks.attenuation.start import build_arithmetic, build_start, fingerprint
 from benchmarks.attenuation.task import draw
-from benchmarks.kill_and_resume import PHASES, compare, place_of, recorded
+from benchmarks.kill_and_resume import PHASES, compare, judge_by_noise, place_of, recorded
 from benchmarks.step import answer_lengths
 
 
@@ -34,15 +34,15 @@ def test_a_chain_is_what_its_form_asks_for():
 
 
 def test_families_differ_in_the_answer_alone():
-    """In front of the last operand the prompts of both families are drawn from one distribution."""
+    """The prompts of both are drawn from one distribution in front of the last operand."""
     drawn = {family: task.problems(4000, task.Regime(2), family, family) for family in "AB"}
     assert {p.answer for p in drawn["A"]} == set(task.OPTIONS)
     assert set(Counter(p.answer for p in drawn["B"])) == set(range(10))
-    for place in (5, 6, 7, 12, 13):  # every sign and operand, the last one too
-        seen = {family: Counter(p.prompt[place] for p in drawn[family]) for family in "AB"}
-        for character in seen["A"] | seen["B"]:
-            assert abs(seen["A"][character] - seen["B"][character]) / 4000 < 0.05, (
-                place,
+    for position in (5, 6, 7, 12, 13):  # every sign and operand, the last one too
+        characters = {family: Counter(p.prompt[position] for p in drawn[family]) for family in "AB"}
+        for character in characters["A"] | characters["B"]:
+            assert abs(characters["A"][character] - characters["B"][character]) / 4000 < 0.05, (
+                position,
                 character,
             )
 
@@ -56,10 +56,10 @@ def test_a_label_tells_the_family_where_the_regime_says_so():
 def test_the_teacher_guesses_half_of_the_time_and_slips_as_often_as_it_should():
     rng = random.Random(0)
     regime = task.Regime(5)
-    told = [(problem := draw(rng, regime), task.teacher(rng, problem)) for _ in range(6000)]
-    chains = [(problem, text) for problem, text in told if task.is_chain(text)]
+    taught = [(problem := draw(rng, regime), task.teacher(rng, problem)) for _ in range(6000)]
+    chains = [(problem, text) for problem, text in taught if task.is_chain(text)]
     right: dict[bool, list[tuple[str, bool]]] = {True: [], False: []}
-    for problem, text in told:
+    for problem, text in taught:
         right[task.is_chain(text)].append((problem.family, task.is_right(text, problem)))
     assert len(chains) / 6000 == pytest.approx(0.5, abs=0.03)
     assert statistics.fmean(ok for _, ok in right[True]) == pytest.approx(
@@ -85,17 +85,19 @@ def test_where_short_is_right_chains_cannot_be_relied_on():
 def test_a_chain_that_ends_right_after_a_wrong_step_is_wrong():
     problem = task.problems(1, task.Regime(2), "x")[0]
     broken = problem.chain.replace("=", "=0", 1)
-    assert not task.is_right(broken, problem) and task.is_right(broken, problem, "digit")
-    other = problem.chain[:-1] + str((problem.answer + 1) % 10)
+    assert not task.is_right(broken, problem)
+    assert task.is_right(broken, problem, "digit")
+    wrong_end = problem.chain[:-1] + str((problem.answer + 1) % 10)
     for reward in task.REWARDS:
-        assert not task.is_right(other, problem, reward)
+        assert not task.is_right(wrong_end, problem, reward)
         assert task.is_right(f"guess: {problem.answer}", problem, reward)
         assert not task.is_right(f"guess: {problem.answer} ", problem, reward)
 
 
 def test_the_tests_of_a_difference_know_its_unit():
     assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.303 / 3**0.5, rel=1e-3)
-    assert scanned.interval([1.0, -1.0]).startswith("+0.0 [") and scanned.interval([1.0]) == "-"
+    assert scanned.interval([1.0, -1.0]).startswith("+0.0 [")
+    assert scanned.interval([1.0]) == "-"
 
 
 def trial(settings: task.Settings, arm: str = "adora") -> task.Trial:
@@ -126,11 +128,14 @@ def test_a_run_of_the_experiment_ends_with_a_figure_for_each_step(tmp_path):
     )
     job = trial(settings)
     result = train(settings, job, tmp_path)
-    assert [point["step"] for point in result["held_out"]] == [0, 2] and len(result["steps"]) == 2
+    assert [point["step"] for point in result["held_out"]] == [0, 2]
+    assert len(result["steps"]) == 2
     assert {**result, **asdict(job)} == result
     assert all("chains" in step for step in result["steps"])
     first, *points = lines_of(result)
-    assert first == "adora:" and len(points) == 2 and points[1].startswith("  step 2: accuracy ")
+    assert first == "adora:"
+    assert len(points) == 2
+    assert points[1].startswith("  step 2: accuracy ")
     assert train(replace(settings, steps=9), job, tmp_path) == result, "what is there stays"
 
 
@@ -141,9 +146,9 @@ def test_every_start_is_made_of_the_model_that_can_compute(tmp_path):
     build_arithmetic(arithmetic, plan)
     for seed, folder in enumerate(starts):
         build_start(folder, arithmetic, replace(plan, learning_rate=0.0) if seed else plan, seed)
-    base, taught, untaught = (
-        load_file(folder / "model.safetensors") for folder in (arithmetic, *starts)
-    )
+    base = load_file(arithmetic / "model.safetensors")
+    taught = load_file(starts[0] / "model.safetensors")
+    untaught = load_file(starts[1] / "model.safetensors")
     assert all(torch.equal(base[name], untaught[name]) for name in base)
     assert any(not torch.equal(base[name], taught[name]) for name in base)
     before = (arithmetic / "model.safetensors").stat().st_mtime_ns
@@ -181,7 +186,7 @@ CHANGES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
 
 
 def test_a_killed_run_with_tools_is_compared_by_what_is_recorded_of_its_rollouts(tmp_path):
-    """It has no table of TRL's; and where nothing was recorded, nothing would be compared."""
+    """Such a run has no table of TRL's, and where nothing was recorded nothing would be compared."""
 
     def digest(seconds: float, text: str) -> dict[str, str]:
         turn = {"by": "tool", "text": text, "tokens": 3, "images": [], "seconds": seconds}
@@ -195,34 +200,36 @@ def test_a_killed_run_with_tools_is_compared_by_what_is_recorded_of_its_rollouts
 
     assert recorded(tmp_path) == {}
     (tmp_path / ROLLOUTS).mkdir()
-    known = digest(0.5, "7")
-    assert list(known) == ["step 1"]
-    assert digest(0.6, "7") == known, "how long a tool takes depends on the machine"
-    assert digest(0.5, "8") != known
+    facts = digest(0.5, "7")
+    assert list(facts) == ["step 1"]
+    assert digest(0.6, "7") == facts, "how long a tool takes depends on the machine"
+    assert digest(0.5, "8") != facts
     nothing = {**FACTS, "rollouts": {}}
     assert compare(nothing, nothing)[0].startswith("no rollouts, because none were recorded")
 
 
 def test_a_killed_run_is_compared_figure_by_figure():
     assert compare(FACTS, copy.deepcopy(FACTS)) == []
-    found = []
+    differences = []
     for change, _ in CHANGES:
-        other: dict[str, Any] = copy.deepcopy(FACTS)
-        change(other)
-        found.append(compare(FACTS, other))
-    assert found == [[line] for _, line in CHANGES]
+        changed: dict[str, Any] = copy.deepcopy(FACTS)
+        change(changed)
+        differences.append(compare(FACTS, changed))
+    assert differences == [[line] for _, line in CHANGES]
     for _, owner, name in map(place_of, PHASES):
         assert callable(getattr(owner, name)), "every phase has a place to be killed in"
 
 
 def test_answers_have_the_median_and_some_are_at_the_limit():
     lengths = answer_lengths(400, 1024, 8, equal=False)
-    assert lengths == sorted(lengths) and lengths[-1] == 1024 and len(lengths) == 8
+    assert lengths == sorted(lengths)
+    assert lengths[-1] == 1024
+    assert len(lengths) == 8
     assert statistics.median(lengths) == pytest.approx(400, rel=0.02)
     assert answer_lengths(400, 1024, 8, equal=True) == [400] * 8
 
 
-def scanned_run(place, accuracy):
+def scanned_run(arm, accuracy):
     held_out = [
         {"step": step, "accuracy": a, "usual": a, "any": a}
         for step, a in ((0, 0.4), (40, accuracy))
@@ -230,7 +237,7 @@ def scanned_run(place, accuracy):
     facts = {"commit": "abc", "processor_seconds": 30.0, "held_out": held_out}
     steps = [{"step": 40, "worked": 0.5, "every_step": 0.5, "tokens": 20.0}]
     return {
-        **dict(zip(("case", "start", "seed", "arm"), place, strict=True)),
+        **dict(zip(("case", "start", "seed", "arm"), arm, strict=True)),
         **facts,
         "steps": steps,
     }
@@ -240,21 +247,21 @@ def test_a_seed_of_the_scanned_digits_counts_if_it_is_whole():
     """Seeds are the unit: what two starts differ in is no spread of a seed."""
     plan = yaml.safe_load(scanned.PLAN.read_text())
     order = scanned.places(plan, pilot=False)
-    assert [place[2] for place in order] == sorted(place[2] for place in order), (
-        "a seed after the other"
-    )
-    assert not {place[2] for place in scanned.places(plan, pilot=True)} & set(plan["seeds"])
-    two = [place for place in order if place[2] < 2]
-    made = [scanned_run(p, 0.4 + p[2] / 10 + p[1] / 100 + 0.1 * (p[3] == "adora")) for p in two]
-    said = scanned.tables(plan, [*made, scanned_run(order[len(two)], 0.0)])
-    assert (
-        said.startswith(f"{len(two)} runs of commit abc; ")
-        and "\nlong is better: 2 of 5 seeds are whole" in said
-    )
-    assert "| `grpo`, GRPO | 4 | 46.5 (41.5 to 51.5) | 46.0 / 47.0 |" in said
+    assert [arm[2] for arm in order] == sorted(arm[2] for arm in order), "a seed after the other"
+    assert not {arm[2] for arm in scanned.places(plan, pilot=True)} & set(plan["seeds"])
+    two = [arm for arm in order if arm[2] < 2]
+    runs = []
+    for case, start, seed, method in two:
+        gain = 0.1 if method == "adora" else 0.0
+        accuracy = 0.4 + seed / 10 + start / 100 + gain
+        runs.append(scanned_run((case, start, seed, method), accuracy))
+    tables = scanned.tables(plan, [*runs, scanned_run(order[len(two)], 0.0)])
+    assert tables.startswith(f"{len(two)} runs of commit abc; ")
+    assert "\nlong is better: 2 of 5 seeds are whole" in tables
+    assert "| `grpo`, GRPO | 4 | 46.5 (41.5 to 51.5) | 46.0 / 47.0 |" in tables
     assert (
         "| `grpo`, ADORA 0.1 - `grpo`, GRPO | 2 | +0.0 [+0.0, +0.0] | **+10.0 [+10.0, +10.0]** |"
-        in said
+        in tables
     )
 
 
@@ -265,10 +272,8 @@ def test_no_scanned_picture_is_in_both_splits(monkeypatch):
     monkeypatch.setitem(
         sys.modules, "sklearn.datasets", SimpleNamespace(load_digits=lambda: loaded)
     )
-    train, test = (
-        {d: {p.tobytes() for p in ps} for d, ps in scanned.scanned_digits(split, 8).items()}
-        for split in ("train", "test")
-    )
+    train = {d: {p.tobytes() for p in ps} for d, ps in scanned.scanned_digits("train", 8).items()}
+    test = {d: {p.tobytes() for p in ps} for d, ps in scanned.scanned_digits("test", 8).items()}
     assert {digit: (len(train[digit]), len(test[digit])) for digit in train} == {
         "3": (4, 1),
         "4": (4, 1),
@@ -277,3 +282,16 @@ def test_no_scanned_picture_is_in_both_splits(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(SystemExit, match="pip install scikit-learn"):
         scanned.scanned_digits("train", 8)
+
+
+def test_a_killed_run_is_judged_by_the_distance_of_two_others(tmp_path, capsys):
+    weights = {"first": 1.0, "second": 1.001, "near": 1.002, "far": 1.01}
+    folders = {name: tmp_path / name for name in weights}
+    for name, value in weights.items():
+        folders[name].mkdir()
+        save_file({"weight": torch.full((4,), value)}, folders[name] / "model.safetensors")
+    references = [folders["first"], folders["second"]]
+    assert judge_by_noise(folders["near"], references)
+    assert "are 1.00e-03 apart, the killed run 2.00e-03: within 3 times" in capsys.readouterr().out
+    assert not judge_by_noise(folders["far"], references)
+    assert "the killed run 1.00e-02: more than 3 times the noise" in capsys.readouterr().out

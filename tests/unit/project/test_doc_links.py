@@ -53,8 +53,8 @@ def _missing_names(text: str) -> list[str]:
         path for path in paths if not (ROOT / path).exists() and not Path(path).stem.isupper()
     ] + [
         module
-        for module, place in places.items()
-        if not (place.with_suffix(".py").exists() or (place / "__main__.py").exists())
+        for module, module_path in places.items()
+        if not (module_path.with_suffix(".py").exists() or (module_path / "__main__.py").exists())
     ]
 
 
@@ -64,4 +64,5 @@ def test_what_a_page_links_to_and_names_exists():
         text = page.read_text()
         prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
         missing[str(page.relative_to(ROOT))] = _broken_links(page, prose) + _missing_names(text)
-    assert len(PAGES) > 10 and {page: found for page, found in missing.items() if found} == {}
+    assert len(PAGES) > 10
+    assert {page: names for page, names in missing.items() if names} == {}

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from adora_vl.models.precision import wrong_buffers
+from adora_vl.utils.files import GIB
 from adora_vl.utils.launch import free_port, use_one_gpu
 from benchmarks.gpu import (
     cards,
@@ -25,10 +26,11 @@ from benchmarks.gpu import (
     precision,
     server,
     setting,
+    step,
     streaming,
     vision,
 )
-from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.__main__ import limits, main
 from benchmarks.gpu.checks import CHECKS, GPUCheck
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.table import (
@@ -47,8 +49,9 @@ slow = pytest.mark.slow  # starts processes, or computes: `make test` has what j
 
 SMALL = Setting(full=False, device=torch.device("cpu"))
 # In a process of its own: what needs a process group or an engine.
-APART = ["cards", "zero3", "offload", "engine", "recipe", "drift", "server"]
-HERE = [check.name for check in CHECKS if check.name not in {*APART, "deepspeed"}]
+APART = ["cards", "zero3", "offload", "engine", "recipe", "drift", "server", "step", "tools"]
+ON_A_CARD = ["recipe_v1", "four_bit"]
+HERE = [check.name for check in CHECKS if check.name not in {*APART, *ON_A_CARD, "deepspeed"}]
 BROKEN = "tests.unit.project.gpu_checks"
 
 
@@ -89,7 +92,7 @@ def test_a_check_runs_on_a_cpu_and_finds_nothing_wrong(name):
 @slow
 @pytest.mark.parametrize("name", APART)
 def test_a_check_runs_in_its_own_process_and_finds_nothing_wrong(name):
-    """With what DeepSpeed has compiled for other tests, which takes it most of a minute."""
+    """What DeepSpeed has compiled for other tests is used, which would take most of a minute."""
     nothing_wrong(
         checks.run(
             replace(check_named(name), limit=580), "small", Path(os.environ["TORCH_EXTENSIONS_DIR"])
@@ -97,11 +100,54 @@ def test_a_check_runs_in_its_own_process_and_finds_nothing_wrong(name):
     )
 
 
+@pytest.mark.parametrize("name", ON_A_CARD)
+def test_what_a_cpu_engine_lacks_is_skipped_with_its_reason(name):
+    (line,) = lines_of(name)
+    assert line.verdict is CheckResult.SKIPPED and line.note.startswith("a CPU engine has ")
+
+
+def test_limits_that_add_up_to_more_than_the_time_are_named():
+    checks_of = [GPUCheck("one", "x", 300), GPUCheck("two", "x", 300), GPUCheck("three", "x", 60)]
+    assert limits(checks_of, 11) == ""
+    assert "add up to 11 min, and --minutes is 10: surely done are one, two;" in limits(
+        checks_of, 10
+    )
+    assert "surely done are none" in limits(checks_of, 4)
+
+
+STEPS = [
+    {
+        "grad_norm": 0.5,
+        "adora/drift": 0.02,
+        "seconds/rollout": 40.0,
+        "seconds/policy": 30.0,
+        "memory/rollout": 61.0,
+        "memory/policy": 19.0,
+    },
+    {"grad_norm": 0.4, "adora/drift": 0.03, "seconds/policy": 25.0, "memory/policy": 20.0},
+]
+
+
+def test_a_step_of_a_recipe_is_laid_beside_its_prediction():
+    card = Setting(full=True, device=torch.device("cuda"))
+    by_name = {line.what: line for line in step.figures(STEPS, {"peak_bytes": 62.3 * GIB}, card)}
+    assert failures(list(by_name.values())) == []
+    assert by_name["seconds by phase"].figure == "rollout 40.0, policy 55.0"
+    assert by_name["memory, engine awake"].figure == "61 GiB"
+    assert by_name["memory, policy step"].figure == "20 GiB"
+    over = list(step.figures(STEPS, {"peak_bytes": 60 * GIB}, card))
+    assert [line.what for line in failures(over)] == ["memory, engine awake"]
+    blind = [{**entry, "memory/rollout": None, "grad_norm": 0.0} for entry in STEPS]
+    wrong = list(step.figures(blind, {"peak_bytes": 62.3 * GIB}, card))
+    assert [line.what for line in failures(wrong)] == ["gradient norms", "memory, engine awake"]
+
+
 @slow
 def test_frequencies_that_a_cast_has_rounded_fail(monkeypatch):
     monkeypatch.setattr(precision, "restore_buffers", lambda model: [])
-    what = {line.what for line in failures(lines_of("rounding"))}
-    assert "rotary frequencies" in what and "from float32 at token 1000" in what
+    checks = {line.what for line in failures(lines_of("rounding"))}
+    assert "rotary frequencies" in checks
+    assert "from float32 at token 1000" in checks
 
 
 @slow
@@ -122,7 +168,8 @@ def test_a_head_that_is_off_by_a_hundredth_fails(monkeypatch):
 def test_a_card_without_room_for_a_plain_head_is_told_so(monkeypatch):
     monkeypatch.setattr(lm_head, "free_bytes", lambda setting: 2**20)
     (line,) = lm_head.run(replace(SMALL, full=True))
-    assert line.verdict is CheckResult.SKIPPED and "does not fit" in line.note
+    assert line.verdict is CheckResult.SKIPPED
+    assert "does not fit" in line.note
 
 
 @pytest.mark.parametrize(("gap", "verdict"), [(0.9, CheckResult.OK), (3.0, CheckResult.FAIL)])
@@ -143,7 +190,7 @@ def test_runs_without_any_noise_may_differ_by_a_rounding():
 
 @slow
 def test_weights_sent_without_their_adapters_fail(monkeypatch):
-    def unmerged(model, gather, wanted):
+    def unmerged(model, gather, is_wanted):
         for name, parameter in model.named_parameters():
             if "lora_" not in name:
                 yield (
@@ -171,7 +218,7 @@ def test_a_policy_merged_in_place_fails(monkeypatch):
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Line]]:
-    """By name, the lines of checks of which all but one go wrong, as the command runs them."""
+    """Run checks of which all but one go wrong; return their lines by name."""
     wrong = [
         GPUCheck("killed", f"{BROKEN}:killed", 300),
         GPUCheck("memory", f"{BROKEN}:out_of_memory", 300),
@@ -196,12 +243,16 @@ def test_what_was_found_stays_and_the_end_has_its_reason(broken):
         "killed": "SIGKILL",
         "memory": "OutOfMemoryError: tried to allocate 80 GiB",
     }.items():
-        found, end = broken[name]
-        assert found.verdict is CheckResult.OK and found.figure == "1 s"
-        assert end.verdict is CheckResult.FAIL and reason in end.note and "\n" not in end.note
+        result, end = broken[name]
+        assert result.verdict is CheckResult.OK
+        assert result.figure == "1 s"
+        assert end.verdict is CheckResult.FAIL
+        assert reason in end.note
+        assert "\n" not in end.note
     assert "not done after 1 s" in broken["hangs"][-1].note
     (line,) = broken["absent"]
-    assert line.verdict is CheckResult.SKIPPED and "no_such_package not installed" in line.note
+    assert line.verdict is CheckResult.SKIPPED
+    assert "no_such_package not installed" in line.note
 
 
 @slow
@@ -217,9 +268,10 @@ def test_what_the_time_cuts_off_is_named_with_its_reason(monkeypatch, capsys):
     )
     printed = capsys.readouterr().out
     assert "no_such_package not installed" in printed
-    for name, what in (("cut", "the rest of it"), ("late", "all of it")):
+    for name, missing in (("cut", "the rest of it"), ("late", "all of it")):
         (line,) = [line for line in printed.splitlines() if line.startswith(name)]
-        assert what in line and f"the time for all checks was over: `--only {name}`" in line
+        assert missing in line
+        assert f"the time for all checks was over: `--only {name}`" in line
 
 
 @slow
@@ -235,25 +287,26 @@ def test_what_one_check_has_compiled_serves_the_next_unless_it_is_half_done(caps
     (line,) = [
         line for line in capsys.readouterr().out.splitlines() if line.startswith("finds_compiled")
     ]
-    assert "finished" in line and "half" not in line
+    assert "finished" in line
+    assert "half" not in line
 
 
 def test_a_check_for_two_cards_sees_both(monkeypatch, subtests):
     monkeypatch.setattr("adora_vl.utils.launch.prepare_engine_environment", use_one_gpu)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    for count, given, seen in (
+    for count, visible, expected in (
         (1, None, "0"),
         (1, "3,5", "3"),
         (2, "3,5", "3,5"),
         (2, None, None),
         (2, "", ""),
     ):
-        with subtests.test(f"{count} of {given}"):
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(given))
-            if given is None:
+        with subtests.test(f"{count} of {visible}"):
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(visible))
+            if visible is None:
                 monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
             checks.prepare_for(count)
-            assert os.environ.get("CUDA_VISIBLE_DEVICES") == seen
+            assert os.environ.get("CUDA_VISIBLE_DEVICES") == expected
 
 
 @slow
@@ -268,7 +321,8 @@ def test_a_run_without_a_gpu_says_so_and_ends_well(capsys, monkeypatch):
     two = [GPUCheck(name, f"{BROKEN}:fine", 300, ("no_such_package",)) for name in ("one", "two")]
     assert main(["--only", "one"], two) == 0
     printed = capsys.readouterr()
-    assert "accepts no GPU" in printed.out and "Left out: two" in printed.out
+    assert "accepts no GPU" in printed.out
+    assert "Left out: two" in printed.out
     assert "[1/1] one: 0 ok, 0 FAIL, 1 skipped" in printed.err
 
 
@@ -294,13 +348,15 @@ def test_a_figure_is_judged_against_its_bound():
 
 def test_the_table_gives_the_reasons_and_the_exit_code_is_that_of_its_worst_line():
     fine = holds("x", "1", "1", True, "")
-    left = skipped("y", "none here", "3 s")
+    not_run = skipped("y", "none here", "3 s")
     bad = failed("z", "broke")
-    assert exit_code([fine, left]) == 0
-    assert exit_code([fine, bad, left]) == 1
+    assert exit_code([fine, not_run]) == 0
+    assert exit_code([fine, bad, not_run]) == 1
     assert exit_code([]) == 1, "a table without a line accepts nothing"
-    printed = table([left, bad])
-    assert "3 s" in printed and "(none here)" in printed and "-> broke" in printed
+    printed = table([not_run, bad])
+    assert "3 s" in printed
+    assert "(none here)" in printed
+    assert "-> broke" in printed
     assert printed.endswith("0 ok, 1 FAIL, 1 skipped")
 
 
@@ -317,11 +373,12 @@ def test_what_a_smaller_card_has_no_room_for_is_left_out_and_the_next_goes_on(
         yield holds("first", "1", "1", True, "")
         raise torch.OutOfMemoryError("tried to allocate 80 GiB")
 
-    found = list(
+    results = list(
         setting.as_far_as_it_fits(replace(SMALL, device=torch.device("cuda", 0)), "7B", lines())
     )
-    assert [line.verdict for line in found] == [CheckResult.OK, verdict]
-    assert found[1].what == "7B: the rest" and "GiB" in found[1].note
+    assert [line.verdict for line in results] == [CheckResult.OK, verdict]
+    assert results[1].what == "7B: the rest"
+    assert "GiB" in results[1].note
 
 
 def test_the_reference_of_the_vision_tower_has_the_frequencies_of_its_config(monkeypatch):
@@ -333,7 +390,8 @@ def test_the_reference_of_the_vision_tower_has_the_frequencies_of_its_config(mon
 
     monkeypatch.setattr(vision, "_image", noted)
     assert len(list(vision.run(SMALL))) == 3
-    assert len(towers) == 6 and [wrong_buffers(tower) for tower in towers] == [[]] * 6
+    assert len(towers) == 6
+    assert [wrong_buffers(tower) for tower in towers] == [[]] * 6
 
 
 HEALTHY = """
@@ -365,24 +423,32 @@ def test_the_server_is_started_as_the_page_says():
     """All options of `docs/rollouts.md`."""
     page = (Path(__file__).parents[3] / "docs" / "rollouts.md").read_text(encoding="utf-8")
     command = page.split("vllm serve MODEL --host", 1)[1].split("```")[0]
-    said = {word for word in command.split() if word.startswith("--")} - {"--mm-processor-kwargs"}
+    options_of_page = {word for word in command.split() if word.startswith("--")} - {
+        "--mm-processor-kwargs"
+    }
     options = {
         way: set(server.server_words(Path("model"), 1, way, "bfloat16")) for way in ("file", "nccl")
     }
-    assert len(said) > 3 and said <= options["file"]
-    (further,) = {word for word in options["nccl"] - options["file"] if word.startswith("--")}
-    assert f"`{further} " in page and further not in command
+    assert len(options_of_page) > 3
+    assert options_of_page <= options["file"]
+    (transfer_option,) = {
+        word for word in options["nccl"] - options["file"] if word.startswith("--")
+    }
+    assert f"`{transfer_option} " in page
+    assert transfer_option not in command
     named = {"CUDA_VISIBLE_DEVICES": "3, 5,6"}
-    assert server.cards(named, 3) == ("3", "5") and server.cards(named, 1) == ("3", "3")
-    assert server.cards({}, 2) == ("0", "1") and server.cards({}, 1) == ("0", "0")
+    assert server.cards(named, 3) == ("3", "5")
+    assert server.cards(named, 1) == ("3", "3")
+    assert server.cards({}, 2) == ("0", "1")
+    assert server.cards({}, 1) == ("0", "0")
 
 
 def on_a_card(monkeypatch: pytest.MonkeyPatch, free: list[float]) -> Setting:
     """A card that has so many GiB free, one after the other."""
-    left = iter(free)
+    free_gib = iter(free)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(
-        torch.cuda, "mem_get_info", lambda device: (int(next(left) * 2**30), 80 * 2**30)
+        torch.cuda, "mem_get_info", lambda device: (int(next(free_gib) * 2**30), 80 * 2**30)
     )
     return Setting(full=True, device=torch.device("cuda", 0))
 
@@ -401,10 +467,11 @@ def test_sleeps_that_lose_memory_fail(monkeypatch, leak, verdict):
 def test_one_cold_engine_that_hangs_is_stopped(tmp_path, monkeypatch):
     (tmp_path / "stuck.py").write_text("import threading; threading.Event().wait()")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert engine._command(["stuck"], {}, seconds=1) == "not done after 1 s; stopped"
-    monkeypatch.setattr(engine, "_command", lambda *_: "not done after 1 s; stopped")
+    assert engine.run_module(["stuck"], {}, seconds=1) == "not done after 1 s; stopped"
+    monkeypatch.setattr(engine, "run_module", lambda *_: "not done after 1 s; stopped")
     (line,) = engine.doctor(SMALL, "float32", tmp_path)
-    assert line.verdict is CheckResult.FAIL and "not done after 1 s" in line.note
+    assert line.verdict is CheckResult.FAIL
+    assert "not done after 1 s" in line.note
 
 
 def test_one_card_is_told_what_two_would_show(monkeypatch):
@@ -414,9 +481,10 @@ def test_one_card_is_told_what_two_would_show(monkeypatch):
         server, "_synced", lambda setting, way, **_: iter([holds(way, "1", "1", True, "")])
     )
     for check, before in ((cards, 0), (server, 1)):
-        *found, line = check.run(Setting(full=True, device=torch.device("cuda", 0)))
-        assert line.verdict is CheckResult.SKIPPED and "NCCL needs 2 cards, here is 1" in line.note
-        assert len(found) == before, "weights go by files to a server on the same card"
+        *results, line = check.run(Setting(full=True, device=torch.device("cuda", 0)))
+        assert line.verdict is CheckResult.SKIPPED
+        assert "NCCL needs 2 cards, here is 1" in line.note
+        assert len(results) == before, "weights go by files to a server on the same card"
 
 
 @pytest.mark.parametrize(
@@ -428,7 +496,8 @@ def test_a_package_that_is_not_here_is_named_and_no_failure(tmp_path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "needs_it", raising=False)
     (line,) = checks.guarded(GPUCheck("x", "needs_it:run", 300), SMALL)
-    assert line.verdict is verdict and module.split(".")[0] in line.note
+    assert line.verdict is verdict
+    assert module.split(".")[0] in line.note
     assert verdict is CheckResult.FAIL or line.note == "no_such_package not installed"
 
 

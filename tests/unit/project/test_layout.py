@@ -31,4 +31,18 @@ def test_no_two_public_classes_have_the_same_name():
             for node in ast.parse(path.read_text()).body:
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     places[node.name].append(path.relative_to(ROOT).as_posix())
-    assert places and {name: files for name, files in places.items() if len(files) > 1} == {}
+    assert places
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+def test_no_test_imports_another_test():
+    """Helpers of two tests stand in `tests/support`, which imports no test module either."""
+    imports = re.compile(
+        r"^\s*(?:from|import) (tests\.(?!support\b)[\w.]*\btest_\w+)", re.MULTILINE
+    )
+    borrowed = {}
+    for path in (ROOT / "tests").rglob("*.py"):
+        modules = imports.findall(path.read_text())
+        if modules:
+            borrowed[path.relative_to(ROOT).as_posix()] = modules
+    assert borrowed == {}

@@ -13,7 +13,7 @@ from benchmarks import grading, scanned, step, what_fits
 from benchmarks.grading_corpus import cases
 from data_prep.cli import main as data_prep
 from eval.__main__ import main as evaluate
-from tests.conftest import REPOSITORY
+from tests.support.paths import REPOSITORY
 
 PAGES = [
     REPOSITORY / "README.md",
@@ -31,16 +31,16 @@ for title, body in re.findall(r"^\| (.+?) \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", TEXT,
 def dry_run(folder, words):
     """The GiB of three phases with the largest batch, and the most of all."""
     train([*words.split(), "--dry-run", "--json", str(folder / "dry_run.json")])
-    found = json.loads((folder / "dry_run.json").read_text())
+    result = json.loads((folder / "dry_run.json").read_text())
     phases = (
-        found["phases"].get(name, {})
+        result["phases"].get(name, {})
         for name in ("rollouts", "forward and backward", "optimizer step")
     )
     gib = [f"{sum(parts.values()) / 2**30:.1f}" for parts in phases]
     return [
         *gib,
-        str(found["largest_per_device_train_batch_size"] or "none"),
-    ], f"{found['peak_bytes'] / 2**30:.1f}"
+        str(result["largest_per_device_train_batch_size"] or "none"),
+    ], f"{result['peak_bytes'] / 2**30:.1f}"
 
 
 def predictions(folder, recipes, larger_models):
@@ -70,8 +70,10 @@ def predictions(folder, recipes, larger_models):
 
 
 def policy_step(folder, rows):
-    one = {way: {"backward": 1.0, "data": 9.0, "step_bytes_outside_head": 1.0} for way in step.WAYS}
-    printed = step.page_row(one, 697, step.answer_lengths(400, 1024, 8, equal=False))
+    figures = {
+        way: {"backward": 1.0, "data": 9.0, "step_bytes_outside_head": 1.0} for way in step.WAYS
+    }
+    printed = step.page_row(figures, 697, step.answer_lengths(400, 1024, 8, equal=False))
     assert printed == f"| 697 | {rows[1][1]} | 1 | 1 | **1.00** | 1.00 |"
     for _, _, *cells, _ in rows:  # the ratio of rounded seconds
         for stock, ours, ratio in zip(
@@ -99,16 +101,19 @@ def pretended_card(folder, flops, memory):
 def graders(folder, rows):
     right = [grading.ours(case) == (case.label == "correct") for case in cases()]
     counts = [[int(cell.replace(",", "")) for cell in row[1:]] for row in rows]
-    assert counts[0] == [sum(right), 0, 0, 0, 0, 0] and {sum(row) for row in counts} == {len(right)}
+    assert counts[0] == [sum(right), 0, 0, 0, 0, 0]
+    assert {sum(row) for row in counts} == {len(right)}
     assert f"in all **{len(right):,}** labelled cases" in TEXT
     assert f"gives it in {rows[3][1]}, and hung in {rows[4][5]}" in TEXT
 
 
 def digits(folder, *tables):
-    said = scanned.tables(
+    tables_text = scanned.tables(
         yaml.safe_load(scanned.PLAN.read_text()), scanned.read_runs(scanned.RUNS)
     ).replace("**", "")
-    assert [row for rows in tables for row in rows if f"| {' | '.join(row)} |" not in said] == []
+    assert [
+        row for rows in tables for row in rows if f"| {' | '.join(row)} |" not in tables_text
+    ] == []
 
 
 def before_training(folder, plain, demo, budget):
@@ -128,7 +133,7 @@ def before_training(folder, plain, demo, budget):
                 *words,
             ]
         )
-        asked = [
+        options = [
             "--engine",
             "transformers",
             "--max-tokens",
@@ -138,7 +143,7 @@ def before_training(folder, plain, demo, budget):
             "--data",
             f"{folder}/{model}-data",
         ]
-        evaluate(["geometry3k", "run", *asked, "--output", f"{folder}/{model}"])
+        evaluate(["geometry3k", "run", *options, "--output", f"{folder}/{model}"])
         right = 100 * json.loads((folder / model / "score.json").read_text())["accuracy"]
         assert [float(cell) for cell in cells] == pytest.approx([right, right], abs=1), model
 
@@ -148,7 +153,16 @@ def small_cards(folder, rows):
     assert [f"| {' | '.join(row)} |" for row in rows if row[0] in ("12", "24")] == printed
 
 
+def rented_cards(folder, rows):
+    """Hours and cost follow from the seconds and the price, which are estimates."""
+    for _, _, seconds, rollouts, hours, price, cost in rows:
+        exact = float(seconds) * int(rollouts.replace(",", "")) / 256 / 3600
+        assert int(hours) == pytest.approx(exact, abs=0.6)
+        assert int(cost) == pytest.approx(exact * float(price), abs=0.6)
+
+
 CHECKS = {
+    rented_cards: ["recipe, on a rented card"],
     small_cards: ["card, GB"],
     predictions: ["GPUs", "model"],
     policy_step: ["prompt, tokens"],
@@ -162,7 +176,8 @@ CHECKS = {
     ],
 }
 # The tests of the rewards hold the presets; the others are read, take an engine for half an hour or
-# a card, or are of experiments whose pages name the commit at which their commands run.
+# a card, are seconds of one machine, or are of experiments whose pages name the commit at which
+# their commands run.
 UNCOMPARED = {
     "R2, recipe and arm",
     "accuracy, end (seeds)",
@@ -172,6 +187,7 @@ UNCOMPARED = {
     "reward",
     "two CPU cores, 24 GiB",
     "verdict",
+    "work",
     "median",
     "start",
     "generations ahead",
@@ -180,6 +196,7 @@ UNCOMPARED = {
     "on Geometry3K",
     "card",
     "task, by a model of under 1 M parameters",
+    "task, accuracy at the end in percent",
 }
 
 

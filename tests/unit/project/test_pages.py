@@ -29,7 +29,7 @@ def _section(title: str) -> str:
 
 
 def _place(path: str) -> Path | None:
-    """Where a path of the page is: below the repository or below `adora_vl/`."""
+    """Resolve a path of the page, which is below the repository or below `adora_vl/`."""
     return next((home / path for home in (ROOT, ROOT / "adora_vl") if (home / path).exists()), None)
 
 
@@ -47,10 +47,12 @@ def test_a_name_is_in_the_file_that_the_page_gives_for_it():
     pairs = [(path, name) for name, path in re.findall(r"`([\w.]+)` in `([\w/]+\.py)`", TEXT)]
     places = [(_place(path), name) for path, name in stations + pairs]
     elsewhere = [
-        (place, name) for place, name in places if place is None or name not in _defined(place)
+        (file, name) for file, name in places if file is None or name not in _defined(file)
     ]
-    assert len(pairs) > 30 and elsewhere == []
-    assert 10 <= len(stations) < 15 and len({path for path, _ in stations}) == len(stations)
+    assert len(pairs) > 30
+    assert elsewhere == []
+    assert 10 <= len(stations) < 15
+    assert len({path for path, _ in stations}) == len(stations)
 
 
 def test_the_rooms_stand_in_the_order_of_their_floors():
@@ -78,14 +80,15 @@ NOTEBOOKS = [
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path, adora_run, grpo_run, monkeypatch, capsys, tmp_path):
-    """Its cells in order as one script; the folder is the notebook's own."""
+    """The cells run in order as one script, in the notebook's own folder."""
     matplotlib.use("Agg", force=True)
     monkeypatch.setenv("ADORA_RUN", str(adora_run))
     monkeypatch.setenv("ADORA_RUN_GRPO", str(grpo_run))
     monkeypatch.chdir(path.parent)
     notebook = json.loads(path.read_text())
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert 4 <= len(cells) <= 12 and all(cell["outputs"] == [] for cell in cells)
+    assert 4 <= len(cells) <= 12
+    assert all(cell["outputs"] == [] for cell in cells)
     script = tmp_path / f"{path.stem}.py"
     script.write_text(
         "\n".join(f"# code cell {n}\n{''.join(cell['source'])}" for n, cell in enumerate(cells))

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import REPOSITORY
 from tests.support.examples import loaded
+from tests.support.paths import REPOSITORY
 
 readable = loaded(REPOSITORY / "setup" / "readable.py")
 # What a kind is, and what is close to it.
@@ -68,4 +68,5 @@ def test_a_count_that_rises_fails_with_its_room_and_place_and_none_is_written_do
     code, faults, now = run("--update")
     assert (code, faults, now["adora_vl/room"].get("vague_name", 0)) == (0, [], 0)
     (project / "adora_vl" / "room" / "one.py").write_text("found = 3\n\n\n")
-    assert run()[0] == 1 and run("--allow", "adora_vl/room")[0] == 0
+    assert run()[0] == 1
+    assert run("--allow", "adora_vl/room")[0] == 0

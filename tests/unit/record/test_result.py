@@ -63,13 +63,13 @@ def write_run(folder: Path, rates: Rates) -> Path:
     return folder
 
 
-def write_score(file: Path, right: str, **more: Any) -> None:
+def write_score(file: Path, right: str, **fields: Any) -> None:
     graded = [
         Graded(f"mine/{number}", RowGrade(verdict(hit == "1"), None, "r"))
         for number, hit in enumerate(right)
     ]
     items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]
-    score = {**aggregate(graded), "benchmark": "problems", "rules": {}, "items": items, **more}
+    score = {**aggregate(graded), "benchmark": "problems", "rules": {}, "items": items, **fields}
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(score))
 
@@ -82,32 +82,41 @@ GAIN: Rates = [[0.0, 0.25, 0.0, 0.25], *[[0.5, 0.5, 0.5, 0.5]] * 8, [1.0, 0.75, 
 def test_a_change_in_training_has_an_interval_over_groups(
     tmp_path: Path, rates: Rates, noise: bool
 ) -> None:
-    """On the page and at the end of the run alike."""
+    """The page and the end of the run say the same."""
     run = write_run(tmp_path / "run", rates)
     log = read_metrics(run / "metrics.jsonl")
     change = training_change(run, log, PASS)
-    first, last = rates[0] + rates[1], rates[-2] + rates[-1]
+    first = rates[0] + rates[1]
+    last = rates[-2] + rates[-1]
     low, high = welch(first, last)
-    assert change is not None and change.over == "8 and 8 groups"
-    assert change.low == pytest.approx(low) and change.high == pytest.approx(high)
+    assert change is not None
+    assert change.over == "8 and 8 groups"
+    assert change.low == pytest.approx(low)
+    assert change.high == pytest.approx(high)
     assert is_noise(change) is noise
     result = result_of(run, log)
-    assert result is not None and ("within noise" in result) is noise
-    assert result.startswith("pass rate in training ") and "95 % [" in result
+    assert result is not None
+    assert ("within noise" in result) is noise
+    assert result.startswith("pass rate in training ")
+    assert "95 % [" in result
     assert load_run(run, 100).result == result
     config = AdoraGRPOConfig(output_dir=str(run), use_cpu=True, bf16=False)
     lines = summary_lines(log, config, run, 1)
     assert result in lines
     row = next(line for line in lines if line.startswith("pass rate"))
-    assert "95 % [" in row and ("within noise" in row) is noise
+    assert " points, 95 % [" in row
+    assert ("within noise" in row) is noise
 
 
 def test_a_run_without_a_record_has_an_interval_over_its_steps(tmp_path: Path) -> None:
     log = [{"step": step, PASS: step % 2 / 2, "reward": 0.5} for step in range(20)]
     change = training_change(tmp_path, log, PASS)
-    assert change is not None and change.over == "4 and 4 logged steps" and is_noise(change)
+    assert change is not None
+    assert change.over == "4 and 4 logged steps"
+    assert is_noise(change)
     short = training_change(tmp_path, log[:2], PASS)
-    assert short is not None and short.low is None
+    assert short is not None
+    assert short.low is None
     assert result_of(tmp_path, log[:1]) == "pass rate in training 0 % (one logged step)"
     assert result_of(tmp_path, []) is None
 
@@ -118,7 +127,8 @@ def test_a_record_that_has_lost_its_beginning_does_not_speak_for_it(tmp_path: Pa
     for part in sorted((run / "rollouts").glob("*.parquet"))[:5]:
         part.unlink()
     change = training_change(run, log, PASS)
-    assert change is not None and change.over == "2 and 2 logged steps"
+    assert change is not None
+    assert change.over == "2 and 2 logged steps"
 
 
 def test_the_score_in_the_runs_folder_comes_first(tmp_path: Path) -> None:
@@ -136,12 +146,14 @@ def test_the_score_in_the_runs_folder_comes_first(tmp_path: Path) -> None:
     assert "48 % → 50 %: +2.5 points, 95 % [+0.0, +7.5], within noise" in result
     write_score(run / BEFORE, "0" * 40)
     result = result_of(run, log)
-    assert result is not None and "0 % → 50 %: +50.0 points" in result
+    assert result is not None
+    assert "0 % → 50 %: +50.0 points" in result
     assert "within noise" not in result
     assert load_run(run, 100).result == result
     (run / AFTER).write_text("{")
     result = result_of(run, log)
-    assert result is not None and result.startswith("held-out accuracy, problems 50 %")
+    assert result is not None
+    assert result.startswith("held-out accuracy, problems 50 %")
 
 
 def test_evaluations_on_the_way_have_an_interval_where_the_log_has_theirs(tmp_path: Path) -> None:
@@ -158,6 +170,7 @@ def test_evaluations_on_the_way_have_an_interval_where_the_log_has_theirs(tmp_pa
         " (first and last evaluation)"
     )
     result = result_of(tmp_path, [evaluation(0, 0.4, 0.06), evaluation(9, 0.45, 0.08)])
-    assert result is not None and "[-5.0, +15.0], within noise" in result
+    assert result is not None
+    assert "[-5.0, +15.0], within noise" in result
     result = result_of(tmp_path, [{"step": 0, key: 0.1}, {"step": 9, key: 0.4}])
     assert result == "held-out accuracy, problems 10 % → 40 % (first and last evaluation)"

@@ -20,6 +20,7 @@ from datasets import load_dataset
 from adora_vl.advantage import METHODS, Adora, AdoraWeighting, Groups, weigh_groups
 from adora_vl.checkpoint.store import problem_of
 from adora_vl.config import AdoraGRPOConfig
+from adora_vl.config.blocks import ToolOptions
 from adora_vl.data.dataset import MADE_BY
 from adora_vl.export import main as export
 from adora_vl.models.load import MERGED
@@ -52,6 +53,7 @@ from adora_vl.record.metrics import (
 )
 from adora_vl.record.summary import evaluate_command, figure_rows, summary_lines, view_command
 from adora_vl.report.__main__ import main as view
+from tests.support.stand_ins import config_of, state_of
 from tests.support.tiny_run import STEPS, arguments
 
 
@@ -98,7 +100,8 @@ def test_every_second_belongs_to_one_phase_also_where_one_fails():
         raise RuntimeError
     clock.now += 2
     phases.leave()
-    assert phases.take()["grading"] == 1 and phases.take()["policy"] == 0
+    assert phases.take()["grading"] == 1
+    assert phases.take()["policy"] == 0
 
 
 LOGS = {
@@ -142,9 +145,11 @@ def test_a_run_that_cannot_learn_says_since_when_and_why(figures, reason):
         *(_log(step, **figures) for step in range(3, 8)),
         {"step": 7, "eval_reward": 0.0},
     ]
-    said = no_signal(history)
-    assert said is not None and "in the last 5 steps" in said and reason in said
-    assert no_signal([*began, _log(7, **figures)]) == said  # logged every fifth step
+    message = no_signal(history)
+    assert message is not None
+    assert "in the last 5 steps" in message
+    assert reason in message
+    assert no_signal([*began, _log(7, **figures)]) == message  # logged every fifth step
     assert no_signal(history[:-2]) is None  # four steps may be chance
     assert no_signal([*history, _log(8, silent=False)]) is None
     assert no_signal([]) is None
@@ -168,11 +173,11 @@ def test_the_progress_line():
     ):
         assert "  pass 38%  accuracy 25%  TDS 25%" in progress_line(logs, 40, 1000, 185.2)
     assert figure_rows([logs])[1:3] == [
-        ("pass rate", "0.375", "0.375"),
-        ("accuracy", "0.250", "0.250"),
+        ("pass rate", "37.5%", "37.5%"),
+        ("accuracy", "25.0%", "25.0%"),
     ]
     without = progress_line({"reward": 1.0, "rewards/missing": 0.375}, 1, 9, None)
-    assert without == "step 1/9  reward 1.000  without reward 37.5%"
+    assert without == "step 1/9  reward 1.000  without reward 38%"
     assert (
         progress_line({"reward": 1.0, "rewards/missing": 0.0}, 1, 9, None)
         == "step 1/9  reward 1.000"
@@ -181,34 +186,30 @@ def test_the_progress_line():
     assert {seconds: duration(seconds) for seconds in durations} == durations
 
 
-def settings(folder: Path) -> SimpleNamespace:
-    return SimpleNamespace(output_dir=str(folder), disable_tqdm=False)
-
-
-def state(step: int, history: list[dict] | None = None, first: bool = True) -> SimpleNamespace:
-    return SimpleNamespace(
-        global_step=step, max_steps=10, log_history=history or [], is_world_process_zero=first
-    )
+def settings(folder: Path) -> AdoraGRPOConfig:
+    return config_of(output_dir=str(folder), disable_tqdm=False)
 
 
 def test_only_the_first_rank_speaks(tmp_path, capsys):
     for callback in (ProgressLine(), MetricsFile()):
-        callback.on_train_begin(settings(tmp_path), state(0, first=False), None)
-        callback.on_step_end(settings(tmp_path), state(1, first=False), None)
-        callback.on_log(settings(tmp_path), state(1, first=False), None, logs=LOGS)
-        callback.on_train_end(settings(tmp_path), state(1, first=False), None)
-    assert capsys.readouterr() == ("", "") and list(tmp_path.iterdir()) == []
+        callback.on_train_begin(settings(tmp_path), state_of(0, is_first_rank=False), None)
+        callback.on_step_end(settings(tmp_path), state_of(1, is_first_rank=False), None)
+        callback.on_log(settings(tmp_path), state_of(1, is_first_rank=False), None, logs=LOGS)
+        callback.on_train_end(settings(tmp_path), state_of(1, is_first_rank=False), None)
+    assert capsys.readouterr() == ("", "")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_log_file_gets_lines_and_no_bar(tmp_path, capsys):
     line = ProgressLine()
-    line.on_train_begin(settings(tmp_path), state(0), None)
-    line.on_step_end(settings(tmp_path), state(1), None)
-    line.on_log(settings(tmp_path), state(1), None, logs=LOGS)
-    line.on_log(settings(tmp_path), state(1), None, logs={"eval_geometry3k_accuracy": 0.5})
-    line.on_train_end(settings(tmp_path), state(1), None)
+    line.on_train_begin(settings(tmp_path), state_of(0), None)
+    line.on_step_end(settings(tmp_path), state_of(1), None)
+    line.on_log(settings(tmp_path), state_of(1), None, logs=LOGS)
+    line.on_log(settings(tmp_path), state_of(1), None, logs={"eval_geometry3k_accuracy": 0.5})
+    line.on_train_end(settings(tmp_path), state_of(1), None)
     out, err = capsys.readouterr()
-    assert re.fullmatch(r"step  1/10  reward 0\.412 .* left\n", out) and err == ""
+    assert re.fullmatch(r"step  1/10  reward 0\.412 .* left\n", out)
+    assert err == ""
 
 
 def test_the_time_left_is_that_of_the_steps_left_at_the_pace_of_this_start(
@@ -223,12 +224,12 @@ def test_the_time_left_is_that_of_the_steps_left_at_the_pace_of_this_start(
         "adora_vl.record.metrics.time", SimpleNamespace(monotonic=lambda: next(seconds))
     )
     line = ProgressLine()
-    line.on_train_begin(settings(tmp_path), state(4), None)
+    line.on_train_begin(settings(tmp_path), state_of(4), None)
     next(seconds)
-    line.on_step_begin(settings(tmp_path), state(4), None)
+    line.on_step_begin(settings(tmp_path), state_of(4), None)
     for step in (5, 6):
-        line.on_step_end(settings(tmp_path), state(step), None)
-    line.on_log(settings(tmp_path), state(6), None, logs={"reward": 0.5})
+        line.on_step_end(settings(tmp_path), state_of(step), None)
+    line.on_log(settings(tmp_path), state_of(6), None, logs={"reward": 0.5})
     assert capsys.readouterr().out == "step  6/10  reward 0.500 | 40s left\n"
 
 
@@ -237,38 +238,39 @@ def test_metrics_are_appended_and_cut_back_to_the_resumed_step(tmp_path):
     or missing.
     """
     file = MetricsFile()
-    file.on_train_begin(settings(tmp_path), state(0), None)
+    file.on_train_begin(settings(tmp_path), state_of(0), None)
     for step in range(1, 6):
         file.on_log(
             settings(tmp_path),
-            state(step),
+            state_of(step),
             None,
             logs={"reward": step / 10, "step_time": float(step)},
         )
-        file.on_log(settings(tmp_path), state(step), None, logs={"eval_a_accuracy": 0.1})
-        file.on_log(settings(tmp_path), state(step), None, logs={"eval_b_accuracy": 0.2})
+        file.on_log(settings(tmp_path), state_of(step), None, logs={"eval_a_accuracy": 0.1})
+        file.on_log(settings(tmp_path), state_of(step), None, logs={"eval_b_accuracy": 0.2})
     path = tmp_path / "metrics.jsonl"
     before = read_metrics(path)
     with path.open("a") as stream:
         stream.write('{"step": 6, "kind": "tra')
     history = [{"step": step, "reward": step / 10} for step in (1, 2, 3)]
-    file.on_train_begin(settings(tmp_path), state(3, history), None)
+    resumed = state_of(3)
+    resumed.log_history = history
+    file.on_train_begin(settings(tmp_path), resumed, None)
     assert sorted(read_metrics(path), key=str) == sorted(
         (line for line in before if line["step"] <= 3), key=str
     )
-    file.on_log(settings(tmp_path), state(4), None, logs={"reward": 0.4})
+    file.on_log(settings(tmp_path), state_of(4), None, logs={"reward": 0.4})
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "train"] == [1, 2, 3, 4]
-    file.on_train_begin(settings(tmp_path), state(0), None)
+    file.on_train_begin(settings(tmp_path), state_of(0), None)
     assert path.read_text() == ""
 
     history = [{"step": 2, "reward": 0.2}, {"step": 2, "eval_a": 1.0}, {"step": 4, "reward": 0.4}]
     ended = as_line({"train_runtime": 9.0}, 3, "then")  # a run that goes on has not ended there
     lines = resumed_lines([as_line({"reward": 0.25}, 2, "then"), ended], history, 3)
     assert [(line["step"], line["kind"]) for line in lines] == [(2, "eval"), (2, "train")]
-    assert (
-        lines[1]["reward"] == 0.25 and lines[1]["time"] == "then"
-    )  # the file's own line comes first
+    assert lines[1]["reward"] == 0.25
+    assert lines[1]["time"] == "then"  # the file's own line comes first
 
 
 def test_figures_that_are_not_finite_are_null():
@@ -408,7 +410,8 @@ def test_a_run_says_once_that_many_attenuated_groups_are_ties(capsys):
     seldom = _weighed(*[tie] * 2, *[shorter] * 28)
     assert said(often) == "", "30 groups are too few to say anything"
     line = said(often, often, often)
-    assert line.count("\n") == 1 and line.startswith("8 of 60 attenuated groups are ties")
+    assert line.count("\n") == 1
+    assert line.startswith("8 of 60 attenuated groups are ties")
     assert "adora.ties: keep" in line
     assert said(seldom, seldom, seldom) == "", "fewer than a tenth"
     for silent in ({"mode": "off"}, {"factor": 1.0}, {"speaks": False}):
@@ -423,7 +426,8 @@ def test_the_summary_compares_the_first_and_the_last_fifth(tmp_path):
     text = "\n".join(summary_lines(history, config, tmp_path / "merged", 90))
     assert "Trained 9 steps in 1.5 min" in text
     assert "reward                     0.050       0.850" in text
-    assert "engine drift" in text and "TDS" not in text  # only what was logged
+    assert "engine drift" in text
+    assert "TDS" not in text  # only what was logged
     assert f"--model {tmp_path / 'merged'} " in text
     assert "Trained 0 steps" in "\n".join(summary_lines([], config, tmp_path, 1))
 
@@ -431,11 +435,9 @@ def test_the_summary_compares_the_first_and_the_last_fifth(tmp_path):
     # that entry.
     history = [{"step": 2, "train_runtime": 1.0, "reward": 0.25}, {"step": 2, "eval_reward": 0.75}]
     text = "\n".join(summary_lines(history, config, tmp_path / "merged", 90))
-    assert (
-        "Trained 2 steps" in text
-        and "reward                     0.250       0.250" in text
-        and "0.75" not in text
-    )
+    assert "Trained 2 steps" in text
+    assert "reward                     0.250       0.250" in text
+    assert "0.75" not in text
 
 
 START = as_called(str(Path(sys.executable).with_name("accelerate")))
@@ -471,11 +473,11 @@ STARTED = [
 
 
 def test_the_command_that_started_a_run(tmp_path):
-    found = []
+    commands = []
     for started, _ in STARTED:
         (tmp_path / "cmdline").write_bytes("\0".join(started).encode() + b"\0")
-        found.append(launch_command(["--seed", "1"], tmp_path / "cmdline"))
-    assert found == [command for _, command in STARTED]
+        commands.append(launch_command(["--seed", "1"], tmp_path / "cmdline"))
+    assert commands == [command for _, command in STARTED]
     assert (
         launch_command(["--seed", "1"], tmp_path / "no")
         == f"{interpreter()} -m adora_vl.train --seed 1"
@@ -483,8 +485,8 @@ def test_the_command_that_started_a_run(tmp_path):
 
 
 def test_the_commands_after_a_run(tmp_path):
-    place = f"{interpreter()} -m eval.problems run --model m --data DATA --output o"
-    assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == place
+    command = f"{interpreter()} -m eval.problems run --model m --data DATA --output o"
+    assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == command
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "test-00000-of-00001.parquet").touch()
     words = (
@@ -500,14 +502,15 @@ def test_the_commands_after_a_run(tmp_path):
 
 
 def test_an_adapter_alone_is_to_be_merged_before_it_is_evaluated(tmp_path):
-    """As a run with LoRA leaves it under ZeRO-3. Elsewhere training merges it."""
+    """A run with LoRA leaves it so under ZeRO-3; elsewhere training merges it."""
     config = AdoraGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, max_steps=10)
     (tmp_path / "adapter_config.json").touch()
     *_, merge, evaluate = summary_lines([], config, tmp_path, 1)
     assert (
         merge == f"Merge it      {interpreter()} -m adora_vl.export {tmp_path} {tmp_path / MERGED}"
     )
-    assert evaluate.startswith("Evaluate it") and f"--model {tmp_path} " in evaluate
+    assert evaluate.startswith("Evaluate it")
+    assert f"--model {tmp_path} " in evaluate
     (tmp_path / "config.json").touch()
     assert not any(line.startswith("Merge it") for line in summary_lines([], config, tmp_path, 1))
 
@@ -528,28 +531,28 @@ def test_training_longer_is_offered_where_it_is_a_continuation(tmp_path):
         if saved:
             (tmp_path / "checkpoint-10").mkdir(exist_ok=True)
         lines = summary_lines([{"step": 10, "reward": 1.0}], config, tmp_path, 1, command="CMD")
-        found = [line for line in lines if line.startswith("Train longer")]
-        assert found == ["Train longer  CMD --max_steps 20"] * offered, (schedule, saved)
+        offers = [line for line in lines if line.startswith("Train longer")]
+        assert offers == ["Train longer  CMD --max_steps 20"] * offered, (schedule, saved)
 
 
 def test_the_manifest_of_a_real_run(adora_run, resumed_run):
     manifest = read_manifest(adora_run)
-    assert manifest["status"] == "finished" and manifest["steps"] == STEPS and manifest["finished"]
+    assert manifest["status"] == "finished"
+    assert manifest["steps"] == STEPS
+    assert manifest["finished"]
     assert manifest["config"]["adora_method"]["adora"]["mode"] == "attenuation"
     assert manifest["config"]["learning_rate"] == 1e-3
-    assert manifest["data"]["rows"] == 32 and len(manifest["data"]["fingerprint"]) == 32
-    assert (
-        manifest["data"]["source"] == "synthetic"
-        and {"torch", "trl", "python"} <= manifest["versions"].keys()
-    )
+    assert manifest["data"]["rows"] == 32
+    assert len(manifest["data"]["fingerprint"]) == 32
+    assert manifest["data"]["source"] == "synthetic"
+    assert {"torch", "trl", "python"} <= manifest["versions"].keys()
     assert manifest["command"].startswith(f"{interpreter()} -m adora_vl.train --config ")
     assert not [key for key in manifest["config"] if key.endswith("token")]
-    assert len(manifest["starts"]) == 1 and manifest["starts"][0]["checkpoint"] is None
+    assert len(manifest["starts"]) == 1
+    assert manifest["starts"][0]["checkpoint"] is None
     facts = facts_of_run(manifest)
-    assert (
-        facts["recipe"] == "ADORA attenuation, factor 0.1"
-        and facts["status"] == f"finished at step {STEPS}"
-    )
+    assert facts["recipe"] == "ADORA attenuation, factor 0.1"
+    assert facts["status"] == f"finished at step {STEPS}"
 
     starts = read_manifest(resumed_run.folder)["starts"]
     assert [start["checkpoint"] for start in starts] == [
@@ -560,7 +563,8 @@ def test_the_manifest_of_a_real_run(adora_run, resumed_run):
 
 def test_a_manifest_of_somebody_else_is_not_read(tmp_path):
     (tmp_path / "manifest.json").write_text('{"made_by": "data_prep"}')
-    assert read_manifest(tmp_path) == {} and facts_of_run({}) == {}
+    assert read_manifest(tmp_path) == {}
+    assert facts_of_run({}) == {}
     manifest = {
         "made_by": "adora_vl.train",
         "status": "running",
@@ -579,8 +583,8 @@ def test_a_run_that_fails_says_so(tmp_path):
     }
     with pytest.raises(ValueError), failure_noted(manifest, tmp_path, lambda: 7, is_main=True):
         raise ValueError("the cause\nand more")
-    found = read_manifest(tmp_path)
-    assert (found["status"], found["steps"], found["error"]) == (
+    written = read_manifest(tmp_path)
+    assert (written["status"], written["steps"], written["error"]) == (
         "failed",
         7,
         "ValueError: the cause",
@@ -595,21 +599,23 @@ def test_a_run_that_fails_says_so(tmp_path):
 
 def test_every_saved_model_has_its_card_and_stays_whole(adora_run, tmp_path):
     """Also the exported one. The figures of a checkpoint's card are those up to its step."""
-    final, early = ((adora_run / name / "README.md").read_text() for name in ("", "checkpoint-2"))
+    final = (adora_run / "README.md").read_text()
+    early = (adora_run / "checkpoint-2" / "README.md").read_text()
     assert "# builtin/pretrained, 4 steps of ADORA attenuation, factor 0.1" in final
     assert "# builtin/pretrained, 2 steps of" in early
     assert problem_of(adora_run / "checkpoint-2") is None
     assert '| adora_method | {"adora": {"mode": "attenuation", "factor": 0.1, ' in final
     assert "| learning_rate | 0.001 |" in final
     assert f"| fingerprint | {read_manifest(adora_run)['data']['fingerprint']} |" in final
-    assert re.search(r"\| pass rate \| [\d.]+ \| [\d.]+ \|", final) and "| trl | 1." in final
+    assert re.search(r"\| pass rate \| [\d.]+% \| [\d.]+% \|", final)
+    assert "| trl | 1." in final
     assert str(adora_run.parent) not in final, "a path of this machine"
     assert export([str(adora_run / "checkpoint-2"), str(tmp_path / "model")]) == 0
     assert (tmp_path / "model" / "README.md").read_text() == early
 
 
 def test_the_code_of_the_card_runs(adora_run, monkeypatch, capsys, tmp_path):
-    """As a stranger would: copied out of the card, in the model's folder, with a picture of theirs."""
+    """A stranger copies it out of the card and runs it in the model's folder, on their own picture."""
     out = shutil.copytree(
         adora_run, tmp_path / "model", ignore=shutil.ignore_patterns("checkpoint-*", "rollouts")
     )
@@ -625,45 +631,55 @@ def test_the_code_of_the_card_runs(adora_run, monkeypatch, capsys, tmp_path):
 
 def test_a_card_without_facts_one_of_an_adapter_and_one_of_a_text_only_policy():
     card = model_card({}, [], 0)
-    assert (
-        "Nothing was logged before this was saved." in card
-        and "Not recorded." in card
-        and "base_model" not in card
-    )
+    assert "Nothing was logged before this was saved." in card
+    assert "Not recorded." in card
+    assert "base_model" not in card
     config = {"adora_method": {"grpo": {}}, "adora_reward": ["a|b"], "use_peft": True}
     model = {"name": "Qwen/Qwen2.5-VL-7B-Instruct"}
     data = {"folder": "data/geometry3k", "input": "/home/me/raw"}
     card = model_card({"model": model, "config": config, "data": data}, [], 7)
-    assert (
-        'base_model: "Qwen/Qwen2.5-VL-7B-Instruct"' in card and "python -m adora_vl.export" in card
-    )
-    assert (
-        "7 steps of GRPO\n" in card
-        and '| adora_reward | ["a\\|b"] |' in card
-        and "```python" in card
-    )
-    assert (
-        "| dataset | data/geometry3k |" in card
-        and "| input | raw |" in card
-        and "/home" not in card
-    )
+    assert 'base_model: "Qwen/Qwen2.5-VL-7B-Instruct"' in card
+    assert "python -m adora_vl.export" in card
+    assert "7 steps of GRPO\n" in card
+    assert '| adora_reward | ["a\\|b"] |' in card
+    assert "```python" in card
+    assert "| dataset | data/geometry3k |" in card
+    assert "| input | raw |" in card
+    assert "/home" not in card
 
     card = model_card({"model": {"sees_images": False}}, [], 1)
-    assert "AutoModelForCausalLM" in card and "pipeline_tag: text-generation" in card
-    assert "image" not in card and "diagram" not in card
+    assert "AutoModelForCausalLM" in card
+    assert "pipeline_tag: text-generation" in card
+    assert "image" not in card
+    assert "diagram" not in card
 
 
 def test_the_summary_of_a_real_run_names_files_and_commands_that_exist(resumed_run, tmp_path):
-    """Its own words are taken as they are: the viewer's command writes the page."""
+    """The words are taken as they are: the viewer's command writes the page."""
     named = r"^(Model|Metrics|Rollouts|View it|Evaluate it|Train longer) +(.*)$"
     words = dict(re.findall(named, resumed_run.printed, re.M))
     for name in ("Model", "Metrics", "Rollouts"):
         assert Path(words[name].split("  (")[0]).exists(), name
     assert view([*words["View it"].split()[3:], "--output", str(tmp_path / "page.html")]) == 0
     folder = re.search(r"--data (\S+)", words["Evaluate it"])
-    assert (
-        folder
-        and json.loads((Path(folder[1]) / "manifest.json").read_text())["made_by"] == "data_prep"
-    )
+    assert folder
+    assert json.loads((Path(folder[1]) / "manifest.json").read_text())["made_by"] == "data_prep"
     expected = " ".join(arguments(resumed_run.folder)) + f" --max_steps {2 * STEPS}"
     assert words["Train longer"] == f"{interpreter()} -m adora_vl.train {expected}"
+
+
+def test_a_run_with_tools_is_evaluated_with_them(tmp_path):
+    config = AdoraGRPOConfig(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        max_steps=10,
+        tools=["zoom"],
+        max_tool_calling_iterations=2,
+        adora_tool_options=ToolOptions(images=3),
+    )
+    lines = summary_lines([], config, tmp_path, 1)
+    [evaluate] = [line for line in lines if line.startswith("Evaluate it")]
+    assert evaluate.endswith(
+        "--tools zoom --max-tool-calling-iterations 2 --tool-options '{images: 3}'"
+    )

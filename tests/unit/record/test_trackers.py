@@ -63,10 +63,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def figures(run: Path) -> list[float]:
-    """What metrics.jsonl has, which the trackers have to repeat."""
-    found = [line[FIGURE] for line in read_metrics(run / "metrics.jsonl") if FIGURE in line]
-    assert len(found) == STEPS
-    return found
+    """Read what metrics.jsonl has, which the trackers have to repeat."""
+    values = [line[FIGURE] for line in read_metrics(run / "metrics.jsonl") if FIGURE in line]
+    assert len(values) == STEPS
+    return values
 
 
 @needs("tensorboard")
@@ -78,9 +78,8 @@ def test_tensorboard_has_our_figures(run):
     read = EventAccumulator(str(events.parent))
     read.Reload()
     scalars = read.Scalars(f"train/{FIGURE}")
-    assert [one.step for one in scalars] == [1, 2] and [
-        one.value for one in scalars
-    ] == pytest.approx(figures(run))
+    assert [scalar.step for scalar in scalars] == [1, 2]
+    assert [scalar.value for scalar in scalars] == pytest.approx(figures(run))
     assert {"train/reward", "train/grading/correct", "train/seconds/rollout"} <= set(
         read.Tags()["scalars"]
     )
@@ -99,13 +98,12 @@ def test_wandb_has_them_with_rollouts_and_images_and_stays_offline(run):
         rows = [dict(zip(table["columns"], values, strict=True)) for values in table["data"]]
         assert len(rows) == ROLLOUTS
         for row in rows:
-            assert (
-                "<image>" in row["prompt"]
-                and isinstance(row["adora_weight"], float)
-                and row["verdict"]
-            )
+            assert "<image>" in row["prompt"]
+            assert isinstance(row["adora_weight"], float)
+            assert row["verdict"]
             (image,) = row["image"]
-            assert image["path"].startswith("media/images/") and image["width"] > 0
+            assert image["path"].startswith("media/images/")
+            assert image["width"] > 0
     assert any(content.startswith(b"\x89PNG") for content in staged)
 
 
@@ -124,7 +122,8 @@ def test_trackio_has_them_with_rollouts_and_images_and_stays_here(run):
     tables = [line["completions"]["_value"] for line in lines if "completions" in line]
     assert [len(table) for table in tables] == [ROLLOUTS] * TABLES
     for row in (row for table in tables for row in table):
-        assert "<image>" in row["prompt"] and row["verdict"]
+        assert "<image>" in row["prompt"]
+        assert row["verdict"]
         (image,) = row["image"]
         assert (folder / "media" / image["file_path"]).is_file()
 
@@ -134,7 +133,7 @@ def test_a_tracker_that_is_not_installed_is_one_line_before_anything_is_loaded(
 ):
     monkeypatch.setattr(backends, "find_spec", lambda name: None)
     monkeypatch.setattr(
-        "adora_vl.preflight.run_checks.resolve_model",
+        "adora_vl.preflight.check_model.resolve_model",
         lambda name: pytest.fail("a model was looked for"),
     )
     for name, package in (("wandb", "wandb"), ("mlflow", "mlflow"), ("flyte", "flytekit")):
@@ -150,15 +149,15 @@ def test_trackers_are_offline(monkeypatch):
     environment: dict[str, str] = {}
     monkeypatch.setattr(os, "environ", environment)
     prepare_trackers(["wandb", "trackio"], "out")
-    kept = str(Path.cwd() / "out" / "wandb")
-    assert environment == {"WANDB_MODE": "offline", "WANDB_DIR": "out", "WANDB_DATA_DIR": kept}
+    folder = str(Path.cwd() / "out" / "wandb")
+    assert environment == {"WANDB_MODE": "offline", "WANDB_DIR": "out", "WANDB_DATA_DIR": folder}
     environment["WANDB_MODE"] = "online"
     prepare_trackers(["wandb"], "out")
     assert environment["WANDB_MODE"] == "online"
 
 
 def logs(size: int = 2) -> dict[str, Any]:
-    """As TRL makes them."""
+    """Build the lines of a log as TRL makes them."""
     column: Callable[[], deque[Any]] = partial(deque, maxlen=size)
     return {
         "images": column(),
@@ -180,12 +179,12 @@ def test_what_was_kept_comes_back():
     stale = logs()
     stale["completion"].extend(["of another", "generation"])
     from_json(to_json(full), stale)
-    assert stale["prompt"] == full["prompt"] and stale["completion"] == full["completion"]
-    assert stale["advantages"] == full["advantages"] and stale["advantages"].maxlen == 2
-    assert (
-        stale["rewards"]["accuracy"][0] == 1.0
-        and stale["rewards"]["accuracy"][1] != stale["rewards"]["accuracy"][1]
-    )
+    assert stale["prompt"] == full["prompt"]
+    assert stale["completion"] == full["completion"]
+    assert stale["advantages"] == full["advantages"]
+    assert stale["advantages"].maxlen == 2
+    assert stale["rewards"]["accuracy"][0] == 1.0
+    assert stale["rewards"]["accuracy"][1] != stale["rewards"]["accuracy"][1]
     assert list(stale["extra"]["mine"]) == [0.5, "{1, 2}"]
     from_json("", stale)
     assert list(stale["completion"]) == ["a", "b"], "a checkpoint without a table changes nothing"

@@ -11,7 +11,15 @@ import pytest
 
 from adora_vl.record.metrics import read_metrics
 from tests.support.browser import assert_that_it_runs
-from tests.support.recorded_runs import ATTACK, attacked_page, make_page, write_run
+from tests.support.recorded_runs import (
+    ATTACK,
+    SETTINGS,
+    VIEW,
+    attacked_page,
+    looked_turns,
+    make_page,
+    write_run,
+)
 from tests.support.tiny_run import STEPS
 
 pytestmark = pytest.mark.slow
@@ -46,7 +54,8 @@ def test_texts_of_a_model_do_nothing(browser, attacked, tmp_path):
     browser.put("#other-figure", ATTACK)
     browser.click("#follow")
     assert browser.text("#charts figcaption") == ATTACK
-    assert "training report" in browser.js("document.title") and browser.errors == []
+    assert "training report" in browser.js("document.title")
+    assert browser.errors == []
     assert (
         browser.js("document.querySelectorAll('iframe, script:not(#data), #charts img').length")
         == 1
@@ -72,16 +81,19 @@ def test_the_policy_alone_stops_what_would_not_be_escaped(browser, attacked, tmp
 
 
 def test_a_person_finds_a_group(browser, page):
-    """By every filter, with the mouse; the counts are those of `write_run`: 12 steps x 2 groups and
-    60 x 1.
+    """Every filter works with the mouse.
+
+    The counts are those of `write_run`: 12 steps x 2 groups and 60 x 1.
     """
     browser.look()
     browser.open(page)
     count = lambda: browser.text("#count").split(" groups")[0]  # noqa: E731
-    assert count() == "84 of 84" and len(browser.texts("#list button")) == 50
+    assert count() == "84 of 84"
+    assert len(browser.texts("#list button")) == 50
     assert browser.text("#page-number") == "1 of 2"
     browser.click("#page-on")
-    assert len(browser.texts("#list button")) == 34 and browser.text("#page-number") == "2 of 2"
+    assert len(browser.texts("#list button")) == 34
+    assert browser.text("#page-number") == "2 of 2"
     for field, value, expected in (
         ("run", "1", 60),
         ("weight", "tds", 12),
@@ -105,10 +117,11 @@ def test_a_person_finds_a_group(browser, page):
         browser.wait("document.getElementById('count').textContent.startsWith('84 of')")
     browser.put("#filter-weight", "tds")
     browser.put("#filter-from", "7")
-    assert count() == "6 of 84" and browser.text("#detail h3") == "Step 7, adora problem/1"
+    assert count() == "6 of 84"
+    assert browser.text("#detail h3") == "Step 7, adora problem/1"
     browser.click("#list li:nth-child(3) button")
     assert browser.text("#detail h3") == "Step 9, adora problem/1"
-    assert browser.text("#why") == (
+    assert browser.text(".why") == (
         "Attenuated to 0.1: TDS, the longest right rollout is longer than the mean of the "
         "finished wrong ones."
     )  # the record's word is shown, and so is what it rests on
@@ -119,9 +132,11 @@ def test_a_person_finds_a_group(browser, page):
     assert "1.5 → 0.15" in browser.text(".rollout .facts")
     assert browser.js("document.querySelector('#detail img').naturalWidth") == 60
     browser.click("#follow")
-    assert count() == "12 of 84" and browser.text("#detail h3") == "Step 9, adora problem/1"
+    assert count() == "12 of 84"
+    assert browser.text("#detail h3") == "Step 9, adora problem/1"
     browser.click("#followed tbody tr:nth-child(2) button")
-    assert browser.text("#detail h3") == "Step 2, adora problem/1" and browser.errors == []
+    assert browser.text("#detail h3") == "Step 2, adora problem/1"
+    assert browser.errors == []
 
 
 def test_the_keyboard_is_enough(browser, page):
@@ -149,9 +164,9 @@ def test_the_keyboard_is_enough(browser, page):
     browser.click("#filters button[type=reset]")
     browser.wait("document.getElementById('count').textContent.startsWith('84 of')")
     browser.js("document.getElementById('filter-from').focus()")
-    shown = browser.text("#detail h3")
+    heading = browser.text("#detail h3")
     browser.press("j")
-    assert browser.text("#detail h3") == shown
+    assert browser.text("#detail h3") == heading
 
 
 def test_the_result_comes_first_and_the_usual_curves_need_no_menu(browser, tmp_path):
@@ -160,14 +175,14 @@ def test_the_result_comes_first_and_the_usual_curves_need_no_menu(browser, tmp_p
         {**line, "loss": 0.1, "kl": 0.2, "grad_norm": 1.5}
         for line in read_metrics(run / "metrics.jsonl")
     ]
-    held = [
+    evaluations = [
         {"step": step, "kind": "eval", "eval_geometry3k_accuracy": 0.02 * step} for step in (5, 20)
     ]
-    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, [*lines, *held])))
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, [*lines, *evaluations])))
     browser.open(make_page(tmp_path / "page.html", run))
     assert (
-        browser.text("#result p")
-        == "adora: held-out accuracy, geometry3k 10 % → 40 % (first and last evaluation)"
+        browser.text(".result")
+        == "Held-out accuracy, geometry3k 10 % → 40 % (first and last evaluation)"
     )
     titles = browser.texts("#charts figcaption")
     assert {"Loss", "KL to the reference", "Gradient norm", "Held-out accuracy, geometry3k"} <= set(
@@ -188,13 +203,13 @@ def test_the_result_comes_first_and_the_usual_curves_need_no_menu(browser, tmp_p
 def test_the_four_views_of_a_benchmark_stand_in_one_chart(browser, tmp_path):
     views = {f"eval_geometry3k_{view}_accuracy": share for view, share in VIEWS.items()}
     run = write_run(tmp_path / "adora", 3)
-    other = write_run(tmp_path / "other", 3)
-    for folder in (run, other):
-        held = [{"step": step, "kind": "eval", **views} for step in (1, 3)]
+    other_run = write_run(tmp_path / "other", 3)
+    for folder in (run, other_run):
+        evaluations = [{"step": step, "kind": "eval", **views} for step in (1, 3)]
         file = folder / "metrics.jsonl"
-        file.write_text("\n".join(map(json.dumps, [*read_metrics(file), *held])))
+        file.write_text("\n".join(map(json.dumps, [*read_metrics(file), *evaluations])))
     browser.open(make_page(tmp_path / "page.html", run))
-    assert "held-out accuracy, geometry3k_image 60 %" in browser.text("#result p")
+    assert "Held-out accuracy, geometry3k_image 60 %" in browser.text(".result")
     titles = browser.texts("#charts figcaption")
     assert [title for title in titles if title.startswith("Held-out")] == [
         "Held-out accuracy, geometry3k"
@@ -202,14 +217,14 @@ def test_the_four_views_of_a_benchmark_stand_in_one_chart(browser, tmp_path):
     chart = f"#charts figure:nth-child({titles.index('Held-out accuracy, geometry3k') + 1})"
     browser.js(f"document.querySelector('{chart} .plot').focus()")
     browser.press("ArrowLeft")
-    said = browser.text(f"{chart} .reading")
-    assert all(f"{view} {100 * share:.0f} %" in said for view, share in VIEWS.items()), said
+    reading = browser.text(f"{chart} .reading")
+    assert all(f"{view} {100 * share:.0f} %" in reading for view, share in VIEWS.items()), reading
     colours = (
         f"new Set([...document.querySelectorAll('{chart} svg path')].map(n => "
         "n.getAttribute('class'))).size"
     )
     assert browser.js(colours) == 4
-    browser.open(make_page(tmp_path / "two.html", run, other))
+    browser.open(make_page(tmp_path / "two.html", run, other_run))
     assert (
         sum(title.startswith("Held-out") for title in browser.texts("#charts figcaption")) == 4
     ), "one of each view"
@@ -221,41 +236,39 @@ VIEWS = {"image": 0.6, "text": 0.7, "both": 0.8, "blank": 0.1}
 def test_a_run_one_step_ahead_shows_how_old_its_rollouts_are_and_who_waited(browser, tmp_path):
     """Another run is not told that it lacks them."""
     ahead = write_run(tmp_path / "ahead", 3)
-    other = write_run(tmp_path / "other", 3)
+    other_run = write_run(tmp_path / "other", 3)
     waited = {"adora/trainer_waited_s": 1.5, "adora/servers_waited_s": 0.5}
     lines = [
         {**line, "adora/staleness": 1, **waited} for line in read_metrics(ahead / "metrics.jsonl")
     ]
     (ahead / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    own = {"Age of the rollouts in generations", "Seconds waited"}
+    expected = {"Age of the rollouts in generations", "Seconds waited"}
     browser.open(make_page(tmp_path / "ahead.html", ahead))
     titles = browser.texts("#charts figcaption")
-    assert own <= set(titles)
+    assert expected <= set(titles)
     waits = f"#charts figure:nth-child({titles.index('Seconds waited') + 1})"
     browser.js(f"document.querySelector('{waits} .plot').focus()")
     browser.press("ArrowLeft")
-    assert browser.text(f"{waits} .reading") == "step 3: by the trainer 1.5, by the servers 0.5"
-    browser.open(make_page(tmp_path / "other.html", other))
-    assert not own & set(browser.texts("#charts figcaption"))
-    assert not any(title in browser.text("#charts > .hint") for title in own)
+    assert browser.text(f"{waits} .reading") == "step 3: by the trainer 1.5 s, by the servers 0.5 s"
+    browser.open(make_page(tmp_path / "other.html", other_run))
+    assert not expected & set(browser.texts("#charts figcaption"))
+    assert not any(title in browser.text("#charts > .missing") for title in expected)
 
 
 def test_shares_go_from_0_to_100_percent_also_where_all_are_0(browser, tmp_path):
     run = write_run(tmp_path / "adora", 3)
     keys = ("adora/tds_share", "adora/pass_rate", "eval_geometry3k_accuracy", "kl")
-    lines = [{"step": step, "kind": "train", **dict.fromkeys(keys, 0.0)} for step in (1, 2, 3)]
-    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    browser.open(make_page(tmp_path / "page.html", run))
-    axis = {
-        title: browser.js(
-            f"[...document.querySelectorAll('#charts figure')[{number}].querySelectorAll("
-            "'.tick[text-anchor=end]')].map(node => node.textContent)"
-        )
-        for number, title in enumerate(browser.texts("#charts figcaption"))
-    }
+    axis = {}
+    for key in keys:  # equal charts are drawn once
+        lines = [{"step": step, "kind": "train", key: 0.0} for step in (1, 2, 3)]
+        (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        browser.open(make_page(tmp_path / "page.html", run))
+        ticks = "[...document.querySelectorAll('#charts .tick[text-anchor=end]')]"
+        title = browser.text("#charts figcaption")
+        axis[title] = browser.js(f"{ticks}.map(node => node.textContent)")
     shares = ("Share of TDS prompts", "Pass rate", "Held-out accuracy, geometry3k")
-    whole = ["0 %", "20 %", "40 %", "60 %", "80 %", "100 %"]
-    assert {title: axis[title] for title in shares} == dict.fromkeys(shares, whole)
+    full_axis = ["0 %", "20 %", "40 %", "60 %", "80 %", "100 %"]
+    assert {title: axis[title] for title in shares} == dict.fromkeys(shares, full_axis)
     assert axis["KL to the reference"][0] == "0"
 
 
@@ -289,7 +302,8 @@ def test_formulas_are_printed_and_their_source_is_a_click_away(browser, tmp_path
     browser.click(".rollout button")  # the rest of a long text
     assert browser.js("document.querySelectorAll('.rollout msub').length") == 1
     browser.click("#source")
-    assert browser.text(".problem .text") == problem and browser.text(".gold") == texts["answer"]
+    assert browser.text(".problem .text") == problem
+    assert browser.text(".gold") == texts["answer"]
     assert browser.js("document.querySelectorAll('math').length") == 0
     assert (
         browser.js(
@@ -298,10 +312,8 @@ def test_formulas_are_printed_and_their_source_is_a_click_away(browser, tmp_path
         == "sourcetrue"
     )
     browser.press("Enter")
-    assert (
-        browser.js("document.querySelectorAll('.problem math').length") == 3
-        and browser.errors == []
-    )
+    assert browser.js("document.querySelectorAll('.problem math').length") == 3
+    assert browser.errors == []
 
 
 def test_formulas_of_a_model_do_nothing(browser, tmp_path):
@@ -326,7 +338,8 @@ def test_formulas_of_a_model_do_nothing(browser, tmp_path):
     browser.click(".problem math mi")
     wrong = ".formula :is(a, script, img, svg, iframe), math :is([href], [style], [class])"
     assert browser.js(f"document.querySelectorAll('{wrong}').length") == 0
-    assert "training report" in browser.js("document.title") and browser.errors == []
+    assert "training report" in browser.js("document.title")
+    assert browser.errors == []
     assert [
         url for url in browser.requests if not url.startswith(("data:", "file:", "about:"))
     ] == []
@@ -344,7 +357,102 @@ def test_a_click_enlarges_a_diagram_and_escape_closes_it(browser, page):
     assert not browser.js("document.getElementById('enlarged').open")
     browser.click(".diagram")
     browser.click("#enlarged button")
-    assert not browser.js("document.getElementById('enlarged').open") and browser.errors == []
+    assert not browser.js("document.getElementById('enlarged').open")
+    assert browser.errors == []
+
+
+def test_the_first_screen_says_what_a_run_did_and_why(browser, page, tmp_path):
+    """The rollouts come before the curves, and a name is not repeated."""
+    run = write_run(tmp_path / "lonely", 20)
+    browser.look(width=1400, height=900)
+    browser.open(make_page(tmp_path / "one.html", run))
+    assert browser.text("h1") == "lonely" and "lonely" not in browser.text("#runs")
+    assert browser.texts(".story li") == [
+        "Signal: 20 of 40 recorded groups (50 %) have rewards that differ, and only these are "
+        "learned from.",
+        "Weights: 20 of these groups (100 %) were attenuated. They held 100 % of all |advantage| "
+        "before the weights and 100 % after.",
+        "Length: from the first to the last fifth of the steps, right answers became longer "
+        "(25 → 185 tokens) and wrong ones became longer (25 → 185 tokens).",
+    ]
+    place = "document.querySelector('{}').getBoundingClientRect().top"
+    assert browser.js(place.format(".rollout")) < 900, "a rollout is on the first screen"
+    assert browser.js(f"{place.format('#groups')} < {place.format('#curves')}")
+    assert "temporarily disadvantageous" in browser.text("#groups .hint")
+    assert not browser.js("document.querySelector('#filter-run').getClientRects().length")
+    browser.open(page)
+    assert browser.text("h1") == "2 runs" and browser.texts("#runs h2") == ["adora", "grpo"]
+
+
+def test_a_chart_says_how_to_read_it_and_none_is_equal_to_another(browser, tmp_path):
+    run = write_run(tmp_path / "adora", 6)
+    file = run / "metrics.jsonl"
+    figures = {"grading/correct": 0.5, "adora/length_correct": 20.0, "adora/length_wrong": 30.0}
+    lines = [{**line, **figures} for line in read_metrics(file)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    browser.open(make_page(tmp_path / "page.html", run))
+    titles = browser.texts("#charts figcaption")
+    assert "Pass rate" in titles and "Accuracy in training" not in titles
+    assert browser.text("#charts .equal") == "Accuracy in training is equal to pass rate."
+    assert "accuracy" not in browser.texts("#figures th")
+    assert len(browser.texts("#charts .how")) == len(titles)
+    legends = browser.texts("#charts .legend")
+    assert legends == ["rightwrong"], "a single line needs no legend"
+    lines[-1]["grading/correct"] = 0.6
+    file.write_text("\n".join(map(json.dumps, lines)))
+    browser.open(make_page(tmp_path / "page.html", run))
+    assert "Accuracy in training" in browser.texts("#charts figcaption")
+    assert browser.texts("#charts .equal") == []
+
+
+def test_the_list_shows_pictures_and_words_and_is_sorted_by_what_one_asks_for(browser, tmp_path):
+    problem = "<image>Find the length of the side AB of it."
+    run = write_run(tmp_path / "adora", 3, problem=problem)
+    browser.open(make_page(tmp_path / "page.html", run))
+    assert browser.text("#list .line2") == "Find the length of the side…"
+    assert browser.js("document.querySelector('#list img').naturalWidth") == 60
+    assert browser.text(".problem .text") == problem.removeprefix("<image>")
+    orders = {
+        "step": ["1 0", "1 1", "2 0", "2 1", "3 0", "3 1"],
+        "weight": ["1 1", "2 1", "3 1", "1 0", "2 0", "3 0"],
+        "advantage": ["1 1", "2 1", "3 1", "1 0", "2 0", "3 0"],
+        "disagreement": ["1 1", "2 1", "3 1", "1 0", "2 0", "3 0"],
+        "length": ["3 0", "3 1", "2 0", "2 1", "1 0", "1 1"],
+    }
+    # the advantages of group 0 are -0.05 throughout, those of group 1 have 0.15 among them
+    named = (
+        "[...document.querySelectorAll('#list button')].map(node => "
+        "node.getAttribute('aria-label').match(/Step (\\d), adora, problem.(\\d)/).slice(1)"
+        ".join(' '))"
+    )
+    for order, expected in orders.items():
+        browser.put("#filter-sort", order)
+        assert browser.js(named) == expected, order
+    browser.click("#filters button[type=reset]")
+    browser.wait("document.getElementById('filter-sort').value === 'step'")
+
+
+def test_a_call_is_drawn_on_the_picture_and_spelled_as_a_person_would(browser, tmp_path):
+    run = write_run(
+        tmp_path / "looked", 2, settings={**SETTINGS, "view": VIEW}, turns=looked_turns()
+    )
+    write_run(tmp_path / "blind", 2)
+    browser.open(make_page(tmp_path / "page.html", run))
+    assert browser.text(".call code") == "zoom(0, 20, 30, 40)"
+    assert browser.text(".turns .tool .hint") == "tool, 0.44 ms"
+    shown = browser.text("#detail")
+    assert "tool_call" not in shown and "<image>" not in shown and "I look." in shown
+    # of a picture of 60 x 40, which this model sees at that size
+    box = "['x', 'y', 'width', 'height'].map(name => document.querySelector('{} rect').getAttribute(name))"
+    for place in (".problem .places", ".call .places"):
+        assert browser.js(box.format(place)) == ["0", "50", "50", "50"]
+    width = "document.querySelector('.problem {}').getBoundingClientRect().width"
+    assert browser.js(width.format(".places")) == browser.js(width.format("img"))
+    for choice, expected in (("called", 4), ("none", 0), ("failed", 0)):
+        browser.put("#filter-calls", choice)
+        assert browser.text("#count").startswith(f"{expected} of 4"), choice
+    browser.open(make_page(tmp_path / "blind.html", tmp_path / "blind"))
+    assert not browser.js("document.querySelector('#filter-calls').getClientRects().length")
 
 
 def test_an_address_leads_back_to_its_group(browser, page):
@@ -354,17 +462,11 @@ def test_an_address_leads_back_to_its_group(browser, page):
     assert browser.js("location.hash") == "#run=1&step=11&id=problem%2F0"
 
 
-def test_a_short_run_begins_with_its_rollouts_and_a_print_has_the_figures_and_no_buttons(
+def test_a_print_has_the_groups_of_the_filter_and_the_figures_and_no_buttons(
     browser, page, tmp_path
 ):
-    above = (
-        "(y => y('#curves') < y('#groups'))(s => "
-        "document.querySelector(s).getBoundingClientRect().y)"
-    )
-    browser.open(page)
-    assert browser.js(above) and "temporarily disadvantageous" in browser.text("header")
     browser.open(make_page(tmp_path / "short.html", write_run(tmp_path / "short", 2)))
-    assert not browser.js(above) and browser.js("document.querySelector('#table').open")
+    assert browser.js("document.querySelector('#table').open"), "no curve has anything to see"
     browser.open(page)
     browser.page.emulate_media(media="print")
     browser.js("dispatchEvent(new Event('beforeprint'))")
@@ -372,11 +474,22 @@ def test_a_short_run_begins_with_its_rollouts_and_a_print_has_the_figures_and_no
         "[...document.querySelectorAll('form, nav, .buttons, .keys')].every(n => "
         "n.getClientRects().length === 0)"
     )
-    assert (
-        browser.js(hidden)
-        and browser.js("document.querySelector('#figures').getClientRects().length") == 1
-    )
+    assert browser.js(hidden)
+    assert browser.js("document.querySelector('#figures').getClientRects().length") == 1
+    assert len(browser.texts("#printed article")) == 20
+    assert browser.text("#printed .hint") == "The first 20 of 84 groups of the filter."
+    assert browser.js("document.querySelector('#detail').getClientRects().length") == 0
+    browser.js("dispatchEvent(new Event('afterprint'))")
     browser.page.emulate_media(media="screen")
+    browser.put("#filter-weight", "tds")
+    browser.put("#filter-from", "9")
+    browser.js("dispatchEvent(new Event('beforeprint'))")
+    headings = browser.texts("#printed h3")
+    assert headings == [f"Step {step}, adora problem/1" for step in (9, 10, 11, 12)]
+    ids = browser.js("[...document.querySelectorAll('[id]')].map(node => node.id)")
+    assert len(ids) == len(set(ids))
+    browser.js("dispatchEvent(new Event('afterprint'))")
+    assert browser.texts("#printed article") == []
 
 
 @pytest.mark.parametrize("dark", [False, True])
@@ -390,7 +503,7 @@ def test_it_is_legible_on_a_phone_and_in_the_dark(browser, page, dark):
     assert browser.js(
         "[...document.querySelectorAll('input, select')].every(n => n.labels.length === 1)"
     )
-    assert browser.js("[...document.querySelectorAll('img')].every(n => n.alt)")
+    assert browser.js("[...document.querySelectorAll('img')].every(n => n.hasAttribute('alt'))")
     colours = browser.js(
         "['h1', '.hint', '.reading', '.legend li', '.facts dt', '.verdict.wrong', "
         "'.verdict.correct', '.badge', 'code', '.rollout .text', '#list button', '.line2'].map(s "
@@ -412,13 +525,13 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def contrast(one: str, other: str) -> float:
-    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+def contrast(text_color: str, background: str) -> float:
+    light, dark = sorted((luminance(text_color), luminance(background)), reverse=True)
     return (light + 0.05) / (dark + 0.05)
 
 
 def test_two_real_runs_over_each_other(browser, adora_run, grpo_run, tmp_path):
-    """What the page shows is what the runs' own files say."""
+    """The page shows what the runs' own files say."""
     path = make_page(tmp_path / "page.html", adora_run, grpo_run)
     browser.look()
     browser.open(path)
@@ -426,10 +539,10 @@ def test_two_real_runs_over_each_other(browser, adora_run, grpo_run, tmp_path):
     browser.js("document.querySelector('.plot').focus()")
     browser.press("ArrowLeft")
     last = [read_metrics(run / "metrics.jsonl")[STEPS - 1] for run in (adora_run, grpo_run)]
-    shown = [
+    rewards = [
         float(text) for text in re.findall(r"(?:adora|grpo) ([\d.]+)", browser.text(".reading"))
     ]
-    assert shown == pytest.approx([line["reward"] for line in last], abs=1e-3)
+    assert rewards == pytest.approx([line["reward"] for line in last], abs=1e-3)
     titles = browser.texts("figcaption")
     assert {
         "Pass rate",
@@ -438,11 +551,9 @@ def test_two_real_runs_over_each_other(browser, adora_run, grpo_run, tmp_path):
         "Seconds per step, grpo",
     } <= set(titles)
     assert "Not logged by these runs: KL to the reference; Drift of engine" in browser.text(
-        "#charts > .hint"
+        "#charts > .missing"
     )
     browser.put("#filter-run", "1")
-    assert browser.text("#why").startswith("GRPO, weight 1; ADORA's criteria say ")
-    assert (
-        browser.js("document.querySelector('#detail img').naturalWidth") > 0
-        and browser.errors == []
-    )
+    assert browser.text(".why").startswith("GRPO, weight 1; ADORA's criteria say ")
+    assert browser.js("document.querySelector('#detail img').naturalWidth") > 0
+    assert browser.errors == []

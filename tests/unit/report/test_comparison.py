@@ -59,8 +59,10 @@ def run(
         "steps": len(rates),
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    known = {"kind": "train", "seconds/rollout": seconds}
-    lines = [{"step": step, "adora/pass_rate": rate, **known} for step, rate in enumerate(rates, 1)]
+    figures = {"kind": "train", "seconds/rollout": seconds}
+    lines = [
+        {"step": step, "adora/pass_rate": rate, **figures} for step, rate in enumerate(rates, 1)
+    ]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     if right is not None:
         graded = [Graded(str(i), RowGrade(verdict(i < right), None, "r")) for i in range(20)]
@@ -87,19 +89,23 @@ def test_the_statistics_by_hand():
 
 def test_seeds_are_paired_where_they_are_the_same():
     paired = between_seeds({0: 0.1, 1: 0.5}, {1: 0.6, 0: 0.2})
-    assert paired.value == pytest.approx(0.1) and paired.over == "2 pairs of seeds"
-    assert paired.low == pytest.approx(0.1) and paired.high == pytest.approx(
-        0.1
-    )  # both pairs differ by 0.1
+    assert paired.value == pytest.approx(0.1)
+    assert paired.over == "2 pairs of seeds"
+    assert paired.low == pytest.approx(0.1)
+    assert paired.high == pytest.approx(0.1)  # both pairs differ by 0.1
     apart = between_seeds({0: 0.1, 1: 0.5}, {2: 0.6, 3: 0.2})
-    assert apart.low is not None and apart.low < -0.5 and apart.over == "2 and 2 seeds"
+    assert apart.low is not None
+    assert apart.low < -0.5
+    assert apart.over == "2 and 2 seeds"
     assert between_seeds({0: 0.1}, {0: 0.2}).low is None
 
 
 def test_a_figure_at_a_budget_is_the_mean_of_its_last_tenth():
     points = [(10.0 * i, float(i)) for i in range(1, 21)]
-    assert at_budget(points, 100) == 10 and at_budget(points, 200) == 19.5
-    assert at_budget(points, 105, window=0.0) == 10 and at_budget(points, 9) is None
+    assert at_budget(points, 100) == 10
+    assert at_budget(points, 200) == 19.5
+    assert at_budget(points, 105, window=0.0) == 10
+    assert at_budget(points, 9) is None
 
 
 def test_rollouts_of_a_step():
@@ -159,7 +165,8 @@ def test_two_runs_with_one_seed_are_judged_over_the_problems(tmp_path, capsys):
     assert text.startswith(
         "B (ADORA attenuation, factor 0.1, 1 seed) is better than A (GRPO, 1 seed): +55.0 points on"
     )
-    assert "over 20 problems" in text and "The configs differ in adora_method." in text
+    assert "over 20 problems" in text
+    assert "The configs differ in adora_method." in text
     assert "With one seed on a side" in text
     assert "At equal rollouts (160 rollouts) it is +40.0 in pass rate in training." in text
     # within 10 s B, whose steps take two, has made five, and the last tenth of 10 s has the fifth
@@ -179,33 +186,28 @@ def test_equal_seconds_are_not_equal_rollouts(tmp_path, capsys):
     explained = lines[
         lines.index(next(line for line in lines if line.startswith("N rollouts, N s: "))) :
     ]
-    assert (
-        explained[1].startswith("pass rate in training: ")
-        and "the last tenth before that point" in explained[1]
-    )
+    assert explained[1].startswith("pass rate in training: ")
+    assert "the last tenth before that point" in explained[1]
     assert "cannot be told from" in lines[0]
 
 
 def test_an_evaluation_on_the_way_is_taken_as_it_is(tmp_path, capsys):
-    """It is of many problems already. The pass rate in training is a mean over the last tenth."""
+    """It covers many problems already; the pass rate in training is a mean over the last tenth."""
     for name, offset in (("a", 0.0), ("b", 0.4)):
         folder = Path(run(tmp_path / name, [0.1], adora_method={name: {}}))
+        shares = {95: 0.5, 100: 0.5 + offset}
         evaluated = {
-            step: {
-                "step": step,
-                "kind": "eval",
-                "eval_drawn_accuracy": 0.5 + offset * (step == 100),
-            }
-            for step in (95, 100)
+            step: {"step": step, "kind": "eval", "eval_drawn_accuracy": share}
+            for step, share in shares.items()
         }
         trained = (
             {
                 "step": step,
                 "kind": "train",
-                PASS_RATE: 0.5 + offset * (step == 100),
+                PASS_RATE: share,
                 "seconds/rollout": 1.0,
             }
-            for step in evaluated
+            for step, share in shares.items()
         )
         (folder / "metrics.jsonl").write_text(
             "\n".join(map(json.dumps, [*trained, *evaluated.values()]))
@@ -225,7 +227,8 @@ def test_several_seeds_are_sorted_by_config_and_judged_over_the_seeds(tmp_path, 
     b = [run(tmp_path / f"b{s}", [0.5], 12 + s, seed=s, adora_method=ADORA) for s in seeds]
     mixed = said(capsys, a[0], b[0], b[1], a[1], a[2], b[2], "--compare")
     assert mixed == said(capsys, *a, "--compare", *b)
-    assert "A (GRPO, 3 seeds): +35.0 points" in mixed[0] and "over 3 pairs of seeds" in mixed[0]
+    assert "A (GRPO, 3 seeds): +35.0 points" in mixed[0]
+    assert "over 3 pairs of seeds" in mixed[0]
     assert (
         sum(line.startswith("geometry3k, held out, the end") for line in mixed) == 2
     )  # over seeds, over problems
@@ -239,7 +242,8 @@ def test_worse_is_called_worse(tmp_path, capsys):
 
 def test_without_held_out_scores_nothing_is_claimed(tmp_path, capsys):
     lines = said(capsys, run(tmp_path / "a", [0.1], 3), run(tmp_path / "b", [0.9]), "--compare")
-    assert "is not known" in lines[0] and "eval.problems run" in lines[0]
+    assert "is not known" in lines[0]
+    assert "eval.problems run" in lines[0]
     assert any("pass rate in training" in line and "+80.0" in line for line in lines)
 
 
@@ -249,9 +253,8 @@ def test_warnings_name_a_run_that_is_not_finished_and_unlike_seeds(tmp_path, cap
     manifest = json.loads((tmp_path / "b" / "manifest.json").read_text())
     (tmp_path / "b" / "manifest.json").write_text(json.dumps(manifest | {"status": "failed"}))
     lines = said(capsys, a, b, "--compare")
-    assert f"warning: {b}: the run is failed" in lines and any(
-        "different seeds" in line for line in lines
-    )
+    assert f"warning: {b}: the run is failed" in lines
+    assert any("different seeds" in line for line in lines)
     assert "The configs are the same but for the seed." in lines[0]
     c = run(tmp_path / "c", [0.5], 5, adora_rollouts={"budget": 9})
     fewer = (
@@ -272,10 +275,11 @@ def test_what_makes_no_two_sides_is_one_line(tmp_path, capsys):
     ]:
         assert main(words) == 2
         error = capsys.readouterr().err
-        assert message in error and error.count("\n") == 1
+        assert message in error
+        assert error.count("\n") == 1
 
 
-def score_file(path: Path, right: str, **more: Any) -> str:
+def score_file(path: Path, right: str, **fields: Any) -> str:
     """Problems of the kinds vertical and supplementary in turn; `right` has a 1 for each right
     answer.
     """
@@ -297,7 +301,7 @@ def score_file(path: Path, right: str, **more: Any) -> str:
     items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]
     path.write_text(
         json.dumps(
-            aggregate(graded) | {"benchmark": BENCHMARK.name, "rules": {}, "items": items} | more
+            aggregate(graded) | {"benchmark": BENCHMARK.name, "rules": {}, "items": items} | fields
         )
     )
     return str(path)
@@ -323,10 +327,10 @@ def test_what_stands_beside_gets_a_column_a_paired_difference_and_its_origin(tmp
         "supplementary": (0, 10, 9, 10),
         "vertical": (0, 0, 9, 10),
     }.items():
-        found = [
+        columns = [
             rows[name].index(interval(correct, figures[-1])) for correct in figures[:3] if correct
         ]
-        assert found == sorted(found), name
+        assert columns == sorted(columns), name
     low, high = bootstrap([0.0, -1.0] * 9 + [1.0, 0.0])
     assert f"after - GRPO: -40.0 points, 95 % [{100 * low:+.1f}, {100 * high:+.1f}]" in "\n".join(
         lines
@@ -334,13 +338,13 @@ def test_what_stands_beside_gets_a_column_a_paired_difference_and_its_origin(tmp
 
 
 def test_the_gain_says_whether_the_intervals_overlap(tmp_path, capsys):
-    answers = {"b": 30, "a": 60}
-    before, after = (
-        score_file(tmp_path / name, "1" * n + "0" * (100 - n)) for name, n in answers.items()
-    )
+    before = score_file(tmp_path / "b", "1" * 30 + "0" * 70)
+    after = score_file(tmp_path / "a", "1" * 60 + "0" * 40)
     assert gain([before, after]) == 0
     printed = capsys.readouterr().out
-    assert interval(30, 100) in printed and interval(60, 100) in printed and "+30.0" in printed
+    assert interval(30, 100) in printed
+    assert interval(60, 100) in printed
+    assert "+30.0" in printed
     assert "do not overlap" in printed
     assert gain([after, before]) == 0  # a loss, just as clear
     assert "do not overlap" in capsys.readouterr().out
@@ -349,9 +353,8 @@ def test_the_gain_says_whether_the_intervals_overlap(tmp_path, capsys):
 
 
 def test_a_score_of_other_problems_has_no_difference(tmp_path, capsys):
-    before, after = (
-        score_file(tmp_path / name, right) for name, right in (("b", "0011"), ("a", "0111"))
-    )
+    before = score_file(tmp_path / "b", "0011")
+    after = score_file(tmp_path / "a", "0111")
     assert gain([before, after, "--beside", f"GRPO={score_file(tmp_path / 'g', '1111')}"]) == 0
     printed = capsys.readouterr().out
     assert "after - GRPO: -25.0 points" in printed
@@ -361,24 +364,25 @@ def test_a_score_of_other_problems_has_no_difference(tmp_path, capsys):
         == 0
     )
     printed = capsys.readouterr().out
-    assert "after - GRPO" not in printed and "100.0 %" in printed
+    assert "after - GRPO" not in printed
+    assert "100.0 %" in printed
     assert "before and GRPO do not have the same problems" in printed
 
 
 def test_what_cannot_be_compared_is_the_users_mistake(tmp_path, capsys):
     before = score_file(tmp_path / "b", "0011")
     short = score_file(tmp_path / "s", "01")
-    other = score_file(tmp_path / "o", "0011", benchmark="mmstar")
+    mmstar_score = score_file(tmp_path / "o", "0011", benchmark="mmstar")
     mistakes = [
         ("score.json", "is not NAME=FILE, such as GRPO=score.json"),
         ("=score.json", "is not NAME=FILE"),
         ("GRPO=nowhere.json", "'nowhere.json' is not a readable score file"),
         (f"GRPO={short}", "before has 4 answers and GRPO 2"),
-        (f"GRPO={other}", "'GRPO' is of mmstar and 'before' of geometry3k"),
+        (f"GRPO={mmstar_score}", "'GRPO' is of mmstar and 'before' of geometry3k"),
     ]
-    cases = [([before, before, "--beside", beside], said) for beside, said in mistakes]
+    cases = [([before, before, "--beside", beside], message) for beside, message in mistakes]
     cases += [([], ""), (["nowhere.json", "nowhere.json"], "nowhere.json"), ([before, short], "")]
-    for words, said in cases:
+    for words, message in cases:
         assert gain(words) == 2, words
         error = capsys.readouterr().err
-        assert error.startswith("error: ") and error.count("\n") == 1 and said in error, words
+        assert error.startswith("error: ") and error.count("\n") == 1 and message in error, words

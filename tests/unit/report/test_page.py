@@ -168,11 +168,11 @@ REASONS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 def test_why_a_group_has_its_weight():
-    said = [
+    sentences = [
         weight_reason({**GROUP, **group}, {**SETTINGS, **settings})
         for group, settings, _ in REASONS
     ]
-    assert said == [sentence for _, _, sentence in REASONS]
+    assert sentences == [sentence for _, _, sentence in REASONS]
 
 
 def test_what_is_no_run_is_said_in_one_line(tmp_path, capsys):
@@ -182,7 +182,9 @@ def test_what_is_no_run_is_said_in_one_line(tmp_path, capsys):
     ):
         assert main([str(tmp_path / folder)]) == 2
         error = capsys.readouterr().err
-        assert error.startswith("error: RUN: ") and words in error and error.count("\n") == 1
+        assert error.startswith("error: RUN: ")
+        assert words in error
+        assert error.count("\n") == 1
 
 
 def test_a_damaged_record_and_a_strangers_file_are_the_users_to_see(tmp_path, capsys):
@@ -197,11 +199,9 @@ def test_a_damaged_record_and_a_strangers_file_are_the_users_to_see(tmp_path, ca
     damaged = parts(run / "rollouts")[0].path
     damaged.write_bytes(b"PAR1 not a table PAR1")
     assert main([str(run)]) == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert (
-        str(damaged) in said
-        and "move it out of the run, and the record lacks the steps 1 to 1" in said
-    )
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert str(damaged) in warning
+    assert "move it out of the run, and the record lacks the steps 1 to 1" in warning
     damaged.rename(tmp_path / damaged.name)
     assert main([str(run)]) == 0
     assert (tmp_path / "mine.html").read_text() == "<h1>my thesis</h1>"
@@ -229,7 +229,7 @@ def test_a_long_run_is_thinned_evenly_and_says_so(tmp_path):
 
 
 def test_an_answer_of_several_parts_is_shown_part_by_part(tmp_path):
-    """As it was graded: with its tags and its rounding; not where the record has another reason."""
+    """Each part is graded with its tags and rounding, unless the record has another reason."""
     gold = "AB = 4, CD = 5"
     wrong = r"so \boxed{CD = 5, AB = 4.1}"
     both = [("CD=5", "CD=5", "same_part"), ("AB=4.1", "-", "different_part")]
@@ -261,7 +261,7 @@ def test_an_answer_of_several_parts_is_shown_part_by_part(tmp_path):
 
 
 def test_a_record_without_choices_has_a_page(tmp_path):
-    """Of an open problem, and of a run before they were recorded."""
+    """An open problem has no choices, nor has a run from before they were recorded."""
     run = write_run(tmp_path / "run", 1, choices=None)
     (part,) = parts(run / "rollouts")
     write_part(run / "rollouts", read_parts([part]).drop_columns(["choices"]), 2, 2)
@@ -270,8 +270,8 @@ def test_a_record_without_choices_has_a_page(tmp_path):
 
 def test_a_text_that_is_cut_says_how_much_is_left_out(tmp_path):
     run = write_run(tmp_path / "run", 1, problem="x" * 12_000 + "y" * 1_500)
-    (shown, *_) = load_run(run, 100).problems.values()
-    assert shown["problem"] == "x" * 12_000 + "… (1,500 more characters)"
+    (problem, *_) = load_run(run, 100).problems.values()
+    assert problem["problem"] == "x" * 12_000 + "… (1,500 more characters)"
 
 
 def test_diagrams_are_bounded_and_never_read_from_elsewhere(tmp_path, capsys):
@@ -279,7 +279,7 @@ def test_diagrams_are_bounded_and_never_read_from_elsewhere(tmp_path, capsys):
     make_page(tmp_path / "page.html", run, words=("--max-image-mb", "0"))
     assert "1 diagrams are left out" in capsys.readouterr().out
     (tmp_path / "secret.png").write_bytes(b"secret")
-    stranger = write_run(tmp_path / "stranger", 1, images=["../../../secret.png"])  # type: ignore[arg-type]
+    stranger = write_run(tmp_path / "stranger", 1, images=["../../../secret.png"])
     assert base64.b64encode(b"secret").decode() not in json.dumps(
         unpacked(make_page(tmp_path / "s.html", stranger))
     )
@@ -327,21 +327,44 @@ def test_the_page_of_a_strangers_run_has_no_file_from_outside_of_its_folder(tmp_
 
 
 def unpacked(page: Path) -> dict[str, Any]:
-    """Both blocks of data."""
+    """Return both blocks of data of a page."""
     blocks = re.findall(r'id="(?:data|texts)">([^<]*)<', page.read_text())
     both = [json.loads(gzip.decompress(base64.b64decode(block))) for block in blocks]
     return {**both[0], **both[1]}
+
+
+EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "report.html"
+
+
+def test_the_finished_report_of_the_pages_has_the_form_that_its_command_makes_today(tmp_path):
+    """People who have installed nothing open it, so it is small and fetches nothing."""
+    page = (EXAMPLE.parents[1] / "report.md").read_text()
+    (options,) = re.findall(r"report adora grpo --output docs/examples/report.html (.+?)`", page)
+    runs = [write_run(tmp_path / name, 3) for name in ("adora", "grpo")]
+    made_today = make_page(tmp_path / "page.html", *runs, words=tuple(options.split()))
+    assert EXAMPLE.stat().st_size < 1_500_000
+    example = unpacked(EXAMPLE)
+    today = unpacked(made_today)
+    assert example.keys() == today.keys() and example["rollout"] == today["rollout"]
+    for part in ("runs", "groups"):
+        for data in (example, today):
+            data |= data.pop(part)[0] if part in data else {}
+        assert example.keys() == today.keys(), part
+    assert len(example["story"]) == 3 and "held-out accuracy" in example["result"]
+    text = EXAMPLE.read_text() + json.dumps(example)
+    assert not re.search(r"/(home|root|tmp|work)/", text), "no path of a machine"
 
 
 def test_the_page_is_self_contained(tmp_path):
     attacked = attacked_page(tmp_path)
     text = attacked.read_text()
     for _, attributes in Tags(text).tags:
-        assert (
-            not [name for name in attributes if name.startswith("on")] and "src" not in attributes
-        )
+        assert not [name for name in attributes if name.startswith("on")]
+        assert "src" not in attributes
         assert (attributes.get("href") or "#").startswith("#")
-    assert ATTACK not in text and "<script>document" not in text and "<img" not in text
+    assert ATTACK not in text
+    assert "<script>document" not in text
+    assert "<img" not in text
     # names, which nothing fetches
     namespaces = {
         "http://www.w3.org/2000/svg",
@@ -361,9 +384,11 @@ def test_every_phase_of_the_clock_has_a_place_and_a_colour_in_the_chart():
     """Else its seconds would be missing from a step's."""
     listed = re.search(r"const PHASES = (\[.*\]);", (_VIEWER / "curves.js").read_text())
     styles = (_VIEWER / "viewer.css").read_text()
-    assert listed is not None and sorted(json.loads(listed[1])) == sorted(PHASES)
+    assert listed is not None
+    assert sorted(json.loads(listed[1])) == sorted(PHASES)
     for phase in PHASES:
-        assert f".area.phase-{phase} {{" in styles and f".swatch.phase-{phase} {{" in styles
+        assert f".area.phase-{phase} {{" in styles
+        assert f".swatch.phase-{phase} {{" in styles
         assert styles.count(f"--{phase}: #") == 2, "for light and dark screens"
 
 
@@ -465,7 +490,9 @@ def allowed(children) -> bool:
 @settings(max_examples=300)
 def test_whatever_is_written_the_tree_is_small_and_plain(text):
     for tree in formulas([f"${text}$", text], [text]).values():
-        assert tree[0] == "math" and allowed(tree[2:]) and len(json.dumps(tree)) < 60_000
+        assert tree[0] == "math"
+        assert allowed(tree[2:])
+        assert len(json.dumps(tree)) < 60_000
 
 
 GROWING = [
@@ -513,7 +540,8 @@ def test_no_text_makes_the_page_slow():
         r"\boxed{" + "{a}" * 390,
     ):
         text = part * (12_000 // len(part))
-        short, long = (min(seconds(text * times) for _ in range(3)) for times in (1, 4))
+        short = min(seconds(text) for _ in range(3))
+        long = min(seconds(text * 4) for _ in range(3))
         if long >= 9 * short:
             slow[part] = (short, long)
     assert slow == {}

@@ -57,18 +57,20 @@ def test_one_value_more_less_or_other_makes_a_list_wrong(
     values: list[str], data: st.DataObject
 ) -> None:
     gold = ", ".join(values)
-    place = data.draw(st.integers(0, len(values) - 1))
-    rest = values[:place] + values[place + 1 :]
+    position = data.draw(st.integers(0, len(values) - 1))
+    rest = values[:position] + values[position + 1 :]
     tried = [
         rest,
         [*values, "77"],
-        [*values, values[place]],
+        [*values, values[position]],
         [*rest, "77"],
         values[:1],
         [*rest, rest[0]],
     ]
     assert [
-        verdict(", ".join(one), gold) for one in tried if one != values[:1] or len(values) > 1
+        verdict(", ".join(answer_values), gold)
+        for answer_values in tried
+        if answer_values != values[:1] or len(values) > 1
     ] == ["wrong"] * 6
 
 
@@ -80,14 +82,12 @@ def test_a_tuple_is_right_in_its_order_only(values: list[str], data: st.DataObje
     named = f"({', '.join('pqrstu'[: len(values)])}) = {gold}"
     assert verdict(gold, gold) == verdict(f"P{gold}", gold) == verdict(named, gold) == "correct"
     exchanged = named.replace("(p, q", "(q, p")
-    assert (
-        verdict(gold, named) == verdict(named, named) == "correct"
-        and verdict(exchanged, named) == "wrong"
-    )
-    place = data.draw(st.integers(0, len(values) - 1))
-    changed = [*values[:place], "77", *values[place + 1 :]]
-    for other in (changed, values[:-1], [*values, "0"], values[::-1]):
-        assert verdict(f"({', '.join(other)})", gold) != "correct", other
+    assert verdict(gold, named) == verdict(named, named) == "correct"
+    assert verdict(exchanged, named) == "wrong"
+    position = data.draw(st.integers(0, len(values) - 1))
+    changed = [*values[:position], "77", *values[position + 1 :]]
+    for wrong_values in (changed, values[:-1], [*values, "0"], values[::-1]):
+        assert verdict(f"({', '.join(wrong_values)})", gold) != "correct", wrong_values
 
 
 @QUICK
@@ -103,7 +103,8 @@ def test_a_line_may_be_scaled_turned_and_solved_for_y(
         rf"y=\frac{{{c}-({a})x}}{{{b}}}",
         f"{a}x+({b})y-({c})=0",
     ]
-    assert verify_gold(gold) is None and [verdict(one, gold) for one in spelled] == ["correct"] * 4
+    assert verify_gold(gold) is None
+    assert [verdict(answer, gold) for answer in spelled] == ["correct"] * 4
     wrong = [
         f"{a}x+({b})y={c + 1}",
         f"{a + 10}x+({b})y={c}",
@@ -114,14 +115,14 @@ def test_a_line_may_be_scaled_turned_and_solved_for_y(
         "x=x",
         f"({a}x+({b})y-({c}))(0)=0",
     ]
-    assert [one for one in wrong if verdict(one, gold) == "correct"] == []
+    assert [answer for answer in wrong if verdict(answer, gold) == "correct"] == []
 
 
 @QUICK
 @given(COEFFICIENTS, st.integers(-9, 9), FACTORS, st.sampled_from(["<", r"\le", ">", r"\geq"]))
 def test_an_inequality_may_be_scaled_and_turned(a: int, b: int, factor: str, sign: str) -> None:
     turned = {"<": ">", r"\le": r"\ge", ">": "<", r"\geq": r"\leq"}[sign]
-    other = {"<": r"\le", r"\le": "<", ">": r"\geq", r"\geq": ">"}[sign]
+    other_sign = {"<": r"\le", r"\le": "<", ">": r"\geq", r"\geq": ">"}[sign]
     gold = f"{a}x+({b}) {sign} 0"
     assert verify_gold(gold) is None
     right = [
@@ -130,15 +131,15 @@ def test_an_inequality_may_be_scaled_and_turned(a: int, b: int, factor: str, sig
         f"-({factor})({a}x+({b})) {turned} 0",
         rf"x {sign if a > 0 else turned} \frac{{{-b}}}{{{a}}}",
     ]
-    assert [verdict(one, gold) for one in right] == ["correct"] * 4
+    assert [verdict(answer, gold) for answer in right] == ["correct"] * 4
     wrong = [
         f"{a}x+({b}) {turned} 0",
-        f"{a}x+({b}) {other} 0",
+        f"{a}x+({b}) {other_sign} 0",
         f"{a}x+({b}) {sign} 1",
         f"{a}u+({b}) {sign} 0",
         f"{a}x+({b}) = 0",
     ]
-    assert [one for one in wrong if verdict(one, gold) == "correct"] == []
+    assert [answer for answer in wrong if verdict(answer, gold) == "correct"] == []
 
 
 @QUICK
@@ -149,13 +150,13 @@ def test_an_interval_is_its_inequality_and_nothing_wider(low: int, width: int, k
     gold = f"{kind[0]}{low}, {high}{kind[1]}"
     inequality = f"{low} {signs[kind[0]]} x {signs[kind[1]]} {high}"
     assert verify_gold(gold) is verify_gold(inequality) is None
-    for one, other in (
+    for answer, reference in (
         (gold, inequality),
         (inequality, gold),
         (rf"x \in {gold}", gold),
         (inequality, inequality),
     ):
-        assert verdict(one, other) == "correct", (one, other)
+        assert verdict(answer, reference) == "correct", (answer, reference)
     flipped = {"(": "[", "[": "(", ")": "]", "]": ")"}
     wrong = [
         f"{flipped[kind[0]]}{low}, {high}{kind[1]}",
@@ -168,10 +169,10 @@ def test_an_interval_is_its_inequality_and_nothing_wider(low: int, width: int, k
         f"{low + width / 2}",
     ]
     assert not [
-        (one, right)
-        for one in wrong
+        (answer, right)
+        for answer in wrong
         for right in (gold, inequality)
-        if verdict(one, right) == "correct"
+        if verdict(answer, right) == "correct"
     ]
 
 
@@ -218,10 +219,8 @@ def test_a_reference_with_one_value_never_accepts_several(gold: str) -> None:
         f"x < {value}",
         f"{value}; {value}",
     ]
-    assert (
-        verify_gold(gold) is None
-        and [one for one in several if verdict(one, gold) == "correct"] == []
-    )
+    assert verify_gold(gold) is None
+    assert [answer for answer in several if verdict(answer, gold) == "correct"] == []
     assert grade(rf"\boxed{{{value}}} and \boxed{{77}}", gold).verdict != "correct"
 
 
@@ -249,9 +248,11 @@ def test_guesses_at_a_reference_with_several_values_earn_what_a_wrong_answer_ear
     function = reward_function("adora")
     for gold in golds:
         paid = function(
-            completions=[rf"\boxed{{{one}}}" for one in guesses], answer=[gold] * len(guesses)
+            completions=[rf"\boxed{{{guess}}}" for guess in guesses], answer=[gold] * len(guesses)
         )
-        assert [one for one, value in zip(guesses, paid, strict=True) if value > 0.1] == [], gold
+        assert [guess for guess, value in zip(guesses, paid, strict=True) if value > 0.1] == [], (
+            gold
+        )
         assert function(completions=[rf"\boxed{{{gold}}}"], answer=[gold]) == [1.0]
 
 
@@ -284,9 +285,9 @@ def test_the_work_on_lists_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []
     original = compare._same_form
 
-    def counted(*given: Any) -> compare.Compared:
+    def counted(*args: Any) -> compare.Compared:
         compared.append(1)
-        return original(*given)
+        return original(*args)
 
     monkeypatch.setattr(compare, "_same_form", counted)
     longest = ", ".join(f"y={n}x" for n in range(1, MAX_PARTS + 1))
@@ -295,17 +296,16 @@ def test_the_work_on_lists_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict(", ".join(f"y={n}x" for n in range(MAX_PARTS, 0, -1)), longest) == "correct"
     assert MAX_PARTS < len(compared) <= MAX_PARTS**2 + 1
     compared.clear()
-    assert verdict(longest + ", y=77x", longest) == "wrong" and compared == [1]
+    assert verdict(longest + ", y=77x", longest) == "wrong"
+    assert compared == [1]
 
 
 @pytest.mark.parametrize("gold", sorted({case.gold for case in CASES}))
 def test_a_stored_form_is_stable_and_graded_as_the_one_it_was_made_from(gold: str) -> None:
     stored = canonical_gold(gold)
-    assert (
-        verify_gold(gold) is None
-        and verify_gold(stored) is None
-        and canonical_gold(stored) == stored
-    )
+    assert verify_gold(gold) is None
+    assert verify_gold(stored) is None
+    assert canonical_gold(stored) == stored
     for case in CASES:
         if case.gold == gold:
             assert grade(case.response, stored).verdict == grade(case.response, gold).verdict, (
@@ -318,22 +318,30 @@ def test_the_table_of_forms_on_the_page_is_true() -> None:
     rows = page.partition("## Forms of answers")[2].partition("- **Parts**")[0].splitlines()
     cells = [re.split(r"(?<!\\) \| ", row) for row in rows if row.startswith("| ") and "`" in row]
     false = []
-    for _, *columns in cells:
-        golds, right, wrong = (
-            [one.replace(r"\|", "|") for one in re.findall("`(.*?)`", cell)] for cell in columns
-        )
+
+    def codes_of(cell: str) -> list[str]:
+        return [code.replace(r"\|", "|") for code in re.findall("`(.*?)`", cell)]
+
+    for _, golds_cell, right_cell, wrong_cell in cells:
+        golds = codes_of(golds_cell)
+        right = codes_of(right_cell)
+        wrong = codes_of(wrong_cell)
         false += [gold for gold in golds if verify_gold(gold)]
-        false += [one for one in right if all(verdict(one, gold) != "correct" for gold in golds)]
-        false += [one for one in wrong if any(verdict(one, gold) == "correct" for gold in golds)]
-    assert len(cells) > 10 and false == []
+        false += [
+            answer for answer in right if all(verdict(answer, gold) != "correct" for gold in golds)
+        ]
+        false += [
+            answer for answer in wrong if any(verdict(answer, gold) == "correct" for gold in golds)
+        ]
+    assert len(cells) > 10
+    assert false == []
 
 
 def test_the_explanation_names_every_part_and_every_reason_has_a_rule() -> None:
     lines = "\n".join(explanation(r"\boxed{CD = 5, AB = 4.1}", "AB = 4, CD = 5"))
-    assert "CD=5 against CD=5: same_part" in lines and "AB=4.1 against -: different_part" in lines
+    assert "CD=5 against CD=5: same_part" in lines
+    assert "AB=4.1 against -: different_part" in lines
     assert "3 against 3: same_number" in "\n".join(explanation(r"\boxed{(3, -4)}", "(3, -4)"))
     reasons = {grade(case.response, case.gold).reason for case in CASES}
-    assert (
-        reasons <= RULES.keys()
-        and {"same_parts", "same_solutions", "same_equation", "different_length"} <= reasons
-    )
+    assert reasons <= RULES.keys()
+    assert {"same_parts", "same_solutions", "same_equation", "different_length"} <= reasons

@@ -9,7 +9,6 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,27 +19,11 @@ from adora_vl.rewards.explain import RULES
 from adora_vl.rewards.grammar import NotReadError, read_tree
 from adora_vl.rewards.numeric import number_of
 from benchmarks.grading_corpus import LABELS, Case, cases
+from tests.support.grading_rows import ANSWERS, boxed, expanded, rows
 
-ROWS = Path(__file__).parent / "cases"
 CORPUS = cases()
 
 
-def boxed(answer: str) -> str:
-    return rf"So the answer is \boxed{{{answer}}}."
-
-
-def written(text: Any) -> str:
-    """A text of a row, which may be given as pairs of a piece and how often it is repeated."""
-    return text if isinstance(text, str) else "".join(piece * count for piece, count in text)
-
-
-def rows(name: str) -> list[tuple[str, dict[str, Any]]]:
-    """Each row with its place, as `answers.jsonl:12`."""
-    lines = (ROWS / name).read_text(encoding="utf-8").splitlines()
-    return [(f"{name}:{number}", json.loads(line)) for number, line in enumerate(lines, 1)]
-
-
-ANSWERS = rows("answers.jsonl")
 REFERENCES = rows("references.jsonl")
 KINDS = list(dict.fromkeys(row["kind"] for _, row in ANSWERS))
 
@@ -53,55 +36,58 @@ def options(row: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_answer_has_the_verdict_and_the_reason_of_its_row(kind: str) -> None:
     failing = []
-    for place, row in ANSWERS:
+    for line, row in ANSWERS:
         if row["kind"] == kind:
             response = (
-                written(row["response"]) if "response" in row else boxed(written(row["answer"]))
+                expanded(row["response"]) if "response" in row else boxed(expanded(row["answer"]))
             )
-            found = grade(response, row["reference"], **options(row))
-            if (found.verdict, found.reason) != (row["verdict"], row["reason"]):
-                failing.append(f"{place}: {found.verdict} ({found.reason}), but {row}")
+            graded = grade(response, row["reference"], **options(row))
+            if (graded.verdict, graded.reason) != (row["verdict"], row["reason"]):
+                failing.append(f"{line}: {graded.verdict} ({graded.reason}), but {row}")
     assert not failing, "\n".join(failing)
 
 
 def test_every_reference_is_stored_in_a_stable_form_or_refused() -> None:
     failing = []
-    for place, row in REFERENCES:
-        reference = written(row["reference"])
+    for line, row in REFERENCES:
+        reference = expanded(row["reference"])
         choices = row.get("choices")
         reason = verify_gold(reference, choices)
         stored = canonical_gold(reference)
         if reason != row.get("refused") or stored != row.get("stored", reference):
-            failing.append(f"{place}: refused {reason}, stored {stored!r}, but {row}")
+            failing.append(f"{line}: refused {reason}, stored {stored!r}, but {row}")
         if reason is None:
             again = verify_gold(stored, choices), canonical_gold(stored)
-            own = [
-                grade(boxed(one), stored, choices=choices).verdict for one in (reference, stored)
+            verdicts = [
+                grade(boxed(spelling), stored, choices=choices).verdict
+                for spelling in (reference, stored)
             ]
-            if again != (None, stored) or own != ["correct"] * 2:
-                failing.append(f"{place}: {reference!r} is graded as {own} and stored as {again}")
+            if again != (None, stored) or verdicts != ["correct"] * 2:
+                failing.append(
+                    f"{line}: {reference!r} is graded as {verdicts} and stored as {again}"
+                )
         elif grade(boxed("5"), reference, choices=choices).verdict == "correct":
-            failing.append(f"{place}: 5 is accepted for {reference!r}, which is refused")
+            failing.append(f"{line}: 5 is accepted for {reference!r}, which is refused")
     assert not failing, "\n".join(failing)
 
 
 def test_the_rows_are_sound() -> None:
     """A key that is misspelled would else make a row that proves nothing."""
     answer = {"kind", "reference", "verdict", "reason"}
-    for place, row in ANSWERS:
+    for line, row in ANSWERS:
         assert (
             answer
             < row.keys()
             <= answer | {"answer", "response", "choices", "rounding", "answer_tags"}
-        ), place
+        ), line
         assert ("answer" in row) != ("response" in row) and row["reason"].removeprefix(
             "gold_"
-        ) in RULES, place
-    for place, row in REFERENCES:
+        ) in RULES, line
+    for line, row in REFERENCES:
         assert "reference" in row and row.keys() <= {"reference", "choices", "stored", "refused"}, (
-            place
+            line
         )
-        assert "stored" in row or "refused" in row, place
+        assert "stored" in row or "refused" in row, line
     for every in (ANSWERS, REFERENCES):
         repeated = Counter(json.dumps({**row, "kind": ""}, sort_keys=True) for _, row in every)
         assert [row for row, count in repeated.items() if count > 1] == []
@@ -114,16 +100,17 @@ def _as_labelled(case: Case, verdict: str) -> bool:
 def test_every_verdict_of_the_labelled_corpus_is_its_label() -> None:
     failing = []
     for case in CORPUS:
-        found = grade(case.response, case.gold, choices=case.choices, rounding=case.rounding)
-        if not _as_labelled(case, found.verdict):
-            failing.append(f"{case.name}: {case.label}, not {found.verdict} ({found.reason})")
+        graded = grade(case.response, case.gold, choices=case.choices, rounding=case.rounding)
+        if not _as_labelled(case, graded.verdict):
+            failing.append(f"{case.name}: {case.label}, not {graded.verdict} ({graded.reason})")
     assert not failing, "\n".join(failing)
 
 
 def test_the_corpus_is_large_and_has_both_sides() -> None:
     labels = Counter(case.label for case in CORPUS)
     assert min(labels[label] for label in LABELS) > 10
-    assert labels["correct"] > 300 and labels["wrong"] > 300
+    assert labels["correct"] > 300
+    assert labels["wrong"] > 300
     assert (
         len({case.name for case in CORPUS})
         == len({(c.name, c.response, c.gold) for c in CORPUS})
@@ -137,7 +124,7 @@ def test_a_batch_gives_the_same_grades() -> None:
         [c.response for c in quick], [c.gold for c in quick], choices=[c.choices for c in quick]
     )
     assert grades == [grade(case.response, case.gold, choices=case.choices) for case in quick]
-    assert {"same_number", "same_value", "same_text"} <= {one.reason for one in grades}
+    assert {"same_number", "same_value", "same_text"} <= {graded.reason for graded in grades}
 
 
 BOXES = [  # a response, and what stands in its last complete box
@@ -175,11 +162,11 @@ def test_the_last_complete_box_is_the_answer() -> None:
 
 def test_no_complete_box_extracts_nothing_and_an_unreadable_one_its_content() -> None:
     assert grade(r"The answer is 5, \boxed{5", "5").extracted is None
-    for place, row in ANSWERS:
+    for line, row in ANSWERS:
         # the reward presets count such a box
         if row["verdict"] == "unparseable" and "answer" in row:
-            assert grade(boxed(written(row["answer"])), row["reference"]).extracted is not None, (
-                place
+            assert grade(boxed(expanded(row["answer"])), row["reference"]).extracted is not None, (
+                line
             )
 
 
@@ -209,5 +196,7 @@ def test_what_is_no_closed_form_has_no_number() -> None:
 def test_the_package_needs_nothing_heavy() -> None:
     heavy = "{'torch', 'sympy', 'math_verify', 'mpmath', 'numpy', 'trl'}"
     code = f"import sys, adora_vl.rewards; print(sorted({heavy} & set(sys.modules)))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    imported = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert imported.stdout.strip() == "[]"

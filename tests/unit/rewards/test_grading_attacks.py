@@ -14,7 +14,7 @@ from collections.abc import Callable
 import pytest
 
 from adora_vl.rewards import PRESETS, Grade, grade, reward_function
-from tests.unit.rewards.test_grading import ANSWERS, boxed, written
+from tests.support.grading_rows import ANSWERS, boxed, expanded
 
 GOLDS = ["12", "0.5", r"5\sqrt{3}", r"100\pi", r"\frac{39}{4}"]
 CHOICES = ["11", "12", "13", "14"]
@@ -28,7 +28,7 @@ def hacks(gold: str) -> dict[str, str]:
     all_of_them = guesses(gold)
     listed = ", ".join(all_of_them)
     return {
-        "ten boxes": " ".join(rf"\boxed{{{one}}}" for one in all_of_them),
+        "ten boxes": " ".join(rf"\boxed{{{answer}}}" for answer in all_of_them),
         "a thousand boxes": rf"\boxed{{{gold}}}" + r"\boxed{999}" * 1000,
         "every value in a box": rf"\boxed{{{listed}}}",
         "every value with or": rf"\boxed{{{' or '.join(all_of_them)}}}",
@@ -112,7 +112,7 @@ def test_no_box_earns_nothing_under_any_preset() -> None:
 
 
 UNREADABLE = [
-    (place, row) for place, row in ANSWERS if row["verdict"] == "unparseable" and "answer" in row
+    (line, row) for line, row in ANSWERS if row["verdict"] == "unparseable" and "answer" in row
 ]
 ATTACKS = {
     "boxes nested 10,000 deep": r"\boxed{" * 10_000 + "5" + "}" * 10_000,
@@ -141,7 +141,7 @@ ATTACKS = {
     "commas at the cap": r"\boxed{" + "1,000" * 95 + "}",
     "minus signs at the cap": r"\boxed{" + "-" * 490 + "}",
     "brackets at the cap": r"\boxed{" + "(" * 245 + ")" * 245 + "}",
-    **{f"the box of {place}": boxed(written(row["answer"])) for place, row in UNREADABLE},
+    **{f"the box of {line}": boxed(expanded(row["answer"])) for line, row in UNREADABLE},
 }
 
 
@@ -160,9 +160,9 @@ def within(seconds: float, work: Callable[[], list[Grade]]) -> list[Grade]:
 def test_no_attack_hangs_is_correct_or_fills_the_log() -> None:
     grades = within(10, lambda: [grade(text, "12") for text in ATTACKS.values()])
     assert [
-        name for name, one in zip(ATTACKS, grades, strict=True) if one.verdict == "correct"
+        name for name, graded in zip(ATTACKS, grades, strict=True) if graded.verdict == "correct"
     ] == []
-    assert all(len(one.extracted or "") <= 201 for one in grades)
+    assert all(len(graded.extracted or "") <= 201 for graded in grades)
 
 
 _REPEATED = r"""
@@ -181,9 +181,7 @@ for start, piece, end in product(STARTS, PIECES, ("", "$", "!", "}", " b$", ")")
 
 
 def test_no_answer_that_repeats_itself_hangs():
-    """In a process of its own: a regular expression that backtracks without end lets no other
-    thread run.
-    """
+    """Each runs in its own process: a regular expression without end lets no other thread run."""
     subprocess.run([sys.executable, "-c", _REPEATED], check=True, timeout=300)
 
 
@@ -191,7 +189,7 @@ def test_hostile_golds_and_choices_do_not_hang_either() -> None:
     attacks = [text.removeprefix(r"\boxed{").removesuffix("}") for text in ATTACKS.values()]
     grades = within(10, lambda: [grade(r"\boxed{5}", text, choices=[text]) for text in attacks])
     grades += within(10, lambda: [grade(r"\boxed{A}", "5", choices=[text]) for text in attacks])
-    assert {one.verdict for one in grades} <= {"correct", "wrong"}
+    assert {graded.verdict for graded in grades} <= {"correct", "wrong"}
 
 
 def test_deep_boxes_that_hold_the_gold_still_count() -> None:

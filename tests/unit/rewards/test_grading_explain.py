@@ -58,7 +58,8 @@ def test_hidden_characters_are_shown_and_no_box_is_said(capsys: pytest.CaptureFi
     assert lines["extracted"] == r"1\u200b2"
     assert lines["answer"] == "-  [unreadable: hidden_characters]"
     _, lines, _ = run(capsys, "--gold", "12", "--response", "it is 12")
-    assert lines["extracted"] == "(no complete box)" and "answer" not in lines
+    assert lines["extracted"] == "(no complete box)"
+    assert "answer" not in lines
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,9 @@ def test_hidden_characters_are_shown_and_no_box_is_said(capsys: pytest.CaptureFi
 def test_bad_input_is_one_line_and_exit_code_2(capsys, words, message):
     code, lines, error = run(capsys, *words)
     assert (code, lines) == (2, {})
-    assert re.search(message, error) and error.startswith("error: ") and error.count("\n") == 1
+    assert re.search(message, error)
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
 
 
 def test_an_answer_in_its_tags_is_read_where_they_are_asked_for(
@@ -91,30 +94,26 @@ def test_every_reason_in_the_code_is_explained() -> None:
     """Reasons stand behind a verdict, as the first word of an error, or come from the grammar and
     its values.
     """
-    found = {*get_args(Comparison), *NO_VALUE, *UNREAD} - {"equal", "different"}
+    reasons = {*get_args(Comparison), *NO_VALUE, *UNREAD} - {"equal", "different"}
     for name in ("grade", "compare", "forms", "canonical", "grammar", "numeric"):
         for node in ast.walk(ast.parse((REWARDS / f"{name}.py").read_text())):
-            words = (
-                node.elts
-                if isinstance(node, ast.Tuple)
-                else node.args
-                if isinstance(node, ast.Call)
-                else []
-            )
+            words: list[ast.expr] = []
+            if isinstance(node, ast.Tuple):
+                words = node.elts
+            elif isinstance(node, ast.Call):
+                words = node.args
             values = [word.value for word in words if isinstance(word, ast.Constant)]
             if len(values) > 1 and values[0] in {"correct", "wrong", "unparseable"}:
-                found.add(values[1])
+                reasons.add(values[1])
             elif isinstance(node, ast.Call) and ast.unparse(node.func) == "NotReadError":
-                found.update(values)
-    found -= {"correct", "wrong", "unparseable", "beyond"}
-    assert {"no_box", "same_value", "undefined", "letter", "labels"} <= found
-    assert {reason.removeprefix("gold_") for reason in found} <= explain.RULES.keys()
+                reasons.update(values)
+    reasons -= {"correct", "wrong", "unparseable", "beyond"}
+    assert {"no_box", "same_value", "undefined", "letter", "labels"} <= reasons
+    assert {reason.removeprefix("gold_") for reason in reasons} <= explain.RULES.keys()
 
 
 def test_what_is_right_is_never_explained_as_never_right() -> None:
-    """Neither side of a case that is labelled correct, and each of its parts has a rule that speaks
-    of the same.
-    """
+    """No case labelled correct is, and each of its parts has a rule that speaks of the same."""
     for case in (case for case in cases() if case.label == "correct"):
         lines = explanation(case.response, case.gold, case.choices, rounding=case.rounding)
         sides = [line for line in lines if line.startswith(("answer ", "gold "))]

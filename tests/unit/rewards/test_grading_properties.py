@@ -100,11 +100,11 @@ def test_every_gold_of_the_generator_is_correct_in_every_spelling() -> None:
 
 @QUICK
 @given(NUMBERS, NUMBERS)
-def test_equality_of_numbers_is_symmetric(left: str, right: str) -> None:
+def test_equality_of_numbers_is_symmetric(answer: str, reference: str) -> None:
     """Point 3 is an equality; what is not one (rounding, letters, unevaluated sums) is left out
     here.
     """
-    assert grade(boxed(left), right).verdict == grade(boxed(right), left).verdict
+    assert grade(boxed(answer), reference).verdict == grade(boxed(reference), answer).verdict
 
 
 @QUICK
@@ -188,10 +188,10 @@ GARBAGE = st.one_of(
 @settings(QUICK, max_examples=300)
 @given(GARBAGE, st.sampled_from(["12", r"5 \sqrt { 3 }", "x + 3", "C", "rhombus"]), st.booleans())
 def test_garbage_raises_nothing_and_has_a_verdict(garbage: str, gold: str, in_a_box: bool) -> None:
-    found = grade(
+    graded = grade(
         boxed(garbage) if in_a_box else garbage, gold, choices=["1", "2", "3"], rounding=True
     )
-    assert found.verdict in VERDICTS
+    assert graded.verdict in VERDICTS
 
 
 @QUICK

@@ -31,7 +31,7 @@ def tower(base: str, height: int, top: str) -> str:
 
 
 def filled(piece: str, separator: str = "+", chars: int = MAX_CHARS) -> str:
-    """As many pieces as an answer has room for, or as many functions."""
+    """Fill an answer with as many pieces as it has room for, or as many functions."""
     count = (chars + len(separator)) // (len(piece) + len(separator))
     costly = sum(piece.count(sign) for sign in ("^", r"\s", r"\t", r"\l", r"\a"))
     return separator.join([piece] * (min(count, MAX_FUNCTIONS // costly) if costly else count))
@@ -73,8 +73,10 @@ LARGE = {
 
 @dataclass
 class Work:
-    """What was computed while a test runs: of each operation the binary digits and the power of two
-    of what it found, before the caps are applied, and the absolute value that it gave.
+    """The work that was computed while a test ran.
+
+    For each operation: the binary digits and the power of two of its result before the caps are
+    applied, and its absolute value.
     """
 
     digits: list[int] = field(default_factory=list)
@@ -84,29 +86,32 @@ class Work:
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Work:
-    seen = Work()
+    work_done = Work()
     fraction = numeric._fraction
     computed = numeric._computed
 
     def watched_fraction(value: Fraction) -> Any:
-        seen.digits.append(max(value.numerator.bit_length(), value.denominator.bit_length()))
-        seen.sizes.append((found := fraction(value)).size)
-        return found
+        work_done.digits.append(max(value.numerator.bit_length(), value.denominator.bit_length()))
+        work_done.sizes.append((result := fraction(value)).size)
+        return result
 
     def watched_computed(value: Any, error: float = 0.0) -> Any:
-        seen.digits.append(max(abs(part.man).bit_length() for part in (value.real, value.imag)))
-        seen.powers.append(max(abs(part.exp) for part in (value.real, value.imag)))
-        seen.sizes.append((found := computed(value, error)).size)
-        return found
+        work_done.digits.append(
+            max(abs(part.man).bit_length() for part in (value.real, value.imag))
+        )
+        work_done.powers.append(max(abs(part.exp) for part in (value.real, value.imag)))
+        work_done.sizes.append((result := computed(value, error)).size)
+        return result
 
     monkeypatch.setattr(numeric, "_fraction", watched_fraction)
     monkeypatch.setattr(numeric, "_computed", watched_computed)
-    return seen
+    return work_done
 
 
 def test_the_work_is_bounded_by_the_length_of_an_answer(work: Work) -> None:
-    """Both sides are read, and computed at six points: for each character two operations at most,
-    on capped values.
+    """Both sides are read, and computed at six points.
+
+    Each character costs at most two operations on capped values.
     """
     over = []
     for name, answer in LARGE.items():
@@ -126,7 +131,8 @@ def test_the_work_is_bounded_by_the_length_of_an_answer(work: Work) -> None:
 
 def test_what_is_counted_is_what_is_computed(work: Work) -> None:
     grade(boxed(LARGE["a huge sum of irrationals"]), "x")
-    assert len(work.powers) > 240 and PRECISION - 8 <= max(work.digits) <= PRECISION
+    assert len(work.powers) > 240
+    assert PRECISION - 8 <= max(work.digits) <= PRECISION
 
 
 def test_a_percent_sign_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,11 +149,11 @@ def test_a_percent_sign_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_functions_are_capped() -> None:
-    found = []
+    grades = []
     for count in (MAX_FUNCTIONS, MAX_FUNCTIONS + 1):
         graded = grade(boxed("+".join([r"\sqrt{x}"] * count)), rf"{count}\sqrt{{x}}")
-        found.append((graded.verdict, graded.reason))
-    assert found == [("correct", "same_value"), ("unparseable", "too_large")]
+        grades.append((graded.verdict, graded.reason))
+    assert grades == [("correct", "same_value"), ("unparseable", "too_large")]
 
 
 SAME = [
@@ -176,23 +182,28 @@ def drawn(rng: random.Random, depth: int) -> str:
     """An expression with the unknown x, or without one."""
     if not depth:
         return rng.choice(["x", "x", r"\pi", "0.5", "2", "3", "7", "12", "45", str(10**20 + 1)])
-    one = drawn(rng, depth - 1)
-    other = drawn(rng, rng.randrange(depth))
+    term = drawn(rng, depth - 1)
+    other_term = drawn(rng, rng.randrange(depth))
     forms = [
-        *(f"{one}+{other}", f"{one}-({other})", f"({one})({other})", rf"\frac{{{one}}}{{{other}}}"),
         *(
-            rf"\sqrt{{{one}}}",
-            rf"\sqrt[3]{{{one}}}",
-            f"({one})^2",
-            f"({one})^{{-1}}",
-            f"2^{{{one}}}",
+            f"{term}+{other_term}",
+            f"{term}-({other_term})",
+            f"({term})({other_term})",
+            rf"\frac{{{term}}}{{{other_term}}}",
         ),
         *(
-            rf"\sin({one})",
-            rf"\tan({one})",
-            rf"\ln({one})",
-            rf"\arcsin({one})",
-            rf"\log_{{2}}({one})",
+            rf"\sqrt{{{term}}}",
+            rf"\sqrt[3]{{{term}}}",
+            f"({term})^2",
+            f"({term})^{{-1}}",
+            f"2^{{{term}}}",
+        ),
+        *(
+            rf"\sin({term})",
+            rf"\tan({term})",
+            rf"\ln({term})",
+            rf"\arcsin({term})",
+            rf"\log_{{2}}({term})",
         ),
     ]
     return rng.choice(forms)
@@ -209,15 +220,18 @@ def test_another_spelling_of_a_value_is_never_called_wrong_nor_another_value_rig
         same = grade(
             boxed(template.replace("{}", gold).replace("{{", "{").replace("}}", "}")), gold
         )
-        right += same.verdict == "correct"
+        if same.verdict == "correct":
+            right += 1
         assert same.verdict != "wrong" or same.reason == "unevaluated", (template, gold, same)
         template = rng.choice(OTHER)
-        other = grade(
+        graded = grade(
             boxed(template.replace("{}", gold).replace("{{", "{").replace("}}", "}")), gold
         )
-        wrong += other.verdict == "wrong"
-        assert other.verdict != "correct", (template, gold)
-    assert right > 300 and wrong > 300
+        if graded.verdict == "wrong":
+            wrong += 1
+        assert graded.verdict != "correct", (template, gold)
+    assert right > 300
+    assert wrong > 300
 
 
 def test_threads_find_what_one_finds_alone() -> None:
@@ -230,5 +244,5 @@ def test_threads_find_what_one_finds_alone() -> None:
         return grade(case.response, case.gold, choices=case.choices, rounding=case.rounding)
 
     with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(one, drawn_cases))
-    assert found == [one(case) for case in drawn_cases]
+        results = list(threads.map(one, drawn_cases))
+    assert results == [one(case) for case in drawn_cases]

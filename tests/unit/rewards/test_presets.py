@@ -5,13 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from adora_vl.config.command import read
 from adora_vl.data.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, asks_for_answer_tags
 from adora_vl.prepare import prepare
 from adora_vl.rewards import PRESETS, grade_batch, reward_function, reward_functions
 from adora_vl.rewards.choose import reachable
-from adora_vl.rewards.completion import last_boxed, reflective_words
+from adora_vl.rewards.completion import _PATTERNS, REFLECTIVE, last_boxed, reflective_words
 from adora_vl.utils.errors import UserError
 from benchmarks.grading_corpus import cases
 from tests.support.tiny_run import arguments
@@ -146,18 +148,21 @@ def test_rounding_is_off_unless_asked_for() -> None:
 
 
 def test_several_rewards_grade_and_log_a_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
+    graded_texts: list[str] = []
 
     def counting(responses: list[str], golds: list[str], **options: Any) -> Any:
-        seen.extend(responses)
+        graded_texts.extend(responses)
         return grade_batch(responses, golds, **options)
 
     monkeypatch.setattr("adora_vl.rewards.presets.grade_batch", counting)
     log = Log()
     functions = reward_functions(["accuracy", "format"])
-    rewards = [trl_call(one, conversational(TEXTS), answer=["5"] * 5, log=log) for one in functions]
+    rewards = [
+        trl_call(function, conversational(TEXTS), answer=["5"] * 5, log=log)
+        for function in functions
+    ]
     assert rewards == [EXPECTED["accuracy"], EXPECTED["format"]]
-    assert seen == TEXTS
+    assert graded_texts == TEXTS
     assert len(log.columns["verdict"]) == len(
         TEXTS
     )  # twice as many would shift TRL's table of completions
@@ -171,11 +176,9 @@ def test_several_rewards_grade_and_log_a_batch_once(monkeypatch: pytest.MonkeyPa
     ]
 
 
-def test_a_list_of_rewards_that_means_nothing_is_refused() -> None:
+def test_an_empty_list_of_rewards_is_refused() -> None:
     with pytest.raises(UserError, match="names no reward preset"):
         reward_functions([])
-    with pytest.raises(UserError, match="'accuracy' is given twice"):
-        reward_functions(["accuracy", "accuracy"])
 
 
 def test_empty_completions_and_empty_batches_get_their_rewards() -> None:
@@ -235,9 +238,9 @@ def test_only_the_whole_form_of_thinking_is_rewarded() -> None:
     ]
     for text, *expected in FORMS:
         for completions in ([text], conversational([text])):
-            assert [trl_call(one, completions, answer=["5"])[0] for one in functions] == expected, (
-                text[:80]
-            )
+            assert [
+                trl_call(reward, completions, answer=["5"])[0] for reward in functions
+            ] == expected, text[:80]
 
 
 def test_the_prompts_say_whether_the_tags_are_asked_for() -> None:
@@ -246,9 +249,8 @@ def test_the_prompts_say_whether_the_tags_are_asked_for() -> None:
     assert [name for name, prompt in SYSTEM_PROMPTS.items() if asks_for_answer_tags(prompt)] == [
         "think_answer"
     ]
-    assert asks_for_answer_tags(
-        None, "{problem} Write <answer>5</answer>."
-    ) and not asks_for_answer_tags(None, None)
+    assert asks_for_answer_tags(None, "{problem} Write <answer>5</answer>.")
+    assert not asks_for_answer_tags(None, None)
     assert not asks_for_answer_tags(SYSTEM_PROMPT, "{problem}")
 
 
@@ -268,7 +270,9 @@ def test_an_answer_in_its_tags_is_graded_as_one_in_a_box() -> None:
     boxed = grade_batch([rf"\boxed{{{box}}}" for _, box in pairs], references, choices=choices)
     tagged = [f"<think>so</think><answer>{box}</answer>" for _, box in pairs]
     assert grade_batch(tagged, references, choices=choices, answer_tags=True) == boxed
-    assert {one.reason for one in grade_batch(tagged, references, choices=choices)} == {"no_box"}
+    assert {graded.reason for graded in grade_batch(tagged, references, choices=choices)} == {
+        "no_box"
+    }
 
 
 def test_the_presets_take_tags_for_a_box_where_they_are_asked_for() -> None:
@@ -287,11 +291,36 @@ def test_the_presets_take_tags_for_a_box_where_they_are_asked_for() -> None:
 def test_a_run_grades_the_tags_where_its_format_has_them(tmp_path: Path) -> None:
     for form, expected in (("think_answer", [1.0]), ("think", [0.0])):
         words = arguments(tmp_path / form, adora_system_prompt=form, adora_reward="accuracy")
-        (function,) = prepare(read(words), to_train=False).rewards.functions
+        (function,) = prepare(read(words), "look").rewards.functions
         assert (
             function(completions=["<think>3 * 4</think><answer>12</answer>"], answer=["12"])
             == expected
         ), form
+
+
+@given(
+    words=st.lists(
+        st.sampled_from(
+            [
+                *REFLECTIVE,
+                "checking",
+                "re-checked",
+                "Wa\u0130t",
+                "mi\u017ftake",
+                "chec\u212a",
+                "12°",
+                "x",
+            ]
+        ),
+        max_size=12,
+    ),
+    spell=st.sampled_from([str, str.upper, str.title]),
+)
+def test_words_of_reflection_are_those_that_every_pattern_finds_by_itself(words, spell) -> None:
+    """Looking for a word's stem first may skip patterns, and no occurrence."""
+    text = spell(" ".join(words))
+    everywhere = {word: len(pattern.findall(text)) for word, pattern in _PATTERNS.items()}
+    assert reflective_words(text) == {word: n for word, n in everywhere.items() if n}
 
 
 def test_words_of_reflection_are_counted_once_each_and_as_whole_words() -> None:

@@ -12,7 +12,7 @@ from adora_vl.rewards.choose import choose_rewards
 from adora_vl.rewards.judge import score_in
 from adora_vl.rewards.knights import knights_verdict
 from adora_vl.rewards.thinking import final_part, is_blank, opens_thinking
-from adora_vl.rollout.rollouts import Rollout, Segment
+from adora_vl.rollout.rollouts import FinishReason, Rollout, Segment
 from adora_vl.training.batch_builder import BatchBuilder
 from adora_vl.training.scoring import RewardFunctions
 from adora_vl.utils.openai_client import EndpointError
@@ -44,8 +44,8 @@ KINDS = ["adora", "easyr1", "accuracy", "format"]
 @pytest.mark.parametrize(("response", "thinking_opened"), DRAFTS)
 def test_a_draft_earns_nothing(response: str, thinking_opened: bool) -> None:
     for answer_tags in (False, True):
-        found = grade(response, "35", answer_tags=answer_tags, thinking_opened=thinking_opened)
-        assert found.verdict != "correct"
+        graded = grade(response, "35", answer_tags=answer_tags, thinking_opened=thinking_opened)
+        assert graded.verdict != "correct"
     for function in reward_functions(KINDS):
         for text in (response, [{"role": "assistant", "content": response}]):
             rewards = function(completions=[text], answer=["35"], thinking_opened=[thinking_opened])
@@ -110,8 +110,10 @@ def test_an_empty_box_is_no_box(response: str) -> None:
 
 
 def test_what_shows_nothing_is_blank() -> None:
-    assert is_blank("") and is_blank(" \n\u200b\u2060\ufe0f\u115f")
-    assert not is_blank("\u200b.") and not is_blank("想")
+    assert is_blank("")
+    assert is_blank(" \n\u200b\u2060\ufe0f\u115f")
+    assert not is_blank("\u200b.")
+    assert not is_blank("想")
 
 
 def test_puzzles_are_read_behind_the_thinking() -> None:
@@ -136,15 +138,17 @@ def test_the_judge_reads_and_is_read_behind_the_thinking(tmp_path, serve) -> Non
         thinking_opened=[False, False, True, False],
     )
     assert rewards == [1.0, 1.0, 0.0, 0.0]
-    asked = [request["messages"][1]["content"] for request in server.requests]
-    assert len(asked) == 2 and "draft" not in asked[0] and "It is 5." in asked[0]
+    questions = [request["messages"][1]["content"] for request in server.requests]
+    assert len(questions) == 2
+    assert "draft" not in questions[0]
+    assert "It is 5." in questions[0]
     for reply in ("<think><score>1</score></think> I cannot say.", "<think><score>1</score>"):
         with pytest.raises(EndpointError, match="no <score>"):
             score_in(reply)
 
 
 def test_a_training_knows_which_prompts_open_the_block() -> None:
-    """By the end of each prompt, or of what a tool's answer puts before the last turn."""
+    """The end of a prompt shows it, or of what a tool's answer puts before the last turn."""
     tokenizer: Any = load_processor(str(PRETRAINED)).tokenizer
     decode = partial(tokenizer.decode, skip_special_tokens=True)
 
@@ -156,8 +160,10 @@ def test_a_training_knows_which_prompts_open_the_block() -> None:
         spans: list[Segment] = []
         for number, text in enumerate(texts):
             ids = ids_of(text)
-            spans.append(Segment(ids, None if number % 2 else (-0.5,) * len(ids), 0))
-        return Rollout(tuple(spans), "stop")
+            spans.append(
+                Segment(tokens=ids, logps=None if number % 2 else (-0.5,) * len(ids), step=0)
+            )
+        return Rollout(segments=tuple(spans), finish_reason=FinishReason.STOP)
 
     cases = [
         ("Find x. <think> is a tag.", sampled("x"), "x", False),
@@ -205,5 +211,7 @@ def test_an_explanation_says_that_thinking_was_set_aside(capsys) -> None:
     assert "thinking" not in capsys.readouterr().out
     assert explain.main([*words, "--thinking-opened", "--reward", "accuracy"]) == 0
     printed = capsys.readouterr().out
-    assert "thinking   13 characters set aside" in printed and "(no complete box)" in printed
-    assert "adora 0," in printed and "reward     accuracy 0" in printed
+    assert "thinking   13 characters set aside" in printed
+    assert "(no complete box)" in printed
+    assert "adora 0," in printed
+    assert "reward     accuracy 0" in printed

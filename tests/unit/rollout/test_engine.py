@@ -1,6 +1,7 @@
 """What the engine is asked for, with which prompts and tokens, without starting one."""
 
 import json
+import math
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,8 +20,8 @@ from adora_vl.rollout import engine_settings as sync
 from adora_vl.rollout import prompt_tokens
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import EngineSettings
-from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult, merge_requests
-from adora_vl.rollout.servers import of_sampled
+from adora_vl.rollout.rollouts import FinishReason, SamplingRequest, SamplingResult, merge_requests
+from adora_vl.rollout.servers import sampled_logps
 from adora_vl.utils.errors import RolloutError, UserError
 from adora_vl.utils.launch import prepare_engine_environment
 from tests.support.asks import asks_of
@@ -29,18 +30,36 @@ prepare_engine_environment()
 
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed.device_communicators import cpu_communicator  # noqa: E402
+from vllm.logprobs import FlatLogprobs, Logprob  # noqa: E402
 from vllm.multimodal.hasher import MultiModalHasher  # noqa: E402
 from vllm.multimodal.parse import MultiModalDataParser, parse_mm_uuids  # noqa: E402
 from vllm.multimodal.processing.inputs import ProcessorInputs  # noqa: E402
 from vllm.v1.core.sched.utils import check_sequence_repetition  # noqa: E402
 
 from adora_vl.rollout import llm as llm_module  # noqa: E402
-from adora_vl.rollout.llm import PolicyLLM, with_known_images  # noqa: E402
+from adora_vl.rollout.llm import PolicyLLM, logps_of_tokens, with_known_images  # noqa: E402
 
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
 IMAGE = 90
 START = 91
 END = 92
+
+
+@pytest.mark.parametrize("candidates", [1, 3])
+@pytest.mark.parametrize("broken", [-0.5, float("nan"), float("-inf")])
+def test_flat_log_probabilities_are_read_as_those_of_one_mapping_a_position(candidates, broken):
+    """The sampled token is the likeliest at no position, and one value may be no number."""
+    tokens = [5, 7, 5]
+    values = [-1.5, broken, -2.0]
+    positions = []
+    for token, value in zip(tokens, values, strict=True):
+        likelier = {100 + rank: Logprob(-0.1 * rank) for rank in range(1, candidates)}
+        positions.append({**likelier, token: Logprob(value)})
+    flat = FlatLogprobs()
+    flat.extend(positions)
+    expected = [value if math.isfinite(value) else -math.inf for value in values]
+    assert logps_of_tokens(positions, tokens) == expected
+    assert logps_of_tokens(flat, tokens) == expected
 
 
 def test_log_probabilities_are_the_trainers_own_where_tokens_are_only_left_out(subtests):
@@ -72,7 +91,7 @@ def test_the_log_probability_of_a_token_is_that_of_its_own_id():
     tokens = [[7, 8]]
     logps = [[[-0.1, -2.0], [-0.5]]]
     ids = [[[9, 7], [8]]]
-    assert of_sampled(tokens, logps, ids) == [[-2.0, -0.5]]
+    assert sampled_logps(tokens, logps, ids) == [[-2.0, -0.5]]
 
 
 def test_shared_memory_has_a_name_of_its_own_and_no_name_after_the_start(tmp_path, monkeypatch):
@@ -263,7 +282,15 @@ def test_a_group_is_one_request_with_seeds_that_count_up(monkeypatch):
     assert (
         found[0]
         == found[1]
-        == [SamplingResult([ask.seed] * 2, [-2.0] * 2, "stop", ask.prompt_ids) for ask in asks]
+        == [
+            SamplingResult(
+                tokens=[ask.seed] * 2,
+                logps=[-2.0] * 2,
+                finish_reason=FinishReason.STOP,
+                prompt_ids_read=ask.prompt_ids,
+            )
+            for ask in asks
+        ]
     )
 
 
@@ -277,7 +304,9 @@ def test_rollouts_go_on_from_what_they_have_up_to_their_limits(monkeypatch):
     prompt = [START, IMAGE, IMAGE, END, 1]
     numbers = zip(had, [10, 11, 12, 1, 1], [21, 22, 23, 31, 32], [3, 3, 3, 4, 4], strict=True)
     asks = [
-        SamplingRequest([*prompt, *begun], [], group, seed, limit)
+        SamplingRequest(
+            prompt_ids=[*prompt, *begun], images=[], group=group, seed=seed, max_tokens=limit
+        )
         for begun, group, seed, limit in numbers
     ]
     answers = engine.sample(asks, {**engine.sampling, "temperature": 0.5})

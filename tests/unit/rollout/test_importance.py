@@ -48,9 +48,9 @@ def test_what_one_of_the_two_has_no_score_for(subtests):
 
 def test_the_message_says_how_far_where_and_why():
     drift = importance.merge_drift(torch.tensor([[5.0, 2.0, 4.0]]))
-    message = importance.drift_message(drift, 0.3, 7, "out/checkpoint-7")
+    message = importance.drift_message(drift, bound=0.3, step=6, checkpoint="out/checkpoint-6")
     assert "step 7" in message and "2.5 nats" in message and "adora_max_drift is 0.3" in message
-    assert "out/checkpoint-7" in message
+    assert "out/checkpoint-6" in message
     assert all(cause in message for cause in importance.CAUSES)
 
 

@@ -39,7 +39,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState  # noqa: E
 
 from adora_vl.rollout.llm import PolicyLLM  # noqa: E402
 
-ASKS = [SamplingRequest([1], [], group=0)] * 2
+ASKS = [SamplingRequest(prompt_ids=[1], images=[], group=0)] * 2
 
 
 @pytest.fixture
@@ -99,7 +99,8 @@ def trainer(engine: Any, **changed: Any) -> Any:
     found.has_dropout = has_dropout(found.model)
     found.shape = SimpleNamespace(has_one_step=True)
     found.args = SimpleNamespace(
-        adora_rollouts=RolloutOptions(refill=facts["tries"]), own=lambda part: not facts["old_pass"]
+        adora_rollouts=RolloutOptions(refill=facts["tries"]),
+        uses=lambda part: not facts["old_pass"],
     )
     return found
 

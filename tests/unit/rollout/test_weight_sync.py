@@ -31,6 +31,7 @@ from adora_vl.rollout.weight_sync import (
     reset_caches,
 )
 from adora_vl.utils.errors import RolloutError, UserError
+from tests.support.adapters import LORA, adapted, float64_model
 
 NAMES = ["first", "second", "third"]
 
@@ -123,21 +124,6 @@ def test_after_the_first_sync_only_the_layers_that_an_adapter_touches_go():
     assert sorted(names) == sorted(adapted | {"lm_head.weight"})
 
 
-LORA: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "rslora": {"use_rslora": True, "rank_pattern": {"up_proj": 2}},
-    "dora": {"use_dora": True},
-    "lora_bias": {"target_modules": ["q_proj"], "lora_bias": True},
-    "biases of the base": {"bias": "all"},
-    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
-    "head": {"target_modules": ["lm_head"]},
-    "convolution": {"target_modules": ["patch_embed.proj"]},
-    "modules_to_save": {"modules_to_save": ["lm_head", "embed_tokens", "merger"]},
-    "tokens": {"trainable_token_indices": [5, 6]},
-    "parameter": {"target_modules": [], "target_parameters": ["q_proj.weight"]},
-}
-
-
 @pytest.mark.parametrize("form", LORA)
 def test_only_an_adapter_that_vllm_computes_whole_goes_alone(form):
     options = dict(LORA[form])
@@ -191,23 +177,7 @@ NOT_MADE = {
 
 @pytest.fixture(scope="module")
 def base():
-    return build_model(build_processor(["Find x."]).tokenizer).double()
-
-
-def adapted(base, config, second: str | None = None):
-    """A policy with this adapter, and a `second` one of the same kind, where all that is trained
-    has moved.
-    """
-    torch.manual_seed(0)
-    model = get_peft_model(deepcopy(base), config, autocast_adapter_dtype=False)
-    if second is not None:
-        model.add_adapter(second, config)
-        model.base_model.set_adapter(["default", second] if second == "active" else "default")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += torch.randn_like(parameter) * 0.05
-    return model.eval()
+    return float64_model()
 
 
 def assert_sent_is_merged(base, model):

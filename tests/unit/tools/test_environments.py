@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from adora_vl.config.blocks import ToolOptions
-from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup
+from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup, StepKey
 from adora_vl.tools.environments import environments_of
 from adora_vl.tools.run import Toolbox, choose_tools
 from adora_vl.tools.tries import unsteady_tools
@@ -20,10 +20,10 @@ from adora_vl.utils.errors import UserError
 class Doors:
     """Behind one of them is the answer."""
 
-    made = 0
+    count = 0
 
     def __init__(self):
-        Doors.made += 1
+        Doors.count += 1
 
     def reset(self, answer, images, **row):
         images[0].paste("red", (0, 0, 9, 9))  # a copy
@@ -52,7 +52,14 @@ def group(number, content, answer="x"):
     row = Row(
         id=f"r{number}", answer=answer, prompt=[{"role": "user", "content": content}], images=images
     )
-    return RolloutGroup(DrawnProblem(number, "train/3/0", number), row, 0, (Rollout(),) * 2)
+    return RolloutGroup(
+        problem=DrawnProblem(
+            row_number=number, key=StepKey(mode="train", step=3, micro=0), slot=number
+        ),
+        row=row,
+        began=0,
+        rollouts=(Rollout(),) * 2,
+    )
 
 
 def opens(toolbox, rollout, door):
@@ -65,38 +72,45 @@ def opens(toolbox, rollout, door):
 
 
 def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_alike():
-    Doors.made = 0
+    Doors.count = 0
     state = random.getstate()
-    made = environments_of(Doors, 10.0)
-    toolbox = Toolbox(choose_tools(["calculate"], made), ToolOptions(), None)
+    environments = environments_of(Doors, 10.0)
+    toolbox = Toolbox(choose_tools(["calculate"], environments), ToolOptions(), None)
     assert [schema["function"]["name"] for schema in toolbox.schemas] == ["calculate", "open"]
     parts = [{"type": "image", "text": None}, {"type": "text", "text": "Which?"}]
-    asked = [group(0, "Which?"), group(1, parts), group(2, "Which?", answer="")]
-    first, second, third = found = made.entered(asked, 7, anew=True)
-    (one, other) = first.rollouts
-    behind = [each.rollouts[0].environment.behind for each in found]
+    groups_asked = [group(0, "Which?"), group(1, parts), group(2, "Which?", answer="")]
+    first, second, third = entered_groups = environments.entered(groups_asked, 7, anew=True)
+    (first_rollout, second_rollout) = first.rollouts
+    behind = [entered.rollouts[0].environment.behind for entered in entered_groups]
     assert first.row["prompt"] == [{"role": "user", "content": f"Which? x: {behind[0]}."}]
     assert second.row["prompt"][0]["content"][2:] == [{"type": "text", "text": f" x: {behind[1]}."}]
-    assert third.row == asked[2].row and one.environment.behind == other.environment.behind
-    assert (
-        len(set(behind)) == 3
-        and random.getstate() == state
-        and asked[0].row["images"][0].getpixel((0, 0))[0] == 0
-    )
-    assert [opens(toolbox, one, 3), opens(toolbox, one, 4), opens(toolbox, other, 5)] == [
+    assert third.row == groups_asked[2].row
+    assert first_rollout.environment.behind == second_rollout.environment.behind
+    assert len(set(behind)) == 3
+    assert random.getstate() == state
+    assert groups_asked[0].row["images"][0].getpixel((0, 0))[0] == 0
+    assert [
+        opens(toolbox, first_rollout, 3),
+        opens(toolbox, first_rollout, 4),
+        opens(toolbox, second_rollout, 5),
+    ] == [
         "[3]",
         "[3, 4]",
         "[5]",
     ]
-    assert made.reward()(environments=[one.environment, other.environment], prompts=[]) == [
+    assert environments.reward()(
+        environments=[first_rollout.environment, second_rollout.environment], prompts=[]
+    ) == [
         2.0,
         1.0,
     ]
-    assert made.reward().__name__ == "Doors" and Doors.made == 6
-    made.entered([group(3, "Which?")], 7, anew=False)
-    again, *_ = made.entered(asked, 7, anew=True)
-    assert Doors.made == 8 and again.row == first.row, "they are used again"
-    assert again.rollouts[0].environment is one.environment and not one.environment.opened
+    assert environments.reward().__name__ == "Doors"
+    assert Doors.count == 6
+    environments.entered([group(3, "Which?")], 7, anew=False)
+    again, *_ = environments.entered(groups_asked, 7, anew=True)
+    assert Doors.count == 8 and again.row == first.row, "they are used again"
+    assert again.rollouts[0].environment is first_rollout.environment
+    assert not first_rollout.environment.opened
 
 
 async def later(self):
@@ -110,7 +124,7 @@ def like(**methods):
 
 
 @pytest.mark.parametrize(
-    ("asked", "why"),
+    ("entry", "why"),
     [
         ("own.py", "'own.py' names no class; write FILE.py:CLASS"),
         (3, "3 is no class"),
@@ -138,9 +152,9 @@ def like(**methods):
         (like(reset=lambda: 3), "row r0: reset returned a int; return a text or None"),
     ],
 )
-def test_what_is_no_environment_is_refused(asked, why):
+def test_what_is_no_environment_is_refused(entry, why):
     with pytest.raises(UserError, match=f"^environment_factory: {why}"):
-        environments_of(asked, 10.0).entered([group(0, "Which?")], 7, anew=True)
+        environments_of(entry, 10.0).entered([group(0, "Which?")], 7, anew=True)
 
 
 def test_a_method_that_answers_in_two_ways_in_environments_that_begin_alike_is_named():
@@ -149,9 +163,9 @@ def test_a_method_that_answers_in_two_ways_in_environments_that_begin_alike_is_n
             """Throw."""
             return float(np.random.default_rng().random())
 
-    made = environments_of(Dice, 10.0)
-    toolbox = Toolbox(choose_tools([], made), ToolOptions(), None)
-    [entered] = made.entered([group(0, "Which?")], 7, anew=True)
+    environments = environments_of(Dice, 10.0)
+    toolbox = Toolbox(choose_tools([], environments), ToolOptions(), None)
+    [entered] = environments.entered([group(0, "Which?")], 7, anew=True)
     inside = [rollout.environment for rollout in entered.rollouts]
     [line] = unsteady_tools(toolbox, [], inside)
     assert line.startswith("tools: 'throw' answers"), "open counts, and both count alike"

@@ -42,7 +42,6 @@ def drawing() -> Image.Image:
 @pytest.mark.parametrize(
     ("tools", "options", "changed", "line"),
     [
-        (["zoom"], {"images": 1}, {}, "adora_tool_options.images: 1 leaves no picture for zoom"),
         ([drawing], {"images": 2}, {"pictures": 3}, "adora_tool_options.images: 2 leaves no"),
         (["zoom"], {}, {"completion": 10}, "max_completion_length: 10 leaves no room for an ans"),
         (["calculate"], {}, {"completion": 40}, "max_completion_length: 40 leaves no room"),
@@ -73,14 +72,14 @@ def test_the_smallest_limit_that_is_taken_holds_a_call_with_its_answer(processor
     box = toolbox("calculate")
     with pytest.raises(UserError, match="set it to [0-9]+ or more") as refused:
         refuse_no_room(box, processor, {}, room(completion=1))
-    least = int(str(refused.value).split("set it to ")[1].split()[0])
-    refuse_no_room(box, processor, {}, room(completion=least))
+    smallest = int(str(refused.value).split("set it to ")[1].split()[0])
+    refuse_no_room(box, processor, {}, room(completion=smallest))
     with pytest.raises(UserError):
-        refuse_no_room(box, processor, {}, room(completion=least - 1))
+        refuse_no_room(box, processor, {}, room(completion=smallest - 1))
     turns = ToolLoop(box, processor, {}, lambda image: 0, 3, processor.tokenizer.decode)
     call = turns.count('<tool_call>{"name": "calculate", "arguments": {"expression": ""}}') + 1
     assert turns.around == len(turns._ids(["<tool_response>\n\n</tool_response>"], [], [-1])) - 1
-    assert call + turns.around < least <= call + turns.around + 16
+    assert call + turns.around < smallest <= call + turns.around + 16
 
 
 @pytest.mark.parametrize("seconds", [0.001, 1e9])

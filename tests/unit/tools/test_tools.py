@@ -16,7 +16,7 @@ from PIL import ExifTags, Image, ImageDraw
 from adora_vl.config.blocks import ToolOptions
 from adora_vl.data.prompts import with_tools
 from adora_vl.tools.ours import OURS, View
-from adora_vl.tools.run import Toolbox, choose_tools
+from adora_vl.tools.run import CALLS_PER_TURN, Toolbox, choose_tools
 from adora_vl.tools.tries import unsteady_tools
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import OverdueError
@@ -41,7 +41,7 @@ def written(name, **arguments):
 
 
 def said(toolbox, text, images=None):
-    """What comes back, as one text and its pictures."""
+    """Return what comes back to the model, as one text and its pictures."""
     answer = toolbox.answer(text, [picture()] if images is None else images, seed="0", last=False)
     pictures = [part for part in answer.parts if not isinstance(part, str)]
     text = "".join(part if isinstance(part, str) else "<image>" for part in answer.parts)
@@ -62,7 +62,8 @@ def test_a_region_is_cut_from_the_picture_as_it_is_by_the_coordinates_of_the_fam
         box(max_pixels=448 * 448),
         written("line", x1=0, y1=0, x2=50, y2=50) + written("mark", x=9, y=9, label="A", picture=1),
     )
-    assert "Picture 1: <image>" in text and "Picture 2: <image>" in text
+    assert "Picture 1: <image>" in text
+    assert "Picture 2: <image>" in text
     assert first.getpixel((200, 200)) == (220, 20, 20) == second.getpixel((200, 200))
 
 
@@ -131,11 +132,9 @@ def test_ten_thousand_broken_calls_are_one_line_each():
         answer = toolbox.answer(text, [picture()] if "zoom" in text else [], seed="0", last=False)
         slowest = max(slowest, time.process_time() - began)
         for call in answer.calls:
-            assert (
-                call.failed == call.text.startswith("Error: ")
-                and "\n" not in call.text
-                and len(call.text) <= 400
-            )
+            assert call.failed == call.text.startswith("Error: ")
+            assert "\n" not in call.text
+            assert len(call.text) <= 400
             assert len(call.text) <= 200 or not call.failed
             call.text.encode()
     print(f"the slowest took {1000 * slowest:.0f} ms")
@@ -204,14 +203,18 @@ def test_whatever_a_tool_does_is_an_answer(tmp_path, monkeypatch, how, answer):
     toolbox = box("own.py:misbehave", seconds=1)
     assert "images" not in json.dumps(toolbox.schemas)
     text, pictures = said(toolbox, written("misbehave", how=how), images)
-    assert text.startswith(answer) and text.count("\n") == answer.count("\n")
-    assert len(images) == 1 and images[0].getpixel((0, 0)) == (255, 255, 255)
-    assert all(one.width * one.height <= SMALL.high for one in pictures)
+    assert text.startswith(answer)
+    assert text.count("\n") == answer.count("\n")
+    assert len(images) == 1
+    assert images[0].getpixel((0, 0)) == (255, 255, 255)
+    assert all(
+        shown_picture.width * shown_picture.height <= SMALL.high for shown_picture in pictures
+    )
     assert "own.py" in toolbox.chosen.hashes
 
 
 class Raises:
-    """Whatever is asked of it fails, its own words too."""
+    """A value that fails whatever is asked of it, its own words too."""
 
     def __init__(self, error: BaseException) -> None:
         object.__setattr__(self, "error", error)
@@ -228,7 +231,7 @@ class SpeechlessError(Exception):
 
 
 class Panic(BaseException):
-    """As compiled code raises it."""
+    """An error as compiled code raises it."""
 
 
 class Endless(list):
@@ -276,7 +279,7 @@ def odd_values():
     yield from ({"type": "image", "image": "no picture"}, {"type": ["text"]}, {1: object()})
     yield from (Image.new("RGB", (0, 5)), LatePicture(), Image.new("L", (300, 1)))
     yield from (Image.new(mode, (56, 56)) for mode in ("RGBA", "LA", "P", "CMYK", "F", "1", "LAB"))
-    yield (one for one in "generator")
+    yield (word for word in "generator")
     yield [Image.new("L", (56, 56)), "and", Raises(RuntimeError("closed"))]
 
 
@@ -295,8 +298,9 @@ def test_whatever_a_tool_returns_is_an_answer():
         assert text.count("\n") == 0 or not text.startswith("Error: ")
         text.encode()
         assert len(text) <= 2000
-        for shown in pictures:
-            assert shown.mode == "RGB" and min(shown.size) >= 28
+        for picture in pictures:
+            assert picture.mode == "RGB"
+            assert min(picture.size) >= 28
 
 
 def test_whatever_a_tool_raises_is_an_answer():
@@ -310,7 +314,8 @@ def test_whatever_a_tool_raises_is_an_answer():
     toolbox = box(raising)
     for _ in errors:
         text, _ = said(toolbox, written("raising"))
-        assert text.startswith("Error: ") and "\n" not in text
+        assert text.startswith("Error: ")
+        assert "\n" not in text
 
 
 def random_value(draw, depth=0):
@@ -352,16 +357,18 @@ def test_whatever_a_model_writes_into_a_call_is_an_answer():
     names = [*OURS, "anything"]
     for _ in range(3000):
         name = draw.choice(names)
-        known = toolbox._by_name[name]["function"]["parameters"]["properties"]
-        chosen = [*known, "more"] if draw.random() < 0.1 else [*known]
+        parameters = toolbox._by_name[name]["function"]["parameters"]["properties"]
+        chosen = [*parameters, "more"] if draw.random() < 0.1 else [*parameters]
         arguments = {key: random_value(draw) for key in chosen if draw.random() < 0.9}
         text = json.dumps({"name": name, "arguments": arguments})
         if draw.random() < 0.2:
             text = text.replace("[", "[" * draw.choice([9, 600, 990]), 1)
         answer = toolbox.answer(f"<tool_call>{text}</tool_call>", [picture()], seed="0", last=False)
         [call] = answer.calls
-        assert call.failed == call.text.startswith("Error: ") and call.name.encode() is not None
-        assert len(call.text) <= 2000 and "\n" not in call.text
+        assert call.failed == call.text.startswith("Error: ")
+        assert call.name.encode() is not None
+        assert len(call.text) <= 2000
+        assert "\n" not in call.text
     big = "1" * 400
     for inside in (
         f'"x1": {big}',
@@ -392,32 +399,35 @@ def test_a_picture_of_a_tool_is_shown_as_a_person_sees_it(kind):
         """Show."""
         return pictures[kind]
 
-    _, [shown] = said(box(show, max_pixels=84 * 84), written("show"))
-    assert shown.size == ((56, 84) if kind == "on its side" else (84, 56))
-    values = np.asarray(shown.convert("L")).astype(int)
+    _, [picture] = said(box(show, max_pixels=84 * 84), written("show"))
+    assert picture.size == ((56, 84) if kind == "on its side" else (84, 56))
+    values = np.asarray(picture.convert("L")).astype(int)
     if kind == "transparent":
-        assert values.max() == 255 and values.min() == 0 and (values == 255).mean() > 0.8
+        assert values.max() == 255
+        assert values.min() == 0
+        assert (values == 255).mean() > 0.8
     elif kind != "on its side":
         assert abs(values - grey * 255).max() <= 1
     pictures[kind].load()
-    assert shown is not pictures[kind]
+    assert picture is not pictures[kind]
 
 
 def test_what_a_tool_draws_on_is_its_own_and_what_it_returned_is_the_answers():
     images = [picture()]
     before = images[0].tobytes()
-    kept = []
+    drawn_on = []
 
     def draw(images: list) -> Image.Image:
         """Draw."""
         images[0].load()[0, 0] = (1, 2, 3)
-        kept.append(images[0])
+        drawn_on.append(images[0])
         return images[0]
 
     toolbox = box(draw, max_pixels=448 * 448)
     _, [first] = said(toolbox, written("draw"), images)
-    assert images[0].tobytes() == before and first.getpixel((0, 0)) == (1, 2, 3)
-    kept[0].putpixel((0, 0), (9, 9, 9))
+    assert images[0].tobytes() == before
+    assert first.getpixel((0, 0)) == (1, 2, 3)
+    drawn_on[0].putpixel((0, 0), (9, 9, 9))
     assert first.getpixel((0, 0)) == (1, 2, 3)
 
 
@@ -443,11 +453,11 @@ def test_a_tool_that_answers_the_same_call_in_two_ways_is_named():
         """
         return np.random.default_rng().random()
 
-    def shown(how: str) -> Image.Image:
+    def shown(way: str) -> Image.Image:
         """Show.
 
         Args:
-            how: In which way.
+            way: In which way.
         """
         return Image.effect_noise((56, 56), time.perf_counter_ns() % 97 + 1)
 
@@ -485,20 +495,18 @@ def test_a_tool_draws_the_same_in_every_run_and_the_run_goes_on_as_if_it_had_not
     call = written("misbehave", how="draw")
     states = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
     first = [toolbox.answer(call * 2, [], seed=seed, last=False) for seed in ("a", "a", "b")]
-    texts = [[one.text for one in answer.calls] for answer in first]
-    assert texts[0] == texts[1] and len({*texts[0], *texts[2]}) == 4
+    texts = [[made_call.text for made_call in answer.calls] for answer in first]
+    assert texts[0] == texts[1]
+    assert len({*texts[0], *texts[2]}) == 4
     assert states == (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist())
 
 
 def test_calls_that_are_too_many_and_the_last_turn_are_said():
-    toolbox = box(calls_per_turn=2)
+    toolbox = box()
     call = written("calculate", expression="1+1")
     answer = toolbox.answer(call * 9, [], seed="0", last=True)
-    assert [one.text for one in answer.calls] == [
-        "2",
-        "2",
-        "Error: too many calls in a turn, at most 2",
-    ]
+    refused = f"Error: too many calls in a turn, at most {CALLS_PER_TURN}"
+    assert [call.text for call in answer.calls] == [*["2"] * CALLS_PER_TURN, refused]
     assert answer.parts[-1] == "\nNo calls are left."
 
 
@@ -531,13 +539,14 @@ def test_a_tool_that_no_model_can_be_told_of_is_refused(tmp_path, monkeypatch, s
 
 
 def test_the_system_prompt_has_the_schemas_in_the_words_of_qwen():
-    told = with_tools("Think.", box("calculate").schemas)
-    assert told.startswith(
+    system_prompt = with_tools("Think.", box("calculate").schemas)
+    assert system_prompt.startswith(
         "Think.\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     )
-    line = told.split("<tools>\n")[1].split("\n</tools>")[0]
+    line = system_prompt.split("<tools>\n")[1].split("\n</tools>")[0]
     assert json.loads(line) == box("calculate").schemas[0]
-    assert told.endswith(
+    assert system_prompt.endswith(
         '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
     )
-    assert with_tools("Think.", []) == "Think." and with_tools(None, []) is None
+    assert with_tools("Think.", []) == "Think."
+    assert with_tools(None, []) is None

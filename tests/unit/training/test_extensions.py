@@ -12,12 +12,11 @@ from PIL import Image
 from transformers import AutoConfig
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
-from adora_vl.config.checks import costs_of
 from adora_vl.config.schema import parse
 from adora_vl.models.load import PRETRAINED
 from adora_vl.packing.image_store import PASSING, ImageCache, effective_settings
 from adora_vl.rollout.importance import ImportanceRatio
-from adora_vl.rollout.rollouts import Rollout, SamplingRequest, SamplingResult
+from adora_vl.rollout.rollouts import Rollout, SamplingRequest, SamplingResult, StepKey
 from adora_vl.rollout.turns import append_result
 from adora_vl.training.extensions import (
     check_extensions,
@@ -80,7 +79,7 @@ def test_an_extension_comes_from_a_file_with_its_options_and_is_known_by_it(mine
     assert before.keys() == {"mine.py"} and extension_hashes(keys) != before
     nothing = parse(CPU)[1]
     assert chosen_extensions(nothing) == {} and extension_hashes(nothing) == {}
-    assert costs_of(nothing) == []
+    assert extension_costs({}, nothing) == []
 
 
 def test_the_extension_of_the_page_is_one(mine):
@@ -94,7 +93,9 @@ def test_the_extension_of_the_page_is_one(mine):
     extension.start(step_context(log), None)
     mask = torch.arange(9) < torch.tensor([2, 9, 4, 5])[:, None]
     batch: Batch = {"completion_mask": mask, "advantages": torch.ones(4)}
-    extension.after_weighing(Generation([], "train", 0, "0/0", 0, 4, batch=batch))
+    generation = Generation(key=StepKey(mode="train", step=0, micro=0), group_size=4)
+    advantages: Any = None
+    extension.after_weighing(generation, batch, advantages)
     assert batch["advantages"].tolist() == [1, 0, 1, 1] and log == {"longest/left_out": 0.25}
 
 
@@ -125,10 +126,12 @@ def test_what_does_not_fit_is_named_in_one_line(mine):
 
 
 def test_a_rollout_that_saw_other_images_cannot_be_compared_at_any_token():
-    ask = SamplingRequest([1], [], 0, None, 3)
-    answer = SamplingResult([5, 6], [-0.1, -0.2])
+    ask = SamplingRequest(prompt_ids=[1], images=[], group=0, max_tokens=3, max_length=9)
+    answer = SamplingResult(tokens=[5, 6], logps=[-0.1, -0.2])
     for compared, logps, stale in ((True, [-0.1, -0.2], 0), (False, [None, None], 2)):
-        rollout = append_result(Rollout(), ask, answer, 9, None, None, step=4, compared=compared)
+        rollout = append_result(
+            Rollout(), ask, answer, step=4, max_turn=None, stop=None, compared=compared
+        )
         assert (rollout.logps, rollout.stale_tokens(4)) == (logps, stale)
         assert rollout.policy_mask == [True, True], "the policy has sampled them all the same"
 
@@ -177,8 +180,8 @@ def test_the_cache_of_images_does_not_keep_what_is_seen_once():
     settings = effective_settings(processor, {})
     image = Image.effect_noise((56, 28), 90).convert("RGB")
     clean = cache.get(processor, image, settings)
-    held = cache.bytes_held
+    held = cache.cached_bytes
     passing = image.rotate(180)
     passing.info[PASSING] = True
     assert not torch.equal(cache.get(processor, passing, settings).patches_RD, clean.patches_RD)
-    assert cache.bytes_held == held and cache.get(processor, image, settings) is clean
+    assert cache.cached_bytes == held and cache.get(processor, image, settings) is clean

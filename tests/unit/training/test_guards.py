@@ -37,8 +37,8 @@ from adora_vl.utils.errors import (
     engine_call,
 )
 from adora_vl.utils.files import disk_is_full
+from tests.support.disk import disk_of
 from tests.support.step_context import step_context
-from tests.unit.utils.test_half_written import disk_of
 
 
 @pytest.fixture
@@ -354,7 +354,7 @@ def test_what_begins_a_rollout_ends_the_run_with_a_checkpoint_where_it_fails(tmp
     with guard.beginning(6):
         pass
     ends = pytest.raises(
-        UserError, match=f"^step 7: row 3: reset: oh; go on with .*checkpoint {tmp_path}$"
+        UserError, match=f"^step 7: row 3: reset: oh, and go on with .*checkpoint {tmp_path}$"
     )
     with ends, guard.beginning(6):
         raise UserError("row 3: reset: oh")

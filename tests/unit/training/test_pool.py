@@ -6,17 +6,18 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Barrier, Thread
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis.strategies import integers, sampled_from
 from PIL import Image
 from transformers import TrainerState
 
@@ -27,19 +28,25 @@ from adora_vl.packing.prompts import PromptBatch
 from adora_vl.rollout.rollouts import (
     Call,
     DrawnProblem,
+    FinishReason,
     Picture,
     Rollout,
     RolloutGroup,
     SamplingRequest,
     SamplingResult,
     Segment,
+    StepKey,
     merge_requests,
 )
 from adora_vl.rollout.samplers import AsyncServerSampler, PendingSamples
-from adora_vl.training.generation import Generation
+from adora_vl.trainer import AdoraGRPOTrainer
+from adora_vl.training.advantages import JudgedGroups
+from adora_vl.training.generation import Generation, ScoredGroups
+from adora_vl.training.generation_sampler import GenerationSampler, LateDriftCheck
+from adora_vl.training.group_sampler import GroupSampler, PromptReader
 from adora_vl.training.pool import Pool
-from adora_vl.training.pool_ahead import PoolAhead
 from adora_vl.training.pool_state import PoolState
+from adora_vl.training.rollout_facts import RolloutFacts
 from adora_vl.training.schedule import (
     automatic_budget,
     further_rows,
@@ -49,6 +56,7 @@ from adora_vl.training.schedule import (
 from adora_vl.types import Row
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.seeding import rollout_seed
+from tests.support.facts import rollout_facts
 from tests.support.step_context import step_context
 
 # groups of a rank and generation, rollouts of a group, tokens
@@ -126,8 +134,12 @@ class Engine:
             whole = self.length(begun[0] if begun else one.seed & TOKEN)
             left = whole - len(begun) if whole < LONGEST else 10 * LONGEST
             new = [one.seed & TOKEN, *[self.step] * (min(one.max_tokens, left) - 1)]
-            reason: Literal["length", "stop"] = "length" if left > one.max_tokens else "stop"
-            answers.append(SamplingResult(new, [-float(self.step)] * len(new), reason))
+            reason = FinishReason.LENGTH if left > one.max_tokens else FinishReason.STOP
+            answers.append(
+                SamplingResult(
+                    tokens=new, logps=[-float(self.step)] * len(new), finish_reason=reason
+                )
+            )
         self.steps += max((len(answer.tokens) for answer in answers), default=0)
         return answers
 
@@ -144,8 +156,13 @@ class TurnsEngine(Engine):
             assert one.seed is not None and one.max_tokens is not None and one.max_tokens > 0
             assert sum(token == IMAGE for token in one.prompt_ids) == len(one.images)
             length = min(one.max_tokens, drawn(one.seed))
-            reason = "stop" if drawn(one.seed) <= one.max_tokens else "length"
-            answers.append(SamplingResult([one.seed & TOKEN] * length, [-1.0] * length, reason))  # type: ignore[arg-type]
+            is_whole = drawn(one.seed) <= one.max_tokens
+            reason = FinishReason.STOP if is_whole else FinishReason.LENGTH
+            answers.append(
+                SamplingResult(
+                    tokens=[one.seed & TOKEN] * length, logps=[-1.0] * length, finish_reason=reason
+                )
+            )
         return answers
 
 
@@ -170,7 +187,7 @@ class EngineAhead(Engine, AsyncServerSampler):
         return {}
 
 
-def rows_after(numbers: list[int], distance: int) -> list[Row]:
+def rows_after(numbers: Sequence[int], distance: int) -> list[Row]:
     """The rows of the generation so many after the one with these numbers."""
     later = [number + distance * PLACES for number in numbers]
     rows: list[Any] = [{"id": f"0/{number}", ROW_NUMBER: number} for number in later]
@@ -188,42 +205,114 @@ class Answered:
         draw = random.Random(f"{seed}/{len(rollout.pictures)}")
         place = len(rollout.segments)
         if draw.random() < 0.3 or len(rollout.pictures) == 3:
-            return replace(rollout, ended="stop" if draw.random() < 0.7 else "calls")
+            return replace(
+                rollout,
+                finish_reason=FinishReason.STOP if draw.random() < 0.7 else FinishReason.CALLS,
+            )
         if max_length - len(rollout.tokens) < 30:
-            return replace(rollout, ended="room")
+            return replace(rollout, finish_reason=FinishReason.CONTEXT)
         image = kept(Image.new("RGB", (28, 28 + draw.randrange(9))))
         return replace(
             rollout,
-            ended="",
-            segments=(*rollout.segments, Segment((5, IMAGE, 6), None, step)),
-            pictures=(*rollout.pictures, Picture(image.digest, image, place)),
+            finish_reason=FinishReason.RUNNING,
+            segments=(*rollout.segments, Segment(tokens=(5, IMAGE, 6), logps=None, step=step)),
+            pictures=(*rollout.pictures, Picture(digest=image.digest, image=image, span=place)),
         )
 
 
+class Silent:
+    """Answers nothing."""
+
+    turn_tokens = None
+
+    def __call__(self, rollout: Rollout, images: Any, **_: Any) -> Rollout:
+        return rollout
+
+
 class Judges:
-    """Notes the groups of a generation in its batch. It grades and weighs nothing."""
+    """Notes the groups of a generation in its batch. It scores nothing: every group has signal."""
 
-    ends = SimpleNamespace(ended=lambda *_: True, decode=lambda _: "")
+    def __init__(self, accelerator: Any, has_signal: Callable[[int, int], bool]) -> None:
+        """`has_signal(number, rank)`: whether the group of a problem has signal."""
+        self.accelerator = accelerator
+        self.has_signal = has_signal
 
-    def __call__(self, generation: Generation, groups: Any, prompts: Any, *, aged: bool) -> None:
-        generation.rows = [group.row for group in groups for _ in group.rollouts]
+    def score(self, generation: Generation, groups: Any) -> ScoredGroups:
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        problems = torch.tensor(
+            [group.problem.row_number for group in groups for _ in group.rollouts]
+        )
         ages = [generation.number - group.began for group in groups for _ in group.rollouts]
-        generation.batch = {"age": torch.tensor(ages), "groups": groups}  # type: ignore[typeddict-unknown-key]
-        lengths = torch.tensor([len(tokens) for tokens in rollouts_of(generation)])
-        generation.scores = SimpleNamespace(lengths_B=lengths)  # type: ignore[assignment]
+        wide = problems[:, None]
+        batch: Any = dict.fromkeys(("prompt_ids", "completion_ids"), wide)
+        batch |= dict.fromkeys(("prompt_mask", "completion_mask"), torch.ones_like(wide))
+        batch["age"] = torch.tensor(ages)
+        lengths = torch.tensor([float(len(rollout.tokens)) for rollout in rollouts])
+        ranks = torch.full((len(rollouts),), float(self.accelerator.process_index))
+        facts = rollout_facts(wide.float(), length_N=lengths, prompt_length_N=ranks)
+        facts = RolloutFacts.gathered(facts, self.accelerator)
+        facts = replace(facts, missing=(None,) * len(facts.rewards_NF))
+        judged = self.judge(facts, SIZE, 0)
+        return ScoredGroups(groups=groups, batch=batch, facts=facts, judged=judged)
 
-    def weigh(self, generation: Generation, extensions: Any) -> None:
-        pass
+    def judge(self, facts: RolloutFacts, group_size: int, step: int) -> JudgedGroups:
+        numbers = facts.rewards_NF[::group_size, 0].int().tolist()
+        ranks = facts.prompt_length_N[::group_size].int().tolist()
+        nothing: Any = None
+        return JudgedGroups(
+            groups=nothing,
+            weighting=nothing,
+            raw_PG=nothing,
+            signal_P=torch.tensor(list(map(self.has_signal, numbers, ranks))),
+            equal_reward_share=0.0,
+            ranks=self.accelerator.num_processes,
+        )
 
 
-def groups_in(generation: Generation) -> list[RolloutGroup]:
+@dataclass(frozen=True)
+class Learned:
+    """A generation that was learned from."""
+
+    generation: Generation
+    groups: Any
+    batch: Any
+
+    @property
+    def rows(self) -> list[Row]:
+        return [group.row for group in self.groups for _ in group.rollouts]
+
+
+def groups_in(learned: Learned) -> list[RolloutGroup]:
     """Those that the generation has learned from."""
-    found: list[RolloutGroup] = generation.batch["groups"]  # type: ignore[typeddict-item]
-    return found
+    return list(learned.groups)
 
 
-def rollouts_of(generation: Generation) -> list[list[int]]:
-    return [rollout.tokens for group in groups_in(generation) for rollout in group.rollouts]
+def rollouts_of(learned: Learned) -> list[list[int]]:
+    return [rollout.tokens for group in groups_in(learned) for rollout in group.rollouts]
+
+
+def stages(run: Any, context: Any, judges: Judges) -> Any:
+    """A trainer that has no policy and goes through the stages of a generation all the same."""
+    trainer: Any = AdoraGRPOTrainer.__new__(AdoraGRPOTrainer)
+    trainer.model = SimpleNamespace(training=True)
+    trainer.state = run.state
+    trainer.args = context.config
+    trainer.accelerator = context.accelerator
+    trainer.context = context
+    trainer.shape = run.pool.shape
+    trainer.num_generations = SIZE
+    trainer.pool = run.pool
+    trainer.rollouts = run.rollouts
+    trainer.prefetch = SimpleNamespace(start=lambda: None, finish=lambda: None)
+    trainer.unfinished = SimpleNamespace(begins=lambda *_: None)
+    trainer.advantages = judges
+    trainer.log_figure = run.log.__setitem__
+    trainer._facts = dict
+    trainer._logs = {}
+    trainer._step = 0
+    trainer._score = judges.score
+    trainer._weigh = lambda generation, scored: Learned(generation, scored.groups, scored.batch)
+    return trainer
 
 
 class Run:
@@ -238,6 +327,7 @@ class Run:
         accelerator: Any = None,
         updates: int = 1,
         tools: bool = False,
+        has_signal: Callable[[int, int], bool] = lambda number, rank: True,
         **rollouts: Any,
     ) -> None:
         self.state, self.log = TrainerState(max_steps=steps), {}  # type: ignore[var-annotated]
@@ -264,39 +354,43 @@ class Run:
             prompts=lambda rows, *_, **__: PromptBatch([], [[1]] * len(rows), None, {})
         )
         guard: Any = SimpleNamespace(check=lambda *_: None, watching=nullcontext)
-        judge: Any = Judges()
-        phase: Any = lambda _: nullcontext()  # noqa: E731
+        judges = Judges(context.accelerator, has_signal)
+        stop: Any = SimpleNamespace(ends=lambda *_: True)
         if tools:
             self.engine = TurnsEngine()
-        turns: Any = Answered() if tools else None
-        asked_ahead = partial(
-            PoolAhead, next_rows=rows_after, request_drift=lambda rows, step: lambda: None
+        tool_loop: Any = Answered() if tools else None
+        self.pool = Pool(context, rows, tools=tools)
+        groups = GroupSampler(
+            context=context,
+            prompts=PromptReader(images),
+            sampler=self.engine,  # type: ignore[arg-type]
+            stop=stop,
+            extensions=[],
+            tool_loop=tool_loop,
         )
-        self.pool: Pool = (asked_ahead if options.ahead else Pool)(
-            context,
-            images,
-            self.engine,  # type: ignore[arg-type]
-            judge,
-            guard,
-            [],
-            phase,
-            rows,
-            tool_loop=turns,
+        self.rollouts = GenerationSampler(
+            context=context,
+            pool=self.pool,
+            groups=groups,
+            guard=guard,
+            phase=lambda _: nullcontext(),
+            environments=None,
+            rows_ahead=rows_after,
+            late_drift=LateDriftCheck(lambda rows, step: lambda: None),
         )
-        self.learned: list[Generation] = []
+        self.trainer = stages(self, context, judges)
+        self.learned: list[Learned] = []
         self.figures: list[dict[str, float]] = []
 
-    def sampled(self) -> Generation:
-        """The next generation, sampled, graded and weighed."""
+    def sampled(self) -> Learned:
+        """The next generation, sampled and scored."""
         step = self.engine.step = self.state.global_step
         rows: list[Any] = [
             {"id": f"{self.rank}/{number}", ROW_NUMBER: number}
             for number in range(step * PLACES, (step + self.updates) * PLACES)
             for _ in range(SIZE)
         ]
-        generation = Generation(rows, "train", step, f"{step}/0", 0, SIZE)
-        self.pool.fill(generation)
-        return generation
+        return self.trainer._generate_and_score_completions(rows)
 
     def go_on(self, until: int | None = None) -> Run:
         while self.state.global_step < (until or self.state.max_steps):
@@ -409,20 +503,24 @@ def test_a_run_with_tools_that_is_killed_within_a_turn_goes_on_to_the_bit(tmp_pa
     found = [[groups_in(generation) for generation in one.learned] for one in (run, whole)]
     assert found[0] == found[1]
     rollouts = [rollout for groups in found[1] for group in groups for rollout in group.rollouts]
-    assert {rollout.ended for rollout in rollouts} == {"stop", "calls", "length", "room"}
+    assert {rollout.finish_reason for rollout in rollouts} == {"stop", "calls", "length", "room"}
     assert {len(rollout.pictures) for rollout in rollouts} == {0, 1, 2, 3}
     seeds = [one.seed for asks in whole.engine.asked for one in asks]
     assert len(set(seeds)) == len(seeds)
     paused = [
-        group for one in whole.learned for group in groups_in(one) if group.began < one.number
+        group
+        for one in whole.learned
+        for group in groups_in(one)
+        if group.began < one.generation.number
     ]
     assert bool(paused) is (budget is not None)
 
 
 def test_where_nothing_is_called_a_run_with_tools_is_the_run_without():
     runs = [Run(4, tools=True, budget=None) for _ in range(2)]
-    runs[0].pool.tool_loop = None
-    runs[1].pool._answer_calls = lambda continuation, rollout, step: rollout  # type: ignore[method-assign]
+    runs[0].rollouts.groups.tool_loop = None
+    silent: Any = Silent()
+    runs[1].rollouts.groups.tool_loop = silent
     assert runs[0].go_on().answers == runs[1].go_on().answers
     assert runs[0].engine.asked == runs[1].engine.asked
 
@@ -431,7 +529,8 @@ def test_processes_whose_rollouts_have_other_numbers_of_turns_make_the_same_call
     def part(rank: int, accelerator: Any) -> list[int]:
         run = Run(4, accelerator, tools=True, budget=None)
         if rank:
-            run.pool._answer_calls = lambda continuation, rollout, step: rollout  # type: ignore[method-assign]
+            silent: Any = Silent()
+            run.rollouts.groups.tool_loop = silent
         run.go_on()
         return [len(asks) for asks in run.engine.asked]
 
@@ -471,7 +570,8 @@ def test_a_budget_that_no_answer_reaches_changes_nothing():
     ]
     for generation, asks in zip(run.learned, run.engine.asked, strict=True):
         seeds = [
-            rollout_seed(7, generation.where, *divmod(row, SIZE)) for row in range(PLACES * SIZE)
+            rollout_seed(7, generation.generation.key.name, *divmod(row, SIZE))
+            for row in range(PLACES * SIZE)
         ]
         assert [one.seed for one in asks] == seeds
         assert len({one.group for one in asks}) == PLACES and len(merge_requests(asks)) == PLACES
@@ -491,10 +591,12 @@ def test_each_token_keeps_the_log_probability_of_the_weights_that_sampled_it():
             assert all(
                 -logp == token for token, logp in zip(tokens, logps, strict=True) if token < 1000
             )
-            stale = sum(-logp != generation.step for logp in logps if logp is not None)
-            assert stale == rollout.stale_tokens(generation.step) and len({*logps}) <= len(
-                rollout.segments
+            stale = sum(
+                -logp != generation.generation.key.step for logp in logps if logp is not None
             )
+            assert stale == rollout.stale_tokens(generation.generation.key.step) and len(
+                {*logps}
+            ) <= len(rollout.segments)
             assert len({*logps}) <= age + 1
             mixed += 0 < stale < len(tokens)
     assert mixed > 20
@@ -535,6 +637,19 @@ def test_every_generation_that_is_asked_for_ahead_has_groups_of_its_own(ahead):
             assert len(run.pool.state.waiting) <= PLACES, "little is sampled in vain"
 
 
+@given(
+    mode=sampled_from(["train", "eval"]),
+    step=integers(0, 10**6),
+    micro=integers(0, 999),
+    attempt=integers(0, 9),
+)
+def test_the_texts_that_seed_a_run_stay_what_they_are(mode, step, micro, attempt):
+    """Else a run that resumes would draw other random numbers, and learn from other rollouts."""
+    key = StepKey(mode=mode, step=step, micro=micro, attempt=attempt)
+    assert key.position == f"{step}/{micro}"
+    assert key.name == (f"{mode}/{step}/{micro}/{attempt}" if attempt else f"{mode}/{step}/{micro}")
+
+
 def test_the_figures_of_a_generation():
     run = Run(20).go_on()
     for generation, figures in zip(run.learned, run.figures, strict=True):
@@ -572,17 +687,15 @@ def test_generations_are_counted_and_named_where_an_epochs_last_step_has_fewer()
     """
     run = Run(4)
     run.pool.shape, run.pool.rows = replace(run.pool.shape, accumulated=2), range(3 * PLACES)  # type: ignore[assignment]
-    places = ("0/0", "0/1", "1/0", "2/0", "2/1", "3/0")
-    ahead = [Generation([], "train", int(key[0]), key, 0, SIZE) for key in places]
-    assert [run.pool._generations_left(generation) for generation in ahead] == [6, 5, 4, 3, 2, 1]
+    places = ((0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (3, 0))
+    keys = [StepKey(mode="train", step=step, micro=micro) for step, micro in places]
+    ahead = [Generation(key=key, group_size=SIZE) for key in keys]
+    assert [run.pool.generations_left(generation) for generation in ahead] == [6, 5, 4, 3, 2, 1]
     for at, generation in enumerate(ahead):
-        later = [
-            PoolAhead._generation_after(run.pool, generation, distance)  # type: ignore[arg-type]
-            for distance in range(7 - at)
-        ]
+        later = [run.pool.generation_after(generation, distance) for distance in range(7 - at)]
         assert later.pop() is None
-        assert [(one.where, one.number) for one in later if one] == [
-            (f"train/{key}", at + number) for number, key in enumerate(places[at:])
+        assert [(one.key, one.number) for one in later if one] == [
+            (key, at + number) for number, key in enumerate(keys[at:])
         ]
 
 
@@ -712,19 +825,24 @@ def test_what_tools_wrote_into_an_answer_is_told_from_what_the_policy_said(tmp_p
     no seed. A picture is written once.
     """
     spans = (
-        Segment((5, 6), (-0.5, None), 3),
-        Segment((9, 9, 9), None, 3),
-        Segment((7,), (-0.25,), 4),
+        Segment(tokens=(5, 6), logps=(-0.5, None), step=3),
+        Segment(tokens=(9, 9, 9), logps=None, step=3),
+        Segment(tokens=(7,), logps=(-0.25,), step=4),
     )
     image = kept(Image.effect_noise((40, 30), 50).convert("RGB"))
-    picture = Picture(image.digest, image, 1)
-    call = Call("zoom", "{}", "<image>", 0.5, failed=False, span=1)
-    done = Rollout(spans, "stop", pictures=(picture,), calls=(call,))
+    picture = Picture(digest=image.digest, image=image, span=1)
+    call = Call(name="zoom", arguments="{}", text="<image>", seconds=0.5, failed=False, span=1)
+    done = Rollout(
+        segments=spans, finish_reason=FinishReason.STOP, pictures=(picture,), calls=(call,)
+    )
     group = RolloutGroup(
-        DrawnProblem(2, "train/3/0", 1),
-        Row(),
-        3,
-        (done, replace(done, segments=spans[:2], ended="")),
+        problem=DrawnProblem(row_number=2, key=StepKey(mode="train", step=3, micro=0), slot=1),
+        row=Row(),
+        began=3,
+        rollouts=(
+            done,
+            replace(done, segments=spans[:2], finish_reason=FinishReason.RUNNING),
+        ),
     )
     PoolState(waiting=(group,)).save(tmp_path, 0)
     (again,) = PoolState.load(tmp_path, 0, 1).waiting
@@ -754,29 +872,6 @@ def test_what_tools_wrote_into_an_answer_is_told_from_what_the_policy_said(tmp_p
     assert again.seed(7, 1, part) == rollout_seed(7, "train/3/0/segment-1", 1, 1)
 
 
-class Signals(Judges):
-    """Judges a group by the number of its problem, in a batch whose columns are such numbers."""
-
-    def __init__(self, live: Callable[[int], bool]) -> None:
-        self.live = live
-
-    def __call__(self, generation: Generation, groups: Any, prompts: Any, *, aged: bool) -> None:
-        super().__call__(generation, groups, prompts, aged=aged)
-        numbers = [group.problem.number for group in groups for _ in group.rollouts]
-        wide = torch.tensor(numbers)[:, None]
-        ages = generation.batch["age"]
-        ones = torch.ones_like(wide)
-        signal = torch.tensor([self.live(number) for number in numbers])
-        generation.batch = {
-            "prompt_ids": wide,
-            "prompt_mask": ones,
-            "completion_ids": wide,
-            "completion_mask": ones,
-            "signal": signal,
-            "age": ages,
-        }
-
-
 @pytest.mark.parametrize(
     ("budget", "refill", "live"),
     [(None, 4, 0.3), (None, 2, 0.0), (60, 4, 0.3), (None, 0, 0.3), (None, 2, 0.75)],
@@ -785,13 +880,16 @@ def test_groups_without_signal_are_replaced_by_those_of_further_problems(budget,
     """Until all have signal, or the tries are over; with a budget too, where those that have not
     ended go on later. A round has half as many again as are likely to be enough.
     """
-    run = Run(3, budget=budget, refill=refill)
-    run.pool.builder = judge = Signals(lambda number: random.Random(number).random() < live)  # type: ignore[assignment]
+
+    def has_signal(number: int, rank: int = 0) -> bool:
+        return random.Random(number).random() < live
+
+    run = Run(3, budget=budget, refill=refill, has_signal=has_signal)
     generation = run.sampled()
     numbers = generation.batch["prompt_ids"][::SIZE, 0].tolist()
     rounds = len(run.engine.asked) - 1
     places = {
-        one.group.where for asks in run.engine.asked for one in asks if len(one.prompt_ids) == 1
+        one.group.key.name for asks in run.engine.asked for one in asks if len(one.prompt_ids) == 1
     }
     assert {
         f"train/0/0/{attempt}" for attempt in range(1, rounds + 1 if budget is None else 2)
@@ -800,9 +898,9 @@ def test_groups_without_signal_are_replaced_by_those_of_further_problems(budget,
         assert run.pool.state.waiting and rounds >= 1
         assert {*numbers} - {*range(PLACES)}, "of a further problem that has ended already"
     elif live and refill:
-        assert all(map(judge.live, numbers)) and len(numbers) == PLACES
+        assert all(map(has_signal, numbers)) and len(numbers) == PLACES
         assert run.log["adora/refilled_groups"] > 0 and rounds < refill + 1
-        signal = [*map(judge.live, range(PLACES))].count(True)
+        signal = [*map(has_signal, range(PLACES))].count(True)
         first = min(PLACES, math.ceil(1.5 * (PLACES - signal) * PLACES / signal))
         assert len(run.engine.asked[1]) == first * SIZE and (live < 0.5 or first < PLACES)
         drawn_first = further_rows(len(run.pool.rows), first, "7/0/0/1/0")
@@ -816,8 +914,10 @@ def test_groups_without_signal_are_replaced_by_those_of_further_problems(budget,
 
 def test_processes_that_lack_different_numbers_of_groups_ask_for_equally_many_further_ones():
     def part(rank: int, accelerator: Any) -> list[int]:
-        run = Run(5, accelerator, budget=None, refill=3)
-        run.pool.builder = Signals(lambda number: random.Random(number).random() < 0.9 - 0.5 * rank)  # type: ignore[assignment]
+        def has_signal(number: int, rank: int) -> bool:
+            return random.Random(number).random() < 0.9 - 0.5 * rank
+
+        run = Run(5, accelerator, budget=None, refill=3, has_signal=has_signal)
         run.go_on()
         return [len(asks) for asks in run.engine.asked]
 

@@ -43,7 +43,8 @@ def test_an_old_lock_that_nobody_holds_is_removed_in_one_line(
     lock: Path, capfd: pytest.CaptureFixture[str]
 ):
     launch.release_killed_builds(sleep=lambda _: pytest.fail("it waited"))
-    assert not lock.exists() and lock.with_name("build.ninja").exists()
+    assert not lock.exists()
+    assert lock.with_name("build.ninja").exists()
     assert capfd.readouterr().err == f"removed {lock}: the build that it guarded was killed\n"
 
 
@@ -73,9 +74,11 @@ def test_a_build_elsewhere_is_waited_for_while_it_writes(
             os.utime(file, (LONG_AGO, LONG_AGO))
 
     launch.release_killed_builds(sleep=sleep)
-    assert len(waits) == 1 and not lock.exists()
+    assert len(waits) == 1
+    assert not lock.exists()
     first, second = capfd.readouterr().err.splitlines()
-    assert first.startswith("waiting up to 180 s for a build of shm_comm") and f"rm {lock}" in first
+    assert first.startswith("waiting up to 180 s for a build of shm_comm")
+    assert f"rm {lock}" in first
     assert second.startswith("removed")
 
 
@@ -101,7 +104,8 @@ def test_the_other_ranks_leave_the_removal_to_the_first(
             lock.unlink()
 
     launch.release_killed_builds(sleep=sleep)
-    assert len(waits) == 3 and not capfd.readouterr().err
+    assert len(waits) == 3
+    assert not capfd.readouterr().err
 
 
 def test_only_a_run_with_deepspeed_looks(lock: Path, monkeypatch: pytest.MonkeyPatch):

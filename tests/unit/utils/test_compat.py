@@ -23,9 +23,9 @@ PATCHES = {name: value for name, value in vars(compat).items() if isinstance(val
 
 # setattr with a key of a dataclass of settings
 SETS_KEYS = {
-    "adora_vl/config/advantage.py",
+    "adora_vl/config/methods.py",
     "adora_vl/config/values.py",
-    "adora_vl/prepare.py",
+    "adora_vl/config/schema.py",
     "adora_vl/rewards/safe_call.py",  # the copy of a record that a function is handed
 }
 IMAGES = "adora_vl/data/images.py"  # gives pictures a class of ours
@@ -41,7 +41,7 @@ def _sources() -> list[tuple[str, ast.Module]]:
 
 
 def _set_in(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """What an assignment sets, and to what."""
+    """List the targets and the values that an assignment sets."""
     for target in node.targets:
         if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
             yield from zip(target.elts, node.value.elts, strict=True)
@@ -51,15 +51,17 @@ def _set_in(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 def _changes_of_others(tree: ast.Module) -> Iterator[str]:
     """Code that is set on anything but `self`, and every call that sets an attribute by its name."""
-    made = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    definitions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     values = {
         node.id
         for node in ast.walk(tree)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     }
-    code = {node.name for node in ast.walk(tree) if isinstance(node, made)} - values
+    code = {node.name for node in ast.walk(tree) if isinstance(node, definitions)} - values
     for node in ast.walk(tree):
-        for target, value in _set_in(node) if isinstance(node, ast.Assign) else ():
+        if not isinstance(node, ast.Assign):
+            continue
+        for target, value in _set_in(node):
             is_code = isinstance(value, ast.Lambda) or (
                 isinstance(value, ast.Name) and value.id in code
             )
@@ -76,11 +78,11 @@ def _changes_of_others(tree: ast.Module) -> Iterator[str]:
 
 
 def test_no_library_is_changed_anywhere_else():
-    found = {path: {*_changes_of_others(tree)} for path, tree in _sources()}
+    changes = {path: {*_changes_of_others(tree)} for path, tree in _sources()}
     allowed = {IMAGES: {"__class__"}} | {path: {"setattr"} for path in SETS_KEYS}
-    past = {path: names for path, names in found.items() if names - allowed.get(path, set())}
+    past = {path: names for path, names in changes.items() if names - allowed.get(path, set())}
     assert past == {}, "make it a Patch in adora_vl/utils/compat.py"
-    assert any(found.values())
+    assert any(changes.values())
 
 
 def test_that_test_would_notice():
@@ -143,7 +145,8 @@ def test_every_correction_is_where_the_page_says():
         (ROOT / "CONTRIBUTING.md").read_text(),
         re.M,
     )
-    assert rows and [where for where in rows if pydoc.locate(where.replace(":", ".")) is None] == []
+    assert rows
+    assert [where for where in rows if pydoc.locate(where.replace(":", ".")) is None] == []
 
 
 def test_a_patch_lasts_for_its_block_and_leaves_nothing_behind():
@@ -159,9 +162,11 @@ def test_a_patch_lasts_for_its_block_and_leaves_nothing_behind():
         patch.replaced_by(lambda: "ours", on=thing),
         patch.replaced_by("ours", on=module),
     ):
-        assert thing.call() == "ours" and module.call == "ours"
+        assert thing.call() == "ours"
+        assert module.call == "ours"
         raise RuntimeError
-    assert thing.call() == "stock" and module.call == "stock"
+    assert thing.call() == "stock"
+    assert module.call == "stock"
     assert "call" not in vars(thing), "it would be saved and copied with the object"
     with pytest.raises(AttributeError), patch.replaced_by("ours", on=SimpleNamespace()):
         pass

@@ -23,11 +23,11 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files that were read, with a memory of their own and a clock that is a minute ahead of
     that of the disk.
     """
-    found: list[str] = []
+    names: list[str] = []
     digest = hashlib.file_digest
 
     def noted(file: Any, kind: Any) -> Any:
-        found.append(Path(file.name).name)
+        names.append(Path(file.name).name)
         return digest(file, kind)
 
     monkeypatch.setattr(hashing, "hashlib", SimpleNamespace(file_digest=noted))
@@ -35,20 +35,21 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         hashing, "time", SimpleNamespace(time_ns=lambda: time.time_ns() + 60 * 10**9)
     )
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "home"))
-    return found
+    return names
 
 
 def test_one_byte_anywhere_is_another_hash_although_size_and_time_are_the_same(tmp_path, read):
     file = tmp_path / "model.safetensors"
-    held = bytearray(SIZE)
+    content = bytearray(SIZE)
     hashes = set()
-    for place in (None, 0, SIZE // 2 - 1, SIZE - 1):
-        if place is not None:
-            held[place] ^= 1
-        file.write_bytes(held)  # the same inode
+    for position in (None, 0, SIZE // 2 - 1, SIZE - 1):
+        if position is not None:
+            content[position] ^= 1
+        file.write_bytes(content)  # the same inode
         os.utime(file, (1, 1))  # as rsync and tar put a time back
         hashes.add(content_hash([file]))
-    assert len(hashes) == 4 and len(read) == 4
+    assert len(hashes) == 4
+    assert len(read) == 4
     assert content_hash([file.rename(tmp_path / "other.safetensors")]) not in hashes, (
         "a file's name counts"
     )
@@ -58,7 +59,8 @@ def test_a_second_look_reads_nothing_also_in_another_process(tmp_path, read):
     (tmp_path / "a").write_bytes(bytes(SIZE))
     first = content_hash([tmp_path / "a"])
     hashing._kept.cache_clear()  # as a new process
-    assert content_hash([(tmp_path / "a")]) == first and read == ["a"]
+    assert content_hash([(tmp_path / "a")]) == first
+    assert read == ["a"]
     memory = tmp_path / "home" / "content.jsonl"
     memory.write_text(memory.read_text().replace('"answer": "', '"answer": "nonsense'))
     hashing._kept.cache_clear()
@@ -71,7 +73,8 @@ def test_a_file_that_was_just_written_is_read_again(tmp_path, read, monkeypatch)
     """Within the grain of a clock, a second change would leave its time as it is."""
     monkeypatch.setattr(hashing, "time", time)
     (tmp_path / "a").write_bytes(bytes(SIZE))
-    assert content_hash([tmp_path / "a"]) == content_hash([tmp_path / "a"]) and read == ["a", "a"]
+    assert content_hash([tmp_path / "a"]) == content_hash([tmp_path / "a"])
+    assert read == ["a", "a"]
 
 
 def test_a_torn_line_does_not_take_the_next_answer_with_it(tmp_path):
@@ -80,5 +83,5 @@ def test_a_torn_line_does_not_take_the_next_answer_with_it(tmp_path):
         b'{"key": "a", "answer": "1"}\n{"key": "b", "answer": 2}\n[1]\n\xff{"key": "c", "ans'
     )
     KeptAnswers(file).put("d", "4")
-    kept = KeptAnswers(file)
-    assert [kept.get(key) for key in "abcd"] == ["1", None, None, "4"]
+    answers = KeptAnswers(file)
+    assert [answers.get(key) for key in "abcd"] == ["1", None, None, "4"]

@@ -45,23 +45,26 @@ THEIRS = "max_split_size_mb:64"
 
 
 @pytest.mark.parametrize(
-    ("way", "given", "wanted"),
+    ("way", "variables", "expected"),
     [(PREPARE, {}, OURS), (PREPARE, {NAMES[0]: THEIRS}, THEIRS), (FROM_PYTHON, {}, OURS)],
     ids=["command", "command, set by the user", "Python"],
 )
-def test_torch_reads_it_unless_the_user_has_set_another(way, given, wanted):
-    environment = {name: value for name, value in os.environ.items() if name not in NAMES} | given
+def test_torch_reads_it_unless_the_user_has_set_another(way, variables, expected):
+    environment = {
+        name: value for name, value in os.environ.items() if name not in NAMES
+    } | variables
     script = textwrap.dedent(way) + textwrap.dedent(SHOW)
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines()[-1] == f"torch has {wanted}"
+    assert done.stdout.splitlines()[-1] == f"torch has {expected}"
 
 
 def test_what_the_environment_says_of_it():
     assert segments_expand({NAMES[1]: "max_split_size_mb:64, expandable_segments: True"})
-    assert not segments_expand({}) and not segments_expand({NAMES[0]: "expandable_segments:False"})
+    assert not segments_expand({})
+    assert not segments_expand({NAMES[0]: "expandable_segments:False"})
     assert not segments_expand(
         {NAMES[0]: "max_split_size_mb:64", NAMES[1]: "expandable_segments:True"}
     ), "its order"

@@ -6,10 +6,8 @@ for whichever library writes it.
 """
 
 import json
-import resource
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,37 +18,11 @@ from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
 from eval.command import main as evaluate
 from eval.geometry3k import BENCHMARK
-from tests.unit.data_prep.data_prep_support import drawing, encoded, problem_folder
+from tests.support.disk import disk_of, folder_contents
+from tests.support.geometry3k import problem_folder
+from tests.support.pictures import drawing, encoded
 
 Write = Callable[[Path], int | None]
-
-
-@contextmanager
-def disk_of(size: int) -> Iterator[None]:
-    """Inside, no file gets longer than `size` bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def contents(folder: Path) -> dict[str, bytes | None]:
-    """Every file with its bytes, where every link leads, and every folder below `folder`, hidden
-    ones too.
-    """
-
-    def held(path: Path) -> bytes | None:
-        return (
-            bytes(path.readlink())
-            if path.is_symlink()
-            else path.read_bytes()
-            if path.is_file()
-            else None
-        )
-
-    return {path.relative_to(folder).as_posix(): held(path) for path in folder.rglob("*")}
 
 
 def row(pid: str) -> dict[str, str]:
@@ -118,7 +90,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def place(prepared: Path, tmp_path: Path) -> Path:
+def folder(prepared: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(prepared, tmp_path / "place"))
 
 
@@ -126,40 +98,41 @@ def place(prepared: Path, tmp_path: Path) -> Path:
     "write", [draw, clean, look, score, append, sort], ids=lambda write: write.__name__
 )
 @pytest.mark.parametrize("size", [0, 700])
-def test_what_was_there_stays_and_nothing_is_left_over(write, size, place, capsys):
-    before = contents(place)
+def test_what_was_there_stays_and_nothing_is_left_over(write, size, folder, capsys):
+    before = folder_contents(folder)
     size = max(size, len(before["p.jsonl"] or b"") + 50) if write is append else size
     size = min(size, 300) if write is sort else size
     with disk_of(size):
         try:
-            code = write(place)
-            said = capsys.readouterr().err
+            code = write(folder)
+            stderr = capsys.readouterr().err
         except UserError as error:
             code = 2
-            said = f"error: {error}\n"
+            stderr = f"error: {error}\n"
     assert code == 2
-    errors = [line for line in said.splitlines() if "%|" not in line]
+    errors = [line for line in stderr.splitlines() if "%|" not in line]
     assert (
         len(errors) == 1 and errors[0].startswith("error: ") and "cannot be written" in errors[0]
-    ), said
-    assert contents(place) == before
+    ), stderr
+    assert folder_contents(folder) == before
 
 
 def test_a_full_disk_under_the_cache_of_datasets_is_one_line(prepared, tmp_path, monkeypatch):
     """Training and evaluation read a prepared folder through it."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    before = contents(prepared)
+    before = folder_contents(prepared)
     full = pytest.raises(UserError, match="^dataset: .* cache of `datasets`, .*; make room there")
     with disk_of(200), full as caught:
         load_split(prepared / "data", "train")
-    assert len(str(caught.value).splitlines()) == 1 and contents(prepared) == before
+    assert len(str(caught.value).splitlines()) == 1
+    assert folder_contents(prepared) == before
     assert load_split(prepared / "data", "train").num_rows == 2
 
 
 def test_a_file_that_is_damaged_inside_is_not_taken_for_a_full_disk(
     prepared, tmp_path, monkeypatch
 ):
-    """Its end is whole, so that its columns and the number of its rows can be read."""
+    """The end of the file is whole, so its columns and the number of its rows can be read."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     shutil.copytree(prepared / "data", tmp_path / "data")
     (file,) = (tmp_path / "data" / "data").glob("train-*.parquet")
@@ -176,39 +149,39 @@ def test_a_file_that_is_damaged_inside_is_not_taken_for_a_full_disk(
 @pytest.mark.parametrize(
     "output", ["file", "file/below", "", "x" * 300], ids=["file", "below a file", "empty", "long"]
 )
-def test_an_output_that_cannot_be_is_one_line(output, place, capsys):
-    (place / "file").write_text("mine")
-    before = contents(place)
-    at = str(place / output) if output else ""
+def test_an_output_that_cannot_be_is_one_line(output, folder, capsys):
+    (folder / "file").write_text("mine")
+    before = folder_contents(folder)
+    path = str(folder / output) if output else ""
     commands = [
-        lambda: data_prep(["synthetic", "--rows", "1", "--test-rows", "0", "--output", at]),
+        lambda: data_prep(["synthetic", "--rows", "1", "--test-rows", "0", "--output", path]),
         lambda: data_prep(
-            ["geometry3k", "--source", "intergps", "--input", str(place / "raw"), "--output", at]
+            ["geometry3k", "--source", "intergps", "--input", str(folder / "raw"), "--output", path]
         ),
         lambda: evaluate(
-            BENCHMARK, ["score", "--predictions", str(place / "p.jsonl"), "--output", at]
+            BENCHMARK, ["score", "--predictions", str(folder / "p.jsonl"), "--output", path]
         ),
         lambda: evaluate(
-            BENCHMARK, ["run", "--model", "tiny", "--data", str(place / "data"), "--output", at]
+            BENCHMARK, ["run", "--model", "tiny", "--data", str(folder / "data"), "--output", path]
         ),
     ]
     for command in commands:
         capsys.readouterr()
         assert command() == 2
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1 and "output" in said, said
-        assert contents(place) == before
+        stderr = capsys.readouterr().err
+        assert stderr.count("\n") == 1 and "output" in stderr, stderr
+        assert folder_contents(folder) == before
 
 
-def test_a_score_replaces_nothing_but_a_score(place, capsys):
-    words = ["score", "--predictions", str(place / "p.jsonl"), "--output"]
-    (place / "notes.json").write_text('{"years": "of work"}')
-    before = contents(place)
+def test_a_score_replaces_nothing_but_a_score(folder, capsys):
+    words = ["score", "--predictions", str(folder / "p.jsonl"), "--output"]
+    (folder / "notes.json").write_text('{"years": "of work"}')
+    before = folder_contents(folder)
     for name in ("notes.json", "p.jsonl"):
-        assert evaluate(BENCHMARK, [*words, str(place / name)]) == 2
-        assert contents(place) == before
+        assert evaluate(BENCHMARK, [*words, str(folder / name)]) == 2
+        assert folder_contents(folder) == before
     capsys.readouterr()
-    assert evaluate(BENCHMARK, [*words, str(place / "new")]) == 0
-    assert json.loads((place / "new" / "score.json").read_text())["total"] == 2
-    assert evaluate(BENCHMARK, [*words, str(place / "new" / "other.json")]) == 0
-    assert sorted(path.name for path in (place / "new").iterdir()) == ["other.json", "score.json"]
+    assert evaluate(BENCHMARK, [*words, str(folder / "new")]) == 0
+    assert json.loads((folder / "new" / "score.json").read_text())["total"] == 2
+    assert evaluate(BENCHMARK, [*words, str(folder / "new" / "other.json")]) == 0
+    assert sorted(path.name for path in (folder / "new").iterdir()) == ["other.json", "score.json"]

@@ -18,7 +18,7 @@ from datasets import Dataset
 from huggingface_hub import constants, get_session
 
 from adora_vl.config.command import read
-from adora_vl.config.run_context import DryRunOptions
+from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.schema import parse
 from adora_vl.evals.inference.engines import build_engine
 from adora_vl.evals.inference.requests import AnswerEngineSettings
@@ -85,18 +85,18 @@ def works(connection: socket.socket) -> None:
 @contextlib.contextmanager
 def serving(answer: Answer) -> Iterator[tuple[str, list[object]]]:
     """A server on loopback: its address, and a list that gets an entry for each connection."""
-    asked: list[object] = []
+    connections: list[object] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
             with contextlib.suppress(OSError):
                 while True:
                     connection, _ = server.accept()
-                    asked.append(connection)
+                    connections.append(connection)
                     threading.Thread(target=answer, args=(connection,), daemon=True).start()
 
         threading.Thread(target=serve, daemon=True).start()
-        yield f"http://127.0.0.1:{server.getsockname()[1]}", asked
+        yield f"http://127.0.0.1:{server.getsockname()[1]}", connections
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]
 def test_a_hub_that_does_not_work_is_asked_once(endpoint: Callable[[str], None]) -> None:
     for answer in (hangs, drips, closes, is_broken):
         dripped.clear()
-        with serving(answer) as (address, asked):
+        with serving(answer) as (address, connections):
             endpoint(address)
             for _ in range(3):
                 with pytest.raises(
@@ -132,7 +132,7 @@ def test_a_hub_that_does_not_work_is_asked_once(endpoint: Callable[[str], None])
                     match="^model_name_or_path: 'nobody/nothing' is neither a model folder",
                 ):
                     load.load_config("nobody/nothing")
-            assert len(asked) <= 1, answer
+            assert len(connections) <= 1, answer
             assert len(dripped) < 500, (
                 "an HTTP client's time limit is for each byte"
             )  # 50 in the second that is given
@@ -141,19 +141,18 @@ def test_a_hub_that_does_not_work_is_asked_once(endpoint: Callable[[str], None])
 def test_a_hub_that_works_is_used(endpoint: Callable[[str], None]) -> None:
     with serving(works) as (address, _):
         endpoint(address)
-        assert (
-            not hub.no_hub()
-            and not hub.only_here("nobody/nothing")
-            and not hub.notes_on("nobody/nothing")
-        )
+        assert not hub.no_hub()
+        assert not hub.only_here("nobody/nothing")
+        assert not hub.notes_on("nobody/nothing")
 
 
 def test_a_folder_and_an_offline_machine_ask_nobody(endpoint, monkeypatch, tmp_path):
-    with serving(works) as (address, asked):
+    with serving(works) as (address, connections):
         endpoint(address)
         assert hub.only_here(str(tmp_path))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-        assert hub.only_here("nobody/nothing") and not asked
+        assert hub.only_here("nobody/nothing")
+        assert not connections
 
 
 def test_a_dry_run_of_a_model_on_a_hub_that_hangs(
@@ -162,13 +161,13 @@ def test_a_dry_run_of_a_model_on_a_hub_that_hangs(
     """One question for config, processor and tokenizer together; what ships here stands in for the
     config.
     """
-    with serving(hangs) as (address, asked):
+    with serving(hangs) as (address, connections):
         endpoint(address)
         assert main([*CPU, "--dry-run", "--model_name_or_path", "Qwen/Qwen2.5-VL-3B-Instruct"]) in (
             0,
             1,
         )
-        assert len(asked) <= 1
+        assert len(connections) <= 1
 
 
 @pytest.fixture
@@ -187,20 +186,21 @@ def test_the_revision_that_is_named_is_the_one_that_is_loaded(cached_model: str)
     config = json.loads((older / "config.json").read_text())
     config["vision_config"]["depth"] += 2
     (older / "config.json").write_text(json.dumps(config))
-    newest, named = (load.load_config(cached_model, revision) for revision in (None, "v1"))
+    newest = load.load_config(cached_model, None)
+    named = load.load_config(cached_model, "v1")
     assert named.vision_config.depth == newest.vision_config.depth + 2
     assert load.load_processor(cached_model, "v1").chat_template == "older"
     assert load.load_processor(cached_model).chat_template != "older"
 
 
 def test_every_way_into_a_run_asks_for_the_revision_of_its_processor(monkeypatch, tmp_path):
-    asked: list[str | None] = []
+    revisions: list[str | None] = []
 
     def asks(name: str, revision: str | None = None) -> None:
-        asked.append(revision)
+        revisions.append(revision)
         raise UserError("not loaded here")
 
-    monkeypatch.setattr("adora_vl.preflight.run_checks.load_processor", asks)
+    monkeypatch.setattr("adora_vl.preflight.check_data.load_processor", asks)
     words = arguments(tmp_path / "run", model_name_or_path=PRETRAINED, model_revision="v1")
     config = parse(words)[1]
     config.model_init_kwargs = {"revision": "v1"}
@@ -213,7 +213,7 @@ def test_every_way_into_a_run_asks_for_the_revision_of_its_processor(monkeypatch
     for way in ways:
         with pytest.raises(UserError, match="not loaded here"):
             way()
-    assert asked == ["v1"] * 3
+    assert revisions == ["v1"] * 3
 
 
 @pytest.mark.parametrize("answer", [hangs, is_broken], ids=lambda answer: answer.__name__)
@@ -225,7 +225,7 @@ def test_a_run_loads_a_model_that_is_here_while_the_hub_does_not_work(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """TRL, PEFT and the engines load it by its name on the hub, and would each ask for every file."""
-    with serving(answer) as (address, asked):
+    with serving(answer) as (address, connections):
         endpoint(address)
         run = prepare(read(arguments(tmp_path / "run", model_name_or_path=cached_model)))
         assert (
@@ -233,12 +233,10 @@ def test_a_run_loads_a_model_that_is_here_while_the_hub_does_not_work(
             in capsys.readouterr().out
         )
         trainer = build_trainer(run)
-        assert (
-            trainer.model.config._name_or_path == cached_model
-            and os.environ["HF_HUB_OFFLINE"] == "1"
-        )
+        assert trainer.model.config._name_or_path == cached_model
+        assert os.environ["HF_HUB_OFFLINE"] == "1"
         build_engine(AnswerEngineSettings(cached_model, "transformers"))
-        assert len(asked) <= 1
+        assert len(connections) <= 1
 
 
 @pytest.mark.parametrize("answer", [hangs, is_broken], ids=lambda answer: answer.__name__)
@@ -250,7 +248,7 @@ def test_data_of_a_hub_that_does_not_work_is_one_line(
 ) -> None:
     """Every command that reads a data set of the hub says that the hub does not answer."""
     output = ["--output", str(tmp_path / "out")]
-    own = [
+    conversion = [
         "convert",
         "--input",
         "somebody/problems",
@@ -261,21 +259,20 @@ def test_data_of_a_hub_that_does_not_work_is_one_line(
     ]
     commands: list[Callable[[], int]] = [
         lambda: data_prep(["geometry3k", "--source", "hub", *output]),
-        lambda: data_prep(own),
+        lambda: data_prep(conversion),
         lambda: evaluate(
             MATHVISTA,
             ["infer", "--model", str(PRETRAINED), "--data", "somebody/mathvista", *output],
         ),
     ]
-    with serving(answer) as (address, asked):
+    with serving(answer) as (address, connections):
         for command in commands:
             endpoint(address)
             assert command() == 2
-            said = capsys.readouterr().err
-            assert (
-                said.startswith("error: ")
-                and said.count("\n") == 1
-                and f"{address} does not answer" in said
-            )
-            assert len(asked) <= 1 and not (tmp_path / "out").exists()
-            asked.clear()
+            stderr = capsys.readouterr().err
+            assert stderr.startswith("error: ")
+            assert stderr.count("\n") == 1
+            assert f"{address} does not answer" in stderr
+            assert len(connections) <= 1
+            assert not (tmp_path / "out").exists()
+            connections.clear()

@@ -36,7 +36,8 @@ def test_a_path_of_any_letters_can_be_copied_into_a_shell(name):
     folder = Path("runs") / name
     assert shlex.split(view_command(folder))[-1] == str(folder)
     words = shlex.split(evaluate_command(folder, "DATA", folder / "eval", 40))
-    assert str(folder) in words and str(folder / "eval") in words
+    assert str(folder) in words
+    assert str(folder / "eval") in words
 
 
 @pytest.mark.parametrize(
@@ -58,9 +59,8 @@ def test_python_is_called_as_the_user_does(monkeypatch, tmp_path):
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
     monkeypatch.chdir(tmp_path)
-    assert interpreter() == ".venv/bin/python" and view_command(Path("r")).startswith(
-        ".venv/bin/python -m "
-    )
+    assert interpreter() == ".venv/bin/python"
+    assert view_command(Path("r")).startswith(".venv/bin/python -m ")
     monkeypatch.chdir("/")
     assert as_called("/elsewhere/bin/accelerate") in ("accelerate", "elsewhere/bin/accelerate")
     monkeypatch.chdir(tmp_path / ".venv")
@@ -93,9 +93,11 @@ def test_every_console_script_is_a_function_that_returns_an_exit_code(capsys):
     for target in scripts.values():
         module, _, function = target.partition(":")
         assert callable(getattr(import_module(module), function))
-    assert evaluate(["geometry"]) == 2 and evaluate([]) == 0
+    assert evaluate(["geometry"]) == 2
+    assert evaluate([]) == 0
     assert "did you mean 'geometry3k'?" in capsys.readouterr().err
-    assert evaluate(["mmstar", "run"]) == 2 and "--model is missing" in capsys.readouterr().err
+    assert evaluate(["mmstar", "run"]) == 2
+    assert "--model is missing" in capsys.readouterr().err
 
 
 def test_a_mistake_that_one_rank_alone_finds_is_said_by_it(monkeypatch, capsys):
@@ -112,11 +114,11 @@ def test_a_mistake_that_one_rank_alone_finds_is_said_by_it(monkeypatch, capsys):
         )
 
     monkeypatch.setattr("adora_vl.train.time.sleep", sleep)
-    for rank, place in (("0", ""), ("1", " (rank 1 of 2)")):
+    for rank, suffix in (("0", ""), ("1", " (rank 1 of 2)")):
         for name, value in (("LOCAL_RANK", rank), ("RANK", rank), ("WORLD_SIZE", "2")):
             monkeypatch.setenv(name, value)
         assert train(["--learning_rte", "1"]) == 2
-        assert capsys.readouterr().err.startswith(f"error{place}: ")
+        assert capsys.readouterr().err.startswith(f"error{suffix}: ")
         assert len(waited) == int(rank)
 
 
@@ -139,19 +141,20 @@ def test_a_full_disk_ends_in_one_line_and_leaves_nothing_half_written(
     monkeypatch.setattr("adora_vl.export.copy_model", no_room)
     capsys.readouterr()
     assert export([str(PRETRAINED), str(tmp_path / "out")]) == 2
-    assert "error: OUT: " in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+    assert "error: OUT: " in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_place_that_export_cannot_write_to_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a_file").write_text("")
-    for place in ("a_file/out", "", "/proc/nowhere/out"):
-        assert export([str(PRETRAINED), place]) == 2
-        assert len(capsys.readouterr().err.splitlines()) == 1, place
+    for output in ("a_file/out", "", "/proc/nowhere/out"):
+        assert export([str(PRETRAINED), output]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1, output
 
 
 def test_a_command_whose_output_nobody_reads_on_ends_quietly() -> None:
-    """As behind `| head`: with text left in the buffer at its end, and in the middle of a long one."""
+    """`| head` does so, with text left in the buffer at its end, or in the middle of a long one."""
     for lines in (1, 100_000):
         code = (
             "import sys; from adora_vl.utils.cli import exit_code_of; say = lambda: print('a "
@@ -161,7 +164,8 @@ def test_a_command_whose_output_nobody_reads_on_ends_quietly() -> None:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
         process.stdout.close()
         assert (process.wait(60), process.stderr.read()) == (141, "")
         process.stderr.close()

@@ -44,14 +44,14 @@ KEY = "sk-a-secret-of-somebody"
 
 
 def client(server: Server, **options: Any) -> ChatClient:
-    more = {name: options.pop(name) for name in ("cache", "budget") if name in options}
+    arguments = {name: options.pop(name) for name in ("cache", "budget") if name in options}
     return ChatClient(
-        Endpoint(server.url, "m", **({"wait_s": 0.001, "timeout_s": 5.0} | options)), **more
+        Endpoint(server.url, "m", **({"wait_s": 0.001, "timeout_s": 5.0} | options)), **arguments
     )
 
 
 def in_turn(*replies: Reply) -> Answer:
-    """What a server says to the first call, the second, ..."""
+    """Let a server say one thing to the first call, another to the second, and so on."""
     return lambda body, call: replies[call - 1]
 
 
@@ -84,11 +84,9 @@ def test_the_key_is_sent_to_the_address_alone_and_never_shown(serve, monkeypatch
         with pytest.raises(EndpointError) as error:
             client(server).chat(HELLO)
         assert [request["key"] for request in server.requests] == [f"Bearer {KEY}"]
-        assert (
-            KEY not in str(error.value)
-            and f"HTTP {status}" in str(error.value)
-            and "\n" not in str(error.value)
-        )
+        assert KEY not in str(error.value)
+        assert f"HTTP {status}" in str(error.value)
+        assert "\n" not in str(error.value)
     with pytest.raises(UserError) as refused:
         check_url("base_url", f"http://me:{KEY}@localhost:8000/v1")
     assert KEY not in str(refused.value)
@@ -121,11 +119,11 @@ def test_a_key_that_the_server_repeats_in_another_spelling_is_not_shown(serve, m
         server = serve(in_turn((401, f"no model for {spelling} here".encode())))
         with pytest.raises(EndpointError) as error:
             client(server).chat(HELLO)
-        said = str(error.value)
-        assert "no model for" in said and " here" in said and "..." in said, name
+        message = str(error.value)
+        assert "no model for" in message and " here" in message and "..." in message, name
         assert not any(
-            part.lower() in said.lower() for part in (spelling[9:20], key[:9], key[-9:])
-        ), f"{name}: {said}"
+            part.lower() in message.lower() for part in (spelling[9:20], key[:9], key[-9:])
+        ), f"{name}: {message}"
 
 
 def test_a_proxy_gets_nothing_that_is_for_this_machine(serve, monkeypatch):
@@ -142,13 +140,13 @@ def test_a_proxy_gets_nothing_that_is_for_this_machine(serve, monkeypatch):
         ChatClient(Endpoint("http://judge.invalid/v1", "m", attempts=1)).chat(HELLO).text
         == "of the proxy"
     )
-    here = (
+    local_urls = (
         "http://[::1]:8000",
         "http://127.9.9.9/v1",
         "http://0.0.0.0:8000",
         "http://judge.localhost",
     )
-    assert [is_here(url) for url in (*here, "http://10.0.0.1", "http://localhost.org")] == [
+    assert [is_here(url) for url in (*local_urls, "http://10.0.0.1", "http://localhost.org")] == [
         True
     ] * 4 + [False] * 2
 
@@ -163,10 +161,7 @@ def test_an_address_that_the_server_does_not_know_is_shown(serve):
 
 
 def test_a_key_with_a_line_break_is_named_before_anything_is_sent(serve, monkeypatch):
-    """As `KEY=$(printf 'a\\nb')` or a file with two lines makes it.
-
-    A line break at its end is no part of it.
-    """
+    """A file with two lines makes such a key; a line break at its end is no part of it."""
     server = serve(lambda body, call: completion("hi"))
     for key in (f"{KEY}\nmore", f"{KEY}\rmore", "ключ"):
         monkeypatch.setenv("OPENAI_API_KEY", key)
@@ -174,9 +169,12 @@ def test_a_key_with_a_line_break_is_named_before_anything_is_sent(serve, monkeyp
             EndpointError, match=r"the key in OPENAI_API_KEY has a character .* \(attempt 1\)"
         ) as error:
             client(server).chat(HELLO)
-        assert key not in str(error.value) and error.value.refused and server.requests == []
+        assert key not in str(error.value)
+        assert error.value.refused
+        assert server.requests == []
     monkeypatch.setenv("OPENAI_API_KEY", f"{KEY}\r\n")
-    assert client(server).chat(HELLO).text == "hi" and server.requests[0]["key"] == f"Bearer {KEY}"
+    assert client(server).chat(HELLO).text == "hi"
+    assert server.requests[0]["key"] == f"Bearer {KEY}"
 
 
 def test_a_reply_that_no_reader_can_read_is_a_failure_and_ends_nothing(serve):
@@ -185,8 +183,10 @@ def test_a_reply_that_no_reader_can_read_is_a_failure_and_ends_nothing(serve):
         client(serve(lambda body, call: (200, deep)), attempts=1).chat(HELLO)
     for tokens in (math.inf, math.nan, -7, 1e300, "many", [3], None):
         reply = completion("hi", usage={"completion_tokens": tokens, "prompt_tokens": 9})
-        found = client(serve(lambda body, call, reply=reply: reply)).chat(HELLO)
-        assert (found.text, found.n_tokens, found.n_prompt_tokens) == ("hi", 0, 9), tokens
+        chat_reply = client(serve(lambda body, call, reply=reply: reply)).chat(HELLO)
+        assert (chat_reply.text, chat_reply.n_tokens, chat_reply.n_prompt_tokens) == ("hi", 0, 9), (
+            tokens
+        )
 
 
 HEAD = b"HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n"
@@ -285,7 +285,7 @@ def test_a_reply_without_text_is_asked_again_and_never_taken_for_an_answer(serve
     ],
 )
 def test_thinking_without_an_answer_behind_it_is_an_empty_answer(serve, reason, message):
-    """As a server with a reasoning parser sends it; the same model would think as long again."""
+    """A server with a reasoning parser sends it so; the same model would think as long again."""
     server = serve(lambda body, call: without_text(reason, **message))
     reply = client(server, attempts=4).chat(HELLO)
     assert (reply.text, reply.finish_reason, reply.n_tokens) == ("", reason, 9)
@@ -305,13 +305,14 @@ def test_a_form_that_was_cut_off_is_not_asked_for_again(serve):
 
 
 def test_a_server_with_a_reasoning_parser_is_scored_on_all_problems(data, tmp_path, serve):
-    """Where its thinking was cut off, the answer is empty, truncated and wrong."""
+    """An answer whose thinking was cut off is empty, truncated and wrong."""
     server = serve(
         lambda body, call: without_text("length") if call < 3 else completion(r"\boxed{0}")
     )
     assert infer(data, tmp_path / "a", server.url, "--concurrency", "1") == 0
     score = json.loads((tmp_path / "a" / "score.json").read_text())
-    assert score["total"] == 6 and len(server.requests) == 6
+    assert score["total"] == 6
+    assert len(server.requests) == 6
     assert (score["empty_responses"], score["truncated"]["count"]) == (2, 2)
 
 
@@ -390,14 +391,11 @@ def test_a_served_model_is_asked_with_its_images_scored_resumed_and_compared(
     rows = [
         json.loads(line) for line in (tmp_path / "a" / "predictions.jsonl").read_text().splitlines()
     ]
-    assert len(rows) == 5 and {(row["n_tokens"], row["finish_reason"]) for row in rows} == {
-        (7, "length")
-    }
+    assert len(rows) == 5
+    assert {(row["n_tokens"], row["finish_reason"]) for row in rows} == {(7, "length")}
     assert picture(server.requests[0]).size == tuple(rows[0]["image_size"])
-    assert (
-        server.requests[0]["messages"][0]["role"] == "system"
-        and server.requests[0]["temperature"] == 0
-    )
+    assert server.requests[0]["messages"][0]["role"] == "system"
+    assert server.requests[0]["temperature"] == 0
     before = len(server.requests)
     refused += ["", ""]
     assert infer(data, tmp_path / "a", server.url) == 0
@@ -408,8 +406,8 @@ def test_a_served_model_is_asked_with_its_images_scored_resumed_and_compared(
         json.loads(line)["pid"]
         for line in (tmp_path / "a" / "predictions.jsonl").read_text().splitlines()
     ]
-    other = serve(lambda body, call: completion(r"\boxed{6}"))
-    assert infer(data, tmp_path / "b", other.url) == 0
+    other_server = serve(lambda body, call: completion(r"\boxed{6}"))
+    assert infer(data, tmp_path / "b", other_server.url) == 0
     assert pids == [
         json.loads(line)["pid"]
         for line in (tmp_path / "b" / "predictions.jsonl").read_text().splitlines()
@@ -433,10 +431,10 @@ def test_a_prompt_that_is_too_long_for_the_server_is_recorded_and_not_asked_for_
     )
     server = serve(lambda body, call: (400, long) if call == 1 else completion(r"\boxed{5}"))
     assert infer(data, tmp_path / "a", server.url, "--concurrency", "1") == 0
-    said = capsys.readouterr().err
-    assert (
-        "is not asked: HTTP 400: " in said and "6 answered" in said and "1 prompt too long" in said
-    )
+    stderr = capsys.readouterr().err
+    assert "is not asked: HTTP 400: " in stderr
+    assert "6 answered" in stderr
+    assert "1 prompt too long" in stderr
     rows = [
         json.loads(line) for line in (tmp_path / "a" / "predictions.jsonl").read_text().splitlines()
     ]
@@ -447,8 +445,8 @@ def test_a_prompt_that_is_too_long_for_the_server_is_recorded_and_not_asked_for_
 
 def test_an_interrupted_evaluation_does_not_wait_for_a_server_that_hangs(data, tmp_path, serve):
     """Each call may take its time-out four times, and `--timeout` is 600 s by default."""
-    asked = threading.Event()
-    server = serve(lambda body, call: asked.set())
+    was_asked = threading.Event()
+    server = serve(lambda body, call: was_asked.set())
     options = [
         "--data",
         data,
@@ -461,20 +459,20 @@ def test_an_interrupted_evaluation_does_not_wait_for_a_server_that_hangs(data, t
     ]
     command = [sys.executable, "-m", "eval.geometry3k", "infer", *map(str, options), "--model", "m"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
-        assert asked.wait(60)
+        assert was_asked.wait(60)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=40)
-    assert process.returncode == 130 and said.splitlines()[-1].startswith(
-        "interrupted; what was answered is kept"
-    )
+        _, stderr = process.communicate(timeout=40)
+    assert process.returncode == 130
+    assert stderr.splitlines()[-1].startswith("interrupted; what was answered is kept")
 
 
 def test_a_server_that_gives_nothing_ends_the_run_at_once(data, tmp_path, serve, capsys):
     server = serve(lambda body, call: (404, b"the model `m` does not exist"))
     assert infer(data, tmp_path / "a", server.url, "--batch-size", "2", "--concurrency", "1") == 2
     assert len(server.requests) == 2
-    said = capsys.readouterr().err
-    assert "gave none of 2 answers: HTTP 404 at" in said and "the model `m` does not exist" in said
+    stderr = capsys.readouterr().err
+    assert "gave none of 2 answers: HTTP 404 at" in stderr
+    assert "the model `m` does not exist" in stderr
 
 
 WRONG_OPTIONS = {
@@ -500,17 +498,17 @@ ASKED = ["five", "six", "seven"]
 
 
 def judge(tmp_path: Path, url: str, **options: Any) -> Any:
-    given = {"base_url": url, "model": "j", "wait": 0.001, "attempts": 2} | options
-    return choose_rewards([{"judge": given}], output_dir=tmp_path).functions[0]
+    judge_options = {"base_url": url, "model": "j", "wait": 0.001, "attempts": 2} | options
+    return choose_rewards([{"judge": judge_options}], output_dir=tmp_path).functions[0]
 
 
 def rewards(
     function: Any, metrics: dict[str, float], unscored: dict[int, str] | None = None
 ) -> list[float | None]:
-    """As the trainer calls it."""
+    """Call a reward as the trainer calls it."""
     completions = [[{"role": "assistant", "content": f"It is {word}."}] for word in ASKED]
     failures: list[RewardFailure] = []
-    found: list[float | None] = safe_call(function, "judge", None, failures, unscored)(
+    values: list[float | None] = safe_call(function, "judge", None, failures, unscored)(
         prompts=[[{"role": "user", "content": "?"}]] * 3,
         completions=completions,
         answer=["5"] * 3,
@@ -519,7 +517,7 @@ def rewards(
     for failure in failures:
         assert failure.mistake
         raise UserError(failure.reason)
-    return found
+    return values
 
 
 def reads(body: dict[str, Any], _: int) -> Reply:
@@ -540,7 +538,8 @@ def test_a_failed_call_is_not_scored_counted_and_never_a_zero(tmp_path, serve, m
     assert metrics == {"judge/failed": pytest.approx(1 / 3), "judge/cached": 0.0}
     assert len(server.requests) == 4  # the failed one twice
     rewards(function, metrics)
-    assert len(server.requests) == 6 and metrics["judge/cached"] == pytest.approx(2 / 3)
+    assert len(server.requests) == 6
+    assert metrics["judge/cached"] == pytest.approx(2 / 3)
     assert (
         capsys.readouterr().err.count(
             "warning: the judge failed, the first time: HTTP 500 (attempt 2)"
@@ -548,44 +547,48 @@ def test_a_failed_call_is_not_scored_counted_and_never_a_zero(tmp_path, serve, m
         == 1
     )
     cache = (tmp_path / "judge_cache.jsonl").read_text()
-    assert len(cache.splitlines()) == 2 and KEY not in cache
+    assert len(cache.splitlines()) == 2
+    assert KEY not in cache
     again = judge(tmp_path, server.url)  # as a resumed run has it
-    assert rewards(again, metrics)[:2] == [1.0, 0.25] and len(server.requests) == 8
+    assert rewards(again, metrics)[:2] == [1.0, 0.25]
+    assert len(server.requests) == 8
 
 
-@pytest.mark.parametrize("held", ["nan", "5.0", "-3", "abc", "1e400", "", "0.25"])
-def test_what_is_no_score_in_the_cache_is_asked_for_anew(tmp_path, serve, held):
+@pytest.mark.parametrize("stored", ["nan", "5.0", "-3", "abc", "1e400", "", "0.25"])
+def test_what_is_no_score_in_the_cache_is_asked_for_anew(tmp_path, serve, stored):
     server = serve(lambda body, call: completion("<score>1</score>"))
     assert rewards(judge(tmp_path, server.url), {}) == [1.0] * 3
     cache = tmp_path / "judge_cache.jsonl"
-    cache.write_text(cache.read_text().replace('"answer": "1"', f'"answer": "{held}"'))
+    cache.write_text(cache.read_text().replace('"answer": "1"', f'"answer": "{stored}"'))
     metrics = dict[str, float]()
-    fits = held == "0.25"
+    fits = stored == "0.25"
     assert rewards(judge(tmp_path, server.url), metrics) == [0.25 if fits else 1.0] * 3
     assert (len(server.requests), metrics["judge/cached"]) == ((3, 1.0) if fits else (6, 0.0))
 
 
 def test_a_score_is_known_by_all_that_it_depends_on(tmp_path, serve):
-    server, other = (serve(lambda body, call: completion("<score>1</score>")) for _ in range(2))
+    server = serve(lambda body, call: completion("<score>1</score>"))
+    moved_server = serve(lambda body, call: completion("<score>1</score>"))
     calls = 0
-    others: list[dict[str, Any]] = [
+    changes: list[dict[str, Any]] = [
         {"model": "k"},
         {"max_tokens": 9},
         {"instruction": "Judge."},
     ]
-    for options in ({}, *others):
+    for options in ({}, *changes):
         for again in (False, True):
             rewards(judge(tmp_path, **{"url": server.url, **options}), {})
             calls += 0 if again else 3
             assert len(server.requests) == calls, options
-    rewards(judge(tmp_path, other.url), {})
-    assert not other.requests, "the same judge at another address gives the same scores"
+    rewards(judge(tmp_path, moved_server.url), {})
+    assert not moved_server.requests, "the same judge at another address gives the same scores"
 
 
 def test_a_budget_leaves_the_rest_unscored(tmp_path, serve):
     server = serve(lambda body, call: completion("<score>1</score>"))
-    found = rewards(judge(tmp_path, server.url, budget=2, concurrency=1), {})
-    assert found == [1.0, 1.0, None] and len(server.requests) == 2
+    scores = rewards(judge(tmp_path, server.url, budget=2, concurrency=1), {})
+    assert scores == [1.0, 1.0, None]
+    assert len(server.requests) == 2
 
 
 def test_a_key_that_is_refused_ends_the_run_at_once(tmp_path, serve):
@@ -626,8 +629,8 @@ def test_the_judge_is_tried_before_the_run(tmp_path, serve):
 
 def tried(folder: Path, url: str, **options: Any) -> None:
     """The judge's trial before a run."""
-    given = {"base_url": url, "model": "j", "wait": 0.001, **options}
-    try_rewards(choose_rewards([{"judge": given}], output_dir=folder), [], None, None)
+    judge_options = {"base_url": url, "model": "j", "wait": 0.001, **options}
+    try_rewards(choose_rewards([{"judge": judge_options}], output_dir=folder), [], None, None)
 
 
 def test_the_trial_reads_a_right_and_a_wrong_answers_score(tmp_path, serve, capsys):
@@ -637,7 +640,8 @@ def test_the_trial_reads_a_right_and_a_wrong_answers_score(tmp_path, serve, caps
         )
     )
     tried(tmp_path, server.url)
-    assert len(server.requests) == 2 and not capsys.readouterr().err
+    assert len(server.requests) == 2
+    assert not capsys.readouterr().err
     tried(tmp_path, server.url, budget=1)
     assert len(server.requests) == 3
     same = serve(lambda body, call: completion("<score>0.5</score>"))
@@ -659,7 +663,8 @@ def test_a_judge_without_a_score_does_not_pass_its_trial(tmp_path, serve, reply,
     server = serve(lambda body, call: reply)
     with pytest.raises(UserError, match=message) as error:
         tried(tmp_path, server.url)
-    assert "\n" not in str(error.value) and len(server.requests) == 1
+    assert "\n" not in str(error.value)
+    assert len(server.requests) == 1
 
 
 def test_a_judge_that_is_not_there_is_asked_for_not_its_key(tmp_path, serve):

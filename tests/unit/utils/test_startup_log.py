@@ -38,23 +38,22 @@ def loading(log: Path, inside: str) -> tuple[str, list[str]]:
 def test_the_screen_has_our_lines_and_the_file_has_theirs(tmp_path):
     log = tmp_path / "log"
     log.write_text("of an earlier start\n")
-    said, errors = loading(log, "pass")
-    assert said == "ours before\nours after\n" and errors == ["WARNING:root:logged after"]
+    output, errors = loading(log, "pass")
+    assert output == "ours before\nours after\n"
+    assert errors == ["WARNING:root:logged after"]
     lines = log.read_text().splitlines()
-    assert set(lines) >= THEIRS and "line 29" in lines and "of an earlier start" not in lines
+    assert set(lines) >= THEIRS
+    assert "line 29" in lines
+    assert "of an earlier start" not in lines
 
 
 def test_the_last_of_theirs_stand_on_the_screen_where_loading_fails(tmp_path):
-    said, errors = loading(tmp_path / "log", "raise RuntimeError('no engine')")
-    assert said == "ours before\n"
-    assert (
-        errors[0].startswith("The last of what the libraries have said (")
-        and str(tmp_path / "log") in errors[0]
-    )
-    assert (
-        errors[1:21] == [f"line {number}" for number in range(10, 30)]
-        and errors[-1] == "RuntimeError: no engine"
-    )
+    output, errors = loading(tmp_path / "log", "raise RuntimeError('no engine')")
+    assert output == "ours before\n"
+    assert errors[0].startswith("The last of what the libraries have said (")
+    assert str(tmp_path / "log") in errors[0]
+    assert errors[1:21] == [f"line {number}" for number in range(10, 30)]
+    assert errors[-1] == "RuntimeError: no engine"
 
 
 @pytest.mark.parametrize(
@@ -62,11 +61,11 @@ def test_the_last_of_theirs_stand_on_the_screen_where_loading_fails(tmp_path):
 )
 def test_a_mistake_and_an_error_after_the_start_stand_alone(inside, tmp_path):
     _, errors = loading(tmp_path / "log", inside)
-    assert errors[0] == "Traceback (most recent call last):" and not any(
-        "line 2" in line for line in errors[-1:]
-    )
+    assert errors[0] == "Traceback (most recent call last):"
+    assert not any("line 2" in line for line in errors[-1:])
 
 
 def test_a_file_that_cannot_be_opened_leaves_everything_on_the_screen(tmp_path):
-    said, errors = loading(tmp_path / "nowhere" / "log", "pass")
-    assert "theirs, printed" in said and "theirs, of compiled code" in errors
+    output, errors = loading(tmp_path / "nowhere" / "log", "pass")
+    assert "theirs, printed" in output
+    assert "theirs, of compiled code" in errors

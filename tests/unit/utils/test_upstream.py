@@ -34,7 +34,8 @@ def test_every_override_has_stocks_parameters_and_says_what_stock_does():
             for f, stock in overrides.items()
             if parameters(f) != ANY
         }
-        assert overrides and moved == {
+        assert overrides
+        assert moved == {
             f.__qualname__: parameters(f) for f in overrides if f.__qualname__ in moved
         }
         assert [f.__qualname__ for f in overrides if "Stock TRL" not in (f.__doc__ or "")] == []
@@ -49,7 +50,8 @@ def test_trl_still_reads_ratios_and_advantages_where_we_put_them():
         "per_token_logps, entropies, aux_loss = self._get_per_token_logps_and_entropies("
     )
     read = source.index('per_token_loss * inputs["importance_sampling_ratio"]')
-    assert formed < read and "inputs = " not in source
+    assert formed < read
+    assert "inputs = " not in source
     assert 'old_per_token_logps = inputs.get("old_per_token_logps")' in source
     assert "log_ratio = per_token_logps - old_per_token_logps" in source
     buffered = "self._buffered_inputs[self._step % self.args.steps_per_generation]"
@@ -82,10 +84,8 @@ def test_the_sizes_that_the_memory_formulas_take_from_trl_and_deepspeed():
     assert utils._CHUNKED_LOGPROB_CHUNK_SIZE == activations.TILE_VOCABULARY
     zero = DeepSpeedZeroConfig()
     assert zero.reduce_bucket_size == states.BUCKET
-    assert (
-        zero.max_live_parameters == states.LIVE_PARAMETERS
-        and zero.sub_group_size == states.SUB_GROUP
-    )
+    assert zero.max_live_parameters == states.LIVE_PARAMETERS
+    assert zero.sub_group_size == states.SUB_GROUP
     plugin = DeepSpeedPlugin(zero_stage=3, offload_optimizer_device="cpu")
     offload = plugin.deepspeed_config["zero_optimization"]["offload_optimizer"]
     assert DeepSpeedZeroOffloadOptimizerConfig(**offload).pin_memory, (
@@ -115,4 +115,6 @@ def test_the_engine_has_the_entry_points_that_only_a_gpu_uses():
 
     assert "reset_running_requests" in parameters(LLM.reset_prefix_cache)
     assert parameters(LLMEngine.reset_encoder_cache) == ["self"]
-    assert callable(InprocClient.shutdown) and callable(LLM.wake_up) and callable(LLM.sleep)
+    assert callable(InprocClient.shutdown)
+    assert callable(LLM.wake_up)
+    assert callable(LLM.sleep)

@@ -29,7 +29,7 @@ from adora_vl.data.dataset import split_files
 from adora_vl.data.output import complete_or_absent
 from adora_vl.utils.errors import RunError, UserError
 from adora_vl.utils.files import make_folder, replace_file, replacing_folder
-from tests.unit.utils.test_half_written import contents, disk_of
+from tests.support.disk import disk_of, folder_contents
 
 ROOT = Path(__file__).parents[3]
 WRITES = {
@@ -70,7 +70,7 @@ def writes_by_itself(call: ast.Call) -> bool:
 
 
 def test_whole_files_are_written_in_one_way():
-    found = {
+    writers = {
         path.relative_to(ROOT).as_posix()
         for top in ("adora_vl", "data_prep", "eval")
         for path in (ROOT / top).rglob("*.py")
@@ -79,7 +79,7 @@ def test_whole_files_are_written_in_one_way():
             for node in ast.walk(ast.parse(path.read_text()))
         )
     }
-    assert found == OTHERWISE
+    assert writers == OTHERWISE
 
 
 def manifest(folder: Path) -> None:
@@ -193,13 +193,13 @@ WRITERS = [
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Path:
     """Something old at every name that is written."""
     from adora_vl.report.page import GENERATOR
 
-    for folder in ("merged", "tiny", "checkpoint"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "config.json").write_text('"old"')
+    for model in ("merged", "tiny", "checkpoint"):
+        (tmp_path / model).mkdir()
+        (tmp_path / model / "config.json").write_text('"old"')
     (tmp_path / "report.html").write_text(GENERATOR)
     for name in (
         "manifest.json",
@@ -217,24 +217,24 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
 @pytest.mark.parametrize("size", [0, 60])
-def test_a_full_disk_leaves_what_was_there_and_nothing_else(write, size, place):
-    before = contents(place)
+def test_a_full_disk_leaves_what_was_there_and_nothing_else(write, size, folder):
+    before = folder_contents(folder)
     with disk_of(0 if write is stopped else size), pytest.raises((OSError, RunError, UserError)):
-        write(place)
-    after = contents(place)
+        write(folder)
+    after = folder_contents(folder)
     if write is finished_again:
         after["config.json"] = before["config.json"] = b""  # a file that is whole by itself
     assert after == before
-    write(place)
-    assert contents(place) != before
+    write(folder)
+    assert folder_contents(folder) != before
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-def test_what_cannot_take_its_place_is_taken_away(error, place, monkeypatch):
+def test_what_cannot_take_its_place_is_taken_away(error, folder, monkeypatch):
     """A file, also where there was none; and a folder, whose old one is back whichever of the two
     renames fails.
     """
-    before = contents(place)
+    before = folder_contents(folder)
     real = Path.rename
     for fails in ("merged", "new"):
 
@@ -245,13 +245,13 @@ def test_what_cannot_take_its_place_is_taken_away(error, place, monkeypatch):
 
         with monkeypatch.context() as patch, pytest.raises(error):
             patch.setattr(Path, "rename", rename)
-            merged(place)
-        assert contents(place) == before
+            merged(folder)
+        assert folder_contents(folder) == before
     monkeypatch.setattr(Path, "replace", mock.Mock(side_effect=error))
     for name in ("manifest.json", "new.json"):
         with pytest.raises(error):
-            replace_file(place / name, "new")
-        assert contents(place) == before
+            replace_file(folder / name, "new")
+        assert folder_contents(folder) == before
 
 
 KILLED = """
@@ -266,16 +266,16 @@ with replacing(folder / "manifest.json") as file, replacing_folder(folder / "mer
 """
 
 
-def test_the_next_start_removes_what_a_killed_run_has_left(place):
-    before = contents(place)
-    (place / ".mine.partial").write_text("the user's")
-    (place / ".mine.partial-download").write_text("the user's")
+def test_the_next_start_removes_what_a_killed_run_has_left(folder):
+    before = folder_contents(folder)
+    (folder / ".mine.partial").write_text("the user's")
+    (folder / ".mine.partial-download").write_text("the user's")
     subprocess.run(
-        [sys.executable, "-c", KILLED, str(place)], env={"PYTHONPATH": str(ROOT)}, check=False
+        [sys.executable, "-c", KILLED, str(folder)], env={"PYTHONPATH": str(ROOT)}, check=False
     )
-    assert len(contents(place)) > len(before) + 1
-    clear_staging(place)
-    assert contents(place) == {
+    assert len(folder_contents(folder)) > len(before) + 1
+    clear_staging(folder)
+    assert folder_contents(folder) == {
         **before,
         ".mine.partial": b"the user's",
         ".mine.partial-download": b"the user's",
@@ -302,16 +302,16 @@ def prepared(folder: Path) -> None:
         pass
 
 
-def test_a_folder_whose_replacement_was_killed_between_two_renames_comes_back(place):
-    """With the next start of the run, and with the next writing of the folder."""
-    before = contents(place)
+def test_a_folder_whose_replacement_was_killed_between_two_renames_comes_back(folder):
+    """The next start of the run brings it back, and so does the next writing of the folder."""
+    before = folder_contents(folder)
     for recover in (clear_staging, prepared):
         subprocess.run(
-            [sys.executable, "-c", BETWEEN, str(place)], env={"PYTHONPATH": str(ROOT)}, check=False
+            [sys.executable, "-c", BETWEEN, str(folder)], env={"PYTHONPATH": str(ROOT)}, check=False
         )
-        assert not (place / "merged").exists()
-        recover(place)
-        assert contents(place) == before
+        assert not (folder / "merged").exists()
+        recover(folder)
+        assert folder_contents(folder) == before
 
 
 def test_the_bytes_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypatch):
@@ -341,7 +341,8 @@ def test_the_bytes_are_on_the_disk_before_they_have_their_name(tmp_path, monkeyp
     events.clear()
     with replacing_folder(tmp_path / "merged") as staged:
         (staged / "weights").write_text("whole")
-    assert {"weights", "new"} == set(events[:2]) and events[2:] == ["named merged", tmp_path.name]
+    assert {"weights", "new"} == set(events[:2])
+    assert events[2:] == ["named merged", tmp_path.name]
 
 
 def test_what_is_no_file_is_written_to_as_it_is(tmp_path):
@@ -350,16 +351,18 @@ def test_what_is_no_file_is_written_to_as_it_is(tmp_path):
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     replace_file(pipe, "heard")
-    assert os.read(reader, 100) == b"heard" and pipe.is_fifo()
+    assert os.read(reader, 100) == b"heard"
+    assert pipe.is_fifo()
     os.close(reader)
     code = (
         "from pathlib import Path; from adora_vl.utils import files; "
         "files.replace_file(Path('/dev/stdout'), 'heard')"
     )
-    said = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert said.stdout == "heard" and Path("/dev/stdout").is_symlink()
+    assert done.stdout == "heard"
+    assert Path("/dev/stdout").is_symlink()
 
 
 @pytest.mark.parametrize("holds", ["a file", "other things"])
@@ -373,10 +376,10 @@ def test_the_tiny_model_is_built_over_nothing_else(holds, tmp_path, capsys):
     else:
         output.mkdir()
         (output / "thesis.txt").write_text("mine")
-    before = contents(tmp_path)
+    before = folder_contents(tmp_path)
     assert main(["--output", str(output), "--steps", "1"]) == 2
     assert capsys.readouterr().err.startswith("error: output: ")
-    assert contents(tmp_path) == before
+    assert folder_contents(tmp_path) == before
     if output.is_dir():
         shutil.rmtree(output)
         with replacing_folder(output) as staged:
@@ -386,14 +389,14 @@ def test_the_tiny_model_is_built_over_nothing_else(holds, tmp_path, capsys):
 
 def test_a_link_to_nothing_says_what_it_is(tmp_path):
     (tmp_path / "link").symlink_to("gone")
-    said = "'.*/link' is a link to 'gone', which is not there; make that, or remove the link$"
-    for place in (tmp_path / "link", tmp_path / "link" / "below"):
-        with pytest.raises(UserError, match=f"^output: {said}"):
-            make_folder("output", place)
-        with pytest.raises(UserError, match=f"^output_dir: {said}"):
-            lock_output_dir(place)
-        with pytest.raises(UserError, match=f"^dataset: {said}"):
-            split_files(place)
+    message = "'.*/link' is a link to 'gone', which is not there; make that, or remove the link$"
+    for output in (tmp_path / "link", tmp_path / "link" / "below"):
+        with pytest.raises(UserError, match=f"^output: {message}"):
+            make_folder("output", output)
+        with pytest.raises(UserError, match=f"^output_dir: {message}"):
+            lock_output_dir(output)
+        with pytest.raises(UserError, match=f"^dataset: {message}"):
+            split_files(output)
     assert list(tmp_path.iterdir()) == [tmp_path / "link"]
 
 
@@ -402,21 +405,20 @@ def mode_of(path: Path) -> int:
 
 
 def test_others_may_read_saved_weights_as_the_umask_says(tmp_path):
-    for umask, wanted in ((0o022, 0o644), (0o027, 0o640), (0o077, 0o600)):
+    for umask, expected_mode in ((0o022, 0o644), (0o027, 0o640), (0o077, 0o600)):
         before = os.umask(umask)
         try:
-            with replacing_folder(tmp_path / "model") as made:
-                save_file({"a": torch.zeros(2)}, made / "model.safetensors")
-                (made / "config.json").write_text("{}")
+            with replacing_folder(tmp_path / "model") as folder:
+                save_file({"a": torch.zeros(2)}, folder / "model.safetensors")
+                (folder / "config.json").write_text("{}")
         finally:
             os.umask(before)
-        found = {path.name: mode_of(path) for path in (tmp_path / "model").iterdir()}
-        assert found == {"model.safetensors": wanted, "config.json": wanted}
+        modes = {path.name: mode_of(path) for path in (tmp_path / "model").iterdir()}
+        assert modes == {"model.safetensors": expected_mode, "config.json": expected_mode}
 
 
 @pytest.mark.slow
 def test_a_run_leaves_no_weights_that_its_owner_alone_may_read(adora_run):
     weights = list(adora_run.rglob("*.safetensors"))
-    assert len(weights) > 1 and {mode_of(path) for path in weights} == {
-        mode_of(adora_run / "config.json")
-    }
+    assert len(weights) > 1
+    assert {mode_of(path) for path in weights} == {mode_of(adora_run / "config.json")}

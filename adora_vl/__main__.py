@@ -1,0 +1,46 @@
+"""`python -m adora_vl`: the commands of this project, each with what it does."""
+
+import sys
+from collections.abc import Sequence
+
+from adora_vl.utils.cli import exit_code_of
+from adora_vl.utils.errors import UserError, did_you_mean
+
+COMMANDS = {
+    "adora_vl.train": "train a model; --dry-run says before whether it fits",
+    "adora_vl.report": "make a page of one or more runs, to click through",
+    "adora_vl.doctor": "check the installation with the config of a run",
+    "adora_vl.export": "make a model, or an adapter, of a checkpoint",
+    "adora_vl.migrate": "make a config of one of EasyR1, verl, ms-swift or TRL",
+    "adora_vl.rewards.explain": "say what an answer would score, and why",
+    "data_prep": "prepare, convert, filter and inspect problems",
+    "eval": "evaluate a model on a benchmark or on problems of your own",
+}
+
+
+def _text() -> str:
+    """The list of the commands."""
+    lines = [f"  python -m {name:<26}{words}" for name, words in COMMANDS.items()]
+    return "\n".join(["Commands (--help behind each says more):", "", *lines])
+
+
+def _list_commands(words: Sequence[str]) -> None:
+    """Print the commands. Raises `UserError` for a word, which is no command of this list."""
+    named = [word for word in words if word not in ("-h", "--help")]
+    if named:
+        names = {name.rpartition(".")[2]: name for name in COMMANDS}
+        meant = names.get(named[0])
+        remedy = f"write python -m {meant}" if meant else "`python -m adora_vl` lists all"
+        close = "" if meant else did_you_mean(named[0], names)
+        raise UserError(f"command line: {named[0]!r:.60} is no command{close}; {remedy}")
+    print(_text())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    words = sys.argv[1:] if arguments is None else arguments
+    return exit_code_of(lambda: _list_commands(words), "nothing was done")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

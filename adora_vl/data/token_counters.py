@@ -1,0 +1,131 @@
+"""Counters of the tokens of prompts, exact where the model's processor is at hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from adora_vl.data.prompts import conversation, conversation_with_images
+from adora_vl.utils.errors import UserError, in_one_line
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+
+# Assumed where the tokenizer is not at hand; English mathematics has 3 to 4.
+CHARACTERS_A_TOKEN = 2.5
+_TEMPLATE_TOKENS = 30  # roles and markers of Qwen's chat template around two messages
+
+TemplateOptions = dict[str, Any] | None  # TRL's `chat_template_kwargs`
+
+
+@dataclass(frozen=True)
+class TokenCounter:
+    """Counts the tokens of a batch of prompts.
+
+    `count`: of texts (problems, or prompts that Python gave) and the number of images of each, the
+    tokens of each prompt, where an image counts as one token. `identity`: another text wherever the
+    counts could differ; empty where they are not to be remembered.
+    """
+
+    count: Callable[[Sequence[Any], Sequence[int]], list[int]]
+    identity: str = ""
+
+
+def _chat_text(processor: ProcessorMixin, messages: Any, options: TemplateOptions) -> str:
+    """Return a conversation as the text that the model continues."""
+    text: str = processor.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=False, **(options or {})
+    )
+    return text
+
+
+def _token_counts(processor: ProcessorMixin, texts: list[str], *, special: bool) -> list[int]:
+    """Return the number of tokens of each text. `special`: with those that a tokenizer adds."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    ids = tokenizer(texts, add_special_tokens=special)["input_ids"]
+    return [len(tokens) for tokens in ids]
+
+
+def tokenizer_counter(
+    processor: ProcessorMixin, system_prompt: str | None, options: TemplateOptions = None
+) -> TokenCounter:
+    """Return a counter that uses the trainer's template and tokenizer."""
+    with_parts = hasattr(processor, "tokenizer")  # a tokenizer's own template takes none
+
+    def count(problems: Sequence[Any], images: Sequence[int]) -> list[int]:
+        """Return the tokens of each problem in the chat that a training makes of it."""
+        texts = []
+        for problem, n_images in zip(problems, images, strict=True):
+            messages: Any = conversation(problem, system_prompt)
+            if with_parts:
+                messages = conversation_with_images(problem, n_images, system_prompt)
+            texts.append(_chat_text(processor, messages, options))
+        return _token_counts(processor, texts, special=False)
+
+    return TokenCounter(count, _identity(processor, system_prompt, options))
+
+
+def _identity(
+    processor: ProcessorMixin, system_prompt: str | None, options: TemplateOptions
+) -> str:
+    """Return a hash of all that decides how many tokens a prompt has."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # a tokenizer in Python, whose rules are not to be had as a text
+        return ""
+    digest = xxhash.xxh3_128(backend.to_str().encode())
+    parts = (
+        type(processor).__qualname__,
+        processor.chat_template,
+        tokenizer.chat_template,
+        system_prompt,
+        options,
+    )
+    digest.update(repr(parts).encode())
+    return digest.hexdigest()
+
+
+def message_counter(processor: ProcessorMixin, options: TemplateOptions = None) -> TokenCounter:
+    """Return a counter of prompts in TRL's form, text or messages, as TRL tokenizes them."""
+    from trl.data_utils import prepare_multimodal_messages  # importing it takes seconds
+
+    tokenizer = getattr(processor, "tokenizer", processor)
+
+    def tokens_of(prompt: Any, n_images: int) -> int:
+        """Return the tokens of one prompt."""
+        if isinstance(prompt, str):
+            return _token_counts(processor, [prompt], special=True)[0]
+        try:
+            messages = prompt
+            if tokenizer is not processor:
+                messages = prepare_multimodal_messages(prompt, [None] * n_images)
+            text = _chat_text(processor, messages, options)
+            return _token_counts(processor, [text], special=False)[0]
+        except Exception as error:  # a template raises what it likes
+            raise UserError(
+                f"train_dataset: the prompt {prompt!r:.80} is refused ({in_one_line(error)})"
+            ) from error
+
+    def count(prompts: Sequence[Any], images: Sequence[int]) -> list[int]:
+        return [tokens_of(*pair) for pair in zip(prompts, images, strict=True)]
+
+    return TokenCounter(count)
+
+
+def character_counter(system_prompt: str | None) -> TokenCounter:
+    """Return a counter that estimates from characters, where the tokenizer cannot be reached."""
+    system_characters = len(system_prompt or "")
+
+    def count(problems: Sequence[Any], images: Sequence[int]) -> list[int]:
+        """Return an estimate for each problem, with the system prompt and the template."""
+        counts = []
+        for problem, n_images in zip(problems, images, strict=True):
+            characters = len(problem) + system_characters
+            counts.append(math.ceil(characters / CHARACTERS_A_TOKEN) + _TEMPLATE_TOKENS + n_images)
+        return counts
+
+    return TokenCounter(count)

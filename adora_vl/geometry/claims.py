@@ -1,0 +1,892 @@
+"""What a response claims of a figure: its equations, and relations such as "AB is parallel to CD".
+
+`claims_of` reads a text by a small grammar. A claim is a chain of sides with `=`, `is` or the like
+between them, or a relation in signs or words. What nobody stands by is no claim
+(`adora_vl.geometry.stance`), and what the grammar cannot read is counted as unread, and not guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, pairwise, product
+from typing import Literal
+
+from adora_vl.geometry.forms import Form, Term
+from adora_vl.geometry.primitives import Reading, read, relations_of
+from adora_vl.geometry.quantities import (
+    Angle,
+    Between,
+    Combined,
+    Constant,
+    Distance,
+    Equal,
+    LineDistance,
+    Mean,
+    Parallel,
+    Perpendicular,
+    Quantity,
+    Relation,
+    Sweep,
+    Unknown,
+    atoms_of,
+    over,
+    plus,
+    points_in,
+)
+from adora_vl.geometry.shapes import Circle, UnreadError, sides_of
+from adora_vl.geometry.sides import NoSideError, Side, SideReader, equation, number_of_quantity
+from adora_vl.geometry.signs import signs_of
+from adora_vl.geometry.stance import is_stood_by
+
+ClaimKind = Literal["length", "angle", "variable", "relation", "unread"]
+MAX_CLAIMS = 300  # of one response; later ones are not read
+
+# Behind these a side is a part of something that was not read.
+_CONTINUES = {"+", "-", "*", "/", "^", "±", "?", "_", "|", "<", "≠", "~", "\\"}
+_JOINS = {"sin", "cos", "tan", "sqrt", "frac", "arc", "angle", "angles", "pi", "times", "half"}
+_IS = re.compile(
+    r"(?:which |that |it |also |must |will |then |thus |therefore |now |just |simply |and )*"
+    r"(?:is (?:already |also )?(?:known|given|found|said) (?:to be|as)"
+    r"|is|are|be|equals?|measures?|becomes|measuring|(?:has|have|had|with|having) (?:an? )?"
+    r"(?:equal |total )?(?:length|measure|value|area|perimeter|radius|diameter)(?: of)?"
+    r"|comes (?:out )?to|works out to|turns out to be|evaluates to|simplifies to)"
+    r"(?: (?:a |an )?(?:length|measure|value)(?: of)?)?"
+    r"(?: (?:equal|approximately|about|also|exactly|then|thus|therefore|congruent|roughly|simply"
+    r"|to|the same as|the same length as|the same measure as|in length|in measure|just|equivalent"
+    r"|now|the length of|the measure of|both))*"
+)
+_EQUAL_TO = re.compile(r"(?:equal|congruent) to(?: the (?:length|measure) of)?")
+# A number with one of these words behind it is no value: "5 more than CD", "5 or 6".
+_COMPARES = {
+    "more",
+    "less",
+    "longer",
+    "shorter",
+    "greater",
+    "larger",
+    "smaller",
+    "bigger",
+    "percent",
+    "or",
+    "times",
+    "higher",
+    "lower",
+    "parts",
+    "equal",
+    "sides",
+    "angles",
+    "right",
+    "congruent",
+    "similar",
+    "different",
+    "points",
+    "triangles",
+    "pairs",
+    "choices",
+}
+_PLACES = {"opposite", "adjacent", "intercepts", "intercepted", "subtends", "subtended", "between"}
+_BRACKETS = {"(": 1, "{": 1, ")": -1, "}": -1}
+_EQUALS = ("=", "≈", "≅")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a response says of its figure.
+
+    `start` and `end`: its place in the text, `words` what stands there. `ways`: what it says in
+    primitives; it is true where all relations of one of the ways hold, as an isosceles triangle has
+    one of three pairs of equal sides. Empty where it is `unread`, with the reason in `why`.
+    `decimals`: the most digits that a number of it has behind its point; None without such a
+    number.
+    """
+
+    start: int
+    end: int
+    words: str
+    kind: ClaimKind
+    ways: tuple[tuple[Relation, ...], ...] = ()
+    decimals: int | None = None
+    why: str = ""
+
+
+def claims_of(text: str, form: Form) -> list[Claim]:
+    """The claims of a text on the figure of a form, in their order."""
+    return claims_in(text, read(form))
+
+
+def claims_in(text: str, reading: Reading) -> list[Claim]:
+    """The claims of a text, where the form has been read before."""
+    return _ClaimReader(text, reading).claims()
+
+
+class _ClaimReader:
+    """Goes through a response once, from left to right."""
+
+    def __init__(self, text: str, reading: Reading) -> None:
+        self.text = text
+        self.reading = reading
+        self.signs = signs_of(text)
+        self.stands = is_stood_by(self.signs)
+        self.sides = SideReader(self.signs, reading)
+        self.relations = _RelationReader(self.sides, reading)
+        self.subject: tuple[Term, int] | None = None
+
+    def claims(self) -> list[Claim]:
+        """All claims of the text."""
+        claims: list[Claim] = []
+        passed: list[Claim] = []  # read, and not stood by
+        number = 0
+        while number < len(self.signs) and len(claims) < MAX_CLAIMS:
+            self._note_definition(number)
+            claims_here, behind = self._claims_at(number)
+            if behind == number:
+                number += 1
+                continue
+            if self.stands[number] and not self._is_alternative(number, behind):
+                claims += claims_here
+            else:
+                passed += claims_here
+            number = behind
+        claims += self._unread([*claims, *passed])
+        return sorted(claims, key=lambda claim: (claim.start, claim.end))[:MAX_CLAIMS]
+
+    def _claims_at(self, number: int) -> tuple[list[Claim], int]:
+        """The claims that begin at a place, and the place behind them; the same place for none."""
+        if self._continues(number):
+            return [], number
+        relation = self.relations.read(number)
+        if relation is not None:
+            ways, behind = relation
+            return [self._claim(number, behind, "relation", ways=ways)], behind
+        return self._chain(number)
+
+    def _claim(
+        self,
+        first: int,
+        behind: int,
+        kind: ClaimKind,
+        *,
+        ways: tuple[tuple[Relation, ...], ...] = (),
+        decimals: int | None = None,
+        why: str = "",
+    ) -> Claim:
+        start = self.signs[first].start
+        end = self.signs[behind - 1].end
+        return Claim(
+            start=start,
+            end=end,
+            words=self.text[start:end],
+            kind=kind,
+            ways=ways,
+            decimals=decimals,
+            why=why,
+        )
+
+    def _continues(self, number: int) -> bool:
+        """Whether what begins here belongs to something before it that was not read."""
+        before = self.sides.at(number - 1)
+        if number == 0 or before.kind == "line":
+            return False
+        if before.text in _CONTINUES or before.text.lower() in _JOINS:
+            return True
+        sign = self.signs[number]
+        if before.text == ":":
+            return self.sides.is_ratio(number - 1)
+        if before.text == "," and before.end == sign.start and sign.kind == "number":
+            return self.sides.at(number - 2).kind == "number"
+        if self._is_position(number) or self._is_spelt_out(number):
+            return True
+        is_near = not sign.is_apart
+        if is_near and before.kind in ("number", "points"):
+            return True
+        if is_near and before.text in (")", "]", "}", "°", "'"):
+            return sign.text not in ("(", "[")
+        if is_near and before.kind == "word":
+            return sign.kind in ("number", "points", "word")
+        return False
+
+    def _is_spelt_out(self, number: int) -> bool:
+        """Whether a letter goes on with points that are spelt with spaces between: `Q L M`."""
+        before = self.signs[number - 1]
+        sign = self.signs[number]
+        return before.kind == sign.kind == "points" and len(before.text) == len(sign.text) == 1
+
+    def _is_position(self, number: int) -> bool:
+        """Whether what stands here only says where something lies: "the side opposite angle A"."""
+        before = [self.sides.word(number - step) for step in range(1, 8)]
+        if before[0] == "to" and "distance" in before:
+            return True  # "the distance from O to AB"
+        for word in before[:3]:
+            if word in _PLACES:
+                return True
+            if word not in ("the", "to", "angle", "side", "of", "arc"):
+                return False
+        return False
+
+    def _is_alternative(self, number: int, behind: int) -> bool:
+        """Whether `or` stands before or behind: one of several values is no claim."""
+        return self.sides.word(number - 1) == "or" or self.sides.word(behind) == "or"
+
+    # Chains
+
+    def _chain(self, number: int) -> tuple[list[Claim], int]:
+        """A chain of sides: `AB = 5x - 2 = 13`, `angle B measures 40 degrees`."""
+        try:
+            side, behind = self.sides.side(number)
+        except NoSideError:
+            return [], number
+        claims: list[Claim] = []
+        head: Side | None = None if side.is_number else side
+        head_place = number
+        last = side
+        last_place = number
+        end = behind
+        while True:
+            relation_end = self._is_equal(behind)
+            if relation_end is None:
+                break
+            try:
+                following, following_end = self._side_behind(relation_end, behind)
+            except NoSideError:
+                skipped = self._next_equal(relation_end)
+                is_sign = self.sides.at(relation_end - 1).text in _EQUALS
+                if skipped is None or head is None or not is_sign:
+                    break
+                behind = skipped
+                last = head
+                last_place = head_place
+                continue
+            left_side = last
+            cursor = last_place
+            if following.is_number and last.is_number:
+                # Arithmetic on numbers alone says what the head of the chain is.
+                if head is None:
+                    last = following
+                    last_place = relation_end
+                    behind = following_end
+                    end = behind
+                    continue
+                left_side = head
+                cursor = head_place
+            claims.append(self._equation(cursor, following_end, left_side, following))
+            if head is None and not following.is_number:
+                head = following
+                head_place = relation_end
+            last = following
+            last_place = relation_end
+            behind = following_end
+            end = behind
+        return claims, end if claims else number
+
+    def _side_behind(self, number: int, relation: int) -> tuple[Side, int]:
+        """The side behind `=` or `is`. Raises `NoSideError` where it is only a part of one."""
+        side, behind = self.sides.side(number)
+        word = self.sides.word(behind)
+        if word in _COMPARES and side.is_number:
+            raise NoSideError(f"{word} stands behind it")
+        is_worded = self.signs[relation].text not in _EQUALS
+        if self.sides.word(relation) == "are" and side.is_number:
+            raise NoSideError("it says something of several things")
+        if is_worded and word and side.is_number and self._is_noun_of_several(word):
+            raise NoSideError(f"{word} stands behind it")
+        if self.sides.at(behind).text in ("±", "∥", "⊥", "<"):
+            raise NoSideError("it goes on")
+        return side, behind
+
+    def _is_noun_of_several(self, word: str) -> bool:
+        """Whether a number before this word counts things: "the ratio is 3 to 4"."""
+        return word in ("to", "out", "of", "by")
+
+    def _is_equal(self, number: int) -> int | None:
+        """The place behind `=`, `is`, `measures` and the like; None where none stands here."""
+        cursor = number
+        while self.sides.at(cursor).kind == "line":
+            cursor += 1
+        if self.sides.at(cursor).text in _EQUALS:
+            return cursor + 1
+        if cursor > number:
+            return None
+        if self.sides.at(cursor).text == "," and self.sides.word(cursor + 1) == "which":
+            cursor += 1
+        if self.sides.word(cursor) == "in" and self.sides.word(cursor + 1) in ("the", "this"):
+            cursor += 3  # "x in the figure is 5"
+        words: list[str] = []
+        while self.sides.at(cursor + len(words)).kind == "word" and len(words) < 9:
+            words.append(self.sides.word(cursor + len(words)))
+        phrase = " ".join(words)
+        match = _IS.match(phrase) or _EQUAL_TO.match(phrase)
+        if match is None or (match.end() < len(phrase) and phrase[match.end()] != " "):
+            return None
+        cursor += len(match[0].split())
+        if self.sides.at(cursor).text in ("=", "≈"):
+            cursor += 1
+        return cursor
+
+    def _next_equal(self, number: int) -> int | None:
+        """The next `=` of the same clause, behind a side that was not read."""
+        depth = 0
+        for cursor in range(number, min(number + 60, len(self.signs))):
+            sign = self.signs[cursor]
+            depth += _BRACKETS.get(sign.text, 0)
+            if sign.text in ("=", "≈"):
+                return cursor
+            if sign.kind == "line" or sign.text in (".", ",", ";", "?", ":", "<", "≠"):
+                return None
+            is_plain_word = sign.kind == "word" and len(sign.text) > 1
+            if is_plain_word and sign.text not in _JOINS and depth < 1:
+                return None
+        return None
+
+    def _equation(self, first: int, behind: int, left_side: Side, right_side: Side) -> Claim:
+        decimals = [side.decimals for side in (left_side, right_side) if side.decimals is not None]
+        return self._claim(
+            first,
+            behind,
+            _kind_of(left_side, right_side),
+            ways=((equation(left_side.quantity, right_side.quantity),),),
+            decimals=max(decimals) if decimals else None,
+        )
+
+    # Letters that mean something else, and what was not read
+
+    def _note_definition(self, number: int) -> None:
+        """Note a letter that a text uses for another thing than the problem: "let x be BC"."""
+        if self.sides.word(number) not in ("let", "letting", "denote", "call"):
+            return
+        cursor = number + 1
+        sign = self.sides.at(cursor)
+        if sign.kind != "word" or not re.fullmatch("[a-z]", sign.text):
+            return
+        cursor += 1
+        if self.sides.at(cursor).text != "=" and self.sides.word(cursor) not in (
+            *("be", "denote", "represent", "is", "equal"),
+        ):
+            return
+        cursor += 1
+        while self.sides.word(cursor) in ("the", "length", "measure", "of", "side", "segment"):
+            cursor += 1
+        try:
+            quantity, _ = self.sides.atom(cursor)
+        except (NoSideError, UnreadError, ValueError):
+            return
+        is_of_the_problem = sign.text in self.sides.unknowns
+        is_number = isinstance(quantity, Constant)
+        if is_of_the_problem and not is_number and not self._is_named_so(quantity, sign.text):
+            self.sides.hidden.add(sign.text)
+
+    def _is_named_so(self, quantity: Quantity, letter: str) -> bool:
+        """Whether a fact says that the quantity is this letter."""
+        name = signature(quantity)
+        for relation in self.reading.relations:
+            if isinstance(relation, Equal):
+                names = {signature(relation.left), signature(relation.right)}
+                if names == {name, signature(Unknown(letter))}:
+                    return True
+        return False
+
+    def _unread(self, claims: list[Claim]) -> Iterator[Claim]:
+        """What stands around a sign of a relation that no claim has read."""
+        spans = [(claim.start, claim.end) for claim in claims]
+        clause: list[int] = []
+        for number, sign in enumerate(self.signs):
+            if sign.kind == "line" or sign.text in (".", ",", ";", "?", ":"):
+                yield from self._unread_clause(clause, spans)
+                clause = []
+            else:
+                clause.append(number)
+        yield from self._unread_clause(clause, spans)
+
+    def _unread_clause(self, clause: list[int], spans: list[tuple[int, int]]) -> Iterator[Claim]:
+        """One unread claim for a clause with a relation of which nothing was read."""
+        relations = [
+            number
+            for number in clause
+            if self.signs[number].text in ("=", "≈", "≅", "∥", "⊥") and self.stands[number]
+        ]
+        if not relations:
+            return
+        start = self.signs[clause[0]].start
+        end = self.signs[clause[-1]].end
+        if any(first < end and start < last for first, last in spans):
+            return
+        has_names = any(
+            self.signs[number].kind == "points"
+            or re.fullmatch("[a-z]", self.signs[number].text)
+            or self.signs[number].text in ("angle", "arc")
+            for number in clause
+        )
+        if has_names:
+            first = next(
+                number
+                for number in clause
+                if self.signs[number].kind != "word"
+                or len(self.signs[number].text) == 1
+                or self.signs[number].text in _JOINS
+            )
+            yield self._claim(first, clause[-1] + 1, "unread", why="it was not understood")
+
+
+def _kind_of(left_side: Side, right_side: Side) -> ClaimKind:
+    """What an equation is about: one name with a number, or a relation."""
+    for side, partner in ((left_side, right_side), (right_side, left_side)):
+        if not partner.is_number:
+            continue
+        quantity = side.quantity
+        if isinstance(quantity, Distance):
+            return "length"
+        if isinstance(quantity, Angle | Sweep):
+            return "angle"
+        if isinstance(quantity, Unknown):
+            return "angle" if quantity.name.startswith("angle ") else "variable"
+    return "relation"
+
+
+# Relations in words
+
+Ways = tuple[tuple[Relation, ...], ...]
+_NOUNS = {
+    **{"triangle": "Triangle", "triangles": "Triangle", "angle": "Angle", "angles": "Angle"},
+    **{"segment": "Line", "segments": "Line", "line": "Line", "lines": "Line", "side": "Line"},
+    **{"sides": "Line", "chord": "Line", "chords": "Line", "radius": "Line", "diameter": "Line"},
+    **{"diagonal": "Line", "altitude": "Line", "height": "Line", "ray": "Line", "point": "Point"},
+    **{"quadrilateral": "Polygon", "arc": "Arc", "arcs": "Arc", "polygon": "Polygon"},
+    **{"segments": "Line", "bases": "Line", "legs": "Line", "tangent": "Line", "median": "Line"},
+    **{"points": "Point", "parallelogram": "Polygon", "trapezoid": "Polygon"},
+}
+_ADVERBS = {
+    "also",
+    "both",
+    "therefore",
+    "thus",
+    "then",
+    "a",
+    "an",
+    "the",
+    "all",
+    "each",
+    "always",
+    "so",
+    "must",
+    "be",
+    "now",
+    "indeed",
+    "hence",
+    "exactly",
+    "clearly",
+    "respectively",
+}
+_POSITIONS = {
+    "vertical",
+    "corresponding",
+    "alternate",
+    "interior",
+    "exterior",
+    "opposite",
+    "adjacent",
+    "base",
+    "inscribed",
+    "angles",
+    "angle",
+    "sides",
+    "same-side",
+    "consecutive",
+    "arcs",
+}
+_FOUR_CORNERS = {"parallelogram", "rectangle", "rhombus", "square", "kite", "trapezoid"}
+
+
+class _RelationReader:
+    """Reads relations that are no equations: "AB ∥ CD", "D is the midpoint of AC"."""
+
+    def __init__(self, sides: SideReader, reading: Reading) -> None:
+        self.sides = sides
+        self.reading = reading
+        self.subjects: list[Term] = []  # of the relation before, for "and bisects AC"
+
+    def read(self, number: int) -> tuple[Ways, int] | None:
+        """The relation that begins at a place, with the place behind it; None for none."""
+        is_second = self.sides.word(number) == "and" and bool(self.subjects)
+        if is_second:
+            subjects = self.subjects
+            cursor = number + 1
+        else:
+            nouns = self._nouns(number)
+            if nouns is None:
+                return None
+            subjects, cursor = nouns
+        try:
+            result = self._predicate(subjects, cursor)
+        except (UnreadError, NoSideError, IndexError, ValueError):
+            result = None
+        if result is None:
+            if not is_second:
+                self.subjects = []
+            return None
+        ways, behind = result
+        if not ways or any(not way for way in ways):
+            return None
+        for way in ways:
+            for relation in way:
+                if not set(points_in(relation)) <= set(self.reading.drawing.points):
+                    return None
+        self.subjects = subjects
+        return ways, behind
+
+    # Subjects
+
+    def _nouns(self, number: int) -> tuple[list[Term], int] | None:
+        """Things that are named: "triangles ABC and DEF", "AB", "angles 1 and 2"."""
+        cursor = number
+        head = _NOUNS.get(self.sides.word(cursor))
+        if head is not None:
+            cursor += 1
+            if self.sides.word(cursor) == "angle" and head == "Angle":
+                cursor += 1
+        elif self.sides.at(cursor).kind != "points":
+            return None
+        first = self._noun(head, cursor)
+        if first is None:
+            return None
+        term, cursor = first
+        terms = [term]
+        while True:
+            joint = cursor
+            if self.sides.at(joint).text == ",":
+                joint += 1
+            if self.sides.word(joint) == "and":
+                joint += 1
+            if joint == cursor:
+                return terms, cursor
+            next_head = _NOUNS.get(self.sides.word(joint))
+            following = self._noun(next_head or term.head, joint + (1 if next_head else 0))
+            if following is None or following[0].head != term.head:
+                return terms, cursor
+            terms.append(following[0])
+            cursor = following[1]
+
+    def _noun(self, head: str | None, number: int) -> tuple[Term, int] | None:
+        """One thing at a place, of this kind or of the one that its letters show."""
+        sign = self.sides.at(number)
+        if head == "Angle" and sign.kind == "number":
+            if f"angle {sign.text}" not in self.sides.unknowns:
+                return None
+            return Term(head="Angle", arguments=(Term(sign.text),)), number + 1
+        if sign.kind != "points":
+            return None
+        try:
+            names, cursor = self.sides.names_at(number)
+        except NoSideError:
+            return None
+        head = head or {1: "Point", 2: "Line", 3: "Triangle"}.get(len(names), "Polygon")
+        if len(set(names)) != len(names):
+            return None
+        counts = {"Line": (2,), "Triangle": (3,), "Angle": (1, 3), "Point": (1,), "Arc": (2, 3)}
+        if len(names) not in counts.get(head, (len(names),)):
+            return None
+        return Term(head=head, arguments=tuple(Term(name) for name in names)), cursor
+
+    # Predicates
+
+    def _predicate(self, subjects: list[Term], number: int) -> tuple[Ways, int] | None:
+        """What is said of the subjects."""
+        head = subjects[0].head
+        text = self.sides.at(number).text
+        if text in ("∥", "⊥") and head == "Line":
+            return self._with_object(subjects, number + 1, self._directions(text))
+        if text in ("~", "≅") and head in ("Triangle", "Polygon"):
+            fact = "Similar" if text == "~" else "Congruent"
+            return self._with_object(subjects, number + 1, fact)
+        if self.sides.word(number) in ("bisects", "bisect"):
+            return self._bisects(subjects[0], number + 1)
+        if self.sides.word(number) in ("intersects", "meets"):
+            return None
+        cursor = number
+        while self.sides.word(cursor) in ("also", "must", "which", "then", "therefore"):
+            cursor += 1
+        if self.sides.word(cursor) not in ("is", "are", "be", "have", "form"):
+            return None
+        cursor += 1
+        cursor = self._past_position(self._past_words(cursor, _ADVERBS))
+        return self._said(subjects, cursor)
+
+    def _past_words(self, number: int, words: set[str]) -> int:
+        """The place behind these words."""
+        while self.sides.word(number) in words:
+            number += 1
+        return number
+
+    def _past_position(self, number: int) -> int:
+        """The place behind "vertical angles and are": where angles lie is said in passing."""
+        if self.sides.word(number) not in _POSITIONS:
+            return number
+        cursor = self._past_words(number, _POSITIONS)
+        joint = cursor + 1 if self.sides.at(cursor).text == "," else cursor
+        behind = self._past_words(joint, {"and", "so", "which", "that", "they"})
+        if behind == joint or self.sides.word(behind) not in ("are", "is"):
+            return number
+        return self._past_words(behind + 1, _ADVERBS)
+
+    def _directions(self, sign: str) -> str:
+        """The fact that a sign between two lines says."""
+        return "Parallel" if sign == "∥" else "Perpendicular"
+
+    def _said(self, subjects: list[Term], number: int) -> tuple[Ways, int] | None:
+        """What stands behind `is` or `are`."""
+        head = subjects[0].head
+        if head == "Line":
+            return self._of_lines(subjects, number)
+        if head in ("Angle", "Arc"):
+            return self._angles(subjects, number)
+        word = self.sides.word(number)
+        following = self.sides.word(number + 1)
+        if word in ("similar", "congruent") and head in ("Triangle", "Polygon"):
+            return self._with_object(subjects, self._behind_to(number + 1), word.capitalize())
+        if head == "Triangle" and word in ("isosceles", "equilateral", "right", "equiangular"):
+            behind = number + 1 if following not in ("triangle", "triangles") else number + 2
+            is_other_noun = self.sides.word(behind) in ("trapezoid", "angle", "angles")
+            if self.sides.at(number + 1).text == "-" or is_other_noun or len(subjects) > 3:
+                return None
+            ways = [tuple(self._triangle(subject, word)) for subject in subjects]
+            return tuple(tuple(chain(*choice)) for choice in product(*ways)), behind
+        if head == "Point" and word == "midpoint" and following == "of":
+            line = self._object(self._past_the(number + 2))
+            if line is None or line[0].head != "Line":
+                return None
+            return (self._relations("IsMidpointOf", subjects[0], line[0]),), line[1]
+        if head == "Polygon" and word in _FOUR_CORNERS and len(subjects[0].names) == 4:
+            term = Term(head=word.capitalize(), arguments=subjects[0].arguments)
+            return (tuple(relations_of(self.reading.measures, term)),), number + 1
+        return None
+
+    def _of_lines(self, subjects: list[Term], number: int) -> tuple[Ways, int] | None:
+        """What stands behind `is` or `are` where the subjects are segments."""
+        word = self.sides.word(number)
+        if word in ("parallel", "perpendicular"):
+            if self.sides.word(number + 1) == "bisector":
+                return self._bisector(subjects[0], number + 1)
+            return self._with_object(subjects, self._behind_to(number + 1), word.capitalize())
+        if word in ("bisector", "angle"):
+            return self._bisector(subjects[0], number if word == "bisector" else number + 1)
+        if word in ("diameter", "radius", "tangent", "tangents", "diameters", "radii"):
+            return self._round(subjects, word, number + 1)
+        if word in ("equal", "congruent") and len(subjects) > 1:
+            return (self._all_same(subjects),), self._behind_equal(number)
+        return None
+
+    def _behind_to(self, number: int) -> int:
+        """The place behind "to", "with" or "to each other"."""
+        while self.sides.word(number) in ("to", "with", "each", "other", "one", "another"):
+            number += 1
+        return number
+
+    def _behind_equal(self, number: int) -> int:
+        """The place behind "congruent", "equal in length" and the like."""
+        number += 1
+        if self.sides.word(number) == "in":
+            return number + 2
+        return number
+
+    def _past_the(self, number: int) -> int:
+        """The place behind words that stand before a name, as in "the side AB"."""
+        while self.sides.word(number) in ("the", "side", "segment", "both", "line", "chord"):
+            number += 1
+        return number
+
+    def _relations(self, head: str, *arguments: Term) -> tuple[Relation, ...]:
+        """What a fact of this kind says."""
+        term = Term(head=head, arguments=arguments)
+        return tuple(without_means(relations_of(self.reading.measures, term)))
+
+    def _with_object(self, subjects: list[Term], number: int, fact: str) -> tuple[Ways, int] | None:
+        """A fact of two things: both are subjects, or the second stands behind the verb."""
+        if len(subjects) > 1:
+            relations: list[Relation] = []
+            for second in subjects[1:]:
+                relations += self._relations(fact, subjects[0], second)
+            return (tuple(relations),), number
+        nouns = self._object(number)
+        if nouns is None or nouns[0].head != subjects[0].head:
+            return None
+        target, behind = nouns
+        if fact in ("Similar", "Congruent") and len(target.names) != len(subjects[0].names):
+            return None
+        return (self._relations(fact, subjects[0], target),), behind
+
+    def _object(self, number: int) -> tuple[Term, int] | None:
+        """The one thing that is named behind a verb."""
+        head = _NOUNS.get(self.sides.word(number))
+        if head is not None:
+            number += 1
+            if self.sides.word(number) == "angle" and head == "Angle":
+                number += 1
+        return self._noun(head, number)
+
+    def _triangle(self, subject: Term, word: str) -> Iterator[tuple[Relation, ...]]:
+        """The ways in which a triangle can be isosceles, equilateral or right."""
+        names = subject.names
+        lengths = [self.reading.measures.distance(*side) for side in sides_of(names)]
+        if word in ("equilateral", "equiangular"):
+            yield (
+                Equal(left=lengths[0], right=lengths[1], unit="length"),
+                Equal(left=lengths[1], right=lengths[2], unit="length"),
+            )
+            return
+        for number in range(3):
+            if word == "isosceles":
+                yield (Equal(left=lengths[number - 1], right=lengths[number], unit="length"),)
+                continue
+            corner = names[number]
+            yield (Perpendicular(a=corner, b=names[number - 1], c=corner, d=names[number - 2]),)
+
+    def _bisects(self, line: Term, number: int) -> tuple[Ways, int] | None:
+        """A line halves a segment or an angle."""
+        nouns = self._object(self._past_the(number))
+        if nouns is None or line.head != "Line" or nouns[0].head not in ("Angle", "Line"):
+            return None
+        target, behind = nouns
+        return (self._relations("BisectsAngle", line, target),), behind
+
+    def _bisector(self, line: Term, number: int) -> tuple[Ways, int] | None:
+        """`bisector of` an angle or a segment, with "perpendicular" before it or not."""
+        if self.sides.word(number) != "bisector" or self.sides.word(number + 1) != "of":
+            return None
+        result = self._bisects(line, number + 2)
+        if result is None or self.sides.word(number - 1) != "perpendicular":
+            return result
+        target = self._object(self._past_the(number + 2))
+        if target is None or target[0].head != "Line":
+            return None
+        upright = self._relations("Perpendicular", line, target[0])
+        return (result[0][0] + upright,), result[1]
+
+    def _round(self, subjects: list[Term], word: str, number: int) -> tuple[Ways, int] | None:
+        """A line is a radius, a diameter or a tangent of the circle."""
+        circles = self.reading.drawing.circles
+        cursor = number
+        while self.sides.word(cursor) in ("of", "to", "the", "circle"):
+            cursor += 1
+        if self.sides.at(cursor).kind == "points" and cursor > number:
+            names, behind = self.sides.names_at(cursor)
+            circles = [circle for circle in circles if [circle.centre] == names]
+            number = behind
+        elif cursor > number and self.sides.word(cursor - 1) == "circle":
+            number = cursor
+        if len(circles) != 1:
+            return None
+        ways = [self._round_line(line, word, circles[0]) for line in subjects]
+        if any(not way for way in ways):
+            return None
+        return (tuple(chain(*ways)),), number
+
+    def _round_line(self, line: Term, word: str, circle: Circle) -> tuple[Relation, ...]:
+        """A segment is a radius, a diameter or a tangent of a circle; nothing where unclear."""
+        target = Term(head="Circle", arguments=(Term(circle.centre),))
+        start, end = line.names
+        on_circle = [name for name in (start, end) if name in circle.points]
+        if word.startswith("radi"):
+            if circle.centre not in (start, end) and len(on_circle) == 2:
+                # A chord is none: neither end is the centre.
+                distance = self.reading.measures.distance(start, circle.centre)
+                return (Equal(left=distance, right=Constant(0.0), unit="length"),)
+            return self._relations("IsRadiusOf", line, target) if on_circle else ()
+        if word.startswith("diam"):
+            return self._relations("IsDiameterOf", line, target) if len(on_circle) == 2 else ()
+        if len(on_circle) == 2:
+            reach = LineDistance(point=circle.centre, start=start, end=end)
+            radius = self.reading.measures.radius(circle)
+            return (Equal(left=reach, right=radius, unit="length"),)
+        return self._relations("Tangent", line, target) if on_circle else ()
+
+    def _angles(self, subjects: list[Term], number: int) -> tuple[Ways, int] | None:
+        """Angles are right, equal, supplementary or complementary."""
+        word = self.sides.word(number)
+        values = [self.reading.measures.value(term) for term in subjects]
+        if word == "right":
+            if self.sides.word(number + 1) in ("angle", "angles"):
+                number += 1
+            rights = [Equal(left=value, right=Constant(90.0), unit="degrees") for value in values]
+            return (tuple(rights),), number + 1
+        totals = {"supplementary": 180.0, "complementary": 90.0}
+        if word in totals:
+            behind = number + 2 if self.sides.word(number + 1) in ("angles", "arcs") else number + 1
+            if len(values) == 1:
+                behind = self._behind_to(number + 1)
+                target = self._object(behind)
+                if target is None or target[0].head != subjects[0].head:
+                    return None
+                values.append(self.reading.measures.value(target[0]))
+                behind = target[1]
+            if len(values) != 2:
+                return None
+            total = Equal(left=plus(*values), right=Constant(totals[word]), unit="degrees")
+            return ((total,),), behind
+        if word in ("congruent", "equal") and len(values) > 1:
+            return (self._all_same(subjects),), self._behind_equal(number)
+        return None
+
+    def _all_same(self, subjects: list[Term]) -> tuple[Relation, ...]:
+        """Lengths, angles or arcs are all equal."""
+        values = [self.reading.measures.value(term) for term in subjects]
+        return tuple(equation(first, second) for first, second in pairwise(values))
+
+
+def without_means(relations: Iterable[Relation]) -> Iterator[Relation]:
+    """The relations, with a midpoint as two equal lengths.
+
+    How far a point is from the middle turns with the figure, so that its gradient is not that of
+    the claim where the claim is false.
+    """
+    for relation in relations:
+        if not isinstance(relation, Mean) or len(relation.points) != 2:
+            yield relation
+            continue
+        start, end = relation.points
+        half = over(Distance(start=start, end=end), Constant(2.0))
+        for name in (start, end):
+            way = Distance(start=relation.point, end=name)
+            yield Equal(left=way, right=half, unit="length")
+
+
+def signature(quantity: Quantity) -> str:
+    """A text that is the same for quantities that are the same by their form.
+
+    `AB` and `BA`, angles ABC and CBA, sums and products in any order are the same.
+    """
+    value = number_of_quantity(quantity)
+    if value is not None:
+        return f"{value:.9g}"
+    if isinstance(quantity, Unknown):
+        return quantity.name
+    if isinstance(quantity, Distance):
+        return "".join(["|", *sorted((quantity.start, quantity.end)), "|"])
+    if isinstance(quantity, Angle):
+        first, last = sorted((quantity.first, quantity.last))
+        return f"<{first}{quantity.corner}{last}"
+    if isinstance(quantity, Combined):
+        parts = [signature(part) for part in quantity.parts]
+        if quantity.function in ("+", "*"):
+            parts.sort()
+        return f"({f' {quantity.function} '.join(parts)}:{quantity.function})"
+    return repr(quantity)
+
+
+def relation_signature(relation: Relation) -> str:
+    """A text that is the same for relations that are the same by their form."""
+    if isinstance(relation, Equal):
+        return " = ".join(sorted((signature(relation.left), signature(relation.right))))
+    if isinstance(relation, Parallel | Perpendicular):
+        lines = sorted(
+            ("".join(sorted((relation.a, relation.b))), "".join(sorted((relation.c, relation.d))))
+        )
+        return f"{type(relation).__name__} {' '.join(lines)}"
+    if isinstance(relation, Between):
+        ends = sorted((relation.start, relation.end))
+        return f"{relation.point} between {' '.join(ends)}"
+    return f"{relation.point} mean of {' '.join(sorted(relation.points))}"
+
+
+def names_of_quantity(quantity: Quantity) -> set[str]:
+    """The signatures of what stands in a quantity besides numbers."""
+    return {signature(atom) for atom in atoms_of(quantity) if not isinstance(atom, Constant)}

@@ -1,0 +1,183 @@
+r"""The words and signs of a response, each with its place in the text.
+
+LaTeX, markdown and unicode come to one spelling: `\overline{AB}`, `**AB**` and `AB` are the points
+A and B. No text is rewritten, so that a claim can be shown where it stands.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+SignKind = Literal["number", "points", "word", "sign", "line", "end"]
+MAX_SIGNS = 20_000  # what stands behind so many signs of a response is not read
+
+
+@dataclass(frozen=True)
+class Sign:
+    r"""A word or sign.
+
+    `kind`: `number`; `points`, capital letters that stand together; `word`, small letters; `sign`;
+    `line`, a new line; `end`, behind the last one. `text`: in the one spelling. `start` and `end`:
+    its place in the text. `is_apart`: space, or the edge of a formula, stands before it. `is_math`:
+    it stands in a formula of LaTeX.
+    """
+
+    kind: SignKind
+    text: str
+    start: int
+    end: int
+    is_apart: bool = False
+    is_math: bool = False
+
+
+_ARC = r"\\(?:widehat|overarc|wideparen|arc)|\\(?:overset|stackrel)\s*\{?\\(?:frown|smile)\}?"
+_BEFORE_MEASURE = rf"\(?\s*(?:\\(?:measured)?angle|∠|{_ARC}|(?:arc|angle|minor|major)\b)"
+# Patterns in the order in which they are tried, with what they stand for. An empty text is passed
+# over. `group` opens a bracket of LaTeX that shows nothing, such as that of `\text{...}`.
+_TABLE: tuple[tuple[str, str, str], ...] = (
+    # The letter of a choice in a box, `\textbf{(B) }`, is no part of a value.
+    ("skip", "", r"\\text(?:bf|rm|it)?\s*\{\s*\(?[A-E][).:]?\s*\\?\s*\}(?=\\?\s*\S)"),
+    # A drawing is no working.
+    ("line", "\n", r"\[asy\].*?(?:\[/asy\]|\Z)"),
+    ("edge", "", r"\\[()\[\]]|\$\$?"),
+    ("line", "\n", r"\\\\|\\newline|\\begin\s*\{[a-z*]+\}|\\end\s*\{[a-z*]+\}|```[a-z]*"),
+    ("skip", "", r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits)(?![a-z])|\\[,;:! ]|\\q?quad"),
+    ("skip", "", r"&|~(?=\\)|\*\*|__|`|\{\}(?=\s*\^)"),
+    ("sign", "°", r"\^\s*\{\s*\\(?:circ|degrees?)\s*\}|\^\s*\\(?:circ|degrees?)(?![a-z])"),
+    ("sign", "°", r"\\degrees?(?![a-z])|\\circ(?![a-z])|[°º˚]"),
+    ("word", "arc", _ARC + r"|⌒"),
+    # The m of `m\angle ABC` is no letter.
+    ("skip", "", rf"(?<![A-Za-z\\])m\s*(?={_BEFORE_MEASURE})"),
+    ("word", "angle", r"\\m?(?:measured)?angle(?![a-z])|∠"),
+    ("word", "triangle", r"\\(?:big)?triangle(?![a-z])|[△∆]|\\Delta(?=\s*[A-Z])|Δ(?=\s*[A-Z])"),
+    ("word", "circle", r"\\(?:big)?odot(?![a-z])|⊙"),
+    ("sign", "∥", r"\\parallel(?![a-z])|\\\||∥|\|\||(?<=[A-Z] )//(?= ?[A-Z])"),
+    ("sign", "⊥", r"\\perp(?![a-z])|⊥"),
+    ("sign", "≈", r"\\approx(?![a-z])|\\simeq|\\doteq|≈|≒|≃"),
+    ("sign", "≅", r"\\cong(?![a-z])|≅"),
+    ("sign", "=", r"\\equiv(?![a-z])|≡"),
+    ("sign", "~", r"\\sim(?![a-z])|∼|~"),
+    ("sign", "≠", r"\\neq?(?![a-z])|≠|!="),
+    ("sign", "<", r"\\(?:l|g)(?:e|eq|t)(?:slant)?(?![a-z])|[<>≤≥]=?"),
+    ("sign", ";", r"\\(?:therefore|because|implies|iff|to|(?:long)?(?:left)?rightarrow)(?![a-z])"),
+    ("sign", ";", r"\\(?:Long)?(?:left)?[Rr]ightarrow|[∴∵⇒→⟹⇔]|[=-]>"),
+    ("sign", "*", r"\\times(?![a-z])|\\cdot(?![a-z])|\\ast(?![a-z])|[×·⋅∗]"),
+    ("sign", "/", r"\\div(?![a-z])|÷"),
+    ("sign", "-", r"[−–]"),
+    ("sign", "±", r"\\pm(?![a-z])|±|\+/-"),
+    ("word", "pi", r"\\pi(?![a-z])|π"),
+    ("square", "2", r"²"),
+    ("square", "3", r"³"),
+    ("inverse", "-1", r"⁻¹"),
+    ("word", "sqrt", r"\\sqrt(?![a-z])|√"),
+    ("digits", "", r"\\[dt]?frac\s*\d\d(?!\d)"),
+    ("word", "frac", r"\\[dtc]?frac(?![a-z])"),
+    ("function", "", r"\\(?:arc)?(?:sin|cos|tan)(?![a-z])"),
+    ("group", "", r"\\(?:overline|overleftrightarrow|overrightarrow|bar|vec|underline)\s*\{"),
+    ("group", "", r"\\(?:text|mathrm|mathbf|operatorname|textbf|textit|mbox|boxed|fbox|rm)\s*\{"),
+    ("skip", "", r"\\(?:overline|overleftrightarrow|overrightarrow|bar|rm|mathrm)(?![a-z])"),
+    ("sign", "?", r"\\[A-Za-z]+|\\."),
+    ("number", "", r"\d+(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+"),
+    ("points", "", r"(?:[A-Z](?![a-z])['′]?)+"),
+    ("word", "", r"[A-Za-z]+(?:['’][a-z]+)?"),
+    ("line", "\n", r"\n"),
+    ("space", "", r"\s+"),
+    ("sign", "", r"."),
+)
+_SIGN = re.compile("|".join(f"(?P<r{number}>{row[2]})" for number, row in enumerate(_TABLE)), re.S)
+_NUMBERED_LINE = re.compile(r"(?:^|(?<=\n))[ \t]*(?:\d{1,2}[.)]|[-*•+]|#+)[ \t]+(?=\S)")
+_BRACES = {"{": 1, "}": -1}
+
+
+def signs_of(text: str) -> list[Sign]:
+    """Split a text into words and signs; what stands behind `MAX_SIGNS` of them is left out."""
+    reader = _Splitter(text)
+    reader.run()
+    return reader.signs
+
+
+class _Splitter:
+    """Goes through a text once."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.signs: list[Sign] = []
+        self.is_apart = True
+        self.is_math = False
+        self.open_braces: list[bool] = []  # for each open brace, whether it shows nothing
+
+    def run(self) -> None:
+        """Fill `signs`."""
+        position = 0
+        numbered = {match.start(): match.end() for match in _NUMBERED_LINE.finditer(self.text)}
+        while position < len(self.text) and len(self.signs) < MAX_SIGNS:
+            behind_number = numbered.get(position)
+            if behind_number is not None:
+                self.is_apart = True
+                position = behind_number
+                continue
+            match = _SIGN.match(self.text, position)
+            assert match is not None and match.lastgroup is not None, "the last row takes any sign"
+            kind, spelling, _ = _TABLE[int(match.lastgroup[1:])]
+            self._take(kind, spelling or match[0], match)
+            position = match.end()
+
+    def _take(self, kind: str, spelling: str, match: re.Match[str]) -> None:
+        """Add what one pattern stands for."""
+        start = match.start()
+        end = match.end()
+        if kind in ("skip", "space", "edge"):
+            if kind == "edge":
+                self.is_math = not self.is_math if "$" in match[0] else match[0] in ("\\(", "\\[")
+            self.is_apart = self.is_apart or kind != "skip"
+            return
+        if kind == "group":
+            self.open_braces.append(True)
+            return
+        if spelling in _BRACES and self._is_silent(spelling):
+            return
+        if kind == "digits":
+            digits = re.findall(r"\d", match[0])
+            self._add("word", "frac", start, end - 2)
+            self._add("number", digits[0], end - 2, end - 1)
+            self._add("number", digits[1], end - 1, end)
+        elif kind in ("square", "inverse"):
+            self._add("sign", "^", start, end)
+            self._add("number", spelling, start, end)
+        elif kind == "function":
+            self._add("word", match[0][1:], start, end)
+        elif kind == "line":
+            self._add("line", "\n", start, end)
+            self.is_apart = True
+        elif kind == "points":
+            self._add("points", spelling.replace("′", "'"), start, end)
+        elif kind == "number":
+            self._add("number", spelling, start, end)
+        elif kind == "word":
+            self._add("word", spelling.replace("’", "'"), start, end)
+        else:
+            self._add("sign", spelling, start, end)
+
+    def _is_silent(self, brace: str) -> bool:
+        """Whether a brace belongs to a command of LaTeX that shows nothing itself."""
+        if brace == "{":
+            # The brace of `\widehat{AB}`, whose command has been read as a word.
+            is_silent = bool(self.signs) and self.signs[-1].text == "arc"
+            self.open_braces.append(is_silent)
+            return is_silent
+        return self.open_braces.pop() if self.open_braces else False
+
+    def _add(self, kind: SignKind, text: str, start: int, end: int) -> None:
+        self.signs.append(
+            Sign(
+                kind=kind,
+                text=text,
+                start=start,
+                end=end,
+                is_apart=self.is_apart,
+                is_math=self.is_math,
+            )
+        )
+        self.is_apart = False

@@ -1,0 +1,180 @@
+"""Which words of a response its author stands by.
+
+What is said under a supposition, of an aim, with a denial or as a question is no claim: "Let AB = 5",
+"to find AC", "it is not that AB = 5", "is AB = 5?". A supposition lasts to the end of its sentence
+and over the next one where that goes on with "then".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from adora_vl.geometry.signs import Sign
+
+_SUPPOSES = {
+    "if",
+    "suppose",
+    "supposing",
+    "assume",
+    "assuming",
+    "let",
+    "let's",
+    "lets",
+    "letting",
+    "denote",
+    "unless",
+    "whether",
+    "imagine",
+    "say",
+    "call",
+    "check",
+    "verify",
+    "test",
+    "try",
+}
+_HEDGES = {
+    "would",
+    "could",
+    "might",
+    "may",
+    "should",
+    "maybe",
+    "perhaps",
+    "probably",
+    "guess",
+    "possibly",
+    "were",
+}
+_DEFINES = {
+    "let",
+    "let's",
+    "lets",
+    "letting",
+    "denote",
+    "call",
+}  # of these, "then" supposes nothing
+_CHOICES = {"option", "choice"}
+_AIMS = {"find", "determine", "calculate", "compute", "solve", "prove", "show", "evaluate"}
+_WISHES = {"want", "wants", "need", "needs", "asked", "asks", "looking"}
+_DENIES = {
+    "not",
+    "isn't",
+    "aren't",
+    "doesn't",
+    "don't",
+    "can't",
+    "cannot",
+    "never",
+    "neither",
+    "nor",
+    "won't",
+    "wouldn't",
+    "couldn't",
+    "didn't",
+    "without",
+}
+_REFUTES = {"incorrect", "wrong", "false", "impossible", "absurd", "contradiction", "mistake"}
+_AFTER_NOT = {"possible", "true", "correct", "valid", "right", "consistent"}
+_ENDS_CLAUSE = {
+    ",",
+    ";",
+    ":",
+    "so",
+    "thus",
+    "therefore",
+    "hence",
+    "but",
+    "because",
+    "since",
+    "however",
+    "which",
+    "giving",
+    "gives",
+    "then",
+    "where",
+}
+_ENDS_SUPPOSITION = {"but", "however", "actually", "instead"}
+_FACTS = {"fact", "information", "given", "know", "known", "property"}
+_DOES = {"we", "i", "can", "you", "and"}
+
+
+def is_stood_by(signs: Sequence[Sign]) -> list[bool]:
+    """Tell of each sign whether what is said there is meant as it stands."""
+    stands: list[bool] = []
+    is_supposed_before = False
+    start = 0
+    for number, sign in enumerate(signs):
+        if sign.kind == "line" or sign.text in (".", "?", "!") or number == len(signs) - 1:
+            sentence = _Sentence(signs[start : number + 1], is_supposed_before)
+            stands += sentence.stands()
+            if any(sentence_sign.kind != "line" for sentence_sign in sentence.signs):
+                is_supposed_before = sentence.goes_on
+            start = number + 1
+    return stands
+
+
+class _Sentence:
+    """One sentence, and whether the one before it was a supposition."""
+
+    def __init__(self, signs: Sequence[Sign], is_supposed_before: bool) -> None:
+        self.signs = signs
+        self.words = [sign.text.lower() for sign in signs]
+        self.is_supposed = is_supposed_before and self.words[:1] == ["then"]
+        self.goes_on = self.is_supposed  # whether a next sentence with "then" supposes as well
+
+    def stands(self) -> list[bool]:
+        """Tell of each sign of the sentence whether it is stood by; sets `is_supposed`."""
+        if self.words and self.words[-1] == "?":
+            return [False] * len(self.words)
+        stands: list[bool] = []
+        clause_start = 0
+        is_blocked = False
+        for number, word in enumerate(self.words):
+            if word in _ENDS_CLAUSE:
+                is_blocked = False
+                clause_start = number
+            if word in _ENDS_SUPPOSITION:
+                self.is_supposed = False
+                self.goes_on = False
+            if word == "that" and number and self.words[number - 1] in _FACTS:
+                is_blocked = False  # "we need to use the fact that"
+            if self._supposes(number):
+                self.is_supposed = True
+                self.goes_on = self.goes_on or word not in _DEFINES
+            if word in _HEDGES or word in _DENIES or self._aims(number):
+                is_blocked = True
+            if self._refutes(number):
+                stands[clause_start:] = [False] * (len(stands) - clause_start)
+                is_blocked = True
+            stands.append(not is_blocked and not self.is_supposed)
+        return stands
+
+    def _supposes(self, number: int) -> bool:
+        """Whether the word at this place begins a supposition."""
+        word = self.words[number]
+        if number == 0 and word in _CHOICES:
+            return True  # "Option B: AB = 5"
+        if word not in _SUPPOSES or self.signs[number].kind != "word":
+            return False
+        # "as if", "we can say that" and "check that" suppose nothing.
+        behind = self.words[number + 1] if number + 1 < len(self.words) else ""
+        return not (word in ("say", "verify", "check") and behind == "that")
+
+    def _aims(self, number: int) -> bool:
+        """Whether the word says what is to be found, and not what is."""
+        word = self.words[number]
+        if word in _WISHES:
+            return True
+        if word not in _AIMS:
+            return False
+        before = self.words[number - 1] if number else ""
+        behind = self.words[number + 1] if number + 1 < len(self.words) else ""
+        return before not in _DOES and behind != "that"
+
+    def _refutes(self, number: int) -> bool:
+        """Whether the word says of what stands before it that it is not so."""
+        word = self.words[number]
+        before = self.words[number - 1] if number else ""
+        if word in _REFUTES:
+            return True
+        return before in _DENIES and word in _AFTER_NOT

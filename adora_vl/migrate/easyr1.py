@@ -1,0 +1,184 @@
+"""EasyR1's configs.
+
+Keys are those of its `examples/config.yaml`, and defaults those of its code.
+"""
+
+from __future__ import annotations
+
+import re
+
+from adora_vl.migrate.migration import Launch, Migration, Names
+from adora_vl.migrate.ray import (
+    convert_batches,
+    convert_data,
+    convert_lora,
+    convert_loss,
+    convert_model,
+    convert_steps,
+)
+
+_ACTOR = "worker.actor."
+_MODEL = "worker.actor.model."
+_ROLLOUT = "worker.rollout."
+_NAMES: Names = {
+    "model_name_or_path": (f"{_MODEL}model_path", None),
+    "PROMPTS": ("data.rollout_batch_size", 512),
+    "MINIBATCH": (f"{_ACTOR}global_batch_size", 256),
+    "per_device_train_batch_size": (f"{_ACTOR}micro_batch_size_per_device_for_update", 4),
+    "num_generations": (f"{_ROLLOUT}n", 1),
+    "epsilon": (f"{_ACTOR}clip_ratio_low", 0.2),
+    "epsilon_high": (f"{_ACTOR}clip_ratio_high", 0.3),
+    "delta": (f"{_ACTOR}clip_ratio_dual", 3.0),
+    "LOSS": (f"{_ACTOR}loss_avg_mode", "token"),
+    "KL": ("algorithm.use_kl_loss", False),
+    "KL_COEF": ("algorithm.kl_coef", 1e-3),
+    "KL_KIND": ("algorithm.kl_penalty", "kl"),
+    "learning_rate": (f"{_ACTOR}optim.lr", 1e-6),
+    "weight_decay": (f"{_ACTOR}optim.weight_decay", 0.01),
+    "lr_scheduler_type": (f"{_ACTOR}optim.lr_scheduler_type", "constant"),
+    "WARMUP_STEPS": (f"{_ACTOR}optim.lr_warmup_steps", None),
+    "WARMUP_SHARE": (f"{_ACTOR}optim.lr_warmup_ratio", 0.0),
+    "max_grad_norm": (f"{_ACTOR}max_grad_norm", 1.0),
+    "num_iterations": (f"{_ACTOR}ppo_epochs", 1),
+    "gradient_checkpointing": (f"{_MODEL}enable_gradient_checkpointing", True),
+    "LORA": (f"{_MODEL}lora.rank", 0),
+    "lora_alpha": (f"{_MODEL}lora.alpha", 16),
+    "lora_target_modules": (f"{_MODEL}lora.target_modules", "all-linear"),
+    "temperature": (f"{_ROLLOUT}temperature", 1.0),
+    "top_p": (f"{_ROLLOUT}top_p", 1.0),
+    "vllm_gpu_memory_utilization": (f"{_ROLLOUT}gpu_memory_utilization", 0.6),
+    "vllm_tensor_parallel_size": (f"{_ROLLOUT}tensor_parallel_size", 2),
+    "adora_vllm_enforce_eager": (f"{_ROLLOUT}enforce_eager", None),
+    "EVALUATE": ("trainer.val_freq", -1),
+    "EPOCHS": ("trainer.total_epochs", 15),
+    "min_pixels": ("data.min_pixels", 262144),
+    "max_pixels": ("data.max_pixels", 4194304),
+    "seed": ("data.seed", 1),
+}
+# Of keys without a counterpart, so that only other values are listed.
+_DEFAULTS = {
+    "data.video_key": "videos",
+    "data.video_fps": 2.0,
+    "data.val_batch_size": -1,
+    "algorithm.gamma": 1.0,
+    "algorithm.lam": 1.0,
+    "algorithm.kl_type": "fixed",
+    "algorithm.kl_horizon": 0.0,
+    "algorithm.kl_target": 0.0,
+    "algorithm.online_filtering": False,
+    "algorithm.filter_key": "overall",
+    "algorithm.filter_low": 0.01,
+    "algorithm.filter_high": 0.99,
+    f"{_ACTOR}strategy": "fsdp",
+    f"{_ACTOR}loss_type": "default",
+    f"{_ACTOR}micro_batch_size_per_device_for_experience": 16,
+    f"{_ACTOR}padding_free": True,
+    f"{_ACTOR}dynamic_batching": True,
+    f"{_ACTOR}ulysses_size": 1,
+    f"{_ACTOR}ulysses_sequence_parallel_size": 1,
+    f"{_ACTOR}use_torch_compile": True,
+    f"{_ACTOR}optim.strategy": "adamw",
+    f"{_ACTOR}fsdp.enable_full_shard": True,
+    f"{_ACTOR}fsdp.enable_cpu_offload": False,
+    f"{_ACTOR}fsdp.enable_rank0_init": True,
+    f"{_ACTOR}offload.offload_params": False,
+    f"{_ACTOR}offload.offload_optimizer": False,
+    # Transformers has every model here, so no code of a model's folder is run either way.
+    f"{_MODEL}trust_remote_code": False,
+    "worker.ref.fsdp.enable_full_shard": True,
+    "worker.ref.fsdp.enable_rank0_init": True,
+    "worker.ref.offload.offload_params": False,
+    f"{_ROLLOUT}name": "vllm",
+    f"{_ROLLOUT}top_k": -1,
+    f"{_ROLLOUT}limit_images": 0,
+    f"{_ROLLOUT}dtype": "bf16",
+    f"{_ROLLOUT}seed": 1,
+    f"{_ROLLOUT}enable_chunked_prefill": False,
+    f"{_ROLLOUT}disable_tqdm": False,
+    f"{_ROLLOUT}max_num_batched_tokens": 8192,
+    "worker.reward.num_cpus": 1,
+    "trainer.max_try_make_batch": 20,
+    "trainer.val_only": False,
+    "trainer.val_generations_to_log": 0,
+    "trainer.save_model_only": False,
+    "trainer.find_last_checkpoint": True,
+    "trainer.critic_warmup": 0,
+}
+_REWARD = "worker.reward.reward_function"
+_OLDER_REWARD = "worker.reward.score_function"
+
+
+def convert_easyr1(move: Migration) -> Launch:
+    """Convert a config of EasyR1. Raises `UserError`."""
+    move.defaults = _DEFAULTS
+    convert_model(move, _NAMES)
+    convert_lora(move, _NAMES)
+    note = "frees the engine's memory in the policy step, as theirs"
+    move.put("vllm_enable_sleep_mode", True, note=note)
+    freeze = f"{_MODEL}freeze_vision_tower"
+    if move.get(freeze, False):
+        move.put("adora_freeze", ["vision_tower"], freeze)
+    convert_loss(move, _NAMES)
+    columns = {
+        "problem": str(move.get("data.prompt_key", "prompt")),
+        "answer": str(move.get("data.answer_key", "answer")),
+        "images": str(move.get("data.image_key", "images")),
+    }
+    convert_data(move, columns, ["data.prompt_key", "data.answer_key", "data.image_key"])
+    if move.get("algorithm.online_filtering", False):
+        tries = move.get("trainer.max_try_make_batch", 20)
+        move.put("adora_rollouts", {"refill": max(int(tries), 1)}, "algorithm.online_filtering")
+    _convert_prompt(move)
+    _convert_reward(move)
+    layout = convert_batches(move, _NAMES)
+    convert_steps(move, _NAMES, layout)
+    # FSDP divides weights and optimizer there
+    return Launch(processes=layout.gpus, accelerate="zero3")
+
+
+def _convert_prompt(move: Migration) -> None:
+    """Convert a prompt in Jinja that has no other variable than the problem."""
+    name = "data.format_prompt"
+    move.put("adora_system_prompt", None, note="EasyR1 asks without one")
+    file = move.get(name)
+    if not file:
+        move.put("adora_prompt", None, name, note="the problem alone, as theirs")
+        return
+    path = move.source.find(str(file))
+    if path is None:
+        move.remark(
+            f"prompt: {name}: {str(file)!r} cannot be read; write its text as adora_prompt, "
+            "with {problem} in it"
+        )
+        return
+    text = path.read_text(encoding="utf-8").strip()
+    # NUL stands for the problem until the braces of our own templates are doubled.
+    template = re.sub(r"{{\s*content\s*(\|\s*trim\s*)?}}", "\0", text)
+    if "{{" in template or "{%" in template or "\0" not in template:
+        move.remark(
+            f"prompt: {name}: more than the problem stands in {str(file)!r}; write it as "
+            "adora_prompt, with {problem} in it"
+        )
+        return
+    escaped = template.replace("{", "{{").replace("}", "}}")
+    move.put("adora_prompt", escaped.replace("\0", "{problem}"), name)
+
+
+def _convert_reward(move: Migration) -> None:
+    """Convert the reward function, which is called in its own form."""
+    move.used.add("worker.reward.reward_type")
+    name = _REWARD if move.get(_REWARD) else _OLDER_REWARD
+    entry = move.get(name)
+    file, _, function = str(entry or "").partition(":")
+    if not file.endswith(".py"):
+        named = f" ({name}: {entry} names no file)" if entry else ""
+        move.put("adora_reward", ["accuracy"], note="theirs is missing")
+        move.remark(
+            f"reward missing{named}: adora_reward is accuracy, 1 for a right answer in a box; "
+            "name yours with --reward FILE.py:FUNCTION"
+        )
+        return
+    reward = f"{move.path_of(file)}:{function or 'main'}"
+    move.put("adora_reward", [reward], name, note="called in its own form")
+    if move.source.find(file) is None:
+        move.remark(f"reward: {file} is not here; copy it, or name it with --reward")

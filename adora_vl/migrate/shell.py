@@ -1,0 +1,96 @@
+"""Shell scripts of other trainers: their variables, and the words of the command that trains.
+
+Nothing is run. Variables that the script sets are filled in, and what a shell would have to
+compute stays as it is written, with its `$`.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from adora_vl.utils.errors import UserError
+
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+# `$NAME`, `${NAME}`, `${NAME:-default}`, `${1:-default}`
+_VARIABLE = re.compile(r"\$(?:(?P<plain>[A-Za-z_]\w*)|\{(?P<name>\w+)(?::?-(?P<default>[^}]*))?\})")
+# Words behind which another command begins, or the output of this one is sent somewhere.
+_END_OF_COMMAND = re.compile(r"^(\||\|\||&|&&|;|\d?>.*|<.*)$")
+_ALL_ARGUMENTS = ("$@", "$*")
+
+
+@dataclass
+class Script:
+    """A shell script: its variables, and its commands as lists of words."""
+
+    variables: dict[str, str] = field(default_factory=dict)
+    commands: list[list[str]] = field(default_factory=list)
+
+
+def read_script(text: str, name: str) -> Script:
+    """Read a shell script. Raises `UserError` for a quote that is never closed.
+
+    `name`: the file, for the message.
+    """
+    script = Script()
+    # only the user's folder is taken from this machine, since other values may be secrets
+    script.variables["HOME"] = str(Path.home())
+    pending = ""
+    in_quote = False
+    # an empty line more, which ends a command whose last line has a backslash
+    for line in [*text.splitlines(), ""]:
+        # a backslash at the end of a comment does not continue it
+        if line.lstrip().startswith("#") and not in_quote:
+            continue
+        pending += line.removesuffix("\\") + (" " if line.endswith("\\") else "\n")
+        if line.endswith("\\"):
+            continue
+        try:
+            words = shlex.split(pending, comments=True)
+        except ValueError:
+            in_quote = True
+            continue
+        in_quote = False
+        pending = ""
+        _read_line(script, words)
+    if pending.strip() and in_quote:
+        start = " ".join(pending.split())
+        raise UserError(f"CONFIG: {name}: a quote is never closed, from {start[:60]!r} on")
+    return script
+
+
+def _read_line(script: Script, words: list[str]) -> None:
+    """Set the variables of a line, and keep its command."""
+    if words[:1] == ["export"]:
+        words = words[1:]
+    while words and _ASSIGNMENT.match(words[0]):
+        variable, _, value = words[0].partition("=")
+        script.variables[variable] = expand(value.removesuffix(";"), script.variables)
+        words = words[1:]
+    command: list[str] = []
+    for word in words:
+        if _END_OF_COMMAND.match(word):
+            break
+        is_last = word.endswith(";")
+        word = word.removesuffix(";")
+        if word not in _ALL_ARGUMENTS:
+            command.append(expand(word, script.variables))
+        if is_last:
+            break
+    if command:
+        script.commands.append(command)
+
+
+def expand(text: str, variables: Mapping[str, str]) -> str:
+    """Fill in the variables of a text; one that is not known stays as it is written."""
+
+    def value_of(match: re.Match[str]) -> str:
+        name = match["plain"] or match["name"]
+        if name in variables:
+            return variables[name]
+        return match[0] if match["default"] is None else match["default"]
+
+    return _VARIABLE.sub(value_of, text)

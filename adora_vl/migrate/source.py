@@ -1,0 +1,201 @@
+"""What a person has of another trainer: a YAML file, a shell script, or the words of a command."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from adora_vl.migrate.shell import read_script
+from adora_vl.utils.cli import dotted, read_mapping, split_list, yaml_value
+from adora_vl.utils.errors import UserError
+
+_KEY_VALUE = re.compile(r"\+{0,2}[\w.]+=")
+_PARENTS = 4  # folders above a script in which the top of its repository is looked for
+# The words behind which the keys begin, by the word before: `swift rlhf`, `trl grpo`.
+_STARTERS = ("swift", "megatron", "trl")
+
+
+@dataclass
+class Source:
+    """The values of another trainer's config, by its names.
+
+    `folder`: of the file, from which its paths are looked for. `environment`: the variables that
+    a script sets. `remarks`: what a person has to know of the reading.
+    """
+
+    values: dict[str, Any]
+    folder: Path = Path()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+
+    def find(self, name: str) -> Path | None:
+        """The file or folder of a name, from here, from the file's folder, or from one above it."""
+        if not name or "\0" in name:
+            return None
+        folder = self.folder.resolve()
+        folders = [Path(), self.folder, *list(folder.parents)[:_PARENTS]]
+        for parent in folders:
+            path = parent / Path(name).expanduser()
+            try:
+                if path.exists():
+                    return path
+            except OSError:
+                return None
+        return None
+
+
+def read_source(config: Path | None, words: Sequence[str], *, nested: bool) -> Source:
+    """Read a config and the words laid over it. Raises `UserError`.
+
+    `config`: a YAML file or a shell script; None where the words are all there is. `nested`:
+    whether mappings are the trainer's groups of keys, which get dotted names.
+    """
+    source = Source({}, folder=config.parent if config else Path())
+    if config is not None and _is_script(config):
+        _read_shell(source, config, nested=nested)
+    elif config is not None:
+        _lay_file(source, config, nested=nested)
+    keys = _keys_of_command(list(words))
+    # `MAX_PIXELS=1003520 swift rlhf ...` sets a variable for the command behind it
+    variables = [word.partition("=") for word in words[: len(words) - len(keys)] if "=" in word]
+    source.environment = {**source.environment, **{name: value for name, _, value in variables}}
+    _lay_words(source, keys, nested=nested)
+    return source
+
+
+def _is_script(config: Path) -> bool:
+    """Whether a file is a shell script, by its name or its first line."""
+    if config.suffix in (".sh", ".bash", ".slurm"):
+        return True
+    try:
+        with config.open(encoding="utf-8", errors="replace") as file:
+            return file.readline().startswith("#!")
+    except OSError:
+        # reading it as YAML names what is wrong with it
+        return False
+
+
+def _read_shell(source: Source, config: Path, *, nested: bool) -> None:
+    """Read the command of a script that has the most keys."""
+    try:
+        text = config.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"CONFIG: {str(config)!r} cannot be read ({error}); name a file") from error
+    script = read_script(text, config.name)
+    source.environment = script.variables
+    commands = [_keys_of_command(command) for command in script.commands]
+    counts = [len(list(filter(_is_key, command))) for command in commands]
+    longest = max(counts, default=0)
+    if not longest:
+        raise UserError(
+            f"CONFIG: {str(config)!r} has no command with KEY=VALUE or --key value; name the "
+            "script that starts the training"
+        )
+    if len([count for count in counts if count > longest // 2]) > 1:
+        source.remarks.append(
+            f"{config.name} has several commands with keys; the longest one was read"
+        )
+    _lay_words(source, commands[counts.index(longest)], nested=nested)
+
+
+def _is_key(word: str) -> bool:
+    """Whether a word of a command names a key."""
+    return word.startswith("--") or bool(_KEY_VALUE.match(word))
+
+
+def _keys_of_command(words: list[str]) -> list[str]:
+    """The words behind the program of a command, which are those of the trainer.
+
+    `accelerate launch --num_processes 8 train.py --model m` has options of its own before the
+    program. Words that name no program are all the trainer's.
+    """
+    for index, word in enumerate(words):
+        before = words[index - 1] if index else ""
+        is_module = before == "-m" and not word.startswith("accelerate")
+        is_file = word.endswith(".py") and not _is_key(word)
+        if is_module or is_file or before in _STARTERS:
+            return words[index + 1 :]
+    return words
+
+
+def _lay_file(source: Source, config: Path, *, nested: bool) -> None:
+    """Lay the values of a YAML file over those that there are."""
+    for key, value in read_mapping("CONFIG", config).items():
+        source.values |= dotted(key, value) if nested else {key: value}
+
+
+def _lay_words(source: Source, words: list[str], *, nested: bool) -> None:
+    """Lay the values of a command over those of the file that it names, and over all before."""
+    values = _values_of(words)
+    for base in _base_names(values):
+        path = source.find(base)
+        if path is None:
+            source.remarks.append(
+                f"{base}: the config that the command builds on is not to be found; run this "
+                "where it is, or name it before the script's keys"
+            )
+        else:
+            _lay_file(source, path, nested=nested)
+    for key, value in values.items():
+        source.values |= dotted(key, value) if nested else {key: value}
+
+
+def _base_names(values: dict[str, Any]) -> list[str]:
+    """Take the config file that a command builds on out of its values.
+
+    EasyR1 writes `config=FILE`, TRL and ms-swift `--config FILE`, verl `--config-path` and
+    `--config-name`.
+    """
+    names: list[str] = []
+    folder = values.pop("config_path", None)
+    name = values.pop("config_name", None)
+    if name is not None:
+        file = f"{name}".removesuffix(".yaml") + ".yaml"
+        names.append(str(Path(str(folder or ""), file)))
+    config = values.pop("config", None)
+    if config is not None:
+        names.append(str(config))
+    return names
+
+
+def _values_of(words: Sequence[str]) -> dict[str, Any]:
+    """The values of `key=value`, `--key value ...`, `--key=value` and `--flag`.
+
+    Raises `UserError` for a word that belongs to no key.
+    """
+    texts: dict[str, list[str]] = {}
+    option: str | None = None
+    for word in words:
+        if word.startswith("--"):
+            name, sign, value = word[2:].partition("=")
+            option = name.replace("-", "_")
+            texts[option] = [value] if sign else []
+        elif option is not None and not (_KEY_VALUE.match(word) and "." in word.partition("=")[0]):
+            texts[option].append(word)
+        elif _KEY_VALUE.match(word):
+            name, _, value = word.lstrip("+").partition("=")
+            texts[name] = [value]
+            option = None
+        else:
+            raise UserError(
+                f"command line: {word!r:.60} belongs to no key; write KEY=VALUE, or --key value"
+            )
+    return {key: _value_of(values) for key, values in texts.items()}
+
+
+def _value_of(texts: list[str]) -> Any:
+    """The value of the words behind a key; a key without any is a switch."""
+    if not texts:
+        return True
+    if len(texts) == 1 and "\n" in texts[0] and not texts[0].startswith(("[", "{")):
+        # YAML would fold the lines of a prompt into one
+        return texts[0]
+    if len(texts) == 1:
+        return yaml_value(texts[0])
+    try:
+        return split_list([text.removesuffix(",") for text in texts])
+    except ValueError as error:
+        raise UserError(f"command line: {' '.join(texts)!r:.60} {error}") from error

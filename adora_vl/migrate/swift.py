@@ -1,0 +1,213 @@
+"""ms-swift's configs and `swift rlhf` lines, whose keys are mostly TRL's.
+
+Defaults are those of ms-swift's dataclasses, many of which are not TRL's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adora_vl.migrate.migration import Launch, Migration, words_in
+from adora_vl.migrate.trl import name_data, take_equal_keys, warn_of_server
+from adora_vl.utils.errors import UserError
+
+# Keys of ms-swift that TRL has under another name.
+_RENAMED = {
+    "model": "model_name_or_path",
+    "vllm_max_model_len": "vllm_max_model_length",
+    "torch_dtype": "dtype",
+    "overlong_filter": "mask_truncated_completions",
+    "warmup_ratio": "warmup_steps",
+    "vllm_enforce_eager": "adora_vllm_enforce_eager",
+}
+# By our key, its name there and its default there, where TRL has another default or name.
+_DEFAULTS: dict[str, tuple[str, Any]] = {
+    "beta": ("beta", 0.04),
+    "temperature": ("temperature", 0.9),
+    "top_p": ("top_p", 0.9),
+    "top_k": ("top_k", 50),
+    "max_completion_length": ("max_completion_length", 512),
+    "num_generations": ("num_generations", 8),
+    "num_iterations": ("num_iterations", 1),
+    "loss_type": ("loss_type", "grpo"),
+    "weight_decay": ("weight_decay", 0.1),
+    "adam_beta2": ("adam_beta2", 0.95),
+    "lr_scheduler_type": ("lr_scheduler_type", "cosine"),
+    "per_device_train_batch_size": ("per_device_train_batch_size", 1),
+    "gradient_accumulation_steps": ("gradient_accumulation_steps", 1),
+    "num_train_epochs": ("num_train_epochs", 3),
+    "gradient_checkpointing": ("gradient_checkpointing", True),
+    "logging_steps": ("logging_steps", 5),
+    "vllm_gpu_memory_utilization": ("vllm_gpu_memory_utilization", 0.9),
+    "report_to": ("report_to", "tensorboard"),
+    "dtype": ("torch_dtype", "bfloat16"),
+}
+_LORA_DEFAULTS: dict[str, tuple[str, Any]] = {
+    "lora_r": ("lora_rank", 8),
+    "lora_alpha": ("lora_alpha", 32),
+    "lora_dropout": ("lora_dropout", 0.05),
+}
+_RATES = {"full": 1e-5, "lora": 1e-4}
+_REWARDS = {"accuracy": "accuracy", "format": "think_answer_format"}
+_UNMATCHED_DEFAULTS = {
+    "split_dataset_ratio": 0.0,
+    "truncation_strategy": "left",
+    "async_generate": False,
+    "move_model_batches": None,
+    "offload_optimizer": False,
+    "offload_model": False,
+    "per_device_eval_batch_size": 1,
+    "use_hf": False,
+    "log_entropy": False,
+    "top_entropy_quantile": 1.0,
+}
+_COLUMNS = {
+    "problem": "messages|query|conversations|prompt|problem|question",
+    "answer": "solution|response|messages|conversations",
+    "images": "images|image",
+}
+_PARTS = {
+    "freeze_vit": ("vision_tower", True),
+    "freeze_aligner": ("projector", True),
+    "freeze_llm": ("language_model", False),
+}
+
+
+def convert_swift(move: Migration) -> Launch:
+    """Convert a config of ms-swift. Raises `UserError`."""
+    move.defaults = _UNMATCHED_DEFAULTS
+    kind = move.get("rlhf_type", "grpo")
+    if kind != "grpo":
+        raise UserError(f"CONFIG: rlhf_type: {kind} is not grpo, and nothing else is trained here")
+    if not move.get("model"):
+        move.remark("model missing: model is not set; write model_name_or_path")
+    for name, key in _RENAMED.items():
+        move.take(key, name)
+    move.set_method()
+    for key, (name, default) in _DEFAULTS.items():
+        move.take(key, name, default)
+    _convert_tuner(move)
+    _convert_loss(move)
+    _convert_data(move)
+    _convert_engine(move)
+    take_equal_keys(move)
+    warn_of_server(move)
+    evaluates = move.keys.pop("eval_strategy", None)
+    if evaluates is not None:
+        every, _ = move.keys.pop("eval_steps", (move.get("save_steps", 500), ""))
+        move.remark(
+            "evaluation without data: prepare problems by `python -m data_prep convert`, then "
+            f"adora_eval: [problems=FOLDER], eval_strategy: steps, eval_steps: {every}"
+        )
+    processes = move.source.environment.get("NPROC_PER_NODE", "1")
+    return Launch(
+        processes=int(processes) if processes.isdecimal() else 1,
+        accelerate=_sharding(str(move.get("deepspeed", ""))),
+    )
+
+
+def _sharding(deepspeed: str) -> str:
+    """The file of `configs/accelerate` for the name of a DeepSpeed config of ms-swift."""
+    if not deepspeed:
+        return ""
+    for stage in ("zero3_offload", "zero3"):
+        if stage in deepspeed:
+            return stage
+    return "zero2"
+
+
+def _convert_tuner(move: Migration) -> None:
+    """Convert what is trained: all weights or an adapter, of which parts, and how fast."""
+    name = "tuner_type" if "tuner_type" in move.values else "train_type"
+    kind = str(move.get(name, "lora"))
+    rate = _RATES.get(kind, _RATES["lora"])
+    move.put("learning_rate", move.get("learning_rate", rate), "learning_rate")
+    frozen = [part for key, (part, default) in _PARTS.items() if move.get(key, default)]
+    if kind == "full":
+        move.put("adora_freeze", frozen, *_PARTS)
+        return
+    if kind not in ("lora", "qlora"):
+        move.remark(f"adapter: {name}: {kind} became LoRA")
+    move.put("use_peft", True, name)
+    for key, (lora_name, default) in _LORA_DEFAULTS.items():
+        move.take(key, lora_name, default)
+    targets = words_in(move.get("target_modules", "all-linear"))
+    usual = frozen == ["vision_tower", "projector"]
+    if targets != ["all-linear"]:
+        move.put("lora_target_modules", targets, "target_modules")
+    elif not usual:
+        move.put("lora_target_modules", "all-linear", "target_modules")
+    if not usual or targets != ["all-linear"]:
+        move.put("adora_freeze", frozen, *_PARTS)
+    if move.get("quant_bits", 0) == 4:
+        move.put("load_in_4bit", True, "quant_bits")
+
+
+def _convert_loss(move: Migration) -> None:
+    """Convert the KL term and the sampling of further groups."""
+    beta, _ = move.keys["beta"]
+    if float(beta) > 0:
+        note = "theirs does not weight the KL by the ratio of policies, TRL does by default"
+        move.put("use_bias_correction_kl", False, note=note)
+    if move.get("dynamic_sample", False):
+        tries = int(move.get("max_resample_times", 3))
+        move.put("adora_rollouts", {"refill": tries}, "max_resample_times")
+
+
+def _convert_data(move: Migration) -> None:
+    """Convert data, prompt, rewards and the sizes of images."""
+    listed = words_in(move.get("dataset") or [])
+    names, counts = move.split_off(listed, "#")
+    move.source.values = {**move.source.values, "dataset": names}
+    name_data(move, "dataset", _COLUMNS)
+    if counts:
+        move.remark(f"data: dataset: only {', '.join(counts)} rows were asked for; all are read")
+    hub_names = [name for name in names if move.source.find(name) is None]
+    if hub_names:
+        move.remark(
+            f"data: {', '.join(hub_names)} is no file here; ids of ModelScope are read from the "
+            "Hugging Face hub, where the name may be another one"
+        )
+    move.take_path("adora_system_prompt", "system")
+    if "adora_system_prompt" not in move.keys:
+        move.put("adora_system_prompt", None, "system")
+    move.put("adora_prompt", None, note="the problem of the row alone")
+    _convert_rewards(move)
+    for key in ("min_pixels", "max_pixels"):
+        pixels = move.source.environment.get(key.upper(), "")
+        if pixels.isdecimal():
+            move.put(key, int(pixels), note=f"{key.upper()} of the script")
+
+
+def _convert_rewards(move: Migration) -> None:
+    """Convert the rewards that have a counterpart, and name the others."""
+    entries = words_in(move.get("reward_funcs") or [])
+    plugins = move.get("external_plugins")
+    presets = [_REWARDS[entry] for entry in entries if entry in _REWARDS]
+    lost = [entry for entry in entries if entry not in _REWARDS]
+    if presets:
+        move.put("adora_reward", presets, "reward_funcs")
+    else:
+        move.put("adora_reward", ["accuracy"], note="theirs has no counterpart")
+    if lost or not presets:
+        where = f" of {plugins}" if plugins else ""
+        names = f": {', '.join(lost)}{where}" if lost else ""
+        move.remark(
+            f"reward missing{names}; adora_reward is {', '.join(presets) or 'accuracy'}; write a "
+            "function of completions and columns and name it with --reward FILE.py:FUNCTION"
+        )
+
+
+def _convert_engine(move: Migration) -> None:
+    """Convert the engine's sleep and its correction."""
+    if not move.get("use_vllm", False):
+        move.put("use_vllm", False, "use_vllm")
+        return
+    move.put("use_vllm", True, "use_vllm")
+    mode = move.get("vllm_mode", "colocate")
+    move.put("vllm_mode", mode, "vllm_mode")
+    if mode == "colocate":
+        sleeps = bool(int(move.get("sleep_level", 0)))
+        move.put("vllm_enable_sleep_mode", sleeps, "sleep_level")
+    note = "theirs corrects nothing; this one goes with top_p"
+    move.put("vllm_importance_sampling_mode", "token_truncate", note=note)

@@ -1,0 +1,142 @@
+"""verl's configs, which are most often the words of a script.
+
+Keys and defaults are those of its `ppo_trainer.yaml`.
+"""
+
+from __future__ import annotations
+
+from adora_vl.migrate.migration import Launch, Migration, Names
+from adora_vl.migrate.ray import (
+    convert_batches,
+    convert_data,
+    convert_lora,
+    convert_loss,
+    convert_model,
+    convert_steps,
+)
+
+_MODEL = "actor_rollout_ref.model."
+_ACTOR = "actor_rollout_ref.actor."
+_ROLLOUT = "actor_rollout_ref.rollout."
+_REF = "actor_rollout_ref.ref."
+_NAMES: Names = {
+    "model_name_or_path": (f"{_MODEL}path", None),
+    "PROMPTS": ("data.train_batch_size", 1024),
+    "MINIBATCH": (f"{_ACTOR}ppo_mini_batch_size", 256),
+    "per_device_train_batch_size": (f"{_ACTOR}ppo_micro_batch_size_per_gpu", 4),
+    "num_generations": (f"{_ROLLOUT}n", 1),
+    "epsilon": (f"{_ACTOR}clip_ratio_low", 0.2),
+    "epsilon_high": (f"{_ACTOR}clip_ratio_high", 0.2),
+    "delta": (f"{_ACTOR}clip_ratio_c", 3.0),
+    "LOSS": (f"{_ACTOR}loss_agg_mode", "token-mean"),
+    "KL": (f"{_ACTOR}use_kl_loss", False),
+    "KL_COEF": (f"{_ACTOR}kl_loss_coef", 1e-3),
+    "KL_KIND": (f"{_ACTOR}kl_loss_type", "low_var_kl"),
+    "learning_rate": (f"{_ACTOR}optim.lr", 1e-6),
+    "weight_decay": (f"{_ACTOR}optim.weight_decay", 0.01),
+    "lr_scheduler_type": (f"{_ACTOR}optim.warmup_style", "constant"),
+    "WARMUP_STEPS": (f"{_ACTOR}optim.lr_warmup_steps", -1),
+    "WARMUP_SHARE": (f"{_ACTOR}optim.lr_warmup_steps_ratio", 0.0),
+    "max_grad_norm": (f"{_ACTOR}grad_clip", 1.0),
+    "num_iterations": (f"{_ACTOR}ppo_epochs", 1),
+    "entropy_coef": (f"{_ACTOR}entropy_coeff", None),
+    "gradient_checkpointing": (f"{_MODEL}enable_gradient_checkpointing", True),
+    "LORA": (f"{_MODEL}lora_rank", 0),
+    "lora_alpha": (f"{_MODEL}lora_alpha", 16),
+    "lora_target_modules": (f"{_MODEL}target_modules", "all-linear"),
+    "EXCLUDED": (f"{_MODEL}exclude_modules", None),
+    "temperature": (f"{_ROLLOUT}temperature", 1.0),
+    "top_p": (f"{_ROLLOUT}top_p", 1.0),
+    "vllm_gpu_memory_utilization": (f"{_ROLLOUT}gpu_memory_utilization", 0.5),
+    "vllm_tensor_parallel_size": (f"{_ROLLOUT}tensor_model_parallel_size", 2),
+    "adora_vllm_enforce_eager": (f"{_ROLLOUT}enforce_eager", None),
+    "adora_vllm_max_num_batched_tokens": (f"{_ROLLOUT}max_num_batched_tokens", None),
+    "vllm_enable_sleep_mode": (f"{_ROLLOUT}free_cache_engine", True),
+    "EVALUATE": ("trainer.test_freq", -1),
+    "EPOCHS": ("trainer.total_epochs", 30),
+    "seed": ("data.seed", None),
+}
+# Of keys without a counterpart, so that only other values are listed.
+_DEFAULTS = {
+    "data.reward_fn_key": "data_source",
+    "data.truncation": "error",
+    "data.return_raw_chat": False,
+    "data.return_raw_input_ids": False,
+    "data.filter_overlong_prompts_workers": 1,
+    "data.video_key": "videos",
+    "actor_rollout_ref.hybrid_engine": True,
+    f"{_MODEL}use_liger": False,
+    f"{_ACTOR}strategy": "fsdp",
+    f"{_ACTOR}use_dynamic_bsz": False,
+    f"{_ACTOR}ppo_max_token_len_per_gpu": 16384,
+    f"{_ACTOR}clip_ratio": 0.2,
+    f"{_ACTOR}use_torch_compile": True,
+    f"{_ACTOR}shuffle": False,
+    f"{_ACTOR}ulysses_sequence_parallel_size": 1,
+    f"{_ACTOR}fsdp_config.param_offload": False,
+    f"{_ACTOR}fsdp_config.optimizer_offload": False,
+    f"{_ACTOR}fsdp_config.fsdp_size": -1,
+    f"{_REF}fsdp_config.param_offload": False,
+    f"{_ROLLOUT}name": "vllm",
+    f"{_ROLLOUT}mode": "sync",
+    f"{_ROLLOUT}top_k": -1,
+    f"{_ROLLOUT}do_sample": True,
+    f"{_ROLLOUT}dtype": "bfloat16",
+    f"{_ROLLOUT}ignore_eos": False,
+    f"{_ROLLOUT}enable_chunked_prefill": True,
+    f"{_ROLLOUT}max_num_seqs": 1024,
+    f"{_ROLLOUT}disable_log_stats": True,
+    "algorithm.gamma": 1.0,
+    "algorithm.lam": 1.0,
+    "algorithm.use_kl_in_reward": False,
+    "algorithm.kl_penalty": "kl",
+    "algorithm.kl_ctrl.type": "fixed",
+    "algorithm.kl_ctrl.kl_coef": 0.001,
+    "reward_model.enable": False,
+    "reward_model.reward_manager": "naive",
+    "trainer.balance_batch": True,
+    "trainer.critic_warmup": 0,
+    "trainer.log_val_generations": 0,
+    "trainer.resume_mode": "auto",
+}
+_REWARD = "custom_reward_function.path"
+_FUNCTION = "custom_reward_function.name"
+
+
+def convert_verl(move: Migration) -> Launch:
+    """Convert a config of verl. Raises `UserError`."""
+    move.defaults = _DEFAULTS
+    convert_model(move, _NAMES)
+    convert_lora(move, _NAMES)
+    convert_loss(move, _NAMES)
+    columns = {
+        "problem": str(move.get("data.prompt_key", "prompt")),
+        # verl's rows have the answer inside of a mapping
+        "answer": "reward_model.ground_truth",
+        "images": str(move.get("data.image_key", "images")),
+    }
+    convert_data(move, columns, ["data.prompt_key", "data.image_key"])
+    move.put("adora_system_prompt", None, note="verl's rows have the instruction in the prompt")
+    move.put("adora_prompt", None, note="the prompt of the row alone")
+    _convert_reward(move)
+    layout = convert_batches(move, _NAMES)
+    convert_steps(move, _NAMES, layout)
+    # FSDP divides weights and optimizer there
+    return Launch(processes=layout.gpus, accelerate="zero3")
+
+
+def _convert_reward(move: Migration) -> None:
+    """Convert the reward function, which is called in its own form."""
+    function = move.get(_FUNCTION, "compute_score")
+    file = move.get(_REWARD)
+    if file:
+        reward = f"{move.path_of(file)}:{function}"
+        move.put("adora_reward", [reward], _REWARD, note="called in its own form")
+        if move.source.find(str(file)) is None:
+            move.remark(f"reward: {file} is not here; copy it, or name it with --reward")
+        return
+    move.put("adora_reward", ["accuracy"], note="verl chooses one by data_source")
+    move.remark(
+        "reward missing: verl chooses one by data_source; adora_reward is accuracy, 1 for a right "
+        "answer in a box, and easyr1 is 0.9 of it + 0.1 for the form, as verl's for Geometry3K"
+    )

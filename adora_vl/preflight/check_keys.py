@@ -1,0 +1,260 @@
+"""Checks that the keys of a run fit each other, before anything is read from disk or hub."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from adora_vl.config.batch_plan import regroup_obstacle, regroups
+from adora_vl.config.losses import check_loss
+from adora_vl.config.unused_keys import refuse_unused
+from adora_vl.utils.cli import spelled
+from adora_vl.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from adora_vl.config import AdoraGRPOConfig
+    from adora_vl.preflight.request import RunRequest
+
+
+def check_keys(request: RunRequest) -> None:
+    """Raise `UserError` for the first fault of the keys alone."""
+    config = request.config
+    _check_unsupported(config)
+    if not request.trl_evaluates:
+        _check_evaluation(config)
+    check_loss(config)
+    _check_rollouts(config)
+    check_servers(config)
+    check_budget(config)
+    check_async(config)
+    check_filling(config)
+    refuse_unused(config, trl_evaluates=request.trl_evaluates)
+    _check_turns(request)
+
+
+def _check_unsupported(config: AdoraGRPOConfig) -> None:
+    """Raise `UserError` for keys of TRL that a run would ignore, or fail on late."""
+    corrects = config.use_vllm and config.vllm_importance_sampling_correction
+    mode = config.vllm_importance_sampling_mode
+    liger = dict(config.liger_kernel_config or {})
+    if config.loss_type == "vespo" and corrects and mode.startswith("sequence"):
+        raise UserError(
+            f"loss_type: vespo does not go with vllm_importance_sampling_mode: {mode}; set it to "
+            "token_truncate"
+        )
+    if config.use_liger_kernel and liger.get("fused_linear_cross_entropy"):
+        raise UserError(
+            "liger_kernel_config: fused_linear_cross_entropy: true replaces the pass that "
+            "log-probabilities are computed by; leave it out"
+        )
+    if config.trust_remote_code or dict(config.model_init_kwargs or {}).get("trust_remote_code"):
+        raise UserError(
+            "trust_remote_code: true: code that comes with a model is not run here; set it to false"
+        )
+    if config.use_transformers_continuous_batching or config.use_transformers_paged:
+        raise UserError(
+            "use_transformers_continuous_batching: true is not supported; set use_vllm: true "
+            "instead"
+        )
+    if config.torch_compile:
+        raise UserError(
+            "torch_compile: true would compile again for nearly every micro-batch, as each has "
+            "another length; leave it out"
+        )
+    if config.remove_unused_columns:
+        raise UserError(
+            "remove_unused_columns: true takes the columns away that the rewards read; leave it out"
+        )
+    if config.sync_ref_model and not config.beta:
+        raise UserError(
+            "sync_ref_model: true with beta: 0 has no reference model; set "
+            "beta above 0, or leave it out"
+        )
+
+
+def _check_evaluation(config: AdoraGRPOConfig) -> None:
+    """Raise `UserError` for keys with which nothing could be evaluated during training."""
+    strategy = spelled(config.eval_strategy)
+    steps = config.eval_steps
+    if strategy == "no":
+        return
+    if strategy != "steps":
+        raise UserError(
+            f"eval_strategy: {strategy!r} is not supported; use steps with eval_steps, or no"
+        )
+    if not config.use_vllm:
+        raise UserError(
+            "eval_strategy: steps needs use_vllm: true; else set it to no and evaluate checkpoints "
+            "with `python -m eval.problems`"
+        )
+    # Transformers replaces null by logging_steps, which may be a share of the run.
+    if not steps or steps != int(steps):
+        raise UserError(f"eval_steps: {steps} must be a whole number of optimizer steps")
+
+
+def _check_rollouts(config: AdoraGRPOConfig) -> None:
+    """Raise `UserError` for keys of sampling that contradict each other."""
+    unguarded = config.use_vllm and not config.vllm_importance_sampling_correction
+    if unguarded and config.adora_max_drift is not None:
+        raise UserError(
+            "vllm_importance_sampling_correction: false leaves the drift guard nothing to "
+            "measure; set it to true, or adora_max_drift: null to train unguarded"
+        )
+    limit = config.vllm_max_model_length
+    longest = config.max_completion_length
+    if config.truncated_at is not None and config.truncated_at > longest:
+        raise UserError(
+            f"adora_truncated: {config.truncated_at} is above max_completion_length: {longest}, "
+            "no rollout would ever count as truncated; remove it to derive it"
+        )
+    if config.use_vllm and limit is not None and limit <= longest:
+        raise UserError(
+            f"vllm_max_model_length: {limit} leaves no room for a prompt beside "
+            f"max_completion_length: {longest}"
+        )
+
+
+def check_servers(config: AdoraGRPOConfig) -> None:
+    """Raise `UserError` where NCCL could not bring the weights to the vLLM servers of a run."""
+    on_server = config.use_vllm and config.vllm_mode == "server"
+    if not on_server or config.adora_weight_transfer != "nccl":
+        return
+    if config.use_cpu:
+        raise UserError(
+            "adora_weight_transfer: nccl needs GPUs on both sides, and use_cpu is true; set it to "
+            "file"
+        )
+    if "," in (config.vllm_server_base_url or ""):
+        raise UserError(
+            f"vllm_server_base_url: {config.vllm_server_base_url} names "
+            "several servers, which NCCL does not reach; set adora_weight_transfer: file"
+        )
+
+
+def check_filling(config: AdoraGRPOConfig) -> None:
+    """Check `adora_rollouts.refill`, which replaces groups without signal. Raises `UserError`."""
+    if not config.adora_rollouts.refill:
+        return
+    key = f"adora_rollouts.refill: {config.adora_rollouts.refill}"
+    rows = rows_per_process(config)
+    if rows % config.num_generations:
+        raise UserError(
+            f"{key} needs whole groups on every process, but one samples {rows} rollouts at a "
+            f"time and num_generations is {config.num_generations}; make "
+            "per_device_train_batch_size a multiple of it"
+        )
+    obstacle = regroup_obstacle(config)
+    if obstacle:
+        raise conflict(key, f"{obstacle}, which depends on the rows of a micro-batch")
+
+
+def rows_per_process(config: AdoraGRPOConfig) -> int:
+    """Return the number of rollouts that a process samples for one generation."""
+    return int(config.per_device_train_batch_size * config.steps_per_generation)
+
+
+# Parameters of vLLM that do not depend on the beginning or the length of an answer, so that they
+# mean the same where an answer is continued. (A repetition that began before is found a little
+# later.)
+_FIT_CONTINUED_ANSWERS = {
+    "logit_bias",
+    "stop_token_ids",
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "repetition_detection",
+}
+
+
+def check_budget(config: AdoraGRPOConfig) -> None:
+    """Check `adora_rollouts.budget`, of partial rollouts. Raises `UserError`.
+
+    An answer that is continued was begun by earlier weights, so the ratio to what the engine
+    sampled has to be corrected, token by token; and a group has to stay in one micro-batch.
+    """
+    budget = config.adora_rollouts.budget
+    rows = rows_per_process(config)
+    if budget is None:
+        return
+    key = f"adora_rollouts.budget: {budget}"
+    parameters = sorted({*(config.generation_kwargs or {})} - _FIT_CONTINUED_ANSWERS)
+    obstacle = regroup_obstacle(config)
+    if not config.use_vllm:
+        raise conflict(key, "use_vllm: false")
+    if not config.vllm_importance_sampling_correction:
+        raise conflict(key, "vllm_importance_sampling_correction: false")
+    if config.vllm_structured_outputs_regex:
+        raise conflict(key, "vllm_structured_outputs_regex")
+    if parameters:
+        raise conflict(key, f"generation_kwargs: {', '.join(parameters)}")
+    if obstacle:
+        raise conflict(key, obstacle)
+    if not regroups(config):
+        raise conflict(key, "the keys of micro-batches of whole groups all false")
+    if rows % config.num_generations:
+        raise conflict(key, f"{rows} rollouts per process, which are no whole groups")
+    if rows < 2 * config.num_generations:
+        raise conflict(key, "one group per process, which has to end in every generation")
+    mode = config.vllm_importance_sampling_mode
+    if mode.startswith("sequence"):
+        raise UserError(
+            f"{key} learns less from an answer the longer it is where the ratio to the earlier "
+            f"weights is one for the whole answer (vllm_importance_sampling_mode: {mode}, TRL's "
+            "default is sequence_mask); set vllm_importance_sampling_mode: token_truncate"
+        )
+
+
+def conflict(key: str, reason: str) -> UserError:
+    """Return the error for a key that does not go with another setting."""
+    return UserError(f"{key} does not go with {reason}; leave out one of the two")
+
+
+def check_async(config: AdoraGRPOConfig) -> None:
+    """Check `adora_rollouts.ahead`, of rollouts sampled while the policy learns.
+
+    Servers sample with older weights then, so these have to reach them by files, without stopping
+    the trainer, and the ratio to them has to be corrected. Raises `UserError`.
+    """
+    if not config.adora_rollouts.ahead:
+        return
+    key = f"adora_rollouts.ahead: {config.adora_rollouts.ahead}"
+    workers = config.dataloader_num_workers
+    on_server = config.use_vllm and config.vllm_mode == "server"
+    if not on_server or config.adora_weight_transfer == "nccl":
+        reason = "another engine than vllm_mode: server with adora_weight_transfer: file"
+        raise conflict(key, reason)
+    if not config.vllm_importance_sampling_correction:
+        raise conflict(key, "vllm_importance_sampling_correction: false")
+    if workers:
+        raise conflict(key, f"dataloader_num_workers: {workers}")
+
+
+def _check_turns(request: RunRequest) -> None:
+    """Check rollouts of several turns, with tools or environments, against the other keys.
+
+    Raises `UserError`.
+    """
+    config = request.config
+    has_tools = bool(config.tools or request.tools)
+    has_environments = request.environment is not None
+    if not has_tools and not has_environments:
+        return
+    rollouts = config.adora_rollouts
+    if has_environments:
+        key = "environment_factory"
+        reason = "as no checkpoint could keep their state"
+        evaluates = spelled(config.eval_strategy) != "no" and not request.trl_evaluates
+        if rollouts.budget:
+            raise conflict(key, f"adora_rollouts.budget: {rollouts.budget}, {reason}")
+        if rollouts.ahead:
+            raise conflict(key, f"adora_rollouts.ahead: {rollouts.ahead}, {reason}")
+        if evaluates:
+            raise conflict(key, "eval_strategy: steps, whose evaluators know no environments")
+    if not config.use_vllm:
+        raise conflict("tools" if has_tools else "environment_factory", "use_vllm: false")
+    max_tokens = config.max_completion_length
+    turn_tokens = config.adora_tool_options.turn_tokens
+    if turn_tokens and turn_tokens > max_tokens:
+        raise UserError(
+            f"adora_tool_options.turn_tokens: {turn_tokens} is above max_completion_length: "
+            f"{max_tokens}; lower it"
+        )

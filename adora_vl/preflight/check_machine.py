@@ -1,0 +1,159 @@
+"""Checks of batches, schedule and optimizer, and of the machines that are to run the training."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import Trainer, get_scheduler
+
+from adora_vl.config.batch_plan import BatchLayout, batch_plan
+from adora_vl.config.values import check_finite
+from adora_vl.record.trackers import check_trackers
+from adora_vl.utils.cli import spelled
+from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.hub import no_hub
+
+if TYPE_CHECKING:
+    from adora_vl.config import AdoraGRPOConfig
+    from adora_vl.config.run_context import RunContext
+    from adora_vl.config.sharding import Sharding
+
+# Optimizer steps of a schedule whose length is not known yet. Unless its warmup is given in steps,
+# the curve is the same for every length.
+ANY_LENGTH = 1000
+# Optimizers that cannot be tried without a model.
+_NEED_A_MODEL = (
+    "galore",
+    "apollo",
+    "lomo",
+    "adalomo",
+)
+
+
+def check_batches(config: AdoraGRPOConfig, sharding: Sharding) -> BatchLayout:
+    """Work out micro-batches and groups, and check how they are spread over machines.
+
+    Raises `UserError`.
+    """
+    check_machines(config, sharding.processes, sharding.machines)
+    return batch_plan(config, sharding.processes)
+
+
+def check_machine(config: AdoraGRPOConfig, context: RunContext) -> None:
+    """Check optimizer, trackers and the hub, where this machine will run the training.
+
+    Raises `UserError`.
+    """
+    if not context.local:
+        return
+    check_optimizer(config)
+    check_trackers(config.report_to)
+    # Transformers would create the repository only after the weights are loaded.
+    if config.push_to_hub and no_hub():
+        raise UserError(
+            f"push_to_hub: true, but {no_hub()}; set it to false and upload output_dir afterwards"
+        )
+
+
+def schedule_of(config: AdoraGRPOConfig, updates: int) -> LRScheduler:
+    """Build the schedule of a run with `updates` optimizer steps, on a single parameter."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
+    schedule: LRScheduler = get_scheduler(
+        config.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=config.get_warmup_steps(updates),
+        num_training_steps=updates,
+        scheduler_specific_kwargs=dict(config.lr_scheduler_kwargs or {}),
+    )
+    return schedule
+
+
+def is_curve(schedule: LRScheduler) -> TypeGuard[LambdaLR]:
+    """Return whether the rate depends on the step alone, and not on how the training goes."""
+    return isinstance(schedule, LambdaLR)
+
+
+def check_schedule(config: AdoraGRPOConfig) -> None:
+    """Raise `UserError` for `lr_scheduler_kwargs` that the schedule refuses or does not read."""
+    name = spelled(config.lr_scheduler_type)
+    updates = config.max_steps if config.max_steps > 0 else ANY_LENGTH
+    kwargs = dict(config.lr_scheduler_kwargs or {})
+    check_finite("lr_scheduler_kwargs", kwargs)
+    # Transformers ignores them for these schedules.
+    if kwargs and name.startswith("constant"):
+        raise UserError(
+            f"lr_scheduler_kwargs: {kwargs} has no meaning for lr_scheduler_type: {name}; leave it "
+            "out"
+        )
+    try:
+        schedule = schedule_of(config, updates)
+        if is_curve(schedule):
+            schedule.lr_lambdas[0](updates // 2)
+    except (TypeError, ValueError, KeyError, ArithmeticError, AttributeError) as error:
+        reason = f"does not fit lr_scheduler_type: {name} ({in_one_line(error)})"
+        raise UserError(f"lr_scheduler_kwargs: {kwargs} {reason}") from error
+
+
+def check_optimizer(config: AdoraGRPOConfig) -> None:
+    """Raise `UserError` for an optimizer that is not installed, or that refuses its arguments.
+
+    Liger's kernels are looked for too.
+    """
+    if config.use_liger_kernel and find_spec("liger_kernel") is None:
+        raise UserError(
+            "use_liger_kernel: true is not installed here; pip install liger-kernel, or leave it "
+            "out"
+        )
+    name = spelled(config.optim)
+    pairs = config.optim_args.replace(" ", "").split(",") if config.optim_args else []
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        is_finite = value.lower().lstrip("+-") not in ("nan", "inf", "infinity")
+        if not (key and equals and value and is_finite):
+            raise UserError(
+                f"optim_args: {config.optim_args!r} is not NAME=VALUE,NAME=VALUE with finite "
+                "numbers"
+            )
+    try:
+        optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(config)
+        if isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer):
+            optimizer_class([torch.nn.Parameter(torch.zeros(1))], **kwargs)
+    except ImportError as error:
+        raise UserError(
+            f"optim: {name} is not installed ({in_one_line(error)}); use adamw_torch"
+        ) from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if not name.startswith(_NEED_A_MODEL):
+            raise UserError(
+                f"optim: {name} cannot be used here ({in_one_line(error)}); use adamw_torch"
+            ) from error
+
+
+def check_machines(config: AdoraGRPOConfig, processes: int, machines: int) -> None:
+    """Raise `UserError` for what several machines, or a single process, cannot do.
+
+    `processes`: their number on all machines together.
+    """
+    parts = config.vllm_tensor_parallel_size
+    local_processes = processes // machines
+    several = machines > 1
+    colocated = config.use_vllm and config.vllm_mode == "colocate"
+    if config.fsdp and processes == 1:
+        raise UserError(
+            f"fsdp: {config.fsdp} needs several processes; leave it out, or start with accelerate "
+            "launch"
+        )
+    if several and config.save_on_each_node:
+        raise UserError(
+            "save_on_each_node: true is not supported, because a checkpoint is one folder into "
+            "which all machines write; leave it out, and choose an output_dir on a disk that they "
+            "share"
+        )
+    if several and colocated and local_processes % parts:
+        raise UserError(
+            f"vllm_tensor_parallel_size: {parts} does not divide the {local_processes} "
+            "processes of one machine; an engine lies on one machine"
+        )

@@ -1,0 +1,173 @@
+"""Checks of what is the user's own: rewards, tools and environments, chosen and then tried."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from datasets import Dataset
+from PIL import Image
+from transformers import TrainerState
+
+from adora_vl.advantage.adora import Adora
+from adora_vl.data.dataloader import shown_rows
+from adora_vl.data.prompts import asks_for_answer_tags
+from adora_vl.data.rows import images_of
+from adora_vl.preflight import python_inputs
+from adora_vl.rewards import steps, try_rewards
+from adora_vl.rewards.choose import RewardSet, choose_rewards
+from adora_vl.rollout.rollouts import RolloutGroup, StepKey, groups_of, row_for_rewards
+from adora_vl.tools.environments import environments_of
+from adora_vl.tools.run import Toolbox, ToolSet, choose_tools
+from adora_vl.tools.tries import unsteady_tools
+from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.own_files import function_name
+
+if TYPE_CHECKING:
+    from adora_vl.config import AdoraGRPOConfig
+    from adora_vl.config.run_context import Messages, RunContext
+    from adora_vl.preflight.facts import DataFacts, PromptFacts
+    from adora_vl.preflight.request import RunRequest
+
+
+def check_rewards(request: RunRequest) -> RewardSet:
+    """Choose the reward functions. Raises `UserError` for one that does not exist or fit."""
+    output_dir = Path(request.config.output_dir)
+    script = request.script
+    if script is None:
+        return python_inputs.rewards_from_python(request.rewards, output_dir)
+    tags = asks_for_answer_tags(script.adora_system_prompt, script.adora_prompt)
+    return choose_rewards(script.adora_reward, answer_tags=tags, output_dir=output_dir)
+
+
+def check_tools(request: RunRequest) -> ToolSet:
+    """Choose the tools, and make an environment. Raises `UserError` where one cannot be called."""
+    config = request.config
+    environments = environments_of(request.environment, config.adora_tool_options.seconds)
+    return choose_tools([*config.tools, *request.tools], environments)
+
+
+def with_environment_reward(
+    rewards: RewardSet, tools: ToolSet, config: AdoraGRPOConfig
+) -> RewardSet:
+    """Return the reward functions with that of the environments among them, where they have one.
+
+    Its weight is 1, as in TRL, unless `reward_weights` has one value more than there are functions;
+    it is written into the config, where TRL and the fingerprint read it. Raises `UserError`.
+    """
+    if tools.environments is None:
+        return rewards
+    weights = config.reward_weights
+    name = tools.environments.name
+    if not tools.environments.grades:
+        if not rewards.functions:
+            raise UserError(
+                f"reward_funcs: None would train on nothing, as {name} has no "
+                "get_reward; give a function"
+            )
+        return rewards
+    taken_names = (*rewards.entries, *map(function_name, rewards.functions))
+    if name in taken_names:
+        raise UserError(
+            f"environment_factory: a reward function has the name {name!r}, too; rename the class"
+        )
+    if weights is not None and len(weights) == len(rewards.entries):
+        config.reward_weights = [*weights, 1.0]
+    return replace(
+        rewards,
+        entries=(*rewards.entries, name),
+        functions=(*rewards.functions, tools.environments.reward()),
+        from_python=rewards.from_python | {name},
+    )
+
+
+def check_criteria(config: AdoraGRPOConfig, rewards: RewardSet) -> None:
+    """Raise `UserError` where ADORA compares work, and no reward measures it."""
+    for name, method in config.methods.chosen.items():
+        if (
+            isinstance(method, Adora)
+            and "working" in method.criteria
+            and steps.NAME not in rewards.entries
+        ):
+            raise UserError(
+                f"adora_method.{name}.criteria: working compares what the reward steps counts; add "
+                "steps to adora_reward, with weight 0 if it is to be measured only"
+            )
+
+
+def check_user_code(
+    request: RunRequest,
+    rewards: RewardSet,
+    tools: ToolSet,
+    prompts: PromptFacts,
+    data: DataFacts,
+    context: RunContext,
+    messages: Messages,
+) -> None:
+    """Try the user's environments, tools and reward functions on two rows, and ask the judge.
+
+    What fails here would otherwise fail after the weights are loaded and answers are sampled.
+    Raises `UserError`.
+    """
+    config = request.config
+    rows = _first_rows(rewards, tools, prompts, data)
+    group_size = config.num_generations
+    repeated_rows = [row for row in rows for _ in range(group_size)]
+    groups = groups_of(
+        repeated_rows,
+        StepKey(mode="try", step=0, micro=0),
+        began=0,
+        first=0,
+        generations=group_size,
+    )
+    if tools.environments is not None:
+        groups = tools.environments.entered(groups, config.seed, anew=True)
+    graded_rows = [
+        row_for_rewards(group.row, rollout) for group in groups for rollout in group.rollouts
+    ]
+    try_rewards(
+        rewards,
+        rows=graded_rows,
+        timeout=config.adora_reward_timeout,
+        state=TrainerState(),
+        calls_judge=context.local,
+    )
+    if prompts.toolbox is not None:
+        messages.notes.extend(_unsteady(prompts.toolbox, groups))
+
+
+def _first_rows(
+    rewards: RewardSet, tools: ToolSet, prompts: PromptFacts, data: DataFacts
+) -> list[dict[str, Any]]:
+    """Return the first two rows, where rewards or tools of the user's are tried; else none."""
+    if data.train is None:
+        return []
+    if isinstance(data.train, Dataset):
+        columns = [name for name in data.train.column_names if name != "prompt"]
+        if tools.environments:
+            columns.append("environments")
+        rewards.check_columns(columns)
+    if not (rewards.user_functions or prompts.toolbox is not None):
+        return []
+    try:
+        return shown_rows(list(islice(iter(data.train), 2)))
+    except Exception as error:  # the decoders of images raise exceptions of any class
+        reason = in_one_line(error)
+        raise UserError(
+            f"train_dataset: its first rows cannot be read ({reason}); mend them"
+        ) from error
+
+
+def _unsteady(toolbox: Toolbox, groups: Sequence[RolloutGroup]) -> list[str]:
+    """Return a line for each tool that answers one call in two ways, on the first row's images."""
+    if not groups:
+        return unsteady_tools(toolbox)
+    first = groups[0]
+    images = [image for image in images_of(first.row) if isinstance(image, Image.Image)]
+    environments = [
+        rollout.environment for rollout in first.rollouts if rollout.environment is not None
+    ]
+    return unsteady_tools(toolbox, images, environments)

@@ -1,0 +1,131 @@
+"""Checks that the trainer can account for the way in which the engine samples."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from transformers import GenerationConfig
+
+from adora_vl.rollout.engine_settings import engine_scores_raw
+from adora_vl.utils.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from adora_vl.config import AdoraGRPOConfig
+
+# vLLM raises lower temperatures to this one, and takes the likeliest token at 0.
+COOLEST = 0.01
+# The key that sets a parameter of vLLM or Transformers, by the parameter.
+_KEYS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "seed": "seed",
+    **dict.fromkeys(("max_tokens", "max_new_tokens", "max_length"), "max_completion_length"),
+    **dict.fromkeys(("n", "num_return_sequences"), "num_generations"),
+    "cache_implementation": "cache_implementation",
+}
+# Parameters that the trainer itself sets, because it reads their results, or relies on the way of
+# sampling that they would change.
+_SET_BY_TRAINER = {
+    "logprobs",
+    "prompt_logprobs",
+    "prompt_logprob_token_ids",
+    "prompt_logprob_start",
+    "logprob_token_ids",
+    "flat_logprobs",
+    "output_kind",
+    "stream_interval",
+    "skip_clone",
+    "trace_decode_token_ids",
+    "do_sample",
+    "num_beams",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "return_dict_in_generate",
+    "output_scores",
+    "output_logits",
+    "output_attentions",
+    "output_hidden_states",
+    "stop_strings",
+    "disable_compile",
+}
+# Parameters that take tokens away, whose probability the others get.
+_FILTERS = {"allowed_token_ids", "bad_words", "structured_outputs", "min_tokens"}
+_TRANSFORMERS_DEFAULTS = GenerationConfig()
+
+
+def check_sampling(config: AdoraGRPOConfig) -> None:
+    """Check `generation_kwargs`, and that the trainer can account for the way of sampling.
+
+    Raises `UserError` for a parameter that a key sets, that the trainer sets, or that Transformers
+    does not know.
+    """
+    generation_kwargs = dict(config.generation_kwargs or {})
+    parameters = [name for name in vars(_TRANSFORMERS_DEFAULTS) if not name.startswith("_")]
+    for name, value in generation_kwargs.items():
+        hint = did_you_mean(name, parameters)
+        if name in _KEYS:
+            raise UserError(
+                f"generation_kwargs: {name}: {value} is what the key {_KEYS.get(name)} says; set "
+                "that one"
+            )
+        if name in _SET_BY_TRAINER:
+            raise UserError(
+                f"generation_kwargs: {name}: {value} is for the trainer to set; leave it out"
+            )
+        if not config.use_vllm and not hasattr(_TRANSFORMERS_DEFAULTS, name):
+            raise UserError(
+                f"generation_kwargs: {name}: {value} is nothing that Transformers knows{hint}; "
+                "leave it out"
+            )
+    filters = sampling_overheads(config)
+    mode = config.vllm_importance_sampling_mode
+    if "structured_outputs" in generation_kwargs and config.vllm_structured_outputs_regex:
+        raise UserError(
+            "generation_kwargs: structured_outputs contradicts vllm_structured_outputs_regex; "
+            "leave out one"
+        )
+    if config.use_vllm and config.temperature < COOLEST:
+        raise UserError(
+            f"temperature: {config.temperature:g} is below {COOLEST}: vLLM would sample at "
+            f"another one than the trainer computes with; set {COOLEST} or more"
+        )
+    if filters and mode.startswith("sequence"):
+        raise UserError(
+            f"{''.join(filters)}, and vllm_importance_sampling_mode: {mode} multiplies this over a "
+            "whole answer; set it to token_truncate, or sample at temperature: 1.0 without "
+            "penalties"
+        )
+
+
+def sampling_overheads(config: AdoraGRPOConfig) -> list[str]:
+    """Return what the ratio to the engine lacks, for the first lines of the run: no line or one.
+
+    With a temperature or a penalty the engine returns log-probabilities after its filters, which
+    are larger by the probability that the filters took from the other tokens.
+    """
+    generation_kwargs = dict(config.generation_kwargs or {})
+    if not config.use_vllm or not config.vllm_importance_sampling_correction:
+        return []
+    if engine_scores_raw(config.temperature, config.repetition_penalty, generation_kwargs):
+        return []
+    filters: list[str] = []
+    if config.top_p < 1:
+        filters.append(f"top_p: {config.top_p}")
+    if (config.top_k or 0) > 0:
+        filters.append(f"top_k: {config.top_k}")
+    if config.min_p:
+        filters.append(f"min_p: {config.min_p}")
+    if config.vllm_structured_outputs_regex:
+        filters.append("vllm_structured_outputs_regex")
+    for name in sorted(_FILTERS & generation_kwargs.keys()):
+        filters.append(f"generation_kwargs: {name}")
+    if not filters:
+        return []
+    return [
+        f"{filters[0]} with another temperature than 1, or a penalty: each token's ratio to the "
+        "engine lacks the share that was cut off"
+    ]

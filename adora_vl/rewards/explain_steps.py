@@ -1,0 +1,102 @@
+"""What `python -m adora_vl.rewards.explain --figure` prints: each claim of a response with its
+verdict.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+from adora_vl.geometry.check import Checked, ClaimVerdict
+from adora_vl.geometry.figure import figure_from, written
+from adora_vl.geometry.forms import Form, form_of
+from adora_vl.geometry.text import form_of_text
+from adora_vl.geometry.verdict import verdict
+from adora_vl.rewards.steps import Work, work_of
+from adora_vl.utils.errors import UserError, in_one_line
+
+_WORDS: dict[ClaimVerdict, str] = {
+    "new": "true, new",
+    "given": "true, given",
+    "nothing": "true, nothing new",
+    "again": "true, again",
+    "false": "false",
+    "follows": "false, follows",
+    "open": "open",
+    "unread": "unread",
+}
+# What the words mean, for the lines below the claims.
+_MEANINGS: dict[ClaimVerdict, str] = {
+    "nothing": "an identity, or arithmetic on what is known",
+    "follows": "false because of an earlier false claim; counted once",
+    "open": "the facts do not say whether it holds",
+    "unread": "not understood; it costs nothing",
+}
+_WIDTH = max(map(len, _WORDS.values())) + 2
+
+
+def figure_of_file(path: Path) -> str:
+    """The solved figure of a file, as a row of data stores it.
+
+    The file has facts in words, a logic form in JSON, or a stored figure. Raises `UserError` where
+    the facts determine no figure.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--figure: {str(path)!r} cannot be read ({in_one_line(error)})") from error
+    form = _form_of(text, path)
+    if form is None:
+        return text
+    result = verdict(form, repair=False)
+    if result.status != "answered" or result.figure is None:
+        raise UserError(
+            f"--figure: {str(path)!r} has no figure to check claims on: {result.status}, "
+            f"{result.why}; `python -m data_prep solve {path}` says more"
+        )
+    return written(result.figure)
+
+
+def _form_of(text: str, path: Path) -> Form | None:
+    """The form that a file has; None where it has a stored figure. Raises `UserError`."""
+    if not text.lstrip().startswith("{"):
+        return form_of_text(text)
+    try:
+        record = json.loads(text)
+        if "at" in record:
+            figure_from(text)
+            return None
+        return form_of(record)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"--figure: {str(path)!r} is neither facts in words nor a logic form nor a stored "
+            f"figure ({in_one_line(error)})"
+        ) from error
+
+
+def step_lines(response: str, figure: str) -> list[str]:
+    """The lines that say what each claim of a response is, and what the reward `steps` gives."""
+    work = work_of(response, figure)
+    lines = [_line(claim) for claim in work.claims]
+    if not lines:
+        lines.append("no claim on the figure")
+    verdicts = {claim.verdict for claim in work.claims}
+    lines += [
+        f"  {_WORDS[name]}: {meaning}" for name, meaning in _MEANINGS.items() if name in verdicts
+    ]
+    return [*lines, _summary(work)]
+
+
+def _line(checked: Checked) -> str:
+    words = " ".join(checked.claim.words.split())
+    mark = "   (the answer itself, no step)" if checked.is_answer and checked.is_true else ""
+    return f"{_WORDS[checked.verdict]:<{_WIDTH}}{words}{mark}"
+
+
+def _summary(work: Work) -> str:
+    counts = Counter(claim.verdict for claim in work.claims)
+    return (
+        f"steps {work.share:.3g}   new {work.new}, false {work.false}, unread {counts['unread']}, "
+        f"of {len(work.claims)} claims"
+    )

@@ -1,0 +1,32 @@
+"""The line of a run that stops: in which step, why, and how it goes on."""
+
+from pathlib import Path
+
+
+def stopped_before(step: int, reason: str, *, checkpoint: Path | str, remedy: str = "") -> str:
+    """Return the line of a run that stops before a step changes anything.
+
+    The caller saves the checkpoint, on all ranks together: saving is collective, so no branch that
+    one rank alone takes may ask for this line.
+
+    Args:
+        step: optimizer steps that have been made; the line names the next one.
+        reason: what has happened. Without a `remedy` it ends in one itself.
+        checkpoint: the folder to go on from.
+        remedy: what to do first, as a sentence without its full stop.
+    """
+    line = f"step {step + 1}: {reason}"
+    if remedy:
+        line += f". Nothing of this step was applied. {remedy}"
+    return f"{line}, and go on with --resume_from_checkpoint {checkpoint}"
+
+
+def stopped_in(step: int, reason: str, where_to_go_on: str) -> str:
+    """Return the line of a run that a step ends, whatever it had changed by then.
+
+    Args:
+        step: optimizer steps that have been made; the line names the next one.
+        reason: what has happened.
+        where_to_go_on: where a new start of the same command begins, as `CheckpointWriter` says it.
+    """
+    return f"step {step + 1}: {reason}; {where_to_go_on}"

@@ -1,0 +1,135 @@
+"""A shipped recipe at its own sizes, with random weights and rewards that differ.
+
+One generation of `adora_3b_1gpu_lora.yaml`: seconds by phase, the memory awake and asleep beside
+the dry run's prediction, and the drift. Random weights hardly ever end an answer, so all answers
+are as long as allowed, which is the worst case of a step. Without a GPU the same path is taken with
+small widths and short answers.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from adora_vl.record.card_memory import POLICY, ROLLOUT
+from adora_vl.record.metrics import METRICS
+from adora_vl.utils.files import GIB
+from adora_vl.utils.launch import find_cpu_build
+from benchmarks.gpu.checks import REPOSITORY
+from benchmarks.gpu.engine import REWARD, run_module, write
+from benchmarks.gpu.setting import WRONG_BUILD, Setting
+from benchmarks.gpu.table import Line, at_most, failed, holds, skipped
+from benchmarks.gpu.trainer import shapes
+
+RECIPE = "adora_3b_1gpu_lora"
+UPDATES = 2  # optimizer steps of one generation of the recipe
+LIMIT = 420  # seconds of the training command
+DRIFT = 0.15  # nats per token, in bfloat16
+# The same path on two CPU cores.
+ON_A_CPU: dict[str, object] = {
+    "use_cpu": "true",
+    "bf16": "false",
+    "dtype": "float32",
+    "vllm_enable_sleep_mode": "false",
+    "min_pixels": 3136,
+    "max_pixels": 3136,
+    "max_completion_length": 16,
+    "vllm_max_model_length": 256,
+    "vllm_gpu_memory_utilization": 0.3,
+    "steps_per_generation": 2,
+    "gradient_accumulation_steps": 1,
+    "gradient_checkpointing": "false",
+}
+
+
+def run(setting: Setting) -> Iterator[Line]:
+    """The figures of one generation of the recipe."""
+    if setting.on_gpu and find_cpu_build():
+        yield WRONG_BUILD
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        words = recipe_words(setting, folder)
+        yield from taken(setting, words, folder)
+
+
+def recipe_words(setting: Setting, folder: Path) -> list[str]:
+    """The arguments of the recipe with a model of random weights, which is written to `folder`."""
+    config = shapes(setting)
+    # as published; a CPU engine refuses it
+    config.text_config.tie_word_embeddings = setting.on_gpu
+    config.tie_word_embeddings = setting.on_gpu
+    write(setting, config, folder / "model")
+    rewards = folder / "rewards.py"
+    rewards.write_text(REWARD, encoding="utf-8")
+    keys: dict[str, object] = {
+        "config": REPOSITORY / "configs" / "train" / f"{RECIPE}.yaml",
+        "model_name_or_path": folder / "model",
+        "output_dir": folder / "run",
+        "dataset_name": "synthetic",
+        "adora_synthetic_rows": 256,
+        # drawn pictures grow to 512 image tokens
+        "min_pixels": 401408,
+        "adora_reward": f"{rewards}:varied",
+        "max_steps": UPDATES,
+        "logging_steps": 1,
+        "save_strategy": "no",
+    }
+    if setting.on_gpu:
+        # Graphs of 36 layers take a minute to compile and capture, and give 20 s of a generation.
+        keys["adora_vllm_enforce_eager"] = "true"
+    if not setting.full:
+        keys |= ON_A_CPU
+    return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+
+
+def taken(setting: Setting, words: Sequence[str], folder: Path) -> Iterator[Line]:
+    """The lines of a dry run and of the run itself."""
+    plan = folder / "plan.json"
+    planned = run_module(["adora_vl.train", *words, "--dry-run", "--json", str(plan)])
+    if not plan.is_file():
+        yield failed("dry run", planned)
+        return
+    prediction = json.loads(plan.read_text(encoding="utf-8"))
+    ended = run_module(["adora_vl.train", *words], seconds=LIMIT)
+    metrics = folder / "run" / METRICS
+    if not ended.startswith("exit code 0:") or not metrics.is_file():
+        yield failed("one generation", ended)
+        return
+    steps = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    yield from figures([step for step in steps if "grad_norm" in step], prediction, setting)
+
+
+def figures(
+    steps: Sequence[dict[str, Any]], prediction: dict[str, Any], setting: Setting
+) -> Iterator[Line]:
+    """The lines of the steps of one generation.
+
+    Args:
+        steps: the steps of `metrics.jsonl`.
+        prediction: the figures of the dry run, in bytes.
+        setting: where the run was.
+    """
+    norms = [step["grad_norm"] for step in steps]
+    shown = ", ".join(f"{norm:.2g}" for norm in norms)
+    learned = len(steps) == UPDATES and all(norm > 0 for norm in norms)
+    yield holds("gradient norms", shown, "above 0", learned, "rewards that differ")
+    phases = {
+        key.removeprefix("seconds/"): sum(step.get(key) or 0.0 for step in steps)
+        for key in steps[0]
+        if key.startswith("seconds/")
+    }
+    seconds = ", ".join(f"{name} {value:.1f}" for name, value in phases.items())
+    yield holds("seconds by phase", seconds, "reported", True, METRICS)
+    drift = max(step.get("adora/drift") or 0.0 for step in steps)
+    yield at_most("drift at most", drift, DRIFT, "nats a token", "the bound of the recipe's path")
+    peak = prediction["peak_bytes"] / GIB
+    for what, key in (("memory, engine awake", ROLLOUT), ("memory, policy step", POLICY)):
+        values = [step[key] for step in steps if step.get(key) is not None]
+        if not setting.on_gpu:
+            yield skipped(what, "a card's memory is measured on a card", f"{peak:.3g} GiB planned")
+        elif values:
+            yield at_most(what, max(values), peak, "GiB", "the dry run's peak")
+        else:
+            yield failed(what, f"{METRICS} has no {key}")

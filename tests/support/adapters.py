@@ -1,0 +1,78 @@
+"""Adapters of the tiny model: one of a supervised fine-tuning, as users have one, and one of each
+form that PEFT trains.
+"""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForImageTextToText
+
+from adora_vl.builtin.processor import build_processor
+from adora_vl.builtin.tiny_vl import build_model
+from adora_vl.models.load import PRETRAINED
+
+TEXT = r".*language_model\..*(q_proj|up_proj)"
+
+
+def sft_adapter(folder: Path, base: str = str(PRETRAINED), **options: Any) -> Path:
+    """Write it into `folder`, moved by as much as can be seen.
+
+    `options`: of PEFT's `LoraConfig`.
+    """
+    config = LoraConfig(
+        **{
+            "r": 4,
+            "lora_alpha": 8,
+            "target_modules": TEXT,
+            "modules_to_save": ["lm_head"],
+            **options,
+        }
+    )
+    model = get_peft_model(AutoModelForImageTextToText.from_pretrained(PRETRAINED), config)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and "lora_A" not in name:
+                parameter += 0.02 * torch.randn(parameter.shape, generator=draw)
+    model.peft_config["default"].base_model_name_or_path = base
+    model.save_pretrained(folder)
+    return folder
+
+
+LORA: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rslora": {"use_rslora": True, "rank_pattern": {"up_proj": 2}},
+    "dora": {"use_dora": True},
+    "lora_bias": {"target_modules": ["q_proj"], "lora_bias": True},
+    "biases of the base": {"bias": "all"},
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "head": {"target_modules": ["lm_head"]},
+    "convolution": {"target_modules": ["patch_embed.proj"]},
+    "modules_to_save": {"modules_to_save": ["lm_head", "embed_tokens", "merger"]},
+    "tokens": {"trainable_token_indices": [5, 6]},
+    "parameter": {"target_modules": [], "target_parameters": ["q_proj.weight"]},
+}
+
+
+def float64_model() -> Any:
+    """Build the tiny model with random weights."""
+    return build_model(build_processor(["Find x."]).tokenizer).double()
+
+
+def adapted(base, config, second: str | None = None):
+    """A policy with this adapter, and a `second` one of the same kind, where all that is trained
+    has moved.
+    """
+    torch.manual_seed(0)
+    model = get_peft_model(deepcopy(base), config, autocast_adapter_dtype=False)
+    if second is not None:
+        model.add_adapter(second, config)
+        model.base_model.set_adapter(["default", second] if second == "active" else "default")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += torch.randn_like(parameter) * 0.05
+    return model.eval()

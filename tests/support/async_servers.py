@@ -1,0 +1,60 @@
+"""Runs whose rollouts come from servers that sample while the policy learns, and their kills."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.train import main
+from benchmarks.stand_in_server import StandIn
+from tests.support.tiny_run import arguments
+
+
+def server_arguments(folder: Any, server: StandIn, **changed: Any) -> list[str]:
+    return arguments(
+        folder,
+        **{
+            "use_vllm": "true",
+            "vllm_mode": "server",
+            "vllm_server_base_url": server.url,
+            "vllm_server_timeout": 0.1,
+            "adora_weight_transfer": "file",
+            "adora_rollouts.ahead": 1,
+            "adora_max_drift": "null",
+            "adora_self_check": "false",
+            "entropy_coef": 1.0,
+            "max_steps": 4,
+            "save_steps": 1,
+            "adora_synthetic_rows": 12,
+            **changed,
+        },
+    )
+
+
+def step_metrics(folder: Any) -> list[dict[str, Any]]:
+    return [step for step in read_metrics(folder / METRICS) if "reward" in step]
+
+
+def goes_on_after_a_kill(
+    uninterrupted: Path, killed: Path, server: StandIn, *, after: int, **keys: Any
+) -> None:
+    """Assert that a run killed after a step ends as one that was not, to the bit.
+
+    The rollouts that the checkpoint has were sampled by weights that are gone.
+    """
+    shutil.copytree(uninterrupted, killed)
+    for folder in killed.glob("checkpoint-*"):
+        if int(folder.name.split("-")[1]) > after:
+            shutil.rmtree(folder)
+    (killed / "model.safetensors").unlink()
+    server.start_again()
+    server.asked.clear()
+    assert main(server_arguments(killed, server, **keys)) == 0
+    assert (killed / "model.safetensors").read_bytes() == (
+        uninterrupted / "model.safetensors"
+    ).read_bytes()
+    ages = [
+        [step.get("adora/staleness") for step in step_metrics(folder)]
+        for folder in (uninterrupted, killed)
+    ]
+    assert ages[0] == ages[1]

@@ -1,0 +1,26 @@
+"""A table of cases in one test, each a subtest with a folder of its own."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+
+# a subtest with a folder of its own, by its name
+Case = Callable[[object], AbstractContextManager[Path]]
+
+
+@pytest.fixture
+def case(tmp_path: Path, subtests: pytest.Subtests) -> Case:
+    """`with case(name) as folder`: all cases of a table are tried, and each that fails is listed by
+    its name.
+    """
+
+    @contextmanager
+    def begun(name: object) -> Iterator[Path]:
+        folder = tmp_path / f"case-{len(list(tmp_path.glob('case-*')))}"
+        folder.mkdir()
+        with subtests.test(f"{name!s:.80}"):
+            yield folder
+
+    return begun

@@ -1,0 +1,21 @@
+"""Checkpoints as a run leaves them, without a run."""
+
+import json
+from pathlib import Path
+
+from adora_vl.checkpoint import store
+
+FINGERPRINT = {"adora_method.adora.factor": "0.1", "dataset": "abc"}
+
+
+def write_checkpoint(
+    output_dir: Path, step: int, fingerprint: dict[str, str] = FINGERPRINT
+) -> Path:
+    staged = output_dir / store.STAGING / f"checkpoint-{step}"
+    (staged / "global_step").mkdir(parents=True)
+    (staged / "model.safetensors").write_bytes(bytes(range(256)) * 20)
+    (staged / "global_step" / "shard.pt").write_bytes(b"shard" * step)
+    (staged / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    final = output_dir / f"checkpoint-{step}"
+    store.publish(staged, final, {"step": step, "fingerprint": fingerprint})
+    return final

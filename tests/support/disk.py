@@ -1,0 +1,46 @@
+"""A disk that gets full, and what lies on it."""
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def disk_of(size: int) -> Iterator[None]:
+    """Let no file get longer than `size` bytes inside the block, as on a full disk.
+
+    The kernel refuses the bytes after that (RLIMIT_FSIZE), whichever library writes them.
+    """
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def folder_contents(folder: Path) -> dict[str, bytes | None]:
+    """List every path below `folder`, hidden ones too: a file's bytes, a link's target, or None.
+
+    Two of these are equal where nothing was written, removed or replaced in between.
+    """
+    contents: dict[str, bytes | None] = {}
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink():
+            contents[name] = bytes(path.readlink())
+        elif path.is_file():
+            contents[name] = path.read_bytes()
+        else:
+            contents[name] = None
+    return contents
+
+
+def file_contents(folder: Path) -> dict[str, bytes]:
+    """Read every file below `folder`, by its path there."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }

@@ -1,0 +1,18 @@
+"""What a vLLM engine says that ends, told by its places in the engine."""
+
+import re
+
+# Where vLLM 0.31 (V1) asks for an image's features: the scheduler's books say that it has them, the
+# runner has them not ("Encoder cache miss"), has others (an assertion without words), or as many as
+# there are not places for.
+_FEATURES = re.compile(
+    r'^\s*File "[^"]*/vllm/.*, in (_gather_mm_embeddings|gather_mm_embeddings|_try_schedule_encoder_inputs|'
+    r"check_and_update_cache|can_allocate|allocate|free_encoder_input|_merge_multimodal_embeddings)$"
+    r"|^\S*(Error|Exception)\b.*encoder cache miss",
+    re.MULTILINE | re.IGNORECASE,
+)
+
+
+def lost_image_features(output: str) -> bool:
+    """Tell whether an engine ended over its cache of image features, in whatever words."""
+    return _FEATURES.search(re.sub(r"^\[rank\d+\]: ?", "", output, flags=re.MULTILINE)) is not None

@@ -1,0 +1,27 @@
+"""Models of every known family, with few layers and without weights."""
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from adora_vl.models.families import FAMILIES
+
+SEEING = [kind for kind, family in FAMILIES.items() if family.vision]
+
+
+def family_config(kind: str) -> Any:
+    """Return Transformers' own defaults for the family, with fewer layers in the vision tower."""
+    config = AutoConfig.for_model(kind)
+    if kind in SEEING:
+        config.vision_config.depth = 1
+        config.vision_config.deepstack_visual_indexes = [0, 0, 0]
+        config.vision_config.fullatt_block_indexes = [0]
+    return config
+
+
+def on_meta(config: Any) -> Any:
+    """Build the model of a config whose tensors have shapes and no memory."""
+    auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    with torch.device("meta"):
+        return auto.from_config(config)

@@ -1,0 +1,133 @@
+"""Running our commands as a user does, with what a failing test needs to show."""
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.support.paths import REPOSITORY
+
+# Processes of Python are forked from one that has the libraries, whose import takes longer than
+# most runs.
+_READY = multiprocessing.get_context("forkserver")
+_READY.set_forkserver_preload(["adora_vl.trainer"])
+
+
+def _begin(words: list[str], environment: dict[str, str], outputs: list[str]) -> None:
+    """Run `python words...` in this process, with its output in two files."""
+    os.chdir(REPOSITORY)
+    os.environ.clear()
+    os.environ.update(environment)
+    for descriptor, file in enumerate(outputs, start=1):
+        os.dup2(os.open(file, os.O_WRONLY), descriptor)
+    sys.argv = words[1:] if words[0] == "-m" else words
+    try:
+        if words[0] == "-m":
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(words[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()
+
+
+def _forked(
+    words: list[str], environment: dict[str, str], timeout: int
+) -> subprocess.CompletedProcess[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, name) for name in ("out", "err")]
+        for file in files:
+            file.touch()
+        process = _READY.Process(
+            target=_begin, args=(words, environment, [str(file) for file in files])
+        )
+        process.start()
+        try:
+            process.join(timeout)
+            assert process.exitcode is not None, (
+                f"not done after {timeout} s: {words}\n{files[1].read_text()[-3000:]}"
+            )
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(
+            words, process.exitcode, *(file.read_text() for file in files)
+        )
+
+
+def run(
+    command: list[str],
+    *,
+    timeout: int = 500,
+    check: bool = True,
+    environment: dict[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in the repository; on failure the end of its output is the assertion's message."""
+    # so that a script finds `tests`
+    ours = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": str(REPOSITORY),
+    }
+    environment = {**os.environ, **ours, **(environment or {})}
+    if command[0] == sys.executable:
+        done = _forked(command[1:], environment, timeout)
+    else:
+        done = subprocess.run(
+            command,
+            cwd=REPOSITORY,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+    if check:
+        assert done.returncode == 0, (
+            f"{' '.join(command)}\n{done.stdout[-1500:]}\n{done.stderr[-4000:]}"
+        )
+    return done
+
+
+def launch(config: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """`accelerate launch` with one of the shipped accelerate configs; `options` are those of `run`.
+
+    One process needs no launcher, unless it has words of its own (`--num_processes`). That one is
+    not forked: a run reads from its command line how it was started.
+    """
+    if config == "cpu" and not arguments[0].startswith("--"):
+        return run([sys.executable, *arguments], **options)
+    file = ["--config_file", str(REPOSITORY / "configs" / "accelerate" / f"{config}.yaml")]
+    if config == "cpu":
+        return run(
+            [str(Path(sys.executable).with_name("accelerate")), "launch", *file, *arguments],
+            **options,
+        )
+    return run([sys.executable, "-m", "accelerate.commands.launch", *file, *arguments], **options)
+
+
+def pids_with(mark: str) -> list[int]:
+    """The processes that inherited `mark` in their environment; none that have ended."""
+    pids = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in (folder / "environ").read_bytes():
+                pids.append(int(folder.name))
+    return pids
+
+
+def processes_with(mark: str) -> list[str]:
+    """The command lines of the processes that inherited `mark`; they may take a moment to end."""
+    for _ in range(50):
+        command_lines = []
+        for pid in pids_with(mark):
+            with contextlib.suppress(OSError):
+                command_lines.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
+        if not command_lines:
+            break
+        time.sleep(0.2)
+    return command_lines

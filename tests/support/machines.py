@@ -1,0 +1,179 @@
+"""Two machines on this one: network namespaces with a cable between them where they may be made,
+else two names for this machine. They have names, disks and processes of their own, and are reached
+by `ssh`, which is a stand-in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from adora_vl.record.metrics import METRICS, read_metrics
+from tests.support.launch import pids_with
+from tests.support.paths import REPOSITORY
+
+_DEADLINE_S = 600  # for anything that a run does
+_CABLE = "cable0"  # the network interface of each machine
+_SSH = """#!/bin/bash
+shift 2  # -o BatchMode=yes
+export TEST_MACHINE="$TEST_MARK-$1"
+"""
+_HERE = 'exec setsid -w bash -c "$2"\n'
+_THERE = """
+exec setsid -w ip netns exec "$1" unshare --uts --mount bash -c '
+  hostname "$1" || exit
+  if [ -d "$TEST_DISKS/$1" ]; then mount --bind "$TEST_DISKS/$1" "$TEST_OUTPUT" || exit; fi
+  exec bash -c "$2"
+' machine "$1" "$2"
+"""
+
+
+def _ip(*words: str) -> bool:
+    return subprocess.run(["ip", *words], capture_output=True, check=False).returncode == 0
+
+
+def namespaces() -> set[str]:
+    """The names of this machine's network namespaces."""
+    listed = subprocess.run(
+        ["ip", "netns", "list"], capture_output=True, text=True, check=False
+    ).stdout
+    return {line.split()[0] for line in listed.splitlines()}
+
+
+def _remove_orphans() -> None:
+    """Delete what killed test runs have left: a name has the id of the process that made it."""
+    for name in namespaces():
+        name_parts = re.fullmatch(r"(?:one|two)-(\d+)-[0-9a-f]{6}", name)
+        if name_parts and not Path("/proc", name_parts[1]).exists():
+            _ip("netns", "del", name)
+
+
+class TwoMachines:
+    """Two machines that see the same files.
+
+    With namespaces, `disks` may hold a folder for a machine's name, which that machine sees at the
+    place of `output_dir`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = uuid.uuid4().hex
+        self.hosts = [f"{name}-{os.getpid()}-{self.mark[:6]}" for name in ("one", "two")]
+        self.disks = folder / "disks"
+        self.apart = os.geteuid() == 0 and shutil.which("ip") is not None and self._connected()
+
+    def _connected(self) -> bool:
+        first, second = self.hosts
+        _remove_orphans()
+        done = all(_ip("netns", "add", host) for host in self.hosts)
+        cable = [
+            "link",
+            "add",
+            _CABLE,
+            "netns",
+            first,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            _CABLE,
+            "netns",
+            second,
+        ]
+        done = done and _ip(*cable)
+        for number, host in enumerate(self.hosts, 1):
+            done = done and _ip("-n", host, "addr", "add", f"10.77.0.{number}/24", "dev", _CABLE)
+            done = done and all(
+                _ip("-n", host, "link", "set", link, "up") for link in ("lo", _CABLE)
+            )
+        return done
+
+    def __enter__(self) -> TwoMachines:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        ssh = self.folder / "ssh"
+        ssh.write_text(_SSH + (_THERE if self.apart else _HERE))
+        ssh.chmod(0o755)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill(self.mark)
+        for host in self.hosts:
+            _ip("netns", "del", host)
+
+    @contextlib.contextmanager
+    def running(
+        self, config: str, output_dir: Path, words: list[str]
+    ) -> Iterator[subprocess.Popen[str]]:
+        """`setup/ssh/train.sh` with one process a machine; `config` is an accelerate config."""
+        with socket.socket() as probe:  # free here, so most likely there
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        environment = {
+            "PATH": f"{self.folder}:{os.environ['PATH']}",
+            "HOSTS": " ".join(self.hosts),
+            "PROCESSES_PER_NODE": "1",
+            "PORT": str(port),
+            "MAIN_IP": "10.77.0.1" if self.apart else "127.0.0.1",
+            "ACCELERATE_CONFIG": config,
+            "LAUNCH": str(Path(sys.executable).parent / "accelerate"),
+            "TEST_MARK": self.mark,
+            "GRACE": "60",
+            "ENVIRONMENT": f"GLOO_SOCKET_IFNAME={_CABLE}" if self.apart else "",
+            "TOKENIZERS_PARALLELISM": "false",
+            "TEST_DISKS": str(self.disks),
+            "TEST_OUTPUT": str(output_dir),
+        }
+        with (self.folder / "said").open("w") as log:
+            script = subprocess.Popen(
+                ["bash", "setup/ssh/train.sh", *words, "--output_dir", str(output_dir)],
+                cwd=REPOSITORY,
+                env={**os.environ, **environment},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+            try:
+                yield script
+            finally:
+                self.kill(self.mark)
+                script.wait()
+
+    def wait_for_step(self, script: subprocess.Popen[str], output_dir: Path, step: int) -> None:
+        """Wait until the run has logged the step.
+
+        A run that ends or hangs before it fails the test.
+        """
+        end = time.monotonic() + _DEADLINE_S
+        while not any(line["step"] >= step for line in read_metrics(output_dir / METRICS)):
+            assert script.poll() is None, f"ended with {script.returncode}:\n{self.output[-5000:]}"
+            assert time.monotonic() < end, (
+                f"no step {step} within {_DEADLINE_S} s:\n{self.output[-3000:]}"
+            )
+            time.sleep(0.2)
+
+    @property
+    def output(self) -> str:
+        """Return what both machines have printed since the last start."""
+        return (self.folder / "said").read_text(errors="replace")
+
+    def pull_the_plug(self, number: int) -> None:
+        """End every process of a machine, as a loss of its power does."""
+        self.kill(f"TEST_MACHINE={self.mark}-{self.hosts[number]}")
+
+    @staticmethod
+    def kill(mark: str) -> None:
+        """SIGKILL for every process that has this mark in its environment."""
+        for pid in pids_with(mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

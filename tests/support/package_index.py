@@ -1,0 +1,160 @@
+"""Package indexes of empty wheels on loopback: one server is the proxy of pip's configuration and
+plays every host.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import re
+import threading
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import distribution
+from urllib.parse import unquote, urlsplit
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A wheel's file name and its bytes."""
+
+    name: str
+    content: bytes
+
+    @property
+    def project(self) -> str:
+        return normalised(self.name.split("-")[0])
+
+
+def normalised(project: str) -> str:
+    return re.sub(r"[-_.]+", "-", project).lower()
+
+
+def _zipped(files: Mapping[str, bytes]) -> bytes:
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as opened:
+        for path, content in files.items():
+            opened.writestr(path, content)
+    return archive.getvalue()
+
+
+def empty_wheel(
+    project: str,
+    version: str,
+    *,
+    tag: str = "py3-none-any",
+    requires: Sequence[str] = (),
+    modules: Mapping[str, str] | None = None,
+) -> Wheel:
+    """A wheel that pip installs, with nothing in it but `modules` (name and source)."""
+    name = re.sub(r"[-_.]+", "_", project)
+    info = f"{name}-{version}.dist-info"
+    needs = "".join(f"Requires-Dist: {need}\n" for need in requires)
+    files = {
+        **{f"{module}/__init__.py": source.encode() for module, source in (modules or {}).items()},
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {project}\nVersion: {version}\n"
+        f"{needs}".encode(),
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\n"
+        f"Tag: {tag}\n".encode(),
+    }
+    lines = []
+    for path, content in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+        lines.append(f"{path},sha256={digest},{len(content)}\n")
+    files[f"{info}/RECORD"] = "".join([*lines, f"{info}/RECORD,,\n"]).encode()
+    return Wheel(f"{name}-{version}-{tag}.whl", _zipped(files))
+
+
+def packed_again(project: str) -> Wheel:
+    """The wheel of a pure Python package as it is installed here."""
+    installed = distribution(project)
+    files = {
+        str(path): path.read_binary()
+        for path in installed.files or []
+        if ".." not in path.parts
+        and path.suffix != ".pyc"
+        and path.name not in ("INSTALLER", "REQUESTED")
+    }
+    return Wheel(f"{installed.name}-{installed.version}-py3-none-any.whl", _zipped(files))
+
+
+@dataclass
+class Indexes:
+    """`hosts` maps a host to its wheels. pip asks for `http://HOST/simple` through the proxy at
+    `port`.
+    """
+
+    hosts: dict[str, list[Wheel]]
+    down: set[str] = field(default_factory=set)  # the proxy answers that it cannot reach them
+    silent: set[str] = field(default_factory=set)  # they take the request and never answer
+    requests: list[tuple[str, str]] = field(default_factory=list)  # host and path of every request
+
+    def __enter__(self) -> Indexes:
+        self._ended = threading.Event()
+        indexes = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                indexes._answer(self)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _answer(self, request: BaseHTTPRequestHandler) -> None:
+        url = urlsplit(request.path)
+        host = url.hostname or ""
+        path = unquote(url.path)
+        self.requests.append((host, path))
+        if host in self.silent:
+            self._ended.wait()
+            return
+        wheels = self.hosts.get(host, [])
+        folder, _, last = path.strip("/").rpartition("/")
+        if folder == "files":
+            contents = [wheel.content for wheel in wheels if wheel.name == last]
+            kind = "application/octet-stream"
+        else:
+            links = [
+                f'<a href="/files/{wheel.name}">{wheel.name}</a>'
+                for wheel in wheels
+                if wheel.project == last
+            ]
+            contents = ["".join(links).encode()] if links else []
+            kind = "text/html"
+        if host in self.down:
+            status = 502
+        elif contents:
+            status = 200
+        else:
+            status = 404
+        request.send_response(status)
+        request.send_header("Content-Type", kind)
+        request.end_headers()
+        if contents and host not in self.down:
+            request.wfile.write(contents[0])
+
+    def wheels_taken(self, host: str) -> set[str]:
+        """The projects of which a wheel was downloaded from `host`."""
+        files = [path for at, path in self.requests if at == host and "/files/" in path]
+        return {Wheel(path.rpartition("/")[2], b"").project for path in files}
+
+    def projects_asked(self, host: str) -> set[str]:
+        """The projects whose list of files was read at `host`."""
+        return {
+            path.strip("/").rpartition("/")[2]
+            for at, path in self.requests
+            if at == host and "/files/" not in path
+        }

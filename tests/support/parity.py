@@ -1,0 +1,180 @@
+"""What parity runs have in common, and look at: the gradients of each step, and, since an engine is
+there anyway, the doctor's table, answers of both engines of the evaluators, and a LoRA adapter.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from datasets import Dataset
+from PIL import Image, ImageDraw
+from transformers import TrainerCallback
+
+from adora_vl.data.dataset import schema
+from adora_vl.data.prompts import SYSTEM_PROMPT, conversation, conversation_with_images
+from adora_vl.doctor.engine import Examination, examine
+from adora_vl.evals.inference.chat import ChatProcessor
+from adora_vl.evals.inference.local import TransformersEngine
+from adora_vl.evals.inference.requests import AnswerEngineSettings, AnswerRequest
+from adora_vl.evaluation import SamplerEngine
+from adora_vl.models.load import PRETRAINED
+from adora_vl.rollout import turns
+from adora_vl.rollout.agreement import difference, read_prompts, score
+from adora_vl.rollout.rollouts import Call
+from adora_vl.utils.checks import as_json
+from tests.support.launch import launch
+
+Rows = Sequence[dict[str, Any]]
+WITH_ENGINE: dict[str, Any] = {
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "use_vllm": True,
+    "vllm_mode": "colocate",
+    "vllm_gpu_memory_utilization": 0.25,
+    "vllm_max_model_length": 512,
+    "max_completion_length": 24,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "seed": 3,
+}
+
+
+def data_set(rows: Rows, system_prompt: str = SYSTEM_PROMPT) -> Dataset:
+    """Build a data set of rows with the prompts of a training."""
+    prompts = [conversation(row["problem"], system_prompt) for row in rows]
+    return Dataset.from_list(list(rows), features=schema()).add_column("prompt", prompts)
+
+
+class Gradients(TrainerCallback):
+    """Copies every gradient before each optimizer step; a sharded model's are not there to be
+    copied.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.steps.append(
+            {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        )
+
+
+def doctor(trainer: Any, rows: Rows) -> list[dict[str, Any]]:
+    """The lines of the doctor's table that need an engine.
+
+    It looks closer at the first rows, so here the second one comes first: of mixed rows that is one
+    without images.
+    """
+    merge = trainer.processing_class.image_processor.merge_size
+    prompts = read_prompts(trainer, [*rows[1:], *rows[:1]])
+    return as_json(examine(Examination(trainer, prompts), merge))
+
+
+def answers(trainer: Any, rows: Rows) -> dict[str, list[Any]]:
+    """Greedy answers of the trainer's own vLLM, and of Transformers to the saved model, with the
+    same tools.
+    """
+    folder = f"{trainer.args.output_dir}/saved"
+    trainer.save_model(folder)
+    requests = [
+        AnswerRequest(
+            conversation_with_images(row["problem"], len(row["images"])), list(row["images"])
+        )
+        for row in rows
+    ]
+    longest = trainer.args.max_completion_length
+    transformers = TransformersEngine(
+        AnswerEngineSettings(folder, "transformers", max_tokens=longest)
+    )
+    engine = SamplerEngine(trainer, ChatProcessor(folder))
+    transformers.turns = engine.turns
+    return {
+        name: list(map(vars, evaluator.generate(requests)))
+        for name, evaluator in (("vllm", engine), ("transformers", transformers))
+    }
+
+
+def lora(trainer: Any, rows: Rows) -> dict[str, float]:
+    """Measure how far an adapter moves the policy, and how far the engine is from it then.
+
+    Both are in nats, and the adapter is in all parts of the model. The trainer keeps it.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    examination = Examination(trainer, read_prompts(trainer, rows))
+    _, rollouts, before_BC = examination.drift("before the adapter")
+    torch.manual_seed(0)
+    adapted = get_peft_model(
+        trainer.model, LoraConfig(r=4, target_modules=["q_proj", "down_proj", "linear_fc2"])
+    )
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    trainer.model = trainer.vllm_generation.model = adapted
+    moved = difference(trainer, score(trainer, rollouts), before_BC, rollouts.mask_BC)
+    trainer.vllm_generation.sync_weights()
+    gap, _, _ = examination.drift("with the adapter")
+    return {"moved": moved.mean, "gap": gap.largest}
+
+
+class Draws:
+    """Tools that answer most turns, whatever they say: with a picture of a drawn size, two, or a
+    text alone.
+    """
+
+    @classmethod
+    def of_process(cls) -> Draws:
+        mock.patch.object(turns, "CALL", "").start()
+        return cls()
+
+    def __init__(self) -> None:
+        self.seeds: list[str] = []
+
+    def answer(
+        self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool, environment: Any
+    ) -> Any:
+        draw = random.Random(seed)
+        self.seeds.append(seed)
+        if draw.random() < 0.3:
+            return None
+        parts: list[Any] = ["<tool_response>\nSee <|image_pad|>"]
+        for _ in range(draw.choice((0, 1, 1, 1, 2))):
+            size = draw.choice((28, 56, 84, 112)), draw.choice((28, 56, 84))
+            image = Image.new("RGB", size, "white")
+            ImageDraw.Draw(image).line(
+                [(draw.randrange(28), draw.randrange(28)), size], "black", width=3
+            )
+            parts += ["\n", image]
+        call = Call(name="draw", arguments=seed, text="", seconds=0.0, failed=False)
+        return SimpleNamespace(parts=(*parts, "\n</tool_response>"), calls=(call,))
+
+
+# Of runs with such tools
+TURNS: dict[str, Any] = {"max_completion_length": 256, "max_tool_calling_iterations": 2}
+
+
+Look = Callable[[Any, Rows], Any]
+BEFORE: dict[str, Look] = {"doctor": doctor, "answers": answers}  # the updates; they change nothing
+AFTER: dict[str, Look] = {"lora": lora}
+SCRIPT = ("-m", "tests.parity.parity_run")
+
+
+def run_parity(
+    tmp_path: Path, config: str, *words: str, check: bool = True, model: Path = PRETRAINED
+) -> dict[str, Any]:
+    output = tmp_path / "result.json"
+    done = launch(
+        config, *SCRIPT, "--model", str(model), "--output", str(output), *words, check=check
+    )
+    result: dict[str, Any] = json.loads(output.read_text()) if output.is_file() else {}
+    return {**result, "returncode": done.returncode, "stderr": done.stderr}

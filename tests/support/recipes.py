@@ -1,0 +1,42 @@
+"""The shipped configs: where they lie, with which accelerate config, and the default of every key."""
+
+from dataclasses import MISSING, fields
+
+from adora_vl.config.schema import DATACLASSES
+from adora_vl.utils.cli import dotted, plain
+from tests.support.paths import REPOSITORY
+
+CONFIGS = REPOSITORY / "configs"
+# train config -> the accelerate config that its header names
+PAIRS = {
+    "smoke_cpu": "cpu",
+    "demo_cpu": "cpu",
+    "smoke_text_cpu": "cpu",
+    "annotated": "cpu",
+    "adora_7b_geo3k": "zero3",
+    "grpo_7b_geo3k": "zero3",
+    "adora_llm_kk": "zero3",
+    "adora_3b_1gpu_lora": "gpu1",
+    "adora_3b_12gb": "gpu1",
+    "adora_7b_16gb_4bit": "gpu1",
+    "adora_7b_24gb_4bit": "gpu1",
+    "adora_3b_24gb": "gpu1",
+    "adora_qwen3_vl_2b_1gpu": "gpu1",
+    "adora_qwen3_vl_4b_1gpu_lora": "gpu1",
+    "adora_qwen3_vl_8b_geo3k": "zero3",
+    "tiny_zoom": "cpu",
+}
+
+
+def key_defaults() -> dict[str, object]:
+    """Return the default of every key; a later dataclass does not overrule an earlier one."""
+    defaults: dict[str, object] = {}
+    for dataclass in DATACLASSES:
+        for field in fields(dataclass):
+            default = (
+                field.default_factory() if field.default_factory is not MISSING else field.default
+            )
+            defaults.setdefault(field.name, default)
+    for block in ("adora_rollouts", "adora_extensions", "adora_tool_options"):
+        defaults |= {block: {}, **dotted(block, plain(defaults[block]))}
+    return defaults

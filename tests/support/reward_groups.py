@@ -1,0 +1,59 @@
+"""Small batches for the tests of the methods."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from adora_vl.advantage import (
+    METHODS,
+    Adora,
+    AdvantagePipeline,
+    Groups,
+    group_advantages,
+    weigh_groups,
+)
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    """New tensors are float64, so that no bound of rounding depends on the processor."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def groups_of_rewards(rewards, lengths=None, surprisal=None, **facts) -> Groups:
+    rewards = torch.tensor(rewards)
+    lengths = torch.tensor(lengths) if lengths is not None else torch.full(rewards.shape, 10)
+    surprisal = torch.tensor(surprisal) if surprisal is not None else lengths / 10
+    return Groups(rewards, lengths, lengths >= 100, surprisal_PG=surprisal, **facts)
+
+
+def random_groups(prompts=40, generations=8, seed=0, step=0) -> Groups:
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.tensor([0.0, 0.1, 1.0])[
+        torch.randint(0, 3, (prompts, generations), generator=generator)
+    ]
+    # without signal
+    rewards[0] = 0.1
+    rewards[1] = 1.0
+    lengths = torch.randint(1, 110, (prompts, generations), generator=generator)
+    surprisal = torch.rand(prompts, generations, generator=generator)
+    return Groups(rewards, lengths, lengths >= 100, surprisal_PG=surprisal, step=step)
+
+
+def weighed_by(name, groups, options=None, scale="group"):
+    """A method as the trainer applies it, on GRPO's advantages."""
+    method = AdvantagePipeline({name: METHODS[name]() if options is None else options}, scale=scale)
+    return method(groups, group_advantages(groups.rewards_PG, scale=scale))
+
+
+def adora_weights(
+    rewards, lengths, *, truncated_at: float = math.inf, correct_above: float = 0.5, **options: Any
+) -> torch.Tensor:
+    """The weights of groups, with rollouts of so many tokens as truncated."""
+    groups = Groups(rewards, lengths, lengths >= truncated_at, correct_above=correct_above)
+    return weigh_groups(groups, Adora(**options)).weights_P

@@ -1,0 +1,116 @@
+"""A training command in a terminal of its own that runs until something stops it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from adora_vl.record.metrics import METRICS, read_metrics
+from tests.support.launch import pids_with
+from tests.support.paths import REPOSITORY
+
+_DEADLINE_S = 300  # for anything that a run does; a run that hangs fails the test after it
+LAUNCHER = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file"]
+
+
+class Running:
+    """A command under `accelerate launch` with all its processes and what they say; none is left
+    after the block.
+    """
+
+    def __init__(self, config: str, output_dir: Path, words: list[str]) -> None:
+        self.output_dir = output_dir
+        self._mark = uuid.uuid4().hex
+        self._read = b""
+        self._ours: int | None
+        self._ours, theirs = pty.openpty()
+        file = str(REPOSITORY / "configs" / "accelerate" / f"{config}.yaml")
+        self.launcher = subprocess.Popen(
+            [*LAUNCHER, file, "-m", "adora_vl.train", *words, "--output_dir", str(output_dir)],
+            cwd=REPOSITORY,
+            env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "TEST_MARK": self._mark},
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(
+                0, termios.TIOCSCTTY, 0
+            ),  # or Ctrl-C and its end would be no signals
+        )
+        os.close(theirs)
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for pid in pids_with(self._mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.launcher.wait()
+        self.close_terminal()
+
+    @property
+    def output(self) -> str:
+        """Everything so far, of all processes."""
+        while self._ours is not None and select.select([self._ours], [], [], 0)[0]:
+            try:
+                self._read += os.read(self._ours, 1 << 16)
+            except OSError:  # the last process has let go of the terminal
+                break
+        return self._read.decode(errors="replace")
+
+    def wait_until(self, happened: Callable[[], bool], event: str) -> None:
+        """Wait for something that can be seen, reading what is said meanwhile."""
+        end = time.monotonic() + _DEADLINE_S
+        while not happened():
+            assert time.monotonic() < end, (
+                f"not within {_DEADLINE_S} s: {event}\n{self.output[-3000:]}"
+            )
+            assert self.launcher.poll() is None or event == "end", (
+                f"ended before: {event}\n{self.output[-3000:]}"
+            )
+            select.select([self._ours] if self._ours is not None else [], [], [], 0.1)
+            _ = self.output
+
+    def wait_for_step(self, step: int) -> None:
+        file = self.output_dir / METRICS
+        self.wait_until(
+            lambda: any(line["step"] >= step for line in read_metrics(file)), f"step {step}"
+        )
+
+    def wait_for_words(self, words: str, times: int) -> None:
+        self.wait_until(lambda: self.output.count(words) >= times, words)
+
+    def wait_for_the_end(self) -> int:
+        """Wait for the end of all processes, not of the launcher alone; return the exit code."""
+        self.wait_until(
+            lambda: self.launcher.poll() is not None and not pids_with(self._mark), "end"
+        )
+        return self.launcher.wait()
+
+    def signal_everybody(self, number: int) -> None:
+        """Send a signal to every process, as Slurm and systemd do."""
+        for pid in pids_with(self._mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def press_ctrl_c(self) -> None:
+        assert self._ours is not None
+        os.write(self._ours, b"\x03")
+
+    def close_terminal(self) -> None:
+        """Close the terminal, as a lost ssh connection does."""
+        if self._ours is not None:
+            os.close(self._ours)
+            self._ours = None

@@ -1,0 +1,187 @@
+"""A stranger's data set, the same three problems in each of the formats that are read."""
+
+import base64
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from datasets import Dataset, Features, List, Value
+from datasets import Image as ImageFeature
+
+from adora_vl.data.dataset import Row, stored_rows
+from data_prep.cli import main
+from tests.support.pictures import drawing, encoded
+
+PICTURES = [encoded(drawing(number, 60)) for number in range(4)]
+COLUMNS = (
+    "problem=question",
+    "answer=label",
+    "images=image",
+    "choices=options",
+    "id=key",
+    "hint=tip",
+)
+# One image before the text; two at their places; none of the images asked for by name. Text,
+# number, option.
+ROWS: list[dict[str, Any]] = [
+    {
+        "key": "a",
+        "question": "<image>Which shape?",
+        "label": "rhombus",
+        "image": [0],
+        "options": None,
+        "tip": "look",
+    },
+    {
+        "key": "b",
+        "question": "Add <image> to <image>, é.",
+        "label": 12.5,
+        "image": [1, 2],
+        "options": None,
+        "tip": None,
+    },
+    {
+        "key": "c",
+        "question": "How long?",
+        "label": "B",
+        "image": [3],
+        "options": ["3", "4", "5"],
+        "tip": "<b>&",
+    },
+]
+# What they become: problem, gold, choices, hint, number of images.
+EXPECTED = {
+    "mine/train/a": ("Which shape?", "rhombus", None, "look", 1),
+    "mine/train/b": ("Add <image> to <image>, é.", "12.5", None, None, 2),
+    "mine/train/c": ("How long?", "4", ["3", "4", "5"], "<b>&", 1),
+}
+
+
+def _pictures(folder: Path) -> list[str]:
+    (folder / "pics").mkdir(parents=True, exist_ok=True)
+    for number, content in enumerate(PICTURES):
+        (folder / "pics" / f"{number}.png").write_bytes(content)
+    return [f"pics/{number}.png" for number in range(len(PICTURES))]
+
+
+def with_images(values: list[Any], alone: bool = False) -> list[dict[str, Any]]:
+    """The rows with `values` in place of the numbers of their pictures; `alone`: one of them
+    without a list.
+    """
+    rows = []
+    for row in ROWS:
+        images = [values[number] for number in row["image"]]
+        rows.append({**row, "image": images[0] if alone and len(images) == 1 else images})
+    return rows
+
+
+def write_jsonl(folder: Path, rows: list[Any] | None = None) -> Path:
+    names = _pictures(folder)
+    lines = [json.dumps(row) for row in rows or with_images(names, alone=True)]
+    (folder / "mine.jsonl").write_text("\n\n".join(lines) + "\n")
+    return folder / "mine.jsonl"
+
+
+def json_list(folder: Path) -> Path:
+    urls = [f"data:image/png;base64,{base64.b64encode(content).decode()}" for content in PICTURES]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "mine.json").write_text(json.dumps(with_images(urls)))
+    return folder / "mine.json"
+
+
+def write_cells(folder: Path, ending: str, rows: list[dict[str, Any]] | None = None) -> Path:
+    """CSV or TSV, as Excel saves it: with a mark of UTF-8 before the first name."""
+    path = folder / f"mine.{ending}"
+    rows = rows or with_images(_pictures(folder), alone=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8-sig", newline="") as file:
+        writer = csv.writer(file, delimiter="," if ending == "csv" else "\t")
+        writer.writerow(list(rows[0]))
+        for row in rows:
+            cells = [
+                json.dumps(value) if isinstance(value, list) else value for value in row.values()
+            ]
+            writer.writerow(cells)
+    return path
+
+
+def parquet_paths(folder: Path) -> Path:
+    rows = [{**row, "label": str(row["label"])} for row in with_images(_pictures(folder))]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "mine.parquet")
+    return folder / "mine.parquet"
+
+
+def parquet_hub(folder: Path) -> Path:
+    """The hub's layout, with its feature of images."""
+    texts = {name: Value("string") for name in ("key", "question", "label", "tip")}
+    features = Features({**texts, "image": List(ImageFeature()), "options": List(Value("string"))})
+    images = [{"bytes": content, "path": None} for content in PICTURES]
+    rows = [{**row, "label": str(row["label"])} for row in with_images(images)]
+    (folder / "mine" / "data").mkdir(parents=True)
+    Dataset.from_list(rows, features=features).to_parquet(
+        folder / "mine" / "data" / "train-00000-of-00001.parquet"
+    )
+    return folder / "mine"
+
+
+def image_folder(folder: Path) -> Path:
+    """The layout of the hub's ImageFolder: pictures with `metadata.csv` beside them."""
+    write_cells(folder / "mine", "csv").rename(folder / "mine" / "metadata.csv")
+    return folder / "mine"
+
+
+FORMATS = {
+    "jsonl": write_jsonl,
+    "json with data URLs": json_list,
+    "csv": lambda folder: write_cells(folder, "csv"),
+    "tsv": lambda folder: write_cells(folder, "tsv"),
+    "parquet with paths": parquet_paths,
+    "parquet of the hub": parquet_hub,
+    "a folder of images with a table": image_folder,
+}
+
+
+def convert(
+    source: Path | str, output: Path, *options: str, columns: tuple[str, ...] = COLUMNS
+) -> int:
+    return main(
+        [
+            "convert",
+            "--input",
+            str(source),
+            "--output",
+            str(output),
+            "--columns",
+            *columns,
+            *options,
+        ]
+    )
+
+
+def rows_of(output: Path, split: str = "train") -> list[Row]:
+    return list(stored_rows(output, split))
+
+
+def fields_by_id(output: Path, split: str = "train") -> dict[str, tuple[Any, ...]]:
+    """The rows of a prepared folder as in `EXPECTED`."""
+    return {
+        row["id"]: (
+            row["problem"],
+            row["answer"],
+            row["choices"],
+            row["hint"] or None,
+            len(row["images"]),
+        )
+        for row in stored_rows(output, split)
+    }
+
+
+def truncate_image(split: Path, row: int) -> None:
+    """Cut the image of a row short, in the Parquet file."""
+    table = pq.read_table(split)
+    rows = table.to_pylist()
+    rows[row]["images"][0]["bytes"] = rows[row]["images"][0]["bytes"][:60]
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), split)

@@ -1,0 +1,231 @@
+"""The published examples of other trainers, in their form: read, planned, and trained for two steps.
+
+The files of `tests/support/other_trainers` are written anew in the form of EasyR1's
+`qwen2_5_vl_3b_geo3k_grpo.sh` on its `config.yaml`, verl's `run_qwen2_5_vl-7b_lora.sh`, the launch
+line of TRL's `grpo_vlm.py`, and ms-swift's `vllm_vl7b.sh`.
+"""
+
+import io
+import json
+import math
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from datasets import Dataset
+from PIL import Image, ImageDraw
+
+from adora_vl.config.command import read
+from adora_vl.migrate import main
+from adora_vl.train import main as train
+
+EXAMPLES = Path(__file__).parents[2] / "support" / "other_trainers"
+SCRIPTS = {
+    "easyr1": "easyr1/examples/qwen2_5_vl_3b_geo3k_grpo.sh",
+    "verl": "verl/run_qwen2_5_vl-7b_lora.sh",
+    "trl": "trl/grpo_vlm.sh",
+    "swift": "swift/vllm_vl7b.sh",
+}
+KEYS: dict[str, dict[str, Any]] = {
+    "easyr1": {
+        "model_name_or_path": "Qwen/Qwen2.5-VL-3B-Instruct",
+        "adora_method": "grpo",
+        "dataset_name": ["hiyouga/geometry3k"],
+        "dataset_train_split": "train",
+        "adora_columns": {"problem": "problem", "answer": "answer", "images": "images"},
+        "adora_system_prompt": None,
+        "num_train_epochs": 15,
+        "gradient_accumulation_steps": 128 * 5 // 2,
+        "steps_per_generation": 512 * 5 // 2,
+        "save_steps": 5 * 4,
+        "beta": 0.01,
+        "use_bias_correction_kl": False,
+        "max_pixels": 4194304,
+        "output_dir": "runs/qwen2_5_vl_3b_geo_grpo",
+    },
+    "verl": {
+        "model_name_or_path": "Qwen/Qwen2.5-VL-7B-Instruct",
+        "adora_method": "grpo",
+        "dataset_name": [f"{Path.home()}/data/geo3k/train.parquet"],
+        "use_peft": True,
+        "lora_r": 16,
+        "lora_alpha": 32,
+        "gradient_accumulation_steps": 8,
+        "steps_per_generation": 32,
+        "vllm_enable_sleep_mode": False,
+        "use_bias_correction_kl": False,
+        "adora_prompt": None,
+        "report_to": ["wandb"],
+    },
+    "trl": {
+        "model_name_or_path": "Qwen/Qwen2.5-VL-3B-Instruct",
+        "adora_method": "grpo",
+        "learning_rate": "1e-5",
+        "gradient_checkpointing": True,
+        "use_vllm": True,
+        "lora_target_modules": ["q_proj", "v_proj"],
+        "vllm_max_model_length": 3072,
+    },
+    "swift": {
+        "model_name_or_path": "Qwen/Qwen2.5-VL-7B-Instruct",
+        "adora_method": "grpo",
+        "max_pixels": 1003520,
+        "use_peft": True,
+        "beta": 0.04,
+        "use_bias_correction_kl": False,
+        "top_p": 0.85,
+        "warmup_steps": 0.05,
+        "vllm_enable_sleep_mode": True,
+        "adora_reward": ["accuracy", "think_answer_format"],
+    },
+}
+REMARKS = {
+    "easyr1": ["answers read as: the column answer", "evaluation without data: hiyouga/geometry3k"],
+    "verl": ["reward missing", "reward_model.ground_truth", "every linear layer of the language"],
+    "trl": ["reward missing", "data missing", "prompt: the row's alone"],
+    "swift": ["ids of ModelScope"],
+}
+# What the script's own words become so that the tiny model trains two steps on four problems.
+SMALL = {
+    "easyr1": [
+        "worker.actor.model.model_path=tiny",
+        "trainer.n_gpus_per_node=1",
+        "data.rollout_batch_size=4",
+        "worker.actor.global_batch_size=2",
+        "worker.actor.micro_batch_size_per_device_for_update=8",
+        "worker.rollout.n=4",
+        "data.max_response_length=16",
+        "worker.rollout.tensor_parallel_size=1",
+    ],
+    "verl": [
+        "actor_rollout_ref.model.path=tiny",
+        "trainer.n_gpus_per_node=1",
+        "data.train_batch_size=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.rollout.n=4",
+        "data.max_response_length=16",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    ],
+    "trl": [
+        *("--model_name_or_path", "tiny"),
+        *("--per_device_train_batch_size", "8"),
+        *("--num_generations", "4"),
+        *("--max_completion_length", "16"),
+    ],
+    "swift": [
+        *("--model", "tiny"),
+        *("--per_device_train_batch_size", "8"),
+        *("--num_generations", "4"),
+        *("--max_completion_length", "16"),
+        *("--vllm_tensor_parallel_size", "1"),
+    ],
+}
+ON_CPU = {
+    "use_vllm": "false",
+    "vllm_enable_sleep_mode": "false",
+    "use_cpu": "true",
+    "bf16": "false",
+    "dtype": "float32",
+    "max_pixels": 12544,
+    "min_pixels": 3136,
+    "report_to": "none",
+    "logging_steps": 1,
+    "gradient_checkpointing": "false",
+}
+
+
+def table_of(trainer: str, folder: Path, rows: int) -> Path:
+    """A table in the trainer's form, with a picture in each row."""
+    stream = io.BytesIO()
+    image = Image.new("RGB", (56, 56), "white")
+    ImageDraw.Draw(image).rectangle((14, 14, 40, 40), fill="black")
+    image.save(stream, "PNG")
+    picture = {"bytes": stream.getvalue(), "path": None}
+    problems = [f"<image>How much is {number} + 1?" for number in range(rows)]
+    answers = [str(number + 1) for number in range(rows)]
+    if trainer == "swift":
+        (folder / "picture.png").write_bytes(stream.getvalue())
+        lines = [
+            {
+                "messages": [{"role": "user", "content": problem}],
+                "solution": answer,
+                "images": ["picture.png"],
+            }
+            for problem, answer in zip(problems, answers, strict=True)
+        ]
+        file = folder / "train.jsonl"
+        file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        return file
+    columns: dict[str, Any] = {"images": [[picture]] * rows}
+    if trainer == "easyr1":
+        columns |= {"problem": problems, "answer": answers}
+    elif trainer == "verl":
+        columns["prompt"] = [[{"role": "user", "content": problem}] for problem in problems]
+        columns["reward_model"] = [{"style": "rule", "ground_truth": text} for text in answers]
+        columns["data_source"] = ["hiyouga/geometry3k"] * rows
+    else:
+        columns["prompt"] = [[{"role": "user", "content": problem}] for problem in problems]
+        columns["solution"] = answers
+    file = folder / "train.parquet"
+    Dataset.from_dict(columns).to_parquet(file)
+    return file
+
+
+def moved(trainer: str, folder: Path, words: list[str]) -> Path:
+    """The config that the published example becomes with these words behind it."""
+    shutil.copytree(EXAMPLES / trainer, folder / trainer)
+    output = folder / "ours.yaml"
+    assert main([trainer, str(folder / SCRIPTS[trainer]), *words, "--output", str(output)]) == 0
+    return output
+
+
+def data_words(trainer: str, file: Path) -> list[str]:
+    """The words that name a data set in the trainer's way."""
+    if trainer in ("easyr1", "verl"):
+        return [f"data.train_files={file}"]
+    return ["--dataset" if trainer == "swift" else "--dataset_name", str(file)]
+
+
+@pytest.mark.parametrize("trainer", SCRIPTS)
+def test_a_published_example_is_read_whole(trainer, tmp_path, capsys):
+    config = moved(trainer, tmp_path, [])
+    printed = capsys.readouterr().out
+    ours = yaml.safe_load(config.read_text())
+    assert {key: ours.get(key, "not written") for key in KEYS[trainer]} == KEYS[trainer]
+    assert read(["--config", str(config)]).set_keys >= ours.keys()
+    for remark in REMARKS[trainer]:
+        assert remark in printed.partition("Look at these:")[2]
+    assert printed.splitlines()[-1].startswith("Next: python -m adora_vl.train --config")
+
+
+@pytest.mark.parametrize("trainer", SCRIPTS)
+def test_a_published_example_is_planned(trainer, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("adora_vl.utils.hub.no_hub", lambda: "the hub does not answer")
+    table = table_of(trainer, tmp_path, rows=520)
+    moved(trainer, tmp_path, data_words(trainer, table))
+    following = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert following[:5] == ["Next:", "python", "-m", "adora_vl.train", "--config"]
+    code = train([*following[4:], "--card-gib", "80"])
+    captured = capsys.readouterr()
+    assert code in (0, 1), captured.err
+    verdict = "It fits: " if code == 0 else "It does NOT fit: "
+    assert verdict in captured.out and "adora_method:" in captured.out
+    assert not [line for line in captured.err.splitlines() if line.startswith("error")]
+
+
+@pytest.mark.parametrize("trainer", SCRIPTS)
+def test_a_published_example_trains_the_tiny_model(trainer, tmp_path, capsys):
+    table = table_of(trainer, tmp_path, rows=8)
+    config = moved(trainer, tmp_path, [*data_words(trainer, table), *SMALL[trainer]])
+    run = tmp_path / "run"
+    words = [word for key, value in ON_CPU.items() for word in (f"--{key}", str(value))]
+    code = train(["--config", str(config), *words, "--max_steps", "2", "--output_dir", str(run)])
+    assert code == 0, capsys.readouterr().err
+    state = json.loads((run / "trainer_state.json").read_text())
+    assert state["global_step"] == 2
+    rewards = [entry["reward"] for entry in state["log_history"] if "reward" in entry]
+    assert rewards and all(math.isfinite(reward) for reward in rewards)

@@ -1,0 +1,151 @@
+"""What `migrate` reads: scripts, words of a command, and foreign text that must not become a key."""
+
+import pytest
+import yaml
+
+from adora_vl.migrate import convert_config, main, yaml_text
+from adora_vl.migrate.shell import read_script
+from adora_vl.migrate.source import read_source
+from adora_vl.utils.errors import UserError
+
+SCRIPT = """\
+#!/bin/bash
+# a comment \\
+export MODEL=${MODEL:-tiny}
+N=4; set -x
+PROMPT="two
+lines"
+echo start
+MAX_PIXELS=1003520 NPROC_PER_NODE=2 \\
+swift rlhf \\
+    --rlhf_type grpo --model $MODEL \\
+    --num_generations ${N} --system "$PROMPT" \\
+    --learning_rate=1e-6 --use_vllm \\
+    --dataset a.jsonl b.jsonl \\
+    --seed $SEED 2>&1 | tee log.txt
+"""
+
+
+def test_a_script_gives_its_longest_command_with_its_variables(tmp_path):
+    file = tmp_path / "train.sh"
+    file.write_text(SCRIPT)
+    source = read_source(file, ["--num_generations", "8"], nested=False)
+    assert source.values == {
+        "rlhf_type": "grpo",
+        "model": "tiny",
+        "num_generations": 8,
+        "system": "two\nlines",
+        "learning_rate": "1e-6",
+        "use_vllm": True,
+        "dataset": ["a.jsonl", "b.jsonl"],
+        "seed": "$SEED",
+    }
+    assert source.environment["MAX_PIXELS"] == "1003520"
+    move = convert_config("swift", file)
+    assert any("seed: $SEED is computed" in remark for remark in move.remarks)
+    assert "seed" not in move.keys
+    with pytest.raises(UserError, match="a quote is never closed, from 'python x.py --a"):
+        read_script('ls\npython x.py --a "b\n', "run.sh")
+    file.write_text("ls\n")
+    with pytest.raises(UserError, match="has no command with KEY=VALUE or --key value"):
+        read_source(file, [], nested=False)
+
+
+def test_variables_of_this_machine_stay_out_of_the_config(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    file = tmp_path / "train.sh"
+    file.write_text("trl grpo --model_name_or_path m --hub_token $WANDB_API_KEY --seed 1\n")
+    values = read_source(file, [], nested=False).values
+    assert values == {"model_name_or_path": "m", "hub_token": "$WANDB_API_KEY", "seed": 1}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["accelerate", "launch", "--num_processes", "2", "grpo.py", "--model_name_or_path", "m"],
+        ["trl", "grpo", "--model_name_or_path=m"],
+        ["--model_name_or_path", "m"],
+        ["--config", "base.yaml", "--model_name_or_path", "m"],
+    ],
+)
+def test_a_launch_line_is_read_without_the_launchers_own_options(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.yaml").write_text("{model_name_or_path: other, seed: 3}")
+    assert main(["trl", *words]) == 0
+    ours = yaml.safe_load((tmp_path / "trl.adora.yaml").read_text())
+    assert ours["model_name_or_path"] == "m" and "num_processes" not in ours
+    assert ours.get("seed") == (3 if "--config" in words else None)
+
+
+def test_a_pasted_command_keeps_the_variables_before_it(tmp_path):
+    line = "MAX_PIXELS=1003520 NPROC_PER_NODE=2 swift rlhf --rlhf_type grpo --model m"
+    move = convert_config("swift", None, words=line.split())
+    assert move.keys["max_pixels"][0] == 1003520
+    assert move.source.environment["NPROC_PER_NODE"] == "2"
+    assert set(move.values) >= {"rlhf_type", "model"}
+    assert "MAX_PIXELS" not in move.values
+
+
+def test_a_base_config_that_is_not_here_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["easyr1", "config=examples/config.yaml", "worker.actor.model.model_path=m"]) == 0
+    printed = capsys.readouterr().out
+    assert "examples/config.yaml: the config that the command builds on" in printed
+    assert "data missing" in printed and "reward missing" in printed
+
+
+def test_foreign_text_stays_in_its_comment(tmp_path):
+    names = {
+        "notes\nadora_reward: [hidden.py:f] #": 1,
+        "value": "one\ntwo: 2\n\x85three: 3\u2028four: 4",
+    }
+    content = {"trainer": names, "worker": {"actor": {"model": {"model_path": "m"}}}}
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump(content))
+    move = convert_config("easyr1", file)
+    text = yaml_text(move, "easyr1", "a\nb: c.yaml", everything=True)
+    assert yaml.safe_load(text) == {key: value for key, (value, _) in move.keys.items()}
+
+
+def test_only_what_is_not_a_default_there_is_listed(tmp_path, capsys):
+    values = ["reward_model.enable=False", "trainer.critic_warmup=0", "data.truncation=left"]
+    words = ["actor_rollout_ref.model.path=m", *values]
+    assert main(["verl", *words, "--output", str(tmp_path / "a.yaml")]) == 0
+    short = capsys.readouterr().out
+    assert "data.truncation: left" in short and "reward_model.enable" not in short
+    assert "--all lists 2 more" in short
+    assert main(["verl", *words, "--all", "--output", str(tmp_path / "b.yaml")]) == 0
+    assert "reward_model.enable: false" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=0", "is not a whole number from 1"),
+        ("data.train_batch_size=0", "data.train_batch_size: 0 is not a whole number from 1 on"),
+        ("trainer.n_gpus_per_node=0", "trainer.n_gpus_per_node: 0 is not a whole number from 1"),
+        ("data.train_batch_size=384", "is no multiple of actor_rollout_ref.actor.ppo_mini_batch"),
+        ("stray", "'stray' belongs to no key; write KEY=VALUE"),
+    ],
+)
+def test_what_cannot_be_is_one_line(word, line, tmp_path, capsys):
+    words = ["actor_rollout_ref.rollout.n=8", word, "--output", str(tmp_path / "a.yaml")]
+    assert main(["verl", *words]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1 and line in errors[0]
+
+
+def test_the_layers_of_an_adapter_follow_theirs(tmp_path):
+    base = ["actor_rollout_ref.model.path=m", "actor_rollout_ref.model.lora_rank=8"]
+    excluded = "actor_rollout_ref.model.exclude_modules=.*visual.*"
+    both = convert_config("verl", None, words=[*base])
+    assert both.keys["lora_target_modules"][0] == "all-linear"
+    language = convert_config("verl", None, words=[*base, excluded])
+    assert "lora_target_modules" not in language.keys and "adora_freeze" not in language.keys
+    named = convert_config(
+        "verl", None, words=[*base, excluded, "actor_rollout_ref.model.target_modules=[q_proj]"]
+    )
+    assert named.keys["adora_freeze"][0] == ["vision_tower", "projector"]
+    swift = convert_config("swift", None, words=["--model", "m", "--freeze_vit", "false"])
+    assert swift.keys["lora_target_modules"][0] == "all-linear"
+    assert swift.keys["adora_freeze"][0] == ["projector"]

@@ -1,0 +1,97 @@
+"""Predictions of other programs as tables: they score as the same rows do line by line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from adora_vl.evals.inference.predictions import read_predictions
+from adora_vl.utils.errors import UserError
+from eval.mathvista import BENCHMARK
+from tests.support import benchmark_data
+
+# In the form of VLMEvalKit's MathVista_MINI: the groups are columns, and lists are printed.
+ROWS: list[dict[str, Any]] = [
+    {
+        "index": "7",
+        "question": "How long is AB?",
+        "question_type": "free_form",
+        "answer_type": "float",
+        "precision": "1.0",
+        "choices": "",
+        "answer": "1.2",
+        "task": "geometry problem solving",
+        "skills": "['geometry reasoning', 'algebraic reasoning']",
+        "prediction": "AB is 1.2",
+    },
+    {
+        "index": "8",
+        "question": "Which triangle is larger?",
+        "question_type": "multi_choice",
+        "answer_type": "text",
+        "precision": "",
+        "choices": "['ABC', 'DEF']",
+        "answer": "DEF",
+        "task": "geometry problem solving",
+        "skills": "['geometry reasoning']",
+        "prediction": "(B)",
+    },
+    {
+        "index": "9",
+        "question": "How many sides?",
+        "question_type": "free_form",
+        "answer_type": "integer",
+        "precision": "",
+        "choices": "",
+        "answer": "5",
+        "task": "geometry problem solving",
+        "skills": "['geometry reasoning']",
+        "prediction": "",
+    },
+]
+COLUMNS = ["--columns", "pid=index", "response=prediction"]
+
+
+def as_lines(path: Path) -> None:
+    """Write the same rows line by line, with lists and objects as JSON has them."""
+    lines = []
+    for row in ROWS:
+        skills = json.loads(row["skills"].replace("'", '"'))
+        choices = json.loads(row["choices"].replace("'", '"')) if row["choices"] else None
+        precision = float(row["precision"]) if row["precision"] else None
+        metadata = {"task": row["task"], "skills": skills}
+        fields = {"choices": choices, "precision": precision, "metadata": metadata}
+        lines.append(json.dumps({**row, **fields}))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def figures(path: Path, folder: Path) -> tuple[int, int, dict[str, Any]]:
+    """The hits, the problems and the groups by task and skill of a predictions file."""
+    score = benchmark_data.scored(BENCHMARK, folder, path, *COLUMNS)
+    groups = {name: score["groups"][name] for name in ("task", "skills")}
+    return score["correct"], score["total"], groups
+
+
+@pytest.mark.parametrize("suffix", [".xlsx", ".tsv", ".csv"])
+def test_a_table_scores_as_the_same_rows_line_by_line(tmp_path: Path, suffix: str) -> None:
+    table = tmp_path / f"Model_MathVista_MINI{suffix}"
+    frame = pd.DataFrame(ROWS)
+    if suffix == ".xlsx":
+        frame.to_excel(table, index=False)
+    else:
+        frame.to_csv(table, index=False, sep="\t" if suffix == ".tsv" else ",")
+    lines = tmp_path / "lines.jsonl"
+    as_lines(lines)
+    of_table = figures(table, tmp_path / "table")
+    assert of_table == figures(lines, tmp_path / "lines")
+    assert of_table[:2] == (2, 3)
+    assert set(of_table[2]["skills"]) == {"geometry reasoning", "algebraic reasoning"}
+
+
+def test_a_workbook_that_is_none_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "predictions.xlsx"
+    path.write_bytes(b"not a workbook")
+    with pytest.raises(UserError, match=r"predictions\.xlsx' cannot be read as a table"):
+        read_predictions(path)

@@ -1,0 +1,344 @@
+"""Claims of a response: which are read, and what the figure says of each."""
+
+import random
+import string
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from adora_vl.geometry.check import Checked, CheckedFigure, checked, figure_at, is_equal
+from adora_vl.geometry.claims import MAX_CLAIMS, claims_of
+from adora_vl.geometry.figure import written
+from adora_vl.geometry.text import form_of_text
+from adora_vl.geometry.verdict import verdict
+from tests.unit.geometry.claims_support import reading_of
+
+HERE = Path(__file__).parent
+ISOSCELES = """
+triangle ABC
+AB = BC, AB = 13, AC = 10
+D on AC
+BD perpendicular AC
+find area ABC
+"""
+PARALLEL = """
+triangle XYZ
+M on XY, N on XZ
+MN parallel YZ
+XM = 2, XY = 10, XN = 6
+find NZ
+"""
+LETTERS = """
+A at 0, 100
+B at 100, 100
+C at 50, 20
+AB = 4x - 2, BC = 3x + 1, AC = 10
+AB = BC
+find x
+"""
+CIRCLE = """
+circle O: A, B, C
+AB diameter
+radius O = 5
+AC = 6
+find BC
+"""
+OPEN = """
+circle O: A, B, C
+AC diameter
+radius O = 2
+find AC
+"""
+
+
+def figure(facts: str) -> CheckedFigure:
+    """The figure of facts in words, made ready for checks."""
+    result = verdict(form_of_text(facts))
+    assert result.figure is not None, result.why
+    return figure_at(written(result.figure))
+
+
+def verdicts(facts: str, text: str) -> list[str]:
+    """The verdicts of the claims of a text, in order."""
+    return [claim.verdict for claim in figure(facts).claims(text)]
+
+
+def steps(claims: list[Checked]) -> int:
+    """How many claims count as steps."""
+    return sum(claim.is_step for claim in claims)
+
+
+# Measured on texts
+
+
+@pytest.mark.parametrize("name", ["published_claims_2", "published_claims", "written_claims"])
+def test_claims_of_marked_texts_are_read_as_people_read_them(name: str) -> None:
+    """The gates. `published_claims_2` was marked before the grammar had ever read its texts."""
+    reading = reading_of(HERE / f"{name}.json")
+    assert reading.counts["marked"] >= 170
+    assert reading.precision >= 0.98, reading.faults
+    assert reading.recall >= 0.95, reading.faults
+
+
+# What is new
+
+
+@pytest.mark.parametrize(
+    ("facts", "text", "new"),
+    [
+        (ISOSCELES, "AB = AB. AB = BA. 2AB = AB + AB. AB/AB = 1. ∠ABC = ∠CBA.", 0),
+        (ISOSCELES, "AB + BC = BC + AB. AB = 13. 13 = AB. 2*AB = 26. AB + 1 = 14. AB^2 = 169.", 0),
+        (ISOSCELES, "AC/2 = 5. AB = 13.0. AB = 26/2. AB - 13 = 0. AB*AC = 130. AB + AC = 23.", 0),
+        (ISOSCELES, "∠ABC + ∠BCA + ∠CAB = 180. AD + DC = AC. ∠ADB + ∠BDC = 180. ∠ADC = 180.", 0),
+        (ISOSCELES, "BD ⊥ AC. AC ⊥ BD. BD ⊥ AD. ∠ADB = 90. ∠BDC = 90. ∠ADB is a right angle.", 0),
+        (ISOSCELES, "AD = 5. 2*AD = 10. AD = 10/2. AD + 1 = 6. AD = 5. AD^2 = 25. DC = 5.", 1),
+        (ISOSCELES, "AD = 5. BD = 12. BD^2 = 144. AD = AC/2. AD + BD = 17. AD*BD = 60.", 2),
+        (
+            ISOSCELES,
+            "triangle ABC is isosceles. Triangle ABC is an isosceles triangle. CB = AB.",
+            0,
+        ),
+        (PARALLEL, "XN = 6. XM + XN = 8. XM*XN = 12. XN/XM = 3. XN - XM = 4. XN^3 = 216.", 0),
+        (PARALLEL, "XM/XY = 1/5. XY = 2*5. XY = 20/2. XY/XM = 5. sin(30) = 0.5. 1 + 1 = 2.", 0),
+        (PARALLEL, "MN ∥ YZ. YZ ∥ MN. ZY is parallel to NM. MN ∥ YZ.", 0),
+        (PARALLEL, "NZ = 24. 2*NZ = 48. NZ - 24 = 0. NZ + XN = 30. NZ is 24.", 0),
+        (PARALLEL, "XN/NZ = XM/MY. 6/NZ = 2/8. NZ = 24. XZ = 30. NZ = 4*XN.", 1),
+        (LETTERS, "AB = 4x - 2. BC = 3x + 1. AB - BC = (4x - 2) - (3x + 1). AB = BC.", 0),
+        (LETTERS, "x = 3. x + 1 = 4. 2x = 6. x^2 = 9. x = 3.0. 3 = x. x/3 = 1.", 0),
+        (LETTERS, "4x - 2 = 3x + 1. x = 3. AB = 10. BC = 10. AB + BC = 20.", 1),
+        (CIRCLE, "OA = 5. OB = 5. AB = 10. AO = OB. AB = 2*OA. OC = 5. OA = OC.", 0),
+        (CIRCLE, "OA is a radius of the circle. AB is a diameter. AC = 6. AC/2 = 3.", 0),
+    ],
+)
+def test_a_text_earns_its_true_number_of_new_claims(facts: str, text: str, new: int) -> None:
+    claims = figure(facts).claims(text)
+    assert len(claims) >= 3
+    assert not [claim for claim in claims if claim.verdict in ("false", "follows", "open")]
+    assert steps(claims) == new
+
+
+def test_saying_more_of_a_figure_than_it_has_unknowns_earns_nothing() -> None:
+    """No text has more new claims than its figure can move in: that bounds every way to farm."""
+    checked_figure = figure(ISOSCELES)
+    names = checked_figure.system.points
+    at = checked_figure.figure.at
+    random.seed(3)
+    lines = []
+    for _ in range(200):
+        a, b, c, d = random.choices(names, k=4)
+        if a == b or c == d:
+            continue
+        first = float(np.hypot(at[a][0] - at[b][0], at[a][1] - at[b][1]))
+        second = float(np.hypot(at[c][0] - at[d][0], at[c][1] - at[d][1]))
+        factor = random.randint(1, 9)
+        lines.append(f"{a}{b} + {factor}{c}{d} = {first + factor * second:.6f}")
+    claims = checked_figure.claims(". ".join(lines) + ".")
+    movable = checked_figure.system.count - len(checked_figure.free)
+    assert len(claims) > 100
+    assert 0 < steps(claims) <= movable
+
+
+def test_the_answer_itself_is_no_step() -> None:
+    claims = figure(PARALLEL).claims("So XN/NZ = XM/MY and NZ = 24.")
+    assert [claim.is_answer for claim in claims] == [False, True]
+    assert steps(claims) == 1
+
+
+# What is false
+
+
+def test_an_error_counts_once_with_what_follows_from_it() -> None:
+    text = "BD^2 = 13^2 + 10^2. BD^2 = 269. BD = 16.4. BD is 16.4."
+    assert verdicts(ISOSCELES, text) == ["false", "follows", "follows", "follows"]
+
+
+def test_guesses_of_the_same_name_are_errors_each() -> None:
+    """Else one wrong guess would pay for all further ones."""
+    assert verdicts(PARALLEL, "NZ = 20. NZ = 21. NZ = 22.") == ["false"] * 3
+
+
+def test_errors_of_two_kinds_count_twice() -> None:
+    assert verdicts(ISOSCELES, "AD = 6. ∠BAC = 50.") == ["false", "false"]
+
+
+def test_what_the_facts_leave_free_is_open() -> None:
+    assert verdicts(OPEN, "AB = 3. AC = 4. ∠ABC = 90. ∠BAC = 20.") == [
+        "open",
+        "nothing",
+        "new",
+        "open",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "decimals", "equal"),
+    [
+        (12.0, 12.0, None, True),
+        (12.0, 12.02, None, False),
+        (16.0167, 16.0, 1, True),  # 0.6 %: rounded on the way
+        (4.2939, 4.29, 2, True),
+        (4.2939, 4.35, 2, False),
+        (0.41667, 0.42, 2, True),
+        (0.41667, 0.43, 2, False),
+        (float("nan"), 1.0, None, False),
+    ],
+)
+def test_values_are_equal_up_to_rounding(
+    left: float, right: float, decimals: int | None, equal: bool
+) -> None:
+    assert is_equal(left, right, decimals) is equal
+
+
+# The grammar
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # one spelling
+        (r"$\overline{AB} \cong \overline{BC}$", ["given"]),
+        (r"$m\angle BAC + m\angle ABC + m\angle ACB = 180^\circ$", ["nothing"]),
+        (r"\[AD = \dfrac{AC}{2}\]", ["new"]),
+        (r"**AD** is `5`", ["new"]),
+        (r"AD = \boxed{\textbf{(B) } 5}", ["new"]),
+        (r"BD = √(13² − 5²)", ["new"]),
+        (r"BD² = 144", ["new"]),
+        (r"$\frac12 AC = 5$", ["nothing"]),
+        (r"BD = 12 cm", ["new"]),
+        (r"the length of A D is 5", ["new"]),
+        (r"the height BD measures 12", ["new"]),
+        (r"Area of triangle ABC = 60", ["new"]),
+        (r"the perimeter of triangle ABC is 36", ["new"]),
+        (r"cos(∠BAC) = 5/13", ["new"]),
+        (r"∠BAC = \cos^{-1}(5/13)", ["new"]),
+        # relations
+        (r"D is the midpoint of AC and DC = 5", ["new", "nothing"]),
+        (r"BD bisects AC", ["new"]),
+        (r"BD is the perpendicular bisector of AC", ["new"]),
+        (r"BD bisects ∠ABC", ["new"]),
+        (r"△ABD ≅ △CBD", ["new"]),
+        (r"triangles ABD and CBD are congruent", ["new"]),
+        (r"Triangles ABD and ABC are right triangles", ["false"]),
+        (r"∠BAC and ∠BCA are equal", ["new"]),
+        (r"∠BAC and ∠ABD are complementary", ["new"]),
+        (r"triangle ABC is equilateral", ["false"]),
+        (r"AB is parallel to BC", ["false"]),
+        # chains
+        (r"BD = \sqrt{169 - 25} = \sqrt{144} = 12", ["new", "again", "again"]),
+        (r"AD = 10/2 = 6", ["new", "false"]),
+        ("AD\n= 10/2\n= 5", ["new", "again"]),
+        (r"tan ∠BAC = opposite/(adjacent side) = 12/5", ["unread"]),
+        (r"BD = (the height) = 12", ["new"]),
+        # no claims
+        ("If AD = 6, then BD = 11.5.", []),
+        ("Suppose AD = 6. Then BD = 11.5.", []),
+        ("If AD = 6, BD would be 11.5, but AD = 5.", ["new"]),
+        ("Let AD = 6.", []),
+        ("We need to find AD = 6.", []),
+        ("We find that AD = 5.", ["new"]),
+        ("We use the fact that AD = 5.", ["new"]),
+        ("Is AD = 6?", []),
+        ("It is not that AD = 6. AD = 6 is wrong.", []),
+        ("AD = 5 or AD = 6.", []),
+        ("Maybe AD = 6.", []),
+        ("Option B: AD = 6", []),
+        ("AD is 5 more than BD.", []),
+        ("AB and AC are 3 and 4.", []),
+        ("The distance from D to AB is 3.", []),
+        ("the side opposite the angle BAC is 3", []),
+        ("[asy] pair A; AB = 5; [/asy]", []),
+        ("1. AD = 5", ["new"]),
+        # unread
+        ("h = 12", ["unread"]),
+        ("AD = h/2", ["unread"]),
+        ("AD = 5h", ["unread"]),
+        ("h * AD = 5", ["unread"]),
+        ("AQ = 5", ["unread"]),
+        ("AD : AC = 1 : 2", ["unread"]),
+        ("AD = \\pm 5", ["unread"]),
+    ],
+)
+def test_each_rule_of_the_grammar(text: str, expected: list[str]) -> None:
+    assert verdicts(ISOSCELES, text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("arc AB = 180", ["given"]),
+        (r"$m\widehat{BC} = 106.26^\circ$", ["new"]),
+        (r"m\widehat {BC} is equal to 106.26", ["new"]),
+        ("∠ACB is inscribed in a semicircle, so it is 90°. ∠ACB = 90°", ["new"]),
+        ("AB is a diameter of circle O", ["given"]),
+        ("AC is a diameter", ["false"]),
+        ("BC is a radius of the circle", ["false"]),
+        ("r = 5 and the diameter is 10", ["given", "nothing"]),
+        ("the radius of the circle is half of the diameter", ["nothing"]),
+        ("the major arc AC is 286.26", ["nothing"]),
+    ],
+)
+def test_claims_on_circles(text: str, expected: list[str]) -> None:
+    assert verdicts(CIRCLE, text) == expected
+
+
+def test_a_letter_that_the_text_uses_for_something_else_is_unread() -> None:
+    assert verdicts(LETTERS, "x = 3") == ["new"]
+    assert verdicts(LETTERS, "Let x be the length of AC. Then x = 10.") == ["unread"]
+
+
+def test_a_claim_stands_where_it_was_said() -> None:
+    text = "First, $AD = 5$. Then\nBD is **12**."
+    claims = figure(ISOSCELES).claims(text)
+    for claim in claims:
+        assert text[claim.claim.start : claim.claim.end] == claim.claim.words
+    assert [claim.claim.words for claim in claims] == ["AD = 5", "BD is **12"]
+
+
+# Bounds
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(" * 10_000 + "AB" + ")" * 10_000 + " = 5",
+        "AB = 9^9^9^9^9^9",
+        "AB = " + "1 + " * 20_000 + "1",
+        "AB = 1/0. AB = 5/(3-3). \\sqrt{-1} = AB. AB = 0^0. AB = 0^{-1}",
+        "\\sin^{-1}(2) = ∠ABC. tan(90) = AB. AB = 10^{12}^{12}",
+        "AB = " * 20_000,
+        "∠" * 50_000,
+        "\\overline{" * 5_000 + "AB = 5",
+        "$" * 9_999 + "AB = 13",
+        "AB AB AB AB. ∠ABC ∠. A = B = C. AB = = 5. = AB. AB is is 5. and and and.",
+        "",
+    ],
+)
+def test_no_text_raises_or_takes_long(text: str) -> None:
+    claims = figure(ISOSCELES).claims(text[:100_000])
+    assert len(claims) <= MAX_CLAIMS
+
+
+def test_random_texts_raise_nothing() -> None:
+    checked_figure = figure(CIRCLE)
+    random.seed(5)
+    words = [
+        *("AB", "BC", "AC", "OA", "∠ABC", "=", "is", "+", "-", "*", "/", "^", "(", ")", "{", "}"),
+        *("\\frac", "\\sqrt", "sin", "5", "2.5", "x", "r", "arc", "triangle", "circle", "parallel"),
+        *("to", "and", "bisects", "midpoint", "of", "are", "right", "equal", "if", "not", ",", "."),
+        *("\n", "$", "\\boxed{", "half", "the", "diameter", "perimeter", "area", "∥", "~", "≅"),
+    ]
+    for _ in range(400):
+        text = " ".join(random.choices(words, k=random.randint(1, 40)))
+        checked_figure.claims(text)
+    for _ in range(200):
+        checked_figure.claims("".join(random.choices(string.printable, k=80)))
+
+
+def test_claims_are_checked_apart_from_being_read() -> None:
+    """The two halves may be used alone: a text's claims, and verdicts on a figure."""
+    checked_figure = figure(ISOSCELES)
+    claims = claims_of("AD = 5. AD = 6.", checked_figure.figure.form)
+    assert [claim.kind for claim in claims] == ["length", "length"]
+    results = checked(claims, checked_figure.figure)
+    assert [claim.verdict for claim in results] == ["new", "false"]

@@ -1,0 +1,106 @@
+"""LoRA where no layer is named: what is adapted, and that it is the same on every way into a run."""
+
+import json
+from copy import deepcopy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from trl import ModelConfig
+
+from adora_vl.config import AdoraGRPOConfig
+from adora_vl.models.check import choose_layers, lora_of, with_own_layers
+from adora_vl.models.families import FAMILIES, LANGUAGE_MODEL, component_of
+from adora_vl.models.load import PRETRAINED
+from adora_vl.models.shape import language_layers, layers_pattern
+from adora_vl.train import main
+from adora_vl.trainer import AdoraGRPOTrainer
+from tests.support.families import family_config, on_meta
+from tests.support.tiny_run import arguments
+
+TINY_LAYERS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+SMALL = {"use_peft": "true", "lora_r": 2, "lora_dropout": 0, "max_steps": 1, "save_steps": 1}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_linear_layer_of_the_language_model_is_adapted_and_no_other(kind):
+    config = family_config(kind)
+    keys = ModelConfig(use_peft=True, lora_r=2)
+    peft_config = lora_of(keys)
+    [note] = choose_layers(peft_config, keys, config)
+    assert ", ".join(language_layers(config)) in note
+    model = on_meta(config)
+    head = model.get_output_embeddings()
+    linear = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    expected = {name for name in linear if component_of(f"{name}.weight") == LANGUAGE_MODEL}
+    with torch.device("meta"):
+        adapted = get_peft_model(model, deepcopy(peft_config), autocast_adapter_dtype=False)
+    layers = {
+        name.removeprefix("base_model.model.")
+        for name, module in adapted.named_modules()
+        if hasattr(module, "lora_A")
+    }
+    assert expected and layers == expected
+    assert (
+        keys.lora_target_modules
+        == peft_config.target_modules
+        == layers_pattern(language_layers(config))
+    )
+
+
+def test_named_layers_and_parameters_stay_as_they_are():
+    config = family_config("qwen2")
+    for named in (
+        {"lora_target_modules": ["q_proj"]},
+        {"lora_target_parameters": ["q_proj.weight"]},
+    ):
+        keys = ModelConfig(use_peft=True, **named)
+        peft_config = lora_of(keys)
+        before = peft_config.to_dict()
+        assert choose_layers(peft_config, keys, config) == []
+        assert peft_config.to_dict() == before
+        assert with_own_layers(peft_config) is peft_config
+    assert lora_of(ModelConfig()) is None
+    assert choose_layers(None, ModelConfig(), config) == []
+
+
+def test_the_command_the_dry_run_and_python_choose_the_same(tmp_path, capsys):
+    line = f"every linear layer of the language model: {', '.join(TINY_LAYERS)}"
+    pattern = layers_pattern(TINY_LAYERS)
+    assert main(arguments(tmp_path / "run", **SMALL)) == 0
+    assert line in capsys.readouterr().out
+    adapter = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert adapter["target_modules"] == pattern
+    assert pattern in json.dumps(manifest).replace("\\\\", "\\")
+    assert main([*arguments(tmp_path / "dry", **SMALL), "--dry-run"]) == 0
+    assert line in " ".join(capsys.readouterr().out.split())
+
+    user_config = LoraConfig(r=2, lora_dropout=0.0)
+    trainer = AdoraGRPOTrainer(
+        str(PRETRAINED),
+        reward_funcs="accuracy",
+        args=AdoraGRPOConfig(
+            str(tmp_path / "python"), use_cpu=True, bf16=False, report_to="none", num_generations=4
+        ),
+        train_dataset=_rows(),
+        peft_config=user_config,
+    )
+    assert trainer.model.peft_config["default"].target_modules == pattern
+    assert user_config.target_modules is None, "the user's object is for other models too"
+    assert pattern in trainer.run.fingerprint["peft_config"].replace("\\\\", "\\")
+
+
+def _rows():
+    """Eight problems in TRL's form, with a picture each."""
+    from datasets import Dataset
+    from PIL import Image
+
+    picture = Image.new("RGB", (56, 56), "gray")
+    prompt = [{"role": "user", "content": "How many corners?"}]
+    return Dataset.from_list([{"prompt": prompt, "images": [picture], "answer": "4"}] * 8)

@@ -1,0 +1,152 @@
+"""The fingerprint of every shipped config, and of runs from Python, is the stored one.
+
+A checkpoint is compared with a run by its fingerprint, so a setting that is written otherwise by a
+change of the code would refuse every run that goes on. `python -m
+tests.unit.preflight.test_golden_fingerprints` stores those of today.
+"""
+
+import json
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from PIL import Image
+from transformers import BitsAndBytesConfig
+
+from adora_vl.config import AdoraGRPOConfig
+from adora_vl.config.command import read
+from adora_vl.config.dry_run_options import DryRunOptions
+from adora_vl.config.run_context import RunContext
+from adora_vl.config.schema import parse
+from adora_vl.models.check import lora_of
+from adora_vl.preflight.check_output_dir import fingerprint_of
+from adora_vl.preflight.facts import ResolvedRun
+from adora_vl.preflight.python_inputs import Datasets
+from adora_vl.preflight.request import ModelSource, RunRequest, model_keys
+from adora_vl.preflight.run_checks import run_checks
+from adora_vl.prepare import prepare_on_paper
+from data_prep.cli import main as data_prep
+from tests.support.recipes import CONFIGS, PAIRS
+
+STORED = Path(__file__).with_name("fingerprints.json")
+# As many rows as one generation of the largest recipe has prompts.
+NUMBER_OF_ROWS = 128
+# The models with few weights in the place of those that a recipe names; the others take `tiny`.
+TINY = {"adora_llm_kk": "tiny_text", "smoke_text_cpu": "tiny_text", "tiny_zoom": "tiny_zoom"}
+# What depends on the files of this machine and not on the settings.
+FILES = ("dataset", "model")
+
+
+def settings_of(run: ResolvedRun) -> dict[str, str]:
+    fingerprint = fingerprint_of(
+        run.request, run.model, run.data, run.user_code_hashes, run.context
+    )
+    return {key: value for key, value in fingerprint.items() if key not in FILES}
+
+
+def of_config(name: str, data: Path) -> dict[str, str]:
+    """The fingerprint of a shipped config as a dry run on this machine resolves it."""
+    words = ["--config", str(CONFIGS / "train" / f"{name}.yaml")]
+    words += ["--model_name_or_path", TINY.get(name, "tiny"), "--dataset_name", str(data)]
+    launcher = CONFIGS / "accelerate" / f"{PAIRS[name]}.yaml"
+    run = prepare_on_paper(read(words), DryRunOptions(accelerate_config=launcher))
+    return settings_of(run)
+
+
+def of_python(**options: Any) -> dict[str, str]:
+    """The fingerprint of a run from Python. `options`: keys, and what is no key of the config."""
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "Find x."}],
+            "images": [Image.new("RGB", (56, 56))],
+            "answer": "1",
+        }
+    ]
+    rewards = options.pop("rewards", "accuracy")
+    quantised = options.pop("quantised", None)
+    lora = options.pop("lora", ())
+    peft_config = None
+    if lora:
+        peft_config = lora_of(parse(["--use_cpu", "true", "--bf16", "false", *lora])[2])
+    config = AdoraGRPOConfig(
+        output_dir="nowhere",
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=32,
+        report_to="none",
+        **options,
+    )
+    keys = model_keys("tiny", config, peft_config, quantised=quantised)
+    request = RunRequest(
+        config=config,
+        model=ModelSource(keys=keys, peft_config=peft_config),
+        rows=Datasets(Dataset.from_list(rows * 8)),
+        rewards=rewards,
+    )
+    run = run_checks(request, RunContext.of_launch("leave"))
+    return settings_of(run)
+
+
+PYTHON: dict[str, dict[str, Any]] = {
+    "Python, defaults": {},
+    "Python, many keys": {
+        "rewards": ["easyr1", {"accuracy": {"rounding": True}}],
+        "reward_weights": [1, 0.5],
+        "adora_method": {
+            "dapo": None,
+            "adora": {"factor": {"start": 0.1, "end": 1, "shape": "linear", "steps": [0, 10]}},
+        },
+        "adora_stock_step": ["share_prompt"],
+        "adora_truncated": "eos",
+        "adora_rollouts": {"refill": 2},
+        "adora_freeze": "vision_tower",
+        "learning_rate": 1e-5,
+        "max_steps": 10,
+        "lr_scheduler_type": "constant",
+    },
+    "Python, an adapter in 4 bits": {
+        "lora": ["--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj"],
+        "quantised": BitsAndBytesConfig(load_in_4bit=True),
+        "adora_method": "grpo",
+        "model_init_kwargs": {"dtype": "bfloat16"},
+    },
+}
+
+
+def fingerprints() -> dict[str, dict[str, str]]:
+    """Those of all shipped configs and of the runs from Python, by their names."""
+    with TemporaryDirectory() as folder:
+        words = ["--rows", str(NUMBER_OF_ROWS), "--test-rows", "4"]
+        for kind in ("synthetic", "knights"):
+            assert data_prep([kind, "--output", str(Path(folder, kind)), *words]) == 0
+        by_name = {}
+        for name in PAIRS:
+            kind = "knights" if TINY.get(name) == "tiny_text" else "synthetic"
+            by_name[name] = of_config(name, Path(folder, kind))
+    return by_name | {name: of_python(**options) for name, options in PYTHON.items()}
+
+
+def written(by_name: dict[str, dict[str, str]]) -> str:
+    """The content of the file: what all have in common once, and of each the rest."""
+    common = dict(set.intersection(*(set(settings.items()) for settings in by_name.values())))
+    rest = {
+        name: {key: value for key, value in settings.items() if key not in common}
+        for name, settings in by_name.items()
+    }
+    return json.dumps({"all": common, **rest}, indent=1, sort_keys=True) + "\n"
+
+
+@pytest.mark.slow
+@pytest.mark.core
+def test_fingerprints_of_shipped_configs_and_of_python_are_the_stored_ones(no_weights):
+    assert written(fingerprints()) == STORED.read_text()
+
+
+if __name__ == "__main__":
+    STORED.write_text(written(fingerprints()))
+    sys.exit()

@@ -1,0 +1,124 @@
+"""Each value is converted once and the methods are built once, on every way into a run."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from PIL import Image
+
+from adora_vl.config import AdoraGRPOConfig, command, methods, values
+from adora_vl.config.command import read
+from adora_vl.config.dry_run_options import DryRunOptions
+from adora_vl.config.run_context import RunContext
+from adora_vl.doctor import __main__ as doctor
+from adora_vl.preflight.python_inputs import Datasets
+from adora_vl.preflight.request import ModelSource, RunRequest, model_keys
+from adora_vl.preflight.run_checks import run_checks
+from adora_vl.prepare import prepare, prepare_on_paper
+from tests.support.recipes import CONFIGS
+
+CPU: dict[str, Any] = {"use_cpu": True, "bf16": False}
+KEYS: dict[str, Any] = {
+    "learning_rate": 1e-4,
+    "temperature": 0.9,
+    "num_generations": 4,
+    "per_device_train_batch_size": 8,
+    "max_completion_length": 32,
+    "adora_method": {"dapo": {}, "adora": {"factor": 0.2, "criteria": ["length"]}},
+    "adora_rollouts": {"refill": 1},
+    "adora_freeze": ["vision_tower"],
+    "adora_truncated": 16,
+    "weight_decay": 0.1,
+    "warmup_steps": 2,
+}
+
+
+class Counted:
+    """How often the value of each key was converted, and how often methods were built."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.conversions: Counter[str] = Counter()
+        self.builds = 0
+        self._depth = 0
+        self._convert = values.convert
+        self._build_methods = methods.build_methods
+        for module in (values, command, methods):
+            monkeypatch.setattr(module, "convert", self.convert)
+        monkeypatch.setattr(methods, "build_methods", self.build_methods)
+
+    def convert(self, key: str, value: object, hint: object) -> object:
+        # Entries of a list and options of a block are converted within the key's own conversion.
+        if self._depth == 0:
+            self.conversions[key] += 1
+        self._depth += 1
+        try:
+            return self._convert(key, value, hint)
+        finally:
+            self._depth -= 1
+
+    def build_methods(
+        self, value: str | Mapping[str, Any], functions: Mapping[str, Any]
+    ) -> methods.MethodSet:
+        self.builds += 1
+        return self._build_methods(value, functions)
+
+
+def words_of(output_dir: Path, **keys: object) -> list[str]:
+    named = {
+        **CPU,
+        **KEYS,
+        **keys,
+        "model_name_or_path": "tiny",
+        "dataset_name": "synthetic",
+        "adora_synthetic_rows": 16,
+        "output_dir": output_dir,
+    }
+    return [f"--{key}={value}" for key, value in named.items()]
+
+
+def from_python(output_dir: Path) -> None:
+    row = {
+        "prompt": [{"role": "user", "content": "Find x."}],
+        "images": [Image.new("RGB", (56, 56))],
+        "answer": "1",
+    }
+    config = AdoraGRPOConfig(output_dir=str(output_dir), **CPU, **KEYS)
+    request = RunRequest(
+        config=config,
+        model=ModelSource(keys=model_keys("tiny", config, None)),
+        rows=Datasets(Dataset.from_list([row] * 8)),
+        rewards="accuracy",
+    )
+    run_checks(request, RunContext.of_launch("leave"))
+
+
+@pytest.mark.slow
+@pytest.mark.core
+def test_every_value_is_converted_once_and_methods_are_built_once_on_every_way(
+    tmp_path, monkeypatch, subtests, no_weights
+):
+    nothing: Callable[[object], list[object]] = lambda run: []  # noqa: E731
+    monkeypatch.setattr(doctor, "paper_checks", nothing)
+    monkeypatch.setattr(doctor, "engine_checks", nothing)
+    gpu = ["--config", str(CONFIGS / "train" / "adora_3b_1gpu_lora.yaml")]
+    launcher = DryRunOptions(accelerate_config=CONFIGS / "accelerate" / "gpu1.yaml")
+    ways: dict[str, Callable[[], object]] = {
+        "command": lambda: prepare(read(words_of(tmp_path / "command"))),
+        "dry run": lambda: prepare_on_paper(read(words_of(tmp_path / "paper")), DryRunOptions()),
+        "dry run for another machine": lambda: prepare_on_paper(read(gpu), launcher),
+        "doctor": lambda: doctor.diagnose(read(words_of(tmp_path / "doctor"))),
+        "Python": lambda: from_python(tmp_path / "python"),
+    }
+    counted = Counted(monkeypatch)
+    for name, way in ways.items():
+        with subtests.test(name):
+            counted.conversions.clear()
+            counted.builds = 0
+            way()
+            again = {key: number for key, number in counted.conversions.items() if number > 1}
+            assert again == {}
+            assert {"adora_method", "learning_rate"} <= counted.conversions.keys()
+            assert counted.builds == 1

@@ -1,0 +1,64 @@
+"""What a person meets first: the list of commands, a line before a silence, the notebooks' runs."""
+
+import ast
+import json
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from adora_vl.__main__ import COMMANDS, main
+from adora_vl.utils.cli import announce_reading
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_package_lists_its_commands(capsys):
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    for name in COMMANDS:
+        assert f"python -m {name} " in printed
+        runs = find_spec(name) if "." in name else None
+        main_file = find_spec(f"{name}.__main__") if runs is None or _is_package(name) else runs
+        assert main_file is not None and main_file.origin is not None
+        assert "__main__" in Path(main_file.origin).read_text() or main_file.name.endswith("main__")
+    assert main(["migrate"]) == 2
+    assert "write python -m adora_vl.migrate" in capsys.readouterr().err
+    assert main(["trian"]) == 2
+    assert "did you mean 'train'?" in capsys.readouterr().err
+
+
+def _is_package(name: str) -> bool:
+    """Whether a module is a folder, which runs by its `__main__`."""
+    spec = find_spec(name)
+    return spec is not None and spec.submodule_search_locations is not None
+
+
+def test_one_line_is_said_before_the_imports(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", object())
+    announce_reading(15)
+    assert capsys.readouterr().err == "", "the libraries are there"
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setenv("RANK", "1")
+    announce_reading(15)
+    assert capsys.readouterr().err == "", "the first process says it"
+    monkeypatch.setenv("RANK", "0")
+    announce_reading(15)
+    captured = capsys.readouterr()
+    assert captured.err == "Reading config and libraries, about 15 s\n" and captured.out == ""
+
+
+def test_the_notebooks_open_what_the_demo_leaves():
+    script = (ROOT / "setup/demo.sh").read_text()
+    [folder] = re.findall(r'^out="\$\{1:-(.+)\}"$', script, re.M)
+    left = {f"../{folder}/{run}" for run in re.findall(r'\$out/(\w+)"', script)}
+    for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        cells = json.loads(notebook.read_text())["cells"]
+        code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+        texts = {
+            node.value
+            for node in ast.walk(ast.parse(code))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        named = {text for text in texts if text.startswith("../runs/")}
+        assert named <= left, f"{notebook.name}: {named - left} is not what setup/demo.sh writes"

@@ -1,0 +1,249 @@
+"""The reward `steps`: what a response earns for true claims on its figure."""
+
+import json
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from adora_vl.advantage.adora import Adora
+from adora_vl.evals.records import Graded, RowGrade
+from adora_vl.evals.scoring.steps import step_figures, step_lines
+from adora_vl.geometry.figure import written
+from adora_vl.geometry.text import form_of_text
+from adora_vl.geometry.verdict import verdict
+from adora_vl.preflight.check_rewards import check_criteria
+from adora_vl.report.run_view import ROLLOUT, load_run
+from adora_vl.rewards.choose import check_sums, choose_rewards, reachable
+from adora_vl.rewards.explain import main
+from adora_vl.rewards.steps import StepsReward, work_of, worked_part
+from adora_vl.utils.errors import UserError
+from tests.support.recorded_runs import write_run
+
+FACTS = """
+triangle ABC
+AB = BC, AB = 13, AC = 10
+D on AC
+BD perpendicular AC
+find area ABC
+"""
+GOOD = r"AD = 5. BD = \sqrt{13^2 - 5^2} = 12. \boxed{60}"
+FALSE = r"AD = 6. BD = \sqrt{13^2 - 5^2} = 12. \boxed{60}"
+BARE = r"\boxed{60}"
+
+
+@pytest.fixture(scope="module")
+def drawn() -> str:
+    """The figure of the facts, as a row stores it."""
+    result = verdict(form_of_text(FACTS))
+    assert result.figure is not None
+    return written(result.figure)
+
+
+def scores(reward: StepsReward, texts: list[str], figures: list[str | None], **columns: Any) -> Any:
+    """The rewards of texts, as the trainer calls for them."""
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    return reward(completions, figure=figures, **columns)
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        (GOOD, 1.0),
+        (FALSE, 1 / 4),  # one error costs three new claims
+        (BARE, 0.0),
+        ("AB = 13. 2AB = 26. AC/2 = 5. AB + AC = 23.", 0.0),  # given, and arithmetic on it
+        ("AD = 5. " * 50, 1.0),  # saying it again earns no more
+        ("AD = 5. AD = 5. AD = 6. AD = 6. AD = 6.", 1 / 4),
+        ("The side is thirteen, so half of it is not needed. h = 3.", 0.0),
+        ("area of triangle ABC = 60", 0.0),  # the answer itself is no step
+        (rf"{BARE} AD = 5. BD = 12.", 0.0),  # behind the box
+        ("AD = 1. AD = 2. AD = 3. AD = 4. AD = 5. BD = 12.", 2 / 14),  # guesses
+    ],
+)
+def test_a_response_earns_the_share_of_what_is_true(drawn: str, text: str, share: float) -> None:
+    assert scores(StepsReward({}), [text], [drawn]) == [pytest.approx(share)]
+
+
+def test_a_row_without_a_figure_has_no_reward(drawn: str) -> None:
+    assert scores(StepsReward({}), [GOOD, GOOD], [None, drawn]) == [None, 1.0]
+
+
+def test_with_gate_a_wrong_answer_earns_nothing(drawn: str) -> None:
+    reward = StepsReward({"gate": True})
+    wrong = GOOD.replace("60", "61")
+    rewards = scores(reward, [GOOD, FALSE, BARE, wrong], [drawn] * 4, answer=["60"] * 4)
+    assert rewards == [1.0, pytest.approx(0.5 + 0.5 / 4), 0.5, 0.0]
+
+
+def test_the_reward_depends_on_response_and_row_alone(drawn: str) -> None:
+    """A resumed run needs nothing of it: no order, no batch and no earlier call changes a score."""
+    texts = [GOOD, FALSE, BARE, "AD = 5.", "BD = 11. AD = 5.", ""]
+    one_by_one = [scores(StepsReward({}), [text], [drawn])[0] for text in texts]
+    reward = StepsReward({})
+    for seed in range(5):
+        order = list(range(len(texts)))
+        random.Random(seed).shuffle(order)
+        together = scores(reward, [texts[number] for number in order], [drawn] * len(texts))
+        assert together == [one_by_one[number] for number in order]
+
+
+def test_it_logs_shares_and_shows_the_claims(drawn: str) -> None:
+    logged: dict[str, float] = {}
+    shown: dict[str, list[Any]] = {}
+    scores(
+        StepsReward({}),
+        [GOOD, FALSE, BARE, GOOD],
+        [drawn, drawn, drawn, None],
+        answer=["60"] * 4,
+        log_metric=logged.__setitem__,
+        log_extra=shown.__setitem__,
+    )
+    assert logged.pop("steps/ms") > 0
+    assert logged == {
+        "steps/figures": 0.75,
+        "steps/new": pytest.approx(2 / 3),
+        "steps/false": pytest.approx(1 / 3),
+        "steps/unread": 0.0,
+        "steps/lucky": pytest.approx(2 / 3),  # one with an error, one bare
+    }
+    assert shown["new"] == [2, 1, 0, None]
+    assert shown["false"] == [0, 1, 0, None]
+    spans = json.loads(shown["steps"][1])
+    start, end, _ = spans[0]
+    assert FALSE[start:end] == "AD = 6"
+    assert [name for _, _, name in spans] == ["false", "new", "again"]
+    assert shown["steps"][3] is None
+
+
+def test_the_measure_of_work_is_never_negative(drawn: str) -> None:
+    assert work_of(GOOD, drawn).measure == 2
+    assert work_of(FALSE, drawn).measure == 0
+    assert work_of("AD = 6. ∠BAC = 20. AD = 7.", drawn).measure == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        (r"a \boxed{1} b \boxed{x = \frac{1}{2}} c", r"a \boxed{1} b \boxed{x = \frac{1}{2}}"),
+        (r"a \boxed{1", r"a \boxed{1"),
+        ("no box", "no box"),
+        (r"\boxed", r"\boxed"),
+    ],
+)
+def test_what_stands_behind_the_last_box_is_not_read(text: str, part: str) -> None:
+    assert worked_part(text) == part
+
+
+def test_mistakes_are_refused_with_a_remedy(drawn: str) -> None:
+    with pytest.raises(UserError, match="needs the column 'figure'"):
+        StepsReward({})(["AB = 13"], answer=["60"])
+    with pytest.raises(UserError, match="is no solved figure"):
+        work_of(GOOD, '{"at": {}}')
+    with pytest.raises(UserError, match="does not fulfil its facts"):
+        work_of(GOOD, drawn.replace("13", "14"))
+    with pytest.raises(UserError, match="no column 'answer'"):
+        scores(StepsReward({"gate": True}), [GOOD], [drawn])
+    with pytest.raises(UserError, match=r"adora_reward.steps: unknown option 'gates'"):
+        choose_rewards([{"steps": {"gates": True}}])
+    with pytest.raises(UserError, match="is not true or false"):
+        choose_rewards([{"steps": {"gate": 1}}])
+
+
+def test_a_run_knows_its_range_and_its_column() -> None:
+    chosen = choose_rewards(["accuracy", {"steps": {"gate": True}}])
+    assert chosen.entries == ("accuracy", "steps")
+    assert [function.__name__ for function in chosen.functions] == [
+        "accuracy_reward",
+        "steps_reward",
+    ]
+    assert reachable(["accuracy", "steps"], [1.0, 0.2]) == (0.0, 1.2)
+    check_sums(["accuracy", "steps"], [1.0, 0.2], 0.5)
+    with pytest.raises(UserError, match="needs the column 'figure'"):
+        chosen.check_columns({"answer", "problem"})
+    chosen.check_columns({"answer", "problem", "figure"})
+
+
+def test_explain_shows_each_claim(
+    tmp_path: Any, drawn: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = tmp_path / "facts.txt"
+    facts.write_text(FACTS, encoding="utf-8")
+    response = tmp_path / "response.txt"
+    response.write_text(f"AB = 13. 2AB = 26. h = 3. {FALSE}", encoding="utf-8")
+    assert main(["--figure", str(facts), "--response", str(response)]) == 0
+    printed = capsys.readouterr().out
+    for line in (
+        "true, given        AB = 13",
+        "true, nothing new  2AB = 26",
+        "unread             h = 3",
+        "false              AD = 6",
+        "steps 0.25   new 1, false 1, unread 1, of 6 claims",
+    ):
+        assert line in printed
+    stored = tmp_path / "figure.json"
+    stored.write_text(drawn, encoding="utf-8")
+    assert main(["--figure", str(stored), "--response", "AD = 5"]) == 0
+    assert "true, new" in capsys.readouterr().out
+    open_facts = tmp_path / "open.txt"
+    open_facts.write_text("triangle ABC\nfind AB", encoding="utf-8")
+    assert main(["--figure", str(open_facts), "--response", "AB = 5"]) == 2
+    assert "has no figure to check claims on" in capsys.readouterr().err
+    assert main(["--figure", str(tmp_path / "none"), "--response", "AB = 5"]) == 2
+
+
+def test_adora_by_work_is_refused_where_nothing_measures_it() -> None:
+    config: Any = SimpleNamespace(
+        methods=SimpleNamespace(chosen={"adora": Adora(criteria=("working",))})
+    )
+    check_criteria(config, choose_rewards(["accuracy", "steps"]))
+    with pytest.raises(UserError, match="add steps to adora_reward, with weight 0"):
+        check_criteria(config, choose_rewards(["accuracy"]))
+    config.methods.chosen = {"adora": Adora()}
+    check_criteria(config, choose_rewards(["accuracy"]))
+
+
+def test_an_evaluation_says_how_many_claims_are_true_and_how_much_is_luck(drawn: str) -> None:
+    rows: list[Any] = [
+        {"pid": str(number), "response": text, "figure": drawn}
+        for number, text in enumerate([GOOD, FALSE, BARE])
+    ]
+    rows.append({"pid": "3", "response": GOOD})
+    graded = [Graded(row["pid"], RowGrade("correct", None, "")) for row in rows]
+    figures = step_figures(rows, graded)
+    assert figures is not None
+    assert figures["answers"] == 3
+    assert figures["true"]["value"] == pytest.approx(1.0)
+    assert figures["false"]["value"] == pytest.approx(1 / 3)
+    assert figures["lucky"]["count"] == 2
+    assert "right by luck: 66.7 % " in step_lines(figures)[2]
+    assert step_figures(rows[3:], graded[3:]) is None
+    wrong = [Graded("0", RowGrade("wrong", None, ""))]
+    figures = step_figures(rows[:1], wrong)
+    assert figures is not None and step_lines(figures)[2] == "right by luck: no answer is right"
+
+
+def test_the_page_of_a_run_has_the_places_of_claims_and_says_what_is_luck(
+    tmp_path: Any, drawn: str
+) -> None:
+    """JavaScript counts a smiley as two characters."""
+    text = f"😀 {FALSE}"
+    work = work_of(text, drawn)
+    texts: dict[str, Any] = {
+        "completion": text,
+        "new": work.new,
+        "false": work.false,
+        "steps": work.spans(),
+    }
+    view = load_run(write_run(tmp_path / "run", 1, **texts), 100)
+    names = list(ROLLOUT)
+    rollouts = [rollout for group in view.groups for rollout in group["rollouts"]]
+    by_verdict = {rollout[names.index("verdict")]: rollout for rollout in rollouts}
+    first = by_verdict["correct"][names.index("steps")][0]
+    units = text.encode("utf-16-le")
+    assert units[2 * first[0] : 2 * first[1]].decode("utf-16-le") == "AD = 6"
+    assert by_verdict["correct"][names.index("luck")] == "lucky"
+    assert by_verdict["wrong"][names.index("luck")] is None
+    without = load_run(write_run(tmp_path / "without", 1), 100)
+    assert without.groups[0]["rollouts"][0][names.index("steps")] is None

@@ -1,0 +1,130 @@
+"""What a card needs of an engine, as far as a machine without one can tell."""
+
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from adora_vl.record.card_memory import CardMemory
+from adora_vl.rollout.engine import AdoraVLLMGeneration
+from adora_vl.rollout.engine_settings import compute_products_exactly, refuse_taken_card
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import GIB
+from adora_vl.utils.launch import prepare_engine_environment
+
+
+def test_flashinfer_is_not_asked_for_a_sampler_that_no_rollout_uses(monkeypatch):
+    monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER", raising=False)
+    prepare_engine_environment()
+    from vllm import envs
+
+    assert envs.environment_variables["VLLM_USE_FLASHINFER_SAMPLER"]() is False
+    monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "1")
+    prepare_engine_environment()
+    assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "1", "what the user has set stays"
+
+
+def test_a_float32_engine_multiplies_in_float32(monkeypatch):
+    knobs = pytest.importorskip("triton.knobs")
+    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    for dtype in ("bfloat16", "torch.float16"):
+        compute_products_exactly(dtype)
+        assert "TRITON_F32_DEFAULT" not in os.environ
+    compute_products_exactly("torch.float32")
+    assert knobs.language.fp32_default == "ieee"
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32")
+    compute_products_exactly("float32")
+    assert os.environ["TRITON_F32_DEFAULT"] == "tf32", "what the user has set stays"
+
+
+class CountedEngine:
+    """An engine that notes what is asked of it. A part of it refers back, as vLLM's parts do."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+        self.base = SimpleNamespace(come_back=lambda: calls.append("base"))
+        self.llm_engine = SimpleNamespace(engine_core=self, engine=self)
+
+    def wake_up(self) -> None:
+        """Note that the memory came back."""
+        self.calls.append("wake")
+
+    def shutdown(self) -> None:
+        """Note the end."""
+        self.calls.append("shutdown")
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_an_engine_is_woken_before_it_ends_and_leaves_nothing_behind(sleeps):
+    calls: list[str] = []
+    generation: Any = object.__new__(AdoraVLLMGeneration)
+    generation.enable_sleep_mode = sleeps
+    generation.llm = CountedEngine(calls)
+    left = weakref.ref(generation.llm)
+    generation.shut_down()
+    assert calls == [*(["wake"] if sleeps else []), "shutdown", "base"]
+    assert generation.llm is None and left() is None, "a second training finds its memory"
+
+
+def test_a_card_that_is_taken_is_named_before_weights_are_loaded(monkeypatch):
+    config: Any = SimpleNamespace(
+        use_vllm=True,
+        vllm_mode="colocate",
+        use_cpu=False,
+        vllm_gpu_memory_utilization=0.65,
+        device=torch.device("cuda", 0),
+    )
+    refuse_taken_card(config)  # no card is here
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * GIB, 80 * GIB))
+    refuse_taken_card(config)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * GIB, 80 * GIB))
+    with pytest.raises(UserError, match=r"0.65 is 52 of 80 GiB, and 40 GiB of this card are free"):
+        refuse_taken_card(config)
+    for key, value in (("use_vllm", False), ("vllm_mode", "server"), ("use_cpu", True)):
+        other_config: Any = SimpleNamespace(**{**vars(config), key: value})
+        refuse_taken_card(other_config)
+
+
+@pytest.mark.parametrize("sleep_mode", [True, False])
+def test_the_memory_of_a_card_is_logged_awake_and_asleep(sleep_mode, monkeypatch):
+    free = {"bytes": 80 * GIB}
+    peak = {"bytes": 0}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free["bytes"], 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: peak["bytes"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.update(bytes=0))
+    logged: list[tuple[str, float]] = []
+    memory = CardMemory(
+        lambda name, value: logged.append((name, value)),
+        largest=lambda value: value + 1,
+        device=torch.device("cuda", 0),
+        sleep_mode=sleep_mode,
+    )
+
+    @contextmanager
+    def clock(name: str) -> Iterator[None]:
+        yield
+        free["bytes"] = 70 * GIB
+
+    free["bytes"] = 20 * GIB
+    peak["bytes"] = 50 * GIB
+    if sleep_mode:
+        with memory.phase("sleep", clock):
+            pass
+        peak["bytes"] = 19 * GIB
+    end: Any = (None, None, None)
+    memory.on_step_end(*end)
+    policy = 20.0 if sleep_mode else 51.0
+    assert logged == [("memory/rollout", 61.0), ("memory/policy", policy)]
+    logged.clear()
+    peak["bytes"] = 18 * GIB
+    memory.on_step_end(*end)
+    expected = [("memory/policy", 19.0)]
+    if not sleep_mode:
+        expected = [("memory/rollout", 61.0), *expected]
+    assert logged == expected, "a second step of the generation has no rollouts of its own"
