@@ -287,10 +287,8 @@ def test_both_spellings_and_what_is_left_for_trl():
         ["--config", "x.yaml", "--dry_run", "--card_gib=24", "--seed", "3", "--rows", "9"]
     )
     assert rest == ["--config", "x.yaml", "--seed", "3"]
-    assert (options.card_gib, options.rows) == (
-        24.0,
-        9,
-    )
+    assert options.card_gib == 24.0
+    assert options.rows == 9
     with pytest.raises(UserError, match="--processes: '0' is not a whole number from 1 on; see"):
         take_options(["--processes", "0"])
 
