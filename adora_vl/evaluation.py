@@ -21,6 +21,7 @@ from adora_vl.evals.inference.local import Conversations
 from adora_vl.evals.inference.runner import Ask, answer, refuse_control_tokens
 from adora_vl.evals.inference.views import VIEWS, shown_as
 from adora_vl.evals.scoring.files import figures_in_training
+from adora_vl.rollout.stopping import StopCriteria
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 
@@ -203,10 +204,10 @@ class SamplerEngine(Conversations):
             sample,
             max_tokens,
             256,
-            ended=lambda ids: not ids or ids[-1] in trainer.eos_token_ids,
-            any_rank=trainer.pool.on_any_rank,
+            stop=StopCriteria(frozenset(trainer.eos_token_ids)),
+            any_rank=trainer.rollouts.groups.on_any_rank,
         )
-        self.turns = trainer.pool.tool_loop
+        self.turns = trainer.rollouts.groups.tool_loop
 
 
 class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
@@ -246,7 +247,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
     def _evaluate(self, step: int) -> None:
         """Evaluate all tasks. Collective: every rank samples, and gathers the answers of all."""
         accelerator = self.trainer.accelerator
-        with self.trainer.pool.guard.watching(), self.trainer.sampler.awake():
+        with self.trainer.rollouts.guard.watching(), self.trainer.sampler.awake():
             answers_by_task = [self._answer(task) for task in self.plan.tasks]
         tags = asks_for_answer_tags(self.system_prompt, self.plan.prompt)
         for task, answers in zip(self.plan.tasks, answers_by_task, strict=True):

@@ -27,11 +27,15 @@ from adora_vl.rollout.agreement import SelfCheck, begin_drift_check
 from adora_vl.rollout.importance import ImportanceRatio
 from adora_vl.rollout.prompt_tokens import never_sample, never_sampled_ids
 from adora_vl.rollout.samplers import AsyncServerSampler, Sampler, TransformersSampler, VLLMSampler
+from adora_vl.rollout.stopping import StopCriteria
 from adora_vl.rollout.turns import ToolLoop, Tools
 from adora_vl.training.advantages import AdvantageComputer
 from adora_vl.training.batch_builder import BatchBuilder
 from adora_vl.training.entropy_bonus import EntropyBonus
-from adora_vl.training.generation import Generation
+from adora_vl.training.first_answers import FirstAnswers
+from adora_vl.training.generation import PresentGeneration
+from adora_vl.training.generation_sampler import GenerationSampler, LateDriftCheck, RowsAhead
+from adora_vl.training.group_sampler import GroupSampler, PromptReader
 from adora_vl.training.guards import (
     DriftGuard,
     GenerationGuard,
@@ -42,10 +46,9 @@ from adora_vl.training.guards import (
 from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.optimizer_steps import ScaledRate, SkipBadSteps
 from adora_vl.training.pool import Pool
-from adora_vl.training.pool_ahead import PoolAhead
-from adora_vl.training.scoring import Grader, RewardFunctions, StopCriteria
+from adora_vl.training.scoring import RewardFunctions, Scorer
 from adora_vl.training.unfinished import UnfinishedGeneration
-from adora_vl.types import Row, StepContext
+from adora_vl.types import StepContext
 
 
 class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
@@ -80,12 +83,12 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         self._make_guards(context)
         to_device = super(GRPOTrainer, self)._prepare_inputs
         reward_guard = RewardGuard(context)
-        rewards = self._reward_functions(reward_guard, to_device)
+        self.rewards = self._reward_functions(reward_guard, to_device)
         decode = partial(self._tokenizer.decode, skip_special_tokens=True)
-        ends = StopCriteria.of(
+        stop = StopCriteria.of(
             {*self.eos_token_ids, context.pad_id}, args.generation_kwargs or {}, decode
         )
-        grader = Grader(
+        self.scorer = Scorer(
             context=context,
             guard=reward_guard,
             weights_F=self.reward_weights,
@@ -103,28 +106,25 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             decode=decode if self.toolbox else None,
             view=toolbox.view if toolbox is not None else None,
         )
-        logger = self._metrics_logger(context)
-        builder = BatchBuilder(
+        self.pool = Pool(context, self.train_dataset, tools=self.toolbox is not None)
+        self.prompts = PromptReader(self.images)
+        self.rows_ahead = RowsAhead()
+        self.rollouts = self._generation_sampler(context, stop)
+        self.generation_log = self._metrics_logger(context)
+        self.first_answers = FirstAnswers()
+        self.builder = BatchBuilder(
             context=context,
             images=self.images,
             processor=self.processing_class,
-            ends=ends,
-            rewards=rewards,
-            grader=grader,
+            ends=stop,
             to_device=to_device,
-            score=self._score,
-            advantages=self.advantages,
-            drift_guard=self.drift_guard,
-            watcher=logger,
-            phase=self.clock.phase,
             scored=self.sampler.scores,
             multiple=self.pad_to_multiple_of,
             tools=self.toolbox is not None,
+            has_stale=self.pool.has_stale,
             other_images=any(extension.changes_images for extension in self.extensions),
         )
-        self.pool = self._pool(context, builder)
-        self._generation: Generation | None = None  # the one that is being learned from
-        self._collecting: Generation | None = None  # the one that is being sampled and graded
+        self._generation: PresentGeneration | None = None
         self.log_multimodal = trackers.logs_images(args)
         if not self.use_vllm:
             never_sample(
@@ -222,35 +222,26 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             bytes_sent=bytes_sent,
         )
 
-    def _pool(self, context: StepContext, builder: BatchBuilder) -> Pool:
-        """The pool that fills generations, with servers that sample ahead where the run asks."""
-        pool_class: Callable[..., Pool] = Pool
-        if self.args.adora_rollouts.ahead:
-            pool_class = partial(
-                PoolAhead,
-                next_rows=self._rows_after,
-                request_drift=partial(begin_drift_check, self, self.drift_guard.check),
-            )
-        return pool_class(
+    def _generation_sampler(self, context: StepContext, stop: StopCriteria) -> GenerationSampler:
+        """What draws, schedules and samples the groups of each generation."""
+        groups = GroupSampler(
             context=context,
-            images=self.images,
+            prompts=self.prompts,
             sampler=self.sampler,
-            builder=builder,
-            guard=GenerationGuard(context, control_tokens(self.processing_class)),
+            stop=stop,
             extensions=self.extensions,
-            phase=self.clock.phase,
-            dataset=self.train_dataset,
             tool_loop=self._tool_loop(),
-            environments=self.run.tools.environments,
         )
-
-    def _rows_after(self, row_numbers: list[int], distance: int) -> list[Row]:
-        """The rows of the generation `distance` after the one whose rows have these numbers.
-
-        The loader's order exists once the training has begun.
-        """
-        rows: list[Row] = self._distinct_rows.rows_after(row_numbers, self._row_order, distance)
-        return rows
+        return GenerationSampler(
+            context=context,
+            pool=self.pool,
+            groups=groups,
+            guard=GenerationGuard(context, control_tokens(self.processing_class)),
+            phase=self.clock.phase,
+            environments=self.run.tools.environments,
+            rows_ahead=self.rows_ahead.after,
+            late_drift=LateDriftCheck(partial(begin_drift_check, self, self.drift_guard.check)),
+        )
 
     def _tool_loop(self) -> ToolLoop | None:
         """What answers the policy's calls; None without tools."""

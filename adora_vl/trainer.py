@@ -13,12 +13,13 @@ not enough.
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate.utils import is_peft_model
+from accelerate.utils import gather_object, is_peft_model
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -63,12 +64,14 @@ from adora_vl.record.manifest import end_manifest, failure_noted, write_manifest
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import engine_settings
 from adora_vl.rollout.prompt_tokens import folder_settings_left_out
-from adora_vl.rollout.rollouts import StepKey
+from adora_vl.rollout.rollouts import RolloutGroup, StepKey, row_for_rewards
 from adora_vl.rollout.samplers import AsyncServerSampler
 from adora_vl.rollout.weight_sync import refuse_unmergeable
-from adora_vl.training.generation import Generation
+from adora_vl.training.generation import Generation, PresentGeneration, ScoredGroups
 from adora_vl.training.guards import errors_with_step
-from adora_vl.types import Batch, Row
+from adora_vl.training.rollout_facts import rows_of_rank
+from adora_vl.training.schedule import OVERSAMPLE, groups_for
+from adora_vl.types import Batch, Row, loss_mask
 from adora_vl.utils import compat
 from adora_vl.utils.errors import RunError, UserError
 from adora_vl.utils.files import usual_modes
@@ -317,7 +320,7 @@ class AdoraGRPOTrainer(TrainerParts):
                 present = self._generation = self._sample(generation_batch)
             micro_batch = present.micro_batches[self._step % self.shape.steps]
         if self.model.training and self.accelerator.sync_gradients:
-            self.pool.before_weights_change()
+            self.rollouts.before_weights_change()
         return micro_batch
 
     @property
@@ -328,18 +331,16 @@ class AdoraGRPOTrainer(TrainerParts):
         """
         return regroups(self.args) and not regroup_obstacle(self.args)
 
-    def _sample(self, rows: list[Row]) -> Generation:
+    def _sample(self, rows: list[Row]) -> PresentGeneration:
         """A generation from these rows, ready to be learned from."""
+        key = self._step_key
         with self._engine_awake():
             # TRL's name for it, which a subclass may override
             batch = self._generate_and_score_completions(rows)
-        generation = self._collecting
-        assert generation is not None
-        generation.batch = batch
-        generation.micro_batches = self.batcher.split(generation.batch, generation.key.position)
-        generation.release()
-        self._collecting = None
-        return generation
+        return PresentGeneration(
+            first_micro_step=self._first_micro_step,
+            micro_batches=self.batcher.split(batch, key.position),
+        )
 
     def _engine_awake(self) -> AbstractContextManager[None]:
         """Inside, the engine stays awake from the first batch of dynamic sampling to the last.
@@ -357,7 +358,8 @@ class AdoraGRPOTrainer(TrainerParts):
         Stock TRL processes the image of every copy of a row twice, samples, makes a pass for the
         old log-probabilities whenever vLLM samples, grades, and returns group-normalised
         advantages. Ours processes each image once, makes that pass only if it is needed, replaces
-        groups without signal, and then weighs all together.
+        groups without signal, and then weighs all together. Every rank goes through the stages
+        together.
         """
         self.prefetch.finish()
         training = self.model.training
@@ -365,19 +367,142 @@ class AdoraGRPOTrainer(TrainerParts):
             trackers.empty(self._logs)
         if training and self._step == self._step_began:
             self.unfinished.begins(self._step, self._facts())
-        generation = Generation(
-            rows=inputs,
-            key=self._step_key,
-            group_size=self.num_generations if training else self.num_generations_eval,
-            first_micro_step=self._step - self._step % self.shape.cycle,
-        )
-        self.pool.fill(generation)
-        if training:
-            self.prefetch.start()
-        # Where nothing more is made of it, its rows and images are not held while the policy
-        # learns.
-        self._collecting = generation if training and self._cuts else None
-        return generation.batch
+        group_size = self.num_generations if training else self.num_generations_eval
+        generation = self.pool.generation_at(self._step_key, group_size, inputs)
+        # 1. Draw: images can be read, environments are reset.
+        drawn = self.rollouts.draw(generation, inputs)
+        if not training:
+            with self.rollouts.sampling():
+                groups = self.rollouts.sample_all(generation, drawn)
+            return self._evaluated(self._score(generation, groups))
+        # From here a run that dies before it learns goes on.
+        self.pool.begin_step(generation)
+        with self.rollouts.sampling():
+            # 2. Schedule: which groups begin or go on, and how far.
+            self.rollouts.schedule(generation, drawn)
+            # 3. Sample, with all turns.
+            groups = self.rollouts.sample(generation, drawn)
+        # 4. Select: complete groups, equally many on every rank; the others wait.
+        selected = self.pool.select(groups, most=self.pool.slots)
+        # 5. Build, and 6. score.
+        scored = self._score(generation, selected)
+        # 7. Refill: groups without signal give their slots to further problems.
+        scored = self._refill(generation, scored)
+        # 8. Weigh, once.
+        batch = self._weigh(generation, scored)
+        self.prefetch.start()
+        return batch
+
+    def _score(self, generation: Generation, groups: Sequence[RolloutGroup]) -> ScoredGroups:
+        """Stages 5 and 6: make complete groups into a batch, score it, and judge all ranks' groups.
+
+        Collective: every rank has equally many groups.
+
+        Args:
+            generation: that the groups are scored for.
+            groups: of this rank, complete.
+
+        Raises:
+            RunError: a reward function failed, or no rollout has a reward.
+            RolloutError: the engine and the policy drift apart.
+        """
+        is_training = generation.key.mode == "train"
+        step = generation.key.step
+        built = self.builder.build(generation, groups, self.prompts.take(groups, generation))
+        self._add_logps(built.batch, generation.key.mode)
+        with self.clock.phase("grading"):
+            function_scores = self.rewards(
+                [row_for_rewards(*pair) for pair in zip(built.rows, built.rollouts, strict=True)],
+                built.prompts.messages,
+                built.answers,
+                [rollout.policy_tokens for rollout in built.rollouts],
+                thinking_opened=built.thinking_opened,
+                state=self.state,
+            )
+        facts = self.scorer.score(built, function_scores, generation.group_size, step)
+        if is_training and self.accelerator.is_main_process:
+            self.first_answers.look(built.rows, facts)
+        if is_training:
+            self.drift_guard.check_batch(built.batch, step)
+        judged = self.advantages.judge(facts, generation.group_size, step)
+        scored = ScoredGroups(groups=groups, batch=built.batch, facts=facts, judged=judged)
+        with self.clock.phase("other"):
+            self.generation_log.scored(generation, built, scored)
+        return scored
+
+    def _refill(self, generation: Generation, scored: ScoredGroups) -> ScoredGroups:
+        """Stage 7: exchange groups without signal for groups of further problems. Collective.
+
+        Rounds of further problems follow as long as any rank lacks groups with signal, `refill` of
+        them at most: DAPO's dynamic sampling (arXiv 2503.14476).
+        """
+        assert scored.groups, "a generation has groups that are complete on every rank"
+        pool = self.pool
+        rounds = pool.options.refill
+        lengths = scored.facts.length_N.int().tolist()
+        replaced = 0
+        share = pool.note_signal_share(scored.judged) if rounds else 0.0
+        for attempt in range(1, rounds + 1):
+            missing = pool.most_missing(scored.judged)
+            if not missing:
+                break
+            retry = generation.attempt(attempt)
+            most = groups_for(OVERSAMPLE * missing, [share], pool.slots)
+            further_groups = self.rollouts.sample_further(retry, most - pool.state.min_complete)
+            selected = pool.select([*pool.state.waiting, *further_groups], most=most)
+            if not selected:  # on no rank: none has ended within the budget
+                continue
+            further = self._score(retry, selected)
+            lengths += further.facts.length_N.int().tolist()
+            # Collective: where only one of the two batches has images on some rank, their rows have
+            # different columns, and no rank exchanges any.
+            if not all(gather_object([further.batch.keys() == scored.batch.keys()])):
+                continue
+            chosen = pool.chosen_groups(scored.judged, further.judged)
+            rank = self.accelerator.process_index
+            for slot in range(len(scored.groups)):
+                if chosen[rank][slot] != slot:
+                    replaced += 1
+            scored = scored.exchanged(further, chosen, pad_id=self.context.pad_id, rank=rank)
+            judged = self.advantages.judge(scored.facts, generation.group_size, generation.key.step)
+            scored = replace(scored, judged=judged)
+        if rounds:
+            self.log_figure("adora/refilled_groups", replaced / len(scored.groups))
+        pool.note_learned(scored.batch, lengths)
+        return scored
+
+    def _evaluated(self, scored: ScoredGroups) -> Batch:
+        """The batch of an evaluation, with the advantages that TRL would give it."""
+        batch = scored.batch
+        batch["advantages"] = self._rows_on_device(scored.judged.raw_PG)
+        batch["num_items_in_batch"] = self._loss_tokens(batch)
+        return batch
+
+    def _weigh(self, generation: Generation, scored: ScoredGroups) -> Batch:
+        """Stage 8: the batch with its final advantages, once no group is exchanged any more.
+
+        Collective.
+        """
+        advantages = self.advantages.compute(scored.judged)
+        batch = scored.batch
+        batch["advantages"] = self._rows_on_device(advantages.final_PG)
+        batch["num_items_in_batch"] = self._loss_tokens(batch)
+        with self.clock.phase("policy"):
+            for extension in self.extensions:
+                extension.after_weighing(generation, batch, advantages)
+        with self.clock.phase("other"):
+            self.generation_log.weighed(batch, advantages)
+        return batch
+
+    def _rows_on_device(self, values_PG: Tensor) -> Tensor:
+        """The part of this rank, (B,), of values of all ranks' groups, on the device."""
+        values_B = rows_of_rank(values_PG.flatten(), self.accelerator)
+        return values_B.to(self.accelerator.device, non_blocking=True)
+
+    def _loss_tokens(self, batch: Batch) -> Tensor:
+        """Number of tokens in the loss over all ranks, (). Collective."""
+        tokens: Tensor = self.accelerator.gather(loss_mask(batch).sum()).sum()
+        return tokens
 
     def _turn(self, prompts: PromptBatch) -> list[list[int]]:
         """Sample one turn by the policy itself, with Transformers: token ids, (B,).
@@ -389,7 +514,7 @@ class AdoraGRPOTrainer(TrainerParts):
             turn = self._generate_single_turn(prompts.ids, prompts.images, prompts.fields, 1)
         return cast("list[list[int]]", turn[0])
 
-    def _score(self, batch: Batch, mode: str) -> None:
+    def _add_logps(self, batch: Batch, mode: str) -> None:
         """Put those log-probabilities into a batch that the loss compares its own with.
 
         They are of the policy that has sampled, unless the policy's own pass gives them, and of the
@@ -438,6 +563,11 @@ class AdoraGRPOTrainer(TrainerParts):
             step=self.state.global_step,
             micro=self._step % self.args.gradient_accumulation_steps,
         )
+
+    @property
+    def _first_micro_step(self) -> int:
+        """TRL's `_step` where the present generation begins."""
+        return int(self._step - self._step % self.shape.cycle)
 
     # ----------------------------------------------------------------------------- 2. a micro-batch
 
@@ -623,8 +753,8 @@ class AdoraGRPOTrainer(TrainerParts):
         unfinished = self.unfinished.load(Path(checkpoint))
         if unfinished is not None:
             self._step, self._buffered_inputs, table = unfinished
-            self._generation = Generation.restored(
-                self._step - self._step % self.shape.cycle, self._buffered_inputs
+            self._generation = PresentGeneration(
+                first_micro_step=self._first_micro_step, micro_batches=self._buffered_inputs
             )
             trackers.from_json(table, self._logs)
         for name, values in facts.get("metrics", {}).items():
@@ -721,7 +851,7 @@ class AdoraGRPOTrainer(TrainerParts):
                 is_training=is_training,
                 dataloader_key=dataloader_key,
             )
-        rows = self._distinct_rows = DistinctRows(dataset, numbered=numbered, share=share)
+        rows = DistinctRows(dataset, numbered=numbered, share=share)
         loader = super()._get_dataloader(
             rows,
             description=description,
@@ -730,6 +860,8 @@ class AdoraGRPOTrainer(TrainerParts):
             is_training=is_training,
             dataloader_key=dataloader_key,
         )
+        self.rows_ahead.rows = rows
+        self.rows_ahead.order = self._row_order
         self.prefetch = self.images.prefetch(rows, self._row_order, dataset)
         return loader
 

@@ -64,10 +64,6 @@ class Batch(TypedDict, total=False):
     segments: Tensor  # (B,), in how many parts the rollout was sampled
     age: Tensor  # (B,), generations since its group began
     rollout_number: Tensor  # (B,), adora_vl.record.recorder
-    # (B,), bool: of a group that has something to teach. Until the groups are weighed, as `grades`
-    signal: Tensor
-    # (B, functions + 3): rewards as they count, length, whether it has no end, surprisal
-    grades: Tensor
     share_of_rows: float  # rows of this micro-batch over per_device_train_batch_size
     share_of_tokens: Tensor  # (), its tokens over those of a micro-batch on average
     host: HostRows  # of a micro-batch; left out of checkpoints

@@ -10,7 +10,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
@@ -32,7 +32,12 @@ from adora_vl.utils.errors import UserError
 from data_prep.logic_forms import facts_in_words, read_forms
 from data_prep.redraw import can_be_drawn, drawn
 from data_prep.solve import forms_in
-from data_prep.solved_rows import Text, features_with_figure, solved_problems
+from data_prep.solved_rows import (
+    Text,
+    features_with_figure,
+    solved_figure,
+    solved_problems,
+)
 
 _POINT = r"[A-Z](?:'+|_\{?\w\}?)?(?![A-Za-z'])"
 _SEGMENT = re.compile(  # over two points, however many letters follow
@@ -275,11 +280,9 @@ def _read_folder(folder: ProblemFolder, split: str, diagram: str) -> RawProblem:
     field = partial(_field, data, refuse, f"{folder}/data.json")
     problem = field("problem_text", str)
     # A logic form that is missing or broken costs the row its facts, not its place.
-    facts = None
+    form = None
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        facts = facts_in_words(
-            form_of(read_json(folder.read("logic_form.json").decode("utf-8"))), problem
-        )
+        form = form_of(read_json(folder.read("logic_form.json").decode("utf-8")))
     return RawProblem(
         id=row_id,
         split=split,
@@ -293,16 +296,19 @@ def _read_folder(folder: ProblemFolder, split: str, diagram: str) -> RawProblem:
         shapes=tuple(field("problem_type_graph", list, [])),
         solution=field("detailed_solution", str, "").strip(),
         other_files=(originals[0],),
-        **with_facts(facts, row_id),
+        **with_facts(form, problem, row_id),
     )
 
 
-def with_facts(facts: str | None, row_id: str) -> dict[str, Any]:
-    """Return the fields of a `RawProblem` for the column `facts`.
+def with_facts(form: Form | None, problem: str, row_id: str) -> dict[str, Any]:
+    """Return the fields of a `RawProblem` for the columns `facts` and `figure`.
 
-    Where no facts suffice, the column is null and the row is noted.
+    Where no facts suffice, `facts` is null and the row is noted; where they do not determine a
+    figure, `figure` is null.
     """
-    return {"extras": {"facts": facts}, "notes": {} if facts else {"no_facts": row_id}}
+    facts = facts_in_words(form, problem) if form is not None else None
+    extras = {"facts": facts, "figure": solved_figure(form) if form is not None else None}
+    return {"extras": extras, "notes": {} if facts else {"no_facts": row_id}}
 
 
 _TEXTS = Columns("messages", "solution", ("images",))
@@ -380,7 +386,6 @@ def problems_of_forms(path: Path, texts: Path | None) -> dict[str, SplitReads]:
 def _redrawn(form: Form, split: str, number: str, problem: str, answer: str) -> RawProblem:
     """Make the problem of a logic form, with its diagram drawn anew."""
     row_id = f"geometry3k/{split}/{number}"
-    facts = with_facts(facts_in_words(form, problem), row_id)
     return RawProblem(
         id=row_id,
         split=split,
@@ -389,7 +394,7 @@ def _redrawn(form: Form, split: str, number: str, problem: str, answer: str) -> 
         images=(png_bytes(drawn(form)),),
         problem=problem,
         answer=answer,
-        **facts,
+        **with_facts(form, problem, row_id),
     )
 
 
@@ -528,12 +533,9 @@ def prepare_geometry3k(
             split: _chosen_of(split, rows, chosen_options) for split, rows in splits.items()
         }
 
-    # Rows from the authors' logic forms have a column more, and solved ones have two.
-    features = None
-    if source in ("intergps", FORMS):
-        features = replace(PRESET.columns, extras=(("facts", "facts"),)).features
-    if source == FACTS:
-        features = features_with_figure()
+    # Rows from the authors' logic forms have the facts in words and the solved figure, too.
+    has_forms = source in ("intergps", FORMS, FACTS)
+    features = features_with_figure() if has_forms else None
     return prepare(output, chosen_options, begin, features, workers=workers, overwrite=overwrite)
 
 

@@ -88,6 +88,14 @@ def solved_problems(
     return {split: SplitReads(partial(iter, rows), len(rows)) for split, rows in reads.items()}
 
 
+def solved_figure(form: Form) -> str | None:
+    """The figure of a form whose facts determine its answer, as it is stored; None for any other."""
+    result = verdict(form, looks=False, repair=False)
+    if result.status != "answered" or result.figure is None:
+        return None
+    return written(result.figure)
+
+
 def drawable(form: Form, result: Verdict) -> Form:
     """Return the form with its own places, or with those of its figure.
 

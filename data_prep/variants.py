@@ -30,7 +30,7 @@ from adora_vl.conversion.pipeline import (
     usable_cores,
 )
 from adora_vl.conversion.problem import RawProblem
-from adora_vl.data.dataset import read_manifest, stored_rows
+from adora_vl.data.dataset import VARIANTS, read_manifest, stored_rows
 from adora_vl.data.images import png_bytes
 from adora_vl.geometry.choose import outcome
 from adora_vl.geometry.figure import Figure, Verdict, figure_from, figure_of, written
@@ -101,7 +101,7 @@ def prepare_variants(
         """Return what the manifest says of the run, and the rows of the split."""
         arguments = recorded(asdict(options))
         description = {
-            "source": "variants",
+            "source": VARIANTS,
             "input": str(folder),
             "revision": None,
             "arguments": arguments,
@@ -199,7 +199,7 @@ def _variant(
     return RawProblem(
         id=row_id,
         split=split,
-        source="variants",
+        source=VARIANTS,
         origin=row_id,
         images=(png_bytes(picture),),
         problem=problem,

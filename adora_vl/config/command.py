@@ -218,23 +218,25 @@ def _check_key(
     if option and root in keys:
         line = f"{root}: {{{option}: {yaml_line(value)}}}"
         raise UserError(f"{where}: {key}: dots are for the command line; write {line}")
-    # What may have been meant, and how it is written.
-    near = {
-        name: name for listed in keys.values() for name in (listed.name, *_option_names(listed))
-    }
-    # An option of ADORA without its block, such as `adora_factor`.
-    near |= {
-        f"adora_{name}": f"adora_method.adora.{name}" for name in ("mode", "factor", *_CRITERIA)
-    }
-    near |= {option.replace("-", "_"): f"--{option}" for option in options}
-    close = nearest(key, near)
-    hint = f"; did you mean {near[close]!r}?" if close else ""
+    spellings = _spellings(keys, options)
+    close = nearest(key, spellings)
+    hint = f"; did you mean {spellings[close]!r}?" if close else ""
     raise UserError(f"{where}: unknown key '{key}'{hint}")
 
 
-def _option_names(key: Key) -> list[str]:
-    """Return the dotted names of the options of a key that is a block."""
-    return [option.name for option in key.options]
+def _spellings(keys: Mapping[str, Key], options: Collection[str]) -> dict[str, str]:
+    """Return what an unknown key may have meant, and how that is written."""
+    spellings: dict[str, str] = {}
+    for key in keys.values():
+        spellings[key.name] = key.name
+        for option in key.options:
+            spellings[option.name] = option.name
+    # An option of ADORA without its block, such as `adora_factor`.
+    for name in ("mode", "factor", *_CRITERIA):
+        spellings[f"adora_{name}"] = f"adora_method.adora.{name}"
+    for word in options:
+        spellings[word.replace("-", "_")] = f"--{word}"
+    return spellings
 
 
 def _lay_over(
@@ -267,17 +269,27 @@ def _keep_criteria(words: CliWords, recipe_methods: object) -> Any:
     If ADORA is not among the named methods, it is added switched off, so that its criteria are
     still logged.
     """
-    options = recipe_methods.get("adora") if isinstance(recipe_methods, Mapping) else None
-    criteria: dict[str, Any] = {}
-    if isinstance(options, Mapping):
-        criteria = {name: value for name, value in options.items() if name in _CRITERIA}
-    names = ["adora"]
-    if len(words) == 1 and "{" not in words[0]:
-        names = [name.strip() for name in words[0].split("+")]
-    if not criteria or "adora" in names or len(set(names)) < len(names):
+    if len(words) != 1 or "{" in words[0]:
+        # a mapping says all of its methods itself
+        return words
+    names = [name.strip() for name in words[0].split("+")]
+    criteria = _criteria_of(recipe_methods)
+    names_twice = len(set(names)) < len(names)
+    if not criteria or "adora" in names or names_twice:
         return words
     methods: dict[str, Any] = {name: {} for name in names}
-    return {**methods, "adora": {**criteria, "mode": "off"}}
+    methods["adora"] = {**criteria, "mode": "off"}
+    return methods
+
+
+def _criteria_of(recipe_methods: object) -> dict[str, Any]:
+    """Return the criteria that a recipe sets for its ADORA; none where it sets none."""
+    if not isinstance(recipe_methods, Mapping):
+        return {}
+    options = recipe_methods.get("adora")
+    if not isinstance(options, Mapping):
+        return {}
+    return {name: value for name, value in options.items() if name in _CRITERIA}
 
 
 def _with(key: str, base: Any, names: Sequence[str], value: Any) -> Any:
@@ -290,18 +302,28 @@ def _with(key: str, base: Any, names: Sequence[str], value: Any) -> Any:
         return value
     name = names[0]
     inner_names = names[1:]
-    if isinstance(base, str):
-        base = {word.strip(): {} for word in base.split("+")}
-        _entry_of(key, list(base), name)
     if isinstance(base, list):
-        entries = [next(iter(item)) if isinstance(item, Mapping) else item for item in base]
-        index = entries.index(_entry_of(key, entries, name))
-        options = base[index][entries[index]] if isinstance(base[index], Mapping) else {}
-        changed: Any = {entries[index]: _with(key, options, inner_names, value)}
-        return [*base[:index], changed, *base[index + 1 :]]
-    mapping = base if isinstance(base, Mapping) else {}
+        return _with_in_list(key, base, names, value)
+    mapping: Mapping[Any, Any] = {}
+    if isinstance(base, Mapping):
+        mapping = base
+    elif isinstance(base, str):
+        mapping = {word.strip(): {} for word in base.split("+")}
+        _entry_of(key, list(mapping), name)
     entry = next((entry for entry in mapping if _is_named(entry, name)), name)
     return {**mapping, entry: _with(key, mapping.get(entry), inner_names, value)}
+
+
+def _with_in_list(key: str, base: list[Any], names: Sequence[str], value: Any) -> list[Any]:
+    """Return a copy of a list of words and mappings with another value below `names`."""
+    entries = [next(iter(item)) if isinstance(item, Mapping) else item for item in base]
+    entry = _entry_of(key, entries, names[0])
+    index = entries.index(entry)
+    item = base[index]
+    options = item[entry] if isinstance(item, Mapping) else {}
+    changed = [*base]
+    changed[index] = {entry: _with(key, options, names[1:], value)}
+    return changed
 
 
 def _is_named(entry: object, name: str) -> bool:
@@ -321,7 +343,9 @@ def _entry_of(key: str, entries: Sequence[Any], name: str) -> Any:
 def _parse_words(words: CliWords) -> Any:
     """Return the value that these words would have in a file; true for no words."""
     values = [yaml_value(word) for word in words]
-    return values[0] if len(values) == 1 else values or True
+    if not values:
+        return True
+    return values[0] if len(values) == 1 else values
 
 
 def _join_words(key: str, words: CliWords, hint: Any) -> Any:

@@ -76,7 +76,8 @@ class MethodSet:
     """The methods of a run in their order, built once.
 
     `configured`: the methods. `hashes`: a hash of each file that one comes from, with its
-    neighbours, and of each function of Python code. `notes`: a line for each key of TRL that a method has changed.
+    neighbours, and of each function of Python code. `notes`: a line for each key of TRL that a
+    method has changed.
     """
 
     configured: tuple[ConfiguredMethod, ...]

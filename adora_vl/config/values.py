@@ -52,26 +52,33 @@ def convert(key: str, value: Any, hint: Any) -> Any:
     `hint`: the annotation that says what `key` takes. A dataclass is a block of options; one with
     a `shorthand` may be written as the value of that field alone. Raises `UserError`.
     """
-    kinds = {_kind(arm) for arm in _arms(hint)}
-    names = _names(hint)
+    kinds = _kinds(hint)
+    # A word of the command line may come as a list of one.
     word = value
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
         word = value[0]
-    if _is_null(key, word, kinds, names):
+    if _is_null(key, word, hint):
         if NoneType not in kinds:
             _refuse(key, None, hint)
         return NULL_IS.get(key)
     block = next((kind for kind in kinds if is_dataclass(kind)), None)
     if block is not None:
-        return _options(key, word, block)
+        return _block(key, word, block)
     if tuple in kinds:
         return _tuple(key, value, hint)
+    # `adora_stock_step: true` is no list of one word.
     if {bool, list} <= kinds and truth(word) is not None:
         return truth(word)
+    # A lone text stays one where a key takes both, such as a regular expression of PEFT's.
     if list in kinds and not (str in kinds and isinstance(value, str)):
         entry_hint = _entry(hint)
         entries = _entries(key, value, entry_hint)
         return [convert(key, entry, entry_hint) for entry in entries]
+    return _leaf(key, value, hint)
+
+
+def _leaf(key: str, value: Any, hint: Any) -> Any:
+    """Convert a value that is no block and no list, which pydantic holds against its annotation."""
     plain_value = value.value if isinstance(value, Enum) else value
     parsed = _parse(key, plain_value, hint)
     try:
@@ -82,14 +89,15 @@ def convert(key: str, value: Any, hint: Any) -> Any:
     return converted
 
 
-def _is_null(key: str, word: object, kinds: set[Any], names: list[str]) -> bool:
+def _is_null(key: str, word: object, hint: object) -> bool:
     """Return whether a value is null.
 
     Many write none for it, but for some keys that is a word of its own.
     """
     if is_null(word):
         return True
-    if NoneType not in kinds or "none" in names or key in NONE_IS_A_WORD:
+    none_is_a_word = "none" in _names(hint) or key in NONE_IS_A_WORD
+    if none_is_a_word or NoneType not in _kinds(hint):
         return False
     return isinstance(word, str) and word.strip().lower() == "none"
 
@@ -139,43 +147,59 @@ def _is_default(key: Field[Any], value: object) -> bool:
     return type(value) is type(default) and value == default
 
 
-def _options(key: str, value: Any, kind: Any) -> Any:
+def _block(key: str, value: object, kind: Any) -> Any:
     """Build a block of options, the dataclass `kind`. Raises `UserError`."""
     hints = _hints(kind)
     short = getattr(kind, "shorthand", None)
-    if isinstance(value, kind):
-        value = {name: getattr(value, name) for name in hints}
-    elif isinstance(value, str) and value.strip().startswith("{"):
-        value = _mapping(key, value, or_text=False)
-    elif short is not None and not isinstance(value, Mapping):
-        value = {short: value}
-    if not isinstance(value, Mapping):
-        raise UserError(
-            f"{key}: {_in_words(value)} is not a mapping of options, which are {', '.join(hints)}"
-        )
-    for name in value:
+    options = _options_of(key, value, kind)
+    for name in options:
         if name not in hints:
             listed = f"{', '.join(hints) or 'none'}{did_you_mean(str(name), hints)}"
             raise UserError(f"{key}: unknown option {name!r}, it has {listed}")
-    required = [
-        option.name
-        for option in fields(kind)
-        if option.default is MISSING and option.default_factory is MISSING
-    ]
-    missing = [name for name in required if name not in value]
+    missing = [name for name in _required(kind) if name not in options]
     if missing:
-        raise UserError(f"{key}: {_in_words(value)} lacks {', '.join(missing)}")
-    # An error in the shorthand names the key alone, since the user may not have written the option.
-    is_shorthand = short is not None and list(value) == [short]
-    kwargs = {
-        name: convert(key if is_shorthand else f"{key}.{name}", option, hints[name])
-        for name, option in value.items()
-    }
+        raise UserError(f"{key}: {_in_words(options)} lacks {', '.join(missing)}")
+    kwargs: dict[str, Any] = {}
+    for name, option in options.items():
+        # An error in the shorthand names the key alone, since nobody wrote the option.
+        is_shorthand = list(options) == [short]
+        option_key = key if is_shorthand else f"{key}.{name}"
+        kwargs[name] = convert(option_key, option, hints[name])
     try:
         return kind(**kwargs)
     except ValueError as error:
         # The text of such an error begins with the name of the option.
         raise UserError(f"{key}.{error}") from error
+
+
+def _options_of(key: str, value: object, kind: Any) -> Mapping[str, Any]:
+    """Return the options of a block, which may be written as the value of its shorthand.
+
+    Raises `UserError` for anything else than a mapping.
+    """
+    hints = _hints(kind)
+    short = getattr(kind, "shorthand", None)
+    options: object = value
+    if isinstance(value, kind):
+        options = {name: getattr(value, name) for name in hints}
+    elif isinstance(value, str) and value.strip().startswith("{"):
+        options = _mapping(key, value, or_text=False)
+    elif short is not None and not isinstance(value, Mapping):
+        options = {short: value}
+    if not isinstance(options, Mapping):
+        raise UserError(
+            f"{key}: {_in_words(value)} is not a mapping of options, which are {', '.join(hints)}"
+        )
+    return options
+
+
+def _required(kind: Any) -> list[str]:
+    """Return the names of the options of a block that have no default."""
+    names: list[str] = []
+    for option in fields(kind):
+        if option.default is MISSING and option.default_factory is MISSING:
+            names.append(option.name)
+    return names
 
 
 def _tuple(key: str, value: Any, hint: Any) -> Any:
@@ -264,7 +288,12 @@ def _arms(hint: Any) -> tuple[Any, ...]:
 
 def takes(hint: Any, kind: type) -> bool:
     """Return whether a key with this annotation takes values of this kind."""
-    return any(_kind(arm) is kind for arm in _arms(hint))
+    return kind in _kinds(hint)
+
+
+def _kinds(hint: object) -> set[Any]:
+    """Return the plain types of the members of a union."""
+    return {_kind(arm) for arm in _arms(hint)}
 
 
 def _kind(arm: Any) -> Any:
@@ -297,7 +326,7 @@ def _parse(key: str, value: object, hint: object) -> Any:
 
     Every value on the command line is a text, and so are some words in YAML.
     """
-    kinds = {_kind(arm) for arm in _arms(hint)}
+    kinds = _kinds(hint)
     names = _names(hint)
     if bool in kinds and truth(value) is not None:
         return truth(value)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from PIL import Image
 
@@ -164,6 +165,30 @@ def read_manifest(folder: Path) -> Manifest | None:
     """Return the manifest of a folder that we prepared, or None without a manifest of ours."""
     manifest = read_object(folder / MANIFEST_NAME)
     return manifest if manifest.get("made_by") == MADE_BY else None
+
+
+VARIANTS = "variants"  # the source of rows with other numbers than their originals
+
+
+def refuse_for_evaluation(dataset: object, where: str, folder: Path | None = None) -> None:
+    """Raise `UserError` where rows were written for evaluation alone.
+
+    They are variants of a test split: who trains on them trains on the test. The manifest of the
+    `folder` says so, and so do the rows themselves, which may come from elsewhere.
+    """
+    manifest = read_manifest(folder) if folder is not None else None
+    is_written_so = manifest is not None and bool(manifest["arguments"].get("for_evaluation"))
+    columns = getattr(dataset, "column_names", None) or ()
+    if not is_written_so and {"source", "split"} <= set(columns) and hasattr(dataset, "data"):
+        table = dataset.data.table
+        is_variant = pc.equal(table["source"], VARIANTS)
+        is_test = pc.equal(table["split"], "test")
+        is_written_so = bool(pc.any(pc.and_(is_variant, is_test)).as_py())
+    if is_written_so:
+        raise UserError(
+            f"{where} has variants of a test split, written with --for-evaluation; train on variants "
+            "of the training split"
+        )
 
 
 def file_hashes(folder: Path) -> dict[str, str]:

@@ -21,7 +21,7 @@ from datasets import (
     interleave_datasets,
 )
 
-from adora_vl.data.dataset import load_split
+from adora_vl.data.dataset import load_split, refuse_for_evaluation
 from adora_vl.data.images import UnreadableImageError, as_shown, decoded_image, kept
 from adora_vl.data.prompts import Template, conversations, template
 from adora_vl.data.rows import (
@@ -130,6 +130,7 @@ def load_rows(
     for folder in folders:
         dataset = load_split(folder, split)
         where = f"dataset: {folder!r} split {split!r}"
+        refuse_for_evaluation(dataset, where=where, folder=Path(folder))
         require_sound_rows(rows_without_pixels(dataset.data.table), where)
         prompts += problem_texts(dataset, prompt_template, where)
         datasets.append(dataset)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from adora_vl.config.command import read
 from adora_vl.rewards.choose import rounds
 from adora_vl.utils.checks import Check, as_json, failed, is_healthy, is_table, table
-from adora_vl.utils.cli import Parser, exit_code_of, path
+from adora_vl.utils.cli import READING_S, Parser, announce_reading, exit_code_of, path
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import check_json, replace_file, written_to
 from adora_vl.utils.launch import (
@@ -60,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.json is not None:
             # before minutes of checks
             check_json("--json", path=options.json, kind="a table of the doctor", is_ours=is_table)
-        checks.extend(diagnose(read(rest)))  # before torch, whose import takes seconds
+        cli_args = read(rest)  # before torch, whose import takes seconds
+        announce_reading(READING_S)
+        checks.extend(diagnose(cli_args))
         if speaks:
             print(table(checks), flush=True)
         if speaks and options.json is not None:

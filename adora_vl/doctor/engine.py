@@ -263,7 +263,7 @@ class Examination(EngineProbe):
     def _least_likely(self, banned: Sequence[int]) -> int:
         """Return the allowed token of the lowest logit after the first prompt."""
         trainer = self.trainer
-        first = trainer.pool.builder.collated(
+        first = trainer.builder.collated(
             agreement.head(self.prompts, 1), completions=[[]], logps=None, counted=[True]
         )
         fields = {name: first[name] for name in self.prompts.fields if name in first}

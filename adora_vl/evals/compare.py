@@ -25,6 +25,7 @@ from adora_vl.evals.scoring.score import (
     share_of_the_data,
 )
 from adora_vl.evals.scoring.statistics import bootstrap, bootstrap_ratio, mcnemar
+from adora_vl.evals.scoring.steps import step_lines
 from adora_vl.evals.scoring.table import name_of_data, percent
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
@@ -461,6 +462,9 @@ def comparison(runs: Sequence[ScoreFile], by: Sequence[str], *, published: bool)
         lines.append(_line(f"{name} (quoted)", width, cells))
     if quoted:
         lines.append(f"quoted: {quoted.source}; not measured here")
+    for run in runs:
+        if run.score.get("steps"):
+            lines += [f"{run.name}: {line}" for line in step_lines(run.score["steps"])]
     view_groups = views_of(runs)
     # MathVerse has its versions of each problem beside our views.
     if not by and view_groups and runs[0].score["benchmark"] == "mathverse":

@@ -143,6 +143,8 @@ def _fields(row: dict[str, Any]) -> dict[str, Any]:
         "answer": row["answer"],
         "choices": row.get("choices"),
         "metadata": {**origin, **meta},
+        # a solved figure, on which the claims of an answer are checked
+        **({"figure": row["figure"]} if row.get("figure") else {}),
     }
 
 

@@ -23,8 +23,9 @@ from adora_vl.evals.records import (
     RowGrade,
 )
 from adora_vl.evals.scoring.score import metadata_groups
+from adora_vl.evals.variants import variant_lines, with_variants
 from adora_vl.rewards import grade as graded_as_in_training
-from adora_vl.utils.cli import amount, optional, text
+from adora_vl.utils.cli import amount, optional, text, whole
 
 # The fields of `meta` by which answers are grouped; only a drawn problem has a `family`.
 _METADATA_GROUPS = ("goal", "shapes", "family")
@@ -42,11 +43,21 @@ class PreparedDataOptions(DataOptions):
         type=optional(text),
         metavar="TEMPLATE",
     )
+    variants: int = option(
+        0,
+        help="ask so many variants of each problem too, from the folder <dataset>-variants, and "
+        "compare (data_prep variants --for-evaluation makes them)",
+        type=whole(0),
+        metavar="N",
+    )
 
 
 def load(options: PreparedDataOptions) -> LoadedProblems:
     """Return the problems of a prepared dataset folder, in the words of the prompt."""
-    return load_prepared(options, options.prompt)
+    loaded = load_prepared(options, options.prompt)
+    if not options.variants:
+        return loaded
+    return with_variants(loaded, options, options.prompt, options.variants)
 
 
 def grade(row: Prediction, options: GraderOptions) -> RowGrade:
@@ -86,7 +97,9 @@ def _summary(
     by = "rounded decimals accepted" if options.rounding else "exact answers"
     by += ", in <answer> tags too" if options.answer_tags else ""
     notes = {"unusable_golds": unusable, "data_set": _data_set(rows)}
-    return OwnFigures(notes=notes, warnings=[warning] if unusable else [], by=by)
+    return OwnFigures(
+        notes=notes, warnings=[warning] if unusable else [], by=by, lines=variant_lines(graded)
+    )
 
 
 def _data_set(rows: Sequence[Prediction]) -> dict[str, Any]:
@@ -106,7 +119,8 @@ def _groups(row: Prediction) -> dict[str, list[str]]:
     """Return the groups of a row: goal, shapes, family and kind, and form of the answer."""
     metadata = row.get("metadata") or {}
     groups = metadata_groups(row, _METADATA_GROUPS)
-    if metadata.get("kind"):
+    # The kind of a variant is its original, which groups nothing.
+    if metadata.get("kind") and metadata.get("family") != "variant":
         groups["kind"] = [f"{metadata.get('family')}, {metadata['kind']}"]  # `crossing, vertical`
     return {**groups, "answer_form": [answer_form(row["answer"], row.get("choices"))]}
 

@@ -272,7 +272,7 @@ class _Judgement:
     # Measures
 
     def _measured(self, v: Vector) -> dict[Relation, list[tuple[float, Vector]]]:
-        """For each relation its residuals at `v`, each with its gradient."""
+        """Map each relation to its residuals at `v`, each with its gradient."""
         residuals, jacobian = self.system.residuals(v)
         rows: dict[Relation, list[tuple[float, Vector]]] = {}
         for number, relation in enumerate(self.system.residual_relations):
@@ -302,9 +302,9 @@ class _Judgement:
             measured = self._measured(v) if is_world else self.measured
             return all(abs(residual) <= _DIRECTION for residual, _ in measured[relation])
         values = self.system.atoms(v, slopes=False)[0] if is_world else self.atom_values
-        left, _ = self.system.evaluated(relation.left, values, None)
-        right, _ = self.system.evaluated(relation.right, values, None)
-        return is_equal(left, right, decimals)
+        left_value, _ = self.system.evaluated(relation.left, values, None)
+        right_value, _ = self.system.evaluated(relation.right, values, None)
+        return is_equal(left_value, right_value, decimals)
 
     # Verdicts
 
@@ -380,8 +380,8 @@ class _Judgement:
         They have to be bound by these and by what is true. Other values for the same name, guessed
         one by one, hold in no figure in which the first of them does.
         """
-        known = [*self.true_rows, *self.false_rows]
-        if not all(_is_in_span(row, known) for row in rows):
+        span = [*self.true_rows, *self.false_rows]
+        if not all(_is_in_span(row, span) for row in rows):
             return False
         if self.worlds is None:
             self.worlds = list(self._worlds())
@@ -428,19 +428,19 @@ def _is_direction(relation: Relation) -> bool:
     return has_angle and any(number_of_quantity(side) in (90.0, 180.0) for side in sides)
 
 
-def is_equal(left: float, right: float, decimals: int | None) -> bool:
+def is_equal(left_value: float, right_value: float, decimals: int | None) -> bool:
     """Whether two values are equal up to rounding.
 
     Half a unit of the last digit as written, or 0.6 % where decimals are written, since values are
     rounded on the way; 0.1 % else.
     """
-    if not math.isfinite(left) or not math.isfinite(right):
+    if not math.isfinite(left_value) or not math.isfinite(right_value):
         return False
-    size = max(abs(left), abs(right))
+    size = max(abs(left_value), abs(right_value))
     tolerance = _EXACT * size
     if decimals is not None:
         tolerance = max(0.55 * 10.0**-decimals, _ROUNDED * size)
-    return abs(left - right) <= max(tolerance, 1e-6)
+    return abs(left_value - right_value) <= max(tolerance, 1e-6)
 
 
 def _is_parallel_to_any(row: Vector, rows: Sequence[Vector]) -> bool:
@@ -453,9 +453,9 @@ def _names_of(way: Sequence[Relation]) -> str:
     return " and ".join(sorted(relation_signature(relation) for relation in way))
 
 
-def _are_in_span(rows: Sequence[Vector], known: Sequence[Vector]) -> bool:
+def _are_in_span(rows: Sequence[Vector], span: Sequence[Vector]) -> bool:
     """Whether each row, of length 1 or 0, is a sum of multiples of the known ones."""
-    return all(_is_in_span(row, known) for row in rows)
+    return all(_is_in_span(row, span) for row in rows)
 
 
 def _is_in_span(row: Vector, rows: Sequence[Vector]) -> bool:

@@ -59,9 +59,31 @@ _IS = re.compile(
 _EQUAL_TO = re.compile(r"(?:equal|congruent) to(?: the (?:length|measure) of)?")
 # A number with one of these words behind it is no value: "5 more than CD", "5 or 6".
 _COMPARES = {
-    *("more", "less", "longer", "shorter", "greater", "larger", "smaller", "bigger", "percent"),
-    *("or", "times", "bigger", "higher", "lower", "parts", "equal", "sides", "angles", "right"),
-    *("congruent", "similar", "different", "points", "triangles", "pairs", "choices"),
+    "more",
+    "less",
+    "longer",
+    "shorter",
+    "greater",
+    "larger",
+    "smaller",
+    "bigger",
+    "percent",
+    "or",
+    "times",
+    "higher",
+    "lower",
+    "parts",
+    "equal",
+    "sides",
+    "angles",
+    "right",
+    "congruent",
+    "similar",
+    "different",
+    "points",
+    "triangles",
+    "pairs",
+    "choices",
 }
 _PLACES = {"opposite", "adjacent", "intercepts", "intercepted", "subtends", "subtended", "between"}
 _BRACKETS = {"(": 1, "{": 1, ")": -1, "}": -1}
@@ -72,7 +94,7 @@ _EQUALS = ("=", "≈", "≅")
 class Claim:
     """What a response says of its figure.
 
-    `start` and `end`: its place in the text, `said` what stands there. `ways`: what it says in
+    `start` and `end`: its place in the text, `words` what stands there. `ways`: what it says in
     primitives; it is true where all relations of one of the ways hold, as an isosceles triangle has
     one of three pairs of equal sides. Empty where it is `unread`, with the reason in `why`.
     `decimals`: the most digits that a number of it has behind its point; None without such a
@@ -81,7 +103,7 @@ class Claim:
 
     start: int
     end: int
-    said: str
+    words: str
     kind: ClaimKind
     ways: tuple[tuple[Relation, ...], ...] = ()
     decimals: int | None = None
@@ -154,7 +176,7 @@ class _ClaimReader:
         return Claim(
             start=start,
             end=end,
-            said=self.text[start:end],
+            words=self.text[start:end],
             kind=kind,
             ways=ways,
             decimals=decimals,
@@ -235,8 +257,8 @@ class _ClaimReader:
                 last = head
                 last_place = head_place
                 continue
-            left = last
-            place = last_place
+            left_side = last
+            cursor = last_place
             if following.is_number and last.is_number:
                 # Arithmetic on numbers alone says what the head of the chain is.
                 if head is None:
@@ -245,9 +267,9 @@ class _ClaimReader:
                     behind = following_end
                     end = behind
                     continue
-                left = head
-                place = head_place
-            claims.append(self._equation(place, following_end, left, following))
+                left_side = head
+                cursor = head_place
+            claims.append(self._equation(cursor, following_end, left_side, following))
             if head is None and not following.is_number:
                 head = following
                 head_place = relation_end
@@ -278,37 +300,37 @@ class _ClaimReader:
 
     def _is_equal(self, number: int) -> int | None:
         """The place behind `=`, `is`, `measures` and the like; None where none stands here."""
-        place = number
-        while self.sides.at(place).kind == "line":
-            place += 1
-        if self.sides.at(place).text in _EQUALS:
-            return place + 1
-        if place > number:
+        cursor = number
+        while self.sides.at(cursor).kind == "line":
+            cursor += 1
+        if self.sides.at(cursor).text in _EQUALS:
+            return cursor + 1
+        if cursor > number:
             return None
-        if self.sides.at(place).text == "," and self.sides.word(place + 1) == "which":
-            place += 1
-        if self.sides.word(place) == "in" and self.sides.word(place + 1) in ("the", "this"):
-            place += 3  # "x in the figure is 5"
+        if self.sides.at(cursor).text == "," and self.sides.word(cursor + 1) == "which":
+            cursor += 1
+        if self.sides.word(cursor) == "in" and self.sides.word(cursor + 1) in ("the", "this"):
+            cursor += 3  # "x in the figure is 5"
         words: list[str] = []
-        while self.sides.at(place + len(words)).kind == "word" and len(words) < 9:
-            words.append(self.sides.word(place + len(words)))
-        said = " ".join(words)
-        match = _IS.match(said) or _EQUAL_TO.match(said)
-        if match is None or (match.end() < len(said) and said[match.end()] != " "):
+        while self.sides.at(cursor + len(words)).kind == "word" and len(words) < 9:
+            words.append(self.sides.word(cursor + len(words)))
+        phrase = " ".join(words)
+        match = _IS.match(phrase) or _EQUAL_TO.match(phrase)
+        if match is None or (match.end() < len(phrase) and phrase[match.end()] != " "):
             return None
-        place += len(match[0].split())
-        if self.sides.at(place).text in ("=", "≈"):
-            place += 1
-        return place
+        cursor += len(match[0].split())
+        if self.sides.at(cursor).text in ("=", "≈"):
+            cursor += 1
+        return cursor
 
     def _next_equal(self, number: int) -> int | None:
         """The next `=` of the same clause, behind a side that was not read."""
         depth = 0
-        for place in range(number, min(number + 60, len(self.signs))):
-            sign = self.signs[place]
+        for cursor in range(number, min(number + 60, len(self.signs))):
+            sign = self.signs[cursor]
             depth += _BRACKETS.get(sign.text, 0)
             if sign.text in ("=", "≈"):
-                return place
+                return cursor
             if sign.kind == "line" or sign.text in (".", ",", ";", "?", ":", "<", "≠"):
                 return None
             is_plain_word = sign.kind == "word" and len(sign.text) > 1
@@ -316,13 +338,13 @@ class _ClaimReader:
                 return None
         return None
 
-    def _equation(self, first: int, behind: int, left: Side, right: Side) -> Claim:
-        decimals = [side.decimals for side in (left, right) if side.decimals is not None]
+    def _equation(self, first: int, behind: int, left_side: Side, right_side: Side) -> Claim:
+        decimals = [side.decimals for side in (left_side, right_side) if side.decimals is not None]
         return self._claim(
             first,
             behind,
-            _kind_of(left, right),
-            ways=((equation(left.quantity, right.quantity),),),
+            _kind_of(left_side, right_side),
+            ways=((equation(left_side.quantity, right_side.quantity),),),
             decimals=max(decimals) if decimals else None,
         )
 
@@ -332,20 +354,20 @@ class _ClaimReader:
         """Note a letter that a text uses for another thing than the problem: "let x be BC"."""
         if self.sides.word(number) not in ("let", "letting", "denote", "call"):
             return
-        place = number + 1
-        sign = self.sides.at(place)
+        cursor = number + 1
+        sign = self.sides.at(cursor)
         if sign.kind != "word" or not re.fullmatch("[a-z]", sign.text):
             return
-        place += 1
-        if self.sides.at(place).text != "=" and self.sides.word(place) not in (
+        cursor += 1
+        if self.sides.at(cursor).text != "=" and self.sides.word(cursor) not in (
             *("be", "denote", "represent", "is", "equal"),
         ):
             return
-        place += 1
-        while self.sides.word(place) in ("the", "length", "measure", "of", "side", "segment"):
-            place += 1
+        cursor += 1
+        while self.sides.word(cursor) in ("the", "length", "measure", "of", "side", "segment"):
+            cursor += 1
         try:
-            quantity, _ = self.sides.atom(place)
+            quantity, _ = self.sides.atom(cursor)
         except (NoSideError, UnreadError, ValueError):
             return
         is_of_the_problem = sign.text in self.sides.unknowns
@@ -405,9 +427,9 @@ class _ClaimReader:
             yield self._claim(first, clause[-1] + 1, "unread", why="it was not understood")
 
 
-def _kind_of(left: Side, right: Side) -> ClaimKind:
+def _kind_of(left_side: Side, right_side: Side) -> ClaimKind:
     """What an equation is about: one name with a number, or a relation."""
-    for side, partner in ((left, right), (right, left)):
+    for side, partner in ((left_side, right_side), (right_side, left_side)):
         if not partner.is_number:
             continue
         quantity = side.quantity
@@ -433,12 +455,43 @@ _NOUNS = {
     **{"points": "Point", "parallelogram": "Polygon", "trapezoid": "Polygon"},
 }
 _ADVERBS = {
-    *("also", "both", "therefore", "thus", "then", "a", "an", "the", "all", "each", "always", "so"),
-    *("must", "be", "now", "indeed", "hence", "exactly", "clearly", "respectively"),
+    "also",
+    "both",
+    "therefore",
+    "thus",
+    "then",
+    "a",
+    "an",
+    "the",
+    "all",
+    "each",
+    "always",
+    "so",
+    "must",
+    "be",
+    "now",
+    "indeed",
+    "hence",
+    "exactly",
+    "clearly",
+    "respectively",
 }
 _POSITIONS = {
-    *("vertical", "corresponding", "alternate", "interior", "exterior", "opposite", "adjacent"),
-    *("base", "inscribed", "angles", "angle", "sides", "same-side", "consecutive", "arcs"),
+    "vertical",
+    "corresponding",
+    "alternate",
+    "interior",
+    "exterior",
+    "opposite",
+    "adjacent",
+    "base",
+    "inscribed",
+    "angles",
+    "angle",
+    "sides",
+    "same-side",
+    "consecutive",
+    "arcs",
 }
 _FOUR_CORNERS = {"parallelogram", "rectangle", "rhombus", "square", "kite", "trapezoid"}
 
@@ -456,14 +509,14 @@ class _RelationReader:
         is_second = self.sides.word(number) == "and" and bool(self.subjects)
         if is_second:
             subjects = self.subjects
-            place = number + 1
+            cursor = number + 1
         else:
             nouns = self._nouns(number)
             if nouns is None:
                 return None
-            subjects, place = nouns
+            subjects, cursor = nouns
         try:
-            result = self._predicate(subjects, place)
+            result = self._predicate(subjects, cursor)
         except (UnreadError, NoSideError, IndexError, ValueError):
             result = None
         if result is None:
@@ -484,33 +537,33 @@ class _RelationReader:
 
     def _nouns(self, number: int) -> tuple[list[Term], int] | None:
         """Things that are named: "triangles ABC and DEF", "AB", "angles 1 and 2"."""
-        place = number
-        head = _NOUNS.get(self.sides.word(place))
+        cursor = number
+        head = _NOUNS.get(self.sides.word(cursor))
         if head is not None:
-            place += 1
-            if self.sides.word(place) == "angle" and head == "Angle":
-                place += 1
-        elif self.sides.at(place).kind != "points":
+            cursor += 1
+            if self.sides.word(cursor) == "angle" and head == "Angle":
+                cursor += 1
+        elif self.sides.at(cursor).kind != "points":
             return None
-        first = self._noun(head, place)
+        first = self._noun(head, cursor)
         if first is None:
             return None
-        term, place = first
+        term, cursor = first
         terms = [term]
         while True:
-            joint = place
+            joint = cursor
             if self.sides.at(joint).text == ",":
                 joint += 1
             if self.sides.word(joint) == "and":
                 joint += 1
-            if joint == place:
-                return terms, place
+            if joint == cursor:
+                return terms, cursor
             next_head = _NOUNS.get(self.sides.word(joint))
             following = self._noun(next_head or term.head, joint + (1 if next_head else 0))
             if following is None or following[0].head != term.head:
-                return terms, place
+                return terms, cursor
             terms.append(following[0])
-            place = following[1]
+            cursor = following[1]
 
     def _noun(self, head: str | None, number: int) -> tuple[Term, int] | None:
         """One thing at a place, of this kind or of the one that its letters show."""
@@ -522,7 +575,7 @@ class _RelationReader:
         if sign.kind != "points":
             return None
         try:
-            names, place = self.sides.names_at(number)
+            names, cursor = self.sides.names_at(number)
         except NoSideError:
             return None
         head = head or {1: "Point", 2: "Line", 3: "Triangle"}.get(len(names), "Polygon")
@@ -531,7 +584,7 @@ class _RelationReader:
         counts = {"Line": (2,), "Triangle": (3,), "Angle": (1, 3), "Point": (1,), "Arc": (2, 3)}
         if len(names) not in counts.get(head, (len(names),)):
             return None
-        return Term(head=head, arguments=tuple(Term(name) for name in names)), place
+        return Term(head=head, arguments=tuple(Term(name) for name in names)), cursor
 
     # Predicates
 
@@ -548,14 +601,14 @@ class _RelationReader:
             return self._bisects(subjects[0], number + 1)
         if self.sides.word(number) in ("intersects", "meets"):
             return None
-        place = number
-        while self.sides.word(place) in ("also", "must", "which", "then", "therefore"):
-            place += 1
-        if self.sides.word(place) not in ("is", "are", "be", "have", "form"):
+        cursor = number
+        while self.sides.word(cursor) in ("also", "must", "which", "then", "therefore"):
+            cursor += 1
+        if self.sides.word(cursor) not in ("is", "are", "be", "have", "form"):
             return None
-        place += 1
-        place = self._past_position(self._past_words(place, _ADVERBS))
-        return self._said(subjects, place)
+        cursor += 1
+        cursor = self._past_position(self._past_words(cursor, _ADVERBS))
+        return self._said(subjects, cursor)
 
     def _past_words(self, number: int, words: set[str]) -> int:
         """The place behind these words."""
@@ -567,14 +620,15 @@ class _RelationReader:
         """The place behind "vertical angles and are": where angles lie is said in passing."""
         if self.sides.word(number) not in _POSITIONS:
             return number
-        place = self._past_words(number, _POSITIONS)
-        joint = place + 1 if self.sides.at(place).text == "," else place
+        cursor = self._past_words(number, _POSITIONS)
+        joint = cursor + 1 if self.sides.at(cursor).text == "," else cursor
         behind = self._past_words(joint, {"and", "so", "which", "that", "they"})
         if behind == joint or self.sides.word(behind) not in ("are", "is"):
             return number
         return self._past_words(behind + 1, _ADVERBS)
 
     def _directions(self, sign: str) -> str:
+        """The fact that a sign between two lines says."""
         return "Parallel" if sign == "∥" else "Perpendicular"
 
     def _said(self, subjects: list[Term], number: int) -> tuple[Ways, int] | None:
@@ -621,6 +675,7 @@ class _RelationReader:
         return None
 
     def _behind_to(self, number: int) -> int:
+        """The place behind "to", "with" or "to each other"."""
         while self.sides.word(number) in ("to", "with", "each", "other", "one", "another"):
             number += 1
         return number
@@ -633,6 +688,7 @@ class _RelationReader:
         return number
 
     def _past_the(self, number: int) -> int:
+        """The place behind words that stand before a name, as in "the side AB"."""
         while self.sides.word(number) in ("the", "side", "segment", "both", "line", "chord"):
             number += 1
         return number
@@ -707,15 +763,15 @@ class _RelationReader:
     def _round(self, subjects: list[Term], word: str, number: int) -> tuple[Ways, int] | None:
         """A line is a radius, a diameter or a tangent of the circle."""
         circles = self.reading.drawing.circles
-        place = number
-        while self.sides.word(place) in ("of", "to", "the", "circle"):
-            place += 1
-        if self.sides.at(place).kind == "points" and place > number:
-            names, behind = self.sides.names_at(place)
+        cursor = number
+        while self.sides.word(cursor) in ("of", "to", "the", "circle"):
+            cursor += 1
+        if self.sides.at(cursor).kind == "points" and cursor > number:
+            names, behind = self.sides.names_at(cursor)
             circles = [circle for circle in circles if [circle.centre] == names]
             number = behind
-        elif place > number and self.sides.word(place - 1) == "circle":
-            number = place
+        elif cursor > number and self.sides.word(cursor - 1) == "circle":
+            number = cursor
         if len(circles) != 1:
             return None
         ways = [self._round_line(line, word, circles[0]) for line in subjects]

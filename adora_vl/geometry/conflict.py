@@ -9,13 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from adora_vl.geometry.choose import Outcome, outcome
-from adora_vl.geometry.forms import Form, Term
+from adora_vl.geometry.forms import Form, Term, points_of
 from adora_vl.geometry.measures import unit_of
 from adora_vl.geometry.primitives import Reading, read
-from adora_vl.geometry.solve import Budget, FigureProblem, is_same
+from adora_vl.geometry.quantities import Constant
+from adora_vl.geometry.solve import Budget, FigureProblem, is_collapsed, is_same
 
 _MOST_TRIED = 14  # facts of one kind that are left out one by one
 _STARTS = 4
+_STARTS_ALONE = 24
+_EVALUATIONS_ALONE = 4000
 _MOST_NAMED = 6  # facts that a person still reads
 _INVOLVED = 1e-3  # share of the largest residual that a fact has to have to count as involved
 
@@ -33,7 +36,8 @@ class Repair:
 class Conflict:
     """What contradicts: the numbers of facts each of which alone, left out, lets a figure fit.
 
-    Where no fact does, they are the facts that are involved.
+    Where no fact does, they are the facts that are involved. `is_certain`: these facts exclude each
+    other by themselves. Where they do not, a figure may exist that the search has missed.
 
     `repairs` are the figures without a fault that then fit. `repair` is one of them where all of
     one kind have the same answer.
@@ -42,6 +46,7 @@ class Conflict:
     facts: tuple[int, ...]
     repairs: tuple[Repair, ...]
     repair: Repair | None
+    is_certain: bool
 
 
 def conflict_of(form: Form, reading: Reading, budget: Budget) -> Conflict:
@@ -81,7 +86,35 @@ def conflict_of(form: Form, reading: Reading, budget: Budget) -> Conflict:
         dict.fromkeys(repair.left_out[0] for repair in repairs if len(repair.left_out) == 1)
     )
     named = single or tuple(number for number in involved if number < len(terms))
-    return Conflict(facts=named[:_MOST_NAMED], repairs=tuple(repairs), repair=chosen)
+    return Conflict(
+        facts=named[:_MOST_NAMED],
+        repairs=tuple(repairs),
+        repair=chosen,
+        is_certain=_exclude_each_other(form, reading, named),
+    )
+
+
+def _exclude_each_other(form: Form, reading: Reading, named: Sequence[int]) -> bool:
+    """Whether no figure fulfils these facts alone, with what lies on their lines and circles.
+
+    So few facts are fulfilled by many starts if by any figure, which a whole diagram is not.
+    """
+    terms = reading.drawing.terms
+    points = {point for number in named for point in points_of(terms[number])}
+    left_out = [
+        number
+        for number, term in enumerate(terms)
+        if number not in named
+        and not (term.head.startswith("PointLiesOn") and points_of(term) <= points)
+    ]
+    alone = read(form, without=left_out)
+    alone.goal = Constant(0.0)
+    problem = FigureProblem(alone)
+    budget = Budget(_EVALUATIONS_ALONE)
+    return not any(
+        not is_collapsed(solution) and not problem.disordered(solution.v)
+        for solution in problem.solutions(budget, starts=_STARTS_ALONE)
+    )
 
 
 def is_value(term: Term) -> bool:

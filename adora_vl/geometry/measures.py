@@ -544,14 +544,24 @@ class Measures:
         name = "".join(outline)
         on_circle = [circle for circle in discs if set(outline) <= set(circle.points)]
         if len(discs) == 1 and on_circle:
-            self.assumed.append(f"the region is the circle without {name}")
+            self._assume_region(f"the region is the circle without {name}")
             return minus(self.of_circle("AreaOf", discs[0]), polygon)
         if len(discs) == 1 and len(outline) == 3 and discs[0].centre in outline:
             return self.circle_segment(discs[0], outline)
         if all(self._is_within(circle, outline) for circle in discs):
-            self.assumed.append(f"the region is {name} without what is round inside it")
+            self._assume_region(f"the region is {name} without what is round inside it")
             return minus(polygon, plus(*(self.of_circle("AreaOf", circle) for circle in discs)))
         raise UnreadError(f"the form does not say which region {term} is")
+
+    def _assume_region(self, words: str) -> None:
+        """Note what is assumed of a region, unless the question names the shapes that bound it.
+
+        A region that were one of them would be asked for by its name.
+        """
+        heads = {part.head for term in self.drawing.asked for part in term.walk()}
+        names_shape = bool(heads & {*CORNERS, "Polygon", "Regular"})
+        if not names_shape:
+            self.assumed.append(words)
 
     def circle_segment(self, circle: Circle, triangle: Sequence[str]) -> Quantity:
         """The region between a chord and its arc: the sector without the triangle at the centre."""

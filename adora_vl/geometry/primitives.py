@@ -11,12 +11,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from adora_vl.geometry.expressions import number_of
 from adora_vl.geometry.forms import Form, Term
 from adora_vl.geometry.measures import Measures, unit_of
 from adora_vl.geometry.quantities import (
+    Between,
     Combined,
     Constant,
     Equal,
@@ -51,6 +52,7 @@ SEEN_TANGENT = 9.0
 # degrees
 _SEEN_RIGHT = 2.5
 _SEEN_PARALLEL = 2.0
+_OUTSIDE = 1.1  # of a drawn radius; a point farther from the centre is seen to lie outside
 _SEEN_ON_CHORD = 0.03  # share of a chord's length that the centre may lie beside it
 # shares of a polygon's size
 _AT_CENTRE = 0.07
@@ -127,11 +129,51 @@ def read(
     for number, term in enumerate(drawing.terms):
         if number >= len(drawing.facts) and number not in skipped:
             _add_shapes_in_question(reading, term, number)
+    _add_orders(reading, skipped)
+    _add_touching(reading)
     _read_goal(reading)
     if looks:
         for relation, description in seen(measures, everything=looks > 1):
             reading.assume(relation, description)
     return reading
+
+
+def _add_orders(reading: Reading, skipped: set[int]) -> None:
+    """A point on a segment lies between its ends, which has to be said where no place shows it."""
+    places = reading.drawing.places
+    for number, term in enumerate(reading.drawing.terms):
+        if number in skipped or term.head != "PointLiesOnLine" or len(term.arguments) != 2:
+            continue
+        names = [term.arguments[0].head, *term.arguments[1].names]
+        is_segment = len(set(names)) == len(names) == 3 and set(names) <= set(
+            reading.drawing.points
+        )
+        if is_segment and not set(names) <= places.keys():
+            reading.relations.append(Between(point=names[0], start=names[1], end=names[2]))
+            reading.sources.append(number)
+
+
+def _add_touching(reading: Reading) -> None:
+    """A segment with both ends outside a circle and one point of it between them is a tangent.
+
+    The annotation lists every point in which drawn lines meet a circle, and a segment that is none
+    would have two.
+    """
+    drawing = reading.drawing
+    places = drawing.places
+    for circle in drawing.circles:
+        radius = drawing.drawn_radius(circle)
+        if radius is None:
+            continue
+        for row in drawing.rows:
+            shared = [point for point in row[1:-1] if point in circle.points]
+            reaches = [abs(places[end] - places[circle.centre]) for end in (row[0], row[-1])]
+            meets_once = len(set(row) & set(circle.points)) == len(shared) == 1
+            if meets_once and circle.centre not in row and min(reaches) > _OUTSIDE * radius:
+                reading.relations.append(
+                    Perpendicular(a=circle.centre, b=shared[0], c=row[0], d=row[-1])
+                )
+                reading.sources.append(None)
 
 
 _HOLDS_IN_QUESTION = ("Parallelogram", "Rectangle", "Rhombus", "Square", "Kite", "Trapezoid")
@@ -527,7 +569,9 @@ def _parallelogram(measures: Measures, term: Term) -> Iterator[Relation]:
     if term.head in ("Rectangle", "Square"):
         yield Perpendicular(a=a, b=b, c=b, d=c)
     if term.head in ("Rhombus", "Square"):
-        yield _same(measures, (a, b), (b, c))
+        # All four, though one would do: angles alone go by pairs of equal sides.
+        for first, second in pairwise((a, b, c, d, a, b)[i : i + 2] for i in range(5)):
+            yield _same(measures, first, second)
 
 
 def _four(names: Sequence[str]) -> tuple[str, str, str, str]:
@@ -538,10 +582,14 @@ def _four(names: Sequence[str]) -> tuple[str, str, str, str]:
 
 
 def _kite(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Two pairs of equal neighbouring sides; the picture says which sides are a pair."""
+    """Two pairs of equal neighbouring sides; a fact or the picture says which sides are a pair."""
     a, b, c, d = _four(measures.drawing.shape(term))
     places = measures.drawing.places
-    if {a, b, c, d} <= places.keys():
+    if measures.drawing.are_called_equal((a, b), (b, c)) or measures.drawing.are_called_equal(
+        (c, d), (d, a)
+    ):
+        a, b, c, d = b, c, d, a
+    elif {a, b, c, d} <= places.keys():
         sides = [abs(places[b] - places[a]), abs(places[c] - places[b])]
         sides += [abs(places[d] - places[c]), abs(places[a] - places[d])]
         if abs(sides[0] - sides[3]) + abs(sides[1] - sides[2]) >= abs(sides[0] - sides[1]) + abs(

@@ -134,7 +134,19 @@ class Mean:
     points: tuple[str, ...]
 
 
-Relation = Equal | Parallel | Perpendicular | Mean
+@dataclass(frozen=True)
+class Between:
+    """A point of a line lies between two others, and on neither of them.
+
+    It holds in a whole range of figures, so it never fixes anything.
+    """
+
+    point: str
+    start: str
+    end: str
+
+
+Relation = Equal | Parallel | Perpendicular | Mean | Between
 
 
 def plus(*parts: Quantity) -> Quantity:
@@ -208,6 +220,8 @@ def points_in(relation: Relation) -> Iterator[str]:
         yield from points_in_quantity(relation.right)
     elif isinstance(relation, Mean):
         yield from (relation.point, *relation.points)
+    elif isinstance(relation, Between):
+        yield from (relation.point, relation.start, relation.end)
     else:
         yield from (relation.a, relation.b, relation.c, relation.d)
 

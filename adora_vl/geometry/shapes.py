@@ -334,7 +334,7 @@ class Drawing:
             first = tuple(unwrapped(term.arguments[0]).names)
             second = tuple(unwrapped(term.arguments[1]).names)
             if len(first) < 3 or len(first) != len(second):
-                named = list(dict.fromkeys(self._named_polygons()))
+                named = self.named_polygons
                 if len(named) != 2 or len(named[0]) != len(named[1]):
                     continue
                 first, second = named
@@ -348,12 +348,27 @@ class Drawing:
                     self.places[name] = location + 1.6 * wide
                     self.imagined.add(name)
 
-    def _named_polygons(self) -> Iterator[tuple[str, ...]]:
-        """The polygons that facts name with all their corners, in order."""
+    @cached_property
+    def named_polygons(self) -> list[tuple[str, ...]]:
+        """The polygons that facts name with all their corners, in order, each once."""
+        parts = (part for term in self.terms for part in term.walk())
+        named = (tuple(part.names) for part in parts if len(part.names) == CORNERS.get(part.head))
+        return [
+            names
+            for names in dict.fromkeys(named)
+            if len(set(names)) == len(names) and all(map(self._may_be_point, names))
+        ]
+
+    def circles_in_polygons(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """The centres of circles that facts inscribe in polygons, with the corners of these."""
         for term in self.terms:
-            for part in term.walk():
-                if len(part.names) == CORNERS.get(part.head):
-                    yield tuple(part.names)
+            if term.head not in ("InscribedIn", "CircumscribedTo") or len(term.arguments) != 2:
+                continue
+            disc, polygon = term.arguments
+            if term.head == "CircumscribedTo":
+                polygon, disc = term.arguments
+            if disc.head == "Circle" and disc.names and tuple(polygon.names) in self.named_polygons:
+                yield disc.names[0], tuple(polygon.names)
 
     def _seen_straight(self) -> list[tuple[str, str, str]]:
         """The lines ABC that are drawn as AB, BC and AC with B between, each as (B, A, C).
@@ -523,10 +538,17 @@ class Drawing:
             direction = math.degrees(phase(self.places[name] - self.places[corner]))
             if not any(
                 abs((direction - ray_direction + 180) % 360 - 180) < _SAME_RAY
-                for ray_direction, _ in rays
+                and not self._are_on_two_lines(corner, (name, ray_name))
+                for ray_direction, ray_name in rays
             ):
                 rays.append((direction, name))
         return rays
+
+    def _are_on_two_lines(self, corner: str, names: Collection[str]) -> bool:
+        """Whether two points beside a corner lie on lines of at least three points that differ."""
+        long_rows = [row for row in self.rows if corner in row and len(row) > 2]
+        lines = [[row for row in long_rows if name in row] for name in names]
+        return all(lines) and not any(row in lines[1] for row in lines[0])
 
     def around(self, corner: str, inside: str) -> tuple[str, str, str]:
         """The nearest rays on both sides of the ray from a corner to `inside`.
@@ -896,6 +918,22 @@ class Drawing:
             if all(len(angle) == 3 and angle[1] in corners for angle in angles):
                 return True
         return False
+
+    def are_called_equal(self, first: Collection[str], second: Collection[str]) -> bool:
+        """Whether the facts say that two segments are equal, or give both the same length."""
+        lengths: dict[frozenset[str], set[str]] = {
+            frozenset(first): set(),
+            frozenset(second): set(),
+        }
+        for term in self.facts:
+            if not term.is_equation:
+                continue
+            sides = [frozenset(_inner_names(side, "LengthOf")) for side in term.arguments]
+            if set(sides) == lengths.keys():
+                return True
+            if sides[0] in lengths and not term.arguments[1].arguments:
+                lengths[sides[0]].add(term.arguments[1].head)
+        return bool(lengths[frozenset(first)] & lengths[frozenset(second)])
 
     def similar_pair(self) -> tuple[list[str], list[str]]:
         """Two drawn shapes that are meant to be similar, corner by corner. Raises `UnreadError`."""

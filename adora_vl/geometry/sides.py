@@ -42,18 +42,67 @@ from adora_vl.geometry.signs import Sign
 MAX_TERMS = 60  # numbers and names of one side
 _END = Sign(kind="end", text="", start=0, end=0, is_apart=True)
 _UNITS = {
-    *("cm", "mm", "km", "m", "in", "inch", "inches", "ft", "feet", "foot", "unit", "units", "yd"),
-    *("degree", "degrees", "deg", "degs", "meter", "meters", "metre", "metres", "yards", "miles"),
-    *("centimeters", "centimetres", "millimeters", "square", "sq", "long"),
+    "cm",
+    "mm",
+    "km",
+    "m",
+    "in",
+    "inch",
+    "inches",
+    "ft",
+    "feet",
+    "foot",
+    "unit",
+    "units",
+    "yd",
+    "degree",
+    "degrees",
+    "deg",
+    "degs",
+    "meter",
+    "meters",
+    "metre",
+    "metres",
+    "yards",
+    "miles",
+    "centimeters",
+    "centimetres",
+    "millimeters",
+    "square",
+    "sq",
+    "long",
 }
 # Words before a name that say no more than the name.
 _KINDS = {
-    *("segment", "side", "line", "chord", "radius", "diameter", "hypotenuse", "leg", "base"),
-    *("height", "altitude", "median", "diagonal", "tangent", "secant", "ray"),
+    "segment",
+    "side",
+    "line",
+    "chord",
+    "radius",
+    "diameter",
+    "hypotenuse",
+    "leg",
+    "base",
+    "height",
+    "altitude",
+    "median",
+    "diagonal",
+    "tangent",
+    "secant",
+    "ray",
 }
 _SHAPES = {
-    *("triangle", "quadrilateral", "rectangle", "parallelogram", "rhombus", "square", "trapezoid"),
-    *("polygon", "pentagon", "hexagon", "kite"),
+    "triangle",
+    "quadrilateral",
+    "rectangle",
+    "parallelogram",
+    "rhombus",
+    "square",
+    "trapezoid",
+    "polygon",
+    "pentagon",
+    "hexagon",
+    "kite",
 }
 _FUNCTIONS: dict[str, Function] = {"sin": "sin", "cos": "cos", "tan": "tan"}
 _INVERSES = {
@@ -149,48 +198,48 @@ class SideReader:
         self.depth += 1
         if self.depth > MAX_NESTING:
             raise NoSideError("brackets are nested too deep")
-        quantity, place = self.product(number)
+        quantity, cursor = self.product(number)
         while True:
-            sign = self.at(place)
-            is_plus = sign.text == "+" or self.word(place) == "plus"
-            if not is_plus and sign.text != "-" and self.word(place) != "minus":
+            sign = self.at(cursor)
+            is_plus = sign.text == "+" or self.word(cursor) == "plus"
+            if not is_plus and sign.text != "-" and self.word(cursor) != "minus":
                 break
-            part, place = self.product(place + 1)
+            part, cursor = self.product(cursor + 1)
             quantity = plus(quantity, part) if is_plus else minus(quantity, part)
         self.depth -= 1
-        return quantity, place
+        return quantity, cursor
 
     def product(self, number: int) -> tuple[Quantity, int]:
         """Factors with a sign between them or none."""
         if self.at(number).text == "-":
-            quantity, place = self.product(number + 1)
-            return minus(Constant(0.0), quantity), place
+            quantity, cursor = self.product(number + 1)
+            return minus(Constant(0.0), quantity), cursor
         share = _SHARES.get(self.word(number))
         if share is not None:
-            quantity, place = self.product(self._past(number + 1, _OF))
-            return times(Constant(share), quantity), place
-        quantity, place = self.power(number)
+            quantity, cursor = self.product(self._past(number + 1, _OF))
+            return times(Constant(share), quantity), cursor
+        quantity, cursor = self.power(number)
         while True:
-            sign = self.at(place)
-            if sign.text == "*" or self.word(place) == "times":
-                factor, place = self.power(self._past(place + 1, _OF))
+            sign = self.at(cursor)
+            if sign.text == "*" or self.word(cursor) == "times":
+                factor, cursor = self.power(self._past(cursor + 1, _OF))
                 quantity = times(quantity, factor)
             elif sign.text == "/":
-                factor, place = self.power(place + 1)
+                factor, cursor = self.power(cursor + 1)
                 quantity = over(quantity, factor)
-            elif self._begins_factor(place, is_number=self.at(place - 1).kind == "number"):
+            elif self._begins_factor(cursor, is_number=self.at(cursor - 1).kind == "number"):
                 try:
-                    factor, behind = self.power(place)
+                    factor, behind = self.power(cursor)
                 except (NoSideError, UnreadError):
                     if sign.is_apart:
-                        return quantity, place
+                        return quantity, cursor
                     raise
                 if sign.is_apart and not sign.is_math and self._is_relation_sign(behind):
-                    return quantity, place  # a new equation begins here: `AB = 5 CD = 3`
+                    return quantity, cursor  # a new equation begins here: `AB = 5 CD = 3`
                 quantity = times(quantity, factor)
-                place = behind
+                cursor = behind
             else:
-                return quantity, place
+                return quantity, cursor
 
     def _past(self, number: int, words: set[str]) -> int:
         """The place behind these words."""
@@ -199,6 +248,7 @@ class SideReader:
         return number
 
     def _is_relation_sign(self, number: int) -> bool:
+        """Whether a sign that joins two sides stands here."""
         return self.at(number).text in ("=", "≈", "≅")
 
     def _begins_factor(self, number: int, *, is_number: bool) -> bool:
@@ -226,13 +276,13 @@ class SideReader:
 
     def power(self, number: int) -> tuple[Quantity, int]:
         """A base with its exponents, and the unit behind it."""
-        quantity, place = self.atom(number)
-        while self.at(place).text == "^":
-            exponent, place = self.group(place + 1)
+        quantity, cursor = self.atom(number)
+        while self.at(cursor).text == "^":
+            exponent, cursor = self.group(cursor + 1)
             if isinstance(exponent, Constant) and abs(exponent.value) > MAX_EXPONENT:
                 raise NoSideError("the exponent is too large")
             quantity = Combined(function="^", parts=(quantity, exponent))
-        return quantity, self.past_unit(place)
+        return quantity, self.past_unit(cursor)
 
     def past_unit(self, number: int) -> int:
         """The place behind the unit of a number."""
@@ -258,13 +308,13 @@ class SideReader:
         closing = _CLOSING.get(self.at(number).text)
         if closing is None:
             if self.at(number).text == "-":
-                quantity, place = self.atom(number + 1)
-                return minus(Constant(0.0), quantity), place
+                quantity, cursor = self.atom(number + 1)
+                return minus(Constant(0.0), quantity), cursor
             return self.atom(number)
-        quantity, place = self.sum(number + 1)
-        if self.at(place).text != closing:
+        quantity, cursor = self.sum(number + 1)
+        if self.at(cursor).text != closing:
             raise NoSideError("a bracket does not close")
-        return quantity, place + 1
+        return quantity, cursor + 1
 
     # Atoms
 
@@ -285,6 +335,7 @@ class SideReader:
         raise NoSideError(f"{sign.text} is no side")
 
     def _number(self, number: int) -> tuple[Quantity, int]:
+        """A number as written; a whole one with a proper fraction behind it is mixed."""
         text = self.at(number).text
         value = float(text.replace(",", ""))
         if value > MAX_NUMBER:
@@ -311,26 +362,27 @@ class SideReader:
     def names_at(self, number: int) -> tuple[list[str], int]:
         """The points that stand at a place, also with single spaces between: `Q L M`."""
         names: list[str] = []
-        place = number
-        while self.at(place).kind == "points":
-            sign = self.at(place)
+        cursor = number
+        while self.at(cursor).kind == "points":
+            sign = self.at(cursor)
             parts = re.findall("[A-Z]'?", sign.text)
-            is_first = place == number
-            if not is_first and (len(parts) > 1 or sign.start - self.at(place - 1).end > 2):
+            is_first = cursor == number
+            if not is_first and (len(parts) > 1 or sign.start - self.at(cursor - 1).end > 2):
                 break
             if not is_first and len(re.findall("[A-Z]'?", self.at(number).text)) > 1:
                 break
             names += parts
-            place += 1
+            cursor += 1
         if not names or not set(names) <= self.points:
             raise NoSideError(f"{''.join(names)} is not in the figure")
-        return names, place
+        return names, cursor
 
     def _length(self, number: int) -> tuple[Quantity, int]:
-        names, place = self.names_at(number)
+        """The length of the segment between two points that stand here."""
+        names, cursor = self.names_at(number)
         if len(names) != 2 or names[0] == names[1]:
             raise NoSideError(f"{''.join(names)} is no segment")
-        return self.reading.measures.distance(names[0], names[1]), place
+        return self.reading.measures.distance(names[0], names[1]), cursor
 
     def _worded(self, number: int) -> tuple[Quantity, int]:
         """What begins with a word."""
@@ -341,8 +393,8 @@ class SideReader:
         if word == "arc":
             return self._arc(number + 1)
         if word in ("minor", "major") and self.word(number + 1) == "arc":
-            quantity, place = self._arc(number + 2)
-            return (minus(Constant(360.0), quantity) if word == "major" else quantity), place
+            quantity, cursor = self._arc(number + 2)
+            return (minus(Constant(360.0), quantity) if word == "major" else quantity), cursor
         if word in ("sqrt", "frac", "pi") or word in _INVERSES:
             return self._function(number)
         if word in ("area", "perimeter"):
@@ -366,9 +418,9 @@ class SideReader:
         if word == "sqrt":
             return self._root(number + 1)
         if word == "frac":
-            numerator, place = self.group(number + 1)
-            denominator, place = self.group(place)
-            return over(numerator, denominator), place
+            numerator, cursor = self.group(number + 1)
+            denominator, cursor = self.group(cursor)
+            return over(numerator, denominator), cursor
         return self._trigonometric(number)
 
     def _is_product_of_letters(self, number: int) -> bool:
@@ -379,6 +431,7 @@ class SideReader:
         return is_short and is_near and set(sign.text) <= self.unknowns - self.hidden
 
     def _letter(self, number: int) -> tuple[Quantity, int]:
+        """A letter of the problem, or `r` for the radius of its only circle."""
         letter = self.at(number).text
         is_article = letter == "a" and self.at(number + 1).kind == "word"
         if is_article and not self.at(number).is_math:
@@ -404,79 +457,81 @@ class SideReader:
             if re.fullmatch("[a-z]", sign.text) and sign.text in self.unknowns - self.hidden:
                 return Unknown(sign.text), number + 1
             raise NoSideError(f"there is no {numbered}")
-        names, place = self.names_at(number)
+        names, cursor = self.names_at(number)
         if len(names) not in (1, 3):
             raise NoSideError(f"{''.join(names)} is no angle")
         term = Term(head="Angle", arguments=tuple(Term(name) for name in names))
         corners = self.reading.drawing.angle(term)
         if len(names) == 1 and self.reading.drawing.are_on_one_row(corners):
             raise NoSideError(f"{names[0]} is no corner")
-        return self.reading.measures.corner(*corners), place
+        return self.reading.measures.corner(*corners), cursor
 
     def _arc(self, number: int) -> tuple[Quantity, int]:
-        names, place = self.names_at(number)
+        """The angle of an arc at the centre, by two or three points of one circle."""
+        names, cursor = self.names_at(number)
         if not any(set(names) <= set(circle.points) for circle in self.reading.drawing.circles):
             raise NoSideError(f"{''.join(names)} is no arc")
         term = Term(head="Arc", arguments=tuple(Term(name) for name in names))
-        return self.reading.measures.arc(term), place
+        return self.reading.measures.arc(term), cursor
 
     def _extent(self, number: int) -> tuple[Quantity, int]:
         """The area or the perimeter of a polygon that is named by its corners."""
-        place = self._past(number + 1, {"of", "the"})
-        if self.word(place) in _SHAPES:
-            place += 1
-        names, place = self.names_at(place)
+        cursor = self._past(number + 1, {"of", "the"})
+        if self.word(cursor) in _SHAPES:
+            cursor += 1
+        names, cursor = self.names_at(cursor)
         if len(names) < 3 or len(set(names)) < len(names):
             raise NoSideError(f"{''.join(names)} is no polygon")
         head = "AreaOf" if self.word(number) == "area" else "PerimeterOf"
-        return self.reading.measures.polygon(head, names), place
+        return self.reading.measures.polygon(head, names), cursor
 
     def _of_circle(self, number: int) -> tuple[Quantity, int]:
         """The radius or diameter of the only circle, or of the one that is named."""
-        place = self._past(number + 1, {"of", "the", "this", "that"})
+        cursor = self._past(number + 1, {"of", "the", "this", "that"})
         circles = self.reading.drawing.circles
-        if self.word(place) == "circle":
-            place += 1
-            if self.at(place).kind == "points":
-                names, place = self.names_at(place)
+        if self.word(cursor) == "circle":
+            cursor += 1
+            if self.at(cursor).kind == "points":
+                names, cursor = self.names_at(cursor)
                 circles = [circle for circle in circles if [circle.centre] == names]
         else:
-            place = number + 1
+            cursor = number + 1
         if len(circles) != 1 or circles[0].radius not in self.unknowns:
             raise NoSideError("the text does not say of which circle")
         radius = Unknown(circles[0].radius)
         is_radius = self.word(number) == "radius"
-        return (radius if is_radius else times(Constant(2.0), radius)), place
+        return (radius if is_radius else times(Constant(2.0), radius)), cursor
 
     def _root(self, number: int) -> tuple[Quantity, int]:
+        """A root; its degree stands in square brackets, else it is 2."""
         degree = 2.0
         if self.at(number).text == "[":
             quantity, number = self.group(number)
             if not isinstance(quantity, Constant) or not 1 < quantity.value < 10:
                 raise NoSideError("no root that is known")
             degree = quantity.value
-        quantity, place = self.group(number)
-        return power_of(quantity, 1 / degree), place
+        quantity, cursor = self.group(number)
+        return power_of(quantity, 1 / degree), cursor
 
     def _trigonometric(self, number: int) -> tuple[Quantity, int]:
         """A sine, cosine or tangent, or the angle that has it."""
         word = self.word(number)
-        place = number + 1
-        if word.startswith("arc") or self._inverts(place):
-            place = place if word.startswith("arc") else self._behind_inverse(place)
-            quantity, place = self.group(place)
+        cursor = number + 1
+        if word.startswith("arc") or self._inverts(cursor):
+            cursor = cursor if word.startswith("arc") else self._behind_inverse(cursor)
+            quantity, cursor = self.group(cursor)
             value = number_of_quantity(quantity)
             if value is None:
                 raise NoSideError("the angle of a sine that is no number")
-            return Constant(math.degrees(_INVERSES[word](value))), place
+            return Constant(math.degrees(_INVERSES[word](value))), cursor
         exponent: Quantity | None = None
-        if self.at(place).text == "^":
-            exponent, place = self.group(place + 1)
-        quantity, place = self._argument(place)
+        if self.at(cursor).text == "^":
+            exponent, cursor = self.group(cursor + 1)
+        quantity, cursor = self._argument(cursor)
         result: Quantity = Combined(function=_FUNCTIONS[word], parts=(quantity,))
         if exponent is not None:
             result = Combined(function="^", parts=(result, exponent))
-        return result, place
+        return result, cursor
 
     def _argument(self, number: int) -> tuple[Quantity, int]:
         """What a sine is of; `sin A` is that of the angle at A."""
@@ -484,15 +539,16 @@ class SideReader:
         corner = number + 1 if is_bracket else number
         sign = self.at(corner)
         if sign.kind == "points" and len(re.findall("[A-Z]'?", sign.text)) == 1:
-            quantity, place = self._angle(corner)
+            quantity, cursor = self._angle(corner)
             if not is_bracket:
-                return quantity, place
-            if self.at(place).text == _CLOSING[self.at(number).text]:
-                return quantity, place + 1
-        quantity, place = self.group(number)
-        return quantity, self.past_unit(place)
+                return quantity, cursor
+            if self.at(cursor).text == _CLOSING[self.at(number).text]:
+                return quantity, cursor + 1
+        quantity, cursor = self.group(number)
+        return quantity, self.past_unit(cursor)
 
     def _inverts(self, number: int) -> bool:
+        """Whether an exponent of -1 stands here."""
         return self._behind_inverse(number) > number
 
     def _behind_inverse(self, number: int) -> int:
@@ -573,17 +629,18 @@ def unit_of_quantity(quantity: Quantity) -> Unit:
     return "plain"
 
 
-def equation(left: Quantity, right: Quantity) -> Relation:
+def equation(left_side: Quantity, right_side: Quantity) -> Relation:
     """Two quantities are equal; a number over 180 for an arc of two letters is the other way round."""
-    first = _other_way(left, right)
-    second = _other_way(right, left)
-    unit = unit_of_quantity(left)
+    first = _other_way(left_side, right_side)
+    second = _other_way(right_side, left_side)
+    unit = unit_of_quantity(left_side)
     if unit == "plain":
-        unit = unit_of_quantity(right)
+        unit = unit_of_quantity(right_side)
     return Equal(left=first, right=second, unit=unit)
 
 
 def _other_way(quantity: Quantity, size: Quantity) -> Quantity:
+    """The rest of the circle, where a number over 180 says that it is meant."""
     value = number_of_quantity(size) if not isinstance(size, Combined) else None
     if isinstance(quantity, Angle) and value is not None and 180 < value < 360:
         return minus(Constant(360.0), quantity)

@@ -8,6 +8,7 @@ fixed seeds, so a slow machine gives what a quick one gives.
 from __future__ import annotations
 
 import math
+from cmath import phase
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
@@ -44,12 +45,16 @@ _PULLS = (1e-1, 1e-3)
 _PULLED_STEPS = 8
 _LETTER_STEPS = 25  # steps of the letters while the points are held
 _STEPS = 80
+# Without a picture points are moved onto their lines so often, and so far inside them.
+_SWEEPS = 60
+_INNER = 0.15
 _TRIALS = 7  # dampings that one step tries
 _RANK = 1e-6  # singular values below this share of the largest count as none
 _FREE = 1e-4  # share of its gradient with which a goal may move while the facts hold
 _COLLAPSED = 10  # faults of a figure in which points fall together
 _SHORTEST = 0.015  # share of the figure's size; a shorter segment has fallen together
 _LEAST = 1e-6  # share of the figure's size; an answer below it is none
+_LEAST_BEND = 1e-3  # radians; a corner that bends less is none
 _FLAT = 0.2  # sine of a drawn corner that is too flat to be compared
 _SAME = 1e-5  # share by which equal answers may differ
 
@@ -186,6 +191,59 @@ class FigureProblem:
                 )
         return v
 
+    def _on_lines(self, v: Vector, number: int) -> Vector:
+        """The start `v` with points moved until they lie on the lines and circles that they are on.
+
+        Without a picture a figure has to begin so, else points come to lie in another order. Each
+        fact in turn moves its points a little, as often as is needed.
+        """
+        random = np.random.default_rng(number)
+        position = self.system.position
+        places = v[: self.system.first_unknown].reshape(-1, 2).copy()
+        is_placed: set[str] = set()
+        for names in self.convex:
+            way_round = random.permutation(len(names))[0] + np.arange(len(names))
+            for name, step in zip(names, way_round, strict=True):
+                if name not in is_placed:
+                    turn = math.tau * (step + random.uniform(-0.2, 0.2)) / len(names)
+                    places[position[name]] = 0.5 * np.array([math.cos(turn), math.sin(turn)])
+            is_placed.update(names)
+        segments = [
+            (position[point], position[first], position[last], random.uniform(0.25, 0.75))
+            for (first, last), points in sorted(self.drawing.on_segment.items())
+            for point in sorted(points)
+        ]
+        rounds = [
+            (position[circle.centre], [position[point] for point in circle.points])
+            for circle in self.drawing.circles
+            if circle.points
+        ]
+        for _ in range(_SWEEPS):
+            for point, first, last, share in segments:
+                way = places[last] - places[first]
+                along = float((places[point] - places[first]) @ way) / (float(way @ way) + 1e-9)
+                share = min(max(along, _INNER), 1 - _INNER)
+                gap = places[first] + share * way - places[point]
+                places[point] += 0.5 * gap
+                places[first] -= 0.5 * (1 - share) * gap
+                places[last] -= 0.5 * share * gap
+            for centre, points in rounds:
+                ways = places[points] - places[centre]
+                lengths = np.linalg.norm(ways, axis=1, keepdims=True) + 1e-9
+                places[points] += 0.5 * (lengths.mean() / lengths - 1) * ways
+        v = v.copy()
+        v[: self.system.first_unknown] = places.reshape(-1)
+        radii = {circle.radius: circle for circle in self.drawing.circles}
+        for i, name in enumerate(self.system.unknowns, start=self.system.first_unknown):
+            circle = radii.get(name)
+            if circle is not None and circle.points:
+                ways = (
+                    places[[position[point] for point in circle.points]]
+                    - places[position[circle.centre]]
+                )
+                v[i] = self.size * float(np.linalg.norm(ways, axis=1).mean())
+        return v
+
     def _from_picture(self, point: str) -> complex:
         """A point's place in the picture, from the middle, in shares of the figure's size."""
         return (self.places[point] - self.middle) / self.pixels
@@ -198,7 +256,13 @@ class FigureProblem:
     # Levenberg and Marquardt
 
     def improved(
-        self, v: Vector, budget: Budget, *, steps: int, first: int = 0, pull: float = 0.0
+        self,
+        v: Vector,
+        budget: Budget,
+        *,
+        steps: int,
+        first: int = 0,
+        pull: float = 0.0,
     ) -> tuple[Vector, float]:
         """Go downhill from `v` in the unknowns from `first` on.
 
@@ -260,6 +324,8 @@ class FigureProblem:
         None where it does not fulfil the relations up to `loose`.
         """
         v = self.start(number)
+        if not self.places:
+            v = self._on_lines(v, number)
         if self.system.unknowns:
             v, _ = self.improved(
                 v, budget=budget, steps=_LETTER_STEPS, first=self.system.first_unknown
@@ -331,12 +397,13 @@ class FigureProblem:
         self.segments = sorted({line for line in drawing.form.lines if line[0] != line[1]})
         on_circles = {name for circle in drawing.circles for name in circle.points}
         self.used = sorted({name for line in self.segments for name in line} | on_circles)
-        # Of the points of a line without a place the order is not known where there are two between
-        # its ends.
-        self.orders = [
-            row
-            for row in drawing.lines
-            if len(row) == 3 or (len(row) > 3 and set(row) <= places.keys())
+        # Of a line with a point without a place it is known which points lie between its ends, and
+        # not in which order.
+        self.orders = [row for row in drawing.rows if len(row) > 2] + [
+            [first, point, last]
+            for (first, last), points in sorted(drawing.on_segment.items())
+            for point in sorted(points)
+            if not {first, point, last} <= places.keys()
         ]
         self.turns: list[tuple[str, str, str, float]] = []
         for corner in sorted(drawing.neighbours):
@@ -354,19 +421,11 @@ class FigureProblem:
                 shares = len(set(ends)) < 4 or any(len(set(ends) & row) >= 3 for row in rows)
                 if not shares and not cross_each_other([places[name] for name in ends]):
                     self.apart.append(ends)
-        self.sides = self._sides_without_places()
-
-    def _sides_without_places(self) -> list[tuple[str, str, str, str]]:
-        """Sides of named polygons that must not cross, for a form whose picture nobody has."""
-        if self.places:
-            return []
-        pairs = []
-        for names in self.drawing.named.values():
-            sides = sides_of(names)
-            for first, second in combinations(sides, 2):
-                if not set(first) & set(second):
-                    pairs.append((*first, *second))
-        return pairs
+        self.convex: list[tuple[str, ...]] = []
+        self.inside: list[tuple[str, tuple[str, ...]]] = []
+        if not places:
+            self.convex = [names for names in drawing.named_polygons if len(names) > 3]
+            self.inside = list(drawing.circles_in_polygons())
 
     def faults(self, v: Vector, value: float) -> int:
         """How much a figure differs in kind from the picture: order on lines, turns, crossings.
@@ -388,11 +447,13 @@ class FigureProblem:
         for first, corner, last, bend in self.turns:
             if bend * sine(at[first] - at[corner], at[last] - at[corner]) < 0:
                 count += 1
-        for ends in (*self.apart, *self.sides):
+        for ends in self.apart:
             if cross_each_other(
                 [self.location(v, name) for name in ends], tolerance=1e-9 * size**4
             ):
                 count += 1
+        count += sum(1 for names in self.convex if not self._is_convex(v, names))
+        count += sum(1 for centre, names in self.inside if not self._is_inside(v, centre, names))
         for i, name in enumerate(self.system.unknowns, start=self.system.first_unknown):
             if name.startswith("radius ") and v[i] <= 0:
                 count += _COLLAPSED
@@ -400,6 +461,21 @@ class FigureProblem:
         if self._has_to_be_positive and value <= _LEAST * self.size:
             count += _COLLAPSED
         return count
+
+    def _is_convex(self, v: Vector, names: Sequence[str]) -> bool:
+        """Whether corners go round once, with a turn to the same side at each of them."""
+        corners = [self.location(v, name) for name in names]
+        sides = [corners[i] - corners[i - 1] for i in range(len(corners))]
+        turns = [phase(sides[i] * sides[i - 1].conjugate()) for i in range(len(sides))]
+        bends_alike = min(turns) > _LEAST_BEND or max(turns) < -_LEAST_BEND
+        return bends_alike and abs(sum(turns)) < 1.5 * math.tau
+
+    def _is_inside(self, v: Vector, point: str, names: Sequence[str]) -> bool:
+        """Whether a point lies on the same side of all sides of a convex polygon."""
+        location = self.location(v, point)
+        ends = [(self.location(v, start), self.location(v, end)) for start, end in sides_of(names)]
+        beside = [cross(end - start, location - start) for start, end in ends]
+        return min(beside) > 0 or max(beside) < 0
 
     def disordered(self, v: Vector) -> list[str]:
         """The lines whose points do not lie in the order that the picture or the facts give."""
@@ -413,9 +489,9 @@ class FigureProblem:
 
     @property
     def _has_to_be_positive(self) -> bool:
-        """A length, an angle or an area is positive; a letter may be anything."""
+        """A length, an angle or an area is positive; a letter or a cosine may be anything."""
         goal = self.reading.goal_term
-        return goal is not None and bool(goal.arguments)
+        return goal is not None and bool(goal.arguments) and self.reading.unit != "plain"
 
     def _is_flat(self, places: Sequence[complex]) -> bool:
         """Whether all points lie on one line, which the picture's do not."""

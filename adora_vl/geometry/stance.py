@@ -12,12 +12,38 @@ from collections.abc import Sequence
 from adora_vl.geometry.signs import Sign
 
 _SUPPOSES = {
-    *("if", "suppose", "supposing", "assume", "assuming", "let", "let's", "lets", "letting"),
-    *("denote", "unless", "whether", "imagine", "say", "call", "check", "verify", "test", "try"),
+    "if",
+    "suppose",
+    "supposing",
+    "assume",
+    "assuming",
+    "let",
+    "let's",
+    "lets",
+    "letting",
+    "denote",
+    "unless",
+    "whether",
+    "imagine",
+    "say",
+    "call",
+    "check",
+    "verify",
+    "test",
+    "try",
 }
 _HEDGES = {
-    *("would", "could", "might", "may", "should", "maybe", "perhaps", "probably", "guess"),
-    *("possibly", "were"),
+    "would",
+    "could",
+    "might",
+    "may",
+    "should",
+    "maybe",
+    "perhaps",
+    "probably",
+    "guess",
+    "possibly",
+    "were",
 }
 _DEFINES = {
     "let",
@@ -31,14 +57,41 @@ _CHOICES = {"option", "choice"}
 _AIMS = {"find", "determine", "calculate", "compute", "solve", "prove", "show", "evaluate"}
 _WISHES = {"want", "wants", "need", "needs", "asked", "asks", "looking"}
 _DENIES = {
-    *("not", "isn't", "aren't", "doesn't", "don't", "can't", "cannot", "never", "neither", "nor"),
-    *("won't", "wouldn't", "couldn't", "didn't", "without"),
+    "not",
+    "isn't",
+    "aren't",
+    "doesn't",
+    "don't",
+    "can't",
+    "cannot",
+    "never",
+    "neither",
+    "nor",
+    "won't",
+    "wouldn't",
+    "couldn't",
+    "didn't",
+    "without",
 }
 _REFUTES = {"incorrect", "wrong", "false", "impossible", "absurd", "contradiction", "mistake"}
 _AFTER_NOT = {"possible", "true", "correct", "valid", "right", "consistent"}
 _ENDS_CLAUSE = {
-    *(",", ";", ":", "so", "thus", "therefore", "hence", "but", "because", "since", "however"),
-    *("which", "giving", "gives", "then", "where"),
+    ",",
+    ";",
+    ":",
+    "so",
+    "thus",
+    "therefore",
+    "hence",
+    "but",
+    "because",
+    "since",
+    "however",
+    "which",
+    "giving",
+    "gives",
+    "then",
+    "where",
 }
 _ENDS_SUPPOSITION = {"but", "however", "actually", "instead"}
 _FACTS = {"fact", "information", "given", "know", "known", "property"}
@@ -46,7 +99,7 @@ _DOES = {"we", "i", "can", "you", "and"}
 
 
 def is_stood_by(signs: Sequence[Sign]) -> list[bool]:
-    """For each sign, whether what is said there is meant as it stands."""
+    """Tell of each sign whether what is said there is meant as it stands."""
     stands: list[bool] = []
     is_supposed_before = False
     start = 0
@@ -54,7 +107,7 @@ def is_stood_by(signs: Sequence[Sign]) -> list[bool]:
         if sign.kind == "line" or sign.text in (".", "?", "!") or number == len(signs) - 1:
             sentence = _Sentence(signs[start : number + 1], is_supposed_before)
             stands += sentence.stands()
-            if any(other.kind != "line" for other in sentence.signs):
+            if any(sentence_sign.kind != "line" for sentence_sign in sentence.signs):
                 is_supposed_before = sentence.goes_on
             start = number + 1
     return stands
@@ -70,7 +123,7 @@ class _Sentence:
         self.goes_on = self.is_supposed  # whether a next sentence with "then" supposes as well
 
     def stands(self) -> list[bool]:
-        """For each sign of the sentence, whether it is stood by; sets `is_supposed`."""
+        """Tell of each sign of the sentence whether it is stood by; sets `is_supposed`."""
         if self.words and self.words[-1] == "?":
             return [False] * len(self.words)
         stands: list[bool] = []

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from adora_vl.geometry.quantities import (
     Angle,
     Area,
+    Between,
     Combined,
     Distance,
     Equal,
@@ -36,6 +37,7 @@ from adora_vl.geometry.quantities import (
 
 Vector = NDArray[np.float64]
 _TINY = 1e-150  # keeps the direction of two points that fall together finite
+_LEAST_SHARE = 0.001  # of a segment; a point nearer to an end than this does not lie between
 _WRAPPED = 300.0  # degrees; angles that differ by more are compared the other way round
 
 
@@ -101,7 +103,7 @@ class System:
         self._is_sweep = np.array([isinstance(atom, Sweep) for atom in self.turns], dtype=bool)
 
     def _compile_relations(self) -> None:
-        """Sort the relations into directions, means, linear equations and all others.
+        """Sort the relations into directions, orders, means, linear equations and all others.
 
         The rows of residuals stand in this order.
         """
@@ -111,6 +113,7 @@ class System:
             for relation in self.relations
             if isinstance(relation, Parallel | Perpendicular)
         ]
+        orders = [relation for relation in self.relations if isinstance(relation, Between)]
         means = [relation for relation in self.relations if isinstance(relation, Mean)]
         equations = [relation for relation in self.relations if isinstance(relation, Equal)]
         self._direction_points = tuple(
@@ -119,6 +122,10 @@ class System:
         )
         self._is_perpendicular = np.array(
             [isinstance(relation, Perpendicular) for relation in directions], dtype=bool
+        )
+        self._order_points = tuple(
+            np.array([position[getattr(relation, name)] for relation in orders], dtype=int)
+            for name in ("point", "start", "end")
         )
         self._means = np.zeros((2 * len(means), self.count))
         for number, mean in enumerate(means):
@@ -155,6 +162,7 @@ class System:
         means_of_axes = [mean for mean in means for _ in (0, 1)]
         self.residual_relations: list[Relation] = [
             *directions,
+            *orders,
             *means_of_axes,
             *linear_relations,
             *curved_relations,
@@ -309,6 +317,8 @@ class System:
         derivatives: list[Vector] = []
         if len(self._is_perpendicular):
             self._directions(v, parts=parts, derivatives=derivatives, slopes=slopes)
+        if len(self._order_points[0]):
+            self._orders(v, parts=parts, derivatives=derivatives, slopes=slopes)
         if len(self._means):
             parts.append(self._means @ v)
             derivatives.append(self._means)
@@ -349,6 +359,30 @@ class System:
             _scatter(rows, a, -slope_u)
             _scatter(rows, d, slope_w)
             _scatter(rows, c, -slope_w)
+            derivatives.append(rows)
+
+    def _orders(
+        self, v: Vector, parts: list[Vector], derivatives: list[Vector], *, slopes: bool
+    ) -> None:
+        """Add how far each point is from lying between: 0 wherever it does.
+
+        It counts in shares of the segment, along it.
+        """
+        places = v[: self.first_unknown].reshape(-1, 2)
+        point, start, end = self._order_points
+        u = places[point] - places[start]
+        w = places[end] - places[start]
+        square = np.einsum("ij,ij->i", w, w) + _TINY
+        share = np.einsum("ij,ij->i", u, w) / square
+        parts.append(np.minimum(share - _LEAST_SHARE, 0) + np.maximum(share - 1 + _LEAST_SHARE, 0))
+        if slopes:
+            is_outside = (share < _LEAST_SHARE) | (share > 1 - _LEAST_SHARE)
+            slope_u = np.where(is_outside, 1 / square, 0.0)[:, None] * w
+            slope_w = np.where(is_outside, 1 / square, 0.0)[:, None] * (u - 2 * share[:, None] * w)
+            rows = np.zeros((len(point), self.count))
+            _scatter(rows, point, slope_u)
+            _scatter(rows, end, slope_w)
+            _scatter(rows, start, -slope_u - slope_w)
             derivatives.append(rows)
 
     def evaluated(

@@ -174,6 +174,13 @@ def _what_is_wrong(sentence: str, plain: str) -> str:
     )
 
 
+def _kind_of(names: str) -> str:
+    """What a shape with these corners is called that has no other name."""
+    kinds = ("triangle", "quadrilateral", "pentagon", "hexagon", "heptagon", "octagon")
+    count = len(_split(names))
+    return kinds[count - 3] if 3 <= count <= 8 else "polygon"
+
+
 def _split(names: str) -> list[str]:
     """The points of a name such as `ABC`."""
     return re.findall(_P, names)
@@ -226,13 +233,7 @@ def _shape_behind(draft: _Draft, names: str, kind: str) -> None:
 
 def _special_behind(draft: _Draft, names: str, adjective: str, kind: str | None) -> None:
     """A shape named before its special kind: `ABC is an equilateral triangle`."""
-    by_count = {3: "triangle", 4: "quadrilateral", 5: "pentagon", 6: "hexagon", 8: "octagon"}
-    _special(
-        draft,
-        adjective=adjective,
-        kind=kind or by_count.get(len(_split(names)), "polygon"),
-        names=names,
-    )
+    _special(draft, adjective=adjective, kind=kind or _kind_of(names), names=names)
 
 
 def _two_lines(draft: _Draft, a: str, b: str, relation: str, c: str, d: str) -> None:
@@ -300,6 +301,11 @@ def _tangent(draft: _Draft, start: str, end: str, centre: str | None, at: str | 
     draft.facts.append(term("Tangent", draft.line(start, end), circle))
 
 
+def _tangent_at(draft: _Draft, start: str, end: str, at: str, centre: str | None) -> None:
+    """A line touches a circle, with the point named first."""
+    _tangent(draft, start=start, end=end, centre=centre, at=at)
+
+
 def _diameter(draft: _Draft, start: str, end: str, centre: str | None) -> None:
     """A segment is a diameter of a circle."""
     circle = draft.circle(centre)
@@ -323,15 +329,7 @@ def _alike(draft: _Draft, kind: str | None, first: str, relation: str, second: s
     partners = _split(second)
     if len(names) != len(partners):
         raise _NotReadError(f"{first} and {second} have not as many corners")
-    by_count = {
-        3: "Triangle",
-        4: "Quadrilateral",
-        5: "Pentagon",
-        6: "Hexagon",
-        7: "Heptagon",
-        8: "Octagon",
-    }
-    head = by_count.get(len(names), "Polygon")
+    head = _kind_of(first).capitalize()
     draft.facts.append(
         term(relation.capitalize(), draft.polygon(head, names), draft.polygon(head, partners))
     )
@@ -349,19 +347,23 @@ def _right_angle(draft: _Draft, names: str) -> None:
     )
 
 
-def _inscribed(draft: _Draft, names: str, centre: str | None) -> None:
+def _inscribed(
+    draft: _Draft, adjective: str | None, kind: str | None, names: str, centre: str | None
+) -> None:
     """A polygon has its corners on a circle."""
-    corners = _split(names)
-    by_count = {3: "Triangle", 4: "Quadrilateral", 5: "Pentagon", 6: "Hexagon"}
-    draft.facts.append(draft.polygon(by_count.get(len(corners), "Polygon"), corners))
+    if adjective is not None:
+        _special_behind(draft, names, adjective, kind)
+    elif (kind or _kind_of(names)) == "polygon":
+        draft.facts.append(draft.polygon("Polygon", _split(names)))
+    else:
+        _shape(draft, kind or _kind_of(names), names)
     _on_circle(draft, names, centre)
 
 
 def _circle_in(draft: _Draft, centre: str, names: str) -> None:
     """A circle touches all sides of a polygon."""
     corners = _split(names)
-    by_count = {3: "Triangle", 4: "Quadrilateral", 5: "Pentagon", 6: "Hexagon"}
-    polygon = draft.polygon(by_count.get(len(corners), "Polygon"), corners)
+    polygon = draft.polygon(_kind_of(names).capitalize(), corners)
     draft.facts.append(term("CircumscribedTo", polygon, draft.circle(centre)))
 
 
@@ -568,17 +570,10 @@ def _circle_atom(draft: _Draft, text: str) -> Term:
 def _extent_atom(draft: _Draft, text: str) -> Term:
     names = _split(text)
     head = "AreaOf" if text.startswith("area") else "PerimeterOf"
-    by_count = {
-        3: "Triangle",
-        4: "Quadrilateral",
-        5: "Pentagon",
-        6: "Hexagon",
-        7: "Heptagon",
-        8: "Octagon",
-    }
-    if len(names) not in by_count:
+    kind = _kind_of("".join(names))
+    if kind == "polygon":
         raise _NotReadError(f"{''.join(names)} has more corners than are known")
-    return term(head, draft.polygon(by_count[len(names)], names))
+    return term(head, draft.polygon(kind.capitalize(), names))
 
 
 def _sector_atom(draft: _Draft, text: str) -> Term:
@@ -626,12 +621,16 @@ _GRAMMAR: tuple[tuple[str, _Build], ...] = (
     (rf"{_SEGMENT} bisects angle ((?:{_P})+)", _bisects_angle),
     (rf"{_SEGMENT} (?:and )?{_SEGMENT} (?:meet|cross|intersect) at ({_P})", _meet),
     (rf"{_SEGMENT} tangent{_IN_CIRCLE}?(?: ?at ({_P}))?", _tangent),
+    (rf"{_SEGMENT} tangent at ({_P}){_IN_CIRCLE}", _tangent_at),
     (rf"{_SEGMENT} diameter{_IN_CIRCLE}?", _diameter),
     (rf"{_SEGMENT} chord{_IN_CIRCLE}?", _chord),
     (rf"circle ({_P})(?: ?(?::|with|through) ?((?:{_P})(?:,? ?(?:and )?{_P})*))?", _circle),
     (rf"({_SHAPES})? ?{_NAMES} (similar|congruent) (?:{_SHAPES})? ?{_NAMES}", _alike),
     (rf"right angle {_NAMES}", _right_angle),
-    (rf"(?:{_SHAPES})? ?{_NAMES} inscribed in{_IN_CIRCLE}", _inscribed),
+    (
+        rf"(?:({_ADJECTIVES}) )?(?:({_SHAPES}|polygon) )?{_NAMES} inscribed in{_IN_CIRCLE}",
+        _inscribed,
+    ),
     (rf"circle ({_P}) inscribed in (?:{_SHAPES})? ?{_NAMES}", _circle_in),
     (rf"{_SEGMENT} (altitude|height|median) (?:triangle )?{_NAMES}", _line_of_triangle),
 )

@@ -12,13 +12,15 @@ import numpy as np
 
 from adora_vl.geometry.chase import Chase
 from adora_vl.geometry.choose import Outcome, Status, outcome
-from adora_vl.geometry.conflict import Conflict, conflict_of
+from adora_vl.geometry.conflict import Conflict, Repair, conflict_of
 from adora_vl.geometry.exact import exact
 from adora_vl.geometry.figure import Verdict, figure_of
-from adora_vl.geometry.forms import Form
+from adora_vl.geometry.forms import Form, Term
+from adora_vl.geometry.measures import unit_of
 from adora_vl.geometry.primitives import Reading, read
 from adora_vl.geometry.shapes import UnreadError, terms_of
 from adora_vl.geometry.solve import Budget, FigureProblem
+from adora_vl.geometry.system import System
 from adora_vl.geometry.words import words_of
 
 MAX_POINTS = 60
@@ -230,11 +232,16 @@ def _ambiguous(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
     values = [value for value in (result.value, *result.rival_values) if value is not None]
     examples = " and ".join(f"{value:.6g}" for value in values[:2])
     if len(values) < 2:
-        why = (
-            "only one figure was found, and it differs from the picture; there "
-            f"{_goal_words(problem.reading)} is "
+        doubt = (
+            "it differs from the picture"
+            if problem.places
+            else "there may be others; places of points would say which one is meant"
         )
-        return Verdict(status="ambiguous", why=f"{why}{examples}")
+        return Verdict(
+            status="ambiguous",
+            why=f"only one figure was found, with {_goal_words(problem.reading)} = {examples}, and "
+            f"{doubt}",
+        )
     return Verdict(status="ambiguous", why=f"two figures fit, with {examples}")
 
 
@@ -263,6 +270,15 @@ def _repaired(form: Form, problem: FigureProblem, result: Outcome, budget: Budge
     why = _no_figure(result, clash, reading)
     status: Status = "conflict" if result.status == "conflict" or clash.repairs else "collapsed"
     terms = reading.drawing.terms
+    by_lengths = _by_lengths(form, clash)
+    if by_lengths is not None:
+        return by_lengths
+    if not problem.places and not clash.is_certain:
+        return Verdict(
+            status="open",
+            why="no figure was found, and no facts that exclude each other; places of points would "
+            "show where to begin",
+        )
     if clash.repair is not None:
         repair = clash.repair
         assert repair.outcome.value is not None and repair.outcome.solution is not None, (
@@ -288,6 +304,44 @@ def _repaired(form: Form, problem: FigureProblem, result: Outcome, budget: Budge
             f"{rounded.value:.4g}",
         )
     return Verdict(status=status, why=why)
+
+
+def _by_lengths(form: Form, clash: Conflict) -> Verdict | None:
+    """The answer of the lengths where each angle is what they give, rounded as it is written.
+
+    A book that gives lengths and 84 degrees for 83.6 contradicts nothing. None for any other.
+    """
+    for repair in clash.repairs:
+        solution = repair.outcome.solution
+        if len(repair.left_out) < 2 or repair.outcome.status != "answered" or solution is None:
+            continue
+        reading = repair.problem.reading
+        terms = [reading.drawing.terms[number] for number in repair.left_out]
+        if any(unit_of(term) != "degrees" for term in terms):
+            continue
+        if all(_holds_as_rounded(repair, term) for term in terms):
+            answer = _answered(form, repair.problem, repair.outcome)
+            words = _listed([words_of(term) for term in terms])
+            return replace(
+                answer, figure=None, why=f"determined by the lengths; {words} as they are rounded"
+            )
+    return None
+
+
+def _holds_as_rounded(repair: Repair, term: Term) -> bool:
+    """Whether an angle of a figure, rounded to as many digits as a fact has, is what it says."""
+    solution = repair.outcome.solution
+    assert solution is not None, "a repair has a figure"
+    number = re.fullmatch(r"\d+(?:\.(\d+))?", term.arguments[1].head.strip())
+    if number is None:
+        return False
+    measures = repair.problem.reading.measures
+    system = repair.problem.system
+    quantity = measures.value(term.arguments[0])
+    trial = System(system.points, relations=(), goal=quantity, size=system.size)
+    value, _ = trial.goal_at(solution.v[: trial.count])
+    half_digit = 0.5 * 10.0 ** -len(number[1] or "")
+    return abs(abs(value) - float(number[0])) <= half_digit + 1e-9
 
 
 def _no_figure(result: Outcome, clash: Conflict | None, reading: Reading) -> str:

@@ -58,7 +58,11 @@ def read_source(config: Path | None, words: Sequence[str], *, nested: bool) -> S
         _read_shell(source, config, nested=nested)
     elif config is not None:
         _lay_file(source, config, nested=nested)
-    _lay_words(source, _keys_of_command(list(words)), nested=nested)
+    keys = _keys_of_command(list(words))
+    # `MAX_PIXELS=1003520 swift rlhf ...` sets a variable for the command behind it
+    variables = [word.partition("=") for word in words[: len(words) - len(keys)] if "=" in word]
+    source.environment = {**source.environment, **{name: value for name, _, value in variables}}
+    _lay_words(source, keys, nested=nested)
     return source
 
 

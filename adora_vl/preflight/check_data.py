@@ -14,7 +14,7 @@ from datasets import Dataset, IterableDataset
 from adora_vl.builtin.builtin_data import KNIGHTS_DATA, STARTS, SYNTHETIC_DATA, data_folders
 from adora_vl.config.batch_plan import check_row_count
 from adora_vl.data import prompt_lengths as lengths
-from adora_vl.data.dataset import data_hash, read_manifest
+from adora_vl.data.dataset import data_hash, read_manifest, refuse_for_evaluation
 from adora_vl.data.loading import load_rows
 from adora_vl.data.prompts import control_token_in, control_tokens, with_tools
 from adora_vl.data.rows import has_images
@@ -261,6 +261,7 @@ def _python_rows(request: RunRequest, model: ModelFacts, prompts: PromptFacts) -
     assert isinstance(datasets, python_inputs.Datasets)
     train = python_inputs.with_tool_descriptions(datasets.train, prompts.schemas)
     evaluated = python_inputs.with_tool_descriptions(datasets.evaluate, prompts.schemas)
+    refuse_for_evaluation(datasets.train, where="train_dataset:")
     for dataset in (datasets.train, datasets.evaluate):
         refuse_prefill(dataset)
     _check_stream(request.config, datasets.train)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
     from peft import PeftConfig
+    from transformers import ProcessorMixin
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,9 @@ class ModelSource:
     """
 
     keys: ModelConfig
-    peft_config: Any = None
-    loaded: Any = None
-    processor: Any = None
+    peft_config: PeftConfig | None = None
+    loaded: PreTrainedModel | None = None
+    processor: ProcessorMixin | None = None
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,12 @@ class RunRequest:
     config: AdoraGRPOConfig
     model: ModelSource
     rows: AdoraScriptArguments | Datasets
-    rewards: Any = None
+    rewards: object = None
     cli_args: CliArgs | None = None
     max_rows: int | None = None
     runs_here: bool = True
-    tools: Sequence[Any] = ()
-    environment_factory: Any = None
+    tools: Sequence[str | Callable[..., Any]] = ()
+    environment_factory: Callable[[], object] | None = None
 
     @property
     def script(self) -> AdoraScriptArguments | None:
@@ -63,11 +64,12 @@ class RunRequest:
         return self.rows if isinstance(self.rows, AdoraScriptArguments) else None
 
     @property
-    def environment(self) -> Any:
+    def environment(self) -> Callable[[], object] | str | None:
         """The factory of an environment per rollout: FILE.py:CLASS or a Python object; or None."""
         if self.environment_factory is not None:
             return self.environment_factory
-        return self.config.environment_factory
+        named: str | None = self.config.environment_factory
+        return named
 
     @property
     def is_main_process(self) -> bool:

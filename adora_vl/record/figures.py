@@ -1,7 +1,7 @@
 """The figures of a run that are shown: in its progress line, its summary, its model card, its page.
 
-Each has one title and one way to be written, wherever it stands. Which of them a place shows, and in
-which order, is a tuple of their keys.
+Each has one title and one way to be written, wherever it stands. Which of them a place shows, and
+in which order, is a tuple of their keys.
 """
 
 from collections.abc import Mapping

@@ -22,14 +22,13 @@ from transformers import TrainerCallback
 from adora_vl.advantage import Adora, AdoraWeighting
 from adora_vl.advantage.grpo import deviation
 from adora_vl.record.figures import ACCURACY, FIGURES, MISSING, PASS, PROGRESS
-from adora_vl.training.advantages import Advantages
-from adora_vl.training.scoring import Scores
+from adora_vl.training.advantages import Advantages, JudgedGroups
+from adora_vl.training.rollout_facts import RolloutFacts
 from adora_vl.utils.files import replace_file
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    from adora_vl.rollout.rollouts import Rollout
 
 METRICS = "metrics.jsonl"
 Line = dict[str, Any]
@@ -596,84 +595,45 @@ class TieNotice:
 
 def learned_figures(advantages: Advantages) -> dict[str, float]:
     """Return the figures of the rollouts that the loss uses, by their names in the log."""
-    learned_reward = torch.nanmean(advantages.groups.rewards_PG).item()
+    learned_reward = torch.nanmean(advantages.judged.groups.rewards_PG).item()
     figures = {"learned_reward": learned_reward, **advantages.figures}
     return {f"adora/{name}": value for name, value in figures.items()}
 
 
 def judged_figures(
-    advantages: Advantages, scores: Scores, functions: Sequence[str]
+    judged: JudgedGroups, facts: RolloutFacts, functions: Sequence[str]
 ) -> dict[str, float]:
     """Return the figures of all rollouts that were graded, by their names in the log.
 
     They are TRL's, ADORA's, and those that the reward functions log.
 
     Args:
-        advantages: the groups of all ranks, weighed by ADORA's criteria.
-        scores: rewards and lengths of the same rollouts.
+        judged: the groups of all ranks, weighed by ADORA's criteria.
+        facts: rewards and lengths of the same rollouts.
         functions: the names of the reward functions.
     """
-    figures = {
-        f"adora/{name}": value for name, value in adora_metrics(advantages.weighting).items()
-    }
-    figures["adora/reflective_per_1000_tokens"] = scores.reflective_per_1000_tokens
-    figures["rewards/missing"] = scores.rewards.missing_share
-    figures["completions/clipped_ratio"] = scores.unended_B.float().mean().item()
-    ended = scores.lengths_B[~scores.unended_B]
+    figures = {f"adora/{name}": value for name, value in adora_metrics(judged.weighting).items()}
+    figures["adora/reflective_per_1000_tokens"] = facts.reflective_per_1000_tokens
+    figures["rewards/missing"] = facts.missing_share
+    figures["completions/clipped_ratio"] = facts.cut_off_N.float().mean().item()
+    ended = facts.length_N[~facts.cut_off_N]
     for name, reduce in (("mean", torch.mean), ("min", torch.amin), ("max", torch.amax)):
-        figures[f"completions/{name}_length"] = reduce(scores.lengths_B).item()
+        figures[f"completions/{name}_length"] = reduce(facts.length_N).item()
         figures[f"completions/{name}_terminated_length"] = (
             reduce(ended).item() if len(ended) else 0.0
         )
-    for name, rewards_B in zip(functions, scores.rewards.counted_BF.unbind(dim=1), strict=True):
-        mean, std = _mean_and_deviation(rewards_B)
+    for name, rewards_N in zip(functions, facts.counted_NF.unbind(dim=1), strict=True):
+        mean, std = _mean_and_deviation(rewards_N)
         figures[f"rewards/{name}/mean"] = mean
         figures[f"rewards/{name}/std"] = std
-    mean, std = _mean_and_deviation(advantages.groups.rewards_PG.flatten())
+    mean, std = _mean_and_deviation(judged.groups.rewards_PG.flatten())
     figures["reward"] = mean
     figures["reward_std"] = std
-    return {**figures, **advantages.figures, **scores.logged}
+    figures["frac_reward_zero_std"] = judged.equal_reward_share
+    return {**figures, **facts.logged}
 
 
-class ToolUse(NamedTuple):
-    """How each of N rollouts used tools; tensors of floats, (N,)."""
-
-    calls_N: Tensor
-    failed_calls_N: Tensor
-    # what all calls of a rollout took together
-    seconds_N: Tensor
-    # 1 where the last turn calls a tool and nobody answers: no calls or no room are left
-    unanswered_N: Tensor
-
-    @classmethod
-    def of(cls, rollouts: Sequence[Rollout]) -> ToolUse:
-        """Return the use of tools by these rollouts, on the CPU."""
-
-        def column(values: Iterable[float]) -> Tensor:
-            """Return one value for each rollout."""
-            return torch.tensor([*values], dtype=torch.float32)
-
-        calls_of_rollouts = [rollout.calls for rollout in rollouts]
-        return cls(
-            calls_N=column(len(calls) for calls in calls_of_rollouts),
-            failed_calls_N=column(
-                sum(call.failed for call in calls) for calls in calls_of_rollouts
-            ),
-            seconds_N=column(sum(call.seconds for call in calls) for calls in calls_of_rollouts),
-            unanswered_N=column(rollout.finish_reason.is_unanswered for rollout in rollouts),
-        )
-
-    def stack(self) -> Tensor:
-        """Return the fields as the columns of one tensor, (N, F), which takes one gather."""
-        return torch.stack([*self], dim=1)
-
-    @classmethod
-    def unstack(cls, stacked_NF: Tensor) -> ToolUse:
-        """Return the inverse of `stack`."""
-        return cls(*stacked_NF.unbind(dim=1))
-
-
-def tool_figures(rewards_PG: Tensor, use: ToolUse) -> dict[str, float]:
+def tool_figures(rewards_PG: Tensor, facts: RolloutFacts) -> dict[str, float]:
     """Return the figures of a run with tools, by their names in the log.
 
     Those of TRL begin with `tools/`. `adora/tool_gain` is the mean reward of the rollouts that
@@ -682,21 +642,21 @@ def tool_figures(rewards_PG: Tensor, use: ToolUse) -> dict[str, float]:
 
     Args:
         rewards_PG: the rewards of all rollouts, (P, G), NaN where a rollout has none.
-        use: how the same rollouts, P x G of them, used tools.
+        facts: of the same rollouts, P x G of them.
     """
-    called_PG = use.calls_N.view_as(rewards_PG) > 0
+    called_PG = facts.calls_N.view_as(rewards_PG) > 0
     has_both_P = called_PG.any(1) & ~called_PG.all(1)
     nan = torch.tensor(torch.nan)
     mean_with_call_P = torch.where(called_PG, rewards_PG, nan).nanmean(1)
     mean_without_call_P = torch.where(~called_PG, rewards_PG, nan).nanmean(1)
     gain = (mean_with_call_P - mean_without_call_P)[has_both_P].nanmean().item()
-    failure_frequency = use.failed_calls_N.sum() / use.calls_N.sum().clamp(min=1)
+    failure_frequency = facts.failed_calls_N.sum() / facts.calls_N.sum().clamp(min=1)
     figures = {
-        "tools/call_frequency": use.calls_N.mean().item(),
+        "tools/call_frequency": facts.calls_N.mean().item(),
         "tools/failure_frequency": failure_frequency.item(),
         "adora/called": called_PG.float().mean().item(),
-        "adora/unanswered_calls": use.unanswered_N.mean().item(),
-        "adora/tools_s": use.seconds_N.sum().item(),
+        "adora/unanswered_calls": facts.unanswered_N.float().mean().item(),
+        "adora/tools_s": facts.tool_seconds_N.sum().item(),
     }
     if not math.isnan(gain):
         figures["adora/tool_gain"] = gain

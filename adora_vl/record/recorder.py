@@ -15,10 +15,8 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from adora_vl.data.rows import images_of
-from adora_vl.packing.prompts import PromptBatch
 from adora_vl.record.metrics import (
     TieNotice,
-    ToolUse,
     judged_figures,
     learned_figures,
     tool_figures,
@@ -27,9 +25,9 @@ from adora_vl.record.rollouts import Columns, Record, criteria_columns, turns_of
 from adora_vl.record.trackers import add_rows, logs_images, logs_tables, set_weighed
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.importance import rollout_drift
-from adora_vl.training.advantages import Advantages
-from adora_vl.training.generation import Generation
-from adora_vl.training.scoring import Scores
+from adora_vl.training.advantages import Advantages, JudgedGroups
+from adora_vl.training.generation import BuiltGroups, Generation, ScoredGroups
+from adora_vl.training.rollout_facts import RolloutFacts
 from adora_vl.types import Batch, Row, StepContext, compared_mask
 from adora_vl.utils.cli import plain
 from adora_vl.utils.secrets import masked
@@ -112,23 +110,26 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         return numbers_B
 
     def add(
-        self, generation: Generation, table: Mapping[str, Any], functions: Sequence[str]
+        self,
+        step: int,
+        built: BuiltGroups,
+        scored: ScoredGroups,
+        table: Mapping[str, Any],
+        functions: Sequence[str],
     ) -> None:
-        """Add rollouts that were just graded.
+        """Add rollouts that were just scored.
 
         Collective, where rollouts are recorded: columns and rows are gathered on all ranks.
 
         Args:
-            generation: this rank's rows, with scores and advantages.
+            step: optimizer steps that had been made when they were sampled.
+            built: the rollouts of this rank.
+            scored: what is known of the rollouts of all ranks.
             table: TRL's table of completions.
             functions: the names of the reward functions.
         """
-        rows = generation.rows
-        batch = generation.batch
-        step = generation.key.step
-        scores = generation.scores
-        advantages = generation.advantages
-        assert scores is not None and advantages is not None
+        rows = built.rows
+        batch = scored.batch
         self._last_count = len(rows)
         self._step_count += len(rows)
         if not self._records:
@@ -143,32 +144,30 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         row_columns = [self._row_columns(row) for row in rows]
         if self.decode is not None:
             keep = partial(self._keep, None)
-            for values, rollout in zip(row_columns, generation.rollouts, strict=True):
+            for values, rollout in zip(row_columns, built.rollouts, strict=True):
                 values["calls"] = len(rollout.calls)
                 values["turns"] = turns_of(rollout, self.decode, keep)
         gathered = gather_object(row_columns)
         if self.accelerator.is_main_process and not self.record.failed:
-            columns = _columns(scores, advantages, table, functions)
+            columns = _columns(scored.facts, scored.judged, table, functions)
             columns["step"] = [step + 1] * len(gathered)
             columns["drift"] = drift or [math.nan] * len(gathered)
             columns |= optional
             columns |= {name: [values[name] for values in gathered] for name in gathered[0]}
-            self.record.add(columns, advantages.groups.rewards_PG.shape[1])
+            self.record.add(columns, scored.judged.groups.rewards_PG.shape[1])
 
-    def weighed(self, generation: Generation, table: Mapping[str, Any]) -> None:
+    def weighed(self, batch: Batch, advantages: Advantages, table: Mapping[str, Any]) -> None:
         """Put the final advantages of the rollouts that the loss uses into the record and `table`.
 
         The rows of `table` are those of the batch that was graded last. A rollout that was replaced
         keeps an advantage of 0. Collective: the numbers of the rollouts are gathered.
         """
-        batch = generation.batch
-        advantages = generation.advantages
         gather = self.accelerator.gather
-        assert advantages is not None
-        group_size = advantages.raw_PG.shape[1]
+        raw_PG = advantages.judged.raw_PG
+        group_size = raw_PG.shape[1]
         columns = {
-            "advantage_raw": advantages.raw_PG.flatten(),
-            "advantage": advantages.advantages_PG.flatten(),
+            "advantage_raw": raw_PG.flatten(),
+            "advantage": advantages.final_PG.flatten(),
             "weight": advantages.weighting.weights_P.repeat_interleave(group_size),
         }
         numbers_N = gather(batch["rollout_number"]).cpu()
@@ -278,32 +277,32 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
 
 
 def _columns(
-    scores: Scores, advantages: Advantages, table: Mapping[str, Any], functions: Sequence[str]
+    facts: RolloutFacts, judged: JudgedGroups, table: Mapping[str, Any], functions: Sequence[str]
 ) -> Columns:
-    """Return the columns that come from scores and advantages, for the rollouts of all ranks.
+    """The columns of the rollouts of all ranks, from which nothing is learned yet.
 
     `table` is TRL's table of completions, whose last rows are these rollouts.
     """
-    groups = advantages.groups
-    weighting = advantages.weighting
-    rewards_BF = scores.rewards.all_BF
-    count = len(rewards_BF)
+    groups = judged.groups
+    weighting = judged.weighting
+    rewards_NF = facts.rewards_NF
+    count = len(rewards_NF)
     generations = groups.rewards_PG.shape[1]
     extra = {name: list(table["extra"].get(name, ()))[-count:] for name in _EXTRA}
-    rewards = {f"reward/{name}": rewards_BF[:, i].tolist() for i, name in enumerate(functions)}
+    rewards = {f"reward/{name}": rewards_NF[:, i].tolist() for i, name in enumerate(functions)}
     completions = list(table["completion"])[-count:]
     return {
         "completion": [completion_text(completion) for completion in completions],
         "reward": groups.rewards_PG.flatten().tolist(),
         **rewards,
-        "missing": scores.rewards.why_left,
+        "missing": facts.why_left,
         **extra,
-        "advantage_raw": advantages.raw_PG.flatten().tolist(),
-        "advantage": advantages.advantages_PG.flatten().tolist(),
+        "advantage_raw": judged.raw_PG.flatten().tolist(),
+        "advantage": [0.0] * count,
         "weight": weighting.weights_P.repeat_interleave(generations).tolist(),
         "tds": weighting.tds_P.repeat_interleave(generations).tolist(),
         **criteria_columns(weighting.groups),
-        "length": [int(length) for length in scores.lengths_B.tolist()],
+        "length": [int(length) for length in facts.length_N.tolist()],
         "truncated": groups.truncated_PG.flatten().tolist(),
     }
 
@@ -346,63 +345,50 @@ class MetricsLogger:
         self.texts = logs_tables(context.config)
         self.images = logs_images(context.config)
 
-    def graded(self, generation: Generation, prompts: PromptBatch, answers: list[Any]) -> None:
-        """Log all rollouts that were graded, also those that `refill` replaces.
+    def scored(self, generation: Generation, built: BuiltGroups, scored: ScoredGroups) -> None:
+        """Log all rollouts that were scored, also those that `refill` replaces.
+
+        In a training the batch gets the column `rollout_number`.
 
         Args:
-            generation: the rollouts with their scores.
-            prompts: the prompts of this rank.
-            answers: the completions of this rank, as texts or conversations.
+            generation: that they were sampled for.
+            built: the rollouts of this rank.
+            scored: what is known of the rollouts of all ranks.
         """
-        scores = generation.scores
-        advantages = generation.advantages
+        facts = scored.facts
+        judged = scored.judged
         training = generation.key.mode == "train"
-        assert scores is not None and advantages is not None
         figures = self.figures[generation.key.mode]
         state = self.state()
         if training:
-            state.num_input_tokens_seen += scores.tokens
+            state.num_input_tokens_seen += facts.tokens
         if training and self.bytes_sent is not None:
             self.log("adora/sync_mb", self.bytes_sent() / 2**20)
         figures["num_tokens"][:] = [state.num_input_tokens_seen]
-        for name, value in judged_figures(advantages, scores, self.functions).items():
+        for name, value in judged_figures(judged, facts, self.functions).items():
             figures[name].append(value)
         if self.recorder.decode is not None:
-            tool_use = self._gathered_tool_use(generation)
-            rewards_PG = advantages.groups.rewards_PG.cpu()
-            for name, value in tool_figures(rewards_PG, tool_use).items():
+            for name, value in tool_figures(judged.groups.rewards_PG, facts).items():
                 figures[name].append(value)
         images: list[Any] = []
         if self.images:
-            images = prompts.images or [None] * len(answers)
+            images = built.prompts.images or [None] * len(built.answers)
         add_rows(
             self.table,
-            prompts=prompts.messages,
-            answers=answers,
+            built=built,
+            scored=scored,
             images=images,
-            scores=scores,
-            judged=advantages,
             functions=self.functions,
+            learned=training,
             texts=self.texts,
         )
         if training:
-            generation.batch["rollout_number"] = self.recorder.number(len(answers))
-            self.recorder.add(generation, self.table, self.functions)
+            scored.batch["rollout_number"] = self.recorder.number(len(built.answers))
+            self.recorder.add(generation.key.step, built, scored, self.table, self.functions)
 
-    def _gathered_tool_use(self, generation: Generation) -> ToolUse:
-        """Return the use of tools by the rollouts of all ranks, on the CPU.
-
-        Collective. A rank whose rollouts called nothing takes part too, with rows of zeros.
-        """
-        accelerator = self.recorder.accelerator
-        stacked_BF = ToolUse.of(generation.rollouts).stack()
-        stacked_NF: Tensor = accelerator.gather(stacked_BF.to(accelerator.device))
-        return ToolUse.unstack(stacked_NF.cpu())
-
-    def weighed(self, generation: Generation) -> None:
+    def weighed(self, batch: Batch, advantages: Advantages) -> None:
         """Log the rollouts that the loss uses, with their final advantages."""
-        assert generation.advantages is not None
-        for name, value in learned_figures(generation.advantages).items():
+        for name, value in learned_figures(advantages).items():
             self.log(name, value)
-        self.notice.count(generation.advantages.weighting)
-        self.recorder.weighed(generation, self.table)
+        self.notice.count(advantages.weighting)
+        self.recorder.weighed(batch, advantages, self.table)

@@ -13,8 +13,7 @@ from trl.trainer.utils import strip_images_from_messages
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.prompts import as_text
-from adora_vl.training.advantages import Advantages
-from adora_vl.training.scoring import Scores
+from adora_vl.training.generation import BuiltGroups, ScoredGroups
 from adora_vl.utils.errors import UserError
 
 
@@ -80,16 +79,15 @@ _GROUPS = ("rewards", "extra")
 
 def add_rows(
     table: Mapping[str, Any],
-    prompts: list[Any],
-    answers: list[Any],
+    built: BuiltGroups,
+    scored: ScoredGroups,
     images: list[Any],
-    scores: Scores,
-    judged: Advantages,
     functions: Sequence[str],
     *,
+    learned: bool,
     texts: bool = False,
 ) -> None:
-    """Put rollouts that were graded into TRL's table of completions.
+    """Put rollouts that were scored into TRL's table of completions.
 
     The table keeps as many rows as a generation has. In a training the column of advantages is 0
     until `set_weighed` fills in the final ones; `advantage_raw` is what TRL computes. Collective:
@@ -97,30 +95,34 @@ def add_rows(
 
     Args:
         table: the trainer's `_logs`.
-        prompts: the prompts of this rank.
-        answers: the completions of this rank.
+        built: the prompts and completions of this rank.
+        scored: the groups of all ranks, and what is known of them.
         images: the images of this rank; empty where no tracker shows them.
-        scores: the scores of all ranks.
-        judged: the groups of all ranks, and their advantages.
         functions: the names of the reward functions.
+        learned: whether the policy learns from them, as it does in a training.
         texts: whether prompts become plain texts, as wandb refuses messages that mix text and
             images.
     """
+    facts = scored.facts
+    judged = scored.judged
     group_size = judged.raw_PG.shape[1]
-    table["prompt"].extend(gather_texts(prompts))
-    table["completion"].extend(gather_object(answers))
+    table["prompt"].extend(gather_texts(built.prompts.messages))
+    table["completion"].extend(gather_object(built.answers))
     table["images"].extend(gather_object(images))
     in_one_form(table["prompt"])
-    for name, rewards_B in zip(functions, scores.rewards.all_BF.unbind(dim=1), strict=True):
-        table["rewards"][name].extend(rewards_B.tolist())
-    table["advantages"].extend(judged.advantages_PG.flatten().tolist())
+    for name, rewards_N in zip(functions, facts.rewards_NF.unbind(dim=1), strict=True):
+        table["rewards"][name].extend(rewards_N.tolist())
+    advantages: list[float] = judged.raw_PG.flatten().tolist()
+    if learned:
+        advantages = [0.0] * len(advantages)
+    table["advantages"].extend(advantages)
     columns = {
         "advantage_raw": judged.raw_PG.flatten(),
         "adora_weight": judged.weighting.weights_P.repeat_interleave(group_size),
         "adora_tds": judged.weighting.tds_P.repeat_interleave(group_size),
         "adora_length": judged.groups.lengths_PG.flatten(),
     }
-    for name, values in scores.extra.items():
+    for name, values in facts.extra.items():
         table["extra"][name].extend(values)
     for name, values_N in columns.items():
         table["extra"][name].extend(values_N.tolist())

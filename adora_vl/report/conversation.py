@@ -17,7 +17,7 @@ _POINTS = (("x", "y"), ("x1", "y1"), ("x2", "y2"), ("x3", "y3"))
 _PLACEHOLDER = "<image>"
 
 
-class Conversations:
+class TurnReader:
     """Reads the turns of recorded rollouts."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ from adora_vl.record.manifest import (
 from adora_vl.record.metrics import METRICS, no_signal, read_metrics
 from adora_vl.record.result import result_of
 from adora_vl.record.rollouts import IMAGES, ROLLOUTS, SETTINGS, Part, parts, read_part
-from adora_vl.report.conversation import Conversations
+from adora_vl.report.conversation import TurnReader
 from adora_vl.report.story import story_of
 from adora_vl.rewards.grade import comparison
 from adora_vl.utils.cli import amount
@@ -284,10 +284,10 @@ def _add_groups(view: RunView, folder: Path, record: list[Part], max_rollouts: i
             continue
         table = read_part(part).filter(pc.field("step").isin(part_steps))
         settings = json.loads((table.schema.metadata or {}).get(SETTINGS, b"{}"))
-        conversations = Conversations(folder, settings)
+        turn_reader = TurnReader(folder, settings)
         # The rows of a group follow one another.
         for _, rows in groupby(table.to_pylist(), key=itemgetter("step", "group")):
-            group_rows = [{**row, "turns": conversations.turns(row)} for row in rows]
+            group_rows = [{**row, "turns": turn_reader.turns(row)} for row in rows]
             view.groups.append(_group(group_rows, settings, view.problems))
     count = sum(len(group["rollouts"]) for group in view.groups)
     if count < total:

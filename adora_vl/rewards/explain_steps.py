@@ -89,9 +89,9 @@ def step_lines(response: str, figure: str) -> list[str]:
 
 
 def _line(checked: Checked) -> str:
-    said = " ".join(checked.claim.said.split())
+    words = " ".join(checked.claim.words.split())
     mark = "   (the answer itself, no step)" if checked.is_answer and checked.is_true else ""
-    return f"{_WORDS[checked.verdict]:<{_WIDTH}}{said}{mark}"
+    return f"{_WORDS[checked.verdict]:<{_WIDTH}}{words}{mark}"
 
 
 def _summary(work: Work) -> str:

@@ -78,7 +78,8 @@ class HasEngine(HasModels, Protocol):
     vllm_mode: str
     vllm_generation: AdoraVLLMGeneration
     sampler: Any
-    pool: Any
+    rollouts: Any
+    builder: Any
     eos_token_ids: Sequence[int]
     _tokenizer: PreTrainedTokenizerBase
 
@@ -172,7 +173,7 @@ def _rollouts(trainer: HasEngine, prompts: Prompts, results: Sequence[SamplingRe
     """Return the engine's results as a batch, in which every rollout counts."""
     tokens = [answer.tokens for answer in results]
     logps = [answer.logps for answer in results]
-    batch = trainer.pool.builder.collated(
+    batch = trainer.builder.collated(
         prompts, completions=tokens, logps=logps, counted=[True] * len(tokens)
     )
     return Rollouts(tokens, batch)

@@ -301,7 +301,9 @@ class SamplingRequest:
     seed: int | None = None
     """None: the engine's own."""
     max_tokens: int | None = None
-    """None: the run's limit."""
+    """Tokens that are sampled at most; None: the run's limit."""
+    max_length: int | None = None
+    """Tokens of the whole completion, with those of tools; None where only one turn is sampled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

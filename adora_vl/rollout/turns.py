@@ -23,6 +23,7 @@ from adora_vl.rollout.rollouts import (
     SamplingResult,
     Segment,
 )
+from adora_vl.rollout.stopping import StopCriteria
 
 CALL = "<tool_call>"  # begins a call in the policy's words
 MIN_TOKENS_LEFT = 16  # tokens of the completion that a tool's answer has to leave to the policy
@@ -30,42 +31,44 @@ MIN_TOKENS_LEFT = 16  # tokens of the completion that a tool's answer has to lea
 Key = TypeVar("Key", bound=Hashable)
 
 
-def run_turns(
-    rollouts: Mapping[Key, Rollout],
-    sample: Callable[[dict[Key, Rollout]], dict[Key, Rollout]],
-    answer_calls: Callable[[Key, Rollout], Rollout],
-    has_room: Callable[[Key, Rollout], bool],
-    any_rank: Callable[[bool], bool],
-) -> dict[Key, Rollout]:
+class TurnPlayer(Protocol[Key]):
+    """Samples and answers the turns of rollouts, which have keys of any kind."""
+
+    def sample(self, rollouts: Mapping[Key, Rollout]) -> dict[Key, Rollout]:
+        """The rollouts with one more turn of the policy, from one call of the engine.
+
+        All ranks call it equally often, also with no rollouts.
+        """
+
+    def answer(self, key: Key, rollout: Rollout) -> Rollout:
+        """A rollout whose turn has ended with the answer to its calls, or as it is."""
+
+    def has_room(self, key: Key, rollout: Rollout) -> bool:
+        """Whether a rollout may sample more tokens."""
+
+    def on_any_rank(self, holds: bool) -> bool:
+        """Whether something holds on any rank. Collective."""
+
+
+def run_turns(rollouts: Mapping[Key, Rollout], player: TurnPlayer[Key]) -> dict[Key, Rollout]:
     """Continue rollouts in lockstep, turn by turn, until tools answer none of them.
 
-    All rollouts sample a turn, then those that got an answer sample the next one.
-
-    Args:
-        rollouts: by any keys.
-        sample: returns these rollouts with one more turn of the policy, from one call of the engine.
-        answer_calls: returns a rollout whose turn has ended with the answer to its calls, or as it
-            is where it called nothing.
-        has_room: whether a rollout may sample more tokens.
-        any_rank: whether something holds on any rank. All ranks call `sample` equally often, also
-            with no rollouts.
-
-    Returns:
-        The continued rollouts by their keys.
+    All rollouts sample a turn, then those that got an answer sample the next one. Returns the
+    continued rollouts by their keys.
     """
     done = dict[Key, Rollout]()
     going = dict(rollouts)
     while True:
-        for key, rollout in sample(going).items():
-            done[key] = (
-                answer_calls(key, rollout)
-                if rollout.finish_reason is FinishReason.STOP
-                else rollout
-            )
+        for key, rollout in player.sample(going).items():
+            done[key] = rollout
+            if rollout.finish_reason is FinishReason.STOP:
+                done[key] = player.answer(key, rollout)
         going = {
-            key: done[key] for key in going if not done[key].has_ended and has_room(key, done[key])
+            key: done[key]
+            for key in going
+            if not done[key].has_ended and player.has_room(key, done[key])
         }
-        if not any_rank(bool(going)):
+        if not player.on_any_rank(bool(going)):
             return done
 
 
@@ -73,10 +76,10 @@ def append_result(
     rollout: Rollout,
     request: SamplingRequest,
     result: SamplingResult,
-    max_length: int,
+    *,
+    step: int,
     max_turn: int | None,
-    has_ended: Callable[[Sequence[int]], bool] | None,
-    step: int = 0,
+    stop: StopCriteria | None,
     compared: bool = True,
 ) -> Rollout:
     """Return the rollout with one segment more, and with the reason why it ended, if it did.
@@ -85,27 +88,28 @@ def append_result(
         rollout: that the request continued.
         request: of this turn.
         result: the tokens that were sampled for it.
-        max_length: tokens of the whole completion.
-        max_turn: tokens of a turn; None for any number.
-        has_ended: whether a turn of these tokens ended by itself, since servers do not say why they
-            stopped.
         step: optimizer steps that the weights had made.
+        max_turn: tokens of a turn; None for any number.
+        stop: says whether a turn ended by itself, since servers do not say why they stopped; None
+            for a sampler that says it.
         compared: whether the engine saw the trainer's images; else its log-probabilities do not
             belong to the trainer's prompt, and are left out.
     """
+    assert request.max_length is not None
     logps = tuple(result.logps) if compared else (None,) * len(result.tokens)
     segment = Segment(tokens=tuple(result.tokens), logps=logps, step=step)
     longer = replace(rollout, segments=(*rollout.segments, segment), compared=compared)
     reason = result.finish_reason
     if reason is FinishReason.RUNNING:
-        at_limit = len(result.tokens) >= (request.max_tokens or max_length)
+        at_limit = len(result.tokens) >= (request.max_tokens or request.max_length)
         reason = FinishReason.LENGTH if at_limit else FinishReason.STOP
         # The last token that fits may also be the one that ends the turn.
-        if at_limit and has_ended is not None and has_ended(longer.last_turn_tokens):
+        if at_limit and stop is not None and stop.ends(longer.last_turn_tokens):
             reason = FinishReason.STOP
     if reason is FinishReason.LENGTH:
-        is_whole = len(longer.tokens) >= max_length
-        if not is_whole and not (max_turn and len(longer.last_turn_tokens) >= max_turn):
+        is_whole = len(longer.tokens) >= request.max_length
+        turn_is_full = max_turn is not None and len(longer.last_turn_tokens) >= max_turn
+        if not is_whole and not turn_is_full:
             # Only the budget of this generation is used up.
             return longer
     return replace(longer, finish_reason=reason)

@@ -1,12 +1,11 @@
-"""Makes complete groups of rollouts into a batch, grades and judges it.
+"""Makes complete groups of rollouts into a batch.
 
 On the same rollouts every column is TRL 1.16's to the bit (`tests/parity/test_own_generation.py`).
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,14 +16,10 @@ from adora_vl.packing.images import DistinctImages
 from adora_vl.packing.prompts import PromptBatch
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rewards.thinking import closes_block, opens_thinking
-from adora_vl.rollout.rollouts import Rollout, RolloutGroup, row_for_rewards
-from adora_vl.training.advantages import AdvantageComputer
-from adora_vl.training.extensions import Extension
-from adora_vl.training.first_answers import FirstAnswers
-from adora_vl.training.generation import Generation
-from adora_vl.training.guards import DriftGuard
-from adora_vl.training.scoring import Grader, RewardFunctions, StopCriteria
-from adora_vl.types import Batch, StepContext, loss_mask
+from adora_vl.rollout.rollouts import Rollout, RolloutGroup
+from adora_vl.rollout.stopping import StopCriteria
+from adora_vl.training.generation import BuiltGroups, Generation
+from adora_vl.types import Batch, StepContext
 
 _BY_TOKEN = ("token_type_ids", "mm_token_type_ids")  # fields of prompts with a value for each token
 
@@ -50,108 +45,50 @@ def answers_of(processor: Any, prompts: PromptBatch, completions: Sequence[list[
     return texts
 
 
-class GenerationCallback(Protocol):
-    """Notes what becomes of a generation; every rank calls each method."""
-
-    def graded(self, generation: Generation, prompts: PromptBatch, answers: list[Any]) -> None:
-        """Called when the rollouts of a generation are graded and judged.
-
-        `prompts` and `answers` are those of this rank, as messages or texts.
-        """
-
-    def weighed(self, generation: Generation) -> None:
-        """Called when the advantages of the groups that are learned from are final."""
-
-
 @dataclass(frozen=True)
 class BatchBuilder:
-    """Makes the rollouts of complete groups into a batch, grades and judges them.
+    """Makes the rollouts of complete groups into a batch.
 
-    The methods are collective: every rank calls each of them, with equally many groups.
+    `build` is collective: every rank calls it, with equally many groups.
     """
 
     context: StepContext
     images: DistinctImages
     processor: Any
     ends: StopCriteria
-    rewards: RewardFunctions
-    grader: Grader
     to_device: Callable[[Any], Any]  # Transformers' way there, which may round pixels
-    score: Callable[[Batch, str], None]  # puts earlier log-probabilities into a batch of a mode
-    advantages: AdvantageComputer
-    drift_guard: DriftGuard
-    watcher: GenerationCallback
-    phase: Callable[[str], AbstractContextManager[None]]  # inside, the seconds count as this one's
     scored: bool  # whether the sampler returns log-probabilities
     multiple: int | None = None  # the widths of columns are multiples of it; None for any width
     tools: bool = False  # whether some tokens may be those of tools
-    first_answers: FirstAnswers = field(default_factory=FirstAnswers)
+    has_stale: bool = False  # whether rollouts of a training may be older than their generation
     other_images: bool = False  # whether some rollouts see other images than the trainer
 
-    def __call__(
-        self,
-        generation: Generation,
-        groups: Sequence[RolloutGroup],
-        prompts: PromptBatch | None,
-        *,
-        aged: bool,
-    ) -> None:
-        """Fill a generation with the batch, the scores and the advantages of these groups.
+    def build(
+        self, generation: Generation, groups: Sequence[RolloutGroup], prompts: PromptBatch
+    ) -> BuiltGroups:
+        """The groups as a batch, with what the reward functions get.
 
         Args:
-            generation: gets them, and the rows and rollouts of the groups.
+            generation: that the groups are built for.
             groups: of this rank, complete.
-            prompts: of all rollouts in their order; None where they have to be read.
-            aged: whether the batch gets the ages of its rollouts.
-
-        Raises:
-            RunError: a reward function failed, or no rollout has a reward.
-            RolloutError: the engine and the policy drift apart.
+            prompts: of all rollouts in their order.
         """
-        step = generation.key.step
-        mode = generation.key.mode
-        is_training = mode == "train"
-        rows = [group.row for group in groups for _ in group.rollouts]
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        generation.rows = rows
-        generation.rollouts = rollouts
-        if not prompts:
-            prompts = self.images.prompts(rows, mode, refill=generation.key.attempt > 0)
-        completions = [rollout.policy_tokens for rollout in rollouts]
         # What is graded is the last turn.
         answers = answers_of(
             self.processor, prompts, [rollout.last_turn_tokens for rollout in rollouts]
         )
         texts = [completion_text(answer) for answer in answers]
-        ended = list(map(self.ends.has_end, rollouts, texts))
-        reward_rows = list(map(row_for_rewards, rows, rollouts))
-        opened = self.thinking_opened(prompts, rollouts, texts)
-        batch = self.columns(generation, groups, prompts, ended, aged=aged)
-        generation.batch = batch
-        self.score(batch, mode)
-        with self.phase("grading"):
-            grades = self.rewards(
-                reward_rows,
-                prompts.messages,
-                answers,
-                completions,
-                thinking_opened=opened,
-                state=self.context.state(),
-            )
-        size = generation.group_size
-        scores = self.grader(grades, prompts.ids, completions, texts, ended, size, step)
-        generation.scores = scores
-        if is_training and self.context.accelerator.is_main_process:
-            self.first_answers.look(rows, scores)
-        if is_training:
-            self.drift_guard.check_batch(batch, step)
-        else:  # in a training `weigh` counts the tokens of the rollouts that are learned from
-            batch["num_items_in_batch"] = self.loss_tokens(batch)
-        generation.advantages = self.advantages.judged(
-            scores, batch, size, step, training=is_training
+        has_end = list(map(self.ends.has_end, rollouts, texts))
+        return BuiltGroups(
+            groups=groups,
+            prompts=prompts,
+            answers=answers,
+            texts=texts,
+            has_end=has_end,
+            thinking_opened=self.thinking_opened(prompts, rollouts, texts),
+            batch=self.columns(generation, groups, prompts, has_end),
         )
-        with self.phase("other"):
-            self.watcher.graded(generation, prompts, answers)
 
     def thinking_opened(
         self, prompts: PromptBatch, rollouts: Sequence[Rollout], texts: Sequence[str]
@@ -177,19 +114,19 @@ class BatchBuilder:
         generation: Generation,
         groups: Sequence[RolloutGroup],
         prompts: PromptBatch,
-        ended: Sequence[bool],
-        *,
-        aged: bool,
+        has_end: Sequence[bool],
     ) -> Batch:
         """The columns that follow from how the rollouts were sampled.
 
-        `ended` says for each rollout whether it has an end, (B,). With `aged` the batch gets the
-        columns `stale_tokens`, `segments` and `age`.
+        `has_end` says for each rollout whether it has an end, (B,). Where rollouts may be older
+        than their generation, the batch gets the columns `stale_tokens`, `segments` and `age`.
         """
         config = self.context.config
+        is_training = generation.key.mode == "train"
+        aged = is_training and self.has_stale
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         logps = [rollout.logps for rollout in rollouts] if self.scored else None
-        counted = list(ended) if config.mask_truncated_completions else [True] * len(rollouts)
+        counted = list(has_end) if config.mask_truncated_completions else [True] * len(rollouts)
         policy_mask = None
         if self.tools:
             policy_mask = [rollout.policy_mask for rollout in rollouts]
@@ -207,7 +144,7 @@ class BatchBuilder:
             policy_mask=policy_mask,
         )
         facts: dict[str, list[int]] = {}
-        if aged or (self.other_images and generation.key.mode == "train"):
+        if aged or (is_training and self.other_images):
             facts["stale_tokens"] = [
                 rollout.stale_tokens(generation.key.step) for rollout in rollouts
             ]
@@ -294,28 +231,3 @@ class BatchBuilder:
             rows, padding_value=fill, padding_side=side, pad_to_multiple_of=self.multiple
         )
         return padded
-
-    def weigh(self, generation: Generation, extensions: Sequence[Extension]) -> None:
-        """Weigh the groups that are learned from, once no group is replaced any more.
-
-        Afterwards the batch has its final advantages, (B,), and the number of tokens in the loss,
-        and lacks the columns that only refill needs.
-        """
-        batch = generation.batch
-        accelerator = self.context.accelerator
-        final = self.advantages(batch, generation.group_size, generation.key.step)
-        generation.advantages = final
-        advantages_B = generation.of_rank(final.advantages_PG.flatten(), accelerator.process_index)
-        batch["advantages"] = advantages_B.to(accelerator.device, non_blocking=True)
-        batch["num_items_in_batch"] = self.loss_tokens(batch)
-        with self.phase("policy"):
-            for extension in extensions:
-                extension.after_weighing(generation)
-        del batch["grades"], batch["signal"]
-        with self.phase("other"):
-            self.watcher.weighed(generation)
-
-    def loss_tokens(self, batch: Batch) -> Tensor:
-        """Number of tokens in the loss over all ranks, ()."""
-        tokens: Tensor = self.context.accelerator.gather(loss_mask(batch).sum()).sum()
-        return tokens

@@ -22,7 +22,7 @@ SplitBatch = dict[str, Any]
 # first patch.
 PackedRows = dict[str, Any]
 Nested = TypeVar("Nested")  # tensors in lists, tuples and dicts
-_OWN_WIDTH = ("pixel_values", "image_grid_thw", "grades")  # whatever the number of their columns
+_OWN_WIDTH = ("pixel_values", "image_grid_thw")  # whatever the number of their columns
 
 
 def split_images(batch: Batch) -> SplitBatch:

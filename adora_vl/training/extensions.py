@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
     from adora_vl.config import AdoraGRPOConfig
     from adora_vl.packing.images import DistinctImages
+    from adora_vl.training.advantages import Advantages
     from adora_vl.training.generation import Generation
-    from adora_vl.types import StepContext
+    from adora_vl.types import Batch, StepContext
 
 KEY = "adora_extensions"
 
@@ -59,10 +60,15 @@ class Extension:
         """
         return [None] * len(group.rollouts)
 
-    def after_weighing(self, generation: Generation) -> None:
+    def after_weighing(self, generation: Generation, batch: Batch, advantages: Advantages) -> None:
         """The advantages of a training batch are final, `batch["advantages"]`, (B,).
 
         An extension may change them, also to (B, C), one for each token of the completions.
+
+        Args:
+            generation: where in the run the batch was sampled.
+            batch: of this rank.
+            advantages: of all ranks, with the groups and the weights behind them.
         """
 
 

@@ -9,7 +9,7 @@ is too hard.
 import sys
 from collections.abc import Sequence
 
-from adora_vl.training.scoring import Scores
+from adora_vl.training.rollout_facts import RolloutFacts
 from adora_vl.types import Row
 from adora_vl.utils.cli import shown
 
@@ -23,29 +23,29 @@ class FirstAnswers:
     def __init__(self) -> None:
         self.looked = False
 
-    def look(self, rows: Sequence[Row], scores: Scores) -> None:
+    def look(self, rows: Sequence[Row], facts: RolloutFacts) -> None:
         """Print to standard error what was read of the first generation where nothing is right.
 
         Args:
             rows: this rank's row of each rollout, (B,). The main process alone calls this, so its
-                rollouts stand first in the columns of `scores`.
-            scores: of all ranks.
+                rollouts stand first in the columns of `facts`.
+            facts: of all ranks.
         """
         if self.looked:
             return
         self.looked = True
-        lines = unmet(rows, scores)
+        lines = unmet(rows, facts)
         if lines:
             print("\n".join(lines), file=sys.stderr, flush=True)
 
 
-def unmet(rows: Sequence[Row], scores: Scores) -> list[str]:
+def unmet(rows: Sequence[Row], facts: RolloutFacts) -> list[str]:
     """The lines to print; none where a rollout is right, or nobody says what was read."""
-    verdicts = scores.extra.get("verdict")
-    read = scores.extra.get("extracted")
+    verdicts = facts.extra.get("verdict")
+    read = facts.extra.get("extracted")
     if not verdicts or read is None or "correct" in verdicts:
         return []
-    reasons = scores.extra.get("reason", [""] * len(verdicts))
+    reasons = facts.extra.get("reason", [""] * len(verdicts))
     beside: dict[str, str] = {}
     for row, answer, reason in zip(rows, read, reasons, strict=False):
         gold = shown(row.get("answer"), _SHOWN_CHARS)

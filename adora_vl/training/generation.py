@@ -1,62 +1,117 @@
-"""One generation of a run, from the rows to the micro-batches."""
+"""One generation of a run: its address, and what the stages of a training step find for it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from torch import Tensor
-
-from adora_vl.rollout.rollouts import Rollout, StepKey
-from adora_vl.training.advantages import Advantages
-from adora_vl.training.scoring import Scores
+from adora_vl.packing.prompts import PromptBatch
+from adora_vl.rollout.rollouts import Rollout, RolloutGroup, StepKey
+from adora_vl.training.advantages import JudgedGroups
+from adora_vl.training.batch_rows import chosen_groups
+from adora_vl.training.rollout_facts import RolloutFacts
 from adora_vl.types import Batch, Row
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
-    """One generation of this rank: B rows in groups of G. All ranks have N = P x G rows."""
+    """The address of a generation: where in the run it is sampled."""
 
-    rows: list[Row]  # (B,)
-    key: StepKey  # where in the run it is sampled
-    group_size: int  # G
-    # index among the generations of a training, where rollouts may be older than theirs
+    key: StepKey
+    group_size: int
+    """Rollouts of a group, G."""
     number: int = 0
-    first_micro_step: int = 0  # TRL's `_step` where it begins
-    rollouts: list[Rollout] = field(default_factory=list)  # (B,)
-    scores: Scores | None = None
-    batch: Batch = field(default_factory=Batch)
-    advantages: Advantages | None = None
-    micro_batches: list[Batch] = field(default_factory=list)  # an empty one has no work
-
-    @classmethod
-    def restored(cls, first_micro_step: int, micro_batches: list[Batch]) -> Generation:
-        """The rest of a generation that a checkpoint was written within.
-
-        It has nothing but its micro-batches, and where they begin.
-        """
-        return cls(
-            rows=[],
-            key=StepKey(mode="train", step=0, micro=0),
-            group_size=0,
-            first_micro_step=first_micro_step,
-            micro_batches=micro_batches,
-        )
-
-    def release(self) -> None:
-        """Let go of all but the micro-batches, which are copies.
-
-        The policy learns from nothing else, and images take much memory.
-        """
-        self.rows = []
-        self.rollouts = []
-        self.batch = Batch()
-        self.scores = None
-        self.advantages = None
+    """Index among the generations of a training, where rollouts may be older than theirs."""
 
     def attempt(self, number: int) -> Generation:
         """This generation at the round `number` of further problems."""
         return replace(self, key=replace(self.key, attempt=number))
 
-    def of_rank(self, values_N: Tensor, rank: int) -> Tensor:
-        """The part of rank `rank`, (B,), of values of all ranks' rollouts, (N,)."""
-        return values_N[rank * len(self.rows) : (rank + 1) * len(self.rows)]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuiltGroups:
+    """Complete groups of this rank as a batch, before they are scored. There are B rollouts."""
+
+    groups: Sequence[RolloutGroup]
+    prompts: PromptBatch
+    """The prompts of all rollouts."""
+    answers: list[Any]
+    """The last turns, as messages or texts."""
+    texts: list[str]
+    """The last turns, as texts."""
+    has_end: list[bool]
+    """Whether each rollout came to its end by itself."""
+    thinking_opened: list[bool]
+    """Whether each last turn began inside a block of thinking."""
+    batch: Batch
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """The rollouts of all groups."""
+        return [rollout for group in self.groups for rollout in group.rollouts]
+
+    @property
+    def rows(self) -> list[Row]:
+        """The row of each rollout."""
+        return [group.row for group in self.groups for _ in group.rollouts]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredGroups:
+    """Groups of this rank with their batch, and what is known of the groups of all ranks."""
+
+    groups: Sequence[RolloutGroup]
+    batch: Batch
+    facts: RolloutFacts
+    judged: JudgedGroups
+    was_exchanged: bool = False
+    """Whether these groups were scored in several batches, so that they have to be judged again."""
+
+    def exchanged(
+        self, further: ScoredGroups, chosen: Sequence[Sequence[int]], pad_id: int, rank: int
+    ) -> ScoredGroups:
+        """The chosen groups of both, which are judged anew later.
+
+        Args:
+            further: groups of further problems.
+            chosen: for each rank the numbers of its chosen groups; those of `further` are counted
+                on from this rank's own.
+            pad_id: fills columns of token ids.
+            rank: this one.
+        """
+        size = len(self.groups[0].rollouts)
+        batch = chosen_groups(
+            self.batch, further=further.batch, groups=chosen[rank], size=size, pad_id=pad_id
+        )
+        candidates = [*self.groups, *further.groups]
+        # All ranks have equally many groups in each of the two batches.
+        first_further = len(self.groups) * len(chosen)
+        rows: list[int] = []
+        for number_of_rank, numbers in enumerate(chosen):
+            for number in numbers:
+                group = number_of_rank * len(self.groups) + number
+                if number >= len(self.groups):
+                    later = number - len(self.groups)
+                    group = first_further + number_of_rank * len(further.groups) + later
+                rows += range(group * size, (group + 1) * size)
+        return replace(
+            self,
+            groups=[candidates[number] for number in chosen[rank]],
+            batch=batch,
+            facts=self.facts.joined(further.facts).selected(rows),
+            was_exchanged=True,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PresentGeneration:
+    """The generation that is being learned from: its micro-batches, which are copies.
+
+    Its rows, rollouts and images are not held while the policy learns.
+    """
+
+    first_micro_step: int
+    """TRL's `_step` where it begins."""
+    micro_batches: list[Batch]
+    """An empty one has no work."""

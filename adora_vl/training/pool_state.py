@@ -33,16 +33,18 @@ from adora_vl.types import Row
 from adora_vl.utils.errors import UserError
 
 FILES = "pool"  # the files' kind in a checkpoint
+# Tokens per rollout by the number of the group; None: to the rollouts' ends.
+TokenLimits = dict[int, int | None]
 
 
 @dataclass(frozen=True)
 class PendingGeneration:
-    """A generation that servers were asked for before it is needed."""
+    """A generation whose rollouts were asked for, from the present one on."""
 
     row_numbers: tuple[int, ...]  # of the rows that the data loader draws for it
     groups: tuple[RolloutGroup, ...]  # without the samples that were requested
     # tokens per rollout that were requested, by the number of the group; None: to the ends
-    token_limits: dict[int, int | None]
+    token_limits: TokenLimits
     samples: PendingSamples  # of the rollouts that have not ended
 
     def packed(self) -> dict[str, Any]:

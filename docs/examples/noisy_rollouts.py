@@ -26,8 +26,10 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.images import model_size
 from adora_vl.packing.image_store import PASSING, can_cache
 from adora_vl.rollout.rollouts import RolloutGroup
+from adora_vl.training.advantages import Advantages
 from adora_vl.training.extensions import Extension
 from adora_vl.training.generation import Generation
+from adora_vl.types import Batch
 from adora_vl.utils.seeding import number_at
 
 DIFFUSION_STEPS = 1000
@@ -186,6 +188,6 @@ class NoisyRollouts(Extension):
         members = range(group.first_member, group.first_member + len(group.rollouts))
         return [noisy if member >= first_distorted else None for member in members]
 
-    def after_weighing(self, generation: Generation) -> None:
+    def after_weighing(self, generation: Generation, batch: Batch, advantages: Advantages) -> None:
         """Log the strength of the noise."""
         self.context.log("noisy_rollouts/level", self.level(generation.key.step))

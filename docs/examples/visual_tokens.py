@@ -30,8 +30,10 @@ from adora_vl.packing.image_store import (
     normalize_patches,
 )
 from adora_vl.packing.images import DistinctImages
+from adora_vl.training.advantages import Advantages
 from adora_vl.training.extensions import Extension
 from adora_vl.training.generation import Generation
+from adora_vl.training.rollout_facts import rows_of_rank
 from adora_vl.types import Batch, StepContext, loss_mask
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.seeding import generator_at
@@ -210,15 +212,12 @@ class VisualTokens(Extension):
                 "its patches cannot be blackened; leave it out"
             )
 
-    def after_weighing(self, generation: Generation) -> None:
+    def after_weighing(self, generation: Generation, batch: Batch, advantages: Advantages) -> None:
         """Turn the advantages of a generation, (B,), into those of its tokens, (B, C)."""
-        advantages = generation.advantages
-        assert advantages is not None
-        rank = self.context.accelerator.process_index
         # Rollouts of groups without signal are not compared: nothing is learned from them.
-        live_B = generation.of_rank(advantages.live_B, rank)
+        live_B = rows_of_rank(advantages.has_signal_N, self.context.accelerator)
         seed = f"{self.context.config.seed}/{generation.key.position}/{generation.key.attempt}"
-        self.weigh(generation.batch, live_B, seed)
+        self.weigh(batch, live_B, seed)
 
     def weigh(self, batch: Batch, live_B: Tensor, seed: str) -> None:
         """Weigh the tokens of a batch. `seed` is where the run is, which seeds what is black."""

@@ -82,7 +82,8 @@ def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
         if not line.startswith(("6 training problems; ", "Loading model and engine; "))
     ]
     # The tiny model solves none of them, so a training shows the reference answers beside its own.
-    first, *examples = done.stderr.splitlines()
+    reading, first, *examples = done.stderr.splitlines()
+    assert reading == "Reading config and libraries, about 15 s"
     assert first.startswith("warning: none of the first 8 rollouts is right; ")
     assert examples
     assert all(line.startswith("  reference answer '") for line in examples)

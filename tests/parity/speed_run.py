@@ -124,18 +124,18 @@ class SameAgain(AdoraGRPOTrainer):
 
     def _build_collaborators(self, *args: Any) -> None:
         super()._build_collaborators(*args)
-        graded = self.pool.builder.watcher.graded
+        log_scored = self.generation_log.scored
 
-        def noted(generation: Generation, *args: Any) -> None:
-            graded(generation, *args)
+        def noted(generation: Generation, built: Any, scored: Any) -> None:
+            log_scored(generation, built, scored)
             if not generation.key.attempt:
                 processed, seen = self.before
                 self.work.append(
                     {"processed": self.images._cache.processed - processed, "seen": seen}
                 )
-                self.sampled.append(generation.batch["completion_ids"].tolist())
+                self.sampled.append(scored.batch["completion_ids"].tolist())
 
-        self.pool.builder.watcher.graded = noted  # type: ignore[method-assign,assignment]
+        self.generation_log.scored = noted  # type: ignore[method-assign]
 
 
 class Switches(TrainerCallback):

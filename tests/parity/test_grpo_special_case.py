@@ -19,6 +19,7 @@ from adora_vl.rewards import reward_function
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.synthetic.generate import generate
 from adora_vl.trainer import AdoraGRPOTrainer
+from adora_vl.training.rollout_facts import RolloutFacts
 from tests.support.parity import Gradients, data_set
 
 pytestmark = [pytest.mark.slow, pytest.mark.core]
@@ -164,21 +165,21 @@ def test_the_trainer_hands_whole_groups_to_the_method_and_its_state_to_the_check
     tmp_path, stock, monkeypatch
 ):
     """The advantages of stock TRL's rollouts are those of the pure functions, step after step."""
-    graded = MetricsLogger.graded
-    scores_of_steps = list[Any]()
+    log_scored = MetricsLogger.scored
+    seen = list[RolloutFacts]()
 
-    def noted(log: MetricsLogger, generation: Any, *args: Any) -> None:
-        scores_of_steps.append(generation.scores)
-        graded(log, generation, *args)
+    def noted(log: MetricsLogger, generation: Any, built: Any, scored: Any) -> None:
+        seen.append(scored.facts)
+        log_scored(log, generation, built, scored)
 
-    monkeypatch.setattr(MetricsLogger, "graded", noted)
+    monkeypatch.setattr(MetricsLogger, "scored", noted)
     chosen = {"daro": {}, "adora": {"criteria": ["difficulty"], "tau": 0.2}}
     ours = two_steps(AdoraGRPOTrainer, tmp_path, adora_method=chosen)
     options = Adora(criteria=("difficulty",), tau=Schedule(0.2))
     method = AdvantagePipeline({"daro": Daro(), "adora": options})
-    for step, (batch, scores) in enumerate(zip(ours["batches"], scores_of_steps, strict=True)):
-        rewards = scores.rewards.all_BF[:, 0].view(-1, 8)
-        lengths = scores.lengths_B.view(-1, 8)
+    for step, (batch, facts) in enumerate(zip(ours["batches"], seen, strict=True)):
+        rewards = facts.rewards_NF[:, 0].view(-1, 8)
+        lengths = facts.length_N.view(-1, 8)
         groups = Groups(rewards, lengths, lengths >= 26, step=step)
         assert torch.equal(batch["advantages"], method(groups, group_advantages(rewards)).flatten())
     assert ours["facts"]["methods"] == method.state()

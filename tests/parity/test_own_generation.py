@@ -211,8 +211,8 @@ def test_a_generation_is_trls(tmp_path, case):
         )
         fake_engine.take_images_from = lambda _: None
         trainer.vllm_generation = fake_engine
-        trainer.pool.sampler = VLLMSampler(trainer.context, trainer.images, fake_engine)
-        trainer.pool.builder = replace(trainer.pool.builder, scored=True)
+        trainer.rollouts.groups.sampler = VLLMSampler(trainer.context, trainer.images, fake_engine)
+        trainer.builder = replace(trainer.builder, scored=True)
     trainer._generate_single_turn = lambda *_: (completions, logps if engine else None)
     trainer.model.train(training)
     if "peft_config" in settings:

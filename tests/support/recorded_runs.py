@@ -38,6 +38,7 @@ def looked_turns() -> list[dict[str, Any]]:
 def write_run(
     folder: Path,
     steps: int,
+    /,
     *,
     groups: int = 2,
     rollouts: int = 4,

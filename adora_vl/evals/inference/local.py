@@ -7,7 +7,8 @@ training.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,6 +18,7 @@ from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.requests import AnswerEngineSettings, AnswerRequest, Unanswerable
 from adora_vl.rewards.thinking import opens_thinking
 from adora_vl.rollout.rollouts import FinishReason, Rollout, SamplingRequest, SamplingResult
+from adora_vl.rollout.stopping import StopCriteria
 from adora_vl.rollout.turns import ToolLoop, append_result, run_turns
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import Reply
@@ -39,7 +41,7 @@ class Conversations:
         longest: int,
         batch_size: int,
         *,
-        ended: Callable[[Sequence[int]], bool] | None = None,
+        stop: StopCriteria | None = None,
         any_rank: Callable[[bool], bool] = bool,
     ) -> None:
         """Set the sampler and its limits.
@@ -49,7 +51,7 @@ class Conversations:
             sample: Samples one turn for each request.
             longest: The tokens of an answer at most, with what tools say.
             batch_size: The number of requests that the caller should hand over at once.
-            ended: Whether a turn has an end, for a sampler that does not say why it stopped.
+            stop: Says whether a turn has an end, for a sampler that does not say why it stopped.
             any_rank: Whether something holds on any rank. Every rank has to call it, since with
                 tools all of them sample as often as the one with the most turns.
         """
@@ -57,8 +59,8 @@ class Conversations:
         self.sample = sample
         self.longest = longest
         self.batch_size = batch_size
-        self._ended = ended
-        self._any_rank = any_rank
+        self.stop = stop
+        self.any_rank = any_rank
 
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply | Unanswerable]:
         """Return one answer per request, in their order.
@@ -66,70 +68,11 @@ class Conversations:
         It is called with no requests too, since other ranks may have some.
         """
         chat = self.chat
-        tool_loop = self.turns
-        turn_tokens = tool_loop.turn_tokens if tool_loop else None
         prompts = [chat.ids_of(request.messages, request.images) for request in requests]
         faults = [chat.overlong(ids, chat.context) for ids in prompts]
-
-        def max_tokens(number: int, rollout: Rollout) -> int:
-            """Return how many tokens a conversation may sample in its next turn."""
-            max_length = min(self.longest, chat.context - len(prompts[number]))
-            remaining = max_length - len(rollout.tokens)
-            if turn_tokens:
-                return min(remaining, turn_tokens - len(rollout.last_turn_tokens))
-            return remaining
-
-        def request_for(number: int, rollout: Rollout) -> SamplingRequest:
-            """Return the request for the next turn of a conversation."""
-            seed = requests[number].seed
-            segments = len(rollout.segments)
-            if segments:  # a turn after the first has a seed of its own
-                seed = rollout_seed(seed, position=f"segment-{segments}", group=0, member=0)
-            images = [*requests[number].images, *(picture.image for picture in rollout.pictures)]
-            return SamplingRequest(
-                prompt_ids=[*prompts[number], *rollout.tokens],
-                images=images,
-                group=number,
-                seed=seed,
-                max_tokens=max_tokens(number, rollout),
-            )
-
-        def sample_turn(rollouts: dict[int, Rollout]) -> dict[int, Rollout]:
-            """Return the conversations with one more turn of the model."""
-            turn_requests = [request_for(number, rollout) for number, rollout in rollouts.items()]
-            results = self.sample(turn_requests)
-            continued = {}
-            for number, request, result in zip(rollouts, turn_requests, results, strict=True):
-                continued[number] = append_result(
-                    rollouts[number],
-                    request=request,
-                    result=result,
-                    max_length=self.longest,
-                    max_turn=turn_tokens,
-                    has_ended=self._ended,
-                )
-            return continued
-
-        def answer_calls(number: int, rollout: Rollout) -> Rollout:
-            """Return the conversation with the answers of tools to its last turn."""
-            if tool_loop is None:
-                return rollout
-            return tool_loop(
-                rollout,
-                requests[number].images,
-                prompt_length=len(prompts[number]),
-                max_length=self.longest,
-                step=0,
-                seed=str(requests[number].seed),
-            )
-
-        conversations = run_turns(
-            {number: Rollout() for number, fault in enumerate(faults) if fault is None},
-            sample=sample_turn,
-            answer_calls=answer_calls,
-            has_room=lambda number, rollout: max_tokens(number, rollout) > 0,
-            any_rank=self._any_rank if tool_loop else bool,
-        )
+        begun = {number: Rollout() for number, fault in enumerate(faults) if fault is None}
+        turns = ConversationTurns(engine=self, requests=requests, prompts=prompts)
+        conversations = run_turns(begun, turns)
         replies: list[Reply | Unanswerable] = []
         for number, (ids, fault) in enumerate(zip(prompts, faults, strict=True)):
             if fault is None:
@@ -164,6 +107,83 @@ class Conversations:
             n_prompt_tokens=len(prompt),
             calls=tuple(calls) if self.turns else None,
             thinking_opened=opens_thinking([*prompt, *earlier_turns], self.chat.decode),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversationTurns:
+    """Plays the turns of conversations, by the numbers of their requests: a `TurnPlayer`."""
+
+    engine: Conversations
+    requests: Sequence[AnswerRequest]
+    prompts: Sequence[list[int]]
+    """The token ids of each prompt."""
+
+    def sample(self, rollouts: Mapping[int, Rollout]) -> dict[int, Rollout]:
+        """The conversations with one more turn of the model."""
+        tool_loop = self.engine.turns
+        requests = [self._request(number, rollout) for number, rollout in rollouts.items()]
+        results = self.engine.sample(requests)
+        return {
+            number: append_result(
+                rollout,
+                request,
+                result,
+                step=0,
+                max_turn=tool_loop.turn_tokens if tool_loop else None,
+                stop=self.engine.stop,
+            )
+            for (number, rollout), request, result in zip(
+                rollouts.items(), requests, results, strict=True
+            )
+        }
+
+    def answer(self, key: int, rollout: Rollout) -> Rollout:
+        """The conversation with what tools answer to the calls of its last turn."""
+        tool_loop = self.engine.turns
+        if tool_loop is None:
+            return rollout
+        request = self.requests[key]
+        return tool_loop(
+            rollout,
+            request.images,
+            prompt_length=len(self.prompts[key]),
+            max_length=self.engine.longest,
+            step=0,
+            seed=str(request.seed),
+        )
+
+    def has_room(self, key: int, rollout: Rollout) -> bool:
+        """Whether the conversation has room for more tokens."""
+        return self._room(key, rollout) > 0
+
+    def on_any_rank(self, holds: bool) -> bool:
+        """Return whether something holds on any rank; without tools there is one turn."""
+        return self.engine.any_rank(holds) if self.engine.turns else holds
+
+    def _room(self, number: int, rollout: Rollout) -> int:
+        """How many tokens the next turn of a conversation may have."""
+        whole = min(self.engine.longest, self.engine.chat.context - len(self.prompts[number]))
+        room = whole - len(rollout.tokens)
+        tool_loop = self.engine.turns
+        if tool_loop is not None and tool_loop.turn_tokens:
+            room = min(room, tool_loop.turn_tokens - len(rollout.last_turn_tokens))
+        return room
+
+    def _request(self, number: int, rollout: Rollout) -> SamplingRequest:
+        """The request for the next turn of a conversation."""
+        request = self.requests[number]
+        seed = request.seed
+        segments = len(rollout.segments)
+        if segments:  # a turn after the first has a seed of its own
+            seed = rollout_seed(seed, position=f"segment-{segments}", group=0, member=0)
+        return SamplingRequest(
+            prompt_ids=[*self.prompts[number], *rollout.tokens],
+            images=[*request.images, *(picture.image for picture in rollout.pictures)],
+            group=number,
+            seed=seed,
+            max_tokens=self._room(number, rollout),
+            max_length=self.engine.longest,
         )
 
 

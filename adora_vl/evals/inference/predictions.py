@@ -251,6 +251,7 @@ _OPTIONAL = {  # fields that a row may lack
     "n_tokens": or_null(_COUNT),
     "finish_reason": or_null(TEXT),
     "error": or_null(TEXT),
+    "figure": or_null(TEXT),  # a solved figure, on which claims are checked
     "calls": or_null((lambda value: isinstance(value, list), "a list")),
     "thinking_opened": (lambda value: isinstance(value, bool), "true or false"),
     "image_size": or_null(

@@ -24,6 +24,7 @@ from adora_vl.evals.records import (
     Scored,
 )
 from adora_vl.evals.scoring.statistics import bootstrap, pass_at, wilson
+from adora_vl.evals.scoring.steps import step_figures
 from adora_vl.rewards.completion import REFLECTIVE, reflective_words
 from adora_vl.rewards.thinking import closes_unopened_block, final_part
 
@@ -122,12 +123,14 @@ def score(
             "extraction_mix": dict(methods.most_common()),
             "extraction_failed": methods[JUDGE_FAILED],
         }
+    claims = step_figures(predictions, graded)
     result = {
         "benchmark": benchmark.name,
         **aggregate(graded),
         **own_figures,
         **answers(predictions, graded),
         **summary.notes,
+        **({"steps": claims} if claims else {}),
         "rules": rules,
         **extraction,
         "items": [_item(benchmark, row, item) for row, item in zip(rows, graded, strict=True)],

@@ -6,6 +6,7 @@ from typing import Any
 from adora_vl.evals.inference.views import VIEWS
 from adora_vl.evals.records import Cell, OwnFigures, Score, Scored
 from adora_vl.evals.scoring.score import own_cells, partial_notes
+from adora_vl.evals.scoring.steps import step_lines
 from adora_vl.utils.cli import amount
 
 _MANY = 16  # values of a group in the table; the score file has all
@@ -137,6 +138,8 @@ def _answers(score: Score) -> list[str]:
     ]
     if tokens:
         lines.append("tokens of an answer: " + ", ".join(tokens))
+    if score.get("steps"):
+        lines += step_lines(score["steps"])
     reflection = score["reflective_words"]
     if reflection:
         lines.append(f"reflective words: in {100 * reflection['share']:.1f} % of the answers")

@@ -101,7 +101,7 @@ WRONG: list[tuple[str, str, dict[str, object], str]] = [
         "adora",
         '{"criteria": []}',
         {},
-        r"^adora_method.adora.criteria: \[\] is empty; name one or both of length, diff",
+        r"^adora_method.adora.criteria: \[\] is empty; name one or more of length, diff",
     ),
     ("adora", "3", {}, "^adora_method.adora: 3 is not a mapping of its options"),
     ("adora", '{"factor": "much"}', {}, "factor: 'much' is not a number"),

@@ -77,6 +77,15 @@ def test_a_launch_line_is_read_without_the_launchers_own_options(words, tmp_path
     assert ours.get("seed") == (3 if "--config" in words else None)
 
 
+def test_a_pasted_command_keeps_the_variables_before_it(tmp_path):
+    line = "MAX_PIXELS=1003520 NPROC_PER_NODE=2 swift rlhf --rlhf_type grpo --model m"
+    move = convert_config("swift", None, words=line.split())
+    assert move.keys["max_pixels"][0] == 1003520
+    assert move.source.environment["NPROC_PER_NODE"] == "2"
+    assert set(move.values) >= {"rlhf_type", "model"}
+    assert "MAX_PIXELS" not in move.values
+
+
 def test_a_base_config_that_is_not_here_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["easyr1", "config=examples/config.yaml", "worker.actor.model.model_path=m"]) == 0

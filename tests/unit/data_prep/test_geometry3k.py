@@ -40,7 +40,8 @@ def _problem_folder(root: Path, split: str = "train", number: int = 7, **changed
 def test_the_real_problems(geometry3k_raw: Path, tmp_path: Path) -> None:
     assert prepare("intergps", geometry3k_raw, tmp_path / "out") == 0
     dataset = load_split(tmp_path / "out", "train")
-    assert dataset.features == {**schema(), "facts": Value("string")}
+    columns = {"facts": Value("string"), "figure": Value("string")}
+    assert dataset.features == {**schema(), **columns}
     facts = dataset["facts"]
     assert facts[3].endswith("BI is perpendicular to BD.")
     assert "Drawn segments: EB, DC." in facts[5]

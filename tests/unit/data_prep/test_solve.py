@@ -7,14 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from adora_vl.data.dataset import stored_rows
+from adora_vl.config import AdoraScriptArguments
+from adora_vl.data.dataset import load_split, refuse_for_evaluation, stored_rows
+from adora_vl.data.loading import load_rows
+from adora_vl.data.prompts import DEFAULT_PROMPT
+from adora_vl.evals.inference.views import VIEWS, shown_as
+from adora_vl.evals.options import DataOptions
+from adora_vl.evals.prepared import load
 from adora_vl.geometry.figure import figure_from, residual_of
 from adora_vl.geometry.verdict import verdict
+from adora_vl.utils.errors import UserError
 from data_prep.cli import main
 from data_prep.question_words import question_in_words
 from tests.support.geometry_forms import form
 
+ROOT = Path(__file__).parents[3]
 SIDES = ["AB", "BC", "CA"]
 PLACES = {"A": [0.0, 200.0], "B": [300.0, 200.0], "C": [0.0, 10.0]}
 
@@ -221,7 +230,44 @@ def test_variants_are_decided_by_seed_and_number_and_solved_by_their_own_facts(
             "--for-evaluation",
         ]
     )
-    assert code == 0
+    _is_refused_in_training(tmp_path / "x")
+
+
+def _is_refused_in_training(folder: Path) -> None:
+    """Neither the folder nor its rows, from wherever they come, can be trained on."""
+    script = AdoraScriptArguments(dataset_name=str(folder), dataset_train_split="test")
+    with pytest.raises(UserError, match="written with --for-evaluation") as refusal:
+        load_rows(script, folders=[str(folder)], seed=0)
+    assert str(folder) in str(refusal.value) and "\n" not in str(refusal.value)
+    rows = load_split(folder, "test")
+    with pytest.raises(UserError, match="train_dataset: has variants of a test split"):
+        refuse_for_evaluation(rows, where="train_dataset:")
+
+
+def test_no_prompt_and_no_view_shows_a_figure(tmp_path: Path) -> None:
+    folder = tmp_path / "geo"
+    source = ["geometry3k", "--source", "facts", "--input", str(_written(tmp_path))]
+    assert main([*source, "--output", str(folder), "--workers", "1", "--keep-leaks"]) == 0
+    figures = [row["figure"] for row in stored_rows(folder, "train")]
+    assert all(figures)
+    prompts = [None, DEFAULT_PROMPT]
+    for config in (ROOT / "configs").rglob("*.yaml"):
+        prompt = (yaml.safe_load(config.read_text()) or {}).get("adora_prompt")
+        if isinstance(prompt, str):
+            prompts.append(prompt)
+    asked = 0
+    for prompt in dict.fromkeys(prompts):
+        options = DataOptions(data=str(folder), split="train")
+        try:
+            problems = load(options, prompt).problems
+        except UserError:
+            continue  # a template with columns that these rows lack
+        for view in VIEWS:
+            for problem in shown_as(problems, view):
+                asked += 1
+                assert not any(figure in problem.prompt for figure in figures)
+                assert '"at"' not in problem.prompt
+    assert asked >= 2 * len(VIEWS)
 
 
 @pytest.mark.parametrize(

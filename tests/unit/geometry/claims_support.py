@@ -75,7 +75,7 @@ def _compare(
         number = _mark_of(checked, spans)
         if number is None:
             reading.counts["alarm"] += 1
-            reading.faults.append(f"{name}: {checked.claim.said!r} is not marked")
+            reading.faults.append(f"{name}: {checked.claim.words!r} is not marked")
         else:
             of_mark[number].append(checked)
     for (_, _, letter), found in zip(spans, of_mark, strict=True):

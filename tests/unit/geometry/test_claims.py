@@ -126,7 +126,7 @@ def test_saying_more_of_a_figure_than_it_has_unknowns_earns_nothing() -> None:
     random.seed(3)
     lines = []
     for _ in range(200):
-        a, b, c, d = (random.choice(names) for _ in range(4))
+        a, b, c, d = random.choices(names, k=4)
         if a == b or c == d:
             continue
         first = float(np.hypot(at[a][0] - at[b][0], at[a][1] - at[b][1]))
@@ -291,8 +291,8 @@ def test_a_claim_stands_where_it_was_said() -> None:
     text = "First, $AD = 5$. Then\nBD is **12**."
     claims = figure(ISOSCELES).claims(text)
     for claim in claims:
-        assert text[claim.claim.start : claim.claim.end] == claim.claim.said
-    assert [claim.claim.said for claim in claims] == ["AD = 5", "BD is **12"]
+        assert text[claim.claim.start : claim.claim.end] == claim.claim.words
+    assert [claim.claim.words for claim in claims] == ["AD = 5", "BD is **12"]
 
 
 # Bounds

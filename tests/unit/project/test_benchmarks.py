@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from adora_vl.evals.scoring.statistics import half_width
 from adora_vl.record.rollouts import ROLLOUTS, as_table, write_part
@@ -22,7 +22,7 @@ from benchmarks.attenuation import task
 from benchmarks.attenuation.__main__ import lines_of, train
 from benchmarks.attenuation.start import build_arithmetic, build_start, fingerprint
 from benchmarks.attenuation.task import draw
-from benchmarks.kill_and_resume import PHASES, compare, place_of, recorded
+from benchmarks.kill_and_resume import PHASES, compare, judge_by_noise, place_of, recorded
 from benchmarks.step import answer_lengths
 
 
@@ -283,3 +283,16 @@ def test_no_scanned_picture_is_in_both_splits(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(SystemExit, match="pip install scikit-learn"):
         scanned.scanned_digits("train", 8)
+
+
+def test_a_killed_run_is_judged_by_the_distance_of_two_others(tmp_path, capsys):
+    weights = {"first": 1.0, "second": 1.001, "near": 1.002, "far": 1.01}
+    folders = {name: tmp_path / name for name in weights}
+    for name, value in weights.items():
+        folders[name].mkdir()
+        save_file({"weight": torch.full((4,), value)}, folders[name] / "model.safetensors")
+    references = [folders["first"], folders["second"]]
+    assert judge_by_noise(folders["near"], references)
+    assert "are 1.00e-03 apart, the killed run 2.00e-03: within 3 times" in capsys.readouterr().out
+    assert not judge_by_noise(folders["far"], references)
+    assert "the killed run 1.00e-02: more than 3 times the noise" in capsys.readouterr().out

@@ -114,6 +114,10 @@ def part(number: int, members: int = 8, first: int = 0, step: int = 0) -> Rollou
     )
 
 
+def at_step(step: int) -> Generation:
+    return Generation(key=StepKey(mode="train", step=step, micro=0), group_size=4)
+
+
 def test_noisy_rollouts_fade_as_in_the_authors_repository():
     """Their Geometry3K run has 60 generations, half of the strength at the 40th, and steepness 30."""
     annealing = example("noisy_rollouts.py:sigmoid_annealing")
@@ -169,7 +173,7 @@ def test_without_a_share_or_strength_no_rollout_sees_noise():
 
 def test_the_level_of_the_noise_is_logged():
     log: dict[str, float] = {}
-    noisy_at(0, log).after_weighing(Generation([], StepKey(mode="train", step=400, micro=0), 4))
+    noisy_at(0, log).after_weighing(at_step(400), {}, None)
     assert log == {"noisy_rollouts/level": 250.0}
 
 
@@ -233,18 +237,11 @@ def test_visual_tokens_weigh_a_batch_by_hand():
     processor = Qwen2VLImageProcessor()
     images = SimpleNamespace(banks=ImageBanks(), image_processor=processor, shown=True)
     visual = started("visual_tokens.py:VisualTokens", log, keys=keys, images=images, share=0.5)
-    batch: Any = {
-        "completion_mask": torch.ones(3, 4, dtype=torch.long),
-        "advantages": torch.tensor([1.0, -2.0, 3.0]),
-        "num_images": [1, 1, 0],
-    }
-    advantages: Any = SimpleNamespace(live_B=torch.ones(3, dtype=torch.bool))
-    rows: Any = [{}, {}, {}]
-    visual.after_weighing(
-        Generation(
-            rows, StepKey(mode="train", step=0, micro=0), 3, batch=batch, advantages=advantages
-        )
-    )
+    ones = torch.ones(3, 4, dtype=torch.long)
+    batch: Any = {"completion_mask": ones, "advantages": torch.tensor([1.0, -2.0, 3.0])}
+    batch["num_images"] = [1, 1, 0]
+    advantages: Any = SimpleNamespace(has_signal_N=torch.ones(3, dtype=torch.bool))
+    visual.after_weighing(at_step(0), batch, advantages)
     # Two rollouts, at 0 and 1 of the range: 0.9 and 0.9 + 0.1 / 0.5.
     expected = [[1.1, 0, 1.1, 0], [-1.8, 0, 0, -1.8], [3, 3, 3, 3]]
     assert [row.tolist() for row in batch["advantages"]] == [pytest.approx(row) for row in expected]

@@ -4,6 +4,7 @@ bounded.
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -17,14 +18,14 @@ from adora_vl.advantage import Groups
 from adora_vl.advantage.adora import weigh_groups
 from adora_vl.record import recorder as recorder_module
 from adora_vl.record import rollouts
-from adora_vl.record.metrics import METRICS, ToolUse, read_metrics, tool_figures
+from adora_vl.record.metrics import METRICS, read_metrics, tool_figures
 from adora_vl.record.recorder import Recorder
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.importance import rollout_drift
 from adora_vl.rollout.rollouts import Call, FinishReason, Picture, Rollout, Segment
-from adora_vl.training.advantages import Advantages
-from adora_vl.training.generation import Generation
-from adora_vl.training.scoring import Rewards, Scores, weighted_sum
+from adora_vl.training.advantages import JudgedGroups
+from adora_vl.training.rollout_facts import weighted_sum
+from tests.support.facts import counted_facts, rollout_facts
 from tests.support.stand_ins import Processes, state_of
 from tests.support.step_context import step_context
 from tests.support.tiny_run import STEPS, train
@@ -206,21 +207,25 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, monkeypatch, caps
     assert "step 1: the rollouts are no longer recorded" in capsys.readouterr().err
 
 
-def generation_of(drawn_rows: list[Any], ranks: int) -> Generation:
-    """Build a generation of groups of two, of which every rank has these rows."""
-    generation = Generation.restored(0, [])
-    count = ranks * len(drawn_rows)
-    generation.rows = drawn_rows
-    rewards_BF = torch.ones(count, 1)
-    lengths_B = torch.full((count,), 3.0)
-    rewards = Rewards.of(rewards_BF, {}, torch.ones(1), ["accuracy"], 2)
-    generation.scores = Scores(rewards, lengths_B, lengths_B > 9, lengths_B)
-    lengths_PG = lengths_B.view(-1, 2)
-    groups = Groups(rewards_BF.view(-1, 2), lengths_PG, lengths_PG > 9)
-    generation.advantages = Advantages(
-        groups, weigh_groups(groups), groups.rewards_PG, groups.rewards_PG, {}
+def scored_rollouts(
+    rows: list[Any], ranks: int, rollouts: list[Rollout] | None = None
+) -> tuple[Any, Any]:
+    """Built and scored groups of two; every rank has these rows."""
+    count = ranks * len(rows)
+    rewards_NF = torch.ones(count, 1)
+    lengths_N = torch.full((count,), 3.0)
+    groups = Groups(rewards_NF.view(-1, 2), lengths_N.view(-1, 2), lengths_N.view(-1, 2) > 9)
+    judged = JudgedGroups(
+        groups=groups,
+        weighting=weigh_groups(groups),
+        raw_PG=groups.rewards_PG,
+        signal_P=torch.ones(len(groups.rewards_PG), dtype=torch.bool),
+        equal_reward_share=0.0,
+        ranks=ranks,
     )
-    return generation
+    facts = counted_facts(rewards_NF, 2, length_N=lengths_N)
+    built = SimpleNamespace(rows=rows, rollouts=rollouts or [])
+    return built, SimpleNamespace(batch={}, facts=facts, judged=judged)
 
 
 def test_a_rollout_with_tools_is_recorded_as_a_conversation(tmp_path):
@@ -241,9 +246,11 @@ def test_a_rollout_with_tools_is_recorded_as_a_conversation(tmp_path):
         pictures=(Picture(digest="x", image=image, span=1),),
         calls=(call,),
     )
-    generation = generation_of([{"id": 7, "problem": "?", "prompt": "?"}] * 2, 1)
-    generation.rollouts = [looked, Rollout(segments=spans[:1], finish_reason=FinishReason.STOP)]
-    recorder.add(generation, {"completion": ["so 3"] * 2, "extra": {}}, ["accuracy"])
+    rollouts = [looked, Rollout(segments=spans[:1], finish_reason=FinishReason.STOP)]
+    built, scored = scored_rollouts(
+        [{"id": 7, "problem": "?", "prompt": "?"}] * 2, 1, rollouts=rollouts
+    )
+    recorder.add(0, built, scored, {"completion": ["so 3"] * 2, "extra": {}}, ["accuracy"])
     recorder.record.flush(1)
     first, second = recorded(recorder.record.folder).to_pylist()
     assert first["calls"] == 1
@@ -260,16 +267,20 @@ def test_a_rollout_with_tools_is_recorded_as_a_conversation(tmp_path):
 
 def test_what_a_call_gains_is_counted_within_groups_that_have_both():
     rewards_PG = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
-    facts = torch.tensor(
-        [[1, 0, 0.5, 0], [0, 0, 0, 0], [2, 1, 0.5, 0], [1, 0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0]]
+    facts = rollout_facts(
+        rewards_PG.view(-1, 1),
+        calls_N=torch.tensor([1.0, 0, 2, 1, 0, 0]),
+        failed_calls_N=torch.tensor([0.0, 0, 1, 0, 0, 0]),
+        tool_seconds_N=torch.tensor([0.5, 0, 0.5, 0, 0, 0]),
+        unanswered_N=torch.tensor([False, False, False, True, False, False]),
     )
-    figures = tool_figures(rewards_PG, ToolUse.unstack(facts))
+    figures = tool_figures(rewards_PG, facts)
     assert figures["adora/tool_gain"] == 1
     assert figures["adora/called"] == 0.5
     assert figures["adora/tools_s"] == 1
     assert figures["tools/failure_frequency"] == 0.25
     assert figures["tools/call_frequency"] == pytest.approx(4 / 6)
-    assert "adora/tool_gain" not in tool_figures(rewards_PG[1:], ToolUse.unstack(facts[2:]))
+    assert "adora/tool_gain" not in tool_figures(rewards_PG[1:], facts.selected(range(2, 6)))
 
 
 def test_a_problem_is_recorded_with_its_choices(tmp_path):
@@ -284,7 +295,8 @@ def test_a_problem_is_recorded_with_its_choices(tmp_path):
     }
     changes: list[dict[str, Any]] = [{}, {}, {"choices": None}, {"choices": []}]
     rows = [{**problem, **changed} for changed in changes]
-    recorder.add(generation_of(rows, 1), {"completion": ["so B"] * 4, "extra": {}}, ["accuracy"])
+    built, scored = scored_rollouts(rows, 1)
+    recorder.add(0, built, scored, {"completion": ["so B"] * 4, "extra": {}}, ["accuracy"])
     recorder.record.flush(1)
     records = recorded(recorder.record.folder).to_pylist()
     assert [row["choices"] for row in records] == [["3", "4"], ["3", "4"], None, None]
@@ -312,14 +324,10 @@ def test_drift_that_the_policys_pass_finds_stands_beside_its_own_rollout(tmp_pat
     recorder.record.start(0)
     numbers = recorder.number(2)
     drawn_rows = [{"id": "a", "problem": "Which?", "prompt": "Which?"}] * 2
-    recorder.add(
-        generation_of(drawn_rows, 2), {"completion": ["so B"] * 4, "extra": {}}, ["accuracy"]
-    )
-    learned: Any = {
-        "rollout_number": numbers[1:],
-        "completion_mask": torch.ones(1, 1),
-        "sampling_per_token_logps": torch.zeros(1, 1),
-    }
+    built, scored = scored_rollouts(drawn_rows, 2)
+    recorder.add(0, built, scored, {"completion": ["so B"] * 4, "extra": {}}, ["accuracy"])
+    learned: Any = {"rollout_number": numbers[1:], "completion_mask": torch.ones(1, 1)}
+    learned["sampling_per_token_logps"] = torch.zeros(1, 1)
     recorder.measured(learned, torch.tensor([[0.25]]))
     recorder.on_step_end(None, state_of(1), None)
     assert recorded(recorder.record.folder)["drift"].to_pylist() == [0.75, 0.25, 10.5, 10.25]

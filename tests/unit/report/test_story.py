@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from adora_vl.record.rollouts import Diagrams, Record, parts, picture_size
-from adora_vl.report.conversation import Conversations, spelled_call
+from adora_vl.report.conversation import TurnReader, spelled_call
 from adora_vl.report.run_view import load_run
 from adora_vl.report.story import story_of
 from tests.support.recorded_runs import SETTINGS, VIEW, looked_turns, write_run
@@ -112,7 +112,7 @@ def test_where_a_call_looks_is_in_shares_of_the_picture_as_it_was(tmp_path: Path
     assert picture_size(diagrams.folder / large) == (2000, 1000)
     assert Image.open(diagrams.folder / large).size == (512, 256)
     view = {"low": 400, "high": 10_000_000, "unit": 20, "relative": False}
-    conversations = Conversations(tmp_path, {"view": view})
+    turn_reader = TurnReader(tmp_path, {"view": view})
     call = '<tool_call>{{"name": "zoom", "arguments": {}}}</tool_call>'
     turn = {"images": [], "seconds": 0.0, "failed": False, "tokens": 1, "by": "model"}
     texts = [
@@ -122,18 +122,18 @@ def test_where_a_call_looks_is_in_shares_of_the_picture_as_it_was(tmp_path: Path
         "<tool_call>{broken</tool_call>",
     ]
     row = {"images": [large], "turns": [{**turn, "text": text} for text in texts]}
-    turns = conversations.turns(row)
+    turns = turn_reader.turns(row)
     assert turns is not None
     calls = [call for turn in turns for call in turn["calls"]]
     assert calls[0]["points"] == [(0.25, 0.25), (0.5, 1.0)] and calls[0]["picture"] == large
     assert [call["points"] for call in calls[1:]] == [None, None, None]
     assert calls[-1]["text"] == "{broken"
-    relative = Conversations(tmp_path, {"view": {**view, "relative": True}}).turns(row)
+    relative = TurnReader(tmp_path, {"view": {**view, "relative": True}}).turns(row)
     assert relative is not None
     assert relative[0]["calls"][0]["points"] == [(0.5, 0.25), (1.0, 1.0)]
-    unplaced = Conversations(tmp_path, {}).turns(row)
+    unplaced = TurnReader(tmp_path, {}).turns(row)
     assert unplaced is not None and unplaced[0]["calls"][0]["points"] is None
-    assert conversations.turns({"turns": None}) is None
+    assert turn_reader.turns({"turns": None}) is None
 
 
 def test_a_page_has_no_placehunplaced_and_no_raw_call(tmp_path: Path) -> None:

@@ -2,17 +2,24 @@
 
 import json
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from adora_vl.advantage.adora import Adora
+from adora_vl.evals.records import Graded, RowGrade
+from adora_vl.evals.scoring.steps import step_figures, step_lines
 from adora_vl.geometry.figure import written
 from adora_vl.geometry.text import form_of_text
 from adora_vl.geometry.verdict import verdict
+from adora_vl.preflight.check_rewards import check_criteria
+from adora_vl.report.run_view import ROLLOUT, load_run
 from adora_vl.rewards.choose import check_sums, choose_rewards, reachable
 from adora_vl.rewards.explain import main
 from adora_vl.rewards.steps import StepsReward, work_of, worked_part
 from adora_vl.utils.errors import UserError
+from tests.support.recorded_runs import write_run
 
 FACTS = """
 triangle ABC
@@ -184,3 +191,54 @@ def test_explain_shows_each_claim(
     assert main(["--figure", str(open_facts), "--response", "AB = 5"]) == 2
     assert "has no figure to check claims on" in capsys.readouterr().err
     assert main(["--figure", str(tmp_path / "none"), "--response", "AB = 5"]) == 2
+
+
+def test_adora_by_work_is_refused_where_nothing_measures_it() -> None:
+    config: Any = SimpleNamespace(
+        methods=SimpleNamespace(chosen={"adora": Adora(criteria=("working",))})
+    )
+    check_criteria(config, choose_rewards(["accuracy", "steps"]))
+    with pytest.raises(UserError, match="add steps to adora_reward, with weight 0"):
+        check_criteria(config, choose_rewards(["accuracy"]))
+    config.methods.chosen = {"adora": Adora()}
+    check_criteria(config, choose_rewards(["accuracy"]))
+
+
+def test_an_evaluation_says_how_many_claims_are_true_and_how_much_is_luck(drawn: str) -> None:
+    rows: list[Any] = [
+        {"pid": str(number), "response": text, "figure": drawn}
+        for number, text in enumerate([GOOD, FALSE, BARE])
+    ]
+    rows.append({"pid": "3", "response": GOOD})
+    graded = [Graded(row["pid"], RowGrade("correct", None, "")) for row in rows]
+    figures = step_figures(rows, graded)
+    assert figures is not None
+    assert figures["answers"] == 3
+    assert figures["true"]["value"] == pytest.approx(1.0)
+    assert figures["false"]["value"] == pytest.approx(1 / 3)
+    assert figures["lucky"]["count"] == 2
+    assert "right by luck: 66.7 % " in step_lines(figures)[2]
+    assert step_figures(rows[3:], graded[3:]) is None
+    wrong = [Graded("0", RowGrade("wrong", None, ""))]
+    figures = step_figures(rows[:1], wrong)
+    assert figures is not None and step_lines(figures)[2] == "right by luck: no answer is right"
+
+
+def test_the_page_of_a_run_has_the_places_of_claims_and_says_what_is_luck(
+    tmp_path: Any, drawn: str
+) -> None:
+    """JavaScript counts a smiley as two characters."""
+    text = f"😀 {FALSE}"
+    work = work_of(text, drawn)
+    texts = {"completion": text, "new": work.new, "false": work.false, "steps": work.spans()}
+    view = load_run(write_run(tmp_path / "run", 1, **texts), 100)
+    names = list(ROLLOUT)
+    rollouts = [rollout for group in view.groups for rollout in group["rollouts"]]
+    by_verdict = {rollout[names.index("verdict")]: rollout for rollout in rollouts}
+    first = by_verdict["correct"][names.index("steps")][0]
+    units = text.encode("utf-16-le")
+    assert units[2 * first[0] : 2 * first[1]].decode("utf-16-le") == "AD = 6"
+    assert by_verdict["correct"][names.index("luck")] == "lucky"
+    assert by_verdict["wrong"][names.index("luck")] is None
+    without = load_run(write_run(tmp_path / "without", 1), 100)
+    assert without.groups[0]["rollouts"][0][names.index("steps")] is None

@@ -5,8 +5,7 @@ ranks make the same calls.
 import asyncio
 import copy
 import random
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from transformers import TrainerState
 
 from adora_vl.advantage.adora import Adora
 from adora_vl.advantage.methods import AdvantagePipeline
@@ -31,6 +31,7 @@ from adora_vl.rollout.rollouts import (
     Segment,
     StepKey,
 )
+from adora_vl.rollout.stopping import StopCriteria
 from adora_vl.rollout.turns import CALL, ToolLoop, run_turns
 from adora_vl.tools.ours import View
 from adora_vl.tools.run import Toolbox, choose_tools
@@ -38,7 +39,7 @@ from adora_vl.training.advantages import AdvantageComputer
 from adora_vl.training.batch_builder import BatchBuilder
 from adora_vl.training.generation import Generation
 from adora_vl.training.guards import RewardGuard
-from adora_vl.training.scoring import Grader, RewardFunctions, StopCriteria
+from adora_vl.training.scoring import RewardFunctions, Scorer
 from tests.support.step_context import step_context
 
 PROCESSOR: Any = load_processor(str(PRETRAINED))
@@ -244,38 +245,41 @@ def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(wide):
         answered(tools, sampled(CALLED), longest=50),
     )
     images = DistinctImages([], PROCESSOR, torch.device("cpu"), context.config)
-    guard = RewardGuard(context)
     ends = StopCriteria.of({END}, {}, partial(TOKENIZER.decode, skip_special_tokens=True))
-    watched: Any = SimpleNamespace(check_batch=lambda *_: None, graded=lambda *_: None)
     functions = RewardFunctions(
         [reward_function("accuracy")], [None], {}, dict, asyncio.new_event_loop
     )
-    judge = BatchBuilder(
-        context,
-        images,
-        PROCESSOR,
-        ends,
-        functions,
-        Grader(context, guard, weights, ["accuracy"]),
-        lambda batch: batch,
-        lambda *_: None,
-        AdvantageComputer(context, AdvantagePipeline({"adora": Adora()}), weights, tools=True),
-        watched,
-        watched,
-        lambda _: nullcontext(),
+    builder = BatchBuilder(
+        context=context,
+        images=images,
+        processor=PROCESSOR,
+        ends=ends,
+        to_device=lambda batch: batch,
         scored=True,
         tools=True,
+    )
+    scorer = Scorer(context, RewardGuard(context), weights, ["accuracy"])
+    computer = AdvantageComputer(
+        context, AdvantagePipeline({"adora": Adora()}), weights, tools=True
     )
     prompt = [{"role": "user", "content": "Which?"}]
     asked: Any = {"prompt": prompt, "answer": "7", "images": [Image.new("RGB", (56, 28))]}
     group = RolloutGroup(
         problem=DrawnProblem(row_number=0, key=KEY, slot=0), row=asked, began=0, rollouts=rollouts
     )
-    generation = Generation([], KEY, 3)
-    judge(generation, [group], None, aged=False)
-    judged = generation.advantages
-    batch = generation.batch
-    assert judged is not None and judged.groups.rewards_PG.tolist() == [[0, 1, 0]]
+    prompts = images.prompts([asked] * 3, "train")
+    built = builder.build(Generation(key=KEY, group_size=3), [group], prompts)
+    scores = functions(
+        built.rows,
+        built.prompts.messages,
+        built.answers,
+        [rollout.policy_tokens for rollout in built.rollouts],
+        built.thinking_opened,
+        TrainerState(),
+    )
+    judged = computer.judge(scorer.score(built, scores, 3, 0), 3, 0)
+    batch = built.batch
+    assert judged.groups.rewards_PG.tolist() == [[0, 1, 0]]
     own, right, _ = judged.groups.lengths_PG[0].tolist()
     assert own == len(ids_of(CALLED)) + 1 + len(ids_of("so 3")) + 1 and own < right < len(
         rollouts[0].tokens
@@ -295,22 +299,25 @@ def test_all_play_a_turn_then_those_that_were_answered_the_next_one():
     """And a rank whose own rollouts have ended takes part until all have."""
     wanted = {"a": 1, "b": 3, "c": 2}
     asked = list[list[str]]()
+    going_elsewhere = iter([True, True, True, True, False])
 
-    def ask(going: dict[str, Rollout]) -> dict[str, Rollout]:
-        asked.append([*going])
-        return {key: sampled("x", *rollout.segments) for key, rollout in going.items()}
+    class Player:
+        def sample(self, rollouts: Mapping[str, Rollout]) -> dict[str, Rollout]:
+            asked.append([*rollouts])
+            return {key: sampled("x", *rollout.segments) for key, rollout in rollouts.items()}
 
-    def answer(key: str, rollout: Rollout) -> Rollout:
-        more = len(rollout.segments) < 2 * wanted[key] - 1
-        return (
-            Rollout(segments=(*rollout.segments, Segment(tokens=(9,), logps=None, step=3)))
-            if more
-            else rollout
-        )
+        def answer(self, key: str, rollout: Rollout) -> Rollout:
+            if len(rollout.segments) >= 2 * wanted[key] - 1:
+                return rollout
+            answer = Segment(tokens=(9,), logps=None, step=3)
+            return Rollout(segments=(*rollout.segments, answer))
 
-    others = iter([True, True, True, True, False])
-    done = run_turns(
-        dict.fromkeys(wanted, Rollout()), ask, answer, lambda *_: True, lambda _: next(others)
-    )
+        def has_room(self, key: str, rollout: Rollout) -> bool:
+            return True
+
+        def on_any_rank(self, holds: bool) -> bool:
+            return next(going_elsewhere)
+
+    done = run_turns(dict.fromkeys(wanted, Rollout()), Player())
     assert asked == [["a", "b", "c"], ["b", "c"], ["b"], [], []]
     assert {key: len(rollout.segments) for key, rollout in done.items()} == {"a": 1, "b": 5, "c": 3}

@@ -3,6 +3,7 @@ from them.
 """
 
 import json
+import math
 import shutil
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -24,27 +25,35 @@ from adora_vl.advantage.adora import Adora, weigh_groups
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.blocks import RolloutOptions
 from adora_vl.models.load import PRETRAINED
+from adora_vl.packing.prompts import PromptBatch
 from adora_vl.record.metrics import judged_figures, learned_figures
+from adora_vl.record.rollouts import criteria_columns
 from adora_vl.record.trackers import add_rows
+from adora_vl.rollout.rollouts import (
+    DrawnProblem,
+    FinishReason,
+    Rollout,
+    RolloutGroup,
+    Segment,
+    StepKey,
+)
+from adora_vl.rollout.stopping import StopCriteria
 from adora_vl.trainer import AdoraGRPOTrainer
-from adora_vl.training.advantages import AdvantageComputer, Advantages
-from adora_vl.training.batch_rows import chosen_groups
+from adora_vl.training.advantages import AdvantageComputer, Advantages, JudgedGroups
+from adora_vl.training.generation import BuiltGroups, ScoredGroups
 from adora_vl.training.guards import RewardGuard
-from adora_vl.training.micro_batches import MicroBatcher, live_units
+from adora_vl.training.micro_batches import MicroBatcher
+from adora_vl.training.rollout_facts import RolloutFacts
 from adora_vl.training.schedule import admitted
-from adora_vl.training.scoring import Grader, Grades, Rewards, Scores, StopCriteria
+from adora_vl.training.scoring import FunctionScores, Scorer, surprisal
+from adora_vl.types import Row
 from tests.support.examples import example
+from tests.support.facts import rollout_facts
 from tests.support.step_context import step_context
 from tests.support.tiny_run import STEPS, train
 
 END = 2
 PAD = 0
-
-
-def rewards(values: list[list[float]]) -> Rewards:
-    """Of two functions at most, `accuracy` and `judge`, with weights of 1."""
-    all_BF = torch.tensor(values)
-    return Rewards.of(all_BF, {}, torch.ones(all_BF.shape[1]), ["accuracy", "judge"], 4)
 
 
 def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
@@ -63,15 +72,32 @@ def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
         StopCriteria(frozenset({END, PAD})).ended(*each)
         for each in zip(completions, texts, strict=True)
     ]
-    grader = Grader(context, RewardGuard(context), torch.ones(1), ["accuracy"])
-    grades = Grades(torch.zeros(4, 1), {"note": [*"abcd"]}, {"own": [0.5, 1.5]})
-    scores = grader(grades, [[1] * 9] * 4, completions, texts, ended, 4, 0)
-    assert scores.lengths_B.tolist() == [3, 2, 0, 2]
-    assert scores.unended_B.tolist() == [False, True, False, True]
-    assert scores.reflective_B.tolist() == [2, 0, 0, 1]
-    assert scores.reflective_per_1000_tokens == pytest.approx(1000 * 3 / 7)
-    assert (scores.tokens, scores.extra, scores.logged) == (43, {"note": [*"abcd"]}, {"own": 1.0})
-    assert len(calls) == 1, "rewards, lengths, ends and words are gathered together"
+    rollouts = [
+        Rollout(
+            segments=(Segment(tokens=tuple(ids), logps=(-0.5,) * len(ids), step=0),),
+            finish_reason=FinishReason.STOP,
+        )
+        for ids in completions
+    ]
+    problem = DrawnProblem(row_number=0, key=StepKey(mode="train", step=0, micro=0), slot=0)
+    built = BuiltGroups(
+        groups=[RolloutGroup(problem=problem, row=Row(), began=0, rollouts=tuple(rollouts))],
+        prompts=PromptBatch([], [[1] * 9] * 4, None, {}),
+        answers=texts,
+        texts=texts,
+        has_end=ended,
+        thinking_opened=[False] * 4,
+        batch={"completion_mask": torch.ones(4, 3)},
+    )
+    scorer = Scorer(context, RewardGuard(context), torch.ones(1), ["accuracy"])
+    scores = FunctionScores(torch.zeros(4, 1), {"note": [*"abcd"]}, {"own": [0.5, 1.5]})
+    facts = scorer.score(built, scores, 4, 0)
+    assert facts.length_N.tolist() == [3, 2, 0, 2]
+    assert facts.cut_off_N.tolist() == [False, True, False, True]
+    assert facts.reflective_N.tolist() == [2, 0, 0, 1]
+    assert facts.reflective_per_1000_tokens == pytest.approx(1000 * 3 / 7)
+    assert (facts.tokens, facts.extra, facts.logged) == (43, {"note": [*"abcd"]}, {"own": 1.0})
+    assert len(calls) == 1, "rewards, lengths, ends, words and calls are gathered together"
 
 
 def test_an_answer_has_ended_where_its_last_token_completes_a_string_to_stop_at(subtests):
@@ -142,20 +168,59 @@ def test_how_sure_the_policy_was_is_known_of_the_rollouts_of_all_ranks():
 
     The other one's are a nat likelier.
     """
-    two = SimpleNamespace(process_index=0, gather=lambda own: torch.cat([own, own - 1]))
+    two: Any = SimpleNamespace(
+        num_processes=2, device="cpu", gather=lambda own: torch.cat([own, own - 1])
+    )
     computer = AdvantageComputer(
         step_context(accelerator=two), AdvantagePipeline({}), torch.ones(1)
     )
     batch: Any = {
-        "completion_ids": torch.zeros(2, 2),
         "completion_mask": torch.tensor([[1, 1], [1, 0]]),
         "sampling_per_token_logps": torch.tensor([[-1.0, -2.0], [-2.0, -9.0]]),
     }
-    scores = Scores(
-        rewards([[1.0], [0.0], [1.0], [0.0]]), torch.ones(4), torch.zeros(4) > 0, torch.zeros(4)
-    )
-    groups = computer.judged(scores, batch, 2, 0, training=False).groups
+    measured = rollout_facts(torch.tensor([[1.0], [0.0]]), surprisal_N=surprisal(batch))
+    facts = RolloutFacts.gathered(measured, two)
+    assert facts.length_N.tolist() == [0, 0, -1, -1] and facts.cut_off_N.dtype == torch.bool
+    groups = computer.judge(facts, 2, 0).groups
+    assert groups.surprisal_PG is not None
     assert groups.surprisal_PG.tolist() == [[1.5, 2.0], [0.5, 1.0]]
+
+
+def test_work_that_the_reward_steps_counts_reaches_the_groups():
+    """It is new claims less errors, at least 0, and NaN where a row has no figure."""
+    lone = SimpleNamespace(process_index=0, gather=lambda rows: rows)
+    methods = AdvantagePipeline({"adora": Adora(criteria=("working",))})
+    computer = AdvantageComputer(step_context(accelerator=lone), methods, torch.ones(1))
+    ids = torch.zeros(4, 2)
+    batch: Any = {"completion_ids": ids, "completion_mask": ids + 1}
+    scored = rewards([[1.0], [0.0], [1.0], [0.0]])
+    counts = {"new": [3, 1, None, None], "false": [1, 2, None, None]}
+    scores = Scores(scored, torch.ones(4), torch.zeros(4) > 0, torch.zeros(4), extra=counts)
+    computer.judged(scores, batch, 2, 0, training=True)
+    groups = computer(batch, 2, 0).groups
+    assert groups.work_PG is not None
+    assert groups.work_PG[0].tolist() == [2.0, 0.0]
+    assert groups.work_PG[1].isnan().all()
+    assert groups.has_work_P.tolist() == [True, False]
+    assert computer.methods.weighting is not None
+    assert computer.methods.weighting.tas_P.tolist() == [True, False]  # the second by length
+    columns = criteria_columns(groups)
+    assert columns["work_right"][0] == 2.0 and math.isnan(columns["work_right"][2])
+    assert columns["work_wrong"][0] == 0.0
+
+
+def test_a_run_without_the_reward_steps_has_no_work():
+    lone = SimpleNamespace(process_index=0, gather=lambda rows: rows)
+    computer = AdvantageComputer(
+        step_context(accelerator=lone), AdvantagePipeline({}), torch.ones(1)
+    )
+    ids = torch.zeros(4, 2)
+    batch: Any = {"completion_ids": ids, "completion_mask": ids + 1}
+    scored = rewards([[1.0], [0.0], [1.0], [0.0]])
+    scores = Scores(scored, torch.ones(4), torch.zeros(4) > 0, torch.zeros(4))
+    groups = computer.judged(scores, batch, 2, 0, training=True).groups
+    assert groups.work_PG is None
+    assert "work_right" not in criteria_columns(groups)
 
 
 CASES: list[tuple[str, Any]] = [(name, METHODS[name]()) for name in METHODS]
@@ -175,14 +240,19 @@ def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_on
     first = [mixed, *[dead] * 7]
     second = [mixed] * 7 + [dead]
 
-    def graded(computer: AdvantageComputer, groups: list[list[float]]) -> Any:
-        both = torch.tensor(groups).flatten()
-        found = Scores(rewards([[one, one] for one in both.tolist()]), both * 0 + 7, both < 0, both)
+    def scored(computer: AdvantageComputer, groups: list[list[float]]) -> ScoredGroups:
+        rewards_N = torch.tensor(groups).flatten()
+        facts = rollout_facts(
+            torch.stack([rewards_N, rewards_N], dim=1),
+            length_N=rewards_N * 0 + 7,
+            surprisal_N=2 - rewards_N,
+        )
         ids = torch.arange(32)[:, None]
         batch: Any = {"prompt_ids": ids, "completion_ids": ids, "prompt_mask": ids * 0 + 1}
-        batch |= {"completion_mask": ids * 0 + 1, "sampling_per_token_logps": both[:, None] - 2}
-        computer.judged(found, batch, 4, 0, training=True)
-        return batch
+        batch |= {"completion_mask": ids * 0 + 1}
+        members: Any = [SimpleNamespace(rollouts=(None,) * 4)] * 8
+        judged = computer.judge(facts, 4, 0)
+        return ScoredGroups(groups=members, batch=batch, facts=facts, judged=judged)
 
     for name, options in CASES:
         with subtests.test(f"{name} {options}"):
@@ -194,16 +264,15 @@ def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_on
                 AdvantagePipeline({name: options}, scale=scale, sums_rewards=sums) for _ in range(2)
             ]
             refilled, at_once = (AdvantageComputer(context, run, torch.ones(2)) for run in runs)
-            one = graded(refilled, first)
-            other = graded(refilled, second)
-            chosen = admitted(live_units(one["signal"], 4), live_units(other["signal"], 4), 8)
-            batch = chosen_groups(one, other, chosen, 4, 0)
-            found = refilled(batch, 4, 0)
-            wanted = at_once(graded(at_once, [mixed] * 8), 4, 0)
-            assert (
-                torch.equal(found.advantages_PG, wanted.advantages_PG)
-                and wanted.advantages_PG.any()
-            )
+            one = scored(refilled, first)
+            other = scored(refilled, second)
+            chosen = admitted(one.judged.signal_of(0), other.judged.signal_of(0), 8)
+            both = one.exchanged(other, [chosen], pad_id=0, rank=0)
+            ids = torch.tensor([number % 8 for number in chosen]).repeat_interleave(4) * 4
+            assert torch.equal(both.batch["prompt_ids"][:, 0], ids + torch.arange(4).repeat(8))
+            found = refilled.compute(refilled.judge(both.facts, 4, 0))
+            wanted = at_once.compute(scored(at_once, [mixed] * 8).judged)
+            assert torch.equal(found.final_PG, wanted.final_PG) and wanted.final_PG.any()
             assert runs[0].state() == runs[1].state() and found.figures == wanted.figures
 
 
@@ -211,20 +280,21 @@ def test_advantages_before_the_methods_are_trls_to_the_bit(tmp_path, subtests, m
     """They are made again of the groups that are learned from; without a refill these are those
     that TRL had.
     """
-    made: list[tuple[Any, Any]] = []
-    judge = AdvantageComputer.judged
-    weigh = AdvantageComputer.__call__
+    judged = list[JudgedGroups]()
+    learned = list[Advantages]()
+    compute = AdvantageComputer.compute
+    judge = AdvantageComputer.judge
 
-    def judged(self: Any, *args: Any, **more: Any) -> Advantages:
-        made.append((judge(self, *args, **more), None))
-        return made[-1][0]
+    def noted(self: Any, *args: Any) -> JudgedGroups:
+        judged.append(judge(self, *args))
+        return judged[-1]
 
-    def weighed(self: Any, *args: Any) -> Advantages:
-        made[-1] = made[-1][0], weigh(self, *args)
-        return made[-1][1]
+    def computed(self: Any, *args: Any) -> Advantages:
+        learned.append(compute(self, *args))
+        return learned[-1]
 
-    monkeypatch.setattr(AdvantageComputer, "judged", judged)
-    monkeypatch.setattr(AdvantageComputer, "__call__", weighed)
+    monkeypatch.setattr(AdvantageComputer, "judge", noted)
+    monkeypatch.setattr(AdvantageComputer, "compute", computed)
     for scale, how in product(
         ("group", "batch", "none"), ("sum_then_normalize", "normalize_then_sum")
     ):
@@ -232,8 +302,8 @@ def test_advantages_before_the_methods_are_trls_to_the_bit(tmp_path, subtests, m
             run_from_python(
                 tmp_path, scale_rewards=scale, multi_objective_aggregation=how, adora_method="grpo"
             )
-            theirs, ours = made[-1]
-            assert torch.equal(ours.raw_PG, theirs.raw_PG) and ours.raw_PG.any()
+            raw_PG = learned[-1].judged.raw_PG
+            assert torch.equal(raw_PG, judged[-1].raw_PG) and raw_PG.any()
 
 
 def test_a_refilled_generation_reaches_the_loss_the_record_and_the_log_as_it_is_learned_from(
@@ -249,7 +319,7 @@ def test_a_refilled_generation_reaches_the_loss_the_record_and_the_log_as_it_is_
     (batch,) = learned
     largest = batch["advantages"].view(8, 4).amax(dim=1)
     assert largest.max() == largest[largest > 0].min() and (largest > 0).sum() > 3
-    assert batch["num_items_in_batch"] == batch["completion_mask"].sum() and "grades" not in batch
+    assert batch["num_items_in_batch"] == batch["completion_mask"].sum()
     record = pd.read_parquet(next((tmp_path / "rollouts").glob("*.parquet")))
     assert len(record) == 32 * (1 + 2), "what was replaced is recorded too"
     recorded = dict(enumerate(record["advantage"].tolist()))
@@ -333,8 +403,19 @@ def weighed() -> Advantages:
     )
     weighting = weigh_groups(replace(groups, truncated_PG=torch.zeros_like(groups.truncated_PG)))
     raw_PG = torch.tensor([[0.7, -0.7], [0.0, 0.0]])
+    judged = JudgedGroups(
+        groups=groups,
+        weighting=weighting,
+        raw_PG=raw_PG,
+        signal_P=torch.tensor([True, False]),
+        equal_reward_share=0.5,
+        ranks=1,
+    )
     return Advantages(
-        groups, weighting, raw_PG, raw_PG * weighting.weights_P[:, None], {"own": 3.0}
+        judged=judged,
+        weighting=weighting,
+        final_PG=raw_PG * weighting.weights_P[:, None],
+        figures={"own": 3.0},
     )
 
 
@@ -342,22 +423,25 @@ def test_the_table_shows_what_each_function_said_and_advantages_of_trl_and_of_th
     """It keeps the newest rows, as TRL's does; a rollout that has left its group shows what was
     said of it.
     """
-    said = Rewards(
-        torch.tensor([[1.0], [0.0], [0.25], [0.0]]), torch.full((4, 1), torch.nan), (None,) * 4
+    facts = rollout_facts(
+        torch.tensor([[1.0], [0.0], [0.25], [0.0]]),
+        counted_NF=torch.full((4, 1), torch.nan),
+        extra={"verdict": [*"abcd"]},
     )
-    scores = Scores(
-        said, torch.ones(4), torch.zeros(4) > 0, torch.zeros(4), extra={"verdict": [*"abcd"]}
+    built: Any = SimpleNamespace(
+        prompts=SimpleNamespace(messages=["a problem"] * 4), answers=[*"wxyz"]
     )
     for size in (4, 3):
         column: Any = partial(deque, maxlen=size)
         shown: Any = {name: column() for name in ("prompt", "completion", "images", "advantages")}
         shown |= {name: defaultdict(column) for name in ("extra", "rewards")}
         of_the_loss = weighed()
-        add_rows(shown, ["a problem"] * 4, [*"wxyz"], [], scores, of_the_loss, ["accuracy"])
-        assert list(shown["advantages"]) == of_the_loss.advantages_PG.flatten().tolist()[-size:]
-        assert torch.equal(
-            torch.tensor(shown["extra"]["advantage_raw"]), of_the_loss.raw_PG.flatten()[-size:]
-        )
+        raw_PG = of_the_loss.judged.raw_PG
+        scored: Any = SimpleNamespace(facts=facts, judged=of_the_loss.judged)
+        add_rows(shown, built, scored, [], ["accuracy"], learned=size == 3)
+        expected = torch.zeros(4) if size == 3 else raw_PG.flatten()
+        assert list(shown["advantages"]) == expected.tolist()[-size:]
+        assert torch.equal(torch.tensor(shown["extra"]["advantage_raw"]), raw_PG.flatten()[-size:])
         assert list(shown["extra"]["adora_length"]) == [10, 20, 30, 40][-size:]
         weights = of_the_loss.weighting.weights_P.repeat_interleave(2).tolist()
         assert list(shown["extra"]["adora_weight"]) == weights[-size:]
@@ -370,11 +454,11 @@ def test_the_table_shows_what_each_function_said_and_advantages_of_trl_and_of_th
 
 def test_the_log_has_the_figures_of_adora_and_of_the_method():
     lengths_B = torch.tensor([10.0, 20.0, 30.0, 40.0])
-    scores = Scores(
-        rewards([[0.0]] * 4), lengths_B, lengths_B < 0, torch.tensor([0.0, 1.0, 0.0, 1.0])
+    facts = rollout_facts(
+        torch.zeros(4, 1), length_N=lengths_B, reflective_N=torch.tensor([0.0, 1.0, 0.0, 1.0])
     )
     assert learned_figures(weighed()) == {"adora/learned_reward": 0.25, "adora/own": 3.0}
-    figures = judged_figures(weighed(), scores, ["accuracy"])
+    figures = judged_figures(weighed().judged, facts, ["accuracy"])
     assert figures["adora/reflective_per_1000_tokens"] == 20.0
     assert figures["adora/pass_rate"] == 0.25
     assert figures["rewards/missing"] == 0.0 and figures["completions/max_length"] == 40.0

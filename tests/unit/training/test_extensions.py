@@ -93,7 +93,9 @@ def test_the_extension_of_the_page_is_one(mine):
     extension.start(step_context(log), None)
     mask = torch.arange(9) < torch.tensor([2, 9, 4, 5])[:, None]
     batch: Batch = {"completion_mask": mask, "advantages": torch.ones(4)}
-    extension.after_weighing(Generation([], StepKey(mode="train", step=0, micro=0), 4, batch=batch))
+    generation = Generation(key=StepKey(mode="train", step=0, micro=0), group_size=4)
+    advantages: Any = None
+    extension.after_weighing(generation, batch, advantages)
     assert batch["advantages"].tolist() == [1, 0, 1, 1] and log == {"longest/left_out": 0.25}
 
 
@@ -124,10 +126,12 @@ def test_what_does_not_fit_is_named_in_one_line(mine):
 
 
 def test_a_rollout_that_saw_other_images_cannot_be_compared_at_any_token():
-    ask = SamplingRequest(prompt_ids=[1], images=[], group=0, max_tokens=3)
+    ask = SamplingRequest(prompt_ids=[1], images=[], group=0, max_tokens=3, max_length=9)
     answer = SamplingResult(tokens=[5, 6], logps=[-0.1, -0.2])
     for compared, logps, stale in ((True, [-0.1, -0.2], 0), (False, [None, None], 2)):
-        rollout = append_result(Rollout(), ask, answer, 9, None, None, step=4, compared=compared)
+        rollout = append_result(
+            Rollout(), ask, answer, step=4, max_turn=None, stop=None, compared=compared
+        )
         assert (rollout.logps, rollout.stale_tokens(4)) == (logps, stale)
         assert rollout.policy_mask == [True, True], "the policy has sampled them all the same"
 

@@ -6,21 +6,20 @@ import pytest
 import torch
 
 from adora_vl.training.first_answers import FirstAnswers
-from adora_vl.training.scoring import Rewards, Scores
+from adora_vl.training.rollout_facts import RolloutFacts
+from tests.support.facts import rollout_facts
 
 ROWS: list[Any] = [{"answer": "so B is right.Answer:B"}] * 2 + [{"answer": "50"}] * 2
 WRONG = ["wrong"] * 4
 
 
-def scores(verdicts: list[str]) -> Scores:
-    nothing_B = torch.zeros(4)
-    rewards = Rewards(torch.zeros(4, 1), torch.zeros(4, 1), (None,) * 4)
+def scores(verdicts: list[str]) -> RolloutFacts:
     extra = {
         "verdict": verdicts,
         "extracted": ["B", "A", None, "49"],
         "reason": ["letter_without_choice", "not_a_number", "no_box", "different_number"],
     }
-    return Scores(rewards, nothing_B, nothing_B > 0, nothing_B, extra=extra)
+    return rollout_facts(torch.zeros(4, 1), extra=extra)
 
 
 def test_reference_answers_stand_beside_what_was_read_where_nothing_is_right(

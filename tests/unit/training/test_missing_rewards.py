@@ -18,33 +18,33 @@ from adora_vl.checkpoint.store import facts_of
 from adora_vl.record.metrics import METRICS, adora_metrics, read_metrics
 from adora_vl.report.run_view import load_run
 from adora_vl.train import main
-from adora_vl.training.advantages import AdvantageComputer, Advantages
+from adora_vl.training.advantages import AdvantageComputer, Advantages, JudgedGroups
 from adora_vl.training.guards import RewardGuard
-from adora_vl.training.scoring import Rewards, Scores, weighted_sum
+from adora_vl.training.rollout_facts import RolloutFacts, weighted_sum
 from adora_vl.utils.errors import RunError, SharedUserError, UserError
 from tests.support.examples import example
+from tests.support.facts import counted_facts, rollout_facts
 from tests.support.recorded_runs import write_run
 from tests.support.step_context import step_context
 from tests.support.tiny_run import STEPS, arguments
 
 NAN = float("nan")
-NAMES = ("accuracy", "judge")
 
 
 def rewards(
     accuracy: list[float], judge: list[float], weights: Any = (1.0, 1.0), **more: Any
-) -> Rewards:
+) -> RolloutFacts:
     """Groups of four, of two functions.
 
     `failed`: the rollouts for which the judge's call failed.
     """
     failed = {(row, 1): "HTTP 503" for row in more.pop("failed", ())}
     both_BF = torch.tensor([accuracy, judge]).T
-    return Rewards.of(both_BF, failed, torch.tensor(weights), NAMES, more.pop("generations", 4))
+    return counted_facts(both_BF, more.pop("generations", 4), failed=failed, weights=weights)
 
 
-def sums(found: Rewards, weights: Any = (1.0, 1.0)) -> list[float | None]:
-    values = weighted_sum(found.counted_BF, torch.tensor(weights)).tolist()
+def sums(found: RolloutFacts, weights: Any = (1.0, 1.0)) -> list[float | None]:
+    values = weighted_sum(found.counted_NF, torch.tensor(weights)).tolist()
     return [None if value != value else value for value in values]
 
 
@@ -99,7 +99,7 @@ def test_a_group_of_one_is_whole():
 
 def test_where_nothing_is_missing_trl_gets_what_it_gathered():
     both_BF = torch.rand(32, 2)
-    assert torch.equal(Rewards.of(both_BF, {}, torch.ones(2), NAMES, 8).counted_BF, both_BF)
+    assert torch.equal(counted_facts(both_BF, 8).counted_NF, both_BF)
 
 
 # The tokens of those who have left still stand in the number by which TRL divides. These methods
@@ -182,8 +182,16 @@ def test_figures_and_tokens_by_the_image_leave_them_out():
     )
     assert (figures["length_correct"], figures["length_wrong"]) == (5.0, 7.0)
     advantages_PG = group_advantages(groups.rewards_PG)
-    weighed = Advantages(groups, weighting, advantages_PG, advantages_PG, {})
-    assert weighed.live_B.tolist() == [True, True, *[False] * 6]
+    judged = JudgedGroups(
+        groups=groups,
+        weighting=weighting,
+        raw_PG=advantages_PG,
+        signal_P=torch.tensor([True, False]),
+        equal_reward_share=0.0,
+        ranks=1,
+    )
+    weighed = Advantages(judged=judged, weighting=weighting, final_PG=advantages_PG, figures={})
+    assert weighed.has_signal_N.tolist() == [True, True, *[False] * 6]
 
 
 def test_trls_share_of_equal_rewards_is_of_the_groups_that_are_there():
@@ -191,12 +199,9 @@ def test_trls_share_of_equal_rewards_is_of_the_groups_that_are_there():
     meant.
     """
     rewards_BF = torch.tensor([[1.0, 0.0, 1.0, 1.0, 0.0, 1.0, NAN, NAN]]).T
-    found = Rewards(rewards_BF, rewards_BF, (None,) * 8)
     computer = AdvantageComputer(step_context(), AdvantagePipeline({}), torch.ones(1))
-    batch: Any = {"completion_ids": torch.zeros(8, 1), "completion_mask": torch.ones(8, 1)}
-    scores = Scores(found, torch.ones(8), torch.zeros(8) > 0, torch.zeros(8))
-    judged = computer.judged(scores, batch, 2, 0, training=True)
-    assert judged.figures["frac_reward_zero_std"] == pytest.approx(1 / 3)
+    judged = computer.judge(rollout_facts(rewards_BF, length_N=torch.ones(8)), 2, 0)
+    assert judged.equal_reward_share == pytest.approx(1 / 3)
 
 
 def failing(completions: list[Any], **columns: Any) -> list[Any]:

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Barrier, Thread
 from types import SimpleNamespace
@@ -40,10 +39,14 @@ from adora_vl.rollout.rollouts import (
     merge_requests,
 )
 from adora_vl.rollout.samplers import AsyncServerSampler, PendingSamples
-from adora_vl.training.generation import Generation
+from adora_vl.trainer import AdoraGRPOTrainer
+from adora_vl.training.advantages import JudgedGroups
+from adora_vl.training.generation import Generation, ScoredGroups
+from adora_vl.training.generation_sampler import GenerationSampler, LateDriftCheck
+from adora_vl.training.group_sampler import GroupSampler, PromptReader
 from adora_vl.training.pool import Pool
-from adora_vl.training.pool_ahead import PoolAhead
 from adora_vl.training.pool_state import PoolState
+from adora_vl.training.rollout_facts import RolloutFacts
 from adora_vl.training.schedule import (
     automatic_budget,
     further_rows,
@@ -53,6 +56,7 @@ from adora_vl.training.schedule import (
 from adora_vl.types import Row
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.seeding import rollout_seed
+from tests.support.facts import rollout_facts
 from tests.support.step_context import step_context
 
 # groups of a rank and generation, rollouts of a group, tokens
@@ -183,7 +187,7 @@ class EngineAhead(Engine, AsyncServerSampler):
         return {}
 
 
-def rows_after(numbers: list[int], distance: int) -> list[Row]:
+def rows_after(numbers: Sequence[int], distance: int) -> list[Row]:
     """The rows of the generation so many after the one with these numbers."""
     later = [number + distance * PLACES for number in numbers]
     rows: list[Any] = [{"id": f"0/{number}", ROW_NUMBER: number} for number in later]
@@ -216,30 +220,99 @@ class Answered:
         )
 
 
+class Silent:
+    """Answers nothing."""
+
+    turn_tokens = None
+
+    def __call__(self, rollout: Rollout, images: Any, **_: Any) -> Rollout:
+        return rollout
+
+
 class Judges:
-    """Notes the groups of a generation in its batch. It grades and weighs nothing."""
+    """Notes the groups of a generation in its batch. It scores nothing: every group has signal."""
 
-    ends = SimpleNamespace(ended=lambda *_: True, decode=lambda _: "")
+    def __init__(self, accelerator: Any, has_signal: Callable[[int, int], bool]) -> None:
+        """`has_signal(number, rank)`: whether the group of a problem has signal."""
+        self.accelerator = accelerator
+        self.has_signal = has_signal
 
-    def __call__(self, generation: Generation, groups: Any, prompts: Any, *, aged: bool) -> None:
-        generation.rows = [group.row for group in groups for _ in group.rollouts]
+    def score(self, generation: Generation, groups: Any) -> ScoredGroups:
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        problems = torch.tensor(
+            [group.problem.row_number for group in groups for _ in group.rollouts]
+        )
         ages = [generation.number - group.began for group in groups for _ in group.rollouts]
-        generation.batch = {"age": torch.tensor(ages), "groups": groups}  # type: ignore[typeddict-unknown-key]
-        lengths = torch.tensor([len(tokens) for tokens in rollouts_of(generation)])
-        generation.scores = SimpleNamespace(lengths_B=lengths)  # type: ignore[assignment]
+        wide = problems[:, None]
+        batch: Any = dict.fromkeys(("prompt_ids", "completion_ids"), wide)
+        batch |= dict.fromkeys(("prompt_mask", "completion_mask"), torch.ones_like(wide))
+        batch["age"] = torch.tensor(ages)
+        lengths = torch.tensor([float(len(rollout.tokens)) for rollout in rollouts])
+        ranks = torch.full((len(rollouts),), float(self.accelerator.process_index))
+        facts = rollout_facts(wide.float(), length_N=lengths, prompt_length_N=ranks)
+        facts = RolloutFacts.gathered(facts, self.accelerator)
+        facts = replace(facts, missing=(None,) * len(facts.rewards_NF))
+        judged = self.judge(facts, SIZE, 0)
+        return ScoredGroups(groups=groups, batch=batch, facts=facts, judged=judged)
 
-    def weigh(self, generation: Generation, extensions: Any) -> None:
-        pass
+    def judge(self, facts: RolloutFacts, group_size: int, step: int) -> JudgedGroups:
+        numbers = facts.rewards_NF[::group_size, 0].int().tolist()
+        ranks = facts.prompt_length_N[::group_size].int().tolist()
+        nothing: Any = None
+        return JudgedGroups(
+            groups=nothing,
+            weighting=nothing,
+            raw_PG=nothing,
+            signal_P=torch.tensor(list(map(self.has_signal, numbers, ranks))),
+            equal_reward_share=0.0,
+            ranks=self.accelerator.num_processes,
+        )
 
 
-def groups_in(generation: Generation) -> list[RolloutGroup]:
+@dataclass(frozen=True)
+class Learned:
+    """A generation that was learned from."""
+
+    generation: Generation
+    groups: Any
+    batch: Any
+
+    @property
+    def rows(self) -> list[Row]:
+        return [group.row for group in self.groups for _ in group.rollouts]
+
+
+def groups_in(learned: Learned) -> list[RolloutGroup]:
     """Those that the generation has learned from."""
-    found: list[RolloutGroup] = generation.batch["groups"]  # type: ignore[typeddict-item]
-    return found
+    return list(learned.groups)
 
 
-def rollouts_of(generation: Generation) -> list[list[int]]:
-    return [rollout.tokens for group in groups_in(generation) for rollout in group.rollouts]
+def rollouts_of(learned: Learned) -> list[list[int]]:
+    return [rollout.tokens for group in groups_in(learned) for rollout in group.rollouts]
+
+
+def stages(run: Any, context: Any, judges: Judges) -> Any:
+    """A trainer that has no policy and goes through the stages of a generation all the same."""
+    trainer: Any = AdoraGRPOTrainer.__new__(AdoraGRPOTrainer)
+    trainer.model = SimpleNamespace(training=True)
+    trainer.state = run.state
+    trainer.args = context.config
+    trainer.accelerator = context.accelerator
+    trainer.context = context
+    trainer.shape = run.pool.shape
+    trainer.num_generations = SIZE
+    trainer.pool = run.pool
+    trainer.rollouts = run.rollouts
+    trainer.prefetch = SimpleNamespace(start=lambda: None, finish=lambda: None)
+    trainer.unfinished = SimpleNamespace(begins=lambda *_: None)
+    trainer.advantages = judges
+    trainer.log_figure = run.log.__setitem__
+    trainer._facts = dict
+    trainer._logs = {}
+    trainer._step = 0
+    trainer._score = judges.score
+    trainer._weigh = lambda generation, scored: Learned(generation, scored.groups, scored.batch)
+    return trainer
 
 
 class Run:
@@ -254,6 +327,7 @@ class Run:
         accelerator: Any = None,
         updates: int = 1,
         tools: bool = False,
+        has_signal: Callable[[int, int], bool] = lambda number, rank: True,
         **rollouts: Any,
     ) -> None:
         self.state, self.log = TrainerState(max_steps=steps), {}  # type: ignore[var-annotated]
@@ -280,39 +354,43 @@ class Run:
             prompts=lambda rows, *_, **__: PromptBatch([], [[1]] * len(rows), None, {})
         )
         guard: Any = SimpleNamespace(check=lambda *_: None, watching=nullcontext)
-        judge: Any = Judges()
-        phase: Any = lambda _: nullcontext()  # noqa: E731
+        judges = Judges(context.accelerator, has_signal)
+        stop: Any = SimpleNamespace(ends=lambda *_: True)
         if tools:
             self.engine = TurnsEngine()
-        turns: Any = Answered() if tools else None
-        asked_ahead = partial(
-            PoolAhead, next_rows=rows_after, request_drift=lambda rows, step: lambda: None
+        tool_loop: Any = Answered() if tools else None
+        self.pool = Pool(context, rows, tools=tools)
+        groups = GroupSampler(
+            context=context,
+            prompts=PromptReader(images),
+            sampler=self.engine,  # type: ignore[arg-type]
+            stop=stop,
+            extensions=[],
+            tool_loop=tool_loop,
         )
-        self.pool: Pool = (asked_ahead if options.ahead else Pool)(
-            context,
-            images,
-            self.engine,  # type: ignore[arg-type]
-            judge,
-            guard,
-            [],
-            phase,
-            rows,
-            tool_loop=turns,
+        self.rollouts = GenerationSampler(
+            context=context,
+            pool=self.pool,
+            groups=groups,
+            guard=guard,
+            phase=lambda _: nullcontext(),
+            environments=None,
+            rows_ahead=rows_after,
+            late_drift=LateDriftCheck(lambda rows, step: lambda: None),
         )
-        self.learned: list[Generation] = []
+        self.trainer = stages(self, context, judges)
+        self.learned: list[Learned] = []
         self.figures: list[dict[str, float]] = []
 
-    def sampled(self) -> Generation:
-        """The next generation, sampled, graded and weighed."""
+    def sampled(self) -> Learned:
+        """The next generation, sampled and scored."""
         step = self.engine.step = self.state.global_step
         rows: list[Any] = [
             {"id": f"{self.rank}/{number}", ROW_NUMBER: number}
             for number in range(step * PLACES, (step + self.updates) * PLACES)
             for _ in range(SIZE)
         ]
-        generation = Generation(rows, StepKey(mode="train", step=step, micro=0), SIZE)
-        self.pool.fill(generation)
-        return generation
+        return self.trainer._generate_and_score_completions(rows)
 
     def go_on(self, until: int | None = None) -> Run:
         while self.state.global_step < (until or self.state.max_steps):
@@ -430,15 +508,19 @@ def test_a_run_with_tools_that_is_killed_within_a_turn_goes_on_to_the_bit(tmp_pa
     seeds = [one.seed for asks in whole.engine.asked for one in asks]
     assert len(set(seeds)) == len(seeds)
     paused = [
-        group for one in whole.learned for group in groups_in(one) if group.began < one.number
+        group
+        for one in whole.learned
+        for group in groups_in(one)
+        if group.began < one.generation.number
     ]
     assert bool(paused) is (budget is not None)
 
 
 def test_where_nothing_is_called_a_run_with_tools_is_the_run_without():
     runs = [Run(4, tools=True, budget=None) for _ in range(2)]
-    runs[0].pool.tool_loop = None
-    runs[1].pool._answer_calls = lambda continuation, rollout, step: rollout  # type: ignore[method-assign]
+    runs[0].rollouts.groups.tool_loop = None
+    silent: Any = Silent()
+    runs[1].rollouts.groups.tool_loop = silent
     assert runs[0].go_on().answers == runs[1].go_on().answers
     assert runs[0].engine.asked == runs[1].engine.asked
 
@@ -447,7 +529,8 @@ def test_processes_whose_rollouts_have_other_numbers_of_turns_make_the_same_call
     def part(rank: int, accelerator: Any) -> list[int]:
         run = Run(4, accelerator, tools=True, budget=None)
         if rank:
-            run.pool._answer_calls = lambda continuation, rollout, step: rollout  # type: ignore[method-assign]
+            silent: Any = Silent()
+            run.rollouts.groups.tool_loop = silent
         run.go_on()
         return [len(asks) for asks in run.engine.asked]
 
@@ -487,7 +570,8 @@ def test_a_budget_that_no_answer_reaches_changes_nothing():
     ]
     for generation, asks in zip(run.learned, run.engine.asked, strict=True):
         seeds = [
-            rollout_seed(7, generation.key.name, *divmod(row, SIZE)) for row in range(PLACES * SIZE)
+            rollout_seed(7, generation.generation.key.name, *divmod(row, SIZE))
+            for row in range(PLACES * SIZE)
         ]
         assert [one.seed for one in asks] == seeds
         assert len({one.group for one in asks}) == PLACES and len(merge_requests(asks)) == PLACES
@@ -507,10 +591,12 @@ def test_each_token_keeps_the_log_probability_of_the_weights_that_sampled_it():
             assert all(
                 -logp == token for token, logp in zip(tokens, logps, strict=True) if token < 1000
             )
-            stale = sum(-logp != generation.key.step for logp in logps if logp is not None)
-            assert stale == rollout.stale_tokens(generation.key.step) and len({*logps}) <= len(
-                rollout.segments
+            stale = sum(
+                -logp != generation.generation.key.step for logp in logps if logp is not None
             )
+            assert stale == rollout.stale_tokens(generation.generation.key.step) and len(
+                {*logps}
+            ) <= len(rollout.segments)
             assert len({*logps}) <= age + 1
             mixed += 0 < stale < len(tokens)
     assert mixed > 20
@@ -603,13 +689,10 @@ def test_generations_are_counted_and_named_where_an_epochs_last_step_has_fewer()
     run.pool.shape, run.pool.rows = replace(run.pool.shape, accumulated=2), range(3 * PLACES)  # type: ignore[assignment]
     places = ((0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (3, 0))
     keys = [StepKey(mode="train", step=step, micro=micro) for step, micro in places]
-    ahead = [Generation([], key, SIZE) for key in keys]
-    assert [run.pool._generations_left(generation) for generation in ahead] == [6, 5, 4, 3, 2, 1]
+    ahead = [Generation(key=key, group_size=SIZE) for key in keys]
+    assert [run.pool.generations_left(generation) for generation in ahead] == [6, 5, 4, 3, 2, 1]
     for at, generation in enumerate(ahead):
-        later = [
-            PoolAhead._generation_after(run.pool, generation, distance)  # type: ignore[arg-type]
-            for distance in range(7 - at)
-        ]
+        later = [run.pool.generation_after(generation, distance) for distance in range(7 - at)]
         assert later.pop() is None
         assert [(one.key, one.number) for one in later if one] == [
             (key, at + number) for number, key in enumerate(keys[at:])
@@ -789,29 +872,6 @@ def test_what_tools_wrote_into_an_answer_is_told_from_what_the_policy_said(tmp_p
     assert again.seed(7, 1, part) == rollout_seed(7, "train/3/0/segment-1", 1, 1)
 
 
-class Signals(Judges):
-    """Judges a group by the number of its problem, in a batch whose columns are such numbers."""
-
-    def __init__(self, live: Callable[[int], bool]) -> None:
-        self.live = live
-
-    def __call__(self, generation: Generation, groups: Any, prompts: Any, *, aged: bool) -> None:
-        super().__call__(generation, groups, prompts, aged=aged)
-        numbers = [group.problem.row_number for group in groups for _ in group.rollouts]
-        wide = torch.tensor(numbers)[:, None]
-        ages = generation.batch["age"]
-        ones = torch.ones_like(wide)
-        signal = torch.tensor([self.live(number) for number in numbers])
-        generation.batch = {
-            "prompt_ids": wide,
-            "prompt_mask": ones,
-            "completion_ids": wide,
-            "completion_mask": ones,
-            "signal": signal,
-            "age": ages,
-        }
-
-
 @pytest.mark.parametrize(
     ("budget", "refill", "live"),
     [(None, 4, 0.3), (None, 2, 0.0), (60, 4, 0.3), (None, 0, 0.3), (None, 2, 0.75)],
@@ -820,8 +880,11 @@ def test_groups_without_signal_are_replaced_by_those_of_further_problems(budget,
     """Until all have signal, or the tries are over; with a budget too, where those that have not
     ended go on later. A round has half as many again as are likely to be enough.
     """
-    run = Run(3, budget=budget, refill=refill)
-    run.pool.builder = judge = Signals(lambda number: random.Random(number).random() < live)  # type: ignore[assignment]
+
+    def has_signal(number: int, rank: int = 0) -> bool:
+        return random.Random(number).random() < live
+
+    run = Run(3, budget=budget, refill=refill, has_signal=has_signal)
     generation = run.sampled()
     numbers = generation.batch["prompt_ids"][::SIZE, 0].tolist()
     rounds = len(run.engine.asked) - 1
@@ -835,9 +898,9 @@ def test_groups_without_signal_are_replaced_by_those_of_further_problems(budget,
         assert run.pool.state.waiting and rounds >= 1
         assert {*numbers} - {*range(PLACES)}, "of a further problem that has ended already"
     elif live and refill:
-        assert all(map(judge.live, numbers)) and len(numbers) == PLACES
+        assert all(map(has_signal, numbers)) and len(numbers) == PLACES
         assert run.log["adora/refilled_groups"] > 0 and rounds < refill + 1
-        signal = [*map(judge.live, range(PLACES))].count(True)
+        signal = [*map(has_signal, range(PLACES))].count(True)
         first = min(PLACES, math.ceil(1.5 * (PLACES - signal) * PLACES / signal))
         assert len(run.engine.asked[1]) == first * SIZE and (live < 0.5 or first < PLACES)
         drawn_first = further_rows(len(run.pool.rows), first, "7/0/0/1/0")
@@ -851,8 +914,10 @@ def test_groups_without_signal_are_replaced_by_those_of_further_problems(budget,
 
 def test_processes_that_lack_different_numbers_of_groups_ask_for_equally_many_further_ones():
     def part(rank: int, accelerator: Any) -> list[int]:
-        run = Run(5, accelerator, budget=None, refill=3)
-        run.pool.builder = Signals(lambda number: random.Random(number).random() < 0.9 - 0.5 * rank)  # type: ignore[assignment]
+        def has_signal(number: int, rank: int) -> bool:
+            return random.Random(number).random() < 0.9 - 0.5 * rank
+
+        run = Run(5, accelerator, budget=None, refill=3, has_signal=has_signal)
         run.go_on()
         return [len(asks) for asks in run.engine.asked]
 

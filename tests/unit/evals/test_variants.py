@@ -1,0 +1,65 @@
+"""Originals against variants: how much of a score may be memory."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adora_vl.evals import variants
+from adora_vl.evals.options import DataOptions
+from adora_vl.evals.records import Graded, LoadedProblems, RowGrade
+from adora_vl.evals.variants import original_of, variant_lines, with_variants
+from adora_vl.utils.errors import UserError
+
+
+class Named:
+    """A problem of which only the id counts."""
+
+    def __init__(self, pid: str) -> None:
+        self.pid = pid
+
+
+def graded(pid: str, right: int) -> Graded:
+    """A right or a wrong answer."""
+    return Graded(pid, RowGrade("correct" if right else "wrong", None, ""))
+
+
+def loaded(*pids: str) -> LoadedProblems:
+    """Problems of these ids."""
+    problems: list[Any] = [Named(pid) for pid in pids]
+    return LoadedProblems(problems, "hash")
+
+
+def test_the_id_of_a_variant_has_its_original_and_its_number() -> None:
+    assert original_of("geometry3k/test/15~3") == ("geometry3k/test/15", 3)
+    assert original_of("geometry3k/test/15") is None
+    assert original_of("a~b") is None
+
+
+def test_the_first_variants_of_the_problems_are_asked_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = DataOptions(data=str(tmp_path / "geo"), split="test")
+    with pytest.raises(UserError, match=r"there is no folder .*geo-variants'; make it with"):
+        with_variants(loaded("a", "b"), options, None, 2)
+    (tmp_path / "geo-variants").mkdir()
+    varied = loaded("a~1", "a~2", "a~3", "b~1", "c~1", "d")
+    monkeypatch.setattr(variants, "load_prepared", lambda options, prompt: varied)
+    both = with_variants(loaded("a", "b"), options, None, 2)
+    assert [problem.pid for problem in both.problems] == ["a", "b", "a~1", "a~2", "b~1"]
+    assert both.data_hash != with_variants(loaded("a", "b"), options, None, 1).data_hash
+    with pytest.raises(UserError, match="has no variant of these problems"):
+        with_variants(loaded("x"), options, None, 2)
+
+
+def test_originals_and_variants_are_compared_problem_by_problem() -> None:
+    answers = [graded("a", 1), graded("b", 1), graded("c", 0), graded("alone", 0)]
+    answers += [graded("a~1", 1), graded("a~2", 1), graded("b~1", 0), graded("b~2", 1)]
+    answers += [graded("c~1", 0), graded("c~2", 0)]
+    lines = variant_lines(answers)
+    assert lines[0] == "originals with variants: 66.7 % right, 3 problems"
+    assert lines[1] == (
+        "variants: 50.0 % right on average, 6 variants; all of a problem's in 33.3 %"
+    )
+    assert lines[2].startswith("originals - variants: +16.7 points (95 %: +0.0 to +50.0, paired")
+    assert variant_lines([graded("a", 1)]) == []
