@@ -230,11 +230,12 @@ def test_variants_are_decided_by_seed_and_number_and_solved_by_their_own_facts(
             "--for-evaluation",
         ]
     )
-    _is_refused_in_training(tmp_path / "x")
+    assert code == 0
+    _assert_refused_in_training(tmp_path / "x")
 
 
-def _is_refused_in_training(folder: Path) -> None:
-    """Neither the folder nor its rows, from wherever they come, can be trained on."""
+def _assert_refused_in_training(folder: Path) -> None:
+    """Assert that neither the folder nor its rows, from wherever they come, can be trained on."""
     script = AdoraScriptArguments(dataset_name=str(folder), dataset_train_split="test")
     with pytest.raises(UserError, match="written with --for-evaluation") as refusal:
         load_rows(script, folders=[str(folder)], seed=0)
@@ -255,7 +256,7 @@ def test_no_prompt_and_no_view_shows_a_figure(tmp_path: Path) -> None:
         prompt = (yaml.safe_load(config.read_text()) or {}).get("adora_prompt")
         if isinstance(prompt, str):
             prompts.append(prompt)
-    asked = 0
+    problem_count = 0
     for prompt in dict.fromkeys(prompts):
         options = DataOptions(data=str(folder), split="train")
         try:
@@ -264,10 +265,10 @@ def test_no_prompt_and_no_view_shows_a_figure(tmp_path: Path) -> None:
             continue  # a template with columns that these rows lack
         for view in VIEWS:
             for problem in shown_as(problems, view):
-                asked += 1
+                problem_count += 1
                 assert not any(figure in problem.prompt for figure in figures)
                 assert '"at"' not in problem.prompt
-    assert asked >= 2 * len(VIEWS)
+    assert problem_count >= 2 * len(VIEWS)
 
 
 @pytest.mark.parametrize(

@@ -342,8 +342,8 @@ def test_a_tiny_model_with_rows_of_ones_own_is_named_at_the_start(data, tmp_path
     words = [*SMOKE, "--use_vllm", "false", "--output_dir", str(tmp_path / "run"), "--dry-run"]
     assert main(words) == 0
     assert "knows the drawn problems alone" not in capsys.readouterr().out
-    own = shutil.copytree(data, tmp_path / "own")
-    manifest = json.loads((own / "manifest.json").read_text())
-    (own / "manifest.json").write_text(json.dumps({**manifest, "source": "own/file"}))
-    assert main([*words, "--dataset_name", str(own)]) == 0
+    own_rows = shutil.copytree(data, tmp_path / "own")
+    manifest = json.loads((own_rows / "manifest.json").read_text())
+    (own_rows / "manifest.json").write_text(json.dumps({**manifest, "source": "own/file"}))
+    assert main([*words, "--dataset_name", str(own_rows)]) == 0
     assert "tiny knows the drawn problems alone" in " ".join(capsys.readouterr().out.split())

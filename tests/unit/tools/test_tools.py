@@ -181,7 +181,7 @@ def misbehave(how: str, images: list):
 
 
 @pytest.mark.parametrize(
-    ("how", "answer"),
+    ("misbehaviour", "answer"),
     [
         ("hang", "Error: the tool took longer than 1 s"),
         ("exit", "Error: the tool called sys.exit"),
@@ -198,13 +198,13 @@ def misbehave(how: str, images: list):
         ("many", "Error: no further pictures, there are 1 of 8"),
     ],
 )
-def test_whatever_a_tool_does_is_an_answer(tmp_path, monkeypatch, how, answer):
+def test_whatever_a_tool_does_is_an_answer(tmp_path, monkeypatch, misbehaviour, answer):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(HOSTILE)
     images = [picture()]
     toolbox = box("own.py:misbehave", seconds=1)
     assert "images" not in json.dumps(toolbox.schemas)
-    text, pictures = said(toolbox, written("misbehave", how=how), images)
+    text, pictures = said(toolbox, written("misbehave", how=misbehaviour), images)
     assert text.startswith(answer)
     assert text.count("\n") == answer.count("\n")
     assert len(images) == 1
