@@ -240,7 +240,7 @@ def test_a_group_without_a_correct_rollout_is_kept_or_attenuated(case):
     assert weights_if_attenuated.item() == pytest.approx(case.attenuated)
 
 
-def test_criteria_combine():
+def test_a_group_is_advantageous_by_any_or_by_all_criteria():
     rewards = torch.tensor([[1.0, 0.1, 0.1, 0.1], [1.0, 1.0, 1.0, 0.1], [1.0, 1.0, 1.0, 0.1]])
     # hard but short, easy but long, neither
     lengths = torch.tensor([[1, 5, 5, 5], [9, 9, 9, 5], [1, 1, 1, 5]])

@@ -37,7 +37,7 @@ def _problem_folder(root: Path, split: str = "train", number: int = 7, **changed
     return problem_folder(root, split, number, encoded(half_black_picture()), **changed)
 
 
-def test_the_real_problems(geometry3k_raw: Path, tmp_path: Path) -> None:
+def test_the_real_problems_are_read_whole(geometry3k_raw: Path, tmp_path: Path) -> None:
     assert prepare("intergps", geometry3k_raw, tmp_path / "out") == 0
     dataset = load_split(tmp_path / "out", "train")
     columns = {"facts": Value("string"), "figure": Value("string")}
@@ -330,7 +330,7 @@ def test_the_preset_of_convert_gives_the_same_rows(
     assert not (tmp_path / "three").exists()
 
 
-def test_the_authors_zip_files(tmp_path: Path) -> None:
+def test_the_authors_zip_files_give_the_rows_of_the_folders(tmp_path: Path) -> None:
     """An archive may have the split's folder inside or not, and gives the rows of the folders.
 
     A damaged member is a refused row.

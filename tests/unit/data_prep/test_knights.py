@@ -254,7 +254,7 @@ def test_options_of_the_other_source_are_refused(capsys, case):
     not REAL.is_dir(),
     reason="ADORA's own puzzles are not beside this checkout (kk in ../shared/data)",
 )
-def test_the_references_own_puzzles(tmp_path):
+def test_adoras_own_puzzles_are_read(tmp_path):
     words = [
         "knights",
         "--source",

@@ -287,5 +287,7 @@ def test_no_prompt_and_no_view_shows_a_figure(tmp_path: Path) -> None:
         (("Circle(R)",), None),
     ],
 )
-def test_questions_in_words(question: tuple[str, ...], words: str | None) -> None:
+def test_a_question_is_written_in_words_or_not_at_all(
+    question: tuple[str, ...], words: str | None
+) -> None:
     assert question_in_words(form({"A": 0j}, [], [], question)) == words

@@ -155,7 +155,7 @@ def test_an_answer_in_tags_counts_where_the_prompts_asked_for_them(case: Case) -
             assert "in <answer> tags too" in table(scored)
 
 
-def test_aggregation_counted_by_hand() -> None:
+def test_the_aggregated_figures_are_those_counted_by_hand() -> None:
     graded = [
         Graded(
             "a",
@@ -230,7 +230,7 @@ def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> No
     assert grade_row(BENCHMARK, failed, GraderOptions()).grade.verdict == "failed"
 
 
-def test_answer_form(subtests: pytest.Subtests) -> None:
+def test_the_form_of_a_reference_answer_is_known(subtests: pytest.Subtests) -> None:
     cases = [
         ("70", None, "integer"),
         ("-3", None, "integer"),

@@ -62,7 +62,9 @@ DRAWN = (
 )
 
 
-def test_every_shipped_config(tmp_path, capsys, data, subtests):
+def test_every_shipped_config_has_a_dry_run_on_a_machine_without_a_gpu(
+    tmp_path, capsys, data, subtests
+):
     """A user runs it on a machine without a GPU, a hub or (but for the demo) the dataset."""
     for name in PAIRS:
         with subtests.test(name):

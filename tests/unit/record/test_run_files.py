@@ -155,7 +155,7 @@ def test_a_run_that_cannot_learn_says_since_when_and_why(figures, reason):
     assert no_signal([]) is None
 
 
-def test_the_progress_line():
+def test_the_progress_line_has_the_figures_that_are_there_and_the_time_left():
     assert progress_line(LOGS, 40, 1000, 185.2) == (
         "step   40/1000  reward 0.412  pass 38%  TDS 25%  length 211  drift 2e-06 | "
         "20 s: rollout 12 grading 0.02 policy 7.50 sync 0.50 other 0.10 | 3m05s left"

@@ -103,7 +103,7 @@ def test_a_region_is_cut_from_the_picture_as_it_is_by_the_coordinates_of_the_fam
         ("look", {}, "Error: no tool 'look'; there are zoom, mark"),
     ],
 )
-def test_what_our_tools_say(name, arguments, answer):
+def test_our_tools_answer_with_the_value_or_say_what_is_wrong(name, arguments, answer):
     assert said(box(), written(name, **arguments))[0].startswith(answer)
 
 
