@@ -17,6 +17,7 @@ from adora_vl.geometry.forms import Form, Term
 from adora_vl.geometry.primitives import Reading, read, relations_of
 from adora_vl.geometry.quantities import (
     Angle,
+    Between,
     Combined,
     Constant,
     Distance,
@@ -880,6 +881,9 @@ def relation_signature(relation: Relation) -> str:
             ("".join(sorted((relation.a, relation.b))), "".join(sorted((relation.c, relation.d))))
         )
         return f"{type(relation).__name__} {' '.join(lines)}"
+    if isinstance(relation, Between):
+        ends = sorted((relation.start, relation.end))
+        return f"{relation.point} between {' '.join(ends)}"
     return f"{relation.point} mean of {' '.join(sorted(relation.points))}"
 
 

@@ -236,7 +236,7 @@ def test_variants_are_decided_by_seed_and_number_and_solved_by_their_own_facts(
 
 def _assert_refused_in_training(folder: Path) -> None:
     """Assert that neither the folder nor its rows, from wherever they come, can be trained on."""
-    script = AdoraScriptArguments(dataset_name=str(folder), dataset_train_split="test")
+    script = AdoraScriptArguments(dataset_name=[str(folder)], dataset_train_split="test")
     with pytest.raises(UserError, match="written with --for-evaluation") as refusal:
         load_rows(script, folders=[str(folder)], seed=0)
     assert str(folder) in str(refusal.value) and "\n" not in str(refusal.value)

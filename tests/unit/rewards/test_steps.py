@@ -230,7 +230,12 @@ def test_the_page_of_a_run_has_the_places_of_claims_and_says_what_is_luck(
     """JavaScript counts a smiley as two characters."""
     text = f"😀 {FALSE}"
     work = work_of(text, drawn)
-    texts = {"completion": text, "new": work.new, "false": work.false, "steps": work.spans()}
+    texts: dict[str, Any] = {
+        "completion": text,
+        "new": work.new,
+        "false": work.false,
+        "steps": work.spans(),
+    }
     view = load_run(write_run(tmp_path / "run", 1, **texts), 100)
     names = list(ROLLOUT)
     rollouts = [rollout for group in view.groups for rollout in group["rollouts"]]

@@ -267,7 +267,7 @@ def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(wide):
     group = RolloutGroup(
         problem=DrawnProblem(row_number=0, key=KEY, slot=0), row=asked, began=0, rollouts=rollouts
     )
-    prompts = images.prompts([asked] * 3, "train")
+    prompts = images.prompts([asked] * 3, "train", refill=False)
     built = builder.build(Generation(key=KEY, group_size=3), [group], prompts)
     scores = functions(
         built.rows,

@@ -191,19 +191,15 @@ def test_work_that_the_reward_steps_counts_reaches_the_groups():
     lone = SimpleNamespace(process_index=0, gather=lambda rows: rows)
     methods = AdvantagePipeline({"adora": Adora(criteria=("working",))})
     computer = AdvantageComputer(step_context(accelerator=lone), methods, torch.ones(1))
-    ids = torch.zeros(4, 2)
-    batch: Any = {"completion_ids": ids, "completion_mask": ids + 1}
-    scored = rewards([[1.0], [0.0], [1.0], [0.0]])
     counts = {"new": [3, 1, None, None], "false": [1, 2, None, None]}
-    scores = Scores(scored, torch.ones(4), torch.zeros(4) > 0, torch.zeros(4), extra=counts)
-    computer.judged(scores, batch, 2, 0, training=True)
-    groups = computer(batch, 2, 0).groups
+    facts = rollout_facts(torch.tensor([[1.0], [0.0], [1.0], [0.0]])).with_shown(counts, {})
+    judged = computer.judge(facts, 2, 0)
+    groups = judged.groups
     assert groups.work_PG is not None
     assert groups.work_PG[0].tolist() == [2.0, 0.0]
     assert groups.work_PG[1].isnan().all()
     assert groups.has_work_P.tolist() == [True, False]
-    assert computer.methods.weighting is not None
-    assert computer.methods.weighting.tas_P.tolist() == [True, False]  # the second by length
+    assert judged.weighting.tas_P.tolist() == [True, False]  # the second by length
     columns = criteria_columns(groups)
     assert columns["work_right"][0] == 2.0 and math.isnan(columns["work_right"][2])
     assert columns["work_wrong"][0] == 0.0
@@ -214,11 +210,8 @@ def test_a_run_without_the_reward_steps_has_no_work():
     computer = AdvantageComputer(
         step_context(accelerator=lone), AdvantagePipeline({}), torch.ones(1)
     )
-    ids = torch.zeros(4, 2)
-    batch: Any = {"completion_ids": ids, "completion_mask": ids + 1}
-    scored = rewards([[1.0], [0.0], [1.0], [0.0]])
-    scores = Scores(scored, torch.ones(4), torch.zeros(4) > 0, torch.zeros(4))
-    groups = computer.judged(scores, batch, 2, 0, training=True).groups
+    facts = rollout_facts(torch.tensor([[1.0], [0.0], [1.0], [0.0]]))
+    groups = computer.judge(facts, 2, 0).groups
     assert groups.work_PG is None
     assert "work_right" not in criteria_columns(groups)
 
