@@ -555,8 +555,8 @@ def test_the_engine_stays_awake_through_a_generation(tools, budget):
         yield
         noted.append("asleep")
 
-    run.engine.sample = noted_sample  # type: ignore[method-assign]
-    run.engine.awake = noted_awake  # type: ignore[method-assign]
+    run.engine.sample = noted_sample  # type: ignore[method-assign, assignment]
+    run.engine.awake = noted_awake  # type: ignore[assignment]
     run.go_on()
     generations = " ".join(noted).split("awake ")[1:]
     assert len(generations) == 4 and max(generation.count("turn") for generation in generations) > 1
