@@ -1,7 +1,5 @@
 """What `migrate` reads: scripts, words of a command, and foreign text that must not become a key."""
 
-from typing import Any
-
 import pytest
 import yaml
 
@@ -172,7 +170,7 @@ def test_the_layers_of_an_adapter_follow_theirs(tmp_path):
 SWIFT = ["--model", "m", "--dataset", "rows#500"]
 EASYR1 = ["worker.actor.model.model_path=m", "data.train_files=[a@train,b@test]"]
 VERL = ["actor_rollout_ref.model.path=m", "actor_rollout_ref.rollout.n=8"]
-RARE: dict[str, tuple[str, list[str], dict[str, Any], list[str]]] = {
+RARE: dict[str, tuple[str, list[str], dict[str, object], list[str]]] = {
     "swift, a base in 4 bits": (
         "swift",
         [*SWIFT, "--quant_bits", "4", "--deepspeed", "zero3"],
