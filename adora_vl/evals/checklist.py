@@ -129,12 +129,12 @@ def _not_said(drawing: Drawing, figure: Figure) -> Iterator[MarkQuestion]:
             is_corner = between is not None and 10 < between < 170
             if between is not None and is_corner and abs(between - 90) > _RIGHT_ANGLE:
                 yield _right_angle(first, corner, last, answer="no")
-    for line, second_line in combinations(sorted(drawing.form.lines), 2):
-        between = _degrees(figure, line, second_line)
-        if set(line) & set(second_line) or between is None:
+    for one_line, another_line in combinations(sorted(drawing.form.lines), 2):
+        between = _degrees(figure, one_line, another_line)
+        if set(one_line) & set(another_line) or between is None:
             continue
         if 10 < between < 170:
-            yield _parallel(line, second_line, answer="no")
+            yield _parallel(one_line, another_line, answer="no")
 
 
 def _degrees(figure: Figure, first: tuple[str, str], second: tuple[str, str]) -> float | None:

@@ -16,11 +16,12 @@ from adora_vl.data.prompts import DEFAULT_PROMPT
 from adora_vl.evals.inference.views import VIEWS, shown_as
 from adora_vl.evals.options import DataOptions
 from adora_vl.evals.prepared import load
-from adora_vl.geometry.figure import figure_from, residual_of
+from adora_vl.geometry.figure import figure_from, residual_of, written
 from adora_vl.geometry.verdict import verdict
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main
 from data_prep.question_words import question_in_words
+from data_prep.variants import variants_of
 from tests.support.geometry_forms import form
 
 ROOT = Path(__file__).parents[3]
@@ -92,7 +93,9 @@ def test_labels_that_the_facts_contradict_are_listed_first(
         "why",
     ]
     assert list(rows["1"]) == fields
-    assert (rows["1"]["answer"], rows["1"]["agrees"], rows["2"]["agrees"]) == ("13", True, False)
+    assert rows["1"]["answer"] == "13"
+    assert rows["1"]["agrees"] is True
+    assert rows["2"]["agrees"] is False
     assert rows["3"]["status"] == "open"
     assert rows["4"]["status"] == "conflict"
     assert rows["2500"]["answer"] is None
@@ -174,8 +177,6 @@ def test_a_stored_figure_that_misses_its_facts_is_refused() -> None:
         form({"A": 0j, "B": 300 + 0j, "C": 190j}, SIDES, RIGHT, "Find(LengthOf(Line(B, C)))")
     )
     assert solved.figure is not None
-    from adora_vl.geometry.figure import written
-
     assert figure_from(written(solved.figure)) == solved.figure
     moved = replace(solved.figure, at={**solved.figure.at, "C": (9.0, 9.0)})
     with pytest.raises(ValueError, match="does not fulfil its facts"):
@@ -217,25 +218,23 @@ def test_variants_are_decided_by_seed_and_number_and_solved_by_their_own_facts(
         if again.answer is not None:
             assert row["answer"] == again.answer
         assert figure.form.facts != tuple(RIGHT)
-    assert (
-        main(
-            [
-                "variants",
-                str(folder),
-                "--output",
-                str(tmp_path / "x"),
-                "--per",
-                "1",
-                "--for-evaluation",
-            ]
-        )
-        == 0
+    code = main(
+        [
+            "variants",
+            str(folder),
+            "--output",
+            str(tmp_path / "x"),
+            "--per",
+            "1",
+            "--for-evaluation",
+        ]
     )
-    _is_refused_in_training(tmp_path / "x")
+    assert code == 0
+    _assert_refused_in_training(tmp_path / "x")
 
 
-def _is_refused_in_training(folder: Path) -> None:
-    """Neither the folder nor its rows, from wherever they come, can be trained on."""
+def _assert_refused_in_training(folder: Path) -> None:
+    """Assert that neither the folder nor its rows, from wherever they come, can be trained on."""
     script = AdoraScriptArguments(dataset_name=[str(folder)], dataset_train_split="test")
     with pytest.raises(UserError, match="written with --for-evaluation") as refusal:
         load_rows(script, folders=[str(folder)], seed=0)
@@ -256,7 +255,7 @@ def test_no_prompt_and_no_view_shows_a_figure(tmp_path: Path) -> None:
         prompt = (yaml.safe_load(config.read_text()) or {}).get("adora_prompt")
         if isinstance(prompt, str):
             prompts.append(prompt)
-    asked = 0
+    problem_count = 0
     for prompt in dict.fromkeys(prompts):
         options = DataOptions(data=str(folder), split="train")
         try:
@@ -265,10 +264,30 @@ def test_no_prompt_and_no_view_shows_a_figure(tmp_path: Path) -> None:
             continue  # a template with columns that these rows lack
         for view in VIEWS:
             for problem in shown_as(problems, view):
-                asked += 1
+                problem_count += 1
                 assert not any(figure in problem.prompt for figure in figures)
                 assert '"at"' not in problem.prompt
-    assert asked >= 2 * len(VIEWS)
+    assert problem_count >= 2 * len(VIEWS)
+
+
+def test_a_variant_lies_as_the_picture_of_its_original() -> None:
+    # Drawn as a square with a level base, and by its angles a slanting parallelogram.
+    at = {"A": 0j, "B": 200 + 0j, "C": 200 + 200j, "D": 200j}
+    facts = [
+        "Parallelogram(A,B,C,D)",
+        "Equals(LengthOf(Line(A, B)), 9)",
+        "Equals(LengthOf(Line(A, D)), 7)",
+        "Equals(MeasureOf(Angle(D, A, B)), 52)",
+    ]
+    asked = form(at, ["AB", "BC", "CD", "DA", "AC"], facts, "Find(LengthOf(Line(A, C)))")
+    solved = verdict(asked).figure
+    assert solved is not None and abs(solved.at["A"][1] - solved.at["B"][1]) > 0.1
+    variants = variants_of(("a", written(solved)), per=3, seed=1, split="train")
+    assert variants
+    for variant in variants:
+        lying = figure_from(variant.extras["figure"]).at
+        assert lying["A"][1] == pytest.approx(lying["B"][1], abs=1e-6)
+        assert lying["C"][1] > lying["A"][1]
 
 
 @pytest.mark.parametrize(
@@ -287,5 +306,7 @@ def test_no_prompt_and_no_view_shows_a_figure(tmp_path: Path) -> None:
         (("Circle(R)",), None),
     ],
 )
-def test_questions_in_words(question: tuple[str, ...], words: str | None) -> None:
+def test_a_question_is_written_in_words_or_not_at_all(
+    question: tuple[str, ...], words: str | None
+) -> None:
     assert question_in_words(form({"A": 0j}, [], [], question)) == words
