@@ -371,13 +371,16 @@ class Measures:
         )
 
     def arc(self, term: Term) -> Quantity:
-        """The angle of an arc at the centre; one of three letters goes through its middle point."""
+        """The angle of an arc at the centre; one of three letters goes through its middle point.
+
+        Some annotations write the centre for that point, which then says no more than two letters.
+        """
         names = term.names
         if len(names) not in (2, 3):
             raise UnreadError(f"{term} is no arc")
         circle = self.drawing.circle_of_arc(names)
-        if len(names) == 2:
-            return self.corner(names[0], circle.centre, names[1])
+        if len(names) == 2 or names[1] == circle.centre:
+            return self.corner(names[0], circle.centre, names[-1])
         if names[1] not in self.drawing.places:
             return minus(Constant(360.0), self.corner(names[0], circle.centre, names[2]))
         if not {*names, circle.centre} <= self.drawing.places.keys():

@@ -26,7 +26,7 @@ from adora_vl.utils.errors import UserError
         ("triangle ABC, D on AC, BD bisects angle ABC, AB = 6, BC = 9, AC = 10, find AD", "4"),
         ("triangle ABC, D on AB, E on AC, DE ∥ BC, AD = 4, DB = 2, DE = 6, find BC", "9"),
         ("ABC ~ DEF, AB = 4, DE = 6, BC = 6, find EF", "9"),
-        ("regular hexagon ABCDEF, AB = 4, find area ABCDEF", r"8\sqrt{3}"),
+        ("regular hexagon ABCDEF, AB = 4, find area ABCDEF", r"24\sqrt{3}"),
         ("triangle ABC, AD altitude of ABC, AB = 10, BD = 6, DC = 4, find AC", r"4\sqrt{5}"),
         ("ABCD trapezoid, AB ∥ CD, AB = 10, CD = 6, ∠A = 90°, AD = 3, find BC", "5"),
         ("triangle ABC, AB = x, BC = x + 1, AC = x + 2, right angle ABC, find x", "3"),
