@@ -165,6 +165,7 @@ def _read(draft: _Draft, sentence: str) -> None:
 
 
 def _what_is_wrong(sentence: str, plain: str) -> str:
+    """Say which word of a sentence is not known, or that the sentence as a whole is none."""
     for word in re.findall(r"[a-z]{2,}", plain):
         if word not in _WORDS:
             return f"{word!r} is no word that is known{did_you_mean(word, _WORDS)}"
@@ -538,6 +539,7 @@ class _Sides:
 
 
 def _angle_atom(draft: _Draft, text: str) -> Term:
+    """An angle by its number, its corner or its three points, whose sides are then drawn."""
     name = text.removeprefix("angle").strip()
     if name.isdigit():
         return term("MeasureOf", Term(head=f"angle {name}"))
@@ -549,10 +551,12 @@ def _angle_atom(draft: _Draft, text: str) -> Term:
 
 
 def _arc_atom(draft: _Draft, text: str) -> Term:
+    """An arc by its two ends, or by its ends and a point between them."""
     return term("MeasureOf", term("Arc", *_split(text.removeprefix("arc"))))
 
 
 def _trig_atom(draft: _Draft, text: str) -> Term:
+    """The sine, cosine or tangent of an angle or of a letter."""
     head = f"{text[:3].capitalize()}Of"
     rest = text[3:].strip()
     if re.fullmatch("[a-z]", rest):
@@ -561,6 +565,7 @@ def _trig_atom(draft: _Draft, text: str) -> Term:
 
 
 def _circle_atom(draft: _Draft, text: str) -> Term:
+    """Radius, diameter, circumference or area of a circle, of the only one without a centre."""
     head = re.match("[a-z]+", text)
     assert head is not None, "the pattern begins with a word"
     centre = re.search(rf"{_P}$", text)
@@ -568,6 +573,7 @@ def _circle_atom(draft: _Draft, text: str) -> Term:
 
 
 def _extent_atom(draft: _Draft, text: str) -> Term:
+    """The area or the perimeter of a polygon by its corners."""
     names = _split(text)
     head = "AreaOf" if text.startswith("area") else "PerimeterOf"
     kind = _kind_of("".join(names))
@@ -577,10 +583,12 @@ def _extent_atom(draft: _Draft, text: str) -> Term:
 
 
 def _sector_atom(draft: _Draft, text: str) -> Term:
+    """The area of the sector that three points name, with the centre between the ends."""
     return term("AreaOf", term("Sector", *_split(text)))
 
 
 def _segment_atom(draft: _Draft, text: str) -> Term:
+    """The length of a segment, which is drawn."""
     start, end = _split(text)
     if start == end:
         raise _NotReadError(f"{text} is no segment; it begins where it ends")
@@ -588,6 +596,7 @@ def _segment_atom(draft: _Draft, text: str) -> Term:
 
 
 def _number_atom(draft: _Draft, text: str) -> Term:
+    """A number or a letter as it is written."""
     return Term(head=text.replace("√", "\\sqrt"))
 
 
