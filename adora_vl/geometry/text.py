@@ -149,7 +149,9 @@ def _sentences(text: str) -> Iterator[tuple[int, str]]:
 
 def _read(draft: _Draft, sentence: str) -> None:
     """Take a sentence into the draft by the first pattern that fits. Raises `_NotReadError`."""
-    plain = sentence
+    # A point is one capital letter, so a longer word with a capital begins a sentence.
+    plain = re.sub(r"\b[A-Z][a-z]{2,}", lambda word: word[0].lower(), sentence)
+    plain = re.sub(rf"^\s*in (?=(?:{_SHAPES}|circle)\b)", "", plain, flags=re.IGNORECASE)
     for pattern, spelled in _SPELLINGS:
         plain = re.sub(pattern, spelled, plain)
     plain = plain.strip()

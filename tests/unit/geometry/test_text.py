@@ -14,12 +14,9 @@ from adora_vl.utils.errors import UserError
     [
         ("triangle ABC. AB = 5, AC = 5, angle A = 40; find angle B", "70"),
         ("ABCD parallelogram, AB = 2x+1, CD = 9, BC = 5\nfind perimeter ABCD", "28"),
-        (
-            "ABCD is a rectangle. AC and BD meet at E. AE = 5, AB = 6. Find area ABCD".replace(
-                "Find", "find"
-            ),
-            "48",
-        ),
+        ("ABCD is a rectangle. AC and BD meet at E. AE = 5, AB = 6. Find area ABCD", "48"),
+        ("In triangle ABC, AB = 5, BC = 12, angle B = 90. Find AC.", "13"),
+        ("Triangle ABC is similar to triangle DEF. AB = 2, DE = 4, BC = 3. Find EF.", "6"),
         ("circle O: A, B, C. AB is a diameter. angle BAC = 30\nfind angle ABC", "60"),
         ("circle O: A\nDA tangent at A, OA = 5, OD = 13, find DA", "12"),
         ("AB parallel CD, AC and BD meet at E, AE = 3, EC = 6, AB = 4, find CD", "8"),
