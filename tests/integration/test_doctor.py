@@ -114,7 +114,7 @@ def test_the_engine_is_healthy_again_after_each(examined):
     assert {check["status"] for check in examined["healthy_again"]} == {"passed"}
 
 
-def test_training_refuses_to_start(examined):
+def test_a_training_refuses_to_start_where_the_doctor_fails(examined):
     refusals = examined["refusals"]
     assert refusals["healthy"] == ""
     for name in ("expanded", "pixel_limits", "rounded"):

@@ -109,7 +109,9 @@ def test_a_run_owns_its_folder_as_a_commands_does(tmp_path):
     assert not (folder / "manifest.json").exists(), "building a trainer is no run"
     first.train()
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert (manifest["status"], manifest["steps"], manifest["data"]["rows"]) == ("finished", 2, 8)
+    assert manifest["status"] == "finished"
+    assert manifest["steps"] == 2
+    assert manifest["data"]["rows"] == 8
     assert "2 steps of ADORA" in (folder / "checkpoint-2" / "README.md").read_text()
     callbacks = {type(callback).__name__ for callback in first.callback_handler.callbacks}
     assert {"SkipBadSteps", "RefuseWrongBuffers", "SelfCheck"} <= callbacks

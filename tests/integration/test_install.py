@@ -213,7 +213,8 @@ def test_torch_and_torchvision_come_from_the_cpu_index_and_nothing_else_does(
     version, project, indexes
 ):
     succeeded(project.install(version), project)
-    assert (project.origin("torch"), project.origin("torchvision")) == ("cpu index", "cpu index")
+    assert project.origin("torch") == "cpu index"
+    assert project.origin("torchvision") == "cpu index"
     assert not project.shim
     assert indexes.projects_asked(CPU) == {"torch", "torchvision"}
     assert not {"torch", "torchvision"} & (
@@ -225,7 +226,8 @@ def test_torch_and_torchvision_come_from_the_cpu_index_and_nothing_else_does(
 def test_without_the_cpu_index_pip_is_used_as_it_is_set_up(project, indexes):
     indexes.silent.add(CPU)
     succeeded(project.install("3.11"), project)
-    assert (project.origin("torch"), project.origin("torchvision")) == ("extra", "registry")
+    assert project.origin("torch") == "extra"
+    assert project.origin("torchvision") == "registry"
     assert project.shim
 
     indexes.requests.clear()
@@ -272,7 +274,8 @@ def test_torch_index_overrides_the_cpu_index_and_the_registry(project, indexes):
     indexes.hosts[OWN] = torch_wheels("own", "+cpu", "3.12")
     done = project.install("3.12", TORCH_INDEX=f"http://someone:secret@{OWN}/simple")
     succeeded(done, project)
-    assert (project.origin("torch"), project.origin("torchvision")) == ("own", "own")
+    assert project.origin("torch") == "own"
+    assert project.origin("torchvision") == "own"
     assert not indexes.projects_asked(CPU)
     assert "secret" not in done.stdout + done.stderr + project.log
 

@@ -45,7 +45,8 @@ def test_each_generation_is_asked_for_before_the_policy_learns_from_the_one_befo
     # measured, ...
     rollouts = _with_each_weights(server, 32)
     drift = _with_each_weights(server, 8)
-    assert (rollouts, drift) == ([8, 4, 4, 0], [0, 2, 2, 2])
+    assert rollouts == [8, 4, 4, 0]
+    assert drift == [0, 2, 2, 2]
     assert [step["adora/staleness"] for step in step_metrics(tmp_path / "ahead")] == [0, 1, 1, 1]
     server.asked.clear()
     assert main(server_arguments(tmp_path / "after", server, adora_rollouts="{ahead: 0}")) == 0
@@ -149,7 +150,8 @@ def test_a_generation_that_begins_again_is_not_counted_twice(tmp_path, server):
     for name, step in (("reward", 2), ("drift", 0)):
         checkpoint = tmp_path / name / f"checkpoint-{step}"
         facts = facts_of(checkpoint)
-        assert (facts["metrics"], facts["methods"]) == ({}, {})
+        assert facts["metrics"] == {}
+        assert facts["methods"] == {}
         state = json.loads((checkpoint / "trainer_state.json").read_text())
         assert state["num_input_tokens_seen"] == _tokens(tmp_path / "whole" / f"checkpoint-{step}")
 
@@ -197,20 +199,16 @@ def test_an_image_that_cannot_be_read_ends_the_run_at_the_step_that_draws_it(
     tmp_path, server, capsys
 ):
     """The step names the row and leaves a checkpoint; the row is not asked for ahead."""
-    assert (
-        data_prep(
-            ["synthetic", "--output", str(tmp_path / "data"), "--rows", "40", "--test-rows", "4"]
-        )
-        == 0
+    code = data_prep(
+        ["synthetic", "--output", str(tmp_path / "data"), "--rows", "40", "--test-rows", "4"]
     )
+    assert code == 0
     # a row of the second step
     truncate_image(tmp_path / "data" / "data" / "train-00000-of-00001.parquet", 14)
-    assert (
-        main(
-            server_arguments(tmp_path / "out", server, dataset_name=tmp_path / "data", save_steps=9)
-        )
-        == 1
+    code = main(
+        server_arguments(tmp_path / "out", server, dataset_name=tmp_path / "data", save_steps=9)
     )
+    assert code == 1
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("error: step 2: row synthetic/0/train/14: an image cannot be read: ")
     assert last.endswith(f"--resume_from_checkpoint {tmp_path / 'out' / 'checkpoint-1'}")

@@ -71,12 +71,10 @@ def drifts(out):
 
 
 def test_a_served_model_answers_as_the_loaded_one(tmp_path, served):
-    assert (
-        data_prep(
-            ["synthetic", "--output", str(tmp_path / "data"), "--rows", "8", "--test-rows", "8"]
-        )
-        == 0
+    code = data_prep(
+        ["synthetic", "--output", str(tmp_path / "data"), "--rows", "8", "--test-rows", "8"]
     )
+    assert code == 0
     common = ["run", "--data", str(tmp_path / "data"), "--max-tokens", "32"]
     openai = ["--engine", "openai", "--base-url", f"{served.url}/v1", "--model", "mine"]
     loaded = ["--engine", "transformers", "--model", "tiny"]

@@ -44,20 +44,18 @@ def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
     """
     data = tmp_path / "data"
     out = tmp_path / "out"
-    assert (
-        data_prep(
-            [
-                "geometry3k",
-                "--source",
-                "intergps",
-                "--input",
-                str(geometry3k_raw),
-                "--output",
-                str(data),
-            ]
-        )
-        == 0
+    code = data_prep(
+        [
+            "geometry3k",
+            "--source",
+            "intergps",
+            "--input",
+            str(geometry3k_raw),
+            "--output",
+            str(data),
+        ]
     )
+    assert code == 0
     done = launch(
         "cpu",
         "--num_processes",

@@ -38,7 +38,7 @@ STOCK_WORK = [
 
 @pytest.mark.core
 @pytest.mark.parametrize("words", [[], STOCK_WORK], ids=["all at once", "stock's work"])
-def test_one_process(tmp_path, words):
+def test_engine_and_trainer_agree_on_one_process(tmp_path, words):
     result = run_parity(tmp_path, "cpu", "per_device_train_batch_size=16", *words)
     assert_parity(result)
     assert result["vision_moved"] > 0, "the vision tower was not trained"

@@ -166,10 +166,10 @@ def test_the_trainer_hands_whole_groups_to_the_method_and_its_state_to_the_check
 ):
     """The advantages of stock TRL's rollouts are those of the pure functions, step after step."""
     log_scored = MetricsLogger.scored
-    seen = list[RolloutFacts]()
+    scores_of_steps = list[RolloutFacts]()
 
     def noted(log: MetricsLogger, generation: Any, built: Any, scored: Any) -> None:
-        seen.append(scored.facts)
+        scores_of_steps.append(scored.facts)
         log_scored(log, generation, built, scored)
 
     monkeypatch.setattr(MetricsLogger, "scored", noted)
@@ -177,7 +177,7 @@ def test_the_trainer_hands_whole_groups_to_the_method_and_its_state_to_the_check
     ours = two_steps(AdoraGRPOTrainer, tmp_path, adora_method=chosen)
     options = Adora(criteria=("difficulty",), tau=Schedule(0.2))
     method = AdvantagePipeline({"daro": Daro(), "adora": options})
-    for step, (batch, facts) in enumerate(zip(ours["batches"], seen, strict=True)):
+    for step, (batch, facts) in enumerate(zip(ours["batches"], scores_of_steps, strict=True)):
         rewards = facts.rewards_NF[:, 0].view(-1, 8)
         lengths = facts.length_N.view(-1, 8)
         groups = Groups(rewards, lengths, lengths >= 26, step=step)

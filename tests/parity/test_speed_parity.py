@@ -135,7 +135,7 @@ def test_micro_batches_of_half_a_group(tmp_path):
     assert run["zero signal"] == run["all"] == 4
 
 
-def test_faults_are_noticed(tmp_path):
+def test_a_step_with_a_fault_put_in_is_told_apart_from_a_right_one(tmp_path):
     """Rollouts one position further on; micro-batches that weigh alike however many rows they have.
 
     Three of six problems have signal, so of the micro-batches of 16 rows one is full and one is

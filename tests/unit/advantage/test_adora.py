@@ -127,8 +127,8 @@ def test_the_length_criterion_weighs_a_group_by_hand(name):
     lengths = torch.tensor([case.lengths])
     weights = adora_weights(rewards, lengths, truncated_at=100, empty_wrong="attenuate")
     assert weights.tolist() == [pytest.approx(case.weight)]
-    kept = adora_weights(rewards, lengths, truncated_at=100, empty_wrong="keep")
-    assert kept.tolist() == [pytest.approx(case.weight_if_kept)]
+    keeping_empty = adora_weights(rewards, lengths, truncated_at=100, empty_wrong="keep")
+    assert keeping_empty.tolist() == [pytest.approx(case.weight_if_kept)]
 
 
 def test_defaults_are_the_references_vlm_recipe():
@@ -234,13 +234,13 @@ def test_a_group_without_a_correct_rollout_is_kept_or_attenuated(case):
     rewards = torch.tensor([[0.0, 0.1, 0.1, 0.0]])
     lengths = torch.tensor([[5, 6, 70, 8]])
     options: dict[str, Any] = {"criteria": case.criteria, "combine": case.combine}
-    kept = adora_weights(rewards, lengths, **options)
-    assert kept.item() == case.kept
-    attenuated = adora_weights(rewards, lengths, no_correct="attenuate", **options)
-    assert attenuated.item() == pytest.approx(case.attenuated)
+    weights_if_kept = adora_weights(rewards, lengths, **options)
+    assert weights_if_kept.item() == case.kept
+    weights_if_attenuated = adora_weights(rewards, lengths, no_correct="attenuate", **options)
+    assert weights_if_attenuated.item() == pytest.approx(case.attenuated)
 
 
-def test_criteria_combine():
+def test_a_group_is_advantageous_by_any_or_by_all_criteria():
     rewards = torch.tensor([[1.0, 0.1, 0.1, 0.1], [1.0, 1.0, 1.0, 0.1], [1.0, 1.0, 1.0, 0.1]])
     # hard but short, easy but long, neither
     lengths = torch.tensor([[1, 5, 5, 5], [9, 9, 9, 5], [1, 1, 1, 5]])
@@ -323,8 +323,8 @@ def test_a_tie_is_counted_where_it_is_attenuated_by_its_length(case):
     lengths = torch.tensor([case.lengths])
     groups = Groups(torch.tensor([case.rewards]), lengths, lengths >= 100)
     assert weigh_groups(groups).ties_P.tolist() == [case.is_tie]
-    kept = weigh_groups(groups, Adora(ties="keep"))
-    assert not kept.ties_P.any(), "what is kept is no TDS group"
+    keeping_ties = weigh_groups(groups, Adora(ties="keep"))
+    assert not keeping_ties.ties_P.any(), "what is kept is no TDS group"
     by_difficulty = weigh_groups(groups, Adora(criteria=("difficulty",)))
     assert not by_difficulty.ties_P.any(), "lengths do not count without their criterion"
 
@@ -332,10 +332,10 @@ def test_a_tie_is_counted_where_it_is_attenuated_by_its_length(case):
 def test_keeping_ties_amplifies_them():
     group = torch.tensor([[1.0, 0.1]]), torch.tensor([[5, 5]])
     amplification: dict[str, Any] = {"mode": "amplification", "factor": 4.0}
-    attenuated = adora_weights(*group, ties="attenuate", **amplification)
-    assert attenuated.tolist() == [1.0]
-    kept = adora_weights(*group, ties="keep", **amplification)
-    assert kept.tolist() == [4.0]
+    attenuating_ties = adora_weights(*group, ties="attenuate", **amplification)
+    assert attenuating_ties.tolist() == [1.0]
+    keeping_ties = adora_weights(*group, ties="keep", **amplification)
+    assert keeping_ties.tolist() == [4.0]
 
 
 def test_with_both_options_the_length_criterion_is_the_llm_references():
@@ -566,13 +566,8 @@ def config(*arguments):
 
 def test_the_key_and_what_does_not_fit_it():
     words = ["--adora_method.adora.assign", "random", "--seed", "7"]
-    assert (
-        build_pipeline(config(*words)).judged_by.assign,
-        build_pipeline(config(*words)).seed,
-    ) == (
-        "random",
-        7,
-    )
+    assert build_pipeline(config(*words)).judged_by.assign == "random"
+    assert build_pipeline(config(*words)).seed == 7
     with pytest.raises(
         UserError, match="assign: 'randm' is not one of criterion, random, reversed, rate"
     ):

@@ -86,7 +86,9 @@ def test_the_demos_reward_counts_every_step():
     forced = working(rng, sides).replace("= 24", "= 34").replace("=24", "=34")
     assert grade(forced, "4").verdict == "correct"
     assert reward(forced) == 0.0
-    assert (reward("guess \\boxed{4}"), reward("guess \\boxed{7}"), reward("")) == (1.0, 0.0, 0.0)
+    assert reward("guess \\boxed{4}") == 1.0
+    assert reward("guess \\boxed{7}") == 0.0
+    assert reward("") == 0.0
     assert reward("guess 7 \\boxed{4}") == 0.0
     assert reward("4 = \\boxed{4}") == 0.0
 

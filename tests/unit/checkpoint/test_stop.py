@@ -121,11 +121,9 @@ def test_a_signal_to_another_rank_stops_this_one_after_the_same_step(monkeypatch
         run = StopOnSignal()
         control = TrainerControl()
         run.on_step_end(None, WORKER, control)
-        assert (run.stopped, control.should_save, control.should_training_stop) == (
-            stops,
-            stops,
-            stops,
-        )
+        assert run.stopped == stops
+        assert control.should_save == stops
+        assert control.should_training_stop == stops
 
 
 def test_a_run_that_was_not_stopped_leaves_the_signals_as_they_were(handlers):

@@ -216,7 +216,7 @@ def test_rows_are_read_ahead_only_where_reading_one_is_decoding_it():
     assert not only_decodes([])
 
 
-def test_where_it_runs(subtests):
+def test_images_are_prefetched_on_a_gpu_with_a_cache_and_without_workers(subtests):
     cases: list[Any] = [
         ({}, "cuda", True),
         ({}, "cpu", False),

@@ -174,7 +174,7 @@ def test_the_remedy_is_one_that_helps() -> None:
     )
 
 
-def test_which_limit_counts() -> None:
+def test_the_limit_that_counts_is_that_of_the_engine_that_samples() -> None:
     model = Qwen2Config(max_position_embeddings=2048)
 
     def name(served: int | None = None, **keys: Any) -> str:

@@ -316,10 +316,8 @@ def test_leaks_that_are_kept_are_reported_all_the_same(leaky: Path, tmp_path: Pa
         assert prepare("intergps", raw, tmp_path / "out", "--overwrite", *options) == 0
         manifest = read_manifest(tmp_path / "out")
         assert manifest is not None
-        assert (
-            manifest["leaks"]["found"],
-            manifest["leaks"]["dropped"],
-        ) == (leak_count, 0)
+        assert manifest["leaks"]["found"] == leak_count
+        assert manifest["leaks"]["dropped"] == 0
         assert manifest["quarantined"]["rows"] == 0
         assert sum(manifest["counts"].values()) == (9 if options else 2)
 

@@ -129,14 +129,12 @@ def test_options_and_images_may_have_a_column_each(tmp_path: Path) -> None:
         {"q": "2?", "a": "A", "A": "u", "B": "v", "C": "w", "i1": "pics/2.png", "i2": None},
     ]
     source = write_jsonl(tmp_path / "in", rows)
-    assert (
-        convert(
-            source,
-            tmp_path / "out",
-            columns=("problem=q", "answer=a", "choices=A,B,C", "images=i1,i2"),
-        )
-        == 0
+    code = convert(
+        source,
+        tmp_path / "out",
+        columns=("problem=q", "answer=a", "choices=A,B,C", "images=i1,i2"),
     )
+    assert code == 0
     stored = list(stored_rows(tmp_path / "out", "train"))
     assert [(row["choices"], len(row["images"])) for row in stored] == [
         (["x y", "z"], 2),
@@ -213,12 +211,10 @@ def test_a_column_of_the_users_own_is_still_there_after_a_filter(tmp_path: Path)
     ]
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     words = ["--predictions", str(tmp_path / "answers.jsonl"), "--keep", "0.5:1"]
-    assert (
-        main(
-            ["filter", "--input", str(tmp_path / "all"), "--output", str(tmp_path / "some"), *words]
-        )
-        == 0
+    code = main(
+        ["filter", "--input", str(tmp_path / "all"), "--output", str(tmp_path / "some"), *words]
     )
+    assert code == 0
     assert fields_by_id(tmp_path / "some") == {
         name: row for name, row in EXPECTED.items() if row[3]
     }

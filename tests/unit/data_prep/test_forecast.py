@@ -26,9 +26,13 @@ LOST = ([1.0, math.nan, 0.0], [2, 99, 9])  # a rollout without a reward counts n
 
 def test_the_shares_of_groups_by_hand():
     shares = forecast(groups(GUESS, WORKED, TIED, SILENT, LOST))
-    assert (shares.groups, shares.tds.total, shares.tds.count) == (125, 100, 75)
-    assert (shares.ties.count, shares.short_only.count) == (25, 50)
-    assert (shares.longest.value, shares.shortest.value) == (0.25, 0.5)
+    assert shares.groups == 125
+    assert shares.tds.total == 100
+    assert shares.tds.count == 75
+    assert shares.ties.count == 25
+    assert shares.short_only.count == 50
+    assert shares.longest.value == 0.25
+    assert shares.shortest.value == 0.5
     assert shares.ahead[0] < -0.25 < shares.ahead[1] < 0
     assert shares.sentence() == (
         "Attenuation would act on most of what there is to learn from (75% TDS), mostly those in "

@@ -382,4 +382,6 @@ def test_null_is_null_on_the_command_line() -> None:
     for word in ("null", "none", "Null", "NONE"):
         words = ["run", f"--system-prompt={word}", f"--limit={word}", f"--revision={word}"]
         options = build_parser(GEOMETRY3K).parse_args(words)
-        assert (options.system_prompt, options.limit, options.revision) == (None, None, None)
+        assert options.system_prompt is None
+        assert options.limit is None
+        assert options.revision is None

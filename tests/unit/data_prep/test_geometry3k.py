@@ -37,7 +37,7 @@ def _problem_folder(root: Path, split: str = "train", number: int = 7, **changed
     return problem_folder(root, split, number, encoded(half_black_picture()), **changed)
 
 
-def test_the_real_problems(geometry3k_raw: Path, tmp_path: Path) -> None:
+def test_the_real_problems_are_read_whole(geometry3k_raw: Path, tmp_path: Path) -> None:
     assert prepare("intergps", geometry3k_raw, tmp_path / "out") == 0
     dataset = load_split(tmp_path / "out", "train")
     columns = {"facts": Value("string"), "figure": Value("string")}
@@ -143,11 +143,9 @@ def test_problems_are_redrawn_from_logic_forms(
     assert "1 problem of" in capsys.readouterr().out
     for split, number in (("test", 2401), ("train", 7)):
         row = only_row(tmp_path / "out", split)
-        assert (row["id"], row["source"], row["answer"]) == (
-            f"geometry3k/{split}/{number}",
-            "geometry3k, redrawn",
-            "5",
-        )
+        assert row["id"] == f"geometry3k/{split}/{number}"
+        assert row["source"] == "geometry3k, redrawn"
+        assert row["answer"] == "5"
         assert "AB = 5\\sqrt{2}." in row["facts"]
         assert 300 < max(stored_image(row).size) <= 480
     output = tmp_path / "no"
@@ -167,11 +165,9 @@ def test_the_gold_is_the_value_of_the_letter_and_transparency_is_white(tmp_path:
     row = only_row(tmp_path / "out", "validation")
     assert row["id"] == "geometry3k/validation/2101"
     assert row["split"] == "validation"
-    assert (row["answer"], row["answer_raw"], row["choices"]) == (
-        "5\\sqrt{3}",
-        "B",
-        ["5", "5 \\sqrt { 3 }"],
-    )
+    assert row["answer"] == "5\\sqrt{3}"
+    assert row["answer_raw"] == "B"
+    assert row["choices"] == ["5", "5 \\sqrt { 3 }"]
     assert row["meta"]["shapes"] == ["Circle", "Triangle"]
     # `D` would be read as the letter of a choice
     _problem_folder(tmp_path / "points", choices=["C", "D"])
@@ -252,10 +248,15 @@ def test_parquet_files_in_the_hubs_format(tmp_path: Path) -> None:
     )
     assert prepare("parquet", tmp_path / "table", tmp_path / "out") == 0
     first, second = stored_rows(tmp_path / "out", "train")
-    assert (first["id"], second["id"]) == ("geometry3k/train/0", "geometry3k/train/1")
-    assert (first["problem"], second["problem"]) == ("Find x.", "Find $m \\angle 1$.")
-    assert (first["answer"], first["answer_raw"]) == ("\\frac{39}{4}", "\\frac { 39 } { 4 }")
-    assert (second["answer"], len(second["images"]), second["choices"]) == ("1000", 2, None)
+    assert first["id"] == "geometry3k/train/0"
+    assert second["id"] == "geometry3k/train/1"
+    assert first["problem"] == "Find x."
+    assert second["problem"] == "Find $m \\angle 1$."
+    assert first["answer"] == "\\frac{39}{4}"
+    assert first["answer_raw"] == "\\frac { 39 } { 4 }"
+    assert second["answer"] == "1000"
+    assert len(second["images"]) == 2
+    assert second["choices"] is None
     assert stored_image(first).mode == "RGB"
     assert stored_image(first).getpixel((28, 2)) == (
         255,
@@ -297,18 +298,16 @@ def test_the_preset_of_convert_gives_the_same_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_table(tmp_path / "table" / "data", _hub_rows())
-    assert (
-        prepare(
-            "parquet",
-            tmp_path / "table",
-            tmp_path / "one",
-            "--family",
-            "qwen3_vl",
-            "--max-pixels",
-            "2048",
-        )
-        == 0
+    code = prepare(
+        "parquet",
+        tmp_path / "table",
+        tmp_path / "one",
+        "--family",
+        "qwen3_vl",
+        "--max-pixels",
+        "2048",
     )
+    assert code == 0
     words = [
         "convert",
         "--preset",
@@ -331,7 +330,7 @@ def test_the_preset_of_convert_gives_the_same_rows(
     assert not (tmp_path / "three").exists()
 
 
-def test_the_authors_zip_files(tmp_path: Path) -> None:
+def test_the_authors_zip_files_give_the_rows_of_the_folders(tmp_path: Path) -> None:
     """An archive may have the split's folder inside or not, and gives the rows of the folders.
 
     A damaged member is a refused row.
@@ -362,7 +361,8 @@ def test_the_authors_zip_files(tmp_path: Path) -> None:
     (tmp_path / "train.zip").write_bytes(damaged)
     assert prepare("intergps", tmp_path / "train.zip", tmp_path / "out") == 0
     (line,) = quarantined(tmp_path / "out")
-    assert (line["id"], line["reason"]) == ("geometry3k/train/5", "file_missing")
+    assert line["id"] == "geometry3k/train/5"
+    assert line["reason"] == "file_missing"
     assert "CRC" in line["detail"]
 
 

@@ -183,7 +183,8 @@ def test_the_manifest_has_the_full_commit_of_what_was_read(
             assert manifest["revision"] == commit
             assert manifest["input"] == DATASET
             (row,) = stored_rows(tmp_path / output, "train")
-            assert (row["problem"], row["answer"]) == (problem, "2\\sqrt{221}")
+            assert row["problem"] == problem
+            assert row["answer"] == "2\\sqrt{221}"
         code, error = client.prepare("wrong", "--revision", "v9")
         assert code == 2
         assert error.count("error: ") == 1

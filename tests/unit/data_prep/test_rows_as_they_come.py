@@ -147,12 +147,10 @@ def test_an_answer_that_nobody_can_meet_is_refused_with_what_to_write(tmp_path, 
 
 def test_a_line_is_counted_as_the_file_does(tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text('q,a\n"What\nis 1?",1\n\n"What is 2?",nan\n')
-    assert (
-        convert(
-            tmp_path / "mine.csv", tmp_path / "out", "--allow-quarantined", "1", columns=COLUMNS[:2]
-        )
-        == 0
+    code = convert(
+        tmp_path / "mine.csv", tmp_path / "out", "--allow-quarantined", "1", columns=COLUMNS[:2]
     )
+    assert code == 0
     assert "line 5 of mine.csv" in quarantined(tmp_path / "out")[0]["detail"]
     pq.write_table(
         pa.Table.from_pylist([{"q": "1?", "a": "1"}, {"q": "2?", "a": "nan"}]),
@@ -163,12 +161,10 @@ def test_a_line_is_counted_as_the_file_does(tmp_path: Path) -> None:
     )
     for name, position in (("parquet", "row 2"), ("json", "item 2")):
         output = tmp_path / f"out.{name}"
-        assert (
-            convert(
-                tmp_path / f"mine.{name}", output, "--allow-quarantined", "1", columns=COLUMNS[:2]
-            )
-            == 0
+        code = convert(
+            tmp_path / f"mine.{name}", output, "--allow-quarantined", "1", columns=COLUMNS[:2]
         )
+        assert code == 0
         assert f"{position} of mine.{name}" in quarantined(output)[0]["detail"]
 
 
@@ -268,11 +264,9 @@ def test_rows_of_other_trainers_are_read_as_they_are(
                     == 0
                 )
                 (stored,) = rows_of(folder / "".join(["out", *option]))
-                assert (stored["problem"], stored["answer"], len(stored["images"])) == (
-                    expected_problem,
-                    "3",
-                    images,
-                )
+                assert stored["problem"] == expected_problem
+                assert stored["answer"] == "3"
+                assert len(stored["images"]) == images
                 assert (noted_as in capsys.readouterr().out) == bool(instruction)
 
 
@@ -298,20 +292,18 @@ def test_pictures_inside_of_a_conversation(case: Case) -> None:
         with case(name) as folder:
             part = json.loads(json.dumps(part).replace("FOLDER", str(folder / "in")))
             source = write_jsonl(folder / "in", [_asked([part, HOW_LONG])])
-            assert (
-                main(
-                    [
-                        "convert",
-                        "--preset",
-                        "swift",
-                        "--input",
-                        str(source),
-                        "--output",
-                        str(folder / "out"),
-                    ]
-                )
-                == 0
+            code = main(
+                [
+                    "convert",
+                    "--preset",
+                    "swift",
+                    "--input",
+                    str(source),
+                    "--output",
+                    str(folder / "out"),
+                ]
             )
+            assert code == 0
             (row,) = rows_of(folder / "out")
             assert row["problem"] == "How long is AB?"
             assert [i["bytes"] for i in row["images"]] == [PICTURES[0]]
@@ -600,7 +592,8 @@ def test_a_test_share_is_of_questions_so_that_no_row_is_lost(tmp_path: Path) -> 
     assert convert(source, tmp_path / "out", "--test-share", "0.2", columns=COLUMNS[:3]) == 0
     test_rows = rows_of(tmp_path / "out", "test")
     train_rows = rows_of(tmp_path / "out")
-    assert (len(test_rows), len(train_rows)) == (4, 16)
+    assert len(test_rows) == 4
+    assert len(train_rows) == 16
     assert not {row["answer"] for row in test_rows} & {row["answer"] for row in train_rows}
 
 
@@ -618,7 +611,8 @@ def test_a_file_called_test_may_be_named_another_split(
     assert "--split-name train" in message
     options = ("--test-share", "0.2", "--split-name", "train")
     assert convert(source, tmp_path / "out", *options, columns=COLUMNS[:2]) == 0
-    assert (len(rows_of(tmp_path / "out")), len(rows_of(tmp_path / "out", "test"))) == (8, 2)
+    assert len(rows_of(tmp_path / "out")) == 8
+    assert len(rows_of(tmp_path / "out", "test")) == 2
     write_jsonl(tmp_path / "in", rows).rename(tmp_path / "in" / "train.jsonl")
     code = convert(tmp_path / "in", tmp_path / "no", "--split-name", "train", columns=COLUMNS[:2])
     assert "is for one table" in refused(code, tmp_path / "no", capsys)

@@ -93,7 +93,9 @@ def test_labels_that_the_facts_contradict_are_listed_first(
         "why",
     ]
     assert list(rows["1"]) == fields
-    assert (rows["1"]["answer"], rows["1"]["agrees"], rows["2"]["agrees"]) == ("13", True, False)
+    assert rows["1"]["answer"] == "13"
+    assert rows["1"]["agrees"] is True
+    assert rows["2"]["agrees"] is False
     assert rows["3"]["status"] == "open"
     assert rows["4"]["status"] == "conflict"
     assert rows["2500"]["answer"] is None
@@ -216,25 +218,23 @@ def test_variants_are_decided_by_seed_and_number_and_solved_by_their_own_facts(
         if again.answer is not None:
             assert row["answer"] == again.answer
         assert figure.form.facts != tuple(RIGHT)
-    assert (
-        main(
-            [
-                "variants",
-                str(folder),
-                "--output",
-                str(tmp_path / "x"),
-                "--per",
-                "1",
-                "--for-evaluation",
-            ]
-        )
-        == 0
+    code = main(
+        [
+            "variants",
+            str(folder),
+            "--output",
+            str(tmp_path / "x"),
+            "--per",
+            "1",
+            "--for-evaluation",
+        ]
     )
-    _is_refused_in_training(tmp_path / "x")
+    assert code == 0
+    _assert_refused_in_training(tmp_path / "x")
 
 
-def _is_refused_in_training(folder: Path) -> None:
-    """Neither the folder nor its rows, from wherever they come, can be trained on."""
+def _assert_refused_in_training(folder: Path) -> None:
+    """Assert that neither the folder nor its rows, from wherever they come, can be trained on."""
     script = AdoraScriptArguments(dataset_name=[str(folder)], dataset_train_split="test")
     with pytest.raises(UserError, match="written with --for-evaluation") as refusal:
         load_rows(script, folders=[str(folder)], seed=0)
@@ -255,7 +255,7 @@ def test_no_prompt_and_no_view_shows_a_figure(tmp_path: Path) -> None:
         prompt = (yaml.safe_load(config.read_text()) or {}).get("adora_prompt")
         if isinstance(prompt, str):
             prompts.append(prompt)
-    asked = 0
+    problem_count = 0
     for prompt in dict.fromkeys(prompts):
         options = DataOptions(data=str(folder), split="train")
         try:
@@ -264,10 +264,10 @@ def test_no_prompt_and_no_view_shows_a_figure(tmp_path: Path) -> None:
             continue  # a template with columns that these rows lack
         for view in VIEWS:
             for problem in shown_as(problems, view):
-                asked += 1
+                problem_count += 1
                 assert not any(figure in problem.prompt for figure in figures)
                 assert '"at"' not in problem.prompt
-    assert asked >= 2 * len(VIEWS)
+    assert problem_count >= 2 * len(VIEWS)
 
 
 def test_a_variant_lies_as_the_picture_of_its_original() -> None:
@@ -306,5 +306,7 @@ def test_a_variant_lies_as_the_picture_of_its_original() -> None:
         (("Circle(R)",), None),
     ],
 )
-def test_questions_in_words(question: tuple[str, ...], words: str | None) -> None:
+def test_a_question_is_written_in_words_or_not_at_all(
+    question: tuple[str, ...], words: str | None
+) -> None:
     assert question_in_words(form({"A": 0j}, [], [], question)) == words

@@ -185,17 +185,15 @@ def test_a_strangers_page_is_not_overwritten(tmp_path, capsys, monkeypatch):
     # no row is read before the page's place is known
     monkeypatch.setattr("data_prep.cli.survey", None)
     assert main(["inspect", str(tmp_path / "data")]) == 2
-    assert (
-        main(
-            [
-                "inspect",
-                str(tmp_path / "data"),
-                "--html",
-                str(tmp_path / "data.html" / "below.html"),
-            ]
-        )
-        == 2
+    code = main(
+        [
+            "inspect",
+            str(tmp_path / "data"),
+            "--html",
+            str(tmp_path / "data.html" / "below.html"),
+        ]
     )
+    assert code == 2
     assert (
         main(["inspect", str(tmp_path / "data"), "--html", str(tmp_path / "no" / "folder.html")])
         == 2

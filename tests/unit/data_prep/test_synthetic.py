@@ -79,7 +79,8 @@ def test_every_row_is_sound(prepared: Path) -> None:
         ), row["id"]
         assert grade(row["meta"]["solution"], row["answer"]).verdict == "correct", row["id"]
         image = Image.open(io.BytesIO(row["images"][0]["bytes"]))
-        assert (image.mode, image.size) == ("RGB", (56, 56))
+        assert image.mode == "RGB"
+        assert image.size == (56, 56)
         assert "<image>" not in row["problem"]
         assert split_of(image) == row["split"], (
             "no seed or size can put a held-out diagram into training"

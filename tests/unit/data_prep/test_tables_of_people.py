@@ -187,12 +187,10 @@ def test_a_reference_answer_is_read_or_refused_but_never_a_text_of_signs(tmp_pat
     source = write_jsonl(
         tmp_path / "in", [{"q": f"{n}?", "a": gold} for n, gold in enumerate(golds)]
     )
-    assert (
-        convert(
-            source, tmp_path / "out", "--allow-quarantined", "1", columns=("problem=q", "answer=a")
-        )
-        == 0
+    code = convert(
+        source, tmp_path / "out", "--allow-quarantined", "1", columns=("problem=q", "answer=a")
     )
+    assert code == 0
     assert [row["answer"] for row in rows_of(tmp_path / "out")] == [
         gold for gold in golds.values() if gold
     ]
@@ -219,12 +217,10 @@ def test_rows_of_one_json_text_are_found(case: Case, monkeypatch: pytest.MonkeyP
                 assert [row["answer"] for row in rows_of(folder / "out")] == ["0", "1", "2"]
                 for broken in (text[:-1], text[:-9], f"{text}]", text.replace(",", ";")):
                     (folder / "t.json").write_text(broken)
-                    assert (
-                        convert(
-                            folder / "t.json", folder / "bad", columns=("problem=q", "answer=a")
-                        )
-                        == 2
+                    code = convert(
+                        folder / "t.json", folder / "bad", columns=("problem=q", "answer=a")
                     )
+                    assert code == 2
                     assert not (folder / "bad").exists()
 
 
@@ -252,12 +248,10 @@ def test_a_picture_is_found_under_another_spelling_of_its_path_and_never_outside
             assert outside["reason"] == "file_missing"
             assert f"--image-dir {folder / 'in' / 'Fotos'}" in missing["detail"]
             words = ("--image-dir", str(folder / "in" / "Fotos"), "--allow-quarantined", "1")
-            assert (
-                convert(
-                    source, folder / "dir", *words, columns=("problem=q", "answer=a", "images=i")
-                )
-                == 0
+            code = convert(
+                source, folder / "dir", *words, columns=("problem=q", "answer=a", "images=i")
             )
+            assert code == 0
             assert [row["problem"] for row in rows_of(folder / "dir")] == ["."]
 
 

@@ -222,7 +222,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     assert "output_dir" in check.remedy
 
 
-def test_a_disk_without_room(tmp_path):
+def test_a_disk_without_room_fails_with_the_remedy(tmp_path):
     assert check_room(tmp_path / "run", 10**6, 10**5, 2).status is Status.PASSED
     check = check_room(tmp_path / "run", 10**18, 10**5, 2)
     assert check.status is Status.FAILED
@@ -237,7 +237,7 @@ def prompts(*ids: list[int], grids: list[list[int]] | None = None) -> Prompts:
     return Prompts([], list(ids), images, {"image_grid_thw": grid}, names)
 
 
-def test_image_tokens_and_features():
+def test_a_row_whose_image_tokens_are_not_as_many_as_its_features_fails():
     assert check_features(prompts([1, *[IMAGE] * 4, 2]), IMAGE, merge=2).status is Status.PASSED
     check = check_features(prompts([1, *[IMAGE] * 4, 2], [1, IMAGE, 2]), IMAGE, merge=2)
     assert check.status is Status.FAILED
@@ -376,7 +376,7 @@ def test_the_table_has_the_remedy_below_the_failure():
         failed("x", "bad", "")
 
 
-def test_exit_codes_and_json(monkeypatch, tmp_path, capsys):
+def test_the_exit_code_and_the_json_say_whether_a_check_failed(monkeypatch, tmp_path, capsys):
     for checks, code in (([passed("a", "b")], 0), ([failed("a", "b", "c")], 1)):
         monkeypatch.setattr(command, "diagnose", lambda words, checks=checks: checks)
         assert (

@@ -145,7 +145,9 @@ def test_accelerate_itself_reads_the_config_as_it_is_meant(subtests):
             args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
             command, _ = prepare_deepspeed_cmd_env(args)
             assert command is None, "a command would be DeepSpeed's launcher"
-            assert (args.nnodes, args.nproc_per_node, args.node_rank) == ("2", "8", 1)
+            assert args.nnodes == "2"
+            assert args.nproc_per_node == "8"
+            assert args.node_rank == 1
             meets_at = (
                 (args.master_addr, args.master_port)
                 if args.same_network

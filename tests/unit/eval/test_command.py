@@ -57,7 +57,9 @@ def test_defaults_are_greedy_and_the_trainings_prompt():
     assert options.temperature == 0.0
     assert options.system_prompt == SYSTEM_PROMPT
     assert options.dtype == "auto"
-    assert (options.limit, options.min_pixels, options.max_pixels) == (None, None, None)
+    assert options.limit is None
+    assert options.min_pixels is None
+    assert options.max_pixels is None
     without = parse(["infer", *NEEDED, "--system-prompt", "none"], GEOMETRY3K)
     assert without.ask.system_prompt is None
 
@@ -271,7 +273,9 @@ def test_a_problem_too_long_for_the_context_is_recorded_and_the_others_are_answe
         False,
     ]
     score = json.loads((tmp_path / "out" / "score.json").read_text())
-    assert (score["total"], score["too_long"], score["items"][1]["verdict"]) == (3, 1, "failed")
+    assert score["total"] == 3
+    assert score["too_long"] == 1
+    assert score["items"][1]["verdict"] == "failed"
     assert main(GEOMETRY3K, words) == 0
     assert "3 there already, 0 to do" in capsys.readouterr().err, (
         "it would not fit the next time either"

@@ -173,12 +173,10 @@ def test_what_is_no_score_is_named(case, tmp_path, capsys):
                 (folder / "x.json").write_text(content)
             assert main([str(folder / "x.json")]) == 2
             assert message in capsys.readouterr().err
-    assert (
-        main(
-            [score_file(tmp_path / "a.json", "01"), score_file(tmp_path / "b.json", "01", "mmstar")]
-        )
-        == 2
+    code = main(
+        [score_file(tmp_path / "a.json", "01"), score_file(tmp_path / "b.json", "01", "mmstar")]
     )
+    assert code == 2
     assert "is of mmstar and" in capsys.readouterr().err
 
 

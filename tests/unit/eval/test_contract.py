@@ -202,7 +202,8 @@ def test_the_benchmark_of_the_page_runs_from_its_file_in_a_command_and_in_a_trai
     assert "rules exact lengths" in output
     assert "unit" in output
     result = json.loads(Path("out/score.json").read_text())
-    assert (result["correct"], result["total"]) == (1, 4)
+    assert result["correct"] == 1
+    assert result["total"] == 4
     assert result["groups"]["image_size"]["to 128x128"]["total"] == 4
     hashes = {result["rules"]["file"], result["fingerprint"]["fields"]["benchmark_file"]}
     assert len(hashes) == 1
@@ -223,10 +224,8 @@ def test_the_benchmark_of_the_page_runs_from_its_file_in_a_command_and_in_a_trai
     monkeypatch.setattr(own_files, "_beside", [beside])
     (task,) = evaluation.take_evaluations(config, []).tasks
     assert named("mine.py:LENGTHS").name == "lengths", "what is named next is beside the config too"
-    assert (task.benchmark.name, [problem.prompt for problem in task.problems]) == (
-        "lengths",
-        ["Side 7", "Side 1.5"],
-    )
+    assert task.benchmark.name == "lengths"
+    assert [problem.prompt for problem in task.problems] == ["Side 7", "Side 1.5"]
 
     Path("other.py").write_text(Path("lengths.py").read_text().replace("exact", "rounded"))
     assert evaluate.main(["other.py:LENGTHS", *words]) == 2
@@ -294,11 +293,9 @@ def test_figures_of_a_new_benchmark_are_printed_compared_and_logged(of_the_page,
     assert head.split() == ["all", "first", "mean"]
     assert line.split()[-1] == "25.0"
     logged = figures(new, rows)
-    assert (logged["new_accuracy"], logged["new_accuracy_first"], logged["new_accuracy_mean"]) == (
-        0.75,
-        0.5,
-        0.25,
-    )
+    assert logged["new_accuracy"] == 0.75
+    assert logged["new_accuracy_first"] == 0.5
+    assert logged["new_accuracy_mean"] == 0.25
 
 
 def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypatch, capsys):

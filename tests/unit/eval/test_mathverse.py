@@ -117,9 +117,11 @@ def test_scores_by_version_type_and_subject_and_overall_without_text_only(tmp_pa
         False,
         False,
     ]
-    assert (result["correct"], result["total"]) == (4, 7)
+    assert result["correct"] == 4
+    assert result["total"] == 7
     overall = result["overall"]["five_versions"]
-    assert (overall["correct"], overall["total"]) == (4, 5)
+    assert overall["correct"] == 4
+    assert overall["total"] == 5
     versions = {
         name: (cell["correct"], cell["total"]) for name, cell in result["groups"]["version"].items()
     }

@@ -65,7 +65,7 @@ def test_every_pattern_of_steps_has_its_place():
     assert diagnosis([True] * 3, False, strict=True) == "IG"
 
 
-def test_the_scores_by_hand(tmp_path, capsys):
+def test_the_scores_of_wemath_are_those_computed_by_hand(tmp_path, capsys):
     patterns = ["111", "101", "001", "110", "100", "1111", "1001", "0001", "1110", "0000"]
     rows = [
         step_row

@@ -121,7 +121,8 @@ def test_a_killed_run_keeps_its_batches_and_the_next_asks_only_the_rest(tmp_path
         ask(tmp_path, Recorder(dies_after=2))
     assert pids(tmp_path) == ["p/0", "p/1"]
     engine = Recorder()
-    assert (ask(tmp_path, engine).resumed, len(engine.requests)) == (2, 3)
+    assert ask(tmp_path, engine).resumed == 2
+    assert len(engine.requests) == 3
     assert pids(tmp_path) == ["p/0", "p/1", "p/2", "p/3", "p/4"]
 
 
@@ -331,7 +332,8 @@ def test_more_processes_go_on_where_one_was_stopped(tmp_path):
     ask_as(tmp_path / "whole", Echo(), ALONE)
     ask_as(tmp_path / "parts", Echo(), ALONE, count=3)
     summary, engines = together(tmp_path / "parts", 2)
-    assert (summary.resumed, sum(len(engine.asked) for engine in engines)) == (6, 8)
+    assert summary.resumed == 6
+    assert sum(len(engine.asked) for engine in engines) == 8
     uninterrupted = tmp_path / "whole" / "predictions.jsonl"
     parts = tmp_path / "parts" / "predictions.jsonl"
     assert parts.read_bytes() == uninterrupted.read_bytes()
@@ -372,7 +374,8 @@ def test_each_process_takes_one_of_the_gpus_that_it_sees(monkeypatch, subtests):
             take_gpu(local_rank)
             assert os.environ["CUDA_VISIBLE_DEVICES"] == gpu
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert (ranks().rank, ranks().world) == (0, 1)
+    assert ranks().rank == 0
+    assert ranks().world == 1
 
 
 ANSWERS = killed_infer.PROBLEMS * killed_infer.SAMPLES

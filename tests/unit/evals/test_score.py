@@ -77,7 +77,9 @@ def test_wilson_interval_has_the_published_values(subtests: pytest.Subtests) -> 
     for correct, total, low, high in cases:
         with subtests.test(f"{correct}"):
             assert wilson(correct, total) == pytest.approx((low, high), abs=5e-5)
-    assert (wilson(0, 7)[0], wilson(7, 7)[1]) == (0.0, 1.0)  # exact at the ends
+    # exact at the ends
+    assert wilson(0, 7)[0] == 0.0
+    assert wilson(7, 7)[1] == 1.0
     low, high = wilson(3, 10)
     assert wilson(7, 10) == pytest.approx((1 - high, 1 - low))
 
@@ -95,7 +97,9 @@ def test_the_tests_of_a_difference_are_those_of_the_textbook() -> None:
     # pass@k is the unbiased estimate.
     assert pass_at(1, 4, 1) == pytest.approx(0.25)
     assert pass_at(2, 4, 1) == pytest.approx(0.5)
-    assert (pass_at(4, 4, 1), pass_at(2, 4, 3), pass_at(3, 4, 0)) == (1.0, 1.0, 0.0)
+    assert pass_at(4, 4, 1) == 1.0
+    assert pass_at(2, 4, 3) == 1.0
+    assert pass_at(3, 4, 0) == 0.0
     # The bootstrap repeats; the normal approximation gives 0.3 -+ 0.09.
     values = [0.0] * 70 + [1.0] * 30
     assert bootstrap(values) == bootstrap(values) == pytest.approx((0.21, 0.39), abs=0.02)
@@ -109,21 +113,20 @@ def test_avg_and_pass_at_k_by_hand_with_intervals_over_problems() -> None:
     score = aggregate(
         [Graded(pid, RowGrade(verdict(hit), None, "r"), sample=at) for pid, hit, at in answers]
     )
-    assert (score["correct"], score["total"]) == (6, 12)
+    assert score["correct"] == 6
+    assert score["total"] == 12
     samples = score["samples"]
-    assert (samples["k"], samples["problems"], samples["incomplete"]) == (4, 3, 0)
+    assert samples["k"] == 4
+    assert samples["problems"] == 3
+    assert samples["incomplete"] == 0
     assert samples["avg@4"]["value"] == samples["pass@1"]["value"] == pytest.approx(0.5)
     assert samples["pass@2"]["value"] == pytest.approx((1 - 1 / 6 + 0 + 1) / 3)
     assert samples["pass@4"]["value"] == pytest.approx(2 / 3)
-    assert (samples["avg@4"]["interval"], samples["avg@4"]["interval_95"]) == (
-        "bootstrap",
-        [0.0, 1.0],
-    )
+    assert samples["avg@4"]["interval"] == "bootstrap"
+    assert samples["avg@4"]["interval_95"] == [0.0, 1.0]
     # Solved or not: 2 of 3 problems, for which a bootstrap of three values has nothing to say.
-    assert (samples["pass@4"]["interval"], samples["pass@4"]["interval_95"]) == (
-        "wilson",
-        list(wilson(2, 3)),
-    )
+    assert samples["pass@4"]["interval"] == "wilson"
+    assert samples["pass@4"]["interval_95"] == list(wilson(2, 3))
     # Twelve answers to three problems are as sure as three answers, not as twelve.
     low, high = score["wilson_95"]
     assert high - low > 0.7
@@ -152,7 +155,7 @@ def test_an_answer_in_tags_counts_where_the_prompts_asked_for_them(case: Case) -
             assert "in <answer> tags too" in table(scored)
 
 
-def test_aggregation_counted_by_hand() -> None:
+def test_the_aggregated_figures_are_those_counted_by_hand() -> None:
     graded = [
         Graded(
             "a",
@@ -166,7 +169,9 @@ def test_aggregation_counted_by_hand() -> None:
         Graded("f", RowGrade("wrong", "1", "gold_not_read")),
     ]
     score = aggregate(graded)
-    assert (score["correct"], score["total"], score["accuracy"]) == (2, 6, pytest.approx(1 / 3))
+    assert score["correct"] == 2
+    assert score["total"] == 6
+    assert score["accuracy"] == pytest.approx(1 / 3)
     assert score["wilson_95"] == list(wilson(2, 6))
     assert {
         value: (cell["correct"], cell["total"]) for value, cell in score["groups"]["goal"].items()
@@ -195,7 +200,8 @@ def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> No
     scored = score_file(BENCHMARK, path, GraderOptions())
     score: Any = scored.score
     assert [item["verdict"] for item in score["items"]] == ["correct", "correct", "wrong", "failed"]
-    assert (score["correct"], score["total"]) == (2, 4)
+    assert score["correct"] == 2
+    assert score["total"] == 4
     reasons = {value: cell["total"] for value, cell in score["groups"]["finish_reason"].items()}
     assert reasons == {"stop": 2, "length": 1, IMAGE_FAILED: 1}
     assert score["groups"]["answer_form"]["radical"]["total"] == 1
@@ -205,7 +211,8 @@ def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> No
     assert (
         score["tokens"]["wrong"]["mean"] == 10.0
     )  # the problem that was never asked has no length
-    assert (score["truncated"]["count"], score["truncated"]["total"]) == (1, 3)
+    assert score["truncated"]["count"] == 1
+    assert score["truncated"]["total"] == 3
     assert score_file(BENCHMARK, path, GraderOptions(rounding=True)).score["correct"] == 3
     printed_table = table(scored)
     assert "2/4" in printed_table
@@ -223,7 +230,7 @@ def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> No
     assert grade_row(BENCHMARK, failed, GraderOptions()).grade.verdict == "failed"
 
 
-def test_answer_form(subtests: pytest.Subtests) -> None:
+def test_the_form_of_a_reference_answer_is_known(subtests: pytest.Subtests) -> None:
     cases = [
         ("70", None, "integer"),
         ("-3", None, "integer"),
@@ -312,7 +319,8 @@ def test_a_row_of_another_runner_may_have_a_number_for_its_id_and_null_for_no_an
 ) -> None:
     path = write_lines(tmp_path / "p.jsonl", [{"question_id": 7, "answer": "5", "response": None}])
     (row,) = read_predictions(path, id_column="question_id")
-    assert (row["pid"], row["response"]) == ("7", "")
+    assert row["pid"] == "7"
+    assert row["response"] == ""
 
 
 def test_a_line_separator_inside_a_response_does_not_split_its_row(tmp_path: Path) -> None:
@@ -379,20 +387,18 @@ def test_facts_in_words_stand_for_the_picture_where_they_suffice(
     raw = shutil.copytree(geometry3k_raw, tmp_path / "raw")
     (raw / "train").rename(raw / "test")
     (raw / "test" / "12" / "logic_form.json").unlink()
-    assert (
-        data_prep(
-            [
-                "geometry3k",
-                "--source",
-                "intergps",
-                "--input",
-                str(raw),
-                "--output",
-                str(tmp_path / "d"),
-            ]
-        )
-        == 0
+    code = data_prep(
+        [
+            "geometry3k",
+            "--source",
+            "intergps",
+            "--input",
+            str(raw),
+            "--output",
+            str(tmp_path / "d"),
+        ]
     )
+    assert code == 0
     assert (
         "noted: 1 of the rows have no facts in words, such as geometry3k/test/12"
         in capsys.readouterr().out

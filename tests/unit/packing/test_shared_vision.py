@@ -589,10 +589,8 @@ def test_flash_attention_gets_its_bounds_on_the_device():
     }
     bounds = {"image_cu_seqlens", "image_cu_window_seqlens"}
     assert on_device == {*bounds, "image_window_index", "image_position_ids"}
-    assert (bounds_by_name["image_max_seqlen"], bounds_by_name["image_max_window_seqlen"]) == (
-        480,
-        64,
-    )
+    assert bounds_by_name["image_max_seqlen"] == 480
+    assert bounds_by_name["image_max_window_seqlen"] == 64
     eye.config._attn_implementation = "sdpa"
     bounds_by_name = window_arguments(eye, torch.tensor([[1, 24, 20]]), "meta")
     assert all(bounds_by_name[name].device.type == "cpu" for name in bounds)

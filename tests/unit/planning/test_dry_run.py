@@ -62,7 +62,9 @@ DRAWN = (
 )
 
 
-def test_every_shipped_config(tmp_path, capsys, data, subtests):
+def test_every_shipped_config_has_a_dry_run_on_a_machine_without_a_gpu(
+    tmp_path, capsys, data, subtests
+):
     """A user runs it on a machine without a GPU, a hub or (but for the demo) the dataset."""
     for name in PAIRS:
         with subtests.test(name):
@@ -287,10 +289,8 @@ def test_both_spellings_and_what_is_left_for_trl():
         ["--config", "x.yaml", "--dry_run", "--card_gib=24", "--seed", "3", "--rows", "9"]
     )
     assert rest == ["--config", "x.yaml", "--seed", "3"]
-    assert (options.card_gib, options.rows) == (
-        24.0,
-        9,
-    )
+    assert options.card_gib == 24.0
+    assert options.rows == 9
     with pytest.raises(UserError, match="--processes: '0' is not a whole number from 1 on; see"):
         take_options(["--processes", "0"])
 
@@ -344,8 +344,8 @@ def test_a_tiny_model_with_rows_of_ones_own_is_named_at_the_start(data, tmp_path
     words = [*SMOKE, "--use_vllm", "false", "--output_dir", str(tmp_path / "run"), "--dry-run"]
     assert main(words) == 0
     assert "knows the drawn problems alone" not in capsys.readouterr().out
-    own = shutil.copytree(data, tmp_path / "own")
-    manifest = json.loads((own / "manifest.json").read_text())
-    (own / "manifest.json").write_text(json.dumps({**manifest, "source": "own/file"}))
-    assert main([*words, "--dataset_name", str(own)]) == 0
+    own_rows = shutil.copytree(data, tmp_path / "own")
+    manifest = json.loads((own_rows / "manifest.json").read_text())
+    (own_rows / "manifest.json").write_text(json.dumps({**manifest, "source": "own/file"}))
+    assert main([*words, "--dataset_name", str(own_rows)]) == 0
     assert "tiny knows the drawn problems alone" in " ".join(capsys.readouterr().out.split())

@@ -1,6 +1,7 @@
 """The engine's share of a GPU: what the dry run proposes, and what the recipes ask for."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -30,7 +31,9 @@ CARDS = {
 }
 
 
+@cache
 def planned(name: str, *words: str) -> Plan:
+    """Plan a recipe on the card that it is for; a plan takes a second and nothing changes it."""
     launcher, gigabytes = CARDS[name]
     card = gigabytes * 1e9 / GIB
     accelerate = CONFIGS / "accelerate" / f"{launcher}.yaml"
@@ -60,8 +63,9 @@ def test_what_is_said_about_four_gpus_fits_them(name, words):
     whole_plan = make_plan(
         read(command[:2]), DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate)
     )
-    sizes = [planned.run.layout.generation_batch for planned in (plan, whole_plan)]
-    assert sizes[0] == sizes[1], "a generation is as large as on eight"
+    on_four = plan.run.layout.generation_batch
+    on_eight = whole_plan.run.layout.generation_batch
+    assert on_four == on_eight, "a generation is as large as on eight"
 
 
 def test_a_run_that_fits_with_a_smaller_share_alone_is_told_that_first():
@@ -103,11 +107,7 @@ def test_no_recipe_trains_weights_whose_updates_rounding_swallows():
 
 def test_a_run_whose_updates_rounding_swallows_says_so_at_its_start(tmp_path, capsys):
     # the tiny model's own is float32
-    for dtype, warns in (
-        ("bfloat16", True),
-        ("float32", False),
-        ("auto", False),
-    ):
+    for dtype, warns in (("bfloat16", True), ("float32", False), ("auto", False)):
         prepare(read(arguments(tmp_path / dtype, dtype=dtype)))
         assert (LOST_UPDATES in capsys.readouterr().out) == warns
 

@@ -196,7 +196,8 @@ def test_the_recipe_of_noisy_rollouts_is_that_of_its_repository():
     assert script.adora_system_prompt.startswith("You FIRST think")
     assert config.reward_weights == [0.9, 0.1]
     plan = batch_plan(config, 8)
-    assert (plan.prompts_per_generation, plan.updates_per_generation) == (512, 4)
+    assert plan.prompts_per_generation == 512
+    assert plan.updates_per_generation == 4
     assert plan.optimizer_batch == 128 * 12
     assert config.save_steps == 2101 // 512 * 4
     noisy: Any = chosen_extensions(config)["NoisyRollouts"]

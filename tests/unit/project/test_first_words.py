@@ -51,7 +51,7 @@ def test_one_line_is_said_before_the_imports(monkeypatch, capsys):
 def test_the_notebooks_open_what_the_demo_leaves():
     script = (ROOT / "setup/demo.sh").read_text()
     [folder] = re.findall(r'^out="\$\{1:-(.+)\}"$', script, re.M)
-    left = {f"../{folder}/{run}" for run in re.findall(r'\$out/(\w+)"', script)}
+    run_folders = {f"../{folder}/{run}" for run in re.findall(r'\$out/(\w+)"', script)}
     for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
         cells = json.loads(notebook.read_text())["cells"]
         code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
@@ -61,4 +61,6 @@ def test_the_notebooks_open_what_the_demo_leaves():
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
         }
         named = {text for text in texts if text.startswith("../runs/")}
-        assert named <= left, f"{notebook.name}: {named - left} is not what setup/demo.sh writes"
+        assert named <= run_folders, (
+            f"{notebook.name}: {named - run_folders} is not what setup/demo.sh writes"
+        )

@@ -155,7 +155,7 @@ def test_a_run_that_cannot_learn_says_since_when_and_why(figures, reason):
     assert no_signal([]) is None
 
 
-def test_the_progress_line():
+def test_the_progress_line_has_the_figures_that_are_there_and_the_time_left():
     assert progress_line(LOGS, 40, 1000, 185.2) == (
         "step   40/1000  reward 0.412  pass 38%  TDS 25%  length 211  drift 2e-06 | "
         "20 s: rollout 12 grading 0.02 policy 7.50 sync 0.50 other 0.10 | 3m05s left"
@@ -286,13 +286,11 @@ def test_figures_that_are_not_finite_are_null():
         1,
         "",
     )
-    assert (line["grad_norm"], line["kl"], line["note"], line["off"], line["odd"]) == (
-        None,
-        None,
-        "x",
-        None,
-        "[1]",
-    )
+    assert line["grad_norm"] is None
+    assert line["kl"] is None
+    assert line["note"] == "x"
+    assert line["off"] is None
+    assert line["odd"] == "[1]"
     assert as_line({"train_runtime": 1.0, "reward": 1.0}, 1, None)["kind"] == "end"
 
 
@@ -584,11 +582,9 @@ def test_a_run_that_fails_says_so(tmp_path):
     with pytest.raises(ValueError), failure_noted(manifest, tmp_path, lambda: 7, is_main=True):
         raise ValueError("the cause\nand more")
     written = read_manifest(tmp_path)
-    assert (written["status"], written["steps"], written["error"]) == (
-        "failed",
-        7,
-        "ValueError: the cause",
-    )
+    assert written["status"] == "failed"
+    assert written["steps"] == 7
+    assert written["error"] == "ValueError: the cause"
     with (
         pytest.raises(ValueError),
         failure_noted(manifest, tmp_path / "other", lambda: 7, is_main=False),

@@ -375,9 +375,9 @@ def test_the_first_screen_says_what_a_run_did_and_why(browser, page, tmp_path):
         "Length: from the first to the last fifth of the steps, right answers became longer "
         "(25 → 185 tokens) and wrong ones became longer (25 → 185 tokens).",
     ]
-    place = "document.querySelector('{}').getBoundingClientRect().top"
-    assert browser.js(place.format(".rollout")) < 900, "a rollout is on the first screen"
-    assert browser.js(f"{place.format('#groups')} < {place.format('#curves')}")
+    top_of = "document.querySelector('{}').getBoundingClientRect().top"
+    assert browser.js(top_of.format(".rollout")) < 900, "a rollout is on the first screen"
+    assert browser.js(f"{top_of.format('#groups')} < {top_of.format('#curves')}")
     assert "temporarily disadvantageous" in browser.text("#groups .hint")
     assert not browser.js("document.querySelector('#filter-run').getClientRects().length")
     browser.open(page)
@@ -440,12 +440,12 @@ def test_a_call_is_drawn_on_the_picture_and_spelled_as_a_person_would(browser, t
     browser.open(make_page(tmp_path / "page.html", run))
     assert browser.text(".call code") == "zoom(0, 20, 30, 40)"
     assert browser.text(".turns .tool .hint") == "tool, 0.44 ms"
-    shown = browser.text("#detail")
-    assert "tool_call" not in shown and "<image>" not in shown and "I look." in shown
+    detail = browser.text("#detail")
+    assert "tool_call" not in detail and "<image>" not in detail and "I look." in detail
     # of a picture of 60 x 40, which this model sees at that size
     box = "['x', 'y', 'width', 'height'].map(name => document.querySelector('{} rect').getAttribute(name))"
-    for place in (".problem .places", ".call .places"):
-        assert browser.js(box.format(place)) == ["0", "50", "50", "50"]
+    for boxes in (".problem .places", ".call .places"):
+        assert browser.js(box.format(boxes)) == ["0", "50", "50", "50"]
     width = "document.querySelector('.problem {}').getBoundingClientRect().width"
     assert browser.js(width.format(".places")) == browser.js(width.format("img"))
     for choice, expected in (("called", 4), ("none", 0), ("failed", 0)):

@@ -78,7 +78,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_the_statistics_by_hand():
+def test_intervals_of_differences_are_those_computed_by_hand():
     # differences 1, 2, 3: mean 2, standard deviation 1, so 2 +- 4.303 / sqrt(3)
     assert paired_t([1, 2, 3]) == pytest.approx((2 - 2.4843, 2 + 2.4843), abs=1e-3)
     # equal variances of 1 with 3 values each: df = 4, so 3 +- 2.776 * sqrt(2 / 3)
@@ -108,7 +108,7 @@ def test_a_figure_at_a_budget_is_the_mean_of_its_last_tenth():
     assert at_budget(points, 9) is None
 
 
-def test_rollouts_of_a_step():
+def test_the_rollouts_of_a_step_follow_from_the_sizes_of_its_batches():
     steps = [
         (
             {

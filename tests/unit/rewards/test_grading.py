@@ -71,7 +71,7 @@ def test_every_reference_is_stored_in_a_stable_form_or_refused() -> None:
     assert not failing, "\n".join(failing)
 
 
-def test_the_rows_are_sound() -> None:
+def test_the_rows_of_the_grader_have_the_right_keys_and_none_twice() -> None:
     """A key that is misspelled would else make a row that proves nothing."""
     answer = {"kind", "reference", "verdict", "reason"}
     for line, row in ANSWERS:

@@ -76,7 +76,8 @@ def test_hidden_characters_are_shown_and_no_box_is_said(capsys: pytest.CaptureFi
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, words, message):
     code, lines, error = run(capsys, *words)
-    assert (code, lines) == (2, {})
+    assert code == 2
+    assert lines == {}
     assert re.search(message, error)
     assert error.startswith("error: ")
     assert error.count("\n") == 1

@@ -44,7 +44,7 @@ ANSWERS = {
 }
 
 
-def test_the_reward(subtests):
+def test_an_answer_earns_by_its_verdict_as_a_text_or_as_a_message(subtests):
     for case in ANSWERS:
         with subtests.test(case):
             text, expected = ANSWERS[case]
@@ -93,7 +93,7 @@ LOGIC_RL_REWARDS = {
 }
 
 
-def test_the_references_reward(subtests):
+def test_the_reward_is_that_of_the_reference_implementation(subtests):
     for case in LOGIC_RL_REWARDS:
         with subtests.test(case):
             text, expected = LOGIC_RL_REWARDS[case]

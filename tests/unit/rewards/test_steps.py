@@ -91,14 +91,14 @@ def test_the_reward_depends_on_response_and_row_alone(drawn: str) -> None:
 
 def test_it_logs_shares_and_shows_the_claims(drawn: str) -> None:
     logged: dict[str, float] = {}
-    shown: dict[str, list[Any]] = {}
+    columns: dict[str, list[Any]] = {}
     scores(
         StepsReward({}),
         [GOOD, FALSE, BARE, GOOD],
         [drawn, drawn, drawn, None],
         answer=["60"] * 4,
         log_metric=logged.__setitem__,
-        log_extra=shown.__setitem__,
+        log_extra=columns.__setitem__,
     )
     assert logged.pop("steps/ms") > 0
     assert logged == {
@@ -108,13 +108,13 @@ def test_it_logs_shares_and_shows_the_claims(drawn: str) -> None:
         "steps/unread": 0.0,
         "steps/lucky": pytest.approx(2 / 3),  # one with an error, one bare
     }
-    assert shown["new"] == [2, 1, 0, None]
-    assert shown["false"] == [0, 1, 0, None]
-    spans = json.loads(shown["steps"][1])
+    assert columns["new"] == [2, 1, 0, None]
+    assert columns["false"] == [0, 1, 0, None]
+    spans = json.loads(columns["steps"][1])
     start, end, _ = spans[0]
     assert FALSE[start:end] == "AD = 6"
     assert [name for _, _, name in spans] == ["false", "new", "again"]
-    assert shown["steps"][3] is None
+    assert columns["steps"][3] is None
 
 
 def test_the_measure_of_work_is_never_negative(drawn: str) -> None:

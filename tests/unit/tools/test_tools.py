@@ -54,7 +54,9 @@ def test_a_region_is_cut_from_the_picture_as_it_is_by_the_coordinates_of_the_fam
         (THOUSANDTHS, written("zoom", x1=875, y1=875, x2=1000, y2=1000)),
     ):
         text, [cut] = said(box(view=view), call)
-        assert (text, cut.size, cut.getextrema()) == ("Picture 1: <image>", (56, 56), ((0, 0),) * 3)
+        assert text == "Picture 1: <image>"
+        assert cut.size == (56, 56)
+        assert cut.getextrema() == ((0, 0),) * 3
     assert "thousandths" in json.dumps(box(view=THOUSANDTHS).schemas)
     text, [cut] = said(box(), written("zoom", x1=0, y1=0, x2=1, y2=2))
     assert min(cut.size) == 28  # no picture is smaller than an image token
@@ -101,7 +103,7 @@ def test_a_region_is_cut_from_the_picture_as_it_is_by_the_coordinates_of_the_fam
         ("look", {}, "Error: no tool 'look'; there are zoom, mark"),
     ],
 )
-def test_what_our_tools_say(name, arguments, answer):
+def test_our_tools_answer_with_the_value_or_say_what_is_wrong(name, arguments, answer):
     assert said(box(), written(name, **arguments))[0].startswith(answer)
 
 
@@ -179,7 +181,7 @@ def misbehave(how: str, images: list):
 
 
 @pytest.mark.parametrize(
-    ("how", "answer"),
+    ("misbehaviour", "answer"),
     [
         ("hang", "Error: the tool took longer than 1 s"),
         ("exit", "Error: the tool called sys.exit"),
@@ -196,13 +198,13 @@ def misbehave(how: str, images: list):
         ("many", "Error: no further pictures, there are 1 of 8"),
     ],
 )
-def test_whatever_a_tool_does_is_an_answer(tmp_path, monkeypatch, how, answer):
+def test_whatever_a_tool_does_is_an_answer(tmp_path, monkeypatch, misbehaviour, answer):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(HOSTILE)
     images = [picture()]
     toolbox = box("own.py:misbehave", seconds=1)
     assert "images" not in json.dumps(toolbox.schemas)
-    text, pictures = said(toolbox, written("misbehave", how=how), images)
+    text, pictures = said(toolbox, written("misbehave", how=misbehaviour), images)
     assert text.startswith(answer)
     assert text.count("\n") == answer.count("\n")
     assert len(images) == 1

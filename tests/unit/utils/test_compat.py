@@ -85,7 +85,7 @@ def test_no_library_is_changed_anywhere_else():
     assert any(changes.values())
 
 
-def test_that_test_would_notice():
+def test_every_way_to_change_a_library_is_noticed():
     sources = (
         "inner.get_image_features = ours",
         "self.llm.generate = lambda: 1",

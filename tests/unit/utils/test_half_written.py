@@ -79,12 +79,10 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         data_prep(["synthetic", "--rows", "2", "--test-rows", "1", "--output", str(folder / "out")])
         == 0
     )
-    assert (
-        data_prep(
-            ["synthetic", "--rows", "2", "--test-rows", "1", "--output", str(folder / "data")]
-        )
-        == 0
+    code = data_prep(
+        ["synthetic", "--rows", "2", "--test-rows", "1", "--output", str(folder / "data")]
     )
+    assert code == 0
     assert look(folder) == score(folder) == 0
     return folder
 
