@@ -292,7 +292,7 @@ class AdoraGRPOTrainer(TrainerParts):
                 expect_universal(self)
 
     def _nothing_left(self, checkpoint: Path) -> TrainOutput:
-        """The end of a run of Python's whose last step has been made: its weights and state."""
+        """Return the end of a run of Python's that has made its last step: weights and state."""
         if self.is_deepspeed_enabled:
             raise UserError(
                 f"{checkpoint} is the last step: nothing left to train; `python -m "
@@ -306,7 +306,7 @@ class AdoraGRPOTrainer(TrainerParts):
     # ------------------------------------------------------------------------------ 1. a generation
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """The micro-batch that is learned from next; a second call returns the same one.
+        """Return the micro-batch that is learned from next; a second call returns the same one.
 
         Stock TRL shuffles the rows of a generation and divides them into micro-batches, padded to
         its longest row. Ours keeps groups together, leaves out those without signal, and cuts
@@ -332,7 +332,7 @@ class AdoraGRPOTrainer(TrainerParts):
         return regroups(self.args) and not regroup_obstacle(self.args)
 
     def _sample(self, rows: list[Row]) -> PresentGeneration:
-        """A generation from these rows, ready to be learned from."""
+        """Return a generation from these rows, ready to be learned from."""
         key = self._step_key
         with self._engine_awake():
             # TRL's name for it, which a subclass may override
@@ -353,7 +353,7 @@ class AdoraGRPOTrainer(TrainerParts):
         return self.sampler.awake()
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
-        """The batch of a generation, sampled, graded and weighed.
+        """Return the batch of a generation, sampled, graded and weighed.
 
         Stock TRL processes the image of every copy of a row twice, samples, makes a pass for the
         old log-probabilities whenever vLLM samples, grades, and returns group-normalised
@@ -383,7 +383,8 @@ class AdoraGRPOTrainer(TrainerParts):
             # 3. Sample, with all turns.
             groups = self.rollouts.sample(generation, drawn)
         # 4. Select: complete groups, equally many on every rank; the others wait.
-        selected = self.pool.select(groups, most=self.pool.slots)
+        selected = self.pool.select(groups, self.pool.slots)
+        assert selected, "a generation has groups that are complete on every rank"
         # 5. Build, and 6. score.
         scored = self._score(generation, selected)
         # 7. Refill: groups without signal give their slots to further problems.
@@ -412,7 +413,10 @@ class AdoraGRPOTrainer(TrainerParts):
         self._add_logps(built.batch, generation.key.mode)
         with self.clock.phase("grading"):
             function_scores = self.rewards(
-                [row_for_rewards(*pair) for pair in zip(built.rows, built.rollouts, strict=True)],
+                [
+                    row_for_rewards(row, rollout)
+                    for row, rollout in zip(built.rows, built.rollouts, strict=True)
+                ],
                 built.prompts.messages,
                 built.answers,
                 [rollout.policy_tokens for rollout in built.rollouts],
@@ -436,7 +440,6 @@ class AdoraGRPOTrainer(TrainerParts):
         Rounds of further problems follow as long as any rank lacks groups with signal, `refill` of
         them at most: DAPO's dynamic sampling (arXiv 2503.14476).
         """
-        assert scored.groups, "a generation has groups that are complete on every rank"
         pool = self.pool
         rounds = pool.options.refill
         lengths = scored.facts.length_N.int().tolist()
@@ -447,32 +450,36 @@ class AdoraGRPOTrainer(TrainerParts):
             if not missing:
                 break
             retry = generation.attempt(attempt)
-            most = groups_for(OVERSAMPLE * missing, [share], pool.slots)
-            further_groups = self.rollouts.sample_further(retry, most - pool.state.min_complete)
-            selected = pool.select([*pool.state.waiting, *further_groups], most=most)
+            max_groups = groups_for(OVERSAMPLE * missing, [share], pool.slots)
+            further_groups = self.rollouts.sample_further(
+                retry, max_groups - pool.state.min_complete
+            )
+            selected = pool.select([*pool.state.waiting, *further_groups], max_groups)
             if not selected:  # on no rank: none has ended within the budget
                 continue
-            further = self._score(retry, selected)
-            lengths += further.facts.length_N.int().tolist()
+            refill = self._score(retry, selected)
+            lengths += refill.facts.length_N.int().tolist()
             # Collective: where only one of the two batches has images on some rank, their rows have
             # different columns, and no rank exchanges any.
-            if not all(gather_object([further.batch.keys() == scored.batch.keys()])):
+            if not all(gather_object([refill.batch.keys() == scored.batch.keys()])):
                 continue
-            chosen = pool.chosen_groups(scored.judged, further.judged)
+            chosen = pool.chosen_groups(scored.judged, refill.judged)
+            for numbers in chosen:  # of every rank, since the figure is that of all
+                for slot, number in enumerate(numbers[: len(scored.groups)]):
+                    if number != slot:
+                        replaced += 1
             rank = self.accelerator.process_index
-            for slot in range(len(scored.groups)):
-                if chosen[rank][slot] != slot:
-                    replaced += 1
-            scored = scored.exchanged(further, chosen, pad_id=self.context.pad_id, rank=rank)
+            scored = scored.exchanged(refill, chosen, pad_id=self.context.pad_id, rank=rank)
             judged = self.advantages.judge(scored.facts, generation.group_size, generation.key.step)
             scored = replace(scored, judged=judged)
         if rounds:
-            self.log_figure("adora/refilled_groups", replaced / len(scored.groups))
+            groups_of_ranks = len(scored.groups) * self.accelerator.num_processes
+            self.log_figure("adora/refilled_groups", replaced / groups_of_ranks)
         pool.note_learned(scored.batch, lengths)
         return scored
 
     def _evaluated(self, scored: ScoredGroups) -> Batch:
-        """The batch of an evaluation, with the advantages that TRL would give it."""
+        """Return the batch of an evaluation, with the advantages that TRL would give it."""
         batch = scored.batch
         batch["advantages"] = self._rows_on_device(scored.judged.raw_PG)
         batch["num_items_in_batch"] = self._loss_tokens(batch)
@@ -495,12 +502,12 @@ class AdoraGRPOTrainer(TrainerParts):
         return batch
 
     def _rows_on_device(self, values_PG: Tensor) -> Tensor:
-        """The part of this rank, (B,), of values of all ranks' groups, on the device."""
+        """Return the part of this rank, (B,), of values of all ranks' groups, on the device."""
         values_B = rows_of_rank(values_PG.flatten(), self.accelerator)
         return values_B.to(self.accelerator.device, non_blocking=True)
 
     def _loss_tokens(self, batch: Batch) -> Tensor:
-        """Number of tokens in the loss over all ranks, (). Collective."""
+        """Return the number of tokens in the loss over all ranks, (). Collective."""
         tokens: Tensor = self.accelerator.gather(loss_mask(batch).sum()).sum()
         return tokens
 
@@ -596,7 +603,7 @@ class AdoraGRPOTrainer(TrainerParts):
         return loss
 
     def _compute_loss(self, model: PreTrainedModel, inputs: Any) -> Tensor:
-        """The loss of a micro-batch, (), with its weight among those of the step.
+        """Return the loss of a micro-batch, (), with its weight among those of the step.
 
         Stock TRL takes the ratio to the engine from an earlier pass, averages the loss over the
         rows of a micro-batch, however many there are, and clips the ratio of new to old policy on
@@ -648,7 +655,7 @@ class AdoraGRPOTrainer(TrainerParts):
         return 0.0 if self.use_adaptive_entropy and too_high else float(self.entropy_coef)
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
-        """The tokens of the highest entropy, (B, C).
+        """Return the tokens of the highest entropy, (B, C).
 
         Stock TRL chooses them for the policy's loss. Ours keeps its choice for the entropy bonus too.
         """
@@ -666,7 +673,7 @@ class AdoraGRPOTrainer(TrainerParts):
         return self.policy_pass(super()._get_per_token_logps_and_entropies, *args, **kwargs)
 
     def _policy_logps(self, batch: Batch, pixels: Tensor | None = None) -> Tensor:
-        """The log-probabilities of a generation's completions by the policy, (B, C)."""
+        """Return the log-probabilities of a generation's completions by the policy, (B, C)."""
         policy = partial(self._get_per_token_logps_and_entropies, self.model)
         return generation_logps(
             batch, policy=policy, rows=self.args.per_device_train_batch_size, pixels=pixels
@@ -705,7 +712,7 @@ class AdoraGRPOTrainer(TrainerParts):
         self.checkpoints.write(self.state.global_step, save)
 
     def _get_output_dir(self, trial: object) -> str:
-        """The folder to write into: a checkpoint's staging folder while one is being written.
+        """Return the folder to write into: while a checkpoint is written, its staging folder.
 
         Stock TRL returns `output_dir`, which ours returns otherwise.
         """
@@ -761,7 +768,7 @@ class AdoraGRPOTrainer(TrainerParts):
             self._metrics["train"][name] = list(values)
 
     def save_here(self) -> Path:
-        """The checkpoint of the present step, written unless it is there already.
+        """Return the checkpoint of the present step, written unless it is there already.
 
         All ranks call this together.
         """
@@ -770,7 +777,7 @@ class AdoraGRPOTrainer(TrainerParts):
         )
 
     def _facts(self) -> dict[str, Any]:
-        """The present facts of the run, for a checkpoint's manifest."""
+        """Return the present facts of the run, for a checkpoint's manifest."""
         figures = {name: list(values) for name, values in self._metrics["train"].items()}
         return {
             **self.run_facts,
@@ -834,7 +841,7 @@ class AdoraGRPOTrainer(TrainerParts):
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> Any:
-        """The data loader of a training or an evaluation.
+        """Return the data loader of a training or an evaluation.
 
         Stock TRL reads and decodes every copy of a row. Ours reads each row of a training batch
         once, if possible while the policy learns from the batch before.
@@ -866,7 +873,7 @@ class AdoraGRPOTrainer(TrainerParts):
         return loader
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
-        """The sampler that orders the rows.
+        """Return the sampler that orders the rows.
 
         Stock TRL's draws one epoch's order after the other, from `seed` alone. Ours draws each from
         the epoch's number, and from `data_seed` where it is set.
@@ -876,7 +883,7 @@ class AdoraGRPOTrainer(TrainerParts):
         return self._row_order
 
     def _largest_of_ranks(self, value: float) -> float:
-        """The largest value of all ranks. Collective."""
+        """Return the largest value of all ranks. Collective."""
         values = torch.tensor([value], device=self.accelerator.device)
         return float(self.accelerator.gather(values).max())
 

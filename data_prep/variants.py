@@ -295,16 +295,18 @@ def solved_alike(form: Form) -> tuple[Verdict, Mapping[str, tuple[float, float]]
 
 
 def _turn_upright(original: Figure, at: Mapping[str, tuple[float, float]]) -> complex:
-    """Return the turn that lays a line level or upright that is so in the original.
+    """Return the turn that lays a line level or upright that is so in the original's picture.
 
-    Of several, the longest.
+    Of several, the longest. A picture that is not to scale lies otherwise than its figure does.
     """
     best = (0.0, 1 + 0j)
+    picture = {name: complex(x, y) for name, (x, y) in original.at.items()}
+    picture |= {name: complex(x, -y) for name, (x, y) in original.form.points.items()}
     for row in original.form.rows:
         ends = (row[0], row[-1])
-        if not set(ends) <= at.keys() or not set(ends) <= original.at.keys():
+        if not set(ends) <= at.keys() or not set(ends) <= picture.keys():
             continue
-        original_way = complex(*original.at[ends[1]]) - complex(*original.at[ends[0]])
+        original_way = picture[ends[1]] - picture[ends[0]]
         way = complex(*at[ends[1]]) - complex(*at[ends[0]])
         for axis in (1, 1j, -1, -1j):
             lean = abs(math.degrees(phase(original_way / axis))) if original_way else 180.0

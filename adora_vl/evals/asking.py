@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from adora_vl.evals.benchmark import loaded
+from adora_vl.evals.checklist import DESCRIPTION, VIEW, checklist
 from adora_vl.evals.inference.engines import build_engine, check_loadable, settings_of
 from adora_vl.evals.inference.predictions import PREDICTIONS
 from adora_vl.evals.inference.provenance import Fields
@@ -66,8 +67,8 @@ class AskOptions(EngineOptions):
     view: str = option(
         "image",
         help="; ".join(f"{name}: {description}" for name, description in VIEWS.items())
-        + "; eval.compare lays them side by side",
-        choices=VIEWS,
+        + f"; eval.compare lays them side by side. {VIEW}: {DESCRIPTION}",
+        choices=[*VIEWS, VIEW],
     )
 
 
@@ -113,6 +114,13 @@ def questions(benchmark: Benchmark, options: AskOptions) -> AskedProblems:
     asked.
     """
     everything = loaded(benchmark, options.data)
+    if options.view == VIEW:
+        return AskedProblems(
+            problems=checklist(everything.problems),
+            left_out=0,
+            data_hash=everything.data_hash,
+            unused_options=everything.unused_options,
+        )
     problems = shown_as(everything.problems, options.view)
     return AskedProblems(
         problems=problems,

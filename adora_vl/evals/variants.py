@@ -77,14 +77,14 @@ def variant_lines(graded: Sequence[Graded]) -> list[str]:
     if not common:
         return []
     first = [_share(originals[pid]) for pid in common]
-    means = [_share(variants[pid]) for pid in common]
+    mean_shares = [_share(variants[pid]) for pid in common]
     worst = [float(all(item.correct for item in variants[pid])) for pid in common]
-    differences = [one - mean for one, mean in zip(first, means, strict=True)]
+    differences = [share - mean_share for share, mean_share in zip(first, mean_shares, strict=True)]
     low, high = bootstrap(differences)
-    asked = sum(len(variants[pid]) for pid in common)
+    variant_count = sum(len(variants[pid]) for pid in common)
     return [
         f"originals with variants: {_percent(first)} right, {len(common)} problems",
-        f"variants: {_percent(means)} right on average, {asked} variants; all of a problem's in "
+        f"variants: {_percent(mean_shares)} right on average, {variant_count} variants; all of a problem's in "
         f"{_percent(worst)}",
         f"originals - variants: {100 * sum(differences) / len(common):+.1f} points (95 %: "
         f"{100 * low:+.1f} to {100 * high:+.1f}, paired by problem): the part that may be memory",

@@ -51,6 +51,12 @@ _FLAT = 1e-9  # length of a gradient, after scaling, that counts as none
 _IN_SPAN = 1e-5  # share of a gradient that may lie outside of a span
 _EXACT = 1e-3  # share by which a value may be off that has no decimals
 _ROUNDED = 0.006  # share by which one may be off that has some, which were rounded on the way
+# How far the figure may be from one in which a claim holds, along the claim's gradient, and along
+# what of it is new; in the scaled unknowns, of which a figure's size is about 1. Of claims that
+# people marked as true the rounded ones are up to 0.003 off. Without these bounds a large number on
+# both sides, or a small factor, would make any claim true.
+_FAR = 0.01
+_FAR_NEW = 0.02
 _DIRECTION = 2e-3  # sine by which lines may be off
 _WORLD_STEPS = 12  # of Newton's method, for a figure in which false claims hold
 _IN_WORLD = 1e-6
@@ -306,6 +312,15 @@ class _Judgement:
         right_value, _ = self.system.evaluated(relation.right, values, None)
         return is_equal(left_value, right_value, decimals)
 
+    def _distance(self, relation: Relation) -> float:
+        """How far the figure is from one in which a relation holds, along its gradient."""
+        distances = [0.0]
+        for residual, gradient in self.measured[relation]:
+            length = float(np.linalg.norm(np.nan_to_num(gradient) * self.figure.scales))
+            if length > _FLAT:
+                distances.append(abs(residual) / length)
+        return max(distances)
+
     # Verdicts
 
     def _result(self, claim: Claim) -> Checked:
@@ -328,7 +343,8 @@ class _Judgement:
         for relation in way:
             if not self._is_determined(self.rows(relation)):
                 return "open"
-            holds = holds and self._holds(relation, decimals, self.figure.v)
+            is_near = self._distance(relation) <= _FAR
+            holds = holds and is_near and self._holds(relation, decimals, self.figure.v)
         return "true" if holds else "false"
 
     def _of_true(self, way: Sequence[Relation]) -> ClaimVerdict:
@@ -352,6 +368,9 @@ class _Judgement:
             return "again"
         if _are_in_span(rows, self.true_rows):
             return "nothing"
+        novelty = max(_outside(row, self.true_rows) for row in rows)
+        if max(self._distance(relation) for relation in way) > _FAR_NEW * novelty:
+            return "nothing"  # what is new in it is smaller than its rounding
         self.said.add(names)
         if is_direction:
             self.said_rows += rows
@@ -460,10 +479,13 @@ def _are_in_span(rows: Sequence[Vector], span: Sequence[Vector]) -> bool:
 
 def _is_in_span(row: Vector, rows: Sequence[Vector]) -> bool:
     """Whether a row of length 1 or 0 is a sum of multiples of the rows."""
-    if not row.any():
-        return True
+    return not row.any() or _outside(row, rows) < _IN_SPAN
+
+
+def _outside(row: Vector, rows: Sequence[Vector]) -> float:
+    """The length of the part of a row that is no sum of multiples of the rows."""
     if not rows:
-        return False
+        return float(np.linalg.norm(row))
     matrix = np.stack(rows, axis=1)
     shares, *_ = np.linalg.lstsq(matrix, row, rcond=1e-9)
-    return float(np.linalg.norm(matrix @ shares - row)) < _IN_SPAN
+    return float(np.linalg.norm(matrix @ shares - row))

@@ -36,7 +36,13 @@ from adora_vl.geometry.quantities import (
     points_in,
 )
 from adora_vl.geometry.shapes import Circle, UnreadError, sides_of
-from adora_vl.geometry.sides import NoSideError, Side, SideReader, equation, number_of_quantity
+from adora_vl.geometry.sides import (
+    EquationSide,
+    NoSideError,
+    SideReader,
+    equation,
+    number_of_quantity,
+)
 from adora_vl.geometry.signs import signs_of
 from adora_vl.geometry.stance import is_stood_by
 
@@ -119,6 +125,15 @@ def claims_of(text: str, form: Form) -> list[Claim]:
 def claims_in(text: str, reading: Reading) -> list[Claim]:
     """The claims of a text, where the form has been read before."""
     return _ClaimReader(text, reading).claims()
+
+
+@dataclass(frozen=True)
+class _Link:
+    """A side of a chain: where it begins, and the place behind it."""
+
+    side: EquationSide
+    first: int
+    behind: int
 
 
 class _ClaimReader:
@@ -232,55 +247,55 @@ class _ClaimReader:
     # Chains
 
     def _chain(self, number: int) -> tuple[list[Claim], int]:
-        """A chain of sides: `AB = 5x - 2 = 13`, `angle B measures 40 degrees`."""
+        """The claims of a chain of sides: `AB = 5x - 2 = 13`, `angle B measures 40 degrees`.
+
+        Each side is compared with the one before it. Arithmetic on numbers alone says what the
+        first side with a name is, and so does what stands behind a side that was not read.
+        """
+        claims: list[Claim] = []
+        head: _Link | None = None
+        before: _Link | None = None
+        end = number
+        for link in self._links(number):
+            if link is None:
+                before = head
+                continue
+            partner = before
+            if link.side.is_number and before is not None and before.side.is_number:
+                partner = head
+            if partner is not None:
+                claims.append(self._equation(partner, link))
+                end = link.behind
+            if head is None and not link.side.is_number:
+                head = link
+            before = link
+        return claims, end
+
+    def _links(self, number: int) -> Iterator[_Link | None]:
+        """The sides of the chain that begins at a place; None for one that was not read."""
         try:
             side, behind = self.sides.side(number)
         except NoSideError:
-            return [], number
-        claims: list[Claim] = []
-        head: Side | None = None if side.is_number else side
-        head_place = number
-        last = side
-        last_place = number
-        end = behind
+            return
+        yield _Link(side=side, first=number, behind=behind)
         while True:
-            relation_end = self._is_equal(behind)
-            if relation_end is None:
-                break
+            start = self._is_equal(behind)
+            if start is None:
+                return
             try:
-                following, following_end = self._side_behind(relation_end, behind)
+                side, end = self._side_behind(start, behind)
             except NoSideError:
-                skipped = self._next_equal(relation_end)
-                is_sign = self.sides.at(relation_end - 1).text in _EQUALS
-                if skipped is None or head is None or not is_sign:
-                    break
-                behind = skipped
-                last = head
-                last_place = head_place
+                following = self._next_equal(start)
+                is_sign = self.sides.at(start - 1).text in _EQUALS
+                if following is None or not is_sign:
+                    return
+                behind = following
+                yield None
                 continue
-            left_side = last
-            cursor = last_place
-            if following.is_number and last.is_number:
-                # Arithmetic on numbers alone says what the head of the chain is.
-                if head is None:
-                    last = following
-                    last_place = relation_end
-                    behind = following_end
-                    end = behind
-                    continue
-                left_side = head
-                cursor = head_place
-            claims.append(self._equation(cursor, following_end, left_side, following))
-            if head is None and not following.is_number:
-                head = following
-                head_place = relation_end
-            last = following
-            last_place = relation_end
-            behind = following_end
-            end = behind
-        return claims, end if claims else number
+            behind = end
+            yield _Link(side=side, first=start, behind=behind)
 
-    def _side_behind(self, number: int, relation: int) -> tuple[Side, int]:
+    def _side_behind(self, number: int, relation: int) -> tuple[EquationSide, int]:
         """The side behind `=` or `is`. Raises `NoSideError` where it is only a part of one."""
         side, behind = self.sides.side(number)
         word = self.sides.word(behind)
@@ -339,13 +354,15 @@ class _ClaimReader:
                 return None
         return None
 
-    def _equation(self, first: int, behind: int, left_side: Side, right_side: Side) -> Claim:
-        decimals = [side.decimals for side in (left_side, right_side) if side.decimals is not None]
+    def _equation(self, before: _Link, link: _Link) -> Claim:
+        """The claim that two sides of a chain are equal."""
+        sides = (before.side, link.side)
+        decimals = [side.decimals for side in sides if side.decimals is not None]
         return self._claim(
-            first,
-            behind,
-            _kind_of(left_side, right_side),
-            ways=((equation(left_side.quantity, right_side.quantity),),),
+            before.first,
+            link.behind,
+            _kind_of(before.side, link.side),
+            ways=((equation(before.side.quantity, link.side.quantity),),),
             decimals=max(decimals) if decimals else None,
         )
 
@@ -428,7 +445,7 @@ class _ClaimReader:
             yield self._claim(first, clause[-1] + 1, "unread", why="it was not understood")
 
 
-def _kind_of(left_side: Side, right_side: Side) -> ClaimKind:
+def _kind_of(left_side: EquationSide, right_side: EquationSide) -> ClaimKind:
     """What an equation is about: one name with a number, or a relation."""
     for side, partner in ((left_side, right_side), (right_side, left_side)):
         if not partner.is_number:

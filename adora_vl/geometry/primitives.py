@@ -169,7 +169,12 @@ def _add_touching(reading: Reading) -> None:
             shared = [point for point in row[1:-1] if point in circle.points]
             reaches = [abs(places[end] - places[circle.centre]) for end in (row[0], row[-1])]
             meets_once = len(set(row) & set(circle.points)) == len(shared) == 1
-            if meets_once and circle.centre not in row and min(reaches) > _OUTSIDE * radius:
+            if not meets_once or circle.centre in row or min(reaches) < _OUTSIDE * radius:
+                continue
+            # A line that cuts the circle as drawn lacks a point of its annotation.
+            to_point = places[shared[0]] - places[circle.centre]
+            lean = abs(cosine(to_point, places[row[-1]] - places[row[0]]))
+            if lean < math.sin(math.radians(SAID_TANGENT)):
                 reading.relations.append(
                     Perpendicular(a=circle.centre, b=shared[0], c=row[0], d=row[-1])
                 )

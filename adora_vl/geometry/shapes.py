@@ -39,6 +39,7 @@ _POINT = re.compile(r"[A-Z]'?|point_\d+")
 _SAME_RAY = 12.0  # degrees; two drawn rays closer than this are one
 # share of a segment's length that a point may lie beside it and still seem to be on it
 _STRAIGHT = 0.025
+_FAR_BESIDE = 1.0  # the same share, of a point that cannot be meant to be on the segment
 _MOST_FACES = 40  # corners of a region; a walk that is longer has lost its way
 _UNLIKE = 0.15  # step in which a polygon's likeness to its kind is counted
 
@@ -290,8 +291,16 @@ class Drawing:
     def _imagine_places(self) -> None:
         """Give a point without a place one that its facts suggest.
 
-        It is a similar figure's copy, or a foot on a line.
+        It is a similar figure's copy, or a foot on a line. A place far beside the line that its
+        point lies on is a slip of the annotation, and counts as none.
         """
+        for (first, last), points in sorted(self.on_segment.items()):
+            for name in sorted(points):
+                if {first, name, last} <= self.places.keys():
+                    way = self.places[last] - self.places[first]
+                    beside = cross(way, self.places[name] - self.places[first])
+                    if abs(beside) > _FAR_BESIDE * abs(way) ** 2:
+                        del self.places[name]
         self._copy_similar()
         for _ in range(2):
             for (first, last), points in sorted(self.on_segment.items()):

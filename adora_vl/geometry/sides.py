@@ -109,6 +109,7 @@ _INVERSES = {
     **{"arcsin": math.asin, "arccos": math.acos, "arctan": math.atan},
     **{"sin": math.asin, "cos": math.acos, "tan": math.atan},
 }
+_VALUES = ("number", "points")
 _CLOSING = {"(": ")", "{": "}", "[": "]"}
 _BEGINS_FACTOR = {"sqrt", "frac", "pi", "sin", "cos", "tan"}
 _OF = {"the", "of", "length", "measure", "side", "a"}
@@ -120,7 +121,7 @@ class NoSideError(Exception):
 
 
 @dataclass(frozen=True)
-class Side:
+class EquationSide:
     """One side of an equation.
 
     `decimals`: the most digits that a number in it has behind its point; None where it has no such
@@ -158,7 +159,7 @@ class SideReader:
         sign = self.at(number)
         return sign.text.lower() if sign.kind == "word" else ""
 
-    def side(self, number: int) -> tuple[Side, int]:
+    def side(self, number: int) -> tuple[EquationSide, int]:
         """The side that begins at a place, and the place behind it. Raises `NoSideError`."""
         self.decimals = None
         self.depth = 0
@@ -168,7 +169,7 @@ class SideReader:
         except (UnreadError, ValueError, OverflowError, ZeroDivisionError) as error:
             raise NoSideError(str(error)) from error
         self._check_end(behind)
-        return Side(quantity=quantity, decimals=self.decimals), behind
+        return EquationSide(quantity=quantity, decimals=self.decimals), behind
 
     def _check_end(self, number: int) -> None:
         """Raise `NoSideError` where what stands behind a side belongs to it and was not read."""
@@ -186,10 +187,13 @@ class SideReader:
 
     def is_ratio(self, number: int) -> bool:
         """Whether a colon divides, as in `AB:CD = 1 : 2`, and does not end a sentence."""
-        before = self.at(number - 1).kind
+        before = self.at(number - 1)
+        colon = self.at(number)
         behind = self.at(number + 1)
-        has_values = before in ("number", "points") and behind.kind in ("number", "points")
-        return has_values and behind.is_apart == self.at(number).is_apart
+        has_values = before.kind in _VALUES and behind.kind in _VALUES
+        # The colon of "triangle $ABC$: $BC = 5$" stands between two formulas.
+        is_in_one_formula = before.is_math == colon.is_math == behind.is_math
+        return has_values and is_in_one_formula and behind.is_apart == colon.is_apart
 
     # Sums and products
 

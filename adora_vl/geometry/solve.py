@@ -194,13 +194,14 @@ class FigureProblem:
     def _on_lines(self, v: Vector, number: int) -> Vector:
         """The start `v` with points moved until they lie on the lines and circles that they are on.
 
-        Without a picture a figure has to begin so, else points come to lie in another order. Each
-        fact in turn moves its points a little, as often as is needed.
+        Points without a place have to begin so, else they come to lie in another order. Each fact in
+        turn moves its points a little, as often as is needed; those with a place stay.
         """
         random = np.random.default_rng(number)
         position = self.system.position
         places = v[: self.system.first_unknown].reshape(-1, 2).copy()
         is_placed: set[str] = set()
+        is_free = np.array([float(name not in self.places) for name in self.system.points])
         for names in self.convex:
             way_round = random.permutation(len(names))[0] + np.arange(len(names))
             for name, step in zip(names, way_round, strict=True):
@@ -224,13 +225,15 @@ class FigureProblem:
                 along = float((places[point] - places[first]) @ way) / (float(way @ way) + 1e-9)
                 share = min(max(along, _INNER), 1 - _INNER)
                 gap = places[first] + share * way - places[point]
-                places[point] += 0.5 * gap
-                places[first] -= 0.5 * (1 - share) * gap
-                places[last] -= 0.5 * share * gap
+                places[point] += 0.5 * is_free[point] * gap
+                places[first] -= 0.5 * is_free[first] * (1 - share) * gap
+                places[last] -= 0.5 * is_free[last] * share * gap
             for centre, points in rounds:
                 ways = places[points] - places[centre]
                 lengths = np.linalg.norm(ways, axis=1, keepdims=True) + 1e-9
-                places[points] += 0.5 * (lengths.mean() / lengths - 1) * ways
+                places[points] += (
+                    0.5 * is_free[points, None] * (lengths.mean() / lengths - 1) * ways
+                )
         v = v.copy()
         v[: self.system.first_unknown] = places.reshape(-1)
         radii = {circle.radius: circle for circle in self.drawing.circles}
@@ -324,7 +327,7 @@ class FigureProblem:
         None where it does not fulfil the relations up to `loose`.
         """
         v = self.start(number)
-        if not self.places:
+        if len(self.places) < len(self.system.points):
             v = self._on_lines(v, number)
         if self.system.unknowns:
             v, _ = self.improved(

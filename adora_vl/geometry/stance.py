@@ -125,6 +125,8 @@ class _Sentence:
     def stands(self) -> list[bool]:
         """Tell of each sign of the sentence whether it is stood by; sets `is_supposed`."""
         if self.words and self.words[-1] == "?":
+            # "What if AB = 5? Then" supposes as well.
+            self.goes_on = any(self._supposes(number) for number in range(len(self.words)))
             return [False] * len(self.words)
         stands: list[bool] = []
         clause_start = 0

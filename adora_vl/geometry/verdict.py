@@ -12,7 +12,7 @@ import numpy as np
 
 from adora_vl.geometry.chase import Chase
 from adora_vl.geometry.choose import Outcome, Status, outcome
-from adora_vl.geometry.conflict import Conflict, Repair, conflict_of
+from adora_vl.geometry.conflict import Conflict, Repair, conflict_of, is_value
 from adora_vl.geometry.exact import exact
 from adora_vl.geometry.figure import Verdict, figure_of
 from adora_vl.geometry.forms import Form, Term
@@ -110,7 +110,7 @@ def _solved(form: Form, reading: Reading, *, looks: bool, repair: bool) -> Verdi
     if result.status == "ambiguous":
         return _ambiguous(form, problem, result)
     if result.disordered:
-        return _out_of_order(problem, result)
+        return _out_of_order(result)
     if not repair:
         return Verdict(status=result.status, why=_no_figure(result, None, reading))
     return _repaired(form, problem, result, budget)
@@ -245,22 +245,14 @@ def _ambiguous(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
     return Verdict(status="ambiguous", why=f"two figures fit, with {examples}")
 
 
-def _out_of_order(problem: FigureProblem, result: Outcome) -> Verdict:
+def _out_of_order(result: Outcome) -> Verdict:
     """The verdict where figures fit only with the points of a line in another order.
 
     The order is the one that the facts or the picture have.
     """
-    lines = tuple(f"{line} in this order" for line in result.disordered)
-    why = f"no figure: the other facts contradict {_listed(lines)} on one line"
-    if result.value is None:
-        return Verdict(status="conflict", why=why)
+    lines = _listed([f"{line} in this order" for line in result.disordered])
     return Verdict(
-        status="conflict",
-        value=_plain(result.value),
-        answer=answer_of(result.value, problem.reading),
-        how="without a fact",
-        left_out=lines,
-        why=f"{why}; in another order {_goal_words(problem.reading)} is {result.value:.6g}",
+        status="conflict", why=f"no figure: the other facts contradict {lines} on one line"
     )
 
 
@@ -313,11 +305,11 @@ def _by_lengths(form: Form, clash: Conflict) -> Verdict | None:
     """
     for repair in clash.repairs:
         solution = repair.outcome.solution
-        if len(repair.left_out) < 2 or repair.outcome.status != "answered" or solution is None:
+        if repair.outcome.status != "answered" or solution is None:
             continue
         reading = repair.problem.reading
         terms = [reading.drawing.terms[number] for number in repair.left_out]
-        if any(unit_of(term) != "degrees" for term in terms):
+        if not all(is_value(term) and unit_of(term) == "degrees" for term in terms):
             continue
         if all(_holds_as_rounded(repair, term) for term in terms):
             answer = _answered(form, repair.problem, repair.outcome)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from adora_vl.migrate.config_text import without_counterpart, yaml_text
 from adora_vl.migrate.easyr1 import convert_easyr1
-from adora_vl.migrate.migration import Launch, Migration, existing
+from adora_vl.migrate.migration import LaunchPlan, Migration, existing
 from adora_vl.migrate.source import read_source
 from adora_vl.migrate.swift import convert_swift
 from adora_vl.migrate.trl import convert_trl
@@ -28,7 +28,7 @@ class Trainer:
     `convert` returns how the run is started.
     """
 
-    convert: Callable[[Migration], Launch]
+    convert: Callable[[Migration], LaunchPlan]
     nested: bool
 
 
@@ -64,7 +64,7 @@ def convert_config(
 
 def _convert(
     trainer: str, config: Path | None, *, reward: str | None, words: Sequence[str]
-) -> tuple[Migration, Launch]:
+) -> tuple[Migration, LaunchPlan]:
     """Convert a config, and return how its run is started too."""
     kind = TRAINERS[trainer]
     source = read_source(config, words, nested=kind.nested)

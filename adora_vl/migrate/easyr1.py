@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from adora_vl.migrate.migration import Launch, Migration, Names
+from adora_vl.migrate.migration import LaunchPlan, Migration, Names
 from adora_vl.migrate.ray import (
     convert_batches,
     convert_data,
@@ -108,7 +108,7 @@ _REWARD = "worker.reward.reward_function"
 _OLDER_REWARD = "worker.reward.score_function"
 
 
-def convert_easyr1(move: Migration) -> Launch:
+def convert_easyr1(move: Migration) -> LaunchPlan:
     """Convert a config of EasyR1. Raises `UserError`."""
     move.defaults = _DEFAULTS
     convert_model(move, _NAMES)
@@ -133,7 +133,7 @@ def convert_easyr1(move: Migration) -> Launch:
     layout = convert_batches(move, _NAMES)
     convert_steps(move, _NAMES, layout)
     # FSDP divides weights and optimizer there
-    return Launch(processes=layout.gpus, accelerate="zero3")
+    return LaunchPlan(processes=layout.gpus, accelerate="zero3")
 
 
 def _convert_prompt(move: Migration) -> None:

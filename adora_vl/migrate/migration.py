@@ -34,7 +34,7 @@ _LONGEST = 60  # characters of a value that is quoted
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchPlan:
     """How the other trainer starts its processes.
 
     `processes`: on all machines together. `accelerate`: the name of the file in

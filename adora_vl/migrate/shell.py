@@ -19,14 +19,22 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _VARIABLE = re.compile(r"\$(?:(?P<plain>[A-Za-z_]\w*)|\{(?P<name>\w+)(?::?-(?P<default>[^}]*))?\})")
 # Words behind which another command begins, or the output of this one is sent somewhere.
 _END_OF_COMMAND = re.compile(r"^(\||\|\||&|&&|;|\d?>.*|<.*)$")
+# `NAME=(` begins an array, whose words may stand in many lines, and `${NAME[@]}` is all of them.
+_ARRAY = re.compile(r"(?P<name>[A-Za-z_]\w*)=\((?P<first>.*)", re.DOTALL)
+_ARRAY_WORDS = re.compile(r"\$\{([A-Za-z_]\w*)\[[@*]\]\}")
 _ALL_ARGUMENTS = ("$@", "$*")
 
 
 @dataclass
 class Script:
-    """A shell script: its variables, and its commands as lists of words."""
+    """A shell script: its variables and arrays, and its commands as lists of words.
+
+    `open_array`: the name of an array whose end has not been read yet.
+    """
 
     variables: dict[str, str] = field(default_factory=dict)
+    arrays: dict[str, list[str]] = field(default_factory=dict)
+    open_array: str | None = None
     commands: list[list[str]] = field(default_factory=list)
 
 
@@ -64,6 +72,7 @@ def read_script(text: str, name: str) -> Script:
 
 def _read_line(script: Script, words: list[str]) -> None:
     """Set the variables of a line, and keep its command."""
+    words = [word for word in words if not _is_in_array(script, word)]
     if words[:1] == ["export"]:
         words = words[1:]
     while words and _ASSIGNMENT.match(words[0]):
@@ -76,12 +85,32 @@ def _read_line(script: Script, words: list[str]) -> None:
             break
         is_last = word.endswith(";")
         word = word.removesuffix(";")
-        if word not in _ALL_ARGUMENTS:
+        array = _ARRAY_WORDS.fullmatch(word)
+        if array is not None:
+            command += script.arrays.get(array[1], [])
+        elif word not in _ALL_ARGUMENTS:
             command.append(expand(word, script.variables))
         if is_last:
             break
     if command:
         script.commands.append(command)
+
+
+def _is_in_array(script: Script, word: str) -> bool:
+    """Whether a word begins, belongs to or ends an array, which keeps it."""
+    begins = _ARRAY.fullmatch(word) if script.open_array is None else None
+    if begins is not None:
+        script.open_array = begins["name"]
+        script.arrays[begins["name"]] = []
+        word = begins["first"]
+    if script.open_array is None:
+        return False
+    text = word.removesuffix(")")
+    if text:
+        script.arrays[script.open_array].append(expand(text, script.variables))
+    if word.endswith(")"):
+        script.open_array = None
+    return True
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:

@@ -110,8 +110,11 @@ def _keys_of_command(words: list[str]) -> list[str]:
     """The words behind the program of a command, which are those of the trainer.
 
     `accelerate launch --num_processes 8 train.py --model m` has options of its own before the
-    program. Words that name no program are all the trainer's.
+    program. Words that begin with a key, or name no program, are all the trainer's.
     """
+    name, sign, _ = "".join(words[:1]).partition("=")
+    if name.startswith("--") or (sign and "." in name):
+        return words
     for index, word in enumerate(words):
         before = words[index - 1] if index else ""
         is_module = before == "-m" and not word.startswith("accelerate")

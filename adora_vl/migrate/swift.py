@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from adora_vl.migrate.migration import Launch, Migration, words_in
+from adora_vl.migrate.migration import LaunchPlan, Migration, words_in
 from adora_vl.migrate.trl import name_data, take_equal_keys, warn_of_server
 from adora_vl.utils.errors import UserError
 
@@ -73,7 +73,7 @@ _PARTS = {
 }
 
 
-def convert_swift(move: Migration) -> Launch:
+def convert_swift(move: Migration) -> LaunchPlan:
     """Convert a config of ms-swift. Raises `UserError`."""
     move.defaults = _UNMATCHED_DEFAULTS
     kind = move.get("rlhf_type", "grpo")
@@ -100,7 +100,7 @@ def convert_swift(move: Migration) -> Launch:
             f"adora_eval: [problems=FOLDER], eval_strategy: steps, eval_steps: {every}"
         )
     processes = move.source.environment.get("NPROC_PER_NODE", "1")
-    return Launch(
+    return LaunchPlan(
         processes=int(processes) if processes.isdecimal() else 1,
         accelerate=_sharding(str(move.get("deepspeed", ""))),
     )

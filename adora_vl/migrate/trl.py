@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from adora_vl.config.trl_keys import read_keys
-from adora_vl.migrate.migration import Launch, Migration, words_in
+from adora_vl.migrate.migration import LaunchPlan, Migration, words_in
 
 # What TRL's own reward functions are called here.
 _REWARDS = {
@@ -30,7 +30,7 @@ _COLUMNS = {
 }
 
 
-def convert_trl(move: Migration) -> Launch:
+def convert_trl(move: Migration) -> LaunchPlan:
     """Convert a config of TRL, whose launcher's options are not read."""
     move.defaults = _DEFAULTS
     move.set_method()
@@ -51,7 +51,7 @@ def convert_trl(move: Migration) -> Launch:
         move.put("vllm_max_model_length", length, "max_prompt_length", "max_completion_length")
     take_equal_keys(move)
     warn_of_server(move)
-    return Launch()
+    return LaunchPlan()
 
 
 def take_equal_keys(move: Migration) -> None:

@@ -5,7 +5,7 @@ Keys and defaults are those of its `ppo_trainer.yaml`.
 
 from __future__ import annotations
 
-from adora_vl.migrate.migration import Launch, Migration, Names
+from adora_vl.migrate.migration import LaunchPlan, Migration, Names
 from adora_vl.migrate.ray import (
     convert_batches,
     convert_data,
@@ -103,7 +103,7 @@ _REWARD = "custom_reward_function.path"
 _FUNCTION = "custom_reward_function.name"
 
 
-def convert_verl(move: Migration) -> Launch:
+def convert_verl(move: Migration) -> LaunchPlan:
     """Convert a config of verl. Raises `UserError`."""
     move.defaults = _DEFAULTS
     convert_model(move, _NAMES)
@@ -122,7 +122,7 @@ def convert_verl(move: Migration) -> Launch:
     layout = convert_batches(move, _NAMES)
     convert_steps(move, _NAMES, layout)
     # FSDP divides weights and optimizer there
-    return Launch(processes=layout.gpus, accelerate="zero3")
+    return LaunchPlan(processes=layout.gpus, accelerate="zero3")
 
 
 def _convert_reward(move: Migration) -> None:

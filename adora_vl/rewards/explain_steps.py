@@ -13,7 +13,7 @@ from adora_vl.geometry.figure import figure_from, written
 from adora_vl.geometry.forms import Form, form_of
 from adora_vl.geometry.text import form_of_text
 from adora_vl.geometry.verdict import verdict
-from adora_vl.rewards.steps import Work, work_of
+from adora_vl.rewards.steps import ResponseWork, work_of
 from adora_vl.utils.errors import UserError, in_one_line
 
 _WORDS: dict[ClaimVerdict, str] = {
@@ -94,7 +94,7 @@ def _line(checked: Checked) -> str:
     return f"{_WORDS[checked.verdict]:<{_WIDTH}}{words}{mark}"
 
 
-def _summary(work: Work) -> str:
+def _summary(work: ResponseWork) -> str:
     counts = Counter(claim.verdict for claim in work.claims)
     return (
         f"steps {work.share:.3g}   new {work.new}, false {work.false}, unread {counts['unread']}, "

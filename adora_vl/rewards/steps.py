@@ -30,7 +30,7 @@ _RIGHT = "correct"
 
 
 @dataclass(frozen=True)
-class Work:
+class ResponseWork:
     """The claims of one response, with their verdicts, and how many of them count.
 
     `new`: true claims that say something new and are not the answer itself. `false`: errors, each
@@ -90,7 +90,7 @@ def _shown_verdict(checked: Checked) -> str:
     return "answer" if checked.verdict == "new" and checked.is_answer else checked.verdict
 
 
-def work_of(response: str, figure: str) -> Work:
+def work_of(response: str, figure: str) -> ResponseWork:
     """The claims of a response on the figure of its row, up to the end of its last box.
 
     Raises `UserError` for a figure that cannot be used.
@@ -102,7 +102,7 @@ def work_of(response: str, figure: str) -> Work:
             f"column 'figure': {figure!r:.60} is no solved figure ({error}); make the rows anew "
             "with `python -m data_prep geometry3k --source facts`, or leave it null"
         ) from error
-    return Work(tuple(checked_figure.claims(worked_part(response))))
+    return ResponseWork(tuple(checked_figure.claims(worked_part(response))))
 
 
 def worked_part(response: str) -> str:
@@ -192,7 +192,7 @@ class StepsReward:
     def _rights(
         self,
         texts: Sequence[str],
-        works: Sequence[Work | None],
+        works: Sequence[ResponseWork | None],
         answer: Sequence[str] | None,
         choices: Sequence[Sequence[str] | None] | None,
     ) -> list[bool | None]:
@@ -209,7 +209,7 @@ class StepsReward:
             rights.append(result.verdict == _RIGHT)
         return rights
 
-    def _score(self, work: Work | None, is_right: bool | None) -> float | None:
+    def _score(self, work: ResponseWork | None, is_right: bool | None) -> float | None:
         if work is None:
             return None
         if not self.gate:
@@ -217,7 +217,9 @@ class StepsReward:
         return 0.5 + 0.5 * work.share if is_right else 0.0
 
 
-def _figures(works: Sequence[Work | None], rights: Sequence[bool | None]) -> dict[str, float]:
+def _figures(
+    works: Sequence[ResponseWork | None], rights: Sequence[bool | None]
+) -> dict[str, float]:
     """What a batch logs: shares of its rollouts with a figure, of claims, and of right rollouts."""
     figured = [work for work in works if work is not None]
     figures = {"figures": len(figured) / len(works)}

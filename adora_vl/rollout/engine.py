@@ -381,6 +381,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         """
         llm = self.llm
         if self.enable_sleep_mode:
+            # what the last policy step has left in torch's cache is the engine's room
+            vllm_generation.empty_cache()
             llm.wake_up()
         llm.llm_engine.engine_core.shutdown()
         if llm.base is not None:

@@ -24,7 +24,7 @@ class StopCriteria:
         generation_kwargs: Mapping[str, Any],
         decode: Callable[[Sequence[int]], str],
     ) -> StopCriteria:
-        """The criteria of a run.
+        """Return the criteria of a run.
 
         Args:
             tokens: that end a turn.
@@ -37,7 +37,7 @@ class StopCriteria:
         return cls(frozenset({*tokens, *further_tokens}), strings, decode)
 
     def ended(self, ids: Sequence[int], text: str) -> bool:
-        """Whether an answer of these tokens and this text has ended by itself.
+        """Return whether an answer of these tokens and this text has ended by itself.
 
         It has if it is empty, or if its last token ends it or completes a string. An answer that
         was stopped at its limit, or because it repeats itself, has not.
@@ -49,11 +49,11 @@ class StopCriteria:
         )
 
     def ends(self, ids: Sequence[int]) -> bool:
-        """Whether an answer of these tokens has ended by itself; their text is decoded here."""
+        """Return whether an answer of these tokens, decoded here, has ended by itself."""
         return self.ended(ids, self.decode(ids))
 
     def has_end(self, rollout: Rollout, text: str) -> bool:
-        """Whether a rollout whose last turn has this text has come to its end by itself.
+        """Return whether a rollout whose last turn has this text has come to its end by itself.
 
         False for a rollout that stopped at an unanswered tool call or for lack of context, whatever
         its last token is.

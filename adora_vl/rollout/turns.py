@@ -35,19 +35,19 @@ class TurnPlayer(Protocol[Key]):
     """Samples and answers the turns of rollouts, which have keys of any kind."""
 
     def sample(self, rollouts: Mapping[Key, Rollout]) -> dict[Key, Rollout]:
-        """The rollouts with one more turn of the policy, from one call of the engine.
+        """Return the rollouts with one more turn of the policy, from one call of the engine.
 
         All ranks call it equally often, also with no rollouts.
         """
 
     def answer(self, key: Key, rollout: Rollout) -> Rollout:
-        """A rollout whose turn has ended with the answer to its calls, or as it is."""
+        """Return a rollout whose turn has ended with the answer to its calls, or as it is."""
 
     def has_room(self, key: Key, rollout: Rollout) -> bool:
-        """Whether a rollout may sample more tokens."""
+        """Return whether a rollout may sample more tokens."""
 
     def on_any_rank(self, holds: bool) -> bool:
-        """Whether something holds on any rank. Collective."""
+        """Return whether something holds on any rank. Collective."""
 
 
 def run_turns(rollouts: Mapping[Key, Rollout], player: TurnPlayer[Key]) -> dict[Key, Rollout]:
@@ -258,7 +258,7 @@ class ToolLoop:
         return ids
 
     def count(self, text: str) -> int:
-        """Number of tokens of a text of the policy's."""
+        """Return number of tokens of a text of the policy's."""
         return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     @cached_property

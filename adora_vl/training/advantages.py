@@ -35,7 +35,7 @@ class JudgedGroups:
     """Processes, which have equally many of the rollouts each."""
 
     def signal_of(self, rank: int) -> list[bool]:
-        """Whether each group of a rank has signal. Each rank has whole groups."""
+        """Return whether each group of a rank has signal. Each rank has whole groups."""
         per_rank, rest = divmod(len(self.signal_P), self.ranks)
         assert rest == 0, "groups are spread over ranks"
         has_signal: list[bool] = self.signal_P[rank * per_rank : (rank + 1) * per_rank].tolist()
@@ -143,7 +143,7 @@ class AdvantageComputer:
         return equal_P[groups.scored_PG.any(dim=1)].float().mean().item()
 
     def _groups(self, facts: RolloutFacts, group_size: int, step: int) -> tuple[Groups, Tensor]:
-        """The groups, and the advantages that TRL would give them, (P, G)."""
+        """Return the groups, and the advantages that TRL would give them, (P, G)."""
         rewards_NF = facts.counted_NF
         lengths_PG = facts.length_N.view(-1, group_size)
         cut_off_PG = facts.cut_off_N.view(-1, group_size)

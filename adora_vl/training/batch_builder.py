@@ -25,7 +25,7 @@ _BY_TOKEN = ("token_type_ids", "mm_token_type_ids")  # fields of prompts with a 
 
 
 def answers_of(processor: Any, prompts: PromptBatch, completions: Sequence[list[int]]) -> list[Any]:
-    """The answers of these completions, (B,).
+    """Return the answers of these completions, (B,).
 
     They are lists of messages where the prompts are messages, else texts. A tokenizer with a
     template or schema of responses takes a message apart as TRL does, for example into thinking
@@ -66,7 +66,7 @@ class BatchBuilder:
     def build(
         self, generation: Generation, groups: Sequence[RolloutGroup], prompts: PromptBatch
     ) -> BuiltGroups:
-        """The groups as a batch, with what the reward functions get.
+        """Return the groups as a batch, with what the reward functions get.
 
         Args:
             generation: that the groups are built for.
@@ -93,7 +93,7 @@ class BatchBuilder:
     def thinking_opened(
         self, prompts: PromptBatch, rollouts: Sequence[Rollout], texts: Sequence[str]
     ) -> list[bool]:
-        """Whether the last turn of each rollout began inside a block of thinking, (B,).
+        """Return whether the last turn of each rollout began inside a block of thinking, (B,).
 
         Templates of thinking models end the prompt with `<think>`. Where the tokenizer has parsed a
         closed block out of the message, `texts` is the answer alone, and begins outside.
@@ -116,7 +116,7 @@ class BatchBuilder:
         prompts: PromptBatch,
         has_end: Sequence[bool],
     ) -> Batch:
-        """The columns that follow from how the rollouts were sampled.
+        """Return the columns that follow from how the rollouts were sampled.
 
         `has_end` says for each rollout whether it has an end, (B,). Where rollouts may be older
         than their generation, the batch gets the columns `stale_tokens`, `segments` and `age`.
@@ -171,7 +171,7 @@ class BatchBuilder:
         counted: Sequence[bool],
         policy_mask: Sequence[list[bool]] | None = None,
     ) -> Batch:
-        """The rollouts of this rank as padded columns, B rows.
+        """Return the rollouts of this rank as padded columns, B rows.
 
         Args:
             prompts: with the images of the completions behind their own.

@@ -69,37 +69,37 @@ class ScoredGroups:
     """Whether these groups were scored in several batches, so that they have to be judged again."""
 
     def exchanged(
-        self, further: ScoredGroups, chosen: Sequence[Sequence[int]], pad_id: int, rank: int
+        self, refill: ScoredGroups, chosen: Sequence[Sequence[int]], pad_id: int, rank: int
     ) -> ScoredGroups:
-        """The chosen groups of both, which are judged anew later.
+        """Return the chosen groups of both, which are judged anew later.
 
         Args:
-            further: groups of further problems.
-            chosen: for each rank the numbers of its chosen groups; those of `further` are counted
+            refill: groups of further problems.
+            chosen: for each rank the numbers of its chosen groups; those of `refill` are counted
                 on from this rank's own.
             pad_id: fills columns of token ids.
             rank: this one.
         """
         size = len(self.groups[0].rollouts)
         batch = chosen_groups(
-            self.batch, further=further.batch, groups=chosen[rank], size=size, pad_id=pad_id
+            self.batch, further=refill.batch, groups=chosen[rank], size=size, pad_id=pad_id
         )
-        candidates = [*self.groups, *further.groups]
+        candidates = [*self.groups, *refill.groups]
         # All ranks have equally many groups in each of the two batches.
-        first_further = len(self.groups) * len(chosen)
+        first_of_refill = len(self.groups) * len(chosen)
         rows: list[int] = []
         for number_of_rank, numbers in enumerate(chosen):
             for number in numbers:
                 group = number_of_rank * len(self.groups) + number
                 if number >= len(self.groups):
                     later = number - len(self.groups)
-                    group = first_further + number_of_rank * len(further.groups) + later
+                    group = first_of_refill + number_of_rank * len(refill.groups) + later
                 rows += range(group * size, (group + 1) * size)
         return replace(
             self,
             groups=[candidates[number] for number in chosen[rank]],
             batch=batch,
-            facts=self.facts.joined(further.facts).selected(rows),
+            facts=self.facts.joined(refill.facts).selected(rows),
             was_exchanged=True,
         )
 

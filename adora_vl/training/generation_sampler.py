@@ -46,7 +46,7 @@ class RowsAhead:
     order: EpochRepeatSampler | None = None
 
     def after(self, numbers: Sequence[int], distance: int) -> list[Row]:
-        """The rows of the generation `distance` after the one whose row numbers are `numbers`."""
+        """Return the rows of the generation `distance` after that of these row numbers."""
         assert self.rows is not None and self.order is not None
         rows: list[Row] = self.rows.rows_after(list(numbers), self.order, distance)
         return rows
@@ -208,11 +208,13 @@ class GenerationSampler:
         return groups
 
     def sample_all(self, generation: Generation, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        """The groups of an evaluation, sampled to their ends."""
+        """Return the groups of an evaluation, sampled to their ends."""
         return self.groups.sample(generation, groups, to_the_ends(groups))
 
     def sample_further(self, generation: Generation, count: int) -> list[RolloutGroup]:
-        """Groups of `count` further problems, sampled within the budget; none for a count below 1.
+        """Return groups of `count` further problems, sampled within the budget.
+
+        There are none for a count below 1.
 
         With `ahead` there is no time to sample any: spare groups were requested instead.
         """
@@ -290,7 +292,7 @@ class GenerationSampler:
         drawn: list[RolloutGroup],
         distance: int,
     ) -> list[RolloutGroup] | None:
-        """The groups of the problems that the data loader draws for a later generation.
+        """Return the groups of the problems that the data loader draws for a later generation.
 
         None on all ranks where any row on any rank cannot be read; the step that draws the row
         reports it.

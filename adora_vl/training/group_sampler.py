@@ -43,7 +43,7 @@ class PromptReader:
         self._last: PromptBatch | None = None
 
     def read(self, groups: Sequence[RolloutGroup], generation: Generation) -> PromptBatch:
-        """The prompts of rollouts, of which each of `groups` has one.
+        """Return the prompts of rollouts, of which each of `groups` has one.
 
         They are read anew unless they are those that were read last.
         """
@@ -56,7 +56,7 @@ class PromptReader:
         return self._last
 
     def take(self, groups: Sequence[RolloutGroup], generation: Generation) -> PromptBatch:
-        """The prompts of all rollouts of `groups`, for their batch. They are not handed out again."""
+        """Return the prompts of all rollouts of `groups`, for their batch, once."""
         prompts = self.read([group for group in groups for _ in group.rollouts], generation)
         self._last = None
         return prompts
@@ -170,7 +170,7 @@ class GroupSampler:
         limits: TokenLimits,
         first_samples: PendingSamples | None = None,
     ) -> "GroupTurns":
-        """The turns of the unfinished rollouts; reads their prompts.
+        """Return the turns of the unfinished rollouts; reads their prompts.
 
         A rank without unfinished rollouts reads nothing, and has no prompts.
         """
@@ -241,7 +241,7 @@ class GroupTurns:
     """The samples of the first turn, where they were asked for before."""
 
     def sample(self, rollouts: Mapping[RolloutKey, Rollout]) -> dict[RolloutKey, Rollout]:
-        """The rollouts with one more turn, or the part of one that the token budget allows."""
+        """Return the rollouts with one more turn, or what the token budget allows of it."""
         requests = self.requests(rollouts)
         tool_loop = self.sampler.tool_loop
         with mismatch_named([self.parts[key].group.row for key in rollouts]):
@@ -262,7 +262,7 @@ class GroupTurns:
         }
 
     def answer(self, key: RolloutKey, rollout: Rollout) -> Rollout:
-        """The rollout with what tools answer to the calls of its last turn."""
+        """Return the rollout with what tools answer to the calls of its last turn."""
         tool_loop = self.sampler.tool_loop
         # A turn may also have been stopped because it repeats itself; then it calls nothing.
         if tool_loop is None or not self.sampler.stop.ends(rollout.last_turn_tokens):
@@ -278,7 +278,7 @@ class GroupTurns:
         )
 
     def has_room(self, key: RolloutKey, rollout: Rollout) -> bool:
-        """Whether the rollout may sample more tokens now."""
+        """Return whether the rollout may sample more tokens now."""
         return self._max_tokens(self.parts[key], rollout) > 0
 
     def on_any_rank(self, holds: bool) -> bool:
@@ -286,11 +286,11 @@ class GroupTurns:
         return self.sampler.on_any_rank(holds)
 
     def requests(self, rollouts: Mapping[RolloutKey, Rollout]) -> list[SamplingRequest]:
-        """The requests for the next turn of the rollouts."""
+        """Return the requests for the next turn of the rollouts."""
         return [self._request(self.parts[key], rollout) for key, rollout in rollouts.items()]
 
     def _results(self, requests: list[SamplingRequest]) -> tuple[list[SamplingResult], int]:
-        """The results of a turn, and the optimizer steps of the weights that sampled it."""
+        """Return the results of a turn, and the optimizer steps of the weights that sampled it."""
         samples = self.first_samples
         self.first_samples = None  # later turns are sampled now
         if samples is not None:
@@ -298,7 +298,7 @@ class GroupTurns:
         return self.sampler.sampler.sample(requests, self.prompts), self.step
 
     def _request(self, parts: RequestParts, rollout: Rollout) -> SamplingRequest:
-        """The request for the next turn of a rollout."""
+        """Return the request for the next turn of a rollout."""
         config = self.sampler.config
         tokens = rollout.tokens
         seed = None
@@ -317,7 +317,7 @@ class GroupTurns:
         )
 
     def _max_tokens(self, parts: RequestParts, rollout: Rollout) -> int:
-        """How many tokens the rollout may sample in its next turn."""
+        """Return how many tokens the rollout may sample in its next turn."""
         limit: int = self.sampler.config.max_completion_length - len(rollout.tokens)
         if parts.token_budget is not None:
             sampled = len(rollout.policy_tokens)

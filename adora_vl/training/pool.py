@@ -82,7 +82,7 @@ class Pool:
     # ------------------------------------------------------------------- where a generation stands
 
     def generation_at(self, key: StepKey, group_size: int, rows: Sequence[Row]) -> Generation:
-        """The generation at a place in the run, with its number where rollouts may be stale.
+        """Return the generation at a place in the run, with its number where rollouts may be stale.
 
         Args:
             key: the place.
@@ -104,7 +104,7 @@ class Pool:
         return Generation(key=key, group_size=group_size, number=number)
 
     def generation_after(self, generation: Generation, distance: int) -> Generation | None:
-        """The generation `distance` after this one; None after the last of the training."""
+        """Return the generation `distance` after this one; None after the last of the training."""
         if distance >= self.generations_left(generation):
             return None
         number = self._generations_before(generation.key.step, generation.key.micro) + distance
@@ -116,7 +116,7 @@ class Pool:
         return replace(generation, key=key, number=number)
 
     def generations_left(self, generation: Generation) -> int:
-        """Number of generations until the end of the training, including this one."""
+        """Return the number of generations until the end of the training, including this one."""
         total = self._generations_before(int(self.context.state().max_steps))
         return total - self._generations_before(generation.key.step, generation.key.micro)
 
@@ -136,7 +136,7 @@ class Pool:
         rows_of_generation = shape.rows * shape.steps * self.accelerator.num_processes
         return shape.accumulated // shape.cycle, rows // rows_of_generation
 
-    # -------------------------------------------------------------------- which groups begin and go on
+    # --------------------------------------------------------------- which groups begin and go on
 
     def begin_step(self, generation: Generation) -> None:
         """Keep the state from before the first generation of an optimizer step.
@@ -211,7 +211,7 @@ class Pool:
         return self._with_rows(begun)
 
     def min_begun_beside(self, continuing: Sequence[RolloutGroup]) -> int:
-        """Fewest groups that begin in a generation that these groups continue in.
+        """Return the fewest groups that begin in a generation that these groups continue in.
 
         A generation that is requested ahead has `min_groups` with them. Else it could run dry:
         groups that are complete now keep problems from beginning, and may be used up before its
@@ -226,7 +226,7 @@ class Pool:
         return max(0, self.min_groups - min(continuing_of_ranks))
 
     def token_limits(self, generation: Generation, groups: Sequence[RolloutGroup]) -> TokenLimits:
-        """Tokens per rollout of these groups, by their numbers; None: to the rollouts' ends.
+        """Return tokens per rollout of these groups, by their numbers; None: to the rollouts' ends.
 
         A group that is as old as `staleness` allows is sampled to its end, and so are all groups
         where all of them have to end now.
@@ -244,12 +244,12 @@ class Pool:
         return limits
 
     def must_end_now(self, groups: Sequence[RolloutGroup], generation: Generation) -> list[int]:
-        """The numbers of the oldest groups that have to end now, since too few are complete.
+        """Return the numbers of the oldest groups that have to end now, since too few are complete.
 
         That is always so in the first generation of a training.
         """
         needed = min(len(groups), self._groups_needed(generation, len(groups)))
-        # In the last generations no later request continues a group that pauses, so all of them end.
+        # In the last generations no later request continues a group that pauses, so all end.
         if self.generations_left(generation) <= self.ahead:
             needed = len(groups)
         missing = needed - sum(group.complete for group in groups)
@@ -257,7 +257,7 @@ class Pool:
         return incomplete[: max(0, missing)]
 
     def _groups_needed(self, generation: Generation, groups: int) -> int:
-        """How many of the present `groups` have to be complete in this generation."""
+        """Return how many of the present `groups` have to be complete in this generation."""
         return schedule.groups_to_complete(
             groups + self.groups_ahead,
             slots=self.slots,
@@ -266,7 +266,7 @@ class Pool:
         )
 
     def further_rows(self, generation: Generation, count: int) -> list[int]:
-        """The row numbers of `count` further problems.
+        """Return the row numbers of `count` further problems.
 
         The draw is seeded by the position in the run, so a resumed run draws the same problems.
         """
@@ -276,7 +276,7 @@ class Pool:
         return schedule.further_rows(len(self.rows), count, seed)
 
     def spare_groups(self) -> int:
-        """How many spare groups a generation that is requested ahead gets.
+        """Return how many spare groups a generation that is requested ahead gets.
 
         They replace its groups without signal, for which there is no time to sample others then.
         """
@@ -284,15 +284,15 @@ class Pool:
         expected = schedule.groups_for(self.slots, self.state.signal_shares, max_groups)
         return expected - self.slots - self.state.min_complete
 
-    # ---------------------------------------------------------------------------- pending generations
+    # ------------------------------------------------------------------------- pending generations
 
     def pending_is_of(self, drawn: Sequence[RolloutGroup]) -> bool:
-        """Whether the next pending generation was requested for these rows."""
+        """Return whether the next pending generation was requested for these rows."""
         pending = self.state.pending
         return bool(pending) and pending[0].row_numbers == row_numbers(drawn)
 
     def pending_is_older_than(self, step: int) -> bool:
-        """Whether the weights that sample the next pending generation are of an earlier step."""
+        """Return whether weights of another step sample the next pending generation."""
         return bool(self.state.pending) and self.state.pending[0].samples.step != step
 
     def drop_pending(self) -> None:
@@ -315,19 +315,19 @@ class Pool:
     # ------------------------------------------------------------------------------- waiting groups
 
     def take_waiting(self) -> list[RolloutGroup]:
-        """The groups that wait, which no longer do."""
+        """Return the groups that wait, which no longer do."""
         waiting = list(self.state.waiting)
         self.state = replace(self.state, waiting=())
         return waiting
 
-    def select(self, groups: Sequence[RolloutGroup], most: int) -> list[RolloutGroup]:
-        """The oldest complete groups, equally many on every rank. All others wait.
+    def select(self, groups: Sequence[RolloutGroup], max_groups: int) -> list[RolloutGroup]:
+        """Return the oldest complete groups, equally many on every rank. All others wait.
 
         Collective where groups may be incomplete.
 
         Args:
             groups: of this rank, the oldest first.
-            most: the most groups that are selected.
+            max_groups: the most groups that are selected.
         """
         if not self.has_stale:
             self.state = replace(self.state, waiting=(), min_complete=0)
@@ -336,14 +336,14 @@ class Pool:
         # Collective: ranks may have completed unequal numbers, and have to score equally many.
         complete_1 = torch.tensor([len(complete)], device=self.accelerator.device)
         min_complete = int(self.accelerator.gather(complete_1).min())
-        count = min(min_complete, most)
+        count = min(min_complete, max_groups)
         chosen = set(complete[:count])
         waiting = [group for number, group in enumerate(groups) if number not in chosen]
         self.state = replace(self.state, waiting=tuple(waiting), min_complete=min_complete - count)
         return [groups[number] for number in complete[:count]]
 
     def most_missing(self, judged: JudgedGroups) -> int:
-        """How many groups with signal are missing on the rank that lacks most.
+        """Return how many groups with signal are missing on the rank that lacks most.
 
         Slots that stayed empty count as missing too.
         """
@@ -354,19 +354,19 @@ class Pool:
             missing = max(missing, has_signal.count(False) + free_slots)
         return missing
 
-    def chosen_groups(self, judged: JudgedGroups, further: JudgedGroups) -> list[list[int]]:
-        """For each rank, the numbers of the groups that are learned from.
+    def chosen_groups(self, judged: JudgedGroups, refill: JudgedGroups) -> list[list[int]]:
+        """Return, for each rank, the numbers of the groups that are learned from.
 
-        Groups without signal give their slots to further ones with signal, whose numbers are
-        counted on from the rank's own. Slots that stayed empty are filled first.
+        Groups without signal give their slots to those of a refill that have signal, whose numbers
+        are counted on from the rank's own. Slots that stayed empty are filled first.
         """
         slots = self.slots if self.has_stale else 0
         return [
-            schedule.admitted(judged.signal_of(rank), further.signal_of(rank), slots)
+            schedule.admitted(judged.signal_of(rank), refill.signal_of(rank), slots)
             for rank in range(judged.ranks)
         ]
 
-    # --------------------------------------------------------------------- what is noted of generations
+    # --------------------------------------------------------------- what is noted of generations
 
     def note_signal_share(self, judged: JudgedGroups) -> float:
         """Remember and return the share of groups with signal, the mean over all ranks."""
@@ -477,5 +477,5 @@ class Pool:
 
 
 def row_numbers(groups: Sequence[RolloutGroup]) -> tuple[int, ...]:
-    """Number in the data set of each rollout's row."""
+    """Return the number in the data set of each rollout's row."""
     return tuple(group.problem.row_number for group in groups for _ in group.rollouts)

@@ -48,7 +48,7 @@ class PendingGeneration:
     samples: PendingSamples  # of the rollouts that have not ended
 
     def packed(self) -> dict[str, Any]:
-        """The generation as a checkpoint has it; waits for the samples."""
+        """Return the generation as a checkpoint has it; waits for the samples."""
         segments = [
             Segment(
                 tokens=tuple(result.tokens),
@@ -68,7 +68,7 @@ class PendingGeneration:
     def unpacked(
         cls, packed: dict[str, Any], images: Mapping[str, Image.Image]
     ) -> PendingGeneration:
-        """The inverse of `packed`; the groups lack their rows.
+        """Return the inverse of `packed`; the groups lack their rows.
 
         `images` has the pictures of the checkpoint by their digests.
         """
@@ -182,7 +182,7 @@ class PoolState:
 
 
 def _packed(group: RolloutGroup) -> dict[str, Any]:
-    """A group as a checkpoint has it, with tokens as tensors and pictures by their digests.
+    """Return a group as a checkpoint has it, with tokens as tensors and pictures by their digests.
 
     A token and its log-probability, which engines give in float32, take 8 bytes.
     """
@@ -201,18 +201,18 @@ def _packed(group: RolloutGroup) -> dict[str, Any]:
 
 
 def _problem(packed: Mapping[str, Any]) -> DrawnProblem:
-    """The problem that `asdict` made a mapping of."""
+    """Return the problem that `asdict` made a mapping of."""
     return DrawnProblem(**{**packed, "key": StepKey(**packed["key"])})
 
 
 def _image_in(encoded: torch.Tensor) -> Image.Image:
-    """The picture whose bytes a checkpoint has as a tensor."""
+    """Return the picture whose bytes a checkpoint has as a tensor."""
     image: Image.Image = kept(open_picture(io.BytesIO(encoded.numpy().tobytes())))
     return image
 
 
 def _tensors(segment: Segment) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Tokens and log-probabilities of a segment; NaN stands for an unknown log-probability."""
+    """Return tokens and log-probabilities of a segment; NaN is an unknown one."""
     tokens = torch.tensor(segment.tokens, dtype=torch.int32)
     if segment.logps is None:
         return tokens, None
@@ -221,7 +221,7 @@ def _tensors(segment: Segment) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def _unpacked(packed: dict[str, Any], images: Mapping[str, Image.Image]) -> RolloutGroup:
-    """The inverse of `_packed`, without the row."""
+    """Return the inverse of `_packed`, without the row."""
     rollouts = []
     for content in packed["rollouts"]:
         segments = tuple(
@@ -251,7 +251,7 @@ def _unpacked(packed: dict[str, Any], images: Mapping[str, Image.Image]) -> Roll
 
 
 def _logps(logps: torch.Tensor | None) -> tuple[float | None, ...] | None:
-    """The inverse of what `_tensors` does to log-probabilities."""
+    """Return the inverse of what `_tensors` does to log-probabilities."""
     if logps is None:
         return None
     return tuple(None if math.isnan(logp) else logp for logp in logps.tolist())

@@ -1,8 +1,7 @@
 """What is known of rollouts that were graded: rewards, lengths, ends, calls of tools.
 
 Ranks measure their own rollouts and gather once. From then on every rank holds the facts of all
-ranks on the host, so whatever follows from them is computed on each rank alike, without a collective
-call.
+ranks on the host, so each computes alike whatever follows from them, without a collective call.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _ALONE = "no other rollout of its group has a reward"
 
 
 def rows_of_rank(values_N: Tensor, accelerator: Accelerator) -> Tensor:
-    """The part of this rank, (B,), of values of all ranks' rollouts, (N,).
+    """Return the part of this rank, (B,), of values of all ranks' rollouts, (N,).
 
     Every rank has B = N / processes rollouts, and the ranks follow each other.
     """
@@ -78,7 +77,7 @@ class RolloutFacts:
 
     @classmethod
     def gathered(cls, measured: RolloutFacts, accelerator: Accelerator) -> RolloutFacts:
-        """The facts of all ranks, from those that each has measured.
+        """Return the facts of all ranks, from those that each has measured.
 
         Collective: one gather, for which all facts are columns of one tensor.
         """
@@ -102,7 +101,7 @@ class RolloutFacts:
         names: Sequence[str],
         generations: int,
     ) -> RolloutFacts:
-        """The facts, with the rollouts taken out of their groups that lack a reward.
+        """Return the facts, with the rollouts taken out of their groups that lack a reward.
 
         Args:
             failed: why a function failed, by the numbers of the rollout and of the function.
@@ -128,23 +127,24 @@ class RolloutFacts:
         return replace(self, counted_NF=counted_NF, missing=tuple(missing))
 
     def selected(self, rows: Sequence[int]) -> RolloutFacts:
-        """The facts of the rollouts with these numbers, but for what reward functions showed."""
+        """Return the facts of these rollouts, without what reward functions showed."""
         selected: dict[str, Any] = {
             name: values[list(rows)] for name, values in self._tensors().items()
         }
         missing = tuple(self.missing[row] for row in rows)
         return replace(self, **selected, missing=missing, extra={}, logged={})
 
-    def joined(self, further: RolloutFacts) -> RolloutFacts:
-        """The facts of these rollouts and of further ones behind them."""
-        theirs = further._tensors()
+    def joined(self, appended: RolloutFacts) -> RolloutFacts:
+        """Return the facts of these rollouts, and of the appended ones behind them."""
+        appended_tensors = appended._tensors()
         joined: dict[str, Any] = {
-            name: torch.cat([values, theirs[name]]) for name, values in self._tensors().items()
+            name: torch.cat([values, appended_tensors[name]])
+            for name, values in self._tensors().items()
         }
-        return replace(self, **joined, missing=(*self.missing, *further.missing))
+        return replace(self, **joined, missing=(*self.missing, *appended.missing))
 
     def _tensors(self) -> dict[str, Tensor]:
-        """The tensors by the names of their fields."""
+        """Return the tensors by the names of their fields."""
         names = [spec.name for spec in fields(self) if spec.name.endswith(("_N", "_NF"))]
         return {name: getattr(self, name) for name in names}
 
@@ -175,7 +175,7 @@ class RolloutFacts:
     def with_shown(
         self, extra: Mapping[str, list[Any]], logged: Mapping[str, float]
     ) -> RolloutFacts:
-        """The facts with what reward functions showed of the rollouts of all ranks.
+        """Return the facts with what reward functions showed of the rollouts of all ranks.
 
         Args:
             extra: columns of N values; of `new` and `false` follows the work.

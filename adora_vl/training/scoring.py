@@ -167,7 +167,7 @@ class Scorer:
     def score(
         self, built: BuiltGroups, scores: FunctionScores, generations: int, step: int
     ) -> RolloutFacts:
-        """The facts of the rollouts of all ranks.
+        """Return the facts of the rollouts of all ranks.
 
         Args:
             built: this rank's rollouts and their batch.
@@ -190,7 +190,7 @@ class Scorer:
 
 
 def measured_facts(built: BuiltGroups, rewards_BF: Tensor) -> RolloutFacts:
-    """The facts of this rank's B rollouts, whose reward functions gave `rewards_BF`."""
+    """Return the facts of this rank's B rollouts, whose reward functions gave `rewards_BF`."""
 
     def column(values: Iterable[float]) -> Tensor:
         return torch.tensor([*values], dtype=torch.float32)
@@ -213,7 +213,7 @@ def measured_facts(built: BuiltGroups, rewards_BF: Tensor) -> RolloutFacts:
 
 
 def surprisal(batch: Batch) -> Tensor:
-    """Mean surprisal of each rollout of this rank in nats per token, (B,).
+    """Return the mean surprisal of each rollout of this rank in nats per token, (B,).
 
     NaN where the batch lacks the engine's log-probabilities.
     """
@@ -228,7 +228,7 @@ def surprisal(batch: Batch) -> Tensor:
 def _of_all_ranks(
     scores: FunctionScores, rows: int
 ) -> tuple[dict[str, list[Any]], dict[str, float]]:
-    """The columns that functions of any rank asked to show, and the means of their figures.
+    """Return the columns that functions of any rank asked to show, and the means of their figures.
 
     Each rank has `rows` rollouts; a rank whose functions show no such column gets None in it.
     """

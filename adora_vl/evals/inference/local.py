@@ -120,7 +120,7 @@ class ConversationTurns:
     """The token ids of each prompt."""
 
     def sample(self, rollouts: Mapping[int, Rollout]) -> dict[int, Rollout]:
-        """The conversations with one more turn of the model."""
+        """Return the conversations with one more turn of the model."""
         tool_loop = self.engine.turns
         requests = [self._request(number, rollout) for number, rollout in rollouts.items()]
         results = self.engine.sample(requests)
@@ -139,7 +139,7 @@ class ConversationTurns:
         }
 
     def answer(self, key: int, rollout: Rollout) -> Rollout:
-        """The conversation with what tools answer to the calls of its last turn."""
+        """Return the conversation with what tools answer to the calls of its last turn."""
         tool_loop = self.engine.turns
         if tool_loop is None:
             return rollout
@@ -154,7 +154,7 @@ class ConversationTurns:
         )
 
     def has_room(self, key: int, rollout: Rollout) -> bool:
-        """Whether the conversation has room for more tokens."""
+        """Return whether the conversation has room for more tokens."""
         return self._room(key, rollout) > 0
 
     def on_any_rank(self, holds: bool) -> bool:
@@ -162,16 +162,16 @@ class ConversationTurns:
         return self.engine.any_rank(holds) if self.engine.turns else holds
 
     def _room(self, number: int, rollout: Rollout) -> int:
-        """How many tokens the next turn of a conversation may have."""
-        whole = min(self.engine.longest, self.engine.chat.context - len(self.prompts[number]))
-        room = whole - len(rollout.tokens)
+        """Return how many tokens the next turn of a conversation may have."""
+        max_length = min(self.engine.longest, self.engine.chat.context - len(self.prompts[number]))
+        room = max_length - len(rollout.tokens)
         tool_loop = self.engine.turns
         if tool_loop is not None and tool_loop.turn_tokens:
             room = min(room, tool_loop.turn_tokens - len(rollout.last_turn_tokens))
         return room
 
     def _request(self, number: int, rollout: Rollout) -> SamplingRequest:
-        """The request for the next turn of a conversation."""
+        """Return the request for the next turn of a conversation."""
         request = self.requests[number]
         seed = request.seed
         segments = len(rollout.segments)

@@ -11,7 +11,7 @@ from typing import Any
 
 from adora_vl.evals.records import Graded, Prediction
 from adora_vl.evals.scoring.statistics import bootstrap, wilson
-from adora_vl.rewards.steps import Work, work_of
+from adora_vl.rewards.steps import ResponseWork, work_of
 
 
 def step_figures(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[str, Any] | None:
@@ -43,13 +43,13 @@ def step_figures(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[s
     return figures
 
 
-def _work(row: Prediction) -> Work | None:
+def _work(row: Prediction) -> ResponseWork | None:
     """The claims of an answer; None where its problem has no figure."""
     figure = row.get("figure")
     return work_of(row["response"], figure) if figure else None
 
 
-def _mean(answers: Sequence[tuple[Graded, Work]], name: str) -> dict[str, Any]:
+def _mean(answers: Sequence[tuple[Graded, ResponseWork]], name: str) -> dict[str, Any]:
     """The mean over problems of a number of claims; several answers to one count as their mean."""
     by_problem: dict[str, list[float]] = defaultdict(list)
     for item, work in answers:

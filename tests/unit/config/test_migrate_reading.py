@@ -51,6 +51,22 @@ def test_a_script_gives_its_longest_command_with_its_variables(tmp_path):
         read_source(file, [], nested=False)
 
 
+def test_arrays_of_a_script_are_laid_into_its_command(tmp_path):
+    file = tmp_path / "run.sh"
+    file.write_text(
+        "N=4\nDATA=(\n    data.train_batch_size=$N  # prompts\n"
+        "    data.max_prompt_length=512\n)\nONE=(a.b=1 a.c=2)\n"
+        'python3 -m verl.trainer.main_ppo "${DATA[@]}" \\\n    "${ONE[@]}" trainer.nnodes=1 "$@"\n'
+    )
+    assert read_source(file, [], nested=True).values == {
+        "data.train_batch_size": 4,
+        "data.max_prompt_length": 512,
+        "a.b": 1,
+        "a.c": 2,
+        "trainer.nnodes": 1,
+    }
+
+
 def test_variables_of_this_machine_stay_out_of_the_config(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     file = tmp_path / "train.sh"
@@ -149,3 +165,85 @@ def test_the_layers_of_an_adapter_follow_theirs(tmp_path):
     swift = convert_config("swift", None, words=["--model", "m", "--freeze_vit", "false"])
     assert swift.keys["lora_target_modules"][0] == "all-linear"
     assert swift.keys["adora_freeze"][0] == ["projector"]
+
+
+SWIFT = ["--model", "m", "--dataset", "rows#500"]
+EASYR1 = ["worker.actor.model.model_path=m", "data.train_files=[a@train,b@test]"]
+VERL = ["actor_rollout_ref.model.path=m", "actor_rollout_ref.rollout.n=8"]
+RARE: dict[str, tuple[str, list[str], dict[str, object], list[str]]] = {
+    "swift, a base in 4 bits": (
+        "swift",
+        [*SWIFT, "--quant_bits", "4", "--deepspeed", "zero3"],
+        {"load_in_4bit": True, "dataset_name": ["rows"]},
+        ["only 500 rows were asked for"],
+    ),
+    "swift, another tuner": (
+        "swift",
+        [*SWIFT, "--train_type", "adalora", "--target_modules", "q_proj", "k_proj"],
+        {"lora_target_modules": ["q_proj", "k_proj"], "learning_rate": 1e-4},
+        ["adapter: train_type: adalora became LoRA"],
+    ),
+    "swift, a server and an evaluation": (
+        "swift",
+        [*SWIFT, "--use_vllm", "true", "--vllm_mode", "server", "--eval_strategy", "steps"],
+        {"vllm_mode": "server"},
+        ["needs servers that you start", "evaluation without data", "reward missing"],
+    ),
+    "swift, rewards of a plugin": (
+        "swift",
+        [*SWIFT, "--reward_funcs", "external_r1v_acc", "format", "--external_plugins", "p.py"],
+        {"adora_reward": ["think_answer_format"]},
+        ["reward missing: external_r1v_acc of p.py"],
+    ),
+    "easyr1, filtering and two splits": (
+        "easyr1",
+        [*EASYR1, "algorithm.online_filtering=true", "data.shuffle=false"],
+        {
+            "adora_rollouts": {"refill": 20},
+            "dataset_name": ["a", "b"],
+            "dataset_train_split": "train",
+            "shuffle_dataset": False,
+        },
+        ["data: train, test: one split for all is read, train"],
+    ),
+    "easyr1, a reward of an older kind": (
+        "easyr1",
+        [*EASYR1, "worker.reward.score_function=./no/such.py:score"],
+        {"adora_reward": ["./no/such.py:score"]},
+        ["reward: ./no/such.py is not here"],
+    ),
+    "verl, warm-up in steps of theirs": (
+        "verl",
+        [*VERL, "actor_rollout_ref.actor.optim.lr_warmup_steps=3"],
+        {"warmup_steps": 12},
+        ["reward missing"],
+    ),
+    "verl, another loss, KL and estimator": (
+        "verl",
+        [
+            *VERL,
+            "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum",
+            "actor_rollout_ref.actor.use_kl_loss=True",
+            "actor_rollout_ref.actor.kl_loss_type=mse",
+            "algorithm.adv_estimator=gae",
+        ],
+        {"loss_type": "dapo", "beta": 0.001, "adora_method": "grpo"},
+        ["loss: ", "KL: actor_rollout_ref.actor.kl_loss_type: mse became", "method: "],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RARE)
+def test_what_differs_is_converted_or_named(case):
+    trainer, words, keys, remarks = RARE[case]
+    move = convert_config(trainer, None, words=words)
+    assert {key: move.keys[key][0] for key in keys} == keys
+    for remark in remarks:
+        assert any(remark in text for text in move.remarks), move.remarks
+
+
+def test_another_algorithm_of_swift_is_refused(capsys):
+    assert main(["swift", "--rlhf_type", "dpo", "--model", "m"]) == 2
+    assert "rlhf_type: dpo is not grpo" in capsys.readouterr().err
+    assert main(["swift"]) == 2
+    assert "CONFIG: name a YAML file or a shell script" in capsys.readouterr().err

@@ -16,11 +16,12 @@ from adora_vl.data.prompts import DEFAULT_PROMPT
 from adora_vl.evals.inference.views import VIEWS, shown_as
 from adora_vl.evals.options import DataOptions
 from adora_vl.evals.prepared import load
-from adora_vl.geometry.figure import figure_from, residual_of
+from adora_vl.geometry.figure import figure_from, residual_of, written
 from adora_vl.geometry.verdict import verdict
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main
 from data_prep.question_words import question_in_words
+from data_prep.variants import variants_of
 from tests.support.geometry_forms import form
 
 ROOT = Path(__file__).parents[3]
@@ -176,8 +177,6 @@ def test_a_stored_figure_that_misses_its_facts_is_refused() -> None:
         form({"A": 0j, "B": 300 + 0j, "C": 190j}, SIDES, RIGHT, "Find(LengthOf(Line(B, C)))")
     )
     assert solved.figure is not None
-    from adora_vl.geometry.figure import written
-
     assert figure_from(written(solved.figure)) == solved.figure
     moved = replace(solved.figure, at={**solved.figure.at, "C": (9.0, 9.0)})
     with pytest.raises(ValueError, match="does not fulfil its facts"):
@@ -269,6 +268,26 @@ def test_no_prompt_and_no_view_shows_a_figure(tmp_path: Path) -> None:
                 assert not any(figure in problem.prompt for figure in figures)
                 assert '"at"' not in problem.prompt
     assert problem_count >= 2 * len(VIEWS)
+
+
+def test_a_variant_lies_as_the_picture_of_its_original() -> None:
+    # Drawn as a square with a level base, and by its angles a slanting parallelogram.
+    at = {"A": 0j, "B": 200 + 0j, "C": 200 + 200j, "D": 200j}
+    facts = [
+        "Parallelogram(A,B,C,D)",
+        "Equals(LengthOf(Line(A, B)), 9)",
+        "Equals(LengthOf(Line(A, D)), 7)",
+        "Equals(MeasureOf(Angle(D, A, B)), 52)",
+    ]
+    asked = form(at, ["AB", "BC", "CD", "DA", "AC"], facts, "Find(LengthOf(Line(A, C)))")
+    solved = verdict(asked).figure
+    assert solved is not None and abs(solved.at["A"][1] - solved.at["B"][1]) > 0.1
+    variants = variants_of(("a", written(solved)), per=3, seed=1, split="train")
+    assert variants
+    for variant in variants:
+        lying = figure_from(variant.extras["figure"]).at
+        assert lying["A"][1] == pytest.approx(lying["B"][1], abs=1e-6)
+        assert lying["C"][1] > lying["A"][1]
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,26 @@ def test_errors_of_two_kinds_count_twice() -> None:
     assert verdicts(ISOSCELES, "AD = 6. ∠BAC = 50.") == ["false", "false"]
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("AD + 100000 = 100009.", "false"),
+        ("AD + 100000 = 100005.", "new"),
+        ("AD/100000 = 0.0.", "false"),
+        ("AD * 0.00001 = 0.0.", "false"),
+        ("AD/1000 = 0.01.", "false"),
+        ("AD + 1000AB = 13009.", "nothing"),  # what is new in it is smaller than its rounding
+        ("AD + 1000AB = 13005.", "new"),
+        ("AD = 5.01.", "new"),
+        ("AD = 5.2.", "false"),
+        ("AD^0.001 = 1.0.", "false"),
+    ],
+)
+def test_a_large_number_or_a_small_factor_makes_no_claim_true(text: str, expected: str) -> None:
+    """Else any value could be hidden within the rounding of something larger."""
+    assert verdicts(ISOSCELES, text) == [expected]
+
+
 def test_what_the_facts_leave_free_is_open() -> None:
     assert verdicts(OPEN, "AB = 3. AC = 4. ∠ABC = 90. ∠BAC = 20.") == [
         "open",
@@ -239,6 +259,8 @@ def test_values_are_equal_up_to_rounding(
         ("We find that AD = 5.", ["new"]),
         ("We use the fact that AD = 5.", ["new"]),
         ("Is AD = 6?", []),
+        ("What if AD = 6? Then BD = 11.5.", []),
+        ("In triangle $ABD$: $BD = 12$.", ["new"]),
         ("It is not that AD = 6. AD = 6 is wrong.", []),
         ("AD = 5 or AD = 6.", []),
         ("Maybe AD = 6.", []),

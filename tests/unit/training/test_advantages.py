@@ -188,7 +188,7 @@ def test_how_sure_the_policy_was_is_known_of_the_rollouts_of_all_ranks():
 
 def test_work_that_the_reward_steps_counts_reaches_the_groups():
     """It is new claims less errors, at least 0, and NaN where a row has no figure."""
-    lone = SimpleNamespace(process_index=0, gather=lambda rows: rows)
+    lone = SimpleNamespace(process_index=0, num_processes=1, gather=lambda rows: rows)
     methods = AdvantagePipeline({"adora": Adora(criteria=("working",))})
     computer = AdvantageComputer(step_context(accelerator=lone), methods, torch.ones(1))
     counts = {"new": [3, 1, None, None], "false": [1, 2, None, None]}
@@ -206,7 +206,7 @@ def test_work_that_the_reward_steps_counts_reaches_the_groups():
 
 
 def test_a_run_without_the_reward_steps_has_no_work():
-    lone = SimpleNamespace(process_index=0, gather=lambda rows: rows)
+    lone = SimpleNamespace(process_index=0, num_processes=1, gather=lambda rows: rows)
     computer = AdvantageComputer(
         step_context(accelerator=lone), AdvantagePipeline({}), torch.ones(1)
     )

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Barrier, Thread
@@ -538,6 +538,32 @@ def test_processes_whose_rollouts_have_other_numbers_of_turns_make_the_same_call
     assert len(several) == len(one) > 4 and one.count(0) == len(one) - 4 and several.count(0) == 0
 
 
+@pytest.mark.parametrize(("tools", "budget"), [(True, None), (True, 40), (False, 40)])
+def test_the_engine_stays_awake_through_a_generation(tools, budget):
+    """However many turns and parts it samples: asleep, it would need all weights again."""
+    run = Run(4, tools=tools, budget=budget)
+    noted = list[str]()
+    sample = run.engine.sample
+
+    def noted_sample(requests: Any, prompts: Any) -> list[SamplingResult]:
+        noted.append("turn")
+        return sample(requests, prompts)
+
+    @contextmanager
+    def noted_awake() -> Iterator[None]:
+        noted.append("awake")
+        yield
+        noted.append("asleep")
+
+    run.engine.sample = noted_sample  # type: ignore[method-assign, assignment]
+    run.engine.awake = noted_awake  # type: ignore[assignment]
+    run.go_on()
+    generations = " ".join(noted).split("awake ")[1:]
+    assert len(generations) == 4 and max(generation.count("turn") for generation in generations) > 1
+    assert all(generation.split()[-1] == "asleep" for generation in generations)
+    assert noted.count("asleep") == 4
+
+
 def test_when_answers_get_short_again_no_group_waits_for_long():
     """Groups that are complete and have no place make room: fewer begin, and those that were drawn
     come later.
@@ -913,13 +939,17 @@ def test_groups_without_signal_are_replaced_by_those_of_further_problems(budget,
 
 
 def test_processes_that_lack_different_numbers_of_groups_ask_for_equally_many_further_ones():
-    def part(rank: int, accelerator: Any) -> list[int]:
+    def part(rank: int, accelerator: Any) -> tuple[list[int], list[float]]:
         def has_signal(number: int, rank: int) -> bool:
             return random.Random(number).random() < 0.9 - 0.5 * rank
 
         run = Run(5, accelerator, budget=None, refill=3, has_signal=has_signal)
         run.go_on()
-        return [len(asks) for asks in run.engine.asked]
+        shares = [figures["adora/refilled_groups"] for figures in run.figures]
+        return [len(asks) for asks in run.engine.asked], shares
 
     one, other = on_two(part)
-    assert one == other and len({*one}) > 2
+    assert one == other, "the share of replaced groups is that of all processes"
+    asked, shares = one
+    assert len({*asked}) > 2
+    assert max(shares) > 0

@@ -1,0 +1,82 @@
+"""Questions on what a picture shows, with their answers from the facts it was drawn from."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from adora_vl.evals.checklist import MOST, checklist, marks_of
+from adora_vl.evals.records import Problem
+from adora_vl.geometry.figure import figure_from, written
+from adora_vl.geometry.text import form_of_text
+from adora_vl.geometry.verdict import verdict
+from adora_vl.rewards.grade import verify_gold
+from adora_vl.utils.errors import UserError
+
+FACTS = """
+A at 0, 100
+B at 120, 100
+C at 90, 20
+D at 10, 20
+AB = 12, CD = 8, AD = 8
+AB parallel CD
+AB perpendicular AD
+angle ABC = 63.434948822922
+find BC
+"""
+
+
+@pytest.fixture(scope="module")
+def drawn() -> str:
+    """A trapezoid with a right angle, as a row stores it."""
+    result = verdict(form_of_text(FACTS))
+    assert result.figure is not None, result.why
+    return written(result.figure)
+
+
+def problem(**fields: Any) -> Problem:
+    """A problem whose prompt has its question within other words."""
+    return Problem(
+        fields={"pid": "geo/1", "question": "<image>Find BC.", "answer": "9", **fields},
+        prompt="Think. <image>Find BC. Box it.",
+        n_images=1,
+        images=list,
+    )
+
+
+def test_questions_are_of_marks_and_have_exact_answers(drawn: str) -> None:
+    kinds: Counter[str] = Counter()
+    for seed in range(60):
+        questions = marks_of(figure_from(drawn), str(seed))
+        assert 0 < len(questions) <= MOST
+        assert len({question.text for question in questions}) == len(questions)
+        answers = Counter(question.answer for question in questions)
+        assert answers["yes"] == answers["no"] == 1
+        for question in questions:
+            assert verify_gold(question.answer) is None
+            kinds[question.kind] += 1
+            if question.kind == "length":
+                assert {"AB": "12", "CD": "8", "AD": "8"}[question.text[24:26]] == question.answer
+            if question.answer == "no" and question.kind == "parallel":
+                assert "AB marked as parallel to CD" not in question.text
+            if question.answer == "no" and question.kind == "right angle":
+                assert "BAD" not in question.text and "DAB" not in question.text
+    assert kinds.keys() == {"length", "angle", "right angle", "parallel"}
+
+
+def test_the_same_problem_is_asked_the_same_questions(drawn: str) -> None:
+    figure = figure_from(drawn)
+    assert marks_of(figure, "geo/1") == marks_of(figure, "geo/1")
+
+
+def test_a_question_stands_in_the_words_of_the_prompt(drawn: str) -> None:
+    questions = checklist([problem(figure=drawn), problem(pid="geo/2")])
+    assert [question.pid for question in questions] == [
+        f"geo/1#{n}" for n in range(1, len(questions) + 1)
+    ]
+    for question in questions:
+        assert question.prompt == f"Think. {question.fields['question']} Box it."
+        assert question.fields["question"].startswith("<image>")
+        assert "figure" not in question.fields
+    with pytest.raises(UserError, match="view: checklist, and no row of the data has a figure"):
+        checklist([problem()])
