@@ -187,6 +187,7 @@ UNCOMPARED = {
     "difference in points [95 %]",
     "reward",
     "two CPU cores, 24 GiB",
+    "rule",
     "verdict",
     "work",
     "median",
