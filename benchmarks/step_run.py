@@ -1,6 +1,7 @@
 """One way of one case of `python -m benchmarks.step`, in a process of its own.
 
 `--way stock` is `trl.GRPOTrainer` itself, `--way ours` is our trainer with its defaults. Both learn
+from contextlib import AbstractContextManager, nullcontext
 from the same recorded rollouts: an object with the methods of the engine gives the same token ids
 to the same prompts, so the seconds are those of everything but sampling. The first generation has
 short answers and is not counted.
@@ -105,6 +106,9 @@ class Recorded:
 
     def take_images_from(self, cache: Any) -> None:
         pass
+
+    def staying_awake(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def sync_weights(self) -> None:
         pass
