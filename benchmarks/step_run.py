@@ -1,7 +1,6 @@
 """One way of one case of `python -m benchmarks.step`, in a process of its own.
 
 `--way stock` is `trl.GRPOTrainer` itself, `--way ours` is our trainer with its defaults. Both learn
-from contextlib import AbstractContextManager, nullcontext
 from the same recorded rollouts: an object with the methods of the engine gives the same token ids
 to the same prompts, so the seconds are those of everything but sampling. The first generation has
 short answers and is not counted.
@@ -12,6 +11,7 @@ import json
 import math
 import os
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
