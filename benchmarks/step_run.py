@@ -11,6 +11,7 @@ import json
 import math
 import os
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -105,6 +106,9 @@ class Recorded:
 
     def take_images_from(self, cache: Any) -> None:
         pass
+
+    def staying_awake(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def sync_weights(self) -> None:
         pass

@@ -3,6 +3,7 @@ same completions.
 """
 
 import copy
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -210,6 +211,7 @@ def test_a_generation_is_trls(tmp_path, case):
             sample=lambda *_: answers, sync_weights=lambda: None, bytes_sent=0
         )
         fake_engine.take_images_from = lambda _: None
+        fake_engine.staying_awake = nullcontext
         trainer.vllm_generation = fake_engine
         trainer.rollouts.groups.sampler = VLLMSampler(trainer.context, trainer.images, fake_engine)
         trainer.builder = replace(trainer.builder, scored=True)

@@ -257,16 +257,16 @@ def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_on
                 AdvantagePipeline({name: options}, scale=scale, sums_rewards=sums) for _ in range(2)
             ]
             refilled, at_once = (AdvantageComputer(context, run, torch.ones(2)) for run in runs)
-            one = scored(refilled, first)
-            other = scored(refilled, second)
-            chosen = admitted(one.judged.signal_of(0), other.judged.signal_of(0), 8)
-            both = one.exchanged(other, [chosen], pad_id=0, rank=0)
+            before = scored(refilled, first)
+            refill = scored(refilled, second)
+            chosen = admitted(before.judged.signal_of(0), refill.judged.signal_of(0), 8)
+            both = before.exchanged(refill, [chosen], pad_id=0, rank=0)
             ids = torch.tensor([number % 8 for number in chosen]).repeat_interleave(4) * 4
             assert torch.equal(both.batch["prompt_ids"][:, 0], ids + torch.arange(4).repeat(8))
-            found = refilled.compute(refilled.judge(both.facts, 4, 0))
-            wanted = at_once.compute(scored(at_once, [mixed] * 8).judged)
-            assert torch.equal(found.final_PG, wanted.final_PG) and wanted.final_PG.any()
-            assert runs[0].state() == runs[1].state() and found.figures == wanted.figures
+            learned = refilled.compute(refilled.judge(both.facts, 4, 0))
+            expected = at_once.compute(scored(at_once, [mixed] * 8).judged)
+            assert torch.equal(learned.final_PG, expected.final_PG) and expected.final_PG.any()
+            assert runs[0].state() == runs[1].state() and learned.figures == expected.figures
 
 
 def test_advantages_before_the_methods_are_trls_to_the_bit(tmp_path, subtests, monkeypatch):

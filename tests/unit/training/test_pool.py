@@ -53,7 +53,7 @@ from adora_vl.training.schedule import (
     groups_to_complete,
     how_many_begin,
 )
-from adora_vl.types import Row
+from adora_vl.types import Row, StepContext
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.seeding import rollout_seed
 from tests.support.facts import rollout_facts
@@ -291,7 +291,7 @@ def rollouts_of(learned: Learned) -> list[list[int]]:
     return [rollout.tokens for group in groups_in(learned) for rollout in group.rollouts]
 
 
-def stages(run: Any, context: Any, judges: Judges) -> Any:
+def stages(run: Any, context: StepContext, judges: Judges) -> Any:
     """A trainer that has no policy and goes through the stages of a generation all the same."""
     trainer: Any = AdoraGRPOTrainer.__new__(AdoraGRPOTrainer)
     trainer.model = SimpleNamespace(training=True)
@@ -949,8 +949,8 @@ def test_processes_that_lack_different_numbers_of_groups_ask_for_equally_many_fu
         shares = [figures["adora/refilled_groups"] for figures in run.figures]
         return [len(asks) for asks in run.engine.asked], shares
 
-    one, other = on_two(part)
-    assert one == other, "the share of replaced groups is that of all processes"
-    asked, shares = one
-    assert len({*asked}) > 2
+    first_rank, second_rank = on_two(part)
+    assert first_rank == second_rank, "the share of replaced groups is that of all processes"
+    request_counts, shares = first_rank
+    assert len({*request_counts}) > 2
     assert max(shares) > 0
