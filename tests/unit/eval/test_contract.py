@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from transformers import Trainer
+from transformers import IntervalStrategy, Trainer
 
 from adora_vl import evaluation
 from adora_vl.config.keys import AdoraKeys
@@ -34,6 +34,7 @@ from eval.compare import main as compare
 from tests.support import benchmark_data as support
 from tests.support.benchmark_data import WRITERS
 from tests.support.paths import REPOSITORY
+from tests.support.stand_ins import Processes, config_of, state_of
 
 RIGHT = {"mmmu_pro": "Answer: {}", "dynamath": '{{"short answer": "{}"}}'}  # but in a box
 
@@ -211,13 +212,11 @@ def test_the_benchmark_of_the_page_runs_from_its_file_in_a_command_and_in_a_trai
     assert compare(["out"]) == 0
     assert "lengths: accuracy" in capsys.readouterr().out
 
-    config: Any = Namespace(
-        eval_strategy="steps",
+    config = config_of(
+        eval_strategy=IntervalStrategy.STEPS,
         adora_eval=["mine.py:LENGTHS=test.jsonl"],
         adora_eval_limit=2,
         eval_steps=1,
-        eval_on_start=False,
-        eval_delay=0,
     )
     (beside := Path("beside").resolve()).mkdir()
     (beside / "mine.py").write_text(Path("lengths.py").read_text())
@@ -327,21 +326,17 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
         "answer",
         lambda _, asks, **kwargs: [by_pid[request.problem.pid] for request in asks],
     )
-    first = Namespace(
-        process_index=0, num_processes=2, is_main_process=True, wait_for_everyone=lambda: None
-    )
-    args = Namespace(
-        min_pixels=None, max_pixels=None, max_completion_length=8, chat_template_kwargs={"a": 1}
-    )
+    groups = Namespace(tool_loop=None, on_any_rank=bool)
     trainer: Any = Namespace(
-        accelerator=first,
-        args=args,
+        accelerator=Processes(num_processes=2),
+        args=config_of(max_completion_length=8, chat_template_kwargs={"a": 1}),
         model=Namespace(name_or_path="x"),
         control=Namespace(should_log=True),
         sampler=Namespace(awake=nullcontext, sample=lambda *_, **__: []),
         vllm_generation=Namespace(greedy={}),
         processing_class="p",
-        pool=Namespace(tool_loop=None, on_any_rank=bool, guard=Namespace(watching=nullcontext)),
+        eos_token_ids=[1],
+        rollouts=Namespace(groups=groups, guard=Namespace(watching=nullcontext)),
     )
     plan = evaluation.EvaluationPlan(
         [evaluation.Task(named("geometry3k"), problems, in_data=9)],
@@ -351,12 +346,12 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
     )
     callback = evaluation.EvaluateOnTheWay(trainer, plan, None)
     for step in range(1, 5):
-        callback.on_step_end(None, Namespace(global_step=step), None)
+        callback.on_step_end(None, state_of(step), None)
     assert [values["eval_geometry3k_accuracy"] for values in logged] == [0.75, 0.75]
     assert built == [{"template": {"a": 1}, "processor": "p"}] * 2, "the prompt of the training"
     late = evaluation.EvaluateOnTheWay(trainer, replace(plan, delay=3), None)
     for step in range(1, 5):
-        late.on_step_end(None, Namespace(global_step=step), None)
+        late.on_step_end(None, state_of(step), None)
     assert len(logged) == 3, "eval_delay: 3 leaves step 2 out"
     assert trainer.control.should_log, "the log of the step itself would be left out"
     assert "step 2: geometry3k 75.0 %" in (output := capsys.readouterr().out)
