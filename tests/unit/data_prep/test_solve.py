@@ -29,7 +29,7 @@ SIDES = ["AB", "BC", "CA"]
 PLACES = {"A": [0.0, 200.0], "B": [300.0, 200.0], "C": [0.0, 10.0]}
 
 
-def _form(facts: list[str], *question: str, **changed: Any) -> dict[str, Any]:
+def _form(facts: list[str], *question: str, **changed: object) -> dict[str, object]:
     record = {
         "points": PLACES,
         "lines": SIDES,

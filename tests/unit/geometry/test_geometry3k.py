@@ -32,12 +32,12 @@ def records() -> dict:
 
 def _same(name: str, records: dict) -> None:
     status, how, value = STORED[name]
-    found = verdict(form_of(records[name]))
-    assert (found.status, found.how) == (status, how), (name, found.why)
+    result = verdict(form_of(records[name]))
+    assert (result.status, result.how) == (status, how), (name, result.why)
     if value is None:
-        assert found.value is None, name
+        assert result.value is None, name
     elif how != "rounded":
-        assert found.value == pytest.approx(value, rel=1e-6, abs=1e-6), name
+        assert result.value == pytest.approx(value, rel=1e-6, abs=1e-6), name
 
 
 def test_some_verdicts_are_the_stored_ones(records: dict) -> None:
@@ -144,5 +144,5 @@ def test_no_broken_form_raises(records: dict, count: int) -> None:
     rng = random.Random(11)
     for _ in range(count):
         name = rng.choice(sorted(records))
-        found = verdict(form_of(_broken(records[name], rng)))
-        assert found.why and "\n" not in found.why
+        result = verdict(form_of(_broken(records[name], rng)))
+        assert result.why and "\n" not in result.why

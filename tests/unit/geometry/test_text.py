@@ -41,11 +41,11 @@ from adora_vl.utils.errors import UserError
     ],
 )
 def test_sentences_are_solved(text: str, answer: str | None) -> None:
-    found = verdict(form_of_text(text))
+    result = verdict(form_of_text(text))
     if answer is None:
-        assert found.status != "answered"
+        assert result.status != "answered"
     else:
-        assert (found.status, found.answer) == ("answered", answer), found.why
+        assert (result.status, result.answer) == ("answered", answer), result.why
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_a_place_chooses_of_two_figures() -> None:
     )
     asked = form_of_text(facts)
     assert asked.points["B"] == (150.0, 20.0)
-    found = verdict(asked)
-    assert found.status == "answered" and found.value == pytest.approx(4.125686, abs=1e-6)
+    result = verdict(asked)
+    assert result.status == "answered" and result.value == pytest.approx(4.125686, abs=1e-6)
 
 
 def test_a_text_and_its_logic_form_are_one_problem() -> None:

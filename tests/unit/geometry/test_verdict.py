@@ -36,9 +36,9 @@ def test_two_sides_and_their_angle_give_the_third(
         measured_length(at, "B", "C"),
         measured_angle(at, "A", "B", "C"),
     ]
-    found = verdict(form(at, SIDES, facts, "Find(LengthOf(Line(A, C)))"))
-    assert (found.status, found.how) == ("answered", "facts")
-    assert found.value == pytest.approx(abs(at["A"] - at["C"]), rel=1e-6)
+    result = verdict(form(at, SIDES, facts, "Find(LengthOf(Line(A, C)))"))
+    assert (result.status, result.how) == ("answered", "facts")
+    assert result.value == pytest.approx(abs(at["A"] - at["C"]), rel=1e-6)
 
 
 @given(st.floats(3, 9), st.floats(3, 9), st.floats(40, 140), st.floats(0.2, 0.8))
@@ -57,9 +57,9 @@ def test_a_parallelogram_is_solved_from_a_picture_that_is_not_to_scale(
         name: complex(100 * place.real, 100 * squeezed * place.imag) for name, place in at.items()
     }
     asked = ["Parallelogram(A,B,C,D)", "Find(LengthOf(Line(A, C)))"]
-    found = verdict(form(drawn, ("AB", "BC", "CD", "DA", "AC"), facts, asked))
-    assert found.status == "answered"
-    assert found.value == pytest.approx(abs(at["C"]), rel=1e-6)
+    result = verdict(form(drawn, ("AB", "BC", "CD", "DA", "AC"), facts, asked))
+    assert result.status == "answered"
+    assert result.value == pytest.approx(abs(at["C"]), rel=1e-6)
 
 
 @given(st.floats(2, 10), st.floats(1.3, 3))
@@ -74,9 +74,9 @@ def test_a_tangent_is_as_long_as_the_right_triangle_has_it(radius: float, far: f
         measured_length(at, "O", "P"),
         "Tangent(Line(P, T), Circle(O))",
     ]
-    found = verdict(form(at, ("OP", "PT", "OT"), facts, "Find(LengthOf(Line(P, T)))", ["O"]))
-    assert found.status == "answered"
-    assert found.value == pytest.approx(math.sqrt(outside**2 - radius**2), rel=1e-6)
+    result = verdict(form(at, ("OP", "PT", "OT"), facts, "Find(LengthOf(Line(P, T)))", ["O"]))
+    assert result.status == "answered"
+    assert result.value == pytest.approx(math.sqrt(outside**2 - radius**2), rel=1e-6)
 
 
 def _chords(seed: int) -> tuple[Form, float]:
@@ -103,9 +103,9 @@ def _chords(seed: int) -> tuple[Form, float]:
 @pytest.mark.parametrize("seed", range(8))
 def test_parts_of_chords(seed: int) -> None:
     asked, wanted = _chords(seed)
-    found = verdict(asked)
-    assert found.status == "answered"
-    assert found.value == pytest.approx(wanted, rel=1e-6)
+    result = verdict(asked)
+    assert result.status == "answered"
+    assert result.value == pytest.approx(wanted, rel=1e-6)
 
 
 # Nothing that a problem does not speak of changes what is said of it.
@@ -144,9 +144,9 @@ def test_turned_mirrored_scaled_renamed_and_shuffled_forms_say_the_same(seed: in
         _renamed(asked, dict(zip("ABCDE", "CEADB", strict=True))),
     ]
     for changed in forms:
-        found = verdict(changed)
-        assert (found.status, found.how) == ("answered", "facts")
-        assert found.value == pytest.approx(wanted, rel=1e-6)
+        result = verdict(changed)
+        assert (result.status, result.how) == ("answered", "facts")
+        assert result.value == pytest.approx(wanted, rel=1e-6)
 
 
 def test_a_true_fact_more_changes_nothing_and_one_less_never_gives_another_answer() -> None:
@@ -160,12 +160,12 @@ def test_a_true_fact_more_changes_nothing_and_one_less_never_gives_another_answe
     wanted = degrees(at, "A", "C", "B")
     asked = "Find(MeasureOf(Angle(A, C, B)))"
     for facts in (needed, [*needed, more[0]], [*needed, *more]):
-        found = verdict(form(at, SIDES, facts, asked))
-        assert found.status == "answered" and found.value == pytest.approx(wanted, abs=1e-6)
+        result = verdict(form(at, SIDES, facts, asked))
+        assert result.status == "answered" and result.value == pytest.approx(wanted, abs=1e-6)
     for number in range(3):
         facts = needed[:number] + needed[number + 1 :]
-        found = verdict(form(at, SIDES, facts, asked))
-        assert found.status != "answered" or found.value == pytest.approx(wanted, abs=1e-6)
+        result = verdict(form(at, SIDES, facts, asked))
+        assert result.status != "answered" or result.value == pytest.approx(wanted, abs=1e-6)
 
 
 # The kinds of what can be said
@@ -173,18 +173,18 @@ def test_a_true_fact_more_changes_nothing_and_one_less_never_gives_another_answe
 
 def test_open_where_a_side_may_be_anything() -> None:
     facts = ["Equals(LengthOf(Line(A, B)), 5)", "Equals(LengthOf(Line(B, C)), 7)"]
-    found = verdict(form(TRIANGLE, SIDES, facts, "Find(LengthOf(Line(A, C)))"))
-    assert (found.status, found.value, found.how) == ("open", None, "")
-    assert "AC free" in found.why
+    result = verdict(form(TRIANGLE, SIDES, facts, "Find(LengthOf(Line(A, C)))"))
+    assert (result.status, result.value, result.how) == ("open", None, "")
+    assert "AC free" in result.why
 
 
 def test_what_only_the_picture_shows_is_assumed_and_not_determined() -> None:
     right = {"A": 0j, "B": 90 + 0j, "C": 60j}
     facts = ["Equals(LengthOf(Line(A, B)), 4)", "Equals(LengthOf(Line(A, C)), 3)"]
     asked = form(right, SIDES, facts, "Find(LengthOf(Line(B, C)))")
-    found = verdict(asked)
-    assert (found.status, found.how, found.answer) == ("open", "looks", "5")
-    assert found.assumed == ("angle BAC is a right angle",)
+    result = verdict(asked)
+    assert (result.status, result.how, result.answer) == ("open", "looks", "5")
+    assert result.assumed == ("angle BAC is a right angle",)
     assert verdict(asked, looks=False).value is None
 
 
@@ -209,7 +209,7 @@ def test_what_only_the_picture_shows_is_assumed_and_not_determined() -> None:
 def test_facts_that_exclude_each_other_are_named(
     facts: tuple[str, ...], named: tuple[str, ...]
 ) -> None:
-    found = verdict(
+    result = verdict(
         form(
             TRIANGLE,
             SIDES,
@@ -217,8 +217,8 @@ def test_facts_that_exclude_each_other_are_named(
             "Find(MeasureOf(Angle(A, B, C)))",
         )
     )
-    assert found.status == "conflict" and found.why.startswith("no figure")
-    assert all(name in found.why for name in named)
+    assert result.status == "conflict" and result.why.startswith("no figure")
+    assert all(name in result.why for name in named)
 
 
 @pytest.mark.parametrize(("top", "wanted"), [(150 + 60j, 11.0), (60 + 60j, 5.0)])
@@ -231,11 +231,11 @@ def test_of_two_solutions_the_drawing_chooses(top: complex, wanted: float) -> No
         f"Equals(MeasureOf(Angle(C, A, B)), {math.degrees(math.asin(0.6)):.12f})",
     ]
     at = {"A": 0j, "B": 110 + 0j, "C": top}
-    found = verdict(form(at, SIDES, facts, "Find(LengthOf(Line(A, B)))"))
+    result = verdict(form(at, SIDES, facts, "Find(LengthOf(Line(A, B)))"))
     acute = 8 * 0.8 + math.sqrt(25 - 4.8**2)
     obtuse = 8 * 0.8 - math.sqrt(25 - 4.8**2)
-    assert found.status == "answered"
-    assert found.value == pytest.approx(obtuse if wanted == 11.0 else acute, rel=1e-6)
+    assert result.status == "answered"
+    assert result.value == pytest.approx(obtuse if wanted == 11.0 else acute, rel=1e-6)
 
 
 def test_a_drawing_that_shows_none_of_two_solutions_leaves_both() -> None:
@@ -244,9 +244,9 @@ def test_a_drawing_that_shows_none_of_two_solutions_leaves_both() -> None:
         "Equals(LengthOf(Line(B, C)), 5)",
         f"Equals(MeasureOf(Angle(C, A, B)), {math.degrees(math.asin(0.6)):.12f})",
     ]
-    found = verdict(replace(form(TRIANGLE, SIDES, facts, "Find(LengthOf(Line(A, B)))"), points={}))
-    assert found.status == "ambiguous"
-    assert "two figures fit" in found.why
+    result = verdict(replace(form(TRIANGLE, SIDES, facts, "Find(LengthOf(Line(A, B)))"), points={}))
+    assert result.status == "ambiguous"
+    assert "two figures fit" in result.why
 
 
 def test_angles_decide_where_lengths_contradict_them() -> None:
@@ -256,8 +256,8 @@ def test_angles_decide_where_lengths_contradict_them() -> None:
         "Equals(LengthOf(Line(A, B)), 5)",
         "Equals(LengthOf(Line(B, C)), 50)",
     ]
-    found = verdict(form(TRIANGLE, SIDES, facts, "Find(MeasureOf(Angle(B, C, A)))"))
-    assert (found.status, found.how, found.answer) == ("answered", "angles", "70")
+    result = verdict(form(TRIANGLE, SIDES, facts, "Find(MeasureOf(Angle(B, C, A)))"))
+    assert (result.status, result.how, result.answer) == ("answered", "angles", "70")
 
 
 def test_a_length_that_would_be_negative_is_no_answer() -> None:
@@ -293,10 +293,10 @@ def test_a_fact_that_is_not_known_is_named_with_its_place_and_the_nearest_one() 
         "Perpendiculr(Line(A, B), Line(B, C))",
         "Equals(LengthOf(Line(A, B), 3",
     ]
-    found = verdict(form(TRIANGLE, SIDES, facts, "Find(LengthOf(Line(A, B)))"))
-    assert found.answer == "5"
-    assert found.unread[0].startswith("fact 3, ") and "brackets" in found.unread[0]
-    assert "did you mean 'Perpendicular'" in found.unread[1] and found.unread[1].startswith(
+    result = verdict(form(TRIANGLE, SIDES, facts, "Find(LengthOf(Line(A, B)))"))
+    assert result.answer == "5"
+    assert result.unread[0].startswith("fact 3, ") and "brackets" in result.unread[0]
+    assert "did you mean 'Perpendicular'" in result.unread[1] and result.unread[1].startswith(
         "fact 2, "
     )
 
@@ -318,8 +318,8 @@ def test_a_fact_that_is_not_known_is_named_with_its_place_and_the_nearest_one() 
 )
 def test_what_cannot_be_read_says_why(changed: dict, said: str) -> None:
     asked = form(TRIANGLE, SIDES, [], "Find(LengthOf(Line(A, B)))")
-    found = verdict(replace(asked, **changed))
-    assert found.status == "unread" and said in found.why
+    result = verdict(replace(asked, **changed))
+    assert result.status == "unread" and said in result.why
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,7 @@ UNCOMPARED = {
     "on an H200",
     "prompt, rollouts x tokens",
     "on Geometry3K",
+    "a rule for diagrams",
     "card",
     "task, by a model of under 1 M parameters",
     "task, accuracy at the end in percent",
