@@ -158,6 +158,10 @@ class Chase:
         return turn.plus(_Sum(constant=missing))
 
     def _angle(self, angle: Angle | Sweep) -> _Sum:
+        """The angle as a sum of directions, as wide as the picture shows it up to full turns.
+
+        Raises `_NotLinearError` where a point of it has no place.
+        """
         turn, drawn_degrees = self._between(angle.first, angle.corner, angle.last)
         if isinstance(angle, Sweep):
             swept = (angle.turn * drawn_degrees) % 360
@@ -166,6 +170,10 @@ class Chase:
         return self._turned_to(turn.times(sign), abs(drawn_degrees))
 
     def _linear(self, quantity: Quantity) -> _Sum:
+        """A quantity as a sum of directions and letters.
+
+        Raises `_NotLinearError` for a length, and for a product of two unknowns.
+        """
         constant = constant_of(quantity)
         if constant is not None:
             return _Sum(constant=constant)
@@ -194,6 +202,10 @@ class Chase:
     # Equations
 
     def _add(self, relation: Relation) -> None:
+        """Take in a relation between angles or directions; any other one says nothing here.
+
+        Two lines are parallel or perpendicular up to half turns, which the picture counts.
+        """
         with suppress(_NotLinearError):
             if isinstance(relation, Equal):
                 left_side = self._linear(relation.left)

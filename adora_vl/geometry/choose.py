@@ -64,6 +64,10 @@ def outcome(
 def _outcome(
     problem: FigureProblem, budget: Budget, *, starts: int | None, rounded: bool
 ) -> Outcome:
+    """The outcome before the order of points on lines is looked at.
+
+    Figures that have collapsed count for nothing, and those without a fault come before all others.
+    """
     loose = _ROUNDED if rounded else TIGHT
     solutions = problem.solutions(budget, starts, loose)
     if not solutions:

@@ -55,6 +55,7 @@ def rounded(value: float, digits: int) -> str:
 
 
 def _rational(value: float, off: float) -> Fraction | None:
+    """The value as a fraction with a denominator that people write; None where it is none."""
     rational = Fraction(value).limit_denominator(_MAX_DENOMINATOR)
     return rational if rational and abs(float(rational) - value) <= off else None
 

@@ -105,6 +105,7 @@ def value_of(expression: Expression, letters: Mapping[str, float] | None = None)
 
 
 def _applied(operator: Operator, left: float, right: float) -> float:
+    """What arithmetic gives for two numbers. Raises what Python raises, as for a division by zero."""
     if operator == "+":
         return left + right
     if operator == "-":

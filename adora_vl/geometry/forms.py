@@ -148,6 +148,7 @@ class Form:
         return [self._ordered(points) for points in rows]
 
     def _ordered(self, points: set[str]) -> list[str]:
+        """The points of a line in order from one end; by their names where a place is missing."""
         names = sorted(points)
         if not all(name in self.points for name in names):
             return names
@@ -213,12 +214,14 @@ def record_of(form: Form) -> dict[str, object]:
 
 
 def _mapping(value: object) -> dict[str, object]:
+    """The places of points by their names. Raises `TypeError` for anything but an object."""
     if not isinstance(value, Mapping):
         raise TypeError(f"points is {value!r:.40}, not an object with a place for each name")
     return dict(value)
 
 
 def _pair(value: object) -> Point:
+    """A place as two finite numbers. Raises `TypeError` or `ValueError` for anything else."""
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
         raise TypeError(f"a place is {value!r:.40}, not two numbers")
     x = float(value[0])
@@ -229,6 +232,7 @@ def _pair(value: object) -> Point:
 
 
 def _texts(value: object) -> tuple[str, ...]:
+    """A list of texts. Raises `TypeError` for anything else."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise TypeError(f"a list of texts is {value!r:.40}")
     texts = tuple(value)

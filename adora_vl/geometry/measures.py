@@ -118,6 +118,10 @@ class Measures:
         return [self.value(argument) for argument in term.arguments]
 
     def _leaf(self, text: str) -> Quantity:
+        """What a text without brackets measures: a numbered angle, a radius, a number, letters.
+
+        Raises `UnreadError` for any other text.
+        """
         numbered = re.fullmatch(r"[Aa]ngle ?(\w+)", text)
         if numbered:
             return Unknown(f"angle {numbered[1]}")
@@ -146,16 +150,8 @@ class Measures:
         if len(names) == 2:
             return self.distance(names[0], names[1])
         if len(names) == 1 and re.fullmatch("[a-z]", names[0]):
-            return self.named_length(names[0])
+            return Unknown(names[0])
         raise UnreadError(f"{term} is no segment")
-
-    def named_length(self, letter: str) -> Quantity:
-        """The length of a line that a letter names, as of `Line(m)`."""
-        for term in self.drawing.terms:
-            for part in term.walk():
-                if part.head == "LengthOf" and [letter] == part.arguments[0].names:
-                    return Unknown(f"length {letter}")
-        return Unknown(letter)
 
     def length(self, term: Term) -> Quantity:
         """`LengthOf` a segment, an arc (its angle times the radius) or a measure."""
@@ -206,6 +202,7 @@ class Measures:
         return over(plus(*(self.distance(*side) for side in sides)), Constant(float(len(sides))))
 
     def _has_letter(self, side: tuple[str, str]) -> bool:
+        """Whether a fact gives the length of a side by a letter alone."""
         for fact in self.drawing.facts:
             if fact.is_equation and fact.arguments[0].arguments:
                 is_side = set(fact.arguments[0].arguments[0].names) == set(side)
@@ -261,6 +258,10 @@ class Measures:
         return any(point in row[1:-1] and set(line.names) <= set(row) for row in self.drawing.lines)
 
     def _called_height(self, names: Sequence[str]) -> tuple[str, str] | None:
+        """The segment that a fact calls the height of a shape.
+
+        It is called so by its name, by a perpendicular from a corner, or by the letter h.
+        """
         for term in self.drawing.terms:
             if term.is_equation:
                 for line, height in (term.arguments, term.arguments[::-1]):
@@ -371,13 +372,16 @@ class Measures:
         )
 
     def arc(self, term: Term) -> Quantity:
-        """The angle of an arc at the centre; one of three letters goes through its middle point."""
+        """The angle of an arc at the centre; one of three letters goes through its middle point.
+
+        Some annotations write the centre for that point, which then says no more than two letters.
+        """
         names = term.names
         if len(names) not in (2, 3):
             raise UnreadError(f"{term} is no arc")
         circle = self.drawing.circle_of_arc(names)
-        if len(names) == 2:
-            return self.corner(names[0], circle.centre, names[1])
+        if len(names) == 2 or names[1] == circle.centre:
+            return self.corner(names[0], circle.centre, names[-1])
         if names[1] not in self.drawing.places:
             return minus(Constant(360.0), self.corner(names[0], circle.centre, names[2]))
         if not {*names, circle.centre} <= self.drawing.places.keys():
@@ -546,8 +550,6 @@ class Measures:
         if len(discs) == 1 and on_circle:
             self._assume_region(f"the region is the circle without {name}")
             return minus(self.of_circle("AreaOf", discs[0]), polygon)
-        if len(discs) == 1 and len(outline) == 3 and discs[0].centre in outline:
-            return self.circle_segment(discs[0], outline)
         if all(self._is_within(circle, outline) for circle in discs):
             self._assume_region(f"the region is {name} without what is round inside it")
             return minus(polygon, plus(*(self.of_circle("AreaOf", circle) for circle in discs)))
@@ -562,28 +564,6 @@ class Measures:
         names_shape = bool(heads & {*CORNERS, "Polygon", "Regular"})
         if not names_shape:
             self.assumed.append(words)
-
-    def circle_segment(self, circle: Circle, triangle: Sequence[str]) -> Quantity:
-        """The region between a chord and its arc: the sector without the triangle at the centre."""
-        ends = [point for point in triangle if point != circle.centre]
-        self.assumed.append(f"the region is the segment of the circle over {''.join(ends)}")
-        angle = self.corner(ends[0], circle.centre, ends[1])
-        radius: Quantity = self.radius(circle)
-        if not set(ends) & set(circle.points):
-            measured_ends = [end for end in ends if self._has_length(circle.centre, end)]
-            radius = self.distance(circle.centre, (measured_ends or ends)[0])
-        sector = times(over(angle, Constant(360.0)), Constant(math.pi), radius, radius)
-        half_chords = times(radius, radius, Combined(function="sin", parts=(angle,)), Constant(0.5))
-        return minus(sector, half_chords)
-
-    def _has_length(self, start: str, end: str) -> bool:
-        """Whether a fact gives the length of a segment."""
-        return any(
-            fact.head == "Equals"
-            and fact.arguments[0].arguments
-            and {start, end} == set(fact.arguments[0].arguments[0].names)
-            for fact in self.drawing.facts
-        )
 
     def _polygon_for_region(self) -> list[str]:
         """The polygon that bounds a region: the one that a fact names, else the outline."""
@@ -657,6 +637,7 @@ class Measures:
 
 
 def _pair(location: complex) -> tuple[float, float]:
+    """The coordinates in the order in which `math.atan2` takes them."""
     return location.imag, location.real
 
 

@@ -90,8 +90,8 @@ def cross_each_other(ends: Sequence[complex], tolerance: float = 0.0) -> bool:
 
 def extent_of(places: Collection[complex]) -> tuple[float, float]:
     """How wide and how high a number of places lie; there has to be one at least."""
-    wide = max(place.real for place in places) - min(place.real for place in places)
-    high = max(place.imag for place in places) - min(place.imag for place in places)
+    wide = max(location.real for location in places) - min(location.real for location in places)
+    high = max(location.imag for location in places) - min(location.imag for location in places)
     return wide, high
 
 
@@ -203,6 +203,7 @@ class Drawing:
 
     @cached_property
     def _known(self) -> set[str]:
+        """The names of all points, for quick look-ups."""
         return set(self.points)
 
     def _circles(self) -> list[Circle]:
@@ -710,6 +711,7 @@ class Drawing:
         return sorted(components, key=self._leftmost)
 
     def _leftmost(self, component: set[str]) -> float:
+        """How far to the left a part of the drawing reaches."""
         return min(
             (self.places[name].real for name in component if name in self.places), default=0.0
         )
@@ -736,7 +738,7 @@ class Drawing:
             if shape.head in ("Shape", "Polygon", "Figure") and (
                 not self.circles or shape.head == "Polygon"
             ):
-                return self._needed(self.outline() or self._cycle(None), term)
+                return self._needed(self.outline(), term)
             raise UnreadError(f"the form does not say which shape {term} is")
         best = self._likest(shape.head, count)
         if best is not None:
@@ -751,36 +753,7 @@ class Drawing:
                 if all(second in self.neighbours[first] for first, second in combinations(names, 2))
             ]
             same_size = list(triangles[0]) if len(triangles) == 1 else None
-        return self._needed(same_size or self._cycle(count), term)
-
-    def _cycle(self, count: int | None) -> list[str] | None:
-        """The only way round over drawn lines through all points that lie inside no line.
-
-        None where it is not.
-        """
-        inside = set().union(*self.on_segment.values()) if self.on_segment else set()
-        corners = sorted(name for name in self.neighbours if name not in inside)
-        if len(corners) < 3 or len(corners) > 8 or (count is not None and len(corners) != count):
-            return None
-        linked = {name: self._linked(name, corners) for name in corners}
-        if any(len(names) != 2 for names in linked.values()):
-            return None
-        cycle = [corners[0]]
-        while len(cycle) < len(corners):
-            onward = [name for name in linked[cycle[-1]] if name not in cycle]
-            if not onward:
-                return None
-            cycle.append(onward[0])
-        return cycle
-
-    def _linked(self, name: str, corners: Sequence[str]) -> list[str]:
-        """The corners that a drawn line joins with one, also over points inside the line."""
-        return [
-            corner
-            for corner in corners
-            if corner != name
-            and (corner in self.neighbours[name] or self.are_on_one_row((name, corner)))
-        ]
+        return self._needed(same_size, term)
 
     def _needed(self, names: list[str] | None, term: Term) -> list[str]:
         """The names themselves. Raises `UnreadError` where there are none."""

@@ -253,6 +253,10 @@ class System:
         return values, gradient
 
     def _turn_values(self, places: Vector, values: Vector, gradient: Vector | None) -> None:
+        """Fill in the angles in degrees, and their derivatives where these are asked for.
+
+        An angle with a turn is negative in a mirrored figure; a sweep goes from 0 to 360.
+        """
         first, corner, last = self._turn_points
         u = places[first] - places[corner]
         w = places[last] - places[corner]
@@ -270,6 +274,7 @@ class System:
             _scatter(rows, corner, -slope_u - slope_w)
 
     def _other(self, atom: LineDistance | Area, places: Vector) -> tuple[float, Vector]:
+        """The value and the derivatives of an area or of the distance from a line."""
         slope = np.zeros(self.count)
         if isinstance(atom, Area):
             corners = [self.position[name] for name in atom.corners]
@@ -344,6 +349,7 @@ class System:
     def _directions(
         self, v: Vector, parts: list[Vector], derivatives: list[Vector], *, slopes: bool
     ) -> None:
+        """Add how far lines are from parallel or perpendicular: the sine or cosine between them."""
         places = v[: self.first_unknown].reshape(-1, 2)
         a, b, c, d = self._direction_points
         u = places[b] - places[a]

@@ -149,7 +149,9 @@ def _sentences(text: str) -> Iterator[tuple[int, str]]:
 
 def _read(draft: _Draft, sentence: str) -> None:
     """Take a sentence into the draft by the first pattern that fits. Raises `_NotReadError`."""
-    plain = sentence
+    # A point is one capital letter, so a longer word with a capital begins a sentence.
+    plain = re.sub(r"\b[A-Z][a-z]{2,}", lambda word: word[0].lower(), sentence)
+    plain = re.sub(rf"^\s*in (?=(?:{_SHAPES}|circle)\b)", "", plain, flags=re.IGNORECASE)
     for pattern, spelled in _SPELLINGS:
         plain = re.sub(pattern, spelled, plain)
     plain = plain.strip()
@@ -165,6 +167,7 @@ def _read(draft: _Draft, sentence: str) -> None:
 
 
 def _what_is_wrong(sentence: str, plain: str) -> str:
+    """Say which word of a sentence is not known, or that the sentence as a whole is none."""
     for word in re.findall(r"[a-z]{2,}", plain):
         if word not in _WORDS:
             return f"{word!r} is no word that is known{did_you_mean(word, _WORDS)}"
@@ -538,6 +541,7 @@ class _Sides:
 
 
 def _angle_atom(draft: _Draft, text: str) -> Term:
+    """An angle by its number, its corner or its three points, whose sides are then drawn."""
     name = text.removeprefix("angle").strip()
     if name.isdigit():
         return term("MeasureOf", Term(head=f"angle {name}"))
@@ -549,10 +553,12 @@ def _angle_atom(draft: _Draft, text: str) -> Term:
 
 
 def _arc_atom(draft: _Draft, text: str) -> Term:
+    """An arc by its two ends, or by its ends and a point between them."""
     return term("MeasureOf", term("Arc", *_split(text.removeprefix("arc"))))
 
 
 def _trig_atom(draft: _Draft, text: str) -> Term:
+    """The sine, cosine or tangent of an angle or of a letter."""
     head = f"{text[:3].capitalize()}Of"
     rest = text[3:].strip()
     if re.fullmatch("[a-z]", rest):
@@ -561,6 +567,7 @@ def _trig_atom(draft: _Draft, text: str) -> Term:
 
 
 def _circle_atom(draft: _Draft, text: str) -> Term:
+    """Radius, diameter, circumference or area of a circle, of the only one without a centre."""
     head = re.match("[a-z]+", text)
     assert head is not None, "the pattern begins with a word"
     centre = re.search(rf"{_P}$", text)
@@ -568,6 +575,7 @@ def _circle_atom(draft: _Draft, text: str) -> Term:
 
 
 def _extent_atom(draft: _Draft, text: str) -> Term:
+    """The area or the perimeter of a polygon by its corners."""
     names = _split(text)
     head = "AreaOf" if text.startswith("area") else "PerimeterOf"
     kind = _kind_of("".join(names))
@@ -577,10 +585,12 @@ def _extent_atom(draft: _Draft, text: str) -> Term:
 
 
 def _sector_atom(draft: _Draft, text: str) -> Term:
+    """The area of the sector that three points name, with the centre between the ends."""
     return term("AreaOf", term("Sector", *_split(text)))
 
 
 def _segment_atom(draft: _Draft, text: str) -> Term:
+    """The length of a segment, which is drawn."""
     start, end = _split(text)
     if start == end:
         raise _NotReadError(f"{text} is no segment; it begins where it ends")
@@ -588,6 +598,7 @@ def _segment_atom(draft: _Draft, text: str) -> Term:
 
 
 def _number_atom(draft: _Draft, text: str) -> Term:
+    """A number or a letter as it is written."""
     return Term(head=text.replace("√", "\\sqrt"))
 
 

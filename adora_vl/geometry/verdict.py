@@ -55,6 +55,10 @@ def verdict(form: Form, *, looks: bool = True, repair: bool = True) -> Verdict:
 
 
 def _verdict(form: Form, *, looks: bool, repair: bool) -> Verdict:
+    """The verdict on a form that is not too large.
+
+    What a form says may be of any kind; an error in reading it says that it is unread.
+    """
     try:
         reading = read(form)
     except (
@@ -91,6 +95,11 @@ def unread_of(form: Form, reading: Reading) -> Iterator[str]:
 
 
 def _solved(form: Form, reading: Reading, *, looks: bool, repair: bool) -> Verdict:
+    """The verdict on a form whose question is read.
+
+    A figure that the facts determine comes first, then angles alone, then what only the picture
+    shows, and last which facts contradict each other.
+    """
     budget = Budget(EVALUATIONS)
     problem = FigureProblem(reading)
     result = outcome(problem, budget)
@@ -148,6 +157,10 @@ def _plain(value: float) -> float:
 
 
 def _answered(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
+    """The verdict where the facts determine the goal.
+
+    At a double root a figure is known to about four digits; a short form so near is the answer.
+    """
     assert result.value is not None and result.solution is not None, "an answer has a figure"
     value = _plain(result.value)
     answer = answer_of(result.value, problem.reading)
@@ -167,6 +180,10 @@ def _answered(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
 
 
 def _by_angles(reading: Reading) -> Verdict | None:
+    """The answer of the angles alone, whatever the lengths are; None where they do not fix it.
+
+    A measure has to be positive, a letter may be anything.
+    """
     value = Chase(reading).value()
     is_letter = reading.goal_term is not None and not reading.goal_term.arguments
     if value is None or reading.assumed or (value <= 0 and not is_letter):
@@ -257,6 +274,11 @@ def _out_of_order(result: Outcome) -> Verdict:
 
 
 def _repaired(form: Form, problem: FigureProblem, result: Outcome, budget: Budget) -> Verdict:
+    """The verdict where no figure was found: which facts exclude each other, and what follows.
+
+    Where the lengths give every angle as it is rounded there is no contradiction. Without places
+    there is one only where the facts that are named exclude each other by themselves.
+    """
     reading = problem.reading
     clash = conflict_of(form, reading, Budget(REPAIR_EVALUATIONS))
     why = _no_figure(result, clash, reading)
@@ -337,6 +359,7 @@ def _holds_as_rounded(repair: Repair, term: Term) -> bool:
 
 
 def _no_figure(result: Outcome, clash: Conflict | None, reading: Reading) -> str:
+    """A line on the facts that exclude each other, with the answer without each of them."""
     kind = (
         "no figure"
         if result.status == "conflict"
@@ -366,8 +389,10 @@ def _no_figure(result: Outcome, clash: Conflict | None, reading: Reading) -> str
 
 
 def _goal_words(reading: Reading) -> str:
+    """What is asked, in short words."""
     return words_of(reading.goal_term) if reading.goal_term is not None else "the goal"
 
 
 def _listed(words: Sequence[str]) -> str:
+    """Words with commas and an "and" between them."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -80,7 +80,11 @@ def convert_lora(move: Migration, names: Names) -> None:
 
 
 def convert_batches(move: Migration, names: Names) -> Layout:
-    """Convert the sizes of batches. Raises `UserError` where they do not divide."""
+    """Convert the sizes of batches.
+
+    Theirs are prompts of a generation and of an optimizer step, ours are passes of
+    `per_device_train_batch_size` answers over all GPUs. Raises `UserError` where they do not divide.
+    """
     processes = move.positive("trainer.n_gpus_per_node", 8)
     gpus = processes * move.positive("trainer.nnodes", 1)
     prompts_name, prompts_default = names["PROMPTS"]
@@ -185,7 +189,11 @@ def convert_data(move: Migration, columns: Mapping[str, str], sources: list[str]
 
 
 def convert_steps(move: Migration, names: Names, layout: Layout) -> None:
-    """Convert the length of the run, its checkpoints, evaluations and trackers."""
+    """Convert the length of the run, its checkpoints, evaluations and trackers.
+
+    Their steps are generations, and ours optimizer steps, of which a generation has
+    `layout.updates`.
+    """
     move.used |= {"trainer.project_name"}
     run_name = re.sub(r"[^\w.-]+", "_", str(move.get("trainer.experiment_name", "run")))
     move.put("output_dir", f"runs/{run_name}", "trainer.experiment_name")
@@ -210,7 +218,10 @@ def convert_steps(move: Migration, names: Names, layout: Layout) -> None:
 
 
 def _convert_warmup(move: Migration, names: Names, layout: Layout) -> None:
-    """Convert the warm-up of the learning rate, in steps or as a share of the run."""
+    """Convert the warm-up of the learning rate, in steps or as a share of the run.
+
+    Transformers reads a number below 1 as a share.
+    """
     steps_name, _ = names["WARMUP_STEPS"]
     share_name, _ = names["WARMUP_SHARE"]
     steps = move.get(steps_name, -1)

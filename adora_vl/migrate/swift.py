@@ -117,7 +117,11 @@ def _sharding(deepspeed: str) -> str:
 
 
 def _convert_tuner(move: Migration) -> None:
-    """Convert what is trained: all weights or an adapter, of which parts, and how fast."""
+    """Convert what is trained: all weights or an adapter, of which parts, and how fast.
+
+    Its adapter is by default on all linear layers but those of frozen parts, which are the vision
+    tower and the projector. That is what ours has where no layer is named.
+    """
     name = "tuner_type" if "tuner_type" in move.values else "train_type"
     kind = str(move.get(name, "lora"))
     rate = _RATES.get(kind, _RATES["lora"])

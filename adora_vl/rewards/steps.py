@@ -12,12 +12,15 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import TYPE_CHECKING
 
-from adora_vl.geometry.check import Checked, figure_at
 from adora_vl.rewards.completion import Completion, completion_text
 from adora_vl.rewards.grade import grade
 from adora_vl.rewards.thinking import final_part
 from adora_vl.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from adora_vl.geometry.check import Checked
 
 NAME = "steps"
 COLUMN = "figure"
@@ -95,6 +98,9 @@ def work_of(response: str, figure: str) -> ResponseWork:
 
     Raises `UserError` for a figure that cannot be used.
     """
+    # It needs numpy, which a run without this reward need not load.
+    from adora_vl.geometry.check import figure_at
+
     try:
         checked_figure = figure_at(figure)
     except ValueError as error:

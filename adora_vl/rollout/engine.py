@@ -186,8 +186,9 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         from adora_vl.rollout.llm import LATER, PolicyLLM, has_copied_head, own_shared_memory
 
         settings = self.settings
-        text_config = self.model.config.get_text_config()
-        max_tokens = kwargs.get("max_model_len") or text_config.max_position_embeddings
+        max_tokens = kwargs.get("max_model_len")
+        if max_tokens is None:
+            max_tokens = self.model.config.get_text_config().max_position_embeddings
         kwargs["dtype"] = settings.dtype or dtype_name(self.model.dtype)
         kwargs |= machine_options(
             max_tokens, settings.max_num_batched_tokens, settings.enforce_eager

@@ -28,10 +28,11 @@ Settings = Mapping[str, Any] | None  # of vLLM's `SamplingParams`; None: the run
 
 @dataclass(frozen=True)
 class PendingSamples:
-    """Rollouts that servers sample with the weights of a step, while the trainer goes on.
+    """Samples that were asked for and have not arrived.
 
-    `join` waits for this rank's results and raises a server's error on all ranks. All ranks call it
-    together.
+    Servers that sample ahead sample them with the weights of a step, while the trainer goes on; any
+    other sampler begins when `join` is called. `join` waits for this rank's results and raises a
+    server's error on all ranks. All ranks call it together; a second call returns the same results.
     """
 
     step: int  # number of optimizer steps that those weights have

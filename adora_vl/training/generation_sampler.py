@@ -176,6 +176,7 @@ class GenerationSampler:
             if not self.pool.continues:
                 upto = self.ahead + 1
         else:
+            self.pool.drop_pending()  # a generation that was interrupted may have left one
             carried = self.pool.take_waiting()
         self._request(generation, drawn, carried, upto)
 

@@ -1,5 +1,7 @@
 """Samples the rollouts of groups: groups in, the same groups with longer rollouts out."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -169,7 +171,7 @@ class GroupSampler:
         groups: Sequence[RolloutGroup],
         limits: TokenLimits,
         first_samples: PendingSamples | None = None,
-    ) -> "GroupTurns":
+    ) -> GroupTurns:
         """Return the turns of the unfinished rollouts; reads their prompts.
 
         A rank without unfinished rollouts reads nothing, and has no prompts.
@@ -210,8 +212,8 @@ class GroupSampler:
             first_samples=first_samples,
         )
 
-    def _play(self, turns: "GroupTurns") -> list[RolloutGroup]:
-        """All groups of the turns, the unfinished rollouts played through."""
+    def _play(self, turns: GroupTurns) -> list[RolloutGroup]:
+        """Return all groups of the turns, with the unfinished rollouts played through."""
         continued = run_turns(turns.unfinished, turns)
         return [
             replace(

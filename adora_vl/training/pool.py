@@ -296,7 +296,7 @@ class Pool:
         return bool(self.state.pending) and self.state.pending[0].samples.step != step
 
     def drop_pending(self) -> None:
-        """Forget all pending generations: they were requested for other rows."""
+        """Forget all pending generations, which were requested for other rows."""
         self.state = replace(self.state, pending=())
 
     def push(self, pending: PendingGeneration) -> None:

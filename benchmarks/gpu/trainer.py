@@ -103,9 +103,10 @@ class RecordedRollouts:
         self.last_token = last_token
         self.calls = 0
 
-    def __call__(self, inputs: Tensor | None = None, **options: Any) -> Tensor:
+    def __call__(self, inputs: Tensor | None = None, **options: object) -> Tensor:
         """The prompts, (B, P), with an answer behind each, (B, P + C)."""
         prompts = options["input_ids"] if inputs is None else inputs
+        assert isinstance(prompts, Tensor)
         generator = torch.Generator().manual_seed(self.calls)
         self.calls += 1
         shape = (len(prompts), self.completion)

@@ -291,7 +291,7 @@ def test_python_passes_a_function_or_a_class_in_place_of_a_name():
     with pytest.raises(UserError, match="no subclass of adora_vl.Method"):
         AdoraGRPOConfig("x", adora_method=no_method, **keys)
 
-    def adora(groups: Any, advantages_PG: Any) -> Any:
+    def adora(groups: Groups, advantages_PG: torch.Tensor) -> torch.Tensor:
         return advantages_PG
 
     same_name: Any = adora

@@ -14,19 +14,16 @@ from adora_vl.utils.errors import UserError
     [
         ("triangle ABC. AB = 5, AC = 5, angle A = 40; find angle B", "70"),
         ("ABCD parallelogram, AB = 2x+1, CD = 9, BC = 5\nfind perimeter ABCD", "28"),
-        (
-            "ABCD is a rectangle. AC and BD meet at E. AE = 5, AB = 6. Find area ABCD".replace(
-                "Find", "find"
-            ),
-            "48",
-        ),
+        ("ABCD is a rectangle. AC and BD meet at E. AE = 5, AB = 6. Find area ABCD", "48"),
+        ("In triangle ABC, AB = 5, BC = 12, angle B = 90. Find AC.", "13"),
+        ("Triangle ABC is similar to triangle DEF. AB = 2, DE = 4, BC = 3. Find EF.", "6"),
         ("circle O: A, B, C. AB is a diameter. angle BAC = 30\nfind angle ABC", "60"),
         ("circle O: A\nDA tangent at A, OA = 5, OD = 13, find DA", "12"),
         ("AB parallel CD, AC and BD meet at E, AE = 3, EC = 6, AB = 4, find CD", "8"),
         ("triangle ABC, D on AC, BD bisects angle ABC, AB = 6, BC = 9, AC = 10, find AD", "4"),
         ("triangle ABC, D on AB, E on AC, DE ∥ BC, AD = 4, DB = 2, DE = 6, find BC", "9"),
         ("ABC ~ DEF, AB = 4, DE = 6, BC = 6, find EF", "9"),
-        ("regular hexagon ABCDEF, AB = 4, find area ABCDEF", r"8\sqrt{3}"),
+        ("regular hexagon ABCDEF, AB = 4, find area ABCDEF", r"24\sqrt{3}"),
         ("triangle ABC, AD altitude of ABC, AB = 10, BD = 6, DC = 4, find AC", r"4\sqrt{5}"),
         ("ABCD trapezoid, AB ∥ CD, AB = 10, CD = 6, ∠A = 90°, AD = 3, find BC", "5"),
         ("triangle ABC, AB = x, BC = x + 1, AC = x + 2, right angle ABC, find x", "3"),

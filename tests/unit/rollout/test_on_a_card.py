@@ -65,10 +65,10 @@ def test_an_engine_is_woken_before_it_ends_and_leaves_nothing_behind(sleeps):
     generation: Any = object.__new__(AdoraVLLMGeneration)
     generation.enable_sleep_mode = sleeps
     generation.llm = CountedEngine(calls)
-    left = weakref.ref(generation.llm)
+    engine = weakref.ref(generation.llm)
     generation.shut_down()
     assert calls == [*(["wake"] if sleeps else []), "shutdown", "base"]
-    assert generation.llm is None and left() is None, "a second training finds its memory"
+    assert generation.llm is None and engine() is None, "a second training finds its memory"
 
 
 def test_a_card_that_is_taken_is_named_before_weights_are_loaded(monkeypatch):

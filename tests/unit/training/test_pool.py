@@ -555,8 +555,9 @@ def test_the_engine_stays_awake_through_a_generation(tools, budget):
         yield
         noted.append("asleep")
 
-    run.engine.sample = noted_sample  # type: ignore[method-assign, assignment]
-    run.engine.awake = noted_awake  # type: ignore[assignment]
+    engine: Any = run.engine
+    engine.sample = noted_sample
+    engine.awake = noted_awake
     run.go_on()
     generations = " ".join(noted).split("awake ")[1:]
     assert len(generations) == 4 and max(generation.count("turn") for generation in generations) > 1
