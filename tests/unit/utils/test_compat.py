@@ -59,9 +59,8 @@ def _changes_of_others(tree: ast.Module) -> Iterator[str]:
     }
     code = {node.name for node in ast.walk(tree) if isinstance(node, definitions)} - values
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Assign):
-            continue
-        for target, value in _set_in(node):
+        assigned = _set_in(node) if isinstance(node, ast.Assign) else []
+        for target, value in assigned:
             is_code = isinstance(value, ast.Lambda) or (
                 isinstance(value, ast.Name) and value.id in code
             )
