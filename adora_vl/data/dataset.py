@@ -177,7 +177,9 @@ def refuse_for_evaluation(dataset: object, where: str, folder: Path | None = Non
     `folder` says so, and so do the rows themselves, which may come from elsewhere.
     """
     manifest = read_manifest(folder) if folder is not None else None
-    is_written_so = manifest is not None and bool(manifest["arguments"].get("for_evaluation"))
+    # A manifest that another program wrote may name no arguments.
+    arguments = (manifest or {}).get("arguments") or {}
+    is_written_so = bool(arguments.get("for_evaluation"))
     columns = getattr(dataset, "column_names", None) or ()
     if not is_written_so and {"source", "split"} <= set(columns) and hasattr(dataset, "data"):
         table = dataset.data.table

@@ -6,7 +6,7 @@ import ast
 import inspect
 import pydoc
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,9 +59,10 @@ def _changes_of_others(tree: ast.Module) -> Iterator[str]:
     }
     code = {node.name for node in ast.walk(tree) if isinstance(node, definitions)} - values
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Assign):
-            continue
-        for target, value in _set_in(node):
+        assigned: Iterable[tuple[ast.expr, ast.expr]] = (
+            _set_in(node) if isinstance(node, ast.Assign) else []
+        )
+        for target, value in assigned:
             is_code = isinstance(value, ast.Lambda) or (
                 isinstance(value, ast.Name) and value.id in code
             )
