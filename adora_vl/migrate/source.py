@@ -71,8 +71,7 @@ def _is_script(config: Path) -> bool:
     if config.suffix in (".sh", ".bash", ".slurm"):
         return True
     try:
-        with config.open(encoding="utf-8", errors="replace") as file:
-            return file.readline().startswith("#!")
+        return config.read_bytes().startswith(b"#!")
     except OSError:
         # reading it as YAML names what is wrong with it
         return False
