@@ -205,7 +205,7 @@ class SamplerEngine(Conversations):
             max_tokens,
             256,
             stop=StopCriteria(frozenset(trainer.eos_token_ids)),
-            any_rank=trainer.rollouts.groups.on_any_rank,
+            any_rank=trainer.rollouts.groups.any_rank_continues,
         )
         self.turns = trainer.rollouts.groups.tool_loop
 

@@ -78,7 +78,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             save_now=self.save_here,
         )
         self.context = context
-        self.shape = BatchLayout.of(args)
+        self.layout = BatchLayout.of(args)
         self._make_models_parts(context, models)
         self._make_guards(context)
         to_device = super(GRPOTrainer, self)._prepare_inputs

@@ -316,9 +316,14 @@ class AdoraGRPOTrainer(TrainerParts):
             micro_batch = super()._prepare_inputs(generation_batch)
         else:
             present = self._generation
-            if present is None or not 0 <= self._step - present.first_micro_step < self.shape.cycle:
+            if (
+                present is None
+                or not 0
+                <= self._step - present.first_micro_step
+                < self.layout.micro_batches_per_generation
+            ):
                 present = self._generation = self._sample(generation_batch)
-            micro_batch = present.micro_batches[self._step % self.shape.steps]
+            micro_batch = present.micro_batches[self._step % self.layout.steps_per_generation]
         if self.model.training and self.accelerator.sync_gradients:
             self.rollouts.before_weights_change()
         return micro_batch
@@ -574,7 +579,7 @@ class AdoraGRPOTrainer(TrainerParts):
     @property
     def _first_micro_step(self) -> int:
         """TRL's `_step` where the present generation begins."""
-        return int(self._step - self._step % self.shape.cycle)
+        return int(self._step - self._step % self.layout.micro_batches_per_generation)
 
     # ----------------------------------------------------------------------------- 2. a micro-batch
 
@@ -595,11 +600,11 @@ class AdoraGRPOTrainer(TrainerParts):
             loss = super().training_step(model, inputs, num_items_in_batch)
         if not has_work:  # TRL counts the others
             self._step += 1
-        if self.shape.has_one_step and self.accelerator.sync_gradients:
+        if self.layout.has_one_step and self.accelerator.sync_gradients:
             # The next step begins at its own first micro-batch, however few this one had.
-            begun = self._step % self.shape.accumulated
+            begun = self._step % self.layout.gradient_accumulation_steps
             if begun:
-                self._step += self.shape.accumulated - begun
+                self._step += self.layout.gradient_accumulation_steps - begun
         return loss
 
     def _compute_loss(self, model: PreTrainedModel, inputs: Any) -> Tensor:
@@ -613,7 +618,7 @@ class AdoraGRPOTrainer(TrainerParts):
         position alone, so that a resumed run draws the same.
         """
         micro = cast("Batch", {**inputs})
-        if self.has_dropout and self.shape.has_one_step:
+        if self.has_dropout and self.layout.has_one_step:
             # The weights are those of the old pass, so the ratio of new to old policy is 1; with
             # the old values it would be that of a pass with dropout to one without. TRL takes the
             # values of this pass where there are none.
@@ -682,7 +687,7 @@ class AdoraGRPOTrainer(TrainerParts):
     @property
     def _skips_old_pass(self) -> bool:
         """Whether the old log-probabilities equal those of the policy's own pass."""
-        return self.args.uses("skip_old_pass") and self.shape.has_one_step and not self.has_dropout
+        return self.args.uses("skip_old_pass") and self.layout.has_one_step and not self.has_dropout
 
     # ------------------------------------------------------------------------------ 3. a checkpoint
 

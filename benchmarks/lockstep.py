@@ -61,7 +61,10 @@ def shuffled(units: Ranks, rng: random.Random) -> Ranks:
 def ordered(units: Ranks, rng: random.Random) -> Ranks:
     """Each rank in order of length, as where groups cannot move."""
     return [
-        [own[number] for number in by_length(range(len(own)), tokens=own, chunks=1, seed="")]
+        [
+            own[number]
+            for number in by_length(range(len(own)), tokens=own, optimizer_steps=1, seed="")
+        ]
         for own in units
     ]
 

@@ -131,14 +131,14 @@ def _problems(folder: Path, split: str, options: Variation, workers: int) -> Ite
                 if options.limit is not None and number >= options.limit:
                     return
                 number += 1
-                yield partial(_same, variant)
+                yield partial(_return_finished, variant)
     if is_empty:
         raise UserError(
             f"folder: no row of {str(folder)!r} has a figure; make the folder with --source facts"
         )
 
 
-def _same(raw: RawProblem) -> RawProblem:
+def _return_finished(raw: RawProblem) -> RawProblem:
     return raw
 
 

@@ -26,7 +26,7 @@ examples:
   python -m eval compare runs/before/eval runs/after/eval"""
 
 
-def _of(benchmark: str) -> str:
+def _description_of(benchmark: str) -> str:
     """Return the description of a benchmark in the first sentence of its module.
 
     The file is parsed and not imported, since importing all of them takes long.
@@ -47,7 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines = [
             _USAGE,
             "",
-            *(f"  {benchmark_name:<12}{_of(benchmark_name)}" for benchmark_name in NAMES),
+            *(
+                f"  {benchmark_name:<12}{_description_of(benchmark_name)}"
+                for benchmark_name in NAMES
+            ),
             _EXAMPLES,
         ]
         return exit_code_of(lambda: print("\n".join(lines)), "nothing was done")

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> Parser:
-    """Return the options of the command; those of the inference are the ones of each benchmark."""
+    """Return the parser of `eval all`; all other options are passed on to the benchmarks."""
     parser = Parser(
         prog="python -m eval all",
         description="A row of a table. Other options, such as --model, --engine, --max-tokens, --limit, "
@@ -76,13 +76,13 @@ def build_parser() -> Parser:
         type=path,
         required=True,
         metavar="DIR",
-        help="a run of each benchmark in it is resumed",
+        help="folder of the results; benchmarks that were started there are resumed",
     )
     add(
         "--beside",
         type=optional(path),
         metavar="DIR",
-        help="another model's --output: with paired differences to it",
+        help="another model's --output; adds the paired differences to it",
     )
     return parser
 

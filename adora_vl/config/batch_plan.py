@@ -25,15 +25,15 @@ class BatchLayout:
     """
 
     # rollouts per micro-batch and process: per_device_train_batch_size
-    rows: int
+    micro_batch_rows: int
     # rollouts per prompt, the size of a group: num_generations
-    generations: int
+    num_generations: int
     # micro-batches per generation: steps_per_generation
-    steps: int
+    steps_per_generation: int
     # passes over each generation: num_iterations
-    iterations: int
+    num_iterations: int
     # micro-batches per optimizer step: gradient_accumulation_steps
-    accumulated: int
+    gradient_accumulation_steps: int
     # processes on all machines together
     processes: int = 1
 
@@ -44,73 +44,73 @@ class BatchLayout:
         `config` has to be constructed already: `GRPOConfig` fills in `steps_per_generation`.
         """
         return cls(
-            rows=config.per_device_train_batch_size,
-            generations=config.num_generations,
-            steps=config.steps_per_generation,
-            iterations=config.num_iterations,
-            accumulated=config.gradient_accumulation_steps,
+            micro_batch_rows=config.per_device_train_batch_size,
+            num_generations=config.num_generations,
+            steps_per_generation=config.steps_per_generation,
+            num_iterations=config.num_iterations,
+            gradient_accumulation_steps=config.gradient_accumulation_steps,
             processes=processes,
         )
 
     @property
-    def unit(self) -> int:
+    def rows_per_unit(self) -> int:
         """The number of rows that stay together: see `unit_size`."""
-        return unit_size(self.rows, self.generations)
+        return unit_size(self.micro_batch_rows, self.num_generations)
 
     @property
-    def cycle(self) -> int:
+    def micro_batches_per_generation(self) -> int:
         """The number of micro-batches that learn from one generation."""
-        return self.steps * self.iterations
+        return self.steps_per_generation * self.num_iterations
 
     @property
-    def updates(self) -> int:
+    def optimizer_steps_per_generation(self) -> int:
         """The number of optimizer steps that learn from one generation, at least 1.
 
         It is 1, too, where one step takes several generations.
         """
-        return max(1, self.cycle // self.accumulated)
+        return max(1, self.micro_batches_per_generation // self.gradient_accumulation_steps)
 
     @property
-    def chunk(self) -> int:
+    def micro_batches_per_update(self) -> int:
         """The number of micro-batches of one generation that belong to one optimizer step.
 
         All but the last of them may be empty. It is 1 where the steps and the generations end at
         different micro-batches.
         """
-        steps = self.steps
-        accumulated = self.accumulated
+        steps = self.steps_per_generation
+        accumulated = self.gradient_accumulation_steps
         divides = steps % accumulated == 0 or accumulated % steps == 0
         return min(steps, accumulated) if divides else 1
 
     @property
     def has_one_step(self) -> bool:
         """Whether one optimizer step learns from the whole generation."""
-        return self.accumulated % self.cycle == 0
+        return self.gradient_accumulation_steps % self.micro_batches_per_generation == 0
 
     @property
     def global_batch(self) -> int:
         """The number of sequences in one micro-batch over all ranks."""
-        return self.rows * self.processes
+        return self.micro_batch_rows * self.processes
 
     @property
     def optimizer_batch(self) -> int:
         """The number of sequences in one optimizer step over all ranks."""
-        return self.global_batch * self.accumulated
+        return self.global_batch * self.gradient_accumulation_steps
 
     @property
     def generation_batch(self) -> int:
         """The number of sequences in one generation over all ranks."""
-        return self.global_batch * self.steps
+        return self.global_batch * self.steps_per_generation
 
     @property
     def prompts_per_generation(self) -> int:
         """The number of prompts, and so of groups, in one generation."""
-        return self.generation_batch // self.generations
+        return self.generation_batch // self.num_generations
 
     @property
     def updates_per_generation(self) -> float:
         """The number of optimizer steps that learn from one generation; it may be below 1."""
-        return self.cycle / self.accumulated
+        return self.micro_batches_per_generation / self.gradient_accumulation_steps
 
     def describe(self) -> str:
         """Return the sizes in words, for the first lines of a run."""
@@ -138,18 +138,19 @@ def batch_plan(config: AdoraGRPOConfig, processes: int) -> BatchLayout:
     would pass over the same generation several times.
     """
     plan = BatchLayout.of(config, processes)
-    if plan.generation_batch % plan.generations != 0:
+    if plan.generation_batch % plan.num_generations != 0:
         raise UserError(
             f"generation batch of {plan.generation_batch} sequences does not divide into groups of "
-            f"num_generations: {plan.generations}; make per_device_train_batch_size x processes x "
+            f"num_generations: {plan.num_generations}; make per_device_train_batch_size x processes x "
             "steps_per_generation a multiple of it"
         )
-    if plan.iterations > 1 and plan.accumulated > plan.steps:
+    accumulated = plan.gradient_accumulation_steps
+    if plan.num_iterations > 1 and accumulated > plan.steps_per_generation:
         raise UserError(
-            f"num_iterations: {plan.iterations} with gradient_accumulation_steps: "
-            f"{plan.accumulated} above steps_per_generation: {plan.steps} computes the gradient of "
-            "the same rollouts again before the weights have changed; set steps_per_generation: "
-            f"{plan.accumulated}, or num_iterations: 1"
+            f"num_iterations: {plan.num_iterations} with gradient_accumulation_steps: "
+            f"{accumulated} above steps_per_generation: {plan.steps_per_generation} computes the "
+            "gradient of the same rollouts again before the weights have changed; set "
+            f"steps_per_generation: {accumulated}, or num_iterations: 1"
         )
     return plan
 

@@ -253,7 +253,7 @@ def _prompt_queries_pay(prompt: int, rollout: int, query: Tensor) -> bool:
     Their outputs are thrown away, but the mask is then a plain causal one, and kernels compute only
     half of that. `prompt` and `rollout` are lengths in tokens.
     """
-    if _knows_lower_right(query):
+    if _supports_lower_right_mask(query):
         return False
     keys = prompt + rollout
     plain_work = keys * keys / 2
@@ -261,7 +261,7 @@ def _prompt_queries_pay(prompt: int, rollout: int, query: Tensor) -> bool:
     return plain_work < block_work
 
 
-def _knows_lower_right(query: Tensor) -> bool:
+def _supports_lower_right_mask(query: Tensor) -> bool:
     """Return whether the kernel can align a causal mask to the lower right.
 
     Flash attention's can.
@@ -296,7 +296,7 @@ def _sdpa(
     keys = key.size(2)
     if queries == keys:
         return scaled_dot_product_attention(query, key, value, is_causal=True, **options)
-    if _knows_lower_right(query):
+    if _supports_lower_right_mask(query):
         mask = causal_lower_right(queries, keys)
         return scaled_dot_product_attention(query, key, value, mask, **options)
     if query.is_cuda:  # with a mask its kernels want as many heads of keys as of queries

@@ -340,7 +340,9 @@ def steps_of(plan: Plan) -> tuple[int | None, int | None]:
     if plan.rows is None:
         return None, fixed
     generations = plan.rows // batches.prompts_per_generation
-    epoch = max(1, generations * batches.cycle // batches.accumulated)
+    epoch = max(
+        1, generations * batches.micro_batches_per_generation // batches.gradient_accumulation_steps
+    )
     return epoch, fixed or math.ceil(config.num_train_epochs * epoch)
 
 
@@ -629,8 +631,8 @@ def figures(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
         "changed": changed_keys(plan, set_keys),
         "batches": {
             **{name: getattr(batches, name) for name in _BATCHES},
-            "cycle_micro_batches": batches.cycle,
-            "gradient_accumulation_steps": batches.accumulated,
+            "cycle_micro_batches": batches.micro_batches_per_generation,
+            "gradient_accumulation_steps": batches.gradient_accumulation_steps,
         },
         "updates": {
             "a_generation": batches.updates_per_generation,

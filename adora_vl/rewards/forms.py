@@ -291,7 +291,7 @@ def _bracketed(text: str, depth: int) -> Answer | None:
     if opening not in {"(", "[", "{", r"\{"} or not encloses:
         return None
     if opening in {"{", r"\{"}:
-        return _set(text, opening, closing, inside, depth)
+        return _read_braces(text, opening, closing, inside, depth)
     pieces, separators = _split(inside, _SEMICOLON)
     if not separators:
         pieces, _ = _split(inside, re.compile(","))
@@ -314,7 +314,7 @@ def _bracketed(text: str, depth: int) -> Answer | None:
     )
 
 
-def _set(text: str, opening: str, closing: str, inside: str, depth: int) -> Answer | None:
+def _read_braces(text: str, opening: str, closing: str, inside: str, depth: int) -> Answer | None:
     r"""Read a set in `\{\}` or `{}`; None where one brace has a backslash and the other has none.
 
     Plain braces around one value are no set: `{5}` is 5. Raises `NotReadError` for a set of sets.

@@ -21,7 +21,7 @@ from adora_vl.models.precision import dtype_name
 from adora_vl.packing.image_store import ImageCache
 from adora_vl.rollout.engine_settings import (
     EngineSettings,
-    compute_products_exactly,
+    disable_tf32_of_float32_engine,
     engine_runs_on_cpu,
     engine_scores_raw,
     machine_options,
@@ -225,7 +225,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             if not settings.keeps_images:  # the trainer's cache has them already
                 kwargs["mm_processor_cache_gb"] = 0
         divided_on_cpu = self.tensor_parallel_size > 1 and engine_runs_on_cpu()
-        compute_products_exactly(str(kwargs["dtype"]))
+        disable_tf32_of_float32_engine(str(kwargs["dtype"]))
         with own_shared_memory() if divided_on_cpu else nullcontext():
             llm = PolicyLLM(**kwargs)
         if self.four_bit:

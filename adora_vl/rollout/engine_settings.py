@@ -117,7 +117,7 @@ def machine_options(longest: int | None, budget: int, eager: bool | None = None)
     return options
 
 
-def compute_products_exactly(dtype: str) -> None:
+def disable_tf32_of_float32_engine(dtype: str) -> None:
     """Let the kernels of a float32 engine multiply in float32.
 
     By default Triton rounds the factors to TF32 on a card, which keeps 10 of 23 bits, so that

@@ -46,7 +46,7 @@ class TurnPlayer(Protocol[Key]):
     def has_room(self, key: Key, rollout: Rollout) -> bool:
         """Return whether a rollout may sample more tokens."""
 
-    def on_any_rank(self, holds: bool) -> bool:
+    def any_rank_continues(self, holds: bool) -> bool:
         """Return whether something holds on any rank. Collective."""
 
 
@@ -68,7 +68,7 @@ def run_turns(rollouts: Mapping[Key, Rollout], player: TurnPlayer[Key]) -> dict[
             for key in going
             if not done[key].has_ended and player.has_room(key, done[key])
         }
-        if not player.on_any_rank(bool(going)):
+        if not player.any_rank_continues(bool(going)):
             return done
 
 

@@ -20,7 +20,7 @@ from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.own_files import from_file, function_name, source_hash
 
 KEY = "environment_factory"
-_OWN = ("reset", "get_reward")  # methods that no model is told of
+_HIDDEN_METHODS = ("reset", "get_reward")  # methods that no model is told of
 
 
 @dataclass
@@ -47,13 +47,13 @@ class Environments:
 
         Raises `UserError` for a factory whose objects are no environments.
         """
-        environment = self._free(f"{KEY}: {self.name}")
-        self._in_use = 0
+        environment = self._take_unused(f"{KEY}: {self.name}")
+        self._in_use = 0  # it is only looked at
         self.name = type(environment).__name__  # as TRL names its reward
         members = dict(inspect.getmembers(type(environment), inspect.isfunction))
         self.tools: dict[str, Callable[..., Any]] = {}
         for name in members:
-            if name not in _OWN and not name.startswith("_"):
+            if name not in _HIDDEN_METHODS and not name.startswith("_"):
                 self.tools[name] = getattr(environment, name)
         self.grades = "get_reward" in members
         if "reset" not in members:
@@ -62,7 +62,7 @@ class Environments:
             )
         if not self.tools:
             raise UserError(f"{KEY}: {self.name} has no public method that a model could call")
-        for name in _OWN:
+        for name in _HIDDEN_METHODS:
             if inspect.iscoroutinefunction(members.get(name)):
                 raise UserError(f"{KEY}: {self.name}.{name} is async; write a plain method")
 
@@ -101,7 +101,9 @@ class Environments:
         problem = group.problem
         where = f"{KEY}: row {group.row.get('id', problem.row_number)}"
         seed = f"{run_seed}/{problem.key.name}/{problem.slot}"
-        rollouts = [replace(rollout, environment=self._free(where)) for rollout in group.rollouts]
+        rollouts = [
+            replace(rollout, environment=self._take_unused(where)) for rollout in group.rollouts
+        ]
         messages = []
         for rollout in rollouts:
             messages.append(self._reset(rollout.environment, row=group.row, where=where, seed=seed))
@@ -113,7 +115,7 @@ class Environments:
                 )
         return replace(group, row=_with_text(group.row, messages[0]), rollouts=tuple(rollouts))
 
-    def _free(self, where: str) -> Any:
+    def _take_unused(self, where: str) -> Any:
         """Return an instance that no rollout of this generation has.
 
         A new one is built if needed.

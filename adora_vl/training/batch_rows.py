@@ -150,7 +150,7 @@ def concat_rows(batch: Batch, appended: Batch, pad_id: int) -> Batch:
     batches = (batch, appended)
     prompt = max(part["prompt_ids"].size(1) for part in batches)
     completion = max(part["completion_ids"].size(1) for part in batches)
-    sequence_ratio = all(_sequence_ratio(part) for part in batches)
+    sequence_ratio = all(_has_one_ratio_a_rollout(part) for part in batches)
     splits = []
     for part in batches:
         widened = _widened(
@@ -191,7 +191,7 @@ def chosen_groups(
     return join_images(take_rows(split_images(concat_rows(batch, further, pad_id)), rows))
 
 
-def _sequence_ratio(batch: Batch) -> bool:
+def _has_one_ratio_a_rollout(batch: Batch) -> bool:
     """Whether the importance ratio to the engine is one number per rollout."""
     ratio = batch.get("importance_sampling_ratio")
     return ratio is None or ratio.size(1) == 1

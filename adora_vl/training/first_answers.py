@@ -34,26 +34,29 @@ class FirstAnswers:
         if self.looked:
             return
         self.looked = True
-        lines = unmet(rows, facts)
+        lines = warning_lines(rows, facts)
         if lines:
             print("\n".join(lines), file=sys.stderr, flush=True)
 
 
-def unmet(rows: Sequence[Row], facts: RolloutFacts) -> list[str]:
-    """The lines to print; none where a rollout is right, or nobody says what was read."""
+def warning_lines(rows: Sequence[Row], facts: RolloutFacts) -> list[str]:
+    """Return a warning if no first rollout is right.
+
+    It is empty if one is, or if no reward function shows its verdicts and what it has extracted.
+    """
     verdicts = facts.extra.get("verdict")
     read = facts.extra.get("extracted")
     if not verdicts or read is None or "correct" in verdicts:
         return []
     reasons = facts.extra.get("reason", [""] * len(verdicts))
-    beside: dict[str, str] = {}
+    read_by_reference: dict[str, str] = {}
     for row, answer, reason in zip(rows, read, reasons, strict=False):
         gold = shown(row.get("answer"), _SHOWN_CHARS)
         extracted = "no answer" if answer is None else shown(answer, _SHOWN_CHARS)
-        beside.setdefault(str(gold), f"{extracted} ({reason})")
+        read_by_reference.setdefault(str(gold), f"{extracted} ({reason})")
     examples = [
         f"  reference answer {gold}, read {extracted}"
-        for gold, extracted in list(beside.items())[:_SHOWN_ROWS]
+        for gold, extracted in list(read_by_reference.items())[:_SHOWN_ROWS]
     ]
     return [
         f"warning: none of the first {len(verdicts)} rollouts is right; see whether these reference "

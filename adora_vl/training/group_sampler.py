@@ -155,15 +155,18 @@ class GroupSampler:
         """
         return self._play(self._turns(generation, groups, limits))
 
-    def on_any_rank(self, holds: bool) -> bool:
-        """Return whether something holds on any rank.
+    def any_rank_continues(self, continues: bool) -> bool:
+        """Return whether any rank wants another turn. Collective in a run with tools.
 
-        Without tools there is one turn, so this asks no other rank and returns False.
+        Without tools there is one turn only, so this asks no other rank and returns False.
+
+        Args:
+            continues: whether this rank wants one.
         """
         if self.tool_loop is None:
             return False
-        holds_1 = torch.tensor([holds], device=self.accelerator.device)
-        return bool(self.accelerator.gather(holds_1).any())
+        continues_1 = torch.tensor([continues], device=self.accelerator.device)
+        return bool(self.accelerator.gather(continues_1).any())
 
     def _turns(
         self,
@@ -198,6 +201,7 @@ class GroupSampler:
                     member=key.member,
                     prompt_ids=prompt_ids,
                     images=list(replacement or images or ()),
+                    # Where the engine sees another image, its prompt is not the trainer's.
                     compared=replacement is None,
                     token_budget=limits[key.group],
                     tokens_before=len(unfinished[key].policy_tokens),
@@ -283,9 +287,9 @@ class GroupTurns:
         """Return whether the rollout may sample more tokens now."""
         return self._max_tokens(self.parts[key], rollout) > 0
 
-    def on_any_rank(self, holds: bool) -> bool:
+    def any_rank_continues(self, holds: bool) -> bool:
         """Return whether something holds on any rank. Collective."""
-        return self.sampler.on_any_rank(holds)
+        return self.sampler.any_rank_continues(holds)
 
     def requests(self, rollouts: Mapping[RolloutKey, Rollout]) -> list[SamplingRequest]:
         """Return the requests for the next turn of the rollouts."""

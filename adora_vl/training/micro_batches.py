@@ -49,7 +49,7 @@ def live_units(advantages: Tensor, unit: int) -> list[bool]:
     return alive
 
 
-def chosen_units(live: Sequence[bool], count: int, tokens: Sequence[int]) -> list[int]:
+def choose_units(live: Sequence[bool], count: int, tokens: Sequence[int]) -> list[int]:
     """Numbers of the units that are learned from, in ascending order.
 
     They are all live units, filled up to `count` with the shortest of the others, so that all ranks
@@ -70,17 +70,25 @@ def split_evenly(units: Sequence[int], micro_batches: int) -> list[list[int]]:
     return [part.tolist() for part in torch.tensor(units).tensor_split(micro_batches)]
 
 
-def planned(units: Sequence[int], chunks: int, chunk: int, full: int) -> list[list[int]]:
-    """The units of each of `chunks` x `chunk` micro-batches.
+def plan_micro_batches(
+    units: Sequence[int], optimizer_steps: int, micro_batches: int, max_units: int
+) -> list[list[int]]:
+    """Return the units of every micro-batch of a generation.
 
-    A chunk is the set of micro-batches that one generation contributes to one optimizer step. A
-    chunk uses as few micro-batches as possible, each of up to `full` units. The others are empty
-    and come first. The last one triggers the reduction of gradients, so it must not be empty.
+    Each optimizer step uses as few of its micro-batches as possible. The others are empty and come
+    first. The last one triggers the reduction of gradients, so it must not be empty.
+
+    Args:
+        units: numbers of the units to learn from, in their order.
+        optimizer_steps: steps that the generation is divided among.
+        micro_batches: of the generation in each of these steps.
+        max_units: units that fit into a micro-batch.
     """
     plan: list[list[int]] = []
-    for part in split_evenly(units, chunks):
-        needed = min(chunk, math.ceil(len(part) / full))
-        plan += [[] for _ in range(chunk - needed)] + split_evenly(part, needed)
+    for units_of_step in split_evenly(units, optimizer_steps):
+        needed = min(micro_batches, math.ceil(len(units_of_step) / max_units))
+        plan += [[] for _ in range(micro_batches - needed)]
+        plan += split_evenly(units_of_step, needed)
     return plan
 
 
@@ -102,20 +110,25 @@ def tokens_of_units(
     return counts
 
 
-def by_length(units: Sequence[int], tokens: Sequence[int], chunks: int, seed: str) -> list[int]:
-    """The units in the order in which they are learned from.
+def by_length(
+    units: Sequence[int], tokens: Sequence[int], optimizer_steps: int, seed: str
+) -> list[int]:
+    """Return the units in the order in which they are learned from.
 
-    `split_evenly` divides them into `chunks` optimizer steps. Within a step the longest come first.
+    `split_evenly` divides them among `optimizer_steps`. Within a step the longest come first.
     So units of similar length meet: in a micro-batch, where they need little padding, and on
     different ranks at the same time, where none waits for another. A run that does not fit into
     memory fails at once. Each step should see units of all lengths, so it is drawn which go into
     which step; the `seed` is the same on all ranks.
     """
     longest_first = sorted(units, key=lambda number: (-tokens[number], number))
-    if chunks == 1:
+    if optimizer_steps == 1:
         return longest_first
     drawn = torch.randperm(len(units), generator=generator_at(seed)).tolist()
-    return [longest_first[rank] for part in split_evenly(drawn, chunks) for rank in sorted(part)]
+    order = []
+    for positions_of_step in split_evenly(drawn, optimizer_steps):
+        order += [longest_first[position] for position in sorted(positions_of_step)]
+    return order
 
 
 _CPU = torch.device("cpu")
@@ -265,7 +278,7 @@ class MicroBatcher:
         self.accelerator = context.accelerator
         self.log = context.log
         self.pad_id = context.pad_id
-        self.shape = BatchLayout.of(context.config)
+        self.layout = BatchLayout.of(context.config)
         self.config = context.config
         self.banks = banks
         self._every_row_counts = every_row_counts
@@ -279,18 +292,21 @@ class MicroBatcher:
     def split(self, batch: Batch, key: str) -> list[Batch]:
         """Divide a generation into `steps_per_generation` micro-batches of whole units. Collective.
 
-        An empty micro-batch has no work. The `key` names the position in the run, the same on all
-        ranks, and seeds which units go into which optimizer step.
+        A unit is the rows that have to stay in one micro-batch: a group, or a part of one. An empty
+        micro-batch has no work. The `key` names the position in the run, the same on all ranks, and
+        seeds which units go into which optimizer step.
         """
-        shape = self.shape
-        unit = self.shape.unit
-        chunks = self.shape.steps // self.shape.chunk
+        layout = self.layout
+        rows_per_unit = layout.rows_per_unit
+        optimizer_steps = layout.steps_per_generation // layout.micro_batches_per_update
         # The share of the generation's slots that have rollouts: below 1 where rollouts are
         # unfinished.
-        filled = len(batch["advantages"]) / (shape.rows * shape.steps)
-        count = len(batch["advantages"]) // unit
+        filled = len(batch["advantages"]) / (layout.micro_batch_rows * layout.steps_per_generation)
+        unit_count = len(batch["advantages"]) // rows_per_unit
         skips_dead = self.config.uses("skip_zero_signal") and not self._every_row_counts
-        live = live_units(batch["advantages"], unit) if skips_dead else [True] * count
+        live = [True] * unit_count
+        if skips_dead:
+            live = live_units(batch["advantages"], rows_per_unit)
         if self.config.uses("spread_signal") and self.accelerator.num_processes > 1:
             batch, live = self._rebalance(batch, live)
         # Collective: all ranks learn from as many units as the one with the most live ones.
@@ -300,13 +316,22 @@ class MicroBatcher:
             batch["prompt_ids"], batch["prompt_mask"], batch["completion_mask"], columns
         )
         tokens = self._tokens(host.prompt_mask.sum(dim=1), torch.tensor(host.lengths))
-        units = chosen_units(live, max(most_live, chunks), tokens)
-        self.log("adora/skipped_groups", 1 - len(units) / count)
+        # Every optimizer step needs at least one unit: an empty one would reduce no gradients.
+        units = choose_units(live, max(most_live, optimizer_steps), tokens)
+        self.log("adora/skipped_groups", 1 - len(units) / unit_count)
         units = by_length(
-            units, tokens=tokens, chunks=chunks, seed=f"micro-batches/{self.config.seed}/{key}"
+            units,
+            tokens=tokens,
+            optimizer_steps=optimizer_steps,
+            seed=f"micro-batches/{self.config.seed}/{key}",
         )
         split = split_images(batch)
-        plan = planned(units, chunks=chunks, chunk=shape.chunk, full=shape.rows // unit)
+        plan = plan_micro_batches(
+            units,
+            optimizer_steps=optimizer_steps,
+            micro_batches=layout.micro_batches_per_update,
+            max_units=layout.micro_batch_rows // rows_per_unit,
+        )
         return [self._micro_batch(split, host=host, units=part, filled=filled) for part in plan]
 
     def _tokens(self, prompts_B: Tensor, answers_B: Tensor) -> list[int]:
@@ -314,7 +339,7 @@ class MicroBatcher:
         return tokens_of_units(
             prompts_B,
             answers_B=answers_B,
-            unit=self.shape.unit,
+            unit=self.layout.rows_per_unit,
             shares_prompt=self.config.uses("share_prompt"),
         )
 
@@ -327,12 +352,12 @@ class MicroBatcher:
         """
         if not units:
             return {}
-        unit = self.shape.unit
+        unit = self.layout.rows_per_unit
         rows = [unit * number + row for number in units for row in range(unit)]
         used = used_columns(host.prompt_mask[rows], [host.lengths[row] for row in rows])
         micro = cast("Batch", without_padding(dict(join_images(take_rows(split, rows))), used))
         micro["host"] = host.taken(rows, used[0])
-        micro["share_of_rows"] = len(rows) / self.shape.rows / filled
+        micro["share_of_rows"] = len(rows) / self.layout.micro_batch_rows / filled
         if self._by_tokens:
             tokens = loss_mask(micro).sum()
             micro["share_of_tokens"] = self.share_of_tokens(micro, tokens)
@@ -343,7 +368,7 @@ class MicroBatcher:
     @property
     def _micro_batches(self) -> int:
         """Micro-batches of a generation over all ranks, with those that stay empty."""
-        return int(self.accelerator.num_processes) * self.shape.steps
+        return int(self.accelerator.num_processes) * self.layout.steps_per_generation
 
     def share_of_tokens(self, micro: Batch, tokens: Tensor) -> Tensor:
         """The tokens of a micro-batch over the mean tokens of its generation's, (), float64.
@@ -387,12 +412,18 @@ class MicroBatcher:
         columns = [columns_of_rank for _, columns_of_rank in gathered]
         # A rank without images lacks their columns; then nothing moves.
         is_movable = columns[0] and all(names == columns[0] for names in columns)
-        plan = plan_moves(tokens, self.shape.steps // self.shape.chunk) if is_movable else []
+        plan = (
+            plan_moves(
+                tokens, self.layout.steps_per_generation // self.layout.micro_batches_per_update
+            )
+            if is_movable
+            else []
+        )
         self.log("adora/moved_groups", len(plan) / max(sum(map(len, tokens)), 1))
         if not plan:
             return batch, live
         rank = self.accelerator.process_index
-        unit = self.shape.unit
+        unit = self.layout.rows_per_unit
         return rebalanced(
             batch,
             live=live,

@@ -55,7 +55,7 @@ class Pool:
         self.log = context.log
         self.rows = DistinctRows(dataset)
         self.options: RolloutOptions = context.config.adora_rollouts
-        self.shape = BatchLayout.of(context.config)
+        self.layout = BatchLayout.of(context.config)
         # Generations that servers sample before the policy learns from the present one.
         self.ahead = self.options.ahead
         # Whether a rollout may pause, so that a generation may begin more groups than it learns
@@ -67,12 +67,16 @@ class Pool:
         # samples have arrived.
         self.continues = self.allows_partial or tools
         # Groups that one rank learns from in a full generation.
-        self.slots = self.shape.rows * self.shape.steps // self.shape.generations
+        self.slots = (
+            self.layout.micro_batch_rows
+            * self.layout.steps_per_generation
+            // self.layout.num_generations
+        )
         # Fewest groups that a rank may learn from: half its slots, because a smaller batch is too
         # noisy, and at least one unit for every optimizer step of the generation.
-        chunks = self.shape.steps // self.shape.chunk
-        units = chunks * self.shape.unit
-        self.min_groups = math.ceil(max(self.slots / 2, units / self.shape.generations))
+        chunks = self.layout.steps_per_generation // self.layout.micro_batches_per_update
+        units = chunks * self.layout.rows_per_unit
+        self.min_groups = math.ceil(max(self.slots / 2, units / self.layout.num_generations))
         self.state = PoolState()
         # The state before the generations of the present optimizer step. A run that dies before it
         # learns from them samples them again from there.
@@ -82,18 +86,19 @@ class Pool:
     # ------------------------------------------------------------------- where a generation stands
 
     def generation_at(self, key: StepKey, group_size: int, rows: Sequence[Row]) -> Generation:
-        """Return the generation at a place in the run, with its number where rollouts may be stale.
+        """Return the generation of a step. It is numbered only where rollouts may be stale.
 
         Args:
-            key: the place.
+            key: the step, and the micro-batch in it.
             group_size: rollouts of a group.
-            rows: that were drawn for it.
+            rows: the rows that were drawn for it.
 
         Raises:
             UserError: rollouts may be stale, but the rows have no numbers.
         """
         if key.mode != "train" or not self.has_stale:
             return Generation(key=key, group_size=group_size)
+        # A negative number is that of a row outside of the data set.
         if min(dict[str, Any](row).get(ROW_NUMBER, -1) for row in rows) < 0:
             raise UserError(
                 "adora_rollouts: these rows do not say their numbers, by which problems that "
@@ -108,10 +113,13 @@ class Pool:
         if distance >= self.generations_left(generation):
             return None
         number = self._generations_before(generation.key.step, generation.key.micro) + distance
-        step, micro = divmod(number * self.shape.cycle, self.shape.accumulated)
-        if self.shape.has_one_step:
+        step, micro = divmod(
+            number * self.layout.micro_batches_per_generation,
+            self.layout.gradient_accumulation_steps,
+        )
+        if self.layout.has_one_step:
             step, before_in_step = schedule.place_of(number, *self._generations_of_step_and_epoch)
-            micro = before_in_step * self.shape.cycle
+            micro = before_in_step * self.layout.micro_batches_per_generation
         key = StepKey(mode="train", step=step, micro=micro)
         return replace(generation, key=key, number=number)
 
@@ -122,19 +130,27 @@ class Pool:
 
     def _generations_before(self, step: int, micro: int = 0) -> int:
         """Index of the generation that contains micro-batch `micro` of optimizer step `step`."""
-        shape = self.shape
-        if not shape.has_one_step:
-            return math.ceil((step * shape.accumulated + micro) / shape.cycle)
+        layout = self.layout
+        if not layout.has_one_step:
+            return math.ceil(
+                (step * layout.gradient_accumulation_steps + micro)
+                / layout.micro_batches_per_generation
+            )
         before_step = schedule.generations_in(step, *self._generations_of_step_and_epoch)
-        return before_step + micro // shape.cycle
+        return before_step + micro // layout.micro_batches_per_generation
 
     @property
     def _generations_of_step_and_epoch(self) -> tuple[int, int]:
         """Generations of an optimizer step that takes several, and generations of an epoch."""
-        shape = self.shape
-        rows = len(self.rows) * shape.generations
-        rows_of_generation = shape.rows * shape.steps * self.accelerator.num_processes
-        return shape.accumulated // shape.cycle, rows // rows_of_generation
+        layout = self.layout
+        rows = len(self.rows) * layout.num_generations
+        rows_of_generation = (
+            layout.micro_batch_rows * layout.steps_per_generation * self.accelerator.num_processes
+        )
+        return (
+            layout.gradient_accumulation_steps // layout.micro_batches_per_generation,
+            rows // rows_of_generation,
+        )
 
     # --------------------------------------------------------------- which groups begin and go on
 
@@ -400,7 +416,9 @@ class Pool:
         waiting += sum(len(pending.groups) for pending in self.state.pending)
         learnable = self.generations_left(generation) * self.slots
         if waiting > learnable and self.accelerator.is_main_process:
-            steps_needed = math.ceil(waiting / self.slots) * self.shape.updates
+            steps_needed = (
+                math.ceil(waiting / self.slots) * self.layout.optimizer_steps_per_generation
+            )
             tqdm.write(
                 f"max_steps: {self.context.state().max_steps} ends the run before "
                 f"{waiting - learnable} of the {waiting} groups per process that the checkpoint has "

@@ -16,7 +16,7 @@ from adora_vl.types import Batch, StepContext
 from adora_vl.utils.errors import UserError
 
 FILES = "generation"  # in a checkpoint, one of each rank
-_FACTS = "unfinished_generation"  # the key in the manifest of such a checkpoint
+_MANIFEST_KEY = "unfinished_generation"  # the key in the manifest of such a checkpoint
 
 
 class StepBegin(NamedTuple):
@@ -37,7 +37,7 @@ class UnfinishedGeneration:
     def __init__(self, context: StepContext, banks: ImageBanks) -> None:
         self.accelerator = context.accelerator
         self.banks = banks
-        self.shape = BatchLayout.of(context.config)
+        self.layout = BatchLayout.of(context.config)
         self.state = context.state
         self._before: StepBegin | None = None  # of the present optimizer step
 
@@ -78,15 +78,17 @@ class UnfinishedGeneration:
         Returns:
             The entry of the checkpoint's manifest.
         """
-        within = micro_step % self.shape.cycle
-        if not within or micro_batches is None:
+        # micro-batches of this generation that were learned from already
+        done = micro_step % self.layout.micro_batches_per_generation
+        if not done or micro_batches is None:
             return {}
         remaining = [
             cast("Batch", {name: column for name, column in micro.items() if name != "host"})
             for micro in micro_batches
         ]
-        if self.shape.iterations == 1:  # else they are learned from again
-            remaining = [{} if number < within else micro for number, micro in enumerate(remaining)]
+        # With several passes over a generation, those that are done will be learned from again.
+        if self.layout.num_iterations == 1:
+            remaining = [{} if number < done else micro for number, micro in enumerate(remaining)]
         content: dict[str, Any] = {
             "micro_batches": to_cpu(remaining),
             "first": 0,
@@ -98,7 +100,7 @@ class UnfinishedGeneration:
             content["first"] = bank.first
             content["images"] = [to_cpu(bank.image(start)) for start in bank.starts]
         save_of_rank(folder, kind=FILES, rank=self.accelerator.process_index, content=content)
-        return {_FACTS: {"micro_step": micro_step, **self._sizes()}}
+        return {_MANIFEST_KEY: {"micro_step": micro_step, **self._sizes()}}
 
     def load(self, checkpoint: Path) -> tuple[int, list[Batch], str] | None:
         """Read the `micro_step`, the micro-batches and the table that `save` wrote.
@@ -106,7 +108,7 @@ class UnfinishedGeneration:
         Returns None if it wrote none. Raises `UserError` if the sizes of the run have changed
         since.
         """
-        facts = facts_of(checkpoint).get(_FACTS)
+        facts = facts_of(checkpoint).get(_MANIFEST_KEY)
         if facts is None:
             return None
         for name, now in self._sizes().items():
@@ -130,11 +132,11 @@ class UnfinishedGeneration:
 
     def _sizes(self) -> dict[str, int]:
         """The sizes that the division into micro-batches depends on, by TRL's keys."""
-        shape = self.shape
+        layout = self.layout
         return {
             "processes": self.accelerator.num_processes,
-            "per_device_train_batch_size": shape.rows,
-            "gradient_accumulation_steps": shape.accumulated,
-            "steps_per_generation": shape.steps,
-            "num_iterations": shape.iterations,
+            "per_device_train_batch_size": layout.micro_batch_rows,
+            "gradient_accumulation_steps": layout.gradient_accumulation_steps,
+            "steps_per_generation": layout.steps_per_generation,
+            "num_iterations": layout.num_iterations,
         }

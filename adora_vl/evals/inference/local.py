@@ -157,7 +157,7 @@ class ConversationTurns:
         """Return whether the conversation has room for more tokens."""
         return self._room(key, rollout) > 0
 
-    def on_any_rank(self, holds: bool) -> bool:
+    def any_rank_continues(self, holds: bool) -> bool:
         """Return whether something holds on any rank; without tools there is one turn."""
         return self.engine.any_rank(holds) if self.engine.turns else holds
 
@@ -226,7 +226,7 @@ class VLLMEngine(_Local):
             raise UserError(
                 "engine: vllm is not installed; install it or use --engine transformers"
             )
-        from adora_vl.rollout.engine_settings import compute_products_exactly, machine_options
+        from adora_vl.rollout.engine_settings import disable_tf32_of_float32_engine, machine_options
         from adora_vl.utils.launch import prepare_engine_environment
 
         prepare_engine_environment()  # before the import: vLLM reads its environment there
@@ -240,7 +240,7 @@ class VLLMEngine(_Local):
         tool_images = settings.toolbox.options.images if settings.toolbox else 1
         max_images = max(settings.max_images, tool_images)
         dtype = chat.dtype(settings.dtype)
-        compute_products_exactly(str(dtype))
+        disable_tf32_of_float32_engine(str(dtype))
         llm = PolicyLLM(
             model=settings.model,
             revision=settings.revision,

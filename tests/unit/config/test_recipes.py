@@ -169,7 +169,7 @@ def plan(**changes: Any) -> BatchLayout:
 def test_the_numbers_of_a_run():
     numbers = plan()
     assert (numbers.global_batch, numbers.optimizer_batch, numbers.generation_batch) == (16, 64, 64)
-    assert (numbers.prompts_per_generation, numbers.cycle) == (8, 4)
+    assert (numbers.prompts_per_generation, numbers.micro_batches_per_generation) == (8, 4)
     assert "8 prompts per generation (64 rollouts)" in numbers.describe()
     # of groups, on each process
     halves = plan(per_device_train_batch_size=4, gradient_accumulation_steps=2)

@@ -326,7 +326,7 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
         "answer",
         lambda _, asks, **kwargs: [by_pid[request.problem.pid] for request in asks],
     )
-    groups = Namespace(tool_loop=None, on_any_rank=bool)
+    groups = Namespace(tool_loop=None, any_rank_continues=bool)
     trainer: Any = Namespace(
         accelerator=Processes(num_processes=2),
         args=config_of(max_completion_length=8, chat_template_kwargs={"a": 1}),

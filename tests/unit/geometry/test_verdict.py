@@ -221,21 +221,21 @@ def test_facts_that_exclude_each_other_are_named(
     assert all(name in result.why for name in named)
 
 
-@pytest.mark.parametrize(("top", "wanted"), [(150 + 60j, 11.0), (60 + 60j, 5.0)])
-def test_of_two_solutions_the_drawing_chooses(top: complex, wanted: float) -> None:
-    # Side a = 5 opposite angle A with sin A = 3/5, b = 8 - or on the other side of the foot: AB is
-    # 6.4 + 1.4 or - 1.4.
+# AC = 8, BC = 5 and sin A = 3/5 fit two triangles, AB = 6.4 + 1.4 and 6.4 - 1.4: angle B is acute in
+# the one and obtuse in the other, as the drawing has it.
+@pytest.mark.parametrize(
+    ("drawn_C", "expected_AB"), [(150 + 60j, 6.4 - 1.4), (60 + 60j, 6.4 + 1.4)]
+)
+def test_of_two_solutions_the_drawing_chooses(drawn_C: complex, expected_AB: float) -> None:
     facts = [
         "Equals(LengthOf(Line(A, C)), 8)",
         "Equals(LengthOf(Line(B, C)), 5)",
         f"Equals(MeasureOf(Angle(C, A, B)), {math.degrees(math.asin(0.6)):.12f})",
     ]
-    at = {"A": 0j, "B": 110 + 0j, "C": top}
+    at = {"A": 0j, "B": 110 + 0j, "C": drawn_C}
     result = verdict(form(at, SIDES, facts, "Find(LengthOf(Line(A, B)))"))
-    acute = 8 * 0.8 + math.sqrt(25 - 4.8**2)
-    obtuse = 8 * 0.8 - math.sqrt(25 - 4.8**2)
     assert result.status == "answered"
-    assert result.value == pytest.approx(obtuse if wanted == 11.0 else acute, rel=1e-6)
+    assert result.value == pytest.approx(expected_AB, rel=1e-6)
 
 
 def test_a_drawing_that_shows_none_of_two_solutions_leaves_both() -> None:

@@ -191,7 +191,7 @@ def test_float32_weights_under_autocast_get_the_kernel_for_bfloat16(monkeypatch)
     """A GPU has flash attention for bfloat16 queries; float32 ones would need a mask in every call."""
     dtypes: list[torch.dtype] = []
     monkeypatch.setattr(
-        split_attention, "_knows_lower_right", lambda query: dtypes.append(query.dtype)
+        split_attention, "_supports_lower_right_mask", lambda query: dtypes.append(query.dtype)
     )
     with torch.autocast("cpu", torch.bfloat16):
         shared(

@@ -427,17 +427,15 @@ def test_without_kept_images_a_frozen_tower_runs_in_every_pass(one_of_many, subt
             assert len(calls) == (1 if keeps_images else 3)
 
 
-def test_scored_beside_a_generation_no_process_waits_for_another(one_of_many, monkeypatch):
-    """Two processes ask each other for the same while features of a frozen tower are due.
-
-    One step ahead does so for its drift; the rows of one process have an image, those of the other
-    have none.
+def test_unshared_passes_ask_no_other_process(one_of_many, monkeypatch):
+    """Inside `unshared()` a process without an image runs the tower as often as one with images, and
+    calls no all_reduce.
     """
     collectives: list[str] = []
     monkeypatch.setattr(
-        distributed, "all_reduce", lambda tensor, op: collectives.append("the most passes")
+        distributed, "all_reduce", lambda tensor, op: collectives.append("all_reduce")
     )
-    expected_pixels = []
+    collectives_of_process = []
     for pictures_of_row in ([0], []):
         model = model_of("qwen2_5_vl")
         vision = SharedVision(ImageBanks())
@@ -453,9 +451,9 @@ def test_scored_beside_a_generation_no_process_waits_for_another(one_of_many, mo
         )
         with vision.unshared():
             model.model.get_image_features(pixels, GRIDS[pictures_of_row])
-        expected_pixels.append([*collectives])
+        collectives_of_process.append([*collectives])
         collectives.clear()
-    assert expected_pixels == [["weights"], ["weights"]]
+    assert collectives_of_process == [["weights"], ["weights"]]
 
 
 def tower() -> Any:

@@ -12,7 +12,7 @@ import torch
 
 from adora_vl.record.card_memory import CardMemory
 from adora_vl.rollout.engine import AdoraVLLMGeneration
-from adora_vl.rollout.engine_settings import compute_products_exactly, refuse_taken_card
+from adora_vl.rollout.engine_settings import disable_tf32_of_float32_engine, refuse_taken_card
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import GIB
 from adora_vl.utils.launch import prepare_engine_environment
@@ -33,12 +33,12 @@ def test_a_float32_engine_multiplies_in_float32(monkeypatch):
     knobs = pytest.importorskip("triton.knobs")
     monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
     for dtype in ("bfloat16", "torch.float16"):
-        compute_products_exactly(dtype)
+        disable_tf32_of_float32_engine(dtype)
         assert "TRITON_F32_DEFAULT" not in os.environ
-    compute_products_exactly("torch.float32")
+    disable_tf32_of_float32_engine("torch.float32")
     assert knobs.language.fp32_default == "ieee"
     monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32")
-    compute_products_exactly("float32")
+    disable_tf32_of_float32_engine("float32")
     assert os.environ["TRITON_F32_DEFAULT"] == "tf32", "what the user has set stays"
 
 

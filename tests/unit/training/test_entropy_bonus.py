@@ -111,7 +111,7 @@ def trainer_of(policy: Table, coefficient: float, **keys: Any) -> Any:
         _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
         _step=0,
     )
-    trainer.shape = BatchLayout.of(args)
+    trainer.layout = BatchLayout.of(args)
     trainer.policy_pass = PolicyPass(context.accelerator, args)
     trainer.ratio_guard = RatioGuard(context)
     trainer.batcher = MicroBatcher(context, ImageBanks(), every_row_counts=True)

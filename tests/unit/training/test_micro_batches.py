@@ -18,9 +18,9 @@ from adora_vl.training.micro_batches import (
     MicroBatcher,
     Move,
     by_length,
-    chosen_units,
+    choose_units,
+    plan_micro_batches,
     plan_moves,
-    planned,
     rebalanced,
     split_evenly,
     tokens_of_units,
@@ -52,9 +52,17 @@ def test_how_many_micro_batches_are_merged_and_whether_the_policy_is_still_the_o
     }
     for (steps, iterations, accumulated), expected in cases.items():
         shape = BatchLayout(
-            rows=4, generations=4, steps=steps, iterations=iterations, accumulated=accumulated
+            micro_batch_rows=4,
+            num_generations=4,
+            steps_per_generation=steps,
+            num_iterations=iterations,
+            gradient_accumulation_steps=accumulated,
         )
-        assert (shape.chunk, shape.has_one_step) == expected, (steps, iterations, accumulated)
+        assert (shape.micro_batches_per_update, shape.has_one_step) == expected, (
+            steps,
+            iterations,
+            accumulated,
+        )
 
 
 def image(key: str) -> ProcessedImage:
@@ -95,7 +103,7 @@ def test_a_unit_is_what_fits_a_micro_batch_of_a_group(rows, generations, unit):
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 4), st.integers(0, 80))
 def test_every_chunk_ends_with_work_and_no_micro_batch_is_too_large(chunks, chunk, full, more):
     units = list(range(min(chunks + more, chunks * chunk * full)))
-    plan = planned(units, chunks, chunk, full)
+    plan = plan_micro_batches(units, chunks, chunk, full)
     assert len(plan) == chunks * chunk and sorted(unit for part in plan for unit in part) == units
     assert all(plan[chunk - 1 :: chunk]) and max(map(len, plan)) <= full
 
@@ -432,7 +440,7 @@ def test_every_unit_with_signal_is_learned_from_once_on_one_rank(ranks, least):
     wanted = max(least, *(sum(live) for _, live in after.values()))
     learned = []
     for batch, live in after.values():
-        chosen = chosen_units(live, wanted, [1] * len(live))
+        chosen = choose_units(live, wanted, [1] * len(live))
         assert len(chosen) == wanted
         learned += [value for value in batch["advantages"][chosen].tolist() if value]
     assert sorted(learned) == sorted(

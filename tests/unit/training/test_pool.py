@@ -299,7 +299,7 @@ def stages(run: Any, context: StepContext, judges: Judges) -> Any:
     trainer.args = context.config
     trainer.accelerator = context.accelerator
     trainer.context = context
-    trainer.shape = run.pool.shape
+    trainer.layout = run.pool.layout
     trainer.num_generations = SIZE
     trainer.pool = run.pool
     trainer.rollouts = run.rollouts
@@ -713,7 +713,8 @@ def test_generations_are_counted_and_named_where_an_epochs_last_step_has_fewer()
     rollouts that are asked for ahead would count as older than they are.
     """
     run = Run(4)
-    run.pool.shape, run.pool.rows = replace(run.pool.shape, accumulated=2), range(3 * PLACES)  # type: ignore[assignment]
+    run.pool.layout = replace(run.pool.layout, gradient_accumulation_steps=2)
+    run.pool.rows = range(3 * PLACES)  # type: ignore[assignment]
     places = ((0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (3, 0))
     keys = [StepKey(mode="train", step=step, micro=micro) for step, micro in places]
     ahead = [Generation(key=key, group_size=SIZE) for key in keys]
