@@ -143,6 +143,8 @@ def written(by_name: dict[str, dict[str, str]]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.core
+# It plans every shipped config, which takes most of a minute.
+@pytest.mark.slow
 def test_fingerprints_of_shipped_configs_and_of_python_are_the_stored_ones(no_weights):
     assert written(fingerprints()) == STORED.read_text()
 
