@@ -141,8 +141,6 @@ def written(by_name: dict[str, dict[str, str]]) -> str:
     return json.dumps({"all": common, **rest}, indent=1, sort_keys=True) + "\n"
 
 
-@pytest.mark.slow
-@pytest.mark.core
 # It plans every shipped config, which takes most of a minute.
 @pytest.mark.slow
 def test_fingerprints_of_shipped_configs_and_of_python_are_the_stored_ones(no_weights):
