@@ -87,6 +87,12 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--groups", type=int, default=2, help="of a generation (default: 2)")
     parser.add_argument("--updates", type=int, default=2, help="optimizer steps (default: 2)")
+    parser.add_argument(
+        "--updates-per-generation",
+        type=int,
+        default=1,
+        help="optimizer steps that learn from one generation (default: 1)",
+    )
     parser.add_argument("--image-tokens", type=int, default=256)
     parser.add_argument("--text-tokens", type=int, default=450)
     parser.add_argument(

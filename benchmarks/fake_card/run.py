@@ -70,6 +70,7 @@ class CardRun:
     ] = ()  # of the rollouts of a group, in tokens; (): all as long as the config allows
     groups: int = 2  # of a generation
     updates: int = 2  # optimizer steps
+    updates_per_generation: int = 1  # of these optimizer steps
     image_tokens: int = 256
     text_tokens: int = 450
     words: Sequence[str] = ()  # further keys
@@ -315,7 +316,7 @@ def _trainer(asked: CardRun, folder: Path) -> tuple[Any, Any, Any]:
         "num_generations": size,
         "per_device_train_batch_size": rows,
         "gradient_accumulation_steps": per_update,
-        "steps_per_generation": per_update,
+        "steps_per_generation": per_update * asked.updates_per_generation,
         "adora_self_check": "false",
         "max_completion_length": max(asked.lengths, default=keys["max_completion_length"]),
         "vllm_max_model_length": "null",

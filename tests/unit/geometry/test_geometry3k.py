@@ -18,7 +18,8 @@ from tests.support.paths import SHARED
 
 STORED = json.loads(Path(__file__).with_name("stored_verdicts.json").read_text())
 FORMS = SHARED / "data" / "geometry3k_logic_forms.json.gz"
-BROKEN = 1000
+# So many take about a minute; 1,000 raised nothing either, in eight.
+BROKEN = 150
 
 
 @pytest.fixture(scope="module")
