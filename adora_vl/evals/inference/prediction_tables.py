@@ -1,16 +1,20 @@
 """Reads predictions that another program wrote as a table: VLMEvalKit's .xlsx and .tsv, or .csv."""
 
+from __future__ import annotations
+
 import ast
 import json
 import math
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-
-import pandas as pd
+from typing import TYPE_CHECKING
 
 from adora_vl.evals.records import Prediction
 from adora_vl.utils.errors import UserError, in_one_line
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 _WORKBOOKS = (".xlsx", ".xlsm")
 _SEPARATORS = {".tsv": "\t", ".csv": ","}
@@ -37,8 +41,10 @@ def rows_of_table(path: Path) -> Iterator[Prediction]:
         yield row
 
 
-def _read(path: Path) -> pd.DataFrame:
-    """The table with all cells as text, and empty ones as empty texts."""
+def _read(path: Path) -> DataFrame:
+    """Return the table with all cells as text, and empty ones as empty texts."""
+    import pandas as pd  # it takes half a second, and most predictions are no table
+
     suffix = path.suffix.lower()
     try:
         if suffix in _WORKBOOKS:

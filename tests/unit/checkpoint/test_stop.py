@@ -296,7 +296,10 @@ WORDS = {
     "eval.compare": ["a.json", "b.json"],
     "eval": ["geometry3k", "score"],
 }
-NO_COMMAND = {"adora_vl.rewards.explain": "imports nothing that takes long, and answers at once"}
+NO_COMMAND = {
+    "adora_vl": "lists the commands, and answers at once",
+    "adora_vl.rewards.explain": "imports nothing that takes long, and answers at once",
+}
 PRESS = f"""
 import os, runpy, signal, sys
 module, sys.argv[1:] = sys.argv[1], sys.argv[2:]
