@@ -74,10 +74,10 @@ def layers_of(config: str) -> int:
     return int(shape.get("text_config", shape)["num_hidden_layers"])
 
 
-def of_all_layers(few: float, more: float, layers: int) -> float:
+def of_all_layers(at_low: float, at_high: float, layers: int) -> float:
     """Return what a whole model needs, from what it needs with `SLOPE_LAYERS`."""
     low, high = SLOPE_LAYERS
-    return few + (more - few) / (high - low) * (layers - low)
+    return at_low + (at_high - at_low) / (high - low) * (layers - low)
 
 
 def row_of(row_runs: Sequence[Ran]) -> list[str]:

@@ -428,9 +428,7 @@ def test_without_kept_images_a_frozen_tower_runs_in_every_pass(one_of_many, subt
 
 
 def test_unshared_passes_ask_no_other_process(one_of_many, monkeypatch):
-    """Inside `unshared()` a process without an image runs the tower as often as one with images, and
-    calls no all_reduce.
-    """
+    """A process without an image runs the tower as often as one with images, without all_reduce."""
     collectives: list[str] = []
     monkeypatch.setattr(
         distributed, "all_reduce", lambda tensor, op: collectives.append("all_reduce")
