@@ -50,9 +50,15 @@ def report(
     return views
 
 
+_DESCRIPTION = (
+    "The curves and the rollouts of one or more runs as one HTML file. With --compare it says "
+    "instead, in one paragraph and one table, whether the second run is better than the first."
+)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit code."""
-    parser = Parser(prog="python -m adora_vl.report", description=__doc__)
+    parser = Parser(prog="python -m adora_vl.report", description=_DESCRIPTION)
     parser.add_argument(
         "runs", type=Path, nargs="+", metavar="RUN", help="output_dir of a training run"
     )
@@ -63,13 +69,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--max-rollouts",
         type=whole(1),
         default=20_000,
-        help="per run; evenly spaced steps are kept",
+        metavar="N",
+        help="of a run; evenly spaced steps are kept (default: 20,000)",
     )
     parser.add_argument(
-        "--max-image-mb", type=number(0, 1e6), default=30, help="limit of all diagrams together"
+        "--max-image-mb",
+        type=number(0, 1e6),
+        default=30,
+        metavar="MB",
+        help="limit of all diagrams together (default: 30)",
     )
     compare_help = (
-        "did B help? `A B --compare`; with several seeds `A1 A2 --compare B1 B2`, or all before it"
+        "did B help? A B --compare; with several seeds A1 A2 --compare B1 B2, or all before it"
     )
     parser.add_argument("--compare", type=Path, nargs="*", metavar="RUN", help=compare_help)
 
