@@ -97,7 +97,7 @@ def trainer(engine: Any, **changed: Any) -> Any:
     found.__dict__.update(beta=facts["beta"], sampler=SimpleNamespace(awake=engine.staying_awake))
     found.model = facts["model"]
     found.has_dropout = has_dropout(found.model)
-    found.shape = SimpleNamespace(has_one_step=True)
+    found.layout = SimpleNamespace(has_one_step=True)
     found.args = SimpleNamespace(
         adora_rollouts=RolloutOptions(refill=facts["tries"]),
         uses=lambda part: not facts["old_pass"],

@@ -461,7 +461,13 @@ def test_an_interrupted_evaluation_does_not_wait_for_a_server_that_hangs(data, t
         server.url,
     ]
     command = [sys.executable, "-m", "eval.geometry3k", "infer", *map(str, options), "--model", "m"]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+    # A test runner in the background ignores Ctrl-C, and its children would, too.
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    with process:
         assert was_asked.wait(60)
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=40)
