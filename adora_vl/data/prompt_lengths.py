@@ -267,7 +267,7 @@ class OverlongPrompts:
             return range(total)
         if sources and total >= REMEMBERED_ROWS and self._count(total) == total:
             memory = RememberedLengths(
-                [*sources, self._counter.identity, repr(self.pixels)], texts=texts
+                [*sources, self._counter.identity(), repr(self.pixels)], texts=texts
             )
             remembered = memory.read()
             if remembered is None:

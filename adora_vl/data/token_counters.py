@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -26,13 +27,14 @@ TemplateOptions = dict[str, Any] | None  # TRL's `chat_template_kwargs`
 class TokenCounter:
     """Counts the tokens of a batch of prompts.
 
-    `count`: of texts (problems, or prompts that Python gave) and the number of images of each, the
-    tokens of each prompt, where an image counts as one token. `identity`: another text wherever the
-    counts could differ; empty where they are not to be remembered.
+    `count` takes texts (problems, or prompts that Python gave) and the number of images of each. It
+    returns the tokens of each prompt, where an image counts as one token. `identity` returns another
+    text wherever the counts could differ, and an empty one where they are not to be remembered. It
+    reads the whole tokenizer, so it is called for large data sets alone.
     """
 
     count: Callable[[Sequence[Any], Sequence[int]], list[int]]
-    identity: str = ""
+    identity: Callable[[], str] = str
 
 
 def _chat_text(processor: ProcessorMixin, messages: Any, options: TemplateOptions) -> str:
@@ -60,13 +62,15 @@ def tokenizer_counter(
         """Return the tokens of each problem in the chat that a training makes of it."""
         texts = []
         for problem, n_images in zip(problems, images, strict=True):
-            messages: Any = conversation(problem, system_prompt)
+            messages: Any
             if with_parts:
                 messages = conversation_with_images(problem, n_images, system_prompt)
+            else:
+                messages = conversation(problem, system_prompt)
             texts.append(_chat_text(processor, messages, options))
         return _token_counts(processor, texts, special=False)
 
-    return TokenCounter(count, _identity(processor, system_prompt, options))
+    return TokenCounter(count, partial(_identity, processor, system_prompt, options))
 
 
 def _identity(

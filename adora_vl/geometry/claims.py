@@ -30,7 +30,6 @@ from adora_vl.geometry.quantities import (
     Relation,
     Sweep,
     Unknown,
-    atoms_of,
     over,
     plus,
     points_in,
@@ -902,8 +901,3 @@ def relation_signature(relation: Relation) -> str:
         ends = sorted((relation.start, relation.end))
         return f"{relation.point} between {' '.join(ends)}"
     return f"{relation.point} mean of {' '.join(sorted(relation.points))}"
-
-
-def names_of_quantity(quantity: Quantity) -> set[str]:
-    """The signatures of what stands in a quantity besides numbers."""
-    return {signature(atom) for atom in atoms_of(quantity) if not isinstance(atom, Constant)}

@@ -347,7 +347,8 @@ def _fitting(
         )
     if len(dataset) < lengths.REMEMBERED_ROWS:
         return prompts.lengths.fitting(dataset, texts)
-    split = request.script.dataset_train_split if request.script is not None else "*"
+    assert request.script is not None, "only a command names folders"
+    split = request.script.dataset_train_split
     sources = [data_hash(Path(folder), split) for folder in folders]
     # Collective: the first rank of each machine counts, and the others read what it remembers.
     with request.config.main_process_first(desc="counting the tokens of the prompts"):

@@ -135,7 +135,7 @@ def with_known_images(prompt: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def logps_of_tokens(logprobs: SampleLogprobs, tokens: list[int]) -> list[float]:
+def logps_of_tokens(logprobs: SampleLogprobs, tokens: list[int]) -> list[float | None]:
     """The log-probabilities of the sampled tokens, out of what vLLM returns for each position.
 
     Args:
@@ -163,7 +163,7 @@ def answer_of(
     tokens = list(rollout.token_ids)
     logps: list[float | None] = [None] * len(tokens)
     if rollout.logprobs is not None:
-        logps = [*logps_of_tokens(rollout.logprobs, tokens)]
+        logps = logps_of_tokens(rollout.logprobs, tokens)
     reason = FinishReason.STOP
     if rollout.finish_reason == "length":
         context_full = len(prompt_ids) + len(tokens) >= max_length

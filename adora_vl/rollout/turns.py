@@ -46,8 +46,11 @@ class TurnPlayer(Protocol[Key]):
     def has_room(self, key: Key, rollout: Rollout) -> bool:
         """Return whether a rollout may sample more tokens."""
 
-    def any_rank_continues(self, holds: bool) -> bool:
-        """Return whether something holds on any rank. Collective."""
+    def any_rank_continues(self, continues: bool) -> bool:
+        """Return whether any rank wants another turn. Collective.
+
+        `continues`: whether this rank does.
+        """
 
 
 def run_turns(rollouts: Mapping[Key, Rollout], player: TurnPlayer[Key]) -> dict[Key, Rollout]:

@@ -287,9 +287,9 @@ class GroupTurns:
         """Return whether the rollout may sample more tokens now."""
         return self._max_tokens(self.parts[key], rollout) > 0
 
-    def any_rank_continues(self, holds: bool) -> bool:
-        """Return whether something holds on any rank. Collective."""
-        return self.sampler.any_rank_continues(holds)
+    def any_rank_continues(self, continues: bool) -> bool:
+        """Return whether any rank wants another turn. Collective in a run with tools."""
+        return self.sampler.any_rank_continues(continues)
 
     def requests(self, rollouts: Mapping[RolloutKey, Rollout]) -> list[SamplingRequest]:
         """Return the requests for the next turn of the rollouts."""

@@ -157,9 +157,9 @@ class ConversationTurns:
         """Return whether the conversation has room for more tokens."""
         return self._room(key, rollout) > 0
 
-    def any_rank_continues(self, holds: bool) -> bool:
-        """Return whether something holds on any rank; without tools there is one turn."""
-        return self.engine.any_rank(holds) if self.engine.turns else holds
+    def any_rank_continues(self, continues: bool) -> bool:
+        """Return whether any rank wants another turn; without tools there is one turn."""
+        return self.engine.any_rank(continues) if self.engine.turns else continues
 
     def _room(self, number: int, rollout: Rollout) -> int:
         """Return how many tokens the next turn of a conversation may have."""

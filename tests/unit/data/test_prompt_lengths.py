@@ -280,7 +280,7 @@ def counting(identity: str, calls: list[int]) -> TokenCounter:
         calls.append(len(texts))
         return [len(text) + n_images for text, n_images in zip(texts, images, strict=True)]
 
-    return TokenCounter(count, identity)
+    return TokenCounter(count, lambda: identity)
 
 
 def test_lengths_of_many_rows_are_counted_once_for_the_same_rows_and_tokenizer(

@@ -315,7 +315,7 @@ def test_all_play_a_turn_then_those_that_were_answered_the_next_one():
         def has_room(self, key: str, rollout: Rollout) -> bool:
             return True
 
-        def any_rank_continues(self, holds: bool) -> bool:
+        def any_rank_continues(self, continues: bool) -> bool:
             return next(going_elsewhere)
 
     done = run_turns(dict.fromkeys(wanted, Rollout()), Player())

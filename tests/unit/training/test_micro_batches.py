@@ -101,11 +101,16 @@ def test_a_unit_is_what_fits_a_micro_batch_of_a_group(rows, generations, unit):
 
 
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 4), st.integers(0, 80))
-def test_every_chunk_ends_with_work_and_no_micro_batch_is_too_large(chunks, chunk, full, more):
-    units = list(range(min(chunks + more, chunks * chunk * full)))
-    plan = plan_micro_batches(units, chunks, chunk, full)
-    assert len(plan) == chunks * chunk and sorted(unit for part in plan for unit in part) == units
-    assert all(plan[chunk - 1 :: chunk]) and max(map(len, plan)) <= full
+def test_every_optimizer_step_ends_with_work_and_no_micro_batch_is_too_large(
+    optimizer_steps, micro_batches, max_units, extra_units
+):
+    slots = optimizer_steps * micro_batches
+    units = list(range(min(optimizer_steps + extra_units, slots * max_units)))
+    plan = plan_micro_batches(units, optimizer_steps, micro_batches, max_units)
+    assert len(plan) == slots
+    assert sorted(unit for part in plan for unit in part) == units
+    assert all(plan[micro_batches - 1 :: micro_batches])
+    assert max(map(len, plan)) <= max_units
 
 
 def test_a_unit_counts_the_tokens_of_the_policy_s_pass():
