@@ -23,7 +23,13 @@ from accelerate.utils import gather_object, is_peft_model
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel, ProcessorMixin, TrainerCallback, TrainerState
+from transformers import (
+    PreTrainedModel,
+    ProcessorMixin,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+)
 from transformers import trainer as transformers_trainer
 from transformers.trainer_utils import TrainOutput
 from trl.models.utils import disable_gradient_checkpointing
@@ -31,6 +37,7 @@ from trl.trainer import grpo_trainer
 from trl.trainer.utils import use_adapter
 
 from adora_vl.checkpoint.store import facts_of
+from adora_vl.checkpoint.trl_state import LossSums
 from adora_vl.checkpoint.universal import expect_universal, is_universal, load_shards
 from adora_vl.checkpoint.writer import noted, set_aside
 from adora_vl.config import AdoraGRPOConfig
@@ -734,7 +741,7 @@ class AdoraGRPOTrainer(TrainerParts):
                 present = self._generation
                 micro_batches = None if present is None else present.micro_batches
             unfinished = self.unfinished.save(folder, self._step_began, micro_batches, table)
-            return {**self.loss_sums.of_all_ranks(facts), **unfinished}
+            return {**LossSums.of_all_ranks(facts), **unfinished}
 
         self.checkpoints.write(self.state.global_step, save)
 
@@ -806,12 +813,30 @@ class AdoraGRPOTrainer(TrainerParts):
     def _facts(self) -> dict[str, Any]:
         """Return the present facts of the run, for a checkpoint's manifest."""
         figures = {name: list(values) for name, values in self._metrics["train"].items()}
+        sums = self._loss_sums()
         return {
             **self.run_facts,
-            **self.loss_sums.now(),
+            **({} if sums is None else sums.facts()),
             "methods": self.methods.state(),
             "metrics": figures,
         }
+
+    def _loss_sums(self) -> LossSums | None:
+        """Return Transformers' sums of losses, of this rank; None before the training begins."""
+        if not hasattr(self, "_tr_loss"):
+            return None
+        # It stays a tensor until it is written, because its value would have to wait for the device.
+        rest = self._tr_loss.detach().clone()
+        return LossSums(
+            logged=self._total_loss_scalar, since=self._globalstep_last_logged, rest=rest
+        )
+
+    def _put_loss_sums(self, sums: LossSums) -> None:
+        """Let Transformers go on from the sums of losses of a checkpoint."""
+        rank = self.accelerator.process_index
+        self._tr_loss += sums.of_rank(rank, self.accelerator.num_processes)
+        self._total_loss_scalar = sums.logged
+        self._globalstep_last_logged = sums.since
 
     @property
     def _step_began(self) -> int:
@@ -913,6 +938,16 @@ class AdoraGRPOTrainer(TrainerParts):
         """Return the largest value of all ranks. Collective."""
         values = torch.tensor([value], device=self.accelerator.device)
         return float(self.accelerator.gather(values).max())
+
+    def log_evaluation(self, figures: dict[str, float]) -> None:
+        """Log the figures of an evaluation, as an entry of its own.
+
+        TRL's `log` would add averages of the training's figures so far, so this is Transformers'.
+        """
+        # Transformers takes this entry for the log of the step, and would leave that out.
+        should_log = self.control.should_log
+        Trainer.log(self, figures)
+        self.control.should_log = should_log
 
     def log_figure(self, name: str, value: float) -> None:
         """Add a value of this step to the next log, which averages them.
