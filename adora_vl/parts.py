@@ -45,6 +45,7 @@ from adora_vl.training.guards import (
     RewardGuard,
 )
 from adora_vl.training.micro_batches import MicroBatcher
+from adora_vl.training.old_logps import OldLogps
 from adora_vl.training.optimizer_steps import ScaledRate, SkipBadSteps
 from adora_vl.training.pool import Pool
 from adora_vl.training.scoring import RewardFunctions, Scorer
@@ -199,7 +200,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         self.entropy_bonus = EntropyBonus(args, self.batcher)
         self.unfinished = UnfinishedGeneration(context, self.images.banks)
         self.policy_pass = PolicyPass(self.accelerator, args, images=self.images.shown)
-        self.has_dropout = has_dropout(self.model)
+        self.old_logps = OldLogps(context, has_dropout=has_dropout(self.model))
 
     def _sampler(self, context: StepContext) -> Sampler:
         """The sampler of the rollouts: Transformers, vLLM, or servers that sample ahead."""
