@@ -785,7 +785,10 @@ _GRAMMAR: tuple[tuple[str, Callable[..., None]], ...] = (
     (rf"base {_S}|{_S} base", lambda draft, a, b, c, d: _base(draft, a or c, b or d)),
     (rf"(?:vertex|apex|vertex angle)(?: at)? ({POINT})", _apex),
     (rf"hypotenuse {_S}", _hypotenuse),
-    (rf"{_S} hypotenuse(?: (?:right )?triangle {_NAMES})?", lambda d, a, b, _: _hypotenuse(d, a, b)),
+    (
+        rf"{_S} hypotenuse(?: (?:right )?triangle {_NAMES})?",
+        lambda d, a, b, _: _hypotenuse(d, a, b),
+    ),
     # Lines and points
     (rf"{_S} (parallel|perpendicular) {_S}", _two_lines),
     (rf"{_S} perpendicular {_S} at ({POINT})", _perpendicular_at),
