@@ -68,12 +68,22 @@ class CardRun:
     lengths: Sequence[
         int
     ] = ()  # of the rollouts of a group, in tokens; (): all as long as the config allows
-    groups: int = 2  # of a generation
-    updates: int = 2  # optimizer steps
-    updates_per_generation: int = 1  # of these optimizer steps
+    groups: int = 2  # of an optimizer step
+    updates: int = 0  # optimizer steps; 0: 2, or as many as learn from one generation
+    updates_per_generation: int = 0  # optimizer steps that learn from one; 0: the recipe's
     image_tokens: int = 256
     text_tokens: int = 450
     words: Sequence[str] = ()  # further keys
+
+
+def settled(asked: CardRun) -> CardRun:
+    """The same with numbers for what the recipe says."""
+    keys = yaml.safe_load(Path(asked.config).read_text(encoding="utf-8"))
+    accumulated = keys.get("gradient_accumulation_steps", 1)
+    recipes_updates = max(1, keys.get("steps_per_generation", accumulated) // accumulated)
+    per_generation = asked.updates_per_generation or recipes_updates
+    updates = asked.updates or max(2, per_generation)
+    return replace(asked, updates=updates, updates_per_generation=per_generation)
 
 
 @dataclass
@@ -195,6 +205,7 @@ def reward(completions: list[Any], **columns: Any) -> list[float]:
 
 def run(asked: CardRun, folder: Path) -> Ran:
     """Train on the card. What raises is in the result; nothing is written but into `folder`."""
+    asked = settled(asked)
     card = Card()
     card.composed[bits.gemm_4bit.default] = gemm_4bit
     answer_as_a_card(card.synchronize, card.used)
