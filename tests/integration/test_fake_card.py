@@ -1,5 +1,6 @@
-"""Every recipe for GPUs takes its steps on a card that is not there: no fault, few waits, the
-memory foretold.
+"""Every recipe for GPUs takes its steps on a card that is not there.
+
+No fault, few waits, the memory foretold.
 """
 
 import json
@@ -85,8 +86,9 @@ def by_the_recipe(folder: Path, way: str) -> dict[str, Any]:
 
 
 def test_the_recipes_old_pass_is_over_half_of_what_stock_trls_is(tmp_path):
-    """Stock scores every rollout before it learns, ours those of the second update alone; the
-    frozen tower's one pass is in either.
+    """Stock scores every rollout before it learns, ours those of the second update alone.
+
+    The frozen tower's one pass is in either.
     """
     ours = by_the_recipe(tmp_path, "ours")["flops"]
     stock = by_the_recipe(tmp_path, "stock")["flops"]

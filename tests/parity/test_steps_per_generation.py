@@ -168,8 +168,9 @@ def test_groups_stay_whole_and_none_with_signal_is_lost_or_seen_twice(updates):
 
 
 def test_the_old_log_probabilities_are_those_of_the_policy_that_sampled(updates):
-    """The first update has none, since they are those of its own pass. The others have them to the
-    rounding of another packing, 1e-6; an update moves them by 1e-3 and more.
+    """The first update has none, since they are those of its own pass.
+
+    The others have them to the rounding of another packing, 1e-6; an update moves them by 1e-3.
     """
     assert not updates[0]["old"]
     for update in updates[1:]:
