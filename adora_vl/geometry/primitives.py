@@ -263,7 +263,7 @@ def _equals(measures: Measures, term: Term) -> Iterator[Relation]:
     if left.head == "Line" and right.head == "HypotenuseOf" and len(right.arguments[0].names) == 3:
         yield from _opposite_right_angle(left.names, right.arguments[0].names)
         return
-    if left.head == "Line" and right.head in ("BaseOf", "LegOf"):
+    if left.head == "Line" and _is_side_of_isosceles(right):
         yield from _side_called(measures, left, right)
         return
     unit = unit_of(left)
@@ -276,17 +276,24 @@ def _equals(measures: Measures, term: Term) -> Iterator[Relation]:
     yield Equal(left=left_value, right=right_value, unit=unit)
 
 
+def _is_side_of_isosceles(term: Term) -> bool:
+    """Whether a term is the base or a leg of an isosceles triangle with named corners."""
+    if term.head not in ("BaseOf", "LegOf") or len(term.arguments) != 1:
+        return False
+    shape = term.arguments[0]
+    return shape.head == "Isosceles" and len(unwrapped(shape).names) == 3
+
+
 def _side_called(measures: Measures, line: Term, role: Term) -> Iterator[Relation]:
     """A side of an isosceles triangle is called its base, or one of its legs.
 
     One leg says nothing yet; the second one says that it is as long as the first. Raises
-    `UnreadError` for the base or a leg of any other shape.
+    `UnreadError` for a segment that is no side.
     """
-    shape = role.arguments[0]
-    corners = unwrapped(shape).names
+    corners = unwrapped(role.arguments[0]).names
     ends = measures.drawing.segment(line)
-    if shape.head != "Isosceles" or len(corners) != 3 or not set(ends) <= set(corners):
-        raise UnreadError(f"the form does not say what follows for {''.join(ends)}")
+    if not set(ends) <= set(corners):
+        raise UnreadError(f"{''.join(ends)} is no side of {''.join(corners)}")
     if role.head == "BaseOf":
         apex = next(name for name in corners if name not in ends)
         yield _same(measures, (apex, ends[0]), (apex, ends[1]))
