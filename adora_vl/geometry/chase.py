@@ -29,7 +29,7 @@ from adora_vl.geometry.quantities import (
     Unknown,
     constant_of,
 )
-from adora_vl.geometry.shapes import dot
+from adora_vl.geometry.vectors import dot
 
 # largest errors of a goal that is fixed, and of equations that are fulfilled
 _FIXED = 1e-7

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 
+from adora_vl.geometry.drawing import Drawing
 from adora_vl.geometry.expressions import number_of
 from adora_vl.geometry.forms import Form, Term
 from adora_vl.geometry.measures import Measures, unit_of
@@ -34,15 +35,8 @@ from adora_vl.geometry.quantities import (
     points_in,
     points_in_quantity,
 )
-from adora_vl.geometry.shapes import (
-    CORNERS,
-    Circle,
-    Drawing,
-    UnreadError,
-    cosine,
-    sides_of,
-    unwrapped,
-)
+from adora_vl.geometry.shapes import CORNERS, Circle, UnreadError, sides_of, unwrapped
+from adora_vl.geometry.vectors import cosine
 from adora_vl.geometry.words import words_of
 from adora_vl.utils.errors import did_you_mean
 

@@ -17,15 +17,9 @@ import numpy as np
 
 from adora_vl.geometry.primitives import Reading
 from adora_vl.geometry.quantities import Distance, Equal, constant_of
-from adora_vl.geometry.shapes import (
-    cross,
-    cross_each_other,
-    dot,
-    extent_of,
-    sides_of,
-    sine,
-)
+from adora_vl.geometry.shapes import sides_of
 from adora_vl.geometry.system import System, Vector
+from adora_vl.geometry.vectors import cross, cross_each_other, dot, extent_of, sine
 
 TIGHT = 1e-7  # largest residual of a figure that fulfils its facts
 STARTS = 8
