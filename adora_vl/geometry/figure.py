@@ -10,7 +10,7 @@ from typing import Literal
 
 from adora_vl.geometry.choose import Status
 from adora_vl.geometry.forms import Form, Point, form_of, record_of
-from adora_vl.geometry.primitives import read
+from adora_vl.geometry.reading import read
 from adora_vl.geometry.solve import FigureProblem, Solution
 
 How = Literal["facts", "angles", "looks", "without a fact", "rounded", ""]

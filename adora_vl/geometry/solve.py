@@ -15,8 +15,8 @@ from itertools import combinations, pairwise
 
 import numpy as np
 
-from adora_vl.geometry.primitives import Reading
 from adora_vl.geometry.quantities import Distance, Equal, constant_of
+from adora_vl.geometry.reading import Reading
 from adora_vl.geometry.shapes import sides_of
 from adora_vl.geometry.system import System, Vector
 from adora_vl.geometry.vectors import cross, cross_each_other, dot, extent_of, sine
