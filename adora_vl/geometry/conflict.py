@@ -112,7 +112,7 @@ def _exclude_each_other(form: Form, reading: Reading, named: Sequence[int]) -> b
     problem = FigureProblem(alone)
     budget = Budget(_EVALUATIONS_ALONE)
     return not any(
-        not is_collapsed(solution) and not problem.disordered(solution.v)
+        not is_collapsed(solution) and not problem.kind.disordered(solution.v)
         for solution in problem.solutions(budget, starts=_STARTS_ALONE)
     )
 

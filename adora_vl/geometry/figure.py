@@ -73,7 +73,7 @@ def figure_of(
     """
     v = solution.v
     names = problem.system.points
-    places = {name: problem.location(v, name) for name in names}
+    places = {name: problem.system.location(v, name) for name in names}
     turn = _turn_to_picture(problem, places)
     digits = _DIGITS - math.floor(math.log10(max(problem.size, 1e-9)))
     at = {}
