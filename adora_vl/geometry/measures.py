@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
+from adora_vl.geometry.drawing import Drawing
 from adora_vl.geometry.expressions import MAX_EXPONENT, ExpressionError, number_of, parsed
 from adora_vl.geometry.forms import Term
 from adora_vl.geometry.quantities import (
@@ -33,17 +34,8 @@ from adora_vl.geometry.quantities import (
     quantity_of,
     times,
 )
-from adora_vl.geometry.shapes import (
-    COLOURS,
-    CORNERS,
-    Circle,
-    Drawing,
-    UnreadError,
-    cross,
-    sides_of,
-    sine,
-    unwrapped,
-)
+from adora_vl.geometry.shapes import COLOURS, CORNERS, Circle, UnreadError, sides_of, unwrapped
+from adora_vl.geometry.vectors import cross, sine
 
 _LEAST_SINE = 0.06  # below, a corner is too flat for the picture to show on which side it turns
 _DISC = ("Circle", "Cirle")  # so misspelt in some annotations

@@ -29,9 +29,10 @@ _NAMES = rf"((?:{POINT}){{3,}})"
 _LIST = rf"((?:{POINT})(?:,? ?(?:and )?{POINT})*)"
 _ADJECTIVES = "regular|isosceles|right|equilateral|cyclic"
 _ANY_ADJECTIVES = rf"((?:{_ADJECTIVES})(?: (?:{_ADJECTIVES}))?)"
-_IN_CIRCLE = rf"(?:,? ?(?:in )?circle(?: ?({POINT}))?)"
+_IN_CIRCLE = rf"(?:,? ?(?:in )?circle(?:(?: (?:with )?center)? ?({POINT}))?)"
 # Words between two facts of one sentence.
 _JOINS = re.compile(r",?\s+(?:with|and|where|such that|so that|has|have|having|whose)\s+")
+_QUESTION = re.compile(r"find (.+?) (?:if|when|in (?=[a-z])) ?(.+)")
 _MAX_CLAUSES = 8  # facts of one sentence
 
 
@@ -41,6 +42,12 @@ def read_sentence(draft: Draft, sentence: str) -> None:
     Raises `NotReadError` where a part is none of the grammar.
     """
     plain = plain_sentence(sentence)
+    if not plain:
+        return  # such as "In the figure,"
+    question = _QUESTION.fullmatch(plain)
+    if question:
+        # "Find AC if AB = 5": the facts may name what the question refers to.
+        plain = question[2]
     clauses = _clauses(plain, _MAX_CLAUSES)
     if clauses is None and "=" not in plain and "congruent" in plain:
         # Of measures, congruent says no more than equal.
@@ -49,6 +56,8 @@ def read_sentence(draft: Draft, sentence: str) -> None:
         raise NotReadError(_what_is_wrong(plain))
     for clause in clauses or [plain]:
         _read_clause(draft, clause)
+    if question:
+        _find(draft, question[1])
 
 
 def _clauses(plain: str, limit: int) -> list[str] | None:
@@ -172,6 +181,12 @@ def _find(draft: Draft, measure: str) -> None:
 def _length_of_size(draft: Draft, measure: str, size: str) -> None:
     """A size without a sign before it, as in "with radius 5"."""
     draft.equal(side_of(draft, measure), side_of(draft, size))
+
+
+def _angles_in_ratio(draft: Draft, first: str, second: str, third: str, ratio: str) -> None:
+    """The angles of a triangle are in a ratio, in the order of its corners."""
+    draft.polygon("Triangle", (first, second, third))
+    _equation(draft, f"angle {first} : angle {second} : angle {third} = {ratio}")
 
 
 def _together(draft: Draft, first: str, second: str, word: str) -> None:
@@ -514,14 +529,15 @@ def _from_corner(draft: Draft, role: str, corner: str, side: str, foot: str) -> 
     _line_of_triangle(draft, start=corner, end=foot, role=role, names=names)
 
 
-def _two_roles_meet(draft: Draft, role: str, a: str, b: str, c: str, d: str, at: str) -> None:
+def _two_roles_meet(
+    draft: Draft, role: str, a: str, b: str, c: str, d: str, triangle: str | None, at: str
+) -> None:
     """Two medians, altitudes or bisectors of one triangle meet in a point."""
     for start, end in ((a, b), (c, d)):
-        corners = draft.triangle_with(start)
-        if role == "bisectors":
-            _bisector(draft, start, end, "".join(corners))
+        names = triangle or "".join(draft.triangle_with(start))
+        if role.endswith("bisectors"):
+            _bisector(draft, start, end, names)
         else:
-            names = "".join(corners)
             _line_of_triangle(draft, start=start, end=end, role=role[:-1], names=names)
     _meet(draft, a, b, c, d, at)
 
@@ -606,6 +622,11 @@ def _circle(draft: Draft, centre: str, points: str | None) -> None:
     """A circle with its centre and points."""
     draft.circle(centre)
     _on_circle(draft, points or "", centre)
+
+
+def _circle_of_radius(draft: Draft, radius: str, centre: str) -> None:
+    """A circle by its radius and its centre."""
+    draft.equal(term("RadiusOf", draft.circle(centre)), side_of(draft, radius))
 
 
 def _tangent(draft: Draft, start: str, end: str, centre: str | None, at: str | None) -> None:
@@ -824,7 +845,12 @@ _GRAMMAR: tuple[tuple[str, Callable[..., None]], ...] = (
         rf" meet ({SEGMENT}) at ({POINT})",
         _from_corner,
     ),
-    (rf"(altitudes|medians|bisectors) {_S} and {_S} meet at ({POINT})", _two_roles_meet),
+    (
+        rf"(altitudes|medians|(?:angle )?bisectors) {_S} and {_S} (?:triangle {_NAMES} )?"
+        rf"meet at ({POINT})",
+        _two_roles_meet,
+    ),
+    (rf"{_S} (altitude|median)", lambda draft, a, b, role: _role(draft, role, f"{a}{b}")),
     (rf"{_S} midsegment(?: (triangle|trapezoid)?)?(?: ?{_NAMES})?", _midsegment),
     (rf"{_S} midsegment triangle {_NAMES} parallel ({SEGMENT})", _midsegment_parallel),
     (
@@ -833,6 +859,7 @@ _GRAMMAR: tuple[tuple[str, Callable[..., None]], ...] = (
     ),
     # Circles
     (rf"circle ?({POINT})(?: ?(?::|with|through) ?{_LIST})?", _circle),
+    (rf"circle with radius ([^A-Z=]+?) (?:and|with) center ({POINT})", _circle_of_radius),
     (rf"circle (?:with )?center ({POINT})(?: ?(?::|with|through) ?{_LIST})?", _circle),
     (rf"({POINT}) center(?: circle)?(?: (?:through|with) {_LIST})?", _circle),
     (rf"{_S} tangent{_IN_CIRCLE}?(?: ?at ({POINT}))?", _tangent),
@@ -866,6 +893,11 @@ _GRAMMAR: tuple[tuple[str, Callable[..., None]], ...] = (
         lambda draft, first, word, second: _together(draft, first, second, word),
     ),
     (rf"({_EQUAL_PART}) and ({_EQUAL_PART}) (equal|congruent)", _together),
+    (
+        rf"angle ({POINT}) and ({POINT}) (equal|congruent)",
+        lambda draft, first, second, word: _together(draft, f"angle {first}", second, word),
+    ),
+    (rf"angle triangle ({POINT})({POINT})({POINT}) in ratio (.+)", _angles_in_ratio),
     (
         r"(radius|diameter|circumference|area|perimeter|height|side(?: length)?)s? ([^A-Z=]+)",
         _length_of_size,
