@@ -628,7 +628,8 @@ class AdoraGRPOTrainer(TrainerParts):
         Stock TRL runs every micro-batch, and counts them through all epochs. Ours skips those that
         are empty, which they are on all ranks alike. Where several generations make a step and an
         epoch's last step has fewer, the next one begins at its own first micro-batch, as in a run
-        that resumes from there.
+        that resumes from there. One that runs out of a card's memory is made once more, with all
+        layers recomputed.
         """
         started = time.perf_counter()
         model.train()
@@ -636,7 +637,8 @@ class AdoraGRPOTrainer(TrainerParts):
         self._current_train_step_time += time.perf_counter() - started
         loss = torch.zeros((), device=self.args.device)
         if has_work:
-            loss = super().training_step(model, inputs, num_items_in_batch)
+            step = partial(super().training_step, model, inputs, num_items_in_batch)
+            loss = self.recompute.retried(step, self._metrics["train"])
         if not has_work:  # TRL counts the others
             self._step += 1
         if self.layout.has_one_step and self.accelerator.sync_gradients:
