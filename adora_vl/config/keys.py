@@ -132,7 +132,7 @@ class AdoraKeys:
     )
     adora_rollouts: RolloutOptions = key(
         RolloutOptions,
-        "How a generation is filled: refill, budget, ahead, staleness.",
+        "How a generation is filled and compared: refill, budget, ahead, staleness, old_logps.",
     )
     adora_extensions: dict[str, Any] = key(
         dict,

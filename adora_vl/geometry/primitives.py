@@ -30,6 +30,7 @@ from adora_vl.geometry.quantities import (
     Unit,
     minus,
     over,
+    plus,
     points_in,
     points_in_quantity,
 )
@@ -262,6 +263,9 @@ def _equals(measures: Measures, term: Term) -> Iterator[Relation]:
     if left.head == "Line" and right.head == "HypotenuseOf" and len(right.arguments[0].names) == 3:
         yield from _opposite_right_angle(left.names, right.arguments[0].names)
         return
+    if left.head == "Line" and right.head in ("BaseOf", "LegOf"):
+        yield from _side_called(measures, left, right)
+        return
     unit = unit_of(left)
     if unit == "length":
         unit = unit_of(right)
@@ -270,6 +274,40 @@ def _equals(measures: Measures, term: Term) -> Iterator[Relation]:
     if unit == "degrees" and _is_other_side(left, right):
         left_value = minus(Constant(360.0), left_value)
     yield Equal(left=left_value, right=right_value, unit=unit)
+
+
+def _side_called(measures: Measures, line: Term, role: Term) -> Iterator[Relation]:
+    """A side of an isosceles triangle is called its base, or one of its legs.
+
+    One leg says nothing yet; the second one says that it is as long as the first. Raises
+    `UnreadError` for the base or a leg of any other shape.
+    """
+    shape = role.arguments[0]
+    corners = unwrapped(shape).names
+    ends = measures.drawing.segment(line)
+    if shape.head != "Isosceles" or len(corners) != 3 or not set(ends) <= set(corners):
+        raise UnreadError(f"the form does not say what follows for {''.join(ends)}")
+    if role.head == "BaseOf":
+        apex = next(name for name in corners if name not in ends)
+        yield _same(measures, (apex, ends[0]), (apex, ends[1]))
+        return
+    legs = [
+        term.arguments[0].names
+        for term in measures.drawing.terms
+        if term.is_equation and term.arguments[1] == role
+    ]
+    for leg in legs:
+        if set(leg) != set(ends):
+            yield _same(measures, ends, leg)
+
+
+def _angle_sum(measures: Measures, term: Term) -> Iterator[Relation]:
+    """Two angles are supplementary, 180 degrees together, or complementary, 90."""
+    total = 180.0 if term.head == "Supplementary" else 90.0
+    angles = [measures.value(angle) for angle in term.arguments]
+    if len(angles) != 2:
+        raise UnreadError(f"{term} has not two angles")
+    yield Equal(left=plus(*angles), right=Constant(total), unit="degrees")
 
 
 def _is_other_side(left: Term, right: Term) -> bool:
@@ -522,6 +560,14 @@ def _chord(measures: Measures, term: Term) -> Iterator[Relation]:
     circle = measures.drawing.circle(term.arguments[1])
     for name in measures.drawing.segment(term.arguments[0]):
         if name != circle.centre:
+            yield _reaches(measures, name, circle)
+
+
+def _secant(measures: Measures, term: Term) -> Iterator[Relation]:
+    """A secant says no more than which of its points lie on the circle, which the picture has."""
+    circle = measures.drawing.circle(term.arguments[1])
+    for name in measures.drawing.segment(term.arguments[0]):
+        if name in circle.points:
             yield _reaches(measures, name, circle)
 
 
@@ -951,6 +997,9 @@ FACTS: dict[str, _Rule] = {
     "IsDiameterOf": _diameter,
     "IsChordOf": _chord,
     "IsRadiusOf": _chord,
+    "Secant": _secant,
+    "Supplementary": _angle_sum,
+    "Complementary": _angle_sum,
     "InscribedIn": _inscribed,
     "CircumscribedTo": _circumscribed,
     "Parallelogram": _parallelogram,

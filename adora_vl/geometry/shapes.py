@@ -12,6 +12,7 @@ import re
 from cmath import phase
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, pairwise
@@ -379,6 +380,24 @@ class Drawing:
                 polygon, disc = term.arguments
             if disc.head == "Circle" and disc.names and tuple(polygon.names) in self.named_polygons:
                 yield disc.names[0], tuple(polygon.names)
+
+    def separate_arcs(self) -> list[tuple[str, tuple[str, str], tuple[str, str]]]:
+        """Pairs of arcs whose sizes facts give and that have no common end, with their centre.
+
+        Where no picture shows them they lie beside each other: who gives the sizes of AC and BD
+        does not mean arcs one of which holds an end of the other.
+        """
+        ends: dict[tuple[str, str], str] = {}
+        for term in self.facts:
+            arcs = [part for part in term.walk() if part.head == "Arc" and len(part.names) == 2]
+            for arc in arcs if term.head == "Equals" else []:
+                with suppress(UnreadError):
+                    ends[arc.names[0], arc.names[1]] = self.circle_of_arc(arc.names).centre
+        return [
+            (ends[first], first, second)
+            for first, second in combinations(ends, 2)
+            if ends[first] == ends[second] and not set(first) & set(second)
+        ]
 
     def _seen_straight(self) -> list[tuple[str, str, str]]:
         """The lines ABC that are drawn as AB, BC and AC with B between, each as (B, A, C).

@@ -426,9 +426,11 @@ class FigureProblem:
                     self.apart.append(ends)
         self.convex: list[tuple[str, ...]] = []
         self.inside: list[tuple[str, tuple[str, ...]]] = []
+        self.arcs: list[tuple[str, tuple[str, str], tuple[str, str]]] = []
         if not places:
             self.convex = [names for names in drawing.named_polygons if len(names) > 3]
             self.inside = list(drawing.circles_in_polygons())
+            self.arcs = drawing.separate_arcs()
 
     def faults(self, v: Vector, value: float) -> int:
         """How much a figure differs in kind from the picture: order on lines, turns, crossings.
@@ -457,6 +459,7 @@ class FigureProblem:
                 count += 1
         count += sum(1 for names in self.convex if not self._is_convex(v, names))
         count += sum(1 for centre, names in self.inside if not self._is_inside(v, centre, names))
+        count += sum(1 for centre, *arcs in self.arcs if not self._are_apart(v, centre, *arcs))
         for i, name in enumerate(self.system.unknowns, start=self.system.first_unknown):
             if name.startswith("radius ") and v[i] <= 0:
                 count += _COLLAPSED
@@ -479,6 +482,23 @@ class FigureProblem:
         ends = [(self.location(v, start), self.location(v, end)) for start, end in sides_of(names)]
         beside = [cross(end - start, location - start) for start, end in ends]
         return min(beside) > 0 or max(beside) < 0
+
+    def _are_apart(
+        self, v: Vector, centre: str, first: tuple[str, str], second: tuple[str, str]
+    ) -> bool:
+        """Whether of two arcs, each the shorter way round, none holds an end of the other."""
+        for arc, ends in ((first, second), (second, first)):
+            to_start, to_end = [self._way(v, centre, name) for name in arc]
+            for name in ends:
+                way = self._way(v, centre, name)
+                # A point of the shorter way round lies on the inner side of both radii.
+                if cross(to_start, way) * cross(way, to_end) > 0 < dot(way, to_start + to_end):
+                    return False
+        return True
+
+    def _way(self, v: Vector, start: str, end: str) -> complex:
+        """The way from one point of the figure to another."""
+        return self.location(v, end) - self.location(v, start)
 
     def disordered(self, v: Vector) -> list[str]:
         """The lines whose points do not lie in the order that the picture or the facts give."""

@@ -22,6 +22,8 @@ _BETWEEN = {
     "Parallel": "parallel",
     "Similar": "similar",
     "Congruent": "congruent",
+    "Supplementary": "supplementary to",
+    "Complementary": "complementary to",
     "PointLiesOnLine": "on",
     "PointLiesOnCircle": "on",
     "Tangent": "tangent",

@@ -509,10 +509,12 @@ class PolicyPass:
         self._micro = Batch()
 
     @contextmanager
-    def watched(self, observer: PassObserver, micro: Batch) -> Iterator[None]:
+    def watched(self, observer: PassObserver | None, micro: Batch) -> Iterator[None]:
         """Call `observer` once inside the block, with the results of the first pass.
 
-        `micro`: the micro-batch whose rows all passes inside the block read.
+        Args:
+            observer: takes the results; None where nobody does.
+            micro: the micro-batch whose rows all passes inside the block read.
         """
         self._observer = observer
         self._micro = micro
