@@ -31,7 +31,8 @@ for title, body in re.findall(r"^\| (.+?) \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", TEXT,
 
 def dry_run(folder, words):
     """The GiB of three phases with the largest batch, and the most of all."""
-    train([*words.split(), "--dry-run", "--json", str(folder / "dry_run.json")])
+    all_layers = ["--adora_recompute", "all"]  # the least memory
+    train([*words.split(), *all_layers, "--dry-run", "--json", str(folder / "dry_run.json")])
     result = json.loads((folder / "dry_run.json").read_text())
     phases = (
         result["phases"].get(name, {})

@@ -221,7 +221,7 @@ class OutOfMemory(nn.Module):
         ids = torch.arange(34).view(2, 17) % TEXT["vocab_size"]
         with self.switch.chosen(SIZE):
             loss: Tensor = self.model(input_ids=ids, labels=ids).loss
-        self.figures["loss"].append(float(loss))
+        self.figures["loss"].append(loss.item())
         loss.backward()
         return loss.detach()
 
@@ -229,9 +229,9 @@ class OutOfMemory(nn.Module):
 def retried_policy(**keys: Any) -> OutOfMemory:
     model = language_model()
     # of which the gradients are few enough to be copied, unless a test says another one
-    card = keys.pop("card", 10**15)
+    total = keys.pop("total", 10**15)
     switch = recomputed(
-        model, shape=shape_of(model), card=lambda: (card, card), adora_recompute="auto", **keys
+        model, shape=shape_of(model), card=lambda: (10**15, total), adora_recompute="auto", **keys
     )
     return OutOfMemory(model, switch, defaultdict(list))
 
@@ -272,7 +272,7 @@ def test_a_process_among_several_does_not_go_back_alone(subtests):
 
 
 def test_gradients_too_large_to_copy_end_the_run_rather_than_count_twice():
-    policy = retried_policy(card=8 * 2**20)
+    policy = retried_policy(total=2**20)
     gradients_of(policy.model, "all")
     with pytest.raises(torch.OutOfMemoryError):
         policy.switch.retried(policy.step, policy.figures)
