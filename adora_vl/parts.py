@@ -48,6 +48,7 @@ from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.old_logps import OldLogps
 from adora_vl.training.optimizer_steps import ScaledRate, SkipBadSteps
 from adora_vl.training.pool import Pool
+from adora_vl.training.recompute import layers_of
 from adora_vl.training.scoring import RewardFunctions, Scorer
 from adora_vl.training.unfinished import UnfinishedGeneration
 from adora_vl.types import StepContext
@@ -199,7 +200,15 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         self.batcher = MicroBatcher(context, self.images.banks, every_row_counts=every_row_counts)
         self.entropy_bonus = EntropyBonus(args, self.batcher)
         self.unfinished = UnfinishedGeneration(context, self.images.banks)
-        self.policy_pass = PolicyPass(self.accelerator, args, images=self.images.shown)
+        self.recompute = layers_of(
+            context,
+            model=self.model,
+            shape=lambda: self.run.shape,
+            sharding=self.run.context.sharding,
+        )
+        self.policy_pass = PolicyPass(
+            self.accelerator, args, images=self.images.shown, around=self.recompute.chosen
+        )
         self.old_logps = OldLogps(context, has_dropout=has_dropout(self.model))
 
     def _sampler(self, context: StepContext) -> Sampler:

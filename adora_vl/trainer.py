@@ -1,7 +1,8 @@
 """One training step, from top to bottom: TRL's `GRPOTrainer` with ADORA's weights and rollouts that
 can be trusted.
 
-    1. a generation   sample, grade, record; resample, weigh; then rebalance, cut into micro-batches
+    1. a generation   sample, grade, record; resample, weigh; then rebalance, cut into micro-batches,
+                      and score those of later updates
     2. a micro-batch  the policy's pass, its ratio to the engine, the loss
     3. a checkpoint   written beside its place, sealed, renamed
 
@@ -349,8 +350,9 @@ class AdoraGRPOTrainer(TrainerParts):
         with self._engine_awake():
             # TRL's name for it, which a subclass may override
             batch = self._generate_and_score_completions(rows)
-        # 9. Cut, and 10. score again where the loss will need it.
+        # 9. Cut: groups without signal are left out.
         micro_batches = self.batcher.split(batch, key.position)
+        # 10. Score what is learned from after the weights have changed.
         self._add_old_logps(micro_batches)
         return PresentGeneration(
             first_micro_step=self._first_micro_step, micro_batches=micro_batches
@@ -371,9 +373,9 @@ class AdoraGRPOTrainer(TrainerParts):
 
         Stock TRL processes the image of every copy of a row twice, samples, makes a pass for the
         old log-probabilities whenever vLLM samples, grades, and returns group-normalised
-        advantages. Ours processes each image once, makes that pass only if it is needed, replaces
-        groups without signal, and then weighs all together. Every rank goes through the stages
-        together.
+        advantages. Ours processes each image once, makes that pass later, where it is needed at
+        all, replaces groups without signal, and then weighs all together. Every rank goes through
+        the stages together.
         """
         self.prefetch.finish()
         training = self.model.training
@@ -626,7 +628,8 @@ class AdoraGRPOTrainer(TrainerParts):
         Stock TRL runs every micro-batch, and counts them through all epochs. Ours skips those that
         are empty, which they are on all ranks alike. Where several generations make a step and an
         epoch's last step has fewer, the next one begins at its own first micro-batch, as in a run
-        that resumes from there.
+        that resumes from there. One that runs out of a card's memory is made once more, with all
+        layers recomputed.
         """
         started = time.perf_counter()
         model.train()
@@ -634,7 +637,8 @@ class AdoraGRPOTrainer(TrainerParts):
         self._current_train_step_time += time.perf_counter() - started
         loss = torch.zeros((), device=self.args.device)
         if has_work:
-            loss = super().training_step(model, inputs, num_items_in_batch)
+            step = partial(super().training_step, model, inputs, num_items_in_batch)
+            loss = self.recompute.retried(step, self._metrics["train"])
         if not has_work:  # TRL counts the others
             self._step += 1
         if self.layout.has_one_step and self.accelerator.sync_gradients:

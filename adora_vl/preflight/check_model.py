@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from adora_vl.builtin.builtin_data import resolve_model
 from adora_vl.config.unused_keys import RunSettings, unused_keys
@@ -20,6 +20,7 @@ from adora_vl.utils.errors import UserError
 from adora_vl.utils.hub import notes_on
 
 if TYPE_CHECKING:
+    from peft import PeftConfig
     from transformers import PretrainedConfig
 
     from adora_vl.config import AdoraGRPOConfig
@@ -174,7 +175,7 @@ def check_parts(
     )
 
 
-def _check_dropout(config: AdoraGRPOConfig, peft_config: Any) -> None:
+def _check_dropout(config: AdoraGRPOConfig, peft_config: PeftConfig | None) -> None:
     """Raise `UserError` for dropout of an adapter where the old log-probabilities are the engine's.
 
     The engine has none, so its noise would be in each ratio of new to old policy, and in the drift.

@@ -7,6 +7,7 @@ compared with them.
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from adora_vl.config.batch_plan import BatchLayout, regroup_obstacle, regroups
 from adora_vl.types import Batch, StepContext
@@ -96,11 +97,11 @@ class OldLogps:
         elif self.are_of_this_pass(micro_step):
             micro.pop("old_per_token_logps", None)
 
-    def keep(self, held: Batch, micro: Batch, logps_BC: torch.Tensor, micro_step: int) -> None:
+    def keep(self, micro_batch: Batch, micro: Batch, logps_BC: Tensor, micro_step: int) -> None:
         """Keep what a pass before the first update gives, for later passes over its generation.
 
         Args:
-            held: the micro-batch, which is learned from again.
+            micro_batch: it is learned from again.
             micro: its copy for this loss, with the ratio to the engine.
             logps_BC: the policy's log-probabilities, detached.
             micro_step: as in `are_of_this_pass`.
@@ -108,6 +109,6 @@ class OldLogps:
         if self.layout.num_iterations == 1 or not self.are_of_this_pass(micro_step):
             return
         # With dropout they are there already, from a pass without.
-        held.setdefault("old_per_token_logps", logps_BC)
+        micro_batch.setdefault("old_per_token_logps", logps_BC)
         if "importance_sampling_ratio" in micro:
-            held.setdefault("importance_sampling_ratio", micro["importance_sampling_ratio"])
+            micro_batch.setdefault("importance_sampling_ratio", micro["importance_sampling_ratio"])

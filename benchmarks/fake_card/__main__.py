@@ -23,7 +23,7 @@ from typing import Any
 import benchmarks.fake_card.device  # noqa: F401  # before torch
 from benchmarks.fake_card.card import Place
 from benchmarks.fake_card.run import PHASES, CardRun, Ran, run
-from benchmarks.fake_card.tables import HEADS, head_of, row_of, runs
+from benchmarks.fake_card.tables import HEADS, head_of, line_of, runs
 
 GIB = 2**30
 TERA = 1e12
@@ -48,7 +48,8 @@ def main() -> int:
         for ran in faults if arguments.table else done[-1:]:
             print("\n".join(report(ran, arguments.most)), flush=True)
         if arguments.table and not faults:
-            print(f"| {' | '.join(row_of(done[-len(row) :]))} |", flush=True)
+            figures = [facts(ran) for ran in done[-len(row) :]]
+            print(line_of(arguments.table, figures), flush=True)
     print(f"\n{EMULATED}")
     if arguments.json:
         arguments.json.write_text(
@@ -85,13 +86,18 @@ def _arguments() -> argparse.Namespace:
         default=[],
         help="of the answers of a group (default: full)",
     )
-    parser.add_argument("--groups", type=int, default=2, help="of a generation (default: 2)")
-    parser.add_argument("--updates", type=int, default=2, help="optimizer steps (default: 2)")
+    parser.add_argument("--groups", type=int, default=2, help="of an optimizer step (default: 2)")
+    parser.add_argument(
+        "--updates",
+        type=int,
+        default=0,
+        help="optimizer steps (default: 2, or as many as learn from one generation)",
+    )
     parser.add_argument(
         "--updates-per-generation",
         type=int,
-        default=1,
-        help="optimizer steps that learn from one generation (default: 1)",
+        default=0,
+        help="optimizer steps that learn from one generation (default: the recipe's)",
     )
     parser.add_argument("--image-tokens", type=int, default=256)
     parser.add_argument("--text-tokens", type=int, default=450)
@@ -109,6 +115,7 @@ def facts(ran: Ran) -> dict[str, Any]:
     waits = [[number, *place] for place, number in _waits(ran).most_common()]
     predicted = ran.predicted_peak if ran.predicted is not None else None
     figures = {
+        "parameters": ran.parameters,
         "trained": ran.trained,
         "prompt": ran.prompt,
         "micro_batches": ran.micro_batches,

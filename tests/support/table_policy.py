@@ -50,8 +50,12 @@ class Table(nn.Module):
 class OfATable(AdoraGRPOTrainer):
     """The loss of our trainer alone; a prompt is the number of its row."""
 
-    def _get_per_token_logps_and_entropies(self, model: Any, ids_BS: Tensor, *rest: Any, **_: Any):
-        def scored(model: Table, ids_BS: Tensor, mask_BS: Tensor, answer: int, *_: Any, **__: Any):
+    def _get_per_token_logps_and_entropies(
+        self, model: Table, ids_BS: Tensor, *rest: Any, **_: object
+    ) -> Any:
+        def scored(
+            model: Table, ids_BS: Tensor, mask_BS: Tensor, answer: int, *_: object, **__: object
+        ) -> tuple[Tensor, Tensor, None]:
             return *model.scores(ids_BS[:, 0], ids_BS[:, -answer:]), None
 
         return self.policy_pass(scored, model, ids_BS, *rest)
@@ -69,11 +73,11 @@ class Alone:
         return value
 
     @staticmethod
-    def pad_across_processes(value: Tensor, **_: Any) -> Tensor:
+    def pad_across_processes(value: Tensor, **_: object) -> Tensor:
         return value
 
     @staticmethod
-    def reduce(value: Tensor, **_: Any) -> Tensor:
+    def reduce(value: Tensor, **_: object) -> Tensor:
         return value
 
 
@@ -87,7 +91,7 @@ class NoRecord:
         self.measured_rows += micro["rollout_number"].tolist()
 
 
-def trainer_of(policy: Table, **keys: Any) -> Any:
+def trainer_of(policy: Table, **keys: object) -> Any:
     """A trainer with what `_compute_loss` needs, whose config has these keys."""
     figures = defaultdict[str, list[float]](list)
     keys = {"adora_max_ratio": None, "adora_stock_step": ["share_prompt"], **keys}

@@ -108,6 +108,11 @@ WRONG: list[tuple[str, list[str], str]] = [
     ("{mine.py:Plain: {strength: a}}", [], "^adora_extensions.Plain.strength: 'a' is not a number"),
     ("{mine.py:Plain: {}}", ["--beta", "0.1"], "^adora_extensions.Plain.strength: it goes without"),
     ("{mine.py:Elsewhere: {}}", [], "Elsewhere samples .* on other images, which needs use_vllm"),
+    (
+        "{mine.py:Elsewhere: {}}",
+        [*VLLM, "--adora_rollouts.old_logps", "engine"],
+        "Elsewhere samples .* leave out adora_rollouts.old_logps: engine",
+    ),
 ]
 
 

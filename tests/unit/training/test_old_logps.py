@@ -1,6 +1,7 @@
-"""A pass for the old log-probabilities is made only where the loss asks for them, and what is
-learned is what it was with a pass over the whole generation: TRL's loss on a table of logits in
-float64, through all updates of a generation.
+"""A pass for the old log-probabilities is made only where the loss asks for them.
+
+What is learned is what it was with a pass over the whole generation: TRL's loss on a table of
+logits in float64, through all updates of a generation.
 """
 
 from dataclasses import dataclass, field
