@@ -357,12 +357,12 @@ def prepare_machine() -> str:
     return device
 
 
-def is_too_late(seconds: Sequence[float], left: float) -> bool:
+def is_too_late(seconds: Sequence[float], remaining: float) -> bool:
     """Return whether the next run would not end in the seconds that are left.
 
     The longest run so far is the measure, and the first run always begins.
     """
-    return max(seconds, default=0.0) > left
+    return bool(seconds) and max(seconds) > remaining
 
 
 def train_all(plan: Plan, output: Path, pilot: bool, minutes: float = math.inf) -> None:
@@ -370,29 +370,29 @@ def train_all(plan: Plan, output: Path, pilot: bool, minutes: float = math.inf) 
     deadline = time.perf_counter() + 60 * minutes
     device = prepare_machine()
     file = output / "runs.jsonl"
-    done = {place_of(run) for run in read_runs(file)} if file.is_file() else set()
+    stored = {place_of(run) for run in read_runs(file)} if file.is_file() else set()
     for case in plan["cases"]:
         build_data(output / "data" / case, plan, case)
     seconds: list[float] = []
-    for place in places(plan, pilot):
-        if place in done:
+    for trial in places(plan, pilot):
+        if trial in stored:
             continue
-        build_start(start_folder(output, plan, place[1]), plan, place[1], device)
+        build_start(start_folder(output, plan, trial[1]), plan, trial[1], device)
         began = time.perf_counter()
         if is_too_late(seconds, deadline - began):
-            print(f"The time is over: {place} and what follows were not run.", flush=True)
+            print(f"The time is over: {trial} and what follows were not run.", flush=True)
             return
-        run = train_one(plan, output, place, device)
+        run = train_one(plan, output, trial, device)
         with file.open("a") as lines:
             lines.write(json.dumps(run) + "\n")
         seconds.append(time.perf_counter() - began)
         summary = {**run["held_out"][-1], **run["steps"][-1], "seconds": round(seconds[-1])}
-        print(*place, json.dumps(summary), flush=True)
+        print(*trial, json.dumps(summary), flush=True)
 
 
-def train_one(plan: Plan, output: Path, place: Place, device: str) -> Run:
+def train_one(plan: Plan, output: Path, trial: Place, device: str) -> Run:
     """Train one arm, and return the line of it that is stored."""
-    case, start, seed, arm = place
+    case, start, seed, arm = trial
     model = start_folder(output, plan, start)
     processor = time.process_time()
     options: dict[str, Any] = {

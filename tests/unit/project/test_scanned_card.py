@@ -128,9 +128,9 @@ def test_a_rehearsal_has_the_model_and_the_arms_and_two_steps():
 
 
 def test_no_run_begins_that_would_not_end_in_time():
-    assert not scanned.is_too_late([], left=-1.0), "the first run always begins"
-    assert not scanned.is_too_late([40.0, 50.0], left=51.0)
-    assert scanned.is_too_late([40.0, 50.0], left=49.0)
+    assert not scanned.is_too_late([], remaining=-1.0), "the first run always begins"
+    assert not scanned.is_too_late([40.0, 50.0], remaining=51.0)
+    assert scanned.is_too_late([40.0, 50.0], remaining=49.0)
 
 
 @pytest.mark.parametrize(
