@@ -275,10 +275,12 @@ def words_of(options: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def train(words: Sequence[str], folder: Path) -> list[dict[str, Any]]:
+def train(
+    words: Sequence[str], folder: Path, watch: Callable[[Any], None] | None = None
+) -> list[dict[str, Any]]:
     """What `python -m adora_vl.train` does, with this process's engine and without saving.
 
-    Returns the log's lines.
+    Returns the log's lines. `watch`: gets the trainer before its first step.
     """
     from adora_vl.config.command import read
     from adora_vl.prepare import prepare
@@ -288,6 +290,8 @@ def train(words: Sequence[str], folder: Path) -> list[dict[str, Any]]:
     shutil.rmtree(folder, ignore_errors=True)
     with folder.with_suffix(".log").open("w") as log, contextlib.redirect_stdout(log):
         trainer = build_trainer(prepare(read([*words, "--output_dir", str(folder)])))
+        if watch is not None:
+            watch(trainer)
         trainer.train()
     trainer.prefetch.finish()  # as its `close`, which would end the engine too
     trainer.run.folder.release()

@@ -54,7 +54,7 @@ def outcome(
     result = _outcome(problem, budget=budget, starts=starts, rounded=rounded)
     if result.solution is None or result.status in ("conflict", "collapsed"):
         return result
-    disordered = tuple(dict.fromkeys(problem.disordered(result.solution.v)))
+    disordered = tuple(dict.fromkeys(problem.kind.disordered(result.solution.v)))
     if not disordered:
         return result
     value = result.value if result.status == "answered" else None

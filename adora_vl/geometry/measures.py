@@ -12,7 +12,8 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
-from adora_vl.geometry.expressions import ExpressionError, number_of, parsed
+from adora_vl.geometry.drawing import Drawing
+from adora_vl.geometry.expressions import MAX_EXPONENT, ExpressionError, number_of, parsed
 from adora_vl.geometry.forms import Term
 from adora_vl.geometry.quantities import (
     Angle,
@@ -33,17 +34,8 @@ from adora_vl.geometry.quantities import (
     quantity_of,
     times,
 )
-from adora_vl.geometry.shapes import (
-    COLOURS,
-    CORNERS,
-    Circle,
-    Drawing,
-    UnreadError,
-    cross,
-    sides_of,
-    sine,
-    unwrapped,
-)
+from adora_vl.geometry.shapes import COLOURS, CORNERS, Circle, UnreadError, sides_of, unwrapped
+from adora_vl.geometry.vectors import cross, sine
 
 _LEAST_SINE = 0.06  # below, a corner is too flat for the picture to show on which side it turns
 _DISC = ("Circle", "Cirle")  # so misspelt in some annotations
@@ -55,6 +47,7 @@ _UNITS: dict[str, Unit] = {
     "SinOf": "plain",
     "CosOf": "plain",
     "TanOf": "plain",
+    "CotOf": "plain",
     "RatioOf": "plain",
     "ScaleFactorOf": "plain",
 }
@@ -66,6 +59,7 @@ _LENGTH = (
     "DiameterOf",
     "HeightOf",
     "AltitudeOf",
+    "MedianOf",
 )
 
 
@@ -234,6 +228,14 @@ class Measures:
             base = self.drawing.with_base_first(names)
             return LineDistance(point=base[2], start=base[0], end=base[1])
         raise UnreadError(f"the form does not say which height {term} is")
+
+    def median(self, term: Term) -> Quantity:
+        """The median of a trapezoid, half of its parallel sides together."""
+        names = self.drawing.shape(term.arguments[0])
+        if len(names) != 4:
+            raise UnreadError(f"the form does not say which median {term} is")
+        a, b, c, d = self.drawing.with_base_first(names)
+        return over(plus(self.distance(a, b), self.distance(c, d)), Constant(2.0))
 
     def _drawn_height(self) -> tuple[str, str] | None:
         """A segment that stands perpendicular on the inside of a line, while no line goes on behind
@@ -611,6 +613,17 @@ class Measures:
             parts.append(self.value(argument))
         return plus(*parts)
 
+    def average(self, term: Term) -> Quantity:
+        """The mean of all arguments."""
+        return over(self.sum(term), Constant(float(len(term.arguments))))
+
+    def raised(self, term: Term) -> Quantity:
+        """The first argument to a whole number. Raises `UnreadError` for any other exponent."""
+        exponent = number_of(term.arguments[-1].head)
+        if len(term.arguments) != 2 or exponent is None or abs(exponent) > MAX_EXPONENT:
+            raise UnreadError(f"{term} is no power that is known")
+        return power(self.value(term.arguments[0]), exponent)
+
     def product(self, term: Term) -> Quantity:
         """The product of all arguments."""
         return times(*self.values(term))
@@ -625,6 +638,11 @@ class Measures:
     def half(self, term: Term) -> Quantity:
         """Half of the argument."""
         return over(self.value(term.arguments[0]), Constant(2.0))
+
+    def cotangent(self, term: Term) -> Quantity:
+        """The cotangent of an angle, over its tangent."""
+        tangent = Term(head="TanOf", arguments=term.arguments)
+        return over(Constant(1.0), self.trigonometric(tangent))
 
     def trigonometric(self, term: Term) -> Quantity:
         """Sine, cosine or tangent of an angle, which may be named by its corner alone."""
@@ -674,4 +692,8 @@ _RULES: dict[str, _Rule] = {
     "SinOf": Measures.trigonometric,
     "CosOf": Measures.trigonometric,
     "TanOf": Measures.trigonometric,
+    "CotOf": Measures.cotangent,
+    "AverageOf": Measures.average,
+    "Pow": Measures.raised,
+    "MedianOf": Measures.median,
 }

@@ -214,6 +214,11 @@ class System:
                 return self._linear(quantity.parts[0], factor / divisor, row)
         return None
 
+    def location(self, v: Vector, point: str) -> complex:
+        """A point's place at `v`, in shares of the figure's size."""
+        i = 2 * self.position[point]
+        return complex(v[i], v[i + 1])
+
     # Evaluation
 
     def atoms(self, v: Vector, *, slopes: bool) -> tuple[Vector, Vector | None]:

@@ -17,7 +17,7 @@ from adora_vl.geometry.exact import exact
 from adora_vl.geometry.figure import Verdict, figure_of
 from adora_vl.geometry.forms import Form, Term
 from adora_vl.geometry.measures import unit_of
-from adora_vl.geometry.primitives import Reading, read
+from adora_vl.geometry.reading import Reading, read
 from adora_vl.geometry.shapes import UnreadError, terms_of
 from adora_vl.geometry.solve import Budget, FigureProblem
 from adora_vl.geometry.system import System

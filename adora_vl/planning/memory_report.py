@@ -44,6 +44,7 @@ def memory_lines(plan: Plan) -> list[str]:
         f"{setup.sharding.describe()}.",
         f"Micro-batch: {setup.batch.sequences} x ({setup.batch.prompt_tokens} + "
         f"{setup.batch.completion_tokens}) tokens, {setup.batch.image_tokens} of each an image.",
+        *recomputed_lines(plan),
     ]
     if prediction.peak < _ROOMY * card:  # nobody asks which component takes how much
         return section(title, [*lines, *verdict_lines(plan)])
@@ -72,6 +73,21 @@ def memory_lines(plan: Plan) -> list[str]:
     honesty = _ON_A_GPU if setup.accelerator else _ON_A_CPU
     lines += ["", *sharing_lines(plan), *engine_lines(plan), *verdict_lines(plan), honesty]
     return section(title, lines)
+
+
+def recomputed_lines(plan: Plan) -> list[str]:
+    """Say how many layers of the language model the backward pass computes again."""
+    setup = plan.setup
+    if not setup.checkpointing:
+        return []
+    number = predict(setup, plan.card).recomputed
+    reason = "as few as leave a tenth of the card free" if setup.recompute == "auto" else "so set"
+    if setup.recompute == "auto" and not setup.accelerator:
+        reason = "auto needs a GPU"
+    return [
+        f"Layers recomputed in its backward pass: {number} of {setup.shape.text.layers} "
+        f"(adora_recompute: {setup.recompute}; {reason})."
+    ]
 
 
 def _table_line(title: str, cells: Sequence[str]) -> str:
