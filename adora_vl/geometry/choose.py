@@ -8,15 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-from adora_vl.geometry.solve import (
-    TIGHT,
-    Budget,
-    FigureProblem,
-    Solution,
-    is_collapsed,
-    is_free,
-    is_same,
-)
+from adora_vl.geometry.descent import Budget
+from adora_vl.geometry.solve import TIGHT, FigureProblem, Solution, is_collapsed, is_free, is_same
 
 Status = Literal["answered", "open", "ambiguous", "conflict", "collapsed", "unread"]
 _ROUNDED = 0.01  # largest residual of a figure whose facts were rounded

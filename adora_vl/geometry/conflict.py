@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from adora_vl.geometry.choose import Outcome, outcome
+from adora_vl.geometry.descent import Budget
 from adora_vl.geometry.forms import Form, Term, points_of
 from adora_vl.geometry.measures import unit_of
 from adora_vl.geometry.quantities import Constant
 from adora_vl.geometry.reading import Reading, read
-from adora_vl.geometry.solve import Budget, FigureProblem, is_collapsed, is_same
+from adora_vl.geometry.solve import FigureProblem, is_collapsed, is_same
 
 _MOST_TRIED = 14  # facts of one kind that are left out one by one
 _STARTS = 4

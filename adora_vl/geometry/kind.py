@@ -20,6 +20,7 @@ from adora_vl.geometry.vectors import cross, cross_each_other, dot, extent_of, s
 COLLAPSED = 10  # faults of a figure in which points fall together
 _SHORTEST = 0.015  # share of the figure's size; a shorter segment has fallen together
 _LEAST_BEND = 1e-3  # radians; a corner that bends less is none
+_CROWDED = 30  # segments of a picture whose pairs are not compared any more
 _FLAT = 0.2  # sine of a drawn corner that is too flat to be compared
 
 
@@ -38,30 +39,9 @@ class FigureKind:
         self.segments = sorted({line for line in drawing.form.lines if line[0] != line[1]})
         on_circles = {name for circle in drawing.circles for name in circle.points}
         self.used = sorted({name for line in self.segments for name in line} | on_circles)
-        # Of a line with a point without a place it is known which points lie between its ends, and
-        # not in which order.
-        self.orders = [row for row in drawing.rows if len(row) > 2] + [
-            [first, point, last]
-            for (first, last), points in sorted(drawing.on_segment.items())
-            for point in sorted(points)
-            if not {first, point, last} <= places.keys()
-        ]
-        self.turns: list[tuple[str, str, str, float]] = []
-        for corner in sorted(drawing.neighbours):
-            for first, last in combinations(sorted(drawing.neighbours[corner]), 2):
-                if {first, corner, last} <= places.keys():
-                    bend = sine(places[first] - places[corner], places[last] - places[corner])
-                    if abs(bend) > _FLAT:
-                        self.turns.append((first, corner, last, bend))
-        self.apart: list[tuple[str, str, str, str]] = []
-        placed = [line for line in self.segments if set(line) <= places.keys()]
-        if len(placed) < 30:
-            rows = [set(row) for row in drawing.rows]
-            for segment, second_segment in combinations(placed, 2):
-                ends = (*segment, *second_segment)
-                shares = len(set(ends)) < 4 or any(len(set(ends) & row) >= 3 for row in rows)
-                if not shares and not cross_each_other([places[name] for name in ends]):
-                    self.apart.append(ends)
+        self.orders = self._seen_orders()
+        self.turns = self._seen_turns()
+        self.apart = self._seen_apart()
         self.convex: list[tuple[str, ...]] = []
         self.inside: list[tuple[str, tuple[str, ...]]] = []
         self.arcs: list[tuple[str, tuple[str, str], tuple[str, str]]] = []
@@ -69,6 +49,48 @@ class FigureKind:
             self.convex = [names for names in drawing.named_polygons if len(names) > 3]
             self.inside = list(drawing.circles_in_polygons())
             self.arcs = drawing.separate_arcs()
+
+    def _seen_orders(self) -> list[list[str]]:
+        """The points of each line in order.
+
+        Of a line with a point without a place it is known which points lie between its ends, and not
+        in which order.
+        """
+        rows = [row for row in self.drawing.rows if len(row) > 2]
+        triples = [
+            [first, point, last]
+            for (first, last), points in sorted(self.drawing.on_segment.items())
+            for point in sorted(points)
+            if not {first, point, last} <= self.places.keys()
+        ]
+        return rows + triples
+
+    def _seen_turns(self) -> list[tuple[str, str, str, float]]:
+        """The drawn corners that bend visibly, by three points and the sine of the bend."""
+        places = self.places
+        turns: list[tuple[str, str, str, float]] = []
+        for corner in sorted(self.drawing.neighbours):
+            for first, last in combinations(sorted(self.drawing.neighbours[corner]), 2):
+                if {first, corner, last} <= places.keys():
+                    bend = sine(places[first] - places[corner], places[last] - places[corner])
+                    if abs(bend) > _FLAT:
+                        turns.append((first, corner, last, bend))
+        return turns
+
+    def _seen_apart(self) -> list[tuple[str, str, str, str]]:
+        """The pairs of drawn segments that do not cross, as four ends; none of a crowded picture."""
+        apart: list[tuple[str, str, str, str]] = []
+        placed = [line for line in self.segments if set(line) <= self.places.keys()]
+        # Pairs grow with the square, and a crowded picture has other marks of its kind.
+        if len(placed) >= _CROWDED:
+            return apart
+        rows = [set(row) for row in self.drawing.rows]
+        for segment, second_segment in combinations(placed, 2):
+            ends = (*segment, *second_segment)
+            shares = len(set(ends)) < 4 or any(len(set(ends) & row) >= 3 for row in rows)
+            if not shares and not cross_each_other([self.places[name] for name in ends]):
+                apart.append(ends)
+        return apart
 
     def faults(self, v: Vector) -> int:
         """How much a figure differs in kind from the picture: order on lines, turns, crossings.

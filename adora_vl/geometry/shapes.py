@@ -25,6 +25,7 @@ CORNERS = {
 
 COLOURS = ("Shaded", "Blue", "Green", "Red")
 
+DISC = ("Circle", "Cirle")  # so misspelt in some annotations
 # Heads around a shape that say something of it, as in `Regular(Polygon($))`.
 WRAPPERS = (*COLOURS, "Regular", "Right", "Isosceles", "Equilateral")
 

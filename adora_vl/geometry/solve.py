@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from adora_vl.geometry.descent import Budget, descend
 from adora_vl.geometry.kind import COLLAPSED, FigureKind
 from adora_vl.geometry.quantities import Distance, Equal, constant_of
 from adora_vl.geometry.reading import Reading
@@ -39,23 +40,10 @@ _STEPS = 80
 # Without a picture points are moved onto their lines so often, and so far inside them.
 _SWEEPS = 60
 _INNER = 0.15
-_TRIALS = 7  # dampings that one step tries
 _RANK = 1e-6  # singular values below this share of the largest count as none
 _FREE = 1e-4  # share of its gradient with which a goal may move while the facts hold
 _LEAST = 1e-6  # share of the figure's size; an answer below it is none
 _SAME = 1e-5  # share by which equal answers may differ
-
-
-class Budget:
-    """How many evaluations of equations are left."""
-
-    def __init__(self, evaluations: int) -> None:
-        self.remaining = evaluations
-
-    def take(self) -> bool:
-        """Whether one more may be done; it counts as done."""
-        self.remaining -= 1
-        return self.remaining >= 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,59 +239,11 @@ class FigureProblem:
         first: int = 0,
         pull: float = 0.0,
     ) -> tuple[Vector, float]:
-        """Go downhill from `v` in the unknowns from `first` on.
+        """Go downhill from `v` in the unknowns from `first` on, as `descend` does.
 
         The unknowns, and the largest residual there.
-
-        `pull` holds the points near where they began: the squares of their ways count so much
-        beside the residuals.
         """
-        system = self.system
-        damping = 1e-3
-        begin = v
-        weights = np.zeros(system.count)
-        weights[: system.first_unknown] = pull
-        weights = weights[first:]
-        residuals, jacobian = system.residuals(v)
-        for step in range(steps):
-            largest = float(np.abs(residuals).max()) if len(residuals) else 0.0
-            if largest < 1e-13 or not math.isfinite(largest) or not budget.take():
-                break
-            slopes = np.nan_to_num(jacobian[:, first:])
-            away = (v - begin)[first:]
-            normal = slopes.T @ slopes + np.diag(weights)
-            downhill = slopes.T @ residuals + weights * away
-            before = float(residuals @ residuals + weights @ away**2)
-            if np.abs(downhill).max() < 1e-15:
-                break
-            diagonal = np.maximum(normal.diagonal(), 1e-12)
-            moved = False
-            for _ in range(_TRIALS):
-                damped = normal + np.diag(damping * diagonal + 1e-15)
-                try:
-                    change = np.linalg.solve(damped, downhill)
-                except np.linalg.LinAlgError:
-                    damping *= 6
-                    continue
-                trial = v.copy()
-                trial[first:] -= change
-                after_residuals, after_jacobian = system.residuals(trial)
-                after = float(
-                    after_residuals @ after_residuals + weights @ ((trial - begin)[first:]) ** 2
-                )
-                if math.isfinite(after) and after < before:
-                    v = trial
-                    residuals = after_residuals
-                    jacobian = after_jacobian
-                    damping = max(damping / 8, 1e-12)
-                    moved = True
-                    break
-                damping *= 6
-            if not moved or (before - after < 1e-9 * before and before > 1e-8 and step > 15):
-                break
-            if pull and before - after < 1e-3 * before:
-                break
-        return v, float(np.abs(residuals).max()) if len(residuals) else 0.0
+        return descend(self.system, v=v, budget=budget, steps=steps, first=first, pull=pull)
 
     def solution(self, number: int, budget: Budget, loose: float) -> Solution | None:
         """The figure that one start leads to.
