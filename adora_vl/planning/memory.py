@@ -354,7 +354,7 @@ def predict(setup: Setup, card: int) -> Prediction:
     if setup.swaps:
         awake["weights"] = training.weights - shape.base_bytes(shape.weight_bytes)
     patches = setup.images * setup.batch.image_tokens * shape.merge**2
-    pixels = patches * shape.patch_values * _PIXEL
+    pixels = patches * _held_bytes_of_patch(setup)
     synced = shape.largest_tensor * setup.dtypes.stream if setup.sharding.stage == 3 else 0
     # DeepSpeed allocates its gradients once; torch gives them back after each step
     standing = training.gradients if setup.sharding.stage is not None else 0
@@ -393,6 +393,15 @@ def predict(setup: Setup, card: int) -> Prediction:
         states=training,
         recomputed=recomputed,
     )
+
+
+def _held_bytes_of_patch(setup: Setup) -> int:
+    """Return the bytes of a patch that wait on the card until its image is learned from.
+
+    They are one frame in bytes where images are stored once (`ImageBank`), else float32 numbers.
+    """
+    values = setup.shape.patch_values
+    return values // setup.shape.frames if setup.sharing.images else values * _PIXEL
 
 
 # of the card: what choosing the recomputed layers leaves free, since the allocator loses some of it

@@ -50,7 +50,7 @@ function sameLines(one, other) {
 
 function phaseCharts(runs) {
   return runs.map((run, index) => ({
-    how: index ? `The same of ${run.name}.` : HOW_PHASES,
+    how: index ? `The same for ${run.name}.` : HOW_PHASES,
     title: runs.length > 1 ? `Seconds per step, ${run.name}` : "Seconds per step",
     stack: true, format: duration,
     series: PHASES.map((phase) => ({ label: phase, css: `phase-${phase}`, points: pointsOf(run, `seconds/${phase}`) })).filter(({ points }) => points.length),
@@ -70,11 +70,13 @@ function evaluationCurves(runs) {
     (charts[viewed ? base : name] ??= []).push([`eval_${name}_accuracy`, viewed ? view : ""]);
   }
   const titles = Object.keys(charts);
-  const howOf = (title) => {
-    const whole = titles.find((other) => title.startsWith(`${other}_`));
-    return whole ? `Of the problems of ${whole}, those of the kind ${title.slice(whole.length + 1).replaceAll("_", " ")}.` : HOW_EVALUATION;
-  };
-  return Object.entries(charts).map(([title, series]) => ({ title: `Held-out accuracy, ${title}`, how: howOf(title), keys: series, format: percent, share: true, sparse: true }));
+  return Object.entries(charts).map(([name, series]) => {
+    const whole = titles.find((other) => name.startsWith(`${other}_`));
+    const kind = whole ? name.slice(whole.length + 1).replaceAll("_", " ") : "";
+    const title = `Held-out accuracy, ${whole ? `${whole}: ${kind}` : name}`;
+    const how = whole ? `Those problems that are of the kind ${kind}.` : HOW_EVALUATION;
+    return { title, how, keys: series, format: percent, share: true, sparse: true };
+  });
 }
 
 class Curves {
