@@ -85,8 +85,9 @@ def _marked_angle(measures: Measures, circle: Circle) -> Quantity:
 
 
 def _rounded(measures: Measures, term: Term, shape: Term) -> Quantity:
-    """A shape of a drawing with a circle: the marked sector, the disc, or a polygon with half
-    discs on it.
+    """Return the area or perimeter of the shape of a drawing with a circle.
+
+    It is the marked sector, the disc, or a polygon with half discs on it.
     """
     drawing = measures.drawing
     if shape.names == ["A"]:
@@ -108,9 +109,7 @@ def _rounded(measures: Measures, term: Term, shape: Term) -> Quantity:
 
 
 def _half_disc(measures: Measures, circle: Circle, outline: Sequence[str]) -> Quantity | None:
-    """Half of a disc over a side of an outline that is its diameter: added where no corner lies
-    inside it.
-    """
+    """Return half of a disc over a side of an outline that is its diameter; None without one."""
     for i in range(len(outline)):
         side = {outline[i - 1], outline[i]}
         if side <= set(circle.points) and measures.drawing.are_on_one_row((*side, circle.centre)):

@@ -143,8 +143,9 @@ class Chase:
         )
 
     def _between(self, first: str, corner: str, last: str) -> tuple[_Sum, float]:
-        """The turn from one ray of a corner to the other, and what it is in the picture, from -180
-        to 180.
+        """Return the turn from one ray of a corner to the other, and its size in the picture.
+
+        The size is in degrees, from -180 to 180.
         """
         turn = self._direction(corner, last).plus(self._direction(corner, first), -1.0)
         start = math.degrees(phase(self.places[first] - self.places[corner]))

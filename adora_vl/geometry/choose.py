@@ -23,8 +23,7 @@ _NEAR = 0.02  # and this counts as no distance at all
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the figures of a problem say: a status, and where there is one the answer with its
-    figure.
+    """What the figures of a problem say: a status, and an answer with its figure if there is one.
 
     `rival_values` are the answers of other figures that fulfil the facts as well. `doubled`: the answer
     is known to about four digits alone, since the equations have a double root there. `disordered`:

@@ -92,8 +92,9 @@ def two_tangents(
 
 
 def free_end(draft: Draft, line: str, second_line: str, centre: str | None) -> str | None:
-    """The end of a tangent at which it touches: the one on the circle, else the one it does not
-    share with the second tangent.
+    """Return the end of a tangent at which it touches; None where nothing says which.
+
+    It is the one on the circle, else the one that it does not share with the second tangent.
     """
     name = draft.circle(centre).names[0]
     on_circle = [point for point in split_names(line) if point in draft.circles[name]]

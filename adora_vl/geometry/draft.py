@@ -118,12 +118,11 @@ class Draft:
         self.line(start, point)
         self.line(point, end)
 
-    def equal(self, left: Term, right: Term) -> None:
+    def equal(self, measure: Term, size: Term) -> None:
         """Note an equation. A measure stands on its left, as everywhere in logic forms."""
-        if right.arguments and not left.arguments:
-            self.facts.append(term("Equals", right, left))
-        else:
-            self.facts.append(term("Equals", left, right))
+        if size.arguments and not measure.arguments:
+            measure, size = size, measure
+        self.facts.append(term("Equals", measure, size))
 
     def free_name(self) -> str:
         """A capital letter that no point has yet: O, or the first of the alphabet."""

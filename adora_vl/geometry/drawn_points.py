@@ -294,9 +294,9 @@ class DrawnPoints:
         does not mean arcs one of which holds an end of the other.
         """
         ends: dict[tuple[str, str], str] = {}
-        for term in self.facts:
-            arcs = [part for part in term.walk() if part.head == "Arc" and len(part.names) == 2]
-            for arc in arcs if term.head == "Equals" else []:
+        equations = [fact for fact in self.facts if fact.head == "Equals"]
+        for arc in (part for fact in equations for part in fact.walk()):
+            if arc.head == "Arc" and len(arc.names) == 2:
                 with suppress(UnreadError):
                     ends[arc.names[0], arc.names[1]] = self.circle_of_arc(arc.names).centre
         return [

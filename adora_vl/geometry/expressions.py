@@ -103,28 +103,28 @@ def value_of(expression: Expression, letters: Mapping[str, float] | None = None)
         if letters is None or expression.name not in letters:
             raise ExpressionError(f"{expression.name} has no value")
         return letters[expression.name]
-    left = value_of(expression.left, letters)
-    right = value_of(expression.right, letters)
+    x = value_of(expression.left, letters)
+    y = value_of(expression.right, letters)
     try:
-        value = _applied(expression.operator, left, right)
+        value = _applied(expression.operator, x, y)
     except (ZeroDivisionError, OverflowError, ValueError) as error:
-        raise ExpressionError(f"{left:g} {expression.operator} {right:g} has no value") from error
+        raise ExpressionError(f"{x:g} {expression.operator} {y:g} has no value") from error
     if not math.isfinite(value):
-        raise ExpressionError(f"{left:g} {expression.operator} {right:g} has no finite value")
+        raise ExpressionError(f"{x:g} {expression.operator} {y:g} has no finite value")
     return value
 
 
-def _applied(operator: Operator, left: float, right: float) -> float:
+def _applied(operator: Operator, x: float, y: float) -> float:
     """What arithmetic gives for two numbers. Raises what Python raises, as for a division by zero."""
     if operator == "+":
-        return left + right
+        return x + y
     if operator == "-":
-        return left - right
+        return x - y
     if operator == "*":
-        return left * right
+        return x * y
     if operator == "/":
-        return left / right
-    return math.pow(left, right)
+        return x / y
+    return math.pow(x, y)
 
 
 def number_of(text: str) -> float | None:

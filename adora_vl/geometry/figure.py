@@ -68,8 +68,9 @@ def figure_of(
     assumed: tuple[str, ...] = (),
     left_out: tuple[str, ...] = (),
 ) -> Figure:
-    """The figure of a solution, turned as the picture lies, its places rounded to `_DIGITS` digits
-    of its size.
+    """Return the figure of a solution, turned as the picture lies.
+
+    Its places are rounded to `_DIGITS` digits of its size.
     """
     v = solution.v
     names = problem.system.points

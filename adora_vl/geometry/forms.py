@@ -128,8 +128,9 @@ class Form:
 
     @cached_property
     def rows(self) -> list[list[str]]:
-        """The straight lines, each with all points on it, in their order where their places are
-        known.
+        """The straight lines, each with all points on it.
+
+        They stand in their order where their places are known.
         """
         on_line: dict[frozenset[str], set[str]] = {
             frozenset(line): set(line) for line in self.lines

@@ -9,8 +9,9 @@ from adora_vl.geometry.forms import Term
 
 
 def drawn_height(drawing: Drawing) -> tuple[str, str] | None:
-    """A segment that stands perpendicular on the inside of a line, while no line goes on behind
-    its top.
+    """Return a segment that stands perpendicular on the inside of a line; None without one.
+
+    No line goes on behind its top.
     """
     for fact in drawing.facts:
         if fact.head != "Perpendicular" or len(fact.arguments) != 2:

@@ -199,8 +199,9 @@ class FigureKind:
 
 
 def _flatness(places: Sequence[complex]) -> float:
-    """The larger of the distances from the longest line through the first point, over that line's
-    length.
+    """Return how flat places lie: 0 on one line, 1 for fewer than three.
+
+    It is the largest distance from the longest line through the first one, over that line's length.
     """
     if len(places) < 3:
         return 1.0

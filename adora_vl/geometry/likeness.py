@@ -80,8 +80,9 @@ class Likeness(Regions):
         return best[1], best[2]
 
     def _marked_pair(self) -> tuple[list[str], list[str]] | None:
-        """Two polygons whose corners facts make equal one by one, where the picture has not the
-        places of both.
+        """Return two polygons whose corners facts make equal one by one; None without such.
+
+        The picture has not the places of both.
         """
         partners: dict[str, str] = {}
         for fact in self.facts:

@@ -38,8 +38,9 @@ def seen(measures: Measures, *, everything: bool) -> Iterator[tuple[Relation, st
 
 
 def seen_tangents(measures: Measures, limit: float) -> Iterator[tuple[Relation, str]]:
-    """Lines that meet a circle in one point and look perpendicular to the radius there, up to
-    `limit` degrees.
+    """Yield lines that meet a circle in one point and look perpendicular to the radius there.
+
+    They may be `limit` degrees from perpendicular.
     """
     drawing = measures.drawing
     places = drawing.places

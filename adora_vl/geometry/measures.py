@@ -1,5 +1,4 @@
-"""What a term measures: `LengthOf(Line(A, B))`, `AreaOf(Parallelogram($))`, `SinOf(Angle(A))` as
-quantities.
+"""What a term measures: `LengthOf(Line(A, B))` or `SinOf(Angle(A))` as a quantity of a figure.
 
 `Measures` reads terms of one drawing. A term that cannot be read raises `UnreadError`.
 """

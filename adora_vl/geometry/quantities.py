@@ -154,9 +154,9 @@ def plus(*parts: Quantity) -> Quantity:
     return parts[0] if len(parts) == 1 else Combined(function="+", parts=parts)
 
 
-def minus(left: Quantity, right: Quantity) -> Quantity:
+def minus(total: Quantity, part: Quantity) -> Quantity:
     """The first quantity without the second."""
-    return Combined(function="-", parts=(left, right))
+    return Combined(function="-", parts=(total, part))
 
 
 def times(*parts: Quantity) -> Quantity:

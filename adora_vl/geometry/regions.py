@@ -35,9 +35,7 @@ class Regions(DrawnLines):
 
     @cached_property
     def faces(self) -> list[list[str]]:
-        """The inner regions that the drawn lines enclose, each as the points around it against the
-        clock.
-        """
+        """The inner regions that the drawn lines enclose, as points around them against the clock."""
         visited: set[tuple[str, str]] = set()
         faces = []
         for start in sorted(self._borders):
@@ -76,9 +74,7 @@ class Regions(DrawnLines):
 
     @cached_property
     def polygons(self) -> list[list[str]]:
-        """The corners of all regions, of all pairs of regions that share a side, and of the
-        outline.
-        """
+        """The corners of all regions, of pairs of them that share a side, and of the outline."""
         polygons = [self.corners(face) for face in self.faces]
         for first, second in combinations(self.faces[:60], 2):
             joined = _joined(first, second)

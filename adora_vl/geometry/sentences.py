@@ -179,15 +179,15 @@ def _equation(draft: Draft, text: str) -> None:
     Sides such as `AB : BC` are ratios, which agree part by part.
     """
     sides = [_ratio(draft, _with_roles(draft, side)) for side in text.split("=")]
-    for left, right in pairwise(sides):
-        if len(left) != len(right):
+    for parts, partners in pairwise(sides):
+        if len(parts) != len(partners):
             raise NotReadError("the ratios on its sides have not as many parts")
-        if len(left) == 1:
-            draft.equal(left[0], right[0])
+        if len(parts) == 1:
+            draft.equal(parts[0], partners[0])
             continue
-        for i in range(1, len(left)):
-            first = term("RatioOf", left[i - 1], left[i])
-            draft.equal(first, term("RatioOf", right[i - 1], right[i]))
+        for i in range(1, len(parts)):
+            ratio = term("RatioOf", parts[i - 1], parts[i])
+            draft.equal(ratio, term("RatioOf", partners[i - 1], partners[i]))
 
 
 def _ratio(draft: Draft, side: str) -> list[Term]:
@@ -255,12 +255,11 @@ def _together(draft: Draft, first: str, second: str, word: str) -> None:
     # In "angle A and B" the word stands once for both.
     if first.startswith("angle") and not second.startswith("angle"):
         second = f"angle {second}"
-    left = side_of(draft, first)
-    right = side_of(draft, second)
+    measures = [side_of(draft, first), side_of(draft, second)]
     if word in ("equal", "congruent"):
-        draft.equal(left, right)
+        draft.equal(measures[0], measures[1])
         return
-    draft.facts.append(term(word.capitalize(), left, right))
+    draft.facts.append(term(word.capitalize(), *measures))
 
 
 _MEASURE = rf"(?:angle )?(?:\d+|{POINT}(?:{POINT}{POINT})?)"

@@ -215,8 +215,7 @@ def midsegment(
     draft: Draft, start: str, end: str, kind: str | None = None, names: str | None = None
 ) -> None:
     """A segment joins the middles of two sides of a triangle or of the legs of a trapezoid."""
-    shape = draft.last_polygon(kind) if names is None else None
-    corners = split_names(names) if names is not None else (shape.names if shape else [])
+    corners = split_names(names) if names is not None else draft.last_polygon(kind).names
     if len(corners) not in (3, 4):
         raise NotReadError("a midsegment is of a triangle or of a trapezoid; name it")
     head = "Triangle" if len(corners) == 3 else "Trapezoid"
@@ -239,9 +238,7 @@ def midsegment_parallel(draft: Draft, start: str, end: str, names: str, base: st
 
 
 def centre_of_triangle(draft: Draft, point: str, centre: str, names: str) -> None:
-    """A point where the medians, bisectors or altitudes of a triangle meet, or the centre of its
-    circle.
-    """
+    """A point where the medians, bisectors or altitudes meet, or the centre of the circle around."""
     corners = split_names(names)
     polygon = draft.polygon("Triangle", corners)
     if centre == "circumcenter":

@@ -1,5 +1,4 @@
-"""Figures that fulfil relations: Levenberg and Marquardt's method from several starts, and which
-figure is meant.
+"""Figures that fulfil relations: the search from several starts, and how each is judged.
 
 No clock decides anything. Work is counted in evaluations of the equations, and random starts have
 fixed seeds, so a slow machine gives what a quick one gives.
@@ -48,8 +47,7 @@ _SAME = 1e-5  # share by which equal answers may differ
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """A figure that fulfils the relations: its unknowns, the answer in it, and how well it is the
-    one that is meant.
+    """A figure that fulfils the relations: its unknowns, its answer, and how well it is meant.
 
     `residual`: the largest. `free`: the share of the goal's gradient along which the facts let it
     move. `flattest`: how steep the equations are where they are flattest; small at a double root,
@@ -68,8 +66,10 @@ class Solution:
 
 
 class FigureProblem:
-    """The relations of a reading, as a system with starts from the picture, and the kind of figure
-    that is meant.
+    """The relations of a reading as a system, with starts from the picture.
+
+    `kind` is the kind of figure that is meant; `size` the length of the figure's larger side, and
+    `pixels` that side in the picture.
     """
 
     def __init__(self, reading: Reading) -> None:

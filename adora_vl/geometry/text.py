@@ -94,10 +94,10 @@ def _which_parts(names: str, example: str) -> str:
 
 
 def _sentences(text: str) -> Iterator[tuple[int, str]]:
-    """The sentences with the numbers of their lines: between points, semicolons, commas and ends of
-    lines.
+    """Yield the sentences with the numbers of their lines.
 
-    A comma inside a list of points or a place ends none; what stands behind `#` is a remark.
+    They end with a point, a semicolon, a comma or the line. A comma inside a list of points or a
+    place ends none; what stands behind `#` is a remark.
     """
     for number, line in enumerate(text.splitlines(), start=1):
         waiting = ""

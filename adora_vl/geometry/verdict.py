@@ -1,6 +1,4 @@
-"""What a form says: its answer, whether the facts determine it, and what is wrong with them where
-they do not.
-"""
+"""What a form says: its answer, whether the facts determine it, and what is wrong with them."""
 
 from __future__ import annotations
 
