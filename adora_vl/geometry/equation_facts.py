@@ -23,7 +23,7 @@ from adora_vl.geometry.triangle_facts import foot
 
 
 def equals(measures: Measures, term: Term) -> Iterator[Relation]:
-    """An equation; also a line that is called a height or a hypotenuse."""
+    """Say that two sides are equal, or what a line is that is called a height or the like."""
     if len(term.arguments) != 2:
         raise UnreadError(f"{term} has not two sides")
     measure, size = term.arguments
@@ -54,7 +54,7 @@ def equals(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _is_side_of_isosceles(term: Term) -> bool:
-    """Whether a term is the base or a leg of an isosceles triangle with named corners."""
+    """Tell whether a term is the base or a leg of an isosceles triangle with named corners."""
     if term.head not in ("BaseOf", "LegOf") or len(term.arguments) != 1:
         return False
     shape = term.arguments[0]
@@ -62,7 +62,7 @@ def _is_side_of_isosceles(term: Term) -> bool:
 
 
 def _side_called(measures: Measures, line: Term, role: Term) -> Iterator[Relation]:
-    """A side of an isosceles triangle is called its base, or one of its legs.
+    """Say that a side of an isosceles triangle is called its base, or one of its legs.
 
     One leg says nothing yet; the second one says that it is as long as the first. Raises
     `UnreadError` for a segment that is no side.
@@ -86,7 +86,7 @@ def _side_called(measures: Measures, line: Term, role: Term) -> Iterator[Relatio
 
 
 def angle_sum(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Two angles are supplementary, 180 degrees together, or complementary, 90."""
+    """Say that two angles are supplementary, 180 degrees together, or complementary, 90."""
     total = 180.0 if term.head == "Supplementary" else 90.0
     angles = [measures.value(angle) for angle in term.arguments]
     if len(angles) != 2:
@@ -95,7 +95,7 @@ def angle_sum(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _is_other_side(measure: Term, size: Term) -> bool:
-    """Whether a number over 180 for an angle or an arc of two letters means the other side."""
+    """Tell whether a number over 180 for an angle or an arc of two letters means the other side."""
     degrees = number_of(size.head) if not size.arguments else None
     if degrees is None or degrees <= 180:
         return False

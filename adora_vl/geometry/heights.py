@@ -29,12 +29,12 @@ def drawn_height(drawing: Drawing) -> tuple[str, str] | None:
 
 
 def _is_inside(drawing: Drawing, point: str, line: Term) -> bool:
-    """Whether a point lies on a line of the drawing and is none of its ends."""
+    """Tell whether a point lies on a line of the drawing and is none of its ends."""
     return any(point in row[1:-1] and set(line.names) <= set(row) for row in drawing.lines)
 
 
 def called_height(drawing: Drawing, names: Sequence[str]) -> tuple[str, str] | None:
-    """The segment that a fact calls the height of a shape.
+    """Return the segment that a fact calls the height of a shape.
 
     It is called so by its name, by a perpendicular from a corner, or by the letter h.
     """
