@@ -142,7 +142,7 @@ def perpendicular_bisector(measures: Measures, term: Term) -> Iterator[Relation]
 def _feet_in_the_middle(
     drawing: Drawing, start: str, end: str, names: Sequence[str]
 ) -> Iterator[Relation]:
-    """Yield the perpendicular bisector of a side stands on the point that looks like its midpoint.
+    """Say that a perpendicular bisector stands on the point that looks like its midpoint.
 
     There is at most one such point for a side.
     """

@@ -94,7 +94,7 @@ def foot(
 
 
 def centroid(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Yield the mean of the corners; drawn lines from a corner through it end at midpoints."""
+    """Say that a point is the mean of the corners; drawn lines from a corner through it end at midpoints."""
     drawing = measures.drawing
     point = point_of(measures, term.arguments[0])
     names = drawing.shape(term.arguments[1])
