@@ -24,6 +24,9 @@ from adora_vl.config.run_context import RunContext
 from adora_vl.config.schema import parse
 from adora_vl.doctor import __main__ as doctor
 from adora_vl.evals.benchmark import NAMES
+from adora_vl.geometry.figure import written
+from adora_vl.geometry.text import form_of_text
+from adora_vl.geometry.verdict import verdict
 from adora_vl.models.check import lora_of
 from adora_vl.models.load import PRETRAINED
 from adora_vl.planning.dry_run import make_plan
@@ -136,7 +139,7 @@ def says(content: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
 
-def from_python(words: list[str]) -> None:
+def from_python(words: list[str], dataset: Dataset | None = None) -> None:
     """The command's keys as objects."""
     script, config, model = parse(words)
     init = {"attn_implementation": model.attn_implementation} if model.attn_implementation else {}
@@ -146,7 +149,7 @@ def from_python(words: list[str]) -> None:
     lora = lora_of(model)
     source = ModelSource(model_keys(name, config, lora, get_quantization_config(model)), lora)
     run = run_checks(
-        RunRequest(config, source, Datasets(rows()), list(script.adora_reward)),
+        RunRequest(config, source, Datasets(dataset or rows()), list(script.adora_reward)),
         RunContext.of_launch("leave"),
     )
     run.claimed(
@@ -186,6 +189,18 @@ WRONG: list[
         "adora_method.adora.factor: 3 must be above 0 and at most 1 with mode: atten",
     ),
     ('--adora_method.adora.tau {"end":0.2}', "adora_method.adora.tau: {'end': 0.2} lacks start"),
+    (
+        "--adora_reward [accuracy,steps]",
+        "adora_reward: 'steps' needs the column 'figure', a solved figure for each row; ",
+    ),
+    (
+        '--adora_method {"adora":{"criteria":["working"]}} --adora_reward [accuracy]',
+        "adora_method.adora.criteria: working compares what the reward steps counts; add steps to",
+    ),
+    (
+        '--adora_reward [accuracy,{"steps":{"gates":true}}]',
+        "adora_reward.steps: unknown option 'gates', it has gate",
+    ),
     (
         "--adora_method HERE/syntax.py:f",
         "adora_method: 'HERE/syntax.py:f' cannot be loaded: line 1: SyntaxError",
@@ -260,6 +275,19 @@ WRONG: list[
     (
         "AHEAD --dataloader_num_workers 2",
         "adora_rollouts.ahead: 1 does not go with dataloader_num_workers: 2",
+    ),
+    (
+        "--adora_rollouts.old_logps engine",
+        "adora_rollouts.old_logps: engine does not go with use_vllm: false, where no engine",
+    ),
+    (
+        "VLLM --adora_rollouts.old_logps engine",
+        "adora_rollouts.old_logps: engine compares the policy with the engine already, and",
+    ),
+    (
+        "VLLM --adora_rollouts.old_logps engine --vllm_importance_sampling_correction false "
+        "--use_peft true",
+        "adora_rollouts.old_logps: engine compares each pass with the engine, which has no dropout",
     ),
     (
         "--adora_rollouts.budget 100",
@@ -630,6 +658,35 @@ def test_a_wrong_command_ends_in_the_same_line_on_every_way(way, here, tmp_path)
     ]
     assert not wrong, "\n".join(wrong)
     assert not any("\n" in line for line in lines.values())
+
+
+FIGURE = """
+triangle ABC
+AB = BC, AB = 13, AC = 10
+find area ABC
+"""
+
+
+@pytest.mark.parametrize("way", ALL)
+@pytest.mark.parametrize("has_null", [False, True])
+def test_true_steps_are_accepted_on_every_way_where_rows_have_figures(way, has_null, tmp_path):
+    """A row whose figure is null is one that the reward does not apply to."""
+    figure = verdict(form_of_text(FIGURE)).figure
+    assert figure is not None
+    figures = [None if has_null and number % 2 else written(figure) for number in range(20)]
+    dataset = rows().add_column("figure", figures)
+    folder = tmp_path / "data" / "data"
+    folder.mkdir(parents=True)
+    names = [f"a/{number}" for number in range(20)]
+    of_folder = dataset.remove_columns("prompt").add_column("problem", ["Find x."] * 20)
+    of_folder.add_column("id", names).to_parquet(folder / "train-00000.parquet")
+    words = [*CPU, *BATCH, "--model_name_or_path", "tiny", "--output_dir", str(tmp_path / "run")]
+    words += ["--dataset_name", str(tmp_path / "data"), "--adora_reward", "[accuracy,steps]"]
+    words += ["--adora_method", '{"adora": {"criteria": ["working"]}}']
+    if way == "P":
+        from_python(words, dataset)
+    else:
+        WAYS[way](words)
 
 
 OBJECTS: list[tuple[dict[str, Any], str]] = [

@@ -2,7 +2,8 @@
 
 A mark is `[[T|AB = 5]]`: T for a claim that is true, G for one that stands in the facts, F for a
 false one, O where the facts do not say. A chain of equations has one mark, F where one of them is
-false.
+false. A small letter says in addition how it is true, or of a chain its head: n new, g given,
+i nothing new, a said again; f and o are as F and O.
 """
 
 import json
@@ -13,12 +14,24 @@ from pathlib import Path
 
 from adora_vl.geometry.check import TRUE, Checked, ClaimVerdict, figure_at
 
-_MARK = re.compile(r"\[\[([TFGO])\|(.*?)\]\](?!\])", re.DOTALL)
+_MARK = re.compile(r"\[\[([TFGOngiafo])\|(.*?)\]\](?!\])", re.DOTALL)
 _FITTING: dict[str, tuple[ClaimVerdict, ...]] = {
     "T": TRUE,
     "G": TRUE,
     "F": ("false", "follows"),
     "O": ("open",),
+    "n": TRUE,
+    "g": TRUE,
+    "i": TRUE,
+    "a": TRUE,
+    "f": ("false", "follows"),
+    "o": ("open",),
+}
+_EXACT: dict[str, tuple[ClaimVerdict, ...]] = {
+    "n": ("new",),
+    "g": ("given", "nothing"),
+    "i": ("given", "nothing"),
+    "a": ("again", "nothing"),
 }
 
 
@@ -28,6 +41,7 @@ class Reading:
 
     counts: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
+    inexact: list[str] = field(default_factory=list)
 
     @property
     def precision(self) -> float:
@@ -39,6 +53,11 @@ class Reading:
     def recall(self) -> float:
         """The share of the marks that were read, with the right verdict."""
         return self.counts["right"] / self.counts["marked"]
+
+    @property
+    def exactness(self) -> float:
+        """The share of the marks in small letters, and read rightly, that are true as marked."""
+        return self.counts["exact"] / (self.counts["exact"] + self.counts["inexact"])
 
 
 def unmarked(marked: str) -> tuple[str, list[tuple[int, int, str]]]:
@@ -80,12 +99,17 @@ def _compare(
             of_mark[number].append(checked)
     for (_, _, letter), found in zip(spans, of_mark, strict=True):
         fitting = [checked for checked in found if checked.verdict in _FITTING[letter]]
-        is_right = bool(fitting) and (letter in "FO" or len(fitting) == len(found))
+        is_right = bool(fitting) and (letter in "FOfo" or len(fitting) == len(found))
         outcome = "right" if is_right else "wrong" if found else "missed"
         reading.counts["marked"] += 1
         reading.counts[outcome] += 1
         if not is_right:
             reading.faults.append(f"{name}: {letter} {outcome}: {found}")
+        elif letter in _EXACT:
+            is_exact = found[0].verdict in _EXACT[letter]
+            reading.counts["exact" if is_exact else "inexact"] += 1
+            if not is_exact:
+                reading.inexact.append(f"{name}: {letter}: {found[0]}")
 
 
 def _mark_of(checked: Checked, spans: list[tuple[int, int, str]]) -> int | None:

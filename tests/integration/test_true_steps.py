@@ -1,0 +1,108 @@
+"""A run that is rewarded for true steps goes on to the bit after a kill.
+
+It also compares its right and wrong rollouts by their work. A stand-in plays the server; half of
+its answers claim something of the figure.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset
+from transformers import AutoTokenizer
+
+from adora_vl.geometry.figure import written
+from adora_vl.geometry.text import form_of_text
+from adora_vl.geometry.verdict import verdict
+from adora_vl.models.load import local_model
+from adora_vl.train import main
+from benchmarks.stand_in_server import StandIn
+from tests.support.async_servers import goes_on_after_a_kill, server_arguments, step_metrics
+from tests.support.pictures import drawing
+
+pytestmark = pytest.mark.slow
+FACTS = "triangle ABC\nAB = BC, AB = 13, AC = 10\nD on AC\nBD perpendicular AC\nfind area ABC"
+ANSWERS = (
+    r"AD = 5. \boxed{60}<|im_end|>",  # right by working
+    r"AD = 5. BD = 12. \boxed{60}<|im_end|>",
+    r"AD = 6. \boxed{60}<|im_end|>",  # right by luck
+    r"\boxed{60}<|im_end|>",
+    r"AD = 5. \boxed{7}<|im_end|>",  # wrong, and works
+    r"AD = 5. BD = 12. \boxed{65}<|im_end|>",
+)
+KEYS = {
+    "adora_reward": "[accuracy, steps]",
+    "adora_method": "{adora: {criteria: [working]}}",
+    # Groups that are kept for a later step keep their measure of work.
+    "adora_rollouts": "{refill: 1, budget: 30, ahead: 1}",
+    "vllm_importance_sampling_mode": "token_truncate",
+    "max_completion_length": 48,
+    "adora_prompt": "{problem}",
+}
+
+
+@pytest.fixture
+def server() -> Iterator[StandIn]:
+    """A server that says one of `ANSWERS` in half of its rollouts."""
+    stand_in = StandIn(vocabulary=200, tokens=14, shortest=2)
+    tokenizer = AutoTokenizer.from_pretrained(local_model("tiny"))
+    stand_in.turns = [tokenizer(answer)["input_ids"] for answer in ANSWERS]
+    yield stand_in
+    stand_in.close()
+
+
+def write_rows(folder: Path) -> Path:
+    """Write twelve rows, of which every fourth one has no figure."""
+    figure = verdict(form_of_text(FACTS)).figure
+    assert figure is not None
+    rows = [
+        {
+            "id": f"triangles/{number}",
+            "problem": f"Triangle {number}: find the area of ABC.",
+            "answer": "60",
+            "images": [drawing(number)],
+            "figure": None if number % 4 == 3 else written(figure),
+        }
+        for number in range(12)
+    ]
+    (folder / "data").mkdir(parents=True)
+    Dataset.from_list(rows).to_parquet(folder / "data" / "train-00000.parquet")
+    return folder
+
+
+def test_a_run_that_is_rewarded_for_true_steps_goes_on_to_the_bit(
+    tmp_path: Path, server: StandIn
+) -> None:
+    keys = {**KEYS, "dataset_name": write_rows(tmp_path / "triangles")}
+    uninterrupted = tmp_path / "whole"
+    killed = tmp_path / "killed"
+    assert main(server_arguments(uninterrupted, server, **keys)) == 0
+
+    metrics = step_metrics(uninterrupted)
+    assert any(step["steps/new"] > 0 for step in metrics)
+    assert any(step["steps/false"] > 0 for step in metrics)
+    assert any(0 < step.get("steps/lucky", 0) < 1 for step in metrics)
+    assert any(0 < step["steps/figures"] < 1 for step in metrics)
+    rows = pq.read_table(uninterrupted / "rollouts").to_pandas()
+    assert set(rows["new"].dropna()) >= {0, 1, 2}
+    assert rows[rows["id"].isin(["triangles/3", "triangles/7"])]["new"].isna().all()
+
+    goes_on_after_a_kill(uninterrupted, killed, server, after=2, **keys)
+
+    columns = [
+        "step",
+        "id",
+        "completion",
+        "new",
+        "false",
+        "steps",
+        "reward/steps_reward",
+        "advantage",
+    ]
+    again = pq.read_table(killed / "rollouts").to_pandas()
+    pd.testing.assert_frame_equal(again[columns], rows[columns])
+    for before, after in zip(metrics, step_metrics(killed), strict=True):
+        measured = {name for name in before if name.startswith("steps/") and name != "steps/ms"}
+        assert {name: after[name] for name in measured} == {name: before[name] for name in measured}
