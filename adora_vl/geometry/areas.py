@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def is_region(term: Term) -> bool:
-    """Whether a term speaks of a region that only the colours of the picture show."""
+    """Tell whether a term speaks of a region that only the colours of the picture show."""
     return any(part.head in COLOURS for part in term.walk())
 
 
 def extent(measures: Measures, term: Term) -> Quantity:
-    """`AreaOf` or `PerimeterOf` a shape, a circle, a sector or a region."""
+    """Return `AreaOf` or `PerimeterOf` a shape, a circle, a sector or a region."""
     inner = term.arguments[0]
     shape = unwrapped(inner)
     if shape.head in DISC and not is_region(inner):
@@ -41,7 +41,7 @@ def extent(measures: Measures, term: Term) -> Quantity:
 
 
 def _sector(measures: Measures, term: Term) -> Quantity:
-    """The area of a sector: the one that three points name, else the one with a marked angle."""
+    """Return the area of a sector: of the named one, else of the one with a marked angle."""
     names = term.names
     if len(names) == 3:
         centres = [circle for circle in measures.drawing.circles if circle.centre in names]
@@ -55,13 +55,13 @@ def _sector(measures: Measures, term: Term) -> Quantity:
 
 
 def _sector_of(measures: Measures, circle: Circle, angle: Quantity) -> Quantity:
-    """The area of a sector of a circle with this angle at the centre, in degrees."""
+    """Return the area of a sector of a circle with this angle at the centre, in degrees."""
     radius = measures.radius(circle)
     return times(over(angle, Constant(360.0)), Constant(math.pi), radius, radius)
 
 
 def _marked_angle(measures: Measures, circle: Circle) -> Quantity:
-    """The one angle at a centre whose size a fact gives.
+    """Return the one angle at a centre whose size a fact gives.
 
     It is over 180 degrees where the fact says so.
     """
@@ -85,8 +85,9 @@ def _marked_angle(measures: Measures, circle: Circle) -> Quantity:
 
 
 def _rounded(measures: Measures, term: Term, shape: Term) -> Quantity:
-    """A shape of a drawing with a circle: the marked sector, the disc, or a polygon with half
-    discs on it.
+    """Return the area or perimeter of the shape of a drawing with a circle.
+
+    It is the marked sector, the disc, or a polygon with half discs on it.
     """
     drawing = measures.drawing
     if shape.names == ["A"]:
@@ -108,9 +109,7 @@ def _rounded(measures: Measures, term: Term, shape: Term) -> Quantity:
 
 
 def _half_disc(measures: Measures, circle: Circle, outline: Sequence[str]) -> Quantity | None:
-    """Half of a disc over a side of an outline that is its diameter: added where no corner lies
-    inside it.
-    """
+    """Return half of a disc over a side of an outline that is its diameter; None without one."""
     for i in range(len(outline)):
         side = {outline[i - 1], outline[i]}
         if side <= set(circle.points) and measures.drawing.are_on_one_row((*side, circle.centre)):
@@ -120,7 +119,7 @@ def _half_disc(measures: Measures, circle: Circle, outline: Sequence[str]) -> Qu
 
 
 def _coloured(measures: Measures, term: Term, shape: Term) -> Quantity:
-    """The area of a coloured region, by what lies inside what.
+    """Return the area of a coloured region, by what lies inside what.
 
     `assumed` says which region was taken.
     """
@@ -135,7 +134,7 @@ def _coloured(measures: Measures, term: Term, shape: Term) -> Quantity:
 
 
 def _similar_without_area(measures: Measures, term: Term) -> Quantity:
-    """The one of two similar shapes whose area or perimeter no fact gives."""
+    """Return the one of two similar shapes whose area or perimeter no fact gives."""
     first, second = measures.drawing.similar_pair()
     measured = [
         set(part.arguments[0].names)
@@ -151,7 +150,7 @@ def _similar_without_area(measures: Measures, term: Term) -> Quantity:
 
 
 def _between(measures: Measures, term: Term) -> Quantity:
-    """The region between the outermost shape of a drawing and what lies inside it."""
+    """Return the region between the outermost shape of a drawing and what lies inside it."""
     drawing = measures.drawing
     outline = _polygon_for_region(measures)
     discs = drawing.circles
@@ -185,7 +184,7 @@ def _assume_region(measures: Measures, words: str) -> None:
 
 
 def _polygon_for_region(measures: Measures) -> list[str]:
-    """The polygon that bounds a region: the one that a fact names, else the outline."""
+    """Return the polygon that bounds a region: the one that a fact names, else the outline."""
     for term in measures.drawing.terms:
         for part in term.walk():
             if len(part.names) == CORNERS.get(part.head):
@@ -194,7 +193,7 @@ def _polygon_for_region(measures: Measures) -> list[str]:
 
 
 def _is_within(measures: Measures, circle: Circle, outline: Sequence[str]) -> bool:
-    """Whether a circle lies inside a polygon in the picture, up to a tenth of its radius."""
+    """Tell whether a circle lies inside a polygon in the picture, up to a tenth of its radius."""
     places = measures.drawing.places
     radius = measures.drawing.drawn_radius(circle)
     if radius is None or not set(outline) <= places.keys():

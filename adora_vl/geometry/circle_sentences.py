@@ -18,13 +18,13 @@ from adora_vl.geometry.text_sides import side_of
 
 
 def on_circle(draft: Draft, points: str, centre: str | None) -> None:
-    """Points lie on a circle."""
+    """Note that points lie on a circle."""
     for point in split_names(points):
         draft.on_circle(point, centre)
 
 
 def on_arc(draft: Draft, point: str, size: str | None, start: str, end: str) -> None:
-    """A point lies on an arc between two others, of the longer or the shorter way round.
+    """Note that a point lies on an arc between two others, of the longer or the shorter way round.
 
     The angle that the ends have there tells the two ways apart: half the shorter arc from the
     longer one, and what that lacks to 180 from the shorter one.
@@ -43,18 +43,18 @@ def on_arc(draft: Draft, point: str, size: str | None, start: str, end: str) -> 
 
 
 def circle(draft: Draft, centre: str, points: str | None) -> None:
-    """A circle with its centre and points."""
+    """Note a circle with its centre and points."""
     draft.circle(centre)
     on_circle(draft, points or "", centre)
 
 
 def circle_of_radius(draft: Draft, radius: str, centre: str) -> None:
-    """A circle by its radius and its centre."""
+    """Note a circle by its radius and its centre."""
     draft.equal(term("RadiusOf", draft.circle(centre)), side_of(draft, radius))
 
 
 def tangent(draft: Draft, start: str, end: str, centre: str | None, at: str | None) -> None:
-    """A line touches a circle."""
+    """Note that a line touches a circle."""
     circle = draft.circle(centre)
     name = circle.names[0]
     touching = at or next((point for point in (start, end) if point in draft.circles[name]), None)
@@ -70,7 +70,7 @@ def tangent(draft: Draft, start: str, end: str, centre: str | None, at: str | No
 
 
 def tangent_at(draft: Draft, start: str, end: str, at: str, centre: str | None) -> None:
-    """A line touches a circle, with the point named first."""
+    """Note that a line touches a circle, with the point named first."""
     tangent(draft, start=start, end=end, centre=centre, at=at)
 
 
@@ -82,7 +82,7 @@ def two_tangents(
     at: str | None,
     behind: str | None = None,
 ) -> None:
-    """Two lines touch a circle, at two points in the same order."""
+    """Note that two lines touch a circle, at two points in the same order."""
     points = split_names(at) if at else [None, None]
     for line, point in zip((first, second), points, strict=True):
         start, end = split_names(line)
@@ -92,8 +92,9 @@ def two_tangents(
 
 
 def free_end(draft: Draft, line: str, second_line: str, centre: str | None) -> str | None:
-    """The end of a tangent at which it touches: the one on the circle, else the one it does not
-    share with the second tangent.
+    """Return the end of a tangent at which it touches; None where nothing says which.
+
+    It is the one on the circle, else the one that it does not share with the second tangent.
     """
     name = draft.circle(centre).names[0]
     on_circle = [point for point in split_names(line) if point in draft.circles[name]]
@@ -103,7 +104,7 @@ def free_end(draft: Draft, line: str, second_line: str, centre: str | None) -> s
 
 
 def secant(draft: Draft, names: str, centre: str | None) -> None:
-    """A line from a point outside meets a circle twice: `PAB secant` has A and B on the circle."""
+    """Note that a line from outside meets a circle twice: `PAB secant` in A and B."""
     outside, near, far = split_names(names)
     draft.on_line(near, outside, far)
     draft.on_circle(near, centre)
@@ -111,13 +112,13 @@ def secant(draft: Draft, names: str, centre: str | None) -> None:
 
 
 def two_secants(draft: Draft, first: str, second: str, centre: str | None) -> None:
-    """Two secants, each named by its three points."""
+    """Note two secants, each named by its three points."""
     secant(draft, first, centre)
     secant(draft, second, centre)
 
 
 def diameter(draft: Draft, start: str, end: str, centre: str | None) -> None:
-    """A segment is a diameter of a circle."""
+    """Note that a segment is a diameter of a circle."""
     circle = draft.circle(centre)
     name = circle.names[0]
     draft.on_circle(start, name)
@@ -127,26 +128,26 @@ def diameter(draft: Draft, start: str, end: str, centre: str | None) -> None:
 
 
 def chord(draft: Draft, start: str, end: str, centre: str | None) -> None:
-    """A segment is a chord of a circle."""
+    """Note that a segment is a chord of a circle."""
     draft.line(start, end)
     draft.on_circle(start, centre)
     draft.on_circle(end, centre)
 
 
 def chords(draft: Draft, first: str, second: str, centre: str | None) -> None:
-    """Two segments are chords of a circle."""
+    """Note that two segments are chords of a circle."""
     for line in (first, second):
         start, end = split_names(line)
         chord(draft, start=start, end=end, centre=centre)
 
 
 def chord_in_front(draft: Draft, start: str, end: str) -> None:
-    """A segment that is called a chord of the only circle."""
+    """Note a segment that is called a chord of the only circle."""
     chord(draft, start=start, end=end, centre=None)
 
 
 def diameter_in_front(draft: Draft, start: str, end: str) -> None:
-    """A segment that is called a diameter of the only circle."""
+    """Note a segment that is called a diameter of the only circle."""
     diameter(draft, start=start, end=end, centre=None)
 
 
@@ -157,7 +158,7 @@ def inscribed(
     names: str,
     centre: str | None,
 ) -> None:
-    """A polygon has its corners on a circle."""
+    """Note that a polygon has its corners on a circle."""
     if adjectives is not None:
         special_behind(draft, names, adjectives, kind)
     elif (kind or kind_of(names)) == "polygon":
@@ -168,24 +169,24 @@ def inscribed(
 
 
 def circle_around(draft: Draft, centre: str, kind: str | None, names: str) -> None:
-    """A circle goes through the corners of a polygon."""
+    """Note that a circle goes through the corners of a polygon."""
     draft.circle(centre)
     inscribed(draft, adjectives=None, kind=kind, names=names, centre=centre)
 
 
 def circle_in(draft: Draft, centre: str, kind: str | None, names: str) -> None:
-    """A circle touches all sides of a polygon, which may be of a kind that says more."""
+    """Note that a circle touches all sides of a polygon, which may be of a kind that says more."""
     polygon = draft.named_shape(kind or kind_of(names), names)
     draft.facts.append(term("CircumscribedTo", polygon, draft.circle(centre)))
 
 
 def polygon_around(draft: Draft, kind: str | None, names: str, centre: str | None) -> None:
-    """A polygon whose sides all touch a circle."""
+    """Note a polygon whose sides all touch a circle."""
     circle_in(draft, centre=draft.circle(centre).names[0], kind=kind, names=names)
 
 
 def inscribed_angle(draft: Draft, names: str, kind: str, centre: str | None) -> None:
-    """An angle with its corner on a circle or in its centre, and its sides through two points."""
+    """Note an angle with its corner on a circle or in its centre."""
     corners = split_names(names)
     if kind == "central":
         draft.circle(corners[1])

@@ -27,7 +27,7 @@ class Budget:
         self.remaining = evaluations
 
     def take(self) -> bool:
-        """Whether one more may be done; it counts as done."""
+        """Tell whether one more may be done; it counts as done."""
         self.remaining -= 1
         return self.remaining >= 0
 
@@ -45,11 +45,11 @@ class _Slope:
     weights: Vector
 
     def away(self, v: Vector) -> Vector:
-        """How far the unknowns of the search are from where they began."""
+        """Return how far the unknowns of the search are from where they began."""
         return (v - self.begin)[self.first :]
 
     def height(self, v: Vector, residuals: Vector) -> float:
-        """The sum of squares that the search makes small."""
+        """Return the sum of squares that the search makes small."""
         return float(residuals @ residuals + self.weights @ self.away(v) ** 2)
 
 
@@ -101,7 +101,7 @@ def descend(
 
 
 def _step(slope: _Slope, position: _Position) -> _Position | None:
-    """The position after one step downhill, with a damping as small as one of the trials allows.
+    """Return the position after one step downhill, as bold as one of the trials allows.
 
     None where the place is flat, or no trial leads downhill.
     """

@@ -9,8 +9,9 @@ from adora_vl.geometry.forms import Term
 
 
 def drawn_height(drawing: Drawing) -> tuple[str, str] | None:
-    """A segment that stands perpendicular on the inside of a line, while no line goes on behind
-    its top.
+    """Return a segment that stands perpendicular on the inside of a line; None without one.
+
+    No line goes on behind its top.
     """
     for fact in drawing.facts:
         if fact.head != "Perpendicular" or len(fact.arguments) != 2:
@@ -28,12 +29,12 @@ def drawn_height(drawing: Drawing) -> tuple[str, str] | None:
 
 
 def _is_inside(drawing: Drawing, point: str, line: Term) -> bool:
-    """Whether a point lies on a line of the drawing and is none of its ends."""
+    """Tell whether a point lies on a line of the drawing and is none of its ends."""
     return any(point in row[1:-1] and set(line.names) <= set(row) for row in drawing.lines)
 
 
 def called_height(drawing: Drawing, names: Sequence[str]) -> tuple[str, str] | None:
-    """The segment that a fact calls the height of a shape.
+    """Return the segment that a fact calls the height of a shape.
 
     It is called so by its name, by a perpendicular from a corner, or by the letter h.
     """

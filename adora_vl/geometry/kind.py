@@ -51,7 +51,7 @@ class FigureKind:
             self.arcs = drawing.separate_arcs()
 
     def _seen_orders(self) -> list[list[str]]:
-        """The points of each line in order.
+        """Return the points of each line in order.
 
         Of a line with a point without a place it is known which points lie between its ends, and not
         in which order.
@@ -66,7 +66,7 @@ class FigureKind:
         return rows + triples
 
     def _seen_turns(self) -> list[tuple[str, str, str, float]]:
-        """The drawn corners that bend visibly, by three points and the sine of the bend."""
+        """Return the drawn corners that bend visibly, by three points and the sine of the bend."""
         places = self.places
         turns: list[tuple[str, str, str, float]] = []
         for corner in sorted(self.drawing.neighbours):
@@ -78,7 +78,7 @@ class FigureKind:
         return turns
 
     def _seen_apart(self) -> list[tuple[str, str, str, str]]:
-        """The pairs of drawn segments that do not cross, as four ends; none of a crowded picture."""
+        """Return the pairs of drawn segments that do not cross, as four ends."""
         apart: list[tuple[str, str, str, str]] = []
         placed = [line for line in self.segments if set(line) <= self.places.keys()]
         # Pairs grow with the square, and a crowded picture has other marks of its kind.
@@ -93,7 +93,7 @@ class FigureKind:
         return apart
 
     def faults(self, v: Vector) -> int:
-        """How much a figure differs in kind from the picture: order on lines, turns, crossings.
+        """Count how much a figure differs in kind: order on lines, turns, crossings.
 
         A figure that has collapsed counts `COLLAPSED`.
         """
@@ -127,7 +127,7 @@ class FigureKind:
         return count
 
     def _is_convex(self, v: Vector, names: Sequence[str]) -> bool:
-        """Whether corners go round once, with a turn to the same side at each of them."""
+        """Tell whether corners go round once, with a turn to the same side at each of them."""
         corners = [self.system.location(v, name) for name in names]
         sides = [corners[i] - corners[i - 1] for i in range(len(corners))]
         turns = [phase(sides[i] * sides[i - 1].conjugate()) for i in range(len(sides))]
@@ -135,7 +135,7 @@ class FigureKind:
         return bends_alike and abs(sum(turns)) < 1.5 * math.tau
 
     def _is_inside(self, v: Vector, point: str, names: Sequence[str]) -> bool:
-        """Whether a point lies on the same side of all sides of a convex polygon."""
+        """Tell whether a point lies on the same side of all sides of a convex polygon."""
         location = self.system.location(v, point)
         ends = [
             (self.system.location(v, start), self.system.location(v, end))
@@ -147,7 +147,7 @@ class FigureKind:
     def _are_apart(
         self, v: Vector, centre: str, first: tuple[str, str], second: tuple[str, str]
     ) -> bool:
-        """Whether of two arcs, each the shorter way round, none holds an end of the other."""
+        """Tell whether of two arcs, each the shorter way round, none holds an end of the other."""
         for arc, ends in ((first, second), (second, first)):
             to_start, to_end = [self._way(v, centre, name) for name in arc]
             for name in ends:
@@ -158,11 +158,11 @@ class FigureKind:
         return True
 
     def _way(self, v: Vector, start: str, end: str) -> complex:
-        """The way from one point of the figure to another."""
+        """Return the way from one point of the figure to another."""
         return self.system.location(v, end) - self.system.location(v, start)
 
     def disordered(self, v: Vector) -> list[str]:
-        """The lines whose points do not lie in the order that the picture or the facts give."""
+        """Return the lines whose points lie in another order than in the picture or the facts."""
         lines = []
         for row in self.orders:
             start = self.system.location(v, row[0])
@@ -172,7 +172,7 @@ class FigureKind:
         return lines
 
     def _is_flat(self, places: Sequence[complex]) -> bool:
-        """Whether all points lie on one line, which the picture's do not."""
+        """Tell whether all points lie on one line, which the picture's do not."""
         if any(set(self.used) <= set(row) for row in self.drawing.lines):
             return False
         if (
@@ -183,7 +183,7 @@ class FigureKind:
         return _flatness(places) < 1e-3
 
     def far(self, v: Vector) -> float:
-        """How far the points lie from those of the picture; 0 is not at all.
+        """Return how far the points lie from those of the picture; 0 is not at all.
 
         The figure is turned, shifted and scaled to fit as well as it can.
         """
@@ -199,8 +199,9 @@ class FigureKind:
 
 
 def _flatness(places: Sequence[complex]) -> float:
-    """The larger of the distances from the longest line through the first point, over that line's
-    length.
+    """Return how flat places lie: 0 on one line, 1 for fewer than three.
+
+    It is the largest distance from the longest line through the first one, over that line's length.
     """
     if len(places) < 3:
         return 1.0

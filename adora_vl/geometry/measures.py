@@ -1,5 +1,4 @@
-"""What a term measures: `LengthOf(Line(A, B))`, `AreaOf(Parallelogram($))`, `SinOf(Angle(A))` as
-quantities.
+"""What a term measures: `LengthOf(Line(A, B))` or `SinOf(Angle(A))` as a quantity of a figure.
 
 `Measures` reads terms of one drawing. A term that cannot be read raises `UnreadError`.
 """
@@ -71,7 +70,7 @@ _LENGTH = (
 
 
 def unit_of(term: Term) -> Unit:
-    """What a term is measured in, by the first of its heads that says so.
+    """Return what a term is measured in, by the first of its heads that says so.
 
     A bare letter is like a length.
     """
@@ -101,7 +100,7 @@ class Measures:
         self.assumed: list[str] = []
 
     def value(self, term: Term) -> Quantity:
-        """The quantity that a term measures. Raises `UnreadError`."""
+        """Return the quantity that a term measures. Raises `UnreadError`."""
         if not term.arguments:
             return self._leaf(term.head)
         rule = _RULES.get(term.head)
@@ -110,11 +109,11 @@ class Measures:
         return rule(self, term)
 
     def values(self, term: Term) -> list[Quantity]:
-        """The quantities that the arguments of a term measure, in order."""
+        """Return the quantities that the arguments of a term measure, in order."""
         return [self.value(argument) for argument in term.arguments]
 
     def _leaf(self, text: str) -> Quantity:
-        """What a text without brackets measures: a numbered angle, a radius, a number, letters.
+        """Return what a text without brackets measures: an angle, a radius, a number, letters.
 
         Raises `UnreadError` for any other text.
         """
@@ -133,15 +132,21 @@ class Measures:
     # Lengths
 
     def distance(self, start: str, end: str) -> Distance:
-        """The distance of two points. Raises `UnreadError` where the form lacks one of them."""
+        """Return the distance of two points.
+
+        Raises `UnreadError` where the form lacks one of them.
+        """
         return Distance(start=self.drawing.point(start), end=self.drawing.point(end))
 
     def radius(self, circle: Circle) -> Unknown:
-        """The radius of a circle as an unknown."""
+        """Return the radius of a circle as an unknown."""
         return Unknown(circle.radius)
 
     def line(self, term: Term) -> Quantity:
-        """The length of a segment, by its two ends or by its small letter. Raises `UnreadError`."""
+        """Return the length of a segment, by its two ends or by its small letter.
+
+        Raises `UnreadError`.
+        """
         names = term.names
         if len(names) == 2:
             return self.distance(names[0], names[1])
@@ -150,7 +155,7 @@ class Measures:
         raise UnreadError(f"{term} is no segment")
 
     def length(self, term: Term) -> Quantity:
-        """`LengthOf` a segment, an arc (its angle times the radius) or a measure."""
+        """Return `LengthOf` a segment, an arc (its angle times the radius) or a measure."""
         inner = term.arguments[0]
         if len(term.names) == 2 and not inner.arguments:
             return self.distance(term.names[0], term.names[1])
@@ -163,7 +168,7 @@ class Measures:
         return self.value(inner)
 
     def of_circle(self, head: str, circle: Circle) -> Quantity:
-        """Radius, diameter, area or circumference of a circle, by the head of the term."""
+        """Return radius, diameter, area or circumference of a circle, by the head of the term."""
         radius = self.radius(circle)
         if head == "RadiusOf":
             return radius
@@ -174,11 +179,11 @@ class Measures:
         return times(Constant(2 * math.pi), radius)
 
     def circular(self, term: Term) -> Quantity:
-        """A measure of the circle that a term names."""
+        """Return a measure of the circle that a term names."""
         return self.of_circle(term.head, self.drawing.circle(unwrapped(term.arguments[0])))
 
     def side(self, term: Term) -> Quantity:
-        """The length of a side of a shape.
+        """Return the length of a side of a shape.
 
         It is any side of an equilateral shape, else the one whose length is an unknown letter.
         """
@@ -198,7 +203,7 @@ class Measures:
         return over(plus(*(self.distance(*side) for side in sides)), Constant(float(len(sides))))
 
     def _has_letter(self, side: tuple[str, str]) -> bool:
-        """Whether a fact gives the length of a side by a letter alone."""
+        """Tell whether a fact gives the length of a side by a letter alone."""
         for fact in self.drawing.facts:
             if fact.is_equation and fact.arguments[0].arguments:
                 is_side = set(fact.arguments[0].arguments[0].names) == set(side)
@@ -207,14 +212,14 @@ class Measures:
         return False
 
     def hypotenuse(self, term: Term) -> Quantity:
-        """The side of a right triangle that lies opposite its right angle."""
+        """Return the side of a right triangle that lies opposite its right angle."""
         names = self.drawing.shape(term.arguments[0])
         corner = self.drawing.right_corner(names)
         legs_ends = [name for name in names if name != corner]
         return self.distance(legs_ends[0], legs_ends[1])
 
     def height(self, term: Term) -> Quantity:
-        """The height of a shape.
+        """Return the height of a shape.
 
         It is a drawn perpendicular, else a segment that a fact calls so, else the height over the
         base.
@@ -232,7 +237,7 @@ class Measures:
         raise UnreadError(f"the form does not say which height {term} is")
 
     def median(self, term: Term) -> Quantity:
-        """The median of a trapezoid, half of its parallel sides together."""
+        """Return the median of a trapezoid, half of its parallel sides together."""
         names = self.drawing.shape(term.arguments[0])
         if len(names) != 4:
             raise UnreadError(f"the form does not say which median {term} is")
@@ -240,7 +245,7 @@ class Measures:
         return over(plus(self.distance(a, b), self.distance(c, d)), Constant(2.0))
 
     def scale_factor(self, term: Term) -> Quantity:
-        """The ratio of two shapes: of distances from a centre, else of their first sides."""
+        """Return the ratio of two shapes: of distances from a centre, else of their first sides."""
         if len(term.arguments) != 2:
             raise UnreadError(f"{term} has not two shapes")
         first = unwrapped(term.arguments[0]).names
@@ -262,7 +267,7 @@ class Measures:
     # Angles and arcs
 
     def turn(self, first: str, corner: str, last: str) -> int:
-        """The side of `first` on which the picture has `last`.
+        """Return the side of `first` on which the picture has `last`.
 
         The result is 1 against the clock, -1 with it, and 0 where the corner is too flat to show
         it.
@@ -276,12 +281,12 @@ class Measures:
         return 1 if bend > 0 else -1
 
     def corner(self, first: str, corner: str, last: str) -> Angle:
-        """The angle at `corner`, with the side to which the picture turns it."""
+        """Return the angle at `corner`, with the side to which the picture turns it."""
         names = [self.drawing.point(name) for name in (first, corner, last)]
         return Angle(first=names[0], corner=names[1], last=names[2], turn=self.turn(*names))
 
     def angle(self, term: Term) -> Quantity:
-        """The angle that a term names by three points, its corner, a number or a small letter."""
+        """Return the angle that a term names by points, its corner, a number or a letter."""
         names = term.names
         if (
             len(names) == 1
@@ -294,7 +299,7 @@ class Measures:
         return self.corner(*self.drawing.angle(term))
 
     def central_angle(self) -> Quantity:
-        """`Angle($)` beside a regular polygon in a circle is the angle at the centre over one side."""
+        """Return the angle at the centre over one side of a regular polygon: `Angle($)`."""
         for term in self.drawing.terms:
             if term.head != "InscribedIn" or len(term.arguments) != 2:
                 continue
@@ -306,7 +311,7 @@ class Measures:
         raise UnreadError("the form does not say which angle is meant")
 
     def inscribed(self, shape: Term, circle: Circle) -> list[str]:
-        """The corners of a shape in a circle.
+        """Return the corners of a shape in a circle.
 
         They are as the facts name them, else as drawn, else the points on the circle in order.
         """
@@ -322,7 +327,7 @@ class Measures:
         )
 
     def arc(self, term: Term) -> Quantity:
-        """The angle of an arc at the centre; one of three letters goes through its middle point.
+        """Return the angle of an arc at the centre; three letters go through the middle one.
 
         Some annotations write the centre for that point, which then says no more than two letters.
         """
@@ -346,20 +351,20 @@ class Measures:
         return Sweep(first=names[0], corner=circle.centre, last=names[2], turn=turn)
 
     def minor(self, term: Term) -> Quantity:
-        """The angle at the centre of the shorter way round between the ends of an arc."""
+        """Return the angle at the centre of the shorter way round between the ends of an arc."""
         names = term.arguments[0].names
         if len(names) < 2:
             raise UnreadError(f"{term} is no arc")
         return self.corner(names[0], self.drawing.circle_of_arc(names).centre, names[-1])
 
     def measure(self, term: Term) -> Quantity:
-        """`MeasureOf` an angle or an arc is the quantity itself."""
+        """Return what `MeasureOf` an angle or an arc is: the quantity itself."""
         return self.value(term.arguments[0])
 
     # Areas and perimeters
 
     def polygon(self, head: str, names: Sequence[str]) -> Quantity:
-        """The perimeter of a polygon, or its area for any other head."""
+        """Return the perimeter of a polygon, or its area for any other head."""
         if head == "PerimeterOf":
             return plus(*(self.distance(*side) for side in sides_of(names)))
         return Area(corners=tuple(names))
@@ -367,7 +372,7 @@ class Measures:
     # Arithmetic
 
     def ratio(self, term: Term) -> Quantity:
-        """A quotient of two measures; of two shapes their scale factor."""
+        """Return a quotient of two measures; of two shapes their scale factor."""
         if len(term.arguments) == 1:
             return self.value(term.arguments[0])
         if any(unwrapped(argument).head in CORNERS for argument in term.arguments):
@@ -376,7 +381,7 @@ class Measures:
         return over(parts[0], parts[1])
 
     def sum(self, term: Term) -> Quantity:
-        """A sum.
+        """Return a sum.
 
         In `SumOf(CircumferenceOf(Circle(A)), Circle(B))` the first measure goes for all of them.
         """
@@ -389,38 +394,41 @@ class Measures:
         return plus(*parts)
 
     def average(self, term: Term) -> Quantity:
-        """The mean of all arguments."""
+        """Return the mean of all arguments."""
         return over(self.sum(term), Constant(float(len(term.arguments))))
 
     def raised(self, term: Term) -> Quantity:
-        """The first argument to a whole number. Raises `UnreadError` for any other exponent."""
+        """Return the first argument to a whole number.
+
+        Raises `UnreadError` for any other exponent.
+        """
         exponent = number_of(term.arguments[-1].head)
         if len(term.arguments) != 2 or exponent is None or abs(exponent) > MAX_EXPONENT:
             raise UnreadError(f"{term} is no power that is known")
         return power(self.value(term.arguments[0]), exponent)
 
     def product(self, term: Term) -> Quantity:
-        """The product of all arguments."""
+        """Return the product of all arguments."""
         return times(*self.values(term))
 
     def difference(self, term: Term) -> Quantity:
-        """The first argument minus the second."""
+        """Return the first argument minus the second."""
         parts = self.values(term)
         if len(parts) != 2:
             raise UnreadError(f"{term} has not two parts")
         return minus(parts[0], parts[1])
 
     def half(self, term: Term) -> Quantity:
-        """Half of the argument."""
+        """Return half of the argument."""
         return over(self.value(term.arguments[0]), Constant(2.0))
 
     def cotangent(self, term: Term) -> Quantity:
-        """The cotangent of an angle, over its tangent."""
+        """Return the cotangent of an angle, over its tangent."""
         tangent = Term(head="TanOf", arguments=term.arguments)
         return over(Constant(1.0), self.trigonometric(tangent))
 
     def trigonometric(self, term: Term) -> Quantity:
-        """Sine, cosine or tangent of an angle, which may be named by its corner alone."""
+        """Return sine, cosine or tangent of an angle, which may be named by its corner alone."""
         names: dict[str, Function] = {"SinOf": "sin", "CosOf": "cos", "TanOf": "tan"}
         inner = term.arguments[0]
         if inner.arguments or len(inner.head) > 1 or not inner.head.isupper():
@@ -430,7 +438,7 @@ class Measures:
 
 
 def _pair(location: complex) -> tuple[float, float]:
-    """The coordinates in the order in which `math.atan2` takes them."""
+    """Return the coordinates in the order in which `math.atan2` takes them."""
     return location.imag, location.real
 
 

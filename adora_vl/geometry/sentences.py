@@ -139,7 +139,7 @@ def _clauses(plain: str, limit: int) -> list[str] | None:
 
 
 def _rule_of(plain: str) -> tuple[Callable[..., None], re.Match[str]] | None:
-    """The first pattern that fits, with its match."""
+    """Return the first pattern that fits, with its match."""
     for pattern, build in _GRAMMAR:
         match = re.fullmatch(pattern, plain)
         if match:
@@ -174,29 +174,29 @@ def _what_is_wrong(plain: str) -> str:
 
 
 def _equation(draft: Draft, text: str) -> None:
-    """An equation of two or more sides: each side equals the one before it.
+    """Note an equation of two or more sides: each side equals the one before it.
 
     Sides such as `AB : BC` are ratios, which agree part by part.
     """
     sides = [_ratio(draft, _with_roles(draft, side)) for side in text.split("=")]
-    for left, right in pairwise(sides):
-        if len(left) != len(right):
+    for parts, partners in pairwise(sides):
+        if len(parts) != len(partners):
             raise NotReadError("the ratios on its sides have not as many parts")
-        if len(left) == 1:
-            draft.equal(left[0], right[0])
+        if len(parts) == 1:
+            draft.equal(parts[0], partners[0])
             continue
-        for i in range(1, len(left)):
-            first = term("RatioOf", left[i - 1], left[i])
-            draft.equal(first, term("RatioOf", right[i - 1], right[i]))
+        for i in range(1, len(parts)):
+            ratio = term("RatioOf", parts[i - 1], parts[i])
+            draft.equal(ratio, term("RatioOf", partners[i - 1], partners[i]))
 
 
 def _ratio(draft: Draft, side: str) -> list[Term]:
-    """The parts of a side between colons; of most sides there is one."""
+    """Return the parts of a side between colons; of most sides there is one."""
     return [side_of(draft, part) for part in side.split(":")]
 
 
 def _with_roles(draft: Draft, side: str) -> str:
-    """A side without words such as "diameter" before a segment, which are facts of their own."""
+    """Return a side without words such as "diameter", which are noted as facts."""
 
     def take(match: re.Match[str]) -> str:
         """Note the fact, and leave the segment."""
@@ -210,7 +210,7 @@ _ROLES = "diameter|radius|chord|altitude|height|median|hypotenuse|base|leg|midse
 
 
 def _role(draft: Draft, role: str, segment: str) -> None:
-    """A segment is called a diameter, an altitude or the like, of the only shape that has one."""
+    """Note that a segment is called a diameter or the like, of the only shape that has one."""
     start, end = split_names(segment)
     if role == "diameter":
         diameter(draft, start=start, end=end, centre=None)
@@ -231,7 +231,7 @@ def _role(draft: Draft, role: str, segment: str) -> None:
 
 
 def _find(draft: Draft, measure: str) -> None:
-    """The question: what is to be computed."""
+    """Note the question: what is to be computed."""
     parts = _ratio(draft, _with_roles(draft, measure))
     if len(parts) > 2:
         raise NotReadError("a ratio that is asked for has two parts")
@@ -240,27 +240,26 @@ def _find(draft: Draft, measure: str) -> None:
 
 
 def _length_of_size(draft: Draft, measure: str, size: str) -> None:
-    """A size without a sign before it, as in "with radius 5"."""
+    """Note a size without a sign before it, as in "with radius 5"."""
     draft.equal(side_of(draft, measure), side_of(draft, size))
 
 
 def _angles_in_ratio(draft: Draft, first: str, second: str, third: str, ratio: str) -> None:
-    """The angles of a triangle are in a ratio, in the order of its corners."""
+    """Note that the angles of a triangle are in a ratio, in the order of its corners."""
     draft.polygon("Triangle", (first, second, third))
     _equation(draft, f"angle {first} : angle {second} : angle {third} = {ratio}")
 
 
 def _together(draft: Draft, first: str, second: str, word: str) -> None:
-    """Two angles are supplementary or complementary; two measures are equal."""
+    """Note that two angles are supplementary or complementary; two measures are equal."""
     # In "angle A and B" the word stands once for both.
     if first.startswith("angle") and not second.startswith("angle"):
         second = f"angle {second}"
-    left = side_of(draft, first)
-    right = side_of(draft, second)
+    measures = [side_of(draft, first), side_of(draft, second)]
     if word in ("equal", "congruent"):
-        draft.equal(left, right)
+        draft.equal(measures[0], measures[1])
         return
-    draft.facts.append(term(word.capitalize(), left, right))
+    draft.facts.append(term(word.capitalize(), *measures))
 
 
 _MEASURE = rf"(?:angle )?(?:\d+|{POINT}(?:{POINT}{POINT})?)"

@@ -22,17 +22,17 @@ from adora_vl.geometry.shapes import CORNERS
 
 
 def shape(draft: Draft, kind: str, names: str) -> None:
-    """A shape with all its corners named, such as `rectangle ABCD`."""
+    """Note a shape with all its corners named, such as `rectangle ABCD`."""
     draft.named_shape(kind, names)
 
 
 def shape_behind(draft: Draft, names: str, kind: str) -> None:
-    """A shape named before its kind: `ABCD is a rectangle`."""
+    """Note a shape named before its kind: `ABCD is a rectangle`."""
     draft.named_shape(kind, names)
 
 
 def special(draft: Draft, adjectives: str, kind: str, names: str) -> None:
-    """A shape of a special kind, such as `regular hexagon ABCDEF` or `right isosceles triangle ABC`.
+    """Note a shape of a special kind, such as `regular hexagon ABCDEF`.
 
     Which parts of a triangle are equal or right may be told by another sentence.
     """
@@ -65,18 +65,18 @@ def special(draft: Draft, adjectives: str, kind: str, names: str) -> None:
 
 
 def special_behind(draft: Draft, names: str, adjectives: str, kind: str | None) -> None:
-    """A shape named before its special kind: `ABC is an equilateral triangle`."""
+    """Note a shape named before its special kind: `ABC is an equilateral triangle`."""
     special(draft, adjectives=adjectives, kind=kind or kind_of(names), names=names)
 
 
 def right_at(draft: Draft, names: str, corner: str) -> None:
-    """A triangle has its right angle at a corner: `triangle ABC is right-angled at B`."""
+    """Note that a triangle has its right angle at a corner: `triangle ABC is right-angled at B`."""
     draft.named_shape(kind_of(names), names)
     right_corner(draft, corner)
 
 
 def base(draft: Draft, start: str, end: str) -> None:
-    """The side of an isosceles triangle that is no leg; the two others are equal."""
+    """Note which side of an isosceles triangle is no leg; the two others are equal."""
     for special in draft.special:
         if {start, end} <= set(special.corners) and "isosceles" in special.adjectives:
             apex = next(name for name in special.corners if name not in (start, end))
@@ -86,7 +86,7 @@ def base(draft: Draft, start: str, end: str) -> None:
 
 
 def apex(draft: Draft, corner: str) -> None:
-    """The corner of an isosceles triangle between its equal sides."""
+    """Note the corner of an isosceles triangle between its equal sides."""
     for special in draft.special:
         if corner in special.corners and "isosceles" in special.adjectives:
             equal_legs(draft, corner, special.corners)
@@ -95,14 +95,14 @@ def apex(draft: Draft, corner: str) -> None:
 
 
 def equal_legs(draft: Draft, apex: str, corners: Sequence[str]) -> None:
-    """The two sides of a triangle at its apex are equal."""
+    """Note that the two sides of a triangle at its apex are equal."""
     ends = [name for name in corners if name != apex]
     legs = [term("LengthOf", draft.line(apex, end)) for end in ends]
     draft.equal(legs[0], legs[1])
 
 
 def hypotenuse(draft: Draft, start: str, end: str) -> None:
-    """The side of a right triangle opposite its right angle."""
+    """Note the side of a right triangle opposite its right angle."""
     shapes = [shape.names for shape in draft.polygons if len(shape.names) == 3]
     for names in reversed(shapes):
         if {start, end} <= set(names):
@@ -113,7 +113,7 @@ def hypotenuse(draft: Draft, start: str, end: str) -> None:
 
 
 def alike(draft: Draft, kind: str | None, first: str, relation: str, second: str) -> None:
-    """Two shapes are similar or congruent."""
+    """Note that two shapes are similar or congruent."""
     names = split_names(first)
     partners = split_names(second)
     if len(names) != len(partners):
@@ -124,7 +124,7 @@ def alike(draft: Draft, kind: str | None, first: str, relation: str, second: str
 
 
 def both_alike(draft: Draft, first: str, second: str, relation: str) -> None:
-    """Two shapes named before their relation: `ABC and DEF are similar`."""
+    """Note two shapes named before their relation: `ABC and DEF are similar`."""
     alike(draft, kind=None, first=first, relation=relation, second=second)
 
 
@@ -136,7 +136,7 @@ _CENTRES = {
 
 
 def line_of_triangle(draft: Draft, start: str, end: str, role: str, names: str) -> None:
-    """A median or an altitude of a triangle, with its foot on the opposite side."""
+    """Note a median or an altitude of a triangle, with its foot on the opposite side."""
     corners = split_names(names)
     if len(corners) == 4:
         line_of_trapezoid(draft, start, end, role, names)
@@ -153,14 +153,14 @@ def line_of_triangle(draft: Draft, start: str, end: str, role: str, names: str) 
 
 
 def line_of_trapezoid(draft: Draft, start: str, end: str, role: str, names: str) -> None:
-    """The median of a trapezoid, which is its midsegment. Raises `NotReadError` for an altitude."""
+    """Note the median of a trapezoid, its midsegment; refuse an altitude."""
     if role != "median":
         raise NotReadError(f"write on which side {end} lies, and that {start}{end} stands on it")
     midsegment(draft, start=start, end=end, kind="trapezoid", names=names)
 
 
 def line_to_side(draft: Draft, start: str, end: str, role: str, side: str) -> None:
-    """A median or an altitude to a side: `AD altitude to BC`."""
+    """Note a median or an altitude to a side: `AD altitude to BC`."""
     ends = split_names(side)
     top = start if end in ends or start not in ends else end
     foot = end if top == start else start
@@ -173,7 +173,7 @@ def line_to_side(draft: Draft, start: str, end: str, role: str, side: str) -> No
 
 
 def from_corner(draft: Draft, role: str, corner: str, side: str, foot: str) -> None:
-    """A line of a triangle by where it begins and ends: `the altitude from A meets BC at D`."""
+    """Note a line of a triangle: `the altitude from A meets BC at D`."""
     ends = split_names(side)
     if "bisector" in role:
         draft.on_line(foot, ends[0], ends[1])
@@ -187,7 +187,7 @@ def from_corner(draft: Draft, role: str, corner: str, side: str, foot: str) -> N
 def two_roles_meet(
     draft: Draft, role: str, a: str, b: str, c: str, d: str, triangle: str | None, at: str
 ) -> None:
-    """Two medians, altitudes or bisectors of one triangle meet in a point."""
+    """Note that two medians, altitudes or bisectors of one triangle meet in a point."""
     for start, end in ((a, b), (c, d)):
         names = triangle or "".join(draft.triangle_with(start))
         if role.endswith("bisectors"):
@@ -198,7 +198,7 @@ def two_roles_meet(
 
 
 def bisector(draft: Draft, start: str, end: str, names: str) -> None:
-    """A line is the bisector of an angle, or of that corner of a triangle at which it begins."""
+    """Note the bisector of an angle, or of the corner of a triangle where it begins."""
     corners = split_names(names)
     ends = {start, end} & set(corners)
     if len(corners) == 3 and corners[1] not in (start, end) and len(ends) == 1:
@@ -214,9 +214,8 @@ def bisector(draft: Draft, start: str, end: str, names: str) -> None:
 def midsegment(
     draft: Draft, start: str, end: str, kind: str | None = None, names: str | None = None
 ) -> None:
-    """A segment joins the middles of two sides of a triangle or of the legs of a trapezoid."""
-    shape = draft.last_polygon(kind) if names is None else None
-    corners = split_names(names) if names is not None else (shape.names if shape else [])
+    """Note that a segment joins the middles of two sides, or of a trapezoid's legs."""
+    corners = split_names(names) if names is not None else draft.last_polygon(kind).names
     if len(corners) not in (3, 4):
         raise NotReadError("a midsegment is of a triangle or of a trapezoid; name it")
     head = "Triangle" if len(corners) == 3 else "Trapezoid"
@@ -227,7 +226,7 @@ def midsegment(
 
 
 def midsegment_parallel(draft: Draft, start: str, end: str, names: str, base: str) -> None:
-    """A midsegment by the side of the triangle that it is parallel to."""
+    """Note a midsegment by the side of the triangle that it is parallel to."""
     corners = split_names(names)
     ends = split_names(base)
     tops = [name for name in corners if name not in ends]
@@ -239,9 +238,7 @@ def midsegment_parallel(draft: Draft, start: str, end: str, names: str, base: st
 
 
 def centre_of_triangle(draft: Draft, point: str, centre: str, names: str) -> None:
-    """A point where the medians, bisectors or altitudes of a triangle meet, or the centre of its
-    circle.
-    """
+    """Note the centroid, incenter, orthocenter or circumcenter of a triangle."""
     corners = split_names(names)
     polygon = draft.polygon("Triangle", corners)
     if centre == "circumcenter":

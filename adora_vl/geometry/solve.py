@@ -1,5 +1,4 @@
-"""Figures that fulfil relations: Levenberg and Marquardt's method from several starts, and which
-figure is meant.
+"""Figures that fulfil relations: the search from several starts, and how each is judged.
 
 No clock decides anything. Work is counted in evaluations of the equations, and random starts have
 fixed seeds, so a slow machine gives what a quick one gives.
@@ -48,8 +47,7 @@ _SAME = 1e-5  # share by which equal answers may differ
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """A figure that fulfils the relations: its unknowns, the answer in it, and how well it is the
-    one that is meant.
+    """A figure that fulfils the relations: its unknowns, its answer, and how well it is meant.
 
     `residual`: the largest. `free`: the share of the goal's gradient along which the facts let it
     move. `flattest`: how steep the equations are where they are flattest; small at a double root,
@@ -68,8 +66,10 @@ class Solution:
 
 
 class FigureProblem:
-    """The relations of a reading, as a system with starts from the picture, and the kind of figure
-    that is meant.
+    """The relations of a reading as a system, with starts from the picture.
+
+    `kind` is the kind of figure that is meant; `size` the length of the figure's larger side, and
+    `pixels` that side in the picture.
     """
 
     def __init__(self, reading: Reading) -> None:
@@ -94,7 +94,7 @@ class FigureProblem:
         self.kind = FigureKind(self.drawing, self.system, self.places)
 
     def _size(self) -> tuple[float, float]:
-        """The length of the figure's larger side, and that side in pixels.
+        """Return the length of the figure's larger side, and that side in pixels.
 
         The length goes by the lengths that the facts give.
         """
@@ -127,7 +127,7 @@ class FigureProblem:
     # Starts
 
     def start(self, number: int) -> Vector:
-        """The unknowns to begin with; the numbers from 0 on are ever further from the picture."""
+        """Return the unknowns to begin with, ever further from the picture."""
         random = np.random.default_rng(number)
         system = self.system
         v = np.zeros(system.count)
@@ -169,7 +169,7 @@ class FigureProblem:
         return v
 
     def _on_lines(self, v: Vector, number: int) -> Vector:
-        """The start `v` with points moved until they lie on the lines and circles that they are on.
+        """Return the start `v` with points moved onto the lines and circles that they are on.
 
         Points without a place have to begin so, else they come to lie in another order. Each fact in
         turn moves its points a little, as often as is needed; those with a place stay.
@@ -225,7 +225,7 @@ class FigureProblem:
         return v
 
     def _from_picture(self, point: str) -> complex:
-        """A point's place in the picture, from the middle, in shares of the figure's size."""
+        """Return a point's place in the picture, from the middle, in shares of its size."""
         return (self.places[point] - self.middle) / self.pixels
 
     # Levenberg and Marquardt
@@ -246,7 +246,7 @@ class FigureProblem:
         return descend(self.system, v=v, budget=budget, steps=steps, first=first, pull=pull)
 
     def solution(self, number: int, budget: Budget, loose: float) -> Solution | None:
-        """The figure that one start leads to.
+        """Return the figure that one start leads to.
 
         None where it does not fulfil the relations up to `loose`.
         """
@@ -266,7 +266,7 @@ class FigureProblem:
         return self.judged(v, residual, number)
 
     def judged(self, v: Vector, residual: float, start: int) -> Solution | None:
-        """The solution at `v` with its answer and faults; None where the answer is not finite."""
+        """Return the solution at `v` with its answer; None where that is not finite."""
         value, gradient = self.system.goal_at(v)
         if not math.isfinite(value):
             return None
@@ -283,7 +283,7 @@ class FigureProblem:
         )
 
     def _faults(self, v: Vector, value: float) -> int:
-        """The faults of a figure in kind, and whether its answer can be one.
+        """Return the faults of a figure in kind, and whether its answer can be one.
 
         A length, an angle or an area is positive; a letter or a cosine may be anything.
         """
@@ -295,7 +295,7 @@ class FigureProblem:
         return count
 
     def freedom(self, v: Vector, gradient: Vector) -> tuple[float, Vector, float]:
-        """How much of the goal's gradient lies along movements that all relations allow.
+        """Return how much of the goal's gradient lies along movements that all relations allow.
 
         Also the strongest of these movements, and how steep the equations are where they are
         flattest without being flat.
@@ -332,7 +332,7 @@ class FigureProblem:
     def solutions(
         self, budget: Budget, starts: int | None = None, loose: float = TIGHT
     ) -> list[Solution]:
-        """The figures that the starts lead to, until two without a fault agree.
+        """Return the figures that the starts lead to, until two without a fault agree.
 
         A form without places goes through all its starts.
         """
@@ -362,7 +362,7 @@ class FigureProblem:
         return solutions
 
     def stays(self, solution: Solution, budget: Budget) -> bool:
-        """Whether the goal keeps its value when the figure is pushed along free movements.
+        """Tell whether the goal keeps its value when the figure is pushed along free movements.
 
         At a double root the equations look as if they left the goal open, and do not.
         """
@@ -380,15 +380,15 @@ class FigureProblem:
 
 
 def is_same(first: float, second: float, share: float = _SAME) -> bool:
-    """Whether two answers are equal but for rounding."""
+    """Tell whether two answers are equal but for rounding."""
     return abs(first - second) < share * max(1.0, abs(first))
 
 
 def is_collapsed(solution: Solution) -> bool:
-    """Whether points of the figure fall together, so that it is none."""
+    """Tell whether points of the figure fall together, so that it is none."""
     return solution.faults >= COLLAPSED
 
 
 def is_free(solution: Solution) -> bool:
-    """Whether the facts let the goal move in this figure."""
+    """Tell whether the facts let the goal move in this figure."""
     return solution.free > _FREE
