@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import gather_object
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
 from adora_vl.data.prompts import asks_for_answer_tags
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig
     from adora_vl.data.prompt_lengths import OverlongPrompts, Size
     from adora_vl.evals.records import Benchmark, Problem
-    from adora_vl.rollout.agreement import HasEngine
+    from adora_vl.rollout.engine_pair import EnginePair
+    from adora_vl.training.generation_sampler import GenerationSampler
+    from adora_vl.training.group_sampler import GroupSampler
 
 
 @dataclass(frozen=True)
@@ -195,19 +197,25 @@ class SamplerEngine(Conversations):
     Collective: all ranks call it together, even with no problem left.
     """
 
-    def __init__(self, trainer: HasEngine, chat: ChatProcessor) -> None:
-        """Begin with the trainer's own engine, greedy, and its tools."""
-        sample = partial(trainer.sampler.sample, settings=trainer.vllm_generation.greedy)
-        max_tokens = trainer.args.max_completion_length
+    def __init__(
+        self, pair: EnginePair, groups: GroupSampler, chat: ChatProcessor, end_tokens: Iterable[int]
+    ) -> None:
+        """Begin with the trainer's own engine, greedy, and with the tools of its groups.
+
+        An answer ends at `end_tokens` alone, whatever strings end a rollout of the training.
+        """
+        assert pair.engine is not None
+        sample = partial(pair.sampler.sample, settings=pair.engine.greedy)
+        max_tokens = pair.config.max_completion_length
         super().__init__(
             chat,
             sample,
             max_tokens,
             256,
-            stop=StopCriteria(frozenset(trainer.eos_token_ids)),
-            any_rank=trainer.rollouts.groups.any_rank_continues,
+            stop=StopCriteria(frozenset(end_tokens)),
+            any_rank=groups.any_rank_continues,
         )
-        self.turns = trainer.rollouts.groups.tool_loop
+        self.turns = groups.tool_loop
 
 
 class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
@@ -219,14 +227,31 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
 
     def __init__(
         self,
-        trainer: HasEngine,
+        *,
+        pair: EnginePair,
+        rollouts: GenerationSampler,
         plan: EvaluationPlan,
-        system_prompt: str | None,
+        end_tokens: Iterable[int],
+        log_evaluation: Callable[[dict[str, float]], None],
+        system_prompt: str | None = None,
         revision: str | None = None,
     ) -> None:
-        """Evaluate `plan` with the trainer's sampler; `revision` is that of the base model."""
-        self.trainer = trainer
+        """Build the callback.
+
+        Args:
+            pair: the policy, and the engine that answers.
+            rollouts: the trainer's own; has its tools, and the guard of its servers.
+            plan: what is evaluated, and when.
+            end_tokens: that end an answer.
+            log_evaluation: logs figures by their names, as an entry of its own.
+            system_prompt: of the training; None: the data's own.
+            revision: of the base model on the hub.
+        """
+        self.pair = pair
+        self.rollouts = rollouts
         self.plan = plan
+        self.end_tokens = frozenset(end_tokens)
+        self.log_evaluation = log_evaluation
         self.system_prompt = system_prompt
         self.revision = revision
 
@@ -246,8 +271,8 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
 
     def _evaluate(self, step: int) -> None:
         """Evaluate all tasks. Collective: every rank samples, and gathers the answers of all."""
-        accelerator = self.trainer.accelerator
-        with self.trainer.rollouts.guard.watching(), self.trainer.sampler.awake():
+        accelerator = self.pair.accelerator
+        with self.rollouts.guard.watching(), self.pair.sampler.awake():
             answers_by_task = [self._answer(task) for task in self.plan.tasks]
         tags = asks_for_answer_tags(self.system_prompt, self.plan.prompt)
         for task, answers in zip(self.plan.tasks, answers_by_task, strict=True):
@@ -263,17 +288,17 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         Collective: every rank goes through the same number of batches, though its last ones may be
         empty.
         """
-        args = self.trainer.args
-        accelerator = self.trainer.accelerator
+        args = self.pair.config
+        accelerator = self.pair.accelerator
         chat = ChatProcessor(
-            self.trainer.model.name_or_path,
+            self.pair.policy().name_or_path,
             args.min_pixels,
             args.max_pixels,
             self.revision,
             template=args.chat_template_kwargs,
-            processor=self.trainer.processing_class,
+            processor=self.pair.processor,
         )
-        engine = SamplerEngine(self.trainer, chat)
+        engine = SamplerEngine(self.pair, self.rollouts.groups, chat, self.end_tokens)
         rows: list[dict[str, Any]] = []
         share = task.problems[accelerator.process_index :: accelerator.num_processes]
         largest_share = math.ceil(len(task.problems) / accelerator.num_processes)
@@ -285,12 +310,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
     def _log(self, task: Task, step: int, values: dict[str, float], total: int) -> None:
         """Log the figures of a task whose `total` problems were answered, and print its accuracy."""
         name = task.benchmark.name
-        # Transformers takes the following entry for the log of the step, and would leave that out.
-        should_log = self.trainer.control.should_log
-        # The entry is one of its own, as those of Transformers' evaluations are: TRL's `log` would
-        # add averages of the training's figures so far.
-        Trainer.log(self.trainer, {f"eval_{key}": value for key, value in values.items()})
-        self.trainer.control.should_log = should_log
+        self.log_evaluation({f"eval_{key}": value for key, value in values.items()})
         accuracy = 100 * values[f"{name}_accuracy"]
         low = 100 * values[f"{name}_accuracy_low"]
         high = 100 * values[f"{name}_accuracy_high"]

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import GRPOTrainer
 
-from adora_vl.checkpoint.trl_state import Losses, MovingReference
+from adora_vl.checkpoint.trl_state import MovingReference, RestoreLossSums
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import BatchLayout
@@ -23,7 +23,8 @@ from adora_vl.preflight.facts import ResolvedRun
 from adora_vl.record import metrics, trackers
 from adora_vl.record.card_memory import CardMemory
 from adora_vl.record.recorder import MetricsLogger, Recorder
-from adora_vl.rollout.agreement import SelfCheck, begin_drift_check
+from adora_vl.rollout.agreement import SelfCheck
+from adora_vl.rollout.engine_pair import EnginePair
 from adora_vl.rollout.importance import ImportanceRatio
 from adora_vl.rollout.prompt_tokens import never_sample, never_sampled_ids
 from adora_vl.rollout.samplers import AsyncServerSampler, Sampler, TransformersSampler, VLLMSampler
@@ -44,8 +45,10 @@ from adora_vl.training.guards import (
     RewardGuard,
 )
 from adora_vl.training.micro_batches import MicroBatcher
+from adora_vl.training.old_logps import OldLogps
 from adora_vl.training.optimizer_steps import ScaledRate, SkipBadSteps
 from adora_vl.training.pool import Pool
+from adora_vl.training.recompute import layers_of
 from adora_vl.training.scoring import RewardFunctions, Scorer
 from adora_vl.training.unfinished import UnfinishedGeneration
 from adora_vl.types import StepContext
@@ -109,9 +112,6 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         self.pool = Pool(context, self.train_dataset, tools=self.toolbox is not None)
         self.prompts = PromptReader(self.images)
         self.rows_ahead = RowsAhead()
-        self.rollouts = self._generation_sampler(context, stop)
-        self.generation_log = self._metrics_logger(context)
-        self.first_answers = FirstAnswers()
         self.builder = BatchBuilder(
             context=context,
             images=self.images,
@@ -124,6 +124,10 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             has_stale=self.pool.has_stale,
             other_images=any(extension.changes_images for extension in self.extensions),
         )
+        self.engine_pair = self._engine_pair(context)
+        self.rollouts = self._generation_sampler(context, stop)
+        self.generation_log = self._metrics_logger(context)
+        self.first_answers = FirstAnswers()
         self._generation: PresentGeneration | None = None
         self.log_multimodal = trackers.logs_images(args)
         if not self.use_vllm:
@@ -163,7 +167,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             is_main=self.accelerator.is_main_process,
             zero3=self._dist.is_zero3,
         )
-        self.loss_sums = Losses(self)
+        self.loss_sums = RestoreLossSums(self._put_loss_sums)
 
     def _make_guards(self, context: StepContext) -> None:
         """Make what ends the run, or skips a step, when something goes wrong while learning."""
@@ -196,8 +200,16 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         self.batcher = MicroBatcher(context, self.images.banks, every_row_counts=every_row_counts)
         self.entropy_bonus = EntropyBonus(args, self.batcher)
         self.unfinished = UnfinishedGeneration(context, self.images.banks)
-        self.policy_pass = PolicyPass(self.accelerator, args, images=self.images.shown)
-        self.has_dropout = has_dropout(self.model)
+        self.recompute = layers_of(
+            context,
+            model=self.model,
+            shape=lambda: self.run.shape,
+            sharding=self.run.context.sharding,
+        )
+        self.policy_pass = PolicyPass(
+            self.accelerator, args, images=self.images.shown, around=self.recompute.chosen
+        )
+        self.old_logps = OldLogps(context, has_dropout=has_dropout(self.model))
 
     def _sampler(self, context: StepContext) -> Sampler:
         """The sampler of the rollouts: Transformers, vLLM, or servers that sample ahead."""
@@ -206,6 +218,24 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         samples_ahead = context.config.adora_rollouts.ahead
         sampler_class = AsyncServerSampler if samples_ahead else VLLMSampler
         return sampler_class(context, self.images, self.vllm_generation)
+
+    def _engine_pair(self, context: StepContext) -> EnginePair:
+        """The engine and the policy, for the checks that compare them and for evaluations."""
+        return EnginePair(
+            context=context,
+            policy=lambda: self.model,
+            dataset=self.train_dataset,
+            images=self.images,
+            processor=self.processing_class,
+            tokenizer=self._tokenizer,
+            sampler=self.sampler,
+            engine=self.vllm_generation if self.use_vllm else None,
+            collate=self.builder.collated,
+        )
+
+    def models_by_role(self) -> dict[str, Any]:
+        """Return the policy and the reference model, None without one, as they are at this moment."""
+        return {"policy": self.model, "reference": self.ref_model}
 
     def _metrics_logger(self, context: StepContext) -> MetricsLogger:
         """The logger of a generation's figures and of its record."""
@@ -240,7 +270,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             phase=self.clock.phase,
             environments=self.run.tools.environments,
             rows_ahead=self.rows_ahead.after,
-            late_drift=LateDriftCheck(partial(begin_drift_check, self, self.drift_guard.check)),
+            late_drift=LateDriftCheck(self.engine_pair, self.drift_guard.check),
         )
 
     def _tool_loop(self) -> ToolLoop | None:
@@ -278,18 +308,21 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             metrics.ProgressLine(),
             metrics.MetricsFile(),
             self.bad_steps,
-            RefuseWrongBuffers(self),
+            RefuseWrongBuffers(self.models_by_role),
         ]
         if self.card_memory is not None:
             callbacks.append(self.card_memory)
         if args.adora_self_check:
-            callbacks.append(SelfCheck(self))
+            callbacks.append(SelfCheck(self.engine_pair))
         run = self.run
         if run.evaluations is not None:
             callbacks.append(
                 EvaluateOnTheWay(
-                    trainer=self,
+                    pair=self.engine_pair,
+                    rollouts=self.rollouts,
                     plan=run.evaluations,
+                    end_tokens=self.eos_token_ids,
+                    log_evaluation=self.log_evaluation,
                     system_prompt=run.system_prompt,
                     revision=run.model.revision,
                 )

@@ -1,7 +1,8 @@
 """One training step, from top to bottom: TRL's `GRPOTrainer` with ADORA's weights and rollouts that
 can be trusted.
 
-    1. a generation   sample, grade, record; resample, weigh; then rebalance, cut into micro-batches
+    1. a generation   sample, grade, record; resample, weigh; then rebalance, cut into micro-batches,
+                      and score those of later updates
     2. a micro-batch  the policy's pass, its ratio to the engine, the loss
     3. a checkpoint   written beside its place, sealed, renamed
 
@@ -23,7 +24,13 @@ from accelerate.utils import gather_object, is_peft_model
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel, ProcessorMixin, TrainerCallback, TrainerState
+from transformers import (
+    PreTrainedModel,
+    ProcessorMixin,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+)
 from transformers import trainer as transformers_trainer
 from transformers.trainer_utils import TrainOutput
 from trl.models.utils import disable_gradient_checkpointing
@@ -31,6 +38,7 @@ from trl.trainer import grpo_trainer
 from trl.trainer.utils import use_adapter
 
 from adora_vl.checkpoint.store import facts_of
+from adora_vl.checkpoint.trl_state import LossSums
 from adora_vl.checkpoint.universal import expect_universal, is_universal, load_shards
 from adora_vl.checkpoint.writer import noted, set_aside
 from adora_vl.config import AdoraGRPOConfig
@@ -41,6 +49,7 @@ from adora_vl.models.adapter import begin_with, in_float32, name_base, trained_a
 from adora_vl.models.check import with_own_layers
 from adora_vl.models.families import freeze, sees_images
 from adora_vl.models.load import restore_weights
+from adora_vl.models.lora_branch import compute_branches_first
 from adora_vl.models.precision import restore_buffers
 from adora_vl.models.reference import copied_policy
 from adora_vl.packing.policy_pass import evaluating, generation_logps
@@ -196,6 +205,8 @@ class AdoraGRPOTrainer(TrainerParts):
             restore_buffers(model)
         if is_peft_model(self.model):
             name_base(self.model, run.model.merged)
+            if args.gradient_checkpointing:
+                compute_branches_first(self.model)
             if not self._dist.is_fsdp and not run.model.four_bit:
                 refuse_unmergeable(self.model, self._dist.gather_params)
         freeze(self.model, args.adora_freeze)
@@ -342,9 +353,12 @@ class AdoraGRPOTrainer(TrainerParts):
         with self._engine_awake():
             # TRL's name for it, which a subclass may override
             batch = self._generate_and_score_completions(rows)
+        # 9. Cut: groups without signal are left out.
+        micro_batches = self.batcher.split(batch, key.position)
+        # 10. Score what is learned from after the weights have changed.
+        self._add_old_logps(micro_batches)
         return PresentGeneration(
-            first_micro_step=self._first_micro_step,
-            micro_batches=self.batcher.split(batch, key.position),
+            first_micro_step=self._first_micro_step, micro_batches=micro_batches
         )
 
     def _engine_awake(self) -> AbstractContextManager[None]:
@@ -352,7 +366,7 @@ class AdoraGRPOTrainer(TrainerParts):
 
         It does not where the policy makes a pass after each batch and needs the engine's memory.
         """
-        passes = self.beta != 0.0 or not self._skips_old_pass
+        passes = self.beta != 0.0 or self.old_logps.are_of_generation
         if passes or not self.args.adora_rollouts.refill:
             return nullcontext()
         return self.sampler.awake()
@@ -362,9 +376,9 @@ class AdoraGRPOTrainer(TrainerParts):
 
         Stock TRL processes the image of every copy of a row twice, samples, makes a pass for the
         old log-probabilities whenever vLLM samples, grades, and returns group-normalised
-        advantages. Ours processes each image once, makes that pass only if it is needed, replaces
-        groups without signal, and then weighs all together. Every rank goes through the stages
-        together.
+        advantages. Ours processes each image once, makes that pass later, where it is needed at
+        all, replaces groups without signal, and then weighs all together. Every rank goes through
+        the stages together.
         """
         self.prefetch.finish()
         training = self.model.training
@@ -529,17 +543,15 @@ class AdoraGRPOTrainer(TrainerParts):
     def _add_logps(self, batch: Batch, mode: str) -> None:
         """Put those log-probabilities into a batch that the loss compares its own with.
 
-        They are of the policy that has sampled, unless the policy's own pass gives them, and of the
-        reference model.
+        They are of the policy that has sampled, unless only some micro-batches need them, and of
+        the reference model.
         """
         args = self.args
         training = mode == "train"
-        corrects = self.use_vllm and self.vllm_importance_sampling_correction
-        corrects = corrects and not (training and self._skips_old_pass)
-        one_step = (
-            args.gradient_accumulation_steps % (args.steps_per_generation * self.num_iterations)
-            == 0
-        )
+        corrects = self.old_logps.corrects_engine
+        has_old_pass = corrects or not self.layout.has_one_step
+        if training and not self.old_logps.are_of_generation:
+            has_old_pass = False
         rows = args.per_device_train_batch_size if training else args.per_device_eval_batch_size
 
         def scored(model: PreTrainedModel) -> Tensor:
@@ -549,9 +561,9 @@ class AdoraGRPOTrainer(TrainerParts):
             )
 
         with disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs):
-            if corrects or not one_step:
+            if has_old_pass:
                 batch["old_per_token_logps"] = scored(self.model)
-            if corrects:
+            if has_old_pass and corrects:
                 for name, value in self.ratio.complete(batch, batch["old_per_token_logps"]).items():
                     self._metrics[mode][name].append(value)
             if self.beta != 0.0 and self.ref_model is not None:
@@ -566,6 +578,36 @@ class AdoraGRPOTrainer(TrainerParts):
                 freeze(policy, args.adora_freeze)
             if training and self.reference_guard.is_due(self.state.global_step):
                 self.reference_guard.check(batch, self._policy_logps)
+
+    def _add_old_logps(self, micro_batches: Sequence[Batch]) -> None:
+        """Stage 10: put the old log-probabilities into the micro-batches that need a pass for them.
+
+        It comes before the first update, which changes the weights. Collective: equally many
+        micro-batches of every rank need one. Raises `RolloutError` where the engine drifts.
+        """
+        policy = partial(self._get_per_token_logps_and_entropies, self.model)
+        checkpointing = disable_gradient_checkpointing(
+            self.model, self.args.gradient_checkpointing_kwargs
+        )
+        with checkpointing:
+            for micro in self.old_logps.due(micro_batches):
+                rows = len(micro["completion_ids"])
+                with self.policy_pass.watched(None, micro):
+                    logps_BC = generation_logps(micro, policy, rows)
+                micro["old_per_token_logps"] = logps_BC
+                if self.old_logps.corrects_engine:
+                    self._compare_with_engine(micro, logps_BC)
+
+    def _compare_with_engine(self, micro: Batch, logps_BC: Tensor) -> None:
+        """Measure the drift of a micro-batch, and complete its ratio to the engine. Collective.
+
+        `logps_BC`: those of the policy that has sampled it, detached.
+        """
+        self.drift_guard.check_batch(micro, self.state.global_step, logps_BC)
+        self.recorder.measured(micro, logps_BC)
+        if self.old_logps.corrects_engine:
+            for name, value in self.ratio.complete(micro, logps_BC).items():
+                self.log_figure(name, value)
 
     @property
     def _step_key(self) -> StepKey:
@@ -589,7 +631,8 @@ class AdoraGRPOTrainer(TrainerParts):
         Stock TRL runs every micro-batch, and counts them through all epochs. Ours skips those that
         are empty, which they are on all ranks alike. Where several generations make a step and an
         epoch's last step has fewer, the next one begins at its own first micro-batch, as in a run
-        that resumes from there.
+        that resumes from there. One that runs out of a card's memory is made once more, with all
+        layers recomputed.
         """
         started = time.perf_counter()
         model.train()
@@ -597,7 +640,8 @@ class AdoraGRPOTrainer(TrainerParts):
         self._current_train_step_time += time.perf_counter() - started
         loss = torch.zeros((), device=self.args.device)
         if has_work:
-            loss = super().training_step(model, inputs, num_items_in_batch)
+            step = partial(super().training_step, model, inputs, num_items_in_batch)
+            loss = self.recompute.retried(step, self._metrics["train"])
         if not has_work:  # TRL counts the others
             self._step += 1
         if self.layout.has_one_step and self.accelerator.sync_gradients:
@@ -618,26 +662,23 @@ class AdoraGRPOTrainer(TrainerParts):
         position alone, so that a resumed run draws the same.
         """
         micro = cast("Batch", {**inputs})
-        if self.has_dropout and self.layout.has_one_step:
-            # The weights are those of the old pass, so the ratio of new to old policy is 1; with
-            # the old values it would be that of a pass with dropout to one without. TRL takes the
-            # values of this pass where there are none.
-            micro.pop("old_per_token_logps", None)
+        micro_step = self._step - self._first_micro_step
+        if model.training:
+            self.old_logps.for_loss(micro, micro_step)
         logps: list[Tensor] = []
         entropies: list[Tensor] = []
         coefficient = self._entropy_coefficient
-        corrects_ratio = self.use_vllm and self.vllm_importance_sampling_correction
 
         def note_pass(logps_BC: Tensor, entropies_BC: Tensor | None) -> None:
-            """Keep what the policy's pass computed, and complete the ratio to the engine."""
+            """Keep what the policy's pass computed, and compare it with the engine's."""
             logps.append(logps_BC)
             if entropies_BC is not None:
                 entropies.append(entropies_BC)
-            if corrects_ratio and self.ratio.is_due(micro):
-                self.drift_guard.check_batch(micro, self.state.global_step, logps_BC)
-                self.recorder.measured(micro, logps_BC)
-                for name, value in self.ratio.complete(micro, logps_BC).items():
-                    self.log_figure(name, value)
+            if not model.training:
+                return
+            if self.ratio.is_due(micro) and self.old_logps.compares_engine(micro_step):
+                self._compare_with_engine(micro, logps_BC)
+            self.old_logps.keep(inputs, micro, logps_BC, micro_step)
 
         rank = self.accelerator.process_index
         seed = f"micro-batch/{self.args.seed}/{self._step_key.position}/{rank}"
@@ -684,11 +725,6 @@ class AdoraGRPOTrainer(TrainerParts):
             batch, policy=policy, rows=self.args.per_device_train_batch_size, pixels=pixels
         )
 
-    @property
-    def _skips_old_pass(self) -> bool:
-        """Whether the old log-probabilities equal those of the policy's own pass."""
-        return self.args.uses("skip_old_pass") and self.layout.has_one_step and not self.has_dropout
-
     # ------------------------------------------------------------------------------ 3. a checkpoint
 
     def _save_checkpoint(self, model: PreTrainedModel, trial: object) -> None:
@@ -712,7 +748,7 @@ class AdoraGRPOTrainer(TrainerParts):
                 present = self._generation
                 micro_batches = None if present is None else present.micro_batches
             unfinished = self.unfinished.save(folder, self._step_began, micro_batches, table)
-            return {**self.loss_sums.of_all_ranks(facts), **unfinished}
+            return {**LossSums.of_all_ranks(facts), **unfinished}
 
         self.checkpoints.write(self.state.global_step, save)
 
@@ -784,12 +820,30 @@ class AdoraGRPOTrainer(TrainerParts):
     def _facts(self) -> dict[str, Any]:
         """Return the present facts of the run, for a checkpoint's manifest."""
         figures = {name: list(values) for name, values in self._metrics["train"].items()}
+        sums = self._loss_sums()
         return {
             **self.run_facts,
-            **self.loss_sums.now(),
+            **({} if sums is None else sums.facts()),
             "methods": self.methods.state(),
             "metrics": figures,
         }
+
+    def _loss_sums(self) -> LossSums | None:
+        """Return Transformers' sums of losses, of this rank; None before the training begins."""
+        if not hasattr(self, "_tr_loss"):
+            return None
+        # It stays a tensor until it is written, because its value would have to wait for the device.
+        rest = self._tr_loss.detach().clone()
+        return LossSums(
+            logged=self._total_loss_scalar, since=self._globalstep_last_logged, rest=rest
+        )
+
+    def _put_loss_sums(self, sums: LossSums) -> None:
+        """Let Transformers go on from the sums of losses of a checkpoint."""
+        rank = self.accelerator.process_index
+        self._tr_loss += sums.of_rank(rank, self.accelerator.num_processes)
+        self._total_loss_scalar = sums.logged
+        self._globalstep_last_logged = sums.since
 
     @property
     def _step_began(self) -> int:
@@ -891,6 +945,16 @@ class AdoraGRPOTrainer(TrainerParts):
         """Return the largest value of all ranks. Collective."""
         values = torch.tensor([value], device=self.accelerator.device)
         return float(self.accelerator.gather(values).max())
+
+    def log_evaluation(self, figures: dict[str, float]) -> None:
+        """Log the figures of an evaluation, as an entry of its own.
+
+        TRL's `log` would add averages of the training's figures so far, so this is Transformers'.
+        """
+        # Transformers takes this entry for the log of the step, and would leave that out.
+        should_log = self.control.should_log
+        Trainer.log(self, figures)
+        self.control.should_log = should_log
 
     def log_figure(self, name: str, value: float) -> None:
         """Add a value of this step to the next log, which averages them.

@@ -297,6 +297,27 @@ def _rates(word: str) -> Any:
     return _ends(":", number(0, 1), word)
 
 
+def _check_filter_arguments(arguments: argparse.Namespace) -> None:
+    """Raise `UserError` where folders are missing, or answers come from two places or from none."""
+    for name in ("input", "output"):
+        if getattr(arguments, name) is None:
+            raise UserError(f"{name}: give --{name} DIR")
+    if (arguments.model is None) == (arguments.predictions is None):
+        raise UserError(
+            "model: give --model, to sample answers with, or --predictions, answers that are there"
+        )
+    if arguments.predictions is None:
+        return
+    for name in ("prompt", "system_prompt"):
+        # Answers that are stored were sampled with prompts of their own.
+        if getattr(arguments, name) is not OF_THE_RUN:
+            option = name.replace("_", "-")
+            raise UserError(
+                f"{name}: --{option} is for sampling, and --predictions has answers already; "
+                "leave one out"
+            )
+
+
 def _filter(arguments: argparse.Namespace) -> None:
     """Run `filter`: sample answers, or read stored ones, and write the problems that are kept.
 
@@ -310,21 +331,7 @@ def _filter(arguments: argparse.Namespace) -> None:
     if arguments.attenuation is not None:
         print("\n".join(forecast.of(arguments.attenuation).lines()))
         return
-    for name in ("input", "output"):
-        if getattr(arguments, name) is None:
-            raise UserError(f"{name}: give --{name} DIR")
-    if (arguments.model is None) == (arguments.predictions is None):
-        raise UserError(
-            "model: give --model, to sample answers with, or --predictions, answers that are there"
-        )
-    for name in ("prompt", "system_prompt"):
-        # Answers that are stored were sampled with prompts of their own.
-        if arguments.predictions is not None and getattr(arguments, name) is not OF_THE_RUN:
-            option = name.replace("_", "-")
-            raise UserError(
-                f"{name}: --{option} is for sampling, and --predictions has answers already; "
-                "leave one out"
-            )
+    _check_filter_arguments(arguments)
     filtering.check_input(arguments.input, arguments.split)
     filtering.check_output(arguments.input, arguments.output)
     predictions = arguments.predictions
@@ -568,6 +575,15 @@ def _add_convert(commands: Commands) -> None:
         action="store_true",
         help="take off what problems of other trainers say on how to answer",
     )
+    _add_split_options(command)
+    _add_hub_options(command)
+    _add_cleaning(command)
+    command.set_defaults(run=_convert)
+
+
+def _add_split_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of `convert` that say how many rows there are, and which are held out."""
+    add = command.add_argument
     add(
         "--test-share",
         type=number(0, 0.99),
@@ -585,6 +601,11 @@ def _add_convert(commands: Commands) -> None:
     add(
         "--limit", type=optional(whole(1)), metavar="N", help="only the first N rows of every split"
     )
+
+
+def _add_hub_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of `convert` that say which part of a dataset of the hub is read."""
+    add = command.add_argument
     add(
         "--revision",
         type=optional(text),
@@ -605,8 +626,6 @@ def _add_convert(commands: Commands) -> None:
         metavar="OURS=THEIRS",
         help="of a hub id: test=testmini",
     )
-    _add_cleaning(command)
-    command.set_defaults(run=_convert)
 
 
 def _split_pair(word: str) -> tuple[str, str]:

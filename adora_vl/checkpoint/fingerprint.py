@@ -64,6 +64,7 @@ _FREE_KEYS = {
     "dataloader_prefetch_factor",
     "dataloader_pin_memory",
     "adora_max_ratio",
+    "adora_recompute",  # a layer that is computed again has the same values
     "adora_weight_transfer",
     "adora_reward_timeout",
     "num_generations_eval",

@@ -3,8 +3,9 @@ sums of losses.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from accelerate.utils import gather_object
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from adora_vl.checkpoint.store import MANIFEST, facts_of
 from adora_vl.utils.errors import RunError, UserError
@@ -121,57 +122,75 @@ class MovingReference:
             )
 
 
-class Losses(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """The sums behind the figures `loss` and `train_loss`, for runs that resume.
+@dataclass(frozen=True)
+class LossSums:
+    """The sums behind the figures `loss` and `train_loss`.
 
     Transformers sets them to 0 at every start, but divides them by the steps since the first.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        self._before: dict[str, Any] | None = None
+    logged: float  # of the steps up to the last log
+    since: int  # the step of the last log
+    # of the steps since, (): of this rank; a list has those of all ranks
+    rest: Tensor | list[float]
 
-    def now(self) -> dict[str, Any]:
-        """Return the sums for the manifest, those of this rank alone until `of_all_ranks`."""
-        trainer = self.trainer
-        # the attribute exists once the training has begun
-        if not hasattr(trainer, "_tr_loss"):
-            return {}
-        since = trainer._globalstep_last_logged
-        # It stays a tensor until it is written, because its value would have to wait for the device.
-        rest = trainer._tr_loss.detach().clone()
-        return {_LOSSES: {"logged": trainer._total_loss_scalar, "since": since, "rest": rest}}
+    @classmethod
+    def of_all_ranks(cls, facts: dict[str, Any]) -> dict[str, Any]:
+        """Return a manifest's facts with the sums of all ranks in place of this rank's. Collective.
 
-    @staticmethod
-    def of_all_ranks(facts: dict[str, Any]) -> dict[str, Any]:
-        """Return `facts` with the sums of all ranks in place of this rank's. Collective."""
-        losses = facts.get(_LOSSES)
-        if losses is None:
+        The value of a rank's tensor is waited for here, where a checkpoint is written, and not at
+        the beginning of the step that the facts are of.
+        """
+        sums = facts.get(_LOSSES)
+        if sums is None:
             return facts
-        rest_by_rank = gather_object([float(losses["rest"])])
-        return {**facts, _LOSSES: {**losses, "rest": rest_by_rank}}
+        rest_by_rank = gather_object([float(sums.rest)])
+        return {
+            **facts,
+            _LOSSES: {"logged": sums.logged, "since": sums.since, "rest": rest_by_rank},
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """Return the sums as a fact for the manifest, which `of_all_ranks` completes."""
+        return {_LOSSES: self}
+
+    def of_rank(self, rank: int, ranks: int) -> float:
+        """Return the rest that a rank goes on from.
+
+        With another number of ranks than the checkpoint's each one gets the mean, whose sum over
+        the ranks is the same.
+        """
+        assert isinstance(self.rest, list)
+        if len(self.rest) == ranks:
+            return self.rest[rank]
+        return sum(self.rest) / len(self.rest)
+
+
+class RestoreLossSums(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
+    """Gives a resumed run the sums of losses of its checkpoint, once the training has begun."""
+
+    def __init__(self, put: Callable[[LossSums], None]) -> None:
+        """Build the callback. `put` writes the sums into the trainer."""
+        self._put = put
+        self._sums: LossSums | None = None
 
     def load(self, checkpoint: Path) -> None:
-        """Read the sums from a checkpoint of ours; they are restored when the training begins."""
-        self._before = None
-        if (checkpoint / MANIFEST).is_file():
-            self._before = facts_of(checkpoint).get(_LOSSES)
+        """Read the sums from a checkpoint of ours."""
+        self._sums = None
+        if not (checkpoint / MANIFEST).is_file():
+            return
+        sums = facts_of(checkpoint).get(_LOSSES)
+        if sums is not None:
+            self._sums = LossSums(**sums)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Restore the sums that `load` has read."""
-        before = self._before
-        self._before = None
-        if before is None:
-            return
-        rest = before["rest"]
-        trainer = self.trainer
-        # With another number of ranks each one gets the mean, whose sum over ranks is the same.
-        if len(rest) == trainer.accelerator.num_processes:
-            rest_of_rank = rest[trainer.accelerator.process_index]
-        else:
-            rest_of_rank = sum(rest) / len(rest)
-        trainer._tr_loss += rest_of_rank
-        trainer._total_loss_scalar = before["logged"]
-        trainer._globalstep_last_logged = before["since"]
+        """Restore the sums that `load` has read.
+
+        Transformers has just set its own to 0.
+        """
+        sums = self._sums
+        self._sums = None
+        if sums is not None:
+            self._put(sums)

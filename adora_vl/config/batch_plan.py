@@ -88,6 +88,19 @@ class BatchLayout:
         return self.gradient_accumulation_steps % self.micro_batches_per_generation == 0
 
     @property
+    def micro_batches_before_update(self) -> int:
+        """The number of micro-batches from a generation's first to the first optimizer step.
+
+        They are learned from by the weights that have sampled the generation. Where the steps and
+        the generations end at different micro-batches, only the first one is known to be.
+        """
+        if self.has_one_step:
+            return self.micro_batches_per_generation
+        if self.micro_batches_per_generation % self.gradient_accumulation_steps == 0:
+            return self.gradient_accumulation_steps
+        return 1
+
+    @property
     def global_batch(self) -> int:
         """The number of sequences in one micro-batch over all ranks."""
         return self.micro_batch_rows * self.processes

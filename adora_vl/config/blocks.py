@@ -1,7 +1,7 @@
 """The blocks of options among the keys: how a generation is filled, and the limits of tools."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -46,6 +46,12 @@ class RolloutOptions:
     )
     staleness: Annotated[int, Field(ge=1)] = key(
         4, "With a budget, answers begun so many generations ago are sampled to their end."
+    )
+    old_logps: Literal["policy", "engine"] = key(
+        "policy",
+        "Whose log-probabilities new ones are compared with: the policy's before the first update, "
+        "or the engine's, without a pass for them (verl's bypass_mode); engine needs "
+        "vllm_importance_sampling_correction: false.",
     )
 
 

@@ -30,6 +30,8 @@ StepPart = Literal[
     "spread_signal",
     "seeded_rollouts",
 ]
+# which layers of the language model are computed again in the backward pass
+Recompute = Annotated[int, Field(ge=0)] | Literal["auto", "all"]
 _ROUNDING = 1e-3  # how far the sum of shares such as 0.333 may be from 1
 _LARGEST_PROMPT = 1_000_000  # the most bytes of a file with a system prompt
 
@@ -130,7 +132,7 @@ class AdoraKeys:
     )
     adora_rollouts: RolloutOptions = key(
         RolloutOptions,
-        "How a generation is filled: refill, budget, ahead, staleness.",
+        "How a generation is filled and compared: refill, budget, ahead, staleness, old_logps.",
     )
     adora_extensions: dict[str, Any] = key(
         dict,
@@ -199,6 +201,13 @@ class AdoraKeys:
         "several servers (vllm_server_base_url: http://a:8000,http://b:8000), and CPUs, in "
         ".weights of output_dir (file), or a folder that trainer and servers see, such as one in "
         "/dev/shm; the trainer's user alone can read it.",
+    )
+    adora_recompute: Recompute = key(
+        "auto",
+        "With gradient_checkpointing: true, the layers of the language model that the backward "
+        "pass computes again. auto: for each micro-batch as few as leave a tenth of the GPU's "
+        "memory free, by the dry run's formulas; all; or a number: so many, the first ones. It "
+        "changes no value.",
     )
     adora_freeze: list[Literal["vision_tower", "projector", "language_model"]] = key(
         list,

@@ -161,6 +161,15 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
             return int(self.max_completion_length) - 2
         return limit
 
+    @property
+    def learns_by_engine(self) -> bool:
+        """Whether the loss weighs each token by its log-probability in the engine.
+
+        It does by the ratio to the engine, or where the old log-probabilities are the engine's.
+        """
+        takes_engine_logps = self.adora_rollouts.old_logps == "engine"
+        return bool(self.vllm_importance_sampling_correction) or takes_engine_logps
+
 
 def missing_gpu(*, use_cpu: bool, bf16: bool | None, fp16: bool) -> str | None:
     """Return the key that needs a GPU where there is none: `bf16` or `fp16`; else None."""

@@ -189,7 +189,7 @@ GROUPS = (
         lambda settings: settings.config.loss_type == "vespo",
     ),
     UnusedKeys(
-        ("gradient_checkpointing_kwargs",),
+        ("adora_recompute", "gradient_checkpointing_kwargs"),
         "with gradient_checkpointing: false",
         lambda settings: settings.config.gradient_checkpointing,
     ),

@@ -30,7 +30,7 @@ from adora_vl.conversion.pictures import (
     other_spelling,
     picture_bytes,
 )
-from adora_vl.conversion.placeholders import place_images
+from adora_vl.conversion.placeholders import Placed, place_images
 from adora_vl.conversion.problem import RawProblem, RowError, check_gold, several_faults, storable
 from adora_vl.conversion.stated import is_sentence
 from adora_vl.utils.cli import shown
@@ -122,14 +122,7 @@ def read_record(
     if context.format_note:
         notes["format"] = context.format_note
     has_none = not pictures.images
-    placed = place_images(question.problem, len(pictures.images))
-    if isinstance(placed, str):
-        wrong, _, remedy = placed.partition("; ")
-        if has_none and not columns.images:
-            remedy = "name the column with the pictures, images=COLUMN, or take the mark out"
-        raise refuse(
-            "placeholder", f"the problem {shown(question.problem)} {wrong}", f"{remedy}, in"
-        )
+    placed = _placed_images(question.problem, len(pictures.images), columns, refuse)
     if placed.parts:
         notes["parts"] = row_id
     if has_none and columns.images:
@@ -149,6 +142,20 @@ def read_record(
         extras=extras,
         notes=notes,
     )
+
+
+def _placed_images(problem: str, count: int, columns: Columns, refuse: Refuse) -> Placed:
+    """Return the text of a problem with a mark for each of its `count` images.
+
+    Raises `RowError` where its own marks are not as many.
+    """
+    placed = place_images(problem, count)
+    if isinstance(placed, str):
+        wrong, _, remedy = placed.partition("; ")
+        if count == 0 and not columns.images:
+            remedy = "name the column with the pictures, images=COLUMN, or take the mark out"
+        raise refuse("placeholder", f"the problem {shown(problem)} {wrong}", f"{remedy}, in")
+    return placed
 
 
 @dataclass(frozen=True)

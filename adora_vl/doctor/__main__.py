@@ -201,7 +201,7 @@ def engine_checks(run: ResolvedRun) -> list[Check]:
                 "own message"
             )
             return [failed("model and engine start", line, remedy)]
-        examination = ExamineBeforeStepOne(trainer, ROWS)
+        examination = ExamineBeforeStepOne(trainer.engine_pair, trainer.models_by_role, ROWS)
         # before what would check or evaluate by itself
         trainer.callback_handler.callbacks.insert(0, examination)
         try:

@@ -2,17 +2,17 @@
 after sleep.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from adora_vl.models.families import LANGUAGE_MODEL, component_of, seeing_families
-from adora_vl.models.precision import REMEDY, wrong_in
+from adora_vl.models.precision import REMEDY, ModelsByRole, wrong_in
 from adora_vl.rollout import agreement
 from adora_vl.rollout.agreement import (
     COLD,
@@ -21,8 +21,8 @@ from adora_vl.rollout.agreement import (
     POSITIONS,
     PROMPTS,
     EngineProbe,
-    HasEngine,
 )
+from adora_vl.rollout.engine_pair import EnginePair, Prompts, Rollouts
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.utils.checks import Check, Status, failed, passed, skipped
 
@@ -133,7 +133,7 @@ def changed(parameter: Any, seed: int = 0) -> Iterator[Callable[[float], None]]:
             put(original)
 
 
-def check_features(prompts: agreement.Prompts, image_token_id: int | None, merge: int) -> Check:
+def check_features(prompts: Prompts, image_token_id: int | None, merge: int) -> Check:
     """Check that each prompt has as many image tokens as its images have features."""
     if image_token_id is None or prompts.images is None:
         return skipped(FEATURES, "no images")
@@ -153,23 +153,24 @@ def check_features(prompts: agreement.Prompts, image_token_id: int | None, merge
     )
 
 
-def check_buffers(trainer: HasEngine) -> Check:
+def check_buffers(models: Mapping[str, nn.Module | None]) -> Check:
     """Check rotary frequencies and whatever else is computed from the config.
 
     Those of the policy and of the reference model are looked at.
     """
-    faults = wrong_in(trainer)
+    faults = wrong_in(models)
     if faults:
         return failed(BUFFERS, "; ".join(faults), REMEDY)
     return passed(BUFFERS, "rotary frequencies in float32")
 
 
-def check_runner(trainer: HasEngine) -> Check:
+def check_runner(pair: EnginePair) -> Check:
     """Note which of its two model runners vLLM has chosen.
 
     They compute the same in different code.
     """
-    version = trainer.vllm_generation.model_runner
+    assert pair.engine is not None
+    version = pair.engine.model_runner
     alternative = ", VLLM_USE_V2_MODEL_RUNNER=0 chooses V1" if version == "V2" else ""
     return passed(RUNNER, f"{version}{alternative}")
 
@@ -178,13 +179,15 @@ def check_runner(trainer: HasEngine) -> Check:
 class Examination(EngineProbe):
     """The probe, and what changes weights or sampling for a while; on all ranks together."""
 
+    models: ModelsByRole = field(kw_only=True)
+
     def after_change(self, *, vision: bool) -> Check:
         """Check that the engine follows a weight that is changed and synced.
 
         The weight is put back, and synced.
         """
         name, remedy = (VISION, CACHES) if vision else (LANGUAGE, SYNC)
-        chosen = choose_parameter(self.trainer.model, vision=vision)
+        chosen = choose_parameter(self.pair.policy(), vision=vision)
         if chosen is None:
             why = (
                 "there are none"
@@ -194,10 +197,11 @@ class Examination(EngineProbe):
             return skipped(name, f"{why}: it cannot change")
         if vision and self.prompts.images is None:
             return skipped(name, "the prompts have no images")
-        generation = self.trainer.vllm_generation
+        engine = self.pair.engine
+        assert engine is not None
         try:
             moving, parameter = chosen
-            with changed(parameter, self.trainer.args.seed) as change:
+            with changed(parameter, self.pair.config.seed) as change:
                 # the same prompts as before, so that whatever is left of them in a cache would be
                 # used
                 rollouts = self.sampled(name)
@@ -206,25 +210,25 @@ class Examination(EngineProbe):
                     return skipped(
                         name, f"a change of {moving} moves these answers by {moved:.2g} nats only"
                     )
-                generation.sync_weights()
+                engine.sync_weights()
                 drift, _, _ = self.drift(name)
         finally:
-            generation.sync_weights()
+            engine.sync_weights()
         return agreement.judge(
             name, drift, self.bound, remedy, f"; the change moved the policy by {moved:.2g}"
         )
 
-    def _move(self, change: Callable[[float], None], rollouts: agreement.Rollouts) -> float:
+    def _move(self, change: Callable[[float], None], rollouts: Rollouts) -> float:
         """Change the weight until the policy moves by far more than the bound.
 
         Returns by how many nats per token.
         """
-        before_BC = agreement.score(self.trainer, rollouts)
+        before_BC = self.pair.score(rollouts)
         moved = 0.0
         for scale in SCALES:
             change(scale)
-            now_BC = agreement.score(self.trainer, rollouts)
-            moved = agreement.difference(self.trainer, now_BC, before_BC, rollouts.mask_BC).mean
+            now_BC = self.pair.score(rollouts)
+            moved = self.pair.difference(now_BC, before_BC, rollouts.mask_BC).mean
             if moved > max(3 * self.bound, LEAST_MOVE):
                 break
         return moved
@@ -235,11 +239,12 @@ class Examination(EngineProbe):
         TRL puts it to sleep after each generation, which discards its weights; the next generation
         wakes it.
         """
-        generation = self.trainer.vllm_generation
-        if not generation.enable_sleep_mode:
+        engine = self.pair.engine
+        assert engine is not None
+        if not engine.enable_sleep_mode:
             return skipped(SLEEP, "vllm_enable_sleep_mode: false, the engine never sleeps")
-        if not generation._llm_weights_sleeping:
-            generation.put_to_sleep()
+        if not engine._llm_weights_sleeping:
+            engine.put_to_sleep()
         drift, _, _ = self.drift("sleep")
         return agreement.judge(SLEEP, drift, self.bound, WAKING)
 
@@ -248,53 +253,55 @@ class Examination(EngineProbe):
 
         It samples greedily among the banned tokens and the one that the policy finds least likely.
         """
-        banned = never_sampled_ids(self.trainer._tokenizer)
+        banned = never_sampled_ids(self.pair.tokenizer)
         if not banned:
             return skipped(BANNED, "this tokenizer has none of them")
         only = [*banned, self._least_likely(banned)]
         rollouts = self.sampled("banned", tokens=1, temperature=0.0, allowed_token_ids=only)
         chosen = {token for row in rollouts.completion_ids for token in row}
         caught = sorted(chosen & set(banned))
-        names = self.trainer._tokenizer.convert_ids_to_tokens(caught or banned)
+        names = self.pair.tokenizer.convert_ids_to_tokens(caught or banned)
         if caught:
             return failed(BANNED, f"sampled: {', '.join(names)}", BANS)
         return passed(BANNED, ", ".join(names))
 
     def _least_likely(self, banned: Sequence[int]) -> int:
         """Return the allowed token of the lowest logit after the first prompt."""
-        trainer = self.trainer
-        first = trainer.builder.collated(
+        pair = self.pair
+        policy = pair.policy()
+        first = pair.collate(
             agreement.head(self.prompts, 1), completions=[[]], logps=None, counted=[True]
         )
-        fields = {name: first[name] for name in self.prompts.fields if name in first}
+        columns: dict[str, Any] = {**first}
+        fields = {name: columns[name] for name in self.prompts.fields if name in columns}
         fields |= {"input_ids": first["prompt_ids"], "attention_mask": first["prompt_mask"]}
-        with torch.no_grad(), trainer.accelerator.autocast():
-            output = trainer.model(**fields, logits_to_keep=1)
+        with torch.no_grad(), pair.accelerator.autocast():
+            output = policy(**fields, logits_to_keep=1)
         logits = output.logits[0, -1].float()
         logits[list(banned)] = torch.inf
-        logits[len(trainer._tokenizer) :] = torch.inf  # rows of the embedding that no token has
+        logits[len(pair.tokenizer) :] = torch.inf  # rows of the embedding that no token has
         return int(logits.argmin())
 
 
 def examine(examination: Examination, merge: int) -> list[Check]:
     """Run every check in order, and return their results.
 
+    `merge`: patches of an image token along a side.
+
     A check that raises fails, and the rest is skipped, since the engine may be broken. Without a
     colocated engine only those of the trainer are made.
     """
-    trainer = examination.trainer
+    pair = examination.pair
     unseen = ""
-    image_token = getattr(trainer.processing_class, "image_token_id", None)
-    if not trainer.use_vllm or trainer.vllm_mode != "colocate":
-        unseen = (
-            "vllm_mode: server is not examined"
-            if trainer.use_vllm
-            else "use_vllm: false, the policy samples itself"
-        )
+    image_token = getattr(pair.processor, "image_token_id", None)
+    if pair.engine is None:
+        unseen = "use_vllm: false, the policy samples itself"
+    elif pair.config.vllm_mode != "colocate":
+        unseen = "vllm_mode: server is not examined"
     steps: list[tuple[tuple[str, ...], str, Callable[[], list[Check]]]] = [
         ((FEATURES,), PIXELS, lambda: [check_features(examination.prompts, image_token, merge)]),
-        ((BUFFERS,), REMEDY, lambda: [check_buffers(trainer)]),
-        ((RUNNER,), VERSIONS, lambda: [check_runner(trainer)]),
+        ((BUFFERS,), REMEDY, lambda: [check_buffers(examination.models())]),
+        ((RUNNER,), VERSIONS, lambda: [check_runner(pair)]),
         ((PROMPTS, COLD), PIXELS, examination.cold),
         ((DISTANT,), POSITIONS, lambda: [examination.distant()]),
         ((LANGUAGE,), SYNC, lambda: [examination.after_change(vision=False)]),
@@ -339,9 +346,10 @@ class Examined(Exception):  # noqa: N818  # no error: it ends a training that wa
 class ExamineBeforeStepOne(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
     """Examines, keeps the lines in `checks`, and leaves `trainer.train()` by raising `Examined`."""
 
-    def __init__(self, trainer: HasEngine, rows: int) -> None:
+    def __init__(self, pair: EnginePair, models: ModelsByRole, rows: int) -> None:
         """Create the callback; the checks run when the training begins."""
-        self.trainer = trainer
+        self.pair = pair
+        self.models = models
         self.rows = rows
         self.checks: list[Check] = []
 
@@ -349,8 +357,8 @@ class ExamineBeforeStepOne(TrainerCallback):  # type: ignore[misc]  # transforme
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Run all examinations, and leave the training."""
-        trainer = self.trainer
-        prompts = agreement.read_prompts(trainer, agreement.first_rows(trainer, self.rows))
-        merge = getattr(getattr(trainer.processing_class, "image_processor", None), "merge_size", 1)
-        self.checks = examine(Examination(trainer, prompts), merge)
+        pair = self.pair
+        prompts = pair.read(pair.first_rows(self.rows))
+        merge = getattr(getattr(pair.processor, "image_processor", None), "merge_size", 1)
+        self.checks = examine(Examination(pair, prompts, models=self.models), merge)
         raise Examined

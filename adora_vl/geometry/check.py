@@ -24,7 +24,6 @@ from adora_vl.geometry.claims import (
     without_means,
 )
 from adora_vl.geometry.figure import Figure, figure_from
-from adora_vl.geometry.primitives import read
 from adora_vl.geometry.quantities import (
     Angle,
     Combined,
@@ -41,6 +40,7 @@ from adora_vl.geometry.quantities import (
     constant_of,
     plus,
 )
+from adora_vl.geometry.reading import read
 from adora_vl.geometry.sides import number_of_quantity
 from adora_vl.geometry.solve import FigureProblem
 from adora_vl.geometry.system import System, Vector

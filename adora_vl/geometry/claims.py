@@ -14,7 +14,7 @@ from itertools import chain, pairwise, product
 from typing import Literal
 
 from adora_vl.geometry.forms import Form, Term
-from adora_vl.geometry.primitives import Reading, read, relations_of
+from adora_vl.geometry.primitives import relations_of
 from adora_vl.geometry.quantities import (
     Angle,
     Between,
@@ -35,6 +35,7 @@ from adora_vl.geometry.quantities import (
     points_in,
     times,
 )
+from adora_vl.geometry.reading import Reading, read
 from adora_vl.geometry.shapes import Circle, UnreadError, sides_of
 from adora_vl.geometry.sides import (
     EquationSide,

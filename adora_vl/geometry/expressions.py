@@ -23,6 +23,15 @@ MAX_CHARACTERS = 400
 _SIGN = re.compile(
     r"\s*(\\frac|\\sqrt|\\pi|π|\\cdot|\\times|×|\d+(?:,\d{3})+(?:\.\d+)?|\d+\.\d+|\.\d+|\d+|[a-z]|[-+*/^(){}\[\]])"
 )
+# A unit behind a number, also squared. A metre is told from the letter m by the space before it and
+# the end behind it.
+UNIT = (
+    r"(?<=[\d)}])\s*(?:(?:square|sq\.?)\s*)?"
+    r"(?:\\(?:text|mathrm|rm)\s*\{?\s*)?"
+    r"(?:(?:[cmk]m|in(?:ch(?:es)?)?(?!\s+[a-z]{3})|f(?:ee|oo)?t|yd|yards?|mi(?:les?)?|units?"
+    r"|(?:centi|milli|kilo)?met(?:er|re)s?)\b|(?<=\s)m(?=\s*$|\s*\^|²))"
+    r"(?:\s*\})?(?:\s*\^\s*\{?2\}?|²)?"
+)
 # What says nothing about a value: LaTeX's spacing and dollar signs, and the word or sign for
 # degrees.
 _NOISE = re.compile(
@@ -66,7 +75,8 @@ def parsed(text: str) -> Expression:
     """Read a value. Raises `ExpressionError` where it is none."""
     if len(text) > MAX_CHARACTERS:
         raise ExpressionError(f"a value has {len(text)} characters, over {MAX_CHARACTERS}")
-    plain = _NOISE.sub("", text.replace("√", "\\sqrt ")).strip()
+    plain = re.sub(UNIT, "", text.replace("√", "\\sqrt ").strip())
+    plain = _NOISE.sub("", plain).strip()
     plain = re.sub(r"(?<![a-z\\])pi(?![a-z])", r"\\pi", plain)
     plain = re.sub(r"(?<![a-z\\])(sqrt|frac)", r"\\\1", plain)
     return _Reader(plain).whole()

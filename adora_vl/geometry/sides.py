@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from adora_vl.geometry.expressions import MAX_EXPONENT, MAX_NESTING, MAX_NUMBER
 from adora_vl.geometry.forms import Term
-from adora_vl.geometry.primitives import Reading
 from adora_vl.geometry.quantities import (
     Angle,
     Area,
@@ -36,6 +35,7 @@ from adora_vl.geometry.quantities import (
     times,
 )
 from adora_vl.geometry.quantities import power as power_of
+from adora_vl.geometry.reading import Reading
 from adora_vl.geometry.shapes import UnreadError
 from adora_vl.geometry.signs import Sign
 

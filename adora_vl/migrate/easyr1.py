@@ -14,6 +14,7 @@ from adora_vl.migrate.ray import (
     convert_lora,
     convert_loss,
     convert_model,
+    convert_reward_function,
     convert_steps,
 )
 
@@ -30,6 +31,7 @@ _NAMES: Names = {
     "epsilon_high": (f"{_ACTOR}clip_ratio_high", 0.3),
     "delta": (f"{_ACTOR}clip_ratio_dual", 3.0),
     "LOSS": (f"{_ACTOR}loss_avg_mode", "token"),
+    "POLICY_LOSS": (f"{_ACTOR}loss_type", "default"),
     "KL": ("algorithm.use_kl_loss", False),
     "KL_COEF": ("algorithm.kl_coef", 1e-3),
     "KL_KIND": ("algorithm.kl_penalty", "kl"),
@@ -49,6 +51,7 @@ _NAMES: Names = {
     "vllm_gpu_memory_utilization": (f"{_ROLLOUT}gpu_memory_utilization", 0.6),
     "vllm_tensor_parallel_size": (f"{_ROLLOUT}tensor_parallel_size", 2),
     "adora_vllm_enforce_eager": (f"{_ROLLOUT}enforce_eager", None),
+    "adora_vllm_max_num_batched_tokens": (f"{_ROLLOUT}max_num_batched_tokens", None),
     "EVALUATE": ("trainer.val_freq", -1),
     "EPOCHS": ("trainer.total_epochs", 15),
     "min_pixels": ("data.min_pixels", 262144),
@@ -70,7 +73,6 @@ _DEFAULTS = {
     "algorithm.filter_low": 0.01,
     "algorithm.filter_high": 0.99,
     f"{_ACTOR}strategy": "fsdp",
-    f"{_ACTOR}loss_type": "default",
     f"{_ACTOR}micro_batch_size_per_device_for_experience": 16,
     f"{_ACTOR}padding_free": True,
     f"{_ACTOR}dynamic_batching": True,
@@ -95,7 +97,6 @@ _DEFAULTS = {
     f"{_ROLLOUT}seed": 1,
     f"{_ROLLOUT}enable_chunked_prefill": False,
     f"{_ROLLOUT}disable_tqdm": False,
-    f"{_ROLLOUT}max_num_batched_tokens": 8192,
     "worker.reward.num_cpus": 1,
     "trainer.max_try_make_batch": 20,
     "trainer.val_only": False,
@@ -179,6 +180,4 @@ def _convert_reward(move: Migration) -> None:
         )
         return
     reward = f"{move.path_of(file)}:{function or 'main'}"
-    move.put("adora_reward", [reward], name, note="called in its own form")
-    if move.source.find(file) is None:
-        move.remark(f"reward: {file} is not here; copy it, or name it with --reward")
+    convert_reward_function(move, name, reward, options_name=f"{name}_kwargs")

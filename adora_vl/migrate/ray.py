@@ -13,6 +13,9 @@ from adora_vl.migrate.migration import Migration, Names, words_in
 from adora_vl.utils.errors import UserError
 
 _LOSSES = {"token": "dapo", "token-mean": "dapo", "seq": "grpo", "seq-mean-token-mean": "grpo"}
+# Their names of the loss that TRL has by default, and of those whose ratio is a whole answer's.
+_CLIPPED_LOSSES = ("default", "vanilla")
+_SEQUENCE_LOSSES = ("gspo", "gspo_token")
 _TRACKERS = ("wandb", "tensorboard", "swanlab", "mlflow", "trackio")
 _ESTIMATOR = "algorithm.adv_estimator"
 
@@ -129,9 +132,59 @@ def convert_loss(move: Migration, names: Names) -> None:
         move.put("loss_type", "dapo", note="a mean over tokens")
         move.unmatched[mode] = f"{averaging} is no loss_type; dapo is a mean over tokens"
         move.remark(f"loss: {mode}: {averaging} became dapo, a mean over tokens")
+    _convert_policy_loss(move, names)
     if not move.get("algorithm.norm_adv_by_std_in_grpo", True):
         move.put("scale_rewards", "none", "algorithm.norm_adv_by_std_in_grpo")
     _convert_kl(move, names)
+
+
+def _convert_policy_loss(move: Migration, names: Names) -> None:
+    """Convert what the loss makes of the ratio of new to old policy.
+
+    Their losses are named apart from how they are averaged, and TRL's `loss_type` says both. One
+    that TRL lacks becomes the clipped loss, and a remark says so.
+    """
+    name, default = names["POLICY_LOSS"]
+    loss = str(move.get(name, default))
+    if loss in _CLIPPED_LOSSES:
+        return
+    if loss in _SEQUENCE_LOSSES:
+        move.put("importance_sampling_level", "sequence", name)
+        move.put("loss_type", "grpo", name, note="GSPO, a mean over answers")
+    elif loss == "cispo":
+        bound_name, high = names["epsilon_high"]
+        cap = 1 + move.get(bound_name, high)
+        # TRL's key is the cap of the ratio itself, and its loss has no lower and no second bound
+        move.put("epsilon_high", cap, bound_name, note="1 + theirs: TRL caps the ratio itself")
+        move.put("loss_type", "cispo", name)
+        move.keys.pop("delta", None)
+        move.remark(f"loss: {name}: cispo is TRL's, which bounds the ratio from above alone")
+    elif loss == "sapo":
+        move.put("loss_type", "sapo", name)
+        move.keys.pop("delta", None)
+    else:
+        current_loss, _ = move.keys["loss_type"]
+        move.unmatched[name] = f"{loss} is no loss_type; docs/methods.md has all"
+        move.remark(f"loss: {name}: {loss} became {current_loss} with its clipped ratio")
+
+
+def convert_reward_function(move: Migration, name: str, reward: str, options_name: str) -> None:
+    """Name a reward function of theirs, which is called in its own form, with its arguments.
+
+    `reward`: FILE.py:FUNCTION. `options_name`: their name of the mapping of arguments, whose
+    values have dotted names.
+    """
+    prefix = f"{options_name}."
+    options: dict[str, object] = {}
+    for key in move.values:
+        if key.startswith(prefix):
+            option = key.removeprefix(prefix)
+            options[option] = move.get(key)
+    entry = {reward: options} if options else reward
+    move.put("adora_reward", [entry], name, note="called in its own form")
+    file, _, _ = reward.rpartition(":")
+    if move.source.find(file) is None:
+        move.remark(f"reward: {file} is not here; copy it, or name it with --reward")
 
 
 def _convert_kl(move: Migration, names: Names) -> None:

@@ -15,8 +15,9 @@ from pathlib import Path
 from adora_vl.utils.errors import UserError
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
-# `$NAME`, `${NAME}`, `${NAME:-default}`, `${1:-default}`
-_VARIABLE = re.compile(r"\$(?:(?P<plain>[A-Za-z_]\w*)|\{(?P<name>\w+)(?::?-(?P<default>[^}]*))?\})")
+# `$NAME`, `${NAME}`, `${NAME:-default}`, `${1:-default}`; a default may have a variable in braces
+_DEFAULT = r"(?::?-(?P<default>(?:[^{}]|\{[^{}]*\})*))?"
+_VARIABLE = re.compile(r"\$(?:(?P<plain>[A-Za-z_]\w*)|\{(?P<name>\w+)" + _DEFAULT + r"\})")
 # Words behind which another command begins, or the output of this one is sent somewhere.
 _END_OF_COMMAND = re.compile(r"^(\||\|\||&|&&|;|\d?>.*|<.*)$")
 # `NAME=(` begins an array, whose words may stand in many lines, and `${NAME[@]}` is all of them.
@@ -120,6 +121,6 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
         name = match["plain"] or match["name"]
         if name in variables:
             return variables[name]
-        return match[0] if match["default"] is None else match["default"]
+        return match[0] if match["default"] is None else expand(match["default"], variables)
 
     return _VARIABLE.sub(value_of, text)

@@ -23,12 +23,14 @@ class Source:
     """The values of another trainer's config, by its names.
 
     `folder`: of the file, from which its paths are looked for. `environment`: the variables that
-    a script sets. `remarks`: what a person has to know of the reading.
+    a script sets. `launcher`: the words before the keys, such as `accelerate launch
+    --num_processes 8 train.py`. `remarks`: what a person has to know of the reading.
     """
 
     values: dict[str, Any]
     folder: Path = Path()
     environment: Mapping[str, str] = field(default_factory=dict)
+    launcher: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
     def find(self, name: str) -> Path | None:
@@ -59,9 +61,16 @@ def read_source(config: Path | None, words: Sequence[str], *, nested: bool) -> S
     elif config is not None:
         _lay_file(source, config, nested=nested)
     keys = _keys_of_command(list(words))
+    number_before = len(words) - len(keys)
+    if number_before:
+        source.launcher = list(words[:number_before])
     # `MAX_PIXELS=1003520 swift rlhf ...` sets a variable for the command behind it
-    variables = [word.partition("=") for word in words[: len(words) - len(keys)] if "=" in word]
-    source.environment = {**source.environment, **{name: value for name, _, value in variables}}
+    variables: dict[str, str] = {}
+    for word in words[:number_before]:
+        name, sign, value = word.partition("=")
+        if sign:
+            variables[name] = value
+    source.environment = {**source.environment, **variables}
     _lay_words(source, keys, nested=nested)
     return source
 
@@ -85,7 +94,8 @@ def _read_shell(source: Source, config: Path, *, nested: bool) -> None:
         raise UserError(f"CONFIG: {str(config)!r} cannot be read ({error}); name a file") from error
     script = read_script(text, config.name)
     source.environment = script.variables
-    commands = [_keys_of_command(command) for command in script.commands]
+    whole_commands = _with_lost_lines(source, script.commands, config.name)
+    commands = [_keys_of_command(command) for command in whole_commands]
     counts = [len(list(filter(_is_key, command))) for command in commands]
     longest = max(counts, default=0)
     if not longest:
@@ -97,7 +107,31 @@ def _read_shell(source: Source, config: Path, *, nested: bool) -> None:
         source.remarks.append(
             f"{config.name} has several commands with keys; the longest one was read"
         )
-    _lay_words(source, commands[counts.index(longest)], nested=nested)
+    chosen = counts.index(longest)
+    keys = commands[chosen]
+    command = whole_commands[chosen]
+    number_before = len(command) - len(keys)
+    source.launcher = command[:number_before]
+    _lay_words(source, keys, nested=nested)
+
+
+def _with_lost_lines(source: Source, commands: list[list[str]], name: str) -> list[list[str]]:
+    """Join a command that begins with a key to the one before it.
+
+    The line above it has lost its backslash. A shell would start the training without these keys,
+    which cannot be what the script's author wants. `name`: the file, for the remark.
+    """
+    joined: list[list[str]] = []
+    for command in commands:
+        if joined and _is_key(command[0]):
+            joined[-1] = [*joined[-1], *command]
+            source.remarks.append(
+                f"{name}: the line before {command[0]:.60} has no backslash at its end; the keys "
+                "behind it were read too, which a shell would not pass on"
+            )
+        else:
+            joined.append(command)
+    return joined
 
 
 def _is_key(word: str) -> bool:
@@ -198,6 +232,28 @@ def _value_of(texts: list[str]) -> Any:
     if len(texts) == 1:
         return yaml_value(texts[0])
     try:
-        return split_list([text.removesuffix(",") for text in texts])
+        return [_number_in(text) for text in split_list([text.removesuffix(",") for text in texts])]
     except ValueError as error:
         raise UserError(f"command line: {' '.join(texts)!r:.60} {error}") from error
+
+
+def options_of(words: Sequence[str]) -> dict[str, str]:
+    """The options of a launcher, `--key value` or `--key=value`, without what is none."""
+    options: dict[str, str] = {}
+    option = ""
+    for word in words:
+        if word.startswith("--"):
+            name, _, value = word[2:].partition("=")
+            option = name.replace("-", "_")
+            options[option] = value
+        elif option:
+            options[option] = options[option] or word
+            option = ""
+    return options
+
+
+def _number_in(text: object) -> Any:
+    """A number that a text is, such as a weight in `--reward_weights 1.0 0.1`, or the text."""
+    value = yaml_value(text) if isinstance(text, str) else text
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number else text

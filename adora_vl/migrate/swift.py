@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from adora_vl.migrate.migration import LaunchPlan, Migration, words_in
-from adora_vl.migrate.trl import name_data, take_equal_keys, warn_of_server
+from adora_vl.migrate.trl import name_data, sharding_of, take_equal_keys, warn_of_server
 from adora_vl.utils.errors import UserError
 
 # Keys of ms-swift that TRL has under another name.
@@ -66,6 +66,8 @@ _COLUMNS = {
     "answer": "solution|response|messages|conversations",
     "images": "images|image",
 }
+_HUBS = ("hf::", "ms::")
+_SPLITS = ("train", "test", "validation", "val")
 _PARTS = {
     "freeze_vit": ("vision_tower", True),
     "freeze_aligner": ("projector", True),
@@ -90,30 +92,29 @@ def convert_swift(move: Migration) -> LaunchPlan:
     _convert_loss(move)
     _convert_data(move)
     _convert_engine(move)
+    # ours is a file of accelerate, which the launch plan names
+    deepspeed = str(move.get("deepspeed", ""))
     take_equal_keys(move)
     warn_of_server(move)
-    evaluates = move.keys.pop("eval_strategy", None)
-    if evaluates is not None:
-        every, _ = move.keys.pop("eval_steps", (move.get("save_steps", 500), ""))
-        move.remark(
-            "evaluation without data: prepare problems by `python -m data_prep convert`, then "
-            f"adora_eval: [problems=FOLDER], eval_strategy: steps, eval_steps: {every}"
-        )
+    _convert_evaluation(move)
     processes = move.source.environment.get("NPROC_PER_NODE", "1")
     return LaunchPlan(
         processes=int(processes) if processes.isdecimal() else 1,
-        accelerate=_sharding(str(move.get("deepspeed", ""))),
+        accelerate=sharding_of(deepspeed) or ("zero2" if deepspeed else ""),
     )
 
 
-def _sharding(deepspeed: str) -> str:
-    """The file of `configs/accelerate` for the name of a DeepSpeed config of ms-swift."""
-    if not deepspeed:
-        return ""
-    for stage in ("zero3_offload", "zero3"):
-        if stage in deepspeed:
-            return stage
-    return "zero2"
+def _convert_evaluation(move: Migration) -> None:
+    """Say how to evaluate during training, for which ours needs a prepared folder."""
+    every, _ = move.keys.pop("eval_steps", (move.get("save_steps", 500), ""))
+    strategy = move.keys.pop("eval_strategy", None)
+    listed = " ".join(words_in(move.get("val_dataset") or []))
+    if strategy is None and not listed:
+        return
+    move.remark(
+        f"evaluation without data: prepare {listed or 'problems'} by `python -m data_prep "
+        f"convert`, then adora_eval: [problems=FOLDER], eval_strategy: steps, eval_steps: {every}"
+    )
 
 
 def _convert_tuner(move: Migration) -> None:
@@ -161,11 +162,25 @@ def _convert_loss(move: Migration) -> None:
 def _convert_data(move: Migration) -> None:
     """Convert data, prompt, rewards and the sizes of images."""
     listed = words_in(move.get("dataset") or [])
+    # `hf::owner/name:train#500` is a hub, an id, a split or subset, and a number of rows
     names, counts = move.split_off(listed, "#")
+    names = [_without_hub(name) for name in names]
+    names, parts = move.split_off(names, ":")
+    splits: list[str] = []
+    subsets: list[str] = []
+    for part in parts:
+        if part in _SPLITS:
+            splits.append(part)
+        else:
+            subsets.append(part)
     move.source.values = {**move.source.values, "dataset": names}
     name_data(move, "dataset", _COLUMNS)
     if counts:
         move.remark(f"data: dataset: only {', '.join(counts)} rows were asked for; all are read")
+    if splits:
+        move.put("dataset_train_split", splits[0], "dataset")
+    if subsets:
+        move.remark(f"data: dataset: the subset {', '.join(subsets)} is not asked for; name a file")
     hub_names = [name for name in names if move.source.find(name) is None]
     if hub_names:
         move.remark(
@@ -173,6 +188,9 @@ def _convert_data(move: Migration) -> None:
             "Hugging Face hub, where the name may be another one"
         )
     move.take_path("adora_system_prompt", "system")
+    system = str(move.get("system") or "")
+    if len(system.split()) == 1 and move.source.find(system) is None:
+        move.remark(f"prompt: system: {system} is not here; copy it, or write its text")
     if "adora_system_prompt" not in move.keys:
         move.put("adora_system_prompt", None, "system")
     move.put("adora_prompt", None, note="the problem of the row alone")
@@ -181,6 +199,14 @@ def _convert_data(move: Migration) -> None:
         pixels = move.source.environment.get(key.upper(), "")
         if pixels.isdecimal():
             move.put(key, int(pixels), note=f"{key.upper()} of the script")
+
+
+def _without_hub(name: str) -> str:
+    """The id of a data set without the hub that ms-swift reads it from."""
+    for hub in _HUBS:
+        if name.lower().startswith(hub):
+            return name[len(hub) :]
+    return name
 
 
 def _convert_rewards(move: Migration) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 
 from adora_vl.config.trl_keys import read_keys
 from adora_vl.migrate.migration import LaunchPlan, Migration, words_in
+from adora_vl.migrate.source import options_of
+from adora_vl.utils.cli import read_mapping
 
 # What TRL's own reward functions are called here.
 _REWARDS = {
@@ -23,6 +25,8 @@ _DEFAULTS = {
     "ignore_bias_buffers": False,
     "log_completions": False,
 }
+_PROCESSES = 8
+_PROCESS_OPTIONS = ("num_processes", "nproc_per_node")
 _COLUMNS = {
     "problem": "prompt|problem|question",
     "answer": "solution|answer",
@@ -51,7 +55,42 @@ def convert_trl(move: Migration) -> LaunchPlan:
         move.put("vllm_max_model_length", length, "max_prompt_length", "max_completion_length")
     take_equal_keys(move)
     warn_of_server(move)
-    return LaunchPlan()
+    return _launch_of(move)
+
+
+def _launch_of(move: Migration) -> LaunchPlan:
+    """How `accelerate launch` or `torchrun` starts the run.
+
+    The command says how many processes, or its file for accelerate does. TRL's own files that
+    shard start eight.
+    """
+    options = options_of(move.source.launcher)
+    file = str(options.get("config_file", ""))
+    sharding = sharding_of(file)
+    path = move.source.find(file)
+    # the file is seldom beside the script that is moved, and one that shards says 8 in TRL
+    usual = _PROCESSES if sharding else 1
+    if path is not None and path.is_file():
+        usual = read_mapping("CONFIG", path).get("num_processes", usual)
+    texts = [options[name] for name in _PROCESS_OPTIONS if name in options]
+    processes = str(texts[0] if texts else usual)
+    return LaunchPlan(
+        processes=int(processes) if processes.isdecimal() else 1,
+        accelerate=sharding,
+    )
+
+
+def sharding_of(name: str) -> str:
+    """The file of `configs/accelerate` for the name of a config of accelerate or DeepSpeed.
+
+    Empty where the name says nothing of how the model is divided.
+    """
+    for stage in ("zero3_offload", "zero3", "zero2"):
+        if stage in name:
+            return stage
+    if "fsdp" in name:
+        return "zero3"
+    return "zero2" if "zero1" in name else ""
 
 
 def take_equal_keys(move: Migration) -> None:

@@ -12,6 +12,7 @@ from adora_vl.migrate.ray import (
     convert_lora,
     convert_loss,
     convert_model,
+    convert_reward_function,
     convert_steps,
 )
 
@@ -29,6 +30,7 @@ _NAMES: Names = {
     "epsilon_high": (f"{_ACTOR}clip_ratio_high", 0.2),
     "delta": (f"{_ACTOR}clip_ratio_c", 3.0),
     "LOSS": (f"{_ACTOR}loss_agg_mode", "token-mean"),
+    "POLICY_LOSS": (f"{_ACTOR}policy_loss.loss_mode", "vanilla"),
     "KL": (f"{_ACTOR}use_kl_loss", False),
     "KL_COEF": (f"{_ACTOR}kl_loss_coef", 1e-3),
     "KL_KIND": (f"{_ACTOR}kl_loss_type", "low_var_kl"),
@@ -101,6 +103,8 @@ _DEFAULTS = {
 }
 _REWARD = "custom_reward_function.path"
 _FUNCTION = "custom_reward_function.name"
+_ARGUMENTS = "custom_reward_function.reward_kwargs"
+_REWARD_MODEL = "reward_model.model.path"
 
 
 def convert_verl(move: Migration) -> LaunchPlan:
@@ -131,9 +135,15 @@ def _convert_reward(move: Migration) -> None:
     file = move.get(_REWARD)
     if file:
         reward = f"{move.path_of(file)}:{function}"
-        move.put("adora_reward", [reward], _REWARD, note="called in its own form")
-        if move.source.find(str(file)) is None:
-            move.remark(f"reward: {file} is not here; copy it, or name it with --reward")
+        convert_reward_function(move, _REWARD, reward, options_name=_ARGUMENTS)
+        return
+    if move.get("reward_model.enable", False):
+        model = move.get(_REWARD_MODEL, "a reward model")
+        move.put("adora_reward", ["accuracy"], note="theirs is a reward model")
+        move.remark(
+            f"reward missing: {model} gives it there; adora_reward is accuracy; serve the model "
+            "and name it as a judge (docs/rewards.md), or name a function with --reward"
+        )
         return
     move.put("adora_reward", ["accuracy"], note="verl chooses one by data_source")
     move.remark(

@@ -63,6 +63,25 @@ def check_four_bit(
     key = "load_in_4bit: true" if model.load_in_4bit else "model_name_or_path: a base in 4 bits"
     if peft_config is None:
         raise UserError(f"{key} trains an adapter alone; set use_peft: true")
+    obstacle = _obstacle_to_four_bit(model, run, peft_config, stage)
+    if obstacle is not None:
+        raise UserError(f"{key} does not go with {obstacle}")
+    packages = _PACKAGES if run.use_vllm else _PACKAGES[:1]
+    for package in packages:
+        if runs_here and not installed(package):
+            raise UserError(
+                f"{key}, but {package} is not installed; install the extra adora-vl[4bit]"
+            )
+    return True
+
+
+def _obstacle_to_four_bit(
+    model: ModelConfig, run: "GRPOConfig", peft_config: "PeftConfig", stage: int | None
+) -> str | None:
+    """Return the first setting that a base in 4 bits does not go with, and its remedy.
+
+    `stage`: DeepSpeed's. None where everything goes with it.
+    """
     tuned = {
         name: getattr(peft_config, name, None)
         for name in ("use_dora", "modules_to_save", "target_parameters")
@@ -105,14 +124,8 @@ def check_four_bit(
         ),
     ):
         if holds:
-            raise UserError(f"{key} does not go with {reason}")
-    packages = _PACKAGES if run.use_vllm else _PACKAGES[:1]
-    for package in packages:
-        if runs_here and not installed(package):
-            raise UserError(
-                f"{key}, but {package} is not installed; install the extra adora-vl[4bit]"
-            )
-    return True
+            return reason
+    return None
 
 
 def in_four_bit(layer: str) -> bool:

@@ -6,9 +6,9 @@ rotary frequencies are off by up to 0.4 %. The error of an angle grows with the 
 after some 1,000 tokens (`docs/rollouts.md`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -20,11 +20,9 @@ from adora_vl.utils.errors import RunError
 ROTARY = "inv_freq"
 
 
-class HasModels(Protocol):
-    """A trainer, of which only the policy and the reference model are looked at."""
-
-    model: nn.Module
-    ref_model: nn.Module | None
+# Policy and reference model by their role; None where there is no reference. A function returns
+# them, since FSDP puts another object into the trainer when the training begins.
+ModelsByRole = Callable[[], Mapping[str, nn.Module | None]]
 
 
 def restore_buffers(model: nn.Module) -> list[str]:
@@ -65,8 +63,8 @@ class RefuseWrongBuffers(TrainerCallback):  # type: ignore[misc]  # transformers
     The models are the policy and the reference.
     """
 
-    def __init__(self, trainer: HasModels) -> None:
-        self.trainer = trainer
+    def __init__(self, models: ModelsByRole) -> None:
+        self.models = models
         self._has_updated = False
 
     def on_train_begin(
@@ -77,7 +75,7 @@ class RefuseWrongBuffers(TrainerCallback):  # type: ignore[misc]  # transformers
         Raises `RunError` on all ranks alike.
         """
         # collective: every rank gathers the lines of all, so that all of them stop
-        lines = gather_object(wrong_in(self.trainer))
+        lines = gather_object(wrong_in(self.models()))
         if lines:
             count_note = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
             why = "The model would learn under other constants than it is used with."
@@ -102,9 +100,8 @@ REMEDY = (
 )
 
 
-def wrong_in(trainer: HasModels) -> list[str]:
-    """Return the lines of `wrong_buffers` for a trainer's policy and its reference model, if any."""
-    models = {"policy": trainer.model, "reference": trainer.ref_model}
+def wrong_in(models: Mapping[str, nn.Module | None]) -> list[str]:
+    """Return the lines of `wrong_buffers` for models by their role, each with its role in front."""
     return [
         f"{role}: {line}"
         for role, model in models.items()

@@ -6,7 +6,7 @@ they differ by more than rounding, the run goes on with separate rows and says w
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,10 @@ from adora_vl.config.keys import AdoraKeys
 from adora_vl.models.families import shares_prompts
 from adora_vl.packing.image_store import first_patches
 from adora_vl.packing.images import with_image_columns
-from adora_vl.packing.shared_prompt import groups_of, longest_first, pack, sharing_pays
+from adora_vl.packing.shared_prompt import Packed, groups_of, longest_first, pack, sharing_pays
 from adora_vl.packing.split_attention import ARGUMENT, configured_attention, empty_mask, install
 from adora_vl.packing.vision import vision_model
+from adora_vl.planning.activations import PassSize
 from adora_vl.types import Batch, HostRows
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 Result = tuple[Tensor, Tensor | None, Tensor | None]
 # takes the detached log-probabilities (B, C) and the entropies of a pass
 PassObserver = Callable[[Tensor, Tensor | None], None]
+# a block for the forward pass of this size, which will learn
+AroundPass = Callable[[PassSize], AbstractContextManager[None]]
 Pass = Callable[..., Result]  # TRL's `_get_per_token_logps_and_entropies`, bound to a model
 # The columns that TRL's `_compute_loss` hands to a pass besides the tokens. `tool_mask` is not one
 # of the model's inputs: it tells which tokens the policy has sampled.
@@ -55,6 +58,11 @@ def bound_of(dtype: torch.dtype) -> float:
     return 1e-5 if torch.finfo(dtype).bits >= 32 else 0.05
 
 
+def unchanged(size: PassSize) -> AbstractContextManager[None]:
+    """Return a block that changes nothing, for a pass of any size."""
+    return nullcontext()
+
+
 def packable(config: PreTrainedConfig) -> bool:
     """Return whether every layer has full attention, by an implementation that we support."""
     attention = configured_attention(config)
@@ -68,8 +76,9 @@ class PackedForward:
     `refused` says why prompts are not shared, once that is known. `passes` counts packed passes.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: Accelerator, around: AroundPass = unchanged) -> None:
         self._accelerator = accelerator
+        self._around = around
         self.refused = ""
         self.passes = 0
         self._checked = False
@@ -241,12 +250,41 @@ class PackedForward:
         if grids is not None:
             kwargs["pixel_values"] = torch.cat([references for references, _ in images])
             kwargs["image_grid_thw"] = grids
-        with self._accelerator.autocast():
+        learns = torch.is_grad_enabled()
+        size = packed_size(packed, kwargs.get("pixel_values"))
+        with self._around(size) if learns else nullcontext(), self._accelerator.autocast():
             outputs = model(**kwargs, shift_labels=packed.labels, fused_lm_head=True)
         logps_BC = packed.unpacked(outputs.log_probs)
         if not compute_entropy:  # the reference model's head computes none
             return logps_BC, None
         return logps_BC, packed.unpacked(outputs.entropy)
+
+
+def packed_size(packed: Packed, pixels: Tensor | None) -> PassSize:
+    """Return the size of a packed pass; `pixels`: those of its images, or references to them."""
+    keys = 0
+    for group in packed.shared.groups:
+        keys += group.first + sum(group.prompt + length for length in group.others)
+    rows, length = packed.ids_NS.shape
+    return PassSize(
+        rows=rows,
+        length=length,
+        scored=packed.labels.numel(),
+        repeated=keys,
+        patches=0 if pixels is None else len(pixels),
+    )
+
+
+def separate_size(input_ids: Tensor, completion: int, pixels: Tensor | None) -> PassSize:
+    """Return the size of a pass over padded rows, (B, P + C), with C = `completion`."""
+    rows, length = input_ids.shape
+    return PassSize(
+        rows=rows,
+        length=length,
+        scored=rows * completion,
+        patches=0 if pixels is None else len(pixels),
+        masked=True,
+    )
 
 
 def _images_in_order(host: HostRows, groups: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
@@ -450,24 +488,33 @@ class PolicyPass:
     """
 
     def __init__(
-        self, accelerator: Accelerator, config: AdoraKeys, *, images: bool = False
+        self,
+        accelerator: Accelerator,
+        config: AdoraKeys,
+        *,
+        images: bool = False,
+        around: AroundPass = unchanged,
     ) -> None:
         """Create the pass.
 
         `config`: whether prompts are shared. `images`: whether any pass may have images; rows
-        without any then get empty columns.
+        without any then get empty columns. `around`: the block in which a model computes a pass
+        that learns.
         """
         self._config = config
         self._images = images
-        self.packed = PackedForward(accelerator)
+        self._around = around
+        self.packed = PackedForward(accelerator, around)
         self._observer: PassObserver | None = None
         self._micro = Batch()
 
     @contextmanager
-    def watched(self, observer: PassObserver, micro: Batch) -> Iterator[None]:
+    def watched(self, observer: PassObserver | None, micro: Batch) -> Iterator[None]:
         """Call `observer` once inside the block, with the results of the first pass.
 
-        `micro`: the micro-batch whose rows all passes inside the block read.
+        Args:
+            observer: takes the results; None where nobody does.
+            micro: the micro-batch whose rows all passes inside the block read.
         """
         self._observer = observer
         self._micro = micro
@@ -565,7 +612,12 @@ class PolicyPass:
                 host=self._micro.get("host"),
             )
         if result is None:  # packing is off, refused, or would not save work here
-            result = separate()
+            around: AbstractContextManager[None] = nullcontext()
+            if torch.is_grad_enabled():
+                pixels = inputs.get("pixel_values")
+                around = self._around(separate_size(input_ids, logits_to_keep, pixels))
+            with around:
+                result = separate()
         if policy_mask_BC is not None:
             logps, entropies, auxiliary = result
             result = torch.where(policy_mask_BC.bool(), logps, 0.0), entropies, auxiliary

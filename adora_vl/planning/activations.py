@@ -3,6 +3,7 @@
 They are counted layer by layer, and in the LM head.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from adora_vl.models.shape import ModelShape, Tower
@@ -23,6 +24,24 @@ class Dtypes:
 
     compute: int
     stream: int
+
+
+@dataclass(frozen=True)
+class PassSize:
+    """The numbers of one forward pass that its memory depends on."""
+
+    rows: int
+    length: int  # tokens of a row, with its padding
+    scored: int  # completion tokens
+    # keys that the rollouts of shared prompts attend to: each has the prompt's, repeated, and its own
+    repeated: int = 0
+    patches: int = 0  # of the distinct images
+    masked: bool = False  # attention with a padding mask (SDPA)
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of the pass."""
+        return self.rows * self.length
 
 
 @dataclass(frozen=True)
@@ -49,17 +68,28 @@ class MicroBatch:
             return self.prompt_tokens + self.unit * (self.completion_tokens - 1)
         return self.prompt_tokens + self.completion_tokens
 
-    @property
-    def tokens(self) -> int:
-        """The number of tokens of the pass."""
-        return self.rows * self.length
-
     def patches(self, merge: int) -> int:
         """Return the number of patches of the distinct images.
 
         `merge`: the patches of one side of an image token.
         """
         return self.sequences // self.unit * self.image_tokens * merge**2
+
+    def size(self, merge: int, *, masked: bool) -> PassSize:
+        """Return the numbers that the memory of this pass depends on.
+
+        `merge`: as in `patches`. `masked`: whether attention takes a padding mask where rows have
+        padding, as SDPA does; shared prompts have none.
+        """
+        keys = self.sequences * (self.prompt_tokens + self.completion_tokens)
+        return PassSize(
+            rows=self.rows,
+            length=self.length,
+            scored=self.sequences * self.completion_tokens,
+            repeated=keys if self.packed else 0,
+            patches=self.patches(merge),
+            masked=masked and not self.packed,
+        )
 
 
 def _norms(width: int, dtypes: Dtypes) -> int:
@@ -87,14 +117,14 @@ def _mlp(tower: Tower, dtypes: Dtypes) -> int:
     return (4 if tower.swiglu else 2) * tower.mlp_width * dtypes.compute
 
 
-def text_layer(tower: Tower, batch: MicroBatch, dtypes: Dtypes, *, masked: bool) -> int:
+def text_layer(tower: Tower, size: PassSize, dtypes: Dtypes) -> int:
     """Return what one decoder layer saves, in bytes.
 
-    `masked`: SDPA with a padding mask. Then keys and values are repeated for every head (one head
-    is a view), and each layer turns the boolean mask into numbers of its own, (B, 1, T, T).
+    With a padding mask keys and values are repeated for every head (one head is a view), and each
+    layer turns the boolean mask into numbers of its own, (B, 1, T, T).
     """
     queries = tower.heads * tower.head_size
-    keys = queries if masked and tower.kv_heads > 1 else tower.kv_heads * tower.head_size
+    keys = queries if size.masked and tower.kv_heads > 1 else tower.kv_heads * tower.head_size
     # q, out, k, v, logsumexp
     attention = 2 * (queries + keys) * dtypes.compute + tower.heads * FLOAT
     # their input in float32 and the normalised one; the queries may be fewer than repeated keys
@@ -102,28 +132,25 @@ def text_layer(tower: Tower, batch: MicroBatch, dtypes: Dtypes, *, masked: bool)
         attention += (tower.heads + tower.kv_heads) * (
             tower.head_size * (FLOAT + dtypes.stream) + FLOAT
         )
-    mask = batch.rows * batch.length**2 * dtypes.compute if masked else 0
-    # each rollout of a shared prompt attends to keys and values of its own: the prompt's, repeated,
-    # and its own
-    repeated = (
-        batch.sequences * (batch.prompt_tokens + batch.completion_tokens) if batch.packed else 0
-    )
-    joined = repeated * 2 * tower.kv_heads * tower.head_size * dtypes.compute
+    mask = size.rows * size.length**2 * dtypes.compute if size.masked else 0
+    joined = size.repeated * 2 * tower.kv_heads * tower.head_size * dtypes.compute
     return (
-        batch.tokens * (_norms(tower.width, dtypes) + attention + _mlp(tower, dtypes))
+        size.tokens * (_norms(tower.width, dtypes) + attention + _mlp(tower, dtypes))
         + mask
         + joined
     )
 
 
-def mask_bytes(batch: MicroBatch, dtypes: Dtypes, *, accelerator: bool) -> int:
+def mask_bytes(size: PassSize, dtypes: Dtypes, *, accelerator: bool) -> int:
     """Return a padding mask in bytes, beside what the layers save of it.
 
-    The boolean mask lasts as long as the pass. On a GPU there are also the numbers of the present
+    The boolean mask lasts as long as the pass; without one it is 0. On a GPU there are also the numbers of the present
     layer once more, in rows of a multiple of 16 as the memory-efficient kernel wants them.
     """
-    pairs = batch.rows * batch.length**2
-    aligned = batch.rows * batch.length * (-(-batch.length // 16) * 16)
+    if not size.masked:
+        return 0
+    pairs = size.rows * size.length**2
+    aligned = size.rows * size.length * (-(-size.length // 16) * 16)
     return pairs + (aligned * dtypes.compute if accelerator else 0)
 
 
@@ -162,86 +189,101 @@ class Saved:
 
     text: int
     vision: int
-    recomputed: int  # one layer's own, where gradient checkpointing recomputes it; else 0
+    streams: int  # of `text`: the inputs of the layers that are recomputed
+    layer: int  # one layer's own, where the backward pass recomputes it; else 0
+    block: int  # one block's own of the vision tower, likewise
     layer_gradients: int  # of one layer's inner values, while they are alive
+
+    @property
+    def recomputed(self) -> int:
+        """The most that one layer or block has of its own, where it is recomputed."""
+        return max(self.layer, self.block)
 
 
 def saved(
     shape: ModelShape,
-    batch: MicroBatch,
+    size: PassSize,
     dtypes: Dtypes,
     *,
     checkpointing: bool,
-    masked: bool = True,
+    recomputed: int | None = None,
 ) -> Saved:
     """Return what is kept of one micro-batch.
 
-    A frozen vision tower keeps nothing, unless gradient checkpointing is on.
+    A frozen vision tower keeps nothing, unless gradient checkpointing is on. `recomputed`: the
+    number of layers of the language model that gradient checkpointing recomputes; None: all.
     """
     text = shape.text
-    eye = shape.vision
+    layers = text.layers if recomputed is None else recomputed
+    if not checkpointing:
+        layers = 0
     # Adapters are in float32, and peft casts what they read; beside a layer in 4 bits it leaves
     # that to autocast
     casts = shape.adapters and dtypes.compute < FLOAT and not shape.four_bit
     # Each then keeps an input of its own. Two norms' outputs and SwiGLU's product are counted by
     # `text_layer` already.
     inputs = max(0, shape.adapted - 2 * text.width - text.mlp_width) if casts else 0
-    one_text = (
-        text_layer(text, batch=batch, dtypes=dtypes, masked=masked)
-        + batch.tokens * inputs * dtypes.compute
-    )
-    stream = batch.tokens * text.width * dtypes.stream
-    final_norm = batch.tokens * text.width * (FLOAT + dtypes.stream)
-    text_bytes = text.layers * (stream if checkpointing else one_text) + final_norm
+    layer = text_layer(text, size, dtypes) + size.tokens * inputs * dtypes.compute
+    streams = layers * size.tokens * text.width * dtypes.stream
+    final_norm = size.tokens * text.width * (FLOAT + dtypes.stream)
     # SwiGLU goes back with the gradients of its product, of one factor and of the residual stream,
     # after its product is released. An adapter that reads the product holds it beside a copy in
     # float32.
-    gradients = batch.tokens * ((3 if casts else 2) * text.mlp_width + text.width) * dtypes.compute
+    gradients = size.tokens * ((3 if casts else 2) * text.mlp_width + text.width) * dtypes.compute
     # base and adapter each have a gradient of the product, then there is the sum; or a whole weight
     if shape.four_bit:
-        product = batch.tokens * text.mlp_width * dtypes.compute
+        product = size.tokens * text.mlp_width * dtypes.compute
         gradients = product + max(
-            product, (batch.tokens + text.mlp_width) * text.width * dtypes.compute
+            product, (size.tokens + text.mlp_width) * text.width * dtypes.compute
         )
-    vision_bytes, one_block = 0, 0
-    patches = batch.patches(shape.merge)
-    if eye is not None and patches:
-        trained = shape.trainable["vision_tower"] > 0
-        # Transformers makes the patch embeddings require a gradient where it checkpoints, frozen or
-        # not
-        reached = trained or checkpointing
-        if reached:
-            one_block = vision_layer(eye, patches, dtypes)
-            vision_bytes = eye.layers * (
-                patches * eye.width * dtypes.stream if checkpointing else one_block
-            )
-        if trained:  # the pixels themselves are an input; a copy in another dtype is not
-            vision_bytes += (
-                patches * shape.patch_values * (dtypes.compute if dtypes.compute != FLOAT else 0)
-            )
-        if shape.trainable["projector"]:
-            vision_bytes += merger(eye, patches=patches, dtypes=dtypes, deepstack=shape.deepstack)
-            if not reached:  # then no block keeps what the norms of the deepstack features read
-                vision_bytes += shape.deepstack * patches * eye.width * dtypes.stream
-        elif reached:  # the norm's input and the GELU's
-            vision_bytes += patches * eye.width * (FLOAT + dtypes.compute)
+    vision, block = _vision_saved(shape, size.patches, dtypes, checkpointing=checkpointing)
     return Saved(
-        text=text_bytes,
-        vision=vision_bytes,
-        recomputed=max(one_text, one_block) if checkpointing else 0,
+        text=streams + (text.layers - layers) * layer + final_norm,
+        vision=vision,
+        streams=streams,
+        layer=layer if layers else 0,
+        block=block if checkpointing else 0,
         layer_gradients=gradients,
     )
 
 
-def head_saved(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, compact: bool) -> int:
+def _vision_saved(
+    shape: ModelShape, patches: int, dtypes: Dtypes, *, checkpointing: bool
+) -> tuple[int, int]:
+    """Return what the vision tower and the projector keep, and what one block does, in bytes."""
+    eye = shape.vision
+    if eye is None or not patches:
+        return 0, 0
+    tower = 0
+    block = 0
+    trained = shape.trainable["vision_tower"] > 0
+    # Transformers makes the patch embeddings require a gradient where it checkpoints, frozen or
+    # not
+    reached = trained or checkpointing
+    if reached:
+        block = vision_layer(eye, patches, dtypes)
+        stream = patches * eye.width * dtypes.stream
+        tower = eye.layers * (stream if checkpointing else block)
+    if trained:  # the pixels themselves are an input; a copy in another dtype is not
+        tower += patches * shape.patch_values * (dtypes.compute if dtypes.compute != FLOAT else 0)
+    if shape.trainable["projector"]:
+        tower += merger(eye, patches=patches, dtypes=dtypes, deepstack=shape.deepstack)
+        if not reached:  # then no block keeps what the norms of the deepstack features read
+            tower += shape.deepstack * patches * eye.width * dtypes.stream
+    elif reached:  # the norm's input and the GELU's
+        tower += patches * eye.width * (FLOAT + dtypes.compute)
+    return tower, block
+
+
+def head_saved(shape: ModelShape, size: PassSize, dtypes: Dtypes, *, compact: bool) -> int:
     """Return what TRL's fused LM head saves, in bytes.
 
     It is the hidden states of the tokens that it scores, never the logits.
     """
-    return _scored(batch, compact) * (shape.text.width * dtypes.stream + 8 + 2 * FLOAT)
+    return _scored(size, compact) * (shape.text.width * dtypes.stream + 8 + 2 * FLOAT)
 
 
-def head_transient(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, compact: bool) -> int:
+def head_transient(shape: ModelShape, size: PassSize, dtypes: Dtypes, *, compact: bool) -> int:
     """Return the most that the LM head's backward pass holds on top, in bytes.
 
     It holds one tile of logits, the float32 gradients of hidden states and, where the head is
@@ -249,7 +291,7 @@ def head_transient(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, comp
     completion tokens are scored, and a kernel works in the tile itself; elsewhere all tokens are
     scored, and torch's own operations hold eight float32 values of the tile at once.
     """
-    tokens = _scored(batch, compact)
+    tokens = _scored(size, compact)
     width = shape.text.width
     rows = min(tokens, TILE_TOKENS)
     tile = rows * TILE_VOCABULARY * dtypes.compute
@@ -260,5 +302,108 @@ def head_transient(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, comp
     return tile + hidden + (weight if shape.head_is_trained else 0)
 
 
-def _scored(batch: MicroBatch, compact: bool) -> int:
-    return batch.sequences * batch.completion_tokens if compact else batch.rows * (batch.length - 1)
+def _scored(size: PassSize, compact: bool) -> int:
+    return size.scored if compact else size.rows * (size.length - 1)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A candidate for the peak of a forward and backward pass, in bytes."""
+
+    name: str
+    transient: int  # of what is at work
+    text: int  # what the language model and its head keep until then
+    # of the language model's layers: those that have gone back, whose gradients are there
+    back: float = 0.0
+
+
+LAYER_BACK = "one layer going back"
+
+
+@dataclass(frozen=True)
+class Learner:
+    """A model as it learns: what the memory of its pass depends on, besides the pass's size."""
+
+    shape: ModelShape
+    dtypes: Dtypes
+    checkpointing: bool = True
+    # whether a frozen vision tower sees each image before, so that a pass reads features alone
+    features: bool = False
+    accelerator: bool = True  # a GPU: its kernels
+
+    @property
+    def head_weight(self) -> int:
+        """Bytes of the gradient of the head's weight, where that is trained."""
+        shape = self.shape
+        weight = shape.vocabulary * shape.text.width * shape.weight_bytes
+        return weight if shape.head_is_trained else 0
+
+    @property
+    def waiting(self) -> int:
+        """Bytes of the gradient of a weight that head and embedding share.
+
+        What the head adds to it waits for the embedding's part, at the end; there both and their
+        sum are held.
+        """
+        return self.head_weight if self.shape.tied else 0
+
+    def moments(self, size: PassSize, recomputed: int) -> list[Moment]:
+        """Return the moments of which one is the peak; gradients of weights are not in them.
+
+        `recomputed`: the first so many layers of the language model are recomputed. They go back
+        last, when the others have released what they kept. So where some are not recomputed, a
+        layer that is stands beside the inputs of the recomputed ones alone.
+        """
+        layers = self.shape.text.layers
+        parts = self._saved(size, recomputed)
+        head_kept = head_saved(self.shape, size, self.dtypes, compact=self.accelerator)
+        head = head_transient(self.shape, size, self.dtypes, compact=self.accelerator)
+        text = parts.text + head_kept
+        waiting = self.waiting
+        gradients = parts.layer_gradients + waiting
+        moments = [Moment("logits", head, text)]
+        if recomputed == layers:
+            back = parts.recomputed + gradients
+            moments.append(Moment(LAYER_BACK, max(back, 3 * waiting), text))
+            return moments
+        moments.append(Moment(LAYER_BACK, gradients, text))
+        if recomputed:
+            share = (layers - recomputed) / layers
+            moments.append(Moment(LAYER_BACK, parts.layer + gradients, parts.streams, share))
+        moments.append(Moment(LAYER_BACK, parts.block + gradients, 0, 1.0))
+        moments.append(Moment(LAYER_BACK, 3 * waiting, 0, 1.0))
+        return moments
+
+    def beside(self, size: PassSize, recomputed: int) -> tuple[int, int]:
+        """Return the bytes of the attention mask and of the vision tower, held all the time."""
+        mask = mask_bytes(size, self.dtypes, accelerator=self.accelerator)
+        vision = 0 if self.features else self._saved(size, recomputed).vision
+        return mask, vision
+
+    def needed(self, size: PassSize, recomputed: int) -> int:
+        """Return the most bytes that a pass takes beside weights and gradients."""
+        mask, vision = self.beside(size, recomputed)
+        peak = max(moment.transient + moment.text for moment in self.moments(size, recomputed))
+        return peak + mask + vision
+
+    def fewest(self, size: PassSize, room: int) -> int:
+        """Return the fewest layers to recompute with which a pass takes at most `room` bytes.
+
+        They are all layers where no number is few enough.
+        """
+        layers = self.shape.text.layers
+        # Each layer more takes less, but for the very last, which goes back first: its own values
+        # are there either way.
+        return bisect_left(
+            range(layers), True, key=lambda number: self.needed(size, number) <= room
+        )
+
+    def _saved(self, size: PassSize, recomputed: int) -> Saved:
+        """Return what a pass keeps."""
+        return saved(
+            self.shape,
+            size,
+            self.dtypes,
+            checkpointing=self.checkpointing,
+            recomputed=recomputed,
+        )

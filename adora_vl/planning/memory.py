@@ -9,12 +9,21 @@ from dataclasses import dataclass, replace
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import unit_size
+from adora_vl.config.keys import Recompute
 from adora_vl.config.sharding import Sharding
 from adora_vl.models.families import LANGUAGE_MODEL
 from adora_vl.models.shape import PATCHES_A_PASS, ModelShape
 from adora_vl.packing.shared_prompt import sharing_pays
 from adora_vl.planning import activations
-from adora_vl.planning.activations import FLOAT, Dtypes, MicroBatch
+from adora_vl.planning.activations import (
+    FLOAT,
+    LAYER_BACK,
+    Dtypes,
+    Learner,
+    MicroBatch,
+    Moment,
+    PassSize,
+)
 from adora_vl.utils.files import GIB
 
 # reduce_bucket_size, in parameters: allocated whole, however small the model is
@@ -239,9 +248,9 @@ class Setup:
     generation: int
     generations: int = 1  # sequences of a group
     sharing: Sharing = Sharing()
-    compute_bytes: int = 2
     mixed: bool = True  # bf16 or fp16
     checkpointing: bool = True
+    recompute: Recompute = "all"  # which layers gradient checkpointing recomputes
     masked: bool = True  # attention with a padding mask (SDPA), not flash attention
     reference: bool = False
     engine: Engine | None = None
@@ -278,9 +287,32 @@ class Setup:
     @property
     def dtypes(self) -> Dtypes:
         """The sizes of the dtypes in which a pass computes and keeps its residual stream."""
-        # DeepSpeed casts the weights, and the residual stream with them; else they stay as they are
-        cast = self.sharding.stage is not None and self.mixed
-        return Dtypes(self.compute_bytes, 2 if cast else self.shape.weight_bytes)
+        return dtypes_of(self.shape, self.sharding, mixed=self.mixed)
+
+    @property
+    def learner(self) -> Learner:
+        """The model as it learns."""
+        return Learner(
+            shape=self.shape,
+            dtypes=self.dtypes,
+            checkpointing=self.checkpointing,
+            features=frozen_tower(self)[1] > 0,
+            accelerator=self.accelerator,
+        )
+
+    @property
+    def size(self) -> PassSize:
+        """The size of the pass over a micro-batch."""
+        return self.micro_batch.size(self.shape.merge, masked=self.masked)
+
+
+def dtypes_of(shape: ModelShape, sharding: Sharding, *, mixed: bool) -> Dtypes:
+    """Return the sizes of the dtypes of a pass; `mixed`: bf16 or fp16."""
+    # DeepSpeed casts the weights, and the residual stream with them; else they stay as they are
+    cast = sharding.stage is not None and mixed
+    return Dtypes(
+        compute=2 if mixed else shape.weight_bytes, stream=2 if cast else shape.weight_bytes
+    )
 
 
 @dataclass(frozen=True)
@@ -290,6 +322,7 @@ class Prediction:
     phases: dict[str, dict[str, int]]
     engine: EngineMemory | None
     states: States
+    recomputed: int  # layers of the language model that the backward pass recomputes
 
     @property
     def peak_phase(self) -> str:
@@ -321,20 +354,21 @@ def predict(setup: Setup, card: int) -> Prediction:
     if setup.swaps:
         awake["weights"] = training.weights - shape.base_bytes(shape.weight_bytes)
     patches = setup.images * setup.batch.image_tokens * shape.merge**2
-    pixels = patches * shape.patch_values * _PIXEL
+    pixels = patches * _held_bytes_of_patch(setup)
     synced = shape.largest_tensor * setup.dtypes.stream if setup.sharding.stage == 3 else 0
     # DeepSpeed allocates its gradients once; torch gives them back after each step
     standing = training.gradients if setup.sharding.stage is not None else 0
+    beside = {
+        **resident,
+        **asleep,
+        "gathered weights": training.gathered,
+        "pixels": pixels,
+        "image features": features,
+    }
+    recomputed = recomputed_layers(setup, card, sum(beside.values()) + training.gradients)
     phases = {
         "rollouts": {**resident, "gradients": standing, **awake, "weights on their way": synced},
-        "forward and backward": {
-            **resident,
-            **asleep,
-            "gathered weights": training.gathered,
-            "pixels": pixels,
-            "image features": features,
-            **_learning(setup, training.gradients),
-        },
+        "forward and backward": {**beside, **_learning(setup, training.gradients, recomputed)},
     }
     if tower_pass:
         phases["frozen vision tower"] = {
@@ -354,8 +388,46 @@ def predict(setup: Setup, card: int) -> Prediction:
         "step": training.step,
     }
     return Prediction(
-        {name: _with_overhead(sizes, setup) for name, sizes in phases.items()}, engine, training
+        phases={name: _with_overhead(sizes, setup) for name, sizes in phases.items()},
+        engine=engine,
+        states=training,
+        recomputed=recomputed,
     )
+
+
+def _held_bytes_of_patch(setup: Setup) -> int:
+    """Return the bytes of a patch that wait on the card until its image is learned from.
+
+    They are one frame in bytes where images are stored once (`ImageBank`), else float32 numbers.
+    """
+    values = setup.shape.patch_values
+    return values // setup.shape.frames if setup.sharing.images else values * _PIXEL
+
+
+# of the card: what choosing the recomputed layers leaves free, since the allocator loses some of it
+# between its blocks, and a prediction is a few per cent off
+KEPT_FREE = 0.1
+
+
+def room_on(card: int, free: int) -> int:
+    """Return the bytes of a pass on a card that has so many free, less what is left free."""
+    return free - int(KEPT_FREE * card)
+
+
+def recomputed_layers(setup: Setup, card: int, beside: int) -> int:
+    """Return how many layers of the language model the backward pass recomputes.
+
+    `beside`: bytes of weights, gradients and all else that the card holds during the pass.
+    """
+    layers = setup.shape.text.layers
+    if not setup.checkpointing:
+        return 0
+    if isinstance(setup.recompute, int):
+        return min(setup.recompute, layers)
+    # the memory of a CPU is not for this process alone
+    if setup.recompute == "all" or not setup.accelerator:
+        return layers
+    return setup.learner.fewest(setup.size, room_on(card, card - CONTEXT - beside))
 
 
 def frozen_tower(setup: Setup) -> tuple[int, int]:
@@ -378,69 +450,72 @@ def frozen_tower(setup: Setup) -> tuple[int, int]:
     layers = 1 + shape.deepstack
     patches_per_image = setup.batch.image_tokens * shape.merge**2
     patches = min(setup.images * patches_per_image, max(PATCHES_A_PASS, patches_per_image))
-    inputs = patches * shape.patch_values * (_PIXEL + setup.compute_bytes)
+    inputs = patches * shape.patch_values * (_PIXEL + setup.dtypes.compute)
     block = activations.vision_layer(eye, patches, setup.dtypes)
-    return tokens * shape.text.width * layers * setup.compute_bytes, inputs + block
+    return tokens * shape.text.width * layers * setup.dtypes.compute, inputs + block
 
 
-def _learning(setup: Setup, gradients: int) -> dict[str, int]:
+def _learning(setup: Setup, gradients: int, recomputed: int) -> dict[str, int]:
     """Return the gradients and activations of a micro-batch at their peak, in bytes by component.
 
-    The peak is in the LM head or in the costliest layer, whichever holds more.
+    The peak is in the LM head or in the costliest layer, whichever holds more. `recomputed`: the
+    layers of the language model that gradient checkpointing recomputes.
     """
-    shape = setup.shape
-    batch = setup.micro_batch
-    dtypes = setup.dtypes
-    masked = setup.masked and not batch.packed
-    saved = activations.saved(
-        shape, batch, dtypes, checkpointing=setup.checkpointing, masked=masked
-    )
-    text = saved.text + activations.head_saved(
-        shape, batch=batch, dtypes=dtypes, compact=setup.accelerator
-    )
-    head = activations.head_transient(shape, batch=batch, dtypes=dtypes, compact=setup.accelerator)
-    # What the head adds to the gradient of a weight that it shares waits for the embedding's part,
-    # at the end; there both and their sum are held
-    weight = (
-        shape.vocabulary * shape.text.width * shape.weight_bytes if shape.head_is_trained else 0
-    )
-    waiting = weight if shape.tied else 0
-    layer = saved.recomputed + saved.layer_gradients + waiting
-    # (name, transient bytes, activation bytes, gradient bytes) at each candidate for the peak
-    moments = [
-        ("logits", head, text, gradients),
-        ("one layer going back", max(layer, 3 * waiting), text, gradients),
-    ]
-    # they come as the layers go back, and activations go
+    learner = setup.learner
+    size = setup.size
+    moments = learner.moments(size, recomputed)
+    moments_and_gradients = [(moment, gradients) for moment in moments]
     if setup.sharding.stage is None and setup.micro_batches == 1:
-        byte = FLOAT if shape.adapters else shape.weight_bytes
-        other_layers = shape.text.layers - 1
-        standing = gradients - shape.trained * byte
-        behind = standing + weight - waiting
-        layers = shape.trainable[LANGUAGE_MODEL] * byte - weight - (weight - waiting)
-        moments = [
-            ("logits", head, text, standing),
-            ("one layer going back", layer, saved.text, behind),
-            (
-                "one layer going back",
-                layer,
-                saved.text // shape.text.layers,
-                behind + layers * other_layers // (other_layers + 1),
-            ),
-            ("one layer going back", 3 * waiting, 0, gradients - waiting),
-        ]
-    name, transient, activation_bytes, gradient_bytes = max(
-        moments, key=lambda moment: sum(moment[1:])
+        moments_and_gradients = _with_first_gradients(setup, moments, gradients, recomputed)
+    peak, gradient_bytes = max(
+        moments_and_gradients, key=lambda pair: pair[0].transient + pair[0].text + pair[1]
     )
-    mask = activations.mask_bytes(batch, dtypes, accelerator=setup.accelerator) if masked else 0
-    vision = 0 if frozen_tower(setup)[1] else saved.vision
+    mask, vision = learner.beside(size, recomputed)
     return {
         "gradients": gradient_bytes,
-        "activations": activation_bytes,
+        "activations": peak.text,
         "attention mask": mask,
         "vision": vision,
-        name: transient,
+        peak.name: peak.transient,
     }
+
+
+def _with_first_gradients(
+    setup: Setup, moments: list[Moment], gradients: int, recomputed: int
+) -> list[tuple[Moment, int]]:
+    """Return moments of an optimizer step's first micro-batch, with the gradients held at each.
+
+    Gradients come as the layers go back, and activations go.
+    """
+    shape = setup.shape
+    learner = setup.learner
+    waiting = learner.waiting
+    weight = learner.head_weight
+    byte = FLOAT if shape.adapters else shape.weight_bytes
+    layers = shape.text.layers
+    standing = gradients - shape.trained * byte
+    behind = standing + weight - waiting
+    of_layers = shape.trainable[LANGUAGE_MODEL] * byte - weight - (weight - waiting)
+    parts = activations.saved(
+        shape,
+        setup.size,
+        setup.dtypes,
+        checkpointing=setup.checkpointing,
+        recomputed=recomputed,
+    )
+    layer = parts.layer_gradients + waiting
+    pairs = [(moments[0], standing)]
+    if recomputed == layers:
+        layer += parts.recomputed
+    pairs.append((Moment(LAYER_BACK, layer, parts.text), behind))
+    for moment in moments[2:]:
+        pairs.append((moment, behind + int(of_layers * moment.back)))
+    last = parts.streams // recomputed if 0 < recomputed < layers else parts.text // layers
+    if 0 < recomputed < layers:
+        layer += parts.layer
+    pairs.append((Moment(LAYER_BACK, layer, last), behind + of_layers * (layers - 1) // layers))
+    pairs.append((Moment(LAYER_BACK, 3 * waiting, 0), gradients - waiting))
+    return pairs
 
 
 def _engine_parts(

@@ -23,6 +23,7 @@ def check_keys(request: RunRequest) -> None:
         _check_evaluation(config)
     check_loss(config)
     _check_rollouts(config)
+    check_old_logps(config)
     check_servers(config)
     check_budget(config)
     check_async(config)
@@ -93,7 +94,7 @@ def _check_evaluation(config: AdoraGRPOConfig) -> None:
 
 def _check_rollouts(config: AdoraGRPOConfig) -> None:
     """Raise `UserError` for keys of sampling that contradict each other."""
-    unguarded = config.use_vllm and not config.vllm_importance_sampling_correction
+    unguarded = config.use_vllm and not config.learns_by_engine
     if unguarded and config.adora_max_drift is not None:
         raise UserError(
             "vllm_importance_sampling_correction: false leaves the drift guard nothing to "
@@ -111,6 +112,27 @@ def _check_rollouts(config: AdoraGRPOConfig) -> None:
             f"vllm_max_model_length: {limit} leaves no room for a prompt beside "
             f"max_completion_length: {longest}"
         )
+
+
+def check_old_logps(config: AdoraGRPOConfig) -> None:
+    """Check `adora_rollouts.old_logps: engine` against other keys. Raises `UserError`.
+
+    The ratio of new to old policy has all of the engine's difference then, so nothing else may
+    correct for it, and the engine has to have scored what the policy learns from.
+    """
+    if config.adora_rollouts.old_logps != "engine":
+        return
+    key = "adora_rollouts.old_logps: engine"
+    if not config.use_vllm:
+        raise conflict(key, "use_vllm: false, where no engine scores")
+    if config.vllm_importance_sampling_correction:
+        raise UserError(
+            f"{key} compares the policy with the engine already, and "
+            "vllm_importance_sampling_correction: true would weigh their difference twice; set it "
+            "to false"
+        )
+    if not config.uses("skip_old_pass"):
+        raise conflict(key, "adora_stock_step, whose skip_old_pass makes the pass")
 
 
 def check_servers(config: AdoraGRPOConfig) -> None:
@@ -180,7 +202,7 @@ def check_budget(config: AdoraGRPOConfig) -> None:
     obstacle = regroup_obstacle(config)
     if not config.use_vllm:
         raise conflict(key, "use_vllm: false")
-    if not config.vllm_importance_sampling_correction:
+    if not config.learns_by_engine:
         raise conflict(key, "vllm_importance_sampling_correction: false")
     if config.vllm_structured_outputs_regex:
         raise conflict(key, "vllm_structured_outputs_regex")
@@ -195,7 +217,7 @@ def check_budget(config: AdoraGRPOConfig) -> None:
     if rows < 2 * config.num_generations:
         raise conflict(key, "one group per process, which has to end in every generation")
     mode = config.vllm_importance_sampling_mode
-    if mode.startswith("sequence"):
+    if config.vllm_importance_sampling_correction and mode.startswith("sequence"):
         raise UserError(
             f"{key} learns less from an answer the longer it is where the ratio to the earlier "
             f"weights is one for the whole answer (vllm_importance_sampling_mode: {mode}, TRL's "
@@ -222,7 +244,7 @@ def check_async(config: AdoraGRPOConfig) -> None:
     if not on_server or config.adora_weight_transfer == "nccl":
         reason = "another engine than vllm_mode: server with adora_weight_transfer: file"
         raise conflict(key, reason)
-    if not config.vllm_importance_sampling_correction:
+    if not config.learns_by_engine:
         raise conflict(key, "vllm_importance_sampling_correction: false")
     if workers:
         raise conflict(key, f"dataloader_num_workers: {workers}")

@@ -20,6 +20,7 @@ from adora_vl.utils.errors import UserError
 from adora_vl.utils.hub import notes_on
 
 if TYPE_CHECKING:
+    from peft import PeftConfig
     from transformers import PretrainedConfig
 
     from adora_vl.config import AdoraGRPOConfig
@@ -159,6 +160,7 @@ def check_parts(
         refuse_embedding_adapters(loaded)
     else:
         fits.check_parts(keys, model.config, model.peft_config, config.adora_freeze)
+    _check_dropout(config, model.peft_config)
     adapted = model.peft_config is not None or has_adapter
     fits.check_trainable(config, model.config, adapted=adapted)
     messages.notes.extend(unused_keys(RunSettings(config, keys, adapted, request.trl_evaluates)))
@@ -171,6 +173,19 @@ def check_parts(
     messages.notes.extend(
         fits.dropout_notes(model.peft_config, config, one_step=layout.has_one_step)
     )
+
+
+def _check_dropout(config: AdoraGRPOConfig, peft_config: PeftConfig | None) -> None:
+    """Raise `UserError` for dropout of an adapter where the old log-probabilities are the engine's.
+
+    The engine has none, so its noise would be in each ratio of new to old policy, and in the drift.
+    """
+    share = getattr(peft_config, "lora_dropout", 0.0)
+    if share and not config.disable_dropout and config.adora_rollouts.old_logps == "engine":
+        raise UserError(
+            "adora_rollouts.old_logps: engine compares each pass with the engine, which has no "
+            f"dropout, and lora_dropout is {share:g}; set it to 0"
+        )
 
 
 def _check_reference(request: RunRequest, model: ModelFacts) -> None:

@@ -93,7 +93,8 @@ def check_sampling(config: AdoraGRPOConfig) -> None:
             f"temperature: {config.temperature:g} is below {COOLEST}: vLLM would sample at "
             f"another one than the trainer computes with; set {COOLEST} or more"
         )
-    if filters and mode.startswith("sequence"):
+    corrects = config.vllm_importance_sampling_correction
+    if filters and corrects and mode.startswith("sequence"):
         raise UserError(
             f"{''.join(filters)}, and vllm_importance_sampling_mode: {mode} multiplies this over a "
             "whole answer; set it to token_truncate, or sample at temperature: 1.0 without "
@@ -108,7 +109,7 @@ def sampling_overheads(config: AdoraGRPOConfig) -> list[str]:
     are larger by the probability that the filters took from the other tokens.
     """
     generation_kwargs = dict(config.generation_kwargs or {})
-    if not config.use_vllm or not config.vllm_importance_sampling_correction:
+    if not config.use_vllm or not config.learns_by_engine:
         return []
     if engine_scores_raw(config.temperature, config.repetition_penalty, generation_kwargs):
         return []

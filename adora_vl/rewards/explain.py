@@ -237,11 +237,8 @@ def _response(word: str, *, may_be_file: bool) -> str:
     return word
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Returns the exit code: 0 done, whatever the verdict; 2 the user's input is wrong.
-    """
+def _parser() -> Parser:
+    """Return the parser of the command's arguments."""
     parser = Parser(
         prog="python -m adora_vl.rewards.explain", description=(__doc__ or "").partition("\n")[0]
     )
@@ -278,6 +275,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--column", action="append", default=[], metavar="NAME=VALUE", help="a column of the row"
     )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Returns the exit code: 0 done, whatever the verdict; 2 the user's input is wrong.
+    """
+    parser = _parser()
 
     def command() -> None:
         """Print how the response is graded, which of its claims hold, and what rewards return."""

@@ -4,41 +4,28 @@ A difference up to the bounds below is explained by rounding.
 """
 
 import random
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from accelerate import Accelerator
 from accelerate.utils import gather_object
-from datasets import Dataset
 from torch import Tensor
 from tqdm import tqdm
 from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
     TrainerCallback,
     TrainerControl,
     TrainerState,
 )
-from trl.models.utils import disable_gradient_checkpointing
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.loading import unreadable_rows
 from adora_vl.data.prompt_lengths import served_length
-from adora_vl.models.precision import HasModels, dtype_name
-from adora_vl.packing.images import DistinctImages
-from adora_vl.packing.policy_pass import generation_logps
-from adora_vl.packing.prompts import PromptBatch
-from adora_vl.rollout.engine import AdoraVLLMGeneration
+from adora_vl.models.precision import dtype_name
+from adora_vl.rollout.engine_pair import EnginePair, Prompts, Rollouts
 from adora_vl.rollout.engine_settings import training_dtype
-from adora_vl.rollout.importance import Drift, drift_sums, merge_drift
+from adora_vl.rollout.importance import Drift
 from adora_vl.rollout.prompt_tokens import PromptMismatchError, never_sampled_ids
-from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult
-from adora_vl.types import Batch
 from adora_vl.utils.checks import Check, Status, failed, is_healthy, passed, skipped
 from adora_vl.utils.errors import RolloutError
-from adora_vl.utils.seeding import kept_random_state, rollout_seed
 
 TOKENS = 24  # largest number of tokens of a probing rollout
 KINDS = "mm_token_type_ids"
@@ -64,161 +51,22 @@ POSITIONS = (
 )
 
 
-class HasEngine(HasModels, Protocol):
-    """The attributes of a trainer that comparing its engine with its policy needs."""
-
-    args: AdoraGRPOConfig
-    accelerator: Accelerator
-    model: PreTrainedModel
-    processing_class: Any
-    images: DistinctImages
-    train_dataset: Dataset
-    control: Any
-    use_vllm: bool
-    vllm_mode: str
-    vllm_generation: AdoraVLLMGeneration
-    sampler: Any
-    rollouts: Any
-    builder: Any
-    eos_token_ids: Sequence[int]
-    _tokenizer: PreTrainedTokenizerBase
-
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]: ...
-
-
-@dataclass(frozen=True)
-class Prompts(PromptBatch):
-    """Some rows as the trainer sends them to the engine and reads them itself."""
-
-    names: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class Rollouts:
-    """What the engine has sampled for some prompts."""
-
-    completion_ids: list[list[int]]
-    batch: Batch
-
-    @property
-    def logps_BC(self) -> Tensor:
-        """The engine's log-probabilities of the sampled tokens, (B, C)."""
-        return self.batch["sampling_per_token_logps"]
-
-    @property
-    def mask_BC(self) -> Tensor:
-        """1 at sampled tokens, (B, C)."""
-        return self.batch["completion_mask"]
-
-
-def first_rows(trainer: HasEngine, count: int) -> list[Any]:
-    """Return `count` of the first rows of the data set, different ones on each rank.
-
-    A data set with fewer rows than that is begun again.
-    """
-    dataset = trainer.train_dataset
-    first = trainer.accelerator.process_index * count
-    return [dataset[(first + number) % len(dataset)] for number in range(count)]
-
-
-def read_prompts(trainer: HasEngine, rows: Sequence[Any]) -> Prompts:
-    """Return prompts of dataset rows, as the trainer reads them."""
-    names = [str(row.get("id", f"#{number}")) for number, row in enumerate(rows)]
-    return Prompts(**vars(trainer.images.read(rows)), names=names)
-
-
-def sample(
-    trainer: HasEngine, prompts: Prompts, *, tokens: int, where: str, **overrides: Any
-) -> Rollouts:
-    """Sample a rollout of at most `tokens` tokens for each prompt, each with its own seed.
-
-    `where`: the name of the check, which the seeds depend on. `overrides`: vLLM's parameters that
-    differ from the run's. Raises `PromptMismatchError` where the engine reads another prompt. The
-    random state of the run does not change.
-    """
-    with kept_random_state():
-        settings = {**trainer.vllm_generation.sampling, **overrides}
-        results = trainer.sampler.sample(
-            _requests(trainer, prompts=prompts, where=where, tokens=tokens), settings=settings
-        )
-        return _rollouts(trainer, prompts, results)
-
-
-def _requests(
-    trainer: HasEngine, prompts: Prompts, where: str, tokens: int
-) -> list[SamplingRequest]:
-    """Return a request for each prompt, whose number over all ranks seeds its rollout.
-
-    `where`: the name of the check. `tokens`: the largest number of tokens of a rollout.
-    """
-    first = trainer.accelerator.process_index * len(prompts.ids)
-    images_of_rows = prompts.images or [None] * len(prompts.ids)
-    requests = []
-    for row, (ids, images) in enumerate(zip(prompts.ids, images_of_rows, strict=True)):
-        group = first + row
-        seed = rollout_seed(trainer.args.seed, f"check/{where}", group, 0)
-        requests.append(
-            SamplingRequest(
-                prompt_ids=ids,
-                images=list(images or ()),
-                group=group,
-                seed=seed,
-                max_tokens=tokens,
-            )
-        )
-    return requests
-
-
-def _rollouts(trainer: HasEngine, prompts: Prompts, results: Sequence[SamplingResult]) -> Rollouts:
-    """Return the engine's results as a batch, in which every rollout counts."""
-    tokens = [answer.tokens for answer in results]
-    logps = [answer.logps for answer in results]
-    batch = trainer.builder.collated(
-        prompts, completions=tokens, logps=logps, counted=[True] * len(tokens)
-    )
-    return Rollouts(tokens, batch)
-
-
-def score(trainer: HasEngine, rollouts: Rollouts) -> Tensor:
-    """Return the policy's log-probabilities of the sampled tokens, (B, C).
-
-    They are from the loss's own pass.
-    """
-    policy = partial(trainer._get_per_token_logps_and_entropies, trainer.model)
-    checkpointing = disable_gradient_checkpointing(
-        trainer.model, trainer.args.gradient_checkpointing_kwargs
-    )
-    with kept_random_state(), checkpointing:
-        return generation_logps(rollouts.batch, policy, trainer.args.per_device_train_batch_size)
-
-
-def difference(
-    trainer: HasEngine, logps_BC: Tensor, engine_logps_BC: Tensor, mask_BC: Tensor
-) -> Drift:
-    """Return the difference of two tensors of log-probabilities, over all ranks.
-
-    A collective call.
-    """
-    return merge_drift(
-        trainer.accelerator.gather(drift_sums(logps_BC, engine_logps_BC, mask_BC)[None])
-    )
-
-
 # Largest mean difference in nats per token, by dtype. float32 was measured at 1e-6 here; bfloat16
 # is reported to give 0.01 to 0.05 (see adora_max_drift).
 BOUNDS = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.3}
 
 
-def agreement_bound(trainer: HasEngine) -> float:
+def agreement_bound(pair: EnginePair) -> float:
     """Return the largest mean difference of engine and trainer that passes, in nats per token.
 
     The coarser dtype of the two decides, but the bound is never above adora_max_drift. Where the
     engine scores tokens after temperature, filters or penalties, adora_max_drift alone is the
     bound.
     """
-    args = trainer.args
-    weight_dtype = dtype_name(trainer.model.dtype)
-    engine_dtype = trainer.vllm_generation.settings.dtype or weight_dtype
+    assert pair.engine is not None
+    args = pair.config
+    weight_dtype = dtype_name(pair.policy().dtype)
+    engine_dtype = pair.engine.settings.dtype or weight_dtype
     policy_dtype = training_dtype(args) or weight_dtype
     largest = max(BOUNDS.values())  # of a dtype that is not in the table
     rounding = max(BOUNDS.get(engine_dtype, largest), BOUNDS.get(policy_dtype, largest))
@@ -235,14 +83,14 @@ def agreement_bound(trainer: HasEngine) -> float:
     return max_drift if is_filtered else min(rounding, max_drift)
 
 
-def distant_bound(trainer: HasEngine) -> float:
+def distant_bound(pair: EnginePair) -> float:
     """Return the bound for answers that begin at about position 2,000.
 
     It is a tenth of `agreement_bound` in float32, else the same. Rounded rotary frequencies moved
     the tiny model's answers by 0.01 nats there, and two right float32 passes agree to 1e-6. In
     bfloat16 two right passes differ by as much, so a smaller bound would prove nothing.
     """
-    bound = agreement_bound(trainer)
+    bound = agreement_bound(pair)
     return bound / 10 if bound <= BOUNDS["float32"] else bound
 
 
@@ -250,25 +98,26 @@ POSITION = 2000  # about where an answer to a moved prompt begins
 ROWS = 2  # moved prompts of each rank
 
 
-def far_prompts(trainer: HasEngine, prompts: Prompts, tokens: int) -> Prompts | None:
+def far_prompts(pair: EnginePair, prompts: Prompts, tokens: int) -> Prompts | None:
     """Return some of `prompts`, each moved back by tokens of its own text in random order.
 
     The prompts grow by as many tokens as leave room for `tokens` sampled ones, up to `POSITION` in
     all, and by equally many on all ranks. None where there is no room.
     """
     near = head(prompts, ROWS)
-    policy_limit = trainer.model.config.get_text_config().max_position_embeddings
-    if trainer.vllm_mode == "server":
-        engine_limit = served_length(trainer.args) or policy_limit
+    policy_limit = pair.policy().config.get_text_config().max_position_embeddings
+    if pair.config.vllm_mode == "server":
+        engine_limit = served_length(pair.config) or policy_limit
     else:
-        engine_limit = trainer.vllm_generation.llm.llm_engine.model_config.max_model_len
+        assert pair.engine is not None
+        engine_limit = pair.engine.llm.llm_engine.model_config.max_model_len
     longest_prompt = max(map(len, near.ids))
     room = min(POSITION, min(policy_limit, engine_limit) - tokens) - longest_prompt
     shift = min(gather_object([room]))  # the same on all ranks, since the passes are collective
     if shift <= 0:
         return None
-    special_ids = {*trainer._tokenizer.all_special_ids, *never_sampled_ids(trainer._tokenizer)}
-    rng = random.Random(trainer.args.seed)  # one of its own: the run's random state stays
+    special_ids = {*pair.tokenizer.all_special_ids, *never_sampled_ids(pair.tokenizer)}
+    rng = random.Random(pair.config.seed)  # one of its own: the run's random state stays
     ids = []
     for prompt_ids in near.ids:
         text_ids = [token for token in prompt_ids if token not in special_ids]
@@ -298,31 +147,6 @@ def head(prompts: Prompts, rows: int) -> Prompts:
     )
 
 
-def begin_drift_check(
-    trainer: HasEngine,
-    check: Callable[[Tensor, Tensor, Tensor, int], None],
-    rows: Sequence[Any],
-    step: int,
-) -> Callable[[], None]:
-    """Ask servers that have the present weights for short rollouts of the first of these rows.
-
-    Returns a function that waits for them, scores them with the policy and calls `check` with the
-    policy's log-probabilities, the engine's, the mask, (B, C) each, and the step.
-    """
-    prompts = read_prompts(trainer, rows[:CHECK_ROWS])
-    pending = trainer.sampler.begin(
-        _requests(trainer, prompts=prompts, where=f"drift/{step}", tokens=CHECK_TOKENS)
-    )
-
-    def finish() -> None:
-        rollouts = _rollouts(trainer, prompts, pending.join())
-        # One rank may have an image among its rows where another has none.
-        with trainer.images.vision.unshared():
-            check(score(trainer, rollouts), rollouts.logps_BC, rollouts.mask_BC, step)
-
-    return finish
-
-
 class OtherRankError(RolloutError):
     """Another rank has failed, so that this one has nothing to compare."""
 
@@ -338,19 +162,19 @@ def judge(name: str, drift: Drift, bound: float, remedy: str, note: str = "") ->
 
 @dataclass
 class EngineProbe:
-    """Compares the engine of a trainer with its policy on `prompts`.
+    """Compares an engine with its policy on `prompts`.
 
     All ranks call every method together.
     """
 
-    trainer: HasEngine
+    pair: EnginePair
     prompts: Prompts
     tokens: int = TOKENS
 
     @property
     def bound(self) -> float:
         """The largest mean difference that passes, in nats per token."""
-        return agreement_bound(self.trainer)
+        return agreement_bound(self.pair)
 
     def sampled(
         self,
@@ -367,8 +191,8 @@ class EngineProbe:
         rollouts: Rollouts | None = None
         try:
             tokens = tokens or self.tokens
-            rollouts = sample(
-                self.trainer, prompts or self.prompts, tokens=tokens, where=where, **overrides
+            rollouts = self.pair.sample(
+                prompts or self.prompts, tokens=tokens, where=where, **overrides
             )
         except Exception as error:
             problem = error
@@ -387,13 +211,13 @@ class EngineProbe:
         Returns the difference, the rollouts, and the policy's log-probabilities of them, (B, C).
         """
         rollouts = self.sampled(where, prompts=prompts)
-        logps_BC = score(self.trainer, rollouts)
-        drift = difference(self.trainer, logps_BC, rollouts.logps_BC, rollouts.mask_BC)
+        logps_BC = self.pair.score(rollouts)
+        drift = self.pair.difference(logps_BC, rollouts.logps_BC, rollouts.mask_BC)
         return drift, rollouts, logps_BC
 
     def cold(self) -> list[Check]:
         """Check prompts and log-probabilities with the present weights, after a sync."""
-        self.trainer.sampler.give_weights(anew=True)
+        self.pair.give_weights()
         try:
             drift, _, _ = self.drift("cold")
         except OtherRankError as error:
@@ -422,7 +246,7 @@ class EngineProbe:
         Some prompts are moved back to about position 2,000, or as far as there is room. Where the
         same weights agree near the start and not there, the rotary positions differ.
         """
-        far = far_prompts(self.trainer, self.prompts, self.tokens)
+        far = far_prompts(self.pair, self.prompts, self.tokens)
         if far is None:
             return skipped(
                 DISTANT, "model and engine take no longer prompts (vllm_max_model_length)"
@@ -432,7 +256,7 @@ class EngineProbe:
         return judge(
             DISTANT,
             drift,
-            distant_bound(self.trainer),
+            distant_bound(self.pair),
             POSITIONS,
             f", answers from position {begin} on",
         )
@@ -454,8 +278,8 @@ class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
     need no check, since the policy samples them itself.
     """
 
-    def __init__(self, trainer: HasEngine) -> None:
-        self.trainer = trainer
+    def __init__(self, pair: EnginePair) -> None:
+        self.pair = pair
 
     def on_train_begin(
         self, args: AdoraGRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -464,18 +288,16 @@ class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
 
         Raises `RolloutError` on all ranks alike.
         """
-        trainer = self.trainer
-        if not trainer.use_vllm:
+        pair = self.pair
+        if pair.engine is None:
             return
-        rows = first_rows(trainer, CHECK_ROWS)
+        rows = pair.first_rows(CHECK_ROWS)
         # The step that draws an unreadable row reports it, on all ranks.
         if gather_object(unreadable_rows(rows)):
             return
-        probe = EngineProbe(
-            trainer=trainer, prompts=read_prompts(trainer, rows), tokens=CHECK_TOKENS
-        )
+        probe = EngineProbe(pair=pair, prompts=pair.read(rows), tokens=CHECK_TOKENS)
         checks = probe.cold_on_all_ranks()
-        if trainer.accelerator.is_main_process:
+        if pair.accelerator.is_main_process:
             for check in checks:
                 if check.name in (COLD, DISTANT) and check.status is Status.PASSED:
                     # above the progress bar

@@ -114,6 +114,11 @@ def chosen_extensions(config: AdoraGRPOConfig) -> dict[str, Extension]:
             raise UserError(
                 f"{KEY}: {name} samples some rollouts on other images, which needs use_vllm: true"
             )
+        if extension.changes_images and config.adora_rollouts.old_logps == "engine":
+            raise UserError(
+                f"{KEY}: {name} samples some rollouts on other images, where the engine's "
+                "log-probabilities are not the policy's; leave out adora_rollouts.old_logps: engine"
+            )
         try:
             extension.check(config)
         except ValueError as error:

@@ -24,11 +24,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from accelerate.utils import gather_object
+from torch import Tensor
 
 from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler, shown_rows
 from adora_vl.data.loading import unreadable_rows
+from adora_vl.rollout.agreement import CHECK_ROWS, CHECK_TOKENS
+from adora_vl.rollout.engine_pair import EnginePair, Prompts
 from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup, groups_of
-from adora_vl.rollout.samplers import AsyncServerSampler, Sampler
+from adora_vl.rollout.samplers import AsyncServerSampler, PendingSamples, Sampler
 from adora_vl.tools.environments import Environments
 from adora_vl.training.generation import Generation
 from adora_vl.training.group_sampler import GroupSampler, to_the_ends
@@ -52,37 +55,63 @@ class RowsAhead:
         return rows
 
 
+@dataclass(frozen=True, kw_only=True)
+class _RequestedDrift:
+    """Samples of a step's weights that no one has judged yet."""
+
+    step: int
+    prompts: Prompts
+    pending: PendingSamples
+
+
 class LateDriftCheck:
     """Judges the drift of the present weights, of which no generation has samples yet.
 
     The samples are requested once in an optimizer step, and judged at its end.
     """
 
-    def __init__(self, begin: Callable[[list[Row], int], Callable[[], None]]) -> None:
+    def __init__(
+        self, pair: EnginePair, check: Callable[[Tensor, Tensor, Tensor, int], None]
+    ) -> None:
         """Build the check.
 
-        `begin(rows, step)` requests short rollouts of the present weights, and returns what joins
-        them and judges the drift of the servers from the policy.
+        Args:
+            pair: the servers that sample, and the policy.
+            check: ends the run where they are too far apart. It gets the policy's
+                log-probabilities, the engine's, and the mask, (B, C) each, and the step.
         """
-        self._begin = begin
-        self._judge: Callable[[], None] | None = None
+        self._pair = pair
+        self._check = check
+        self._requested: _RequestedDrift | None = None
 
     def request(self, rows: list[Row], step: int) -> None:
-        """Request the samples, unless this step has requested them already. Collective."""
-        if self._judge is None:
-            self._judge = self._begin(rows, step)
+        """Request short rollouts of the first of these rows, once in an optimizer step. Collective.
+
+        The servers have the present weights.
+        """
+        if self._requested is not None:
+            return
+        prompts = self._pair.read(rows[:CHECK_ROWS])
+        pending = self._pair.begin(prompts, tokens=CHECK_TOKENS, where=f"drift/{step}")
+        self._requested = _RequestedDrift(step=step, prompts=prompts, pending=pending)
 
     @property
     def is_requested(self) -> bool:
         """Whether samples were requested, and are not judged yet."""
-        return self._judge is not None
+        return self._requested is not None
 
     def finish(self) -> None:
         """Join and judge the samples, if there are any. Collective."""
-        judge = self._judge
-        self._judge = None
-        if judge is not None:
-            judge()
+        requested = self._requested
+        # Before they are joined: a second call within the step has nothing to do.
+        self._requested = None
+        if requested is None:
+            return
+        rollouts = self._pair.join(requested.prompts, requested.pending)
+        # One rank may have an image among its rows where another has none.
+        with self._pair.images.vision.unshared():
+            logps_BC = self._pair.score(rollouts)
+            self._check(logps_BC, rollouts.logps_BC, rollouts.mask_BC, requested.step)
 
 
 class GenerationSampler:

@@ -182,6 +182,7 @@ def answer_as_a_card(on_wait: Callable[[str], None], used: Callable[[], tuple[in
         "max_memory_reserved": 1,
     }.items():
         setattr(cuda, name, lambda *args, _place=place: used()[_place])
+    cuda.memory_stats = lambda *args: {}  # there is no cache
     cuda.synchronize = lambda *args: on_wait("torch.cuda.synchronize")
     inner = {
         "getDevice": 0,

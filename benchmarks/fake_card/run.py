@@ -68,12 +68,22 @@ class CardRun:
     lengths: Sequence[
         int
     ] = ()  # of the rollouts of a group, in tokens; (): all as long as the config allows
-    groups: int = 2  # of a generation
-    updates: int = 2  # optimizer steps
-    updates_per_generation: int = 1  # of these optimizer steps
+    groups: int = 2  # of an optimizer step
+    updates: int = 0  # optimizer steps; 0: 2, or as many as learn from one generation
+    updates_per_generation: int = 0  # optimizer steps that learn from one; 0: the recipe's
     image_tokens: int = 256
     text_tokens: int = 450
     words: Sequence[str] = ()  # further keys
+
+
+def with_updates(card_run: CardRun) -> CardRun:
+    """The same run with the recipe's updates a generation, where it has no number of them."""
+    keys = yaml.safe_load(Path(card_run.config).read_text(encoding="utf-8"))
+    accumulated = keys.get("gradient_accumulation_steps", 1)
+    recipes_updates = max(1, keys.get("steps_per_generation", accumulated) // accumulated)
+    per_generation = card_run.updates_per_generation or recipes_updates
+    updates = card_run.updates or max(2, per_generation)
+    return replace(card_run, updates=updates, updates_per_generation=per_generation)
 
 
 @dataclass
@@ -108,6 +118,10 @@ class Ran:
     @property
     def micro_batches(self) -> int:
         return len(self.peaks)
+
+    @property
+    def generations(self) -> float:
+        return self.asked.updates / self.asked.updates_per_generation
 
     @property
     def first_and_later(self) -> list[tuple[int, int]]:
@@ -193,12 +207,13 @@ def reward(completions: list[Any], **columns: Any) -> list[float]:
     return [float(row % 2) for row in range(len(completions))]
 
 
-def run(asked: CardRun, folder: Path) -> Ran:
+def run(card_run: CardRun, folder: Path) -> Ran:
     """Train on the card. What raises is in the result; nothing is written but into `folder`."""
+    card_run = with_updates(card_run)
     card = Card()
     card.composed[bits.gemm_4bit.default] = gemm_4bit
     answer_as_a_card(card.synchronize, card.used)
-    ran = Ran(asked, card)
+    ran = Ran(card_run, card)
     began = time.perf_counter()
     with ExitStack() as inside:
         inside.enter_context(_patched(card))
@@ -206,12 +221,12 @@ def run(asked: CardRun, folder: Path) -> Ran:
         inside.enter_context(chosen(card))
         try:
             with card.during("load"):
-                trainer, config, model = _trainer(asked, folder)
+                trainer, config, model = _trainer(card_run, folder)
             _name_phases(card, trainer, ran)
             with card.during("start"):
                 trainer.train()
             ran.prompt = trainer.vllm_generation.longest_prompt
-            setup = _setup(asked, config=config, model=model, folder=folder, prompt=ran.prompt)
+            setup = _setup(card_run, config=config, model=model, folder=folder, prompt=ran.prompt)
             room = torch.cuda.get_device_properties(CARD).total_memory - CONTEXT
             ran.parameters = setup.shape.total  # of 4 bits a tensor has two in one number
             ran.predicted = predict(setup, room)

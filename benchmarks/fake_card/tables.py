@@ -1,19 +1,34 @@
-"""The tables of docs/hardware.md and docs/speed.md: memory beside its prediction, and our FLOPs
+"""The tables of benchmarks/README.md and docs/speed.md: memory beside its prediction, and our FLOPs
 beside stock's.
 
-`python -m benchmarks.fake_card --table memory CONFIG ...` and `--table flops CONFIG`; both take
-minutes for each row.
+`python -m benchmarks.fake_card --table memory CONFIG ...` and `--table flops CONFIG`. The first
+takes minutes for each row. The second counts at two depths of the language model, and what a layer
+adds is multiplied, as all layers make the same operations.
 """
 
-from collections.abc import Iterator, Sequence
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.fake_card.run import CardRun, Ran
+import yaml
+
+from adora_vl.models.shape import SHAPES
 from benchmarks.step import answer_lengths
 
+if TYPE_CHECKING:
+    from benchmarks.fake_card.run import CardRun
+
 LAYERS = (2, 4, None)  # None: all
+SHALLOW = 2  # layers of the runs that the table of FLOPs is computed from
+DEEP = 4
+# What `--table flops --json` wrote: the figures that docs/speed.md has.
+FLOPS_RESULT = Path(__file__).with_name("flops.json")
+Figures = Mapping[str, Any]  # of a run, as `--json` writes them
 # Image tokens and the lengths of the answers of docs/speed.md's rows, whose prompts have about 50
 # tokens of text
 ANSWERS = {
@@ -35,51 +50,90 @@ def runs(table: str | None, configs: Sequence[str], like: CardRun) -> Iterator[l
         )
         return
     room = ("--max_pixels", "1003520")  # for the largest image
-    case = replace(
-        like, config=configs[0], text_tokens=1, groups=1, updates=1, words=(*like.words, *room)
-    )
+    case = replace(like, config=configs[0], text_tokens=1, groups=1, words=(*like.words, *room))
     for image, kind in CASES:
         row = replace(case, image_tokens=image, lengths=ANSWERS[kind])
-        yield [replace(row, way="stock"), replace(row, way="ours")]
+        yield [
+            replace(row, way=way, layers=layers)
+            for way in ("stock", "ours")
+            for layers in (SHALLOW, DEEP)
+        ]
 
 
-def row_of(row_runs: Sequence[Ran]) -> list[str]:
-    """The cells of a row."""
-    if len(row_runs) == 1:
-        (ran,) = row_runs
-        run_cells = (
-            Path(ran.asked.config).stem,
-            str(ran.asked.layers or "all"),
-            f"{ran.parameters / 1e9:.2f}",
-        )
-        both = (
-            (f"{peak / GIB:.2f}", f"{predicted / GIB:.2f}", f"{predicted / peak:.3f}")
-            for peak, predicted in ran.first_and_later
-        )
-        return [*run_cells, f"{ran.prompt:,}", *(cell for cells in both for cell in cells)]
-    stock, ours = (learning(ran) for ran in row_runs)
-    lengths = list(row_runs[0].asked.lengths)
-    prompt = row_runs[1].prompt
+def line_of(table: str, row: Sequence[Figures]) -> str:
+    """A row of the table, from the figures of its runs."""
+    cells = flops_cells(flops_of(row)) if table == "flops" else _memory_cells(*row)
+    return f"| {' | '.join(cells)} |"
+
+
+def _memory_cells(ran: Figures) -> list[str]:
+    """The memory of a run, beside its prediction."""
+    cells = [
+        Path(ran["config"]).stem,
+        str(ran["layers"] or "all"),
+        f"{ran['parameters'] / 1e9:.2f}",
+        f"{ran['prompt']:,}",
+    ]
+    for peak, predicted in ran["first_and_later"]:
+        cells += [f"{peak / GIB:.2f}", f"{predicted / GIB:.2f}", f"{predicted / peak:.3f}"]
+    return cells
+
+
+def flops_of(row: Sequence[Figures]) -> dict[str, Any]:
+    """What a row of the table of FLOPs is made of, from its four runs: TFLOP with all layers."""
+    stock_shallow, stock_deep, ours_shallow, ours_deep = row
+    layers = layers_of(ours_shallow["config"])
+    check_shallow = ours_shallow["flops"]["check"] / TERA
+    check_deep = ours_deep["flops"]["check"] / TERA
+    return {
+        "config": ours_deep["config"],
+        "updates_per_generation": ours_deep["updates_per_generation"],
+        "image_tokens": ours_deep["image_tokens"],
+        "prompt": ours_deep["prompt"],
+        "lengths": list(ours_deep["lengths"]),
+        "stock": _with_all(learning(stock_shallow), learning(stock_deep), layers),
+        "ours": _with_all(learning(ours_shallow), learning(ours_deep), layers),
+        "check": _with_all(check_shallow, check_deep, layers),
+    }
+
+
+def flops_cells(figures: Figures) -> list[str]:
+    """The cells of a row of the table of FLOPs, a group."""
+    prompt = figures["prompt"]
+    lengths = figures["lengths"]
     lengths_text = f"{min(lengths):,} to {max(lengths):,}, median {median(lengths):.0f}"
+    if len(set(lengths)) == 1:
+        lengths_text = f"all {lengths[0]:,}"
     tokens = (prompt + sum(lengths)) / len(lengths) / (prompt + max(lengths))
-    once = row_runs[1].card.flops["check"] / TERA
-    figures = (
-        f"{stock:.0f}",
-        f"{ours:.0f}",
-        f"**{ours / stock:.2f}**",
-        f"{tokens:.2f}",
-        f"{once:.0f}",
-    )
     return [
         f"{prompt:,}",
-        lengths_text if len(set(lengths)) > 1 else f"all {lengths[0]:,}",
-        *figures,
+        lengths_text,
+        f"{figures['stock']:.0f}",
+        f"{figures['ours']:.0f}",
+        f"**{figures['ours'] / figures['stock']:.2f}**",
+        f"{tokens:.2f}",
+        f"{figures['check']:.0f}",
     ]
 
 
-def learning(ran: Ran) -> float:
-    """TFLOP of an update, without the one-time check of the packed pass."""
-    return sum(ran.card.flops[phase] for phase in ("generation", "forward", "backward")) / TERA
+def layers_of(config: str) -> int:
+    """The layers of the language model that a recipe trains."""
+    keys = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
+    published = SHAPES / keys["model_name_or_path"].split("/")[-1] / "config.json"
+    shape = json.loads(published.read_text(encoding="utf-8"))
+    return int(shape.get("text_config", shape)["num_hidden_layers"])
+
+
+def _with_all(shallow: float, deep: float, layers: int) -> float:
+    """A figure of all layers, from those of two depths."""
+    return shallow + (deep - shallow) / (DEEP - SHALLOW) * (layers - SHALLOW)
+
+
+def learning(ran: Figures) -> float:
+    """TFLOP of a group, without the one-time check of the packed pass."""
+    phases = ("generation", "forward", "backward")
+    total = sum(ran["flops"].get(phase, 0.0) for phase in phases)
+    return total / TERA / (ran["updates"] * ran["groups"])
 
 
 HEADS = {

@@ -182,7 +182,6 @@ def as_line(found: dict[str, Any], dtype: str) -> Line:
 def seeded(setting: Setting, folder: Path) -> Iterator[Line]:
     """The same seeds twice from one engine, with other requests in between, and other seeds."""
     from adora_vl.prepare import prepare
-    from adora_vl.rollout.agreement import read_prompts, sample
     from adora_vl.train import build_trainer
 
     trainer: Any = build_trainer(
@@ -190,14 +189,13 @@ def seeded(setting: Setting, folder: Path) -> Iterator[Line]:
     )
     try:
         rows = [trainer.train_dataset[number] for number in range(8)]
-        prompts = read_prompts(trainer, rows)
+        pair = trainer.engine_pair
+        prompts = pair.read(rows)
         places = (_SAME_PLACE, "elsewhere", _SAME_PLACE)
         first, other, again = (
-            sample(trainer, prompts, tokens=32, where=where).completion_ids for where in places
+            pair.sample(prompts, tokens=32, where=where).completion_ids for where in places
         )
-        yield free_after_sleeps(
-            setting, lambda: sample(trainer, prompts, tokens=8, where=_SAME_PLACE)
-        )
+        yield free_after_sleeps(setting, lambda: pair.sample(prompts, tokens=8, where=_SAME_PLACE))
     finally:
         trainer.close()
     same = sum(tokens == tokens_again for tokens, tokens_again in zip(first, again, strict=True))

@@ -12,7 +12,7 @@ from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as TILE
 
 from adora_vl.models.shape import describe
-from adora_vl.planning.activations import Dtypes, MicroBatch, head_transient
+from adora_vl.planning.activations import Dtypes, PassSize, head_transient
 from adora_vl.utils.files import GIB
 from benchmarks.gpu.setting import ON_A_GPU_ONLY, Setting, apart, free_bytes, words
 from benchmarks.gpu.table import Line, at_most, skipped
@@ -64,9 +64,9 @@ def run(setting: Setting) -> Iterator[Line]:
     dtype = torch.bfloat16 if setting.on_gpu else torch.float32
     inputs = hidden.to(dtype), weight.to(dtype), targets
     # elsewhere all but the last position are scored
-    batch = MicroBatch(1, 1, tokens + (0 if setting.on_gpu else 1))
+    size = PassSize(rows=1, length=tokens + 1, scored=tokens)
     predicted = head_transient(
-        shape, batch=batch, dtypes=Dtypes(dtype.itemsize, dtype.itemsize), compact=setting.on_gpu
+        shape, size=size, dtypes=Dtypes(dtype.itemsize, dtype.itemsize), compact=setting.on_gpu
     )
     peak = peak_bytes(setting.device, lambda: _passed(fused, *inputs))
     yield at_most(

@@ -24,12 +24,13 @@ prepare_engine_environment()
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
+from adora_vl import train  # noqa: E402
 from adora_vl.doctor import __main__ as command  # noqa: E402
 from adora_vl.doctor import engine as doctor_engine  # noqa: E402
 from adora_vl.doctor.engine import Examination, check_buffers, examine  # noqa: E402
 from adora_vl.rollout import engine as engine_module  # noqa: E402
 from adora_vl.rollout import llm as llm_module  # noqa: E402
-from adora_vl.rollout.agreement import SelfCheck, read_prompts  # noqa: E402
+from adora_vl.rollout.agreement import SelfCheck  # noqa: E402
 from adora_vl.utils.checks import Check, as_json  # noqa: E402
 from adora_vl.utils.errors import RolloutError  # noqa: E402
 
@@ -67,16 +68,16 @@ def stale_encoder_cache(examination: Examination) -> Iterator[None]:
 @contextmanager
 def pixel_limits(examination: Examination) -> Iterator[None]:
     """The trainer's processor is changed after the engine was told its limits."""
-    image_processor = examination.trainer.processing_class.image_processor
+    image_processor = examination.pair.processor.image_processor
     with patch.object(image_processor, "size", {"shortest_edge": 28 * 28, "longest_edge": 28 * 28}):
-        examination.prompts = read_prompts(examination.trainer, rows_of(examination))
+        read_again(examination)
         yield
-    examination.prompts = read_prompts(examination.trainer, rows_of(examination))
+    read_again(examination)
 
 
 @contextmanager
 def unbanned(examination: Examination) -> Iterator[None]:
-    generation = examination.trainer.vllm_generation
+    generation: Any = examination.pair.engine
     free = {
         key: value for key, value in generation.generation_kwargs.items() if key != "logit_bias"
     }
@@ -87,9 +88,9 @@ def unbanned(examination: Examination) -> Iterator[None]:
 @contextmanager
 def doubled_in_the_trainer(examination: Examination) -> Iterator[None]:
     """The processor's ids have twice the image tokens that it makes features for."""
-    trainer = examination.trainer
-    token = examination.trainer.processing_class.image_token_id
-    real = trainer.images.read
+    images = examination.pair.images
+    token = examination.pair.processor.image_token_id
+    real = images.read
 
     def doubled(rows: Any) -> Any:
         read = real(rows)
@@ -101,16 +102,16 @@ def doubled_in_the_trainer(examination: Examination) -> Iterator[None]:
             ],
         )
 
-    with patch.object(trainer.images, "read", doubled):
-        examination.prompts = read_prompts(trainer, rows_of(examination))
+    with patch.object(images, "read", doubled):
+        read_again(examination)
         yield
-    examination.prompts = read_prompts(trainer, rows_of(examination))
+    read_again(examination)
 
 
 @contextmanager
 def rounded(examination: Examination) -> Iterator[None]:
     """The policy's rotary frequencies as ZeRO-3 with bfloat16 makes them; the engine's are right."""
-    buffers = [b for name, b in examination.trainer.model.named_buffers() if "inv_freq" in name]
+    buffers = [b for name, b in examination.pair.policy().named_buffers() if "inv_freq" in name]
     right = [buffer.data for buffer in buffers]
     for buffer in buffers:
         buffer.data = buffer.data.bfloat16()
@@ -119,11 +120,10 @@ def rounded(examination: Examination) -> Iterator[None]:
         buffer.data = data
 
 
-def rows_of(examination: Examination) -> list[dict[str, Any]]:
-    return [
-        examination.trainer.train_dataset[number]
-        for number in range(len(examination.prompts.names))
-    ]
+def read_again(examination: Examination) -> None:
+    """Read the rows of the examination's prompts anew."""
+    pair = examination.pair
+    examination.prompts = pair.read(pair.first_rows(len(examination.prompts.names)))
 
 
 STEPS: dict[str, tuple[Any, Callable[[Examination], list[Check]]]] = {
@@ -132,7 +132,7 @@ STEPS: dict[str, tuple[Any, Callable[[Examination], list[Check]]]] = {
     "no_sync": (no_sync, lambda e: [e.after_change(vision=False)]),
     "pixel_limits": (pixel_limits, lambda e: examine(e, 2)),
     "unbanned": (unbanned, lambda e: [e.banned()]),
-    "rounded": (rounded, lambda e: [check_buffers(e.trainer), *e.cold(), e.distant()]),
+    "rounded": (rounded, lambda e: [check_buffers(e.models()), *e.cold(), e.distant()]),
     "doubled": (doubled_in_the_trainer, lambda e: examine(e, 2)[:1]),
     "healthy_again": (lambda e: patch.object(e, "tokens", 8), lambda e: [*e.cold(), e.distant()]),
     "stale_encoder_cache": (
@@ -172,10 +172,10 @@ def fingerprint(trainer: Any) -> str:
     return digest.hexdigest()
 
 
-def self_check(trainer: Any) -> str:
+def self_check(examination: Examination) -> str:
     """Return the message of the self-check's error, or an empty string where it passes."""
     try:
-        SelfCheck(trainer).on_train_begin(None, None, None)
+        SelfCheck(examination.pair).on_train_begin(None, None, None)
     except RolloutError as error:
         return str(error)
     return ""
@@ -184,17 +184,23 @@ def self_check(trainer: Any) -> str:
 def main() -> int:
     output = Path(sys.argv[1])
     results: dict[str, Any] = {}
+    trainers: list[Any] = []
+    build = train.build_trainer
+
+    def build_and_keep(run: Any) -> Any:
+        trainers.append(build(run))
+        return trainers[-1]
 
     def examine_all(examination: Examination, merge: int) -> list[Check]:
-        trainer = examination.trainer
+        (trainer,) = trainers
         before = fingerprint(trainer)
         checks = examine(examination, merge)
         results["examined_unchanged"] = fingerprint(trainer) == before
-        refusals = {"healthy": self_check(trainer)}
+        refusals = {"healthy": self_check(examination)}
         results["self_check_unchanged"] = fingerprint(trainer) == before
         for name in ("expanded", "pixel_limits", "rounded"):
             with STEPS[name][0](examination):
-                refusals[name] = self_check(trainer)
+                refusals[name] = self_check(examination)
         results["refusals"] = refusals
         examination.tokens = 12  # enough to show, and half the time
         for name, (sabotage, step) in STEPS.items():
@@ -206,7 +212,10 @@ def main() -> int:
         output.write_text(json.dumps(results))
         return checks
 
-    with patch.object(doctor_engine, "examine", examine_all):
+    with (
+        patch.object(doctor_engine, "examine", examine_all),
+        patch.object(train, "build_trainer", build_and_keep),
+    ):
         return command.main([*sys.argv[2:], "--json", str(output.with_suffix(".table.json"))])
 
 

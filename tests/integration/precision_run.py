@@ -102,7 +102,7 @@ class Look(TrainerCallback):
 
     def refusal(self) -> str:
         try:
-            RefuseWrongBuffers(self.trainer).on_train_begin(None, None, None)
+            RefuseWrongBuffers(self.trainer.models_by_role).on_train_begin(None, None, None)
         except RunError as error:
             return str(error)
         return ""

@@ -1,5 +1,6 @@
-"""Every recipe for GPUs takes its steps on a card that is not there: no fault, few waits, the
-memory foretold.
+"""Every recipe for GPUs takes its steps on a card that is not there.
+
+No fault, few waits, the memory foretold.
 """
 
 import json
@@ -15,7 +16,9 @@ from adora_vl.models.shape import SHAPES
 
 pytestmark = pytest.mark.slow
 CONFIGS = Path("configs/train")
+LEARNING = ("generation", "forward", "backward")  # phases of the card
 SMALL = ["--layers", "2", "--blocks", "2", "--lengths", "384", "384", "384", "384"]
+ONE_UPDATE = ["--updates", "2", "--updates-per-generation", "1"]  # whatever the recipe says
 
 
 def _published(config: Path) -> bool:
@@ -23,15 +26,21 @@ def _published(config: Path) -> bool:
     return (SHAPES / str(keys.get("model_name_or_path")).split("/")[-1] / "config.json").is_file()
 
 
-@pytest.fixture(scope="module")
-def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Return what the command says of each recipe, by its name."""
-    file = tmp_path_factory.mktemp("card") / "figures.json"
-    configs = [str(config) for config in sorted(CONFIGS.glob("*.yaml")) if _published(config)]
-    command = [sys.executable, "-m", "benchmarks.fake_card", *configs, *SMALL, "--json", str(file)]
+def _figures(configs: list[str], file: Path, recompute: str) -> dict[str, dict[str, Any]]:
+    """Return what the command says of each recipe, by its name, with so many layers recomputed."""
+    command = [sys.executable, "-m", "benchmarks.fake_card", *configs, *SMALL, *ONE_UPDATE]
+    command += ["--json", str(file), "--", "--adora_recompute", recompute]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert file.is_file(), done.stderr[-2000:]
     return {Path(run["config"]).stem: run for run in json.loads(file.read_text(encoding="utf-8"))}
+
+
+@pytest.fixture(scope="module")
+def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Return the figures of each recipe with all layers recomputed, by its name."""
+    file = tmp_path_factory.mktemp("card") / "figures.json"
+    configs = [str(config) for config in sorted(CONFIGS.glob("*.yaml")) if _published(config)]
+    return _figures(configs, file, "all")
 
 
 def test_no_recipe_has_a_fault_of_device_or_dtype(recipes):
@@ -68,18 +77,48 @@ def test_learning_takes_the_memory_that_the_dry_run_predicts(recipes, subtests):
                 assert predicted == pytest.approx(peak, rel=0.03)
 
 
-def test_stock_takes_its_steps_on_the_card_too():
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.fake_card",
-        str(CONFIGS / "adora_3b_1gpu_lora.yaml"),
-        *SMALL,
-    ]
-    done = subprocess.run(
-        [*command, "--way", "stock", "--updates", "1"], check=False, capture_output=True, text=True
-    )
+def test_fewer_layers_recomputed_take_the_memory_that_is_predicted(recipes, tmp_path, subtests):
+    """Two layers have room on a card of 80 GB, so by default none is recomputed."""
+    names = ["adora_3b_1gpu_lora", "adora_7b_geo3k"]
+    configs = [str(CONFIGS / f"{name}.yaml") for name in names]
+    runs = {key: _figures(configs, tmp_path / f"{key}.json", key) for key in ("auto", "1")}
+    for name in names:
+        fewer = [runs["auto"][name], runs["1"][name], recipes[name]]
+        with subtests.test(name):
+            assert [run["fault"] for run in fewer] == ["", "", ""]
+            backward = [run["flops"]["backward"] for run in fewer]
+            assert backward == sorted(set(backward)), "each recomputed layer is work"
+            assert backward[1] - backward[0] == pytest.approx(backward[2] - backward[1], rel=0.02)
+            assert fewer[0]["flops"]["forward"] == recipes[name]["flops"]["forward"]
+            for run in fewer:
+                for peak, predicted in run["first_and_later"]:
+                    assert predicted == pytest.approx(peak, rel=0.03)
+
+
+def by_the_recipe(folder: Path, way: str) -> dict[str, Any]:
+    """The figures of a generation of the 3B recipe, which two updates learn from."""
+    file = folder / f"{way}.json"
+    recipe = str(CONFIGS / "adora_3b_1gpu_lora.yaml")
+    command = [sys.executable, "-m", "benchmarks.fake_card", recipe, *SMALL, "--groups", "1"]
+    command += ["--way", way, "--json", str(file)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert "No fault of device or dtype." in done.stdout, done.stdout[-2000:]
+    figures: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))[0]
+    assert figures["updates"] == figures["updates_per_generation"] == 2
+    return figures
+
+
+def test_the_recipes_old_pass_is_over_half_of_what_stock_trls_is(tmp_path):
+    """Stock scores every rollout before it learns, ours those of the second update alone.
+
+    The frozen tower's one pass is in either.
+    """
+    ours = by_the_recipe(tmp_path, "ours")["flops"]
+    stock = by_the_recipe(tmp_path, "stock")["flops"]
+    assert ours["generation"] == pytest.approx(ours["forward"] / 2, rel=0.05)
+    assert stock["generation"] > 0.95 * stock["forward"]
+    total = {name: sum(flops[p] for p in LEARNING) for name, flops in (("o", ours), ("s", stock))}
+    assert total["o"] < 0.75 * total["s"], "of answers alike and of two layers, with a large head"
 
 
 _FAULT = """

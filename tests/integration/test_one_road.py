@@ -277,6 +277,19 @@ WRONG: list[
         "adora_rollouts.ahead: 1 does not go with dataloader_num_workers: 2",
     ),
     (
+        "--adora_rollouts.old_logps engine",
+        "adora_rollouts.old_logps: engine does not go with use_vllm: false, where no engine",
+    ),
+    (
+        "VLLM --adora_rollouts.old_logps engine",
+        "adora_rollouts.old_logps: engine compares the policy with the engine already, and",
+    ),
+    (
+        "VLLM --adora_rollouts.old_logps engine --vllm_importance_sampling_correction false "
+        "--use_peft true",
+        "adora_rollouts.old_logps: engine compares each pass with the engine, which has no dropout",
+    ),
+    (
         "--adora_rollouts.budget 100",
         "adora_rollouts.budget: 100 does not go with use_vllm: false; leave out one of the two",
     ),

@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from adora_vl import parts as trainer_parts
 from adora_vl.checkpoint.store import facts_of
+from adora_vl.rollout.engine_pair import EnginePair
 from adora_vl.rollout.samplers import AsyncServerSampler
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.train import main
@@ -77,7 +77,7 @@ def test_what_needs_no_server_is_done_while_they_sample(tmp_path, server, monkey
     noted(AsyncServerSampler, "begin", "asked")
     noted(AsyncServerSampler, "_join", "joined")
     noted(AdoraGRPOTrainer, "_compute_loss", "learned")
-    noted(trainer_parts, "begin_drift_check", "drift")
+    noted(EnginePair, "begin", "drift")
     keys: dict[str, Any] = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 8}
     keys |= {
         "max_steps": 3,

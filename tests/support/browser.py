@@ -87,10 +87,11 @@ class Browser:
         return self.page.evaluate(expression)
 
     def texts(self, selector: str) -> list[str]:
+        """The texts of all such elements; a space that holds a line together counts as any."""
         contents: list[str] = self.page.locator(selector).evaluate_all(
             "found => found.map(node => node.textContent)"
         )
-        return contents
+        return [text.replace("\u00a0", " ") for text in contents]
 
     def text(self, selector: str) -> str:
         return self.texts(selector)[0]

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -26,10 +26,12 @@ from adora_vl.evals.inference.requests import AnswerEngineSettings, AnswerReques
 from adora_vl.evaluation import SamplerEngine
 from adora_vl.models.load import PRETRAINED
 from adora_vl.rollout import turns
-from adora_vl.rollout.agreement import difference, read_prompts, score
 from adora_vl.rollout.rollouts import Call
 from adora_vl.utils.checks import as_json
 from tests.support.launch import launch
+
+if TYPE_CHECKING:
+    from adora_vl.trainer import AdoraGRPOTrainer
 
 Rows = Sequence[dict[str, Any]]
 WITH_ENGINE: dict[str, Any] = {
@@ -69,6 +71,12 @@ class Gradients(TrainerCallback):
         )
 
 
+def examination_of(trainer: AdoraGRPOTrainer, rows: Rows) -> Examination:
+    """The doctor's examination of a trainer on some rows."""
+    pair = trainer.engine_pair
+    return Examination(pair, pair.read(rows), models=trainer.models_by_role)
+
+
 def doctor(trainer: Any, rows: Rows) -> list[dict[str, Any]]:
     """The lines of the doctor's table that need an engine.
 
@@ -76,8 +84,8 @@ def doctor(trainer: Any, rows: Rows) -> list[dict[str, Any]]:
     without images.
     """
     merge = trainer.processing_class.image_processor.merge_size
-    prompts = read_prompts(trainer, [*rows[1:], *rows[:1]])
-    return as_json(examine(Examination(trainer, prompts), merge))
+    examination = examination_of(trainer, [*rows[1:], *rows[:1]])
+    return as_json(examine(examination, merge))
 
 
 def answers(trainer: Any, rows: Rows) -> dict[str, list[Any]]:
@@ -96,7 +104,12 @@ def answers(trainer: Any, rows: Rows) -> dict[str, list[Any]]:
     transformers = TransformersEngine(
         AnswerEngineSettings(folder, "transformers", max_tokens=longest)
     )
-    engine = SamplerEngine(trainer, ChatProcessor(folder))
+    engine = SamplerEngine(
+        trainer.engine_pair,
+        trainer.rollouts.groups,
+        ChatProcessor(folder),
+        end_tokens=trainer.eos_token_ids,
+    )
     transformers.turns = engine.turns
     return {
         name: list(map(vars, evaluator.generate(requests)))
@@ -111,7 +124,7 @@ def lora(trainer: Any, rows: Rows) -> dict[str, float]:
     """
     from peft import LoraConfig, get_peft_model
 
-    examination = Examination(trainer, read_prompts(trainer, rows))
+    examination = examination_of(trainer, rows)
     _, rollouts, before_BC = examination.drift("before the adapter")
     torch.manual_seed(0)
     adapted = get_peft_model(
@@ -121,7 +134,8 @@ def lora(trainer: Any, rows: Rows) -> dict[str, float]:
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
     trainer.model = trainer.vllm_generation.model = adapted
-    moved = difference(trainer, score(trainer, rollouts), before_BC, rollouts.mask_BC)
+    pair = trainer.engine_pair
+    moved = pair.difference(pair.score(rollouts), before_BC, rollouts.mask_BC)
     trainer.vllm_generation.sync_weights()
     gap, _, _ = examination.drift("with the adapter")
     return {"moved": moved.mean, "gap": gap.largest}

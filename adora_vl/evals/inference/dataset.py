@@ -105,20 +105,13 @@ def load_problems(
     - `pictures`: the folder beside a file in which its images are. `renamed`: other names of
       columns, and ours.
     """
-    path = Path(options.data)
-    split = split or options.split
-    revision = options.data_revision if isinstance(options, HubDataOptions) else None
-    if path.exists():
-        loaded = _local(path, split=split, image_columns=image_columns, id_column=id_column)
-    elif HUB_ID.fullmatch(options.data) and not path.parent.is_dir():
-        loaded = _hub(
-            options.data, split=split, revision=revision, image_columns=image_columns, config=config
-        )
-    else:
-        raise UserError(
-            f"data: {options.data!r} is neither a file or folder here nor a hub id of the form "
-            "owner/name"
-        )
+    loaded = _rows_of_split(
+        options,
+        split=split or options.split,
+        image_columns=image_columns,
+        id_column=id_column,
+        config=config,
+    )
     if loaded.folder and pictures and (loaded.folder / pictures).is_dir():
         loaded = replace(loaded, folder=loaded.folder / pictures)
     if renamed:
@@ -127,19 +120,25 @@ def load_problems(
         ]
         loaded = replace(loaded, rows=rows)
     has_image = bool(image_columns) and not blind
-    faults: list[str] = []
-    for number, row in enumerate(loaded.rows, start=1):
+
+    def fault_of(row: Row) -> str | None:
+        """What keeps a row from being asked, or its answer from being scored; None: nothing."""
         stored_id = row.get(id_column)
         pid = stored_id
         if isinstance(stored_id, int) and not isinstance(stored_id, bool):
             pid = str(stored_id)
         as_answered = {**row, "pid": pid, "response": ""}
-        fault = missing_fields(row, needed) or row_fault(as_answered) or check(as_answered)
-        fault = (
-            fault
+        return (
+            missing_fields(row, needed)
+            or row_fault(as_answered)
+            or check(as_answered)
             or unaskable(prompt(row), has_image=has_image)
             or _leads_out(row, image_columns, loaded.folder)
         )
+
+    faults: list[str] = []
+    for number, row in enumerate(loaded.rows, start=1):
+        fault = fault_of(row)
         if fault:
             faults.append(f"row {number} {fault}")
     refuse_rows(f"data: {loaded.origin}", faults)
@@ -156,6 +155,29 @@ def load_problems(
             problem = Problem(fields=fields, prompt=prompt(row), n_images=0, images=list)
         problems.append(problem)
     return LoadedProblems(problems, _with_pictures(loaded, image_columns))
+
+
+def _rows_of_split(
+    options: DataOptions,
+    *,
+    split: str,
+    image_columns: Sequence[str],
+    id_column: str,
+    config: str | None,
+) -> _Rows:
+    """Return the rows of a split of `options.data`: a file or folder here, or a hub id."""
+    path = Path(options.data)
+    if path.exists():
+        return _local(path, split=split, image_columns=image_columns, id_column=id_column)
+    if HUB_ID.fullmatch(options.data) and not path.parent.is_dir():
+        revision = options.data_revision if isinstance(options, HubDataOptions) else None
+        return _hub(
+            options.data, split=split, revision=revision, image_columns=image_columns, config=config
+        )
+    raise UserError(
+        f"data: {options.data!r} is neither a file or folder here nor a hub id of the form "
+        "owner/name"
+    )
 
 
 # Some cameras write a second, smaller picture into the file of a photograph.

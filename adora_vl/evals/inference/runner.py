@@ -211,11 +211,9 @@ def infer(
             )
         pending = sum(ask.key not in log.done for ask in asks)
         resumed = len(asks) - pending
-        if len(log.done) > resumed:
-            raise UserError(
-                f"limit: {str(output)!r} already has {len(log.done)} predictions and this run "
-                f"asks for {len(asks)}; raise --limit or use another --output"
-            )
+        _refuse_further_predictions(
+            output, predictions=len(log.done), asked=len(asks), resumed=resumed
+        )
         size = amount(len(problems), "problem")
         if samples > 1:
             size += f" x {samples} answers"
@@ -234,16 +232,29 @@ def infer(
             sort_rows(output / PREDICTIONS, [ask.key for ask in asks])
     rows = read_rows(output / PREDICTIONS)
     ends = Counter(row["finish_reason"] for row in rows if key(row) not in before)
-    missing = len(asks) - len(rows)
     return Summary(
         total=len(asks),
         resumed=resumed,
         pending=pending,
         image_failed=ends[IMAGE_FAILED],
         seconds=seconds,
-        missing=missing,
+        missing=len(asks) - len(rows),
         too_long=ends[TOO_LONG],
     )
+
+
+def _refuse_further_predictions(
+    output: Path, *, predictions: int, asked: int, resumed: int
+) -> None:
+    """Raise `UserError` where a folder has predictions that this run does not ask for.
+
+    `resumed` of its `predictions` answer what is asked.
+    """
+    if predictions > resumed:
+        raise UserError(
+            f"limit: {str(output)!r} already has {predictions} predictions and this run "
+            f"asks for {asked}; raise --limit or use another --output"
+        )
 
 
 @contextmanager

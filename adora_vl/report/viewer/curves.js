@@ -49,8 +49,8 @@ function sameLines(one, other) {
 }
 
 function phaseCharts(runs) {
-  return runs.map((run) => ({
-    how: HOW_PHASES,
+  return runs.map((run, index) => ({
+    how: index ? `The same for ${run.name}.` : HOW_PHASES,
     title: runs.length > 1 ? `Seconds per step, ${run.name}` : "Seconds per step",
     stack: true, format: duration,
     series: PHASES.map((phase) => ({ label: phase, css: `phase-${phase}`, points: pointsOf(run, `seconds/${phase}`) })).filter(({ points }) => points.length),
@@ -69,7 +69,14 @@ function evaluationCurves(runs) {
     const viewed = runs.length === 1 && VIEWS.every((each) => keys.has(`eval_${base}_${each}_accuracy`)) && VIEWS.includes(view);
     (charts[viewed ? base : name] ??= []).push([`eval_${name}_accuracy`, viewed ? view : ""]);
   }
-  return Object.entries(charts).map(([title, series]) => ({ title: `Held-out accuracy, ${title}`, how: HOW_EVALUATION, keys: series, format: percent, share: true, sparse: true }));
+  const titles = Object.keys(charts);
+  return Object.entries(charts).map(([name, series]) => {
+    const whole = titles.find((other) => name.startsWith(`${other}_`));
+    const kind = whole ? name.slice(whole.length + 1).replaceAll("_", " ") : "";
+    const title = `Held-out accuracy, ${whole ? `${whole}: ${kind}` : name}`;
+    const how = whole ? `Those problems that are of the kind ${kind}.` : HOW_EVALUATION;
+    return { title, how, keys: series, format: percent, share: true, sparse: true };
+  });
 }
 
 class Curves {

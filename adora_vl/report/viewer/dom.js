@@ -47,6 +47,11 @@ function percent(value) {
   return isNumber(value) ? `${Math.round(100 * value)} %` : "–";
 }
 
+/** A text whose lines do not end between a figure and the sign behind it. */
+function unbroken(text) {
+  return text.replaceAll(/(\d) (?=[%→])/g, "$1\u00a0");
+}
+
 function mean(values) {
   const known = values.filter(isNumber);
   return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;

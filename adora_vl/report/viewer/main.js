@@ -14,8 +14,8 @@ function runCards(runs) {
   return runs.map((run, index) =>
     el("div", { class: "run" },
       runs.length > 1 ? el("h2", {}, el("span", { class: `mark run${index % 6}`, "aria-hidden": "true" }), run.name) : null,
-      run.result ? el("p", { class: "result" }, capital(run.result)) : null,
-      run.story.length ? el("ul", { class: "story" }, run.story.map((sentence) => el("li", {}, sentence))) : null,
+      run.result ? el("p", { class: "result" }, unbroken(capital(run.result))) : null,
+      run.story.length ? el("ul", { class: "story" }, run.story.map((sentence) => el("li", {}, unbroken(sentence)))) : null,
       factsOf(Object.entries(run.facts).filter(([name]) => FIRST_FACTS.includes(name))),
       el("details", {}, el("summary", {}, "More about the run"), factsOf(Object.entries(run.facts).filter(([name]) => !FIRST_FACTS.includes(name)))),
       run.notes.map((note) => el("p", { class: "hint" }, note))),

@@ -13,12 +13,16 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from adora_vl.checkpoint.store import seal
-from adora_vl.checkpoint.trl_state import REFERENCE, Losses, MovingReference
+from adora_vl.checkpoint.trl_state import (
+    REFERENCE,
+    LossSums,
+    MovingReference,
+    RestoreLossSums,
+)
 from adora_vl.checkpoint.writer import of_a_run
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.errors import RunError, UserError
 from tests.support.adapters import LORA, adapted, float64_model
-from tests.support.stand_ins import Processes
 
 
 @pytest.fixture(scope="module")
@@ -120,29 +124,16 @@ def test_each_rank_gets_its_own_sum_of_losses_and_another_number_of_ranks_their_
         "adora_vl.checkpoint.trl_state.gather_object", lambda values: [*values, 0.5]
     )
 
-    def trainer(rank: int, ranks: int, **sums: Any) -> Any:
-        start = {
-            "_tr_loss": torch.zeros(()),
-            "_total_loss_scalar": 0.0,
-            "_globalstep_last_logged": 5,
-        }
-        return SimpleNamespace(accelerator=Processes(rank, ranks), **{**start, **sums})
-
-    saved = Losses(
-        trainer(
-            0, 2, _tr_loss=torch.tensor(0.1), _total_loss_scalar=2.25, _globalstep_last_logged=4
-        )
-    )
-    seal(tmp_path, Losses.of_all_ranks(saved.now()))
-    for rank, ranks, rest in (
-        (0, 2, torch.tensor(0.1)),
-        (1, 2, torch.tensor(0.5)),
-        (0, 1, torch.tensor(0.3)),
-    ):
-        now = trainer(rank, ranks)
-        losses = Losses(now)
-        losses.load(tmp_path)
-        losses.on_train_begin(None, None, None)
-        assert now._tr_loss == rest
-        assert now._total_loss_scalar == 2.25
-        assert now._globalstep_last_logged == 4
+    saved = LossSums(logged=2.25, since=4, rest=torch.tensor(0.1))
+    seal(tmp_path, LossSums.of_all_ranks(saved.facts()))
+    put: list[LossSums] = []
+    restore = RestoreLossSums(put.append)
+    restore.on_train_begin(None, None, None)
+    assert put == [], "nothing was read"
+    restore.load(tmp_path)
+    restore.on_train_begin(None, None, None)
+    restore.on_train_begin(None, None, None)
+    (sums,) = put  # once
+    assert (sums.logged, sums.since) == (2.25, 4)
+    for rank, ranks, rest in ((0, 2, 0.1), (1, 2, 0.5), (0, 1, 0.3)):
+        assert sums.of_rank(rank, ranks) == pytest.approx(rest)

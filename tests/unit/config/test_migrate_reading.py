@@ -124,14 +124,18 @@ def test_foreign_text_stays_in_its_comment(tmp_path):
 
 
 def test_only_what_is_not_a_default_there_is_listed(tmp_path, capsys):
-    values = ["reward_model.enable=False", "trainer.critic_warmup=0", "data.truncation=left"]
+    values = [
+        "reward_model.reward_manager=naive",
+        "trainer.critic_warmup=0",
+        "data.truncation=left",
+    ]
     words = ["actor_rollout_ref.model.path=m", *values]
     assert main(["verl", *words, "--output", str(tmp_path / "a.yaml")]) == 0
     short = capsys.readouterr().out
-    assert "data.truncation: left" in short and "reward_model.enable" not in short
+    assert "data.truncation: left" in short and "reward_manager" not in short
     assert "--all lists 2 more" in short
     assert main(["verl", *words, "--all", "--output", str(tmp_path / "b.yaml")]) == 0
-    assert "reward_model.enable: false" in capsys.readouterr().out
+    assert "reward_model.reward_manager: naive" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -227,6 +227,38 @@ def test_keys_that_go_together_are_taken() -> None:
         check_keys.check_servers(keys)
 
 
+def test_the_engines_log_probabilities_are_old_ones_where_nothing_else_corrects() -> None:
+    keys: dict[str, Any] = {
+        "adora_rollouts": {"old_logps": "engine"},
+        "use_vllm": True,
+        "vllm_importance_sampling_correction": False,
+    }
+    for changed, words in (
+        ({}, ""),
+        ({"use_vllm": False}, "does not go with use_vllm: false"),
+        ({"vllm_importance_sampling_correction": True}, "set it to false"),
+        ({"adora_stock_step": True}, "does not go with adora_stock_step"),
+        ({"adora_stock_step": ["skip_old_pass"]}, "does not go with adora_stock_step"),
+        ({"adora_stock_step": ["share_prompt"]}, ""),
+    ):
+        line = refusal(check_keys.check_old_logps, config(**{**keys, **changed}))
+        assert words in line and bool(words) == bool(line), changed
+        assert not line or line.startswith("adora_rollouts.old_logps: engine ")
+
+
+def test_what_samples_with_older_weights_learns_by_the_engine_in_either_way() -> None:
+    keys: dict[str, Any] = {
+        "use_vllm": True,
+        "per_device_train_batch_size": 16,
+        "vllm_importance_sampling_correction": False,
+    }
+    policy = config(adora_rollouts={"budget": 100}, **keys)
+    line = refusal(check_keys.check_budget, policy)
+    assert "does not go with vllm_importance_sampling_correction: false" in line
+    engine = config(adora_rollouts={"budget": 100, "old_logps": "engine"}, **keys)
+    assert not refusal(check_keys.check_budget, engine)
+
+
 def test_a_schedule_whose_rate_is_no_number_is_refused() -> None:
     """Transformers makes a rate of 0 of NaN."""
     for rate in (float("nan"), float("inf")):

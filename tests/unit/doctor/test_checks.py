@@ -38,8 +38,9 @@ from adora_vl.models.families import freeze
 from adora_vl.models.load import PRETRAINED
 from adora_vl.rewards import reward_functions
 from adora_vl.rewards.choose import choose_rewards
-from adora_vl.rollout.agreement import COLD, DISTANT, PROMPTS, Prompts
+from adora_vl.rollout.agreement import COLD, DISTANT, PROMPTS
 from adora_vl.rollout.engine import AdoraVLLMGeneration
+from adora_vl.rollout.engine_pair import Prompts
 from adora_vl.rollout.importance import Drift
 from adora_vl.utils.checks import Check, Status, failed, is_healthy, passed, skipped, table
 from adora_vl.utils.versions import installed
@@ -245,6 +246,17 @@ def prompts(*ids: list[int], grids: list[list[int]] | None = None) -> Prompts:
     return Prompts([], list(ids), images, {"image_grid_thw": grid}, names)
 
 
+def examination_of(engine: object, *, vllm_mode: str = "colocate") -> Examination:
+    """An examination of one prompt with an image, by an engine and a policy that are stand-ins."""
+    pair: Any = SimpleNamespace(
+        engine=engine,
+        config=SimpleNamespace(vllm_mode=vllm_mode),
+        processor=SimpleNamespace(image_token_id=IMAGE),
+    )
+    models = {"policy": Small(), "reference": None}
+    return Examination(pair, prompts([1, *[IMAGE] * 4, 2]), models=lambda: models)
+
+
 def test_a_row_whose_image_tokens_are_not_as_many_as_its_features_fails():
     assert check_features(prompts([1, *[IMAGE] * 4, 2]), IMAGE, merge=2).status is Status.PASSED
     check = check_features(prompts([1, *[IMAGE] * 4, 2], [1, IMAGE, 2]), IMAGE, merge=2)
@@ -255,16 +267,9 @@ def test_a_row_whose_image_tokens_are_not_as_many_as_its_features_fails():
 
 
 def test_without_a_colocated_engine_only_the_prompts_are_looked_at(subtests):
-    for settings, why in [({"use_vllm": False}, "samples itself"), ({"use_vllm": True}, "server")]:
-        with subtests.test(f"{settings!r:.80}"):
-            trainer = SimpleNamespace(
-                vllm_mode="server",
-                model=Small(),
-                ref_model=None,
-                processing_class=SimpleNamespace(image_token_id=IMAGE),
-                **settings,
-            )
-            checks = examine(Examination(trainer, prompts([1, *[IMAGE] * 4, 2])), merge=2)
+    for engine, why in [(None, "samples itself"), (SimpleNamespace(), "server")]:
+        with subtests.test(why):
+            checks = examine(examination_of(engine, vllm_mode="server"), merge=2)
             assert [check.status for check in checks] == [
                 *[Status.PASSED] * 2,
                 *[Status.SKIPPED] * 8,
@@ -273,14 +278,6 @@ def test_without_a_colocated_engine_only_the_prompts_are_looked_at(subtests):
 
 
 def test_after_an_error_the_rest_is_skipped_and_not_hidden(monkeypatch):
-    trainer = SimpleNamespace(
-        use_vllm=True,
-        vllm_mode="colocate",
-        model=Small(),
-        ref_model=None,
-        processing_class=SimpleNamespace(image_token_id=IMAGE),
-        vllm_generation=SimpleNamespace(model_runner="V1"),
-    )
     monkeypatch.setattr(
         Examination, "cold", lambda self: [passed(PROMPTS, "2"), passed(COLD, "1e-06")]
     )
@@ -290,7 +287,7 @@ def test_after_an_error_the_rest_is_skipped_and_not_hidden(monkeypatch):
         raise RuntimeError("Encoder cache miss")
 
     monkeypatch.setattr(Examination, "after_change", broken)
-    checks = examine(Examination(trainer, prompts([1, *[IMAGE] * 4, 2])), merge=2)
+    checks = examine(examination_of(SimpleNamespace(model_runner="V1")), merge=2)
     assert [check.status for check in checks[5:]] == [
         Status.PASSED,
         Status.FAILED,
@@ -314,7 +311,7 @@ def test_the_engine_is_put_to_sleep_before_it_is_compared(monkeypatch):
             return Drift(mean, mean), None, None
 
         monkeypatch.setattr(Examination, "drift", drift)
-        check = Examination(SimpleNamespace(vllm_generation=generation), prompts([1])).after_sleep()
+        check = examination_of(generation).after_sleep()
         assert events == [2, "sleep"]
         assert generation._llm_weights_sleeping
         assert check.status is status

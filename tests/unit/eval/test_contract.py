@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +298,22 @@ def test_figures_of_a_new_benchmark_are_printed_compared_and_logged(of_the_page,
     assert logged["new_accuracy_mean"] == 0.25
 
 
+def test_the_log_of_an_evaluation_is_not_taken_for_that_of_the_step(monkeypatch):
+    from adora_vl.trainer import AdoraGRPOTrainer
+
+    logged: list[dict[str, float]] = []
+
+    def log(trainer: Any, figures: dict[str, float]) -> None:
+        logged.append(figures)
+        trainer.control.should_log = False  # as Transformers does after every log
+
+    monkeypatch.setattr(Trainer, "log", log)
+    trainer: Any = Namespace(control=Namespace(should_log=True))
+    AdoraGRPOTrainer.log_evaluation(trainer, {"eval_accuracy": 0.5})
+    assert logged == [{"eval_accuracy": 0.5}]
+    assert trainer.control.should_log, "the log of the step itself would be left out"
+
+
 def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypatch, capsys):
     rows = [
         {
@@ -311,12 +328,6 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
     built: list[dict[str, Any]] = []
     # those of the second rank
     monkeypatch.setattr(evaluation, "gather_object", lambda mine: [*mine, *rows[1::2]])
-
-    def log(trainer: Any, values: dict[str, float]) -> None:
-        logged.append(values)
-        trainer.control.should_log = False  # as Transformers does after every log
-
-    monkeypatch.setattr(Trainer, "log", log)
     monkeypatch.setattr(
         evaluation, "ChatProcessor", lambda *arguments, **kwargs: built.append(kwargs)
     )
@@ -327,32 +338,36 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
         lambda _, asks, **kwargs: [by_pid[request.problem.pid] for request in asks],
     )
     groups = Namespace(tool_loop=None, any_rank_continues=bool)
-    trainer: Any = Namespace(
+    pair: Any = Namespace(
         accelerator=Processes(num_processes=2),
-        args=config_of(max_completion_length=8, chat_template_kwargs={"a": 1}),
-        model=Namespace(name_or_path="x"),
-        control=Namespace(should_log=True),
+        config=config_of(max_completion_length=8, chat_template_kwargs={"a": 1}),
+        policy=lambda: Namespace(name_or_path="x"),
         sampler=Namespace(awake=nullcontext, sample=lambda *_, **__: []),
-        vllm_generation=Namespace(greedy={}),
-        processing_class="p",
-        eos_token_ids=[1],
-        rollouts=Namespace(groups=groups, guard=Namespace(watching=nullcontext)),
+        engine=Namespace(greedy={}),
+        processor="p",
     )
+    rollouts: Any = Namespace(groups=groups, guard=Namespace(watching=nullcontext))
     plan = evaluation.EvaluationPlan(
         [evaluation.Task(named("geometry3k"), problems, in_data=9)],
         every=2,
         at_start=False,
         prompt=None,
     )
-    callback = evaluation.EvaluateOnTheWay(trainer, plan, None)
+    evaluated_by = partial(
+        evaluation.EvaluateOnTheWay,
+        pair=pair,
+        rollouts=rollouts,
+        end_tokens=[1],
+        log_evaluation=logged.append,
+    )
+    callback = evaluated_by(plan=plan)
     for step in range(1, 5):
         callback.on_step_end(None, state_of(step), None)
     assert [values["eval_geometry3k_accuracy"] for values in logged] == [0.75, 0.75]
     assert built == [{"template": {"a": 1}, "processor": "p"}] * 2, "the prompt of the training"
-    late = evaluation.EvaluateOnTheWay(trainer, replace(plan, delay=3), None)
+    late = evaluated_by(plan=replace(plan, delay=3))
     for step in range(1, 5):
         late.on_step_end(None, state_of(step), None)
     assert len(logged) == 3, "eval_delay: 3 leaves step 2 out"
-    assert trainer.control.should_log, "the log of the step itself would be left out"
     assert "step 2: geometry3k 75.0 %" in (output := capsys.readouterr().out)
     assert "of 4 of 9 problems" in output

@@ -5,7 +5,6 @@ touched.
 import copy
 from itertools import product
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -125,8 +124,7 @@ def test_training_is_refused_in_one_line_that_names_the_buffer(subtests):
     ):
         with subtests.test(f"{role} {moment}"):
             models = {"policy": tiny(), "reference": tiny()}
-            trainer: Any = SimpleNamespace(model=models["policy"], ref_model=models["reference"])
-            guard = RefuseWrongBuffers(trainer)
+            guard = RefuseWrongBuffers(models.copy)
             guard.on_train_begin(None, None, None)
             models[role].to(torch.bfloat16)
             with pytest.raises(RunError) as refusal:
@@ -137,8 +135,9 @@ def test_training_is_refused_in_one_line_that_names_the_buffer(subtests):
             )
             assert "\n" not in text
             assert precision.REMEDY in text
-    alone: Any = SimpleNamespace(model=tiny(), ref_model=None)
-    RefuseWrongBuffers(alone).on_train_begin(None, None, None)
+    RefuseWrongBuffers(lambda: {"policy": tiny(), "reference": None}).on_train_begin(
+        None, None, None
+    )
 
 
 def test_nothing_of_it_is_saved(tmp_path):

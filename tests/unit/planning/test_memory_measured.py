@@ -65,6 +65,7 @@ class Policy:
             config, dtype=str(dtype).removeprefix("torch."), frozen=frozen, peft_config=adapter
         )
         self.dtypes = Dtypes(dtype.itemsize, dtype.itemsize)
+        self.measures = size.size(self.shape.merge, masked=padded)
         self.inputs, self.labels = self._batch(config)
 
     def _batch(self, config: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -98,13 +99,11 @@ class Policy:
 
     def kept(self) -> int:
         """Return the bytes that the formulas expect to be kept."""
-        parts = saved(
-            self.shape, self.size, self.dtypes, checkpointing=self.checkpointing, masked=self.padded
-        )
+        parts = saved(self.shape, self.measures, self.dtypes, checkpointing=self.checkpointing)
         return (
             parts.text
             + parts.vision
-            + head_saved(self.shape, self.size, self.dtypes, compact=False)
+            + head_saved(self.shape, self.measures, self.dtypes, compact=False)
         )
 
     def measured_kept(self) -> int:
@@ -199,8 +198,9 @@ def _check_peak(size, checkpointing, tile, monkeypatch):
         with tracker:
             policy.forward().sum().backward()
         measured = sum(device["Total"] for device in tracker.get_tracker_snapshot("peak").values())
-        parts = saved(policy.shape, size, policy.dtypes, checkpointing=checkpointing)
-        head = head_transient(policy.shape, size, policy.dtypes, compact=False)
+        sizes = policy.measures
+        parts = saved(policy.shape, sizes, policy.dtypes, checkpointing=checkpointing)
+        head = head_transient(policy.shape, sizes, policy.dtypes, compact=False)
     input_bytes = policy.shape.total * 4 + sum(t.nbytes for t in policy.inputs.values())
     predicted = input_bytes + policy.kept() + max(head, parts.recomputed + parts.layer_gradients)
     print(f"{predicted / measured - 1:+.1%}")

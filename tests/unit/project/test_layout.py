@@ -46,3 +46,21 @@ def test_no_test_imports_another_test():
         if modules:
             borrowed[path.relative_to(ROOT).as_posix()] = modules
     assert borrowed == {}
+
+
+def test_no_part_of_a_step_gets_the_whole_trainer():
+    """A part says what it uses. One that has the trainer may use, or change, whatever there is."""
+    tree = ast.parse((ROOT / "adora_vl/parts.py").read_text())
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) != "super"
+    ]
+    assert calls
+    handed_over = [
+        ast.unparse(call)
+        for call in calls
+        for argument in [*call.args, *(keyword.value for keyword in call.keywords)]
+        if isinstance(argument, ast.Name) and argument.id == "self"
+    ]
+    assert handed_over == []

@@ -10,6 +10,7 @@ import yaml
 
 from adora_vl.train import main as train
 from benchmarks import grading, scanned, step, what_fits
+from benchmarks.fake_card.tables import FLOPS_RESULT, flops_cells
 from benchmarks.grading_corpus import cases
 from data_prep.cli import main as data_prep
 from eval.__main__ import main as evaluate
@@ -30,7 +31,8 @@ for title, body in re.findall(r"^\| (.+?) \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", TEXT,
 
 def dry_run(folder, words):
     """The GiB of three phases with the largest batch, and the most of all."""
-    train([*words.split(), "--dry-run", "--json", str(folder / "dry_run.json")])
+    all_layers = ["--adora_recompute", "all"]  # the least memory
+    train([*words.split(), *all_layers, "--dry-run", "--json", str(folder / "dry_run.json")])
     result = json.loads((folder / "dry_run.json").read_text())
     phases = (
         result["phases"].get(name, {})
@@ -83,15 +85,10 @@ def policy_step(folder, rows):
 
 
 def pretended_card(folder, flops, memory):
-    """The command takes minutes for each row; the last columns follow from the others."""
-    for prompt, answers, stock, ours, ratio, tokens, _ in flops:
-        same = answers.removeprefix("all ").replace(",", "")
-        lengths = (
-            [int(same)] * 8 if same.isdecimal() else step.answer_lengths(400, 1024, 8, equal=False)
-        )
-        wide = int(prompt.replace(",", ""))
-        assert tokens == f"{(wide + sum(lengths)) / 8 / (wide + max(lengths)):.2f}"
-        assert float(ratio) == pytest.approx(float(ours) / float(stock), abs=0.009)
+    """The command takes minutes for each row, so what it has counted is in a file."""
+    counted = json.loads(FLOPS_RESULT.read_text(encoding="utf-8"))
+    assert flops == [[cell.strip("*") for cell in flops_cells(row)] for row in counted]
+    assert {row["updates_per_generation"] for row in counted} == {2}, "the recipe's"
     for row in memory:
         for peak, predicted, share in (map(float, row[-6:-3]), map(float, row[-3:])):
             assert share == pytest.approx(predicted / peak, abs=0.003)  # of rounded figures
@@ -103,8 +100,8 @@ def graders(folder, rows):
     counts = [[int(cell.replace(",", "")) for cell in row[1:]] for row in rows]
     assert counts[0] == [sum(right), 0, 0, 0, 0, 0]
     assert {sum(row) for row in counts} == {len(right)}
-    assert f"in all **{len(right):,}** labelled cases" in TEXT
-    assert f"gives it in {rows[3][1]}, and hung in {rows[4][5]}" in TEXT
+    assert f"right in all {len(right):,}, on which it was corrected" in TEXT
+    assert f"is right in {rows[3][1]}, and hung in {rows[4][5]}" in TEXT
 
 
 def digits(folder, *tables):
@@ -200,6 +197,11 @@ UNCOMPARED = {
     "card",
     "task, by a model of under 1 M parameters",
     "task, accuracy at the end in percent",
+    "published, 7B on Geometry3K",
+    "check of training answers (seed 2026)",  # by hand
+    "tests of others",
+    "evaluator",  # published files, of which none lies here
+    "order of the groups",
 }
 
 

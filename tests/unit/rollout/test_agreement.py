@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.rollout import agreement
+from adora_vl.rollout.engine_pair import Prompts
 from adora_vl.utils.checks import Check, failed, passed
 from adora_vl.utils.errors import RolloutError
 
@@ -22,21 +23,22 @@ IMAGE = TOKENIZER.convert_tokens_to_ids("<|image_pad|>")
 WORDS = [token for token in range(len(TOKENIZER)) if token not in TOKENIZER.all_special_ids]
 
 
-def trainer(model: int = 10**6, engine: int = 10**6) -> Any:
+def engine_pair(model: int = 10**6, engine: int = 10**6) -> Any:
+    """Policy and engine with room for so many positions."""
     config = SimpleNamespace(max_position_embeddings=model)
     llm = SimpleNamespace(
         llm_engine=SimpleNamespace(model_config=SimpleNamespace(max_model_len=engine))
     )
+    policy = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config))
     return SimpleNamespace(
-        _tokenizer=TOKENIZER,
-        args=SimpleNamespace(seed=0),
-        vllm_generation=SimpleNamespace(llm=llm),
-        model=SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config)),
-        vllm_mode="colocate",
+        tokenizer=TOKENIZER,
+        config=SimpleNamespace(seed=0, vllm_mode="colocate"),
+        engine=SimpleNamespace(llm=llm),
+        policy=lambda: policy,
     )
 
 
-def prompts(shapes: list[tuple[list[int], list[int]]]) -> agreement.Prompts:
+def prompts(shapes: list[tuple[list[int], list[int]]]) -> Prompts:
     """Of each row its words, and for each of its images the number of image tokens, four patches a
     token.
     """
@@ -47,7 +49,7 @@ def prompts(shapes: list[tuple[list[int], list[int]]]) -> agreement.Prompts:
     fields: dict[str, Any] = {"image_grid_thw": torch.tensor(grids), "mm_token_type_ids": kinds}
     fields["pixel_values"] = torch.arange(patches)[:, None].float()
     names = [str(number) for number in range(len(ids))]
-    return agreement.Prompts([], ids, [[None] * len(sizes) for _, sizes in shapes], fields, names)
+    return Prompts([], ids, [[None] * len(sizes) for _, sizes in shapes], fields, names)
 
 
 ROW = st.tuples(
@@ -64,7 +66,7 @@ ROW = st.tuples(
 )
 def test_the_same_prompts_with_their_images_stand_after_words_of_their_own(shapes, tokens, longest):
     near = prompts(shapes)
-    far = agreement.far_prompts(trainer(engine=longest), near, tokens)
+    far = agreement.far_prompts(engine_pair(engine=longest), near, tokens)
     assert far is not None and far.images is not None
     rows = len(shapes[: agreement.ROWS])
     assert max(map(len, far.ids)) == min(agreement.POSITION, longest - tokens)
@@ -84,13 +86,16 @@ def test_the_same_prompts_with_their_images_stand_after_words_of_their_own(shape
 
 def test_where_model_or_engine_have_no_room_there_are_none():
     for limits in ({"model": 40}, {"engine": 40}):
-        assert agreement.far_prompts(trainer(**limits), prompts([(WORDS[:30], [4])]), 8) is None
-        assert agreement.far_prompts(trainer(**limits), prompts([(WORDS[:20], [4])]), 8) is not None
+        assert agreement.far_prompts(engine_pair(**limits), prompts([(WORDS[:30], [4])]), 8) is None
+        assert (
+            agreement.far_prompts(engine_pair(**limits), prompts([(WORDS[:20], [4])]), 8)
+            is not None
+        )
 
 
 def test_prompts_without_images_keep_none():
-    plain = agreement.Prompts([], [[20, 21], [22], [23]], None, {}, ["a", "b", "c"])
-    far = agreement.far_prompts(trainer(engine=100), plain, 10)
+    plain = Prompts([], [[20, 21], [22], [23]], None, {}, ["a", "b", "c"])
+    far = agreement.far_prompts(engine_pair(engine=100), plain, 10)
     assert far is not None and far.images is None and far.fields == {}
     assert [len(row) for row in far.ids] == [90, 89]
     assert agreement.head(plain, 1).ids == [[20, 21]]
@@ -123,31 +128,31 @@ def test_the_bound_follows_the_coarser_dtype(subtests):
             args = SimpleNamespace(**{**precision, **sampling, **keys})
             model = SimpleNamespace(dtype=torch.float32)
             settings = SimpleNamespace(dtype=engine)
-            generation = SimpleNamespace(settings=settings)
-            trainer = SimpleNamespace(args=args, model=model, vllm_generation=generation)
-            assert agreement.agreement_bound(trainer) == bound
-            assert agreement.distant_bound(trainer) == (bound / 10 if bound == 0.01 else bound), (
+            pair: Any = SimpleNamespace(
+                config=args,
+                policy=lambda model=model: model,
+                engine=SimpleNamespace(settings=settings),
+            )
+            assert agreement.agreement_bound(pair) == bound
+            assert agreement.distant_bound(pair) == (bound / 10 if bound == 0.01 else bound), (
                 "of float32 alone"
             )
 
 
 @pytest.fixture
 def about_to_train(monkeypatch):
-    """`SelfCheck` on a trainer whose examination gives the checks that a test asks for."""
+    """`SelfCheck` on a pair whose examination gives the checks that a test asks for."""
 
-    def start(checks: list[Check], **trainer: object) -> None:
-        monkeypatch.setattr(agreement, "read_prompts", lambda trainer, rows: prompts([([20], [1])]))
+    def start(checks: list[Check], engine: object = "an engine") -> None:
         monkeypatch.setattr(agreement.EngineProbe, "cold_on_all_ranks", lambda self: checks)
         accelerator = SimpleNamespace(process_index=0, is_main_process=True)
-        facts = {
-            "use_vllm": True,
-            "vllm_mode": "colocate",
-            "train_dataset": [{}, {}, {}],
-            "accelerator": accelerator,
-        }
-        agreement.SelfCheck(SimpleNamespace(**{**facts, **trainer})).on_train_begin(
-            None, None, None
+        pair: Any = SimpleNamespace(
+            engine=engine,
+            accelerator=accelerator,
+            first_rows=lambda count: [{}] * count,
+            read=lambda rows: prompts([([20], [1])]),
         )
+        agreement.SelfCheck(pair).on_train_begin(None, None, None)
 
     return start
 
@@ -175,5 +180,5 @@ def test_training_is_refused_where_they_do_not(about_to_train):
 
 
 def test_without_an_engine_there_is_nothing_to_check(about_to_train, capsys):
-    about_to_train([failed(agreement.COLD, "not looked at", "x")], use_vllm=False)
+    about_to_train([failed(agreement.COLD, "not looked at", "x")], engine=None)
     assert capsys.readouterr().out == ""

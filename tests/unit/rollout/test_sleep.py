@@ -16,7 +16,6 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from adora_vl.config.blocks import RolloutOptions
 from adora_vl.doctor.engine import check_runner
-from adora_vl.packing.policy_pass import has_dropout
 from adora_vl.record.metrics import PhaseClock
 from adora_vl.rollout import engine as engine_module
 from adora_vl.rollout.engine import AdoraVLLMGeneration
@@ -25,6 +24,7 @@ from adora_vl.rollout.rollouts import SamplingRequest
 from adora_vl.rollout.samplers import VLLMSampler
 from adora_vl.rollout.weight_sync import runner_version, zero_scratch
 from adora_vl.trainer import AdoraGRPOTrainer
+from adora_vl.training.old_logps import OldLogps
 from adora_vl.utils.launch import prepare_engine_environment
 from tests.support.step_context import step_context
 
@@ -92,16 +92,17 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
 def trainer(engine: Any, **changed: Any) -> Any:
     """What decides whether the engine stays awake, with dynamic sampling; `changed` in `facts`."""
     facts: dict[str, Any] = {"tries": 2, "old_pass": False, "beta": 0.0}
-    facts |= {"model": nn.Linear(1, 1), **changed}
+    facts |= changed
+    context = step_context(
+        adora_rollouts=RolloutOptions(refill=facts["tries"]),
+        adora_stock_step=["skip_old_pass"] if facts["old_pass"] else False,
+        steps_per_generation=2,
+    )
     found: Any = object.__new__(AdoraGRPOTrainer)
     found.__dict__.update(beta=facts["beta"], sampler=SimpleNamespace(awake=engine.staying_awake))
-    found.model = facts["model"]
-    found.has_dropout = has_dropout(found.model)
-    found.layout = SimpleNamespace(has_one_step=True)
-    found.args = SimpleNamespace(
-        adora_rollouts=RolloutOptions(refill=facts["tries"]),
-        uses=lambda part: not facts["old_pass"],
-    )
+    found.model = nn.Linear(1, 1)
+    found.args = context.config
+    found.old_logps = OldLogps(context, has_dropout=False)
     return found
 
 
@@ -155,8 +156,7 @@ def test_it_sleeps_as_well_where_the_batches_end_in_an_error(engine):
 
 def test_it_sleeps_after_each_where_the_policy_makes_a_pass_between(engine, subtests):
     """The pass needs the memory of the engine."""
-    dropout = {"model": nn.Dropout(0.1)}  # two passes over the same tokens differ
-    for changed in ({"old_pass": True}, {"beta": 0.01}, {"tries": 0}, dropout):
+    for changed in ({"old_pass": True}, {"beta": 0.01}, {"tries": 0}):
         with subtests.test(str(changed)):
             engine.did.clear()
             with trainer(engine, **changed)._engine_awake():
@@ -225,5 +225,5 @@ def test_the_model_runner_is_told_by_its_class():
     assert runner_version(around(object.__new__(RunnerV2))) == "V2"
     assert runner_version(around(object.__new__(CPUModelRunner))) == "V1"
     for version, hint in [("V2", "V2, VLLM_USE_V2_MODEL_RUNNER=0 chooses V1"), ("V1", "V1")]:
-        engine = SimpleNamespace(vllm_generation=SimpleNamespace(model_runner=version))
-        assert check_runner(cast("Any", engine)).detail == hint
+        pair = SimpleNamespace(engine=SimpleNamespace(model_runner=version))
+        assert check_runner(cast("Any", pair)).detail == hint

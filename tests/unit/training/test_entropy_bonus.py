@@ -2,121 +2,22 @@
 however its rows are divided, beside TRL's own loss on a table of logits in float64.
 """
 
-from collections import defaultdict
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from adora_vl.config.batch_plan import BatchLayout
-from adora_vl.packing.image_store import ImageBanks
-from adora_vl.packing.policy_pass import PolicyPass
-from adora_vl.trainer import AdoraGRPOTrainer
-from adora_vl.training.entropy_bonus import EntropyBonus
-from adora_vl.training.guards import RatioGuard
-from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.types import Batch
-from tests.support.step_context import step_context
+from tests.support.table_policy import VOCABULARY, Table, trainer_of
 
 ROWS = 8
 LENGTHS = torch.tensor([2, 40, 3, 17, 40, 1, 9, 26])
-VOCABULARY = 7
 COEFFICIENT = 0.3
 
 
-class Table(nn.Module):
-    """A policy whose logits are its parameters: one distribution for each token of each row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        draw = torch.Generator().manual_seed(3)
-        shape = (ROWS, int(LENGTHS.max()), VOCABULARY)
-        logits = torch.randn(shape, generator=draw, dtype=torch.float64)
-        self.logits = nn.Parameter(3 * logits)
-
-    def scores(self, row_B: Tensor, ids_BC: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of the tokens, (B, C)."""
-        logp_BCV = self.logits[row_B, : ids_BC.size(1)].log_softmax(dim=-1)
-        entropy_BC = -(logp_BCV.exp() * logp_BCV).sum(dim=-1)
-        return logp_BCV.gather(2, ids_BC[..., None]).squeeze(2), entropy_BC
-
-
-class OfATable(AdoraGRPOTrainer):
-    """The loss of our trainer alone; a prompt is the number of its row."""
-
-    def _get_per_token_logps_and_entropies(self, model: Any, ids_BS: Tensor, *rest: Any, **_: Any):
-        def scored(model: Table, ids_BS: Tensor, mask_BS: Tensor, answer: int, *_: Any, **__: Any):
-            return *model.scores(ids_BS[:, 0], ids_BS[:, -answer:]), None
-
-        return self.policy_pass(scored, model, ids_BS, *rest)
-
-
-class Alone:
-    """An accelerator of one process."""
-
-    num_processes = 1
-    process_index = 0
-    device = torch.device("cpu")
-
-    @staticmethod
-    def gather(value: Tensor) -> Tensor:
-        return value
-
-    @staticmethod
-    def pad_across_processes(value: Tensor, **_: Any) -> Tensor:
-        return value
-
-    @staticmethod
-    def reduce(value: Tensor, **_: Any) -> Tensor:
-        return value
-
-
-def trainer_of(policy: Table, coefficient: float, **keys: Any) -> Any:
-    context = step_context(
-        accelerator=Alone(),
-        entropy_coef=coefficient,
-        adora_max_ratio=None,
-        steps_per_generation=keys.get("gradient_accumulation_steps", 1),
-        adora_stock_step=["share_prompt"],
-        **keys,
-    )
-    args = context.config
-    trainer: Any = object.__new__(OfATable)
-    adaptive = args.use_adaptive_entropy
-    trainer.__dict__.update(
-        args=args,
-        accelerator=context.accelerator,
-        model=policy,
-        loss_type=args.loss_type,
-        beta=0.0,
-        epsilon_low=args.epsilon,
-        epsilon_high=5.0,
-        top_entropy_quantile=args.top_entropy_quantile,
-        entropy_coef=coefficient,
-        use_adaptive_entropy=adaptive,
-        importance_sampling_level="token",
-        off_policy_mask_threshold=None,
-        use_vllm=False,
-        vllm_importance_sampling_correction=False,
-        max_completion_length=40,
-        aux_loss_enabled=False,
-        current_gradient_accumulation_steps=args.gradient_accumulation_steps,
-        state=SimpleNamespace(global_step=0),
-        has_dropout=False,
-        _entropy_bonus_enabled=coefficient != 0 or adaptive,
-        _last_world_entropy=0.0 if adaptive else float("inf"),
-        _entropy_window_stats=None,
-        _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
-        _step=0,
-    )
-    trainer.layout = BatchLayout.of(args)
-    trainer.policy_pass = PolicyPass(context.accelerator, args)
-    trainer.ratio_guard = RatioGuard(context)
-    trainer.batcher = MicroBatcher(context, ImageBanks(), every_row_counts=True)
-    trainer.entropy_bonus = EntropyBonus(args, trainer.batcher)
-    return trainer
+def table() -> Table:
+    return Table(ROWS, int(LENGTHS.max()))
 
 
 def generation(rows: int) -> Batch:
@@ -147,9 +48,15 @@ def as_trl_divides(batch: Any, rows: int) -> list[Any]:
 
 def gradient(coefficient: float, rows: int, *, by_trl: bool = False, **keys: Any) -> Tensor:
     """Of the loss of an optimizer step, by the logits, float64."""
-    policy = Table()
+    policy = table()
     policy.train()
-    trainer = trainer_of(policy, coefficient, **keys)
+    trainer = trainer_of(
+        policy,
+        entropy_coef=coefficient,
+        steps_per_generation=keys.get("gradient_accumulation_steps", 1),
+        max_completion_length=40,
+        **keys,
+    )
     batch = generation(rows)
     if by_trl:
         micro_batches = as_trl_divides(batch, keys["per_device_train_batch_size"])
@@ -165,7 +72,7 @@ def gradient(coefficient: float, rows: int, *, by_trl: bool = False, **keys: Any
 
 def of_the_mean_entropy(rows: int) -> Tensor:
     """The gradient that the bonus should have, by hand."""
-    policy = Table()
+    policy = table()
     batch = generation(rows)
     _, entropy_BC = policy.scores(batch["prompt_ids"][:, 0], batch["completion_ids"])
     mask_BC = batch["completion_mask"]
@@ -242,7 +149,7 @@ def test_with_a_share_of_the_tokens_the_bonus_is_that_of_those():
     }
     bonus = gradient(COEFFICIENT, ROWS, **keys) - gradient(0.0, ROWS, **keys)
     tokens = float(LENGTHS.sum())
-    policy = Table()
+    policy = table()
     batch = generation(ROWS)
     _, entropy_BC = policy.scores(batch["prompt_ids"][:, 0], batch["completion_ids"])
     (-COEFFICIENT * entropy_BC.sum() / (quantile * tokens)).backward()

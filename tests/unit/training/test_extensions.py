@@ -108,6 +108,11 @@ WRONG: list[tuple[str, list[str], str]] = [
     ("{mine.py:Plain: {strength: a}}", [], "^adora_extensions.Plain.strength: 'a' is not a number"),
     ("{mine.py:Plain: {}}", ["--beta", "0.1"], "^adora_extensions.Plain.strength: it goes without"),
     ("{mine.py:Elsewhere: {}}", [], "Elsewhere samples .* on other images, which needs use_vllm"),
+    (
+        "{mine.py:Elsewhere: {}}",
+        [*VLLM, "--adora_rollouts.old_logps", "engine"],
+        "Elsewhere samples .* leave out adora_rollouts.old_logps: engine",
+    ),
 ]
 
 
@@ -183,5 +188,5 @@ def test_the_cache_of_images_does_not_keep_what_is_seen_once():
     held = cache.cached_bytes
     passing = image.rotate(180)
     passing.info[PASSING] = True
-    assert not torch.equal(cache.get(processor, passing, settings).patches_RD, clean.patches_RD)
+    assert not torch.equal(cache.get(processor, passing, settings).frames_RF, clean.frames_RF)
     assert cache.cached_bytes == held and cache.get(processor, image, settings) is clean

@@ -368,6 +368,13 @@ class Run:
             extensions=[],
             tool_loop=tool_loop,
         )
+        pair: Any = SimpleNamespace(
+            read=list,
+            begin=lambda *_, **__: None,
+            join=lambda *_: SimpleNamespace(logps_BC=None, mask_BC=None),
+            score=lambda _: None,
+            images=SimpleNamespace(vision=SimpleNamespace(unshared=nullcontext)),
+        )
         self.rollouts = GenerationSampler(
             context=context,
             pool=self.pool,
@@ -376,7 +383,7 @@ class Run:
             phase=lambda _: nullcontext(),
             environments=None,
             rows_ahead=rows_after,
-            late_drift=LateDriftCheck(lambda rows, step: lambda: None),
+            late_drift=LateDriftCheck(pair, check=lambda *_: None),
         )
         self.trainer = stages(self, context, judges)
         self.learned: list[Learned] = []

@@ -1,0 +1,196 @@
+"""A form while its sentences are read: facts and drawn lines so far, and what later ones refer to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from adora_vl.geometry.forms import Point, Term
+from adora_vl.geometry.shapes import CORNERS
+
+POINT = r"[A-Z]'?"  # the pattern of a point's name in sentences
+SHAPES = "|".join(name.lower() for name in CORNERS)
+
+
+class NotReadError(ValueError):
+    """A sentence is not one of the grammar."""
+
+
+@dataclass(frozen=True)
+class SpecialTriangle:
+    """A triangle that a sentence calls right or isosceles without saying which parts are meant.
+
+    Another sentence may say it, before or behind, so it is looked at after the last one. `line` and
+    `sentence` are where it stands, for the error if none does.
+    """
+
+    corners: tuple[str, ...]
+    adjectives: frozenset[str]
+    line: int
+    sentence: str
+
+
+@dataclass
+class Draft:
+    """The form so far.
+
+    `polygons` are the shapes that sentences name, the last one last. `special` are the triangles
+    whose equal sides or right angles are still to be told. `line_number` and `sentence` are what is
+    read at the moment.
+    """
+
+    facts: list[Term] = field(default_factory=list)
+    question: list[Term] = field(default_factory=list)
+    lines: dict[tuple[str, str], None] = field(default_factory=dict)
+    circles: dict[str, list[str]] = field(default_factory=dict)
+    places: dict[str, Point] = field(default_factory=dict)
+    polygons: list[Term] = field(default_factory=list)
+    special: list[SpecialTriangle] = field(default_factory=list)
+    line_number: int = 0
+    sentence: str = ""
+
+    def line(self, start: str, end: str) -> Term:
+        """The segment between two points, which is drawn."""
+        if (end, start) not in self.lines and start != end:
+            self.lines[start, end] = None
+        return term("Line", start, end)
+
+    def polygon(self, head: str, names: Sequence[str]) -> Term:
+        """A shape with these corners, whose sides are drawn."""
+        for i in range(len(names)):
+            self.line(names[i - 1], names[i])
+        shape = term(head, *names)
+        self.polygons.append(shape)
+        return shape
+
+    def named_shape(self, kind: str, names: str) -> Term:
+        """The fact that these are the corners of a shape of a kind, such as a rectangle."""
+        corners = split_names(names)
+        head = kind.capitalize()
+        if len(corners) != CORNERS[head] or len(set(corners)) != len(corners):
+            raise NotReadError(
+                f"a {kind} has {CORNERS[head]} corners, and {names} names {len(set(corners))}"
+            )
+        shape = self.polygon(head, corners)
+        self.facts.append(shape)
+        return shape
+
+    def last_polygon(self, kind: str | None) -> Term:
+        """The shape that was named last, of a kind if one is given. Raises `NotReadError`."""
+        head = kind.capitalize() if kind is not None else None
+        for shape in reversed(self.polygons):
+            if head in (None, "Polygon", shape.head):
+                return shape
+        raise NotReadError(f"it does not say which {kind or 'shape'} is meant; name its corners")
+
+    def triangle_with(self, point: str) -> list[str]:
+        """The corners of the only triangle with this corner. Raises `NotReadError`."""
+        triangles = {
+            frozenset(shape.names): shape.names
+            for shape in self.polygons
+            if len(shape.names) == 3 and point in shape.names
+        }
+        if len(triangles) != 1:
+            raise NotReadError(f"it does not say which triangle with {point} is meant; name it")
+        return next(iter(triangles.values()))
+
+    def circle(self, centre: str | None) -> Term:
+        """The circle with this centre; without a centre the only one. Raises `NotReadError`."""
+        if centre is None:
+            if len(self.circles) != 1:
+                raise NotReadError("it does not say which circle is meant; name its centre")
+            centre = next(iter(self.circles))
+        self.circles.setdefault(centre, [])
+        return term("Circle", centre)
+
+    def on_circle(self, point: str, centre: str | None) -> None:
+        """Note that a point lies on a circle, once."""
+        name = self.circle(centre).names[0]
+        if point not in self.circles[name]:
+            self.circles[name].append(point)
+            circle = term("Circle", name, "radius_0_0")
+            self.facts.append(term("PointLiesOnCircle", point, circle))
+
+    def on_line(self, point: str, start: str, end: str) -> None:
+        """Note that a point lies on a segment, between its ends; all three parts are drawn."""
+        self.facts.append(term("PointLiesOnLine", point, self.line(start, end)))
+        self.line(start, point)
+        self.line(point, end)
+
+    def equal(self, left: Term, right: Term) -> None:
+        """Note an equation. A measure stands on its left, as everywhere in logic forms."""
+        if right.arguments and not left.arguments:
+            self.facts.append(term("Equals", right, left))
+        else:
+            self.facts.append(term("Equals", left, right))
+
+    def free_name(self) -> str:
+        """A capital letter that no point has yet: O, or the first of the alphabet."""
+        ends = {name for line in self.lines for name in line}
+        names = {*ends, *self.circles, *self.places}
+        return next(name for name in "OABCDEFGHIJKLMNPQRSTUVWXYZ" if name not in names)
+
+    def right_corner(self, corners: Sequence[str]) -> str | None:
+        """The corner of a triangle at which a fact says that the angle is right; None without one."""
+        for fact in self.facts:
+            if fact.head == "Perpendicular":
+                ends = [set(line.names) for line in fact.arguments]
+                shared = ends[0] & ends[1]
+                if len(shared) == 1 and ends[0] | ends[1] == set(corners):
+                    return shared.pop()
+            if fact.head == "RightAngle" or _is_right_measure(fact):
+                angle = next(part for part in fact.walk() if part.head == "Angle")
+                corner = angle.names[len(angle.names) // 2]
+                if corner in corners and set(angle.names) <= set(corners):
+                    return corner
+        return None
+
+    def has_equal_parts(self, corners: Sequence[str]) -> bool:
+        """Whether facts give two sides or two angles of a triangle as equal, or the same size."""
+        sizes: list[str] = []
+        for fact in self.facts:
+            if not fact.is_equation:
+                continue
+            parts = [_part_of(side, corners) for side in fact.arguments]
+            if all(parts) and parts[0] != parts[1]:
+                return True
+            if parts[0] and not fact.arguments[1].arguments:
+                sizes.append(f"{fact.arguments[0].head} {fact.arguments[1].head}")
+        return len(set(sizes)) < len(sizes)
+
+
+def _is_right_measure(fact: Term) -> bool:
+    """Whether a fact gives an angle named by points as 90 degrees."""
+    if not fact.is_equation or fact.arguments[1].head not in ("90", "90.0"):
+        return False
+    return fact.arguments[0].head == "MeasureOf" and fact.arguments[0].arguments[0].head == "Angle"
+
+
+def _part_of(side: Term, corners: Sequence[str]) -> frozenset[str]:
+    """The corners that name a side or an angle of a triangle; empty for any other measure."""
+    if side.head not in ("LengthOf", "MeasureOf"):
+        return frozenset()
+    names = side.arguments[0].names
+    if not names or not set(names) <= set(corners):
+        return frozenset()
+    # An angle is told from the others by its corner, which stands in the middle.
+    return frozenset(names) if side.head == "LengthOf" else frozenset(names[len(names) // 2])
+
+
+def term(head: str, *arguments: str | Term) -> Term:
+    """A term with arguments that are names or terms."""
+    parts = tuple(Term(head=part) if isinstance(part, str) else part for part in arguments)
+    return Term(head=head, arguments=parts)
+
+
+def split_names(names: str) -> list[str]:
+    """The points of a name such as `ABC`."""
+    return re.findall(POINT, names)
+
+
+def kind_of(names: str) -> str:
+    """What a shape with these corners is called that has no other name."""
+    kinds = ("triangle", "quadrilateral", "pentagon", "hexagon", "heptagon", "octagon")
+    count = len(split_names(names))
+    return kinds[count - 3] if 3 <= count <= 8 else "polygon"

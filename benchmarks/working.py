@@ -1,0 +1,392 @@
+"""ADORA by work that is true and new, against ADORA by length: `python -m benchmarks.working`.
+
+The task is `benchmarks/angles.py`. `benchmarks/working.yaml` is the plan: question, arms, unit, rule,
+stopping rule, and all settings. Every finished run is a line of OUTPUT/runs.jsonl; the command can be
+stopped and started again, and goes on with what is missing, a seed after the other. `--pilot` runs
+the pilot's seed alone. `--tables` prints the tables of docs/experiments_appendix.md from
+`benchmarks/working.jsonl`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import yaml
+from transformers import TrainerCallback
+
+from adora_vl.data.dataset import stored_rows, write_manifest, write_split
+from adora_vl.data.output import complete_or_absent
+from adora_vl.evals.scoring.statistics import half_width
+from adora_vl.rewards.grade import grade
+from adora_vl.rewards.steps import work_of
+from benchmarks.angles import KINDS, AnglesStart, build_angles_start, draw, prompt_text, solved_row
+from benchmarks.attenuation.start import fingerprint
+from benchmarks.scanned import BLOCK, commit, interval, read_runs, sign_flips, train, words_of
+from data_prep.solved_rows import features_with_figure
+
+if TYPE_CHECKING:
+    from adora_vl.data.dataset import Row
+    from adora_vl.trainer import AdoraGRPOTrainer
+
+REPOSITORY = Path(__file__).parents[1]
+PLAN = Path(__file__).with_suffix(".yaml")
+RUNS = Path(__file__).with_suffix(".jsonl")
+EXAMPLES = 6  # answers of a run's end that are stored
+Plan = Mapping[str, Any]
+Run = Mapping[str, Any]
+
+
+def build_data(folder: Path, plan: Plan) -> None:
+    """Training and held-out problems, the same for all runs; what is there stays.
+
+    No problem of a split is there twice, as far as a kind has so many.
+    """
+    if folder.is_dir():
+        return
+    description = {"source": "angles", "input": None, "revision": None, "arguments": plan["rows"]}
+    features = features_with_figure()
+    counts = {}
+    with complete_or_absent(folder, description) as staging:
+        for split, number in plan["rows"].items():
+            counts[split] = write_split(_rows(split, number), staging, split, features)
+        write_manifest(staging, description, counts)
+
+
+def _rows(split: str, number: int) -> list[Row]:
+    """Different problems of one split, as many of each kind as there are up to a share."""
+    rng = random.Random(f"angles/{split}")
+    problems = {}
+    counts = dict.fromkeys((kind.name for kind in KINDS), 0)
+    for _ in range(100 * number):
+        problem = draw(rng, for_testing=split == "test")
+        kind = problem.kind.name
+        is_full = counts[kind] >= number / len(KINDS) and kind != KINDS[-1].name
+        if problem.text in problems or is_full:
+            continue
+        problems[problem.text] = problem
+        counts[kind] += 1
+        if len(problems) == number:
+            break
+    return [
+        solved_row(problem, f"angles/{split}/{index}", split)
+        for index, problem in enumerate(problems.values())
+    ]
+
+
+class HeldOutWork(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
+    """Evaluates on held-out problems, with answers sampled as in training.
+
+    Every evaluation of a seed draws from the same random numbers.
+    """
+
+    def __init__(self, rows: Sequence[Row], plan: Plan, seed: int, *, at_start: bool) -> None:
+        self.rows = [row for row in rows for _ in range(plan["answers"])]
+        self.every = plan["eval_steps"]
+        self.seed = seed
+        self.at_start = at_start
+        self.points: list[dict[str, float]] = []
+        self.examples: list[str] = []
+        self.trainer: AdoraGRPOTrainer | None = None
+
+    def watch(self, trainer: AdoraGRPOTrainer) -> None:
+        """Evaluate the policy of this trainer."""
+        self.trainer = trainer
+        trainer.add_callback(self)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Evaluate the start, where it is asked for."""
+        if self.at_start:
+            self._evaluate(0)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Evaluate every so many steps, and after the last one."""
+        step = state.global_step
+        if step % self.every == 0 or step == state.max_steps:
+            self._evaluate(step)
+
+    def _evaluate(self, step: int) -> None:
+        answers = self._answers()
+        works = [work_of(text, row["figure"]) for text, row in zip(answers, self.rows, strict=True)]
+        rights = [
+            grade(text, row["answer"]).verdict == "correct"
+            for text, row in zip(answers, self.rows, strict=True)
+        ]
+        lucky = [work.is_luck for work, right in zip(works, rights, strict=True) if right]
+        kinds = [row["meta"]["kind"] for row in self.rows]
+        by_kind = {
+            kind.name: _share(
+                [right for right, at in zip(rights, kinds, strict=True) if at == kind.name]
+            )
+            for kind in KINDS
+        }
+        self.points.append(
+            {
+                "step": step,
+                "accuracy": _share(rights),
+                "lucky": _share(lucky),
+                "new": _share([work.new > 0 for work in works]),
+                "false": _share([work.false > 0 for work in works]),
+                "share": statistics.fmean(work.share for work in works),
+                "tokens": statistics.fmean(self.lengths),
+                **by_kind,
+            }
+        )
+        chosen = range(0, len(answers), len(answers) // EXAMPLES)
+        self.examples = [
+            f"{self.rows[number]['problem']} -> {answers[number]}" for number in chosen
+        ][:EXAMPLES]
+
+    @torch.no_grad()
+    def _answers(self) -> list[str]:
+        """A sampled answer to each problem."""
+        assert self.trainer is not None, "it is watched"
+        model = self.trainer.model
+        tokenizer = self.trainer.processing_class
+        prompts = [prompt_text(tokenizer, row["problem"]) for row in self.rows]
+        inputs = tokenizer(prompts, return_tensors="pt", padding=True)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            out_BT = model.generate(
+                input_ids=inputs["input_ids"],
+                attention_mask=inputs["attention_mask"],
+                do_sample=True,
+                top_k=0,
+                max_new_tokens=self.trainer.max_completion_length,
+            )
+        answers_BT = out_BT[:, inputs["input_ids"].shape[1] :]
+        self.lengths = (answers_BT != tokenizer.pad_token_id).sum(dim=1).tolist()
+        return list(tokenizer.batch_decode(answers_BT, skip_special_tokens=True))
+
+
+def _share(values: Sequence[bool]) -> float:
+    """The share of what is true; 0 of nothing."""
+    return sum(values) / len(values) if values else 0.0
+
+
+# Of a run's log: what the training answers are like, as means of five steps.
+TRAINING = {
+    "grading/correct": "right",
+    "steps/lucky": "lucky",
+    "steps/new": "new",
+    "steps/false": "false",
+    "completions/mean_length": "tokens",
+    "adora/tds_share": "tds_share",
+    "adora/weight_mean": "weight_mean",
+}
+
+
+def training_curve(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """What a stored run has of its log."""
+    trained = [line for line in lines if line["kind"] == "train"]
+    points = []
+    for first in range(0, len(trained), BLOCK):
+        block = trained[first : first + BLOCK]
+        point = {"step": block[-1]["step"]}
+        for key, name in TRAINING.items():
+            values = [line[key] for line in block if line.get(key) is not None]
+            if values:
+                point[name] = round(statistics.fmean(values), 4)
+        points.append(point)
+    return points
+
+
+def places(plan: Plan, *, pilot: bool = False) -> list[tuple[int, str]]:
+    """Seed and arm of the runs in their order: a seed is whole before the next one begins."""
+    seeds = plan["pilot"]["seeds"] if pilot else plan["seeds"]
+    return [(seed, arm) for seed in seeds for arm in plan["arms"]]
+
+
+def train_all(plan: Plan, output: Path, *, pilot: bool) -> None:
+    """Train every run of the plan that `output` has no line of."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    file = output / "runs.jsonl"
+    code = commit()
+    stored = read_runs(file) if file.is_file() else []
+    done = {(run["seed"], run["arm"]) for run in stored}
+    data = output / "data"
+    build_data(data, plan)
+    rows = list(stored_rows(data, "test"))
+    for seed, arm in places(plan, pilot=pilot):
+        if (seed, arm) in done:
+            continue
+        began = time.perf_counter()
+        processor = time.process_time()
+        model = output / "starts" / str(seed)
+        build_angles_start(model, AnglesStart(**plan["start"], seed=seed))
+        # The start is the same for all arms of a seed.
+        watch = HeldOutWork(rows, plan, seed, at_start=arm == next(iter(plan["arms"])))
+        run_keys = {"model_name_or_path": str(model), "dataset_name": str(data), "seed": seed}
+        words = words_of({**plan["train"], **plan["arms"][arm], **run_keys})
+        lines = train(words, output / "run", watch.watch)
+        run = {
+            "seed": seed,
+            "arm": arm,
+            "model": fingerprint(model),
+            "commit": code,
+            "held_out": [
+                {name: round(value, 4) for name, value in point.items()} for point in watch.points
+            ],
+            "steps": training_curve(lines),
+            "examples": watch.examples,
+            "processor_seconds": round(time.process_time() - processor, 1),
+        }
+        with file.open("a") as stream:
+            stream.write(json.dumps(run) + "\n")
+        seconds = round(time.perf_counter() - began)
+        print(seed, arm, json.dumps(watch.points[-1]), f"{seconds} s", flush=True)
+
+
+def whole_seeds(plan: Plan, runs: Sequence[Run]) -> list[int]:
+    """The seeds of the plan of which every run is there; the others do not count."""
+    present = {(run["seed"], run["arm"]) for run in runs}
+    return [seed for seed in plan["seeds"] if all((seed, arm) in present for arm in plan["arms"])]
+
+
+NAMES = {
+    "grpo": "GRPO",
+    "length": "ADORA, `length`",
+    "working": "ADORA, `working`",
+    "random": "`working`, random groups",
+    "rate": "`working`, lower rate",
+    "steps 0.2": "GRPO, `steps` at 0.2",
+    "gate": "GRPO, `steps` as gate",
+    "steps alone": "GRPO, `steps` alone, 100 steps",
+}
+AGAINST = (
+    ("working", "length"),
+    ("working", "random"),
+    ("working", "rate"),
+    ("working", "grpo"),
+    ("length", "grpo"),
+    ("steps 0.2", "grpo"),
+    ("gate", "grpo"),
+)
+FIGURES = ("accuracy", "lucky", "new", "false", *(kind.name for kind in KINDS))
+
+
+def end(run: Run, key: str) -> float:
+    """A held-out figure at the last step, in percent."""
+    return 100 * float(run["held_out"][-1][key])
+
+
+def of_arm(runs: Sequence[Run], arm: str) -> list[Run]:
+    """The runs of an arm, by their seeds."""
+    return sorted((run for run in runs if run["arm"] == arm), key=lambda run: int(run["seed"]))
+
+
+def levels(plan: Plan, runs: Sequence[Run]) -> list[str]:
+    """A Markdown table of every arm's means, with the lowest and the highest seed."""
+    head = "| work or length: arm | seeds | accuracy, end | lucky of the right | with a step | with an error"
+    lines = [
+        f"{head} | isosceles | parallels | sums | tokens |",
+        "|---" * 10 + "|",
+    ]
+    for arm in plan["arms"]:
+        arm_runs = of_arm(runs, arm)
+        accuracies = [end(run, "accuracy") for run in arm_runs]
+        means = [
+            f"{statistics.fmean(end(run, key) for run in arm_runs):.1f}" for key in FIGURES[1:]
+        ]
+        tokens = statistics.fmean(run["held_out"][-1]["tokens"] for run in arm_runs)
+        level = (
+            f"{statistics.fmean(accuracies):.1f} ({min(accuracies):.1f} to {max(accuracies):.1f})"
+        )
+        cells = [NAMES[arm], str(len(arm_runs)), level, *means, f"{tokens:.1f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def paired(runs: Sequence[Run], first: str, second: str, key: str) -> list[float]:
+    """The differences of two arms at the last step, by seed, in points."""
+    pairs = zip(of_arm(runs, first), of_arm(runs, second), strict=True)
+    return [end(run, key) - end(control, key) for run, control in pairs]
+
+
+def differences(runs: Sequence[Run]) -> list[str]:
+    """A Markdown table of paired differences, with the exact sign-flip test of the accuracy."""
+    lines = [
+        "| work or length: difference in points [95 %] | seeds | accuracy, end | lucky of the right | p |",
+        "|---" * 5 + "|",
+    ]
+    for first, second in AGAINST:
+        accuracy = paired(runs, first, second, "accuracy")
+        lucky = paired(runs, first, second, "lucky")
+        cells = [
+            f"{NAMES[first]} - {NAMES[second]}",
+            str(len(accuracy)),
+            interval(accuracy),
+            interval(lucky),
+            f"{sign_flips(accuracy):.3f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def verdict_of(runs: Sequence[Run]) -> str:
+    """What the plan's rule says of these runs: `gain`, or `no gain`."""
+    for control in ("length", "random"):
+        points = paired(runs, "working", control, "accuracy")
+        if len(points) < 2 or statistics.fmean(points) <= half_width(points):
+            return "no gain"
+    return "gain"
+
+
+def tables(plan: Plan, every_run: Sequence[Run]) -> str:
+    """What was run, and the tables of the whole seeds alone."""
+    seeds = whole_seeds(plan, every_run)
+    runs = [run for run in every_run if run["seed"] in seeds]
+    if not runs:
+        return "No seed is whole."
+    minutes = sum(run["processor_seconds"] for run in runs) / 60
+    commits = ", ".join(sorted({run["commit"] for run in runs}))
+    starts = [run["held_out"][0] for run in runs if run["held_out"][0]["step"] == 0]
+    before = 100 * statistics.fmean(start["accuracy"] for start in starts)
+    lucky = 100 * statistics.fmean(start["lucky"] for start in starts)
+    parts = [
+        f"{len(runs)} runs of commit {commits}; {minutes:.0f} processor minutes; {len(seeds)} of "
+        f"{len(plan['seeds'])} seeds are whole; {before:.1f} % before training, {lucky:.1f} % of "
+        f"these lucky.\nBy the rule: {verdict_of(runs)}.",
+        "\n".join(levels(plan, runs)),
+        "\n".join(differences(runs)),
+    ]
+    return "\n\n".join(parts)
+
+
+def main() -> None:
+    """Run the plan, or print the tables of stored runs."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.working",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--plan", type=Path, default=PLAN)
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "working")
+    parser.add_argument(
+        "--pilot", action="store_true", help="the pilot's seed, which does not count"
+    )
+    parser.add_argument(
+        "--tables", type=Path, nargs="?", const=RUNS, metavar="FILE", help="only print the tables"
+    )
+    options = parser.parse_args()
+    plan = yaml.safe_load(options.plan.read_text())
+    if options.tables:
+        if not options.tables.is_file():
+            raise SystemExit(f"--tables: {options.tables} is no file; runs write OUTPUT/runs.jsonl")
+        print(tables(plan, read_runs(options.tables)))
+        return
+    options.output.mkdir(parents=True, exist_ok=True)
+    train_all(plan, options.output.resolve(), pilot=options.pilot)
+
+
+if __name__ == "__main__":
+    main()

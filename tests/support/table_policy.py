@@ -1,0 +1,145 @@
+"""Our trainer's loss over a policy that is a table of logits in float64: no model, no engine."""
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adora_vl.config.batch_plan import BatchLayout
+from adora_vl.packing.image_store import ImageBanks
+from adora_vl.packing.policy_pass import PolicyPass
+from adora_vl.rollout.importance import ImportanceRatio
+from adora_vl.trainer import AdoraGRPOTrainer
+from adora_vl.training.entropy_bonus import EntropyBonus
+from adora_vl.training.guards import DriftGuard, RatioGuard, ReferenceGuard
+from adora_vl.training.micro_batches import MicroBatcher
+from adora_vl.training.old_logps import OldLogps
+from adora_vl.types import Batch
+from tests.support.step_context import step_context
+
+VOCABULARY = 7
+
+
+class Table(nn.Module):
+    """A policy whose logits are its parameters: one distribution for each token of each row.
+
+    `rows` rows of at most `tokens` tokens. Of every other row's logits a row has the part
+    `shared`, so that learning from one changes the others.
+    """
+
+    is_gradient_checkpointing = False
+
+    def __init__(self, rows: int, tokens: int, shared: float = 0.0) -> None:
+        super().__init__()
+        self.shared = shared
+        draw = torch.Generator().manual_seed(3)
+        shape = (rows, tokens, VOCABULARY)
+        logits = torch.randn(shape, generator=draw, dtype=torch.float64)
+        self.logits = nn.Parameter(3 * logits)
+
+    def scores(self, row_B: Tensor, ids_BC: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of the tokens, (B, C)."""
+        logits_RCV = self.logits + self.shared * self.logits.sum(dim=0)
+        logp_BCV = logits_RCV[row_B, : ids_BC.size(1)].log_softmax(dim=-1)
+        entropy_BC = -(logp_BCV.exp() * logp_BCV).sum(dim=-1)
+        return logp_BCV.gather(2, ids_BC[..., None]).squeeze(2), entropy_BC
+
+
+class OfATable(AdoraGRPOTrainer):
+    """The loss of our trainer alone; a prompt is the number of its row."""
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Table, ids_BS: Tensor, *rest: Any, **_: object
+    ) -> Any:
+        def scored(
+            model: Table, ids_BS: Tensor, mask_BS: Tensor, answer: int, *_: object, **__: object
+        ) -> tuple[Tensor, Tensor, None]:
+            return *model.scores(ids_BS[:, 0], ids_BS[:, -answer:]), None
+
+        return self.policy_pass(scored, model, ids_BS, *rest)
+
+
+class Alone:
+    """An accelerator of one process."""
+
+    num_processes = 1
+    process_index = 0
+    device = torch.device("cpu")
+
+    @staticmethod
+    def gather(value: Tensor) -> Tensor:
+        return value
+
+    @staticmethod
+    def pad_across_processes(value: Tensor, **_: object) -> Tensor:
+        return value
+
+    @staticmethod
+    def reduce(value: Tensor, **_: object) -> Tensor:
+        return value
+
+
+class NoRecord:
+    """A record that keeps the rollouts whose drift is known, by their numbers."""
+
+    def __init__(self) -> None:
+        self.measured_rows: list[int] = []
+
+    def measured(self, micro: Batch, logps_BC: Tensor) -> None:
+        self.measured_rows += micro["rollout_number"].tolist()
+
+
+def trainer_of(policy: Table, **keys: object) -> Any:
+    """A trainer with what `_compute_loss` needs, whose config has these keys."""
+    figures = defaultdict[str, list[float]](list)
+    settings: dict[str, Any] = {"adora_max_ratio": None, "adora_stock_step": ["share_prompt"]}
+    settings |= keys
+    context = step_context(
+        lambda name, value: figures[name].append(value), accelerator=Alone(), **settings
+    )
+    args = context.config
+    trainer: Any = object.__new__(OfATable)
+    adaptive = args.use_adaptive_entropy
+    trainer.__dict__.update(
+        args=args,
+        accelerator=context.accelerator,
+        model=policy,
+        loss_type=args.loss_type,
+        beta=0.0,
+        num_iterations=args.num_iterations,
+        epsilon_low=args.epsilon,
+        epsilon_high=5.0,
+        top_entropy_quantile=args.top_entropy_quantile,
+        entropy_coef=args.entropy_coef,
+        use_adaptive_entropy=adaptive,
+        importance_sampling_level="token",
+        off_policy_mask_threshold=None,
+        use_vllm=args.use_vllm,
+        vllm_importance_sampling_correction=args.vllm_importance_sampling_correction,
+        max_completion_length=args.max_completion_length,
+        aux_loss_enabled=False,
+        current_gradient_accumulation_steps=args.gradient_accumulation_steps,
+        state=SimpleNamespace(global_step=0),
+        log_figure=context.log,
+        figures=figures,
+        _entropy_bonus_enabled=args.entropy_coef != 0 or adaptive,
+        _last_world_entropy=0.0 if adaptive else float("inf"),
+        _entropy_window_stats=None,
+        _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
+        _step=0,
+    )
+    trainer.layout = BatchLayout.of(args)
+    trainer.old_logps = OldLogps(context, has_dropout=False)
+    trainer.ratio = ImportanceRatio(context)
+    trainer.policy_pass = PolicyPass(context.accelerator, args)
+    trainer.drift_guard = DriftGuard(context)
+    trainer.ratio_guard = RatioGuard(context)
+    trainer.reference_guard = ReferenceGuard(context, rounding=0.0)
+    trainer.recorder = NoRecord()
+    trainer.batcher = MicroBatcher(
+        context, ImageBanks(), every_row_counts=trainer._entropy_bonus_enabled
+    )
+    trainer.entropy_bonus = EntropyBonus(args, trainer.batcher)
+    return trainer

@@ -1,0 +1,144 @@
+"""The experiment about work in place of length: its task, its rule, and its stored runs."""
+
+import random
+from itertools import islice
+
+import pytest
+import yaml
+from transformers import AutoTokenizer, Qwen2Config
+
+from adora_vl.rewards.steps import work_of
+from benchmarks import working
+from benchmarks.angles import (
+    KINDS,
+    AngleProblem,
+    draw,
+    guess,
+    prompt_text,
+    right_working,
+    slipped_working,
+    solved_row,
+    task_tokenizer,
+)
+
+PLAN = yaml.safe_load(working.PLAN.read_text())
+
+
+def problems_of(kind_name, *, for_testing=False):
+    rng = random.Random(kind_name)
+    while True:
+        problem = draw(rng, for_testing=for_testing)
+        if problem.kind.name == kind_name:
+            yield problem
+
+
+@pytest.mark.parametrize("kind_name", [kind.name for kind in KINDS])
+def test_the_solver_agrees_with_the_task_and_tells_work_from_luck(kind_name):
+    """The figure of each row comes from the solver, and the teacher's numbers do not."""
+    rng = random.Random(0)
+    for problem in islice(problems_of(kind_name), 3):
+        figure = solved_row(problem, "angles/0", "train")["figure"]
+        right = work_of(right_working(rng, problem), figure)
+        assert right.new >= 1
+        assert (right.false, right.unread) == (0, 0)
+        assert right.share == 1
+        bare = work_of(guess(rng, problem), figure)
+        assert (bare.new, bare.unread) == (0, 0)
+        assert bare.measure == 0
+        slipped = work_of(slipped_working(rng, problem), figure)
+        assert slipped.false >= 1
+        assert slipped.is_luck
+
+
+def test_no_numbers_of_the_held_out_problems_are_taught():
+    rng = random.Random(1)
+    taught = {draw(rng, for_testing=False).text for _ in range(4000)}
+    held_out = {draw(rng, for_testing=True).text for _ in range(4000)}
+    assert taught
+    assert held_out
+    assert not taught & held_out
+
+
+def test_a_response_says_nothing_of_its_work_by_its_length():
+    """Workings, slips and guesses have as many sentences, in the same wordings, as often."""
+    rng = random.Random(2)
+    tokenizer = task_tokenizer()
+    lengths = {}
+    for respond in (right_working, slipped_working, guess):
+        texts = [respond(rng, draw(rng, for_testing=False)) for _ in range(1500)]
+        counts = [len(tokenizer(text)["input_ids"]) for text in texts]
+        lengths[respond.__name__] = sum(counts) / len(counts)
+        assert len(set(counts)) > 3
+    assert max(lengths.values()) - min(lengths.values()) < 0.3
+
+
+def test_a_run_reads_the_words_and_numbers_of_the_task_as_they_were_taught(tmp_path):
+    """A run loads the tokenizer from the folder of its start, in its family's own class."""
+    rng = random.Random(3)
+    tokenizer = task_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    Qwen2Config().save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    for _ in range(200):
+        problem = draw(rng, for_testing=rng.random() < 0.5)
+        text = prompt_text(tokenizer, problem.text) + slipped_working(rng, problem)
+        ids = tokenizer(text)["input_ids"]
+        assert loaded(text)["input_ids"] == ids
+        assert loaded.decode(ids) == text
+
+
+def test_a_slip_that_goes_on_reaches_the_answer():
+    kind = next(kind for kind in KINDS if kind.name == "isosceles")
+    problem = AngleProblem(kind=kind, given={"ABC": 50, "BAD": 30})
+    assert problem.values() == {"ACB": 50, "BAC": 80, "CAD": 50}
+    assert problem.values(slip=0, error=10) == {"ACB": 60, "BAC": 70, "CAD": 40}
+    assert problem.values(slip=2, error=-10) == {"ACB": 50, "BAC": 80, "CAD": 40}
+
+
+def run_of(seed, arm, accuracy):
+    point = dict.fromkeys(("lucky", "new", "false", *(kind.name for kind in KINDS)), 0.5)
+    point |= {"step": 60, "accuracy": accuracy, "tokens": 20.0}
+    start = {**point, "step": 0, "accuracy": 0.3}
+    held_out = [start, point] if arm == "grpo" else [point]
+    facts = {"commit": "abc", "processor_seconds": 60.0}
+    return {"seed": seed, "arm": arm, "held_out": held_out, **facts}
+
+
+def runs_with(gain, seeds, *, over=()):
+    runs = []
+    for seed in seeds:
+        for arm in PLAN["arms"]:
+            is_ahead = arm == "working" or arm in over
+            accuracy = 0.5 + seed / 100 + (gain + seed / 1000 if is_ahead else 0)
+            runs.append(run_of(seed, arm, accuracy))
+    return runs
+
+
+def test_working_wins_only_against_length_and_its_random_control():
+    seeds = PLAN["seeds"][:3]
+    assert working.verdict_of(runs_with(0.1, seeds)) == "gain"
+    assert working.verdict_of(runs_with(0.1, seeds, over=("random",))) == "no gain"
+    assert working.verdict_of(runs_with(0.1, seeds, over=("length",))) == "no gain"
+    assert working.verdict_of(runs_with(0.0005, seeds)) == "no gain", "within the interval"
+    assert working.verdict_of(runs_with(0.1, seeds[:1])) == "no gain", "one seed shows nothing"
+
+
+def test_a_seed_counts_if_it_is_whole():
+    runs = runs_with(0.1, PLAN["seeds"][:2])
+    begun = run_of(PLAN["seeds"][2], "grpo", 0.0)
+    tables = working.tables(PLAN, [*runs, begun])
+    assert tables.startswith(f"{2 * len(PLAN['arms'])} runs of commit abc; ")
+    assert "; 2 of 5 seeds are whole; 30.0 % before training, 50.0 % of these lucky." in tables
+    assert "| ADORA, `working` | 2 | 60.5 (60.0 to 61.1) |" in tables
+    order = working.places(PLAN)
+    assert [seed for seed, _ in order] == sorted(seed for seed, _ in order)
+    assert not {seed for seed, _ in working.places(PLAN, pilot=True)} & set(PLAN["seeds"])
+
+
+def test_the_arms_are_one_key_apart():
+    """Those that name what is rewarded have two, as the plan says."""
+    for arm, keys in PLAN["arms"].items():
+        apart = {
+            key for key in keys if keys[key] != {**PLAN["train"], **PLAN["arms"]["grpo"]}.get(key)
+        }
+        assert len(apart) <= (2 if arm in ("gate", "steps alone") else 1), arm

@@ -1,0 +1,272 @@
+"""A pass for the old log-probabilities is made only where the loss asks for them.
+
+What is learned is what it was with a pass over the whole generation: TRL's loss on a table of
+logits in float64, through all updates of a generation.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from adora_vl.config.batch_plan import BatchLayout
+from adora_vl.config.blocks import RolloutOptions
+from adora_vl.training.batch_rows import to_cpu
+from adora_vl.training.old_logps import OldLogps
+from adora_vl.types import Batch
+from adora_vl.utils.errors import RolloutError
+from tests.support.step_context import step_context
+from tests.support.table_policy import VOCABULARY, Table, trainer_of
+
+LENGTHS = torch.tensor([2, 9, 3, 7, 9, 1, 5, 6, 8, 8, 4, 9, 7, 2, 6, 5])
+ROWS = len(LENGTHS)
+GROUP = 2
+SILENT = (1, 6)  # the groups without signal
+RATE = 4.0  # of gradient descent: the second update's ratios leave the clip range
+# Four micro-batches of two groups; an update learns from two of them.
+TWO_UPDATES: dict[str, Any] = {
+    "num_generations": GROUP,
+    "per_device_train_batch_size": 2 * GROUP,
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 4,
+    "max_completion_length": 9,
+}
+TWICE = {**TWO_UPDATES, "gradient_accumulation_steps": 4, "num_iterations": 2}
+UNEVEN = {**TWO_UPDATES, "gradient_accumulation_steps": 3, "steps_per_generation": 4}
+ENGINE: dict[str, Any] = {
+    "use_vllm": True,
+    "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_mode": "token_truncate",
+    "vllm_importance_sampling_clip_max": 1.2,
+    "adora_max_drift": 5.0,
+}
+BOUND = 1e-9  # relative to the gradient's norm; float64's rounding is 1e-14
+
+
+@dataclass
+class Learned:
+    """What the updates of a generation did."""
+
+    gradients: list[Tensor] = field(default_factory=list)
+    scored: int = 0  # rollouts in passes without gradients
+    trainer: Any = None
+
+
+def table() -> Table:
+    return Table(ROWS, int(LENGTHS.max()), shared=0.3)
+
+
+def generation(engine_gap: float = 0.3) -> Batch:
+    """Rollouts of groups with and without signal, and what an engine says of them."""
+    mask_BC = (torch.arange(int(LENGTHS.max())) < LENGTHS[:, None]).long()
+    draw = torch.Generator().manual_seed(5)
+    numbers_B = torch.arange(ROWS)
+    advantages_B = torch.linspace(-1, 1, ROWS, dtype=torch.float64)
+    for group in SILENT:
+        advantages_B[group * GROUP : (group + 1) * GROUP] = 0
+    ids_BC = torch.randint(VOCABULARY, mask_BC.shape, generator=draw) * mask_BC
+    with torch.no_grad():
+        logps_BC, _ = table().scores(numbers_B, ids_BC)
+    gaps_BC = engine_gap * torch.randn(mask_BC.shape, generator=draw, dtype=torch.float64)
+    return {
+        "prompt_ids": numbers_B[:, None],
+        "prompt_mask": torch.ones(ROWS, 1, dtype=torch.long),
+        "completion_ids": ids_BC,
+        "completion_mask": mask_BC,
+        "advantages": advantages_B,
+        "num_items_in_batch": mask_BC.sum(),
+        "rollout_number": numbers_B,
+        "sampling_per_token_logps": (logps_BC + gaps_BC) * mask_BC,
+    }
+
+
+def learn(*, resumes: bool = False, breaks_second_update: bool = False, **keys: Any) -> Learned:
+    """All updates of a generation, by gradient descent.
+
+    `resumes`: go on from a copy of the micro-batches after the first update, as from a checkpoint.
+    `breaks_second_update`: throw the old log-probabilities away.
+    """
+    policy = table()
+    policy.train()
+    trainer = trainer_of(policy, **keys)
+    learned = Learned(trainer=trainer)
+    scores = policy.scores
+
+    def counted(row_B: Tensor, ids_BC: Tensor) -> tuple[Tensor, Tensor]:
+        if not torch.is_grad_enabled():
+            learned.scored += len(row_B)
+        return scores(row_B, ids_BC)
+
+    policy.scores = counted  # type: ignore[method-assign]
+    batch = generation()
+    if not trainer.use_vllm:
+        del batch["sampling_per_token_logps"]
+    trainer._add_logps(batch, "train")
+    micro_batches = trainer.batcher.split(batch, "0/0")
+    trainer._add_old_logps(micro_batches)
+    layout = trainer.layout
+    for micro_step in range(layout.micro_batches_per_generation):
+        trainer._step = micro_step
+        micro = micro_batches[micro_step % layout.steps_per_generation]
+        ends = (micro_step + 1) % layout.gradient_accumulation_steps == 0
+        trainer.accelerator.sync_gradients = ends
+        if micro:
+            if breaks_second_update and learned.gradients:
+                micro.pop("old_per_token_logps", None)
+            trainer._compute_loss(policy, micro).backward()
+        if ends:
+            gradient = policy.logits.grad
+            assert gradient is not None
+            learned.gradients.append(gradient.clone())
+            with torch.no_grad():
+                policy.logits.sub_(RATE * gradient)
+            gradient.zero_()
+            if resumes:
+                micro_batches = to_cpu(micro_batches)
+    return learned
+
+
+def stock(**keys: Any) -> Learned:
+    """The same with a pass over the whole generation first."""
+    return learn(adora_stock_step=["share_prompt", "skip_old_pass"], **keys)
+
+
+def apart(ours: Learned, theirs: Learned) -> list[float]:
+    """The distance of each update's gradient, relative to its norm."""
+    assert len(ours.gradients) == len(theirs.gradients)
+    pairs = zip(ours.gradients, theirs.gradients, strict=True)
+    return [float((a - b).norm() / b.norm()) for a, b in pairs]
+
+
+CASES = {
+    "two updates": TWO_UPDATES,
+    "two updates, engine": {**TWO_UPDATES, **ENGINE},
+    "twice over the generation": TWICE,
+    "twice over the generation, engine": {**TWICE, **ENGINE},
+    "updates and generations apart": {**UNEVEN, **ENGINE},
+}
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "cispo", "vespo"])
+def test_each_update_learns_what_it_did_with_a_pass_over_everything(loss, subtests):
+    for name, keys in CASES.items():
+        with subtests.test(name):
+            ours = learn(loss_type=loss, **keys)
+            theirs = stock(loss_type=loss, **keys)
+            assert theirs.scored == ROWS
+            assert max(apart(ours, theirs)) < BOUND
+            assert min(float(gradient.norm()) for gradient in theirs.gradients) > 1e-3
+
+
+def test_without_the_old_ones_the_second_update_would_learn_something_else():
+    """Else the comparison above could not fail."""
+    keys = {"loss_type": "grpo", **TWO_UPDATES}
+    first, second = apart(learn(breaks_second_update=True, **keys), stock(**keys))
+    assert first < BOUND
+    assert second > 1e-3
+
+
+def test_the_pass_is_over_the_later_updates_rollouts_with_signal_alone():
+    later = (ROWS - len(SILENT) * GROUP) // 2
+    assert learn(loss_type="grpo", **TWO_UPDATES).scored == later
+    assert learn(loss_type="grpo", **TWO_UPDATES, **ENGINE).scored == later
+    # The first time over the generation gives them for the second.
+    assert learn(loss_type="grpo", **TWICE, **ENGINE).scored == 0
+
+
+def test_a_run_that_goes_on_after_the_first_update_does_so_to_the_bit():
+    for keys in ({**TWO_UPDATES, **ENGINE}, {**TWICE, **ENGINE}):
+        whole = learn(loss_type="dapo", **keys)
+        resumed = learn(loss_type="dapo", resumes=True, **keys)
+        pairs = zip(whole.gradients, resumed.gradients, strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_every_rollout_that_is_learned_from_is_compared_with_the_engine_once():
+    with_signal = [row for row in range(ROWS) if row // GROUP not in SILENT]
+    for keys in (TWO_UPDATES, TWICE):
+        learned = learn(loss_type="grpo", **keys, **ENGINE)
+        assert sorted(learned.trainer.recorder.measured_rows) == with_signal
+
+
+def test_an_engine_that_drifts_ends_the_run_before_the_first_update():
+    """Also where its rollouts are those of the second update alone."""
+    keys = {**TWO_UPDATES, **ENGINE, "adora_max_drift": 0.01}
+    trainer = trainer_of(table(), **keys)
+    trainer.drift_guard.save = lambda: "none"
+    micro_batches = trainer.batcher.split(generation(), "0/0")
+    with pytest.raises(RolloutError, match="adora_max_drift is 0.01"):
+        trainer._add_old_logps(micro_batches)
+
+
+def test_with_dropout_every_micro_batch_that_is_compared_gets_a_pass_without(subtests):
+    rows = Batch(share_of_rows=1.0)
+    micro_batches = [Batch(), rows, rows, rows]
+    for name, keys, count in (
+        ("ratio to the engine", {**TWO_UPDATES, **ENGINE}, 3),
+        ("in one update", {**TWO_UPDATES, **ENGINE, "gradient_accumulation_steps": 4}, 3),
+        ("without an engine", TWO_UPDATES, 2),
+        ("without an engine, twice", TWICE, 3),
+    ):
+        with subtests.test(name):
+            old_logps = OldLogps(step_context(**keys), has_dropout=True)
+            assert len(old_logps.due(micro_batches)) == count
+            # Nothing has changed the weights, so the ratio is 1 whatever dropout draws.
+            assert old_logps.are_of_this_pass(0)
+
+
+def test_how_many_micro_batches_come_before_the_first_update(subtests):
+    for (steps, iterations, accumulated), count in {
+        (4, 1, 4): 4,
+        (4, 1, 8): 4,
+        (4, 1, 2): 2,
+        (4, 2, 4): 4,
+        (3, 2, 2): 2,
+        (4, 1, 3): 1,  # a step may begin at any of them
+    }.items():
+        with subtests.test(f"{steps}, {iterations}, {accumulated}"):
+            layout = BatchLayout(
+                micro_batch_rows=1,
+                num_generations=2,
+                steps_per_generation=steps,
+                num_iterations=iterations,
+                gradient_accumulation_steps=accumulated,
+            )
+            assert layout.micro_batches_before_update == count
+
+
+BY_ENGINE: dict[str, Any] = {
+    **TWO_UPDATES,
+    **ENGINE,
+    "vllm_importance_sampling_correction": False,
+    "adora_rollouts": RolloutOptions(old_logps="engine"),
+    "loss_type": "grpo",
+}
+
+
+def test_the_engines_log_probabilities_may_be_the_old_ones():
+    """No pass is made; the ratio of each update is that to the engine, clipped as ever."""
+    learned = learn(**BY_ENGINE)
+    assert learned.scored == 0
+    trainer = learned.trainer
+    first_ratio = trainer.figures["adora/ratio_max"][0]
+    assert first_ratio > 1.2, "the engine's difference is in the ratio of the first update too"
+    # The drift is that of the first update's rollouts, whose weights have sampled them.
+    assert len(trainer.recorder.measured_rows) == (ROWS - len(SILENT) * GROUP) // 2
+    assert all(0.1 < drift < 0.5 for drift in trainer.figures["adora/drift"])
+
+
+def test_an_engine_without_difference_gives_the_gradients_of_the_policys_own(monkeypatch):
+    exact = generation
+    monkeypatch.setitem(globals(), "generation", lambda: exact(engine_gap=0.0))
+    assert max(apart(learn(**BY_ENGINE), stock(loss_type="grpo", **TWO_UPDATES))) < BOUND
+
+
+def test_tokens_that_the_engine_was_not_asked_for_have_the_ratio_one():
+    """They are those of tools, on which the policy's log-probability is 0."""
+    old_logps = OldLogps(step_context(**BY_ENGINE), has_dropout=False)
+    micro: Batch = {"sampling_per_token_logps": torch.tensor([[-1.0, torch.nan, -torch.inf]])}
+    old_logps.for_loss(micro, 0)
+    assert micro["old_per_token_logps"].tolist() == [[-1.0, 0.0, -torch.inf]]

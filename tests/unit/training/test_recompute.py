@@ -1,0 +1,292 @@
+"""A micro-batch recomputes as few layers as the memory asks for, and no gradient changes by it."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from adora_vl.config.sharding import Sharding
+from adora_vl.models.shape import ModelShape, config_for_planning, describe
+from adora_vl.planning.activations import Dtypes, Learner, PassSize
+from adora_vl.planning.memory import KEPT_FREE
+from adora_vl.training.recompute import FIGURE, Gradients, RecomputedLayers, language_layers
+from tests.support.small_models import TEXT, small_model
+from tests.support.stand_ins import Processes
+from tests.support.step_context import step_context
+
+LAYERS = 4
+SIZE = PassSize(rows=1, length=4800, scored=3744, repeated=12_400)
+THREE = "Qwen/Qwen2.5-VL-3B-Instruct"
+GIB = 2**30
+
+
+def language_model(**keys: Any) -> Any:
+    """Return a policy that reads text, with gradient checkpointing."""
+    torch.manual_seed(1)
+    config = Qwen2Config(**{**TEXT, "num_hidden_layers": LAYERS}, use_cache=False, **keys)
+    model = Qwen2ForCausalLM(config).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def three_billion() -> ModelShape:
+    """Return the shape of the 3B model with adapters."""
+    adapters = LoraConfig(r=64, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"])
+    return describe(config_for_planning(THREE)[0], peft_config=adapters)
+
+
+def recomputed(model: Any, **keys: Any) -> RecomputedLayers:
+    """Return what switches the model's checkpoints, on a CPU unless `card` says another memory."""
+    card = keys.pop("card", None)
+    shape = keys.pop("shape", three_billion)
+    sharding = keys.pop("sharding", Sharding())
+    log = keys.pop("log", None)
+    accelerator = keys.pop("accelerator", Processes())
+    context = step_context(log, accelerator=accelerator, gradient_checkpointing=True, **keys)
+    return RecomputedLayers(context, model=model, shape=shape, sharding=sharding, card=card)
+
+
+def shape_of(model: Any) -> Callable[[], ModelShape]:
+    """Return the shape of a language model of the tests."""
+    return lambda: describe(model.config, dtype="float32")
+
+
+def gradients_of(model: Any, number: int | str) -> list[Tensor]:
+    """Return the gradients of a pass in which so many layers are recomputed."""
+    model.zero_grad()
+    torch.manual_seed(5)
+    ids = torch.arange(34).view(2, 17) % TEXT["vocab_size"]
+    switch = recomputed(model, adora_recompute=number)
+    with switch.chosen(SIZE):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.requires_grad]
+
+
+def test_gradients_are_equal_to_the_bit_however_many_layers_are_recomputed(subtests):
+    """Dropout of attention and of adapters too: a checkpoint draws again what its layer has drawn."""
+    adapters = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.3)
+    for dtype in (torch.float32, torch.float64):
+        for name, model in {
+            "whole": language_model(attention_dropout=0.2).to(dtype),
+            "adapters": get_peft_model(language_model(), adapters).to(dtype),
+        }.items():
+            model.train()
+            every = gradients_of(model, "all")
+            assert any(gradient.abs().max() > 0 for gradient in every)
+            for number in (0, 1, 3, LAYERS, 99):
+                with subtests.test(f"{name} {dtype} {number}"):
+                    pairs = zip(gradients_of(model, number), every, strict=True)
+                    assert all(torch.equal(left, right) for left, right in pairs)
+
+
+def test_the_first_layers_are_recomputed_and_the_vision_tower_stays_as_it_is():
+    model = small_model("qwen2_5_vl")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    blocks = list(model.model.visual.blocks)
+    layers = language_layers(model)
+    assert layers == list(model.model.language_model.layers)
+    with recomputed(model, adora_recompute=1).chosen(SIZE):
+        assert [layer.gradient_checkpointing for layer in layers] == [True, False]
+        assert all(block.gradient_checkpointing for block in blocks)
+    assert all(layer.gradient_checkpointing for layer in layers), "as before, behind the pass"
+
+
+def test_nothing_changes_where_nothing_is_known_or_asked_for(subtests):
+    unchanged = {
+        "a CPU": {"adora_recompute": "auto"},
+        "all": {"adora_recompute": "all", "card": lambda: (80 * GIB, 80 * GIB)},
+        "torch.compile": {"adora_recompute": 1, "torch_compile": True},
+    }
+    for name, keys in unchanged.items():
+        with subtests.test(name):
+            log: dict[str, float] = {}
+            model = language_model()
+            switch = recomputed(model, log=log, **keys)
+            with switch.chosen(SIZE):
+                assert all(layer.gradient_checkpointing for layer in language_layers(model))
+            assert log == {}
+
+
+def test_a_run_without_gradient_checkpointing_gets_none():
+    model = language_model()
+    model.gradient_checkpointing_disable()
+    context = step_context(gradient_checkpointing=False, adora_recompute=2)
+    switch = RecomputedLayers(
+        context, model=model, shape=three_billion, sharding=Sharding(), card=None
+    )
+    with switch.chosen(SIZE):
+        assert not any(layer.gradient_checkpointing for layer in language_layers(model))
+
+
+def test_as_few_layers_as_leave_a_tenth_of_the_card_free():
+    learner = Learner(three_billion(), Dtypes(compute=2, stream=2))
+    layers = learner.shape.text.layers
+    numbers = []
+    for gigabytes in range(1, 60):
+        room = gigabytes * GIB
+        number = learner.fewest(SIZE, room)
+        numbers.append(number)
+        if number < layers:
+            assert learner.needed(SIZE, number) <= room
+        if number:
+            assert learner.needed(SIZE, number - 1) > room
+    assert numbers == sorted(numbers, reverse=True)
+    assert numbers[0] == layers
+    assert numbers[-1] == 0
+    assert len(set(numbers)) > layers / 2, "more memory, fewer layers"
+
+
+def test_the_number_follows_the_tokens_and_the_free_memory(capsys):
+    log: dict[str, float] = {}
+    model = language_model()
+    free = [0]
+    shape = shape_of(model)
+    learner = Learner(shape(), Dtypes(compute=4, stream=4))
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    card = learner.needed(SIZE, 0) * 4
+
+    def room_for(number: int) -> None:
+        free[0] = learner.needed(SIZE, number) + int(KEPT_FREE * card) + weights
+
+    switch = recomputed(
+        model, shape=shape, card=lambda: (free[0], card), log=log, adora_recompute="auto"
+    )
+    for number in (0, 2, 3, LAYERS):
+        room_for(number)
+        if number == LAYERS:
+            free[0] = 0
+        with switch.chosen(SIZE):
+            flags = [layer.gradient_checkpointing for layer in language_layers(model)]
+        assert sum(flags) == switch.number == log[FIGURE] == number
+    room_for(2)
+    with switch.chosen(PassSize(rows=1, length=240, scored=187)):
+        assert switch.number == 0, "fewer tokens keep less"
+    gradients_of(model, "all")
+    room_for(2)
+    free[0] -= weights
+    with switch.chosen(SIZE):
+        assert switch.number == 2, "gradients that are there take no further memory"
+    assert capsys.readouterr().out.count("layers are recomputed") == 1
+
+
+def test_all_ranks_recompute_what_the_fullest_needs():
+    model = language_model()
+    gathered: list[int] = []
+
+    def gather(value: Tensor) -> Tensor:
+        gathered.append(int(value))
+        return torch.cat([value, torch.tensor([3])])
+
+    ranks = Processes(num_processes=2, gather=gather)
+    for sharding in (Sharding(processes=2), Sharding(processes=2, stage=3)):
+        switch = recomputed(
+            model,
+            shape=shape_of(model),
+            sharding=sharding,
+            accelerator=ranks,
+            card=lambda: (10**15, 10**15),
+            adora_recompute="auto",
+        )
+        with switch.chosen(SIZE):
+            assert switch.number == 3
+    assert gathered == [0, 0]
+
+
+class OutOfMemory(nn.Module):
+    """A policy that runs out of memory on its way back where a layer is not recomputed."""
+
+    def __init__(self, model: Any, switch: RecomputedLayers, figures: dict[str, list[float]]):
+        super().__init__()
+        self.model = model
+        self.switch = switch
+        self.figures = figures
+        self.passes = 0
+        layer = language_layers(model)[1]
+        # by then the gradients of the layers behind it have been added to
+        layer.register_full_backward_pre_hook(self._fail)
+
+    def _fail(self, *_: object) -> None:
+        if self.switch.number < LAYERS:
+            raise torch.OutOfMemoryError("no memory")
+
+    def step(self) -> Tensor:
+        """Compute a micro-batch, as the trainer does."""
+        self.passes += 1
+        ids = torch.arange(34).view(2, 17) % TEXT["vocab_size"]
+        with self.switch.chosen(SIZE):
+            loss: Tensor = self.model(input_ids=ids, labels=ids).loss
+        self.figures["loss"].append(loss.item())
+        loss.backward()
+        return loss.detach()
+
+
+def retried_policy(**keys: Any) -> OutOfMemory:
+    model = language_model()
+    # of which the gradients are few enough to be copied, unless a test says another one
+    total = keys.pop("total", 10**15)
+    switch = recomputed(
+        model, shape=shape_of(model), card=lambda: (10**15, total), adora_recompute="auto", **keys
+    )
+    return OutOfMemory(model, switch, defaultdict(list))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_micro_batch_without_memory_is_made_again_and_counts_once(micro_batches, capsys):
+    policy = retried_policy()
+    every = gradients_of(policy.model, "all")
+    policy.model.zero_grad()
+    if micro_batches == 3:
+        for parameter, gradient in zip(policy.model.parameters(), every, strict=True):
+            parameter.grad = 2 * gradient
+    policy.figures["loss"].append(7.0)
+    policy.switch.retried(policy.step, policy.figures)
+    assert policy.passes == 2
+    assert len(policy.figures["loss"]) == 2
+    assert "out of the card's memory with 0 of 4 layers" in capsys.readouterr().out
+    for parameter, gradient in zip(policy.model.parameters(), every, strict=True):
+        assert torch.equal(
+            parameter.grad, 2 * gradient + gradient if micro_batches == 3 else gradient
+        )
+    policy.model.zero_grad()
+    policy.switch.retried(policy.step, policy.figures)
+    assert policy.passes == 3, "from here on all layers are recomputed"
+
+
+def test_a_process_among_several_does_not_go_back_alone(subtests):
+    two = Processes(num_processes=2)
+    for name, keys in {
+        "ranks": {"accelerator": two, "sharding": Sharding(processes=2)},
+        "DeepSpeed": {"sharding": Sharding(stage=3)},
+    }.items():
+        with subtests.test(name):
+            policy = retried_policy(**keys)
+            with pytest.raises(torch.OutOfMemoryError):
+                policy.switch.retried(policy.step, policy.figures)
+            assert policy.passes == 1
+
+
+def test_gradients_too_large_to_copy_end_the_run_rather_than_count_twice():
+    policy = retried_policy(total=2**20)
+    gradients_of(policy.model, "all")
+    with pytest.raises(torch.OutOfMemoryError):
+        policy.switch.retried(policy.step, policy.figures)
+    assert policy.passes == 1
+
+
+def test_gradients_that_no_pass_has_added_to_need_no_copy():
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    before = Gradients([weight], limit=0)
+    assert before.restore()
+    weight.grad += 1
+    assert not before.restore()
+    later = Gradients([weight], limit=12)
+    weight.grad += 1
+    assert later.restore()
+    assert weight.grad.tolist() == [2, 2, 2]
