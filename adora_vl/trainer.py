@@ -49,6 +49,7 @@ from adora_vl.models.adapter import begin_with, in_float32, name_base, trained_a
 from adora_vl.models.check import with_own_layers
 from adora_vl.models.families import freeze, sees_images
 from adora_vl.models.load import restore_weights
+from adora_vl.models.lora_branch import compute_branches_first
 from adora_vl.models.precision import restore_buffers
 from adora_vl.models.reference import copied_policy
 from adora_vl.packing.policy_pass import evaluating, generation_logps
@@ -204,6 +205,8 @@ class AdoraGRPOTrainer(TrainerParts):
             restore_buffers(model)
         if is_peft_model(self.model):
             name_base(self.model, run.model.merged)
+            if args.gradient_checkpointing:
+                compute_branches_first(self.model)
             if not self._dist.is_fsdp and not run.model.four_bit:
                 refuse_unmergeable(self.model, self._dist.gather_params)
         freeze(self.model, args.adora_freeze)

@@ -1,4 +1,4 @@
-"""What the host does for each sampled token, in processor seconds: `python -m benchmarks.host`.
+"""What the host does for each token and image, in processor seconds: `python -m benchmarks.host`.
 
 While the host does this the card waits. Each row is one piece of work in two ways, ours and the one
 that stock TRL with vLLM has, or that a simple program would write; both give equal results, which is
@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tqdm import tqdm
@@ -22,10 +23,18 @@ from adora_vl.utils.launch import prepare_engine_environment
 prepare_engine_environment()
 
 import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from PIL import Image  # noqa: E402
 from vllm.logprobs import create_sample_logprobs  # noqa: E402
 from vllm.v1.engine.logprobs import LogprobsProcessor  # noqa: E402
 from vllm.v1.outputs import LogprobsLists  # noqa: E402
 
+from adora_vl.models.load import PRETRAINED, load_processor  # noqa: E402
+from adora_vl.packing.image_store import (  # noqa: E402
+    ImageCache,
+    PatchNormalizer,
+    effective_settings,
+)
 from adora_vl.rollout.llm import logps_of_tokens  # noqa: E402
 
 _TURNS = 5
@@ -37,8 +46,12 @@ class Work:
     """One piece of work of the host, done in two ways."""
 
     name: str
+    unit: str  # the work is for so many of these:
+    count: float
     baseline: Callable[[], Any]
     ours: Callable[[], Any]
+    # what the card makes of the result of ours, where it does a part of the work
+    on_card: Callable[[Any], Any] = lambda result: result
 
 
 def processed(tokens: list[int], logps: list[float], flat: bool) -> LogprobsProcessor:
@@ -77,8 +90,9 @@ def works(rollouts: int, length: int) -> list[Work]:
         " ".join(draw.choices(_WORDS, k=length * 3 // 4)) + draw.choice(["", " wait, I check"])
         for _ in range(rollouts)
     ]
+    of_tokens = partial(Work, unit="token", count=rollouts * length)
     return [
-        Work(
+        of_tokens(
             name="vLLM's log-probabilities of each decode step",
             baseline=lambda: [
                 logps_of_tokens(processed(tokens, logps, flat=False).logprobs, tokens)
@@ -89,17 +103,61 @@ def works(rollouts: int, length: int) -> list[Work]:
                 for _ in range(rollouts)
             ],
         ),
-        Work(
+        of_tokens(
             name="of which reading those of the sampled tokens",
             baseline=lambda: [logps_of_tokens(candidates, tokens) for candidates in objects],
             ours=lambda: [logps_of_tokens(flat, tokens) for flat in numbers],
         ),
-        Work(
+        of_tokens(
             name="reflective words of the answers",
             baseline=lambda: [simple_words(text) for text in texts],
             ours=lambda: [reflective_words(text) for text in texts],
         ),
+        of_tokens(
+            name="a column of the batch",
+            baseline=lambda: [torch.tensor(tokens).tolist() for _ in range(rollouts)],
+            ours=lambda: [torch.from_numpy(np.array(tokens)).tolist() for _ in range(rollouts)],
+        ),
     ]
+
+
+def work_of_images(side: int = 1036) -> Work:
+    """The work for an image of about a megapixel, from the cache to the policy's vision tower.
+
+    The baseline makes all of its numbers on the host, as Transformers does. Ours copies the bytes,
+    and the card makes the numbers of them.
+    """
+    processor: Any = load_processor(str(PRETRAINED)).image_processor
+    pixels = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    settings = effective_settings(processor, {"max_pixels": side * side})
+    settings["size"] = {"shortest_edge": side * side, "longest_edge": side * side}
+    image = ImageCache(2**30).get(processor, Image.fromarray(pixels), settings)
+    both_frames = PatchNormalizer(
+        processor, {**settings, "do_rescale": False, "do_normalize": False}
+    )
+    patches_RD = both_frames(image.frames_RF)
+    shape = (len(patches_RD), -1, settings["temporal_patch_size"], *[settings["patch_size"]] * 2)
+
+    def numbers() -> torch.Tensor:
+        """Rescale and normalise both frames of all patches."""
+        normalized: torch.Tensor = processor.rescale_and_normalize(
+            patches_RD.view(shape).transpose(1, 2),
+            settings["do_rescale"],
+            settings["rescale_factor"],
+            settings["do_normalize"],
+            settings["image_mean"],
+            settings["image_std"],
+        )
+        return normalized.transpose(1, 2).reshape(len(patches_RD), -1)
+
+    return Work(
+        name="an image's numbers",
+        unit="1,000 pixels",
+        count=side * side / 1000,
+        baseline=numbers,
+        ours=image.frames_RF.clone,  # into pinned memory
+        on_card=PatchNormalizer(processor, settings),
+    )
 
 
 def fastest_seconds(work: Work) -> tuple[float, float]:
@@ -113,9 +171,16 @@ def fastest_seconds(work: Work) -> tuple[float, float]:
             began = time.process_time()
             results[name] = getattr(work, name)()
             seconds[name].append(time.process_time() - began)
-        if results["baseline"] != results["ours"]:
+        if not _are_equal(results["baseline"], work.on_card(results["ours"])):
             sys.exit(f"error: {work.name}: the two ways differ")
     return min(seconds["baseline"]), min(seconds["ours"])
+
+
+def _are_equal(first: Any, second: Any) -> bool:
+    """Return whether two results are equal, to the bit."""
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    return bool(first == second)
 
 
 def main() -> None:
@@ -124,18 +189,20 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048, help="tokens of each (default 2,048)")
     options = parser.parse_args()
     rows = []
-    for work in tqdm(works(options.rollouts, options.length), desc="Works", leave=False):
+    all_works = [*works(options.rollouts, options.length), work_of_images()]
+    for work in tqdm(all_works, desc="Works", leave=False):
         baseline, ours = fastest_seconds(work)
-        per_token = 1e6 / (options.rollouts * options.length)
+        microseconds = 1e6 / work.count
         rows.append(
             [
                 work.name,
-                f"{baseline * per_token:.2f}",
-                f"{ours * per_token:.2f}",
+                work.unit,
+                f"{baseline * microseconds:.3f}",
+                f"{ours * microseconds:.3f}",
                 f"{ours / baseline:.2f}",
             ]
         )
-    print("| work | baseline, µs a token | ours | ratio |\n|---|---|---|---|")
+    print("| work | for each | baseline, µs | ours, µs | ratio |\n|---|---|---|---|---|")
     for row in rows:
         print(f"| {' | '.join(row)} |")
 

@@ -7,21 +7,27 @@ unit, stopping rule, and all settings. No scanned picture is in the train and in
 Every finished run is a line of OUTPUT/runs.jsonl; the command can be stopped and started again, and
 goes on with what is missing, in the order of the plan. `--pilot` runs the pilot's seeds alone.
 `--tables` prints the tables of docs/experiments.md from `benchmarks/scanned.jsonl`.
+
+`--card` is the same for a model of 60 million parameters in bfloat16 on one GPU, by the plan of
+`benchmarks/scanned_card.yaml`. `--width`, `--layers` and `--dtype` choose another size for either
+plan; `--rehearse` tries the command with two steps of everything.
 """
 
 import argparse
 import contextlib
 import gc
 import json
+import math
 import os
 import random
 import shutil
 import statistics
 import subprocess
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
 from itertools import product
@@ -31,20 +37,77 @@ from typing import Any
 import yaml
 from PIL import Image
 
+from adora_vl.builtin import SHIPPED_SIZE, ModelSize
 from adora_vl.evals.scoring.statistics import half_width
 from adora_vl.synthetic.drawing import OVERSAMPLING, Canvas, Point
 from adora_vl.synthetic.perimeter import USUAL_DIGITS, perimeter_digit
-from adora_vl.utils.launch import prepare_engine_environment
+from adora_vl.utils.cli import Parser, exit_code_of, number
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import read_object
+from adora_vl.utils.launch import prepare_engine_environment, use_expandable_segments
 from benchmarks.attenuation.start import fingerprint
 
 REPOSITORY = Path(__file__).parents[1]
-PLAN, RUNS = (Path(__file__).with_suffix(suffix) for suffix in (".yaml", ".jsonl"))
+PLAN = Path(__file__).with_suffix(".yaml")
+CARD_PLAN = PLAN.with_name("scanned_card.yaml")
+RUNS = Path(__file__).with_suffix(".jsonl")
 CONFIG = REPOSITORY / "configs" / "train" / "demo_cpu.yaml"
 SIZE = 56  # pixels of a picture, as the tiny model's
 Digits = dict[str, list[Image.Image]]  # the scanned pictures of each digit
 Plan = dict[str, Any]
 Run = dict[str, Any]
 Place = tuple[str, int, int, str]  # case, start, seed, arm
+
+
+# What a rehearsal has in the place of a plan's numbers: two steps of each lesson and of each arm.
+REHEARSAL: dict[str, dict[str, object]] = {
+    "rows": {"train": 16, "test": 8},
+    "start": {"steps": 2, "short_prompt_steps": 1, "teacher_steps": 2, "batch_size": 2, "rows": 16},
+    "train": {
+        "per_device_train_batch_size": 8,
+        "max_steps": 2,
+        "eval_steps": 1,
+        "adora_eval_limit": 8,
+        "max_completion_length": 16,
+    },
+}
+
+
+def rehearsed(plan: Plan) -> Plan:
+    """Return a plan of the same model and arms with numbers that count for nothing."""
+    rehearsal = {**plan, "starts": plan["starts"][:1], "seeds": plan["seeds"][:1]}
+    for part, numbers in REHEARSAL.items():
+        rehearsal[part] = {**plan[part], **numbers}
+    return rehearsal
+
+
+def size_of(plan: Plan) -> ModelSize | None:
+    """Return the size of the plan's model; None where the shipped model goes on."""
+    return ModelSize(**plan["model"]) if "model" in plan else None
+
+
+def resized(plan: Plan, sizes: Mapping[str, Any]) -> Plan:
+    """Return a plan with another width, depth or dtype; a None in `sizes` leaves what is there.
+
+    Raises `UserError` for what is no size of a model.
+    """
+    chosen = {key: value for key, value in sizes.items() if value is not None}
+    if not chosen:
+        return plan
+    size = replace(size_of(plan) or SHIPPED_SIZE, **chosen)
+    return {**plan, "model": asdict(size)}
+
+
+def machine_keys(size: ModelSize | None, device: str) -> dict[str, bool]:
+    """Return the keys of the training config that the machine and the model's dtype decide.
+
+    The policy keeps float32 weights in either dtype, since bfloat16 would swallow updates of these
+    rates; with `bf16` the policy and the engine compute in bfloat16.
+    """
+    keys = {"use_cpu": device == "cpu"}
+    if size is not None:
+        keys["bf16"] = size.dtype == "bfloat16"
+    return keys
 
 
 def commit() -> str:
@@ -165,8 +228,17 @@ def build_data(folder: Path, plan: Plan, case: str) -> None:
         write_manifest(staging, description, counts)
 
 
-def build_start(folder: Path, plan: Plan, start: int) -> None:
-    """The tiny model, taught on other problems with the training pictures; what is there stays."""
+def start_folder(output: Path, plan: Plan, start: int) -> Path:
+    """Return the folder of a start, whose name has the size where it is not the shipped model's."""
+    size = size_of(plan)
+    name = str(start)
+    if size is not None:
+        name = f"{start}_{size.width}x{size.layers}_{size.dtype}"
+    return output / "starts" / name
+
+
+def build_start(folder: Path, plan: Plan, start: int, device: str = "cpu") -> None:
+    """Teach the plan's model on other problems with the training pictures; what is there stays."""
     from adora_vl.builtin.small_model import build_start as build
     from adora_vl.builtin.small_model import is_built
     from adora_vl.builtin.tiny_perimeter import PerimeterStart, begin_perimeter
@@ -174,7 +246,8 @@ def build_start(folder: Path, plan: Plan, start: int) -> None:
     start_plan = PerimeterStart(**plan["start"], seed=start)
     if not is_built(folder, asdict(start_plan)):
         rows = draw_rows(start_plan.rows, split="train", seed=start, pixels=plan["pixels"])
-        build(folder, start_plan, partial(begin_perimeter, rows=rows))
+        begin = partial(begin_perimeter, rows=rows, size=size_of(plan))
+        build(folder, start_plan, begin, device)
 
 
 def places(plan: Plan, pilot: bool) -> list[Place]:
@@ -270,55 +343,85 @@ def kept(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"held_out": held_out, "steps": steps}
 
 
-def train_all(plan: Plan, output: Path, pilot: bool) -> None:
-    """Every run of the plan that `output` has no line of."""
-    os.environ.update({"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+def prepare_machine() -> str:
+    """Prepare the environment of the engine as a run does. Returns `cuda`, or `cpu` without a GPU.
+
+    One engine serves all runs of this process.
+    """
     prepare_engine_environment()
+    use_expandable_segments()
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        os.environ.update({"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
     from benchmarks.attenuation.run import keep_one_engine
 
     keep_one_engine()
+    return device
+
+
+def is_too_late(seconds: Sequence[float], remaining: float) -> bool:
+    """Return whether the next run would not end in the seconds that are left.
+
+    The longest run so far is the measure, and the first run always begins.
+    """
+    return bool(seconds) and max(seconds) > remaining
+
+
+def train_all(plan: Plan, output: Path, pilot: bool, minutes: float = math.inf) -> None:
+    """Make every run of the plan that `output` has no line of, as far as the minutes go."""
+    deadline = time.perf_counter() + 60 * minutes
+    device = prepare_machine()
     file = output / "runs.jsonl"
-    code = commit()
-    done = {place_of(run) for run in read_runs(file)} if file.is_file() else set()
+    stored = {place_of(run) for run in read_runs(file)} if file.is_file() else set()
     for case in plan["cases"]:
         build_data(output / "data" / case, plan, case)
-    for case, start, seed, arm in places(plan, pilot):
-        if (case, start, seed, arm) in done:
+    seconds: list[float] = []
+    for trial in places(plan, pilot):
+        if trial in stored:
             continue
-        model = output / "starts" / str(start)
+        build_start(start_folder(output, plan, trial[1]), plan, trial[1], device)
         began = time.perf_counter()
-        processor = time.process_time()
-        build_start(model, plan, start)
-        where = {
-            "model_name_or_path": str(model),
-            "dataset_name": str(output / "data" / case),
-            "seed": seed,
-        }
-        # the same for all arms and seeds of a start
-        where["eval_on_start"] = arm == plan["cases"][case]["arms"][0]
-        words = [
-            "--config",
-            str(CONFIG),
-            *words_of({**plan["train"], **plan["arms"][arm], **where}),
-        ]
-        curve = kept(train(words, output / "run"))
-        run_keys = {
-            "case": case,
-            "start": start,
-            "seed": seed,
-            "arm": arm,
-            "model": fingerprint(model),
-            "commit": code,
-        }
-        seconds = {"processor_seconds": round(time.process_time() - processor, 1)}
+        if is_too_late(seconds, deadline - began):
+            print(f"The time is over: {trial} and what follows were not run.", flush=True)
+            return
+        run = train_one(plan, output, trial, device)
         with file.open("a") as lines:
-            lines.write(json.dumps({**run_keys, **curve, **seconds}) + "\n")
-        last = {
-            **curve["held_out"][-1],
-            **curve["steps"][-1],
-            "seconds": round(time.perf_counter() - began),
-        }
-        print(case, start, seed, arm, json.dumps(last), flush=True)
+            lines.write(json.dumps(run) + "\n")
+        seconds.append(time.perf_counter() - began)
+        summary = {**run["held_out"][-1], **run["steps"][-1], "seconds": round(seconds[-1])}
+        print(*trial, json.dumps(summary), flush=True)
+
+
+def train_one(plan: Plan, output: Path, trial: Place, device: str) -> Run:
+    """Train one arm, and return the line of it that is stored."""
+    case, start, seed, arm = trial
+    model = start_folder(output, plan, start)
+    processor = time.process_time()
+    options: dict[str, Any] = {
+        **plan["train"],
+        **plan["arms"][arm],
+        **machine_keys(size_of(plan), device),
+        "model_name_or_path": str(model),
+        "dataset_name": str(output / "data" / case),
+        "seed": seed,
+        # the same for all arms and seeds of a start
+        "eval_on_start": arm == plan["cases"][case]["arms"][0],
+    }
+    curve = kept(train(["--config", str(CONFIG), *words_of(options)], output / "run"))
+    return {
+        "case": case,
+        "start": start,
+        "seed": seed,
+        "arm": arm,
+        "model": fingerprint(model),
+        "start_losses": read_object(model / "build.json").get("final_losses"),
+        "device": device,
+        "commit": commit(),
+        **curve,
+        "processor_seconds": round(time.process_time() - processor, 1),
+    }
 
 
 def read_runs(file: Path) -> list[Run]:
@@ -466,30 +569,111 @@ def tables(plan: Plan, every: Sequence[Run]) -> str:
     return "\n\n".join("\n".join(part) for part in parts)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def verdict(plan: Plan, every: Sequence[Run]) -> str:
+    """Return what a plan with a `gain` calls its whole seeds: a gain, no gain, or no answer."""
+    runs = whole(plan, every)
+    if not runs:
+        return "no answer: no seed is whole"
+    bounds = plan["gain"]
+    loss = max(run["start_losses"][0] for run in runs)
+    if loss > bounds["reads"]:
+        return (
+            f"no answer: the start's loss of right workings is {loss:.3f}, above "
+            f"{bounds['reads']}, so it has not learned to read"
+        )
+    ahead = {}
+    for name, value in (("accuracy", end("accuracy")), ("workings", last("worked"))):
+        means = {
+            arm: statistics.fmean(of_seeds(runs, case="long is better", arm=arm, value=value))
+            for arm in ("adora", "grpo")
+        }
+        ahead[name] = means["adora"] - means["grpo"]
+    reached = all(difference >= bounds[name] for name, difference in ahead.items())
+    return (
+        f"{'a gain' if reached else 'no gain'}: ADORA is {ahead['accuracy']:+.1f} points of "
+        f"accuracy from GRPO ({bounds['accuracy']} are asked for), and {ahead['workings']:+.1f} "
+        f"points of workings ({bounds['workings']}), in {len({run['seed'] for run in runs})} seeds"
     )
-    parser.add_argument("--plan", type=Path, default=PLAN)
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "scanned")
+
+
+def chosen_plan(options: argparse.Namespace) -> Plan:
+    """Return the plan of the command. Raises `UserError` for what is no size of a model."""
+    file = options.plan or (CARD_PLAN if options.card else PLAN)
+    plan: Plan = yaml.safe_load(file.read_text())
+    sizes = {"width": options.width, "layers": options.layers, "dtype": options.dtype}
+    plan = resized(plan, sizes)
+    return rehearsed(plan) if options.rehearse else plan
+
+
+def refuse_without_a_card(options: argparse.Namespace) -> None:
+    """Raise `UserError` where the card's plan would run on a CPU, which would take days."""
+    import torch
+
+    if options.card and not options.rehearse and not torch.cuda.is_available():
+        raise UserError(
+            "--card: no GPU is visible, and a CPU would take days; add --rehearse to try two steps "
+            "of each arm"
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the plan, or print the tables of its runs; 2: the input is wrong."""
+    return exit_code_of(partial(command, arguments), "every finished run is kept")
+
+
+def command(arguments: Sequence[str] | None) -> None:
+    """Do what the words of the command say. Raises `UserError`."""
+    parser = Parser(
+        prog="benchmarks.scanned",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--plan", type=Path, metavar="FILE", help="another plan")
+    parser.add_argument("--card", action="store_true", help=f"the plan of {CARD_PLAN.name}")
+    parser.add_argument("--width", type=int, help="of the model; with any size it starts untaught")
+    parser.add_argument("--layers", type=int, help="its depth")
+    parser.add_argument("--dtype", help="float32 or bfloat16")
+    parser.add_argument("--rehearse", action="store_true", help="two steps of everything")
+    parser.add_argument(
+        "--minutes",
+        type=number(1, 10_000),
+        default=math.inf,
+        help="no run begins that would not end in time",
+    )
+    parser.add_argument("--output", type=Path, help="runs/scanned by default, or a folder in it")
     parser.add_argument(
         "--pilot", action="store_true", help="the pilot's starts and seeds, which count for nothing"
     )
     parser.add_argument(
         "--tables", type=Path, nargs="?", const=RUNS, metavar="FILE", help="only print the tables"
     )
-    options = parser.parse_args()
-    plan = yaml.safe_load(options.plan.read_text())
+    options = parser.parse_args(arguments)
+    plan = chosen_plan(options)
     if options.tables:
         if not options.tables.is_file():
-            raise SystemExit(
+            raise UserError(
                 f"--tables: {options.tables} is no file; the runs write OUTPUT/runs.jsonl"
             )
         print(tables(plan, read_runs(options.tables)))
         return
-    options.output.mkdir(parents=True, exist_ok=True)
-    train_all(plan, options.output.resolve(), options.pilot)
+    refuse_without_a_card(options)
+    output = output_folder(options)
+    train_all(plan, output, options.pilot, options.minutes)
+    if "gain" in plan and not options.pilot:
+        runs = read_runs(output / "runs.jsonl")
+        print(f"{tables(plan, runs)}\n\n{verdict(plan, runs)}")
+
+
+def output_folder(options: argparse.Namespace) -> Path:
+    """Return the folder of the runs, made where it is missing: one for each plan and rehearsal."""
+    folder: Path = options.output or REPOSITORY / "runs" / "scanned"
+    if options.card:
+        folder = folder / "card"
+    if options.rehearse:
+        folder = folder / "rehearsal"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder.resolve()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -29,6 +29,8 @@ MODES = {  # model, mode: the recipe and what is changed in it
 
 def setup_of(recipe: str, changed: list[str]) -> Setup:
     options = DryRunOptions(accelerate_config=CONFIGS / "accelerate" / "gpu1.yaml", card_gib=80.0)
+    # The least memory: auto would fill the card
+    changed = [*changed, "--adora_recompute", "all"]
     return make_plan(
         read(["--config", str(CONFIGS / "train" / f"{recipe}.yaml"), *changed]), options
     ).setup

@@ -1,8 +1,8 @@
 """`python -m adora_vl.builtin --output DIR [--start NAME]`: build a tiny model.
 
-`tiny` is built from scratch, for any of the families; `tiny_perimeter` and `tiny_zoom` go on from
-the shipped `tiny`. `--find NAME` prints the folder of a tiny model, built in the cache where it is
-missing.
+`tiny` is built from scratch, for any of the families, of any width, depth and dtype;
+`tiny_perimeter` and `tiny_zoom` go on from the shipped `tiny`. `--find NAME` prints the folder of a
+tiny model, built in the cache where it is missing.
 """
 
 import json
@@ -10,8 +10,17 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 
-from adora_vl.builtin import DEFAULT_FAMILY, TINY_FAMILIES, WarmStart
+from adora_vl.builtin import (
+    DEFAULT_FAMILY,
+    DTYPES,
+    HEAD_SIZE,
+    SHIPPED_SIZE,
+    TINY_FAMILIES,
+    ModelSize,
+    WarmStart,
+)
 from adora_vl.utils.cli import MAX_SEED, Parser, exit_code_of, imports, path, whole
+from adora_vl.utils.errors import UserError
 
 with imports():
     from adora_vl.models.load import TINY_MODEL, TINY_MODELS
@@ -39,10 +48,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     steps_help = "of the warm start (%(default)s); 0: random weights"
     parser.add_argument("--steps", type=whole(0), default=defaults.steps, help=steps_help)
     parser.add_argument("--seed", type=whole(0, MAX_SEED), default=defaults.seed)
+    width_help = f"a multiple of {HEAD_SIZE}, the size of a head ({by_default})"
+    parser.add_argument("--width", type=int, default=SHIPPED_SIZE.width, help=width_help)
+    layers_help = f"of the language model and of the vision tower ({by_default})"
+    parser.add_argument("--layers", type=int, default=SHIPPED_SIZE.layers, help=layers_help)
+    dtype_help = f"of the saved weights: {' or '.join(DTYPES)} ({by_default})"
+    parser.add_argument("--dtype", default=SHIPPED_SIZE.dtype, help=dtype_help)
 
     def command() -> None:
         """Print the folder of a shipped start, or build a model and print its facts."""
         options = parser.parse_args(arguments)
+        size = ModelSize(width=options.width, layers=options.layers, dtype=options.dtype)
+        if size != SHIPPED_SIZE and options.start != TINY_MODEL:
+            raise UserError(
+                f"width, layers, dtype: {options.start} goes on from the shipped {TINY_MODEL}, "
+                f"which has its own; leave them out, or build --start {TINY_MODEL}"
+            )
         from adora_vl.builtin.builtin_data import STARTS, resolve_model
         from adora_vl.builtin.small_model import build_start
         from adora_vl.builtin.tiny_vl import build_tiny_model
@@ -55,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.start == TINY_MODEL:
             short = min(defaults.short_prompt_steps, options.steps // 2)
             plan = WarmStart(options.steps, short, seed=options.seed)
-            facts = build_tiny_model(options.output, plan, options.family)
+            facts = build_tiny_model(options.output, plan, options.family, size)
         else:
             start = STARTS[options.start]
             facts = build_start(options.output, start.plan, start.begin)

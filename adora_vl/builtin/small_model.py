@@ -51,19 +51,28 @@ def fresh_model(make: Callable[[], Any], tokenizer: PreTrainedTokenizerBase, see
 
 
 def fit(
-    model: "PreTrainedModel", loss_of: Callable[[int], Tensor], steps: int, learning_rate: float
+    model: "PreTrainedModel",
+    loss_of: Callable[[int], Tensor],
+    steps: int,
+    learning_rate: float,
+    dtype: str = "float32",
 ) -> float:
-    """Train in place on `loss_of(step)`, a scalar, with AdamW and one cycle of the rate; then
-    evaluation mode. Returns the mean loss of the last 50 steps.
+    """Train in place on `loss_of(step)`, a scalar, with AdamW and one cycle of the rate.
+
+    Afterwards the model is in evaluation mode. `dtype`: in which losses are computed; the weights
+    stay in float32, since the last updates of a cycle are too small for bfloat16. Returns the mean
+    loss of the last 50 steps.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, learning_rate, total_steps=steps, pct_start=0.1
     )
+    mixed_precision = torch.autocast(model.device.type, torch.bfloat16, enabled=dtype == "bfloat16")
     model.train()
     losses: list[float] = []
     for step in tqdm(range(steps), desc="warm start", disable=not sys.stderr.isatty()):
-        loss = loss_of(step)
+        with mixed_precision:
+            loss = loss_of(step)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -85,23 +94,30 @@ class Lesson:
 
 @dataclass(frozen=True)
 class Untaught:
-    """A model before its lessons, with the processor or tokenizer that belongs to it."""
+    """A model before its lessons, with the processor or tokenizer that belongs to it.
+
+    `dtype`: in which lessons are computed and weights are saved; the model itself is in float32.
+    """
 
     model: Any
     processor: Any
     lessons: Sequence[Lesson]
     facts: Mapping[str, object] = field(default_factory=dict)  # beside the plan, for `build.json`
+    dtype: str = "float32"
 
 
-def build_start(folder: Path, plan: Any, begin: Callable[[Any], Untaught]) -> dict[str, object]:
+def build_start(
+    folder: Path, plan: Any, begin: Callable[[Any], Untaught], device: str = "cpu"
+) -> dict[str, object]:
     """Begin a model by its plan, a dataclass, teach it its lessons in order, and save it.
 
     Returns and saves (`build.json`) how it was made. `folder` appears complete or not at all. The
-    same versions and number of threads give the same weights. Raises `UserError` where `folder`
-    holds anything else.
+    same versions and number of threads give the same weights on a CPU. `device`: where the lessons
+    are taught. Raises `UserError` where `folder` holds anything else.
     """
     check_place(folder)
     untaught = begin(plan)
+    untaught.model.to(device)
     losses = []
     for lesson in untaught.lessons:
         loss = fit(
@@ -109,11 +125,13 @@ def build_start(folder: Path, plan: Any, begin: Callable[[Any], Untaught]) -> di
             loss_of=lesson.loss_of,
             steps=lesson.steps,
             learning_rate=lesson.learning_rate,
+            dtype=untaught.dtype,
         )
         losses.append(round(loss, 4))
+    saved_model = untaught.model.to("cpu", dtype=getattr(torch, untaught.dtype))
     return save_built(
         folder,
-        model=untaught.model,
+        model=saved_model,
         processor=untaught.processor,
         plan=plan,
         final_losses=losses,

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
+from adora_vl.builtin import SHIPPED_SIZE, ModelSize
 from adora_vl.builtin.processor import END_OF_TURN
 from adora_vl.builtin.small_model import Lesson, Untaught
-from adora_vl.builtin.tiny_vl import Encoded, answer_loss, encode
+from adora_vl.builtin.tiny_vl import Encoded, answer_loss, build_model, encode
 from adora_vl.data.dataset import Row
 from adora_vl.data.prompts import SYSTEM_PROMPT
 from adora_vl.models.load import PRETRAINED, load_processor
@@ -49,13 +50,20 @@ def teacher(rng: random.Random, sides: tuple[int, ...], plan: PerimeterStart) ->
     return guess(rng) if rng.random() < plan.guesses else working(rng, sides, slip_share=plan.slips)
 
 
-def begin_perimeter(plan: PerimeterStart, rows: list[Row] | None = None) -> Untaught:
-    """Return the shipped tiny model and its two lessons.
+def begin_perimeter(
+    plan: PerimeterStart, rows: list[Row] | None = None, size: ModelSize | None = None
+) -> Untaught:
+    """Return the shipped tiny model, or a fresh one of another size, and its two lessons.
 
-    `rows` are by default those that the plan draws.
+    `rows` are by default those that the plan draws. `size`: of a model with fresh weights and the
+    shipped vocabulary; the shipped model has learned to read before, and this one has not.
     """
     processor = load_processor(str(PRETRAINED))
-    model: Any = AutoModelForImageTextToText.from_pretrained(PRETRAINED, dtype=torch.float32)
+    model: Any
+    if size is None:
+        model = AutoModelForImageTextToText.from_pretrained(PRETRAINED, dtype=torch.float32)
+    else:
+        model = build_model(processor.tokenizer, seed=plan.seed, size=size)
     rows = rows or list(generate(plan.rows, seed=_DATA_SEED, families=("perimeter",)))
     short = encode(processor, rows, "Answer.")
     full = encode(processor, rows, SYSTEM_PROMPT)
@@ -88,4 +96,5 @@ def begin_perimeter(plan: PerimeterStart, rows: list[Row] | None = None) -> Unta
         Lesson(plan.steps, plan.learning_rate, right),
         Lesson(plan.teacher_steps, plan.learning_rate * 2 / 3, taught),
     ]
-    return Untaught(model, processor, lessons)
+    dtype = SHIPPED_SIZE.dtype if size is None else size.dtype
+    return Untaught(model=model, processor=processor, lessons=lessons, dtype=dtype)

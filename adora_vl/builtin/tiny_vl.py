@@ -1,8 +1,8 @@
 """The tiny vision-language model: its architecture, and the training that it starts from."""
 
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,9 +11,14 @@ import torch
 import transformers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForImageTextToText, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
-from adora_vl.builtin import DEFAULT_FAMILY, WarmStart
+from adora_vl.builtin import DEFAULT_FAMILY, HEAD_SIZE, SHIPPED_SIZE, ModelSize, WarmStart
 from adora_vl.builtin.processor import END_OF_TURN, build_processor, processor_around
 from adora_vl.builtin.small_model import Lesson, Untaught, build_start, fresh_model
 from adora_vl.data.dataset import Row
@@ -25,56 +30,94 @@ from adora_vl.synthetic.generate import generate
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
 
-WIDTH = 96
-LAYERS = 3
-HEAD_SIZE = 32
-# What the families' configs differ in. Qwen3-VL interleaves the three kinds of positions, which
-# vLLM reads from the config and Transformers always does. Deepstack features enter behind the first
-# two of three layers, so that their number is not that of the layers, and the position embeddings
-# are a grid of 8 x 8. Qwen3.5 has linear attention in all layers but the last, and rotates a
-# quarter of each head there as published.
-_OWN: dict[
-    str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]
-] = {  # config, text, rotary, vision
-    "qwen2_5_vl": (
-        transformers.Qwen2_5_VLConfig,
-        {"layer_types": ["full_attention"] * LAYERS},
-        {"mrope_section": [4, 6, 6]},
-        {"fullatt_block_indexes": list(range(LAYERS)), "window_size": 112},
-    ),
-    "qwen3_vl": (
-        transformers.Qwen3VLConfig,
-        {},
-        {"mrope_section": [6, 5, 5], "mrope_interleaved": True},
-        {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
-    ),
-    "qwen3_5": (
-        transformers.Qwen3_5Config,
-        {
-            "layer_types": ["linear_attention"] * (LAYERS - 1) + ["full_attention"],
-            "linear_key_head_dim": HEAD_SIZE,
-            "linear_value_head_dim": HEAD_SIZE,
-            "linear_num_key_heads": 1,
-            "linear_num_value_heads": WIDTH // HEAD_SIZE,
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyConfig:
+    """What the config of a family has beside what all of them share.
+
+    `config`: its class. The others are entries of the language model's config, of its rotary
+    parameters, and of the vision tower's config.
+    """
+
+    config: type[PreTrainedConfig]
+    text: Mapping[str, object]
+    rotary: Mapping[str, object]
+    vision: Mapping[str, object]
+
+
+def _qwen2_5_vl(size: ModelSize) -> FamilyConfig:
+    """Return what Qwen2.5-VL has: attention over the whole picture in every vision block."""
+    return FamilyConfig(
+        config=transformers.Qwen2_5_VLConfig,
+        text={"layer_types": ["full_attention"] * size.layers},
+        rotary={"mrope_section": [4, 6, 6]},
+        vision={"fullatt_block_indexes": list(range(size.layers)), "window_size": 112},
+    )
+
+
+def _qwen3_vl(size: ModelSize) -> FamilyConfig:
+    """Return what Qwen3-VL has: positions that interleave, and features behind two early layers.
+
+    vLLM reads from the config that the three kinds of positions interleave; Transformers always
+    does so. The features enter behind two layers of three, so that their number is not that of
+    the layers. The position embeddings are a grid of 8 x 8.
+    """
+    return FamilyConfig(
+        config=transformers.Qwen3VLConfig,
+        text={},
+        rotary={"mrope_section": [6, 5, 5], "mrope_interleaved": True},
+        vision={
+            "deepstack_visual_indexes": list(range(min(2, size.layers))),
+            "num_position_embeddings": 64,
         },
-        {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25},
-        {"num_position_embeddings": 64},
-    ),
+    )
+
+
+def _qwen3_5(size: ModelSize) -> FamilyConfig:
+    """Return what Qwen3.5 has: linear attention in all layers but the last.
+
+    It rotates a quarter of each head there, as published.
+    """
+    linear = {
+        "layer_types": ["linear_attention"] * (size.layers - 1) + ["full_attention"],
+        "linear_key_head_dim": HEAD_SIZE,
+        "linear_value_head_dim": HEAD_SIZE,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": size.heads,
+    }
+    return FamilyConfig(
+        config=transformers.Qwen3_5Config,
+        text=linear,
+        rotary={
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+            "partial_rotary_factor": 0.25,
+        },
+        vision={"num_position_embeddings": 64},
+    )
+
+
+_FAMILY_CONFIGS: Mapping[str, Callable[[ModelSize], FamilyConfig]] = {
+    "qwen2_5_vl": _qwen2_5_vl,
+    "qwen3_vl": _qwen3_vl,
+    "qwen3_5": _qwen3_5,
 }
 
 
-def language_settings(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the language model's part of a config: three layers, untied embeddings.
+def language_settings(
+    tokenizer: PreTrainedTokenizerBase, size: ModelSize = SHIPPED_SIZE
+) -> dict[str, Any]:
+    """Return the language model's part of a config, with untied embeddings.
 
     Untied, because the CPU engine refreshes only one use of a tied embedding when weights are
     synced.
     """
     return {
         "vocab_size": len(tokenizer),
-        "hidden_size": WIDTH,
-        "intermediate_size": 2 * WIDTH,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": WIDTH // HEAD_SIZE,
+        "hidden_size": size.width,
+        "intermediate_size": 2 * size.width,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
         "num_key_value_heads": 1,
         "head_dim": HEAD_SIZE,
         "max_position_embeddings": 2048,
@@ -85,26 +128,34 @@ def language_settings(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     }
 
 
-def build_config(tokenizer: PreTrainedTokenizerBase, family: str = DEFAULT_FAMILY) -> Any:
-    """Return the config of the tiny model: three layers for vision, three for language."""
+def build_config(
+    tokenizer: PreTrainedTokenizerBase,
+    family: str = DEFAULT_FAMILY,
+    size: ModelSize = SHIPPED_SIZE,
+) -> Any:
+    """Return the config of a small model: as many layers for vision as for language."""
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens}
     family_vision = FAMILIES[family].vision
     assert family_vision is not None
-    config, own_text, own_rotary, own_vision = _OWN[family]
-    rotary = {"rope_type": "default", "rope_theta": 1e4, **own_rotary}
-    text = {**language_settings(tokenizer), "rope_parameters": rotary, **own_text}
+    family_config = _FAMILY_CONFIGS[family](size)
+    rotary = {"rope_type": "default", "rope_theta": 1e4, **family_config.rotary}
+    text = {
+        **language_settings(tokenizer, size),
+        "rope_parameters": rotary,
+        **family_config.text,
+    }
     vision = {
-        "depth": LAYERS,
-        "hidden_size": WIDTH,
-        "num_heads": WIDTH // HEAD_SIZE,
-        "intermediate_size": 2 * WIDTH,
-        "out_hidden_size": WIDTH,
+        "depth": size.layers,
+        "hidden_size": size.width,
+        "num_heads": size.heads,
+        "intermediate_size": 2 * size.width,
+        "out_hidden_size": size.width,
         "patch_size": family_vision.unit // 2,
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
-        **own_vision,
+        **family_config.vision,
     }
-    return config(
+    return family_config.config(
         text_config=text,
         vision_config=vision,
         image_token_id=ids["<|image_pad|>"],
@@ -116,10 +167,16 @@ def build_config(tokenizer: PreTrainedTokenizerBase, family: str = DEFAULT_FAMIL
 
 
 def build_model(
-    tokenizer: PreTrainedTokenizerBase, seed: int = 0, family: str = DEFAULT_FAMILY
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int = 0,
+    family: str = DEFAULT_FAMILY,
+    size: ModelSize = SHIPPED_SIZE,
 ) -> Any:
-    """Return a model with fresh float32 weights, the same for the same seed."""
-    config = build_config(tokenizer, family)
+    """Return a model with fresh float32 weights, the same for the same seed.
+
+    `size`: its dtype is that of the saved weights, and no part of this model.
+    """
+    config = build_config(tokenizer, family, size)
     make = partial(AutoModelForImageTextToText.from_config, config, dtype=torch.float32)
     return fresh_model(make, tokenizer, seed)
 
@@ -194,9 +251,14 @@ def token_loss(
         image_inputs["mm_token_type_ids"] = (ids_BT == model.config.image_token_id).int()
     mask_BT = pad_sequence([torch.ones_like(sequence) for sequence in sequences], batch_first=True)
     labels_BT = pad_sequence(labels, batch_first=True, padding_value=-100)
-    loss: Tensor = model(
-        input_ids=ids_BT, attention_mask=mask_BT, labels=labels_BT, **image_inputs
-    ).loss
+    inputs = {
+        "input_ids": ids_BT,
+        "attention_mask": mask_BT,
+        "labels": labels_BT,
+        **image_inputs,
+    }
+    on_device = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+    loss: Tensor = model(**on_device).loss
     return loss
 
 
@@ -227,7 +289,9 @@ _VOCABULARY_ROWS = 2000
 _DATA_SEED = 1000  # other problems than any training run draws by default
 
 
-def begin_tiny(plan: WarmStart, family: str = DEFAULT_FAMILY) -> Untaught:
+def begin_tiny(
+    plan: WarmStart, family: str = DEFAULT_FAMILY, size: ModelSize = SHIPPED_SIZE
+) -> Untaught:
     """Return the tiny model with fresh weights, and its lesson, of a plan with any steps.
 
     Other families than the first have its tokenizer.
@@ -243,18 +307,24 @@ def begin_tiny(plan: WarmStart, family: str = DEFAULT_FAMILY) -> Untaught:
         processor = build_processor(texts)
     else:
         processor = processor_around(AutoTokenizer.from_pretrained(PRETRAINED), family)
-    model = build_model(processor.tokenizer, seed=plan.seed, family=family)
+    model = build_model(processor.tokenizer, seed=plan.seed, family=family, size=size)
     lessons = [warm_start(model, processor=processor, rows=rows, plan=plan)] if plan.steps else []
     facts = {
         "slips": SLIPS,
         "torch": torch.__version__.split("+")[0],
         "transformers": transformers.__version__,
+        "size": asdict(size),
     }
-    return Untaught(model=model, processor=processor, lessons=lessons, facts=facts)
+    return Untaught(
+        model=model, processor=processor, lessons=lessons, facts=facts, dtype=size.dtype
+    )
 
 
 def build_tiny_model(
-    folder: Path, plan: WarmStart | None = None, family: str = DEFAULT_FAMILY
+    folder: Path,
+    plan: WarmStart | None = None,
+    family: str = DEFAULT_FAMILY,
+    size: ModelSize = SHIPPED_SIZE,
 ) -> dict[str, object]:
-    """Build a tiny model of a family, as `build_start` does."""
-    return build_start(folder, plan or WarmStart(), partial(begin_tiny, family=family))
+    """Build a tiny model of a family and size, as `build_start` does."""
+    return build_start(folder, plan or WarmStart(), partial(begin_tiny, family=family, size=size))

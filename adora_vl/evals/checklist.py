@@ -16,9 +16,9 @@ from math import degrees
 
 from adora_vl.data.prompts import PLACEHOLDER
 from adora_vl.evals.records import Problem
+from adora_vl.geometry.drawing import Drawing
 from adora_vl.geometry.expressions import number_of
 from adora_vl.geometry.figure import Figure, figure_from
-from adora_vl.geometry.shapes import Drawing
 from adora_vl.utils.errors import UserError
 
 VIEW = "checklist"

@@ -15,7 +15,6 @@ from itertools import combinations
 
 import numpy as np
 
-from adora_vl.geometry.primitives import Reading
 from adora_vl.geometry.quantities import (
     Angle,
     Combined,
@@ -29,7 +28,8 @@ from adora_vl.geometry.quantities import (
     Unknown,
     constant_of,
 )
-from adora_vl.geometry.shapes import dot
+from adora_vl.geometry.reading import Reading
+from adora_vl.geometry.vectors import dot
 
 # largest errors of a goal that is fixed, and of equations that are fulfilled
 _FIXED = 1e-7

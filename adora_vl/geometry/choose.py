@@ -8,15 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-from adora_vl.geometry.solve import (
-    TIGHT,
-    Budget,
-    FigureProblem,
-    Solution,
-    is_collapsed,
-    is_free,
-    is_same,
-)
+from adora_vl.geometry.descent import Budget
+from adora_vl.geometry.solve import TIGHT, FigureProblem, Solution, is_collapsed, is_free, is_same
 
 Status = Literal["answered", "open", "ambiguous", "conflict", "collapsed", "unread"]
 _ROUNDED = 0.01  # largest residual of a figure whose facts were rounded
@@ -54,7 +47,7 @@ def outcome(
     result = _outcome(problem, budget=budget, starts=starts, rounded=rounded)
     if result.solution is None or result.status in ("conflict", "collapsed"):
         return result
-    disordered = tuple(dict.fromkeys(problem.disordered(result.solution.v)))
+    disordered = tuple(dict.fromkeys(problem.kind.disordered(result.solution.v)))
     if not disordered:
         return result
     value = result.value if result.status == "answered" else None

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from adora_vl.geometry.choose import Outcome, outcome
+from adora_vl.geometry.descent import Budget
 from adora_vl.geometry.forms import Form, Term, points_of
 from adora_vl.geometry.measures import unit_of
-from adora_vl.geometry.primitives import Reading, read
 from adora_vl.geometry.quantities import Constant
-from adora_vl.geometry.solve import Budget, FigureProblem, is_collapsed, is_same
+from adora_vl.geometry.reading import Reading, read
+from adora_vl.geometry.solve import FigureProblem, is_collapsed, is_same
 
 _MOST_TRIED = 14  # facts of one kind that are left out one by one
 _STARTS = 4
@@ -112,7 +113,7 @@ def _exclude_each_other(form: Form, reading: Reading, named: Sequence[int]) -> b
     problem = FigureProblem(alone)
     budget = Budget(_EVALUATIONS_ALONE)
     return not any(
-        not is_collapsed(solution) and not problem.disordered(solution.v)
+        not is_collapsed(solution) and not problem.kind.disordered(solution.v)
         for solution in problem.solutions(budget, starts=_STARTS_ALONE)
     )
 

@@ -30,7 +30,7 @@ UNIT = (
     r"(?:\\(?:text|mathrm|rm)\s*\{?\s*)?"
     r"(?:(?:[cmk]m|in(?:ch(?:es)?)?(?!\s+[a-z]{3})|f(?:ee|oo)?t|yd|yards?|mi(?:les?)?|units?"
     r"|(?:centi|milli|kilo)?met(?:er|re)s?)\b|(?<=\s)m(?=\s*$|\s*\^|²))"
-    r"\s*\}?(?:\s*\^\s*\{?2\}?|²)?"
+    r"(?:\s*\})?(?:\s*\^\s*\{?2\}?|²)?"
 )
 # What says nothing about a value: LaTeX's spacing and dollar signs, and the word or sign for
 # degrees.

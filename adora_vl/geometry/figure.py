@@ -10,7 +10,7 @@ from typing import Literal
 
 from adora_vl.geometry.choose import Status
 from adora_vl.geometry.forms import Form, Point, form_of, record_of
-from adora_vl.geometry.primitives import read
+from adora_vl.geometry.reading import read
 from adora_vl.geometry.solve import FigureProblem, Solution
 
 How = Literal["facts", "angles", "looks", "without a fact", "rounded", ""]
@@ -73,7 +73,7 @@ def figure_of(
     """
     v = solution.v
     names = problem.system.points
-    places = {name: problem.location(v, name) for name in names}
+    places = {name: problem.system.location(v, name) for name in names}
     turn = _turn_to_picture(problem, places)
     digits = _DIGITS - math.floor(math.log10(max(problem.size, 1e-9)))
     at = {}

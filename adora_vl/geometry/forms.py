@@ -249,3 +249,8 @@ def points_of(term: Term) -> set[str]:
         for part in term.walk()
         if not part.arguments and re.fullmatch("[A-Z]'?", part.head)
     }
+
+
+def inner_names(term: Term, head: str) -> list[str]:
+    """The names of `Line(A, B)`, also inside `LengthOf(...)`."""
+    return term.arguments[0].names if term.head == head and term.arguments else term.names

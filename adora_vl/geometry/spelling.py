@@ -67,6 +67,9 @@ _TURNS: tuple[tuple[str, str], ...] = (
     # "equals"
     (r"\b(?:is|are)\s+equal\s+to\b|\bis\s+the\s+same\s+as\b|\bequals?\s+", "= "),
     (rf"\b(?:is|measures)\s+(?={_VALUE})", "= "),
+    (r"\bof (?=(?:side|radius|diameter)\b)", "with "),
+    (r"\bforms? (?:a )?linear pair\b", "supplementary"),
+    (r"\bvertical angles\b", "equal"),
     # Names of things
     (r"\bsine\b(?: of)?", "sin"),
     (r"\bcosine\b(?: of)?", "cos"),
@@ -82,7 +85,7 @@ _TURNS: tuple[tuple[str, str], ...] = (
     (r"\bmeet in\b", "meet at"),
     (r"\bright-angled\b|\bright angled\b", "right"),
     (r"\bcircumscribed (?:about|around|to)\b|\bcircumscribes\b", "around"),
-    (r"\b(?:is|are|the|to|of|its|it|that|lies?|segments?|lines?|rays?|points?)\b", " "),
+    (r"\b(?:is|are|the|to|of|its|it|that|be|lies?|segments?|lines?|rays?|points?)\b", " "),
     (r"\b(?:a|an)\s+(?=[a-z]{3})", " "),
     (rf"\b(?:sides?|diagonals?)\s+(?={_SEGMENT}|{POINT}(?:,|\s+and)\s*)", " "),
     (r"\s+", " "),

@@ -107,7 +107,6 @@ class System:
 
         The rows of residuals stand in this order.
         """
-        position = self.position
         directions = [
             relation
             for relation in self.relations
@@ -116,24 +115,45 @@ class System:
         orders = [relation for relation in self.relations if isinstance(relation, Between)]
         means = [relation for relation in self.relations if isinstance(relation, Mean)]
         equations = [relation for relation in self.relations if isinstance(relation, Equal)]
-        self._direction_points = tuple(
-            np.array([position[getattr(relation, name)] for relation in directions], dtype=int)
-            for name in "abcd"
-        )
+        self._direction_points = self._numbers_of(directions, ("a", "b", "c", "d"))
         self._is_perpendicular = np.array(
             [isinstance(relation, Perpendicular) for relation in directions], dtype=bool
         )
-        self._order_points = tuple(
-            np.array([position[getattr(relation, name)] for relation in orders], dtype=int)
-            for name in ("point", "start", "end")
+        self._order_points = self._numbers_of(orders, ("point", "start", "end"))
+        self._compile_means(means)
+        # A mean has one residual for each of its two coordinates.
+        means_of_axes = [mean for mean in means for _ in (0, 1)]
+        self.residual_relations: list[Relation] = [
+            *directions,
+            *orders,
+            *means_of_axes,
+            *self._compile_equations(equations),
+        ]
+
+    def _numbers_of(
+        self, relations: Sequence[Relation], names: Sequence[str]
+    ) -> tuple[NDArray[np.int64], ...]:
+        """The numbers of the points that relations have by these names, one array a name."""
+        return tuple(
+            np.array([self.position[getattr(relation, name)] for relation in relations], dtype=int)
+            for name in names
         )
+
+    def _compile_means(self, means: Sequence[Mean]) -> None:
+        """Note the factors of all places in each coordinate of each mean."""
         self._means = np.zeros((2 * len(means), self.count))
         for number, mean in enumerate(means):
             for axis in (0, 1):
                 row = self._means[2 * number + axis]
-                row[2 * position[mean.point] + axis] += 1.0
+                row[2 * self.position[mean.point] + axis] += 1.0
                 for name in mean.points:
-                    row[2 * position[name] + axis] -= 1.0 / len(mean.points)
+                    row[2 * self.position[name] + axis] -= 1.0 / len(mean.points)
+
+    def _compile_equations(self, equations: Sequence[Equal]) -> list[Relation]:
+        """Note the factors of linear equations, and the trees of all others.
+
+        The equations in the order of their residuals, linear ones first.
+        """
         linear: list[_LinearEquation] = []
         linear_relations: list[Relation] = []
         curved_relations: list[Relation] = []
@@ -158,15 +178,7 @@ class System:
         self._linear_constants = np.array([equation.constant for equation in linear])
         self._linear_weights = np.array([equation.weight for equation in linear])
         self._linear_wraps = np.array([equation.wraps for equation in linear], dtype=bool)
-        # A mean has one residual for each of its two coordinates.
-        means_of_axes = [mean for mean in means for _ in (0, 1)]
-        self.residual_relations: list[Relation] = [
-            *directions,
-            *orders,
-            *means_of_axes,
-            *linear_relations,
-            *curved_relations,
-        ]
+        return [*linear_relations, *curved_relations]
 
     def _weight(self, unit: Unit) -> float:
         """What scales a difference of this unit to shares of the size or radians."""
@@ -213,6 +225,11 @@ class System:
             if divisor:
                 return self._linear(quantity.parts[0], factor / divisor, row)
         return None
+
+    def location(self, v: Vector, point: str) -> complex:
+        """A point's place at `v`, in shares of the figure's size."""
+        i = 2 * self.position[point]
+        return complex(v[i], v[i + 1])
 
     # Evaluation
 

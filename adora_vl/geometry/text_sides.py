@@ -68,7 +68,7 @@ def check_word(word: str, words: Sequence[str] = WORDS) -> None:
 
 def _value(plain: str) -> Term:
     """A value of numbers and letters, which stays as it is written."""
-    for word in re.findall(r"(?<!\\)[a-z]{3,}", plain):
+    for word in re.findall(r"(?<![\\a-z])[a-z]{3,}", plain):
         check_word(word)
     try:
         parsed(plain)

@@ -13,13 +13,14 @@ import numpy as np
 from adora_vl.geometry.chase import Chase
 from adora_vl.geometry.choose import Outcome, Status, outcome
 from adora_vl.geometry.conflict import Conflict, Repair, conflict_of, is_value
+from adora_vl.geometry.descent import Budget
 from adora_vl.geometry.exact import exact
 from adora_vl.geometry.figure import Verdict, figure_of
 from adora_vl.geometry.forms import Form, Term
 from adora_vl.geometry.measures import unit_of
-from adora_vl.geometry.primitives import Reading, read
+from adora_vl.geometry.reading import Reading, read
 from adora_vl.geometry.shapes import UnreadError, terms_of
-from adora_vl.geometry.solve import Budget, FigureProblem
+from adora_vl.geometry.solve import FigureProblem
 from adora_vl.geometry.system import System
 from adora_vl.geometry.words import words_of
 

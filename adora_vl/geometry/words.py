@@ -12,6 +12,7 @@ _MEASURES = {
     "CircumferenceOf": "circumference",
     "HeightOf": "height",
     "AltitudeOf": "height",
+    "MedianOf": "median",
     "SinOf": "sin",
     "CosOf": "cos",
     "TanOf": "tan",

@@ -78,6 +78,7 @@ class ModelShape:
     deepstack: int = 0  # layers of the language model behind which vision features enter once more
     # float32 values of a patch in `pixel_values`: 3 channels x 2 frames x 14 x 14
     patch_values: int = 1176
+    frames: int = 2  # of a patch; an image has one, which is repeated
 
     @property
     def total(self) -> int:
@@ -340,6 +341,7 @@ def _vision_fields(config: PretrainedConfig, family: Family) -> dict[str, Any]:
         "patch": config.patch_size,
         "merge": config.spatial_merge_size,
         "deepstack": len(getattr(config, "deepstack_visual_indexes", ())),
+        "frames": config.temporal_patch_size,
         "patch_values": getattr(config, "in_channels", 3)
         * config.temporal_patch_size
         * config.patch_size**2,

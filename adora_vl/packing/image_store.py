@@ -25,15 +25,20 @@ if TYPE_CHECKING:
     from transformers.image_utils import ImageInput
 
 Preprocess = Callable[..., BatchFeature]
+Normalize = Callable[[Tensor], Tensor]  # bytes (R, F) to the numbers that a tower reads, (R, D)
 PASSING = "adora_passing"  # key in the `info` of an image that is used once and not cached
 
 
 @dataclass(frozen=True)
 class ProcessedImage:
-    """One image as the processor cuts it into patches, before rescaling and normalisation."""
+    """One image as the processor cuts it into patches, before rescaling and normalisation.
+
+    Of the frames of a patch, which are equal, one is held: an eighth of the bytes of the numbers
+    that the vision tower reads.
+    """
 
     key: str  # digest of the image's content and of the processor's settings
-    patches_RD: Tensor  # uint8; R patches of D = channels x temporal patch x height x width
+    frames_RF: Tensor  # uint8; R patches of F = channels x height x width
     grid_3: Tensor  # (temporal, height, width) in patches
 
 
@@ -42,22 +47,63 @@ def can_cache(image_processor: object) -> bool:
     return isinstance(image_processor, Qwen2VLImageProcessor)
 
 
-def normalize_patches(
-    image_processor: "BaseImageProcessor", patches_RD: Tensor, settings: dict[str, Any]
-) -> Tensor:
-    """Return the patches rescaled and normalised by the processor's own method, (R, D) float32."""
-    patch = settings["patch_size"]
-    temporal = settings["temporal_patch_size"]
-    channels_first = patches_RD.view(len(patches_RD), -1, temporal, patch, patch).transpose(1, 2)
-    pixels: Tensor = image_processor.rescale_and_normalize(
-        channels_first,
-        settings["do_rescale"],
-        settings["rescale_factor"],
-        settings["do_normalize"],
-        settings["image_mean"],
-        settings["image_std"],
-    )
-    return pixels.transpose(1, 2).reshape(len(patches_RD), -1)
+class PatchNormalizer:
+    """Makes an image's bytes the numbers that the vision tower reads, as the image processor does.
+
+    A byte of a channel has one of 256 values, so the processor's own method is asked for each value
+    once. So the numbers are the same on every device, and no device is waited for.
+    """
+
+    def __init__(self, image_processor: "BaseImageProcessor", settings: dict[str, Any]) -> None:
+        """Ask the processor for its numbers. `settings`: the result of `effective_settings`."""
+        channels = len(settings["image_mean"])
+        bytes_CV = torch.arange(256, dtype=torch.uint8).expand(channels, -1)
+        numbers: Tensor = image_processor.rescale_and_normalize(
+            bytes_CV[None, :, :, None],
+            settings["do_rescale"],
+            settings["rescale_factor"],
+            settings["do_normalize"],
+            settings["image_mean"],
+            settings["image_std"],
+        )
+        self._channels = channels
+        self._frames = int(settings["temporal_patch_size"])
+        self._numbers = numbers.flatten()  # (C x 256,)
+        self._first_of_channel = 256 * torch.arange(channels, dtype=torch.int32)[:, None]
+        self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, frames_RF: Tensor) -> Tensor:
+        """Return patches (R, D) for one frame of each, (R, F), uint8, on the same device.
+
+        The numbers are float32; they are the bytes where the processor changes no value.
+        """
+        numbers, first_of_channel = self._tables(frames_RF.device)
+        rows = len(frames_RF)
+        places = frames_RF.view(rows, self._channels, -1).int() + first_of_channel
+        frame = numbers.index_select(0, places.flatten()).view(rows, self._channels, 1, -1)
+        return frame.expand(-1, -1, self._frames, -1).reshape(rows, -1)
+
+    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the numbers, and the place of each channel's first one, on a device."""
+        if device not in self._on_device:
+            self._on_device[device] = (
+                self._numbers.to(device, non_blocking=True),
+                self._first_of_channel.to(device, non_blocking=True),
+            )
+        return self._on_device[device]
+
+
+def one_frame(patches_RD: Tensor, settings: dict[str, Any]) -> Tensor:
+    """Return one frame of each patch of an image, (R, F).
+
+    The processor repeats an image's only frame, as often as a patch of a film has frames.
+    """
+    frames = int(settings["temporal_patch_size"])
+    values = settings["patch_size"] ** 2
+    patches = patches_RD.view(len(patches_RD), -1, frames, values)
+    frame = patches[:, :, :1]
+    assert torch.equal(frame.expand_as(patches), patches), "an image has one frame"
+    return frame.reshape(len(patches_RD), -1)
 
 
 def effective_settings(
@@ -114,14 +160,15 @@ class ImageCache:
             return_tensors="pt",
         )
         self.processed += 1
-        entry = ProcessedImage(key, output["pixel_values"], output["image_grid_thw"][0])
+        frames_RF = one_frame(output["pixel_values"], settings)
+        entry = ProcessedImage(key, frames_RF, output["image_grid_thw"][0])
         if isinstance(image, Image.Image) and image.info.get(PASSING):
             return entry
         self._images[key] = entry
-        self.cached_bytes += entry.patches_RD.nbytes
+        self.cached_bytes += entry.frames_RF.nbytes
         while self.cached_bytes > self.limit_bytes and len(self._images) > 1:
             _, oldest = self._images.popitem(last=False)
-            self.cached_bytes -= oldest.patches_RD.nbytes
+            self.cached_bytes -= oldest.frames_RF.nbytes
         return entry
 
     def preprocess(self, image_processor: "BaseImageProcessor") -> Preprocess:
@@ -134,11 +181,10 @@ class ImageCache:
             """Return the patches and grids of images; those that the cache holds are not computed."""
             settings = effective_settings(image_processor, overrides)
             entries = [self.get(image_processor, image, settings) for image in flat_images(images)]
-            patches = [entry.patches_RD for entry in entries]
+            frames = [entry.frames_RF for entry in entries]
             # a single image is passed on without a copy
-            pixels = torch.cat(patches) if len(patches) > 1 else patches[0]
-            if settings["do_rescale"] or settings["do_normalize"]:
-                pixels = normalize_patches(image_processor, pixels, settings)
+            frames_RF = torch.cat(frames) if len(frames) > 1 else frames[0]
+            pixels = PatchNormalizer(image_processor, settings)(frames_RF)
             grids = torch.stack([entry.grid_3 for entry in entries])
             return BatchFeature({"pixel_values": pixels, "image_grid_thw": grids})
 
@@ -192,14 +238,21 @@ class ImageBank:
     `first` is the number of the first patch and `end` that behind the last one; no two banks share
     numbers. `frozen_features` keeps the features by the number of an image's first patch, if the
     vision tower is frozen. `features_due` tells whether images may have been added since.
+
+    An image is stored as the bytes of one frame of its patches, (R, F), which become numbers where
+    a tower reads them; or as numbers, (R, D), where something has changed them.
     """
 
-    def __init__(self, first: int) -> None:
-        """Create an empty bank, whose first patch gets the number `first`."""
+    def __init__(self, first: int, normalize: Normalize = Tensor.float) -> None:
+        """Create an empty bank, whose first patch gets the number `first`.
+
+        `normalize`: makes bytes the numbers of a tower.
+        """
         self.first = first
         self.end = first
+        self.normalize = normalize
         self._starts: dict[str, int] = {}
-        # first patch of an image -> its key, patches (R, D) and grid (3,)
+        # first patch of an image -> its key, its bytes or numbers, and its grid (3,)
         self._images: dict[int, tuple[str, Tensor, Tensor]] = {}
         self.frozen_features: dict[int, Any] = {}
         self.features_due = True
@@ -207,31 +260,34 @@ class ImageBank:
     def __len__(self) -> int:
         return len(self._images)
 
-    def references(
-        self, image: ProcessedImage, normalize: Callable[[Tensor], Tensor], device: torch.device
-    ) -> Tensor:
+    def references(self, image: ProcessedImage, device: torch.device) -> Tensor:
         """Return the numbers of the patches of `image`, (R, 1).
 
-        An image that is new is normalised, moved to `device` and stored first.
+        The bytes of an image that is new are stored on `device` first.
         """
         if image.key in self._starts:
             return self._numbers(self._starts[image.key])
-        patches_RD = normalize(image.patches_RD).to(device, non_blocking=True)
-        return self.store(image.key, patches_RD, image.grid_3)
+        frames_RF = image.frames_RF
+        if device.type == "cuda":
+            frames_RF = frames_RF.pin_memory()  # else the host would wait for the copy
+        return self.store(image.key, frames_RF.to(device, non_blocking=True), image.grid_3)
 
-    def store(self, key: str, patches_RD: Tensor, grid_3: Tensor) -> Tensor:
-        """Return the numbers of these patches, (R, 1), which are normalised and on the device.
+    def store(self, key: str, patches: Tensor, grid_3: Tensor) -> Tensor:
+        """Return the numbers of these patches, (R, 1); they are stored if `key` is new.
 
-        The patches are stored if `key` is new.
+        `patches`: on the device; bytes (R, F), uint8, or the numbers of a tower, (R, D).
         """
         if key not in self._starts:
             self._starts[key] = self.end
-            self._images[self.end] = (key, patches_RD, grid_3)
-            self.end += len(patches_RD)
+            self._images[self.end] = (key, patches, grid_3)
+            self.end += len(patches)
         return self._numbers(self._starts[key])
 
     def image(self, start: int) -> tuple[str, Tensor, Tensor]:
-        """Return key, patches (R, D) and grid (3,) of the image whose first patch is `start`."""
+        """Return key, patches and grid (3,) of the image whose first patch is `start`.
+
+        The patches are as they are stored: bytes or numbers.
+        """
         return self._images[start]
 
     def _numbers(self, start: int) -> Tensor:
@@ -239,9 +295,18 @@ class ImageBank:
         return torch.arange(start, start + len(self._images[start][1]))[:, None]
 
     def pixels(self, starts: list[int]) -> tuple[Tensor, Tensor]:
-        """Return patches (R, D) and grids (N, 3) of the images whose first patches are `starts`."""
-        _, patches, grids = zip(*(self._images[start] for start in starts), strict=True)
-        return torch.cat(patches), torch.stack(grids)
+        """Return patches (R, D) and grids (N, 3) of the images whose first patches are `starts`.
+
+        The patches are the numbers that a tower reads.
+        """
+        _, stored, grids = zip(*(self._images[start] for start in starts), strict=True)
+        if all(patches.dtype == torch.uint8 for patches in stored):
+            return self.normalize(torch.cat(stored)), torch.stack(grids)
+        numbers = [
+            self.normalize(patches) if patches.dtype == torch.uint8 else patches
+            for patches in stored
+        ]
+        return torch.cat(numbers), torch.stack(grids)
 
     @property
     def starts(self) -> list[int]:
@@ -258,7 +323,9 @@ class ImageBanks:
     Patches are numbered through all banks, so that a number says which bank has the patch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, normalize: Normalize = Tensor.float) -> None:
+        """Begin without any bank. `normalize`: as for an `ImageBank`."""
+        self._normalize = normalize
         self._banks: dict[str, ImageBank] = {}
         self._next = 0  # a number that no bank of before has used
 
@@ -267,7 +334,7 @@ class ImageBanks:
         if mode in self._banks:
             self._next = max(self._next, self._banks[mode].end)
         ends = [bank.end for bank in self._banks.values()]
-        self._banks[mode] = ImageBank(max([self._next, *ends]))
+        self._banks[mode] = ImageBank(max([self._next, *ends]), self._normalize)
         return self._banks[mode]
 
     def extend(self, mode: str = "train") -> ImageBank | None:

@@ -19,7 +19,6 @@ from adora_vl.packing.image_store import (
     ImageCache,
     effective_settings,
     flat_images,
-    normalize_patches,
 )
 from adora_vl.utils import compat
 
@@ -180,11 +179,7 @@ def returning_references(
         """Return references to the images' patches in the bank, in place of the patches."""
         settings = effective_settings(image_processor, overrides)
         entries = [cache.get(image_processor, image, settings) for image in flat_images(images)]
-
-        def normalize(patches: Tensor) -> Tensor:
-            return normalize_patches(image_processor, patches, settings)
-
-        references = [bank.references(entry, normalize, device) for entry in entries]
+        references = [bank.references(entry, device) for entry in entries]
         grids = torch.stack([entry.grid_3 for entry in entries])
         return BatchFeature({"pixel_values": torch.cat(references), "image_grid_thw": grids})
 

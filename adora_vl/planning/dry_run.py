@@ -647,6 +647,7 @@ def figures(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
         "card_bytes": plan.card,
         "phases": prediction.phases,
         "peak_bytes": prediction.peak,
+        "recomputed_layers": prediction.recomputed,
         "fits": memory.fits(plan.setup, plan.card),
         "proposed_vllm_gpu_memory_utilization": memory.proposed_utilization(plan.setup, plan.card),
         "largest_per_device_train_batch_size": memory.largest_batch(plan.setup, plan.card),

@@ -354,7 +354,7 @@ def predict(setup: Setup, card: int) -> Prediction:
     if setup.swaps:
         awake["weights"] = training.weights - shape.base_bytes(shape.weight_bytes)
     patches = setup.images * setup.batch.image_tokens * shape.merge**2
-    pixels = patches * shape.patch_values * _PIXEL
+    pixels = patches * _held_bytes_of_patch(setup)
     synced = shape.largest_tensor * setup.dtypes.stream if setup.sharding.stage == 3 else 0
     # DeepSpeed allocates its gradients once; torch gives them back after each step
     standing = training.gradients if setup.sharding.stage is not None else 0
@@ -393,6 +393,15 @@ def predict(setup: Setup, card: int) -> Prediction:
         states=training,
         recomputed=recomputed,
     )
+
+
+def _held_bytes_of_patch(setup: Setup) -> int:
+    """Return the bytes of a patch that wait on the card until its image is learned from.
+
+    They are one frame in bytes where images are stored once (`ImageBank`), else float32 numbers.
+    """
+    values = setup.shape.patch_values
+    return values // setup.shape.frames if setup.sharing.images else values * _PIXEL
 
 
 # of the card: what choosing the recomputed layers leaves free, since the allocator loses some of it
@@ -487,23 +496,23 @@ def _with_first_gradients(
     standing = gradients - shape.trained * byte
     behind = standing + weight - waiting
     of_layers = shape.trainable[LANGUAGE_MODEL] * byte - weight - (weight - waiting)
-    kept = activations.saved(
+    parts = activations.saved(
         shape,
         setup.size,
         setup.dtypes,
         checkpointing=setup.checkpointing,
         recomputed=recomputed,
     )
-    layer = kept.layer_gradients + waiting
+    layer = parts.layer_gradients + waiting
     pairs = [(moments[0], standing)]
     if recomputed == layers:
-        layer += kept.recomputed
-    pairs.append((Moment(LAYER_BACK, layer, kept.text), behind))
+        layer += parts.recomputed
+    pairs.append((Moment(LAYER_BACK, layer, parts.text), behind))
     for moment in moments[2:]:
         pairs.append((moment, behind + int(of_layers * moment.back)))
-    last = kept.streams // recomputed if 0 < recomputed < layers else kept.text // layers
+    last = parts.streams // recomputed if 0 < recomputed < layers else parts.text // layers
     if 0 < recomputed < layers:
-        layer += kept.layer
+        layer += parts.layer
     pairs.append((Moment(LAYER_BACK, layer, last), behind + of_layers * (layers - 1) // layers))
     pairs.append((Moment(LAYER_BACK, 3 * waiting, 0), gradients - waiting))
     return pairs

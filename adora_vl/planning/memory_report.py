@@ -44,6 +44,7 @@ def memory_lines(plan: Plan) -> list[str]:
         f"{setup.sharding.describe()}.",
         f"Micro-batch: {setup.batch.sequences} x ({setup.batch.prompt_tokens} + "
         f"{setup.batch.completion_tokens}) tokens, {setup.batch.image_tokens} of each an image.",
+        *recomputed_lines(plan),
     ]
     if prediction.peak < _ROOMY * card:  # nobody asks which component takes how much
         return section(title, [*lines, *verdict_lines(plan)])
@@ -74,6 +75,21 @@ def memory_lines(plan: Plan) -> list[str]:
     return section(title, lines)
 
 
+def recomputed_lines(plan: Plan) -> list[str]:
+    """Say how many layers of the language model the backward pass computes again."""
+    setup = plan.setup
+    if not setup.checkpointing:
+        return []
+    number = predict(setup, plan.card).recomputed
+    reason = "as few as leave a tenth of the card free" if setup.recompute == "auto" else "so set"
+    if setup.recompute == "auto" and not setup.accelerator:
+        reason = "auto needs a GPU"
+    return [
+        f"Layers recomputed in its backward pass: {number} of {setup.shape.text.layers} "
+        f"(adora_recompute: {setup.recompute}; {reason})."
+    ]
+
+
 def _table_line(title: str, cells: Sequence[str]) -> str:
     """Return a line of the table of memory, with a cell for each phase."""
     return f"{title:24}" + "".join(f"{cell:>24}" for cell in cells)
@@ -87,6 +103,8 @@ def sharing_lines(plan: Plan) -> list[str]:
     group = setup.generations
     if not (setup.sharing.vision or setup.sharing.prompts):
         return []
+    # With layers that fill the card both would take as much.
+    setup = replace(setup, recompute="all")
     # The same run with image and prompt computed for each rollout, as TRL does.
     unshared = replace(setup, sharing=Sharing())
     ours = sum(predict(setup, plan.card).phases[phase].values())
@@ -98,7 +116,7 @@ def sharing_lines(plan: Plan) -> list[str]:
         lines = [
             f"Computed once for {batch.unit} rollouts of a micro-batch: {' and '.join(shared)}. "
             f"With one for each {phase} would take {alone / GIB:.3g} GiB instead of "
-            f"{ours / GIB:.3g}."
+            f"{ours / GIB:.3g}{', all layers recomputed' if setup.checkpointing else ''}."
         ]
     # A micro-batch that holds part of a group computes image and prompt for each part.
     unit = unit_size(batch.sequences, group)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from trl.chat_template_utils import parse_response
@@ -185,7 +186,7 @@ class BatchBuilder:
 
         # Positions are counted by the mask, so a rollout that it leaves out has no image tokens.
         completions = [
-            [pad_id if token == image_id and not is_counted else token for token in ids]
+            ids if is_counted else [pad_id if token == image_id else token for token in ids]
             for ids, is_counted in zip(completions, counted, strict=True)
         ]
         completion_mask = [
@@ -213,8 +214,7 @@ class BatchBuilder:
             batch["tool_mask"] = self._padded(policy_mask, 1, "right")
         moved: Batch = self.to_device(batch)
         if logps is not None:
-            nan_logps = [[torch.nan if logp is None else logp for logp in row] for row in logps]
-            logps_BC = self._padded(nan_logps, fill=0.0, side="right", dtype=torch.float32)
+            logps_BC = self._padded(logps, fill=0.0, side="right", dtype=np.float32)
             moved["sampling_per_token_logps"] = logps_BC.to(
                 moved["prompt_ids"].device, non_blocking=True
             )
@@ -223,10 +223,14 @@ class BatchBuilder:
         return moved
 
     def _padded(
-        self, values: Sequence[Any], fill: float, side: str, dtype: torch.dtype = torch.long
+        self, values: Sequence[Any], fill: float, side: str, dtype: type[np.generic] = np.int64
     ) -> Tensor:
-        """Rows of unequal lengths as one tensor, padded with `fill` on a side."""
-        rows = [torch.tensor(row, dtype=dtype) for row in values]
+        """Return rows of unequal lengths as one tensor, padded with `fill` on a side.
+
+        A None among numbers becomes NaN.
+        """
+        # NumPy reads a list of numbers a few times as fast as torch.
+        rows = [torch.from_numpy(np.array(row, dtype=dtype)) for row in values]
         padded: Tensor = pad(
             rows, padding_value=fill, padding_side=side, pad_to_multiple_of=self.multiple
         )

@@ -66,4 +66,5 @@ TEXT_ATTENTION = Patch("transformers.PretrainedConfig", "_attn_implementation")
 SHARED_MEMORY = Patch(
     "vllm.distributed.device_communicators.cpu_communicator._CPUSHMDistributed", "make_group_name"
 )
+LORA_PRODUCT = Patch("peft.tuners.lora.layer.Linear", "forward")
 SHARDED_BUILD = Patch("transformers.integrations.deepspeed", "_hf_deepspeed_config_weak_ref")

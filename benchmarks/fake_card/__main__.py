@@ -23,7 +23,7 @@ from typing import Any
 import benchmarks.fake_card.device  # noqa: F401  # before torch
 from benchmarks.fake_card.card import Place
 from benchmarks.fake_card.run import PHASES, CardRun, Ran, run
-from benchmarks.fake_card.tables import HEADS, head_of, line_of, runs
+from benchmarks.fake_card.tables import HEADS, flops_of, head_of, line_of, runs
 
 GIB = 2**30
 TERA = 1e12
@@ -37,6 +37,7 @@ autograd and its lifetimes, checkpointed layers, ids, masks, rewards, advantages
 def main() -> int:
     arguments = _arguments()
     done: list[Ran] = []
+    figures: list[dict[str, Any]] = []  # for `--json`
     like = CardRun(**{each.name: getattr(arguments, each.name) for each in fields(CardRun)})
     if arguments.table:
         print("\n".join(head_of(arguments.table)), flush=True)
@@ -44,17 +45,19 @@ def main() -> int:
         for asked in row:
             with tempfile.TemporaryDirectory() as folder:
                 done.append(run(asked, Path(folder)))
-        faults = [ran for ran in done[-len(row) :] if ran.fault]
-        for ran in faults if arguments.table else done[-1:]:
+        row_runs = done[-len(row) :]
+        row_figures = [facts(ran) for ran in row_runs]
+        faults = [ran for ran in row_runs if ran.fault]
+        for ran in faults if arguments.table else row_runs[-1:]:
             print("\n".join(report(ran, arguments.most)), flush=True)
         if arguments.table and not faults:
-            figures = [facts(ran) for ran in done[-len(row) :]]
-            print(line_of(arguments.table, figures), flush=True)
+            print(line_of(arguments.table, row_figures), flush=True)
+        if arguments.table == "flops" and not faults:
+            row_figures = [flops_of(row_figures)]
+        figures += row_figures
     print(f"\n{EMULATED}")
     if arguments.json:
-        arguments.json.write_text(
-            json.dumps([facts(ran) for ran in done], indent=1), encoding="utf-8"
-        )
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     return 1 if any(ran.fault for ran in done) else 0
 
 
@@ -171,7 +174,7 @@ def report(ran: Ran, most: int = 25) -> list[str]:
         learning = own_waits(ran, "forward", "backward")
         sampling = own_waits(ran, "generation")
         count = (
-            f"{sampling:.1f} a generation, {learning * asked.updates / ran.micro_batches:.1f} a "
+            f"{sampling:.1f} a generation, {learning * ran.generations / ran.micro_batches:.1f} a "
             "micro-batch"
         )
         lines.append(f"waits on lines of ours: {count}")
@@ -196,7 +199,7 @@ def report(ran: Ran, most: int = 25) -> list[str]:
 def own_waits(ran: Ran, *phases: str) -> float:
     """Waits on lines of ours in these phases, of the mean generation."""
     places = (pair for phase in phases for pair in ran.card.waits[phase].items())
-    return sum(number for place, number in places if place.is_ours) / ran.asked.updates
+    return sum(number for place, number in places if place.is_ours) / ran.generations
 
 
 def _waits(ran: Ran) -> Counter[Place]:

@@ -120,6 +120,10 @@ class Ran:
         return len(self.peaks)
 
     @property
+    def generations(self) -> float:
+        return self.asked.updates / self.asked.updates_per_generation
+
+    @property
     def first_and_later(self) -> list[tuple[int, int]]:
         """Measured and predicted bytes of an optimizer step's first micro-batch, and of later ones,
         where the optimizer has its moments.

@@ -62,7 +62,7 @@ def runs(table: str | None, configs: Sequence[str], like: CardRun) -> Iterator[l
 
 def line_of(table: str, row: Sequence[Figures]) -> str:
     """A row of the table, from the figures of its runs."""
-    cells = _flops_cells(row) if table == "flops" else _memory_cells(*row)
+    cells = flops_cells(flops_of(row)) if table == "flops" else _memory_cells(*row)
     return f"| {' | '.join(cells)} |"
 
 
@@ -79,15 +79,28 @@ def _memory_cells(ran: Figures) -> list[str]:
     return cells
 
 
-def _flops_cells(row: Sequence[Figures]) -> list[str]:
-    """TFLOP of a group, of stock TRL and of ours: each at two depths."""
+def flops_of(row: Sequence[Figures]) -> dict[str, Any]:
+    """What a row of the table of FLOPs is made of, from its four runs: TFLOP with all layers."""
     stock_shallow, stock_deep, ours_shallow, ours_deep = row
     layers = layers_of(ours_shallow["config"])
-    stock = _with_all(learning(stock_shallow), learning(stock_deep), layers)
-    ours = _with_all(learning(ours_shallow), learning(ours_deep), layers)
-    checks = [ran["flops"]["check"] / TERA for ran in (ours_shallow, ours_deep)]
-    lengths = ours_deep["lengths"]
-    prompt = ours_deep["prompt"]
+    check_shallow = ours_shallow["flops"]["check"] / TERA
+    check_deep = ours_deep["flops"]["check"] / TERA
+    return {
+        "config": ours_deep["config"],
+        "updates_per_generation": ours_deep["updates_per_generation"],
+        "image_tokens": ours_deep["image_tokens"],
+        "prompt": ours_deep["prompt"],
+        "lengths": list(ours_deep["lengths"]),
+        "stock": _with_all(learning(stock_shallow), learning(stock_deep), layers),
+        "ours": _with_all(learning(ours_shallow), learning(ours_deep), layers),
+        "check": _with_all(check_shallow, check_deep, layers),
+    }
+
+
+def flops_cells(figures: Figures) -> list[str]:
+    """The cells of a row of the table of FLOPs, a group."""
+    prompt = figures["prompt"]
+    lengths = figures["lengths"]
     lengths_text = f"{min(lengths):,} to {max(lengths):,}, median {median(lengths):.0f}"
     if len(set(lengths)) == 1:
         lengths_text = f"all {lengths[0]:,}"
@@ -95,11 +108,11 @@ def _flops_cells(row: Sequence[Figures]) -> list[str]:
     return [
         f"{prompt:,}",
         lengths_text,
-        f"{stock:.0f}",
-        f"{ours:.0f}",
-        f"**{ours / stock:.2f}**",
+        f"{figures['stock']:.0f}",
+        f"{figures['ours']:.0f}",
+        f"**{figures['ours'] / figures['stock']:.2f}**",
         f"{tokens:.2f}",
-        f"{_with_all(*checks, layers):.0f}",
+        f"{figures['check']:.0f}",
     ]
 
 

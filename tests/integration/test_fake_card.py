@@ -26,16 +26,21 @@ def _published(config: Path) -> bool:
     return (SHAPES / str(keys.get("model_name_or_path")).split("/")[-1] / "config.json").is_file()
 
 
-@pytest.fixture(scope="module")
-def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Return what the command says of each recipe, by its name."""
-    file = tmp_path_factory.mktemp("card") / "figures.json"
-    configs = [str(config) for config in sorted(CONFIGS.glob("*.yaml")) if _published(config)]
+def _figures(configs: list[str], file: Path, recompute: str) -> dict[str, dict[str, Any]]:
+    """Return what the command says of each recipe, by its name, with so many layers recomputed."""
     command = [sys.executable, "-m", "benchmarks.fake_card", *configs, *SMALL, *ONE_UPDATE]
-    command += ["--json", str(file)]
+    command += ["--json", str(file), "--", "--adora_recompute", recompute]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert file.is_file(), done.stderr[-2000:]
     return {Path(run["config"]).stem: run for run in json.loads(file.read_text(encoding="utf-8"))}
+
+
+@pytest.fixture(scope="module")
+def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Return the figures of each recipe with all layers recomputed, by its name."""
+    file = tmp_path_factory.mktemp("card") / "figures.json"
+    configs = [str(config) for config in sorted(CONFIGS.glob("*.yaml")) if _published(config)]
+    return _figures(configs, file, "all")
 
 
 def test_no_recipe_has_a_fault_of_device_or_dtype(recipes):
@@ -70,6 +75,24 @@ def test_learning_takes_the_memory_that_the_dry_run_predicts(recipes, subtests):
             )
             for peak, predicted in run["first_and_later"]:
                 assert predicted == pytest.approx(peak, rel=0.03)
+
+
+def test_fewer_layers_recomputed_take_the_memory_that_is_predicted(recipes, tmp_path, subtests):
+    """Two layers have room on a card of 80 GB, so by default none is recomputed."""
+    names = ["adora_3b_1gpu_lora", "adora_7b_geo3k"]
+    configs = [str(CONFIGS / f"{name}.yaml") for name in names]
+    runs = {key: _figures(configs, tmp_path / f"{key}.json", key) for key in ("auto", "1")}
+    for name in names:
+        fewer = [runs["auto"][name], runs["1"][name], recipes[name]]
+        with subtests.test(name):
+            assert [run["fault"] for run in fewer] == ["", "", ""]
+            backward = [run["flops"]["backward"] for run in fewer]
+            assert backward == sorted(set(backward)), "each recomputed layer is work"
+            assert backward[1] - backward[0] == pytest.approx(backward[2] - backward[1], rel=0.02)
+            assert fewer[0]["flops"]["forward"] == recipes[name]["flops"]["forward"]
+            for run in fewer:
+                for peak, predicted in run["first_and_later"]:
+                    assert predicted == pytest.approx(peak, rel=0.03)
 
 
 def by_the_recipe(folder: Path, way: str) -> dict[str, Any]:

@@ -94,9 +94,10 @@ class NoRecord:
 def trainer_of(policy: Table, **keys: object) -> Any:
     """A trainer with what `_compute_loss` needs, whose config has these keys."""
     figures = defaultdict[str, list[float]](list)
-    keys = {"adora_max_ratio": None, "adora_stock_step": ["share_prompt"], **keys}
+    settings: dict[str, Any] = {"adora_max_ratio": None, "adora_stock_step": ["share_prompt"]}
+    settings |= keys
     context = step_context(
-        lambda name, value: figures[name].append(value), accelerator=Alone(), **keys
+        lambda name, value: figures[name].append(value), accelerator=Alone(), **settings
     )
     args = context.config
     trainer: Any = object.__new__(OfATable)

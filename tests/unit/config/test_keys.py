@@ -62,6 +62,7 @@ NUMBERS: dict[str, tuple[list[object], list[object], str]] = {
         "a whole number of at least 1 or auto or null",
     ),
     "adora_rollouts.ahead": ([-1, 5, 0.5], [0, 4], "a whole number of at least 0 and at most 4"),
+    "adora_recompute": ([-1, 1.5], [0, 12], "a whole number of at least 0 or auto or all"),
     "adora_record_gb": ([-1], [0, 0.5], "a number of at least 0"),
     "adora_max_ratio": ([0, 0.9, -1], [1, None], "a number of at least 1 or null"),
     "adora_reward_timeout": (

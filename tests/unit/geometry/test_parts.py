@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from adora_vl.geometry.chase import Chase
+from adora_vl.geometry.drawing import Drawing
 from adora_vl.geometry.exact import exact, rounded
 from adora_vl.geometry.expressions import ExpressionError, letters_of, number_of, parsed, value_of
 from adora_vl.geometry.forms import MAX_DEPTH, form_of, record_of, term_of
-from adora_vl.geometry.primitives import read
-from adora_vl.geometry.shapes import Drawing
+from adora_vl.geometry.reading import read
 from adora_vl.geometry.solve import FigureProblem
 from tests.support.geometry_forms import form, on_circle
 

@@ -23,8 +23,10 @@ from adora_vl.packing.image_store import (
     ImageBank,
     ImageBanks,
     ImageCache,
+    PatchNormalizer,
     ProcessedImage,
     effective_settings,
+    one_frame,
 )
 from adora_vl.packing.images import may_have_images
 from adora_vl.packing.prompts import distinct_rows, read_prompts, returning_references
@@ -72,11 +74,11 @@ def test_the_cached_output_is_the_processors(processor, subtests):
 
 
 def test_other_limits_are_another_entry_and_the_oldest_images_go_first(processor):
-    cache = ImageCache(40_000)
+    cache = ImageCache(20_000)
     cached = cache.preprocess(processor.image_processor)
     for seed in range(6):
         cached([noise_picture(seed)])
-        assert cache.cached_bytes <= 40_000 or seed == 0
+        assert cache.cached_bytes <= 20_000 or seed == 0
     assert cache.processed == 6
     cached([noise_picture(5)])
     assert cache.processed == 6
@@ -87,13 +89,13 @@ def test_other_limits_are_another_entry_and_the_oldest_images_go_first(processor
 
 def test_an_image_that_is_used_again_and_again_outlives_those_that_came_after_it(processor):
     """Such an image is that of a problem which stands in every generation."""
-    cache = ImageCache(60_000)
+    cache = ImageCache(30_000)
     cached = cache.preprocess(processor.image_processor)
     for seed in range(1, 9):
         cached([noise_picture(0)])
         cached([noise_picture(seed)])
     assert cache.processed == 9
-    assert cache.cached_bytes <= 60_000
+    assert cache.cached_bytes <= 30_000
     cached([noise_picture(1)])
     assert cache.processed == 10, "the others went"
 
@@ -107,7 +109,7 @@ def test_pictures_that_differ_in_their_palette_alone_are_two(processor):
     drawing_entry = cache.get(processor.image_processor, drawing, settings)
     recoloured_entry = cache.get(processor.image_processor, recoloured, settings)
     assert cache.processed == 2
-    assert not torch.equal(drawing_entry.patches_RD, recoloured_entry.patches_RD)
+    assert not torch.equal(drawing_entry.frames_RF, recoloured_entry.frames_RF)
 
 
 def test_no_two_banks_share_a_number_and_the_evaluation_does_not_take_the_trainings_place():
@@ -117,16 +119,16 @@ def test_no_two_banks_share_a_number_and_the_evaluation_does_not_take_the_traini
     banks = ImageBanks()
     cpu = torch.device("cpu")
     train = banks.new("train")
-    first = train.references(image("a"), torch.Tensor.float, cpu)
+    first = train.references(image("a"), cpu)
     assert first.tolist() == [[0], [1], [2], [3]]
-    assert train.references(image("a"), torch.Tensor.float, cpu).tolist() == first.tolist()
+    assert train.references(image("a"), cpu).tolist() == first.tolist()
     assert len(train) == 1
     evaluation = banks.new("eval")
-    assert evaluation.references(image("b"), torch.Tensor.float, cpu)[0].item() == 4
+    assert evaluation.references(image("b"), cpu)[0].item() == 4
     assert banks.of(2) is train
     assert banks.of(5) is evaluation
     again = banks.new("train")
-    assert again.references(image("c"), torch.Tensor.float, cpu)[0].item() == 8
+    assert again.references(image("c"), cpu)[0].item() == 8
     with pytest.raises(AssertionError, match="no bank"):
         banks.of(2)
 
@@ -144,7 +146,8 @@ def test_rows_with_any_number_of_images_are_as_each_row_alone(processor, subtest
             sees = processor_around(processor.tokenizer, family)
             rows = [{"prompt": conversation("a"), "images": row} for row in images]
             cache = ImageCache(2**20)
-            bank = ImageBank(100)
+            settings = effective_settings(sees.image_processor, {})
+            bank = ImageBank(100, PatchNormalizer(sees.image_processor, settings))
             ours = read_prompts(
                 rows,
                 sees,
@@ -333,3 +336,28 @@ def test_what_is_no_conversation_is_gathered_as_it_is():
     plain: list[list[Any]] = [["a", "b"], [[image], None], [0.5, None], ["column"], [[]], []]
     for values in plain:
         assert texts.gather_texts(values) == values
+
+
+def test_a_bank_holds_bytes_and_gives_a_tower_the_processors_numbers(processor):
+    """An eighth of the numbers' bytes is held, copied and saved; changed numbers stay as they are."""
+    image_processor = processor.image_processor
+    expected = image_processor([noise_picture(1)], return_tensors="pt")["pixel_values"]
+    settings = effective_settings(image_processor, {})
+    entry = ImageCache(2**20).get(image_processor, noise_picture(1), settings)
+    bank = ImageBanks(PatchNormalizer(image_processor, settings)).new("train")
+    bank.references(entry, torch.device("cpu"))
+    _, stored, grid_3 = bank.image(0)
+    assert stored.dtype == torch.uint8 and 8 * stored.nbytes == expected.nbytes
+    assert torch.equal(bank.pixels([0])[0], expected)
+    changed = bank.store("changed", -expected, grid_3)
+    pixels, _ = bank.pixels([0, int(changed[0])])
+    assert torch.equal(pixels, torch.cat([expected, -expected]))
+
+
+def test_a_film_is_not_taken_for_an_image():
+    settings = {"temporal_patch_size": 2, "patch_size": 2}
+    film = torch.arange(8, dtype=torch.uint8)[None]  # one channel, two frames of 2 x 2
+    with pytest.raises(AssertionError, match="an image has one frame"):
+        one_frame(film, settings)
+    still = torch.arange(4, dtype=torch.uint8).repeat(1, 2)
+    assert one_frame(still, settings).tolist() == [[0, 1, 2, 3]]

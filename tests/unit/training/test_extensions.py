@@ -188,5 +188,5 @@ def test_the_cache_of_images_does_not_keep_what_is_seen_once():
     held = cache.cached_bytes
     passing = image.rotate(180)
     passing.info[PASSING] = True
-    assert not torch.equal(cache.get(processor, passing, settings).patches_RD, clean.patches_RD)
+    assert not torch.equal(cache.get(processor, passing, settings).frames_RF, clean.frames_RF)
     assert cache.cached_bytes == held and cache.get(processor, image, settings) is clean

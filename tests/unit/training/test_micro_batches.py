@@ -84,9 +84,7 @@ def rank_batch(banks: ImageBanks, images: str, completion: int, first: int) -> B
         "sampling_per_token_logps": -numbers[:, None].expand(rows, completion).float(),
         "advantages": numbers.float(),
         "rollout_number": numbers,
-        "pixel_values": torch.cat(
-            [bank.references(image(key), torch.Tensor.float, CPU) for key in images]
-        ),
+        "pixel_values": torch.cat([bank.references(image(key), CPU) for key in images]),
         "image_grid_thw": torch.tensor([[1, 2, 2]] * rows),
         "num_images": [1] * rows,
         "num_items_in_batch": torch.tensor(100.0),

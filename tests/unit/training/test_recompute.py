@@ -1,4 +1,4 @@
-"""As few layers are recomputed as the card's memory asks for, and none of it changes a gradient."""
+"""A micro-batch recomputes as few layers as the memory asks for, and no gradient changes by it."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -82,7 +82,7 @@ def test_gradients_are_equal_to_the_bit_however_many_layers_are_recomputed(subte
             for number in (0, 1, 3, LAYERS, 99):
                 with subtests.test(f"{name} {dtype} {number}"):
                     pairs = zip(gradients_of(model, number), every, strict=True)
-                    assert all(torch.equal(gradient, other) for gradient, other in pairs)
+                    assert all(torch.equal(left, right) for left, right in pairs)
 
 
 def test_the_first_layers_are_recomputed_and_the_vision_tower_stays_as_it_is():
@@ -221,7 +221,7 @@ class OutOfMemory(nn.Module):
         ids = torch.arange(34).view(2, 17) % TEXT["vocab_size"]
         with self.switch.chosen(SIZE):
             loss: Tensor = self.model(input_ids=ids, labels=ids).loss
-        self.figures["loss"].append(float(loss))
+        self.figures["loss"].append(loss.item())
         loss.backward()
         return loss.detach()
 
@@ -229,9 +229,9 @@ class OutOfMemory(nn.Module):
 def retried_policy(**keys: Any) -> OutOfMemory:
     model = language_model()
     # of which the gradients are few enough to be copied, unless a test says another one
-    card = keys.pop("card", 10**15)
+    total = keys.pop("total", 10**15)
     switch = recomputed(
-        model, shape=shape_of(model), card=lambda: (card, card), adora_recompute="auto", **keys
+        model, shape=shape_of(model), card=lambda: (10**15, total), adora_recompute="auto", **keys
     )
     return OutOfMemory(model, switch, defaultdict(list))
 
@@ -272,7 +272,7 @@ def test_a_process_among_several_does_not_go_back_alone(subtests):
 
 
 def test_gradients_too_large_to_copy_end_the_run_rather_than_count_twice():
-    policy = retried_policy(card=8 * 2**20)
+    policy = retried_policy(total=2**20)
     gradients_of(policy.model, "all")
     with pytest.raises(torch.OutOfMemoryError):
         policy.switch.retried(policy.step, policy.figures)
@@ -282,11 +282,11 @@ def test_gradients_too_large_to_copy_end_the_run_rather_than_count_twice():
 def test_gradients_that_no_pass_has_added_to_need_no_copy():
     weight = nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
-    before = Gradients([weight], most=0)
+    before = Gradients([weight], limit=0)
     assert before.restore()
     weight.grad += 1
     assert not before.restore()
-    later = Gradients([weight], most=12)
+    later = Gradients([weight], limit=12)
     weight.grad += 1
     assert later.restore()
     assert weight.grad.tolist() == [2, 2, 2]

@@ -1,0 +1,104 @@
+"""What facts of circles say in primitives: tangents, chords, shapes inside and around."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from adora_vl.geometry.forms import Term
+from adora_vl.geometry.looks import SAID_TANGENT, seen_tangents
+from adora_vl.geometry.measures import Measures
+from adora_vl.geometry.polygon_facts import all_equal
+from adora_vl.geometry.quantities import (
+    Mean,
+    Relation,
+)
+from adora_vl.geometry.relations import (
+    reaches,
+    touches,
+)
+from adora_vl.geometry.shapes import sides_of
+
+
+def on_circle(measures: Measures, term: Term) -> Iterator[Relation]:
+    """A point lies on a circle, or on each of several concentric ones that have it."""
+    name = term.names[0]
+    target = term.arguments[1]
+    radius = target.names[1] if len(target.names) > 1 else None
+    centre = target.names[0] if target.names else target.head
+    circles = [
+        circle
+        for circle in measures.drawing.circles
+        if circle.centre == centre and name in circle.points
+    ]
+    if not circles:
+        circles = [measures.drawing.circle(target)]
+    if radius is None or len(circles) == 1:
+        yield reaches(measures, name, circles[0])
+        return
+    for circle in circles:
+        yield reaches(measures, name, circle)
+
+
+def tangent(measures: Measures, term: Term) -> Iterator[Relation]:
+    """A line touches a circle; unnamed lines are those that look like tangents."""
+    line = term.arguments[0]
+    if line.head == "Line" and line.names[:1] == ["$"]:
+        for relation, _ in seen_tangents(measures, SAID_TANGENT):
+            yield relation
+        return
+    yield touches(
+        measures, measures.drawing.circle(term.arguments[1]), measures.drawing.segment(line)
+    )
+
+
+def diameter(measures: Measures, term: Term) -> Iterator[Relation]:
+    """A segment is a diameter: its middle is the centre, and an end lies on the circle."""
+    circle = measures.drawing.circle(term.arguments[1])
+    line = measures.drawing.segment(term.arguments[0])
+    yield Mean(point=circle.centre, points=line)
+    yield reaches(measures, line[0], circle)
+
+
+def chord(measures: Measures, term: Term) -> Iterator[Relation]:
+    """Both ends of a chord lie on the circle; of a radius, the end that is not the centre."""
+    circle = measures.drawing.circle(term.arguments[1])
+    for name in measures.drawing.segment(term.arguments[0]):
+        if name != circle.centre:
+            yield reaches(measures, name, circle)
+
+
+def secant(measures: Measures, term: Term) -> Iterator[Relation]:
+    """A secant says no more than which of its points lie on the circle, which the picture has."""
+    circle = measures.drawing.circle(term.arguments[1])
+    for name in measures.drawing.segment(term.arguments[0]):
+        if name in circle.points:
+            yield reaches(measures, name, circle)
+
+
+def inscribed(measures: Measures, term: Term) -> Iterator[Relation | Term]:
+    """A circle touches all sides of a shape, or a shape has its corners on a circle."""
+    shape, target = term.arguments
+    if shape.head in ("Circle", "Cirle"):
+        circle = measures.drawing.circle(shape)
+        names = measures.drawing.shape(target)
+        for side in sides_of(names):
+            yield touches(measures, circle, side)
+        yield target
+        return
+    circle = measures.drawing.circle(target)
+    names = measures.inscribed(shape, circle)
+    if shape.head == "Regular" or shape.head == "Equilateral":
+        yield from all_equal(measures, names)
+    else:
+        yield shape
+    for name in names:
+        yield reaches(measures, name, circle)
+
+
+def circumscribed(measures: Measures, term: Term) -> Iterator[Relation | Term]:
+    """The sides of a shape touch a circle."""
+    names = measures.drawing.shape(term.arguments[0])
+    circle = measures.drawing.circle(term.arguments[1])
+    for side in sides_of(names):
+        yield touches(measures, circle, side)
+    yield term.arguments[0]

@@ -1,0 +1,186 @@
+"""The picture of a form: which of its shapes, corners and sides a fact means.
+
+Facts often name a shape only by its kind, as `Parallelogram($)` does, or an angle by its corner
+alone.
+"""
+
+from __future__ import annotations
+
+import math
+from cmath import phase
+from collections.abc import Collection, Sequence
+from itertools import combinations
+
+from adora_vl.geometry.forms import Term, inner_names
+from adora_vl.geometry.likeness import Likeness
+from adora_vl.geometry.shapes import COLOURS, CORNERS, UnreadError, sides_of, unwrapped
+from adora_vl.geometry.vectors import cosine, cross_each_other, sine
+
+
+class Drawing(Likeness):
+    """The picture of a form, and what its facts say of lines, circles and named shapes."""
+
+    def shape(self, term: Term) -> list[str]:
+        """The corners of a shape in the order of the drawing.
+
+        A shape without names is the one that is drawn.
+
+        Raises `UnreadError` where the picture does not show which shape is meant.
+        """
+        if term.head in COLOURS:
+            raise UnreadError(f"the form does not say where the region {term} lies")
+        shape = unwrapped(term)
+        names = shape.names
+        if len(names) >= 3 and all(name in self._known for name in names):
+            return self.in_drawing_order(names)
+        if shape.head == "Shape" and names == ["A"] and not self.circles:
+            return self._needed(self.outline(), term)
+        if shape.head in self.named:
+            return self.in_drawing_order(self.named[shape.head])
+        count = CORNERS.get(shape.head)
+        if count is None:
+            if shape.head in ("Shape", "Polygon", "Figure") and (
+                not self.circles or shape.head == "Polygon"
+            ):
+                return self._needed(self.outline(), term)
+            raise UnreadError(f"the form does not say which shape {term} is")
+        best = self._likest(shape.head, count)
+        if best is not None:
+            return best
+        same_size = next(
+            (list(named) for named in self.named.values() if len(named) == count), None
+        )
+        if same_size is None and count == 3:
+            triangles = [
+                names
+                for names in combinations(sorted(self.neighbours), 3)
+                if all(second in self.neighbours[first] for first, second in combinations(names, 2))
+            ]
+            same_size = list(triangles[0]) if len(triangles) == 1 else None
+        return self._needed(same_size, term)
+
+    def _needed(self, names: list[str] | None, term: Term) -> list[str]:
+        """The names themselves. Raises `UnreadError` where there are none."""
+        if not names:
+            raise UnreadError(f"the picture does not show which shape {term} is")
+        return names
+
+    def in_drawing_order(self, names: Sequence[str]) -> list[str]:
+        """Corners in the order round the shape.
+
+        They may be named crosswise, as ABCD for A, B, D, C.
+        """
+        names = list(names)
+        if len(names) < 4 or not set(names) <= self.places.keys():
+            return names
+        places = [self.places[name] for name in names]
+        crossed = any(
+            cross_each_other((places[i - 1], places[i], places[j - 1], places[j]))
+            for i in range(len(names))
+            for j in range(i)
+        )
+        if not crossed:
+            return names
+        middle = sum(places) / len(places)
+        return sorted(names, key=lambda name: phase(self.places[name] - middle))
+
+    def right_corner(self, names: Sequence[str]) -> str:
+        """The corner of a triangle with the right angle.
+
+        It is the marked one, else the one that looks most like it.
+        """
+        for term in self.facts:
+            if term.head == "Perpendicular" and len(term.arguments) == 2:
+                shared = set(term.arguments[0].names) & set(term.arguments[1].names)
+                if len(shared) == 1 and shared <= set(names):
+                    return shared.pop()
+        if not set(names) <= self.places.keys():
+            return names[1]
+
+        def leaning(i: int) -> float:
+            """How far the corner is from a right angle: the cosine between its sides."""
+            corner = self.places[names[i]]
+            return abs(
+                cosine(self.places[names[i - 1]] - corner, self.places[names[(i + 1) % 3]] - corner)
+            )
+
+        return names[min(range(3), key=leaning)]
+
+    def side_with(self, point: str, names: Sequence[str]) -> tuple[str, str]:
+        """The side of a polygon that a point lies on.
+
+        It is the side whose middle is nearest where no line goes through the point.
+        """
+        sides = sides_of(names)
+        for side in sides:
+            if self.are_on_one_row((point, *side)):
+                return side
+        if not {point, *names} <= self.places.keys():
+            raise UnreadError(f"the form does not say on which side {point} lies")
+        return min(
+            sides,
+            key=lambda side: abs(
+                self.places[point] - (self.places[side[0]] + self.places[side[1]]) / 2
+            ),
+        )
+
+    def with_base_first(self, names: Sequence[str]) -> list[str]:
+        """The corners of a trapezoid, turned so that the first side is parallel to the third."""
+        sides = [frozenset((names[i], names[(i + 1) % 4])) for i in range(4)]
+        parallel_pairs = [
+            {frozenset(line.names) for line in term.arguments}
+            for term in self.facts
+            if term.head == "Parallel"
+        ]
+        for i in (0, 1):
+            if {sides[i], sides[i + 2]} in parallel_pairs:
+                return [*names[i:], *names[:i]]
+        if not set(names) <= self.places.keys():
+            return list(names)
+        a, b, c, d = [self.places[name] for name in names]
+        first_leans = abs(sine(b - a, c - d)) > abs(sine(c - b, d - a))
+        return [*names[1:], names[0]] if first_leans else list(names)
+
+    def apex(self, names: Sequence[str]) -> str:
+        """The corner of an isosceles triangle at which the two sides look equal."""
+        if not set(names) <= self.places.keys():
+            return names[0]
+
+        def difference(i: int) -> float:
+            """How unequal the two sides at a corner are: the logarithm of their ratio."""
+            corner = self.places[names[i]]
+            before = abs(corner - self.places[names[i - 1]])
+            behind = abs(corner - self.places[names[(i + 1) % 3]])
+            return abs(math.log(before / behind)) if before and behind else math.inf
+
+        return names[min(range(3), key=difference)]
+
+    def equal_parts_said(self, names: Sequence[str]) -> bool:
+        """Whether a fact says already which sides or angles of a triangle are equal."""
+        corners = set(names)
+        for term in self.terms:
+            if not term.is_equation:
+                continue
+            sides = [set(inner_names(side, "LengthOf")) for side in term.arguments]
+            if all(len(side) == 2 and side <= corners for side in sides) and sides[0] != sides[1]:
+                return True
+            angles = [inner_names(angle, "MeasureOf") for angle in term.arguments]
+            if all(len(angle) == 3 and angle[1] in corners for angle in angles):
+                return True
+        return False
+
+    def are_called_equal(self, first: Collection[str], second: Collection[str]) -> bool:
+        """Whether the facts say that two segments are equal, or give both the same length."""
+        lengths: dict[frozenset[str], set[str]] = {
+            frozenset(first): set(),
+            frozenset(second): set(),
+        }
+        for term in self.facts:
+            if not term.is_equation:
+                continue
+            sides = [frozenset(inner_names(side, "LengthOf")) for side in term.arguments]
+            if set(sides) == lengths.keys():
+                return True
+            if sides[0] in lengths and not term.arguments[1].arguments:
+                lengths[sides[0]].add(term.arguments[1].head)
+        return bool(lengths[frozenset(first)] & lengths[frozenset(second)])

@@ -1,0 +1,207 @@
+"""The straight lines of a picture with their points in order, and which angle or line is meant."""
+
+from __future__ import annotations
+
+import math
+from cmath import phase
+from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
+from itertools import combinations
+
+from adora_vl.geometry.drawn_points import DrawnPoints
+from adora_vl.geometry.forms import Term
+from adora_vl.geometry.shapes import UnreadError
+from adora_vl.geometry.vectors import sine
+
+_SAME_RAY = 12.0  # degrees; two drawn rays closer than this are one
+
+
+class DrawnLines(DrawnPoints):
+    """The points of a picture on its lines, and the angles between these."""
+
+    @cached_property
+    def rows(self) -> list[list[str]]:
+        """The straight lines with all their points in order, as far as these have places."""
+        on_line: dict[frozenset[str], set[str]] = {
+            frozenset(line): set(line) for line in self.form.lines if line[0] != line[1]
+        }
+        for segment, points in self.on_segment.items():
+            on_line.setdefault(frozenset(segment), set(segment)).update(points)
+        rows: list[list[str]] = []
+        for points in sorted(on_line.values(), key=lambda points: (-len(points), sorted(points))):
+            placed = sorted(points & self.places.keys())
+            if len(placed) < 2 or any(set(placed) <= set(row) for row in rows):
+                continue
+            start = self.places[placed[0]]
+            end = self.places[max(placed, key=lambda name: abs(self.places[name] - start))]
+            rows.append(sorted(placed, key=lambda name: abs(self.places[name] - end)))
+        return rows
+
+    @cached_property
+    def lines(self) -> list[list[str]]:
+        """All lines: `rows`, and those with a point that has no place.
+
+        The latter are in the order that the facts give: the ends outside, the points that lie on
+        the line between them.
+        """
+        lines = list(self.rows)
+        for (first, last), points in sorted(self.on_segment.items()):
+            line = [first, *sorted(points), last]
+            if not set(line) <= self.places.keys():
+                lines.append(line)
+        for segment in self.form.lines:
+            if not any(set(segment) <= set(line) for line in lines):
+                lines.append(list(segment))
+        return lines
+
+    def are_on_one_row(self, names: Iterable[str]) -> bool:
+        """Whether one line of the drawing has all of these points."""
+        required = set(names)
+        return any(required <= set(row) for row in self.lines)
+
+    def segment(self, term: Term) -> tuple[str, str]:
+        """The two points of a line; of `Line(m)`, of the segment whose length is m.
+
+        Raises `UnreadError`.
+        """
+        names = term.names
+        if term.head != "Line" or not names:
+            raise UnreadError(f"{term} is no line")
+        if len(names) == 2:
+            return self.point(names[0]), self.point(names[1])
+        for fact in self.facts:
+            measured = _measured_line(fact)
+            if measured is not None and fact.arguments[1].head == names[0]:
+                return self.point(measured[0]), self.point(measured[1])
+        raise UnreadError(f"the form does not say which line {names[0]} is")
+
+    def parallel_looking(self, count: int) -> list[tuple[str, str]]:
+        """The rows that look most parallel, for lines whose names the picture does not have.
+
+        Raises `UnreadError`.
+        """
+        best: tuple[float, tuple[list[str], ...]] | None = None
+        for rows in combinations(self.rows, count):
+            if any(set(first) & set(second) for first, second in combinations(rows, 2)):
+                continue
+            has_transversal = any(
+                all(set(row) & set(third) for row in rows)
+                for third in self.rows
+                if third not in rows
+            )
+            if not has_transversal:
+                continue
+            apart = max(
+                self.degrees_apart(first, second) for first, second in combinations(rows, 2)
+            )
+            rank = apart - 0.3 * sum(len(row) for row in rows)
+            if best is None or rank < best[0]:
+                best = (rank, rows)
+        if best is None or best[0] > 8:
+            raise UnreadError("no lines of the picture look parallel")
+        return [(row[0], row[-1]) for row in best[1]]
+
+    def degrees_apart(self, first: Sequence[str], second: Sequence[str]) -> float:
+        """How many degrees two rows are from parallel in the picture, from 0 to 90."""
+        u = self.places[first[-1]] - self.places[first[0]]
+        w = self.places[second[-1]] - self.places[second[0]]
+        return math.degrees(math.asin(min(1.0, abs(sine(u, w)))))
+
+    def angle(self, term: Term) -> tuple[str, str, str]:
+        """The three points of an angle.
+
+        Raises `UnreadError` where the corner alone does not say which one is meant.
+        """
+        names = term.names
+        if len(names) == 3 and len(set(names)) == 3:
+            return self.point(names[0]), self.point(names[1]), self.point(names[2])
+        if len(names) != 1 or names[0] not in self._known:
+            raise UnreadError(f"{term} is no angle of the form")
+        return self._angle_at(names[0])
+
+    def _angle_at(self, corner: str) -> tuple[str, str, str]:
+        """The angle at a corner that has only one, or of a named shape, or the widest."""
+        near = self._near(corner)
+        if len(near) == 2:
+            return near[0], corner, near[1]
+        rays = self._rays(corner, near)
+        if len(rays) == 2:
+            return rays[0][1], corner, rays[1][1]
+        triangle = self.named.get("Triangle")
+        if triangle is None or corner not in triangle:
+            triangle = next((shape for shape in self.named.values() if corner in shape), None)
+        if triangle is not None:
+            position = triangle.index(corner)
+            return triangle[position - 1], corner, triangle[(position + 1) % len(triangle)]
+        # The widest angle under 180 degrees, which has all other rays inside.
+        rays.sort()
+        for position, (direction, name) in enumerate(rays):
+            before, last = rays[position - 1]
+            if (before - direction) % 360 < 179 and len(rays) > 1:
+                return name, corner, last
+        raise UnreadError(f"the form does not say which angle at {corner} is meant")
+
+    def _near(self, corner: str) -> list[str]:
+        """The points that a drawn line joins with a corner."""
+        near = sorted(self.neighbours.get(corner, ()))
+        for row in self.lines:
+            if corner in row:
+                near += [name for name in row if name != corner]
+        return list(dict.fromkeys(near))
+
+    def _rays(self, corner: str, near: Iterable[str]) -> list[tuple[float, str]]:
+        """The directions of the rays from a corner in degrees, each once, with a point on each."""
+        rays: list[tuple[float, str]] = []
+        if corner not in self.places:
+            return rays
+        for name in near:
+            if name not in self.places:
+                continue
+            direction = math.degrees(phase(self.places[name] - self.places[corner]))
+            if not any(
+                abs((direction - ray_direction + 180) % 360 - 180) < _SAME_RAY
+                and not self._are_on_two_lines(corner, (name, ray_name))
+                for ray_direction, ray_name in rays
+            ):
+                rays.append((direction, name))
+        return rays
+
+    def _are_on_two_lines(self, corner: str, names: Collection[str]) -> bool:
+        """Whether two points beside a corner lie on lines of at least three points that differ."""
+        long_rows = [row for row in self.rows if corner in row and len(row) > 2]
+        lines = [[row for row in long_rows if name in row] for name in names]
+        return all(lines) and not any(row in lines[1] for row in lines[0])
+
+    def around(self, corner: str, inside: str) -> tuple[str, str, str]:
+        """The nearest rays on both sides of the ray from a corner to `inside`.
+
+        Raises `UnreadError`.
+        """
+        if corner not in self.places or inside not in self.places:
+            near = [name for name in self._near(corner) if name != inside]
+            if len(near) != 2:
+                raise UnreadError(f"the form does not say which angle at {corner} is meant")
+            return near[0], corner, near[1]
+        start = phase(self.places[inside] - self.places[corner])
+        turns: dict[float, str] = {}
+        for row in self.rows:
+            if corner in row:
+                for name in row:
+                    if name != corner:
+                        turns[
+                            (phase(self.places[name] - self.places[corner]) - start) % math.tau
+                        ] = name
+        beside = sorted(turn for turn in turns if 0.06 < turn < math.tau - 0.06)
+        if len(beside) < 2:
+            raise UnreadError(f"the form does not say which angle at {corner} is meant")
+        return turns[beside[0]], corner, turns[beside[-1]]
+
+
+def _measured_line(fact: Term) -> list[str] | None:
+    """The ends of the segment whose length a fact gives; None for any other fact."""
+    if not fact.is_equation or fact.arguments[0].head != "LengthOf":
+        return None
+    measured = fact.arguments[0].arguments
+    if not measured or measured[0].head != "Line" or len(measured[0].names) != 2:
+        return None
+    return measured[0].names

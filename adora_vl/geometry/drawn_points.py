@@ -1,0 +1,329 @@
+"""The points and circles of a form, with the places that the picture or the facts give them.
+
+Places are complex numbers with y upwards, in pixels of the picture.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import cached_property
+from itertools import combinations
+
+from adora_vl.geometry.forms import Form, Term
+from adora_vl.geometry.shapes import CORNERS, Circle, UnreadError, terms_of, unwrapped
+from adora_vl.geometry.vectors import cross, dot, extent_of
+
+_POINT = re.compile(r"[A-Z]'?|point_\d+")
+# share of a segment's length that a point may lie beside it and still seem to be on it
+_STRAIGHT = 0.025
+_FAR_BESIDE = 1.0  # the same share, of a point that cannot be meant to be on the segment
+
+
+class DrawnPoints:
+    """The points and circles of a form, and what its facts say of them.
+
+    `places` are those of the picture, and of `imagined` points those that facts suggest. `copied` are
+    two similar shapes one of which was placed beside the other. `on_segment` has the points between
+    the ends of each segment.
+    """
+
+    def __init__(self, form: Form) -> None:
+        self.form = form
+        self.facts = list(terms_of(form.facts))
+        self.asked = list(terms_of(form.question))
+        self.terms = [*self.facts, *self.asked]
+        self.places = {name: complex(x, -y) for name, (x, y) in form.points.items()}
+        self.imagined: set[str] = set()  # points whose place is guessed, not annotated
+        self.copied: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+        self.neighbours: dict[str, set[str]] = defaultdict(set)
+        for start, end in form.lines:
+            self.neighbours[start].add(end)
+            self.neighbours[end].add(start)
+        self.on_segment: dict[tuple[str, str], set[str]] = defaultdict(set)
+        for term in self.terms:
+            if term.head == "PointLiesOnLine" and len(term.arguments) == 2:
+                names = [term.arguments[0].head, *term.arguments[1].names]
+                if len(set(names)) == len(names) == 3 and all(map(self._may_be_point, names)):
+                    self.on_segment[names[1], names[2]].add(names[0])
+        self.circles = self._circles()
+        self._imagine_places()
+        self.straight = self._seen_straight()
+        self.named: dict[str, tuple[str, ...]] = {}
+        for term in self.terms:
+            for shape in (term, *term.arguments):
+                if len(shape.names) == CORNERS.get(shape.head):
+                    self.named.setdefault(shape.head, tuple(shape.names))
+
+    def _may_be_point(self, name: str) -> bool:
+        """Whether a name is a capital letter, or one that the picture has."""
+        is_drawn = name in self.form.points or name in self.neighbours
+        return is_drawn or _POINT.fullmatch(name) is not None
+
+    @cached_property
+    def points(self) -> list[str]:
+        """All points of the form, in an order that depends on their names alone."""
+        names = {*self.form.points, *self.neighbours}
+        for circle in self.circles:
+            names.update((circle.centre, *circle.points))
+        for term in self.terms:
+            names.update(
+                part.head
+                for part in term.walk()
+                if not part.arguments and _POINT.fullmatch(part.head)
+            )
+        return sorted(names - self.aliases.keys())
+
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        """Other names of the only circle: those of the question that the picture does not have.
+
+        Maps each such name to the centre.
+        """
+        drawn = {circle.centre for circle in self.circles}
+        if len(drawn) != 1:
+            return {}
+        drawn_names = {*self.form.points, *self.neighbours}.union(
+            *(circle.points for circle in self.circles)
+        )
+        called = {
+            part.names[0]
+            for term in self.asked
+            for part in term.walk()
+            if part.head == "Circle" and part.names and _POINT.fullmatch(part.names[0])
+        }
+        centre = drawn.copy().pop()
+        return dict.fromkeys(sorted(called - drawn_names - drawn), centre)
+
+    def point(self, name: str) -> str:
+        """The point of that name, or the one that it is another name of. Raises `UnreadError`."""
+        name = self.aliases.get(name, name)
+        if name not in self._known:
+            raise UnreadError(f"there is no point {name}")
+        return name
+
+    def check_points(self, names: Iterable[str]) -> None:
+        """Raise `UnreadError` where one of the points is not in the form."""
+        for name in names:
+            if name not in self._known:
+                raise UnreadError(f"there is no point {name}")
+
+    @cached_property
+    def _known(self) -> set[str]:
+        """The names of all points, for quick look-ups."""
+        return set(self.points)
+
+    def _circles(self) -> list[Circle]:
+        """The circles of the form with their points; concentric ones have radii of their own."""
+        on_circle: dict[tuple[str, str], list[str]] = {}
+        nameless: list[tuple[str, str]] = []
+        for term in self.terms:
+            if term.head != "PointLiesOnCircle" or len(term.arguments) != 2:
+                continue
+            point = term.arguments[0].head
+            circle = term.arguments[1]
+            if len(circle.names) > 1:
+                points = on_circle.setdefault((circle.names[0], circle.names[1]), [])
+                if point not in points:
+                    points.append(point)
+            else:
+                nameless.append((circle.names[0] if circle.names else circle.head, point))
+        for centre in self.form.circles:
+            if centre and not any(centre == listed_centre for listed_centre, _ in on_circle):
+                on_circle[centre, ""] = []
+        for centre, point in nameless:
+            key = next((key for key in on_circle if key[0] == centre), (centre, ""))
+            if centre == "$" and len(on_circle) == 1:
+                key = next(iter(on_circle))
+            points = on_circle.setdefault(key, [])
+            if point not in points and _POINT.fullmatch(key[0]):
+                points.append(point)
+        count: dict[str, int] = defaultdict(int)
+        circles = []
+        for (centre, _), points in on_circle.items():
+            if not _POINT.fullmatch(centre):
+                continue
+            count[centre] += 1
+            number = count[centre]
+            radius = f"radius {centre}" if number == 1 else f"radius {centre} {number}"
+            circles.append(Circle(centre=centre, radius=radius, points=tuple(points)))
+        return circles
+
+    def circle(self, term: Term | None = None) -> Circle:
+        """The circle that a term names; the only one where it names none. Raises `UnreadError`."""
+        name = term.names[0] if term is not None and term.names else "$"
+        name = self.aliases.get(name, name)
+        centred = [circle for circle in self.circles if circle.centre == name]
+        if centred:
+            return self._outermost(centred)
+        if len(self.circles) == 1:
+            return self.circles[0]
+        if name in self._known:
+            return Circle(centre=name, radius=f"radius {name}", points=())
+        if self.circles and len({circle.centre for circle in self.circles}) == 1:
+            return self._outermost(self.circles)
+        raise UnreadError("the form does not say which circle is meant")
+
+    def _outermost(self, circles: Sequence[Circle]) -> Circle:
+        """The largest of concentric circles, as far as the picture shows."""
+        return max(circles, key=lambda circle: self.drawn_radius(circle) or 0.0)
+
+    def drawn_radius(self, circle: Circle) -> float | None:
+        """The radius in the picture; None where no point of the circle has a place."""
+        if circle.centre not in self.places:
+            return None
+        reaches = [
+            abs(self.places[name] - self.places[circle.centre])
+            for name in circle.points
+            if name in self.places
+        ]
+        return sum(reaches) / len(reaches) if reaches else None
+
+    def circle_of_arc(self, names: Sequence[str]) -> Circle:
+        """The circle that an arc lies on.
+
+        Raises `UnreadError` where none or several have its ends.
+        """
+        ends = {names[0], names[-1]}
+        having = [circle for circle in self.circles if ends <= set(circle.points)]
+        if len(having) > 1:
+            having = [circle for circle in having if circle.centre not in names]
+        if len(having) != 1:
+            raise UnreadError(
+                f"the form does not say on which circle the arc {''.join(names)} lies"
+            )
+        return having[0]
+
+    def _imagine_places(self) -> None:
+        """Give a point without a place one that its facts suggest.
+
+        It is a similar figure's copy, or a foot on a line. A place far beside the line that its
+        point lies on is a slip of the annotation, and counts as none.
+        """
+        for (first, last), points in sorted(self.on_segment.items()):
+            for name in sorted(points):
+                if {first, name, last} <= self.places.keys():
+                    way = self.places[last] - self.places[first]
+                    beside = cross(way, self.places[name] - self.places[first])
+                    if abs(beside) > _FAR_BESIDE * abs(way) ** 2:
+                        del self.places[name]
+        self._copy_similar()
+        for _ in range(2):
+            for (first, last), points in sorted(self.on_segment.items()):
+                if first not in self.places or last not in self.places:
+                    continue
+                for name in sorted(points - self.places.keys()):
+                    start = self.places[first]
+                    way = self.places[last] - start
+                    if abs(way) > 1e-9:
+                        self.places[name] = start + way * self._share_of_foot(name, first, last)
+                        self.imagined.add(name)
+
+    def _share_of_foot(self, name: str, first: str, last: str) -> float:
+        """How far along a segment the foot of a perpendicular from a known point lies.
+
+        It is the middle where there is no such perpendicular.
+        """
+        start = self.places[first]
+        way = self.places[last] - start
+        for term in self.facts:
+            if term.head != "Perpendicular" or not all(
+                len(line.names) == 2 for line in term.arguments
+            ):
+                continue
+            for line in term.arguments:
+                if name not in line.names or line.names[0] == line.names[1]:
+                    continue
+                top = next(point for point in line.names if point != name)
+                if top in self.places and top not in (first, last):
+                    to_top = self.places[top] - start
+                    if abs(cross(way, to_top)) > 0.05 * abs(way) ** 2:
+                        return dot(way, to_top) / abs(way) ** 2
+        return 0.5
+
+    def _copy_similar(self) -> None:
+        """Place a similar shape without places beside the one that has them, as its copy."""
+        for term in self.terms:
+            if term.head not in ("Similar", "Congruent") or len(term.arguments) != 2:
+                continue
+            first = tuple(unwrapped(term.arguments[0]).names)
+            second = tuple(unwrapped(term.arguments[1]).names)
+            if len(first) < 3 or len(first) != len(second):
+                named = self.named_polygons
+                if len(named) != 2 or len(named[0]) != len(named[1]):
+                    continue
+                first, second = named
+            self.copied = (first, second)
+            for source, copy in ((first, second), (second, first)):
+                if not set(source) <= self.places.keys() or set(copy) & self.places.keys():
+                    continue
+                places = [self.places[name] for name in source]
+                wide, _ = extent_of(places)
+                for name, location in zip(copy, places, strict=True):
+                    self.places[name] = location + 1.6 * wide
+                    self.imagined.add(name)
+
+    @cached_property
+    def named_polygons(self) -> list[tuple[str, ...]]:
+        """The polygons that facts name with all their corners, in order, each once."""
+        parts = (part for term in self.terms for part in term.walk())
+        named = (tuple(part.names) for part in parts if len(part.names) == CORNERS.get(part.head))
+        return [
+            names
+            for names in dict.fromkeys(named)
+            if len(set(names)) == len(names) and all(map(self._may_be_point, names))
+        ]
+
+    def circles_in_polygons(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """The centres of circles that facts inscribe in polygons, with the corners of these."""
+        for term in self.terms:
+            if term.head not in ("InscribedIn", "CircumscribedTo") or len(term.arguments) != 2:
+                continue
+            disc, polygon = term.arguments
+            if term.head == "CircumscribedTo":
+                polygon, disc = term.arguments
+            if disc.head == "Circle" and disc.names and tuple(polygon.names) in self.named_polygons:
+                yield disc.names[0], tuple(polygon.names)
+
+    def separate_arcs(self) -> list[tuple[str, tuple[str, str], tuple[str, str]]]:
+        """Pairs of arcs whose sizes facts give and that have no common end, with their centre.
+
+        Where no picture shows them they lie beside each other: who gives the sizes of AC and BD
+        does not mean arcs one of which holds an end of the other.
+        """
+        ends: dict[tuple[str, str], str] = {}
+        for term in self.facts:
+            arcs = [part for part in term.walk() if part.head == "Arc" and len(part.names) == 2]
+            for arc in arcs if term.head == "Equals" else []:
+                with suppress(UnreadError):
+                    ends[arc.names[0], arc.names[1]] = self.circle_of_arc(arc.names).centre
+        return [
+            (ends[first], first, second)
+            for first, second in combinations(ends, 2)
+            if ends[first] == ends[second] and not set(first) & set(second)
+        ]
+
+    def _seen_straight(self) -> list[tuple[str, str, str]]:
+        """The lines ABC that are drawn as AB, BC and AC with B between, each as (B, A, C).
+
+        The facts do not say so, but the picture shows it.
+        """
+        straight = []
+        for first, last in self.form.lines:
+            for middle in sorted(self.neighbours[first] & self.neighbours[last]):
+                if not {first, middle, last} <= self.places.keys():
+                    continue
+                before = self.places[middle] - self.places[first]
+                behind = self.places[last] - self.places[middle]
+                length = abs(self.places[last] - self.places[first])
+                listed_points = self.on_segment.get((first, last), set()) | self.on_segment.get(
+                    (last, first), set()
+                )
+                is_between = dot(before, behind) > 0
+                is_beside = abs(cross(before, behind)) >= _STRAIGHT * length**2
+                if is_between and not is_beside and middle not in listed_points:
+                    self.on_segment[first, last].add(middle)
+                    straight.append((middle, first, last))
+        return straight

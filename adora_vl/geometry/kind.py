@@ -1,0 +1,212 @@
+"""The kind of a figure: order on lines, turns at corners, crossings, as the picture or words say.
+
+Figures of another kind fulfil the same facts, such as a pentagram for a pentagon.
+"""
+
+from __future__ import annotations
+
+import math
+from cmath import phase
+from collections.abc import Mapping, Sequence
+from itertools import combinations, pairwise
+
+import numpy as np
+
+from adora_vl.geometry.drawing import Drawing
+from adora_vl.geometry.shapes import sides_of
+from adora_vl.geometry.system import System, Vector
+from adora_vl.geometry.vectors import cross, cross_each_other, dot, extent_of, sine
+
+COLLAPSED = 10  # faults of a figure in which points fall together
+_SHORTEST = 0.015  # share of the figure's size; a shorter segment has fallen together
+_LEAST_BEND = 1e-3  # radians; a corner that bends less is none
+_CROWDED = 30  # segments of a picture whose pairs are not compared any more
+_FLAT = 0.2  # sine of a drawn corner that is too flat to be compared
+
+
+class FigureKind:
+    """What the picture of a form shows of order, turns and crossings, to compare figures with.
+
+    `turns` are corners that the picture bends, `apart` segments that it does not let cross. Without a
+    picture, `convex` polygons go round once, `inside` has points that polygons hold, and `arcs` pairs
+    of arcs that lie beside each other.
+    """
+
+    def __init__(self, drawing: Drawing, system: System, places: Mapping[str, complex]) -> None:
+        self.drawing = drawing
+        self.system = system
+        self.places = places
+        self.segments = sorted({line for line in drawing.form.lines if line[0] != line[1]})
+        on_circles = {name for circle in drawing.circles for name in circle.points}
+        self.used = sorted({name for line in self.segments for name in line} | on_circles)
+        self.orders = self._seen_orders()
+        self.turns = self._seen_turns()
+        self.apart = self._seen_apart()
+        self.convex: list[tuple[str, ...]] = []
+        self.inside: list[tuple[str, tuple[str, ...]]] = []
+        self.arcs: list[tuple[str, tuple[str, str], tuple[str, str]]] = []
+        if not places:
+            self.convex = [names for names in drawing.named_polygons if len(names) > 3]
+            self.inside = list(drawing.circles_in_polygons())
+            self.arcs = drawing.separate_arcs()
+
+    def _seen_orders(self) -> list[list[str]]:
+        """The points of each line in order.
+
+        Of a line with a point without a place it is known which points lie between its ends, and not
+        in which order.
+        """
+        rows = [row for row in self.drawing.rows if len(row) > 2]
+        triples = [
+            [first, point, last]
+            for (first, last), points in sorted(self.drawing.on_segment.items())
+            for point in sorted(points)
+            if not {first, point, last} <= self.places.keys()
+        ]
+        return rows + triples
+
+    def _seen_turns(self) -> list[tuple[str, str, str, float]]:
+        """The drawn corners that bend visibly, by three points and the sine of the bend."""
+        places = self.places
+        turns: list[tuple[str, str, str, float]] = []
+        for corner in sorted(self.drawing.neighbours):
+            for first, last in combinations(sorted(self.drawing.neighbours[corner]), 2):
+                if {first, corner, last} <= places.keys():
+                    bend = sine(places[first] - places[corner], places[last] - places[corner])
+                    if abs(bend) > _FLAT:
+                        turns.append((first, corner, last, bend))
+        return turns
+
+    def _seen_apart(self) -> list[tuple[str, str, str, str]]:
+        """The pairs of drawn segments that do not cross, as four ends; none of a crowded picture."""
+        apart: list[tuple[str, str, str, str]] = []
+        placed = [line for line in self.segments if set(line) <= self.places.keys()]
+        # Pairs grow with the square, and a crowded picture has other marks of its kind.
+        if len(placed) >= _CROWDED:
+            return apart
+        rows = [set(row) for row in self.drawing.rows]
+        for segment, second_segment in combinations(placed, 2):
+            ends = (*segment, *second_segment)
+            shares = len(set(ends)) < 4 or any(len(set(ends) & row) >= 3 for row in rows)
+            if not shares and not cross_each_other([self.places[name] for name in ends]):
+                apart.append(ends)
+        return apart
+
+    def faults(self, v: Vector) -> int:
+        """How much a figure differs in kind from the picture: order on lines, turns, crossings.
+
+        A figure that has collapsed counts `COLLAPSED`.
+        """
+        if not self.used:
+            return 0
+        at = {name: self.system.location(v, name) for name in self.used}
+        wide, high = extent_of(at.values())
+        size = max(wide, high)
+        count = 0
+        for start, end in self.segments:
+            if abs(at[start] - at[end]) < _SHORTEST * size:
+                count += COLLAPSED
+        if len(self.used) > 2 and self._is_flat(list(at.values())):
+            count += COLLAPSED
+        count += len(self.disordered(v))
+        for first, corner, last, bend in self.turns:
+            if bend * sine(at[first] - at[corner], at[last] - at[corner]) < 0:
+                count += 1
+        for ends in self.apart:
+            if cross_each_other(
+                [self.system.location(v, name) for name in ends], tolerance=1e-9 * size**4
+            ):
+                count += 1
+        count += sum(1 for names in self.convex if not self._is_convex(v, names))
+        count += sum(1 for centre, names in self.inside if not self._is_inside(v, centre, names))
+        count += sum(1 for centre, *arcs in self.arcs if not self._are_apart(v, centre, *arcs))
+        for i, name in enumerate(self.system.unknowns, start=self.system.first_unknown):
+            if name.startswith("radius ") and v[i] <= 0:
+                count += COLLAPSED
+        count += self.system.mirrored_corners(v)
+        return count
+
+    def _is_convex(self, v: Vector, names: Sequence[str]) -> bool:
+        """Whether corners go round once, with a turn to the same side at each of them."""
+        corners = [self.system.location(v, name) for name in names]
+        sides = [corners[i] - corners[i - 1] for i in range(len(corners))]
+        turns = [phase(sides[i] * sides[i - 1].conjugate()) for i in range(len(sides))]
+        bends_alike = min(turns) > _LEAST_BEND or max(turns) < -_LEAST_BEND
+        return bends_alike and abs(sum(turns)) < 1.5 * math.tau
+
+    def _is_inside(self, v: Vector, point: str, names: Sequence[str]) -> bool:
+        """Whether a point lies on the same side of all sides of a convex polygon."""
+        location = self.system.location(v, point)
+        ends = [
+            (self.system.location(v, start), self.system.location(v, end))
+            for start, end in sides_of(names)
+        ]
+        beside = [cross(end - start, location - start) for start, end in ends]
+        return min(beside) > 0 or max(beside) < 0
+
+    def _are_apart(
+        self, v: Vector, centre: str, first: tuple[str, str], second: tuple[str, str]
+    ) -> bool:
+        """Whether of two arcs, each the shorter way round, none holds an end of the other."""
+        for arc, ends in ((first, second), (second, first)):
+            to_start, to_end = [self._way(v, centre, name) for name in arc]
+            for name in ends:
+                way = self._way(v, centre, name)
+                # A point of the shorter way round lies on the inner side of both radii.
+                if cross(to_start, way) * cross(way, to_end) > 0 < dot(way, to_start + to_end):
+                    return False
+        return True
+
+    def _way(self, v: Vector, start: str, end: str) -> complex:
+        """The way from one point of the figure to another."""
+        return self.system.location(v, end) - self.system.location(v, start)
+
+    def disordered(self, v: Vector) -> list[str]:
+        """The lines whose points do not lie in the order that the picture or the facts give."""
+        lines = []
+        for row in self.orders:
+            start = self.system.location(v, row[0])
+            way = self.system.location(v, row[-1]) - start
+            along = [dot(self.system.location(v, name) - start, way) for name in row]
+            lines += ["".join(row) for before, behind in pairwise(along) if before >= behind]
+        return lines
+
+    def _is_flat(self, places: Sequence[complex]) -> bool:
+        """Whether all points lie on one line, which the picture's do not."""
+        if any(set(self.used) <= set(row) for row in self.drawing.lines):
+            return False
+        if (
+            self.places
+            and _flatness([self.places[name] for name in self.used if name in self.places]) < 1e-2
+        ):
+            return False
+        return _flatness(places) < 1e-3
+
+    def far(self, v: Vector) -> float:
+        """How far the points lie from those of the picture; 0 is not at all.
+
+        The figure is turned, shifted and scaled to fit as well as it can.
+        """
+        names = [name for name in sorted(self.places) if name not in self.drawing.imagined]
+        if len(names) < 2:
+            return 0.0
+        target = np.array([self.places[name] for name in names])
+        reached = np.array([self.system.location(v, name) for name in names])
+        target = target - target.mean()
+        reached = reached - reached.mean()
+        turn = np.vdot(reached, target) / (np.vdot(reached, reached) + 1e-30)
+        return float(np.linalg.norm(target - turn * reached) / (np.linalg.norm(target) + 1e-12))
+
+
+def _flatness(places: Sequence[complex]) -> float:
+    """The larger of the distances from the longest line through the first point, over that line's
+    length.
+    """
+    if len(places) < 3:
+        return 1.0
+    first = places[0]
+    end = max(places, key=lambda location: abs(location - first))
+    way = end - first
+    if abs(way) == 0:
+        return 0.0
+    return max(abs(cross(way, location - first)) for location in places) / abs(way) ** 2

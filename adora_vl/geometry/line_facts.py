@@ -1,0 +1,158 @@
+"""What facts of points and lines say in primitives: on, parallel, midpoint, bisector."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from adora_vl.geometry.drawing import Drawing
+from adora_vl.geometry.forms import Term
+from adora_vl.geometry.measures import Measures
+from adora_vl.geometry.quantities import (
+    Constant,
+    Equal,
+    Mean,
+    Parallel,
+    Perpendicular,
+    Relation,
+    over,
+)
+from adora_vl.geometry.relations import (
+    collinear,
+    point_of,
+    right_angle_at,
+    same_angle,
+    same_length,
+)
+from adora_vl.geometry.shapes import UnreadError
+
+
+def on_line(measures: Measures, term: Term) -> Iterator[Relation]:
+    """A point lies on a line: collinear with its two ends, unless it is one of them."""
+    point = measures.drawing.point(term.names[0])
+    start, end = measures.drawing.segment(term.arguments[1])
+    if point not in (start, end):
+        yield collinear(point, start, end)
+
+
+def perpendicular(measures: Measures, term: Term) -> Iterator[Relation]:
+    """Two lines are perpendicular."""
+    a, b = measures.drawing.segment(term.arguments[0])
+    c, d = measures.drawing.segment(term.arguments[1])
+    yield Perpendicular(a=a, b=b, c=c, d=d)
+
+
+def parallel(measures: Measures, term: Term) -> Iterator[Relation]:
+    """Lines are parallel to the first; unnamed ones are those that look most parallel."""
+    try:
+        lines = [measures.drawing.segment(line) for line in term.arguments]
+    except UnreadError:
+        if not all(line.head == "Line" and len(line.names) == 1 for line in term.arguments):
+            raise
+        lines = measures.drawing.parallel_looking(len(term.arguments))
+    for line in lines[1:]:
+        yield Parallel(a=lines[0][0], b=lines[0][1], c=line[0], d=line[1])
+
+
+def intersect(measures: Measures, term: Term) -> Iterator[Relation]:
+    """Lines meet in a point, which is collinear with the ends of each."""
+    point = measures.drawing.point(term.arguments[-1].names[0])
+    for line in term.arguments[:-1]:
+        if line.head == "Line" and len(line.names) == 2 and point not in line.names:
+            yield collinear(point, line.names[0], line.names[1])
+
+
+def midpoint(measures: Measures, term: Term) -> Iterator[Relation]:
+    """A point is the midpoint of a segment, or of the side of a shape that it lies on."""
+    point = point_of(measures, term.arguments[0])
+    target = term.arguments[1]
+    if target.head == "Line" and len(target.names) == 2:
+        yield Mean(point=point, points=measures.drawing.segment(target))
+    elif target.head in ("LegOf", "SideOf"):
+        names = measures.drawing.shape(target.arguments[0])
+        yield Mean(point=point, points=measures.drawing.side_with(point, names))
+    else:
+        raise UnreadError(f"the form does not say of which segment {point} is the midpoint")
+
+
+def right_angle(measures: Measures, term: Term) -> Iterator[Relation]:
+    """An angle is right."""
+    first, corner, last = measures.drawing.angle(term.arguments[0])
+    yield right_angle_at(corner, first, last)
+
+
+def bisects(measures: Measures, term: Term) -> Iterator[Relation]:
+    """A line halves a segment or an angle."""
+    drawing = measures.drawing
+    line = drawing.segment(term.arguments[0])
+    target = term.arguments[1]
+    names = target.names
+    if target.head == "Line" and len(names) == 2:
+        middle = [name for name in line if drawing.are_on_one_row((name, *names))]
+        if not middle:
+            raise UnreadError(f"the form does not say where {''.join(line)} meets {''.join(names)}")
+        yield Mean(point=middle[0], points=drawing.segment(target))
+        return
+    if target.head != "Angle":
+        if len(names) != 3 or len(set(names) & set(line)) != 1:
+            raise UnreadError(f"{term} is no bisector that is known")
+        corner = next(name for name in names if name in line)
+        sides = [name for name in names if name != corner]
+        names = [sides[0], corner, sides[1]]
+    if names == ["$"]:
+        corner = max(line, key=lambda name: len(drawing.neighbours.get(name, ())))
+        names = [corner]
+    if len(names) == 1:
+        inside = next(name for name in line if name != names[0])
+        names = list(drawing.around(names[0], inside))
+    far = [name for name in line if name != names[1]]
+    if len(far) != 1:
+        raise UnreadError(f"{''.join(line)} does not begin at {names[1]}")
+    yield same_angle(measures, (names[0], names[1], far[0]), (far[0], names[1], names[2]))
+    if not drawing.places:
+        # Without a picture the line could as well lie opposite, outside of the angle.
+        half = over(measures.corner(names[0], names[1], names[2]), Constant(2.0))
+        yield Equal(left=measures.corner(names[0], names[1], far[0]), right=half, unit="degrees")
+
+
+def perpendicular_bisector(measures: Measures, term: Term) -> Iterator[Relation]:
+    """A line is the perpendicular bisector of a segment, or of all sides of a triangle."""
+    drawing = measures.drawing
+    names = term.arguments[1].names
+    if term.arguments[1].head == "Triangle" and len(names) == 3:
+        meeting = [
+            meeting_fact.arguments[-1].names[0]
+            for meeting_fact in drawing.terms
+            if meeting_fact.head == "IntersectAt" and meeting_fact.arguments[-1].names
+        ]
+        if not meeting:
+            raise UnreadError("the form does not say where the perpendicular bisectors meet")
+        for i in range(3):
+            yield same_length(measures, (meeting[0], names[i]), (meeting[0], names[i - 1]))
+            yield from _feet_in_the_middle(drawing, start=names[i], end=names[i - 1], names=names)
+        return
+    start, end = drawing.segment(term.arguments[0])
+    if len(names) != 2:
+        raise UnreadError(
+            "the form does not say of which segment the line is the perpendicular bisector"
+        )
+    yield Perpendicular(a=start, b=end, c=names[0], d=names[1])
+    yield same_length(measures, (start, names[0]), (start, names[1]))
+
+
+def _feet_in_the_middle(
+    drawing: Drawing, start: str, end: str, names: Sequence[str]
+) -> Iterator[Relation]:
+    """The perpendicular bisector of a side stands on the point that looks like its midpoint.
+
+    There is at most one such point for a side.
+    """
+    places = drawing.places
+    candidates = []
+    for row in drawing.rows:
+        if start in row and end in row:
+            for point in row:
+                if point not in names:
+                    halves = (abs(places[point] - places[start]), abs(places[point] - places[end]))
+                    candidates.append((abs(halves[0] / max(halves[1], 1e-9) - 1), point))
+    if candidates and min(candidates)[0] < 0.12:
+        yield Mean(point=min(candidates)[1], points=(start, end))

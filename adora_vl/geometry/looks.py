@@ -1,0 +1,115 @@
+"""What the picture shows and no fact says: tangents, diameters, right angles, parallels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import combinations
+
+from adora_vl.geometry.measures import Measures
+from adora_vl.geometry.quantities import (
+    Parallel,
+    Perpendicular,
+    Relation,
+)
+from adora_vl.geometry.relations import (
+    collinear,
+    right_angle_at,
+)
+from adora_vl.geometry.vectors import cosine
+
+# "What appears to be tangent", where the question says that; and where nobody says it.
+# degrees from a right angle to the radius
+SAID_TANGENT = 22.0
+SEEN_TANGENT = 9.0
+# degrees
+_SEEN_RIGHT = 2.5
+_SEEN_PARALLEL = 2.0
+_SEEN_ON_CHORD = 0.03  # share of a chord's length that the centre may lie beside it
+
+
+def seen(measures: Measures, *, everything: bool) -> Iterator[tuple[Relation, str]]:
+    """What the picture shows and no fact says, with words for it."""
+    yield from seen_tangents(measures, SEEN_TANGENT)
+    if everything:
+        yield from _seen_diameters(measures)
+        yield from _seen_right_angles(measures)
+        yield from _seen_parallels(measures)
+
+
+def seen_tangents(measures: Measures, limit: float) -> Iterator[tuple[Relation, str]]:
+    """Lines that meet a circle in one point and look perpendicular to the radius there, up to
+    `limit` degrees.
+    """
+    drawing = measures.drawing
+    places = drawing.places
+    lines = [*drawing.rows, *([*line] for line in drawing.form.lines if set(line) <= places.keys())]
+    for circle in drawing.circles:
+        for point in circle.points:
+            if circle.centre not in places or point not in places:
+                continue
+            to_point = places[point] - places[circle.centre]
+            touched_ends: set[str] = set()
+            for line in lines:
+                meets_once = (
+                    point in line
+                    and circle.centre not in line
+                    and len(set(line) & set(circle.points)) == 1
+                )
+                if not meets_once:
+                    continue
+                far = max(line, key=lambda name: abs(places[name] - places[point]))
+                lean = abs(
+                    math.degrees(
+                        math.asin(min(1.0, abs(cosine(to_point, places[far] - places[point]))))
+                    )
+                )
+                if far != point and lean < limit and far not in touched_ends:
+                    touched_ends.add(far)
+                    relation = Perpendicular(a=circle.centre, b=point, c=point, d=far)
+                    yield relation, f"{point}{far} is tangent at {point}"
+
+
+def _seen_diameters(measures: Measures) -> Iterator[tuple[Relation, str]]:
+    """Chords that seem to go through the centre."""
+    drawing = measures.drawing
+    places = drawing.places
+    for circle in drawing.circles:
+        for start, end in drawing.form.lines:
+            if (
+                not {start, end} <= set(circle.points)
+                or not {start, end, circle.centre} <= places.keys()
+            ):
+                continue
+            way = places[end] - places[start]
+            beside = abs((way.conjugate() * (places[circle.centre] - places[start])).imag)
+            if beside < _SEEN_ON_CHORD * abs(way) ** 2 and not drawing.are_on_one_row(
+                (start, end, circle.centre)
+            ):
+                relation = collinear(circle.centre, start, end)
+                yield relation, f"{circle.centre} lies on {start}{end}"
+
+
+def _seen_right_angles(measures: Measures) -> Iterator[tuple[Relation, str]]:
+    """Angles between drawn lines that look right."""
+    drawing = measures.drawing
+    places = drawing.places
+    for corner in sorted(drawing.neighbours):
+        if corner not in places:
+            continue
+        ends = {end for row in drawing.rows if corner in row for end in (row[0], row[-1])}
+        rays = sorted(end for end in ends if end != corner and places[end] != places[corner])
+        for first, last in combinations(rays, 2):
+            lean = abs(cosine(places[first] - places[corner], places[last] - places[corner]))
+            if lean < math.sin(math.radians(_SEEN_RIGHT)):
+                relation = right_angle_at(corner, first, last)
+                yield relation, f"angle {first}{corner}{last} is a right angle"
+
+
+def _seen_parallels(measures: Measures) -> Iterator[tuple[Relation, str]]:
+    """Rows without a common point that look parallel."""
+    drawing = measures.drawing
+    for first, second in combinations(drawing.rows, 2):
+        if not set(first) & set(second) and drawing.degrees_apart(first, second) < _SEEN_PARALLEL:
+            relation = Parallel(a=first[0], b=first[-1], c=second[0], d=second[-1])
+            yield relation, f"{first[0]}{first[-1]} is parallel to {second[0]}{second[-1]}"

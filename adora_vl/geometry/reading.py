@@ -1,0 +1,204 @@
+"""A form as relations: which of its facts are read, and which quantity is asked.
+
+Solver, angle chase and checks read the relations alone. What each kind of fact says stands in the
+table of `adora_vl.geometry.primitives`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from adora_vl.geometry.drawing import Drawing
+from adora_vl.geometry.forms import Form, Term
+from adora_vl.geometry.looks import SAID_TANGENT, seen
+from adora_vl.geometry.measures import Measures, unit_of
+from adora_vl.geometry.primitives import relations_of
+from adora_vl.geometry.quantities import (
+    Between,
+    Perpendicular,
+    Quantity,
+    Relation,
+    Unit,
+    points_in,
+    points_in_quantity,
+)
+from adora_vl.geometry.relations import (
+    collinear,
+)
+from adora_vl.geometry.shapes import UnreadError
+from adora_vl.geometry.vectors import cosine
+from adora_vl.geometry.words import words_of
+
+_OUTSIDE = 1.1  # of a drawn radius; a point farther from the centre is seen to lie outside
+_HOLDS_IN_QUESTION = ("Parallelogram", "Rectangle", "Rhombus", "Square", "Kite", "Trapezoid")
+_HOLDS_AROUND = ("Regular", "Right", "Isosceles", "Equilateral")
+_SAYS_MORE = (
+    "Similar",
+    "InscribedIn",
+    "CircumscribedTo",
+    "IsDiagonalOf",
+    "IsMidpointOf",
+    "Isosceles",
+)
+
+
+@dataclass
+class Reading:
+    """What a form says.
+
+    `relations` hold in the figure; `sources` has for each the number of the fact that it comes of,
+    in the order of the drawing's terms, or None where the picture shows it. `assumed` says these in
+    words. `unread` has the facts that could not be read, with the reason.
+    """
+
+    drawing: Drawing
+    measures: Measures
+    relations: list[Relation] = field(default_factory=list)
+    sources: list[int | None] = field(default_factory=list)
+    assumed: list[str] = field(default_factory=list)
+    unread: list[tuple[Term, str]] = field(default_factory=list)
+    goal_term: Term | None = None
+    goal: Quantity | None = None
+    goal_fault: str = ""
+    unit: Unit = "length"
+
+    def add(self, term: Term, source: int | None) -> None:
+        """Take in what a fact says; all of it or, where a part cannot be read, nothing."""
+        relations: list[Relation] = []
+        try:
+            for relation in relations_of(self.measures, term):
+                self.drawing.check_points(points_in(relation))
+                relations.append(relation)
+        except (UnreadError, IndexError, ValueError, ZeroDivisionError) as error:
+            reason = (
+                str(error)
+                if isinstance(error, UnreadError)
+                else "it is not in a form that is known"
+            )
+            self.unread.append((term, reason))
+            return
+        self.relations += relations
+        self.sources += [source] * len(relations)
+
+    def assume(self, relation: Relation, words: str) -> None:
+        """Add a relation that the picture shows and no fact gives, with words for it."""
+        self.relations.append(relation)
+        self.sources.append(None)
+        self.assumed.append(words)
+
+
+def read(
+    form: Form, *, without: Iterable[int] = (), without_words: Iterable[str] = (), looks: int = 0
+) -> Reading:
+    """Read a form, without the facts of these numbers, or whose words are these.
+
+    `looks`: 1 takes in which lines look tangent, 2 also right angles, parallels and centres on
+    chords, where the picture shows them and no fact says so.
+    """
+    drawing = Drawing(form)
+    measures = Measures(drawing)
+    reading = Reading(drawing=drawing, measures=measures)
+    for middle, first, last in drawing.straight:
+        reading.relations.append(collinear(middle, first, last))
+        reading.sources.append(None)
+    words = set(without_words)
+    skipped = {
+        *without,
+        *(number for number, term in enumerate(drawing.terms) if words_of(term) in words),
+    }
+    for number, term in enumerate(drawing.terms):
+        if number not in skipped and term.head != "Find":
+            reading.add(term, number)
+    for number, term in enumerate(drawing.terms):
+        if number >= len(drawing.facts) and number not in skipped:
+            _add_shapes_in_question(reading, term, number)
+    _add_orders(reading, skipped)
+    _add_touching(reading)
+    _read_goal(reading)
+    if looks:
+        for relation, description in seen(measures, everything=looks > 1):
+            reading.assume(relation, description)
+    return reading
+
+
+def _add_orders(reading: Reading, skipped: set[int]) -> None:
+    """A point on a segment lies between its ends, which has to be said where no place shows it."""
+    places = reading.drawing.places
+    for number, term in enumerate(reading.drawing.terms):
+        if number in skipped or term.head != "PointLiesOnLine" or len(term.arguments) != 2:
+            continue
+        names = [term.arguments[0].head, *term.arguments[1].names]
+        is_segment = len(set(names)) == len(names) == 3 and set(names) <= set(
+            reading.drawing.points
+        )
+        if is_segment and not set(names) <= places.keys():
+            reading.relations.append(Between(point=names[0], start=names[1], end=names[2]))
+            reading.sources.append(number)
+
+
+def _add_touching(reading: Reading) -> None:
+    """A segment with both ends outside a circle and one point of it between them is a tangent.
+
+    The annotation lists every point in which drawn lines meet a circle, and a segment that is none
+    would have two.
+    """
+    drawing = reading.drawing
+    places = drawing.places
+    for circle in drawing.circles:
+        radius = drawing.drawn_radius(circle)
+        if radius is None:
+            continue
+        for row in drawing.rows:
+            shared = [point for point in row[1:-1] if point in circle.points]
+            reaches = [abs(places[end] - places[circle.centre]) for end in (row[0], row[-1])]
+            meets_once = len(set(row) & set(circle.points)) == len(shared) == 1
+            if not meets_once or circle.centre in row or min(reaches) < _OUTSIDE * radius:
+                continue
+            # A line that cuts the circle as drawn lacks a point of its annotation.
+            to_point = places[shared[0]] - places[circle.centre]
+            lean = abs(cosine(to_point, places[row[-1]] - places[row[0]]))
+            if lean < math.sin(math.radians(SAID_TANGENT)):
+                reading.relations.append(
+                    Perpendicular(a=circle.centre, b=shared[0], c=row[0], d=row[-1])
+                )
+                reading.sources.append(None)
+
+
+def _add_shapes_in_question(reading: Reading, term: Term, number: int) -> None:
+    """A shape that a question names holds: "the area of the rhombus" says that it is one."""
+    for part in term.walk():
+        if part is term or part.head in _SAYS_MORE:
+            continue
+        if part.head in _HOLDS_IN_QUESTION or part.head in _HOLDS_AROUND:
+            unread = len(reading.unread)
+            reading.add(part, number)
+            del reading.unread[unread:]  # the goal itself says what is wrong with it
+
+
+def _read_goal(reading: Reading) -> None:
+    """Read what the question asks for, or say in `goal_fault` why it cannot be computed."""
+    goal = next(
+        (
+            term.arguments[0]
+            for term in reading.drawing.asked
+            if term.head == "Find" and term.arguments
+        ),
+        None,
+    )
+    if goal is None:
+        reading.goal_fault = "the question asks for nothing that can be computed"
+        return
+    reading.goal_term = goal
+    reading.unit = unit_of(goal)
+    try:
+        quantity = reading.measures.value(goal)
+        reading.drawing.check_points(points_in_quantity(quantity))
+        reading.goal = quantity
+    except (UnreadError, IndexError, ValueError, ZeroDivisionError) as error:
+        reading.goal_fault = (
+            str(error) if isinstance(error, UnreadError) else f"{goal} is no measure that is known"
+        )
+        return
+    reading.assumed += reading.measures.assumed

@@ -1,0 +1,170 @@
+"""The regions that drawn lines enclose: faces, outline, and all polygons that could be meant."""
+
+from __future__ import annotations
+
+import math
+from cmath import phase
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import combinations, pairwise
+
+from adora_vl.geometry.drawn_lines import DrawnLines
+from adora_vl.geometry.shapes import sides_of
+from adora_vl.geometry.vectors import cross
+
+_MOST_FACES = 40  # corners of a region; a walk that is longer has lost its way
+
+
+class Regions(DrawnLines):
+    """The lines of a picture as the borders of regions."""
+
+    @cached_property
+    def _borders(self) -> dict[str, set[str]]:
+        """Which points are next to each other on a drawn line."""
+        borders: dict[str, set[str]] = defaultdict(set)
+        for row in self.rows:
+            for start, end in pairwise(row):
+                borders[start].add(end)
+                borders[end].add(start)
+        return dict(borders)
+
+    def _direction(self, start: str, end: str) -> float:
+        """The direction of the way between two points, in radians."""
+        return phase(self.places[end] - self.places[start])
+
+    @cached_property
+    def faces(self) -> list[list[str]]:
+        """The inner regions that the drawn lines enclose, each as the points around it against the
+        clock.
+        """
+        visited: set[tuple[str, str]] = set()
+        faces = []
+        for start in sorted(self._borders):
+            for end in sorted(self._borders[start]):
+                face = self._face(start, end, visited)
+                if len(face) > 2 and len(set(face)) == len(face) and self.signed_area(face) > 0:
+                    faces.append(face)
+        return faces
+
+    def _face(self, start: str, end: str, visited: set[tuple[str, str]]) -> list[str]:
+        """The region to one side of a drawn edge; edges that it goes along are added to `visited`."""
+        face: list[str] = []
+        while (start, end) not in visited and len(face) < _MOST_FACES:
+            visited.add((start, end))
+            face.append(start)
+            back = self._direction(end, start)
+            onward = [name for name in sorted(self._borders[end]) if name != start] or [start]
+            following = max(onward, key=lambda name: (self._direction(end, name) - back) % math.tau)
+            start = end
+            end = following
+        return face
+
+    def signed_area(self, names: Sequence[str]) -> float:
+        """The area in square pixels by the shoelace formula; positive against the clock."""
+        places = [self.places[name] for name in names]
+        return sum(cross(places[i - 1], places[i]) for i in range(len(places))) / 2
+
+    def corners(self, boundary: Sequence[str]) -> list[str]:
+        """A boundary without the points at which it goes straight on."""
+        count = len(boundary)
+        return [
+            name
+            for i, name in enumerate(boundary)
+            if not self.are_on_one_row((boundary[i - 1], name, boundary[(i + 1) % count]))
+        ]
+
+    @cached_property
+    def polygons(self) -> list[list[str]]:
+        """The corners of all regions, of all pairs of regions that share a side, and of the
+        outline.
+        """
+        polygons = [self.corners(face) for face in self.faces]
+        for first, second in combinations(self.faces[:60], 2):
+            joined = _joined(first, second)
+            if joined:
+                polygons.append(self.corners(joined))
+        outline = self.outline()
+        if outline:
+            polygons.append(outline)
+        return polygons
+
+    def outline(self, within: Iterable[str] | None = None) -> list[str]:
+        """The corners of the outer boundary, without dead ends.
+
+        Empty where there is none that is simple.
+        """
+        borders = {name: set(near) for name, near in self._borders.items()}
+        if within is not None:
+            borders = {name: near for name, near in borders.items() if name in set(within)}
+        while True:
+            dead = sorted(name for name, near in borders.items() if len(near) < 2)
+            if not dead:
+                break
+            for name in dead:
+                for neighbour in borders.pop(name):
+                    borders.get(neighbour, set()).discard(name)
+        if len(borders) < 3:
+            return []
+        first = min(
+            borders, key=lambda name: (self.places[name].imag, self.places[name].real, name)
+        )
+        boundary = [first]
+        current = first
+        back = -math.pi / 2
+        for _ in range(2 * _MOST_FACES):
+            came_from = back
+
+            def turn(name: str, at: str = current, came_from: float = came_from) -> float:
+                return (self._direction(at, name) - came_from) % math.tau or math.tau
+
+            following = min(sorted(borders[current]), key=turn)
+            if following == first:
+                break
+            boundary.append(following)
+            back = self._direction(following, current)
+            current = following
+        return [] if len(set(boundary)) != len(boundary) else self.corners(boundary)
+
+    @cached_property
+    def components(self) -> list[set[str]]:
+        """The parts of the drawing that no line connects, from left to right."""
+        remaining = set(self.neighbours)
+        components = []
+        while remaining:
+            waiting = [min(remaining)]
+            component: set[str] = set()
+            while waiting:
+                name = waiting.pop()
+                if name not in component:
+                    component.add(name)
+                    waiting += sorted(self.neighbours[name] - component)
+            remaining -= component
+            components.append(component)
+        return sorted(components, key=self._leftmost)
+
+    def _leftmost(self, component: set[str]) -> float:
+        """How far to the left a part of the drawing reaches."""
+        return min(
+            (self.places[name].real for name in component if name in self.places), default=0.0
+        )
+
+
+def _joined(first: Sequence[str], second: Sequence[str]) -> list[str]:
+    """The boundary of two regions together; empty where they share no side."""
+    edges = set(sides_of(first))
+    second_edges = set(sides_of(second))
+    shared = {(start, end) for start, end in edges if (end, start) in second_edges}
+    if not shared:
+        return []
+    onward = dict(edges - shared)
+    onward.update(second_edges - {(end, start) for start, end in shared})
+    if not onward:
+        return []
+    start = min(onward)
+    boundary = [start]
+    following = onward.get(start)
+    while following is not None and following != start and len(boundary) < _MOST_FACES:
+        boundary.append(following)
+        following = onward.get(following)
+    return boundary if following == start else []

@@ -1,0 +1,65 @@
+"""The order in which an adapter's branch and its base are computed in a layer's last product.
+
+Gradient checkpointing computes a layer again only until it has every tensor that the backward pass
+reads. Stock PEFT adds the adapter's branch after the base product, and the branch keeps tensors, so
+the base product is computed again though nobody reads it. With the branch first the base product is
+the last operation, and is left out: a quarter of a recomputed layer's work.
+"""
+
+from functools import partial
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from packaging.specifiers import SpecifierSet
+from torch import Tensor, nn
+
+from adora_vl.models.families import LANGUAGE_MODEL, component_of
+from adora_vl.utils import compat
+
+if TYPE_CHECKING:
+    from peft.tuners.lora.layer import Linear
+
+# `branch_first` repeats what this version of PEFT does; another one keeps its own order.
+REPEATED = SpecifierSet(">=0.21,<0.22")
+_LAST_PRODUCT = "down_proj"  # of a decoder layer, in every family
+
+
+def compute_branches_first(model: nn.Module) -> int:
+    """Compute the adapter's branch first in the last product of each layer of the language model.
+
+    Returns the number of layers that were changed: those with a plain adapter on a weight that is
+    not quantised, if the installed PEFT is one that `branch_first` repeats.
+    """
+    if not REPEATED.contains(version("peft"), prereleases=True):
+        return 0
+    from peft.tuners.lora.layer import Linear
+
+    changed = 0
+    for name, module in model.named_modules():
+        is_last = name.endswith(_LAST_PRODUCT) and component_of(name) == LANGUAGE_MODEL
+        # A subclass, such as that of a base in 4 bits, has a forward of its own
+        if is_last and type(module) is Linear:
+            compat.LORA_PRODUCT.install(partial(branch_first, module), on=module)
+            changed += 1
+    return changed
+
+
+def branch_first(layer: "Linear", x: Tensor, *args: object, **kwargs: object) -> Tensor:
+    """Return base product plus adapter's branch, as `Linear.forward` of PEFT does.
+
+    Stock PEFT computes the base product before the branch. The sum is the same. What is no plain
+    adapter at work (one that is merged or switched off, several, DoRA, arguments) goes to PEFT.
+    """
+    active = layer.active_adapters
+    is_plain = (
+        len(active) == 1 and active[0] in layer.lora_A and active[0] not in layer.lora_variant
+    )
+    if args or kwargs or layer.disable_adapters or layer.merged or not is_plain:
+        result: Tensor = type(layer).forward(layer, x, *args, **kwargs)
+        return result
+    name = active[0]
+    lora_A = layer.lora_A[name]
+    inputs = layer._cast_input_dtype(x, lora_A.weight.dtype)
+    branch = layer.lora_B[name](lora_A(layer.lora_dropout[name](inputs))) * layer.scaling[name]
+    base = layer.base_layer(x)
+    return (base + branch).to(base.dtype)

@@ -1,0 +1,42 @@
+"""200 problems that were written before the engine had seen them, with answers by formula.
+
+Half are logic forms, half are sentences: determined, open, contradictory, with two solutions of which
+the drawing chooses one, and not to scale. Each has a line of working that says why.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from adora_vl.geometry.forms import form_of
+from adora_vl.geometry.text import form_of_text
+from adora_vl.geometry.verdict import verdict
+
+_FILES = ("new_problems.json", "new_problems_2.json")
+PROBLEMS = [
+    (f"{name.removesuffix('.json')}-{problem['id']}", problem)
+    for name in _FILES
+    for problem in json.loads(Path(__file__).with_name(name).read_text())
+]
+
+
+def _check(problem: dict) -> None:
+    form = form_of_text(problem["text"]) if "text" in problem else form_of(problem["record"])
+    result = verdict(form)
+    assert result.status == problem["status"], (problem["working"], result.why)
+    if problem["value"] is not None:
+        assert result.value == pytest.approx(problem["value"], rel=1e-6), problem["working"]
+
+
+@pytest.mark.parametrize(
+    "problem", [p for _, p in PROBLEMS[::8]], ids=[n for n, _ in PROBLEMS[::8]]
+)
+def test_some_new_problems_have_their_answers(problem: dict) -> None:
+    _check(problem)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("problem", [p for _, p in PROBLEMS], ids=[name for name, _ in PROBLEMS])
+def test_all_new_problems_have_their_answers(problem: dict) -> None:
+    _check(problem)

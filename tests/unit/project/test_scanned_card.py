@@ -1,0 +1,169 @@
+"""The digits on a card: its plan is of sixty million parameters, and says before what a gain is."""
+
+import copy
+import json
+
+import pytest
+import yaml
+
+from adora_vl.builtin import SHIPPED_SIZE, ModelSize
+from adora_vl.utils.errors import UserError
+from benchmarks import scanned
+
+PLAN = yaml.safe_load(scanned.CARD_PLAN.read_text())
+(CASE,) = PLAN["cases"]
+
+
+def finished_run(seed, arm, *, accuracy, worked, loss=0.08):
+    """A line of runs.jsonl, with what the verdict and the tables read."""
+    held_out = [
+        {"step": step, "accuracy": value, "usual": value, "any": value}
+        for step, value in ((0, 0.4), (20, 0.4), (40, accuracy))
+    ]
+    steps = [{"step": 40, "worked": worked, "every_step": 0.5, "tokens": 20.0}]
+    return {
+        "case": CASE,
+        "start": 1,
+        "seed": seed,
+        "arm": arm,
+        "start_losses": [loss, 0.2],
+        "commit": "abc",
+        "held_out": held_out,
+        "steps": steps,
+        "processor_seconds": 30.0,
+    }
+
+
+def pair(seed, *, ahead, workings, loss=0.08):
+    """Both arms of a seed, with ADORA so far ahead."""
+    grpo = finished_run(seed, "grpo", accuracy=0.4, worked=0.2, loss=loss)
+    adora = finished_run(seed, "adora", accuracy=0.4 + ahead, worked=0.2 + workings, loss=loss)
+    return [grpo, adora]
+
+
+def test_the_two_arms_of_a_seed_come_one_after_the_other():
+    order = scanned.places(PLAN, pilot=False)
+    assert [place[2:] for place in order[:2]] == [(0, "grpo"), (0, "adora")]
+    assert not set(PLAN["pilot"]["seeds"]) & set(PLAN["seeds"])
+
+
+def test_both_plans_differ_in_what_the_size_asks_for_alone():
+    """The task, the arms and the number of rollouts are those of a million parameters."""
+    small = yaml.safe_load(scanned.PLAN.read_text())
+    for key in ("pixels", "rows"):
+        assert PLAN[key] == small[key]
+    assert PLAN["cases"][CASE]["one_digit"] == small["cases"][CASE]["one_digit"]
+    assert {arm: small["arms"][arm] for arm in PLAN["arms"]} == PLAN["arms"]
+    changed = {key for key in PLAN["train"] if PLAN["train"][key] != small["train"].get(key)}
+    assert changed == {"learning_rate", "adora_vllm_enforce_eager"}
+
+
+@pytest.mark.parametrize(
+    ("ahead", "workings", "begins"),
+    [
+        (0.2, 0.7, "a gain: ADORA is +20.0 points of accuracy"),
+        (0.2, 0.3, "no gain: "),
+        (0.05, 0.7, "no gain: "),
+        (-0.1, 0.7, "no gain: ADORA is -10.0 points"),
+    ],
+)
+def test_a_gain_is_accuracy_and_workings(ahead, workings, begins):
+    runs = [run for seed in (0, 1) for run in pair(seed, ahead=ahead, workings=workings)]
+    assert scanned.verdict(PLAN, runs).startswith(begins)
+    assert scanned.verdict(PLAN, runs).endswith("in 2 seeds")
+
+
+def test_a_start_that_cannot_read_answers_nothing():
+    runs = pair(0, ahead=0.3, workings=0.8, loss=0.2)
+    assert scanned.verdict(PLAN, runs).startswith("no answer: the start's loss")
+
+
+def test_half_a_seed_does_not_count():
+    whole_seed = pair(0, ahead=0.2, workings=0.7)
+    half = finished_run(1, "grpo", accuracy=0.9, worked=0.9)
+    assert scanned.verdict(PLAN, [*whole_seed, half]) == scanned.verdict(PLAN, whole_seed)
+    assert scanned.verdict(PLAN, [half]) == "no answer: no seed is whole"
+    assert "1 of 3 seeds are whole" in scanned.tables(PLAN, [*whole_seed, half])
+
+
+def test_a_size_of_the_command_goes_before_that_of_the_plan():
+    small = yaml.safe_load(scanned.PLAN.read_text())
+    assert scanned.size_of(small) is None
+    assert scanned.resized(small, {"width": None}) == small
+    assert scanned.size_of(scanned.resized(small, {"layers": 5})) == ModelSize(layers=5)
+    wider = scanned.resized(PLAN, {"width": 512, "dtype": "float32"})
+    assert scanned.size_of(wider) == ModelSize(width=512, layers=7, dtype="float32")
+    assert scanned.size_of(PLAN) == ModelSize(width=640, layers=7, dtype="bfloat16")
+    with pytest.raises(UserError, match="width: 100 is no multiple of 32"):
+        scanned.resized(PLAN, {"width": 100})
+
+
+def test_a_start_of_each_size_has_a_folder_of_its_own(tmp_path):
+    folders = {
+        scanned.start_folder(tmp_path, plan, 1).name
+        for plan in (PLAN, scanned.resized(PLAN, {"width": 512}), {"arms": {}})
+    }
+    assert folders == {"1_640x7_bfloat16", "1_512x7_bfloat16", "1"}
+
+
+@pytest.mark.parametrize(
+    ("size", "device", "keys"),
+    [
+        (None, "cpu", {"use_cpu": True}),
+        (SHIPPED_SIZE, "cuda", {"use_cpu": False, "bf16": False}),
+        (ModelSize(dtype="bfloat16"), "cuda", {"use_cpu": False, "bf16": True}),
+    ],
+)
+def test_the_machine_and_the_dtype_decide_the_same_keys_of_each_arm(size, device, keys):
+    assert scanned.machine_keys(size, device) == keys
+
+
+def test_a_rehearsal_has_the_model_and_the_arms_and_two_steps():
+    before = copy.deepcopy(PLAN)
+    plan = scanned.rehearsed(PLAN)
+    assert before == PLAN
+    assert plan["model"] == PLAN["model"]
+    assert scanned.places(plan, pilot=False) == scanned.places(PLAN, pilot=False)[:2]
+    assert plan["train"]["max_steps"] == 2
+
+
+def test_no_run_begins_that_would_not_end_in_time():
+    assert not scanned.is_too_late([], remaining=-1.0), "the first run always begins"
+    assert not scanned.is_too_late([40.0, 50.0], remaining=51.0)
+    assert scanned.is_too_late([40.0, 50.0], remaining=49.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--card"], "error: --card: no GPU is visible"),
+        (["--card", "--layers", "0"], "error: layers: 0 is no depth"),
+        (["--dtype", "int8"], "error: dtype: 'int8' is not"),
+        (["--tables", "nowhere.jsonl"], "error: --tables: nowhere.jsonl is no file"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_one_line(words, named, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert scanned.main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(named)
+
+
+def test_an_untaught_model_of_any_size_learns_the_digits_lessons(tmp_path, monkeypatch):
+    """With two steps of each lesson; the start is saved in the dtype of the plan."""
+    from safetensors.torch import load_file
+
+    from adora_vl.synthetic.generate import generate
+
+    drawn = list(generate(8, seed=1, families=("perimeter",)))
+    monkeypatch.setattr(scanned, "draw_rows", lambda *_, **__: drawn)
+    plan = scanned.rehearsed(scanned.resized(PLAN, {"width": 64, "layers": 1}))
+    folder = scanned.start_folder(tmp_path, plan, 1)
+    folder.parent.mkdir()
+    scanned.build_start(folder, plan, 1)
+    weights = load_file(folder / "model.safetensors")
+    assert {str(tensor.dtype) for tensor in weights.values()} == {"torch.bfloat16"}
+    assert len(json.loads((folder / "build.json").read_text())["final_losses"]) == 2
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    scanned.build_start(folder, plan, 1)
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written, "what is there stays"
