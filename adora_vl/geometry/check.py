@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import numpy as np
@@ -28,7 +28,9 @@ from adora_vl.geometry.quantities import (
     Angle,
     Combined,
     Constant,
+    Distance,
     Equal,
+    LineDistance,
     Parallel,
     Perpendicular,
     Quantity,
@@ -126,6 +128,11 @@ class CheckedFigure:
             for relation in self.reading.relations
             if _gives_value(relation) or _gives_expression(relation)
         ]
+        self.plain_equations = [
+            relation
+            for relation in self.reading.relations
+            if isinstance(relation, Equal) and (_gives_value(relation) or _joins_names(relation))
+        ]
         self.measured_names = self._measured_names()
         self.goals = self._goal_names()
 
@@ -159,6 +166,19 @@ class CheckedFigure:
             for side in (relation.left, relation.right)
         ]
         return {signature(side) for side in sides if number_of_quantity(side) is None}
+
+    @cached_property
+    def room(self) -> int:
+        """How many new claims there can be: the unknowns that the given values do not settle.
+
+        Where three given values settle a triangle, all that can be said of it is arithmetic on
+        them, and this is 0.
+        """
+        with np.errstate(all="ignore"):
+            known_rows = _Judgement(self, []).known_rows
+        movable = self.system.count - len(self.free)
+        rank = int(np.linalg.matrix_rank(np.stack(known_rows), tol=_IN_SPAN)) if known_rows else 0
+        return max(0, movable - rank)
 
     def claims(self, text: str) -> list[Checked]:
         """The claims of a text with their verdicts."""
@@ -206,6 +226,11 @@ def _gives_value(relation: Relation) -> bool:
     return has_number and any(not isinstance(side, Combined) for side in sides)
 
 
+def _joins_names(relation: Equal) -> bool:
+    """Whether a fact says that two names are equal: `AB = BC`, `angle 1 = angle ABC`."""
+    return not isinstance(relation.left, Combined) and not isinstance(relation.right, Combined)
+
+
 def _gives_expression(relation: Relation) -> bool:
     """Whether a fact says of one name which expression of letters it is: `AB = 2x + 1`.
 
@@ -234,6 +259,31 @@ def _is_collinear(relation: Relation) -> bool:
     )
 
 
+def _names_angle(relation: Relation) -> bool:
+    """Whether a fact only says which angle a number in the picture stands for."""
+    if not isinstance(relation, Equal):
+        return False
+    sides = (relation.left, relation.right)
+    numbers = [side for side in sides if isinstance(side, Unknown)]
+    is_numbered = any(side.name.startswith("angle ") for side in numbers)
+    return is_numbered and any(isinstance(side, Angle) for side in sides)
+
+
+def _is_radial(relation: Relation) -> bool:
+    """Whether a fact says that a point lies on a circle."""
+    if not isinstance(relation, Equal):
+        return False
+    sides = (relation.left, relation.right)
+    return any(_is_radius(side) for side in sides) and any(
+        isinstance(side, Distance) for side in sides
+    )
+
+
+def _is_radius(quantity: Quantity) -> bool:
+    """Whether a quantity is the radius of a circle."""
+    return isinstance(quantity, Unknown) and quantity.name.startswith("radius ")
+
+
 class _Judgement:
     """Judges the claims of one text in their order."""
 
@@ -246,7 +296,7 @@ class _Judgement:
             for relation in figure.reading.relations
             if isinstance(relation, Parallel | Perpendicular)
         ]
-        relations += [*figure.known, *self.directions]
+        relations += [*figure.known, *figure.plain_equations, *self.directions]
         base = figure.system
         names = [Unknown(name) for name in base.unknowns]
         self.system = System(
@@ -259,12 +309,20 @@ class _Judgement:
         self.measured = self._measured(figure.v)
         self.atom_values, _ = self.system.atoms(figure.v, slopes=False)
         self.direction_rows = [row for fact in self.directions for row in self.rows(fact)]
-        self.line_rows = [
-            row for fact in self.directions if _is_collinear(fact) for row in self.rows(fact)
-        ]
+        # Angles at a straight line, also by the numbers that stand for them.
+        lines = [fact for fact in self.directions if _is_collinear(fact)]
+        names_of_angles = [fact for fact in figure.known if _names_angle(fact)]
+        self.line_rows = [row for fact in [*lines, *names_of_angles] for row in self.rows(fact)]
         self.said_rows: list[Vector] = []  # of new claims that lines are parallel or perpendicular
-        self.known_rows = [row for fact in figure.known for row in self.rows(fact)]
+        radial = [fact for fact in figure.known if _is_radial(fact)]
+        self.radial_rows = [row for fact in radial for row in self.rows(fact)]
+        self.known_rows = [
+            row for fact in figure.known if fact not in radial for row in self.rows(fact)
+        ]
         self.true_rows = list(self.known_rows)
+        names_of_atoms = dict.fromkeys(signature(atom) for atom in self.system.row)
+        self.columns = {name: number for number, name in enumerate(names_of_atoms)}
+        self.arithmetic_rows = [self._partials(fact) for fact in figure.plain_equations]
         self.false_rows: list[Vector] = []
         self.true_relations: list[Relation] = list(figure.known)
         self.false_ways: list[Sequence[Relation]] = []
@@ -287,12 +345,13 @@ class _Judgement:
 
     def rows(self, relation: Relation) -> list[Vector]:
         """The gradients of a relation, each scaled like the unknowns and of length 1 or 0."""
-        rows = []
-        for _, gradient in self.measured[relation]:
-            scaled = np.nan_to_num(gradient) * self.figure.scales
-            length = float(np.linalg.norm(scaled))
-            rows.append(scaled / length if length > _FLAT else np.zeros_like(scaled))
-        return rows
+        return [self._unit_row(gradient) for _, gradient in self.measured[relation]]
+
+    def _unit_row(self, gradient: Vector) -> Vector:
+        """A gradient, scaled like the unknowns and of length 1, or 0 where it is flat."""
+        scaled = np.nan_to_num(gradient) * self.figure.scales
+        length = float(np.linalg.norm(scaled))
+        return scaled / length if length > _FLAT else np.zeros_like(scaled)
 
     def _is_determined(self, rows: Iterable[Vector]) -> bool:
         """Whether the facts say whether the claim holds, and do not leave it free."""
@@ -362,13 +421,15 @@ class _Judgement:
             return "again"
         if is_direction and _are_in_span(rows, [*self.direction_rows, *self.said_rows]):
             return "again"
-        if _are_in_span(rows, self.known_rows):
+        radial_rows = self.radial_rows if self._is_of_lengths(way) else []
+        if _are_in_span(rows, [*self.known_rows, *radial_rows]) or self._is_arithmetic(way):
             return "nothing"
         if all(_is_parallel_to_any(row, self.true_rows) for row in rows if row.any()):
             return "again"
-        if _are_in_span(rows, self.true_rows):
+        span = [*self.true_rows, *radial_rows]
+        if _are_in_span(rows, span):
             return "nothing"
-        novelty = max(_outside(row, self.true_rows) for row in rows)
+        novelty = max(_outside(row, span) for row in rows)
         if max(self._distance(relation) for relation in way) > _FAR_NEW * novelty:
             return "nothing"  # what is new in it is smaller than its rounding
         self.said.add(names)
@@ -376,8 +437,68 @@ class _Judgement:
             self.said_rows += rows
         self.true_rows += [row for row in rows if row.any()]
         self.true_relations += way
+        self.arithmetic_rows += [
+            self._partials(relation) for relation in way if isinstance(relation, Equal)
+        ]
         self.worlds = None
         return "new"
+
+    def _is_of_lengths(self, way: Sequence[Relation]) -> bool:
+        """Whether a claim is about lengths alone, apart from what is known.
+
+        That points lie on a circle makes distances from its centre known. That a quadrilateral's
+        angles are supplementary follows from it too, but has to be found out. A name that cancels
+        out (`OA + x = 5 + x`) or that is known does not count.
+        """
+        return all(
+            isinstance(atom, Distance | LineDistance) or _is_radius(atom)
+            for relation in way
+            if isinstance(relation, Equal)
+            for atom in self._moving_atoms(relation)
+        )
+
+    def _moving_atoms(self, relation: Equal) -> Iterator[Quantity]:
+        """The names in an equation that matter for it, and that are not known themselves."""
+        _, gradient = self.system.atoms(self.figure.v, slopes=True)
+        assert gradient is not None, "slopes were asked for"
+        partials = self._partials(relation)
+        for atom, number in self.system.row.items():
+            if abs(partials[self.columns[signature(atom)]]) > _FLAT:
+                row = self._unit_row(gradient[number])
+                if not _is_in_span(row, self.known_rows):
+                    yield atom
+
+    def _partials(self, relation: Equal) -> Vector:
+        """How the difference of the sides changes with each name, of length 1 or 0; (names,).
+
+        The names count as independent of each other here, as in arithmetic that knows nothing of
+        the figure. `AB` and `BA` are one name.
+        """
+        partials = np.zeros(len(self.columns))
+        slopes = np.zeros((len(self.system.row), self.system.count))
+        for side, sign in ((relation.left, 1.0), (relation.right, -1.0)):
+            for atom in dict.fromkeys(atoms_of(side)):
+                if constant_of(atom) is not None:
+                    continue
+                number = self.system.row[atom]
+                slopes[number, 0] = 1.0
+                _, change = self.system.evaluated(side, self.atom_values, slopes)
+                slope = float(np.nan_to_num(change[0]))
+                slopes[number, 0] = 0.0
+                partials[self.columns[signature(atom)]] += sign * slope
+        length = float(np.linalg.norm(partials))
+        return partials / length if length > _FLAT else np.zeros_like(partials)
+
+    def _is_arithmetic(self, way: Sequence[Relation]) -> bool:
+        """Whether a claim follows by arithmetic from given values, equal names and earlier claims.
+
+        `BC = 13` does where `AB = BC` and `AB = 13` are given.
+        """
+        return all(
+            isinstance(relation, Equal)
+            and _is_in_span(self._partials(relation), self.arithmetic_rows)
+            for relation in way
+        )
 
     def _of_false(self, claim: Claim, way: Sequence[Relation]) -> ClaimVerdict:
         """Whether a false claim is an error of its own, or follows from an earlier one."""

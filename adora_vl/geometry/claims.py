@@ -8,7 +8,7 @@ between them, or a relation in signs or words. What nobody stands by is no claim
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise, product
 from typing import Literal
@@ -33,6 +33,7 @@ from adora_vl.geometry.quantities import (
     over,
     plus,
     points_in,
+    times,
 )
 from adora_vl.geometry.reading import Reading, read
 from adora_vl.geometry.shapes import Circle, UnreadError, sides_of
@@ -91,6 +92,11 @@ _COMPARES = {
     "triangles",
     "pairs",
     "choices",
+}
+# A number with one of these words and "than" behind it is a difference: "5 more than CD".
+_DIFFERS = {
+    **{"more": 1.0, "longer": 1.0, "greater": 1.0, "larger": 1.0, "bigger": 1.0, "higher": 1.0},
+    **{"less": -1.0, "shorter": -1.0, "smaller": -1.0, "lower": -1.0},
 }
 _PLACES = {"opposite", "adjacent", "intercepts", "intercepted", "subtends", "subtended", "between"}
 _BRACKETS = {"(": 1, "{": 1, ")": -1, "}": -1}
@@ -159,7 +165,7 @@ class _ClaimReader:
             if behind == number:
                 number += 1
                 continue
-            if self.stands[number] and not self._is_alternative(number, behind):
+            if self.stands[number] and not self._is_alternative(number, behind, claims_here):
                 claims += claims_here
             else:
                 passed += claims_here
@@ -169,6 +175,9 @@ class _ClaimReader:
 
     def _claims_at(self, number: int) -> tuple[list[Claim], int]:
         """The claims that begin at a place, and the place behind them; the same place for none."""
+        row = self._table_row(number)
+        if row is not None:
+            return row
         if self._continues(number):
             return [], number
         relation = self.relations.read(number)
@@ -240,9 +249,45 @@ class _ClaimReader:
                 return False
         return False
 
-    def _is_alternative(self, number: int, behind: int) -> bool:
-        """Whether `or` stands before or behind: one of several values is no claim."""
-        return self.sides.word(number - 1) == "or" or self.sides.word(behind) == "or"
+    def _is_alternative(self, number: int, behind: int, claims: Sequence[Claim]) -> bool:
+        """Whether `or` stands before or behind: one of several values is no claim.
+
+        Behind a comma "or" may put an equation in other words: "AB/BC = DE/EF, or 5/x = 3/4".
+        """
+        is_name_with_number = any(claim.kind != "relation" for claim in claims)
+        for joint in (number - 1, behind):
+            if self.sides.word(joint) == "or":
+                has_comma = self.sides.at(joint - 1).text == ","
+                return is_name_with_number or not has_comma
+        is_followed = self.sides.at(behind).text == "," and self.sides.word(behind + 1) == "or"
+        return is_followed and is_name_with_number
+
+    def _table_row(self, number: int) -> tuple[list[Claim], int] | None:
+        """The claim of a table's row that begins here, `| AB | 13 |`, and the place behind it.
+
+        The first cell is a name and the second its value; cells behind these have words alone.
+        None where the row says something else.
+        """
+        before = self.sides.at(number - 1)
+        if self.sides.at(number).text != "|" or (number > 0 and before.kind != "line"):
+            return None
+        try:
+            name, bar = self.sides.side(number + 1, closing="|")
+            value, end = self.sides.side(bar + 1, closing="|")
+        except NoSideError:
+            return None
+        if self.sides.at(bar).text != "|" or self.sides.at(end).text != "|":
+            return None
+        if name.is_number or not value.is_number:
+            return None
+        cursor = end
+        while self.sides.at(cursor).kind not in ("line", "end"):
+            if self.sides.at(cursor).kind in ("number", "points"):
+                return None
+            cursor += 1
+        first = _Link(side=name, first=number + 1, behind=bar)
+        second = _Link(side=value, first=bar + 1, behind=end)
+        return [self._equation(first, second)], cursor
 
     # Chains
 
@@ -299,6 +344,8 @@ class _ClaimReader:
         """The side behind `=` or `is`. Raises `NoSideError` where it is only a part of one."""
         side, behind = self.sides.side(number)
         word = self.sides.word(behind)
+        if word in _DIFFERS and side.is_number and self.sides.word(behind + 1) == "than":
+            return self._difference(side, behind + 2, sign=_DIFFERS[word])
         if word in _COMPARES and side.is_number:
             raise NoSideError(f"{word} stands behind it")
         is_worded = self.signs[relation].text not in _EQUALS
@@ -309,6 +356,18 @@ class _ClaimReader:
         if self.sides.at(behind).text in ("±", "∥", "⊥", "<"):
             raise NoSideError("it goes on")
         return side, behind
+
+    def _difference(
+        self, amount: EquationSide, number: int, *, sign: float
+    ) -> tuple[EquationSide, int]:
+        """What is so much more or less than the side that begins here: "5 more than AB"."""
+        while self.sides.word(number) in ("the", "length", "measure", "of"):
+            number += 1
+        side, behind = self.sides.side(number)
+        change = times(Constant(sign), amount.quantity)
+        decimals = [part.decimals for part in (amount, side) if part.decimals is not None]
+        quantity = plus(side.quantity, change)
+        return EquationSide(quantity=quantity, decimals=max(decimals, default=None)), behind
 
     def _is_noun_of_several(self, word: str) -> bool:
         """Whether a number before this word counts things: "the ratio is 3 to 4"."""

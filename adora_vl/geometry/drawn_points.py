@@ -58,7 +58,7 @@ class DrawnPoints:
                     self.named.setdefault(shape.head, tuple(shape.names))
 
     def _may_be_point(self, name: str) -> bool:
-        """Whether a name is a capital letter, or one that the picture has."""
+        """Tell whether a name is a capital letter, or one that the picture has."""
         is_drawn = name in self.form.points or name in self.neighbours
         return is_drawn or _POINT.fullmatch(name) is not None
 
@@ -98,7 +98,10 @@ class DrawnPoints:
         return dict.fromkeys(sorted(called - drawn_names - drawn), centre)
 
     def point(self, name: str) -> str:
-        """The point of that name, or the one that it is another name of. Raises `UnreadError`."""
+        """Return the point of that name, or the one that it is another name of.
+
+        Raises `UnreadError`.
+        """
         name = self.aliases.get(name, name)
         if name not in self._known:
             raise UnreadError(f"there is no point {name}")
@@ -116,7 +119,10 @@ class DrawnPoints:
         return set(self.points)
 
     def _circles(self) -> list[Circle]:
-        """The circles of the form with their points; concentric ones have radii of their own."""
+        """Return the circles of the form with their points.
+
+        Concentric ones have radii of their own.
+        """
         on_circle: dict[tuple[str, str], list[str]] = {}
         nameless: list[tuple[str, str]] = []
         for term in self.terms:
@@ -152,7 +158,10 @@ class DrawnPoints:
         return circles
 
     def circle(self, term: Term | None = None) -> Circle:
-        """The circle that a term names; the only one where it names none. Raises `UnreadError`."""
+        """Return the circle that a term names.
+
+        The only one where it names none. Raises `UnreadError`.
+        """
         name = term.names[0] if term is not None and term.names else "$"
         name = self.aliases.get(name, name)
         centred = [circle for circle in self.circles if circle.centre == name]
@@ -167,11 +176,11 @@ class DrawnPoints:
         raise UnreadError("the form does not say which circle is meant")
 
     def _outermost(self, circles: Sequence[Circle]) -> Circle:
-        """The largest of concentric circles, as far as the picture shows."""
+        """Return the largest of concentric circles, as far as the picture shows."""
         return max(circles, key=lambda circle: self.drawn_radius(circle) or 0.0)
 
     def drawn_radius(self, circle: Circle) -> float | None:
-        """The radius in the picture; None where no point of the circle has a place."""
+        """Return the radius in the picture; None where no point of the circle has a place."""
         if circle.centre not in self.places:
             return None
         reaches = [
@@ -182,7 +191,7 @@ class DrawnPoints:
         return sum(reaches) / len(reaches) if reaches else None
 
     def circle_of_arc(self, names: Sequence[str]) -> Circle:
-        """The circle that an arc lies on.
+        """Return the circle that an arc lies on.
 
         Raises `UnreadError` where none or several have its ends.
         """
@@ -222,7 +231,7 @@ class DrawnPoints:
                         self.imagined.add(name)
 
     def _share_of_foot(self, name: str, first: str, last: str) -> float:
-        """How far along a segment the foot of a perpendicular from a known point lies.
+        """Return how far along a segment the foot of a perpendicular from a known point lies.
 
         It is the middle where there is no such perpendicular.
         """
@@ -277,7 +286,7 @@ class DrawnPoints:
         ]
 
     def circles_in_polygons(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """The centres of circles that facts inscribe in polygons, with the corners of these."""
+        """Yield the centres of circles inside polygons, with the corners of these."""
         for term in self.terms:
             if term.head not in ("InscribedIn", "CircumscribedTo") or len(term.arguments) != 2:
                 continue
@@ -288,15 +297,15 @@ class DrawnPoints:
                 yield disc.names[0], tuple(polygon.names)
 
     def separate_arcs(self) -> list[tuple[str, tuple[str, str], tuple[str, str]]]:
-        """Pairs of arcs whose sizes facts give and that have no common end, with their centre.
+        """Return pairs of arcs of given sizes that have no common end, with their centre.
 
         Where no picture shows them they lie beside each other: who gives the sizes of AC and BD
         does not mean arcs one of which holds an end of the other.
         """
         ends: dict[tuple[str, str], str] = {}
-        for term in self.facts:
-            arcs = [part for part in term.walk() if part.head == "Arc" and len(part.names) == 2]
-            for arc in arcs if term.head == "Equals" else []:
+        equations = [fact for fact in self.facts if fact.head == "Equals"]
+        for arc in (part for fact in equations for part in fact.walk()):
+            if arc.head == "Arc" and len(arc.names) == 2:
                 with suppress(UnreadError):
                     ends[arc.names[0], arc.names[1]] = self.circle_of_arc(arc.names).centre
         return [
@@ -306,7 +315,7 @@ class DrawnPoints:
         ]
 
     def _seen_straight(self) -> list[tuple[str, str, str]]:
-        """The lines ABC that are drawn as AB, BC and AC with B between, each as (B, A, C).
+        """Return the lines ABC that are drawn as AB, BC and AC with B between, each as (B, A, C).
 
         The facts do not say so, but the picture shows it.
         """

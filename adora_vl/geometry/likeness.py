@@ -19,7 +19,7 @@ class Likeness(Regions):
     """The polygons of a picture, ranked by what they look like."""
 
     def _likest(self, head: str, count: int) -> list[str] | None:
-        """The drawn polygon with so many corners that looks most like its kind.
+        """Return the drawn polygon with so many corners that looks most like its kind.
 
         The largest comes first among equals.
         """
@@ -31,7 +31,7 @@ class Likeness(Regions):
         return min(ranked)[2] if ranked else None
 
     def _unlikeness(self, head: str, names: Sequence[str]) -> float:
-        """How far a polygon of the picture is from its kind; 0 for one that has no kind to be like."""
+        """Return how far a drawn polygon is from its kind; 0 where it has none."""
         if len(names) != 4:
             return 0.0
         a, b, c, d = [self.places[name] for name in names]
@@ -53,7 +53,10 @@ class Likeness(Regions):
         return unlike
 
     def similar_pair(self) -> tuple[list[str], list[str]]:
-        """Two drawn shapes that are meant to be similar, corner by corner. Raises `UnreadError`."""
+        """Return two drawn shapes that are meant to be similar, corner by corner.
+
+        Raises `UnreadError`.
+        """
         if self.copied is not None:
             return list(self.copied[0]), list(self.copied[1])
         marked = self._marked_pair()
@@ -80,8 +83,9 @@ class Likeness(Regions):
         return best[1], best[2]
 
     def _marked_pair(self) -> tuple[list[str], list[str]] | None:
-        """Two polygons whose corners facts make equal one by one, where the picture has not the
-        places of both.
+        """Return two polygons whose corners facts make equal one by one; None without such.
+
+        The picture has not the places of both.
         """
         partners: dict[str, str] = {}
         for fact in self.facts:
@@ -107,7 +111,7 @@ class Likeness(Regions):
         return path, [partners[name] for name in path]
 
     def _matched(self, first: list[str], second: list[str]) -> tuple[float, list[str]]:
-        """How unlike two polygons are at best, and the order of the second one's corners then."""
+        """Return how unlike two polygons are at best, and the second one's corners then."""
         wanted_angles, wanted_lengths = self._measures(first)
         best: tuple[float, list[str]] | None = None
         for way in (second, second[::-1]):
@@ -124,7 +128,7 @@ class Likeness(Regions):
         return best
 
     def _measures(self, names: Sequence[str]) -> tuple[list[float], list[float]]:
-        """The angles of a polygon in degrees and the lengths of its sides, in the picture."""
+        """Return the drawn angles of a polygon in degrees, and the lengths of its sides."""
         places = [self.places[name] for name in names]
         angles = []
         for i, location in enumerate(places):

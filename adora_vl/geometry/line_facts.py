@@ -27,7 +27,7 @@ from adora_vl.geometry.shapes import UnreadError
 
 
 def on_line(measures: Measures, term: Term) -> Iterator[Relation]:
-    """A point lies on a line: collinear with its two ends, unless it is one of them."""
+    """Say that a point lies on a line: collinear with its two ends, unless it is one of them."""
     point = measures.drawing.point(term.names[0])
     start, end = measures.drawing.segment(term.arguments[1])
     if point not in (start, end):
@@ -35,14 +35,14 @@ def on_line(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def perpendicular(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Two lines are perpendicular."""
+    """Say that two lines are perpendicular."""
     a, b = measures.drawing.segment(term.arguments[0])
     c, d = measures.drawing.segment(term.arguments[1])
     yield Perpendicular(a=a, b=b, c=c, d=d)
 
 
 def parallel(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Lines are parallel to the first; unnamed ones are those that look most parallel."""
+    """Say that lines are parallel to the first; unnamed ones are those that look most parallel."""
     try:
         lines = [measures.drawing.segment(line) for line in term.arguments]
     except UnreadError:
@@ -54,7 +54,7 @@ def parallel(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def intersect(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Lines meet in a point, which is collinear with the ends of each."""
+    """Say that lines meet in a point, which is collinear with the ends of each."""
     point = measures.drawing.point(term.arguments[-1].names[0])
     for line in term.arguments[:-1]:
         if line.head == "Line" and len(line.names) == 2 and point not in line.names:
@@ -62,7 +62,7 @@ def intersect(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def midpoint(measures: Measures, term: Term) -> Iterator[Relation]:
-    """A point is the midpoint of a segment, or of the side of a shape that it lies on."""
+    """Say that a point is the midpoint of a segment, or of the side of a shape that it lies on."""
     point = point_of(measures, term.arguments[0])
     target = term.arguments[1]
     if target.head == "Line" and len(target.names) == 2:
@@ -75,13 +75,13 @@ def midpoint(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def right_angle(measures: Measures, term: Term) -> Iterator[Relation]:
-    """An angle is right."""
+    """Say that an angle is right."""
     first, corner, last = measures.drawing.angle(term.arguments[0])
     yield right_angle_at(corner, first, last)
 
 
 def bisects(measures: Measures, term: Term) -> Iterator[Relation]:
-    """A line halves a segment or an angle."""
+    """Say that a line halves a segment or an angle."""
     drawing = measures.drawing
     line = drawing.segment(term.arguments[0])
     target = term.arguments[1]
@@ -115,7 +115,7 @@ def bisects(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def perpendicular_bisector(measures: Measures, term: Term) -> Iterator[Relation]:
-    """A line is the perpendicular bisector of a segment, or of all sides of a triangle."""
+    """Say that a line is the perpendicular bisector of a segment, or of all sides of a triangle."""
     drawing = measures.drawing
     names = term.arguments[1].names
     if term.arguments[1].head == "Triangle" and len(names) == 3:
@@ -142,7 +142,7 @@ def perpendicular_bisector(measures: Measures, term: Term) -> Iterator[Relation]
 def _feet_in_the_middle(
     drawing: Drawing, start: str, end: str, names: Sequence[str]
 ) -> Iterator[Relation]:
-    """The perpendicular bisector of a side stands on the point that looks like its midpoint.
+    """Say that a perpendicular bisector stands on the point that looks like its midpoint.
 
     There is at most one such point for a side.
     """

@@ -29,7 +29,7 @@ _SEEN_ON_CHORD = 0.03  # share of a chord's length that the centre may lie besid
 
 
 def seen(measures: Measures, *, everything: bool) -> Iterator[tuple[Relation, str]]:
-    """What the picture shows and no fact says, with words for it."""
+    """Yield what the picture shows and no fact says, with words for it."""
     yield from seen_tangents(measures, SEEN_TANGENT)
     if everything:
         yield from _seen_diameters(measures)
@@ -38,8 +38,9 @@ def seen(measures: Measures, *, everything: bool) -> Iterator[tuple[Relation, st
 
 
 def seen_tangents(measures: Measures, limit: float) -> Iterator[tuple[Relation, str]]:
-    """Lines that meet a circle in one point and look perpendicular to the radius there, up to
-    `limit` degrees.
+    """Yield lines that meet a circle in one point and look perpendicular to the radius there.
+
+    They may be `limit` degrees from perpendicular.
     """
     drawing = measures.drawing
     places = drawing.places
@@ -71,7 +72,7 @@ def seen_tangents(measures: Measures, limit: float) -> Iterator[tuple[Relation, 
 
 
 def _seen_diameters(measures: Measures) -> Iterator[tuple[Relation, str]]:
-    """Chords that seem to go through the centre."""
+    """Yield chords that seem to go through the centre."""
     drawing = measures.drawing
     places = drawing.places
     for circle in drawing.circles:
@@ -91,7 +92,7 @@ def _seen_diameters(measures: Measures) -> Iterator[tuple[Relation, str]]:
 
 
 def _seen_right_angles(measures: Measures) -> Iterator[tuple[Relation, str]]:
-    """Angles between drawn lines that look right."""
+    """Yield angles between drawn lines that look right."""
     drawing = measures.drawing
     places = drawing.places
     for corner in sorted(drawing.neighbours):
@@ -107,7 +108,7 @@ def _seen_right_angles(measures: Measures) -> Iterator[tuple[Relation, str]]:
 
 
 def _seen_parallels(measures: Measures) -> Iterator[tuple[Relation, str]]:
-    """Rows without a common point that look parallel."""
+    """Yield rows without a common point that look parallel."""
     drawing = measures.drawing
     for first, second in combinations(drawing.rows, 2):
         if not set(first) & set(second) and drawing.degrees_apart(first, second) < _SEEN_PARALLEL:

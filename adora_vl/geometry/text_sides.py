@@ -47,7 +47,7 @@ WORDS = (
 
 
 def side_of(draft: Draft, text: str) -> Term:
-    """One side of an equation: a measure, a value, or sums and products of them.
+    """Return one side of an equation: a measure, a value, or sums and products of them.
 
     Raises `NotReadError` with the word that is not known.
     """
@@ -67,7 +67,7 @@ def check_word(word: str, words: Sequence[str] = WORDS) -> None:
 
 
 def _value(plain: str) -> Term:
-    """A value of numbers and letters, which stays as it is written."""
+    """Return a value of numbers and letters, which stays as it is written."""
     for word in re.findall(r"(?<![\\a-z])[a-z]{3,}", plain):
         check_word(word)
     try:
@@ -78,7 +78,10 @@ def _value(plain: str) -> Term:
 
 
 def _pieces(plain: str) -> list[tuple[str, str]]:
-    """The atoms and signs of a side with their kinds. Raises `NotReadError` for anything else."""
+    """Return the atoms and signs of a side with their kinds.
+
+    Raises `NotReadError` for anything else.
+    """
     pieces: list[tuple[str, str]] = []
     position = 0
     while position < len(plain):
@@ -106,21 +109,24 @@ class _Sides:
         self.depth = 0
 
     def peek(self) -> str:
-        """The next sign, or the kind of the next piece; empty at the end."""
+        """Return the next sign, or the kind of the next piece; empty at the end."""
         if self.next >= len(self.pieces):
             return ""
         kind, text = self.pieces[self.next]
         return text if kind == "sign" else kind
 
     def all(self) -> Term:
-        """The term of all pieces. Raises `NotReadError` where some remain."""
+        """Return the term of all pieces. Raises `NotReadError` where some remain."""
         side = self.sum()
         if self.next < len(self.pieces):
             raise NotReadError(f"{self.pieces[self.next][1]!r} stands where nothing can stand")
         return side
 
     def sum(self) -> Term:
-        """Products with plus and minus between them; the depth of brackets is bounded here."""
+        """Return products with plus and minus between them.
+
+        The depth of brackets is bounded here.
+        """
         self.depth += 1
         if self.depth > _MAX_BRACKETS:
             raise NotReadError(f"it has brackets over {_MAX_BRACKETS} deep")
@@ -133,7 +139,7 @@ class _Sides:
         return side
 
     def product(self) -> Term:
-        """Atoms with times, divided by, squared or nothing between them."""
+        """Return atoms with times, divided by, squared or nothing between them."""
         side = self.atom()
         while True:
             sign = self.peek()
@@ -152,7 +158,7 @@ class _Sides:
                 return side
 
     def atom(self) -> Term:
-        """A bracket, a measure or a value."""
+        """Return a bracket, a measure or a value."""
         if self.next >= len(self.pieces):
             raise NotReadError("something is missing behind a sign")
         kind, text = self.pieces[self.next]
@@ -174,7 +180,7 @@ class _Sides:
 
 
 def _angle(draft: Draft, text: str) -> Term:
-    """An angle by its number, its corner or its three points, whose sides are then drawn."""
+    """Return an angle by its number, its corner or its three points, whose sides are then drawn."""
     name = re.sub(r"^(?:exterior\s*)?angle", "", text).strip()
     if name.isdigit():
         return term("MeasureOf", Term(head=f"angle {name}"))
@@ -186,23 +192,23 @@ def _angle(draft: Draft, text: str) -> Term:
 
 
 def _exterior(draft: Draft, text: str) -> Term:
-    """The angle between a side that goes on and the next one: what the inner angle lacks to 180."""
+    """Return what the inner angle at a corner lacks to 180 degrees."""
     corner = split_names(text)[-1]
     return term("Sub", Term(head="180"), term("MeasureOf", term("Angle", corner)))
 
 
 def _arc(draft: Draft, text: str) -> Term:
-    """An arc by its two ends, or by its ends and a point between them."""
+    """Return an arc by its two ends, or by its ends and a point between them."""
     return term("MeasureOf", _arc_itself(text))
 
 
 def _arc_length(draft: Draft, text: str) -> Term:
-    """How long an arc is, not its angle."""
+    """Return how long an arc is, not its angle."""
     return term("LengthOf", _arc_itself(text.removeprefix("length").strip()))
 
 
 def _arc_itself(text: str) -> Term:
-    """The arc that is named; three letters name the way round already."""
+    """Return the arc that is named; three letters name the way round already."""
     names = split_names(text)
     arc = term("Arc", *names)
     size = text.partition("arc")[0].strip()
@@ -210,7 +216,7 @@ def _arc_itself(text: str) -> Term:
 
 
 def _trig(draft: Draft, text: str) -> Term:
-    """The sine, cosine or tangent of an angle or of a letter."""
+    """Return the sine, cosine or tangent of an angle or of a letter."""
     head = f"{text[:3].capitalize()}Of"
     rest = text[3:].strip()
     if re.fullmatch("[a-z]", rest):
@@ -219,7 +225,7 @@ def _trig(draft: Draft, text: str) -> Term:
 
 
 def _circle(draft: Draft, text: str) -> Term:
-    """Radius, diameter, circumference or area of a circle, of the only one without a centre."""
+    """Return radius, diameter, circumference or area of a circle, by its centre or alone."""
     head = re.match("[a-z]+", text)
     assert head is not None, "the pattern begins with a word"
     centre = re.search(rf"{POINT}$", text)
@@ -227,7 +233,7 @@ def _circle(draft: Draft, text: str) -> Term:
 
 
 def _shape(draft: Draft, text: str) -> Term:
-    """The shape behind the first word of an atom: by its corners, else the last one of its kind.
+    """Return the shape behind the first word of an atom, or the last one of its kind.
 
     A kind that says something of it, as in "area of rectangle ABCD", is a fact as well.
     """
@@ -245,14 +251,14 @@ def _shape(draft: Draft, text: str) -> Term:
 
 
 def _extent(draft: Draft, text: str) -> Term:
-    """The area, the perimeter or the height of a polygon."""
+    """Return the area, the perimeter or the height of a polygon."""
     shape = _shape(draft, text)
     words = {"area": "AreaOf", "perimeter": "PerimeterOf", "height": "HeightOf"}
     return term(words[text.split()[0]], shape)
 
 
 def _side(draft: Draft, text: str) -> Term:
-    """A side of a polygon whose sides are all equal. Raises `NotReadError` for any other."""
+    """Return a side of a polygon whose sides are all equal. Raises `NotReadError` for any other."""
     shape = _shape(draft, text)
     is_special = term("Regular", shape) in draft.facts or term("Equilateral", shape) in draft.facts
     if shape.head not in ("Square", "Rhombus") and not is_special:
@@ -261,19 +267,19 @@ def _side(draft: Draft, text: str) -> Term:
 
 
 def _sector(draft: Draft, text: str) -> Term:
-    """The area of the sector that three points name, with the centre between the ends."""
+    """Return the area of the sector that three points name, with the centre between the ends."""
     return term("AreaOf", term("Sector", *split_names(text)))
 
 
 def _scale(draft: Draft, text: str) -> Term:
-    """The ratio of the sides of one polygon to those of a similar one."""
+    """Return the ratio of the sides of one polygon to those of a similar one."""
     first, second = [split_names(names) for names in re.findall(_NAMES, text)]
     heads = [kind_of("".join(names)).capitalize() for names in (first, second)]
     return term("ScaleFactorOf", draft.polygon(heads[0], first), draft.polygon(heads[1], second))
 
 
 def _segment(draft: Draft, text: str) -> Term:
-    """The length of a segment, which is drawn."""
+    """Return the length of a segment, which is drawn."""
     start, end = split_names(text)
     if start == end:
         raise NotReadError(f"{text} is no segment; it begins where it ends")
@@ -281,7 +287,7 @@ def _segment(draft: Draft, text: str) -> Term:
 
 
 def _number(draft: Draft, text: str) -> Term:
-    """A number or a letter as it is written."""
+    """Return a number or a letter as it is written."""
     return Term(head=text.replace("√", "\\sqrt"))
 
 

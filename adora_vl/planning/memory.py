@@ -496,23 +496,23 @@ def _with_first_gradients(
     standing = gradients - shape.trained * byte
     behind = standing + weight - waiting
     of_layers = shape.trainable[LANGUAGE_MODEL] * byte - weight - (weight - waiting)
-    kept = activations.saved(
+    parts = activations.saved(
         shape,
         setup.size,
         setup.dtypes,
         checkpointing=setup.checkpointing,
         recomputed=recomputed,
     )
-    layer = kept.layer_gradients + waiting
+    layer = parts.layer_gradients + waiting
     pairs = [(moments[0], standing)]
     if recomputed == layers:
-        layer += kept.recomputed
-    pairs.append((Moment(LAYER_BACK, layer, kept.text), behind))
+        layer += parts.recomputed
+    pairs.append((Moment(LAYER_BACK, layer, parts.text), behind))
     for moment in moments[2:]:
         pairs.append((moment, behind + int(of_layers * moment.back)))
-    last = kept.streams // recomputed if 0 < recomputed < layers else kept.text // layers
+    last = parts.streams // recomputed if 0 < recomputed < layers else parts.text // layers
     if 0 < recomputed < layers:
-        layer += kept.layer
+        layer += parts.layer
     pairs.append((Moment(LAYER_BACK, layer, last), behind + of_layers * (layers - 1) // layers))
     pairs.append((Moment(LAYER_BACK, 3 * waiting, 0), gradients - waiting))
     return pairs

@@ -237,15 +237,15 @@ class RecomputedLayers:
 class Gradients:
     """The gradients of parameters before a pass that may fail on its way back."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], most: int) -> None:
-        """Note the gradients, and copy them if they have at most `most` bytes together."""
+    def __init__(self, parameters: Sequence[nn.Parameter], limit: int) -> None:
+        """Note the gradients, and copy them if they have at most `limit` bytes together."""
         self._parameters = parameters
         self._before = [parameter.grad for parameter in parameters]
         present = [gradient for gradient in self._before if gradient is not None]
         # A gradient that the pass has added to has another version
         self._versions = [None if grad is None else grad._version for grad in self._before]
         self._copies: list[Tensor | None] = [None] * len(self._before)
-        if sum(gradient.nbytes for gradient in present) <= most:
+        if sum(gradient.nbytes for gradient in present) <= limit:
             self._copies = [None if grad is None else grad.clone() for grad in self._before]
 
     def restore(self) -> bool:

@@ -1,4 +1,4 @@
-"""As few layers are recomputed as the card's memory asks for, and none of it changes a gradient."""
+"""A micro-batch recomputes as few layers as the memory asks for, and no gradient changes by it."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -82,7 +82,7 @@ def test_gradients_are_equal_to_the_bit_however_many_layers_are_recomputed(subte
             for number in (0, 1, 3, LAYERS, 99):
                 with subtests.test(f"{name} {dtype} {number}"):
                     pairs = zip(gradients_of(model, number), every, strict=True)
-                    assert all(torch.equal(gradient, other) for gradient, other in pairs)
+                    assert all(torch.equal(left, right) for left, right in pairs)
 
 
 def test_the_first_layers_are_recomputed_and_the_vision_tower_stays_as_it_is():
@@ -282,11 +282,11 @@ def test_gradients_too_large_to_copy_end_the_run_rather_than_count_twice():
 def test_gradients_that_no_pass_has_added_to_need_no_copy():
     weight = nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
-    before = Gradients([weight], most=0)
+    before = Gradients([weight], limit=0)
     assert before.restore()
     weight.grad += 1
     assert not before.restore()
-    later = Gradients([weight], most=12)
+    later = Gradients([weight], limit=12)
     weight.grad += 1
     assert later.restore()
     assert weight.grad.tolist() == [2, 2, 2]
