@@ -65,12 +65,6 @@ class Likeness(Regions):
         marked = self._marked_pair()
         if marked is not None:
             return marked
-        parts = [part for part in self.components if len(part) >= 3 and part <= self.places.keys()]
-        if len(parts) == 2:
-            first = self.outline(parts[0])
-            second = self.outline(parts[1])
-            if first and len(first) == len(second):
-                return first, self._matched(first, second)[1]
         shapes = list(
             {tuple(sorted(names)): names for names in self.polygons if len(names) > 2}.values()
         )
