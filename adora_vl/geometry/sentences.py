@@ -66,6 +66,7 @@ from adora_vl.geometry.shape_sentences import (
     bisector,
     both_alike,
     centre_of_triangle,
+    diagonal,
     from_corner,
     hypotenuse,
     line_of_triangle,
@@ -230,6 +231,11 @@ def _role(draft: Draft, role: str, segment: str) -> None:
         base(draft, start, end)
 
 
+def _role_behind(draft: Draft, segment: str, role: str) -> None:
+    """Note a segment named before its role, in the only triangle that has it."""
+    _role(draft, role, segment)
+
+
 def _find(draft: Draft, measure: str) -> None:
     """Note the question: what is to be computed."""
     parts = _ratio(draft, _with_roles(draft, measure))
@@ -262,6 +268,16 @@ def _together(draft: Draft, first: str, second: str, word: str) -> None:
     draft.facts.append(term(word.capitalize(), *measures))
 
 
+def _together_between(draft: Draft, first: str, word: str, second: str) -> None:
+    """Note two angles with their relation between them: `angle 1 supplementary to angle 2`."""
+    _together(draft, first, second, word)
+
+
+def _angles_equal(draft: Draft, first: str, second: str, word: str) -> None:
+    """Note that two angles are equal, which are named by their corners alone."""
+    _together(draft, f"angle {first}", f"angle {second}", word)
+
+
 _MEASURE = rf"(?:angle )?(?:\d+|{POINT}(?:{POINT}{POINT})?)"
 _EQUAL_PART = rf"(?:angle (?:\d+|{POINT}(?:{POINT}{POINT})?)|(?:arc )?{SEGMENT})"
 _MAYBE_SHAPE = rf"(?:({SHAPES}) ?)?"
@@ -282,13 +298,11 @@ _GRAMMAR: tuple[tuple[str, Callable[..., None]], ...] = (
         rf"(?: (?:{SHAPES}))?",
         both_alike,
     ),
-    (rf"base {_S}|{_S} base", lambda draft, a, b, c, d: base(draft, a or c, b or d)),
+    (rf"base {_S}", base),
+    (rf"{_S} base", base),
     (rf"(?:vertex|apex|vertex angle)(?: at)? ({POINT})", apex),
     (rf"hypotenuse {_S}", hypotenuse),
-    (
-        rf"{_S} hypotenuse(?: (?:right )?triangle {_NAMES})?",
-        lambda d, a, b, _: hypotenuse(d, a, b),
-    ),
+    (rf"{_S} hypotenuse(?: (?:right )?triangle {_NAMES})?", hypotenuse),
     # Lines and points
     (rf"{_S} (parallel|perpendicular) {_S}", two_lines),
     (rf"{_S} perpendicular {_S} at ({POINT})", perpendicular_at),
@@ -306,7 +320,7 @@ _GRAMMAR: tuple[tuple[str, Callable[..., None]], ...] = (
     (rf"{_S} meet {_S} at ({POINT})", meet),
     (rf"({POINT}) intersection {_S} and {_S}", intersection),
     (rf"diagonals meet at ({POINT})", diagonals_meet),
-    (rf"{_S} diagonal(?: (?:{SHAPES})?(?: ?{_NAMES})?)?", lambda d, a, b, _: draw(d, a, b)),
+    (rf"{_S} diagonal(?: {_MAYBE_SHAPE}{_NAMES})?", diagonal),
     (rf"{_S} bisects angle ((?:{POINT})+)", bisects_angle),
     (rf"{_S} (?:angle )?bisector (?:angle )?((?:{POINT})+)", bisects_angle),
     (rf"{_S} (?:angle )?bisector triangle {_NAMES}", bisector),
@@ -329,7 +343,7 @@ _GRAMMAR: tuple[tuple[str, Callable[..., None]], ...] = (
         rf"meet at ({POINT})",
         two_roles_meet,
     ),
-    (rf"{_S} (altitude|median)", lambda draft, a, b, role: _role(draft, role, f"{a}{b}")),
+    (rf"({SEGMENT}) (altitude|median)", _role_behind),
     (rf"{_S} midsegment(?: (triangle|trapezoid)?)?(?: ?{_NAMES})?", midsegment),
     (rf"{_S} midsegment triangle {_NAMES} parallel ({SEGMENT})", midsegment_parallel),
     (
@@ -369,12 +383,12 @@ _GRAMMAR: tuple[tuple[str, Callable[..., None]], ...] = (
     (rf"({_MEASURE}) and ({_MEASURE}) (supplementary|complementary)", _together),
     (
         rf"({_MEASURE}) (supplementary|complementary) ({_MEASURE})",
-        lambda draft, first, word, second: _together(draft, first, second, word),
+        _together_between,
     ),
     (rf"({_EQUAL_PART}) and ({_EQUAL_PART}) (equal|congruent)", _together),
     (
         rf"angle ({POINT}) and ({POINT}) (equal|congruent)",
-        lambda draft, first, second, word: _together(draft, f"angle {first}", second, word),
+        _angles_equal,
     ),
     (rf"angle triangle ({POINT})({POINT})({POINT}) in ratio (.+)", _angles_in_ratio),
     (

@@ -101,8 +101,19 @@ def equal_legs(draft: Draft, apex: str, corners: Sequence[str]) -> None:
     draft.equal(legs[0], legs[1])
 
 
-def hypotenuse(draft: Draft, start: str, end: str) -> None:
+def diagonal(
+    draft: Draft, start: str, end: str, kind: str | None = None, names: str | None = None
+) -> None:
+    """Note that a segment joins two corners of a shape, which may be of a kind that says more."""
+    if names is not None:
+        draft.named_shape(kind or kind_of(names), names)
+    draft.line(start, end)
+
+
+def hypotenuse(draft: Draft, start: str, end: str, triangle: str | None = None) -> None:
     """Note the side of a right triangle opposite its right angle."""
+    if triangle is not None:
+        draft.named_shape("triangle", triangle)
     shapes = [shape.names for shape in draft.polygons if len(shape.names) == 3]
     for names in reversed(shapes):
         if {start, end} <= set(names):

@@ -19,7 +19,9 @@ from adora_vl.geometry.system import System, Vector
 from adora_vl.geometry.vectors import extent_of
 
 TIGHT = 1e-7  # largest residual of a figure that fulfils its facts
+# Each start costs a search; with a picture the first two figures that agree end it.
 STARTS = 8
+# Without a picture all have to agree, so two figures that fit are to be found, not one.
 STARTS_WITHOUT_PLACES = 12
 # of a form without places, until so many figures are found that are as its facts say
 _MOST_STARTS = 40
