@@ -10,14 +10,13 @@ import re
 import string
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 
 from adora_vl.geometry.text import form_of_text
 from adora_vl.geometry.verdict import verdict
 from adora_vl.rewards.grade import grade
-from adora_vl.synthetic.drawing import PLAIN, Canvas, Point, Sketch
+from adora_vl.synthetic.drawing import PLAIN, Canvas, Point, Sketch, Style
 from adora_vl.synthetic.families import FAMILIES, LETTERED, SyntheticProblem
 from adora_vl.synthetic.perimeter import perimeter_digit
 
@@ -39,54 +38,75 @@ class Drawing:
         """The labels without their places."""
         return [text for text, _ in self.labels]
 
+    def note_shape(
+        self,
+        sketch: Sketch,
+        rng: random.Random,
+        size: int,
+        style: Style,
+        places: dict[str, Point],
+        *lines: str,
+        circle: str = "",
+        letters: str = "",
+    ) -> None:
+        """Note the outline; a problem whose labels would touch is drawn again from here."""
+        self.facts.clear()
+        outline = lines[0].removesuffix(lines[0][0])
+        if circle:
+            self.facts.append(f"circle O: {', '.join('ABC')}")
+        elif len(outline) == 3:
+            self.facts.append(f"triangle {outline}")
+        if outline == "ACD":
+            self.facts += ["B on AC", "E on AD"]
+
+    def note_sides(self, sketch: Sketch, **values: object) -> None:
+        """Note what is written at sides."""
+        self.facts += [f"{names} = {value}" for names, value in values.items()]
+
+    def note_angles(self, sketch: Sketch, *reach: float, **texts: str) -> None:
+        """Note what is written into angles."""
+        self.facts += [f"angle {path} = {text.rstrip('°')}" for path, text in texts.items()]
+
+    def note_right_angle(self, sketch: Sketch, path: str) -> None:
+        """Note a small square."""
+        self.facts.append(f"right angle {path}")
+
+    def note_places(self, sketch: Sketch) -> None:
+        """Note where the points lie, in thousandths of the picture."""
+        for name, place in sketch._at.items():
+            if len(name) == 1:
+                self.facts.append(f"{name} at {1000 * place.real:.1f}, {1000 * place.imag:.1f}")
+
+    def note_label(self, canvas: Canvas, text: str, centre: Point) -> None:
+        """Note any text of the picture."""
+        self.labels.append((text, centre))
+
+    def note_dot(self, canvas: Canvas, centre: Point) -> None:
+        """Count a dot."""
+        self.dots += 1
+
 
 @pytest.fixture
 def drawing(monkeypatch: pytest.MonkeyPatch) -> Drawing:
     """Note what a family draws from now on."""
     notes = Drawing()
 
-    def before(owner: type, name: str, note: Callable[..., None]) -> None:
+    def note_before(owner: type, name: str, note: Callable[..., None]) -> None:
         original = getattr(owner, name)
 
-        def noted(self: Any, *words: Any, **texts: Any) -> Any:
+        def noted(self: object, *words: object, **texts: object) -> object:
             note(self, *words, **texts)
             return original(self, *words, **texts)
 
         monkeypatch.setattr(owner, name, noted)
 
-    def note_shape(self: Sketch, *words: Any, **texts: Any) -> None:
-        # A problem whose labels would touch is drawn again from the beginning.
-        notes.facts.clear()
-        points = [name for name in words[3] if len(name) == 1]
-        outline = words[4].removesuffix(words[4][0])
-        if texts.get("circle"):
-            notes.facts.append(f"circle O: {', '.join(points[:3])}")
-        else:
-            notes.facts.append("triangle " + outline if len(outline) == 3 else outline)
-        if "B" in words[3] and outline == "ACD":
-            notes.facts += ["B on AC", "E on AD"]
-
-    def note_sides(self: Sketch, **values: object) -> None:
-        notes.facts += [f"{names} = {value}" for names, value in values.items()]
-
-    def note_angles(self: Sketch, *_: float, **texts: str) -> None:
-        notes.facts += [f"angle {path} = {text.rstrip('°')}" for path, text in texts.items()]
-
-    def note_picture(self: Sketch) -> None:
-        for name, place in self._at.items():
-            if len(name) == 1:
-                notes.facts.append(f"{name} at {1000 * place.real:.1f}, {1000 * place.imag:.1f}")
-
-    def note_dot(self: Canvas, *_: object) -> None:
-        notes.dots += 1
-
-    before(Sketch, "__init__", note_shape)
-    before(Sketch, "sides", note_sides)
-    before(Sketch, "angles", note_angles)
-    before(Sketch, "right_angle", lambda self, path: notes.facts.append(f"right angle {path}"))
-    before(Sketch, "picture", note_picture)
-    before(Canvas, "label", lambda self, text, at: notes.labels.append((text, at)))
-    before(Canvas, "dot", note_dot)
+    note_before(Sketch, "__init__", notes.note_shape)
+    note_before(Sketch, "sides", notes.note_sides)
+    note_before(Sketch, "angles", notes.note_angles)
+    note_before(Sketch, "right_angle", notes.note_right_angle)
+    note_before(Sketch, "picture", notes.note_places)
+    note_before(Canvas, "label", notes.note_label)
+    note_before(Canvas, "dot", notes.note_dot)
     return notes
 
 
@@ -104,7 +124,7 @@ def assert_answer(problem: SyntheticProblem, facts: list[str]) -> None:
     assert result.verdict == "correct", (facts, answer, problem.answer)
 
 
-def asked(question: str) -> list[str]:
+def facts_of(question: str) -> list[str]:
     """What the question of a lettered family says, in the text form."""
     text = question.replace("so that the quadrilateral is a parallelogram", "")
     for command, words in (
@@ -130,8 +150,7 @@ def test_a_lettered_picture_and_its_question_determine_the_answer(
 ) -> None:
     for seed in SEEDS:
         problem = LETTERED[name](random.Random(seed), SIZE, level, PLAIN)
-        facts = [fact for fact in drawing.facts if fact != "ABCD"]
-        assert_answer(problem, [*facts, *asked(problem.question)])
+        assert_answer(problem, [*drawing.facts, *facts_of(problem.question)])
 
 
 def isosceles(drawing: Drawing, problem: SyntheticProblem) -> list[str]:
@@ -141,7 +160,7 @@ def isosceles(drawing: Drawing, problem: SyntheticProblem) -> list[str]:
 
 
 def polygon(drawing: Drawing, problem: SyntheticProblem) -> list[str]:
-    """As many corners as there are dots."""
+    """Dots stand at the corners, and show how many there are."""
     return [f"regular polygon {string.ascii_uppercase[: drawing.dots]}", "find angle ABC"]
 
 
