@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from adora_vl.config.sharding import Sharding
+from adora_vl.models.activations import KEPT_FREE, Dtypes, Learner, PassSize
 from adora_vl.models.shape import ModelShape, config_for_planning, describe
-from adora_vl.planning.activations import Dtypes, Learner, PassSize
-from adora_vl.planning.memory import KEPT_FREE
 from adora_vl.training.recompute import FIGURE, Gradients, RecomputedLayers, language_layers
 from tests.support.small_models import TEXT, small_model
 from tests.support.stand_ins import Processes
