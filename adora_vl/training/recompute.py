@@ -38,7 +38,7 @@ _COPIED = 0.02
 CardBytes = Callable[[], tuple[int, int]]
 
 
-def language_layers(model: nn.Module) -> list[nn.Module]:
+def language_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     """Return the layers of the language model that checkpointing can recompute, in their order."""
     return [
         module

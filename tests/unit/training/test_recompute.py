@@ -97,7 +97,7 @@ def test_the_first_layers_are_recomputed_and_the_vision_tower_stays_as_it_is():
 
 
 def test_nothing_changes_where_nothing_is_known_or_asked_for(subtests):
-    unchanged = {
+    unchanged: dict[str, dict[str, Any]] = {
         "a CPU": {"adora_recompute": "auto"},
         "all": {"adora_recompute": "all", "card": lambda: (80 * GIB, 80 * GIB)},
         "torch.compile": {"adora_recompute": 1, "torch_compile": True},
@@ -259,10 +259,11 @@ def test_a_micro_batch_without_memory_is_made_again_and_counts_once(micro_batche
 
 def test_a_process_among_several_does_not_go_back_alone(subtests):
     two = Processes(num_processes=2)
-    for name, keys in {
+    cases: dict[str, dict[str, Any]] = {
         "ranks": {"accelerator": two, "sharding": Sharding(processes=2)},
         "DeepSpeed": {"sharding": Sharding(stage=3)},
-    }.items():
+    }
+    for name, keys in cases.items():
         with subtests.test(name):
             policy = retried_policy(**keys)
             with pytest.raises(torch.OutOfMemoryError):
