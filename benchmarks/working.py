@@ -2,7 +2,7 @@
 
 The task is `benchmarks/angles.py`. `benchmarks/working.yaml` is the plan: question, arms, unit, rule,
 stopping rule, and all settings. Every finished run is a line of OUTPUT/runs.jsonl; the command can be
-stopped and started again, and goes on with what is missing, a seed after the other. `--pilot` runs
+stopped and started again, and goes on with what is missing, in the order of the plan. `--pilot` runs
 the pilot's seed alone. `--tables` prints the tables of docs/experiments_appendix.md from
 `benchmarks/working.jsonl`.
 """
@@ -82,7 +82,7 @@ def _rows(split: str, number: int) -> list[Row]:
     ]
 
 
-class HeldOutWork(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
+class HeldOutWork(TrainerCallback):
     """Evaluates on held-out problems, with answers sampled as in training.
 
     Every evaluation of a seed draws from the same random numbers.
@@ -200,9 +200,15 @@ def training_curve(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]
 
 
 def places(plan: Plan, *, pilot: bool = False) -> list[tuple[int, str]]:
-    """Seed and arm of the runs in their order: a seed is whole before the next one begins."""
-    seeds = plan["pilot"]["seeds"] if pilot else plan["seeds"]
-    return [(seed, arm) for seed in seeds for arm in plan["arms"]]
+    """Seed and arm of the runs in their order: a seed of a block is whole before the next begins."""
+    seed_groups = plan["pilot"]["seeds"] if pilot else plan["seeds"]
+    return [
+        (seed, arm)
+        for seeds in seed_groups
+        for block in plan["blocks"]
+        for seed in seeds
+        for arm in block
+    ]
 
 
 def train_all(plan: Plan, output: Path, *, pilot: bool) -> None:
@@ -246,10 +252,15 @@ def train_all(plan: Plan, output: Path, *, pilot: bool) -> None:
         print(seed, arm, json.dumps(watch.points[-1]), f"{seconds} s", flush=True)
 
 
-def whole_seeds(plan: Plan, runs: Sequence[Run]) -> list[int]:
-    """The seeds of the plan of which every run is there; the others do not count."""
+def whole_runs(plan: Plan, runs: Sequence[Run]) -> list[Run]:
+    """The runs that count: those of a seed of a block of which every run is there."""
     present = {(run["seed"], run["arm"]) for run in runs}
-    return [seed for seed in plan["seeds"] if all((seed, arm) in present for arm in plan["arms"])]
+    counted = set()
+    for seed in {seed for seed, _ in places(plan)}:
+        for block in plan["blocks"]:
+            if all((seed, arm) in present for arm in block):
+                counted |= {(seed, arm) for arm in block}
+    return [run for run in runs if (run["seed"], run["arm"]) in counted]
 
 
 NAMES = {
@@ -293,6 +304,8 @@ def levels(plan: Plan, runs: Sequence[Run]) -> list[str]:
     ]
     for arm in plan["arms"]:
         arm_runs = of_arm(runs, arm)
+        if not arm_runs:
+            continue
         accuracies = [end(run, "accuracy") for run in arm_runs]
         means = [
             f"{statistics.fmean(end(run, key) for run in arm_runs):.1f}" for key in FIGURES[1:]
@@ -307,9 +320,13 @@ def levels(plan: Plan, runs: Sequence[Run]) -> list[str]:
 
 
 def paired(runs: Sequence[Run], first: str, second: str, key: str) -> list[float]:
-    """The differences of two arms at the last step, by seed, in points."""
-    pairs = zip(of_arm(runs, first), of_arm(runs, second), strict=True)
-    return [end(run, key) - end(control, key) for run, control in pairs]
+    """The differences of two arms at the last step, by seed, in points; of seeds that both have."""
+    controls = {run["seed"]: run for run in of_arm(runs, second)}
+    return [
+        end(run, key) - end(controls[run["seed"]], key)
+        for run in of_arm(runs, first)
+        if run["seed"] in controls
+    ]
 
 
 def differences(runs: Sequence[Run]) -> list[str]:
@@ -321,6 +338,8 @@ def differences(runs: Sequence[Run]) -> list[str]:
     for first, second in AGAINST:
         accuracy = paired(runs, first, second, "accuracy")
         lucky = paired(runs, first, second, "lucky")
+        if not accuracy:
+            continue
         cells = [
             f"{NAMES[first]} - {NAMES[second]}",
             str(len(accuracy)),
@@ -343,8 +362,7 @@ def verdict_of(runs: Sequence[Run]) -> str:
 
 def tables(plan: Plan, every_run: Sequence[Run]) -> str:
     """What was run, and the tables of the whole seeds alone."""
-    seeds = whole_seeds(plan, every_run)
-    runs = [run for run in every_run if run["seed"] in seeds]
+    runs = whole_runs(plan, every_run)
     if not runs:
         return "No seed is whole."
     minutes = sum(run["processor_seconds"] for run in runs) / 60
@@ -353,9 +371,8 @@ def tables(plan: Plan, every_run: Sequence[Run]) -> str:
     before = 100 * statistics.fmean(start["accuracy"] for start in starts)
     lucky = 100 * statistics.fmean(start["lucky"] for start in starts)
     parts = [
-        f"{len(runs)} runs of commit {commits}; {minutes:.0f} processor minutes; {len(seeds)} of "
-        f"{len(plan['seeds'])} seeds are whole; {before:.1f} % before training, {lucky:.1f} % of "
-        f"these lucky.\nBy the rule: {verdict_of(runs)}.",
+        f"{len(runs)} runs of commit {commits}; {minutes:.0f} processor minutes. {before:.1f} % before "
+        f"training, {lucky:.1f} % of these lucky.\nBy the plan's rule: {verdict_of(runs)}.",
         "\n".join(levels(plan, runs)),
         "\n".join(differences(runs)),
     ]

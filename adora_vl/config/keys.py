@@ -31,7 +31,10 @@ StepPart = Literal[
     "seeded_rollouts",
 ]
 # which layers of the language model are computed again in the backward pass
-Recompute = Annotated[int, Field(ge=0)] | Literal["auto", "all"]
+Recompute = (
+    Annotated[int, Field(ge=0)]
+    | Annotated[str, Field(pattern="^(auto|all)$", description="auto or all")]
+)
 _ROUNDING = 1e-3  # how far the sum of shares such as 0.333 may be from 1
 _LARGEST_PROMPT = 1_000_000  # the most bytes of a file with a system prompt
 

@@ -27,6 +27,13 @@ _NO_LENGTH = 1e-9  # pixels; a segment that is shorter has no direction
 _FAR_BESIDE = 1.0  # the same share, of a point that cannot be meant to be on the segment
 
 
+def _names_corners(term: Term) -> bool:
+    """Whether a term is a shape with all its corners; a `Polygon` may have any number of them."""
+    if term.head == "Polygon":
+        return len(term.names) > 2
+    return len(term.names) == CORNERS.get(term.head)
+
+
 class DrawnPoints:
     """The points and circles of a form, and what its facts say of them.
 
@@ -283,7 +290,7 @@ class DrawnPoints:
     def named_polygons(self) -> list[tuple[str, ...]]:
         """The polygons that facts name with all their corners, in order, each once."""
         parts = (part for term in self.terms for part in term.walk())
-        named = (tuple(part.names) for part in parts if len(part.names) == CORNERS.get(part.head))
+        named = (tuple(part.names) for part in parts if _names_corners(part))
         return [
             names
             for names in dict.fromkeys(named)

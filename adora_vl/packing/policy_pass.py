@@ -17,13 +17,13 @@ from transformers import PreTrainedConfig
 from transformers.utils.generic import is_flash_attention_requested
 
 from adora_vl.config.keys import AdoraKeys
+from adora_vl.models.activations import PassSize
 from adora_vl.models.families import shares_prompts
 from adora_vl.packing.image_store import first_patches
 from adora_vl.packing.images import with_image_columns
 from adora_vl.packing.shared_prompt import Packed, groups_of, longest_first, pack, sharing_pays
 from adora_vl.packing.split_attention import ARGUMENT, configured_attention, empty_mask, install
 from adora_vl.packing.vision import vision_model
-from adora_vl.planning.activations import PassSize
 from adora_vl.types import Batch, HostRows
 
 if TYPE_CHECKING:

@@ -19,11 +19,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import is_flash_attention_requested
 
 from adora_vl.config.sharding import Sharding
+from adora_vl.config.states import dtypes_of, states
+from adora_vl.models.activations import Learner, PassSize, room_on
 from adora_vl.models.families import LANGUAGE_MODEL, component_of
 from adora_vl.models.shape import ModelShape
 from adora_vl.packing.split_attention import configured_attention
-from adora_vl.planning.activations import Learner, PassSize
-from adora_vl.planning.memory import dtypes_of, room_on, states
 from adora_vl.types import StepContext
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _COPIED = 0.02
 CardBytes = Callable[[], tuple[int, int]]
 
 
-def language_layers(model: nn.Module) -> list[nn.Module]:
+def language_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     """Return the layers of the language model that checkpointing can recompute, in their order."""
     return [
         module

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from adora_vl.train import main as train
-from benchmarks import grading, scanned, step, what_fits
+from benchmarks import grading, scanned, step, what_fits, working
 from benchmarks.fake_card.tables import FLOPS_RESULT, flops_cells
 from benchmarks.grading_corpus import cases
 from data_prep.cli import main as data_prep
@@ -104,13 +104,26 @@ def graders(folder, rows):
     assert f"is right in {rows[3][1]}, and hung in {rows[4][5]}" in TEXT
 
 
+def rows_that_lack(tables_text, tables):
+    """The rows of pages that a command does not print."""
+    printed = tables_text.replace("**", "")
+    return [row for rows in tables for row in rows if f"| {' | '.join(row)} |" not in printed]
+
+
 def digits(folder, *tables):
-    tables_text = scanned.tables(
-        yaml.safe_load(scanned.PLAN.read_text()), scanned.read_runs(scanned.RUNS)
-    ).replace("**", "")
-    assert [
-        row for rows in tables for row in rows if f"| {' | '.join(row)} |" not in tables_text
-    ] == []
+    plan = yaml.safe_load(scanned.PLAN.read_text())
+    tables_text = scanned.tables(plan, scanned.read_runs(scanned.RUNS))
+    assert rows_that_lack(tables_text, tables) == []
+
+
+def work_or_length(folder, *tables):
+    """The verdict, too, is that of the plan's rule on the stored runs."""
+    plan = yaml.safe_load(working.PLAN.read_text())
+    runs = scanned.read_runs(working.RUNS)
+    tables_text = working.tables(plan, runs)
+    assert rows_that_lack(tables_text, tables) == []
+    verdict = working.verdict_of(working.whole_runs(plan, runs))
+    assert f"By the plan's rule: **{verdict}**" in TEXT
 
 
 def before_training(folder, plain, demo, budget):
@@ -166,6 +179,9 @@ CHECKS = {
     pretended_card: ["prompt", "recipe, on a pretended card"],
     graders: ["grader"],
     before_training: ["accuracy", "after 50 steps, in percent", "task"],
+    work_or_length: [
+        f"work or length: {title}" for title in ("arm", "difference in points [95 %]")
+    ],
     digits: [
         f"{case}: {title}"
         for case in ("long is better", "short is as good")

@@ -118,13 +118,15 @@ def test_the_machine_and_the_dtype_decide_the_same_keys_of_each_arm(size, device
     assert scanned.machine_keys(size, device) == keys
 
 
-def test_a_rehearsal_has_the_model_and_the_arms_and_two_steps():
+def test_a_rehearsal_has_the_model_and_the_arms_and_two_steps(tmp_path):
     before = copy.deepcopy(PLAN)
-    plan = scanned.rehearsed(PLAN)
+    plan = scanned.rehearsed(PLAN, tmp_path)
     assert before == PLAN
     assert plan["model"] == PLAN["model"]
     assert scanned.places(plan, pilot=False) == scanned.places(PLAN, pilot=False)[:2]
     assert plan["train"]["max_steps"] == 2
+    assert len(plan["train"]["adora_reward"]) == len(plan["train"]["reward_weights"])
+    assert "def varied(" in (tmp_path / "rewards.py").read_text()
 
 
 def test_no_run_begins_that_would_not_end_in_time():
@@ -157,7 +159,7 @@ def test_an_untaught_model_of_any_size_learns_the_digits_lessons(tmp_path, monke
 
     drawn = list(generate(8, seed=1, families=("perimeter",)))
     monkeypatch.setattr(scanned, "draw_rows", lambda *_, **__: drawn)
-    plan = scanned.rehearsed(scanned.resized(PLAN, {"width": 64, "layers": 1}))
+    plan = scanned.rehearsed(scanned.resized(PLAN, {"width": 64, "layers": 1}), tmp_path)
     folder = scanned.start_folder(tmp_path, plan, 1)
     folder.parent.mkdir()
     scanned.build_start(folder, plan, 1)

@@ -114,25 +114,36 @@ def runs_with(gain, seeds, *, over=()):
     return runs
 
 
+SEEDS = PLAN["seeds"][0]
+
+
 def test_working_wins_only_against_length_and_its_random_control():
-    seeds = PLAN["seeds"][:3]
-    assert working.verdict_of(runs_with(0.1, seeds)) == "gain"
-    assert working.verdict_of(runs_with(0.1, seeds, over=("random",))) == "no gain"
-    assert working.verdict_of(runs_with(0.1, seeds, over=("length",))) == "no gain"
-    assert working.verdict_of(runs_with(0.0005, seeds)) == "no gain", "within the interval"
-    assert working.verdict_of(runs_with(0.1, seeds[:1])) == "no gain", "one seed shows nothing"
+    assert working.verdict_of(runs_with(0.1, SEEDS)) == "gain"
+    assert working.verdict_of(runs_with(0.1, SEEDS, over=("random",))) == "no gain"
+    assert working.verdict_of(runs_with(0.1, SEEDS, over=("length",))) == "no gain"
+    assert working.verdict_of(runs_with(0.0005, SEEDS)) == "no gain", "within the interval"
+    assert working.verdict_of(runs_with(0.1, SEEDS[:1])) == "no gain", "one seed shows nothing"
 
 
-def test_a_seed_counts_if_it_is_whole():
-    runs = runs_with(0.1, PLAN["seeds"][:2])
-    begun = run_of(PLAN["seeds"][2], "grpo", 0.0)
-    tables = working.tables(PLAN, [*runs, begun])
-    assert tables.startswith(f"{2 * len(PLAN['arms'])} runs of commit abc; ")
-    assert "; 2 of 5 seeds are whole; 30.0 % before training, 50.0 % of these lucky." in tables
+def test_a_seed_of_a_block_counts_if_it_is_whole():
+    runs = runs_with(0.1, SEEDS[:2])
+    (seed,) = SEEDS[2:]
+    begun = [run_of(seed, arm, 0.0) for arm in ("grpo", "length", "steps alone", "gate")]
+    counted = working.whole_runs(PLAN, [*runs, *begun])
+    assert [run["arm"] for run in counted if run["seed"] == seed] == ["steps alone"]
+    tables = working.tables(PLAN, [*runs, *begun])
+    assert tables.startswith(f"{2 * len(PLAN['arms']) + 1} runs of commit abc; ")
+    assert " 30.0 % before training, 50.0 % of these lucky." in tables
     assert "| ADORA, `working` | 2 | 60.5 (60.0 to 61.1) |" in tables
+    assert "| GRPO, `steps` alone, 100 steps | 3 |" in tables
+
+
+def test_every_run_has_its_place_once():
     order = working.places(PLAN)
-    assert [seed for seed, _ in order] == sorted(seed for seed, _ in order)
-    assert not {seed for seed, _ in working.places(PLAN, pilot=True)} & set(PLAN["seeds"])
+    seeds = [seed for group in PLAN["seeds"] for seed in group]
+    assert len(order) == len(set(order)) == len(seeds) * len(PLAN["arms"])
+    assert {arm for _, arm in order} == PLAN["arms"].keys()
+    assert not {seed for seed, _ in working.places(PLAN, pilot=True)} & set(seeds)
 
 
 def test_the_arms_are_one_key_apart():
