@@ -31,7 +31,7 @@ from adora_vl.geometry.draft import (
     POINT,
     SHAPES,
     Draft,
-    NotReadError,
+    SentenceError,
     split_names,
     term,
 )
@@ -101,7 +101,7 @@ _MAX_CLAUSES = 8  # facts of one sentence
 def read_sentence(draft: Draft, sentence: str) -> None:
     """Take a sentence into the draft: one fact, or several with "and" or "with" between them.
 
-    Raises `NotReadError` where a part is none of the grammar.
+    Raises `SentenceError` where a part is none of the grammar.
     """
     plain = plain_sentence(sentence)
     if not plain:
@@ -115,7 +115,7 @@ def read_sentence(draft: Draft, sentence: str) -> None:
         # Of measures, congruent says no more than equal.
         plain = plain.replace("congruent", "=")
     if clauses is None and "=" not in plain:
-        raise NotReadError(_what_is_wrong(plain))
+        raise SentenceError(_what_is_wrong(plain))
     for clause in clauses or [plain]:
         _read_clause(draft, clause)
     if question:
@@ -149,7 +149,7 @@ def _rule_of(plain: str) -> tuple[Callable[..., None], re.Match[str]] | None:
 
 
 def _read_clause(draft: Draft, plain: str) -> None:
-    """Take one fact into the draft. Raises `NotReadError`."""
+    """Take one fact into the draft. Raises `SentenceError`."""
     rule = _rule_of(plain)
     if rule is None:
         _equation(draft, plain)
@@ -163,7 +163,7 @@ def _what_is_wrong(plain: str) -> str:
     for word in re.findall(r"[a-z]{2,}", plain):
         try:
             check_word(word, _WORDS)
-        except NotReadError as error:
+        except SentenceError as error:
             return str(error)
     return (
         "this is no fact that is known; facts are such as AB = 5, angle ABC = 40, D on AC, AB "
@@ -182,7 +182,7 @@ def _equation(draft: Draft, text: str) -> None:
     sides = [_ratio(draft, _with_roles(draft, side)) for side in text.split("=")]
     for parts, partners in pairwise(sides):
         if len(parts) != len(partners):
-            raise NotReadError("the ratios on its sides have not as many parts")
+            raise SentenceError("the ratios on its sides have not as many parts")
         if len(parts) == 1:
             draft.equal(parts[0], partners[0])
             continue
@@ -240,7 +240,7 @@ def _find(draft: Draft, measure: str) -> None:
     """Note the question: what is to be computed."""
     parts = _ratio(draft, _with_roles(draft, measure))
     if len(parts) > 2:
-        raise NotReadError("a ratio that is asked for has two parts")
+        raise SentenceError("a ratio that is asked for has two parts")
     goal = parts[0] if len(parts) == 1 else term("RatioOf", *parts)
     draft.question.append(term("Find", goal))
 

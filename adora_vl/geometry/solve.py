@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from adora_vl.geometry.descent import Budget, descend
-from adora_vl.geometry.kind import COLLAPSED, FigureKind
+from adora_vl.geometry.kind import COLLAPSED, KindOfFigure
 from adora_vl.geometry.quantities import Distance, Equal, constant_of
 from adora_vl.geometry.reading import Reading
 from adora_vl.geometry.system import System, Vector
@@ -93,7 +93,7 @@ class FigureProblem:
         names = sorted(self.places)
         values = [self.places[name] for name in names]
         self.middle = sum(values) / len(values) if values else 0j
-        self.kind = FigureKind(self.drawing, self.system, self.places)
+        self.kind = KindOfFigure(self.drawing, self.system, self.places)
 
     def _size(self) -> tuple[float, float]:
         """Return the length of the figure's larger side, and that side in pixels.
