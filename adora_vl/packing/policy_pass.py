@@ -264,7 +264,14 @@ class PackedForward:
 
 
 def packed_size(packed: Packed, pixels: Tensor | None) -> PassSize:
-    """Return the size of a packed pass; `pixels`: those of its images, or references to them."""
+    """Return the size of a packed pass.
+
+    A rollout other than its group's first has the prompt's keys once more, and its own.
+
+    Args:
+        packed: the sequence, of which all positions are computed.
+        pixels: of its images, or references to them.
+    """
     keys = 0
     for group in packed.shared.groups:
         keys += group.first + sum(group.prompt + length for length in group.others)
@@ -279,7 +286,13 @@ def packed_size(packed: Packed, pixels: Tensor | None) -> PassSize:
 
 
 def separate_size(input_ids: Tensor, completion: int, pixels: Tensor | None) -> PassSize:
-    """Return the size of a pass over padded rows, (B, P + C), with C = `completion`."""
+    """Return the size of a pass over padded rows.
+
+    Args:
+        input_ids: (B, P + C).
+        completion: C, the width of the completions.
+        pixels: of the rows' images, or references to them; those of an image may be there twice.
+    """
     rows, length = input_ids.shape
     return PassSize(
         rows=rows,
