@@ -82,7 +82,7 @@ def _rows(split: str, number: int) -> list[Row]:
     ]
 
 
-class HeldOutWork(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
+class HeldOutWork(TrainerCallback):
     """Evaluates on held-out problems, with answers sampled as in training.
 
     Every evaluation of a seed draws from the same random numbers.

@@ -16,6 +16,9 @@ from adora_vl.geometry.quantities import Area, Constant, Quantity, minus, over, 
 from adora_vl.geometry.shapes import COLOURS, CORNERS, DISC, Circle, UnreadError, unwrapped
 from adora_vl.geometry.vectors import cross
 
+# A circle may reach over a side by this share of its radius, and still look as if it lay inside.
+_WITHIN = 0.9
+
 if TYPE_CHECKING:
     from adora_vl.geometry.measures import Measures
 
@@ -202,6 +205,6 @@ def _is_within(measures: Measures, circle: Circle, outline: Sequence[str]) -> bo
     for i in range(len(outline)):
         start = places[outline[i - 1]]
         way = places[outline[i]] - start
-        if around * cross(way, places[circle.centre] - start) < 0.9 * radius * abs(way):
+        if around * cross(way, places[circle.centre] - start) < _WITHIN * radius * abs(way):
             return False
     return True

@@ -34,6 +34,7 @@ from adora_vl.geometry.vectors import dot
 # largest errors of a goal that is fixed, and of equations that are fulfilled
 _FIXED = 1e-7
 _FULFILLED = 1e-6
+# length below which two points have no direction between them
 _NO_PLACE = 1e-9
 
 

@@ -13,6 +13,8 @@ from adora_vl.geometry.solve import TIGHT, FigureProblem, Solution, is_collapsed
 
 Status = Literal["answered", "open", "ambiguous", "conflict", "collapsed", "unread"]
 _ROUNDED = 0.01  # largest residual of a figure whose facts were rounded
+# Figures with rounded facts are compared only where none fits much better than the others.
+_AS_GOOD = 1.3
 _SAME_ROUNDED = 2e-3  # share by which answers of such figures may differ
 _SAME_DOUBLE = 3e-4  # share by which answers at a double root may differ
 _SAME = 1e-5  # share by which other equal answers may differ
@@ -67,7 +69,9 @@ def _outcome(
     if rounded:
         least_residual = min(solution.residual for solution in solutions)
         solutions = [
-            solution for solution in solutions if solution.residual < 1.3 * least_residual + 1e-9
+            solution
+            for solution in solutions
+            if solution.residual < _AS_GOOD * least_residual + 1e-9
         ]
     sound = [solution for solution in solutions if not is_collapsed(solution)]
     if not sound:

@@ -20,23 +20,16 @@ from adora_vl.geometry.shapes import sides_of
 
 
 def on_circle(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a point lies on a circle, or on each of several concentric ones that have it."""
+    """Say that a point lies on a circle; of concentric ones, on that which has it."""
     name = term.names[0]
     target = term.arguments[1]
-    radius = target.names[1] if len(target.names) > 1 else None
     centre = target.names[0] if target.names else target.head
     circles = [
         circle
         for circle in measures.drawing.circles
         if circle.centre == centre and name in circle.points
     ]
-    if not circles:
-        circles = [measures.drawing.circle(target)]
-    if radius is None or len(circles) == 1:
-        yield reaches(measures, name, circles[0])
-        return
-    for circle in circles:
-        yield reaches(measures, name, circle)
+    yield reaches(measures, name, circles[0] if circles else measures.drawing.circle(target))
 
 
 def tangent(measures: Measures, term: Term) -> Iterator[Relation]:

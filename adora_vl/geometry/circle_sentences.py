@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from adora_vl.geometry.draft import (
     Draft,
-    NotReadError,
+    SentenceError,
     kind_of,
     split_names,
     term,
@@ -59,7 +59,7 @@ def tangent(draft: Draft, start: str, end: str, centre: str | None, at: str | No
     name = circle.names[0]
     touching = at or next((point for point in (start, end) if point in draft.circles[name]), None)
     if touching is None:
-        raise NotReadError(
+        raise SentenceError(
             "it does not say where the line touches the circle; add 'at' and the point"
         )
     draft.on_circle(touching, name)

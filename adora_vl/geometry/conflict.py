@@ -17,7 +17,8 @@ from adora_vl.geometry.reading import Reading, read
 from adora_vl.geometry.solve import FigureProblem, is_collapsed, is_same
 
 _MOST_TRIED = 14  # facts of one kind that are left out one by one
-_STARTS = 4
+_STARTS = 4  # of a form without a fact, of which many are tried; two that agree end a search
+# A contradiction that is named has to hold: few facts are cheap to search from many starts.
 _STARTS_ALONE = 24
 _EVALUATIONS_ALONE = 4000
 _MOST_NAMED = 6  # facts that a person still reads

@@ -13,7 +13,7 @@ POINT = r"[A-Z]'?"  # the pattern of a point's name in sentences
 SHAPES = "|".join(name.lower() for name in CORNERS)
 
 
-class NotReadError(ValueError):
+class SentenceError(ValueError):
     """A sentence is not one of the grammar."""
 
 
@@ -69,7 +69,7 @@ class Draft:
         corners = split_names(names)
         head = kind.capitalize()
         if len(corners) != CORNERS[head] or len(set(corners)) != len(corners):
-            raise NotReadError(
+            raise SentenceError(
                 f"a {kind} has {CORNERS[head]} corners, and {names} names {len(set(corners))}"
             )
         shape = self.polygon(head, corners)
@@ -79,33 +79,33 @@ class Draft:
     def last_polygon(self, kind: str | None) -> Term:
         """Return the shape that was named last, of a kind if one is given.
 
-        Raises `NotReadError`.
+        Raises `SentenceError`.
         """
         head = kind.capitalize() if kind is not None else None
         for shape in reversed(self.polygons):
             if head in (None, "Polygon", shape.head):
                 return shape
-        raise NotReadError(f"it does not say which {kind or 'shape'} is meant; name its corners")
+        raise SentenceError(f"it does not say which {kind or 'shape'} is meant; name its corners")
 
     def triangle_with(self, point: str) -> list[str]:
-        """Return the corners of the only triangle with this corner. Raises `NotReadError`."""
+        """Return the corners of the only triangle with this corner. Raises `SentenceError`."""
         triangles = {
             frozenset(shape.names): shape.names
             for shape in self.polygons
             if len(shape.names) == 3 and point in shape.names
         }
         if len(triangles) != 1:
-            raise NotReadError(f"it does not say which triangle with {point} is meant; name it")
+            raise SentenceError(f"it does not say which triangle with {point} is meant; name it")
         return next(iter(triangles.values()))
 
     def circle(self, centre: str | None) -> Term:
         """Return the circle with this centre.
 
-        Without a centre the only one. Raises `NotReadError`.
+        Without a centre the only one. Raises `SentenceError`.
         """
         if centre is None:
             if len(self.circles) != 1:
-                raise NotReadError("it does not say which circle is meant; name its centre")
+                raise SentenceError("it does not say which circle is meant; name its centre")
             centre = next(iter(self.circles))
         self.circles.setdefault(centre, [])
         return term("Circle", centre)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from cmath import phase
 from collections.abc import Collection, Sequence
-from itertools import combinations
 
 from adora_vl.geometry.forms import Term, inner_names
 from adora_vl.geometry.likeness import Likeness
@@ -50,13 +49,6 @@ class Drawing(Likeness):
         same_size = next(
             (list(named) for named in self.named.values() if len(named) == count), None
         )
-        if same_size is None and count == 3:
-            triangles = [
-                names
-                for names in combinations(sorted(self.neighbours), 3)
-                if all(second in self.neighbours[first] for first, second in combinations(names, 2))
-            ]
-            same_size = list(triangles[0]) if len(triangles) == 1 else None
         return self._needed(same_size, term)
 
     def _needed(self, names: list[str] | None, term: Term) -> list[str]:

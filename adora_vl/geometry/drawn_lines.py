@@ -14,6 +14,12 @@ from adora_vl.geometry.shapes import UnreadError
 from adora_vl.geometry.vectors import sine
 
 _SAME_RAY = 12.0  # degrees; two drawn rays closer than this are one
+# Lines that a text calls parallel may look that many degrees askew; each point on one makes it
+# likelier that it is meant, by so many degrees.
+_ASKEW = 8.0
+_POINT_COUNTS = 0.3
+# Radians: a ray so near to the bisector is the bisector itself, drawn through another point of it.
+_ON_RAY = 0.06
 
 
 class DrawnLines(DrawnPoints):
@@ -94,10 +100,10 @@ class DrawnLines(DrawnPoints):
             apart = max(
                 self.degrees_apart(first, second) for first, second in combinations(rows, 2)
             )
-            rank = apart - 0.3 * sum(len(row) for row in rows)
+            rank = apart - _POINT_COUNTS * sum(len(row) for row in rows)
             if best is None or rank < best[0]:
                 best = (rank, rows)
-        if best is None or best[0] > 8:
+        if best is None or best[0] > _ASKEW:
             raise UnreadError("no lines of the picture look parallel")
         return [(row[0], row[-1]) for row in best[1]]
 
@@ -191,7 +197,7 @@ class DrawnLines(DrawnPoints):
                         turns[
                             (phase(self.places[name] - self.places[corner]) - start) % math.tau
                         ] = name
-        beside = sorted(turn for turn in turns if 0.06 < turn < math.tau - 0.06)
+        beside = sorted(turn for turn in turns if _ON_RAY < turn < math.tau - _ON_RAY)
         if len(beside) < 2:
             raise UnreadError(f"the form does not say which angle at {corner} is meant")
         return turns[beside[0]], corner, turns[beside[-1]]

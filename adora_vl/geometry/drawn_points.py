@@ -19,7 +19,19 @@ from adora_vl.geometry.vectors import cross, dot, extent_of
 _POINT = re.compile(r"[A-Z]'?|point_\d+")
 # share of a segment's length that a point may lie beside it and still seem to be on it
 _STRAIGHT = 0.025
+# share of a squared length; a corner that is less high has no foot worth drawing
+_FLAT_TRIANGLE = 0.05
+# widths of a figure that its copy is placed to the right, clear of it
+_COPY_BESIDE = 1.6
+_NO_LENGTH = 1e-9  # pixels; a segment that is shorter has no direction
 _FAR_BESIDE = 1.0  # the same share, of a point that cannot be meant to be on the segment
+
+
+def _names_corners(term: Term) -> bool:
+    """Whether a term is a shape with all its corners; a `Polygon` may have any number of them."""
+    if term.head == "Polygon":
+        return len(term.names) > 2
+    return len(term.names) == CORNERS.get(term.head)
 
 
 class DrawnPoints:
@@ -226,7 +238,7 @@ class DrawnPoints:
                 for name in sorted(points - self.places.keys()):
                     start = self.places[first]
                     way = self.places[last] - start
-                    if abs(way) > 1e-9:
+                    if abs(way) > _NO_LENGTH:
                         self.places[name] = start + way * self._share_of_foot(name, first, last)
                         self.imagined.add(name)
 
@@ -248,7 +260,7 @@ class DrawnPoints:
                 top = next(point for point in line.names if point != name)
                 if top in self.places and top not in (first, last):
                     to_top = self.places[top] - start
-                    if abs(cross(way, to_top)) > 0.05 * abs(way) ** 2:
+                    if abs(cross(way, to_top)) > _FLAT_TRIANGLE * abs(way) ** 2:
                         return dot(way, to_top) / abs(way) ** 2
         return 0.5
 
@@ -271,14 +283,14 @@ class DrawnPoints:
                 places = [self.places[name] for name in source]
                 wide, _ = extent_of(places)
                 for name, location in zip(copy, places, strict=True):
-                    self.places[name] = location + 1.6 * wide
+                    self.places[name] = location + _COPY_BESIDE * wide
                     self.imagined.add(name)
 
     @cached_property
     def named_polygons(self) -> list[tuple[str, ...]]:
         """The polygons that facts name with all their corners, in order, each once."""
         parts = (part for term in self.terms for part in term.walk())
-        named = (tuple(part.names) for part in parts if len(part.names) == CORNERS.get(part.head))
+        named = (tuple(part.names) for part in parts if _names_corners(part))
         return [
             names
             for names in dict.fromkeys(named)

@@ -10,6 +10,7 @@ import math
 from fractions import Fraction
 
 _EXACT = 1e-9  # share of a value that a written form may differ by
+# Longer forms are no answers of a school book, and almost every number is near one of them.
 _MAX_DENOMINATOR = 60
 _MAX_UNDER_ROOT = 1000
 _MAX_INTEGER = 10**9

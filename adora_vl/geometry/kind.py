@@ -24,7 +24,7 @@ _CROWDED = 30  # segments of a picture whose pairs are not compared any more
 _FLAT = 0.2  # sine of a drawn corner that is too flat to be compared
 
 
-class FigureKind:
+class KindOfFigure:
     """What the picture of a form shows of order, turns and crossings, to compare figures with.
 
     `turns` are corners that the picture bends, `apart` segments that it does not let cross. Without a

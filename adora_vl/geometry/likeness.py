@@ -12,6 +12,9 @@ from adora_vl.geometry.regions import Regions
 from adora_vl.geometry.shapes import UnreadError
 from adora_vl.geometry.vectors import cosine, sine
 
+# Shapes that differ by more are not meant to be similar: 45 degrees in all, or ratios of sides that
+# spread by a half in their logarithms.
+_TOO_UNLIKE = 1.5
 _UNLIKE = 0.15  # step in which a polygon's likeness to its kind is counted
 
 
@@ -62,12 +65,6 @@ class Likeness(Regions):
         marked = self._marked_pair()
         if marked is not None:
             return marked
-        parts = [part for part in self.components if len(part) >= 3 and part <= self.places.keys()]
-        if len(parts) == 2:
-            first = self.outline(parts[0])
-            second = self.outline(parts[1])
-            if first and len(first) == len(second):
-                return first, self._matched(first, second)[1]
         shapes = list(
             {tuple(sorted(names)): names for names in self.polygons if len(names) > 2}.values()
         )
@@ -78,7 +75,7 @@ class Likeness(Regions):
                 distance, order = self._matched(first, second)
                 if best is None or distance < best[0]:
                     best = (distance, first, order)
-        if best is None or best[0] >= 1.5:
+        if best is None or best[0] >= _TOO_UNLIKE:
             raise UnreadError("the picture does not show which shapes are similar")
         return best[1], best[2]
 

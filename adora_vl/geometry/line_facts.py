@@ -25,6 +25,8 @@ from adora_vl.geometry.relations import (
 )
 from adora_vl.geometry.shapes import UnreadError
 
+_UNEVEN = 0.12  # share by which two halves may differ and still look like halves
+
 
 def on_line(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that a point lies on a line: collinear with its two ends, unless it is one of them."""
@@ -154,5 +156,5 @@ def _feet_in_the_middle(
                 if point not in names:
                     halves = (abs(places[point] - places[start]), abs(places[point] - places[end]))
                     candidates.append((abs(halves[0] / max(halves[1], 1e-9) - 1), point))
-    if candidates and min(candidates)[0] < 0.12:
+    if candidates and min(candidates)[0] < _UNEVEN:
         yield Mean(point=min(candidates)[1], points=(start, end))

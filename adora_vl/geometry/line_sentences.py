@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from adora_vl.geometry.draft import (
     Draft,
-    NotReadError,
+    SentenceError,
     split_names,
     term,
 )
@@ -87,7 +87,7 @@ def diagonals_meet(draft: Draft, point: str) -> None:
     """Note that the diagonals of the quadrilateral that was named last meet in a point."""
     names = draft.last_polygon(None).names
     if len(names) != 4:
-        raise NotReadError("it does not say which diagonals are meant; name them")
+        raise SentenceError("it does not say which diagonals are meant; name them")
     meet(draft, names[0], names[2], names[1], names[3], point)
 
 
@@ -101,7 +101,7 @@ def bisects_angle(draft: Draft, start: str, end: str, names: str) -> None:
         draft.line(corners[0], corners[1])
         draft.line(corners[1], corners[2])
     elif len(corners) != 1:
-        raise NotReadError(f"{names} is no angle; write its three points")
+        raise SentenceError(f"{names} is no angle; write its three points")
     draft.facts.append(term("BisectsAngle", line, term("Angle", *corners)))
 
 
@@ -132,7 +132,7 @@ def term_on(draft: Draft, point: str, start: str, end: str) -> bool:
 def bisect_each(draft: Draft, a: str, b: str, c: str, d: str, at: str | None) -> None:
     """Note that two segments halve each other."""
     if at is None:
-        raise NotReadError("it does not say where the segments meet; add 'at' and the point")
+        raise SentenceError("it does not say where the segments meet; add 'at' and the point")
     midpoint(draft, point=at, start=a, end=b)
     midpoint(draft, point=at, start=c, end=d)
 
@@ -150,7 +150,7 @@ def right_angle(draft: Draft, names: str) -> None:
         right_corner(draft, corners[0])
         return
     if len(corners) != 3:
-        raise NotReadError(f"{names} is no angle; write its three points")
+        raise SentenceError(f"{names} is no angle; write its three points")
     sides = [draft.line(corners[1], corners[0]), draft.line(corners[1], corners[2])]
     draft.facts.append(term("Perpendicular", *sides))
 

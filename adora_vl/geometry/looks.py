@@ -18,11 +18,12 @@ from adora_vl.geometry.relations import (
 )
 from adora_vl.geometry.vectors import cosine
 
-# "What appears to be tangent", where the question says that; and where nobody says it.
-# degrees from a right angle to the radius
+# Degrees from a right angle to the radius: of "what appears to be tangent", where the question says
+# so and most lines of a circle are meant; and where nobody says it, which has to look exact.
 SAID_TANGENT = 22.0
 SEEN_TANGENT = 9.0
-# degrees
+# Degrees that a right angle and two parallels may be off and still be drawn so on purpose. A picture
+# that is not to scale is off by more.
 _SEEN_RIGHT = 2.5
 _SEEN_PARALLEL = 2.0
 _SEEN_ON_CHORD = 0.03  # share of a chord's length that the centre may lie beside it

@@ -122,8 +122,6 @@ class Measures:
             return Unknown(f"angle {numbered[1]}")
         if text == "Radius":
             return self.radius(self.drawing.circle())
-        if text == "Diameter":
-            return times(Constant(2.0), self.radius(self.drawing.circle()))
         try:
             return quantity_of(parsed(text))
         except ExpressionError as error:
@@ -228,7 +226,7 @@ class Measures:
         if drawn is not None:
             return self.distance(*drawn)
         names = self.drawing.shape(term.arguments[0])
-        called = called_height(self.drawing, names)
+        called = called_height(self.drawing)
         if called is not None:
             return self.distance(*called)
         if len(names) == 4:

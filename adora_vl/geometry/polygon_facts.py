@@ -24,7 +24,8 @@ from adora_vl.geometry.relations import (
 )
 from adora_vl.geometry.shapes import UnreadError, unwrapped
 
-# shares of a polygon's size
+# Shares of a polygon's size that a drawn point may be off and still be its centre, or a middle of
+# a side. Annotated places are off by a few pixels.
 _AT_CENTRE = 0.07
 _AT_MIDDLE = 0.05
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from cmath import phase
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import combinations, pairwise
 
@@ -85,14 +85,12 @@ class Regions(DrawnLines):
             polygons.append(outline)
         return polygons
 
-    def outline(self, within: Iterable[str] | None = None) -> list[str]:
+    def outline(self) -> list[str]:
         """Return the corners of the outer boundary, without dead ends.
 
         Empty where there is none that is simple.
         """
         borders = {name: set(near) for name, near in self._borders.items()}
-        if within is not None:
-            borders = {name: near for name, near in borders.items() if name in set(within)}
         while True:
             dead = sorted(name for name, near in borders.items() if len(near) < 2)
             if not dead:
@@ -121,29 +119,6 @@ class Regions(DrawnLines):
             back = self._direction(following, current)
             current = following
         return [] if len(set(boundary)) != len(boundary) else self.corners(boundary)
-
-    @cached_property
-    def components(self) -> list[set[str]]:
-        """The parts of the drawing that no line connects, from left to right."""
-        remaining = set(self.neighbours)
-        components = []
-        while remaining:
-            waiting = [min(remaining)]
-            component: set[str] = set()
-            while waiting:
-                name = waiting.pop()
-                if name not in component:
-                    component.add(name)
-                    waiting += sorted(self.neighbours[name] - component)
-            remaining -= component
-            components.append(component)
-        return sorted(components, key=self._leftmost)
-
-    def _leftmost(self, component: set[str]) -> float:
-        """Return how far to the left a part of the drawing reaches."""
-        return min(
-            (self.places[name].real for name in component if name in self.places), default=0.0
-        )
 
 
 def _joined(first: Sequence[str], second: Sequence[str]) -> list[str]:

@@ -31,7 +31,7 @@ from adora_vl.geometry.draft import (
     POINT,
     SHAPES,
     Draft,
-    NotReadError,
+    SentenceError,
     split_names,
     term,
 )
@@ -66,6 +66,7 @@ from adora_vl.geometry.shape_sentences import (
     bisector,
     both_alike,
     centre_of_triangle,
+    diagonal,
     from_corner,
     hypotenuse,
     line_of_triangle,
@@ -100,7 +101,7 @@ _MAX_CLAUSES = 8  # facts of one sentence
 def read_sentence(draft: Draft, sentence: str) -> None:
     """Take a sentence into the draft: one fact, or several with "and" or "with" between them.
 
-    Raises `NotReadError` where a part is none of the grammar.
+    Raises `SentenceError` where a part is none of the grammar.
     """
     plain = plain_sentence(sentence)
     if not plain:
@@ -114,7 +115,7 @@ def read_sentence(draft: Draft, sentence: str) -> None:
         # Of measures, congruent says no more than equal.
         plain = plain.replace("congruent", "=")
     if clauses is None and "=" not in plain:
-        raise NotReadError(_what_is_wrong(plain))
+        raise SentenceError(_what_is_wrong(plain))
     for clause in clauses or [plain]:
         _read_clause(draft, clause)
     if question:
@@ -148,7 +149,7 @@ def _rule_of(plain: str) -> tuple[Callable[..., None], re.Match[str]] | None:
 
 
 def _read_clause(draft: Draft, plain: str) -> None:
-    """Take one fact into the draft. Raises `NotReadError`."""
+    """Take one fact into the draft. Raises `SentenceError`."""
     rule = _rule_of(plain)
     if rule is None:
         _equation(draft, plain)
@@ -162,7 +163,7 @@ def _what_is_wrong(plain: str) -> str:
     for word in re.findall(r"[a-z]{2,}", plain):
         try:
             check_word(word, _WORDS)
-        except NotReadError as error:
+        except SentenceError as error:
             return str(error)
     return (
         "this is no fact that is known; facts are such as AB = 5, angle ABC = 40, D on AC, AB "
@@ -181,7 +182,7 @@ def _equation(draft: Draft, text: str) -> None:
     sides = [_ratio(draft, _with_roles(draft, side)) for side in text.split("=")]
     for parts, partners in pairwise(sides):
         if len(parts) != len(partners):
-            raise NotReadError("the ratios on its sides have not as many parts")
+            raise SentenceError("the ratios on its sides have not as many parts")
         if len(parts) == 1:
             draft.equal(parts[0], partners[0])
             continue
@@ -230,11 +231,16 @@ def _role(draft: Draft, role: str, segment: str) -> None:
         base(draft, start, end)
 
 
+def _role_behind(draft: Draft, segment: str, role: str) -> None:
+    """Note a segment named before its role, in the only triangle that has it."""
+    _role(draft, role, segment)
+
+
 def _find(draft: Draft, measure: str) -> None:
     """Note the question: what is to be computed."""
     parts = _ratio(draft, _with_roles(draft, measure))
     if len(parts) > 2:
-        raise NotReadError("a ratio that is asked for has two parts")
+        raise SentenceError("a ratio that is asked for has two parts")
     goal = parts[0] if len(parts) == 1 else term("RatioOf", *parts)
     draft.question.append(term("Find", goal))
 
@@ -262,6 +268,16 @@ def _together(draft: Draft, first: str, second: str, word: str) -> None:
     draft.facts.append(term(word.capitalize(), *measures))
 
 
+def _together_between(draft: Draft, first: str, word: str, second: str) -> None:
+    """Note two angles with their relation between them: `angle 1 supplementary to angle 2`."""
+    _together(draft, first, second, word)
+
+
+def _angles_equal(draft: Draft, first: str, second: str, word: str) -> None:
+    """Note that two angles are equal, which are named by their corners alone."""
+    _together(draft, f"angle {first}", f"angle {second}", word)
+
+
 _MEASURE = rf"(?:angle )?(?:\d+|{POINT}(?:{POINT}{POINT})?)"
 _EQUAL_PART = rf"(?:angle (?:\d+|{POINT}(?:{POINT}{POINT})?)|(?:arc )?{SEGMENT})"
 _MAYBE_SHAPE = rf"(?:({SHAPES}) ?)?"
@@ -282,13 +298,11 @@ _GRAMMAR: tuple[tuple[str, Callable[..., None]], ...] = (
         rf"(?: (?:{SHAPES}))?",
         both_alike,
     ),
-    (rf"base {_S}|{_S} base", lambda draft, a, b, c, d: base(draft, a or c, b or d)),
+    (rf"base {_S}", base),
+    (rf"{_S} base", base),
     (rf"(?:vertex|apex|vertex angle)(?: at)? ({POINT})", apex),
     (rf"hypotenuse {_S}", hypotenuse),
-    (
-        rf"{_S} hypotenuse(?: (?:right )?triangle {_NAMES})?",
-        lambda d, a, b, _: hypotenuse(d, a, b),
-    ),
+    (rf"{_S} hypotenuse(?: (?:right )?triangle {_NAMES})?", hypotenuse),
     # Lines and points
     (rf"{_S} (parallel|perpendicular) {_S}", two_lines),
     (rf"{_S} perpendicular {_S} at ({POINT})", perpendicular_at),
@@ -306,7 +320,7 @@ _GRAMMAR: tuple[tuple[str, Callable[..., None]], ...] = (
     (rf"{_S} meet {_S} at ({POINT})", meet),
     (rf"({POINT}) intersection {_S} and {_S}", intersection),
     (rf"diagonals meet at ({POINT})", diagonals_meet),
-    (rf"{_S} diagonal(?: (?:{SHAPES})?(?: ?{_NAMES})?)?", lambda d, a, b, _: draw(d, a, b)),
+    (rf"{_S} diagonal(?: {_MAYBE_SHAPE}{_NAMES})?", diagonal),
     (rf"{_S} bisects angle ((?:{POINT})+)", bisects_angle),
     (rf"{_S} (?:angle )?bisector (?:angle )?((?:{POINT})+)", bisects_angle),
     (rf"{_S} (?:angle )?bisector triangle {_NAMES}", bisector),
@@ -329,7 +343,7 @@ _GRAMMAR: tuple[tuple[str, Callable[..., None]], ...] = (
         rf"meet at ({POINT})",
         two_roles_meet,
     ),
-    (rf"{_S} (altitude|median)", lambda draft, a, b, role: _role(draft, role, f"{a}{b}")),
+    (rf"({SEGMENT}) (altitude|median)", _role_behind),
     (rf"{_S} midsegment(?: (triangle|trapezoid)?)?(?: ?{_NAMES})?", midsegment),
     (rf"{_S} midsegment triangle {_NAMES} parallel ({SEGMENT})", midsegment_parallel),
     (
@@ -369,12 +383,12 @@ _GRAMMAR: tuple[tuple[str, Callable[..., None]], ...] = (
     (rf"({_MEASURE}) and ({_MEASURE}) (supplementary|complementary)", _together),
     (
         rf"({_MEASURE}) (supplementary|complementary) ({_MEASURE})",
-        lambda draft, first, word, second: _together(draft, first, second, word),
+        _together_between,
     ),
     (rf"({_EQUAL_PART}) and ({_EQUAL_PART}) (equal|congruent)", _together),
     (
         rf"angle ({POINT}) and ({POINT}) (equal|congruent)",
-        lambda draft, first, second, word: _together(draft, f"angle {first}", second, word),
+        _angles_equal,
     ),
     (rf"angle triangle ({POINT})({POINT})({POINT}) in ratio (.+)", _angles_in_ratio),
     (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from adora_vl.geometry.draft import (
     Draft,
-    NotReadError,
+    SentenceError,
     SpecialTriangle,
     kind_of,
     split_names,
@@ -40,7 +40,7 @@ def special(draft: Draft, adjectives: str, kind: str, names: str) -> None:
     head = "Polygon" if kind == "polygon" else kind.capitalize()
     count = CORNERS.get(head, len(corners))
     if len(corners) != count or len(set(corners)) != len(corners):
-        raise NotReadError(f"a {kind} has {count} corners, and {names} names {len(set(corners))}")
+        raise SentenceError(f"a {kind} has {count} corners, and {names} names {len(set(corners))}")
     polygon = draft.polygon(head, corners)
     words = adjectives.split()
     if "cyclic" in words:
@@ -91,7 +91,7 @@ def apex(draft: Draft, corner: str) -> None:
         if corner in special.corners and "isosceles" in special.adjectives:
             equal_legs(draft, corner, special.corners)
             return
-    raise NotReadError(f"it does not say of which isosceles triangle {corner} is the vertex")
+    raise SentenceError(f"it does not say of which isosceles triangle {corner} is the vertex")
 
 
 def equal_legs(draft: Draft, apex: str, corners: Sequence[str]) -> None:
@@ -101,15 +101,26 @@ def equal_legs(draft: Draft, apex: str, corners: Sequence[str]) -> None:
     draft.equal(legs[0], legs[1])
 
 
-def hypotenuse(draft: Draft, start: str, end: str) -> None:
+def diagonal(
+    draft: Draft, start: str, end: str, kind: str | None = None, names: str | None = None
+) -> None:
+    """Note that a segment joins two corners of a shape, which may be of a kind that says more."""
+    if names is not None:
+        draft.named_shape(kind or kind_of(names), names)
+    draft.line(start, end)
+
+
+def hypotenuse(draft: Draft, start: str, end: str, triangle: str | None = None) -> None:
     """Note the side of a right triangle opposite its right angle."""
+    if triangle is not None:
+        draft.named_shape("triangle", triangle)
     shapes = [shape.names for shape in draft.polygons if len(shape.names) == 3]
     for names in reversed(shapes):
         if {start, end} <= set(names):
             corner = next(name for name in names if name not in (start, end))
             right_angle(draft, f"{start}{corner}{end}")
             return
-    raise NotReadError(f"it does not say of which triangle {start}{end} is the hypotenuse")
+    raise SentenceError(f"it does not say of which triangle {start}{end} is the hypotenuse")
 
 
 def alike(draft: Draft, kind: str | None, first: str, relation: str, second: str) -> None:
@@ -117,7 +128,7 @@ def alike(draft: Draft, kind: str | None, first: str, relation: str, second: str
     names = split_names(first)
     partners = split_names(second)
     if len(names) != len(partners):
-        raise NotReadError(f"{first} and {second} have not as many corners")
+        raise SentenceError(f"{first} and {second} have not as many corners")
     head = kind_of(first).capitalize()
     shapes = (draft.polygon(head, names), draft.polygon(head, partners))
     draft.facts.append(term(relation.capitalize(), *shapes))
@@ -142,7 +153,7 @@ def line_of_triangle(draft: Draft, start: str, end: str, role: str, names: str) 
         line_of_trapezoid(draft, start, end, role, names)
         return
     if len(corners) != 3 or len({start, end} & set(corners)) != 1:
-        raise NotReadError(
+        raise SentenceError(
             f"{start}{end} does not go from a corner of {names} to a point of the opposite side"
         )
     foot = end if start in corners else start
@@ -155,7 +166,7 @@ def line_of_triangle(draft: Draft, start: str, end: str, role: str, names: str) 
 def line_of_trapezoid(draft: Draft, start: str, end: str, role: str, names: str) -> None:
     """Note the median of a trapezoid, its midsegment; refuse an altitude."""
     if role != "median":
-        raise NotReadError(f"write on which side {end} lies, and that {start}{end} stands on it")
+        raise SentenceError(f"write on which side {end} lies, and that {start}{end} stands on it")
     midsegment(draft, start=start, end=end, kind="trapezoid", names=names)
 
 
@@ -217,7 +228,7 @@ def midsegment(
     """Note that a segment joins the middles of two sides, or of a trapezoid's legs."""
     corners = split_names(names) if names is not None else draft.last_polygon(kind).names
     if len(corners) not in (3, 4):
-        raise NotReadError("a midsegment is of a triangle or of a trapezoid; name it")
+        raise SentenceError("a midsegment is of a triangle or of a trapezoid; name it")
     head = "Triangle" if len(corners) == 3 else "Trapezoid"
     polygon = draft.polygon(head, corners)
     if head == "Trapezoid":
@@ -231,7 +242,7 @@ def midsegment_parallel(draft: Draft, start: str, end: str, names: str, base: st
     ends = split_names(base)
     tops = [name for name in corners if name not in ends]
     if len(tops) != 1 or len(corners) != 3:
-        raise NotReadError(f"{base} is no side of {names}")
+        raise SentenceError(f"{base} is no side of {names}")
     for point, corner in ((start, ends[0]), (end, ends[1])):
         draft.on_line(point, tops[0], corner)
     midsegment(draft, start=start, end=end, kind="triangle", names=names)

@@ -12,14 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from adora_vl.geometry.descent import Budget, descend
-from adora_vl.geometry.kind import COLLAPSED, FigureKind
+from adora_vl.geometry.kind import COLLAPSED, KindOfFigure
 from adora_vl.geometry.quantities import Distance, Equal, constant_of
 from adora_vl.geometry.reading import Reading
 from adora_vl.geometry.system import System, Vector
 from adora_vl.geometry.vectors import extent_of
 
 TIGHT = 1e-7  # largest residual of a figure that fulfils its facts
+# Each start costs a search; with a picture the first two figures that agree end it.
 STARTS = 8
+# Without a picture all have to agree, so two figures that fit are to be found, not one.
 STARTS_WITHOUT_PLACES = 12
 # of a form without places, until so many figures are found that are as its facts say
 _MOST_STARTS = 40
@@ -91,7 +93,7 @@ class FigureProblem:
         names = sorted(self.places)
         values = [self.places[name] for name in names]
         self.middle = sum(values) / len(values) if values else 0j
-        self.kind = FigureKind(self.drawing, self.system, self.places)
+        self.kind = KindOfFigure(self.drawing, self.system, self.places)
 
     def _size(self) -> tuple[float, float]:
         """Return the length of the figure's larger side, and that side in pixels.

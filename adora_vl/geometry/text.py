@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from adora_vl.geometry.draft import POINT, Draft, NotReadError, SpecialTriangle, term
+from adora_vl.geometry.draft import POINT, Draft, SentenceError, SpecialTriangle, term
 from adora_vl.geometry.forms import Form
 from adora_vl.geometry.sentences import PLACE, SEGMENT, read_sentence
 from adora_vl.utils.errors import UserError
@@ -40,7 +40,7 @@ def form_of_text(text: str) -> Form:
         draft.sentence = sentence
         try:
             read_sentence(draft, sentence)
-        except NotReadError as error:
+        except SentenceError as error:
             raise _error(number, sentence, str(error)) from None
     for special in draft.special:
         _settle(draft, special)

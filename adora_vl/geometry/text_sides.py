@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from adora_vl.geometry.draft import POINT, SHAPES, Draft, NotReadError, kind_of, split_names, term
+from adora_vl.geometry.draft import POINT, SHAPES, Draft, SentenceError, kind_of, split_names, term
 from adora_vl.geometry.expressions import ExpressionError, parsed
 from adora_vl.geometry.forms import Term
 from adora_vl.utils.errors import did_you_mean
@@ -49,21 +49,21 @@ WORDS = (
 def side_of(draft: Draft, text: str) -> Term:
     """Return one side of an equation: a measure, a value, or sums and products of them.
 
-    Raises `NotReadError` with the word that is not known.
+    Raises `SentenceError` with the word that is not known.
     """
     plain = text.strip()
     if not re.search(POINT, plain) and not re.search(_MEASURES, plain):
         return _value(plain)
     pieces = _pieces(plain)
     if len(pieces) > MAX_PARTS:
-        raise NotReadError(f"one side has {len(pieces)} parts, over {MAX_PARTS}")
+        raise SentenceError(f"one side has {len(pieces)} parts, over {MAX_PARTS}")
     return _Sides(draft, pieces).all()
 
 
 def check_word(word: str, words: Sequence[str] = WORDS) -> None:
-    """Raise `NotReadError` for a word that is none of these, with the nearest of them."""
+    """Raise `SentenceError` for a word that is none of these, with the nearest of them."""
     if word not in words:
-        raise NotReadError(f"{word!r} is no word that is known{did_you_mean(word, words)}")
+        raise SentenceError(f"{word!r} is no word that is known{did_you_mean(word, words)}")
 
 
 def _value(plain: str) -> Term:
@@ -73,14 +73,14 @@ def _value(plain: str) -> Term:
     try:
         parsed(plain)
     except ExpressionError as error:
-        raise NotReadError(str(error)) from None
+        raise SentenceError(str(error)) from None
     return Term(head=plain.replace("√", "\\sqrt"))
 
 
 def _pieces(plain: str) -> list[tuple[str, str]]:
     """Return the atoms and signs of a side with their kinds.
 
-    Raises `NotReadError` for anything else.
+    Raises `SentenceError` for anything else.
     """
     pieces: list[tuple[str, str]] = []
     position = 0
@@ -91,7 +91,7 @@ def _pieces(plain: str) -> list[tuple[str, str]]:
             word = re.match(r"[A-Za-z']+", rest)
             if word and word[0].islower():
                 check_word(word[0])
-            raise NotReadError(f"{rest!r:.40} is no length, angle, area or number")
+            raise SentenceError(f"{rest!r:.40} is no length, angle, area or number")
         pieces.append((match.lastgroup, match[match.lastgroup].strip()))
         position = match.end()
         while position < len(plain) and plain[position].isspace():
@@ -116,10 +116,10 @@ class _Sides:
         return text if kind == "sign" else kind
 
     def all(self) -> Term:
-        """Return the term of all pieces. Raises `NotReadError` where some remain."""
+        """Return the term of all pieces. Raises `SentenceError` where some remain."""
         side = self.sum()
         if self.next < len(self.pieces):
-            raise NotReadError(f"{self.pieces[self.next][1]!r} stands where nothing can stand")
+            raise SentenceError(f"{self.pieces[self.next][1]!r} stands where nothing can stand")
         return side
 
     def sum(self) -> Term:
@@ -129,7 +129,7 @@ class _Sides:
         """
         self.depth += 1
         if self.depth > _MAX_BRACKETS:
-            raise NotReadError(f"it has brackets over {_MAX_BRACKETS} deep")
+            raise SentenceError(f"it has brackets over {_MAX_BRACKETS} deep")
         side = self.product()
         while self.peek() in ("+", "-"):
             head = "Add" if self.pieces[self.next][1] == "+" else "Sub"
@@ -149,7 +149,7 @@ class _Sides:
             elif sign == "^":
                 self.next += 1
                 if self.next >= len(self.pieces) or self.pieces[self.next][1] != "2":
-                    raise NotReadError("only squares are known behind ^ here")
+                    raise SentenceError("only squares are known behind ^ here")
                 self.next += 1
                 side = term("SquareOf", side)
             elif sign and sign not in ("+", "-", ")"):
@@ -160,17 +160,17 @@ class _Sides:
     def atom(self) -> Term:
         """Return a bracket, a measure or a value."""
         if self.next >= len(self.pieces):
-            raise NotReadError("something is missing behind a sign")
+            raise SentenceError("something is missing behind a sign")
         kind, text = self.pieces[self.next]
         self.next += 1
         if kind == "sign":
             if text == "-":
                 return term("Sub", Term(head="0"), self.atom())
             if text != "(":
-                raise NotReadError(f"{text!r} stands where nothing can stand")
+                raise SentenceError(f"{text!r} stands where nothing can stand")
             side = self.sum()
             if self.peek() != ")":
-                raise NotReadError("a bracket is not closed")
+                raise SentenceError("a bracket is not closed")
             self.next += 1
             return side
         return _ATOMS[kind](self.draft, text)
@@ -244,7 +244,7 @@ def _shape(draft: Draft, text: str) -> Term:
         return draft.last_polygon(kind)
     plain_kind = kind_of("".join(names))
     if plain_kind == "polygon":
-        raise NotReadError(f"{''.join(names)} has more corners than are known")
+        raise SentenceError(f"{''.join(names)} has more corners than are known")
     if kind in (None, "polygon", plain_kind):
         return draft.polygon(plain_kind.capitalize(), names)
     return draft.named_shape(kind, "".join(names))
@@ -258,11 +258,11 @@ def _extent(draft: Draft, text: str) -> Term:
 
 
 def _side(draft: Draft, text: str) -> Term:
-    """Return a side of a polygon whose sides are all equal. Raises `NotReadError` for any other."""
+    """Return a side of a polygon whose sides are all equal. Raises `SentenceError` for any other."""
     shape = _shape(draft, text)
     is_special = term("Regular", shape) in draft.facts or term("Equilateral", shape) in draft.facts
     if shape.head not in ("Square", "Rhombus") and not is_special:
-        raise NotReadError("it does not say which side is meant; name its two ends")
+        raise SentenceError("it does not say which side is meant; name its two ends")
     return term("LengthOf", draft.line(shape.names[0], shape.names[1]))
 
 
@@ -282,7 +282,7 @@ def _segment(draft: Draft, text: str) -> Term:
     """Return the length of a segment, which is drawn."""
     start, end = split_names(text)
     if start == end:
-        raise NotReadError(f"{text} is no segment; it begins where it ends")
+        raise SentenceError(f"{text} is no segment; it begins where it ends")
     return term("LengthOf", draft.line(start, end))
 
 

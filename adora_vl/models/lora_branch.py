@@ -62,4 +62,5 @@ def branch_first(layer: "Linear", x: Tensor, *args: object, **kwargs: object) ->
     inputs = layer._cast_input_dtype(x, lora_A.weight.dtype)
     branch = layer.lora_B[name](lora_A(layer.lora_dropout[name](inputs))) * layer.scaling[name]
     base = layer.base_layer(x)
-    return (base + branch).to(base.dtype)
+    summed: Tensor = (base + branch).to(base.dtype)
+    return summed

@@ -20,7 +20,7 @@ from adora_vl.rewards.thinking import final_part
 from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from adora_vl.geometry.check import Checked
+    from adora_vl.geometry.checked import Checked
 
 NAME = "steps"
 COLUMN = "figure"

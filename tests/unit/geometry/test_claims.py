@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adora_vl.geometry.check import Checked, CheckedFigure, checked, figure_at, is_equal
+from adora_vl.geometry.check import CheckedFigure, checked, figure_at
+from adora_vl.geometry.checked import Checked
 from adora_vl.geometry.claims import MAX_CLAIMS, claims_of
 from adora_vl.geometry.figure import written
+from adora_vl.geometry.judgement import is_equal
 from adora_vl.geometry.text import form_of_text
 from adora_vl.geometry.verdict import verdict
 from adora_vl.rewards.steps import work_of

@@ -2,6 +2,9 @@
 with its place.
 """
 
+import json
+from pathlib import Path
+
 import pytest
 
 from adora_vl.geometry.expressions import parsed
@@ -60,6 +63,14 @@ def test_sentences_are_solved(text: str, answer: str | None) -> None:
         assert result.status != "answered"
     else:
         assert (result.status, result.answer) == ("answered", answer), result.why
+
+
+SENTENCES = json.loads(Path(__file__).with_name("sentences.json").read_text())
+
+
+@pytest.mark.parametrize(("text", "facts"), SENTENCES, ids=[text for text, _ in SENTENCES])
+def test_each_turn_of_speech_says_its_facts(text: str, facts: list[str]) -> None:
+    assert list(form_of_text(f"{text.rstrip('.')}. find x").facts) == facts
 
 
 @pytest.mark.parametrize(

@@ -41,12 +41,13 @@ def learned(model: Any) -> tuple[Tensor, list[Tensor]]:
 
 
 def test_outputs_and_gradients_are_those_of_peft(subtests):
-    for name, options in {
+    cases: dict[str, dict[str, Any]] = {
         "float64": {},
         "dropout": {"lora_dropout": 0.3},
         "rslora": {"use_rslora": True},
         "bias": {"lora_bias": True},
-    }.items():
+    }
+    for name, options in cases.items():
         with subtests.test(name):
             stock = policy(**options)
             ours = copy.deepcopy(stock)

@@ -19,11 +19,11 @@ from trl import ModelConfig, get_peft_config
 from adora_vl.checkpoint.trl_state import MovingReference
 from adora_vl.config.batch_plan import unit_size
 from adora_vl.config.sharding import Sharding, from_environment, from_file
+from adora_vl.config.states import BUCKET, states
+from adora_vl.models.activations import MicroBatch
 from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import ModelShape, Tower, config_for_planning, describe
-from adora_vl.planning.activations import MicroBatch
 from adora_vl.planning.memory import (
-    BUCKET,
     Engine,
     Setup,
     Sharing,
@@ -38,7 +38,6 @@ from adora_vl.planning.memory import (
     largest_image_tokens,
     predict,
     run_bytes,
-    states,
 )
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import GIB

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from adora_vl.config.sharding import Sharding
+from adora_vl.models.activations import KEPT_FREE, Dtypes, Learner, PassSize
 from adora_vl.models.shape import ModelShape, config_for_planning, describe
-from adora_vl.planning.activations import Dtypes, Learner, PassSize
-from adora_vl.planning.memory import KEPT_FREE
 from adora_vl.training.recompute import FIGURE, Gradients, RecomputedLayers, language_layers
 from tests.support.small_models import TEXT, small_model
 from tests.support.stand_ins import Processes
@@ -98,7 +97,7 @@ def test_the_first_layers_are_recomputed_and_the_vision_tower_stays_as_it_is():
 
 
 def test_nothing_changes_where_nothing_is_known_or_asked_for(subtests):
-    unchanged = {
+    unchanged: dict[str, dict[str, Any]] = {
         "a CPU": {"adora_recompute": "auto"},
         "all": {"adora_recompute": "all", "card": lambda: (80 * GIB, 80 * GIB)},
         "torch.compile": {"adora_recompute": 1, "torch_compile": True},
@@ -260,10 +259,11 @@ def test_a_micro_batch_without_memory_is_made_again_and_counts_once(micro_batche
 
 def test_a_process_among_several_does_not_go_back_alone(subtests):
     two = Processes(num_processes=2)
-    for name, keys in {
+    cases: dict[str, dict[str, Any]] = {
         "ranks": {"accelerator": two, "sharding": Sharding(processes=2)},
         "DeepSpeed": {"sharding": Sharding(stage=3)},
-    }.items():
+    }
+    for name, keys in cases.items():
         with subtests.test(name):
             policy = retried_policy(**keys)
             with pytest.raises(torch.OutOfMemoryError):

@@ -306,6 +306,16 @@ def _scored(size: PassSize, compact: bool) -> int:
     return size.scored if compact else size.rows * (size.length - 1)
 
 
+# of the card: what choosing the recomputed layers leaves free, since the allocator loses some of it
+# between its blocks, and a prediction is a few per cent off
+KEPT_FREE = 0.1
+
+
+def room_on(card: int, free: int) -> int:
+    """Return the bytes of a pass on a card that has so many free, less what is left free."""
+    return free - int(KEPT_FREE * card)
+
+
 @dataclass(frozen=True)
 class Moment:
     """A candidate for the peak of a forward and backward pass, in bytes."""
