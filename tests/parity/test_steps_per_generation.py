@@ -2,7 +2,7 @@
 rollouts.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.synthetic.generate import generate
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.batch_rows import RowReader
+from adora_vl.types import Batch
 from tests.support.parity import data_set
 
 pytestmark = pytest.mark.slow
@@ -63,7 +64,7 @@ class Watched(AdoraGRPOTrainer):
 
     def stock_gradients(self, rows: list[int]) -> dict[str, torch.Tensor]:
         """Return these rollouts' gradients, weighted as in stock TRL's full micro-batches."""
-        batch = RowReader(self.generation).take(rows)
+        batch = RowReader(cast("Batch", self.generation)).take(rows)
         self.args.adora_stock_step = ["share_vision", "share_prompt"]
         self.images.vision.share = False
         loss = GRPOTrainer._compute_loss(self, self.model, batch) * len(rows) / ROWS
