@@ -2,6 +2,7 @@
 
 import copy
 import json
+from typing import Any
 
 import pytest
 import yaml
@@ -99,9 +100,9 @@ def test_a_size_of_the_command_goes_before_that_of_the_plan():
 
 
 def test_a_start_of_each_size_has_a_folder_of_its_own(tmp_path):
-    plans: list[scanned.Plan] = [PLAN, scanned.resized(PLAN, {"width": 512}), {"arms": {}}]
-    names = [scanned.start_folder(tmp_path, plan, 1).name for plan in plans]
-    assert names == ["1_640x7_bfloat16", "1_512x7_bfloat16", "1"]
+    plans: list[dict[str, Any]] = [PLAN, scanned.resized(PLAN, {"width": 512}), {"arms": {}}]
+    folders = {scanned.start_folder(tmp_path, plan, 1).name for plan in plans}
+    assert folders == {"1_640x7_bfloat16", "1_512x7_bfloat16", "1"}
 
 
 @pytest.mark.parametrize(
