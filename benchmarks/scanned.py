@@ -73,11 +73,22 @@ REHEARSAL: dict[str, dict[str, object]] = {
 }
 
 
-def rehearsed(plan: Plan) -> Plan:
-    """Return a plan of the same model and arms with numbers that count for nothing."""
+def rehearsed(plan: Plan, folder: Path) -> Plan:
+    """Return a plan of the same model and arms with numbers that count for nothing.
+
+    An untaught model is never right, so a reward that differs by chance is added; else no step
+    would have a gradient. `folder`: where its file is written.
+    """
+    from benchmarks.gpu.engine import REWARD
+
+    file = folder / "rewards.py"
+    file.write_text(REWARD)
     rehearsal = {**plan, "starts": plan["starts"][:1], "seeds": plan["seeds"][:1]}
     for part, numbers in REHEARSAL.items():
         rehearsal[part] = {**plan[part], **numbers}
+    every_step = f"{CONFIG.with_name('every_step.py')}:every_step"
+    rehearsal["train"]["adora_reward"] = ["accuracy", every_step, f"{file}:varied"]
+    rehearsal["train"]["reward_weights"] = [*plan["train"]["reward_weights"], 1]
     return rehearsal
 
 
@@ -361,12 +372,12 @@ def prepare_machine() -> str:
     return device
 
 
-def is_too_late(seconds: Sequence[float], left: float) -> bool:
+def is_too_late(seconds: Sequence[float], remaining: float) -> bool:
     """Return whether the next run would not end in the seconds that are left.
 
     The longest run so far is the measure, and the first run always begins.
     """
-    return max(seconds, default=0.0) > left
+    return bool(seconds) and max(seconds) > remaining
 
 
 def train_all(plan: Plan, output: Path, pilot: bool, minutes: float = math.inf) -> None:
@@ -374,29 +385,32 @@ def train_all(plan: Plan, output: Path, pilot: bool, minutes: float = math.inf) 
     deadline = time.perf_counter() + 60 * minutes
     device = prepare_machine()
     file = output / "runs.jsonl"
-    done = {place_of(run) for run in read_runs(file)} if file.is_file() else set()
+    stored = {place_of(run) for run in read_runs(file)} if file.is_file() else set()
     for case in plan["cases"]:
         build_data(output / "data" / case, plan, case)
     seconds: list[float] = []
-    for place in places(plan, pilot):
-        if place in done:
+    for trial in places(plan, pilot):
+        if trial in stored:
             continue
-        build_start(start_folder(output, plan, place[1]), plan, place[1], device)
         began = time.perf_counter()
-        if is_too_late(seconds, deadline - began):
-            print(f"The time is over: {place} and what follows were not run.", flush=True)
+        build_start(start_folder(output, plan, trial[1]), plan, trial[1], device)
+        taught = time.perf_counter()
+        if taught - began > 1:
+            print(f"start {trial[1]}: {taught - began:.0f} s", flush=True)
+        if is_too_late(seconds, deadline - taught):
+            print(f"The time is over: {trial} and what follows were not run.", flush=True)
             return
-        run = train_one(plan, output, place, device)
+        run = train_one(plan, output, trial, device)
         with file.open("a") as lines:
             lines.write(json.dumps(run) + "\n")
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - taught)
         summary = {**run["held_out"][-1], **run["steps"][-1], "seconds": round(seconds[-1])}
-        print(*place, json.dumps(summary), flush=True)
+        print(*trial, json.dumps(summary), flush=True)
 
 
-def train_one(plan: Plan, output: Path, place: Place, device: str) -> Run:
+def train_one(plan: Plan, output: Path, trial: Place, device: str) -> Run:
     """Train one arm, and return the line of it that is stored."""
-    case, start, seed, arm = place
+    case, start, seed, arm = trial
     model = start_folder(output, plan, start)
     processor = time.process_time()
     options: dict[str, Any] = {
@@ -601,8 +615,7 @@ def chosen_plan(options: argparse.Namespace) -> Plan:
     file = options.plan or (CARD_PLAN if options.card else PLAN)
     plan: Plan = yaml.safe_load(file.read_text())
     sizes = {"width": options.width, "layers": options.layers, "dtype": options.dtype}
-    plan = resized(plan, sizes)
-    return rehearsed(plan) if options.rehearse else plan
+    return resized(plan, sizes)
 
 
 def refuse_without_a_card(options: argparse.Namespace) -> None:
@@ -658,6 +671,8 @@ def command(arguments: Sequence[str] | None) -> None:
         return
     refuse_without_a_card(options)
     output = output_folder(options)
+    if options.rehearse:
+        plan = rehearsed(plan, output)
     train_all(plan, output, options.pilot, options.minutes)
     if "gain" in plan and not options.pilot:
         runs = read_runs(output / "runs.jsonl")

@@ -33,12 +33,13 @@ from adora_vl.conversion.problem import RawProblem
 from adora_vl.data.dataset import VARIANTS, read_manifest, stored_rows
 from adora_vl.data.images import png_bytes
 from adora_vl.geometry.choose import outcome
+from adora_vl.geometry.descent import Budget
 from adora_vl.geometry.figure import Figure, Verdict, figure_from, figure_of, written
 from adora_vl.geometry.forms import Form, Term
 from adora_vl.geometry.measures import unit_of
 from adora_vl.geometry.reading import read
 from adora_vl.geometry.shapes import UnreadError, terms_of
-from adora_vl.geometry.solve import Budget, FigureProblem
+from adora_vl.geometry.solve import FigureProblem
 from adora_vl.geometry.vectors import extent_of
 from adora_vl.geometry.verdict import EVALUATIONS, answer_of
 from adora_vl.utils.cli import MAX_SEED, optional, path, whole

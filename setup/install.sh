@@ -141,6 +141,12 @@ torch() {
     pip_at "$index" install -c "$constraints" --no-deps "${packages[@]}"
   fi
   pip install -c "$constraints" "torch==$wanted" # with an index: what torch needs, from the registry
+  # Where pip is set up with CPU builds as well, their "+cpu" counts as newer than the build with CUDA.
+  if [ "$device" = gpu ] && ! .venv/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then
+    pip uninstall -y torch torchvision # else the next call takes it for the right one
+    echo "error: the torch that pip chose has no CUDA; set TORCH_INDEX to an index of CUDA builds, or take the CPU builds out of pip's configuration"
+    return 1
+  fi
 }
 # DeepSpeed is a source distribution that imports torch while it is built. It comes before vLLM, whose CPU build brings
 # setuptools 77.0.3, under which DeepSpeed's setup.py fails. Without DS_IGNORE_CUDA_DETECTION its setup.py also fails

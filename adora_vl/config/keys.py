@@ -28,10 +28,14 @@ StepPart = Literal[
     "skip_old_pass",
     "skip_zero_signal",
     "spread_signal",
+    "fill_micro_batches",
     "seeded_rollouts",
 ]
 # which layers of the language model are computed again in the backward pass
-Recompute = Annotated[int, Field(ge=0)] | Literal["auto", "all"]
+Recompute = (
+    Annotated[int, Field(ge=0)]
+    | Annotated[str, Field(pattern="^(auto|all)$", description="auto or all")]
+)
 _ROUNDING = 1e-3  # how far the sum of shares such as 0.333 may be from 1
 _LARGEST_PROMPT = 1_000_000  # the most bytes of a file with a system prompt
 
@@ -127,8 +131,8 @@ class AdoraKeys:
         False,
         "true: compute a step as stock TRL does, for comparing; or the parts of it that are: "
         "cache_images, group_requests, share_vision, batch_windows, share_prompt, skip_old_pass, "
-        "skip_zero_signal, spread_signal, seeded_rollouts. docs/speed.md says what each saves, "
-        "and how exact it is.",
+        "skip_zero_signal, spread_signal, fill_micro_batches, seeded_rollouts. docs/speed.md says "
+        "what each saves, and how exact it is.",
     )
     adora_rollouts: RolloutOptions = key(
         RolloutOptions,

@@ -13,6 +13,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
+from adora_vl.rewards import steps
 from adora_vl.rewards.grade import grade, verify_gold
 from adora_vl.utils.checks import Check, failed, passed, skipped
 from adora_vl.utils.cli import amount
@@ -77,27 +78,31 @@ def check_golds(rows: Sequence[Row], *, rounding: bool = False) -> Check:
 
 def check_rewards(
     rows: Sequence[Row],
-    functions: Sequence[Callable[..., list[float]]],
+    functions: Sequence[Callable[..., Sequence[float | None]]],
     weights: Sequence[float] | None,
     correct_above: float,
 ) -> Check:
     """Check that a right answer's reward is above `adora_correct_above`, a wrong one's not.
 
     The criteria need it: two presets whose sum lifts a wrong answer over the line would make every
-    rollout count as correct.
+    rollout count as correct. A reward that does not apply to a row, as `steps` to one without a
+    figure, adds nothing to its sum.
     """
     title = "reward tells right from wrong"
-    columns = {
+    columns: dict[str, list[Any]] = {
         "answer": [row["answer"] for row in rows],
         "choices": [_options(row) for row in rows],
     }
+    if rows and steps.COLUMN in rows[0]:
+        columns[steps.COLUMN] = [row[steps.COLUMN] for row in rows]
 
     def least_and_most(answers: Sequence[str]) -> tuple[float, float]:
         """Return the smallest and the largest total reward that any row's answer gets."""
         sums = [0.0] * len(rows)
         for function, weight in zip(functions, weights or [1.0] * len(functions), strict=True):
-            got = function(completions=[_boxed(answer) for answer in answers], **columns)
-            sums = [total + weight * value for total, value in zip(sums, got, strict=True)]
+            scores = function(completions=[_boxed(answer) for answer in answers], **columns)
+            for number, score in enumerate(scores):
+                sums[number] += weight * (0.0 if score is None else score)
         return min(sums), max(sums)
 
     right, _ = least_and_most(columns["answer"])

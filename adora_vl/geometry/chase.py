@@ -34,6 +34,7 @@ from adora_vl.geometry.vectors import dot
 # largest errors of a goal that is fixed, and of equations that are fulfilled
 _FIXED = 1e-7
 _FULFILLED = 1e-6
+# length below which two points have no direction between them
 _NO_PLACE = 1e-9
 
 
@@ -45,14 +46,14 @@ class _Sum:
     factors: dict[str, float] = field(default_factory=dict)
 
     def plus(self, addend: _Sum, factor: float = 1.0) -> _Sum:
-        """This sum and a multiple of another."""
+        """Return this sum and a multiple of another."""
         factors = dict(self.factors)
         for name, share in addend.factors.items():
             factors[name] = factors.get(name, 0.0) + factor * share
         return _Sum(constant=self.constant + factor * addend.constant, factors=factors)
 
     def times(self, factor: float) -> _Sum:
-        """A multiple of this sum."""
+        """Return a multiple of this sum."""
         return _Sum().plus(self, factor)
 
 
@@ -87,7 +88,7 @@ class Chase:
                 self._add_isosceles(first, second)
 
     def value(self) -> float | None:
-        """The goal, where angles alone fix it and do not contradict each other; else None."""
+        """Return the goal where angles alone fix it and do not contradict each other; else None."""
         if self.goal is None:
             return None
         try:
@@ -119,7 +120,7 @@ class Chase:
     # Directions and angles
 
     def _direction(self, start: str, end: str) -> _Sum:
-        """The direction from one point to another.
+        """Return the direction from one point to another.
 
         It is that of their line, in the sense that the picture shows.
         """
@@ -136,15 +137,16 @@ class Chase:
         )
 
     def _seen(self, directions: _Sum) -> float:
-        """What a sum of directions comes to in the picture."""
+        """Return what a sum of directions comes to in the picture."""
         return directions.constant + sum(
             share * math.degrees(phase(self._ways[name.removeprefix("line ")]))
             for name, share in directions.factors.items()
         )
 
     def _between(self, first: str, corner: str, last: str) -> tuple[_Sum, float]:
-        """The turn from one ray of a corner to the other, and what it is in the picture, from -180
-        to 180.
+        """Return the turn from one ray of a corner to the other, and its size in the picture.
+
+        The size is in degrees, from -180 to 180.
         """
         turn = self._direction(corner, last).plus(self._direction(corner, first), -1.0)
         start = math.degrees(phase(self.places[first] - self.places[corner]))
@@ -153,12 +155,12 @@ class Chase:
         return turn, drawn_degrees
 
     def _turned_to(self, turn: _Sum, drawn_degrees: float) -> _Sum:
-        """The same turn with as many full turns more as bring it to what the picture shows."""
+        """Return the same turn with so many full turns that it is what the picture shows."""
         missing = 360.0 * round((drawn_degrees - self._seen(turn)) / 360)
         return turn.plus(_Sum(constant=missing))
 
     def _angle(self, angle: Angle | Sweep) -> _Sum:
-        """The angle as a sum of directions, as wide as the picture shows it up to full turns.
+        """Return the angle as a sum of directions, as wide as the picture shows it.
 
         Raises `_NotLinearError` where a point of it has no place.
         """
@@ -170,7 +172,7 @@ class Chase:
         return self._turned_to(turn.times(sign), abs(drawn_degrees))
 
     def _linear(self, quantity: Quantity) -> _Sum:
-        """A quantity as a sum of directions and letters.
+        """Return a quantity as a sum of directions and letters.
 
         Raises `_NotLinearError` for a length, and for a product of two unknowns.
         """
@@ -219,7 +221,7 @@ class Chase:
                 self.equations.append(difference.plus(_Sum(constant=-apart)))
 
     def _add_isosceles(self, first: Distance, second: Distance) -> None:
-        """Two equal sides with a common end have equal angles at their other ends."""
+        """Add that two equal sides with a common end have equal angles at their other ends."""
         shared = {first.start, first.end} & {second.start, second.end}
         if len(shared) != 1:
             return
@@ -234,7 +236,7 @@ class Chase:
 
 
 def _lines_of(rows: list[list[str]]) -> dict[frozenset[str], str]:
-    """The name of the line for each pair of points on one line.
+    """Return the name of the line for each pair of points on one line.
 
     Lines with two common points are one, and have one name.
     """
@@ -242,7 +244,7 @@ def _lines_of(rows: list[list[str]]) -> dict[frozenset[str], str]:
     renamed: dict[str, str] = {}
 
     def final(name: str) -> str:
-        """The name that a line has after all renamings."""
+        """Return the name that a line has after all renamings."""
         while name in renamed:
             name = renamed[name]
         return name

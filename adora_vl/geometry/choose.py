@@ -8,18 +8,13 @@ from typing import Literal
 
 import numpy as np
 
-from adora_vl.geometry.solve import (
-    TIGHT,
-    Budget,
-    FigureProblem,
-    Solution,
-    is_collapsed,
-    is_free,
-    is_same,
-)
+from adora_vl.geometry.descent import Budget
+from adora_vl.geometry.solve import TIGHT, FigureProblem, Solution, is_collapsed, is_free, is_same
 
 Status = Literal["answered", "open", "ambiguous", "conflict", "collapsed", "unread"]
 _ROUNDED = 0.01  # largest residual of a figure whose facts were rounded
+# Figures with rounded facts are compared only where none fits much better than the others.
+_AS_GOOD = 1.3
 _SAME_ROUNDED = 2e-3  # share by which answers of such figures may differ
 _SAME_DOUBLE = 3e-4  # share by which answers at a double root may differ
 _SAME = 1e-5  # share by which other equal answers may differ
@@ -30,8 +25,7 @@ _NEAR = 0.02  # and this counts as no distance at all
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the figures of a problem say: a status, and where there is one the answer with its
-    figure.
+    """What the figures of a problem say: a status, and an answer with its figure if there is one.
 
     `rival_values` are the answers of other figures that fulfil the facts as well. `doubled`: the answer
     is known to about four digits alone, since the equations have a double root there. `disordered`:
@@ -64,7 +58,7 @@ def outcome(
 def _outcome(
     problem: FigureProblem, budget: Budget, *, starts: int | None, rounded: bool
 ) -> Outcome:
-    """The outcome before the order of points on lines is looked at.
+    """Return the outcome before the order of points on lines is looked at.
 
     Figures that have collapsed count for nothing, and those without a fault come before all others.
     """
@@ -75,7 +69,9 @@ def _outcome(
     if rounded:
         least_residual = min(solution.residual for solution in solutions)
         solutions = [
-            solution for solution in solutions if solution.residual < 1.3 * least_residual + 1e-9
+            solution
+            for solution in solutions
+            if solution.residual < _AS_GOOD * least_residual + 1e-9
         ]
     sound = [solution for solution in solutions if not is_collapsed(solution)]
     if not sound:
@@ -99,12 +95,12 @@ def _outcome(
 
 
 def _unlikeness(solution: Solution) -> tuple[float, int]:
-    """How unlike the picture a figure is; of equals the earlier start comes first."""
+    """Return how unlike the picture a figure is; of equals the earlier start comes first."""
     return round(solution.far + _FAULT * solution.faults, 6), solution.start
 
 
 def _is_rival(solution: Solution, best: Solution, share: float) -> bool:
-    """Whether a figure with another answer is about as much like the picture as the best one.
+    """Tell whether a figure with another answer is about as much like the picture as the best one.
 
     Of a positive and a negative answer the positive one is meant, and what is free says nothing.
     """
@@ -118,7 +114,7 @@ def _is_rival(solution: Solution, best: Solution, share: float) -> bool:
 
 
 def _rival_values(alike: Sequence[Solution], best: Solution, share: float) -> list[float]:
-    """The answers that differ from the best one by more than a share, rounded, each once."""
+    """Return the answers that differ from the best one by more than a share, rounded, each once."""
     return sorted(
         {
             round(solution.value, 6)
@@ -129,7 +125,7 @@ def _rival_values(alike: Sequence[Solution], best: Solution, share: float) -> li
 
 
 def _without_places(problem: FigureProblem, alike: Sequence[Solution], budget: Budget) -> Outcome:
-    """Where there is no picture to choose by, all figures have to agree."""
+    """Return the outcome where no picture chooses, so that all figures have to agree."""
     best = min(alike, key=lambda solution: (solution.faults, solution.residual, solution.start))
     rival_values = _rival_values(alike, best, 1e-4)
     fixed = [solution for solution in alike if not is_free(solution)]
@@ -154,7 +150,7 @@ def _without_places(problem: FigureProblem, alike: Sequence[Solution], budget: B
 def _at_free(
     problem: FigureProblem, best: Solution, alike: Sequence[Solution], budget: Budget
 ) -> Outcome:
-    """The outcome where the goal seems free: open, unless it is at a double root.
+    """Return the outcome where the goal seems free: open, unless it is at a double root.
 
     A double root is one where pushing the figure does not move the goal.
     """

@@ -20,27 +20,20 @@ from adora_vl.geometry.shapes import sides_of
 
 
 def on_circle(measures: Measures, term: Term) -> Iterator[Relation]:
-    """A point lies on a circle, or on each of several concentric ones that have it."""
+    """Say that a point lies on a circle; of concentric ones, on that which has it."""
     name = term.names[0]
     target = term.arguments[1]
-    radius = target.names[1] if len(target.names) > 1 else None
     centre = target.names[0] if target.names else target.head
     circles = [
         circle
         for circle in measures.drawing.circles
         if circle.centre == centre and name in circle.points
     ]
-    if not circles:
-        circles = [measures.drawing.circle(target)]
-    if radius is None or len(circles) == 1:
-        yield reaches(measures, name, circles[0])
-        return
-    for circle in circles:
-        yield reaches(measures, name, circle)
+    yield reaches(measures, name, circles[0] if circles else measures.drawing.circle(target))
 
 
 def tangent(measures: Measures, term: Term) -> Iterator[Relation]:
-    """A line touches a circle; unnamed lines are those that look like tangents."""
+    """Say that a line touches a circle; unnamed lines are those that look like tangents."""
     line = term.arguments[0]
     if line.head == "Line" and line.names[:1] == ["$"]:
         for relation, _ in seen_tangents(measures, SAID_TANGENT):
@@ -52,7 +45,7 @@ def tangent(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def diameter(measures: Measures, term: Term) -> Iterator[Relation]:
-    """A segment is a diameter: its middle is the centre, and an end lies on the circle."""
+    """Say that a segment is a diameter: its middle is the centre, and an end lies on the circle."""
     circle = measures.drawing.circle(term.arguments[1])
     line = measures.drawing.segment(term.arguments[0])
     yield Mean(point=circle.centre, points=line)
@@ -60,7 +53,7 @@ def diameter(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def chord(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Both ends of a chord lie on the circle; of a radius, the end that is not the centre."""
+    """Say that both ends of a chord lie on the circle; of a radius, the outer one."""
     circle = measures.drawing.circle(term.arguments[1])
     for name in measures.drawing.segment(term.arguments[0]):
         if name != circle.centre:
@@ -68,7 +61,7 @@ def chord(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def secant(measures: Measures, term: Term) -> Iterator[Relation]:
-    """A secant says no more than which of its points lie on the circle, which the picture has."""
+    """Say which points of a secant lie on the circle, which the picture has already."""
     circle = measures.drawing.circle(term.arguments[1])
     for name in measures.drawing.segment(term.arguments[0]):
         if name in circle.points:
@@ -76,7 +69,7 @@ def secant(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def inscribed(measures: Measures, term: Term) -> Iterator[Relation | Term]:
-    """A circle touches all sides of a shape, or a shape has its corners on a circle."""
+    """Say that a circle touches all sides of a shape, or a shape has its corners on a circle."""
     shape, target = term.arguments
     if shape.head in ("Circle", "Cirle"):
         circle = measures.drawing.circle(shape)
@@ -96,7 +89,7 @@ def inscribed(measures: Measures, term: Term) -> Iterator[Relation | Term]:
 
 
 def circumscribed(measures: Measures, term: Term) -> Iterator[Relation | Term]:
-    """The sides of a shape touch a circle."""
+    """Say that the sides of a shape touch a circle."""
     names = measures.drawing.shape(term.arguments[0])
     circle = measures.drawing.circle(term.arguments[1])
     for side in sides_of(names):

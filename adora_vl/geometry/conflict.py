@@ -9,14 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from adora_vl.geometry.choose import Outcome, outcome
+from adora_vl.geometry.descent import Budget
 from adora_vl.geometry.forms import Form, Term, points_of
 from adora_vl.geometry.measures import unit_of
 from adora_vl.geometry.quantities import Constant
 from adora_vl.geometry.reading import Reading, read
-from adora_vl.geometry.solve import Budget, FigureProblem, is_collapsed, is_same
+from adora_vl.geometry.solve import FigureProblem, is_collapsed, is_same
 
 _MOST_TRIED = 14  # facts of one kind that are left out one by one
-_STARTS = 4
+_STARTS = 4  # of a form without a fact, of which many are tried; two that agree end a search
+# A contradiction that is named has to hold: few facts are cheap to search from many starts.
 _STARTS_ALONE = 24
 _EVALUATIONS_ALONE = 4000
 _MOST_NAMED = 6  # facts that a person still reads
@@ -95,7 +97,7 @@ def conflict_of(form: Form, reading: Reading, budget: Budget) -> Conflict:
 
 
 def _exclude_each_other(form: Form, reading: Reading, named: Sequence[int]) -> bool:
-    """Whether no figure fulfils these facts alone, with what lies on their lines and circles.
+    """Tell whether no figure fulfils these facts alone, with what lies on their lines and circles.
 
     So few facts are fulfilled by many starts if by any figure, which a whole diagram is not.
     """
@@ -118,12 +120,12 @@ def _exclude_each_other(form: Form, reading: Reading, named: Sequence[int]) -> b
 
 
 def is_value(term: Term) -> bool:
-    """Whether a fact gives the size of something: `AB = 5`, `angle ABC = 2x`."""
+    """Tell whether a fact gives the size of something: `AB = 5`, `angle ABC = 2x`."""
     return term.is_equation and not term.arguments[1].arguments
 
 
 def _other_kind(reading: Reading, values: Sequence[int]) -> list[tuple[int, ...]]:
-    """The facts of the kind that the goal is not: lengths for an angle, angles for a length.
+    """Return the facts of the kind that the goal is not: lengths for an angle, angles for a length.
 
     Nothing where only one kind is there.
     """
@@ -136,7 +138,7 @@ def _other_kind(reading: Reading, values: Sequence[int]) -> list[tuple[int, ...]
 
 
 def _kind_of_goal(reading: Reading) -> str:
-    """The unit of the goal; that of a letter is the unit of the first fact that has it."""
+    """Return the unit of the goal; that of a letter is the unit of the first fact that has it."""
     goal = reading.goal_term
     if goal is None or goal.arguments or not re.fullmatch("[a-z]", goal.head):
         return reading.unit
@@ -149,7 +151,7 @@ def _kind_of_goal(reading: Reading) -> str:
 
 
 def _repaired(form: Form, left_out: Iterable[int], budget: Budget) -> Repair | None:
-    """The figure without these facts; None where none fits without a fault."""
+    """Return the figure without these facts; None where none fits without a fault."""
     numbers = tuple(left_out)
     if budget.remaining <= 0:
         return None
@@ -164,7 +166,7 @@ def _repaired(form: Form, left_out: Iterable[int], budget: Budget) -> Repair | N
 
 
 def _involved(problem: FigureProblem, budget: Budget) -> list[int]:
-    """The facts that the nearest figure misses, the worst missed first.
+    """Return the facts that the nearest figure misses, the worst missed first.
 
     The nearest one misses all of them together as little as it can.
     """

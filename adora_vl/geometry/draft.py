@@ -13,7 +13,7 @@ POINT = r"[A-Z]'?"  # the pattern of a point's name in sentences
 SHAPES = "|".join(name.lower() for name in CORNERS)
 
 
-class NotReadError(ValueError):
+class SentenceError(ValueError):
     """A sentence is not one of the grammar."""
 
 
@@ -51,13 +51,13 @@ class Draft:
     sentence: str = ""
 
     def line(self, start: str, end: str) -> Term:
-        """The segment between two points, which is drawn."""
+        """Return the segment between two points, which is drawn."""
         if (end, start) not in self.lines and start != end:
             self.lines[start, end] = None
         return term("Line", start, end)
 
     def polygon(self, head: str, names: Sequence[str]) -> Term:
-        """A shape with these corners, whose sides are drawn."""
+        """Return a shape with these corners, whose sides are drawn."""
         for i in range(len(names)):
             self.line(names[i - 1], names[i])
         shape = term(head, *names)
@@ -65,11 +65,11 @@ class Draft:
         return shape
 
     def named_shape(self, kind: str, names: str) -> Term:
-        """The fact that these are the corners of a shape of a kind, such as a rectangle."""
+        """Return the fact that these are the corners of a shape of a kind, such as a rectangle."""
         corners = split_names(names)
         head = kind.capitalize()
         if len(corners) != CORNERS[head] or len(set(corners)) != len(corners):
-            raise NotReadError(
+            raise SentenceError(
                 f"a {kind} has {CORNERS[head]} corners, and {names} names {len(set(corners))}"
             )
         shape = self.polygon(head, corners)
@@ -77,29 +77,35 @@ class Draft:
         return shape
 
     def last_polygon(self, kind: str | None) -> Term:
-        """The shape that was named last, of a kind if one is given. Raises `NotReadError`."""
+        """Return the shape that was named last, of a kind if one is given.
+
+        Raises `SentenceError`.
+        """
         head = kind.capitalize() if kind is not None else None
         for shape in reversed(self.polygons):
             if head in (None, "Polygon", shape.head):
                 return shape
-        raise NotReadError(f"it does not say which {kind or 'shape'} is meant; name its corners")
+        raise SentenceError(f"it does not say which {kind or 'shape'} is meant; name its corners")
 
     def triangle_with(self, point: str) -> list[str]:
-        """The corners of the only triangle with this corner. Raises `NotReadError`."""
+        """Return the corners of the only triangle with this corner. Raises `SentenceError`."""
         triangles = {
             frozenset(shape.names): shape.names
             for shape in self.polygons
             if len(shape.names) == 3 and point in shape.names
         }
         if len(triangles) != 1:
-            raise NotReadError(f"it does not say which triangle with {point} is meant; name it")
+            raise SentenceError(f"it does not say which triangle with {point} is meant; name it")
         return next(iter(triangles.values()))
 
     def circle(self, centre: str | None) -> Term:
-        """The circle with this centre; without a centre the only one. Raises `NotReadError`."""
+        """Return the circle with this centre.
+
+        Without a centre the only one. Raises `SentenceError`.
+        """
         if centre is None:
             if len(self.circles) != 1:
-                raise NotReadError("it does not say which circle is meant; name its centre")
+                raise SentenceError("it does not say which circle is meant; name its centre")
             centre = next(iter(self.circles))
         self.circles.setdefault(centre, [])
         return term("Circle", centre)
@@ -118,21 +124,20 @@ class Draft:
         self.line(start, point)
         self.line(point, end)
 
-    def equal(self, left: Term, right: Term) -> None:
+    def equal(self, measure: Term, size: Term) -> None:
         """Note an equation. A measure stands on its left, as everywhere in logic forms."""
-        if right.arguments and not left.arguments:
-            self.facts.append(term("Equals", right, left))
-        else:
-            self.facts.append(term("Equals", left, right))
+        if size.arguments and not measure.arguments:
+            measure, size = size, measure
+        self.facts.append(term("Equals", measure, size))
 
     def free_name(self) -> str:
-        """A capital letter that no point has yet: O, or the first of the alphabet."""
+        """Return a capital letter that no point has yet: O, or the first of the alphabet."""
         ends = {name for line in self.lines for name in line}
         names = {*ends, *self.circles, *self.places}
         return next(name for name in "OABCDEFGHIJKLMNPQRSTUVWXYZ" if name not in names)
 
     def right_corner(self, corners: Sequence[str]) -> str | None:
-        """The corner of a triangle at which a fact says that the angle is right; None without one."""
+        """Return the corner of a triangle that a fact gives a right angle; None without one."""
         for fact in self.facts:
             if fact.head == "Perpendicular":
                 ends = [set(line.names) for line in fact.arguments]
@@ -147,7 +152,7 @@ class Draft:
         return None
 
     def has_equal_parts(self, corners: Sequence[str]) -> bool:
-        """Whether facts give two sides or two angles of a triangle as equal, or the same size."""
+        """Tell whether facts make two sides or two angles of a triangle equal."""
         sizes: list[str] = []
         for fact in self.facts:
             if not fact.is_equation:
@@ -161,14 +166,14 @@ class Draft:
 
 
 def _is_right_measure(fact: Term) -> bool:
-    """Whether a fact gives an angle named by points as 90 degrees."""
+    """Tell whether a fact gives an angle named by points as 90 degrees."""
     if not fact.is_equation or fact.arguments[1].head not in ("90", "90.0"):
         return False
     return fact.arguments[0].head == "MeasureOf" and fact.arguments[0].arguments[0].head == "Angle"
 
 
 def _part_of(side: Term, corners: Sequence[str]) -> frozenset[str]:
-    """The corners that name a side or an angle of a triangle; empty for any other measure."""
+    """Return the corners that name a side or an angle of a triangle; empty if none does."""
     if side.head not in ("LengthOf", "MeasureOf"):
         return frozenset()
     names = side.arguments[0].names
@@ -179,18 +184,18 @@ def _part_of(side: Term, corners: Sequence[str]) -> frozenset[str]:
 
 
 def term(head: str, *arguments: str | Term) -> Term:
-    """A term with arguments that are names or terms."""
+    """Return a term with arguments that are names or terms."""
     parts = tuple(Term(head=part) if isinstance(part, str) else part for part in arguments)
     return Term(head=head, arguments=parts)
 
 
 def split_names(names: str) -> list[str]:
-    """The points of a name such as `ABC`."""
+    """Return the points of a name such as `ABC`."""
     return re.findall(POINT, names)
 
 
 def kind_of(names: str) -> str:
-    """What a shape with these corners is called that has no other name."""
+    """Return what a shape with these corners is called that has no other name."""
     kinds = ("triangle", "quadrilateral", "pentagon", "hexagon", "heptagon", "octagon")
     count = len(split_names(names))
     return kinds[count - 3] if 3 <= count <= 8 else "polygon"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from cmath import phase
 from collections.abc import Collection, Sequence
-from itertools import combinations
 
 from adora_vl.geometry.forms import Term, inner_names
 from adora_vl.geometry.likeness import Likeness
@@ -21,7 +20,7 @@ class Drawing(Likeness):
     """The picture of a form, and what its facts say of lines, circles and named shapes."""
 
     def shape(self, term: Term) -> list[str]:
-        """The corners of a shape in the order of the drawing.
+        """Return the corners of a shape in the order of the drawing.
 
         A shape without names is the one that is drawn.
 
@@ -50,23 +49,16 @@ class Drawing(Likeness):
         same_size = next(
             (list(named) for named in self.named.values() if len(named) == count), None
         )
-        if same_size is None and count == 3:
-            triangles = [
-                names
-                for names in combinations(sorted(self.neighbours), 3)
-                if all(second in self.neighbours[first] for first, second in combinations(names, 2))
-            ]
-            same_size = list(triangles[0]) if len(triangles) == 1 else None
         return self._needed(same_size, term)
 
     def _needed(self, names: list[str] | None, term: Term) -> list[str]:
-        """The names themselves. Raises `UnreadError` where there are none."""
+        """Return the names themselves. Raises `UnreadError` where there are none."""
         if not names:
             raise UnreadError(f"the picture does not show which shape {term} is")
         return names
 
     def in_drawing_order(self, names: Sequence[str]) -> list[str]:
-        """Corners in the order round the shape.
+        """Return corners in the order round the shape.
 
         They may be named crosswise, as ABCD for A, B, D, C.
         """
@@ -85,7 +77,7 @@ class Drawing(Likeness):
         return sorted(names, key=lambda name: phase(self.places[name] - middle))
 
     def right_corner(self, names: Sequence[str]) -> str:
-        """The corner of a triangle with the right angle.
+        """Return the corner of a triangle with the right angle.
 
         It is the marked one, else the one that looks most like it.
         """
@@ -98,7 +90,7 @@ class Drawing(Likeness):
             return names[1]
 
         def leaning(i: int) -> float:
-            """How far the corner is from a right angle: the cosine between its sides."""
+            """Return how far the corner is from a right angle: the cosine between its sides."""
             corner = self.places[names[i]]
             return abs(
                 cosine(self.places[names[i - 1]] - corner, self.places[names[(i + 1) % 3]] - corner)
@@ -107,7 +99,7 @@ class Drawing(Likeness):
         return names[min(range(3), key=leaning)]
 
     def side_with(self, point: str, names: Sequence[str]) -> tuple[str, str]:
-        """The side of a polygon that a point lies on.
+        """Return the side of a polygon that a point lies on.
 
         It is the side whose middle is nearest where no line goes through the point.
         """
@@ -125,7 +117,7 @@ class Drawing(Likeness):
         )
 
     def with_base_first(self, names: Sequence[str]) -> list[str]:
-        """The corners of a trapezoid, turned so that the first side is parallel to the third."""
+        """Return the corners of a trapezoid with the first side parallel to the third."""
         sides = [frozenset((names[i], names[(i + 1) % 4])) for i in range(4)]
         parallel_pairs = [
             {frozenset(line.names) for line in term.arguments}
@@ -142,12 +134,12 @@ class Drawing(Likeness):
         return [*names[1:], names[0]] if first_leans else list(names)
 
     def apex(self, names: Sequence[str]) -> str:
-        """The corner of an isosceles triangle at which the two sides look equal."""
+        """Return the corner of an isosceles triangle at which the two sides look equal."""
         if not set(names) <= self.places.keys():
             return names[0]
 
         def difference(i: int) -> float:
-            """How unequal the two sides at a corner are: the logarithm of their ratio."""
+            """Return how unequal the two sides at a corner are: the logarithm of their ratio."""
             corner = self.places[names[i]]
             before = abs(corner - self.places[names[i - 1]])
             behind = abs(corner - self.places[names[(i + 1) % 3]])
@@ -156,7 +148,7 @@ class Drawing(Likeness):
         return names[min(range(3), key=difference)]
 
     def equal_parts_said(self, names: Sequence[str]) -> bool:
-        """Whether a fact says already which sides or angles of a triangle are equal."""
+        """Tell whether a fact says already which sides or angles of a triangle are equal."""
         corners = set(names)
         for term in self.terms:
             if not term.is_equation:
@@ -170,7 +162,7 @@ class Drawing(Likeness):
         return False
 
     def are_called_equal(self, first: Collection[str], second: Collection[str]) -> bool:
-        """Whether the facts say that two segments are equal, or give both the same length."""
+        """Tell whether the facts say that two segments are equal, or give both the same length."""
         lengths: dict[frozenset[str], set[str]] = {
             frozenset(first): set(),
             frozenset(second): set(),

@@ -14,6 +14,12 @@ from adora_vl.geometry.shapes import UnreadError
 from adora_vl.geometry.vectors import sine
 
 _SAME_RAY = 12.0  # degrees; two drawn rays closer than this are one
+# Lines that a text calls parallel may look that many degrees askew; each point on one makes it
+# likelier that it is meant, by so many degrees.
+_ASKEW = 8.0
+_POINT_COUNTS = 0.3
+# Radians: a ray so near to the bisector is the bisector itself, drawn through another point of it.
+_ON_RAY = 0.06
 
 
 class DrawnLines(DrawnPoints):
@@ -55,12 +61,12 @@ class DrawnLines(DrawnPoints):
         return lines
 
     def are_on_one_row(self, names: Iterable[str]) -> bool:
-        """Whether one line of the drawing has all of these points."""
+        """Tell whether one line of the drawing has all of these points."""
         required = set(names)
         return any(required <= set(row) for row in self.lines)
 
     def segment(self, term: Term) -> tuple[str, str]:
-        """The two points of a line; of `Line(m)`, of the segment whose length is m.
+        """Return the two points of a line; of `Line(m)`, of the segment whose length is m.
 
         Raises `UnreadError`.
         """
@@ -76,7 +82,7 @@ class DrawnLines(DrawnPoints):
         raise UnreadError(f"the form does not say which line {names[0]} is")
 
     def parallel_looking(self, count: int) -> list[tuple[str, str]]:
-        """The rows that look most parallel, for lines whose names the picture does not have.
+        """Return the rows that look most parallel, for lines whose names the picture does not have.
 
         Raises `UnreadError`.
         """
@@ -94,21 +100,21 @@ class DrawnLines(DrawnPoints):
             apart = max(
                 self.degrees_apart(first, second) for first, second in combinations(rows, 2)
             )
-            rank = apart - 0.3 * sum(len(row) for row in rows)
+            rank = apart - _POINT_COUNTS * sum(len(row) for row in rows)
             if best is None or rank < best[0]:
                 best = (rank, rows)
-        if best is None or best[0] > 8:
+        if best is None or best[0] > _ASKEW:
             raise UnreadError("no lines of the picture look parallel")
         return [(row[0], row[-1]) for row in best[1]]
 
     def degrees_apart(self, first: Sequence[str], second: Sequence[str]) -> float:
-        """How many degrees two rows are from parallel in the picture, from 0 to 90."""
+        """Return how many degrees two rows are from parallel in the picture, from 0 to 90."""
         u = self.places[first[-1]] - self.places[first[0]]
         w = self.places[second[-1]] - self.places[second[0]]
         return math.degrees(math.asin(min(1.0, abs(sine(u, w)))))
 
     def angle(self, term: Term) -> tuple[str, str, str]:
-        """The three points of an angle.
+        """Return the three points of an angle.
 
         Raises `UnreadError` where the corner alone does not say which one is meant.
         """
@@ -120,7 +126,7 @@ class DrawnLines(DrawnPoints):
         return self._angle_at(names[0])
 
     def _angle_at(self, corner: str) -> tuple[str, str, str]:
-        """The angle at a corner that has only one, or of a named shape, or the widest."""
+        """Return the angle at a corner that has only one, or of a named shape, or the widest."""
         near = self._near(corner)
         if len(near) == 2:
             return near[0], corner, near[1]
@@ -142,7 +148,7 @@ class DrawnLines(DrawnPoints):
         raise UnreadError(f"the form does not say which angle at {corner} is meant")
 
     def _near(self, corner: str) -> list[str]:
-        """The points that a drawn line joins with a corner."""
+        """Return the points that a drawn line joins with a corner."""
         near = sorted(self.neighbours.get(corner, ()))
         for row in self.lines:
             if corner in row:
@@ -150,7 +156,7 @@ class DrawnLines(DrawnPoints):
         return list(dict.fromkeys(near))
 
     def _rays(self, corner: str, near: Iterable[str]) -> list[tuple[float, str]]:
-        """The directions of the rays from a corner in degrees, each once, with a point on each."""
+        """Return the directions of rays from a corner in degrees, with a point on each."""
         rays: list[tuple[float, str]] = []
         if corner not in self.places:
             return rays
@@ -167,13 +173,13 @@ class DrawnLines(DrawnPoints):
         return rays
 
     def _are_on_two_lines(self, corner: str, names: Collection[str]) -> bool:
-        """Whether two points beside a corner lie on lines of at least three points that differ."""
+        """Tell whether two points beside a corner lie on two lines with more points."""
         long_rows = [row for row in self.rows if corner in row and len(row) > 2]
         lines = [[row for row in long_rows if name in row] for name in names]
         return all(lines) and not any(row in lines[1] for row in lines[0])
 
     def around(self, corner: str, inside: str) -> tuple[str, str, str]:
-        """The nearest rays on both sides of the ray from a corner to `inside`.
+        """Return the nearest rays on both sides of the ray from a corner to `inside`.
 
         Raises `UnreadError`.
         """
@@ -191,14 +197,14 @@ class DrawnLines(DrawnPoints):
                         turns[
                             (phase(self.places[name] - self.places[corner]) - start) % math.tau
                         ] = name
-        beside = sorted(turn for turn in turns if 0.06 < turn < math.tau - 0.06)
+        beside = sorted(turn for turn in turns if _ON_RAY < turn < math.tau - _ON_RAY)
         if len(beside) < 2:
             raise UnreadError(f"the form does not say which angle at {corner} is meant")
         return turns[beside[0]], corner, turns[beside[-1]]
 
 
 def _measured_line(fact: Term) -> list[str] | None:
-    """The ends of the segment whose length a fact gives; None for any other fact."""
+    """Return the ends of the segment whose length a fact gives; None for any other fact."""
     if not fact.is_equation or fact.arguments[0].head != "LengthOf":
         return None
     measured = fact.arguments[0].arguments

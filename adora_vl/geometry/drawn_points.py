@@ -19,7 +19,19 @@ from adora_vl.geometry.vectors import cross, dot, extent_of
 _POINT = re.compile(r"[A-Z]'?|point_\d+")
 # share of a segment's length that a point may lie beside it and still seem to be on it
 _STRAIGHT = 0.025
+# share of a squared length; a corner that is less high has no foot worth drawing
+_FLAT_TRIANGLE = 0.05
+# widths of a figure that its copy is placed to the right, clear of it
+_COPY_BESIDE = 1.6
+_NO_LENGTH = 1e-9  # pixels; a segment that is shorter has no direction
 _FAR_BESIDE = 1.0  # the same share, of a point that cannot be meant to be on the segment
+
+
+def _names_corners(term: Term) -> bool:
+    """Whether a term is a shape with all its corners; a `Polygon` may have any number of them."""
+    if term.head == "Polygon":
+        return len(term.names) > 2
+    return len(term.names) == CORNERS.get(term.head)
 
 
 class DrawnPoints:
@@ -58,7 +70,7 @@ class DrawnPoints:
                     self.named.setdefault(shape.head, tuple(shape.names))
 
     def _may_be_point(self, name: str) -> bool:
-        """Whether a name is a capital letter, or one that the picture has."""
+        """Tell whether a name is a capital letter, or one that the picture has."""
         is_drawn = name in self.form.points or name in self.neighbours
         return is_drawn or _POINT.fullmatch(name) is not None
 
@@ -98,7 +110,10 @@ class DrawnPoints:
         return dict.fromkeys(sorted(called - drawn_names - drawn), centre)
 
     def point(self, name: str) -> str:
-        """The point of that name, or the one that it is another name of. Raises `UnreadError`."""
+        """Return the point of that name, or the one that it is another name of.
+
+        Raises `UnreadError`.
+        """
         name = self.aliases.get(name, name)
         if name not in self._known:
             raise UnreadError(f"there is no point {name}")
@@ -116,7 +131,10 @@ class DrawnPoints:
         return set(self.points)
 
     def _circles(self) -> list[Circle]:
-        """The circles of the form with their points; concentric ones have radii of their own."""
+        """Return the circles of the form with their points.
+
+        Concentric ones have radii of their own.
+        """
         on_circle: dict[tuple[str, str], list[str]] = {}
         nameless: list[tuple[str, str]] = []
         for term in self.terms:
@@ -152,7 +170,10 @@ class DrawnPoints:
         return circles
 
     def circle(self, term: Term | None = None) -> Circle:
-        """The circle that a term names; the only one where it names none. Raises `UnreadError`."""
+        """Return the circle that a term names.
+
+        The only one where it names none. Raises `UnreadError`.
+        """
         name = term.names[0] if term is not None and term.names else "$"
         name = self.aliases.get(name, name)
         centred = [circle for circle in self.circles if circle.centre == name]
@@ -167,11 +188,11 @@ class DrawnPoints:
         raise UnreadError("the form does not say which circle is meant")
 
     def _outermost(self, circles: Sequence[Circle]) -> Circle:
-        """The largest of concentric circles, as far as the picture shows."""
+        """Return the largest of concentric circles, as far as the picture shows."""
         return max(circles, key=lambda circle: self.drawn_radius(circle) or 0.0)
 
     def drawn_radius(self, circle: Circle) -> float | None:
-        """The radius in the picture; None where no point of the circle has a place."""
+        """Return the radius in the picture; None where no point of the circle has a place."""
         if circle.centre not in self.places:
             return None
         reaches = [
@@ -182,7 +203,7 @@ class DrawnPoints:
         return sum(reaches) / len(reaches) if reaches else None
 
     def circle_of_arc(self, names: Sequence[str]) -> Circle:
-        """The circle that an arc lies on.
+        """Return the circle that an arc lies on.
 
         Raises `UnreadError` where none or several have its ends.
         """
@@ -217,12 +238,12 @@ class DrawnPoints:
                 for name in sorted(points - self.places.keys()):
                     start = self.places[first]
                     way = self.places[last] - start
-                    if abs(way) > 1e-9:
+                    if abs(way) > _NO_LENGTH:
                         self.places[name] = start + way * self._share_of_foot(name, first, last)
                         self.imagined.add(name)
 
     def _share_of_foot(self, name: str, first: str, last: str) -> float:
-        """How far along a segment the foot of a perpendicular from a known point lies.
+        """Return how far along a segment the foot of a perpendicular from a known point lies.
 
         It is the middle where there is no such perpendicular.
         """
@@ -239,7 +260,7 @@ class DrawnPoints:
                 top = next(point for point in line.names if point != name)
                 if top in self.places and top not in (first, last):
                     to_top = self.places[top] - start
-                    if abs(cross(way, to_top)) > 0.05 * abs(way) ** 2:
+                    if abs(cross(way, to_top)) > _FLAT_TRIANGLE * abs(way) ** 2:
                         return dot(way, to_top) / abs(way) ** 2
         return 0.5
 
@@ -262,14 +283,14 @@ class DrawnPoints:
                 places = [self.places[name] for name in source]
                 wide, _ = extent_of(places)
                 for name, location in zip(copy, places, strict=True):
-                    self.places[name] = location + 1.6 * wide
+                    self.places[name] = location + _COPY_BESIDE * wide
                     self.imagined.add(name)
 
     @cached_property
     def named_polygons(self) -> list[tuple[str, ...]]:
         """The polygons that facts name with all their corners, in order, each once."""
         parts = (part for term in self.terms for part in term.walk())
-        named = (tuple(part.names) for part in parts if len(part.names) == CORNERS.get(part.head))
+        named = (tuple(part.names) for part in parts if _names_corners(part))
         return [
             names
             for names in dict.fromkeys(named)
@@ -277,7 +298,7 @@ class DrawnPoints:
         ]
 
     def circles_in_polygons(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """The centres of circles that facts inscribe in polygons, with the corners of these."""
+        """Yield the centres of circles inside polygons, with the corners of these."""
         for term in self.terms:
             if term.head not in ("InscribedIn", "CircumscribedTo") or len(term.arguments) != 2:
                 continue
@@ -288,15 +309,15 @@ class DrawnPoints:
                 yield disc.names[0], tuple(polygon.names)
 
     def separate_arcs(self) -> list[tuple[str, tuple[str, str], tuple[str, str]]]:
-        """Pairs of arcs whose sizes facts give and that have no common end, with their centre.
+        """Return pairs of arcs of given sizes that have no common end, with their centre.
 
         Where no picture shows them they lie beside each other: who gives the sizes of AC and BD
         does not mean arcs one of which holds an end of the other.
         """
         ends: dict[tuple[str, str], str] = {}
-        for term in self.facts:
-            arcs = [part for part in term.walk() if part.head == "Arc" and len(part.names) == 2]
-            for arc in arcs if term.head == "Equals" else []:
+        equations = [fact for fact in self.facts if fact.head == "Equals"]
+        for arc in (part for fact in equations for part in fact.walk()):
+            if arc.head == "Arc" and len(arc.names) == 2:
                 with suppress(UnreadError):
                     ends[arc.names[0], arc.names[1]] = self.circle_of_arc(arc.names).centre
         return [
@@ -306,7 +327,7 @@ class DrawnPoints:
         ]
 
     def _seen_straight(self) -> list[tuple[str, str, str]]:
-        """The lines ABC that are drawn as AB, BC and AC with B between, each as (B, A, C).
+        """Return the lines ABC that are drawn as AB, BC and AC with B between, each as (B, A, C).
 
         The facts do not say so, but the picture shows it.
         """

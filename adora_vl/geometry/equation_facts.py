@@ -23,38 +23,38 @@ from adora_vl.geometry.triangle_facts import foot
 
 
 def equals(measures: Measures, term: Term) -> Iterator[Relation]:
-    """An equation; also a line that is called a height or a hypotenuse."""
+    """Say that two sides are equal, or what a line is that is called a height or the like."""
     if len(term.arguments) != 2:
         raise UnreadError(f"{term} has not two sides")
-    left, right = term.arguments
-    if left.head in CORNERS or left.head in ("Shape", "Circle", "Polygon"):
+    measure, size = term.arguments
+    if measure.head in CORNERS or measure.head in ("Shape", "Circle", "Polygon"):
         return  # it says which shape is called so, which the drawing knows
-    if left.head == "Line" and right.head in ("AltitudeOf", "HeightOf"):
+    if measure.head == "Line" and size.head in ("AltitudeOf", "HeightOf"):
         yield from foot(
             measures,
-            line=measures.drawing.segment(left),
-            names=right.arguments[0].names,
+            line=measures.drawing.segment(measure),
+            names=size.arguments[0].names,
             is_median=False,
         )
         return
-    if left.head == "Line" and right.head == "HypotenuseOf" and len(right.arguments[0].names) == 3:
-        yield from opposite_right_angle(left.names, right.arguments[0].names)
+    if measure.head == "Line" and size.head == "HypotenuseOf" and len(size.arguments[0].names) == 3:
+        yield from opposite_right_angle(measure.names, size.arguments[0].names)
         return
-    if left.head == "Line" and _is_side_of_isosceles(right):
-        yield from _side_called(measures, left, right)
+    if measure.head == "Line" and _is_side_of_isosceles(size):
+        yield from _side_called(measures, measure, size)
         return
-    unit = unit_of(left)
+    unit = unit_of(measure)
     if unit == "length":
-        unit = unit_of(right)
-    left_value = measures.value(left)
-    right_value = measures.value(right)
-    if unit == "degrees" and _is_other_side(left, right):
-        left_value = minus(Constant(360.0), left_value)
-    yield Equal(left=left_value, right=right_value, unit=unit)
+        unit = unit_of(size)
+    value = measures.value(measure)
+    size_value = measures.value(size)
+    if unit == "degrees" and _is_other_side(measure, size):
+        value = minus(Constant(360.0), value)
+    yield Equal(left=value, right=size_value, unit=unit)
 
 
 def _is_side_of_isosceles(term: Term) -> bool:
-    """Whether a term is the base or a leg of an isosceles triangle with named corners."""
+    """Tell whether a term is the base or a leg of an isosceles triangle with named corners."""
     if term.head not in ("BaseOf", "LegOf") or len(term.arguments) != 1:
         return False
     shape = term.arguments[0]
@@ -62,7 +62,7 @@ def _is_side_of_isosceles(term: Term) -> bool:
 
 
 def _side_called(measures: Measures, line: Term, role: Term) -> Iterator[Relation]:
-    """A side of an isosceles triangle is called its base, or one of its legs.
+    """Say that a side of an isosceles triangle is called its base, or one of its legs.
 
     One leg says nothing yet; the second one says that it is as long as the first. Raises
     `UnreadError` for a segment that is no side.
@@ -86,7 +86,7 @@ def _side_called(measures: Measures, line: Term, role: Term) -> Iterator[Relatio
 
 
 def angle_sum(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Two angles are supplementary, 180 degrees together, or complementary, 90."""
+    """Say that two angles are supplementary, 180 degrees together, or complementary, 90."""
     total = 180.0 if term.head == "Supplementary" else 90.0
     angles = [measures.value(angle) for angle in term.arguments]
     if len(angles) != 2:
@@ -94,12 +94,12 @@ def angle_sum(measures: Measures, term: Term) -> Iterator[Relation]:
     yield Equal(left=plus(*angles), right=Constant(total), unit="degrees")
 
 
-def _is_other_side(left: Term, right: Term) -> bool:
-    """Whether a number over 180 for an angle or an arc of two letters means the other side."""
-    size = number_of(right.head) if not right.arguments else None
-    if size is None or size <= 180:
+def _is_other_side(measure: Term, size: Term) -> bool:
+    """Tell whether a number over 180 for an angle or an arc of two letters means the other side."""
+    degrees = number_of(size.head) if not size.arguments else None
+    if degrees is None or degrees <= 180:
         return False
-    inner = left.arguments[0] if left.head == "MeasureOf" and left.arguments else left
+    inner = measure.arguments[0] if measure.head == "MeasureOf" and measure.arguments else measure
     if inner.head == "Angle":
         return len(inner.names) == 3 or inner.names[0].isupper()
     return inner.head == "Arc" and len(inner.names) == 2

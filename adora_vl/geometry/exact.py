@@ -10,13 +10,14 @@ import math
 from fractions import Fraction
 
 _EXACT = 1e-9  # share of a value that a written form may differ by
+# Longer forms are no answers of a school book, and almost every number is near one of them.
 _MAX_DENOMINATOR = 60
 _MAX_UNDER_ROOT = 1000
 _MAX_INTEGER = 10**9
 
 
 def exact(value: float, *, share: float = _EXACT, decimals: bool = True) -> str | None:
-    """The shortest form that a value has, in LaTeX; None where it has none.
+    """Return the shortest form that a value has, in LaTeX; None where it has none.
 
     `share`: how much of the value the form may differ by. `decimals`: whether `7.5` comes before a
     fraction.
@@ -44,7 +45,7 @@ def exact(value: float, *, share: float = _EXACT, decimals: bool = True) -> str 
 
 
 def rounded(value: float, digits: int) -> str:
-    """A value to so many digits behind the point, halves away from zero as in school.
+    """Return a value to so many digits behind the point, halves away from zero as in school.
 
     0 gives an integer.
     """
@@ -55,13 +56,13 @@ def rounded(value: float, digits: int) -> str:
 
 
 def _rational(value: float, off: float) -> Fraction | None:
-    """The value as a fraction with a denominator that people write; None where it is none."""
+    """Return the value as a fraction as people write them; None where it is none."""
     rational = Fraction(value).limit_denominator(_MAX_DENOMINATOR)
     return rational if rational and abs(float(rational) - value) <= off else None
 
 
 def _root(value: float, off: float) -> str | None:
-    """A value as a fraction times a square root."""
+    """Return a value as a fraction times a square root."""
     square = value * value
     off_square = 2 * value * off + off * off
     rational = Fraction(square).limit_denominator(_MAX_DENOMINATOR**2)
@@ -78,7 +79,7 @@ def _root(value: float, off: float) -> str | None:
 
 
 def _square_part(number: int) -> int:
-    """The largest integer whose square divides a number."""
+    """Return the largest integer whose square divides a number."""
     largest = 1
     divisor = 2
     while divisor * divisor <= number and divisor <= 10_000:
@@ -92,7 +93,7 @@ def _square_part(number: int) -> int:
 
 
 def _fraction(factor: Fraction, sign: str) -> str:
-    """A fraction times a root or pi."""
+    """Return a fraction times a root or pi."""
     numerator = str(factor.numerator) if factor.numerator != 1 or not sign else ""
     top = f"{numerator}{sign}"
     return top if factor.denominator == 1 else rf"\frac{{{top}}}{{{factor.denominator}}}"

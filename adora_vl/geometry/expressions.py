@@ -15,6 +15,8 @@ from typing import Literal
 
 Operator = Literal["+", "-", "*", "/", "^"]
 
+# Bounds on what a stranger writes: beyond these no text is a value of a diagram, and numbers overflow
+# or a reader takes long.
 MAX_NUMBER = 1e9
 MAX_EXPONENT = 12.0
 MAX_NESTING = 20
@@ -83,7 +85,7 @@ def parsed(text: str) -> Expression:
 
 
 def letters_of(expression: Expression) -> set[str]:
-    """The letters that an expression has."""
+    """Return the letters that an expression has."""
     if isinstance(expression, Letter):
         return {expression.name}
     if isinstance(expression, Operation):
@@ -92,7 +94,7 @@ def letters_of(expression: Expression) -> set[str]:
 
 
 def value_of(expression: Expression, letters: Mapping[str, float] | None = None) -> float:
-    """The value of an expression with these values of its letters.
+    """Return the value of an expression with these values of its letters.
 
     Raises `ExpressionError` for a letter without a value, and where the value is not a finite real
     number.
@@ -103,32 +105,32 @@ def value_of(expression: Expression, letters: Mapping[str, float] | None = None)
         if letters is None or expression.name not in letters:
             raise ExpressionError(f"{expression.name} has no value")
         return letters[expression.name]
-    left = value_of(expression.left, letters)
-    right = value_of(expression.right, letters)
+    x = value_of(expression.left, letters)
+    y = value_of(expression.right, letters)
     try:
-        value = _applied(expression.operator, left, right)
+        value = _applied(expression.operator, x, y)
     except (ZeroDivisionError, OverflowError, ValueError) as error:
-        raise ExpressionError(f"{left:g} {expression.operator} {right:g} has no value") from error
+        raise ExpressionError(f"{x:g} {expression.operator} {y:g} has no value") from error
     if not math.isfinite(value):
-        raise ExpressionError(f"{left:g} {expression.operator} {right:g} has no finite value")
+        raise ExpressionError(f"{x:g} {expression.operator} {y:g} has no finite value")
     return value
 
 
-def _applied(operator: Operator, left: float, right: float) -> float:
-    """What arithmetic gives for two numbers. Raises what Python raises, as for a division by zero."""
+def _applied(operator: Operator, x: float, y: float) -> float:
+    """Return what arithmetic gives for two numbers. Raises what Python raises."""
     if operator == "+":
-        return left + right
+        return x + y
     if operator == "-":
-        return left - right
+        return x - y
     if operator == "*":
-        return left * right
+        return x * y
     if operator == "/":
-        return left / right
-    return math.pow(left, right)
+        return x / y
+    return math.pow(x, y)
 
 
 def number_of(text: str) -> float | None:
-    """The number that a text writes, such as `5\\sqrt{2}`; None where it writes none."""
+    """Return the number that a text writes, such as `5\\sqrt{2}`; None where it writes none."""
     try:
         return value_of(parsed(text))
     except ExpressionError:
@@ -152,15 +154,15 @@ class _Reader:
             position = match.end()
 
     def error(self) -> ExpressionError:
-        """The error that says that the text is no value."""
+        """Return the error that says that the text is no value."""
         return ExpressionError(f"{self.text!r:.60} is not a value")
 
     def peek(self) -> str | None:
-        """The next sign, which stays; None at the end."""
+        """Return the next sign, which stays; None at the end."""
         return self.signs[self.next] if self.next < len(self.signs) else None
 
     def take(self) -> str:
-        """The next sign, and go past it. Raises `ExpressionError` at the end."""
+        """Return the next sign, and go past it. Raises `ExpressionError` at the end."""
         sign = self.peek()
         if sign is None:
             raise self.error()
@@ -168,14 +170,17 @@ class _Reader:
         return sign
 
     def whole(self) -> Expression:
-        """The expression of the whole text. Raises `ExpressionError` where signs remain."""
+        """Return the expression of the whole text. Raises `ExpressionError` where signs remain."""
         expression = self.sum()
         if self.peek() is not None:
             raise self.error()
         return expression
 
     def sum(self) -> Expression:
-        """Products with plus and minus between them; the depth of brackets is bounded here."""
+        """Return products with plus and minus between them.
+
+        The depth of brackets is bounded here.
+        """
         self.depth += 1
         if self.depth > MAX_NESTING:
             raise ExpressionError(f"a value has brackets over {MAX_NESTING} deep")
@@ -187,7 +192,7 @@ class _Reader:
         return expression
 
     def product(self) -> Expression:
-        """Factors with a sign between them or none, as in `2x` and `3\\sqrt{2}`."""
+        """Return factors with a sign between them or none, as in `2x` and `3\\sqrt{2}`."""
         expression = self.signed()
         while True:
             sign = self.peek()
@@ -205,7 +210,7 @@ class _Reader:
                 return expression
 
     def signed(self) -> Expression:
-        """A power with any number of signs before it."""
+        """Return a power with any number of signs before it."""
         negative = False
         while self.peek() in ("-", "+"):
             if self.take() == "-":
@@ -214,7 +219,7 @@ class _Reader:
         return Operation(operator="-", left=Number(0.0), right=power) if negative else power
 
     def power(self) -> Expression:
-        """A base with its exponents, each at most `MAX_EXPONENT`."""
+        """Return a base with its exponents, each at most `MAX_EXPONENT`."""
         base = self.atom()
         while self.peek() == "^":
             self.take()
@@ -225,7 +230,7 @@ class _Reader:
         return base
 
     def group(self) -> Expression:
-        """What stands in a pair of brackets, or one sign, as behind `\\frac` and `^`."""
+        """Return what stands in a pair of brackets, or one sign, as behind `\\frac` and `^`."""
         if self.peek() not in ("{", "("):
             if self.peek() == "-":
                 self.take()
@@ -238,7 +243,7 @@ class _Reader:
         return expression
 
     def atom(self) -> Expression:
-        """A bracket, a fraction, a root, pi, a number or a letter."""
+        """Return a bracket, a fraction, a root, pi, a number or a letter."""
         sign = self.peek()
         if sign in ("{", "("):
             return self.group()
@@ -260,7 +265,7 @@ class _Reader:
         raise self.error()
 
     def root(self) -> Expression:
-        """A root as a power; its degree stands in square brackets, else it is 2."""
+        """Return a root as a power; its degree stands in square brackets, else it is 2."""
         degree: Expression = Number(2.0)
         if self.peek() == "[":
             self.take()

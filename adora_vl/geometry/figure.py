@@ -68,8 +68,9 @@ def figure_of(
     assumed: tuple[str, ...] = (),
     left_out: tuple[str, ...] = (),
 ) -> Figure:
-    """The figure of a solution, turned as the picture lies, its places rounded to `_DIGITS` digits
-    of its size.
+    """Return the figure of a solution, turned as the picture lies.
+
+    Its places are rounded to `_DIGITS` digits of its size.
     """
     v = solution.v
     names = problem.system.points
@@ -87,7 +88,7 @@ def figure_of(
 
 
 def _turn_to_picture(problem: FigureProblem, places: Mapping[str, complex]) -> complex:
-    """The turn that lays the figure as the picture lies."""
+    """Return the turn that lays the figure as the picture lies."""
     names = [name for name in problem.places if name in places]
     if len(names) < 2:
         return 1 + 0j
@@ -100,7 +101,7 @@ def _turn_to_picture(problem: FigureProblem, places: Mapping[str, complex]) -> c
 
 
 def written(figure: Figure) -> str:
-    """The figure as one line of JSON, for a table."""
+    """Return the figure as one line of JSON, for a table."""
     record = {
         "at": {name: list(location) for name, location in figure.at.items()},
         "values": dict(figure.values),
@@ -136,7 +137,7 @@ def figure_from(text: str) -> Figure:
 
 
 def residual_of(figure: Figure) -> float:
-    """The largest residual of a figure's facts at its places.
+    """Return the largest residual of a figure's facts at its places.
 
     Lengths are in shares of the figure's size, angles in radians.
     """

@@ -51,7 +51,7 @@ class Term:
         return self.head == "Equals" and len(self.arguments) == 2
 
     def walk(self) -> Iterator[Term]:
-        """This term and all terms inside it, outer ones first."""
+        """Yield this term and all terms inside it, outer ones first."""
         yield self
         for argument in self.arguments:
             yield from argument.walk()
@@ -123,13 +123,14 @@ class Form:
         return [term_of(fact) for fact in dict.fromkeys(self.facts) if fact.strip()]
 
     def found(self, head: str) -> list[Term]:
-        """The facts with this head."""
+        """Return the facts with this head."""
         return [term for term in self.terms if term and term.head == head]
 
     @cached_property
     def rows(self) -> list[list[str]]:
-        """The straight lines, each with all points on it, in their order where their places are
-        known.
+        """The straight lines, each with all points on it.
+
+        They stand in their order where their places are known.
         """
         on_line: dict[frozenset[str], set[str]] = {
             frozenset(line): set(line) for line in self.lines
@@ -148,7 +149,10 @@ class Form:
         return [self._ordered(points) for points in rows]
 
     def _ordered(self, points: set[str]) -> list[str]:
-        """The points of a line in order from one end; by their names where a place is missing."""
+        """Return the points of a line in order from one end.
+
+        By their names where a place is missing.
+        """
         names = sorted(points)
         if not all(name in self.points for name in names):
             return names
@@ -174,7 +178,7 @@ class Form:
 
 
 def form_of(record: Mapping[str, object]) -> Form:
-    """The form of InterGPS' `logic_form.json`, or of an object with the names of our fields.
+    """Return the form of InterGPS' `logic_form.json`, or of an object with the names of our fields.
 
     Raises `KeyError` where a field is missing, and `TypeError` or `ValueError` where one is of
     another kind.
@@ -203,7 +207,7 @@ def form_of(record: Mapping[str, object]) -> Form:
 
 
 def record_of(form: Form) -> dict[str, object]:
-    """The form as an object that `form_of` reads back: plain lists and texts, for JSON."""
+    """Return the form as an object that `form_of` reads back: plain lists and texts, for JSON."""
     return {
         "lines": ["".join(line) for line in form.lines],
         "circles": list(form.circles),
@@ -214,14 +218,17 @@ def record_of(form: Form) -> dict[str, object]:
 
 
 def _mapping(value: object) -> dict[str, object]:
-    """The places of points by their names. Raises `TypeError` for anything but an object."""
+    """Return the places of points by their names. Raises `TypeError` for anything but an object."""
     if not isinstance(value, Mapping):
         raise TypeError(f"points is {value!r:.40}, not an object with a place for each name")
     return dict(value)
 
 
 def _pair(value: object) -> Point:
-    """A place as two finite numbers. Raises `TypeError` or `ValueError` for anything else."""
+    """Return a place as two finite numbers.
+
+    Raises `TypeError` or `ValueError` for anything else.
+    """
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
         raise TypeError(f"a place is {value!r:.40}, not two numbers")
     x = float(value[0])
@@ -232,7 +239,7 @@ def _pair(value: object) -> Point:
 
 
 def _texts(value: object) -> tuple[str, ...]:
-    """A list of texts. Raises `TypeError` for anything else."""
+    """Return a list of texts. Raises `TypeError` for anything else."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise TypeError(f"a list of texts is {value!r:.40}")
     texts = tuple(value)
@@ -243,7 +250,7 @@ def _texts(value: object) -> tuple[str, ...]:
 
 
 def points_of(term: Term) -> set[str]:
-    """The points that a term names by a capital letter."""
+    """Return the points that a term names by a capital letter."""
     return {
         part.head
         for part in term.walk()
@@ -252,5 +259,5 @@ def points_of(term: Term) -> set[str]:
 
 
 def inner_names(term: Term, head: str) -> list[str]:
-    """The names of `Line(A, B)`, also inside `LengthOf(...)`."""
+    """Return the names of `Line(A, B)`, also inside `LengthOf(...)`."""
     return term.arguments[0].names if term.head == head and term.arguments else term.names

@@ -20,10 +20,11 @@ from adora_vl.geometry.vectors import cross, cross_each_other, dot, extent_of, s
 COLLAPSED = 10  # faults of a figure in which points fall together
 _SHORTEST = 0.015  # share of the figure's size; a shorter segment has fallen together
 _LEAST_BEND = 1e-3  # radians; a corner that bends less is none
+_CROWDED = 30  # segments of a picture whose pairs are not compared any more
 _FLAT = 0.2  # sine of a drawn corner that is too flat to be compared
 
 
-class FigureKind:
+class KindOfFigure:
     """What the picture of a form shows of order, turns and crossings, to compare figures with.
 
     `turns` are corners that the picture bends, `apart` segments that it does not let cross. Without a
@@ -38,30 +39,9 @@ class FigureKind:
         self.segments = sorted({line for line in drawing.form.lines if line[0] != line[1]})
         on_circles = {name for circle in drawing.circles for name in circle.points}
         self.used = sorted({name for line in self.segments for name in line} | on_circles)
-        # Of a line with a point without a place it is known which points lie between its ends, and
-        # not in which order.
-        self.orders = [row for row in drawing.rows if len(row) > 2] + [
-            [first, point, last]
-            for (first, last), points in sorted(drawing.on_segment.items())
-            for point in sorted(points)
-            if not {first, point, last} <= places.keys()
-        ]
-        self.turns: list[tuple[str, str, str, float]] = []
-        for corner in sorted(drawing.neighbours):
-            for first, last in combinations(sorted(drawing.neighbours[corner]), 2):
-                if {first, corner, last} <= places.keys():
-                    bend = sine(places[first] - places[corner], places[last] - places[corner])
-                    if abs(bend) > _FLAT:
-                        self.turns.append((first, corner, last, bend))
-        self.apart: list[tuple[str, str, str, str]] = []
-        placed = [line for line in self.segments if set(line) <= places.keys()]
-        if len(placed) < 30:
-            rows = [set(row) for row in drawing.rows]
-            for segment, second_segment in combinations(placed, 2):
-                ends = (*segment, *second_segment)
-                shares = len(set(ends)) < 4 or any(len(set(ends) & row) >= 3 for row in rows)
-                if not shares and not cross_each_other([places[name] for name in ends]):
-                    self.apart.append(ends)
+        self.orders = self._seen_orders()
+        self.turns = self._seen_turns()
+        self.apart = self._seen_apart()
         self.convex: list[tuple[str, ...]] = []
         self.inside: list[tuple[str, tuple[str, ...]]] = []
         self.arcs: list[tuple[str, tuple[str, str], tuple[str, str]]] = []
@@ -70,8 +50,50 @@ class FigureKind:
             self.inside = list(drawing.circles_in_polygons())
             self.arcs = drawing.separate_arcs()
 
+    def _seen_orders(self) -> list[list[str]]:
+        """Return the points of each line in order.
+
+        Of a line with a point without a place it is known which points lie between its ends, and not
+        in which order.
+        """
+        rows = [row for row in self.drawing.rows if len(row) > 2]
+        triples = [
+            [first, point, last]
+            for (first, last), points in sorted(self.drawing.on_segment.items())
+            for point in sorted(points)
+            if not {first, point, last} <= self.places.keys()
+        ]
+        return rows + triples
+
+    def _seen_turns(self) -> list[tuple[str, str, str, float]]:
+        """Return the drawn corners that bend visibly, by three points and the sine of the bend."""
+        places = self.places
+        turns: list[tuple[str, str, str, float]] = []
+        for corner in sorted(self.drawing.neighbours):
+            for first, last in combinations(sorted(self.drawing.neighbours[corner]), 2):
+                if {first, corner, last} <= places.keys():
+                    bend = sine(places[first] - places[corner], places[last] - places[corner])
+                    if abs(bend) > _FLAT:
+                        turns.append((first, corner, last, bend))
+        return turns
+
+    def _seen_apart(self) -> list[tuple[str, str, str, str]]:
+        """Return the pairs of drawn segments that do not cross, as four ends."""
+        apart: list[tuple[str, str, str, str]] = []
+        placed = [line for line in self.segments if set(line) <= self.places.keys()]
+        # Pairs grow with the square, and a crowded picture has other marks of its kind.
+        if len(placed) >= _CROWDED:
+            return apart
+        rows = [set(row) for row in self.drawing.rows]
+        for segment, second_segment in combinations(placed, 2):
+            ends = (*segment, *second_segment)
+            shares = len(set(ends)) < 4 or any(len(set(ends) & row) >= 3 for row in rows)
+            if not shares and not cross_each_other([self.places[name] for name in ends]):
+                apart.append(ends)
+        return apart
+
     def faults(self, v: Vector) -> int:
-        """How much a figure differs in kind from the picture: order on lines, turns, crossings.
+        """Count how much a figure differs in kind: order on lines, turns, crossings.
 
         A figure that has collapsed counts `COLLAPSED`.
         """
@@ -105,7 +127,7 @@ class FigureKind:
         return count
 
     def _is_convex(self, v: Vector, names: Sequence[str]) -> bool:
-        """Whether corners go round once, with a turn to the same side at each of them."""
+        """Tell whether corners go round once, with a turn to the same side at each of them."""
         corners = [self.system.location(v, name) for name in names]
         sides = [corners[i] - corners[i - 1] for i in range(len(corners))]
         turns = [phase(sides[i] * sides[i - 1].conjugate()) for i in range(len(sides))]
@@ -113,7 +135,7 @@ class FigureKind:
         return bends_alike and abs(sum(turns)) < 1.5 * math.tau
 
     def _is_inside(self, v: Vector, point: str, names: Sequence[str]) -> bool:
-        """Whether a point lies on the same side of all sides of a convex polygon."""
+        """Tell whether a point lies on the same side of all sides of a convex polygon."""
         location = self.system.location(v, point)
         ends = [
             (self.system.location(v, start), self.system.location(v, end))
@@ -125,7 +147,7 @@ class FigureKind:
     def _are_apart(
         self, v: Vector, centre: str, first: tuple[str, str], second: tuple[str, str]
     ) -> bool:
-        """Whether of two arcs, each the shorter way round, none holds an end of the other."""
+        """Tell whether of two arcs, each the shorter way round, none holds an end of the other."""
         for arc, ends in ((first, second), (second, first)):
             to_start, to_end = [self._way(v, centre, name) for name in arc]
             for name in ends:
@@ -136,11 +158,11 @@ class FigureKind:
         return True
 
     def _way(self, v: Vector, start: str, end: str) -> complex:
-        """The way from one point of the figure to another."""
+        """Return the way from one point of the figure to another."""
         return self.system.location(v, end) - self.system.location(v, start)
 
     def disordered(self, v: Vector) -> list[str]:
-        """The lines whose points do not lie in the order that the picture or the facts give."""
+        """Return the lines whose points lie in another order than in the picture or the facts."""
         lines = []
         for row in self.orders:
             start = self.system.location(v, row[0])
@@ -150,7 +172,7 @@ class FigureKind:
         return lines
 
     def _is_flat(self, places: Sequence[complex]) -> bool:
-        """Whether all points lie on one line, which the picture's do not."""
+        """Tell whether all points lie on one line, which the picture's do not."""
         if any(set(self.used) <= set(row) for row in self.drawing.lines):
             return False
         if (
@@ -161,7 +183,7 @@ class FigureKind:
         return _flatness(places) < 1e-3
 
     def far(self, v: Vector) -> float:
-        """How far the points lie from those of the picture; 0 is not at all.
+        """Return how far the points lie from those of the picture; 0 is not at all.
 
         The figure is turned, shifted and scaled to fit as well as it can.
         """
@@ -177,8 +199,9 @@ class FigureKind:
 
 
 def _flatness(places: Sequence[complex]) -> float:
-    """The larger of the distances from the longest line through the first point, over that line's
-    length.
+    """Return how flat places lie: 0 on one line, 1 for fewer than three.
+
+    It is the largest distance from the longest line through the first one, over that line's length.
     """
     if len(places) < 3:
         return 1.0

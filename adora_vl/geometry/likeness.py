@@ -12,6 +12,9 @@ from adora_vl.geometry.regions import Regions
 from adora_vl.geometry.shapes import UnreadError
 from adora_vl.geometry.vectors import cosine, sine
 
+# Shapes that differ by more are not meant to be similar: 45 degrees in all, or ratios of sides that
+# spread by a half in their logarithms.
+_TOO_UNLIKE = 1.5
 _UNLIKE = 0.15  # step in which a polygon's likeness to its kind is counted
 
 
@@ -19,7 +22,7 @@ class Likeness(Regions):
     """The polygons of a picture, ranked by what they look like."""
 
     def _likest(self, head: str, count: int) -> list[str] | None:
-        """The drawn polygon with so many corners that looks most like its kind.
+        """Return the drawn polygon with so many corners that looks most like its kind.
 
         The largest comes first among equals.
         """
@@ -31,7 +34,7 @@ class Likeness(Regions):
         return min(ranked)[2] if ranked else None
 
     def _unlikeness(self, head: str, names: Sequence[str]) -> float:
-        """How far a polygon of the picture is from its kind; 0 for one that has no kind to be like."""
+        """Return how far a drawn polygon is from its kind; 0 where it has none."""
         if len(names) != 4:
             return 0.0
         a, b, c, d = [self.places[name] for name in names]
@@ -53,18 +56,15 @@ class Likeness(Regions):
         return unlike
 
     def similar_pair(self) -> tuple[list[str], list[str]]:
-        """Two drawn shapes that are meant to be similar, corner by corner. Raises `UnreadError`."""
+        """Return two drawn shapes that are meant to be similar, corner by corner.
+
+        Raises `UnreadError`.
+        """
         if self.copied is not None:
             return list(self.copied[0]), list(self.copied[1])
         marked = self._marked_pair()
         if marked is not None:
             return marked
-        parts = [part for part in self.components if len(part) >= 3 and part <= self.places.keys()]
-        if len(parts) == 2:
-            first = self.outline(parts[0])
-            second = self.outline(parts[1])
-            if first and len(first) == len(second):
-                return first, self._matched(first, second)[1]
         shapes = list(
             {tuple(sorted(names)): names for names in self.polygons if len(names) > 2}.values()
         )
@@ -75,13 +75,14 @@ class Likeness(Regions):
                 distance, order = self._matched(first, second)
                 if best is None or distance < best[0]:
                     best = (distance, first, order)
-        if best is None or best[0] >= 1.5:
+        if best is None or best[0] >= _TOO_UNLIKE:
             raise UnreadError("the picture does not show which shapes are similar")
         return best[1], best[2]
 
     def _marked_pair(self) -> tuple[list[str], list[str]] | None:
-        """Two polygons whose corners facts make equal one by one, where the picture has not the
-        places of both.
+        """Return two polygons whose corners facts make equal one by one; None without such.
+
+        The picture has not the places of both.
         """
         partners: dict[str, str] = {}
         for fact in self.facts:
@@ -107,7 +108,7 @@ class Likeness(Regions):
         return path, [partners[name] for name in path]
 
     def _matched(self, first: list[str], second: list[str]) -> tuple[float, list[str]]:
-        """How unlike two polygons are at best, and the order of the second one's corners then."""
+        """Return how unlike two polygons are at best, and the second one's corners then."""
         wanted_angles, wanted_lengths = self._measures(first)
         best: tuple[float, list[str]] | None = None
         for way in (second, second[::-1]):
@@ -124,7 +125,7 @@ class Likeness(Regions):
         return best
 
     def _measures(self, names: Sequence[str]) -> tuple[list[float], list[float]]:
-        """The angles of a polygon in degrees and the lengths of its sides, in the picture."""
+        """Return the drawn angles of a polygon in degrees, and the lengths of its sides."""
         places = [self.places[name] for name in names]
         angles = []
         for i, location in enumerate(places):

@@ -25,9 +25,11 @@ from adora_vl.geometry.relations import (
 )
 from adora_vl.geometry.shapes import UnreadError
 
+_UNEVEN = 0.12  # share by which two halves may differ and still look like halves
+
 
 def on_line(measures: Measures, term: Term) -> Iterator[Relation]:
-    """A point lies on a line: collinear with its two ends, unless it is one of them."""
+    """Say that a point lies on a line: collinear with its two ends, unless it is one of them."""
     point = measures.drawing.point(term.names[0])
     start, end = measures.drawing.segment(term.arguments[1])
     if point not in (start, end):
@@ -35,14 +37,14 @@ def on_line(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def perpendicular(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Two lines are perpendicular."""
+    """Say that two lines are perpendicular."""
     a, b = measures.drawing.segment(term.arguments[0])
     c, d = measures.drawing.segment(term.arguments[1])
     yield Perpendicular(a=a, b=b, c=c, d=d)
 
 
 def parallel(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Lines are parallel to the first; unnamed ones are those that look most parallel."""
+    """Say that lines are parallel to the first; unnamed ones are those that look most parallel."""
     try:
         lines = [measures.drawing.segment(line) for line in term.arguments]
     except UnreadError:
@@ -54,7 +56,7 @@ def parallel(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def intersect(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Lines meet in a point, which is collinear with the ends of each."""
+    """Say that lines meet in a point, which is collinear with the ends of each."""
     point = measures.drawing.point(term.arguments[-1].names[0])
     for line in term.arguments[:-1]:
         if line.head == "Line" and len(line.names) == 2 and point not in line.names:
@@ -62,7 +64,7 @@ def intersect(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def midpoint(measures: Measures, term: Term) -> Iterator[Relation]:
-    """A point is the midpoint of a segment, or of the side of a shape that it lies on."""
+    """Say that a point is the midpoint of a segment, or of the side of a shape that it lies on."""
     point = point_of(measures, term.arguments[0])
     target = term.arguments[1]
     if target.head == "Line" and len(target.names) == 2:
@@ -75,13 +77,13 @@ def midpoint(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def right_angle(measures: Measures, term: Term) -> Iterator[Relation]:
-    """An angle is right."""
+    """Say that an angle is right."""
     first, corner, last = measures.drawing.angle(term.arguments[0])
     yield right_angle_at(corner, first, last)
 
 
 def bisects(measures: Measures, term: Term) -> Iterator[Relation]:
-    """A line halves a segment or an angle."""
+    """Say that a line halves a segment or an angle."""
     drawing = measures.drawing
     line = drawing.segment(term.arguments[0])
     target = term.arguments[1]
@@ -115,7 +117,7 @@ def bisects(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def perpendicular_bisector(measures: Measures, term: Term) -> Iterator[Relation]:
-    """A line is the perpendicular bisector of a segment, or of all sides of a triangle."""
+    """Say that a line is the perpendicular bisector of a segment, or of all sides of a triangle."""
     drawing = measures.drawing
     names = term.arguments[1].names
     if term.arguments[1].head == "Triangle" and len(names) == 3:
@@ -142,7 +144,7 @@ def perpendicular_bisector(measures: Measures, term: Term) -> Iterator[Relation]
 def _feet_in_the_middle(
     drawing: Drawing, start: str, end: str, names: Sequence[str]
 ) -> Iterator[Relation]:
-    """The perpendicular bisector of a side stands on the point that looks like its midpoint.
+    """Say that a perpendicular bisector stands on the point that looks like its midpoint.
 
     There is at most one such point for a side.
     """
@@ -154,5 +156,5 @@ def _feet_in_the_middle(
                 if point not in names:
                     halves = (abs(places[point] - places[start]), abs(places[point] - places[end]))
                     candidates.append((abs(halves[0] / max(halves[1], 1e-9) - 1), point))
-    if candidates and min(candidates)[0] < 0.12:
+    if candidates and min(candidates)[0] < _UNEVEN:
         yield Mean(point=min(candidates)[1], points=(start, end))

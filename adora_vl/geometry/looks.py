@@ -18,18 +18,19 @@ from adora_vl.geometry.relations import (
 )
 from adora_vl.geometry.vectors import cosine
 
-# "What appears to be tangent", where the question says that; and where nobody says it.
-# degrees from a right angle to the radius
+# Degrees from a right angle to the radius: of "what appears to be tangent", where the question says
+# so and most lines of a circle are meant; and where nobody says it, which has to look exact.
 SAID_TANGENT = 22.0
 SEEN_TANGENT = 9.0
-# degrees
+# Degrees that a right angle and two parallels may be off and still be drawn so on purpose. A picture
+# that is not to scale is off by more.
 _SEEN_RIGHT = 2.5
 _SEEN_PARALLEL = 2.0
 _SEEN_ON_CHORD = 0.03  # share of a chord's length that the centre may lie beside it
 
 
 def seen(measures: Measures, *, everything: bool) -> Iterator[tuple[Relation, str]]:
-    """What the picture shows and no fact says, with words for it."""
+    """Yield what the picture shows and no fact says, with words for it."""
     yield from seen_tangents(measures, SEEN_TANGENT)
     if everything:
         yield from _seen_diameters(measures)
@@ -38,8 +39,9 @@ def seen(measures: Measures, *, everything: bool) -> Iterator[tuple[Relation, st
 
 
 def seen_tangents(measures: Measures, limit: float) -> Iterator[tuple[Relation, str]]:
-    """Lines that meet a circle in one point and look perpendicular to the radius there, up to
-    `limit` degrees.
+    """Yield lines that meet a circle in one point and look perpendicular to the radius there.
+
+    They may be `limit` degrees from perpendicular.
     """
     drawing = measures.drawing
     places = drawing.places
@@ -71,7 +73,7 @@ def seen_tangents(measures: Measures, limit: float) -> Iterator[tuple[Relation, 
 
 
 def _seen_diameters(measures: Measures) -> Iterator[tuple[Relation, str]]:
-    """Chords that seem to go through the centre."""
+    """Yield chords that seem to go through the centre."""
     drawing = measures.drawing
     places = drawing.places
     for circle in drawing.circles:
@@ -91,7 +93,7 @@ def _seen_diameters(measures: Measures) -> Iterator[tuple[Relation, str]]:
 
 
 def _seen_right_angles(measures: Measures) -> Iterator[tuple[Relation, str]]:
-    """Angles between drawn lines that look right."""
+    """Yield angles between drawn lines that look right."""
     drawing = measures.drawing
     places = drawing.places
     for corner in sorted(drawing.neighbours):
@@ -107,7 +109,7 @@ def _seen_right_angles(measures: Measures) -> Iterator[tuple[Relation, str]]:
 
 
 def _seen_parallels(measures: Measures) -> Iterator[tuple[Relation, str]]:
-    """Rows without a common point that look parallel."""
+    """Yield rows without a common point that look parallel."""
     drawing = measures.drawing
     for first, second in combinations(drawing.rows, 2):
         if not set(first) & set(second) and drawing.degrees_apart(first, second) < _SEEN_PARALLEL:

@@ -1,9 +1,6 @@
-"""What a term measures: `LengthOf(Line(A, B))`, `AreaOf(Parallelogram($))`, `SinOf(Angle(A))` as
-quantities.
+"""What a term measures: `LengthOf(Line(A, B))` or `SinOf(Angle(A))` as a quantity of a figure.
 
-`Measures` reads terms of one drawing. A term that cannot be read raises `UnreadError`; nothing is
-guessed, but for regions that are only coloured: these go by what lies inside what, and `assumed`
-says so.
+`Measures` reads terms of one drawing. A term that cannot be read raises `UnreadError`.
 """
 
 from __future__ import annotations
@@ -12,9 +9,11 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
+from adora_vl.geometry.areas import extent
 from adora_vl.geometry.drawing import Drawing
 from adora_vl.geometry.expressions import MAX_EXPONENT, ExpressionError, number_of, parsed
 from adora_vl.geometry.forms import Term
+from adora_vl.geometry.heights import called_height, drawn_height
 from adora_vl.geometry.quantities import (
     Angle,
     Area,
@@ -34,11 +33,18 @@ from adora_vl.geometry.quantities import (
     quantity_of,
     times,
 )
-from adora_vl.geometry.shapes import COLOURS, CORNERS, Circle, UnreadError, sides_of, unwrapped
+from adora_vl.geometry.shapes import (
+    COLOURS,
+    CORNERS,
+    DISC,
+    Circle,
+    UnreadError,
+    sides_of,
+    unwrapped,
+)
 from adora_vl.geometry.vectors import cross, sine
 
 _LEAST_SINE = 0.06  # below, a corner is too flat for the picture to show on which side it turns
-_DISC = ("Circle", "Cirle")  # so misspelt in some annotations
 _UNITS: dict[str, Unit] = {
     "AreaOf": "area",
     "MeasureOf": "degrees",
@@ -64,7 +70,7 @@ _LENGTH = (
 
 
 def unit_of(term: Term) -> Unit:
-    """What a term is measured in, by the first of its heads that says so.
+    """Return what a term is measured in, by the first of its heads that says so.
 
     A bare letter is like a length.
     """
@@ -82,11 +88,6 @@ def unit_of(term: Term) -> Unit:
     return "length"
 
 
-def is_region(term: Term) -> bool:
-    """Whether a term speaks of a region that only the colours of the picture show."""
-    return any(part.head in COLOURS for part in term.walk())
-
-
 class Measures:
     """Reads terms as quantities of a drawing.
 
@@ -99,7 +100,7 @@ class Measures:
         self.assumed: list[str] = []
 
     def value(self, term: Term) -> Quantity:
-        """The quantity that a term measures. Raises `UnreadError`."""
+        """Return the quantity that a term measures. Raises `UnreadError`."""
         if not term.arguments:
             return self._leaf(term.head)
         rule = _RULES.get(term.head)
@@ -108,11 +109,11 @@ class Measures:
         return rule(self, term)
 
     def values(self, term: Term) -> list[Quantity]:
-        """The quantities that the arguments of a term measure, in order."""
+        """Return the quantities that the arguments of a term measure, in order."""
         return [self.value(argument) for argument in term.arguments]
 
     def _leaf(self, text: str) -> Quantity:
-        """What a text without brackets measures: a numbered angle, a radius, a number, letters.
+        """Return what a text without brackets measures: an angle, a radius, a number, letters.
 
         Raises `UnreadError` for any other text.
         """
@@ -121,8 +122,6 @@ class Measures:
             return Unknown(f"angle {numbered[1]}")
         if text == "Radius":
             return self.radius(self.drawing.circle())
-        if text == "Diameter":
-            return times(Constant(2.0), self.radius(self.drawing.circle()))
         try:
             return quantity_of(parsed(text))
         except ExpressionError as error:
@@ -131,15 +130,21 @@ class Measures:
     # Lengths
 
     def distance(self, start: str, end: str) -> Distance:
-        """The distance of two points. Raises `UnreadError` where the form lacks one of them."""
+        """Return the distance of two points.
+
+        Raises `UnreadError` where the form lacks one of them.
+        """
         return Distance(start=self.drawing.point(start), end=self.drawing.point(end))
 
     def radius(self, circle: Circle) -> Unknown:
-        """The radius of a circle as an unknown."""
+        """Return the radius of a circle as an unknown."""
         return Unknown(circle.radius)
 
     def line(self, term: Term) -> Quantity:
-        """The length of a segment, by its two ends or by its small letter. Raises `UnreadError`."""
+        """Return the length of a segment, by its two ends or by its small letter.
+
+        Raises `UnreadError`.
+        """
         names = term.names
         if len(names) == 2:
             return self.distance(names[0], names[1])
@@ -148,7 +153,7 @@ class Measures:
         raise UnreadError(f"{term} is no segment")
 
     def length(self, term: Term) -> Quantity:
-        """`LengthOf` a segment, an arc (its angle times the radius) or a measure."""
+        """Return `LengthOf` a segment, an arc (its angle times the radius) or a measure."""
         inner = term.arguments[0]
         if len(term.names) == 2 and not inner.arguments:
             return self.distance(term.names[0], term.names[1])
@@ -161,7 +166,7 @@ class Measures:
         return self.value(inner)
 
     def of_circle(self, head: str, circle: Circle) -> Quantity:
-        """Radius, diameter, area or circumference of a circle, by the head of the term."""
+        """Return radius, diameter, area or circumference of a circle, by the head of the term."""
         radius = self.radius(circle)
         if head == "RadiusOf":
             return radius
@@ -172,11 +177,11 @@ class Measures:
         return times(Constant(2 * math.pi), radius)
 
     def circular(self, term: Term) -> Quantity:
-        """A measure of the circle that a term names."""
+        """Return a measure of the circle that a term names."""
         return self.of_circle(term.head, self.drawing.circle(unwrapped(term.arguments[0])))
 
     def side(self, term: Term) -> Quantity:
-        """The length of a side of a shape.
+        """Return the length of a side of a shape.
 
         It is any side of an equilateral shape, else the one whose length is an unknown letter.
         """
@@ -196,7 +201,7 @@ class Measures:
         return over(plus(*(self.distance(*side) for side in sides)), Constant(float(len(sides))))
 
     def _has_letter(self, side: tuple[str, str]) -> bool:
-        """Whether a fact gives the length of a side by a letter alone."""
+        """Tell whether a fact gives the length of a side by a letter alone."""
         for fact in self.drawing.facts:
             if fact.is_equation and fact.arguments[0].arguments:
                 is_side = set(fact.arguments[0].arguments[0].names) == set(side)
@@ -205,23 +210,23 @@ class Measures:
         return False
 
     def hypotenuse(self, term: Term) -> Quantity:
-        """The side of a right triangle that lies opposite its right angle."""
+        """Return the side of a right triangle that lies opposite its right angle."""
         names = self.drawing.shape(term.arguments[0])
         corner = self.drawing.right_corner(names)
         legs_ends = [name for name in names if name != corner]
         return self.distance(legs_ends[0], legs_ends[1])
 
     def height(self, term: Term) -> Quantity:
-        """The height of a shape.
+        """Return the height of a shape.
 
         It is a drawn perpendicular, else a segment that a fact calls so, else the height over the
         base.
         """
-        drawn = self._drawn_height()
+        drawn = drawn_height(self.drawing)
         if drawn is not None:
             return self.distance(*drawn)
         names = self.drawing.shape(term.arguments[0])
-        called = self._called_height(names)
+        called = called_height(self.drawing)
         if called is not None:
             return self.distance(*called)
         if len(names) == 4:
@@ -230,69 +235,15 @@ class Measures:
         raise UnreadError(f"the form does not say which height {term} is")
 
     def median(self, term: Term) -> Quantity:
-        """The median of a trapezoid, half of its parallel sides together."""
+        """Return the median of a trapezoid, half of its parallel sides together."""
         names = self.drawing.shape(term.arguments[0])
         if len(names) != 4:
             raise UnreadError(f"the form does not say which median {term} is")
         a, b, c, d = self.drawing.with_base_first(names)
         return over(plus(self.distance(a, b), self.distance(c, d)), Constant(2.0))
 
-    def _drawn_height(self) -> tuple[str, str] | None:
-        """A segment that stands perpendicular on the inside of a line, while no line goes on behind
-        its top.
-        """
-        for fact in self.drawing.facts:
-            if fact.head != "Perpendicular" or len(fact.arguments) != 2:
-                continue
-            if not all(len(line.names) == 2 for line in fact.arguments):
-                continue
-            shared = set(fact.arguments[0].names) & set(fact.arguments[1].names)
-            if len(shared) != 1:
-                continue
-            foot = next(iter(shared))
-            for base, upright in (fact.arguments, fact.arguments[::-1]):
-                if self._is_inside(foot, base) and not self._is_inside(foot, upright):
-                    return self.drawing.segment(upright)
-        return None
-
-    def _is_inside(self, point: str, line: Term) -> bool:
-        """Whether a point lies on a line of the drawing and is none of its ends."""
-        return any(point in row[1:-1] and set(line.names) <= set(row) for row in self.drawing.lines)
-
-    def _called_height(self, names: Sequence[str]) -> tuple[str, str] | None:
-        """The segment that a fact calls the height of a shape.
-
-        It is called so by its name, by a perpendicular from a corner, or by the letter h.
-        """
-        for term in self.drawing.terms:
-            if term.is_equation:
-                for line, height in (term.arguments, term.arguments[::-1]):
-                    if (
-                        height.head in ("AltitudeOf", "HeightOf")
-                        and line.head == "Line"
-                        and len(line.names) == 2
-                    ):
-                        return self.drawing.segment(line)
-        for fact in self.drawing.facts:
-            if fact.head == "Perpendicular" and all(
-                len(line.names) == 2 for line in fact.arguments
-            ):
-                for line in fact.arguments:
-                    tops = [name for name in line.names if name in names]
-                    if len(tops) == 1 and len(set(line.names)) == 2:
-                        return self.drawing.segment(line)
-        for fact in self.drawing.facts:
-            is_h = fact.is_equation and fact.arguments[1].head == "h"
-            if (
-                is_h
-                and fact.arguments[0].arguments
-                and len(fact.arguments[0].arguments[0].names) == 2
-            ):
-                return self.drawing.segment(fact.arguments[0].arguments[0])
-        return None
-
     def scale_factor(self, term: Term) -> Quantity:
-        """The ratio of two shapes: of distances from a centre, else of their first sides."""
+        """Return the ratio of two shapes: of distances from a centre, else of their first sides."""
         if len(term.arguments) != 2:
             raise UnreadError(f"{term} has not two shapes")
         first = unwrapped(term.arguments[0]).names
@@ -314,7 +265,7 @@ class Measures:
     # Angles and arcs
 
     def turn(self, first: str, corner: str, last: str) -> int:
-        """The side of `first` on which the picture has `last`.
+        """Return the side of `first` on which the picture has `last`.
 
         The result is 1 against the clock, -1 with it, and 0 where the corner is too flat to show
         it.
@@ -328,12 +279,12 @@ class Measures:
         return 1 if bend > 0 else -1
 
     def corner(self, first: str, corner: str, last: str) -> Angle:
-        """The angle at `corner`, with the side to which the picture turns it."""
+        """Return the angle at `corner`, with the side to which the picture turns it."""
         names = [self.drawing.point(name) for name in (first, corner, last)]
         return Angle(first=names[0], corner=names[1], last=names[2], turn=self.turn(*names))
 
     def angle(self, term: Term) -> Quantity:
-        """The angle that a term names by three points, its corner, a number or a small letter."""
+        """Return the angle that a term names by points, its corner, a number or a letter."""
         names = term.names
         if (
             len(names) == 1
@@ -346,7 +297,7 @@ class Measures:
         return self.corner(*self.drawing.angle(term))
 
     def central_angle(self) -> Quantity:
-        """`Angle($)` beside a regular polygon in a circle is the angle at the centre over one side."""
+        """Return the angle at the centre over one side of a regular polygon: `Angle($)`."""
         for term in self.drawing.terms:
             if term.head != "InscribedIn" or len(term.arguments) != 2:
                 continue
@@ -358,7 +309,7 @@ class Measures:
         raise UnreadError("the form does not say which angle is meant")
 
     def inscribed(self, shape: Term, circle: Circle) -> list[str]:
-        """The corners of a shape in a circle.
+        """Return the corners of a shape in a circle.
 
         They are as the facts name them, else as drawn, else the points on the circle in order.
         """
@@ -374,7 +325,7 @@ class Measures:
         )
 
     def arc(self, term: Term) -> Quantity:
-        """The angle of an arc at the centre; one of three letters goes through its middle point.
+        """Return the angle of an arc at the centre; three letters go through the middle one.
 
         Some annotations write the centre for that point, which then says no more than two letters.
         """
@@ -398,201 +349,28 @@ class Measures:
         return Sweep(first=names[0], corner=circle.centre, last=names[2], turn=turn)
 
     def minor(self, term: Term) -> Quantity:
-        """The angle at the centre of the shorter way round between the ends of an arc."""
+        """Return the angle at the centre of the shorter way round between the ends of an arc."""
         names = term.arguments[0].names
         if len(names) < 2:
             raise UnreadError(f"{term} is no arc")
         return self.corner(names[0], self.drawing.circle_of_arc(names).centre, names[-1])
 
     def measure(self, term: Term) -> Quantity:
-        """`MeasureOf` an angle or an arc is the quantity itself."""
+        """Return what `MeasureOf` an angle or an arc is: the quantity itself."""
         return self.value(term.arguments[0])
 
     # Areas and perimeters
 
-    def extent(self, term: Term) -> Quantity:
-        """`AreaOf` or `PerimeterOf` a shape, a circle, a sector or a region."""
-        inner = term.arguments[0]
-        shape = unwrapped(inner)
-        if shape.head in _DISC and not is_region(inner):
-            return self.circular(term)
-        if shape.head == "Sector":
-            return self.sector(shape)
-        if inner.head in COLOURS:
-            return self.coloured(term, shape)
-        if shape.head == "Shape" and self.drawing.circles:
-            return self.rounded(term, shape)
-        return self.polygon(term.head, self.drawing.shape(inner))
-
     def polygon(self, head: str, names: Sequence[str]) -> Quantity:
-        """The perimeter of a polygon, or its area for any other head."""
+        """Return the perimeter of a polygon, or its area for any other head."""
         if head == "PerimeterOf":
             return plus(*(self.distance(*side) for side in sides_of(names)))
         return Area(corners=tuple(names))
 
-    def sector(self, term: Term) -> Quantity:
-        """The area of a sector: the one that three points name, else the one with a marked angle."""
-        names = term.names
-        if len(names) == 3:
-            centres = [circle for circle in self.drawing.circles if circle.centre in names]
-            if not centres:
-                raise UnreadError(f"{term} has no centre of a circle")
-            circle = centres[0]
-            ends = [name for name in names if name != circle.centre]
-            return self.slice(circle, self.corner(ends[0], circle.centre, ends[1]))
-        circle = self.drawing.circle()
-        return self.slice(circle, self.marked_angle(circle))
-
-    def slice(self, circle: Circle, angle: Quantity) -> Quantity:
-        """The area of a sector of a circle with this angle at the centre, in degrees."""
-        radius = self.radius(circle)
-        return times(over(angle, Constant(360.0)), Constant(math.pi), radius, radius)
-
-    def marked_angle(self, circle: Circle) -> Quantity:
-        """The one angle at a centre whose size a fact gives.
-
-        It is over 180 degrees where the fact says so.
-        """
-        marked: dict[tuple[str, ...], float | None] = {}
-        for fact in self.drawing.facts:
-            if (
-                fact.head != "Equals"
-                or len(fact.arguments) != 2
-                or fact.arguments[0].head != "MeasureOf"
-            ):
-                continue
-            names = fact.arguments[0].arguments[0].names
-            if len(names) == 3 and names[1] == circle.centre:
-                marked[tuple(names)] = number_of(fact.arguments[1].head)
-        if len(marked) != 1:
-            raise UnreadError("the form does not say which sector is meant")
-        (corners,) = marked
-        size = marked[corners]
-        angle = self.corner(corners[0], corners[1], corners[2])
-        return minus(Constant(360.0), angle) if size is not None and size > 180 else angle
-
-    def rounded(self, term: Term, shape: Term) -> Quantity:
-        """A shape of a drawing with a circle: the marked sector, the disc, or a polygon with half
-        discs on it.
-        """
-        drawing = self.drawing
-        if shape.names == ["A"]:
-            try:
-                return self.slice(drawing.circle(), self.marked_angle(drawing.circle()))
-            except UnreadError:
-                pass
-        outline = drawing.outline()
-        if not outline:
-            return self.of_circle(term.head, drawing.circle())
-        if term.head == "AreaOf":
-            halves = [self._half_disc(circle, outline) for circle in drawing.circles]
-            if all(half is not None for half in halves):
-                self.assumed.append("the figure is the polygon with half circles on its sides")
-                return plus(
-                    Area(corners=tuple(outline)), *(half for half in halves if half is not None)
-                )
-        raise UnreadError(f"the form does not say which region {term} is")
-
-    def _half_disc(self, circle: Circle, outline: Sequence[str]) -> Quantity | None:
-        """Half of a disc over a side of an outline that is its diameter: added where no corner lies
-        inside it.
-        """
-        for i in range(len(outline)):
-            side = {outline[i - 1], outline[i]}
-            if side <= set(circle.points) and self.drawing.are_on_one_row((*side, circle.centre)):
-                radius = self.radius(circle)
-                return times(Constant(math.pi / 2), radius, radius)
-        return None
-
-    def coloured(self, term: Term, shape: Term) -> Quantity:
-        """The area of a coloured region, by what lies inside what.
-
-        `assumed` says which region was taken.
-        """
-        drawing = self.drawing
-        if shape.head == "Shape" and any(fact.head == "Similar" for fact in drawing.terms):
-            return self.similar_without_area(term)
-        if term.head != "AreaOf":
-            raise UnreadError(f"the form does not say which region {term} is")
-        if not drawing.circles:
-            raise UnreadError(f"the form does not say which region {term} is")
-        return self.between(term)
-
-    def similar_without_area(self, term: Term) -> Quantity:
-        """The one of two similar shapes whose area or perimeter no fact gives."""
-        first, second = self.drawing.similar_pair()
-        measured = [
-            set(part.arguments[0].names)
-            for fact in self.drawing.terms
-            if fact.head == "Equals"
-            for part in fact.walk()
-            if part.head == term.head and part.arguments
-        ]
-        unknown = [names for names in (first, second) if set(names) not in measured]
-        if len(unknown) != 1:
-            raise UnreadError(f"the form does not say which shape {term} is")
-        return self.polygon(term.head, unknown[0])
-
-    def between(self, term: Term) -> Quantity:
-        """The region between the outermost shape of a drawing and what lies inside it."""
-        drawing = self.drawing
-        outline = self._polygon_for_region()
-        discs = drawing.circles
-        if len(discs) == 2 and discs[0].centre == discs[1].centre:
-            larger, smaller = sorted(
-                discs, key=lambda circle: -(drawing.drawn_radius(circle) or 0.0)
-            )
-            self.assumed.append("the region is the ring between the circles")
-            return minus(self.of_circle("AreaOf", larger), self.of_circle("AreaOf", smaller))
-        if not outline:
-            raise UnreadError(f"the form does not say which region {term} is")
-        polygon = Area(corners=tuple(outline))
-        name = "".join(outline)
-        on_circle = [circle for circle in discs if set(outline) <= set(circle.points)]
-        if len(discs) == 1 and on_circle:
-            self._assume_region(f"the region is the circle without {name}")
-            return minus(self.of_circle("AreaOf", discs[0]), polygon)
-        if all(self._is_within(circle, outline) for circle in discs):
-            self._assume_region(f"the region is {name} without what is round inside it")
-            return minus(polygon, plus(*(self.of_circle("AreaOf", circle) for circle in discs)))
-        raise UnreadError(f"the form does not say which region {term} is")
-
-    def _assume_region(self, words: str) -> None:
-        """Note what is assumed of a region, unless the question names the shapes that bound it.
-
-        A region that were one of them would be asked for by its name.
-        """
-        heads = {part.head for term in self.drawing.asked for part in term.walk()}
-        names_shape = bool(heads & {*CORNERS, "Polygon", "Regular"})
-        if not names_shape:
-            self.assumed.append(words)
-
-    def _polygon_for_region(self) -> list[str]:
-        """The polygon that bounds a region: the one that a fact names, else the outline."""
-        for term in self.drawing.terms:
-            for part in term.walk():
-                if len(part.names) == CORNERS.get(part.head):
-                    return self.drawing.in_drawing_order(part.names)
-        return self.drawing.outline()
-
-    def _is_within(self, circle: Circle, outline: Sequence[str]) -> bool:
-        """Whether a circle lies inside a polygon in the picture, up to a tenth of its radius."""
-        places = self.drawing.places
-        radius = self.drawing.drawn_radius(circle)
-        if radius is None or not set(outline) <= places.keys():
-            return False
-        around = 1 if self.drawing.signed_area(outline) > 0 else -1
-        for i in range(len(outline)):
-            start = places[outline[i - 1]]
-            way = places[outline[i]] - start
-            if around * cross(way, places[circle.centre] - start) < 0.9 * radius * abs(way):
-                return False
-        return True
-
     # Arithmetic
 
     def ratio(self, term: Term) -> Quantity:
-        """A quotient of two measures; of two shapes their scale factor."""
+        """Return a quotient of two measures; of two shapes their scale factor."""
         if len(term.arguments) == 1:
             return self.value(term.arguments[0])
         if any(unwrapped(argument).head in CORNERS for argument in term.arguments):
@@ -601,51 +379,54 @@ class Measures:
         return over(parts[0], parts[1])
 
     def sum(self, term: Term) -> Quantity:
-        """A sum.
+        """Return a sum.
 
         In `SumOf(CircumferenceOf(Circle(A)), Circle(B))` the first measure goes for all of them.
         """
         first = term.arguments[0]
         parts = []
         for argument in term.arguments:
-            if argument.head in _DISC and first.head not in _DISC:
+            if argument.head in DISC and first.head not in DISC:
                 argument = Term(head=first.head, arguments=(argument,))
             parts.append(self.value(argument))
         return plus(*parts)
 
     def average(self, term: Term) -> Quantity:
-        """The mean of all arguments."""
+        """Return the mean of all arguments."""
         return over(self.sum(term), Constant(float(len(term.arguments))))
 
     def raised(self, term: Term) -> Quantity:
-        """The first argument to a whole number. Raises `UnreadError` for any other exponent."""
+        """Return the first argument to a whole number.
+
+        Raises `UnreadError` for any other exponent.
+        """
         exponent = number_of(term.arguments[-1].head)
         if len(term.arguments) != 2 or exponent is None or abs(exponent) > MAX_EXPONENT:
             raise UnreadError(f"{term} is no power that is known")
         return power(self.value(term.arguments[0]), exponent)
 
     def product(self, term: Term) -> Quantity:
-        """The product of all arguments."""
+        """Return the product of all arguments."""
         return times(*self.values(term))
 
     def difference(self, term: Term) -> Quantity:
-        """The first argument minus the second."""
+        """Return the first argument minus the second."""
         parts = self.values(term)
         if len(parts) != 2:
             raise UnreadError(f"{term} has not two parts")
         return minus(parts[0], parts[1])
 
     def half(self, term: Term) -> Quantity:
-        """Half of the argument."""
+        """Return half of the argument."""
         return over(self.value(term.arguments[0]), Constant(2.0))
 
     def cotangent(self, term: Term) -> Quantity:
-        """The cotangent of an angle, over its tangent."""
+        """Return the cotangent of an angle, over its tangent."""
         tangent = Term(head="TanOf", arguments=term.arguments)
         return over(Constant(1.0), self.trigonometric(tangent))
 
     def trigonometric(self, term: Term) -> Quantity:
-        """Sine, cosine or tangent of an angle, which may be named by its corner alone."""
+        """Return sine, cosine or tangent of an angle, which may be named by its corner alone."""
         names: dict[str, Function] = {"SinOf": "sin", "CosOf": "cos", "TanOf": "tan"}
         inner = term.arguments[0]
         if inner.arguments or len(inner.head) > 1 or not inner.head.isupper():
@@ -655,7 +436,7 @@ class Measures:
 
 
 def _pair(location: complex) -> tuple[float, float]:
-    """The coordinates in the order in which `math.atan2` takes them."""
+    """Return the coordinates in the order in which `math.atan2` takes them."""
     return location.imag, location.real
 
 
@@ -678,8 +459,8 @@ _RULES: dict[str, _Rule] = {
     "Minor": Measures.minor,
     "Major": lambda measures, term: minus(Constant(360.0), measures.minor(term)),
     "MeasureOf": Measures.measure,
-    "AreaOf": Measures.extent,
-    "PerimeterOf": Measures.extent,
+    "AreaOf": extent,
+    "PerimeterOf": extent,
     "RatioOf": Measures.ratio,
     "Div": Measures.ratio,
     "SumOf": Measures.sum,

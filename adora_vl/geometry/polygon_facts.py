@@ -24,13 +24,14 @@ from adora_vl.geometry.relations import (
 )
 from adora_vl.geometry.shapes import UnreadError, unwrapped
 
-# shares of a polygon's size
+# Shares of a polygon's size that a drawn point may be off and still be its centre, or a middle of
+# a side. Annotated places are off by a few pixels.
 _AT_CENTRE = 0.07
 _AT_MIDDLE = 0.05
 
 
 def parallelogram(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Opposite sides are parallel; rectangle, rhombus and square say more."""
+    """Say that opposite sides are parallel; rectangle, rhombus and square say more."""
     a, b, c, d = four(measures.drawing.shape(term))
     yield Parallel(a=a, b=b, c=d, d=c)
     yield Parallel(a=a, b=d, c=b, d=c)
@@ -43,7 +44,7 @@ def parallelogram(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def kite(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Two pairs of equal neighbouring sides; a fact or the picture says which sides are a pair."""
+    """Say that two pairs of neighbouring sides are equal, as a fact or the picture says."""
     a, b, c, d = four(measures.drawing.shape(term))
     places = measures.drawing.places
     if measures.drawing.are_called_equal((a, b), (b, c)) or measures.drawing.are_called_equal(
@@ -62,13 +63,13 @@ def kite(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def trapezoid(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Two opposite sides are parallel, those that the facts or the picture show."""
+    """Say that two opposite sides are parallel, those that the facts or the picture show."""
     a, b, c, d = four(measures.drawing.with_base_first(four(measures.drawing.shape(term))))
     yield Parallel(a=a, b=b, c=d, d=c)
 
 
 def isosceles(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Two sides are equal; of a trapezoid the legs are, and the diagonals."""
+    """Say that two sides are equal; of a trapezoid the legs are, and the diagonals."""
     names = measures.drawing.shape(inner_shape(term))
     if len(names) == 4:
         a, b, c, d = four(measures.drawing.with_base_first(names))
@@ -82,12 +83,12 @@ def isosceles(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def inner_shape(term: Term) -> Term:
-    """The shape inside `Isosceles(Triangle(A, B, C))`; of `Isosceles(A, B, C)` the term itself."""
+    """Return the shape inside `Isosceles(Triangle(A, B, C))`, or the term itself."""
     return term.arguments[0] if term.arguments and term.arguments[0].arguments else term
 
 
 def right(measures: Measures, term: Term) -> Iterator[Relation]:
-    """A triangle has a right angle at the corner that is marked, or looks like it."""
+    """Say that a triangle has a right angle at the corner that is marked, or looks like it."""
     names = measures.drawing.shape(inner_shape(term))
     corner = measures.drawing.right_corner(names)
     first, last = [name for name in names if name != corner][:2]
@@ -95,7 +96,7 @@ def right(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def regular(measures: Measures, term: Term) -> Iterator[Relation]:
-    """All sides are equal, and where these do not say so, all angles."""
+    """Say that all sides are equal, and where these do not say so, all angles."""
     names = measures.drawing.shape(inner_shape(term))
     yield from all_equal(
         measures, names, angles=len(names) > 4 or (len(names) == 4 and term.head == "Regular")
@@ -105,7 +106,7 @@ def regular(measures: Measures, term: Term) -> Iterator[Relation]:
 def all_equal(
     measures: Measures, names: Sequence[str], *, angles: bool | None = None
 ) -> Iterator[Relation]:
-    """All sides are equal, and with `angles` all angles.
+    """Say that all sides are equal, and with `angles` all angles.
 
     A drawn centre and drawn middles of sides are taken to be such.
     """
@@ -135,7 +136,7 @@ def all_equal(
 
 
 def similar(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Shapes, angles, arcs, lines or circles are congruent; of shapes, similar ones as well."""
+    """Say that shapes are similar, or that shapes, angles, arcs or lines are congruent."""
     if len(term.arguments) != 2:
         raise UnreadError(f"{term} has not two shapes")
     first, second = term.arguments
@@ -178,5 +179,5 @@ def similar(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def diagonal(measures: Measures, term: Term) -> Iterator[Relation | Term]:
-    """A diagonal says no more than what the shape says that has it."""
+    """Say that a diagonal says no more than what the shape says that has it."""
     yield term.arguments[1]

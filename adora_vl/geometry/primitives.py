@@ -107,7 +107,7 @@ _SAYS_NOTHING = (
 
 
 def relations_of(measures: Measures, term: Term) -> Iterator[Relation]:
-    """What a fact says, in primitives. Raises `UnreadError` for one that is not known."""
+    """Yield what a fact says, in primitives. Raises `UnreadError` for one that is not known."""
     if term.head in _SAYS_NOTHING:
         return
     rule = FACTS.get(term.head)
@@ -121,7 +121,7 @@ def relations_of(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _inner_relations(measures: Measures, term: Term) -> Iterator[Relation]:
-    """What a shape inside another fact says by itself; nothing where that cannot be read."""
+    """Yield what a shape inside another fact says by itself; nothing where that cannot be read."""
     if term.head in FACTS:
         relations: list[Relation] = []
         with suppress(UnreadError):

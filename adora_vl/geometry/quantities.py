@@ -150,32 +150,32 @@ Relation = Equal | Parallel | Perpendicular | Mean | Between
 
 
 def plus(*parts: Quantity) -> Quantity:
-    """The sum of one or more quantities."""
+    """Return the sum of one or more quantities."""
     return parts[0] if len(parts) == 1 else Combined(function="+", parts=parts)
 
 
-def minus(left: Quantity, right: Quantity) -> Quantity:
-    """The first quantity without the second."""
-    return Combined(function="-", parts=(left, right))
+def minus(total: Quantity, part: Quantity) -> Quantity:
+    """Return the first quantity without the second."""
+    return Combined(function="-", parts=(total, part))
 
 
 def times(*parts: Quantity) -> Quantity:
-    """The product of quantities."""
+    """Return the product of quantities."""
     return Combined(function="*", parts=parts)
 
 
 def over(numerator: Quantity, denominator: Quantity) -> Quantity:
-    """The quotient of two quantities."""
+    """Return the quotient of two quantities."""
     return Combined(function="/", parts=(numerator, denominator))
 
 
 def power(base: Quantity, exponent: float) -> Quantity:
-    """A quantity to a constant exponent."""
+    """Return a quantity to a constant exponent."""
     return Combined(function="^", parts=(base, Constant(exponent)))
 
 
 def quantity_of(expression: Expression) -> Quantity:
-    """The quantity that an expression writes; its letters are unknowns."""
+    """Return the quantity that an expression writes; its letters are unknowns."""
     if isinstance(expression, Number):
         return Constant(expression.value)
     if isinstance(expression, Letter):
@@ -185,7 +185,7 @@ def quantity_of(expression: Expression) -> Quantity:
 
 
 def atoms_of(quantity: Quantity) -> Iterator[Quantity]:
-    """The quantities that arithmetic is done on."""
+    """Yield the quantities that arithmetic is done on."""
     if isinstance(quantity, Combined):
         for part in quantity.parts:
             yield from atoms_of(part)
@@ -194,14 +194,14 @@ def atoms_of(quantity: Quantity) -> Iterator[Quantity]:
 
 
 def quantities_of(relation: Relation) -> Iterator[Quantity]:
-    """The quantities of an equation; other relations have none."""
+    """Yield the quantities of an equation; other relations have none."""
     if isinstance(relation, Equal):
         yield relation.left
         yield relation.right
 
 
 def points_in_quantity(quantity: Quantity) -> Iterator[str]:
-    """The points that a quantity is of."""
+    """Yield the points that a quantity is of."""
     for atom in atoms_of(quantity):
         if isinstance(atom, Area):
             yield from atom.corners
@@ -214,7 +214,7 @@ def points_in_quantity(quantity: Quantity) -> Iterator[str]:
 
 
 def points_in(relation: Relation) -> Iterator[str]:
-    """The points that a relation is about."""
+    """Yield the points that a relation is about."""
     if isinstance(relation, Equal):
         yield from points_in_quantity(relation.left)
         yield from points_in_quantity(relation.right)
@@ -227,7 +227,7 @@ def points_in(relation: Relation) -> Iterator[str]:
 
 
 def constant_of(quantity: Quantity) -> float | None:
-    """The value of a quantity that is written as a number; None for any other."""
+    """Return the value of a quantity that is written as a number; None for any other."""
     if isinstance(quantity, Constant):
         return quantity.value
     if not isinstance(quantity, Combined):

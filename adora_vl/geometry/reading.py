@@ -124,7 +124,7 @@ def read(
 
 
 def _add_orders(reading: Reading, skipped: set[int]) -> None:
-    """A point on a segment lies between its ends, which has to be said where no place shows it."""
+    """Add that a point on a segment lies between its ends, where no place shows it."""
     places = reading.drawing.places
     for number, term in enumerate(reading.drawing.terms):
         if number in skipped or term.head != "PointLiesOnLine" or len(term.arguments) != 2:
@@ -139,7 +139,7 @@ def _add_orders(reading: Reading, skipped: set[int]) -> None:
 
 
 def _add_touching(reading: Reading) -> None:
-    """A segment with both ends outside a circle and one point of it between them is a tangent.
+    """Add that a segment is a tangent whose ends lie outside a circle that it meets once.
 
     The annotation lists every point in which drawn lines meet a circle, and a segment that is none
     would have two.
@@ -167,7 +167,7 @@ def _add_touching(reading: Reading) -> None:
 
 
 def _add_shapes_in_question(reading: Reading, term: Term, number: int) -> None:
-    """A shape that a question names holds: "the area of the rhombus" says that it is one."""
+    """Add what a shape says that the question names, as "area of the rhombus"."""
     for part in term.walk():
         if part is term or part.head in _SAYS_MORE:
             continue

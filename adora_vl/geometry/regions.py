@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from cmath import phase
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import combinations, pairwise
 
@@ -30,14 +30,12 @@ class Regions(DrawnLines):
         return dict(borders)
 
     def _direction(self, start: str, end: str) -> float:
-        """The direction of the way between two points, in radians."""
+        """Return the direction of the way between two points, in radians."""
         return phase(self.places[end] - self.places[start])
 
     @cached_property
     def faces(self) -> list[list[str]]:
-        """The inner regions that the drawn lines enclose, each as the points around it against the
-        clock.
-        """
+        """The inner regions that the drawn lines enclose, as points around them against the clock."""
         visited: set[tuple[str, str]] = set()
         faces = []
         for start in sorted(self._borders):
@@ -48,7 +46,7 @@ class Regions(DrawnLines):
         return faces
 
     def _face(self, start: str, end: str, visited: set[tuple[str, str]]) -> list[str]:
-        """The region to one side of a drawn edge; edges that it goes along are added to `visited`."""
+        """Return the region to one side of a drawn edge; its edges are added to `visited`."""
         face: list[str] = []
         while (start, end) not in visited and len(face) < _MOST_FACES:
             visited.add((start, end))
@@ -61,12 +59,12 @@ class Regions(DrawnLines):
         return face
 
     def signed_area(self, names: Sequence[str]) -> float:
-        """The area in square pixels by the shoelace formula; positive against the clock."""
+        """Return the area in square pixels by the shoelace formula; positive against the clock."""
         places = [self.places[name] for name in names]
         return sum(cross(places[i - 1], places[i]) for i in range(len(places))) / 2
 
     def corners(self, boundary: Sequence[str]) -> list[str]:
-        """A boundary without the points at which it goes straight on."""
+        """Return a boundary without the points at which it goes straight on."""
         count = len(boundary)
         return [
             name
@@ -76,9 +74,7 @@ class Regions(DrawnLines):
 
     @cached_property
     def polygons(self) -> list[list[str]]:
-        """The corners of all regions, of all pairs of regions that share a side, and of the
-        outline.
-        """
+        """The corners of all regions, of pairs of them that share a side, and of the outline."""
         polygons = [self.corners(face) for face in self.faces]
         for first, second in combinations(self.faces[:60], 2):
             joined = _joined(first, second)
@@ -89,14 +85,12 @@ class Regions(DrawnLines):
             polygons.append(outline)
         return polygons
 
-    def outline(self, within: Iterable[str] | None = None) -> list[str]:
-        """The corners of the outer boundary, without dead ends.
+    def outline(self) -> list[str]:
+        """Return the corners of the outer boundary, without dead ends.
 
         Empty where there is none that is simple.
         """
         borders = {name: set(near) for name, near in self._borders.items()}
-        if within is not None:
-            borders = {name: near for name, near in borders.items() if name in set(within)}
         while True:
             dead = sorted(name for name, near in borders.items() if len(near) < 2)
             if not dead:
@@ -126,32 +120,9 @@ class Regions(DrawnLines):
             current = following
         return [] if len(set(boundary)) != len(boundary) else self.corners(boundary)
 
-    @cached_property
-    def components(self) -> list[set[str]]:
-        """The parts of the drawing that no line connects, from left to right."""
-        remaining = set(self.neighbours)
-        components = []
-        while remaining:
-            waiting = [min(remaining)]
-            component: set[str] = set()
-            while waiting:
-                name = waiting.pop()
-                if name not in component:
-                    component.add(name)
-                    waiting += sorted(self.neighbours[name] - component)
-            remaining -= component
-            components.append(component)
-        return sorted(components, key=self._leftmost)
-
-    def _leftmost(self, component: set[str]) -> float:
-        """How far to the left a part of the drawing reaches."""
-        return min(
-            (self.places[name].real for name in component if name in self.places), default=0.0
-        )
-
 
 def _joined(first: Sequence[str], second: Sequence[str]) -> list[str]:
-    """The boundary of two regions together; empty where they share no side."""
+    """Return the boundary of two regions together; empty where they share no side."""
     edges = set(sides_of(first))
     second_edges = set(sides_of(second))
     shared = {(start, end) for start, end in edges if (end, start) in second_edges}

@@ -17,41 +17,41 @@ from adora_vl.geometry.shapes import Circle, UnreadError
 
 
 def collinear(point: str, start: str, end: str) -> Parallel:
-    """Three points lie on one line: the ways from one of them to the others are parallel."""
+    """Say that three points lie on one line: the ways between them are parallel."""
     return Parallel(a=point, b=start, c=point, d=end)
 
 
 def right_angle_at(corner: str, first: str, last: str) -> Perpendicular:
-    """The angle at a corner is right: the ways from it to the others are perpendicular."""
+    """Say that the angle at a corner is right: the ways from it to the others are perpendicular."""
     return Perpendicular(a=corner, b=first, c=corner, d=last)
 
 
 def opposite_right_angle(hypotenuse: Sequence[str], triangle: Sequence[str]) -> Iterator[Relation]:
-    """The corner of a triangle that is no end of the hypotenuse has a right angle."""
+    """Say that the corner of a triangle that is no end of the hypotenuse has a right angle."""
     corners = [name for name in triangle if name not in hypotenuse]
     if len(corners) == 1 and len(hypotenuse) == 2:
         yield right_angle_at(corners[0], hypotenuse[0], hypotenuse[1])
 
 
 def same_length(measures: Measures, first: Sequence[str], second: Sequence[str]) -> Relation:
-    """Two distances are equal."""
+    """Say that two distances are equal."""
     return Equal(left=measures.distance(*first), right=measures.distance(*second), unit="length")
 
 
 def same_angle(measures: Measures, first: Sequence[str], second: Sequence[str]) -> Relation:
-    """Two angles are equal."""
+    """Say that two angles are equal."""
     return Equal(left=measures.corner(*first), right=measures.corner(*second), unit="degrees")
 
 
 def reaches(measures: Measures, point: str, circle: Circle) -> Relation:
-    """A point's distance from the centre of a circle is the radius."""
+    """Say that a point's distance from the centre of a circle is the radius."""
     return Equal(
         left=measures.distance(point, circle.centre), right=measures.radius(circle), unit="length"
     )
 
 
 def touches(measures: Measures, circle: Circle, line: tuple[str, str]) -> Relation:
-    """A line touches a circle.
+    """Say that a line touches a circle.
 
     It is perpendicular to the radius at the point that they share, else at the distance of a
     radius.
@@ -68,12 +68,12 @@ def touches(measures: Measures, circle: Circle, line: tuple[str, str]) -> Relati
 
 
 def point_of(measures: Measures, term: Term) -> str:
-    """The point that a term is or names."""
+    """Return the point that a term is or names."""
     return measures.drawing.point(term.names[0] if term.arguments else term.head)
 
 
 def four(names: Sequence[str]) -> tuple[str, str, str, str]:
-    """The four corners of a shape. Raises `UnreadError` for another number."""
+    """Return the four corners of a shape. Raises `UnreadError` for another number."""
     if len(names) != 4:
         raise UnreadError(f"{''.join(names)} has not four corners")
     return names[0], names[1], names[2], names[3]

@@ -25,6 +25,7 @@ CORNERS = {
 
 COLOURS = ("Shaded", "Blue", "Green", "Red")
 
+DISC = ("Circle", "Cirle")  # so misspelt in some annotations
 # Heads around a shape that say something of it, as in `Regular(Polygon($))`.
 WRAPPERS = (*COLOURS, "Regular", "Right", "Isosceles", "Equilateral")
 
@@ -43,19 +44,22 @@ class Circle:
 
 
 def sides_of(names: Sequence[str]) -> list[tuple[str, str]]:
-    """The sides of a polygon by their ends; the side that closes it comes first."""
+    """Return the sides of a polygon by their ends; the side that closes it comes first."""
     return [(names[i - 1], names[i]) for i in range(len(names))]
 
 
 def unwrapped(term: Term) -> Term:
-    """The shape inside `Shaded(...)`, `Regular(...)` and the like."""
+    """Return the shape inside `Shaded(...)`, `Regular(...)` and the like."""
     while term.head in WRAPPERS and term.arguments:
         term = term.arguments[0]
     return term
 
 
 def terms_of(texts: Iterable[str]) -> Iterator[Term]:
-    """The terms of facts, each once; two in one text, with a point or semicolon between, are two."""
+    """Yield the terms of facts, each once.
+
+    Two in one text, with a point or semicolon between, are two.
+    """
     for text in dict.fromkeys(texts):
         for part in re.split(r"(?<=\))\s*[.;]\s*(?=[A-Z])", text):
             term = term_of(part)

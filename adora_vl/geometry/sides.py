@@ -113,6 +113,8 @@ _VALUES = ("number", "points")
 _CLOSING = {"(": ")", "{": "}", "[": "]"}
 _BEGINS_FACTOR = {"sqrt", "frac", "pi", "sin", "cos", "tan"}
 _OF = {"the", "of", "length", "measure", "side", "a"}
+_COUNTS = {"two": 2.0, "three": 3.0, "four": 4.0, "five": 5.0, "six": 6.0}
+_PARTS = {"half": 0.5, "third": 1 / 3, "quarter": 0.25, "fourth": 0.25}
 _SHARES = {"half": 0.5, "one-half": 0.5, "twice": 2.0, "double": 2.0, "thrice": 3.0}
 
 
@@ -137,6 +139,14 @@ class EquationSide:
         return all(isinstance(atom, Constant) for atom in atoms_of(self.quantity))
 
 
+@dataclass(frozen=True)
+class _WordedFactor:
+    """A factor that is written in words, and the place behind these."""
+
+    factor: float
+    behind: int
+
+
 class SideReader:
     """Reads sides of equations from the signs of a response on the figure of a form."""
 
@@ -159,8 +169,11 @@ class SideReader:
         sign = self.at(number)
         return sign.text.lower() if sign.kind == "word" else ""
 
-    def side(self, number: int) -> tuple[EquationSide, int]:
-        """The side that begins at a place, and the place behind it. Raises `NoSideError`."""
+    def side(self, number: int, closing: str = "") -> tuple[EquationSide, int]:
+        """The side that begins at a place, and the place behind it. Raises `NoSideError`.
+
+        `closing` is the sign that ends a cell of a table.
+        """
         self.decimals = None
         self.depth = 0
         self.terms = 0
@@ -168,7 +181,8 @@ class SideReader:
             quantity, behind = self.sum(number)
         except (UnreadError, ValueError, OverflowError, ZeroDivisionError) as error:
             raise NoSideError(str(error)) from error
-        self._check_end(behind)
+        if not closing or self.at(behind).text != closing:
+            self._check_end(behind)
         return EquationSide(quantity=quantity, decimals=self.decimals), behind
 
     def _check_end(self, number: int) -> None:
@@ -218,10 +232,10 @@ class SideReader:
         if self.at(number).text == "-":
             quantity, cursor = self.product(number + 1)
             return minus(Constant(0.0), quantity), cursor
-        share = _SHARES.get(self.word(number))
+        share = self._share(number)
         if share is not None:
-            quantity, cursor = self.product(self._past(number + 1, _OF))
-            return times(Constant(share), quantity), cursor
+            quantity, cursor = self.product(self._past(share.behind, _OF))
+            return times(Constant(share.factor), quantity), cursor
         quantity, cursor = self.power(number)
         while True:
             sign = self.at(cursor)
@@ -244,6 +258,22 @@ class SideReader:
                 cursor = behind
             else:
                 return quantity, cursor
+
+    def _share(self, number: int) -> _WordedFactor | None:
+        """A factor in words: "twice", "three times", "one-third of"; None for anything else."""
+        word = self.word(number)
+        following = self.word(number + 1)
+        if word in _SHARES:
+            return _WordedFactor(factor=_SHARES[word], behind=number + 1)
+        if word in _COUNTS and following == "times":
+            return _WordedFactor(factor=_COUNTS[word], behind=number + 2)
+        if word not in ("one", "a"):
+            return None
+        behind = number + 2 if self.at(number + 1).text == "-" else number + 1
+        part = self.word(behind)
+        if part in _PARTS and self.word(behind + 1) == "of":
+            return _WordedFactor(factor=_PARTS[part], behind=behind + 1)
+        return None
 
     def _past(self, number: int, words: set[str]) -> int:
         """The place behind these words."""
@@ -328,6 +358,10 @@ class SideReader:
         if self.terms > MAX_TERMS:
             raise NoSideError("the side is too long")
         sign = self.at(number)
+        if sign.text in ("|", "["):
+            enclosed = self._enclosed(number)
+            if enclosed is not None:
+                return enclosed
         if sign.text in _CLOSING:
             return self.group(number)
         if sign.kind == "number":
@@ -362,6 +396,20 @@ class SideReader:
         numerator = float(texts[1].replace(",", ""))
         denominator = float(texts[4].replace(",", ""))
         return numerator / denominator if numerator < denominator else None
+
+    def _enclosed(self, number: int) -> tuple[Quantity, int] | None:
+        """The length `|AB|` or the area `[ABC]`; None for anything else between these signs."""
+        is_area = self.at(number).text == "["
+        if self.at(number + 1).kind != "points":
+            return None
+        names, cursor = self.names_at(number + 1)
+        if self.at(cursor).text != ("]" if is_area else "|"):
+            return None
+        if not is_area and len(names) == 2 and names[0] != names[1]:
+            return self.reading.measures.distance(*names), cursor + 1
+        if is_area and len(names) > 2 and len(set(names)) == len(names):
+            return self.reading.measures.polygon("AreaOf", names), cursor + 1
+        return None
 
     def names_at(self, number: int) -> tuple[list[str], int]:
         """The points that stand at a place, also with single spaces between: `Q L M`."""
@@ -483,10 +531,10 @@ class SideReader:
         cursor = self._past(number + 1, {"of", "the"})
         if self.word(cursor) in _SHAPES:
             cursor += 1
+        head = "AreaOf" if self.word(number) == "area" else "PerimeterOf"
         names, cursor = self.names_at(cursor)
         if len(names) < 3 or len(set(names)) < len(names):
             raise NoSideError(f"{''.join(names)} is no polygon")
-        head = "AreaOf" if self.word(number) == "area" else "PerimeterOf"
         return self.reading.measures.polygon(head, names), cursor
 
     def _of_circle(self, number: int) -> tuple[Quantity, int]:

@@ -34,6 +34,30 @@ class Sign:
 
 _ARC = r"\\(?:widehat|overarc|wideparen|arc)|\\(?:overset|stackrel)\s*\{?\\(?:frown|smile)\}?"
 _BEFORE_MEASURE = rf"\(?\s*(?:\\(?:measured)?angle|∠|{_ARC}|(?:arc|angle|minor|major)\b)"
+# The commonest words of Chinese responses, as the English ones that the grammar reads. A measure
+# stands behind its name there ("the AB's length is 5"), so that only words that change nothing are
+# passed over: an area or a perimeter stays unread.
+_CHINESE: tuple[tuple[str, str, str], ...] = (
+    ("han", "whether", "是否"),
+    ("han", "if", "如果|假设|假如|若"),
+    ("han", "let", "设|令"),
+    ("han", "not", "不等于|不是|并非|不"),
+    ("han", "maybe", "可能|也许|大概|应该|猜"),
+    ("sign", ";", "求得|解得|可得|得到|得出|得|即|所以|因此|因为|由于"),
+    ("han", "find", "求"),
+    ("sign", "=", "的?(?:度数|长度|长|大小|值)?(?:约?等于|约?为|约?是)"),
+    ("sign", "∥", "平行于"),
+    ("sign", "⊥", "垂直于"),
+    ("han", "triangle", "三角形"),
+    ("han", "angle", "(?<![直三平])角(?=[A-Z0-9])"),
+    ("han", "arc", "弧(?=[A-Z])"),
+    ("sign", "°", "度"),
+    ("sign", ".", "。"),
+    ("sign", ",", "[，、]"),
+    ("sign", ";", "；"),
+    ("sign", ":", "："),
+    ("sign", "?", "？"),
+)
 # Patterns in the order in which they are tried, with what they stand for. An empty text is passed
 # over. `group` opens a bracket of LaTeX that shows nothing, such as that of `\text{...}`.
 _TABLE: tuple[tuple[str, str, str], ...] = (
@@ -48,8 +72,9 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("sign", "°", r"\^\s*\{\s*\\(?:circ|degrees?)\s*\}|\^\s*\\(?:circ|degrees?)(?![a-z])"),
     ("sign", "°", r"\\degrees?(?![a-z])|\\circ(?![a-z])|[°º˚]"),
     ("word", "arc", _ARC + r"|⌒"),
-    # The m of `m\angle ABC` is no letter.
+    # The m of `m\angle ABC` is no letter, nor that of `\text{m}\angle ABC`.
     ("skip", "", rf"(?<![A-Za-z\\])m\s*(?={_BEFORE_MEASURE})"),
+    ("skip", "", rf"\\(?:text|mathrm|rm)\s*\{{\s*m\s*\}}\s*(?={_BEFORE_MEASURE})"),
     ("word", "angle", r"\\m?(?:measured)?angle(?![a-z])|∠"),
     ("word", "triangle", r"\\(?:big)?triangle(?![a-z])|[△∆]|\\Delta(?=\s*[A-Z])|Δ(?=\s*[A-Z])"),
     ("word", "circle", r"\\(?:big)?odot(?![a-z])|⊙"),
@@ -79,6 +104,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("group", "", r"\\(?:text|mathrm|mathbf|operatorname|textbf|textit|mbox|boxed|fbox|rm)\s*\{"),
     ("skip", "", r"\\(?:overline|overleftrightarrow|overrightarrow|bar|rm|mathrm)(?![a-z])"),
     ("sign", "?", r"\\[A-Za-z]+|\\."),
+    *_CHINESE,
     ("number", "", r"\d+(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+"),
     ("points", "", r"(?:[A-Z](?![a-z])['′]?)+"),
     ("word", "", r"[A-Za-z]+(?:['’][a-z]+)?"),
@@ -155,10 +181,16 @@ class _Splitter:
             self._add("points", spelling.replace("′", "'"), start, end)
         elif kind == "number":
             self._add("number", spelling, start, end)
-        elif kind == "word":
-            self._add("word", spelling.replace("’", "'"), start, end)
+        elif kind in ("word", "han"):
+            self._add_word(spelling, start, end, is_chinese=kind == "han")
         else:
             self._add("sign", spelling, start, end)
+
+    def _add_word(self, spelling: str, start: int, end: int, *, is_chinese: bool) -> None:
+        """Add a word. Chinese ones stand apart from their neighbours without a space."""
+        self.is_apart = self.is_apart or is_chinese
+        self._add("word", spelling.replace("’", "'"), start, end)
+        self.is_apart = is_chinese
 
     def _is_silent(self, brace: str) -> bool:
         """Whether a brace belongs to a command of LaTeX that shows nothing itself."""

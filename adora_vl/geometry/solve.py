@@ -1,5 +1,4 @@
-"""Figures that fulfil relations: Levenberg and Marquardt's method from several starts, and which
-figure is meant.
+"""Figures that fulfil relations: the search from several starts, and how each is judged.
 
 No clock decides anything. Work is counted in evaluations of the equations, and random starts have
 fixed seeds, so a slow machine gives what a quick one gives.
@@ -12,14 +11,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from adora_vl.geometry.kind import COLLAPSED, FigureKind
+from adora_vl.geometry.descent import Budget, descend
+from adora_vl.geometry.kind import COLLAPSED, KindOfFigure
 from adora_vl.geometry.quantities import Distance, Equal, constant_of
 from adora_vl.geometry.reading import Reading
 from adora_vl.geometry.system import System, Vector
 from adora_vl.geometry.vectors import extent_of
 
 TIGHT = 1e-7  # largest residual of a figure that fulfils its facts
+# Each start costs a search; with a picture the first two figures that agree end it.
 STARTS = 8
+# Without a picture all have to agree, so two figures that fit are to be found, not one.
 STARTS_WITHOUT_PLACES = 12
 # of a form without places, until so many figures are found that are as its facts say
 _MOST_STARTS = 40
@@ -39,29 +41,15 @@ _STEPS = 80
 # Without a picture points are moved onto their lines so often, and so far inside them.
 _SWEEPS = 60
 _INNER = 0.15
-_TRIALS = 7  # dampings that one step tries
 _RANK = 1e-6  # singular values below this share of the largest count as none
 _FREE = 1e-4  # share of its gradient with which a goal may move while the facts hold
 _LEAST = 1e-6  # share of the figure's size; an answer below it is none
 _SAME = 1e-5  # share by which equal answers may differ
 
 
-class Budget:
-    """How many evaluations of equations are left."""
-
-    def __init__(self, evaluations: int) -> None:
-        self.remaining = evaluations
-
-    def take(self) -> bool:
-        """Whether one more may be done; it counts as done."""
-        self.remaining -= 1
-        return self.remaining >= 0
-
-
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """A figure that fulfils the relations: its unknowns, the answer in it, and how well it is the
-    one that is meant.
+    """A figure that fulfils the relations: its unknowns, its answer, and how well it is meant.
 
     `residual`: the largest. `free`: the share of the goal's gradient along which the facts let it
     move. `flattest`: how steep the equations are where they are flattest; small at a double root,
@@ -80,8 +68,10 @@ class Solution:
 
 
 class FigureProblem:
-    """The relations of a reading, as a system with starts from the picture, and the kind of figure
-    that is meant.
+    """The relations of a reading as a system, with starts from the picture.
+
+    `kind` is the kind of figure that is meant; `size` the length of the figure's larger side, and
+    `pixels` that side in the picture.
     """
 
     def __init__(self, reading: Reading) -> None:
@@ -103,10 +93,10 @@ class FigureProblem:
         names = sorted(self.places)
         values = [self.places[name] for name in names]
         self.middle = sum(values) / len(values) if values else 0j
-        self.kind = FigureKind(self.drawing, self.system, self.places)
+        self.kind = KindOfFigure(self.drawing, self.system, self.places)
 
     def _size(self) -> tuple[float, float]:
-        """The length of the figure's larger side, and that side in pixels.
+        """Return the length of the figure's larger side, and that side in pixels.
 
         The length goes by the lengths that the facts give.
         """
@@ -139,7 +129,7 @@ class FigureProblem:
     # Starts
 
     def start(self, number: int) -> Vector:
-        """The unknowns to begin with; the numbers from 0 on are ever further from the picture."""
+        """Return the unknowns to begin with, ever further from the picture."""
         random = np.random.default_rng(number)
         system = self.system
         v = np.zeros(system.count)
@@ -181,7 +171,7 @@ class FigureProblem:
         return v
 
     def _on_lines(self, v: Vector, number: int) -> Vector:
-        """The start `v` with points moved until they lie on the lines and circles that they are on.
+        """Return the start `v` with points moved onto the lines and circles that they are on.
 
         Points without a place have to begin so, else they come to lie in another order. Each fact in
         turn moves its points a little, as often as is needed; those with a place stay.
@@ -237,7 +227,7 @@ class FigureProblem:
         return v
 
     def _from_picture(self, point: str) -> complex:
-        """A point's place in the picture, from the middle, in shares of the figure's size."""
+        """Return a point's place in the picture, from the middle, in shares of its size."""
         return (self.places[point] - self.middle) / self.pixels
 
     # Levenberg and Marquardt
@@ -251,62 +241,14 @@ class FigureProblem:
         first: int = 0,
         pull: float = 0.0,
     ) -> tuple[Vector, float]:
-        """Go downhill from `v` in the unknowns from `first` on.
+        """Go downhill from `v` in the unknowns from `first` on, as `descend` does.
 
         The unknowns, and the largest residual there.
-
-        `pull` holds the points near where they began: the squares of their ways count so much
-        beside the residuals.
         """
-        system = self.system
-        damping = 1e-3
-        begin = v
-        weights = np.zeros(system.count)
-        weights[: system.first_unknown] = pull
-        weights = weights[first:]
-        residuals, jacobian = system.residuals(v)
-        for step in range(steps):
-            largest = float(np.abs(residuals).max()) if len(residuals) else 0.0
-            if largest < 1e-13 or not math.isfinite(largest) or not budget.take():
-                break
-            slopes = np.nan_to_num(jacobian[:, first:])
-            away = (v - begin)[first:]
-            normal = slopes.T @ slopes + np.diag(weights)
-            downhill = slopes.T @ residuals + weights * away
-            before = float(residuals @ residuals + weights @ away**2)
-            if np.abs(downhill).max() < 1e-15:
-                break
-            diagonal = np.maximum(normal.diagonal(), 1e-12)
-            moved = False
-            for _ in range(_TRIALS):
-                damped = normal + np.diag(damping * diagonal + 1e-15)
-                try:
-                    change = np.linalg.solve(damped, downhill)
-                except np.linalg.LinAlgError:
-                    damping *= 6
-                    continue
-                trial = v.copy()
-                trial[first:] -= change
-                after_residuals, after_jacobian = system.residuals(trial)
-                after = float(
-                    after_residuals @ after_residuals + weights @ ((trial - begin)[first:]) ** 2
-                )
-                if math.isfinite(after) and after < before:
-                    v = trial
-                    residuals = after_residuals
-                    jacobian = after_jacobian
-                    damping = max(damping / 8, 1e-12)
-                    moved = True
-                    break
-                damping *= 6
-            if not moved or (before - after < 1e-9 * before and before > 1e-8 and step > 15):
-                break
-            if pull and before - after < 1e-3 * before:
-                break
-        return v, float(np.abs(residuals).max()) if len(residuals) else 0.0
+        return descend(self.system, v=v, budget=budget, steps=steps, first=first, pull=pull)
 
     def solution(self, number: int, budget: Budget, loose: float) -> Solution | None:
-        """The figure that one start leads to.
+        """Return the figure that one start leads to.
 
         None where it does not fulfil the relations up to `loose`.
         """
@@ -326,7 +268,7 @@ class FigureProblem:
         return self.judged(v, residual, number)
 
     def judged(self, v: Vector, residual: float, start: int) -> Solution | None:
-        """The solution at `v` with its answer and faults; None where the answer is not finite."""
+        """Return the solution at `v` with its answer; None where that is not finite."""
         value, gradient = self.system.goal_at(v)
         if not math.isfinite(value):
             return None
@@ -343,7 +285,7 @@ class FigureProblem:
         )
 
     def _faults(self, v: Vector, value: float) -> int:
-        """The faults of a figure in kind, and whether its answer can be one.
+        """Return the faults of a figure in kind, and whether its answer can be one.
 
         A length, an angle or an area is positive; a letter or a cosine may be anything.
         """
@@ -355,7 +297,7 @@ class FigureProblem:
         return count
 
     def freedom(self, v: Vector, gradient: Vector) -> tuple[float, Vector, float]:
-        """How much of the goal's gradient lies along movements that all relations allow.
+        """Return how much of the goal's gradient lies along movements that all relations allow.
 
         Also the strongest of these movements, and how steep the equations are where they are
         flattest without being flat.
@@ -392,7 +334,7 @@ class FigureProblem:
     def solutions(
         self, budget: Budget, starts: int | None = None, loose: float = TIGHT
     ) -> list[Solution]:
-        """The figures that the starts lead to, until two without a fault agree.
+        """Return the figures that the starts lead to, until two without a fault agree.
 
         A form without places goes through all its starts.
         """
@@ -422,7 +364,7 @@ class FigureProblem:
         return solutions
 
     def stays(self, solution: Solution, budget: Budget) -> bool:
-        """Whether the goal keeps its value when the figure is pushed along free movements.
+        """Tell whether the goal keeps its value when the figure is pushed along free movements.
 
         At a double root the equations look as if they left the goal open, and do not.
         """
@@ -440,15 +382,15 @@ class FigureProblem:
 
 
 def is_same(first: float, second: float, share: float = _SAME) -> bool:
-    """Whether two answers are equal but for rounding."""
+    """Tell whether two answers are equal but for rounding."""
     return abs(first - second) < share * max(1.0, abs(first))
 
 
 def is_collapsed(solution: Solution) -> bool:
-    """Whether points of the figure fall together, so that it is none."""
+    """Tell whether points of the figure fall together, so that it is none."""
     return solution.faults >= COLLAPSED
 
 
 def is_free(solution: Solution) -> bool:
-    """Whether the facts let the goal move in this figure."""
+    """Tell whether the facts let the goal move in this figure."""
     return solution.free > _FREE

@@ -93,7 +93,7 @@ _TURNS: tuple[tuple[str, str], ...] = (
 
 
 def plain_sentence(sentence: str) -> str:
-    """The sentence in the one spelling that the grammar reads."""
+    """Return the sentence in the one spelling that the grammar reads."""
     # A point is one capital letter, so a longer word with a capital begins a sentence; "A circle"
     # begins with an article, and "A midpoint of BC" with a point.
     plain = re.sub(r"\b[A-Z][a-z]{2,}", lambda word: word[0].lower(), sentence)

@@ -44,7 +44,10 @@ _HEDGES = {
     "guess",
     "possibly",
     "were",
+    "thought",
 }
+# Behind these and a colon stands what is meant: "let's verify: AB = 5", "Check: AB = 5".
+_CHECKS = {"check", "verify", "test"}
 _DEFINES = {
     "let",
     "let's",
@@ -135,6 +138,9 @@ class _Sentence:
             if word in _ENDS_CLAUSE:
                 is_blocked = False
                 clause_start = number
+            if word == ":" and self._announces(number):
+                self.is_supposed = False
+                self.goes_on = False
             if word in _ENDS_SUPPOSITION:
                 self.is_supposed = False
                 self.goes_on = False
@@ -150,6 +156,13 @@ class _Sentence:
                 is_blocked = True
             stands.append(not is_blocked and not self.is_supposed)
         return stands
+
+    def _announces(self, number: int) -> bool:
+        """Whether the colon at this place stands behind words alone that announce a check."""
+        before = set(self.words[:number])
+        has_value = any(sign.kind != "word" for sign in self.signs[:number])
+        supposes_more = bool(before & (_SUPPOSES - _CHECKS - _DEFINES))
+        return bool(_CHECKS & before) and not has_value and not supposes_more
 
     def _supposes(self, number: int) -> bool:
         """Whether the word at this place begins a supposition."""

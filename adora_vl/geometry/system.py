@@ -107,7 +107,6 @@ class System:
 
         The rows of residuals stand in this order.
         """
-        position = self.position
         directions = [
             relation
             for relation in self.relations
@@ -116,24 +115,45 @@ class System:
         orders = [relation for relation in self.relations if isinstance(relation, Between)]
         means = [relation for relation in self.relations if isinstance(relation, Mean)]
         equations = [relation for relation in self.relations if isinstance(relation, Equal)]
-        self._direction_points = tuple(
-            np.array([position[getattr(relation, name)] for relation in directions], dtype=int)
-            for name in "abcd"
-        )
+        self._direction_points = self._numbers_of(directions, ("a", "b", "c", "d"))
         self._is_perpendicular = np.array(
             [isinstance(relation, Perpendicular) for relation in directions], dtype=bool
         )
-        self._order_points = tuple(
-            np.array([position[getattr(relation, name)] for relation in orders], dtype=int)
-            for name in ("point", "start", "end")
+        self._order_points = self._numbers_of(orders, ("point", "start", "end"))
+        self._compile_means(means)
+        # A mean has one residual for each of its two coordinates.
+        means_of_axes = [mean for mean in means for _ in (0, 1)]
+        self.residual_relations: list[Relation] = [
+            *directions,
+            *orders,
+            *means_of_axes,
+            *self._compile_equations(equations),
+        ]
+
+    def _numbers_of(
+        self, relations: Sequence[Relation], names: Sequence[str]
+    ) -> tuple[NDArray[np.int64], ...]:
+        """Return the numbers of the points that relations have by these names, one array a name."""
+        return tuple(
+            np.array([self.position[getattr(relation, name)] for relation in relations], dtype=int)
+            for name in names
         )
+
+    def _compile_means(self, means: Sequence[Mean]) -> None:
+        """Note the factors of all places in each coordinate of each mean."""
         self._means = np.zeros((2 * len(means), self.count))
         for number, mean in enumerate(means):
             for axis in (0, 1):
                 row = self._means[2 * number + axis]
-                row[2 * position[mean.point] + axis] += 1.0
+                row[2 * self.position[mean.point] + axis] += 1.0
                 for name in mean.points:
-                    row[2 * position[name] + axis] -= 1.0 / len(mean.points)
+                    row[2 * self.position[name] + axis] -= 1.0 / len(mean.points)
+
+    def _compile_equations(self, equations: Sequence[Equal]) -> list[Relation]:
+        """Note the factors of linear equations, and the trees of all others.
+
+        The equations in the order of their residuals, linear ones first.
+        """
         linear: list[_LinearEquation] = []
         linear_relations: list[Relation] = []
         curved_relations: list[Relation] = []
@@ -158,18 +178,10 @@ class System:
         self._linear_constants = np.array([equation.constant for equation in linear])
         self._linear_weights = np.array([equation.weight for equation in linear])
         self._linear_wraps = np.array([equation.wraps for equation in linear], dtype=bool)
-        # A mean has one residual for each of its two coordinates.
-        means_of_axes = [mean for mean in means for _ in (0, 1)]
-        self.residual_relations: list[Relation] = [
-            *directions,
-            *orders,
-            *means_of_axes,
-            *linear_relations,
-            *curved_relations,
-        ]
+        return [*linear_relations, *curved_relations]
 
     def _weight(self, unit: Unit) -> float:
-        """What scales a difference of this unit to shares of the size or radians."""
+        """Return what scales a difference of this unit to shares of the size or radians."""
         weights: Mapping[Unit, float] = {
             "length": 1 / self.size,
             "area": 1 / self.size**2,
@@ -215,14 +227,14 @@ class System:
         return None
 
     def location(self, v: Vector, point: str) -> complex:
-        """A point's place at `v`, in shares of the figure's size."""
+        """Return a point's place at `v`, in shares of the figure's size."""
         i = 2 * self.position[point]
         return complex(v[i], v[i + 1])
 
     # Evaluation
 
     def atoms(self, v: Vector, *, slopes: bool) -> tuple[Vector, Vector | None]:
-        """The values of all atoms at `v`, and with `slopes` their derivatives.
+        """Return the values of all atoms at `v`, and with `slopes` their derivatives.
 
         Shapes: (atoms,) and (atoms, unknowns).
         """
@@ -279,7 +291,7 @@ class System:
             _scatter(rows, corner, -slope_u - slope_w)
 
     def _other(self, atom: LineDistance | Area, places: Vector) -> tuple[float, Vector]:
-        """The value and the derivatives of an area or of the distance from a line."""
+        """Return the value and the derivatives of an area or of the distance from a line."""
         slope = np.zeros(self.count)
         if isinstance(atom, Area):
             corners = [self.position[name] for name in atom.corners]
@@ -310,13 +322,13 @@ class System:
         return sign * reach, slope
 
     def mirrored_corners(self, v: Vector) -> int:
-        """How many of the angles lie on the other side than in the picture."""
+        """Return how many of the angles lie on the other side than in the picture."""
         values, _ = self.atoms(v, slopes=False)
         angles = values[len(self.distances) : len(self.distances) + len(self.turns)]
         return int(((angles < -1e-6) & (self._turn_signs != 0)).sum())
 
     def residuals(self, v: Vector, *, slopes: bool = True) -> tuple[Vector, Vector]:
-        """The residuals at `v` and their derivatives.
+        """Return the residuals at `v` and their derivatives.
 
         Shapes: (rows,) and (rows, unknowns). Without `slopes` the derivatives are empty.
 
@@ -399,7 +411,7 @@ class System:
     def evaluated(
         self, quantity: Quantity, values: Vector, gradient: Vector | None
     ) -> tuple[float, Vector]:
-        """The value of a quantity and its derivatives by all unknowns, from those of the atoms.
+        """Return the value of a quantity and its derivatives by all unknowns.
 
         The value is NaN where there is none; the derivatives are of no use then.
         """
@@ -417,14 +429,17 @@ class System:
             return math.nan, nothing
 
     def goal_at(self, v: Vector) -> tuple[float, Vector]:
-        """The value of the goal at `v` and its derivatives."""
+        """Return the value of the goal at `v` and its derivatives."""
         assert self.goal is not None, "a system without a goal has no value"
         values, gradient = self.atoms(v, slopes=True)
         return self.evaluated(self.goal, values, gradient)
 
 
 def _combined(quantity: Combined, parts: Sequence[tuple[float, Vector]]) -> tuple[float, Vector]:
-    """Arithmetic on values with their derivatives. Raises what Python's arithmetic raises."""
+    """Return arithmetic on values with their derivatives.
+
+    Raises what Python's arithmetic raises.
+    """
     function = quantity.function
     x, dx = parts[0]
     if function in ("sin", "cos", "tan"):
@@ -458,7 +473,7 @@ def _combined(quantity: Combined, parts: Sequence[tuple[float, Vector]]) -> tupl
 
 
 def _angle_slopes(u: Vector, w: Vector, factor: Vector) -> tuple[Vector, Vector]:
-    """How the angle from `u` to `w` changes with each, times a factor a row: (rows, 2) twice."""
+    """Return how the angle from `u` to `w` changes with each, times a factor a row."""
     length_u = np.einsum("ij,ij->i", u, u) + _TINY
     length_w = np.einsum("ij,ij->i", w, w) + _TINY
     slope_u = np.stack([u[:, 1], -u[:, 0]], axis=1) * (factor / length_u)[:, None]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from adora_vl.geometry.draft import POINT, Draft, NotReadError, SpecialTriangle, term
+from adora_vl.geometry.draft import POINT, Draft, SentenceError, SpecialTriangle, term
 from adora_vl.geometry.forms import Form
 from adora_vl.geometry.sentences import PLACE, SEGMENT, read_sentence
 from adora_vl.utils.errors import UserError
@@ -40,7 +40,7 @@ def form_of_text(text: str) -> Form:
         draft.sentence = sentence
         try:
             read_sentence(draft, sentence)
-        except NotReadError as error:
+        except SentenceError as error:
             raise _error(number, sentence, str(error)) from None
     for special in draft.special:
         _settle(draft, special)
@@ -56,7 +56,7 @@ def form_of_text(text: str) -> Form:
 
 
 def _error(line: int, sentence: str, reason: str) -> UserError:
-    """The error for a sentence, with its place."""
+    """Return the error for a sentence, with its place."""
     return UserError(f"facts: line {line}, {sentence!r:.80}: {reason}")
 
 
@@ -89,15 +89,15 @@ def _settle(draft: Draft, special: SpecialTriangle) -> None:
 
 
 def _which_parts(names: str, example: str) -> str:
-    """What is to be added where a triangle does not say which of its parts are meant."""
+    """Return what is to be added where a triangle does not say which of its parts are meant."""
     return f"it does not say which parts of {names} are meant; write such as {example}"
 
 
 def _sentences(text: str) -> Iterator[tuple[int, str]]:
-    """The sentences with the numbers of their lines: between points, semicolons, commas and ends of
-    lines.
+    """Yield the sentences with the numbers of their lines.
 
-    A comma inside a list of points or a place ends none; what stands behind `#` is a remark.
+    They end with a point, a semicolon, a comma or the line. A comma inside a list of points or a
+    place ends none; what stands behind `#` is a remark.
     """
     for number, line in enumerate(text.splitlines(), start=1):
         waiting = ""

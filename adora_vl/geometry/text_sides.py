@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from adora_vl.geometry.draft import POINT, SHAPES, Draft, NotReadError, kind_of, split_names, term
+from adora_vl.geometry.draft import POINT, SHAPES, Draft, SentenceError, kind_of, split_names, term
 from adora_vl.geometry.expressions import ExpressionError, parsed
 from adora_vl.geometry.forms import Term
 from adora_vl.utils.errors import did_you_mean
@@ -47,38 +47,41 @@ WORDS = (
 
 
 def side_of(draft: Draft, text: str) -> Term:
-    """One side of an equation: a measure, a value, or sums and products of them.
+    """Return one side of an equation: a measure, a value, or sums and products of them.
 
-    Raises `NotReadError` with the word that is not known.
+    Raises `SentenceError` with the word that is not known.
     """
     plain = text.strip()
     if not re.search(POINT, plain) and not re.search(_MEASURES, plain):
         return _value(plain)
     pieces = _pieces(plain)
     if len(pieces) > MAX_PARTS:
-        raise NotReadError(f"one side has {len(pieces)} parts, over {MAX_PARTS}")
+        raise SentenceError(f"one side has {len(pieces)} parts, over {MAX_PARTS}")
     return _Sides(draft, pieces).all()
 
 
 def check_word(word: str, words: Sequence[str] = WORDS) -> None:
-    """Raise `NotReadError` for a word that is none of these, with the nearest of them."""
+    """Raise `SentenceError` for a word that is none of these, with the nearest of them."""
     if word not in words:
-        raise NotReadError(f"{word!r} is no word that is known{did_you_mean(word, words)}")
+        raise SentenceError(f"{word!r} is no word that is known{did_you_mean(word, words)}")
 
 
 def _value(plain: str) -> Term:
-    """A value of numbers and letters, which stays as it is written."""
+    """Return a value of numbers and letters, which stays as it is written."""
     for word in re.findall(r"(?<![\\a-z])[a-z]{3,}", plain):
         check_word(word)
     try:
         parsed(plain)
     except ExpressionError as error:
-        raise NotReadError(str(error)) from None
+        raise SentenceError(str(error)) from None
     return Term(head=plain.replace("√", "\\sqrt"))
 
 
 def _pieces(plain: str) -> list[tuple[str, str]]:
-    """The atoms and signs of a side with their kinds. Raises `NotReadError` for anything else."""
+    """Return the atoms and signs of a side with their kinds.
+
+    Raises `SentenceError` for anything else.
+    """
     pieces: list[tuple[str, str]] = []
     position = 0
     while position < len(plain):
@@ -88,7 +91,7 @@ def _pieces(plain: str) -> list[tuple[str, str]]:
             word = re.match(r"[A-Za-z']+", rest)
             if word and word[0].islower():
                 check_word(word[0])
-            raise NotReadError(f"{rest!r:.40} is no length, angle, area or number")
+            raise SentenceError(f"{rest!r:.40} is no length, angle, area or number")
         pieces.append((match.lastgroup, match[match.lastgroup].strip()))
         position = match.end()
         while position < len(plain) and plain[position].isspace():
@@ -106,24 +109,27 @@ class _Sides:
         self.depth = 0
 
     def peek(self) -> str:
-        """The next sign, or the kind of the next piece; empty at the end."""
+        """Return the next sign, or the kind of the next piece; empty at the end."""
         if self.next >= len(self.pieces):
             return ""
         kind, text = self.pieces[self.next]
         return text if kind == "sign" else kind
 
     def all(self) -> Term:
-        """The term of all pieces. Raises `NotReadError` where some remain."""
+        """Return the term of all pieces. Raises `SentenceError` where some remain."""
         side = self.sum()
         if self.next < len(self.pieces):
-            raise NotReadError(f"{self.pieces[self.next][1]!r} stands where nothing can stand")
+            raise SentenceError(f"{self.pieces[self.next][1]!r} stands where nothing can stand")
         return side
 
     def sum(self) -> Term:
-        """Products with plus and minus between them; the depth of brackets is bounded here."""
+        """Return products with plus and minus between them.
+
+        The depth of brackets is bounded here.
+        """
         self.depth += 1
         if self.depth > _MAX_BRACKETS:
-            raise NotReadError(f"it has brackets over {_MAX_BRACKETS} deep")
+            raise SentenceError(f"it has brackets over {_MAX_BRACKETS} deep")
         side = self.product()
         while self.peek() in ("+", "-"):
             head = "Add" if self.pieces[self.next][1] == "+" else "Sub"
@@ -133,7 +139,7 @@ class _Sides:
         return side
 
     def product(self) -> Term:
-        """Atoms with times, divided by, squared or nothing between them."""
+        """Return atoms with times, divided by, squared or nothing between them."""
         side = self.atom()
         while True:
             sign = self.peek()
@@ -143,7 +149,7 @@ class _Sides:
             elif sign == "^":
                 self.next += 1
                 if self.next >= len(self.pieces) or self.pieces[self.next][1] != "2":
-                    raise NotReadError("only squares are known behind ^ here")
+                    raise SentenceError("only squares are known behind ^ here")
                 self.next += 1
                 side = term("SquareOf", side)
             elif sign and sign not in ("+", "-", ")"):
@@ -152,19 +158,19 @@ class _Sides:
                 return side
 
     def atom(self) -> Term:
-        """A bracket, a measure or a value."""
+        """Return a bracket, a measure or a value."""
         if self.next >= len(self.pieces):
-            raise NotReadError("something is missing behind a sign")
+            raise SentenceError("something is missing behind a sign")
         kind, text = self.pieces[self.next]
         self.next += 1
         if kind == "sign":
             if text == "-":
                 return term("Sub", Term(head="0"), self.atom())
             if text != "(":
-                raise NotReadError(f"{text!r} stands where nothing can stand")
+                raise SentenceError(f"{text!r} stands where nothing can stand")
             side = self.sum()
             if self.peek() != ")":
-                raise NotReadError("a bracket is not closed")
+                raise SentenceError("a bracket is not closed")
             self.next += 1
             return side
         return _ATOMS[kind](self.draft, text)
@@ -174,7 +180,7 @@ class _Sides:
 
 
 def _angle(draft: Draft, text: str) -> Term:
-    """An angle by its number, its corner or its three points, whose sides are then drawn."""
+    """Return an angle by its number, its corner or its three points, whose sides are then drawn."""
     name = re.sub(r"^(?:exterior\s*)?angle", "", text).strip()
     if name.isdigit():
         return term("MeasureOf", Term(head=f"angle {name}"))
@@ -186,23 +192,23 @@ def _angle(draft: Draft, text: str) -> Term:
 
 
 def _exterior(draft: Draft, text: str) -> Term:
-    """The angle between a side that goes on and the next one: what the inner angle lacks to 180."""
+    """Return what the inner angle at a corner lacks to 180 degrees."""
     corner = split_names(text)[-1]
     return term("Sub", Term(head="180"), term("MeasureOf", term("Angle", corner)))
 
 
 def _arc(draft: Draft, text: str) -> Term:
-    """An arc by its two ends, or by its ends and a point between them."""
+    """Return an arc by its two ends, or by its ends and a point between them."""
     return term("MeasureOf", _arc_itself(text))
 
 
 def _arc_length(draft: Draft, text: str) -> Term:
-    """How long an arc is, not its angle."""
+    """Return how long an arc is, not its angle."""
     return term("LengthOf", _arc_itself(text.removeprefix("length").strip()))
 
 
 def _arc_itself(text: str) -> Term:
-    """The arc that is named; three letters name the way round already."""
+    """Return the arc that is named; three letters name the way round already."""
     names = split_names(text)
     arc = term("Arc", *names)
     size = text.partition("arc")[0].strip()
@@ -210,7 +216,7 @@ def _arc_itself(text: str) -> Term:
 
 
 def _trig(draft: Draft, text: str) -> Term:
-    """The sine, cosine or tangent of an angle or of a letter."""
+    """Return the sine, cosine or tangent of an angle or of a letter."""
     head = f"{text[:3].capitalize()}Of"
     rest = text[3:].strip()
     if re.fullmatch("[a-z]", rest):
@@ -219,7 +225,7 @@ def _trig(draft: Draft, text: str) -> Term:
 
 
 def _circle(draft: Draft, text: str) -> Term:
-    """Radius, diameter, circumference or area of a circle, of the only one without a centre."""
+    """Return radius, diameter, circumference or area of a circle, by its centre or alone."""
     head = re.match("[a-z]+", text)
     assert head is not None, "the pattern begins with a word"
     centre = re.search(rf"{POINT}$", text)
@@ -227,7 +233,7 @@ def _circle(draft: Draft, text: str) -> Term:
 
 
 def _shape(draft: Draft, text: str) -> Term:
-    """The shape behind the first word of an atom: by its corners, else the last one of its kind.
+    """Return the shape behind the first word of an atom, or the last one of its kind.
 
     A kind that says something of it, as in "area of rectangle ABCD", is a fact as well.
     """
@@ -238,50 +244,50 @@ def _shape(draft: Draft, text: str) -> Term:
         return draft.last_polygon(kind)
     plain_kind = kind_of("".join(names))
     if plain_kind == "polygon":
-        raise NotReadError(f"{''.join(names)} has more corners than are known")
+        raise SentenceError(f"{''.join(names)} has more corners than are known")
     if kind in (None, "polygon", plain_kind):
         return draft.polygon(plain_kind.capitalize(), names)
     return draft.named_shape(kind, "".join(names))
 
 
 def _extent(draft: Draft, text: str) -> Term:
-    """The area, the perimeter or the height of a polygon."""
+    """Return the area, the perimeter or the height of a polygon."""
     shape = _shape(draft, text)
     words = {"area": "AreaOf", "perimeter": "PerimeterOf", "height": "HeightOf"}
     return term(words[text.split()[0]], shape)
 
 
 def _side(draft: Draft, text: str) -> Term:
-    """A side of a polygon whose sides are all equal. Raises `NotReadError` for any other."""
+    """Return a side of a polygon whose sides are all equal. Raises `SentenceError` for any other."""
     shape = _shape(draft, text)
     is_special = term("Regular", shape) in draft.facts or term("Equilateral", shape) in draft.facts
     if shape.head not in ("Square", "Rhombus") and not is_special:
-        raise NotReadError("it does not say which side is meant; name its two ends")
+        raise SentenceError("it does not say which side is meant; name its two ends")
     return term("LengthOf", draft.line(shape.names[0], shape.names[1]))
 
 
 def _sector(draft: Draft, text: str) -> Term:
-    """The area of the sector that three points name, with the centre between the ends."""
+    """Return the area of the sector that three points name, with the centre between the ends."""
     return term("AreaOf", term("Sector", *split_names(text)))
 
 
 def _scale(draft: Draft, text: str) -> Term:
-    """The ratio of the sides of one polygon to those of a similar one."""
+    """Return the ratio of the sides of one polygon to those of a similar one."""
     first, second = [split_names(names) for names in re.findall(_NAMES, text)]
     heads = [kind_of("".join(names)).capitalize() for names in (first, second)]
     return term("ScaleFactorOf", draft.polygon(heads[0], first), draft.polygon(heads[1], second))
 
 
 def _segment(draft: Draft, text: str) -> Term:
-    """The length of a segment, which is drawn."""
+    """Return the length of a segment, which is drawn."""
     start, end = split_names(text)
     if start == end:
-        raise NotReadError(f"{text} is no segment; it begins where it ends")
+        raise SentenceError(f"{text} is no segment; it begins where it ends")
     return term("LengthOf", draft.line(start, end))
 
 
 def _number(draft: Draft, text: str) -> Term:
-    """A number or a letter as it is written."""
+    """Return a number or a letter as it is written."""
     return Term(head=text.replace("√", "\\sqrt"))
 
 

@@ -23,7 +23,7 @@ from adora_vl.geometry.shapes import UnreadError
 
 
 def median(measures: Measures, term: Term) -> Iterator[Relation]:
-    """A median or an altitude of a triangle, or the median of a trapezoid.
+    """Yield a median or an altitude of a triangle, or the median of a trapezoid.
 
     The latter joins the middles of the legs.
     """
@@ -39,7 +39,7 @@ def median(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def midsegment(measures: Measures, term: Term) -> Iterator[Relation]:
-    """A line joins the middles of two sides of a triangle or of the legs of a trapezoid."""
+    """Say that a line joins the middles of two sides, or of a trapezoid's legs."""
     line = measures.drawing.segment(term.arguments[0])
     names = measures.drawing.shape(term.arguments[1])
     if len(names) == 4:
@@ -52,7 +52,7 @@ def midsegment(measures: Measures, term: Term) -> Iterator[Relation]:
 def _midsegment_of(
     measures: Measures, line: tuple[str, str], names: Sequence[str]
 ) -> Iterator[Relation]:
-    """The median of a trapezoid joins the middles of its legs."""
+    """Say that the median of a trapezoid joins the middles of its legs."""
     a, b, c, d = four(measures.drawing.with_base_first(names))
     yield Parallel(a=a, b=b, c=d, d=c)
     if set(line) <= measures.drawing.places.keys():
@@ -66,7 +66,7 @@ def _midsegment_of(
 def foot(
     measures: Measures, line: tuple[str, str], names: Sequence[str], *, is_median: bool
 ) -> Iterator[Relation]:
-    """A line from a corner of a triangle to the opposite side.
+    """Yield a line from a corner of a triangle to the opposite side.
 
     It goes to the middle of that side, or is perpendicular to it.
     """
@@ -94,7 +94,7 @@ def foot(
 
 
 def centroid(measures: Measures, term: Term) -> Iterator[Relation]:
-    """The mean of the corners; drawn lines from a corner through it end at midpoints."""
+    """Say that a point is the mean of the corners; drawn lines from a corner through it end at midpoints."""
     drawing = measures.drawing
     point = point_of(measures, term.arguments[0])
     names = drawing.shape(term.arguments[1])
@@ -110,7 +110,7 @@ def centroid(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def incenter(measures: Measures, term: Term) -> Iterator[Relation]:
-    """A point lies on the bisectors of all angles of a triangle, or of the one that is named."""
+    """Say that a point lies on the bisectors of a triangle, or of one angle."""
     point = point_of(measures, term.arguments[0])
     names = term.arguments[1].names
     if term.arguments[1].head == "Angle" and len(names) == 3:
@@ -124,7 +124,7 @@ def incenter(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def orthocenter(measures: Measures, term: Term) -> Iterator[Relation]:
-    """A point lies on the altitudes of a triangle."""
+    """Say that a point lies on the altitudes of a triangle."""
     point = point_of(measures, term.arguments[0])
     a, b, c = measures.drawing.shape(term.arguments[1])[:3]
     yield Perpendicular(a=point, b=a, c=b, d=c)
@@ -132,7 +132,7 @@ def orthocenter(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def hypotenuse(measures: Measures, term: Term) -> Iterator[Relation]:
-    """A side is the hypotenuse of a triangle."""
+    """Say that a side is the hypotenuse of a triangle."""
     yield from opposite_right_angle(
         term.arguments[0].names, measures.drawing.shape(term.arguments[1])
     )

@@ -6,27 +6,27 @@ from collections.abc import Collection, Sequence
 
 
 def cross(u: complex, w: complex) -> float:
-    """The cross product of two vectors: positive where `w` lies against the clock from `u`."""
+    """Return the cross product of two vectors: positive with `w` against the clock from `u`."""
     return (u.conjugate() * w).imag
 
 
 def dot(u: complex, w: complex) -> float:
-    """The scalar product of two vectors."""
+    """Return the scalar product of two vectors."""
     return (u.conjugate() * w).real
 
 
 def sine(u: complex, w: complex) -> float:
-    """The sine of the angle from one direction to another; 0 where one of them has no length."""
+    """Return the sine of the angle between two directions; 0 where one has no length."""
     return cross(u, w) / (abs(u) * abs(w)) if u and w else 0.0
 
 
 def cosine(u: complex, w: complex) -> float:
-    """The cosine of the angle between two directions; 0 where one of them has no length."""
+    """Return the cosine of the angle between two directions; 0 where one of them has no length."""
     return dot(u, w) / (abs(u) * abs(w)) if u and w else 0.0
 
 
 def cross_each_other(ends: Sequence[complex], tolerance: float = 0.0) -> bool:
-    """Whether the segment between the first two ends crosses that between the others, inside both.
+    """Tell whether the segment of the first two ends crosses that of the others.
 
     `tolerance`: the product of two areas that counts as no crossing.
     """
@@ -37,7 +37,7 @@ def cross_each_other(ends: Sequence[complex], tolerance: float = 0.0) -> bool:
 
 
 def extent_of(places: Collection[complex]) -> tuple[float, float]:
-    """How wide and how high a number of places lie; there has to be one at least."""
+    """Return how wide and how high a number of places lie; there has to be one at least."""
     wide = max(location.real for location in places) - min(location.real for location in places)
     high = max(location.imag for location in places) - min(location.imag for location in places)
     return wide, high

@@ -1,6 +1,4 @@
-"""What a form says: its answer, whether the facts determine it, and what is wrong with them where
-they do not.
-"""
+"""What a form says: its answer, whether the facts determine it, and what is wrong with them."""
 
 from __future__ import annotations
 
@@ -13,16 +11,19 @@ import numpy as np
 from adora_vl.geometry.chase import Chase
 from adora_vl.geometry.choose import Outcome, Status, outcome
 from adora_vl.geometry.conflict import Conflict, Repair, conflict_of, is_value
+from adora_vl.geometry.descent import Budget
 from adora_vl.geometry.exact import exact
 from adora_vl.geometry.figure import Verdict, figure_of
 from adora_vl.geometry.forms import Form, Term
 from adora_vl.geometry.measures import unit_of
 from adora_vl.geometry.reading import Reading, read
 from adora_vl.geometry.shapes import UnreadError, terms_of
-from adora_vl.geometry.solve import Budget, FigureProblem
+from adora_vl.geometry.solve import FigureProblem
 from adora_vl.geometry.system import System
 from adora_vl.geometry.words import words_of
 
+# Larger forms are no diagrams of a school book, and a search in them would take minutes. The largest
+# of Geometry3K has 26 points.
 MAX_POINTS = 60
 MAX_FACTS = 120
 MAX_SEGMENTS = 200
@@ -55,7 +56,7 @@ def verdict(form: Form, *, looks: bool = True, repair: bool = True) -> Verdict:
 
 
 def _verdict(form: Form, *, looks: bool, repair: bool) -> Verdict:
-    """The verdict on a form that is not too large.
+    """Return the verdict on a form that is not too large.
 
     What a form says may be of any kind; an error in reading it says that it is unread.
     """
@@ -80,7 +81,7 @@ def _verdict(form: Form, *, looks: bool, repair: bool) -> Verdict:
 
 
 def unread_of(form: Form, reading: Reading) -> Iterator[str]:
-    """The facts that are not read, each with its place in the form and the reason."""
+    """Yield the facts that are not read, each with its place in the form and the reason."""
     for name, texts in (("fact", form.facts), ("part of the question", form.question)):
         for number, text in enumerate(texts, start=1):
             if text.strip() and not any(True for _ in terms_of([text])):
@@ -95,7 +96,7 @@ def unread_of(form: Form, reading: Reading) -> Iterator[str]:
 
 
 def _solved(form: Form, reading: Reading, *, looks: bool, repair: bool) -> Verdict:
-    """The verdict on a form whose question is read.
+    """Return the verdict on a form whose question is read.
 
     A figure that the facts determine comes first, then angles alone, then what only the picture
     shows, and last which facts contradict each other.
@@ -126,7 +127,7 @@ def _solved(form: Form, reading: Reading, *, looks: bool, repair: bool) -> Verdi
 
 
 def too_large(form: Form) -> str:
-    """Why a form is not even tried; empty where it is."""
+    """Return why a form is not even tried; empty where it is."""
     if len(form.points) > MAX_POINTS:
         return f"it has {len(form.points)} points, over {MAX_POINTS}"
     if (
@@ -143,7 +144,7 @@ def too_large(form: Form) -> str:
 
 
 def answer_of(value: float, reading: Reading, *, share: float | None = None) -> str | None:
-    """A value in its short form; decimals come before fractions where the facts have some."""
+    """Return a value in its short form; decimals before fractions where facts have some."""
     texts = [*reading.drawing.form.facts, *reading.drawing.form.question]
     has_decimals = any(re.search(r"\d\.\d", text) for text in texts)
     if share is not None:
@@ -152,12 +153,12 @@ def answer_of(value: float, reading: Reading, *, share: float | None = None) -> 
 
 
 def _plain(value: float) -> float:
-    """A value without the last bits, in which machines differ."""
+    """Return a value without the last bits, in which machines differ."""
     return float(f"{value:.10g}")
 
 
 def _answered(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
-    """The verdict where the facts determine the goal.
+    """Return the verdict where the facts determine the goal.
 
     At a double root a figure is known to about four digits; a short form so near is the answer.
     """
@@ -180,7 +181,7 @@ def _answered(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
 
 
 def _by_angles(reading: Reading) -> Verdict | None:
-    """The answer of the angles alone, whatever the lengths are; None where they do not fix it.
+    """Return the answer of the angles alone; None where they do not fix it.
 
     A measure has to be positive, a letter may be anything.
     """
@@ -200,7 +201,7 @@ def _by_angles(reading: Reading) -> Verdict | None:
 
 
 def _seen(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
-    """An answer that needs what only the picture shows."""
+    """Return an answer that needs what only the picture shows."""
     assert result.value is not None and result.solution is not None, "an answer has a figure"
     assumed = tuple(dict.fromkeys(problem.reading.assumed))
     return Verdict(
@@ -215,7 +216,7 @@ def _seen(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
 
 
 def _with_looks(form: Form, problem: FigureProblem, result: Outcome, budget: Budget) -> Verdict:
-    """The verdict where the facts leave the goal open: try what the picture shows beside them.
+    """Return the verdict on an open goal: try what the picture shows beside the facts.
 
     First come tangents alone, then everything.
     """
@@ -235,7 +236,7 @@ def _with_looks(form: Form, problem: FigureProblem, result: Outcome, budget: Bud
 
 
 def _open(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
-    """The verdict where the facts leave the goal free, with two of its values."""
+    """Return the verdict where the facts leave the goal free, with two of its values."""
     values = [value for value in (result.value, *result.rival_values) if value is not None]
     examples = " or ".join(f"{value:.4g}" for value in values[:2])
     return Verdict(
@@ -245,7 +246,7 @@ def _open(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
 
 
 def _ambiguous(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
-    """The verdict where several figures fit, or only one that differs from the picture."""
+    """Return the verdict where several figures fit, or only one that differs from the picture."""
     values = [value for value in (result.value, *result.rival_values) if value is not None]
     examples = " and ".join(f"{value:.6g}" for value in values[:2])
     if len(values) < 2:
@@ -263,7 +264,7 @@ def _ambiguous(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
 
 
 def _out_of_order(result: Outcome) -> Verdict:
-    """The verdict where figures fit only with the points of a line in another order.
+    """Return the verdict where figures fit only with the points of a line in another order.
 
     The order is the one that the facts or the picture have.
     """
@@ -274,7 +275,7 @@ def _out_of_order(result: Outcome) -> Verdict:
 
 
 def _repaired(form: Form, problem: FigureProblem, result: Outcome, budget: Budget) -> Verdict:
-    """The verdict where no figure was found: which facts exclude each other, and what follows.
+    """Return the verdict where no figure was found: which facts exclude each other.
 
     Where the lengths give every angle as it is rounded there is no contradiction. Without places
     there is one only where the facts that are named exclude each other by themselves.
@@ -321,7 +322,7 @@ def _repaired(form: Form, problem: FigureProblem, result: Outcome, budget: Budge
 
 
 def _by_lengths(form: Form, clash: Conflict) -> Verdict | None:
-    """The answer of the lengths where each angle is what they give, rounded as it is written.
+    """Return the answer of the lengths where each angle is theirs, rounded as written.
 
     A book that gives lengths and 84 degrees for 83.6 contradicts nothing. None for any other.
     """
@@ -343,7 +344,7 @@ def _by_lengths(form: Form, clash: Conflict) -> Verdict | None:
 
 
 def _holds_as_rounded(repair: Repair, term: Term) -> bool:
-    """Whether an angle of a figure, rounded to as many digits as a fact has, is what it says."""
+    """Tell whether an angle of a figure, rounded as a fact is, is what that says."""
     solution = repair.outcome.solution
     assert solution is not None, "a repair has a figure"
     number = re.fullmatch(r"\d+(?:\.(\d+))?", term.arguments[1].head.strip())
@@ -359,7 +360,7 @@ def _holds_as_rounded(repair: Repair, term: Term) -> bool:
 
 
 def _no_figure(result: Outcome, clash: Conflict | None, reading: Reading) -> str:
-    """A line on the facts that exclude each other, with the answer without each of them."""
+    """Return a line on the facts that exclude each other, with the answer without each of them."""
     kind = (
         "no figure"
         if result.status == "conflict"
@@ -389,10 +390,10 @@ def _no_figure(result: Outcome, clash: Conflict | None, reading: Reading) -> str
 
 
 def _goal_words(reading: Reading) -> str:
-    """What is asked, in short words."""
+    """Return what is asked, in short words."""
     return words_of(reading.goal_term) if reading.goal_term is not None else "the goal"
 
 
 def _listed(words: Sequence[str]) -> str:
-    """Words with commas and an "and" between them."""
+    """Return words with commas and an "and" between them."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -38,7 +38,7 @@ _SIGNS = {"Add": " + ", "SumOf": " + ", "Sub": " - ", "Mul": " * ", "Div": " / "
 
 
 def words_of(term: Term) -> str:
-    """A term in words; what has no words of its own stands as it is written."""
+    """Return a term in words; what has no words of its own stands as it is written."""
     if not term.arguments:
         return term.head
     if term.head == "Find":

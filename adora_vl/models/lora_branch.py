@@ -8,7 +8,7 @@ the last operation, and is left out: a quarter of a recomputed layer's work.
 
 from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from packaging.specifiers import SpecifierSet
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ def compute_branches_first(model: nn.Module) -> int:
     return changed
 
 
-def branch_first(layer: "Linear", x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def branch_first(layer: "Linear", x: Tensor, *args: object, **kwargs: object) -> Tensor:
     """Return base product plus adapter's branch, as `Linear.forward` of PEFT does.
 
     Stock PEFT computes the base product before the branch. The sum is the same. What is no plain
@@ -62,4 +62,5 @@ def branch_first(layer: "Linear", x: Tensor, *args: Any, **kwargs: Any) -> Tenso
     inputs = layer._cast_input_dtype(x, lora_A.weight.dtype)
     branch = layer.lora_B[name](lora_A(layer.lora_dropout[name](inputs))) * layer.scaling[name]
     base = layer.base_layer(x)
-    return (base + branch).to(base.dtype)
+    summed: Tensor = (base + branch).to(base.dtype)
+    return summed

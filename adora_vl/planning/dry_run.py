@@ -24,10 +24,10 @@ from adora_vl.config.sharding import Sharding
 from adora_vl.data.dataset import example_row, row_count
 from adora_vl.data.prompt_lengths import ContextLimit, LengthCheck, Measured, sizes_in
 from adora_vl.data.prompts import Message, as_text, conversation_with_images, shown_lines, template
+from adora_vl.models.activations import MicroBatch
 from adora_vl.models.families import family_of, sees_images
 from adora_vl.models.shape import ModelShape
 from adora_vl.planning import memory
-from adora_vl.planning.activations import MicroBatch
 from adora_vl.planning.memory import MOST_IMAGE_TOKENS, Engine, Setup, Sharing
 from adora_vl.planning.memory_report import memory_lines
 from adora_vl.preflight.check_machine import ANY_LENGTH, is_curve, schedule_of

@@ -11,11 +11,9 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import unit_size
 from adora_vl.config.keys import Recompute
 from adora_vl.config.sharding import Sharding
-from adora_vl.models.families import LANGUAGE_MODEL
-from adora_vl.models.shape import PATCHES_A_PASS, ModelShape
-from adora_vl.packing.shared_prompt import sharing_pays
-from adora_vl.planning import activations
-from adora_vl.planning.activations import (
+from adora_vl.config.states import MOMENTS, States, dtypes_of, states
+from adora_vl.models import activations
+from adora_vl.models.activations import (
     FLOAT,
     LAYER_BACK,
     Dtypes,
@@ -23,94 +21,12 @@ from adora_vl.planning.activations import (
     MicroBatch,
     Moment,
     PassSize,
+    room_on,
 )
+from adora_vl.models.families import LANGUAGE_MODEL
+from adora_vl.models.shape import PATCHES_A_PASS, ModelShape
+from adora_vl.packing.shared_prompt import sharing_pays
 from adora_vl.utils.files import GIB
-
-# reduce_bucket_size, in parameters: allocated whole, however small the model is
-BUCKET = 500_000_000
-LIVE_PARAMETERS = 1_000_000_000  # stage3_max_live_parameters: gathered for the layers at work
-SUB_GROUP = 1_000_000_000  # sub_group_size: what one part of the optimizer step turns into float32
-_ADAM = 2  # moments of a parameter
-
-
-@dataclass(frozen=True)
-class States:
-    """The states of a training in bytes on one card.
-
-    `host_optimizer` is the exception: it lies in host memory, for this card.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    reference: int
-    gathered: int = 0  # of other ranks' weights, while layers are at work (ZeRO-3)
-    step: int = 0  # in addition, while the optimizer steps
-    host_optimizer: int = 0
-
-
-def states(shape: ModelShape, sharding: Sharding, *, reference: bool, mixed: bool) -> States:
-    """Return the bytes of weights, gradients, optimizer and reference model on one card.
-
-    Args:
-        shape: Sizes of the model and of what is trained.
-        sharding: Processes, ZeRO stage and offload.
-        reference: Whether a reference model is held (`beta` above 0). It is whole on each card
-            except under ZeRO-3. LoRA needs none, since TRL switches the adapter off instead.
-        mixed: Whether DeepSpeed computes in bfloat16 or float16, and so keeps float32 master
-            weights. Without it gradients and moments have the dtype of the weights, and those of
-            a LoRA adapter are float32 (the default of PEFT).
-    """
-    if sharding.stage is None:
-        return _plain(shape, sharding.processes, reference)
-    byte = 2 if mixed else shape.weight_bytes
-    ranks = sharding.processes
-    # The number of ranks over which each kind of state is divided: ZeRO-1 divides the optimizer,
-    # ZeRO-2 the gradients too, ZeRO-3 also the weights.
-    optimizer_ranks = ranks if sharding.stage >= 1 else 1
-    gradient_ranks = ranks if sharding.stage >= 2 else 1
-    weight_ranks = ranks if sharding.stage >= 3 else 1
-    weights = shape.total * byte // weight_ranks
-    gradients = shape.trained * byte // gradient_ranks
-    bucket = BUCKET * byte if sharding.stage >= 2 else 0
-    master_bytes = FLOAT if mixed else 0
-    optimizer = shape.trained * (_ADAM * FLOAT + master_bytes) // optimizer_ranks
-    # DeepSpeed's optimizer on the host has weights and gradients in float32 of its own, whatever
-    # the model has
-    on_host = shape.trained * ((_ADAM + 2) * FLOAT + byte) // optimizer_ranks
-    gathered = 0
-    if sharding.stage == 3 and ranks > 1:
-        gathered = min(shape.total, LIVE_PARAMETERS) * byte
-    step = 0  # float32 copies of the gradients while the optimizer steps
-    if mixed and not sharding.offload_optimizer:
-        parameters = shape.trained // optimizer_ranks
-        step = FLOAT * (min(parameters, SUB_GROUP) if weight_ranks > 1 else parameters)
-    return States(
-        weights=0 if sharding.offload_parameters else weights,
-        gradients=bucket + (0 if sharding.offload_optimizer else gradients),
-        optimizer=0 if sharding.offload_optimizer else optimizer,
-        reference=weights if reference and not shape.adapters else 0,
-        gathered=gathered,
-        step=step,
-        host_optimizer=on_host if sharding.offload_optimizer else 0,
-    )
-
-
-def _plain(shape: ModelShape, processes: int, reference: bool) -> States:
-    """Return the states without DeepSpeed.
-
-    They are whole on every card, with DDP where there are several.
-    """
-    byte = FLOAT if shape.adapters else shape.weight_bytes
-    weights = shape.base_bytes(shape.weight_bytes) + (shape.trained * byte if shape.adapters else 0)
-    copies = 2 if processes > 1 else 1  # DDP's buckets are a second copy of the gradients
-    return States(
-        weights=weights,
-        gradients=shape.trained * byte * copies,
-        optimizer=_ADAM * shape.trained * byte,
-        reference=shape.total * shape.weight_bytes if reference and not shape.adapters else 0,
-    )
-
 
 # assumed: activations of a prefill step, CUDA graphs, the encoder cache; vLLM measures it itself
 WORKSPACE = 2 * GIB
@@ -191,10 +107,10 @@ def checkpoint_bytes(
     if sharding.stage is None:
         byte = FLOAT if shape.adapters else shape.weight_bytes
         model = saved_parameters * byte
-        return model + _ADAM * shape.trained * byte + reference_bytes + _SMALL
+        return model + MOMENTS * shape.trained * byte + reference_bytes + _SMALL
     byte = 2 if mixed else shape.weight_bytes
     model = saved_parameters * byte
-    optimizer = shape.trained * (_ADAM + 1) * FLOAT
+    optimizer = shape.trained * (MOMENTS + 1) * FLOAT
     # Under ZeRO-3 the module's file has only the weights that are not trained.
     module = shape.total * byte if sharding.stage < 3 else (shape.total - shape.trained) * byte
     return model + optimizer + module + reference_bytes + _SMALL
@@ -306,15 +222,6 @@ class Setup:
         return self.micro_batch.size(self.shape.merge, masked=self.masked)
 
 
-def dtypes_of(shape: ModelShape, sharding: Sharding, *, mixed: bool) -> Dtypes:
-    """Return the sizes of the dtypes of a pass; `mixed`: bf16 or fp16."""
-    # DeepSpeed casts the weights, and the residual stream with them; else they stay as they are
-    cast = sharding.stage is not None and mixed
-    return Dtypes(
-        compute=2 if mixed else shape.weight_bytes, stream=2 if cast else shape.weight_bytes
-    )
-
-
 @dataclass(frozen=True)
 class Prediction:
     """Bytes by component for each phase of a step on one card."""
@@ -404,18 +311,11 @@ def _held_bytes_of_patch(setup: Setup) -> int:
     return values // setup.shape.frames if setup.sharing.images else values * _PIXEL
 
 
-# of the card: what choosing the recomputed layers leaves free, since the allocator loses some of it
-# between its blocks, and a prediction is a few per cent off
-KEPT_FREE = 0.1
-
-
-def room_on(card: int, free: int) -> int:
-    """Return the bytes of a pass on a card that has so many free, less what is left free."""
-    return free - int(KEPT_FREE * card)
-
-
 def recomputed_layers(setup: Setup, card: int, beside: int) -> int:
     """Return how many layers of the language model the backward pass recomputes.
+
+    It is the rule of the trainer, which knows the lengths of each micro-batch and measures what is
+    free; here all have the length of the longest, and what is free is predicted.
 
     `beside`: bytes of weights, gradients and all else that the card holds during the pass.
     """
@@ -485,7 +385,8 @@ def _with_first_gradients(
 ) -> list[tuple[Moment, int]]:
     """Return moments of an optimizer step's first micro-batch, with the gradients held at each.
 
-    Gradients come as the layers go back, and activations go.
+    Gradients come as the layers go back, and activations go. So the peak may lie where the first
+    layer goes back, where one in between does, or at the end.
     """
     shape = setup.shape
     learner = setup.learner
@@ -496,23 +397,23 @@ def _with_first_gradients(
     standing = gradients - shape.trained * byte
     behind = standing + weight - waiting
     of_layers = shape.trainable[LANGUAGE_MODEL] * byte - weight - (weight - waiting)
-    kept = activations.saved(
+    parts = activations.saved(
         shape,
         setup.size,
         setup.dtypes,
         checkpointing=setup.checkpointing,
         recomputed=recomputed,
     )
-    layer = kept.layer_gradients + waiting
+    layer = parts.layer_gradients + waiting
     pairs = [(moments[0], standing)]
     if recomputed == layers:
-        layer += kept.recomputed
-    pairs.append((Moment(LAYER_BACK, layer, kept.text), behind))
+        layer += parts.recomputed
+    pairs.append((Moment(LAYER_BACK, layer, parts.text), behind))
     for moment in moments[2:]:
         pairs.append((moment, behind + int(of_layers * moment.back)))
-    last = kept.streams // recomputed if 0 < recomputed < layers else kept.text // layers
+    last = parts.streams // recomputed if 0 < recomputed < layers else parts.text // layers
     if 0 < recomputed < layers:
-        layer += kept.layer
+        layer += parts.layer
     pairs.append((Moment(LAYER_BACK, layer, last), behind + of_layers * (layers - 1) // layers))
     pairs.append((Moment(LAYER_BACK, 3 * waiting, 0), gradients - waiting))
     return pairs

@@ -76,7 +76,11 @@ def memory_lines(plan: Plan) -> list[str]:
 
 
 def recomputed_lines(plan: Plan) -> list[str]:
-    """Say how many layers of the language model the backward pass computes again."""
+    """Say how many layers of the language model the backward pass computes again.
+
+    They are those of the longest micro-batch, which `plan.setup` has; a shorter one may need fewer.
+    Without gradient checkpointing there is nothing to say.
+    """
     setup = plan.setup
     if not setup.checkpointing:
         return []
@@ -103,6 +107,8 @@ def sharing_lines(plan: Plan) -> list[str]:
     group = setup.generations
     if not (setup.sharing.vision or setup.sharing.prompts):
         return []
+    # With layers that fill the card both would take as much.
+    setup = replace(setup, recompute="all")
     # The same run with image and prompt computed for each rollout, as TRL does.
     unshared = replace(setup, sharing=Sharing())
     ours = sum(predict(setup, plan.card).phases[phase].values())
@@ -114,7 +120,7 @@ def sharing_lines(plan: Plan) -> list[str]:
         lines = [
             f"Computed once for {batch.unit} rollouts of a micro-batch: {' and '.join(shared)}. "
             f"With one for each {phase} would take {alone / GIB:.3g} GiB instead of "
-            f"{ours / GIB:.3g}."
+            f"{ours / GIB:.3g}{', all layers recomputed' if setup.checkpointing else ''}."
         ]
     # A micro-batch that holds part of a group computes image and prompt for each part.
     unit = unit_size(batch.sequences, group)

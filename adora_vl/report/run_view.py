@@ -96,7 +96,7 @@ def _verdict(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     reason_of = {"length": _length, "difficulty": _difficulty, "working": _working}
     criteria = options["criteria"]
     if [*criteria] == ["working"] and options["no_figure"] == "keep" and not _has_work(group):
-        return "neither TAS nor TDS, since the problem has no figure"
+        return "neither TAS nor TDS, since no work is measured on the problem"
     one_is_enough = [*criteria] == ["difficulty"] or options["combine"] == "any"
     # Whether the difficulty alone may make a group TDS, though no right rollout has a length
     hard_is_enough = "difficulty" in criteria and one_is_enough and not options["needs_correct"]
@@ -126,8 +126,8 @@ def _working(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     """What the criterion of work says of the group."""
     if not _has_work(group):
         if options["no_figure"] == "keep":
-            return "its problem has no figure, so that work says nothing"
-        return f"its problem has no figure, and {_length(group, options)}"
+            return "no work is measured on its problem, so that work says nothing"
+        return f"no work is measured on its problem, and {_length(group, options)}"
     return _comparison(
         group,
         options,

@@ -8,7 +8,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from adora_vl.geometry.check import Checked, ClaimVerdict
+from adora_vl.geometry.checked import Checked, ClaimVerdict
 from adora_vl.geometry.figure import figure_from, written
 from adora_vl.geometry.forms import Form, form_of
 from adora_vl.geometry.text import form_of_text

@@ -20,7 +20,7 @@ from adora_vl.rewards.thinking import final_part
 from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from adora_vl.geometry.check import Checked
+    from adora_vl.geometry.checked import Checked
 
 NAME = "steps"
 COLUMN = "figure"
@@ -37,10 +37,12 @@ class ResponseWork:
     """The claims of one response, with their verdicts, and how many of them count.
 
     `new`: true claims that say something new and are not the answer itself. `false`: errors, each
-    once. `unread`: claims that the grammar does not understand; these cost nothing.
+    once. `unread`: claims that the grammar does not understand; these cost nothing. `room`: how
+    many new claims its figure has at most.
     """
 
     claims: tuple[Checked, ...]
+    room: int
 
     @property
     def new(self) -> int:
@@ -108,7 +110,20 @@ def work_of(response: str, figure: str) -> ResponseWork:
             f"column 'figure': {figure!r:.60} is no solved figure ({error}); make the rows anew "
             "with `python -m data_prep geometry3k --source facts`, or leave it null"
         ) from error
-    return ResponseWork(tuple(checked_figure.claims(worked_part(response))))
+    claims = tuple(checked_figure.claims(worked_part(response)))
+    return ResponseWork(claims=claims, room=checked_figure.room)
+
+
+def measured_work(response: str, figure: str | None) -> ResponseWork | None:
+    """The claims of a response where its work can be measured; None where it cannot.
+
+    It cannot without a figure, nor on a figure that the given values settle by themselves: nothing
+    new can be said of that one, and every right answer would count as luck.
+    """
+    if not figure:
+        return None
+    work = work_of(response, figure)
+    return work if work.room else None
 
 
 def worked_part(response: str) -> str:
@@ -164,7 +179,7 @@ class StepsReward:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: object,
     ) -> list[float | None]:
-        """One reward per completion; None where its row has no figure.
+        """One reward per completion; None where its row has no figure that leaves room for work.
 
         It adds the columns `new`, `false` and `steps` to the record, and logs the shares
         `steps/figures`, `steps/new`, `steps/false`, `steps/unread` and `steps/lucky`, and
@@ -179,10 +194,7 @@ class StepsReward:
             )
         texts = [completion_text(completion) for completion in completions]
         begin = perf_counter()
-        works = [
-            work_of(text, drawn) if drawn else None
-            for text, drawn in zip(texts, figure, strict=True)
-        ]
+        works = [measured_work(text, drawn) for text, drawn in zip(texts, figure, strict=True)]
         elapsed_ms = 1000 * (perf_counter() - begin)
         rights = self._rights(texts, works, answer, choices)
         if log_extra:

@@ -4,6 +4,11 @@ The workings of the plain families come in several wordings, the right ones and 
 Were there one wording, the length of an answer would count its digits: once a model writes that
 wording alone, nearly all groups would be ties of length or one token from it, and ADORA's length
 criterion would attenuate by nothing else.
+
+The problems are drawn here and not by `adora_vl.geometry`, though each of them can be said in its
+text form: the pictures are out of scale where labels need the room, they lean and shift by chance,
+and data sets that people have made from a seed would not be the same any more. That the answers are
+those that the engine solves from picture and question is tested for every family and level.
 """
 
 import functools

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import is_flash_attention_requested
 
+from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.sharding import Sharding
+from adora_vl.config.states import dtypes_of, states
+from adora_vl.models.activations import Learner, PassSize, room_on
 from adora_vl.models.families import LANGUAGE_MODEL, component_of
 from adora_vl.models.shape import ModelShape
 from adora_vl.packing.split_attention import configured_attention
-from adora_vl.planning.activations import Learner, PassSize
-from adora_vl.planning.memory import dtypes_of, room_on, states
 from adora_vl.types import StepContext
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ _COPIED = 0.02
 CardBytes = Callable[[], tuple[int, int]]
 
 
-def language_layers(model: nn.Module) -> list[nn.Module]:
+def language_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     """Return the layers of the language model that checkpointing can recompute, in their order."""
     return [
         module
@@ -102,24 +103,16 @@ class RecomputedLayers:
         self._fixed = min(key, self.number) if switches and isinstance(key, int) else None
         self._learner: Learner | None = None
         if switches and key == "auto" and card is not None:
-            self._learner = self._learner_of(shape(), context)
+            self._learner = self._learner_of(shape(), config)
         # TRL's adaptive coefficient sums entropies in a pass, and would count a retried one twice
         alone = self._accelerator.num_processes == 1 and sharding.stage is None
         self._can_retry = alone and not config.use_adaptive_entropy
 
-    def _learner_of(self, shape: ModelShape, context: StepContext) -> Learner | None:
+    def _learner_of(self, shape: ModelShape, config: AdoraGRPOConfig) -> Learner | None:
         """Return what the formulas read; None where they do not know these layers."""
-        config = context.config
         if shape.text.layers != len(self._layers):
             return None
-        mixed = bool(config.bf16 or config.fp16)
-        tower_is_frozen = not (shape.trainable["vision_tower"] or shape.trainable["projector"])
-        shared = config.uses("cache_images") and config.uses("share_vision")
-        return Learner(
-            shape=shape,
-            dtypes=dtypes_of(shape, self._sharding, mixed=mixed),
-            features=shared and tower_is_frozen,
-        )
+        return learner_of(config, shape, self._sharding)
 
     @contextmanager
     def chosen(self, size: PassSize) -> Iterator[None]:
@@ -237,15 +230,15 @@ class RecomputedLayers:
 class Gradients:
     """The gradients of parameters before a pass that may fail on its way back."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], most: int) -> None:
-        """Note the gradients, and copy them if they have at most `most` bytes together."""
+    def __init__(self, parameters: Sequence[nn.Parameter], limit: int) -> None:
+        """Note the gradients, and copy them if they have at most `limit` bytes together."""
         self._parameters = parameters
         self._before = [parameter.grad for parameter in parameters]
         present = [gradient for gradient in self._before if gradient is not None]
         # A gradient that the pass has added to has another version
         self._versions = [None if grad is None else grad._version for grad in self._before]
         self._copies: list[Tensor | None] = [None] * len(self._before)
-        if sum(gradient.nbytes for gradient in present) <= most:
+        if sum(gradient.nbytes for gradient in present) <= limit:
             self._copies = [None if grad is None else grad.clone() for grad in self._before]
 
     def restore(self) -> bool:
@@ -264,6 +257,22 @@ class Gradients:
             assert gradient is not None and copy is not None, "a changed gradient has its copy"
             gradient.copy_(copy)
         return True
+
+
+def learner_of(
+    config: AdoraGRPOConfig, shape: ModelShape, sharding: Sharding, *, accelerator: bool = True
+) -> Learner:
+    """Return the policy of a run as it learns; `accelerator`: on a GPU."""
+    mixed = bool(config.bf16 or config.fp16)
+    tower_is_frozen = not (shape.trainable["vision_tower"] or shape.trainable["projector"])
+    shared = config.uses("cache_images") and config.uses("share_vision")
+    return Learner(
+        shape=shape,
+        dtypes=dtypes_of(shape, sharding, mixed=mixed),
+        checkpointing=config.gradient_checkpointing,
+        features=shared and tower_is_frozen,
+        accelerator=accelerator,
+    )
 
 
 def layers_of(

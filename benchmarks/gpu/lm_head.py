@@ -11,8 +11,8 @@ from torch import Tensor
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as TILE
 
+from adora_vl.models.activations import Dtypes, PassSize, head_transient
 from adora_vl.models.shape import describe
-from adora_vl.planning.activations import Dtypes, PassSize, head_transient
 from adora_vl.utils.files import GIB
 from benchmarks.gpu.setting import ON_A_GPU_ONLY, Setting, apart, free_bytes, words
 from benchmarks.gpu.table import Line, at_most, skipped
@@ -74,7 +74,7 @@ def run(setting: Setting) -> Iterator[Line]:
         value=peak / GIB,
         bound=1.1 * predicted / GIB,
         unit="GiB",
-        source="a tenth over adora_vl.planning.activations' formula",
+        source="a tenth over adora_vl.models.activations' formula",
     )
     yield from _speed(setting, hidden=hidden, weight=weight, targets=targets)
 

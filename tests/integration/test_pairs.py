@@ -21,6 +21,15 @@ from tests.support.launch import run
 pytestmark = pytest.mark.slow
 # Three generations of four problems, so an epoch is a step and a half.
 TWO = {"steps_per_generation": 1, "gradient_accumulation_steps": 2, "adora_synthetic_rows": 12}
+# Two generations of four optimizer steps each: a kill after the second is in the middle of one.
+FOUR_UPDATES = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": 4,
+    "max_steps": 8,
+    "adora_synthetic_rows": 24,
+}
+TWICE = {**FOUR_UPDATES, "steps_per_generation": 2, "num_iterations": 2}
 NOISY = f"{{{entry('noisy_rollouts.py:NoisyRollouts')}: {{share: 0.5}}}}"
 LOOKING = {
     "model_name_or_path": "tiny_zoom",
@@ -55,6 +64,13 @@ PAIRS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         "{budget: 6, ahead: 1}",
         TWO,
         ("adora/unfinished",),
+    ),
+    "four updates a generation + ahead": ("{ahead: 1}", FOUR_UPDATES, ("adora/staleness",)),
+    "twice over a generation + ahead": ("{ahead: 1}", TWICE, ("adora/staleness",)),
+    "four updates by the engine's log-probabilities + ahead": (
+        "{ahead: 1, old_logps: engine}",
+        {**FOUR_UPDATES, "vllm_importance_sampling_correction": "false"},
+        ("adora/staleness", "adora/ratio_max"),
     ),
     "evaluation + ahead": (
         "{ahead: 1}",

@@ -1,6 +1,7 @@
-"""A run that is rewarded for true steps, and compares its right and wrong rollouts by them, goes on
-to the bit after a kill. A stand-in plays the server; half of its answers claim something of the
-figure.
+"""A run that is rewarded for true steps goes on to the bit after a kill.
+
+It also compares its right and wrong rollouts by their work. A stand-in plays the server; half of
+its answers claim something of the figure.
 """
 
 from collections.abc import Iterator
@@ -75,20 +76,20 @@ def test_a_run_that_is_rewarded_for_true_steps_goes_on_to_the_bit(
     tmp_path: Path, server: StandIn
 ) -> None:
     keys = {**KEYS, "dataset_name": write_rows(tmp_path / "triangles")}
-    whole = tmp_path / "whole"
+    uninterrupted = tmp_path / "whole"
     killed = tmp_path / "killed"
-    assert main(server_arguments(whole, server, **keys)) == 0
+    assert main(server_arguments(uninterrupted, server, **keys)) == 0
 
-    metrics = step_metrics(whole)
+    metrics = step_metrics(uninterrupted)
     assert any(step["steps/new"] > 0 for step in metrics)
     assert any(step["steps/false"] > 0 for step in metrics)
     assert any(0 < step.get("steps/lucky", 0) < 1 for step in metrics)
     assert any(0 < step["steps/figures"] < 1 for step in metrics)
-    rows = pq.read_table(whole / "rollouts").to_pandas()
+    rows = pq.read_table(uninterrupted / "rollouts").to_pandas()
     assert set(rows["new"].dropna()) >= {0, 1, 2}
     assert rows[rows["id"].isin(["triangles/3", "triangles/7"])]["new"].isna().all()
 
-    goes_on_after_a_kill(whole, killed, server, after=2, **keys)
+    goes_on_after_a_kill(uninterrupted, killed, server, after=2, **keys)
 
     columns = [
         "step",

@@ -207,6 +207,7 @@ def test_a_generation_is_trls(tmp_path, case):
     ]
     if engine:
         trainer.use_vllm = True
+        trainer.old_logps.corrects_engine = True
         fake_engine: Any = SimpleNamespace(
             sample=lambda *_: answers, sync_weights=lambda: None, bytes_sent=0
         )

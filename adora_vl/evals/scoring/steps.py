@@ -11,7 +11,7 @@ from typing import Any
 
 from adora_vl.evals.records import Graded, Prediction
 from adora_vl.evals.scoring.statistics import bootstrap, wilson
-from adora_vl.rewards.steps import ResponseWork, work_of
+from adora_vl.rewards.steps import ResponseWork, measured_work
 
 
 def step_figures(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[str, Any] | None:
@@ -44,9 +44,8 @@ def step_figures(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[s
 
 
 def _work(row: Prediction) -> ResponseWork | None:
-    """The claims of an answer; None where its problem has no figure."""
-    figure = row.get("figure")
-    return work_of(row["response"], figure) if figure else None
+    """The claims of an answer; None where its problem has no figure that leaves room for work."""
+    return measured_work(row["response"], row.get("figure"))
 
 
 def _mean(answers: Sequence[tuple[Graded, ResponseWork]], name: str) -> dict[str, Any]:

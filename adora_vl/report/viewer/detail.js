@@ -12,6 +12,7 @@ function detailOf(groups, group) {
         el("button", { type: "button", id: "source", "aria-pressed": String(formulas.source), onclick: () => groups.toggleSource() }, "LaTeX source"),
         el("button", { type: "button", id: "follow", onclick: () => groups.follow(group.id) }, "Follow this problem"))),
     problemOf(groups, group),
+    claimLegend(group),
     rolloutsOf(groups, group),
     followed(groups, group),
   ];
@@ -19,7 +20,7 @@ function detailOf(groups, group) {
 
 /** A group on paper: without buttons, and without the same problem at other steps. */
 function printedOf(groups, group) {
-  return [headingOf(groups, group), problemOf(groups, group), rolloutsOf(groups, group)];
+  return [headingOf(groups, group), problemOf(groups, group), claimLegend(group), rolloutsOf(groups, group)];
 }
 
 function headingOf(groups, group) {

@@ -50,3 +50,11 @@ function luckOf({ verdict, luck }) {
 function stepsOf(rollout) {
   return isNumber(rollout.new) ? [["true, new", rollout.new], ["errors", rollout.false]] : [];
 }
+
+/** What the colours of claims mean, for the verdicts that a group has; nothing for one without claims. */
+function claimLegend(group) {
+  const verdicts = new Set(group.rollouts.flatMap((rollout) => (rollout.steps || []).map(([, , verdict]) => verdict)));
+  const shown = Object.keys(CLAIMS).filter((verdict) => verdicts.has(verdict));
+  if (!shown.length) return null;
+  return el("p", { class: "legend claims" }, "Claims:", shown.map((verdict) => el("mark", { class: `claim ${verdict}` }, CLAIMS[verdict])));
+}

@@ -1,6 +1,7 @@
 """The width, depth and dtype of a small model are options, and what no model can have is refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from adora_vl.builtin.tiny_vl import build_config, build_tiny_model
 from adora_vl.models.load import PRETRAINED
 from adora_vl.utils.errors import UserError
 
-UNTAUGHT = WarmStart(steps=0)
 TWO_STEPS = WarmStart(steps=2, short_prompt_steps=1, batch_size=2, rows=8)
 
 
@@ -59,12 +59,11 @@ def test_a_model_is_saved_in_its_dtype_after_lessons_in_it(dtype, tmp_path):
     assert sum(tensor.numel() for tensor in weights.values()) == facts["parameters"]
 
 
-def test_lessons_in_bfloat16_keep_weights_that_bfloat16_would_round(tmp_path):
+def test_lessons_in_bfloat16_keep_weights_that_bfloat16_would_round():
     """At the end of a cycle the rate is so low that a bfloat16 weight would stay where it is."""
-    rate = WarmStart(steps=2, short_prompt_steps=1, batch_size=2, rows=8, learning_rate=1e-6)
     size = ModelSize(width=64, layers=1, dtype="bfloat16")
-    model = begun_and_taught(rate, size)
-    start = begun_and_taught(UNTAUGHT, size)
+    model = begun_and_taught(replace(TWO_STEPS, learning_rate=1e-6), size)
+    start = begun_and_taught(replace(TWO_STEPS, steps=0), size)
     moved = model["lm_head.weight"] - start["lm_head.weight"]
     assert model["lm_head.weight"].dtype == torch.float32
     assert 0 < moved.abs().max() < 1e-5

@@ -37,6 +37,7 @@ from adora_vl.doctor.engine import (
 from adora_vl.models.families import freeze
 from adora_vl.models.load import PRETRAINED
 from adora_vl.rewards import reward_functions
+from adora_vl.rewards.choose import choose_rewards
 from adora_vl.rollout.agreement import COLD, DISTANT, PROMPTS
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_pair import Prompts
@@ -212,6 +213,13 @@ def test_a_reward_that_cannot_tell_right_from_wrong(subtests):
             check = check_rewards([row("60"), row("5")], reward_functions(presets), weights, above)
             assert check.status is status
             assert status is Status.PASSED or "adora_correct_above" in check.remedy
+
+
+def test_a_reward_that_does_not_apply_to_a_row_adds_nothing_to_its_sum():
+    """True steps are measured where a row has a figure; an answer in a box has none."""
+    rows = [{**row("60"), "figure": None}, {**row("5"), "figure": None}]
+    functions = choose_rewards(["accuracy", "steps"]).functions
+    assert check_rewards(rows, functions, [1.0, 0.2], 0.5).status is Status.PASSED
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):

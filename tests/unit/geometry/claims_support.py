@@ -12,7 +12,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from adora_vl.geometry.check import TRUE, Checked, ClaimVerdict, figure_at
+from adora_vl.geometry.check import figure_at
+from adora_vl.geometry.checked import TRUE, Checked, ClaimVerdict
 
 _MARK = re.compile(r"\[\[([TFGOngiafo])\|(.*?)\]\](?!\])", re.DOTALL)
 _FITTING: dict[str, tuple[ClaimVerdict, ...]] = {

@@ -1,17 +1,22 @@
 """Claims of a response: which are read, and what the figure says of each."""
 
+import json
 import random
 import string
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from adora_vl.geometry.check import Checked, CheckedFigure, checked, figure_at, is_equal
+from adora_vl.geometry.check import CheckedFigure, checked, figure_at
+from adora_vl.geometry.checked import Checked
 from adora_vl.geometry.claims import MAX_CLAIMS, claims_of
 from adora_vl.geometry.figure import written
+from adora_vl.geometry.judgement import is_equal
 from adora_vl.geometry.text import form_of_text
 from adora_vl.geometry.verdict import verdict
+from adora_vl.rewards.steps import work_of
 from tests.unit.geometry.claims_support import reading_of
 
 HERE = Path(__file__).parent
@@ -52,11 +57,17 @@ find AC
 """
 
 
-def figure(facts: str) -> CheckedFigure:
-    """The figure of facts in words, made ready for checks."""
+@lru_cache
+def stored(facts: str) -> str:
+    """The figure of facts in words, as a row stores it."""
     result = verdict(form_of_text(facts))
     assert result.figure is not None, result.why
-    return figure_at(written(result.figure))
+    return written(result.figure)
+
+
+def figure(facts: str) -> CheckedFigure:
+    """The figure of facts in words, made ready for checks."""
+    return figure_at(stored(facts))
 
 
 def verdicts(facts: str, text: str) -> list[str]:
@@ -72,13 +83,24 @@ def steps(claims: list[Checked]) -> int:
 # Measured on texts
 
 
-@pytest.mark.parametrize("name", ["published_claims_2", "published_claims", "written_claims"])
+@pytest.mark.parametrize(
+    "name", ["published_claims_2", "published_claims", "written_claims", "new_claims"]
+)
 def test_claims_of_marked_texts_are_read_as_people_read_them(name: str) -> None:
-    """The gates. `published_claims_2` was marked before the grammar had ever read its texts."""
+    """The gates.
+
+    `published_claims_2` and `new_claims` were marked before the grammar had ever read their texts.
+    """
     reading = reading_of(HERE / f"{name}.json")
     assert reading.counts["marked"] >= 170
     assert reading.precision >= 0.98, reading.faults
     assert reading.recall >= 0.95, reading.faults
+
+
+def test_true_claims_are_new_given_or_nothing_new_as_people_say() -> None:
+    """Sixteen of the 17 exceptions are on two figures that their values settle nearly alone."""
+    reading = reading_of(HERE / "new_claims.json")
+    assert reading.exactness >= 0.89, reading.inexact
 
 
 # What is new
@@ -137,6 +159,52 @@ def test_saying_more_of_a_figure_than_it_has_unknowns_earns_nothing() -> None:
     movable = checked_figure.system.count - len(checked_figure.free)
     assert len(claims) > 100
     assert 0 < steps(claims) <= movable
+
+
+FARMED = json.loads((HERE / "farming_texts.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("number", range(len(FARMED["texts"])))
+def test_texts_that_try_to_earn_steps_earn_no_more_than_they_say(number: int) -> None:
+    """The counts are by hand; what is hidden behind a box or in a drawing is not read at all."""
+    text = FARMED["texts"][number]
+    work = work_of(text["text"], stored(FARMED["figures"][text["figure"]]))
+    assert work.new <= text["new"], [claim.claim.words for claim in work.claims if claim.is_step]
+    assert 0 <= work.share <= 1
+
+
+LINES = """
+triangle ABC
+D on AC
+angle BDC = angle 1
+angle ADB = angle 2
+angle A = 40, angle ABD = 30
+find angle 1
+"""
+SETTLED = """
+triangle ABC
+AB = 8, angle A = 37, angle B = 54
+find BC
+"""
+INSCRIBED = """
+ABCD inscribed in circle O
+angle A = 58
+find angle C
+"""
+
+
+def test_angles_at_a_straight_line_are_nothing_new_by_their_numbers_either() -> None:
+    assert verdicts(LINES, "∠1 + ∠2 = 180. Angles 1 and 2 are supplementary.") == ["nothing"] * 2
+
+
+def test_a_theorem_of_a_circle_is_new_although_its_points_are_given() -> None:
+    assert verdicts(INSCRIBED, "∠A + ∠C = 180. ∠C = 122.") == ["new", "nothing"]
+
+
+def test_a_figure_that_its_values_settle_leaves_no_room() -> None:
+    assert figure(SETTLED).room == 0
+    assert steps(figure(SETTLED).claims("BC/sin(37) = 8/sin(89). ∠C = 89. BC = 4.815.")) == 0
+    assert figure(ISOSCELES).room > 0
 
 
 def test_the_answer_itself_is_no_step() -> None:
@@ -229,7 +297,23 @@ def test_values_are_equal_up_to_rounding(
         (r"the length of A D is 5", ["new"]),
         (r"the height BD measures 12", ["new"]),
         (r"Area of triangle ABC = 60", ["new"]),
-        (r"the perimeter of triangle ABC is 36", ["new"]),
+        (r"the perimeter of triangle ABC is 36", ["nothing"]),
+        (r"$|AD| = 5$", ["new"]),
+        (r"$[ABC] = 60$", ["new"]),
+        (r"$\text{m}\angle BAC = 67.38^\circ$", ["new"]),
+        ("AC is two times AD", ["new"]),
+        ("AD is one-half of AC", ["new"]),
+        ("AD is a third of AC", ["false"]),
+        ("| Side | Length |\n|---|---|\n| AD | 5 |\n| BD | 11 |", ["new", "false"]),
+        ("| AD | 5 | 7 |", []),
+        # Chinese
+        ("所以 AD = 5，BD的长为12。", ["new", "new"]),
+        ("∠BAC的度数为67.38°", ["new"]),
+        ("角B等于45.24度", ["new"]),
+        ("BD垂直于AC。AB平行于BC。", ["given", "false"]),
+        ("三角形ABC的面积为60", ["unread"]),
+        ("如果 AD = 6，则 BD = 11.5。AD = 5。", ["new"]),
+        ("设 AD = 6。AD 是否等于 6？AD 不等于 6。可能 AD = 6。", []),
         (r"cos(∠BAC) = 5/13", ["new"]),
         (r"∠BAC = \cos^{-1}(5/13)", ["new"]),
         # relations
@@ -255,6 +339,13 @@ def test_values_are_equal_up_to_rounding(
         ("Suppose AD = 6. Then BD = 11.5.", []),
         ("If AD = 6, BD would be 11.5, but AD = 5.", ["new"]),
         ("Let AD = 6.", []),
+        ("Let's verify: AD = 5.", ["new"]),
+        ("Check: AD = 6.", ["false"]),
+        ("Check whether the following holds: AD = 6.", []),
+        ("Let's try AD = 6: BD = 11.5.", []),
+        ("I first thought AD = 6.", []),
+        ("AD/AC = 1/2, or AC = 2AD.", ["new", "nothing"]),
+        ("AD = 5, or AD = 6.", []),
         ("We need to find AD = 6.", []),
         ("We find that AD = 5.", ["new"]),
         ("We use the fact that AD = 5.", ["new"]),
@@ -265,7 +356,9 @@ def test_values_are_equal_up_to_rounding(
         ("AD = 5 or AD = 6.", []),
         ("Maybe AD = 6.", []),
         ("Option B: AD = 6", []),
-        ("AD is 5 more than BD.", []),
+        ("AD is 5 more than BD.", ["false"]),
+        ("AD is 7 less than BD.", ["new"]),
+        ("AD is 7 or more.", []),
         ("AB and AC are 3 and 4.", []),
         ("The distance from D to AB is 3.", []),
         ("the side opposite the angle BAC is 3", []),
@@ -297,7 +390,10 @@ def test_each_rule_of_the_grammar(text: str, expected: list[str]) -> None:
         ("BC is a radius of the circle", ["false"]),
         ("r = 5 and the diameter is 10", ["given", "nothing"]),
         ("the radius of the circle is half of the diameter", ["nothing"]),
-        ("the major arc AC is 286.26", ["nothing"]),
+        ("the major arc AC is 286.26", ["new"]),
+        ("OC = 5, AB = 10 and OA + BC = 5 + BC", ["nothing"] * 3),
+        ("OC + ∠ACB = 5 + ∠ACB", ["nothing"]),
+        ("∠OAC = ∠OCA", ["new"]),
     ],
 )
 def test_claims_on_circles(text: str, expected: list[str]) -> None:

@@ -2,8 +2,12 @@
 with its place.
 """
 
+import json
+from pathlib import Path
+
 import pytest
 
+from adora_vl.geometry.expressions import parsed
 from adora_vl.geometry.text import MAX_TEXT, form_of_text
 from adora_vl.geometry.verdict import verdict
 from adora_vl.utils.errors import UserError
@@ -38,6 +42,19 @@ from adora_vl.utils.errors import UserError
         ("circle O: A, B. arc AB = 80, OA = 9\nfind angle AOB", "80"),
         ("circle O: A\nOA = 3\nfind area circle O", r"9\pi"),
         ("triangle ABC, AB = 3, BC = 4, AC = 5, find sin A", "\\frac{4}{5}"),
+        ("AB = 5 m, BC = 12 m, triangle ABC, angle B = 90, find AC", "13"),
+        ("triangle ABC, AB = 2m, BC = m + 3, AB = BC, find m", "3"),
+        ("isosceles triangle ABC with base BC, angle A = 40, find angle B", "70"),
+        ("AB is a chord of circle O. C on the major arc AB. arc AB = 100. find angle ACB", "50"),
+        ("AB is a chord of circle O. C on the minor arc AB. arc AB = 100. find angle ACB", "130"),
+        ("The angles of triangle ABC are in the ratio 2 : 3 : 4. Find angle C.", "80"),
+        (
+            "PT is tangent to circle O at T. PAB is a secant of circle O. PT = 6, PA = 4. Find AB",
+            "5",
+        ),
+        ("circle O inscribed in rhombus ABCD, AC = 6, BD = 8, find radius O", "\\frac{12}{5}"),
+        ("circle of radius 5 with center O. find the circumference of circle O", "10\\pi"),
+        ("triangle ABC. the medians AD and BE meet at G. AG = 6. find AD", "9"),
     ],
 )
 def test_sentences_are_solved(text: str, answer: str | None) -> None:
@@ -46,6 +63,14 @@ def test_sentences_are_solved(text: str, answer: str | None) -> None:
         assert result.status != "answered"
     else:
         assert (result.status, result.answer) == ("answered", answer), result.why
+
+
+SENTENCES = json.loads(Path(__file__).with_name("sentences.json").read_text())
+
+
+@pytest.mark.parametrize(("text", "facts"), SENTENCES, ids=[text for text, _ in SENTENCES])
+def test_each_turn_of_speech_says_its_facts(text: str, facts: list[str]) -> None:
+    assert list(form_of_text(f"{text.rstrip('.')}. find x").facts) == facts
 
 
 @pytest.mark.parametrize(
@@ -94,6 +119,11 @@ def test_a_text_and_its_logic_form_are_one_problem() -> None:
         ("AB = foo, find AB", "'foo' is no word that is known"),
         ("triangle ABCD, find AB", "a triangle has 3 corners, and ABCD names 4"),
         ("isosceles triangle ABC, find AB", "write such as AB = AC"),
+        ("right triangle ABC, AB = 3, find AC", "write such as angle ABC = 90"),
+        ("AB : BC = 1 : 2 : 3, find AB", "not as many parts"),
+        ("triangle ABC, find the side", "which side is meant"),
+        ("DE midsegment, find DE", "which shape is meant"),
+        ("vertex A, find AB", "of which isosceles triangle A is the vertex"),
         ("AA = 5, find AB", "AA is no segment"),
         ("find radius", "which circle is meant"),
         ("AB = (5, find AB", "is not a value"),
@@ -118,3 +148,28 @@ def test_no_text_makes_it_raise_anything_else(text: str) -> None:
         verdict(form_of_text(text))
     except UserError as error:
         assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        ("5 cm", "5"),
+        ("5cm^2", "5"),
+        ("12 square feet", "12"),
+        ("4\\sqrt{3} in", "4\\sqrt{3}"),
+        ("7\\text{ cm}", "7"),
+        ("30^{\\circ}", "30"),
+        ("5 m", "5"),
+        ("5m", "5*m"),
+    ],
+)
+def test_a_unit_behind_a_number_is_no_letter(value: str, plain: str) -> None:
+    assert parsed(value) == parsed(plain)
+
+
+def test_given_arcs_without_a_common_end_lie_beside_each_other() -> None:
+    crossing = "circle O: A, B, C, D. AB and CD meet at E. arc AC = 80. arc BD = 60. find angle AEC"
+    assert verdict(form_of_text(crossing)).value == pytest.approx(70)
+    # With a common end the one may hold the other, and only a drawing says so.
+    shared = "circle O: A, B, C. arc AB = 60. arc AC = 100. find arc BC"
+    assert verdict(form_of_text(shared)).status == "ambiguous"

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adora_vl.geometry.forms import Form
+from adora_vl.geometry.text import form_of_text
 from adora_vl.geometry.verdict import MAX_FACT_LENGTH, MAX_POINTS, verdict
 from tests.support.geometry_forms import degrees, form, measured_angle, measured_length, on_circle
 
@@ -337,3 +338,11 @@ def test_the_engine_imports_numpy_alone() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("sides", range(3, 13))
+def test_a_regular_polygon_goes_once_round(sides: int) -> None:
+    """Without a name for its number of corners too: a hexagon once fell together to 60 degrees."""
+    corners = "ABCDEFGHIJKL"[:sides]
+    result = verdict(form_of_text(f"regular polygon {corners}\nfind angle ABC"))
+    assert result.value == pytest.approx((sides - 2) * 180 / sides)

@@ -40,13 +40,15 @@ def learned(model: Any) -> tuple[Tensor, list[Tensor]]:
     return loss.detach(), list(gradients)
 
 
+@pytest.mark.filterwarnings("ignore:.lora_bias=True. was passed")
 def test_outputs_and_gradients_are_those_of_peft(subtests):
-    for name, options in {
+    cases: dict[str, dict[str, Any]] = {
         "float64": {},
         "dropout": {"lora_dropout": 0.3},
         "rslora": {"use_rslora": True},
         "bias": {"lora_bias": True},
-    }.items():
+    }
+    for name, options in cases.items():
         with subtests.test(name):
             stock = policy(**options)
             ours = copy.deepcopy(stock)
@@ -54,8 +56,8 @@ def test_outputs_and_gradients_are_those_of_peft(subtests):
             loss, gradients = learned(ours)
             stock_loss, stock_gradients = learned(stock)
             assert torch.equal(loss, stock_loss)
-            for gradient, other in zip(gradients, stock_gradients, strict=True):
-                torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-14)
+            for gradient, stock_gradient in zip(gradients, stock_gradients, strict=True):
+                torch.testing.assert_close(gradient, stock_gradient, rtol=1e-12, atol=1e-14)
 
 
 def test_bfloat16_has_the_dtype_and_the_sum_of_peft():

@@ -16,11 +16,11 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from trl.trainer import utils as trl_utils
 
 from adora_vl.builtin.tiny_vl import build_config
+from adora_vl.models import activations
+from adora_vl.models.activations import Dtypes, MicroBatch, head_saved, head_transient, saved
 from adora_vl.models.families import freeze
 from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import describe
-from adora_vl.planning import activations
-from adora_vl.planning.activations import Dtypes, MicroBatch, head_saved, head_transient, saved
 
 pytestmark = pytest.mark.slow
 

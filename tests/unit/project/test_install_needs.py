@@ -16,6 +16,17 @@ WITHOUT_HEADERS = """#!/bin/sh
 case "$*" in *Python.h*) exit 1 ;; esac
 exec {python} "$@"
 """
+# Makes an environment whose pip does all it is asked for, and whose torch is a build for CPUs.
+CPU_BUILD = """#!/bin/sh
+case "$*" in *"-m venv"*)
+  /bin/mkdir -p .venv/bin
+  printf '#!/bin/sh\\necho "$@" >>pip.log\\ncase "$*" in *version.cuda*) exit 1 ;; esac\\n' \
+    >.venv/bin/python
+  /bin/chmod +x .venv/bin/python
+  exit 0 ;;
+esac
+exec {python} "$@"
+"""
 CHECKS = """#!/bin/sh
 case "$*" in *"-m venv"*) echo "makes the environment" >&2; exit 7 ;; esac
 exec {python} "$@"
@@ -85,3 +96,11 @@ def test_with_what_it_needs_it_goes_on(device, programs, tmp_path):
     done = install(tmp_path, device, CHECKS, *programs)
     assert "Triton needs" not in done.stderr
     assert "1/4 environment" in done.stdout + done.stderr
+
+
+def test_a_torch_for_cpus_is_refused_for_a_gpu_and_taken_back(tmp_path):
+    """Where pip knows an index of CPU builds, their `+cpu` is the newer of two equal versions."""
+    done = install(tmp_path, "gpu", CPU_BUILD, "gcc")
+    assert done.returncode == 1
+    assert "the torch that pip chose has no CUDA; set TORCH_INDEX" in done.stderr
+    assert "uninstall -y torch torchvision" in (tmp_path / "pip.log").read_text()

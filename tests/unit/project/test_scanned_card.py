@@ -2,6 +2,7 @@
 
 import copy
 import json
+from typing import Any
 
 import pytest
 import yaml
@@ -43,7 +44,7 @@ def pair(seed, *, ahead, workings, loss=0.08):
 
 def test_the_two_arms_of_a_seed_come_one_after_the_other():
     order = scanned.places(PLAN, pilot=False)
-    assert [place[2:] for place in order[:2]] == [(0, "grpo"), (0, "adora")]
+    assert [trial[2:] for trial in order[:2]] == [(0, "grpo"), (0, "adora")]
     assert not set(PLAN["pilot"]["seeds"]) & set(PLAN["seeds"])
 
 
@@ -99,10 +100,8 @@ def test_a_size_of_the_command_goes_before_that_of_the_plan():
 
 
 def test_a_start_of_each_size_has_a_folder_of_its_own(tmp_path):
-    folders = {
-        scanned.start_folder(tmp_path, plan, 1).name
-        for plan in (PLAN, scanned.resized(PLAN, {"width": 512}), {"arms": {}})
-    }
+    plans: list[dict[str, Any]] = [PLAN, scanned.resized(PLAN, {"width": 512}), {"arms": {}}]
+    folders = {scanned.start_folder(tmp_path, plan, 1).name for plan in plans}
     assert folders == {"1_640x7_bfloat16", "1_512x7_bfloat16", "1"}
 
 
@@ -118,19 +117,21 @@ def test_the_machine_and_the_dtype_decide_the_same_keys_of_each_arm(size, device
     assert scanned.machine_keys(size, device) == keys
 
 
-def test_a_rehearsal_has_the_model_and_the_arms_and_two_steps():
+def test_a_rehearsal_has_the_model_and_the_arms_and_two_steps(tmp_path):
     before = copy.deepcopy(PLAN)
-    plan = scanned.rehearsed(PLAN)
+    plan = scanned.rehearsed(PLAN, tmp_path)
     assert before == PLAN
     assert plan["model"] == PLAN["model"]
     assert scanned.places(plan, pilot=False) == scanned.places(PLAN, pilot=False)[:2]
     assert plan["train"]["max_steps"] == 2
+    assert len(plan["train"]["adora_reward"]) == len(plan["train"]["reward_weights"])
+    assert "def varied(" in (tmp_path / "rewards.py").read_text()
 
 
 def test_no_run_begins_that_would_not_end_in_time():
-    assert not scanned.is_too_late([], left=-1.0), "the first run always begins"
-    assert not scanned.is_too_late([40.0, 50.0], left=51.0)
-    assert scanned.is_too_late([40.0, 50.0], left=49.0)
+    assert not scanned.is_too_late([], remaining=-1.0), "the first run always begins"
+    assert not scanned.is_too_late([40.0, 50.0], remaining=51.0)
+    assert scanned.is_too_late([40.0, 50.0], remaining=49.0)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ def test_an_untaught_model_of_any_size_learns_the_digits_lessons(tmp_path, monke
 
     drawn = list(generate(8, seed=1, families=("perimeter",)))
     monkeypatch.setattr(scanned, "draw_rows", lambda *_, **__: drawn)
-    plan = scanned.rehearsed(scanned.resized(PLAN, {"width": 64, "layers": 1}))
+    plan = scanned.rehearsed(scanned.resized(PLAN, {"width": 64, "layers": 1}), tmp_path)
     folder = scanned.start_folder(tmp_path, plan, 1)
     folder.parent.mkdir()
     scanned.build_start(folder, plan, 1)

@@ -557,3 +557,22 @@ def test_two_real_runs_over_each_other(browser, adora_run, grpo_run, tmp_path):
     assert browser.text(".why").startswith("GRPO, weight 1; ADORA's criteria say ")
     assert browser.js("document.querySelector('#detail img').naturalWidth") > 0
     assert browser.errors == []
+
+
+def test_claims_are_coloured_and_a_legend_says_what_the_colours_mean(browser, tmp_path):
+    """A person on a telephone has no pointer to hold over a colour."""
+    claims = [[0, 6, "false"], [8, 15, "new"], [17, 31, "answer"]]
+    texts: dict[str, Any] = {
+        "completion": "AD = 6. BD = 12. the area is 60",
+        "new": 1,
+        "false": 1,
+        "steps": json.dumps(claims),
+    }
+    run = write_run(tmp_path / "run", 1, **texts)
+    browser.open(make_page(tmp_path / "page.html", run))
+    assert browser.texts(".rollout .claim")[:3] == ["AD = 6", "BD = 12", "the area is 60"]
+    legend = ["false", "true and new", "the answer itself, true"]
+    assert browser.texts(".legend .claim") == legend
+    browser.open(make_page(tmp_path / "plain.html", write_run(tmp_path / "without", 1)))
+    assert browser.texts(".legend .claim") == []
+    assert browser.errors == []

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from adora_vl.advantage.adora import Adora
 from adora_vl.evals.records import Graded, RowGrade
@@ -31,6 +33,10 @@ find area ABC
 GOOD = r"AD = 5. BD = \sqrt{13^2 - 5^2} = 12. \boxed{60}"
 FALSE = r"AD = 6. BD = \sqrt{13^2 - 5^2} = 12. \boxed{60}"
 BARE = r"\boxed{60}"
+CLAIMS = (
+    *("AD = 5", "AD = 6", "BD = 12", "BD = 11", "AB = 13", "2AB = 26", "AD = DC", "h = 3"),
+    *("BD bisects ∠ABC", "∠BAC = 67.38", "∠BAC = 50", "AD^2 + BD^2 = AB^2", "AC = 10.2"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +140,32 @@ def test_the_measure_of_work_is_never_negative(drawn: str) -> None:
 )
 def test_what_stands_behind_the_last_box_is_not_read(text: str, part: str) -> None:
     assert worked_part(text) == part
+
+
+def test_a_figure_that_its_values_settle_counts_as_none() -> None:
+    """Nothing new can be said of it, and each right answer would count as luck."""
+    facts = "triangle ABC\nAB = 8, angle A = 37, angle B = 54\nfind BC"
+    result = verdict(form_of_text(facts))
+    assert result.figure is not None
+    assert scores(StepsReward({}), ["∠C = 89"], [written(result.figure)]) == [None]
+
+
+@pytest.mark.parametrize("padding", ["", "We look at the figure. " * 50, "AB = 13. " * 50])
+@pytest.mark.parametrize("text", [GOOD, FALSE, BARE])
+def test_length_earns_nothing(drawn: str, text: str, padding: str) -> None:
+    assert work_of(padding + text, drawn).share == work_of(text, drawn).share
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(lines=st.lists(st.sampled_from(CLAIMS), max_size=12))
+def test_the_reward_is_a_share_and_saying_it_again_earns_nothing(
+    drawn: str, lines: list[str]
+) -> None:
+    """Whatever is claimed, in whatever order: from 0 to 1, and the same when all is said twice."""
+    text = ". ".join(lines)
+    work = work_of(text, drawn)
+    assert 0 <= work.share <= 1
+    assert work_of(f"{text}. {text}", drawn).share == work.share
 
 
 def test_mistakes_are_refused_with_a_remedy(drawn: str) -> None:

@@ -1,4 +1,4 @@
-"""As few layers are recomputed as the card's memory asks for, and none of it changes a gradient."""
+"""A micro-batch recomputes as few layers as the memory asks for, and no gradient changes by it."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from adora_vl.config.sharding import Sharding
+from adora_vl.models.activations import KEPT_FREE, Dtypes, Learner, PassSize
 from adora_vl.models.shape import ModelShape, config_for_planning, describe
-from adora_vl.planning.activations import Dtypes, Learner, PassSize
-from adora_vl.planning.memory import KEPT_FREE
 from adora_vl.training.recompute import FIGURE, Gradients, RecomputedLayers, language_layers
 from tests.support.small_models import TEXT, small_model
 from tests.support.stand_ins import Processes
@@ -82,7 +81,7 @@ def test_gradients_are_equal_to_the_bit_however_many_layers_are_recomputed(subte
             for number in (0, 1, 3, LAYERS, 99):
                 with subtests.test(f"{name} {dtype} {number}"):
                     pairs = zip(gradients_of(model, number), every, strict=True)
-                    assert all(torch.equal(gradient, other) for gradient, other in pairs)
+                    assert all(torch.equal(left, right) for left, right in pairs)
 
 
 def test_the_first_layers_are_recomputed_and_the_vision_tower_stays_as_it_is():
@@ -98,7 +97,7 @@ def test_the_first_layers_are_recomputed_and_the_vision_tower_stays_as_it_is():
 
 
 def test_nothing_changes_where_nothing_is_known_or_asked_for(subtests):
-    unchanged = {
+    unchanged: dict[str, dict[str, Any]] = {
         "a CPU": {"adora_recompute": "auto"},
         "all": {"adora_recompute": "all", "card": lambda: (80 * GIB, 80 * GIB)},
         "torch.compile": {"adora_recompute": 1, "torch_compile": True},
@@ -260,10 +259,11 @@ def test_a_micro_batch_without_memory_is_made_again_and_counts_once(micro_batche
 
 def test_a_process_among_several_does_not_go_back_alone(subtests):
     two = Processes(num_processes=2)
-    for name, keys in {
+    cases: dict[str, dict[str, Any]] = {
         "ranks": {"accelerator": two, "sharding": Sharding(processes=2)},
         "DeepSpeed": {"sharding": Sharding(stage=3)},
-    }.items():
+    }
+    for name, keys in cases.items():
         with subtests.test(name):
             policy = retried_policy(**keys)
             with pytest.raises(torch.OutOfMemoryError):
@@ -282,11 +282,11 @@ def test_gradients_too_large_to_copy_end_the_run_rather_than_count_twice():
 def test_gradients_that_no_pass_has_added_to_need_no_copy():
     weight = nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
-    before = Gradients([weight], most=0)
+    before = Gradients([weight], limit=0)
     assert before.restore()
     weight.grad += 1
     assert not before.restore()
-    later = Gradients([weight], most=12)
+    later = Gradients([weight], limit=12)
     weight.grad += 1
     assert later.restore()
     assert weight.grad.tolist() == [2, 2, 2]

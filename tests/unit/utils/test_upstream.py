@@ -77,8 +77,8 @@ def test_the_sizes_that_the_memory_formulas_take_from_trl_and_deepspeed():
     from trl.kernels import chunked_logprob
     from trl.trainer import utils
 
-    from adora_vl.planning import activations
-    from adora_vl.planning import memory as states
+    from adora_vl.config import states
+    from adora_vl.models import activations
 
     assert chunked_logprob.TOKEN_CHUNK_SIZE == activations.TILE_TOKENS
     assert utils._CHUNKED_LOGPROB_CHUNK_SIZE == activations.TILE_VOCABULARY

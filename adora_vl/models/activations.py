@@ -254,7 +254,7 @@ def _vision_saved(
     eye = shape.vision
     if eye is None or not patches:
         return 0, 0
-    kept = 0
+    tower = 0
     block = 0
     trained = shape.trainable["vision_tower"] > 0
     # Transformers makes the patch embeddings require a gradient where it checkpoints, frozen or
@@ -263,16 +263,16 @@ def _vision_saved(
     if reached:
         block = vision_layer(eye, patches, dtypes)
         stream = patches * eye.width * dtypes.stream
-        kept = eye.layers * (stream if checkpointing else block)
+        tower = eye.layers * (stream if checkpointing else block)
     if trained:  # the pixels themselves are an input; a copy in another dtype is not
-        kept += patches * shape.patch_values * (dtypes.compute if dtypes.compute != FLOAT else 0)
+        tower += patches * shape.patch_values * (dtypes.compute if dtypes.compute != FLOAT else 0)
     if shape.trainable["projector"]:
-        kept += merger(eye, patches=patches, dtypes=dtypes, deepstack=shape.deepstack)
+        tower += merger(eye, patches=patches, dtypes=dtypes, deepstack=shape.deepstack)
         if not reached:  # then no block keeps what the norms of the deepstack features read
-            kept += shape.deepstack * patches * eye.width * dtypes.stream
+            tower += shape.deepstack * patches * eye.width * dtypes.stream
     elif reached:  # the norm's input and the GELU's
-        kept += patches * eye.width * (FLOAT + dtypes.compute)
-    return kept, block
+        tower += patches * eye.width * (FLOAT + dtypes.compute)
+    return tower, block
 
 
 def head_saved(shape: ModelShape, size: PassSize, dtypes: Dtypes, *, compact: bool) -> int:
@@ -304,6 +304,16 @@ def head_transient(shape: ModelShape, size: PassSize, dtypes: Dtypes, *, compact
 
 def _scored(size: PassSize, compact: bool) -> int:
     return size.scored if compact else size.rows * (size.length - 1)
+
+
+# of the card: what choosing the recomputed layers leaves free, since the allocator loses some of it
+# between its blocks, and a prediction is a few per cent off
+KEPT_FREE = 0.1
+
+
+def room_on(card: int, free: int) -> int:
+    """Return the bytes of a pass on a card that has so many free, less what is left free."""
+    return free - int(KEPT_FREE * card)
 
 
 @dataclass(frozen=True)

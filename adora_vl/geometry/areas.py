@@ -1,0 +1,210 @@
+"""Areas and perimeters of shapes, circles, sectors and regions.
+
+Nothing is guessed, but for regions that are only coloured: these go by what lies inside what, and
+`Measures.assumed` says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from adora_vl.geometry.expressions import number_of
+from adora_vl.geometry.forms import Term
+from adora_vl.geometry.quantities import Area, Constant, Quantity, minus, over, plus, times
+from adora_vl.geometry.shapes import COLOURS, CORNERS, DISC, Circle, UnreadError, unwrapped
+from adora_vl.geometry.vectors import cross
+
+# A circle may reach over a side by this share of its radius, and still look as if it lay inside.
+_WITHIN = 0.9
+
+if TYPE_CHECKING:
+    from adora_vl.geometry.measures import Measures
+
+
+def is_region(term: Term) -> bool:
+    """Tell whether a term speaks of a region that only the colours of the picture show."""
+    return any(part.head in COLOURS for part in term.walk())
+
+
+def extent(measures: Measures, term: Term) -> Quantity:
+    """Return `AreaOf` or `PerimeterOf` a shape, a circle, a sector or a region."""
+    inner = term.arguments[0]
+    shape = unwrapped(inner)
+    if shape.head in DISC and not is_region(inner):
+        return measures.circular(term)
+    if shape.head == "Sector":
+        return _sector(measures, shape)
+    if inner.head in COLOURS:
+        return _coloured(measures, term, shape)
+    if shape.head == "Shape" and measures.drawing.circles:
+        return _rounded(measures, term, shape)
+    return measures.polygon(term.head, measures.drawing.shape(inner))
+
+
+def _sector(measures: Measures, term: Term) -> Quantity:
+    """Return the area of a sector: of the named one, else of the one with a marked angle."""
+    names = term.names
+    if len(names) == 3:
+        centres = [circle for circle in measures.drawing.circles if circle.centre in names]
+        if not centres:
+            raise UnreadError(f"{term} has no centre of a circle")
+        circle = centres[0]
+        ends = [name for name in names if name != circle.centre]
+        return _sector_of(measures, circle, measures.corner(ends[0], circle.centre, ends[1]))
+    circle = measures.drawing.circle()
+    return _sector_of(measures, circle, _marked_angle(measures, circle))
+
+
+def _sector_of(measures: Measures, circle: Circle, angle: Quantity) -> Quantity:
+    """Return the area of a sector of a circle with this angle at the centre, in degrees."""
+    radius = measures.radius(circle)
+    return times(over(angle, Constant(360.0)), Constant(math.pi), radius, radius)
+
+
+def _marked_angle(measures: Measures, circle: Circle) -> Quantity:
+    """Return the one angle at a centre whose size a fact gives.
+
+    It is over 180 degrees where the fact says so.
+    """
+    marked: dict[tuple[str, ...], float | None] = {}
+    for fact in measures.drawing.facts:
+        if (
+            fact.head != "Equals"
+            or len(fact.arguments) != 2
+            or fact.arguments[0].head != "MeasureOf"
+        ):
+            continue
+        names = fact.arguments[0].arguments[0].names
+        if len(names) == 3 and names[1] == circle.centre:
+            marked[tuple(names)] = number_of(fact.arguments[1].head)
+    if len(marked) != 1:
+        raise UnreadError("the form does not say which sector is meant")
+    (corners,) = marked
+    size = marked[corners]
+    angle = measures.corner(corners[0], corners[1], corners[2])
+    return minus(Constant(360.0), angle) if size is not None and size > 180 else angle
+
+
+def _rounded(measures: Measures, term: Term, shape: Term) -> Quantity:
+    """Return the area or perimeter of the shape of a drawing with a circle.
+
+    It is the marked sector, the disc, or a polygon with half discs on it.
+    """
+    drawing = measures.drawing
+    if shape.names == ["A"]:
+        try:
+            return _sector_of(measures, drawing.circle(), _marked_angle(measures, drawing.circle()))
+        except UnreadError:
+            pass
+    outline = drawing.outline()
+    if not outline:
+        return measures.of_circle(term.head, drawing.circle())
+    if term.head == "AreaOf":
+        halves = [_half_disc(measures, circle, outline) for circle in drawing.circles]
+        if all(half is not None for half in halves):
+            measures.assumed.append("the figure is the polygon with half circles on its sides")
+            return plus(
+                Area(corners=tuple(outline)), *(half for half in halves if half is not None)
+            )
+    raise UnreadError(f"the form does not say which region {term} is")
+
+
+def _half_disc(measures: Measures, circle: Circle, outline: Sequence[str]) -> Quantity | None:
+    """Return half of a disc over a side of an outline that is its diameter; None without one."""
+    for i in range(len(outline)):
+        side = {outline[i - 1], outline[i]}
+        if side <= set(circle.points) and measures.drawing.are_on_one_row((*side, circle.centre)):
+            radius = measures.radius(circle)
+            return times(Constant(math.pi / 2), radius, radius)
+    return None
+
+
+def _coloured(measures: Measures, term: Term, shape: Term) -> Quantity:
+    """Return the area of a coloured region, by what lies inside what.
+
+    `assumed` says which region was taken.
+    """
+    drawing = measures.drawing
+    if shape.head == "Shape" and any(fact.head == "Similar" for fact in drawing.terms):
+        return _similar_without_area(measures, term)
+    if term.head != "AreaOf":
+        raise UnreadError(f"the form does not say which region {term} is")
+    if not drawing.circles:
+        raise UnreadError(f"the form does not say which region {term} is")
+    return _between(measures, term)
+
+
+def _similar_without_area(measures: Measures, term: Term) -> Quantity:
+    """Return the one of two similar shapes whose area or perimeter no fact gives."""
+    first, second = measures.drawing.similar_pair()
+    measured = [
+        set(part.arguments[0].names)
+        for fact in measures.drawing.terms
+        if fact.head == "Equals"
+        for part in fact.walk()
+        if part.head == term.head and part.arguments
+    ]
+    unknown = [names for names in (first, second) if set(names) not in measured]
+    if len(unknown) != 1:
+        raise UnreadError(f"the form does not say which shape {term} is")
+    return measures.polygon(term.head, unknown[0])
+
+
+def _between(measures: Measures, term: Term) -> Quantity:
+    """Return the region between the outermost shape of a drawing and what lies inside it."""
+    drawing = measures.drawing
+    outline = _polygon_for_region(measures)
+    discs = drawing.circles
+    if len(discs) == 2 and discs[0].centre == discs[1].centre:
+        larger, smaller = sorted(discs, key=lambda circle: -(drawing.drawn_radius(circle) or 0.0))
+        measures.assumed.append("the region is the ring between the circles")
+        return minus(measures.of_circle("AreaOf", larger), measures.of_circle("AreaOf", smaller))
+    if not outline:
+        raise UnreadError(f"the form does not say which region {term} is")
+    polygon = Area(corners=tuple(outline))
+    name = "".join(outline)
+    on_circle = [circle for circle in discs if set(outline) <= set(circle.points)]
+    if len(discs) == 1 and on_circle:
+        _assume_region(measures, f"the region is the circle without {name}")
+        return minus(measures.of_circle("AreaOf", discs[0]), polygon)
+    if all(_is_within(measures, circle, outline) for circle in discs):
+        _assume_region(measures, f"the region is {name} without what is round inside it")
+        return minus(polygon, plus(*(measures.of_circle("AreaOf", circle) for circle in discs)))
+    raise UnreadError(f"the form does not say which region {term} is")
+
+
+def _assume_region(measures: Measures, words: str) -> None:
+    """Note what is assumed of a region, unless the question names the shapes that bound it.
+
+    A region that were one of them would be asked for by its name.
+    """
+    heads = {part.head for term in measures.drawing.asked for part in term.walk()}
+    names_shape = bool(heads & {*CORNERS, "Polygon", "Regular"})
+    if not names_shape:
+        measures.assumed.append(words)
+
+
+def _polygon_for_region(measures: Measures) -> list[str]:
+    """Return the polygon that bounds a region: the one that a fact names, else the outline."""
+    for term in measures.drawing.terms:
+        for part in term.walk():
+            if len(part.names) == CORNERS.get(part.head):
+                return measures.drawing.in_drawing_order(part.names)
+    return measures.drawing.outline()
+
+
+def _is_within(measures: Measures, circle: Circle, outline: Sequence[str]) -> bool:
+    """Tell whether a circle lies inside a polygon in the picture, up to a tenth of its radius."""
+    places = measures.drawing.places
+    radius = measures.drawing.drawn_radius(circle)
+    if radius is None or not set(outline) <= places.keys():
+        return False
+    around = 1 if measures.drawing.signed_area(outline) > 0 else -1
+    for i in range(len(outline)):
+        start = places[outline[i - 1]]
+        way = places[outline[i]] - start
+        if around * cross(way, places[circle.centre] - start) < _WITHIN * radius * abs(way):
+            return False
+    return True

@@ -1,0 +1,194 @@
+"""What sentences of circles say in logic form: chords, tangents, shapes inside and around."""
+
+from __future__ import annotations
+
+from adora_vl.geometry.draft import (
+    Draft,
+    SentenceError,
+    kind_of,
+    split_names,
+    term,
+)
+from adora_vl.geometry.forms import Term
+from adora_vl.geometry.shape_sentences import (
+    shape,
+    special_behind,
+)
+from adora_vl.geometry.text_sides import side_of
+
+
+def on_circle(draft: Draft, points: str, centre: str | None) -> None:
+    """Note that points lie on a circle."""
+    for point in split_names(points):
+        draft.on_circle(point, centre)
+
+
+def on_arc(draft: Draft, point: str, size: str | None, start: str, end: str) -> None:
+    """Note that a point lies on an arc between two others, of the longer or the shorter way round.
+
+    The angle that the ends have there tells the two ways apart: half the shorter arc from the
+    longer one, and what that lacks to 180 from the shorter one.
+    """
+    centre = next((name for name, points in draft.circles.items() if start in points), None)
+    for name in (start, end, point):
+        draft.on_circle(name, centre)
+    draft.line(start, point)
+    draft.line(point, end)
+    inscribed = term("MeasureOf", term("Angle", start, point, end))
+    half = term("HalfOf", term("MeasureOf", term("Minor", term("Arc", start, end))))
+    if size == "major":
+        draft.equal(inscribed, half)
+    else:
+        draft.equal(inscribed, term("Sub", Term(head="180"), half))
+
+
+def circle(draft: Draft, centre: str, points: str | None) -> None:
+    """Note a circle with its centre and points."""
+    draft.circle(centre)
+    on_circle(draft, points or "", centre)
+
+
+def circle_of_radius(draft: Draft, radius: str, centre: str) -> None:
+    """Note a circle by its radius and its centre."""
+    draft.equal(term("RadiusOf", draft.circle(centre)), side_of(draft, radius))
+
+
+def tangent(draft: Draft, start: str, end: str, centre: str | None, at: str | None) -> None:
+    """Note that a line touches a circle."""
+    circle = draft.circle(centre)
+    name = circle.names[0]
+    touching = at or next((point for point in (start, end) if point in draft.circles[name]), None)
+    if touching is None:
+        raise SentenceError(
+            "it does not say where the line touches the circle; add 'at' and the point"
+        )
+    draft.on_circle(touching, name)
+    if touching not in (start, end):
+        draft.on_line(touching, start, end)
+    draft.line(name, touching)
+    draft.facts.append(term("Tangent", draft.line(start, end), circle))
+
+
+def tangent_at(draft: Draft, start: str, end: str, at: str, centre: str | None) -> None:
+    """Note that a line touches a circle, with the point named first."""
+    tangent(draft, start=start, end=end, centre=centre, at=at)
+
+
+def two_tangents(
+    draft: Draft,
+    first: str,
+    second: str,
+    centre: str | None,
+    at: str | None,
+    behind: str | None = None,
+) -> None:
+    """Note that two lines touch a circle, at two points in the same order."""
+    points = split_names(at) if at else [None, None]
+    for line, point in zip((first, second), points, strict=True):
+        start, end = split_names(line)
+        circle = centre or behind
+        touching = point or free_end(draft, line, first if line == second else second, circle)
+        tangent(draft, start=start, end=end, centre=circle, at=touching)
+
+
+def free_end(draft: Draft, line: str, second_line: str, centre: str | None) -> str | None:
+    """Return the end of a tangent at which it touches; None where nothing says which.
+
+    It is the one on the circle, else the one that it does not share with the second tangent.
+    """
+    name = draft.circle(centre).names[0]
+    on_circle = [point for point in split_names(line) if point in draft.circles[name]]
+    free = [point for point in split_names(line) if point not in split_names(second_line)]
+    candidates = on_circle or (free if len(free) == 1 else [])
+    return candidates[0] if candidates else None
+
+
+def secant(draft: Draft, names: str, centre: str | None) -> None:
+    """Note that a line from outside meets a circle twice: `PAB secant` in A and B."""
+    outside, near, far = split_names(names)
+    draft.on_line(near, outside, far)
+    draft.on_circle(near, centre)
+    draft.on_circle(far, centre)
+
+
+def two_secants(draft: Draft, first: str, second: str, centre: str | None) -> None:
+    """Note two secants, each named by its three points."""
+    secant(draft, first, centre)
+    secant(draft, second, centre)
+
+
+def diameter(draft: Draft, start: str, end: str, centre: str | None) -> None:
+    """Note that a segment is a diameter of a circle."""
+    circle = draft.circle(centre)
+    name = circle.names[0]
+    draft.on_circle(start, name)
+    draft.on_circle(end, name)
+    draft.on_line(name, start, end)
+    draft.facts.append(term("IsDiameterOf", term("Line", start, end), circle))
+
+
+def chord(draft: Draft, start: str, end: str, centre: str | None) -> None:
+    """Note that a segment is a chord of a circle."""
+    draft.line(start, end)
+    draft.on_circle(start, centre)
+    draft.on_circle(end, centre)
+
+
+def chords(draft: Draft, first: str, second: str, centre: str | None) -> None:
+    """Note that two segments are chords of a circle."""
+    for line in (first, second):
+        start, end = split_names(line)
+        chord(draft, start=start, end=end, centre=centre)
+
+
+def chord_in_front(draft: Draft, start: str, end: str) -> None:
+    """Note a segment that is called a chord of the only circle."""
+    chord(draft, start=start, end=end, centre=None)
+
+
+def diameter_in_front(draft: Draft, start: str, end: str) -> None:
+    """Note a segment that is called a diameter of the only circle."""
+    diameter(draft, start=start, end=end, centre=None)
+
+
+def inscribed(
+    draft: Draft,
+    adjectives: str | None,
+    kind: str | None,
+    names: str,
+    centre: str | None,
+) -> None:
+    """Note that a polygon has its corners on a circle."""
+    if adjectives is not None:
+        special_behind(draft, names, adjectives, kind)
+    elif (kind or kind_of(names)) == "polygon":
+        draft.facts.append(draft.polygon("Polygon", split_names(names)))
+    else:
+        shape(draft, kind or kind_of(names), names)
+    on_circle(draft, names, centre)
+
+
+def circle_around(draft: Draft, centre: str, kind: str | None, names: str) -> None:
+    """Note that a circle goes through the corners of a polygon."""
+    draft.circle(centre)
+    inscribed(draft, adjectives=None, kind=kind, names=names, centre=centre)
+
+
+def circle_in(draft: Draft, centre: str, kind: str | None, names: str) -> None:
+    """Note that a circle touches all sides of a polygon, which may be of a kind that says more."""
+    polygon = draft.named_shape(kind or kind_of(names), names)
+    draft.facts.append(term("CircumscribedTo", polygon, draft.circle(centre)))
+
+
+def polygon_around(draft: Draft, kind: str | None, names: str, centre: str | None) -> None:
+    """Note a polygon whose sides all touch a circle."""
+    circle_in(draft, centre=draft.circle(centre).names[0], kind=kind, names=names)
+
+
+def inscribed_angle(draft: Draft, names: str, kind: str, centre: str | None) -> None:
+    """Note an angle with its corner on a circle or in its centre."""
+    corners = split_names(names)
+    if kind == "central":
+        draft.circle(corners[1])
+        corners = [corners[0], corners[2]]
+    on_circle(draft, "".join(corners), centre if kind == "inscribed" else split_names(names)[1])

@@ -1,0 +1,133 @@
+"""Levenberg and Marquardt's method: from a place downhill to where the residuals are least.
+
+No clock decides anything. Work is counted in evaluations of the equations.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from adora_vl.geometry.system import System, Vector
+
+_TRIALS = 7  # dampings that one step tries
+_SOFTER = 8.0  # a step that went downhill lets the next one be so much bolder
+_HARDER = 6.0  # and one that did not makes it so much more careful
+_LEAST_DAMPING = 1e-12
+_EXACT = 1e-13  # largest residual at which nothing is left to gain
+_PATIENCE = 15  # steps before slow progress ends the search
+
+
+class Budget:
+    """How many evaluations of equations are left."""
+
+    def __init__(self, evaluations: int) -> None:
+        self.remaining = evaluations
+
+    def take(self) -> bool:
+        """Tell whether one more may be done; it counts as done."""
+        self.remaining -= 1
+        return self.remaining >= 0
+
+
+@dataclass(frozen=True)
+class _Slope:
+    """What a search goes down in: some unknowns of a system, held near where they began.
+
+    The squares of the ways from `begin` count `weights` times beside those of the residuals.
+    """
+
+    system: System
+    begin: Vector
+    first: int
+    weights: Vector
+
+    def away(self, v: Vector) -> Vector:
+        """Return how far the unknowns of the search are from where they began."""
+        return (v - self.begin)[self.first :]
+
+    def height(self, v: Vector, residuals: Vector) -> float:
+        """Return the sum of squares that the search makes small."""
+        return float(residuals @ residuals + self.weights @ self.away(v) ** 2)
+
+
+@dataclass(frozen=True)
+class _Position:
+    """Where a search is: the unknowns, the residuals with their derivatives, and the next damping."""
+
+    v: Vector
+    residuals: Vector
+    jacobian: Vector
+    damping: float
+
+    @property
+    def largest(self) -> float:
+        """The largest residual; 0 where there is no equation."""
+        return float(np.abs(self.residuals).max()) if len(self.residuals) else 0.0
+
+
+def descend(
+    system: System, v: Vector, budget: Budget, *, steps: int, first: int, pull: float
+) -> tuple[Vector, float]:
+    """Go downhill from `v` in the unknowns from `first` on.
+
+    `pull` holds the points near where they began: the squares of their ways count so much beside the
+    residuals. The result are the unknowns, and the largest residual there.
+    """
+    weights = np.zeros(system.count)
+    weights[: system.first_unknown] = pull
+    slope = _Slope(system=system, begin=v, first=first, weights=weights[first:])
+    residuals, jacobian = system.residuals(v)
+    position = _Position(v=v, residuals=residuals, jacobian=jacobian, damping=1e-3)
+    for step in range(steps):
+        is_done = position.largest < _EXACT or not math.isfinite(position.largest)
+        if is_done or not budget.take():
+            break
+        following = _step(slope, position)
+        if following is None:
+            break
+        before = slope.height(position.v, position.residuals)
+        after = slope.height(following.v, following.residuals)
+        position = following
+        # A search that hardly gains while far from a solution is stuck beside one.
+        if before - after < 1e-9 * before and before > 1e-8 and step > _PATIENCE:
+            break
+        # A pulled search is only to bring the points near; the next one goes on.
+        if pull and before - after < 1e-3 * before:
+            break
+    return position.v, position.largest
+
+
+def _step(slope: _Slope, position: _Position) -> _Position | None:
+    """Return the position after one step downhill, as bold as one of the trials allows.
+
+    None where the place is flat, or no trial leads downhill.
+    """
+    first = slope.first
+    weights = slope.weights
+    slopes = np.nan_to_num(position.jacobian[:, first:])
+    normal = slopes.T @ slopes + np.diag(weights)
+    downhill = slopes.T @ position.residuals + weights * slope.away(position.v)
+    before = slope.height(position.v, position.residuals)
+    if np.abs(downhill).max() < 1e-15:
+        return None
+    diagonal = np.maximum(normal.diagonal(), 1e-12)
+    damping = position.damping
+    for _ in range(_TRIALS):
+        damped = normal + np.diag(damping * diagonal + 1e-15)
+        try:
+            change = np.linalg.solve(damped, downhill)
+        except np.linalg.LinAlgError:
+            damping *= _HARDER
+            continue
+        trial = position.v.copy()
+        trial[first:] -= change
+        residuals, jacobian = slope.system.residuals(trial)
+        after = slope.height(trial, residuals)
+        if math.isfinite(after) and after < before:
+            softer = max(damping / _SOFTER, _LEAST_DAMPING)
+            return _Position(v=trial, residuals=residuals, jacobian=jacobian, damping=softer)
+        damping *= _HARDER
+    return None

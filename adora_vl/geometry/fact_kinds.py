@@ -1,0 +1,98 @@
+"""What kind of fact a relation is, as far as it matters for whether a claim says something new.
+
+A value is arithmetic's to use. A line, a right angle or a circle is none: what they make of values
+has to be found out.
+"""
+
+from __future__ import annotations
+
+from adora_vl.geometry.quantities import (
+    Angle,
+    Combined,
+    Constant,
+    Distance,
+    Equal,
+    Parallel,
+    Perpendicular,
+    Quantity,
+    Relation,
+    Unknown,
+    atoms_of,
+)
+from adora_vl.geometry.sides import number_of_quantity
+
+
+def gives_value(relation: Relation) -> bool:
+    """Whether a fact says of one name which number it is."""
+    if not isinstance(relation, Equal):
+        return False
+    sides = (relation.left, relation.right)
+    has_number = any(number_of_quantity(side) is not None for side in sides)
+    return has_number and any(not isinstance(side, Combined) for side in sides)
+
+
+def joins_names(relation: Equal) -> bool:
+    """Whether a fact says that two names are equal: `AB = BC`, `angle 1 = angle ABC`."""
+    return not isinstance(relation.left, Combined) and not isinstance(relation.right, Combined)
+
+
+def gives_expression(relation: Relation) -> bool:
+    """Whether a fact says of one name which expression of letters it is: `AB = 2x + 1`.
+
+    What a letter's value makes of it is arithmetic on what is known.
+    """
+    if not isinstance(relation, Equal):
+        return False
+    sides = (relation.left, relation.right)
+    return any(
+        not isinstance(side, Combined | Unknown) and _has_letters_alone(partner)
+        for side, partner in (sides, sides[::-1])
+    )
+
+
+def _has_letters_alone(quantity: Quantity) -> bool:
+    """Whether a quantity is made of letters and numbers, with a letter among them."""
+    atoms = list(atoms_of(quantity))
+    has_letter = any(isinstance(atom, Unknown) for atom in atoms)
+    return has_letter and all(isinstance(atom, Unknown | Constant) for atom in atoms)
+
+
+def is_collinear(relation: Relation) -> bool:
+    """Whether a fact says that three points lie on one line."""
+    return isinstance(relation, Parallel) and bool(
+        {relation.a, relation.b} & {relation.c, relation.d}
+    )
+
+
+def names_angle(relation: Relation) -> bool:
+    """Whether a fact only says which angle a number in the picture stands for."""
+    if not isinstance(relation, Equal):
+        return False
+    sides = (relation.left, relation.right)
+    numbers = [side for side in sides if isinstance(side, Unknown)]
+    is_numbered = any(side.name.startswith("angle ") for side in numbers)
+    return is_numbered and any(isinstance(side, Angle) for side in sides)
+
+
+def is_radial(relation: Relation) -> bool:
+    """Whether a fact says that a point lies on a circle."""
+    if not isinstance(relation, Equal):
+        return False
+    sides = (relation.left, relation.right)
+    return any(is_radius(side) for side in sides) and any(
+        isinstance(side, Distance) for side in sides
+    )
+
+
+def is_radius(quantity: Quantity) -> bool:
+    """Whether a quantity is the radius of a circle."""
+    return isinstance(quantity, Unknown) and quantity.name.startswith("radius ")
+
+
+def is_direction(relation: Relation) -> bool:
+    """Whether it says that lines are parallel or perpendicular, also as an angle of 90 or 180."""
+    if not isinstance(relation, Equal):
+        return isinstance(relation, Parallel | Perpendicular)
+    sides = (relation.left, relation.right)
+    has_angle = any(isinstance(side, Angle) for side in sides)
+    return has_angle and any(number_of_quantity(side) in (90.0, 180.0) for side in sides)

@@ -1,0 +1,43 @@
+"""Which segment of a drawing is meant by a height."""
+
+from __future__ import annotations
+
+from adora_vl.geometry.drawing import Drawing
+from adora_vl.geometry.forms import Term
+
+
+def drawn_height(drawing: Drawing) -> tuple[str, str] | None:
+    """Return a segment that stands perpendicular on the inside of a line; None without one.
+
+    No line goes on behind its top.
+    """
+    for fact in drawing.facts:
+        if fact.head != "Perpendicular" or len(fact.arguments) != 2:
+            continue
+        if not all(len(line.names) == 2 for line in fact.arguments):
+            continue
+        shared = set(fact.arguments[0].names) & set(fact.arguments[1].names)
+        if len(shared) != 1:
+            continue
+        foot = next(iter(shared))
+        for base, upright in (fact.arguments, fact.arguments[::-1]):
+            if _is_inside(drawing, foot, base) and not _is_inside(drawing, foot, upright):
+                return drawing.segment(upright)
+    return None
+
+
+def _is_inside(drawing: Drawing, point: str, line: Term) -> bool:
+    """Tell whether a point lies on a line of the drawing and is none of its ends."""
+    return any(point in row[1:-1] and set(line.names) <= set(row) for row in drawing.lines)
+
+
+def called_height(drawing: Drawing) -> tuple[str, str] | None:
+    """Return the segment that a fact calls the height of a shape; None without one."""
+    for term in drawing.terms:
+        if not term.is_equation:
+            continue
+        for line, height in (term.arguments, term.arguments[::-1]):
+            is_height = height.head in ("AltitudeOf", "HeightOf")
+            if is_height and line.head == "Line" and len(line.names) == 2:
+                return drawing.segment(line)
+    return None

@@ -1,0 +1,373 @@
+"""The verdicts on the claims of one text, in their order: a claim is new only once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from adora_vl.geometry.checked import Checked, ClaimVerdict
+from adora_vl.geometry.claims import Claim
+from adora_vl.geometry.fact_kinds import (
+    is_collinear,
+    is_direction,
+    is_radial,
+    is_radius,
+    names_angle,
+)
+from adora_vl.geometry.quantities import (
+    Distance,
+    Equal,
+    LineDistance,
+    Parallel,
+    Perpendicular,
+    Quantity,
+    Relation,
+    Unknown,
+    atoms_of,
+    constant_of,
+    plus,
+)
+from adora_vl.geometry.signature import relation_signature, signature
+from adora_vl.geometry.spans import are_in_span, is_in_span, is_parallel_to_any, outside
+from adora_vl.geometry.system import System, Vector
+
+if TYPE_CHECKING:
+    from adora_vl.geometry.check import CheckedFigure
+
+_FREE = 1e-4  # share of a claim's gradient along which the facts may let it move
+_FLAT = 1e-9  # length of a gradient, after scaling, that counts as none
+_EXACT = 1e-3  # share by which a value may be off that has no decimals
+_ROUNDED = 0.006  # share by which one may be off that has some, which were rounded on the way
+# How far the figure may be from one in which a claim holds, along the claim's gradient, and along
+# what of it is new; in the scaled unknowns, of which a figure's size is about 1. Of claims that
+# people marked as true the rounded ones are up to 0.003 off. Without these bounds a large number on
+# both sides, or a small factor, would make any claim true.
+_FAR = 0.01
+_FAR_NEW = 0.02
+_DIRECTION = 2e-3  # sine by which lines may be off
+_WORLD_STEPS = 12  # of Newton's method, for a figure in which false claims hold
+_IN_WORLD = 1e-6
+
+
+class Judgement:
+    """The claims of one text on a figure, judged one after the other.
+
+    A claim has a row for each of its equations: its gradient over all unknowns of the figure, which
+    says in which direction the figure would have to move for the claim to change. Rows are scaled
+    like the unknowns and of length 1, or 0 for an identity. What is known by now is a list of rows;
+    a true claim whose rows lie in their span says nothing new, for where they hold it holds too, as
+    far as a small movement of the figure shows.
+
+    `known_rows` are those of given values and expressions, `true_rows` these and those of new claims
+    so far, `false_rows` those of errors so far. `direction_rows` say that lines are parallel or
+    perpendicular, `line_rows` that points lie on a line, and `radial_rows` that they lie on a circle.
+    `arithmetic_rows` are of another kind: how equations change with their names, each of which
+    counts as independent there.
+    """
+
+    def __init__(self, figure: CheckedFigure, claims: Sequence[Claim]) -> None:
+        """Compile the claims together with the facts, and measure both in the figure once."""
+        self.figure = figure
+        self.claims = claims
+        relations = [relation for claim in claims for way in claim.ways for relation in way]
+        # Facts that lines are parallel or perpendicular are no values: the theorem of Pythagoras
+        # needs one, and is a step all the same. So they count only for claims of their own kind.
+        self.directions = [
+            relation
+            for relation in figure.reading.relations
+            if isinstance(relation, Parallel | Perpendicular)
+        ]
+        relations += [*figure.known, *figure.plain_equations, *self.directions]
+        base = figure.system
+        # The goal only makes the system know all letters, in the order of the figure's own one.
+        names = [Unknown(name) for name in base.unknowns]
+        self.system = System(
+            points=base.points,
+            relations=list(dict.fromkeys(relations)),
+            goal=plus(*names) if names else None,
+            size=base.size,
+        )
+        assert self.system.count == base.count, "claims have no unknowns of their own"
+        self.measured = self._measured(figure.v)
+        self.atom_values, _ = self.system.atoms(figure.v, slopes=False)
+        self.direction_rows = [row for fact in self.directions for row in self.rows(fact)]
+        # Angles at a straight line, also by the numbers that stand for them.
+        lines = [fact for fact in self.directions if is_collinear(fact)]
+        names_of_angles = [fact for fact in figure.known if names_angle(fact)]
+        self.line_rows = [row for fact in [*lines, *names_of_angles] for row in self.rows(fact)]
+        self.said_rows: list[Vector] = []  # of new claims that lines are parallel or perpendicular
+        # That points lie on a circle is no value either, but for distances (`_is_of_lengths`).
+        radial = [fact for fact in figure.known if is_radial(fact)]
+        self.radial_rows = [row for fact in radial for row in self.rows(fact)]
+        self.known_rows = [
+            row for fact in figure.known if fact not in radial for row in self.rows(fact)
+        ]
+        self.true_rows = list(self.known_rows)
+        names_of_atoms = dict.fromkeys(signature(atom) for atom in self.system.row)
+        self.columns = {name: number for number, name in enumerate(names_of_atoms)}
+        self.arithmetic_rows = [self._partials(fact) for fact in figure.plain_equations]
+        self.false_rows: list[Vector] = []
+        self.true_relations: list[Relation] = list(figure.known)
+        self.false_ways: list[Sequence[Relation]] = []
+        self.worlds: list[Vector] | None = None  # found where they are needed
+        self.said: set[str] = set()
+
+    def results(self) -> list[Checked]:
+        """All claims with their verdicts."""
+        return [self._result(claim) for claim in self.claims]
+
+    # Measures
+
+    def _measured(self, v: Vector) -> dict[Relation, list[tuple[float, Vector]]]:
+        """Map each relation to its residuals at `v`, each with its gradient."""
+        residuals, jacobian = self.system.residuals(v)
+        rows: dict[Relation, list[tuple[float, Vector]]] = {}
+        for number, relation in enumerate(self.system.residual_relations):
+            rows.setdefault(relation, []).append((float(residuals[number]), jacobian[number]))
+        return rows
+
+    def rows(self, relation: Relation) -> list[Vector]:
+        """The gradients of a relation, each scaled like the unknowns and of length 1 or 0."""
+        return [self._unit_row(gradient) for _, gradient in self.measured[relation]]
+
+    def _unit_row(self, gradient: Vector) -> Vector:
+        """A gradient, scaled like the unknowns and of length 1, or 0 where it is flat."""
+        scaled = np.nan_to_num(gradient) * self.figure.scales
+        length = float(np.linalg.norm(scaled))
+        return scaled / length if length > _FLAT else np.zeros_like(scaled)
+
+    def _is_determined(self, rows: Iterable[Vector]) -> bool:
+        """Whether the facts say whether the claim holds, and do not leave it free."""
+        return all(
+            not len(self.figure.free) or float(np.linalg.norm(self.figure.free @ row)) <= _FREE
+            for row in rows
+        )
+
+    def _holds(self, relation: Relation, decimals: int | None, v: Vector) -> bool:
+        """Whether a relation holds in the figure at `v`, up to rounding."""
+        is_world = v is not self.figure.v
+        if not isinstance(relation, Equal):
+            measured = self._measured(v) if is_world else self.measured
+            return all(abs(residual) <= _DIRECTION for residual, _ in measured[relation])
+        values = self.system.atoms(v, slopes=False)[0] if is_world else self.atom_values
+        left_value, _ = self.system.evaluated(relation.left, values, None)
+        right_value, _ = self.system.evaluated(relation.right, values, None)
+        return is_equal(left_value, right_value, decimals)
+
+    def _distance(self, relation: Relation) -> float:
+        """How far the figure is from one in which a relation holds, along its gradient."""
+        distances = [0.0]
+        for residual, gradient in self.measured[relation]:
+            length = float(np.linalg.norm(np.nan_to_num(gradient) * self.figure.scales))
+            if length > _FLAT:
+                distances.append(abs(residual) / length)
+        return max(distances)
+
+    # Verdicts
+
+    def _result(self, claim: Claim) -> Checked:
+        if not claim.ways:
+            return Checked(claim=claim, verdict="unread")
+        ways = [way for way in claim.ways if way]
+        states = [self._state(way, claim.decimals) for way in ways]
+        if "true" in states:
+            way = ways[states.index("true")]
+            verdict = self._of_true(way)
+        elif "open" in states:
+            verdict = "open"
+        else:
+            verdict = self._of_false(claim, ways[0])
+        return Checked(claim=claim, verdict=verdict, is_answer=self.figure.says_answer(claim))
+
+    def _state(self, way: Sequence[Relation], decimals: int | None) -> str:
+        """Whether relations are true, false or open."""
+        holds = True
+        for relation in way:
+            if not self._is_determined(self.rows(relation)):
+                return "open"
+            is_near = self._distance(relation) <= _FAR
+            holds = holds and is_near and self._holds(relation, decimals, self.figure.v)
+        return "true" if holds else "false"
+
+    def _of_true(self, way: Sequence[Relation]) -> ClaimVerdict:
+        """What kind of truth a claim is; a new one is known from then on.
+
+        The order of the questions matters: what stands in the facts is `given` also where it was
+        said before, and what was said before is `again` also where it has become arithmetic.
+        """
+        names = _names_of(way)
+        if all(relation_signature(relation) in self.figure.facts for relation in way):
+            return "given"
+        rows = [row for relation in way for row in self.rows(relation)]
+        says_direction = all(is_direction(relation) for relation in way)
+        if says_direction and are_in_span(rows, self.direction_rows):
+            return "given"  # the same lines by other names, or a right angle that is marked
+        if are_in_span(rows, self.line_rows):
+            return "nothing"  # angles at a straight line, which nobody has to find out
+        if names in self.said:
+            return "again"
+        if says_direction and are_in_span(rows, [*self.direction_rows, *self.said_rows]):
+            return "again"
+        radial_rows = self.radial_rows if self._is_of_lengths(way) else []
+        if are_in_span(rows, [*self.known_rows, *radial_rows]) or self._is_arithmetic(way):
+            return "nothing"
+        if all(is_parallel_to_any(row, self.true_rows) for row in rows if row.any()):
+            return "again"
+        span = [*self.true_rows, *radial_rows]
+        if are_in_span(rows, span):
+            return "nothing"
+        novelty = max(outside(row, span) for row in rows)
+        if max(self._distance(relation) for relation in way) > _FAR_NEW * novelty:
+            return "nothing"  # what is new in it is smaller than its rounding
+        self.said.add(names)
+        if says_direction:
+            self.said_rows += rows
+        self.true_rows += [row for row in rows if row.any()]
+        self.true_relations += way
+        self.arithmetic_rows += [
+            self._partials(relation) for relation in way if isinstance(relation, Equal)
+        ]
+        self.worlds = None
+        return "new"
+
+    def _is_of_lengths(self, way: Sequence[Relation]) -> bool:
+        """Whether a claim is about lengths alone, apart from what is known.
+
+        That points lie on a circle makes distances from its centre known. That a quadrilateral's
+        angles are supplementary follows from it too, but has to be found out. A name that cancels
+        out (`OA + x = 5 + x`) or that is known does not count.
+        """
+        return all(
+            isinstance(atom, Distance | LineDistance) or is_radius(atom)
+            for relation in way
+            if isinstance(relation, Equal)
+            for atom in self._moving_atoms(relation)
+        )
+
+    def _moving_atoms(self, relation: Equal) -> Iterator[Quantity]:
+        """The names in an equation that matter for it, and that are not known themselves."""
+        _, gradient = self.system.atoms(self.figure.v, slopes=True)
+        assert gradient is not None, "slopes were asked for"
+        partials = self._partials(relation)
+        for atom, number in self.system.row.items():
+            if abs(partials[self.columns[signature(atom)]]) > _FLAT:
+                row = self._unit_row(gradient[number])
+                if not is_in_span(row, self.known_rows):
+                    yield atom
+
+    def _partials(self, relation: Equal) -> Vector:
+        """How the difference of the sides changes with each name, of length 1 or 0; (names,).
+
+        The names count as independent of each other here, as in arithmetic that knows nothing of
+        the figure. `AB` and `BA` are one name.
+        """
+        partials = np.zeros(len(self.columns))
+        slopes = np.zeros((len(self.system.row), self.system.count))
+        for side, sign in ((relation.left, 1.0), (relation.right, -1.0)):
+            for atom in dict.fromkeys(atoms_of(side)):
+                if constant_of(atom) is not None:
+                    continue
+                number = self.system.row[atom]
+                slopes[number, 0] = 1.0
+                _, change = self.system.evaluated(side, self.atom_values, slopes)
+                slope = float(np.nan_to_num(change[0]))
+                slopes[number, 0] = 0.0
+                partials[self.columns[signature(atom)]] += sign * slope
+        length = float(np.linalg.norm(partials))
+        return partials / length if length > _FLAT else np.zeros_like(partials)
+
+    def _is_arithmetic(self, way: Sequence[Relation]) -> bool:
+        """Whether a claim follows by arithmetic from given values, equal names and earlier claims.
+
+        `BC = 13` does where `AB = BC` and `AB = 13` are given.
+        """
+        return all(
+            isinstance(relation, Equal)
+            and is_in_span(self._partials(relation), self.arithmetic_rows)
+            for relation in way
+        )
+
+    def _of_false(self, claim: Claim, way: Sequence[Relation]) -> ClaimVerdict:
+        """Whether a false claim is an error of its own, or follows from an earlier one.
+
+        A slip at the beginning makes every later number wrong. It counts once, so that a long
+        working with one slip is worth more than as many guesses.
+        """
+        names = _names_of(way)
+        if names in self.said:
+            return "follows"
+        self.said.add(names)
+        rows = [row for relation in way for row in self.rows(relation) if row.any()]
+        if self.false_rows and rows and self._follows(claim, way, rows):
+            return "follows"
+        self.false_rows += rows
+        self.false_ways.append(way)
+        self.worlds = None
+        return "false"
+
+    def _follows(self, claim: Claim, way: Sequence[Relation], rows: Sequence[Vector]) -> bool:
+        """Whether false relations hold where the earlier false claims of the text do.
+
+        They have to be bound by these and by what is true. Other values for the same name, guessed
+        one by one, hold in no figure in which the first of them does.
+        """
+        span = [*self.true_rows, *self.false_rows]
+        if not all(is_in_span(row, span) for row in rows):
+            return False
+        if self.worlds is None:
+            self.worlds = list(self._worlds())
+        return any(
+            all(self._holds(relation, claim.decimals, world) for relation in way)
+            for world in self.worlds
+        )
+
+    def _worlds(self) -> Iterator[Vector]:
+        """Figures near by in which false claims hold, where Newton's method finds them.
+
+        In the first one hold all of them beside what is true; a false claim may contradict that, so
+        that in the second hold all of them alone, and in the third the last one alone.
+        """
+        errors = [relation for way in self.false_ways for relation in way]
+        for relations in ([*self.true_relations, *errors], errors, list(self.false_ways[-1])):
+            world = self._moved_to(relations)
+            if world is not None:
+                yield world
+
+    def _moved_to(self, relations: Sequence[Relation]) -> Vector | None:
+        """The figure, moved as little as it takes for the relations to hold; None for none."""
+        v = self.figure.v.copy()
+        for _ in range(_WORLD_STEPS):
+            measured = self._measured(v)
+            pairs = [pair for relation in relations for pair in measured[relation]]
+            residuals = np.array([residual for residual, _ in pairs])
+            jacobian = np.array([gradient for _, gradient in pairs]) * self.figure.scales
+            if not np.isfinite(residuals).all() or not np.isfinite(jacobian).all():
+                return None
+            if float(np.abs(residuals).max()) < _IN_WORLD:
+                return v
+            step, *_ = np.linalg.lstsq(jacobian, residuals, rcond=1e-7)
+            v = v - step * self.figure.scales
+        return None
+
+
+def is_equal(left_value: float, right_value: float, decimals: int | None) -> bool:
+    """Whether two values are equal up to rounding.
+
+    Half a unit of the last digit as written, or 0.6 % where decimals are written, since values are
+    rounded on the way; 0.1 % else.
+    """
+    if not math.isfinite(left_value) or not math.isfinite(right_value):
+        return False
+    size = max(abs(left_value), abs(right_value))
+    tolerance = _EXACT * size
+    if decimals is not None:
+        tolerance = max(0.55 * 10.0**-decimals, _ROUNDED * size)
+    return abs(left_value - right_value) <= max(tolerance, 1e-6)
+
+
+def _names_of(way: Sequence[Relation]) -> str:
+    """A text that is the same for claims that are the same by their form."""
+    return " and ".join(sorted(relation_signature(relation) for relation in way))

@@ -1,0 +1,261 @@
+"""What sentences of polygons and of the lines of triangles say in logic form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from adora_vl.geometry.draft import (
+    Draft,
+    SentenceError,
+    SpecialTriangle,
+    kind_of,
+    split_names,
+    term,
+)
+from adora_vl.geometry.line_sentences import (
+    bisects_angle,
+    meet,
+    right_angle,
+    right_corner,
+)
+from adora_vl.geometry.shapes import CORNERS
+
+
+def shape(draft: Draft, kind: str, names: str) -> None:
+    """Note a shape with all its corners named, such as `rectangle ABCD`."""
+    draft.named_shape(kind, names)
+
+
+def shape_behind(draft: Draft, names: str, kind: str) -> None:
+    """Note a shape named before its kind: `ABCD is a rectangle`."""
+    draft.named_shape(kind, names)
+
+
+def special(draft: Draft, adjectives: str, kind: str, names: str) -> None:
+    """Note a shape of a special kind, such as `regular hexagon ABCDEF`.
+
+    Which parts of a triangle are equal or right may be told by another sentence.
+    """
+    corners = split_names(names)
+    head = "Polygon" if kind == "polygon" else kind.capitalize()
+    count = CORNERS.get(head, len(corners))
+    if len(corners) != count or len(set(corners)) != len(corners):
+        raise SentenceError(f"a {kind} has {count} corners, and {names} names {len(set(corners))}")
+    polygon = draft.polygon(head, corners)
+    words = adjectives.split()
+    if "cyclic" in words:
+        words.remove("cyclic")
+        centre = draft.free_name()
+        for corner in corners:
+            draft.on_circle(corner, centre)
+    vague = frozenset(words) & {"isosceles", "right"} if head == "Triangle" else frozenset()
+    if vague:
+        special = SpecialTriangle(
+            corners=tuple(corners),
+            adjectives=vague,
+            line=draft.line_number,
+            sentence=draft.sentence,
+        )
+        draft.special.append(special)
+    for word in words:
+        if word not in vague:
+            draft.facts.append(term(word.capitalize(), polygon))
+    if not words:
+        draft.facts.append(polygon)
+
+
+def special_behind(draft: Draft, names: str, adjectives: str, kind: str | None) -> None:
+    """Note a shape named before its special kind: `ABC is an equilateral triangle`."""
+    special(draft, adjectives=adjectives, kind=kind or kind_of(names), names=names)
+
+
+def right_at(draft: Draft, names: str, corner: str) -> None:
+    """Note that a triangle has its right angle at a corner: `triangle ABC is right-angled at B`."""
+    draft.named_shape(kind_of(names), names)
+    right_corner(draft, corner)
+
+
+def base(draft: Draft, start: str, end: str) -> None:
+    """Note which side of an isosceles triangle is no leg; the two others are equal."""
+    for special in draft.special:
+        if {start, end} <= set(special.corners) and "isosceles" in special.adjectives:
+            apex = next(name for name in special.corners if name not in (start, end))
+            equal_legs(draft, apex, special.corners)
+            return
+    draft.line(start, end)
+
+
+def apex(draft: Draft, corner: str) -> None:
+    """Note the corner of an isosceles triangle between its equal sides."""
+    for special in draft.special:
+        if corner in special.corners and "isosceles" in special.adjectives:
+            equal_legs(draft, corner, special.corners)
+            return
+    raise SentenceError(f"it does not say of which isosceles triangle {corner} is the vertex")
+
+
+def equal_legs(draft: Draft, apex: str, corners: Sequence[str]) -> None:
+    """Note that the two sides of a triangle at its apex are equal."""
+    ends = [name for name in corners if name != apex]
+    legs = [term("LengthOf", draft.line(apex, end)) for end in ends]
+    draft.equal(legs[0], legs[1])
+
+
+def diagonal(
+    draft: Draft, start: str, end: str, kind: str | None = None, names: str | None = None
+) -> None:
+    """Note that a segment joins two corners of a shape, which may be of a kind that says more."""
+    if names is not None:
+        draft.named_shape(kind or kind_of(names), names)
+    draft.line(start, end)
+
+
+def hypotenuse(draft: Draft, start: str, end: str, triangle: str | None = None) -> None:
+    """Note the side of a right triangle opposite its right angle."""
+    if triangle is not None:
+        draft.named_shape("triangle", triangle)
+    shapes = [shape.names for shape in draft.polygons if len(shape.names) == 3]
+    for names in reversed(shapes):
+        if {start, end} <= set(names):
+            corner = next(name for name in names if name not in (start, end))
+            right_angle(draft, f"{start}{corner}{end}")
+            return
+    raise SentenceError(f"it does not say of which triangle {start}{end} is the hypotenuse")
+
+
+def alike(draft: Draft, kind: str | None, first: str, relation: str, second: str) -> None:
+    """Note that two shapes are similar or congruent."""
+    names = split_names(first)
+    partners = split_names(second)
+    if len(names) != len(partners):
+        raise SentenceError(f"{first} and {second} have not as many corners")
+    head = kind_of(first).capitalize()
+    shapes = (draft.polygon(head, names), draft.polygon(head, partners))
+    draft.facts.append(term(relation.capitalize(), *shapes))
+
+
+def both_alike(draft: Draft, first: str, second: str, relation: str) -> None:
+    """Note two shapes named before their relation: `ABC and DEF are similar`."""
+    alike(draft, kind=None, first=first, relation=relation, second=second)
+
+
+_CENTRES = {
+    "centroid": "IsCentroidOf",
+    "incenter": "IsIncenterOf",
+    "orthocenter": "IsOrthocenterOf",
+}
+
+
+def line_of_triangle(draft: Draft, start: str, end: str, role: str, names: str) -> None:
+    """Note a median or an altitude of a triangle, with its foot on the opposite side."""
+    corners = split_names(names)
+    if len(corners) == 4:
+        line_of_trapezoid(draft, start, end, role, names)
+        return
+    if len(corners) != 3 or len({start, end} & set(corners)) != 1:
+        raise SentenceError(
+            f"{start}{end} does not go from a corner of {names} to a point of the opposite side"
+        )
+    foot = end if start in corners else start
+    base = [name for name in corners if name not in (start, end)]
+    draft.on_line(foot, base[0], base[1])
+    head = "IsMedianOf" if role == "median" else "IsAltitudeOf"
+    draft.facts.append(term(head, draft.line(start, end), draft.polygon("Triangle", corners)))
+
+
+def line_of_trapezoid(draft: Draft, start: str, end: str, role: str, names: str) -> None:
+    """Note the median of a trapezoid, its midsegment; refuse an altitude."""
+    if role != "median":
+        raise SentenceError(f"write on which side {end} lies, and that {start}{end} stands on it")
+    midsegment(draft, start=start, end=end, kind="trapezoid", names=names)
+
+
+def line_to_side(draft: Draft, start: str, end: str, role: str, side: str) -> None:
+    """Note a median or an altitude to a side: `AD altitude to BC`."""
+    ends = split_names(side)
+    top = start if end in ends or start not in ends else end
+    foot = end if top == start else start
+    names = [top, *ends]
+    if foot in ends:
+        # A leg of a right triangle is an altitude as well.
+        right_angle(draft, f"{top}{foot}{next(name for name in ends if name != foot)}")
+        return
+    line_of_triangle(draft, start=start, end=end, role=role, names="".join(names))
+
+
+def from_corner(draft: Draft, role: str, corner: str, side: str, foot: str) -> None:
+    """Note a line of a triangle: `the altitude from A meets BC at D`."""
+    ends = split_names(side)
+    if "bisector" in role:
+        draft.on_line(foot, ends[0], ends[1])
+        middle = split_names(corner)[len(split_names(corner)) // 2]
+        bisects_angle(draft, middle, foot, f"{ends[0]}{middle}{ends[1]}")
+        return
+    names = f"{corner}{side}"
+    line_of_triangle(draft, start=corner, end=foot, role=role, names=names)
+
+
+def two_roles_meet(
+    draft: Draft, role: str, a: str, b: str, c: str, d: str, triangle: str | None, at: str
+) -> None:
+    """Note that two medians, altitudes or bisectors of one triangle meet in a point."""
+    for start, end in ((a, b), (c, d)):
+        names = triangle or "".join(draft.triangle_with(start))
+        if role.endswith("bisectors"):
+            bisector(draft, start, end, names)
+        else:
+            line_of_triangle(draft, start=start, end=end, role=role[:-1], names=names)
+    meet(draft, a, b, c, d, at)
+
+
+def bisector(draft: Draft, start: str, end: str, names: str) -> None:
+    """Note the bisector of an angle, or of the corner of a triangle where it begins."""
+    corners = split_names(names)
+    ends = {start, end} & set(corners)
+    if len(corners) == 3 and corners[1] not in (start, end) and len(ends) == 1:
+        corner = ends.pop()
+        sides = [name for name in corners if name != corner]
+        names = f"{sides[0]}{corner}{sides[1]}"
+        draft.polygon("Triangle", corners)
+        foot = end if start == corner else start
+        draft.on_line(foot, sides[0], sides[1])
+    bisects_angle(draft, start, end, names)
+
+
+def midsegment(
+    draft: Draft, start: str, end: str, kind: str | None = None, names: str | None = None
+) -> None:
+    """Note that a segment joins the middles of two sides, or of a trapezoid's legs."""
+    corners = split_names(names) if names is not None else draft.last_polygon(kind).names
+    if len(corners) not in (3, 4):
+        raise SentenceError("a midsegment is of a triangle or of a trapezoid; name it")
+    head = "Triangle" if len(corners) == 3 else "Trapezoid"
+    polygon = draft.polygon(head, corners)
+    if head == "Trapezoid":
+        draft.facts.append(polygon)
+    draft.facts.append(term("IsMidsegmentOf", draft.line(start, end), polygon))
+
+
+def midsegment_parallel(draft: Draft, start: str, end: str, names: str, base: str) -> None:
+    """Note a midsegment by the side of the triangle that it is parallel to."""
+    corners = split_names(names)
+    ends = split_names(base)
+    tops = [name for name in corners if name not in ends]
+    if len(tops) != 1 or len(corners) != 3:
+        raise SentenceError(f"{base} is no side of {names}")
+    for point, corner in ((start, ends[0]), (end, ends[1])):
+        draft.on_line(point, tops[0], corner)
+    midsegment(draft, start=start, end=end, kind="triangle", names=names)
+
+
+def centre_of_triangle(draft: Draft, point: str, centre: str, names: str) -> None:
+    """Note the centroid, incenter, orthocenter or circumcenter of a triangle."""
+    corners = split_names(names)
+    polygon = draft.polygon("Triangle", corners)
+    if centre == "circumcenter":
+        for corner in corners:
+            draft.on_circle(corner, point)
+        return
+    for corner in corners:
+        draft.line(corner, point)
+    draft.facts.append(term(_CENTRES[centre], term("Point", point), polygon))

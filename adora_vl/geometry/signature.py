@@ -1,0 +1,80 @@
+"""Names of quantities and relations that are the same however a text writes them.
+
+With them it is found out whether a claim stands in the facts, or has been said before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from adora_vl.geometry.quantities import (
+    Angle,
+    Between,
+    Combined,
+    Constant,
+    Distance,
+    Equal,
+    Mean,
+    Parallel,
+    Perpendicular,
+    Quantity,
+    Relation,
+    Unknown,
+    over,
+)
+from adora_vl.geometry.sides import number_of_quantity
+
+
+def without_means(relations: Iterable[Relation]) -> Iterator[Relation]:
+    """The relations, with a midpoint as two equal lengths.
+
+    How far a point is from the middle turns with the figure, so that its gradient is not that of
+    the claim where the claim is false.
+    """
+    for relation in relations:
+        if not isinstance(relation, Mean) or len(relation.points) != 2:
+            yield relation
+            continue
+        start, end = relation.points
+        half = over(Distance(start=start, end=end), Constant(2.0))
+        for name in (start, end):
+            way = Distance(start=relation.point, end=name)
+            yield Equal(left=way, right=half, unit="length")
+
+
+def signature(quantity: Quantity) -> str:
+    """A text that is the same for quantities that are the same by their form.
+
+    `AB` and `BA`, angles ABC and CBA, sums and products in any order are the same.
+    """
+    value = number_of_quantity(quantity)
+    if value is not None:
+        return f"{value:.9g}"
+    if isinstance(quantity, Unknown):
+        return quantity.name
+    if isinstance(quantity, Distance):
+        return "".join(["|", *sorted((quantity.start, quantity.end)), "|"])
+    if isinstance(quantity, Angle):
+        first, last = sorted((quantity.first, quantity.last))
+        return f"<{first}{quantity.corner}{last}"
+    if isinstance(quantity, Combined):
+        parts = [signature(part) for part in quantity.parts]
+        if quantity.function in ("+", "*"):
+            parts.sort()
+        return f"({f' {quantity.function} '.join(parts)}:{quantity.function})"
+    return repr(quantity)
+
+
+def relation_signature(relation: Relation) -> str:
+    """A text that is the same for relations that are the same by their form."""
+    if isinstance(relation, Equal):
+        return " = ".join(sorted((signature(relation.left), signature(relation.right))))
+    if isinstance(relation, Parallel | Perpendicular):
+        lines = sorted(
+            ("".join(sorted((relation.a, relation.b))), "".join(sorted((relation.c, relation.d))))
+        )
+        return f"{type(relation).__name__} {' '.join(lines)}"
+    if isinstance(relation, Between):
+        ends = sorted((relation.start, relation.end))
+        return f"{relation.point} between {' '.join(ends)}"
+    return f"{relation.point} mean of {' '.join(sorted(relation.points))}"

@@ -1,0 +1,39 @@
+"""Whether gradients are sums of multiples of other ones.
+
+A gradient in the span of others says nothing that these do not say, for a small movement of the
+figure. Rows are of length 1 or 0, so that shares of them can be compared with one bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from adora_vl.geometry.system import Vector
+
+IN_SPAN = 1e-5  # share of a gradient that may lie outside of a span
+
+
+def is_parallel_to_any(row: Vector, rows: Sequence[Vector]) -> bool:
+    """Whether one of the rows, all of length 1, has the same direction or the opposite one."""
+    return any(abs(float(row @ candidate)) > 1 - IN_SPAN**2 for candidate in rows)
+
+
+def are_in_span(rows: Sequence[Vector], span: Sequence[Vector]) -> bool:
+    """Whether each row, of length 1 or 0, is a sum of multiples of the known ones."""
+    return all(is_in_span(row, span) for row in rows)
+
+
+def is_in_span(row: Vector, rows: Sequence[Vector]) -> bool:
+    """Whether a row of length 1 or 0 is a sum of multiples of the rows."""
+    return not row.any() or outside(row, rows) < IN_SPAN
+
+
+def outside(row: Vector, rows: Sequence[Vector]) -> float:
+    """The length of the part of a row that is no sum of multiples of the rows, by least squares."""
+    if not rows:
+        return float(np.linalg.norm(row))
+    matrix = np.stack(rows, axis=1)
+    shares, *_ = np.linalg.lstsq(matrix, row, rcond=1e-9)
+    return float(np.linalg.norm(matrix @ shares - row))

@@ -1,0 +1,84 @@
+"""What `setup/check_gpu_pins.py` calls agreement, by small resolutions; it asks no index here."""
+
+import pytest
+
+from tests.support.examples import loaded
+from tests.support.paths import REPOSITORY
+
+check = loaded(REPOSITORY / "setup" / "check_gpu_pins.py")
+PINNED = check.pins(check.CONSTRAINTS.read_text())
+
+
+def report(**needs: list[str]) -> dict[str, object]:
+    """A report of pip's with every pin, and what some of the packages need."""
+    packages = {**PINNED, "cuda-toolkit": "13.0.3"}
+    requires = {"torch": ["cuda-toolkit==13.0.3; platform_system == 'Linux'"], **needs}
+    items = [
+        {
+            "metadata": {
+                "name": name,
+                "version": version,
+                "requires_dist": requires.get(name, []),
+            },
+            "download_info": {"url": f"https://example.org/files/{name}-{version}.whl"},
+        }
+        for name, version in packages.items()
+    ]
+    return {"install": items}
+
+
+def faults(content: dict[str, object]) -> list[str]:
+    lines: list[str] = check.broken(check.read_report(content), "3.12")
+    return lines
+
+
+def test_pins_that_agree_have_no_fault():
+    assert faults(report()) == []
+    assert PINNED["vllm"] and PINNED["torch"]
+
+
+@pytest.mark.parametrize(
+    ("need", "fault"),
+    [
+        ("trl>=99", f"peft {PINNED['peft']} needs trl>=99, and {PINNED['trl']} is there"),
+        ("nowhere", f"peft {PINNED['peft']} needs nowhere, and it is not there"),
+        ("nowhere; python_version < '3.12'", None),
+        ("nowhere; extra == 'dev'", None),
+        ("Import_Linter", None),
+    ],
+)
+def test_a_need_that_is_not_met_is_named(need, fault):
+    assert faults(report(peft=[need])) == ([] if fault is None else [fault])
+
+
+def test_a_torch_for_cpus_is_no_torch_for_a_card():
+    (fault,) = faults(report(torch=[]))
+    assert fault.startswith(f"torch-{PINNED['torch']}.whl needs no CUDA")
+
+
+def test_a_pin_that_is_missed_or_needed_by_nothing_is_named():
+    content = report()
+    items = content["install"]
+    assert isinstance(items, list)
+    items[0]["metadata"]["version"] = "0.0.1"
+    del items[-2]
+    changed, missing = sorted(faults(content), key=lambda line: "nothing" in line)
+    assert " is 0.0.1, and " in changed
+    assert missing.endswith("is pinned, and nothing needs it")
+
+
+def test_a_python_that_is_not_here_is_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    programs = check.interpreters(("3.99",))
+    assert programs == {"3.99": None}
+
+
+def test_what_is_asked_of_pip_is_what_the_setup_installs():
+    """A `+cpu` build of the same version is left alone by `===`."""
+    requirements = check.requirements()
+    assert f"torch==={PINNED['torch']}" in requirements
+    script = (REPOSITORY / "setup" / "install.sh").read_text()
+    assert '".[$device,lora,dev]"' in script
+    assert check.PROJECT == ".[gpu,lora,dev]"
+    for name in check.BESIDE:
+        assert name in script
