@@ -66,7 +66,7 @@ class FigureKind:
 
     name: str
     facts: str
-    given: tuple[str, ...]
+    labels: tuple[str, ...]
     steps: tuple[Step, ...]
     unit: int = UNIT
 
@@ -75,31 +75,31 @@ KINDS = (
     FigureKind(
         name="isosceles",
         facts="triangle ABC. AB = AC. D on BC",
-        given=("ABC", "BAD"),
+        labels=("ABC", "BAD"),
         steps=(
-            Step("ACB", lambda known: known["ABC"]),
-            Step("BAC", lambda known: 180 - known["ABC"] - known["ACB"]),
-            Step("CAD", lambda known: known["BAC"] - known["BAD"]),
+            Step("ACB", lambda degrees: degrees["ABC"]),
+            Step("BAC", lambda degrees: 180 - degrees["ABC"] - degrees["ACB"]),
+            Step("CAD", lambda degrees: degrees["BAC"] - degrees["BAD"]),
         ),
     ),
     FigureKind(
         name="parallels",
         facts="AB parallel CD. AC and BD meet at E",
-        given=("BAC", "BDC"),
+        labels=("BAC", "BDC"),
         steps=(
-            Step("ABD", lambda known: known["BDC"]),
-            Step("AEB", lambda known: 180 - known["BAC"] - known["ABD"]),
-            Step("AED", lambda known: 180 - known["AEB"]),
+            Step("ABD", lambda degrees: degrees["BDC"]),
+            Step("AEB", lambda degrees: 180 - degrees["BAC"] - degrees["ABD"]),
+            Step("AED", lambda degrees: 180 - degrees["AEB"]),
         ),
     ),
     FigureKind(
         name="sums",
         facts="AC and BD meet at E",
-        given=("BAC", "ABD", "ACD", "ADB"),
+        labels=("BAC", "ABD", "ACD", "ADB"),
         steps=(
-            Step("AEB", lambda known: 180 - known["BAC"] - known["ABD"]),
-            Step("BDC", lambda known: 180 - known["AEB"] - known["ACD"]),
-            Step("ADC", lambda known: known["ADB"] + known["BDC"]),
+            Step("AEB", lambda degrees: 180 - degrees["BAC"] - degrees["ABD"]),
+            Step("BDC", lambda degrees: 180 - degrees["AEB"] - degrees["ACD"]),
+            Step("ADC", lambda degrees: degrees["ADB"] + degrees["BDC"]),
         ),
         unit=2 * UNIT,
     ),
@@ -111,20 +111,20 @@ class AngleProblem:
     """A figure with its numbers."""
 
     kind: FigureKind
-    given: Values
+    labels: Values
 
     @property
     def text(self) -> str:
         """The problem in the text form, as the model reads it."""
-        numbers = [f"angle {angle} = {self.given[angle]}" for angle in self.kind.given]
+        numbers = [f"angle {angle} = {self.labels[angle]}" for angle in self.kind.labels]
         return ". ".join([self.kind.facts, *numbers, f"find angle {self.kind.steps[-1].angle}"])
 
     def values(self, slip: int | None = None, error: int = 0) -> dict[str, int]:
         """The angles of the steps; `error` degrees are added in the step `slip`, and go on."""
-        known = dict(self.given)
+        degrees = dict(self.labels)
         for number, step in enumerate(self.kind.steps):
-            known[step.angle] = step.value(known) + (error if number == slip else 0)
-        return {step.angle: known[step.angle] for step in self.kind.steps}
+            degrees[step.angle] = step.value(degrees) + (error if number == slip else 0)
+        return {step.angle: degrees[step.angle] for step in self.kind.steps}
 
     @property
     def answer(self) -> int:
@@ -134,7 +134,7 @@ class AngleProblem:
 
 def _is_drawable(problem: AngleProblem) -> bool:
     """Whether every angle of the figure has a size that can be drawn."""
-    values = {**problem.given, **problem.values()}
+    values = {**problem.labels, **problem.values()}
     sizes = list(values.values())
     if problem.kind.name == "sums":
         sizes.append(values["AEB"] - values["ADB"])  # the angle CAD
@@ -150,8 +150,8 @@ def _pool(kind: FigureKind, *, for_testing: bool) -> Mapping[int, list[AngleProb
     """
     by_answer: dict[int, list[AngleProblem]] = {}
     sizes = range(20, 125, kind.unit)
-    for numbers in product(sizes, repeat=len(kind.given)):
-        problem = AngleProblem(kind=kind, given=dict(zip(kind.given, numbers, strict=True)))
+    for numbers in product(sizes, repeat=len(kind.labels)):
+        problem = AngleProblem(kind=kind, labels=dict(zip(kind.labels, numbers, strict=True)))
         if _is_drawable(problem):
             by_answer.setdefault(problem.answer, []).append(problem)
     pool: dict[int, list[AngleProblem]] = {}
@@ -227,8 +227,8 @@ def right_working(rng: random.Random, problem: AngleProblem) -> str:
 def guess(rng: random.Random, problem: AngleProblem) -> str:
     """A response as long as a working that repeats two given numbers, and guesses the answer."""
     value = rng.choice(USUAL)
-    names = problem.kind.given[:2]
-    angles = {name: problem.given[name] for name in names}
+    names = problem.kind.labels[:2]
+    angles = {name: problem.labels[name] for name in names}
     angles[problem.kind.steps[-1].angle] = value
     return said(rng, angles, value)
 

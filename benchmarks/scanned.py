@@ -32,7 +32,7 @@ from functools import partial
 from importlib import import_module
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from PIL import Image
@@ -46,6 +46,9 @@ from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import read_object
 from adora_vl.utils.launch import prepare_engine_environment, use_expandable_segments
 from benchmarks.attenuation.start import fingerprint
+
+if TYPE_CHECKING:
+    from adora_vl.trainer import AdoraGRPOTrainer
 
 REPOSITORY = Path(__file__).parents[1]
 PLAN = Path(__file__).with_suffix(".yaml")
@@ -287,7 +290,7 @@ def words_of(options: Mapping[str, Any]) -> list[str]:
 
 
 def train(
-    words: Sequence[str], folder: Path, watch: Callable[[Any], None] | None = None
+    words: Sequence[str], folder: Path, watch: Callable[["AdoraGRPOTrainer"], None] | None = None
 ) -> list[dict[str, Any]]:
     """What `python -m adora_vl.train` does, with this process's engine and without saving.
 

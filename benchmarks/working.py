@@ -34,6 +34,8 @@ from benchmarks.scanned import BLOCK, commit, interval, read_runs, sign_flips, t
 from data_prep.solved_rows import features_with_figure
 
 if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
     from adora_vl.data.dataset import Row
     from adora_vl.trainer import AdoraGRPOTrainer
 
@@ -102,12 +104,24 @@ class HeldOutWork(TrainerCallback):
         self.trainer = trainer
         trainer.add_callback(self)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
         """Evaluate the start, where it is asked for."""
         if self.at_start:
             self._evaluate(0)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
         """Evaluate every so many steps, and after the last one."""
         step = state.global_step
         if step % self.every == 0 or step == state.max_steps:

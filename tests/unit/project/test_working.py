@@ -89,7 +89,7 @@ def test_a_run_reads_the_words_and_numbers_of_the_task_as_they_were_taught(tmp_p
 
 def test_a_slip_that_goes_on_reaches_the_answer():
     kind = next(kind for kind in KINDS if kind.name == "isosceles")
-    problem = AngleProblem(kind=kind, given={"ABC": 50, "BAD": 30})
+    problem = AngleProblem(kind=kind, labels={"ABC": 50, "BAD": 30})
     assert problem.values() == {"ACB": 50, "BAC": 80, "CAD": 50}
     assert problem.values(slip=0, error=10) == {"ACB": 60, "BAC": 70, "CAD": 40}
     assert problem.values(slip=2, error=-10) == {"ACB": 50, "BAC": 80, "CAD": 40}
