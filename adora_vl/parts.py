@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.utils.generic import is_flash_attention_requested
 from trl import GRPOTrainer
 
 from adora_vl.checkpoint.trl_state import MovingReference, RestoreLossSums
@@ -19,6 +20,7 @@ from adora_vl.evaluation import EvaluateOnTheWay
 from adora_vl.models.precision import RefuseWrongBuffers
 from adora_vl.packing.images import DistinctImages
 from adora_vl.packing.policy_pass import PolicyPass, bound_of, computing_dtype, has_dropout
+from adora_vl.packing.split_attention import configured_attention
 from adora_vl.preflight.facts import ResolvedRun
 from adora_vl.record import metrics, trackers
 from adora_vl.record.card_memory import CardMemory
@@ -44,11 +46,12 @@ from adora_vl.training.guards import (
     ReferenceGuard,
     RewardGuard,
 )
+from adora_vl.training.micro_batch_room import MicroBatchRoom
 from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.old_logps import OldLogps
 from adora_vl.training.optimizer_steps import ScaledRate, SkipBadSteps
 from adora_vl.training.pool import Pool
-from adora_vl.training.recompute import layers_of
+from adora_vl.training.recompute import layers_of, learner_of
 from adora_vl.training.scoring import RewardFunctions, Scorer
 from adora_vl.training.unfinished import UnfinishedGeneration
 from adora_vl.types import StepContext
@@ -197,8 +200,6 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled
         )
         self.prefetch = NoPrefetch()  # until there is a loader
-        self.batcher = MicroBatcher(context, self.images.banks, every_row_counts=every_row_counts)
-        self.entropy_bonus = EntropyBonus(args, self.batcher)
         self.unfinished = UnfinishedGeneration(context, self.images.banks)
         self.recompute = layers_of(
             context,
@@ -209,6 +210,22 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         self.policy_pass = PolicyPass(
             self.accelerator, args, images=self.images.shown, around=self.recompute.chosen
         )
+        attention = configured_attention(self.model.config)
+        room = MicroBatchRoom(
+            learner=lambda: learner_of(
+                args,
+                shape=self.run.shape,
+                sharding=self.run.context.sharding,
+                accelerator=self.accelerator.device.type == "cuda",
+            ),
+            longest_answer=args.max_completion_length,
+            shares_prompts=lambda: self.policy_pass.shares_prompts and not self.aux_loss_enabled,
+            masked=not is_flash_attention_requested(requested_attention_implementation=attention),
+        )
+        self.batcher = MicroBatcher(
+            context, self.images.banks, every_row_counts=every_row_counts, room=room
+        )
+        self.entropy_bonus = EntropyBonus(args, self.batcher)
         self.old_logps = OldLogps(context, has_dropout=has_dropout(self.model))
 
     def _sampler(self, context: StepContext) -> Sampler:

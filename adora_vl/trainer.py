@@ -76,6 +76,7 @@ from adora_vl.rollout.prompt_tokens import folder_settings_left_out
 from adora_vl.rollout.rollouts import RolloutGroup, StepKey, row_for_rewards
 from adora_vl.rollout.samplers import AsyncServerSampler
 from adora_vl.rollout.weight_sync import refuse_unmergeable
+from adora_vl.training.batch_rows import RowReader
 from adora_vl.training.generation import Generation, PresentGeneration, ScoredGroups
 from adora_vl.training.guards import errors_with_step
 from adora_vl.training.rollout_facts import rows_of_rank
@@ -335,6 +336,8 @@ class AdoraGRPOTrainer(TrainerParts):
             ):
                 present = self._generation = self._sample(generation_batch)
             micro_batch = present.micro_batches[self._step % self.layout.steps_per_generation]
+            if micro_batch:  # of a checkpoint, which was cut in another process
+                self._check_shared_prompts(micro_batch)
         if self.model.training and self.accelerator.sync_gradients:
             self.rollouts.before_weights_change()
         return micro_batch
@@ -353,6 +356,7 @@ class AdoraGRPOTrainer(TrainerParts):
         with self._engine_awake():
             # TRL's name for it, which a subclass may override
             batch = self._generate_and_score_completions(rows)
+        self._check_shared_prompts(batch)
         # 9. Cut: groups without signal are left out.
         micro_batches = self.batcher.split(batch, key.position)
         # 10. Score what is learned from after the weights have changed.
@@ -360,6 +364,18 @@ class AdoraGRPOTrainer(TrainerParts):
         return PresentGeneration(
             first_micro_step=self._first_micro_step, micro_batches=micro_batches
         )
+
+    def _check_shared_prompts(self, batch: Batch) -> None:
+        """Compare packed rows with separate ones, once in a run. Collective.
+
+        It comes before a generation is cut: how much a micro-batch may hold depends on whether its
+        rows share their prompts. Separate rows are as many as memory is planned for.
+        """
+        if not self.policy_pass.check_is_due:
+            return
+        rows = range(min(self.layout.micro_batch_rows, len(batch["completion_ids"])))
+        policy = partial(self._get_per_token_logps_and_entropies, self.model)
+        self.policy_pass.check(RowReader(batch).take(rows), policy)
 
     def _engine_awake(self) -> AbstractContextManager[None]:
         """Inside, the engine stays awake from the first batch of dynamic sampling to the last.

@@ -2,8 +2,9 @@
 waits.
 
 `python -m benchmarks.lockstep` simulates it: lognormal lengths, a micro-batch takes as long as its
-most tokens on any rank. `torchrun --nproc_per_node 2 -m benchmarks.lockstep --measured` times the
-tiny model under ZeRO-3, in three orders of the same groups.
+most tokens on any rank. The last columns fill micro-batches up to the memory of one full group.
+`torchrun --nproc_per_node 2 -m benchmarks.lockstep --measured` times the tiny model under ZeRO-3, in
+three orders of the same groups.
 """
 
 import argparse
@@ -17,7 +18,10 @@ from itertools import zip_longest
 
 import torch
 
+from adora_vl.models.activations import Dtypes, Learner
 from adora_vl.models.load import PRETRAINED
+from adora_vl.models.shape import config_for_planning, describe
+from adora_vl.training.micro_batch_room import MicroBatchRoom, UnitSize
 from adora_vl.training.micro_batches import by_length, plan_moves
 
 # the tokens of each rank's units, in the order in which they are learned from
@@ -38,14 +42,32 @@ class DrawnLengths:
 
     def draw(self, rng: random.Random, rollouts: int) -> int:
         """The tokens of one group."""
+        group = self.draw_group(rng, rollouts)
+        return group.prompt + group.answers
+
+    def draw_group(self, rng: random.Random, rollouts: int) -> UnitSize:
+        """The sizes of one group."""
         mean = self.mean * _lognormal(rng, self.of_prompts)
-        return self.prompt + sum(
+        answers = [
             min(self.longest, math.ceil(mean * _lognormal(rng, self.of_rollouts)))
             for _ in range(rollouts)
+        ]
+        return UnitSize(
+            rows=rollouts, prompt=self.prompt, longest=max(answers), answers=sum(answers)
         )
 
 
+SEVEN_BILLION = Learner(
+    describe(config_for_planning("Qwen/Qwen2.5-VL-7B-Instruct")[0]),
+    Dtypes(compute=2, stream=2),
+    features=True,
+)
 CASES = (DrawnLengths(0.3, 0.4), DrawnLengths(0.5, 0.5), DrawnLengths(0.7, 0.6))
+# The prompts and answers of docs/speed.md, with the limits of the 3B and the 7B recipe
+REAL = (
+    DrawnLengths(0.3, 0.5, prompt=1079, mean=468, longest=2048),
+    DrawnLengths(0.3, 0.5, prompt=1079, mean=468, longest=4096),
+)
 
 
 def _lognormal(rng: random.Random, sigma: float) -> float:
@@ -78,6 +100,68 @@ def moved(units: Ranks, rng: random.Random) -> Ranks:
     for source, number, target in plan_moves([dict(enumerate(own)) for own in units]):
         held[target][source, number] = held[source].pop((source, number))
     return ordered([list(own.values()) for own in held], rng)
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A generation whose micro-batches are filled up to the planned memory."""
+
+    waited: float  # the time in lockstep over the ideal
+    micro_batches: float  # over those of one group each
+
+
+def filled(groups: Sequence[Sequence[UnitSize]], longest: int) -> Filled:
+    """Fill micro-batches as a run of the 7B model under ZeRO-3 does, with answers up to `longest`.
+
+    `groups`: those of each rank, equally many.
+    """
+    tokens = [[group.prompt + group.answers for group in of_rank] for of_rank in groups]
+    by_number = [dict(enumerate(of_rank)) for of_rank in groups]
+    tokens_by_number = [dict(enumerate(of_rank)) for of_rank in tokens]
+    for number, (source, unit, target) in enumerate(plan_moves(tokens_by_number)):
+        by_number[target][-1 - number] = by_number[source].pop(unit)
+    ordered_groups = [
+        sorted(of_rank.values(), key=lambda group: -group.prompt - group.answers)
+        for of_rank in by_number
+    ]
+    room = MicroBatchRoom(
+        learner=lambda: SEVEN_BILLION,
+        longest_answer=longest,
+        shares_prompts=lambda: True,
+        masked=True,
+    )
+    count = len(ordered_groups[0])
+    parts = room.cut(ordered_groups, range(count), max_units=1)
+    seconds = 0
+    for part in parts:
+        seconds += max(
+            sum(group.prompt + group.answers for group in of_rank[part.start : part.stop])
+            for of_rank in ordered_groups
+        )
+    ideal = sum(map(sum, tokens)) / len(groups)
+    return Filled(waited=seconds / ideal, micro_batches=len(parts) / count)
+
+
+def simulate_filled(
+    lengths: DrawnLengths,
+    *,
+    ranks: int = 8,
+    groups: int = 16,
+    rollouts: int = 8,
+    trials: int = 20,
+) -> Filled:
+    """Return the means over generations of the same lengths as `simulate`'s."""
+    drawing = random.Random(0)
+    results = []
+    for _ in range(trials):
+        drawn = [
+            [lengths.draw_group(drawing, rollouts) for _ in range(groups)] for _ in range(ranks)
+        ]
+        results.append(filled(drawn, lengths.longest))
+    return Filled(
+        waited=sum(result.waited for result in results) / trials,
+        micro_batches=sum(result.micro_batches for result in results) / trials,
+    )
 
 
 def share_moved(units: Ranks) -> float:
@@ -117,16 +201,19 @@ def print_table(ranks: int, groups: int, rollouts: int) -> None:
     sizes = {"ranks": ranks, "groups": groups, "rollouts": rollouts}
     print(f"{ranks} ranks, {groups} groups of {rollouts} on each; time in lockstep over the ideal")
     print(
-        "| spread of prompts, of rollouts | own shuffles | in order of length | groups move too | "
-        "groups that move |"
+        "| prompt, mean answer, longest | spread of prompts, of rollouts | own shuffles | in order of "
+        "length | groups move too | groups that move | micro-batches filled | micro-batches left |"
     )
-    print("|---|---|---|---|---|")
-    for case in CASES:
+    print("|---|---|---|---|---|---|---|---|")
+    for case in (*REAL, *CASES):
         ratios = [simulate(case, arrange, **sizes) for arrange in (shuffled, ordered, moved)]
         drawing = random.Random(0)
         units = [[case.draw(drawing, rollouts) for _ in range(groups)] for _ in range(ranks)]
+        full = simulate_filled(case, **sizes)
         cells = [*(f"{ratio:.2f}" for ratio in ratios), f"{share_moved(units):.0%}"]
-        print(f"| {case.of_prompts}, {case.of_rollouts} | " + " | ".join(cells) + " |")
+        cells += [f"{full.waited:.2f}", f"{full.micro_batches:.2f}"]
+        lengths = f"{case.prompt:,}, {case.mean:,}, {case.longest:,}"
+        print(f"| {lengths} | {case.of_prompts}, {case.of_rollouts} | {' | '.join(cells)} |")
 
 
 def measure(groups: int, repeats: int) -> None:

@@ -80,7 +80,9 @@ _NOT_A_NUMBER = (ValueError, TypeError, OverflowError)  # what `int` and `float`
 class MathVistaScoreOptions(ExtractionOptions):
     """How the extracted answer is compared with the reference answer."""
 
-    rules: RuleSet = option("official", help="how it is compared with the gold", choices=RULE_SETS)
+    rules: RuleSet = option(
+        "official", help="how it is compared with the reference answer", choices=RULE_SETS
+    )
     ignore_empty_extractions: bool = option(
         False,
         help="an empty extraction is wrong, not the nearest choice",

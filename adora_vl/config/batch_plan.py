@@ -187,6 +187,7 @@ def regroups(config: AdoraGRPOConfig) -> bool:
         config.uses("share_vision")
         or config.uses("share_prompt")
         or config.uses("skip_zero_signal")
+        or config.uses("fill_micro_batches")
     ):
         return True
     return config.adora_rollouts.refill > 0

@@ -91,9 +91,8 @@ def _summary(
 ) -> OwnFigures:
     """Return the number of unreadable reference answers, and the rules in words."""
     unusable = sum(item.grade.reason.startswith("gold_") for item in graded)
-    warning = (
-        f"{amount(unusable, 'gold')} cannot be graded against; see the items with a gold_ reason"
-    )
+    unreadable = amount(unusable, "reference answer")
+    warning = f"{unreadable} cannot be graded against; see the items with a gold_ reason"
     by = "rounded decimals accepted" if options.rounding else "exact answers"
     by += ", in <answer> tags too" if options.answer_tags else ""
     notes = {"unusable_golds": unusable, "data_set": _data_set(rows)}

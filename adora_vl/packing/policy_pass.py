@@ -81,7 +81,7 @@ class PackedForward:
         self._around = around
         self.refused = ""
         self.passes = 0
-        self._checked = False
+        self.is_checked = False  # whether packed and separate rows have been compared
 
     def __call__(
         self,
@@ -94,6 +94,7 @@ class PackedForward:
         inputs: dict[str, Any],
         separate: Callable[..., Result],
         host: HostRows | None = None,
+        only_checks: bool = False,
     ) -> Result | None:
         """Compute what TRL's `_get_per_token_logps_and_entropies` does, from a packed sequence.
 
@@ -108,6 +109,8 @@ class PackedForward:
             separate: the same pass over separate rows; its arguments are the number of first rows
                 and their inputs.
             host: copies of the rows that are on the host already; None copies them here.
+            only_checks: compare packed rows with separate ones, whatever is less work, and compute
+                nothing else.
 
         Returns:
             None where separate rows are less work, or the only way.
@@ -124,7 +127,7 @@ class PackedForward:
         groups_by_chunk = _groups_by_chunk(
             _chunks(len(input_ids), rows_per_chunk), host, inputs.get("pixel_values")
         )
-        pays = all(_pays(groups, host) for groups in groups_by_chunk)
+        pays = only_checks or all(_pays(groups, host) for groups in groups_by_chunk)
 
         def packed(chunks: int | None = None) -> Result:
             """Compute the first `chunks` chunks, by default all, from packed sequences."""
@@ -145,7 +148,7 @@ class PackedForward:
                     entropies.append(chunk_entropies)
             return torch.cat(logps), torch.cat(entropies) if entropies else None, None
 
-        if not self._checked:
+        if not self.is_checked:
             first_inputs = _inputs_of_first_rows(rows_per_chunk, inputs, host)
             separate_chunk = partial(separate, rows_per_chunk, first_inputs)
             # A rank on which sharing does not pay takes part with separate rows on both sides.
@@ -157,7 +160,7 @@ class PackedForward:
             self._check(
                 model, packed=packed_chunk, separate=separate_chunk, mask_BC=mask_BC, pays=pays
             )
-        if not pays or self.refused:
+        if only_checks or not pays or self.refused:
             return None
         self.passes += 1
         return packed()
@@ -178,7 +181,7 @@ class PackedForward:
         # Both passes gather sharded weights, so all ranks compare as soon as one can share prompts.
         if not gather(torch.tensor([int(pays)], device=mask_BC.device)).any():
             return
-        self._checked = True
+        self.is_checked = True
         # Without evaluation mode each pass would draw dropout anew, and no two would agree.
         with torch.no_grad(), evaluating(model):
             gap = (packed()[0] - separate()[0]).abs() * mask_BC
@@ -261,7 +264,14 @@ class PackedForward:
 
 
 def packed_size(packed: Packed, pixels: Tensor | None) -> PassSize:
-    """Return the size of a packed pass; `pixels`: those of its images, or references to them."""
+    """Return the size of a packed pass.
+
+    A rollout other than its group's first has the prompt's keys once more, and its own.
+
+    Args:
+        packed: the sequence, of which all positions are computed.
+        pixels: of its images, or references to them.
+    """
     keys = 0
     for group in packed.shared.groups:
         keys += group.first + sum(group.prompt + length for length in group.others)
@@ -276,7 +286,13 @@ def packed_size(packed: Packed, pixels: Tensor | None) -> PassSize:
 
 
 def separate_size(input_ids: Tensor, completion: int, pixels: Tensor | None) -> PassSize:
-    """Return the size of a pass over padded rows, (B, P + C), with C = `completion`."""
+    """Return the size of a pass over padded rows.
+
+    Args:
+        input_ids: (B, P + C).
+        completion: C, the width of the completions.
+        pixels: of the rows' images, or references to them; those of an image may be there twice.
+    """
     rows, length = input_ids.shape
     return PassSize(
         rows=rows,
@@ -507,6 +523,31 @@ class PolicyPass:
         self.packed = PackedForward(accelerator, around)
         self._observer: PassObserver | None = None
         self._micro = Batch()
+        self._only_checks = False
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether passes share prompts where that is less work, which is known after `check`."""
+        is_sure = self.packed.is_checked and not self.packed.refused
+        return self._config.uses("share_prompt") and is_sure
+
+    @property
+    def check_is_due(self) -> bool:
+        """Whether packed rows are still to be compared with separate ones."""
+        is_known = self.packed.is_checked or bool(self.packed.refused)
+        return self._config.uses("share_prompt") and not is_known
+
+    def check(self, batch: Batch, policy: Pass) -> None:
+        """Compare packed rows of a batch with separate ones. Collective.
+
+        If they disagree on any rank, every rank goes on with separate rows. `policy`: the pass of
+        the model that learns, which comes back to `__call__`.
+        """
+        self._only_checks = True
+        try:
+            generation_logps(batch, policy, len(batch["completion_ids"]))
+        finally:
+            self._only_checks = False
 
     @contextmanager
     def watched(self, observer: PassObserver | None, micro: Batch) -> Iterator[None]:
@@ -610,7 +651,10 @@ class PolicyPass:
                 inputs=inputs,
                 separate=separate,
                 host=self._micro.get("host"),
+                only_checks=self._only_checks,
             )
+        if self._only_checks:  # nobody reads the result
+            return torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device), None, None
         if result is None:  # packing is off, refused, or would not save work here
             around: AbstractContextManager[None] = nullcontext()
             if torch.is_grad_enabled():

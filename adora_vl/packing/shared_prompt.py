@@ -128,6 +128,20 @@ class SharedPrompts:
 
         return cumulative(self.spans), cumulative(keys), max(self.spans), max(keys)
 
+    @cached_property
+    def key_positions(self) -> Tensor:
+        """The position in the sequence of each key, span by span, (K,), for all layers at once."""
+        parts: list[Tensor] = []
+        start = 0
+        for group in self.groups:
+            prompt = torch.arange(start, start + group.prompt)
+            parts.append(torch.arange(start, start + group.first))
+            start += group.first
+            for length in group.others:
+                parts += [prompt, torch.arange(start, start + length)]
+                start += length
+        return torch.cat(parts).to(self.predicting_K.device, non_blocking=True)
+
 
 @dataclass(frozen=True)
 class Packed:

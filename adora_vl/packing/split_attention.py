@@ -1,7 +1,9 @@
-"""Attention over a packed sequence of groups (`adora_vl.packing.shared_prompt`), in parts.
+"""Attention over a packed sequence of groups (`adora_vl.packing.shared_prompt`).
 
-Each prompt with its first rollout attends to itself. The other rollouts of a group are a batch, in
-which each attends to the prompt and to itself. Nothing grows with the square of a group's tokens.
+Each prompt with its first rollout attends to itself. Every other rollout attends to the prompt and
+to itself. On a GPU one call computes all of them (`adora_vl.packing.varlen_attention`). Elsewhere
+they are computed in parts, where the other rollouts of a group are batches of similar lengths.
+Nothing grows with the square of a group's tokens.
 
 This is an attention implementation of Transformers' `AttentionInterface` on top of the model's own
 implementation. It takes part only in a forward that gets the argument `shared_prompts`; every other
@@ -26,6 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
 from adora_vl.packing.shared_prompt import SharedPrompts
+from adora_vl.packing.varlen_attention import VarlenAttention, attend_spans, keys_of_spans
 from adora_vl.utils import compat
 
 if TYPE_CHECKING:
@@ -39,6 +42,7 @@ _PREFIX = "shared_prompt|"  # in the style of Transformers' own `paged|sdpa`
 # costs time too. So a block has at least this many queries, and for longer rollouts as many as
 # waste a quarter of the work.
 _BLOCK = 256
+ONE_CALL = VarlenAttention()  # what a process knows of the kernel for all spans at once
 
 
 def disable_cudnn_attention() -> None:
@@ -134,8 +138,8 @@ def _attention(
         return function(module, query, key, value, attention_mask, **options, **kwargs)
     if flash:
         ends_Q, ends_K, max_length_Q, max_length_K = shared_prompts.bounds
-        key = _keys_of_spans(key, shared_prompts)
-        value = _keys_of_spans(value, shared_prompts)
+        key = keys_of_spans(key, shared_prompts)
+        value = keys_of_spans(value, shared_prompts)
         bounds = {
             "cu_seq_lens_q": ends_Q,
             "cu_seq_lens_k": ends_K,
@@ -147,10 +151,31 @@ def _attention(
     # in float32. The kernel would cast them, but the kernel is chosen here, by their dtype.
     query = query.to(value.dtype)
     key = key.to(value.dtype)
-    kernel = _eager if implementation == "eager" else _sdpa
-    attend = partial(kernel, partial(function, module), **options)
+    if implementation == "sdpa" and ONE_CALL.supports(query, key, dropout):
+        return attend_spans(query, key, value, shared_prompts, scaling), None
+    if implementation == "sdpa":
+        output = attend_in_parts(query, key, value, shared_prompts, scaling, dropout)
+        return output.contiguous(), None
+    attend = partial(_eager, partial(function, module), **options)
     output = _attend_groups(attend, query=query, key=key, value=value, shared=shared_prompts)
     return output.transpose(1, 2).contiguous(), None
+
+
+def attend_in_parts(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shared: SharedPrompts,
+    scaling: float,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Compute by PyTorch's kernels what `attend_spans` computes, with several calls for each group.
+
+    The arguments are those of `attend_spans`, and the share of weights that are dropped.
+    """
+    attend = partial(_sdpa, scaling=scaling, dropout=dropout)
+    output = _attend_groups(attend, query=query, key=key, value=value, shared=shared)
+    return output.transpose(1, 2)
 
 
 def _function(implementation: str, module: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -168,21 +193,6 @@ def _as_configured(module: Any, implementation: str) -> Any:
     view = copy.copy(module)
     view.config = _config_with(module.config, implementation)
     return view
-
-
-def _keys_of_spans(tensor: Tensor, shared: SharedPrompts) -> Tensor:
-    """Return keys or values (1, Hk, S, D), laid out span by span as the queries see them.
-
-    A group's first span sees itself; each other span sees a copy of the prompt and itself.
-    """
-    spans = iter(torch.split(tensor, shared.spans, dim=2))
-    parts = []
-    for group in shared.groups:
-        first = next(spans)
-        parts.append(first)
-        for _ in group.others:
-            parts += [first[:, :, : group.prompt], next(spans)]
-    return torch.cat(parts, dim=2)
 
 
 def _attend_groups(
@@ -275,18 +285,8 @@ def _blocks(queries: int, keys: int) -> list[tuple[int, int]]:
     return [(start, min(start + block, queries)) for start in range(0, queries, block)]
 
 
-def _sdpa(
-    function: Callable[..., Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float,
-    dropout: float,
-) -> Tensor:
-    """Compute attention by PyTorch's kernels.
-
-    `function` is not used; `_eager` has the same signature.
-    """
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float) -> Tensor:
+    """Compute attention by PyTorch's kernels."""
     options: dict[str, Any] = {
         "scale": scaling,
         "dropout_p": dropout,

@@ -314,6 +314,9 @@ def _held_bytes_of_patch(setup: Setup) -> int:
 def recomputed_layers(setup: Setup, card: int, beside: int) -> int:
     """Return how many layers of the language model the backward pass recomputes.
 
+    It is the rule of the trainer, which knows the lengths of each micro-batch and measures what is
+    free; here all have the length of the longest, and what is free is predicted.
+
     `beside`: bytes of weights, gradients and all else that the card holds during the pass.
     """
     layers = setup.shape.text.layers
@@ -382,7 +385,8 @@ def _with_first_gradients(
 ) -> list[tuple[Moment, int]]:
     """Return moments of an optimizer step's first micro-batch, with the gradients held at each.
 
-    Gradients come as the layers go back, and activations go.
+    Gradients come as the layers go back, and activations go. So the peak may lie where the first
+    layer goes back, where one in between does, or at the end.
     """
     shape = setup.shape
     learner = setup.learner

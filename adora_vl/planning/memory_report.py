@@ -76,7 +76,11 @@ def memory_lines(plan: Plan) -> list[str]:
 
 
 def recomputed_lines(plan: Plan) -> list[str]:
-    """Say how many layers of the language model the backward pass computes again."""
+    """Say how many layers of the language model the backward pass computes again.
+
+    They are those of the longest micro-batch, which `plan.setup` has; a shorter one may need fewer.
+    Without gradient checkpointing there is nothing to say.
+    """
     setup = plan.setup
     if not setup.checkpointing:
         return []

@@ -10,6 +10,7 @@ most tokens.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,16 +21,13 @@ from adora_vl.config.batch_plan import BatchLayout
 from adora_vl.config.losses import has_entropy_bonus
 from adora_vl.packing.image_store import ImageBanks
 from adora_vl.training.batch_rows import (
-    SplitBatch,
+    RowReader,
     concat_rows,
-    join_images,
-    pack_rows,
-    split_images,
-    take_rows,
     unpack_rows,
     used_columns,
     without_padding,
 )
+from adora_vl.training.micro_batch_room import MicroBatchRoom, unit_sizes
 from adora_vl.types import Batch, HostRows, StepContext, loss_mask
 from adora_vl.utils.seeding import generator_at
 
@@ -37,6 +35,10 @@ from adora_vl.utils.seeding import generator_at
 MEAN_OVER_ROWS = frozenset({"grpo", "dr_grpo", "sapo", "luspo"})
 # Losses that divide by the tokens of the generation, which TRL is given with each micro-batch.
 MEAN_OVER_TOKENS = frozenset({"dapo", "cispo", "vespo"})
+
+
+# divides the places of units into micro-batches
+Cut = Callable[[Sequence[int]], Sequence[Sequence[int]]]
 
 
 def live_units(advantages: Tensor, unit: int) -> list[bool]:
@@ -71,7 +73,7 @@ def split_evenly(units: Sequence[int], micro_batches: int) -> list[list[int]]:
 
 
 def plan_micro_batches(
-    units: Sequence[int], optimizer_steps: int, micro_batches: int, max_units: int
+    units: Sequence[int], optimizer_steps: int, micro_batches: int, cut: Cut
 ) -> list[list[int]]:
     """Return the units of every micro-batch of a generation.
 
@@ -82,14 +84,23 @@ def plan_micro_batches(
         units: numbers of the units to learn from, in their order.
         optimizer_steps: steps that the generation is divided among.
         micro_batches: of the generation in each of these steps.
-        max_units: units that fit into a micro-batch.
+        cut: divides the places of a step's units in this order into micro-batches.
     """
     plan: list[list[int]] = []
-    for units_of_step in split_evenly(units, optimizer_steps):
-        needed = min(micro_batches, math.ceil(len(units_of_step) / max_units))
-        plan += [[] for _ in range(micro_batches - needed)]
-        plan += split_evenly(units_of_step, needed)
+    for places in split_evenly(range(len(units)), optimizer_steps):
+        parts = cut(places)
+        assert len(parts) <= micro_batches, f"{len(parts)} micro-batches for {micro_batches}"
+        plan += [[] for _ in range(micro_batches - len(parts))]
+        plan += [[units[number] for number in part] for part in parts]
     return plan
+
+
+def cut_by_count(
+    places: Sequence[int], micro_batches: int, max_units: int
+) -> Sequence[Sequence[int]]:
+    """Divide places into as few micro-batches of at most `max_units` as possible."""
+    needed = min(micro_batches, math.ceil(len(places) / max_units))
+    return split_evenly(places, needed)
 
 
 def tokens_of_units(
@@ -235,14 +246,14 @@ def rebalanced(
         The new batch of this rank, and for each of its units whether it is to be learned from.
     """
     live = list(live)
-    split = split_images(batch)
+    reader = RowReader(batch)
     advantages = batch["advantages"].clone()
     sending = []
     for source, number, _ in plan:
         if source == rank:
             live[number] = False
             rows = range(number * unit, (number + 1) * unit)
-            sending.append(pack_rows(take_rows(split, rows), banks))
+            sending.append(reader.pack(rows, banks))
             advantages[rows.start : rows.stop] = 0
     batch = {**batch, "advantages": advantages}
     for packed in exchange(plan, sending, rank):
@@ -267,15 +278,25 @@ class MicroBatcher:
     Every rank calls every method, and all get equally many micro-batches with work.
     """
 
-    def __init__(self, context: StepContext, banks: ImageBanks, *, every_row_counts: bool) -> None:
+    def __init__(
+        self,
+        context: StepContext,
+        banks: ImageBanks,
+        *,
+        every_row_counts: bool,
+        room: MicroBatchRoom | None = None,
+    ) -> None:
         """Build a batcher.
 
         Args:
             context: what every part of a training step is built from.
             banks: have the images that rows refer to.
             every_row_counts: whether a row adds to the loss even if its advantage is 0.
+            room: says which units fit into a micro-batch together; None: as many as
+                `per_device_train_batch_size` has.
         """
         self.accelerator = context.accelerator
+        self.room = room
         self.log = context.log
         self.pad_id = context.pad_id
         self.layout = BatchLayout.of(context.config)
@@ -325,14 +346,32 @@ class MicroBatcher:
             optimizer_steps=optimizer_steps,
             seed=f"micro-batches/{self.config.seed}/{key}",
         )
-        split = split_images(batch)
+        reader = RowReader(batch)
         plan = plan_micro_batches(
             units,
             optimizer_steps=optimizer_steps,
             micro_batches=layout.micro_batches_per_update,
-            max_units=layout.micro_batch_rows // rows_per_unit,
+            cut=self._cut(host, units),
         )
-        return [self._micro_batch(split, host=host, units=part, filled=filled) for part in plan]
+        self.log("adora/micro_batches", sum(map(bool, plan)) / optimizer_steps)
+        return [self._micro_batch(reader, host=host, units=part, filled=filled) for part in plan]
+
+    def _cut(self, host: HostRows, units: Sequence[int]) -> Cut:
+        """What divides the units, in their order, into micro-batches. Collective.
+
+        All ranks divide theirs at the same places.
+        """
+        layout = self.layout
+        max_units = layout.micro_batch_rows // layout.rows_per_unit
+        if self.room is None or not self.config.uses("fill_micro_batches"):
+            return partial(
+                cut_by_count, micro_batches=layout.micro_batches_per_update, max_units=max_units
+            )
+        sizes = unit_sizes(
+            host, layout.rows_per_unit, shares_vision=self.config.uses("share_vision")
+        )
+        ranks = gather_object([[sizes[unit] for unit in units]])
+        return partial(self.room.cut, ranks, max_units=max_units)
 
     def _tokens(self, prompts_B: Tensor, answers_B: Tensor) -> list[int]:
         """Tokens of each unit in the policy's pass, from those of each row."""
@@ -344,7 +383,7 @@ class MicroBatcher:
         )
 
     def _micro_batch(
-        self, split: SplitBatch, host: HostRows, units: list[int], filled: float
+        self, reader: RowReader, host: HostRows, units: list[int], filled: float
     ) -> Batch:
         """The micro-batch of some units, without padding.
 
@@ -355,7 +394,7 @@ class MicroBatcher:
         unit = self.layout.rows_per_unit
         rows = [unit * number + row for number in units for row in range(unit)]
         used = used_columns(host.prompt_mask[rows], [host.lengths[row] for row in rows])
-        micro = cast("Batch", without_padding(dict(join_images(take_rows(split, rows))), used))
+        micro = cast("Batch", without_padding(dict(reader.take(rows)), used))
         micro["host"] = host.taken(rows, used[0])
         micro["share_of_rows"] = len(rows) / self.layout.micro_batch_rows / filled
         if self._by_tokens:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import is_flash_attention_requested
 
+from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.sharding import Sharding
 from adora_vl.config.states import dtypes_of, states
 from adora_vl.models.activations import Learner, PassSize, room_on
@@ -102,24 +103,16 @@ class RecomputedLayers:
         self._fixed = min(key, self.number) if switches and isinstance(key, int) else None
         self._learner: Learner | None = None
         if switches and key == "auto" and card is not None:
-            self._learner = self._learner_of(shape(), context)
+            self._learner = self._learner_of(shape(), config)
         # TRL's adaptive coefficient sums entropies in a pass, and would count a retried one twice
         alone = self._accelerator.num_processes == 1 and sharding.stage is None
         self._can_retry = alone and not config.use_adaptive_entropy
 
-    def _learner_of(self, shape: ModelShape, context: StepContext) -> Learner | None:
+    def _learner_of(self, shape: ModelShape, config: AdoraGRPOConfig) -> Learner | None:
         """Return what the formulas read; None where they do not know these layers."""
-        config = context.config
         if shape.text.layers != len(self._layers):
             return None
-        mixed = bool(config.bf16 or config.fp16)
-        tower_is_frozen = not (shape.trainable["vision_tower"] or shape.trainable["projector"])
-        shared = config.uses("cache_images") and config.uses("share_vision")
-        return Learner(
-            shape=shape,
-            dtypes=dtypes_of(shape, self._sharding, mixed=mixed),
-            features=shared and tower_is_frozen,
-        )
+        return learner_of(config, shape, self._sharding)
 
     @contextmanager
     def chosen(self, size: PassSize) -> Iterator[None]:
@@ -264,6 +257,22 @@ class Gradients:
             assert gradient is not None and copy is not None, "a changed gradient has its copy"
             gradient.copy_(copy)
         return True
+
+
+def learner_of(
+    config: AdoraGRPOConfig, shape: ModelShape, sharding: Sharding, *, accelerator: bool = True
+) -> Learner:
+    """Return the policy of a run as it learns; `accelerator`: on a GPU."""
+    mixed = bool(config.bf16 or config.fp16)
+    tower_is_frozen = not (shape.trainable["vision_tower"] or shape.trainable["projector"])
+    shared = config.uses("cache_images") and config.uses("share_vision")
+    return Learner(
+        shape=shape,
+        dtypes=dtypes_of(shape, sharding, mixed=mixed),
+        checkpointing=config.gradient_checkpointing,
+        features=shared and tower_is_frozen,
+        accelerator=accelerator,
+    )
 
 
 def layers_of(

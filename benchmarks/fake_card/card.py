@@ -10,7 +10,7 @@ weights that are not there), one is made up and counted.
 import sys
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,11 +20,14 @@ from benchmarks.fake_card.device import CARD  # before torch
 import torch  # isort: skip
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.attention import varlen  # noqa: F401  # registers its operations
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 aten: Any = torch.ops.aten
+torch_attn: Any = torch.ops.torch_attn
+_VARLEN = (torch_attn._varlen_attn.default, torch_attn._varlen_attn_backward.default)
 # tensors of at most so many whole numbers, or fractions, carry values
 WHOLE = 8_000_000
 FRACTIONS = 200_000
@@ -248,7 +251,10 @@ class Card(TorchDispatchMode):
         with self.fake:
             out = func(*fakes[0], **fakes[1])
         if func._overloadpacket in flop_registry:
-            self._count_flops(func, args=fakes[0], kwargs=fakes[1], out=out)
+            # bounds are looked at by their values, which the fakes made of them here have not
+            self._count_flops(
+                func, args=args if func in _VARLEN else fakes[0], kwargs=fakes[1], out=out
+            )
         results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
         small = all(
             t.numel() <= (FRACTIONS if t.dtype.is_floating_point else WHOLE) for t in results
@@ -320,7 +326,11 @@ class Card(TorchDispatchMode):
             args = args[: 3 if "addmm" in str(func) else 2]
             kwargs = {}
         flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
-        if "flash_attention" in str(func):
+        if func in _VARLEN:
+            self.kernels["attention: flash, rows of different lengths"] += 1
+            back = func is torch_attn._varlen_attn_backward.default
+            flops = self._varlen_flops(args, back=back)
+        elif "flash_attention" in str(func):
             back = "backward" in str(func)
             query, key = args[1:3] if back else args[:2]
             position = 10 if back else 4
@@ -329,10 +339,39 @@ class Card(TorchDispatchMode):
                 flops = int(flops * (1 - (query.size(-2) - 1) / (2 * key.size(-2))))
         self.flops[self.phase] += flops
 
+    def _varlen_flops(self, args: Sequence[Tensor], *, back: bool) -> int:
+        """Two products of each query with each key that it sees, and five on the way back.
+
+        Torch's formula takes every row to be as long as the longest, and counts what causal masks
+        hide.
+        """
+        query = args[1] if back else args[0]
+        bounds = args[6:8] if back else args[3:5]
+        lengths = [self._known(ends).diff().tolist() for ends in bounds]
+        pairs = sum(
+            queries * keys - queries * (queries - 1) // 2
+            for queries, keys in zip(*lengths, strict=True)
+        )
+        return (5 if back else 2) * 2 * query.size(1) * query.size(2) * pairs
+
+    def _known(self, tensor: Tensor) -> Tensor:
+        """What the tensor holds, which the host has to know."""
+        value = self.value(tensor)
+        assert value is not None
+        return value
+
     def _inside(self, func: Any, args: Any) -> None:
         """Memory that a kernel holds while it runs: the flash backward sums the queries' gradient
         in float32.
         """
+        if func is torch_attn._varlen_attn_backward.default:
+            query, key = args[1:3]
+            # each row is padded to the kernel's block of 128
+            rows = query.size(0) + 128 * (args[6].size(0) - 1)
+            kernel_bytes = 4 * query.size(1) * rows * (query.size(2) + 1)
+            if key.size(1) != query.size(1):
+                kernel_bytes += 2 * key.size(0) * query.size(1) * key.size(2) * key.element_size()
+            self._reach(self.live + kernel_bytes)
         if func is aten._scaled_dot_product_flash_attention_backward.default:
             query, key = args[1:3]
             rows = -(-query.size(-2) // 128) * 128

@@ -64,6 +64,7 @@ class GPUCheck:
 CHECKS = (
     GPUCheck("rounding", "benchmarks.gpu.precision:cast", 120),
     GPUCheck("attention", "benchmarks.gpu.attention:run", 90),
+    GPUCheck("one_call", "benchmarks.gpu.one_call:run", 60),
     GPUCheck(
         name="lm_head", place="benchmarks.gpu.lm_head:run", limit=90, needs=("trl", "datasets")
     ),

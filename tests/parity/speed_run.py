@@ -63,6 +63,8 @@ STEPS: dict[str, list[str]] = {
     "old pass": ["skip_old_pass"],
     "zero signal": ["skip_zero_signal"],
     "spread": ["cache_images", "skip_zero_signal", "spread_signal"],
+    "fill": ["cache_images", "share_prompt", "fill_micro_batches"],
+    "fill separate rows": ["fill_micro_batches"],
     "no padding": [
         "share_prompt"
     ],  # without references to images nothing tells which rows share a prompt

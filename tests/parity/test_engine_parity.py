@@ -32,7 +32,7 @@ def assert_parity(result: dict[str, Any]) -> None:
 
 STOCK_WORK = [
     "adora_stock_step=[cache_images, group_requests, share_vision, batch_windows, share_prompt, "
-    "skip_old_pass, skip_zero_signal, spread_signal]"
+    "skip_old_pass, skip_zero_signal, spread_signal, fill_micro_batches]"
 ]
 
 

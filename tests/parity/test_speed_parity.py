@@ -135,6 +135,23 @@ def test_micro_batches_of_half_a_group(tmp_path):
     assert run["zero signal"] == run["all"] == 4
 
 
+def test_filled_micro_batches(tmp_path):
+    """Answers are far shorter than they may be, so more groups share a micro-batch.
+
+    They do so with a shared prompt and with separate rows, whose padding counts.
+    """
+    words = ("per_device_train_batch_size=4", "gradient_accumulation_steps=8")
+    only = "off,fill,fill separate rows,all"
+    result = speed(tmp_path, "cpu", *words, "max_completion_length=192", "--only", only)
+    assert_equal_steps(result)
+    assert max(result["distances"]) <= BOUND
+    run = each(result, "micro_batches")
+    assert run["off"] == 8
+    assert run["fill"] <= 4
+    assert run["fill separate rows"] < 8
+    assert run["all"] < run["fill"], "two of four problems have no signal"
+
+
 def test_a_step_with_a_fault_put_in_is_told_apart_from_a_right_one(tmp_path):
     """Rollouts one position further on; micro-batches that weigh alike however many rows they have.
 

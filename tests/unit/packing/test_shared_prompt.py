@@ -2,17 +2,21 @@
 float64.
 """
 
-from itertools import pairwise, product
+import warnings
+from functools import partial
+from itertools import product
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
 from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.nn.attention import varlen as torch_varlen
 from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -22,7 +26,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from adora_vl.packing import policy_pass as packed_module
 from adora_vl.packing import split_attention
-from adora_vl.packing.policy_pass import PackedForward, has_dropout, prompt_positions
+from adora_vl.packing.policy_pass import PackedForward, PolicyPass, has_dropout, prompt_positions
 from adora_vl.packing.shared_prompt import (
     ALIKE,
     Group,
@@ -40,6 +44,7 @@ from tests.support.small_models import (
     VOCABULARY,
     small_model,
 )
+from tests.support.varlen import varlen_attn
 
 
 @pytest.fixture(autouse=True)
@@ -200,6 +205,28 @@ def test_float32_weights_under_autocast_get_the_kernel_for_bfloat16(monkeypatch)
     assert set(dtypes) == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_model_s_pass_with_one_call_is_as_separate_rows(monkeypatch, checkpointing):
+    kernel = Mock(side_effect=varlen_attn)
+    monkeypatch.setattr(torch_varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(split_attention.ONE_CALL, "supports", lambda *_: True)
+    model = small_model("qwen2_5_vl")
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    rows = batch(TWO_GROUPS, images=True)
+    shared(model, rows)
+    assert kernel.call_count == 2, "a call a layer, whatever the number of rollouts"
+    assert_same(model, rows)
+
+
+def test_eager_attention_and_a_cpu_s_stay_in_parts(monkeypatch):
+    monkeypatch.setattr(split_attention, "attend_spans", None)
+    rows = batch(TWO_GROUPS, images=False)
+    shared(small_model("qwen2"), rows)
+    monkeypatch.setattr(split_attention.ONE_CALL, "supports", lambda *_: True)
+    shared(small_model("qwen2", "eager"), rows)
+
+
 MODELS = {attention: small_model("qwen2", attention) for attention in ("sdpa", "eager")}
 GROUPS = st.lists(
     st.tuples(st.integers(1, 12), st.lists(st.integers(0, 12), min_size=1, max_size=5)),
@@ -337,6 +364,39 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(has_references,
     assert (logps - expected).abs().max() < 1e-4, "the head computes in float32"
 
 
+@pytest.mark.parametrize(("gap", "shares"), [(0.0, True), (1.0, False)])
+def test_the_check_alone_comes_before_a_generation_is_cut(gap, shares):
+    """It compares both ways once, though sharing would save nothing here, and says what comes of it."""
+    model = small_model("qwen2")
+    rows = batch([(1, [8, 8])], images=False)
+    expected = separate(model, rows).detach() + gap
+    add_fused_lm_head(model)
+    switches: Any = SimpleNamespace(uses=lambda part: part == "share_prompt")
+    policy = PolicyPass(Accelerator(cpu=True), switches)
+    calls: list[int] = []
+
+    def alone(model: Any, ids: Tensor, *_: object, **__: object) -> Any:
+        calls.append(len(ids))
+        return expected[: len(ids)], None, None
+
+    prompt = rows["ids"].size(1) - rows["completion"]
+    columns: Any = {
+        "prompt_ids": rows["ids"][:, :prompt],
+        "prompt_mask": rows["mask"][:, :prompt],
+        "completion_ids": rows["ids"][:, prompt:],
+        "completion_mask": rows["mask"][:, prompt:],
+    }
+    assert policy.check_is_due
+    assert not policy.shares_prompts, "nothing is known yet"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        policy.check(columns, partial(policy, alone, model))
+    assert calls == [2]
+    assert policy.packed.passes == 0
+    assert not policy.check_is_due
+    assert policy.shares_prompts == shares
+
+
 def varlen(
     query, key, value, attention_mask, *, is_causal, softmax_scale, attn_implementation, **kwargs
 ) -> Tensor:
@@ -347,27 +407,18 @@ def varlen(
     assert is_causal
     assert attention_mask is None
     assert attn_implementation == "flash_attention_2"
-    ends_q = kwargs["cu_seq_lens_q"].tolist()
-    ends_k = kwargs["cu_seq_lens_k"].tolist()
-    assert kwargs["max_length_q"] == max(b - a for a, b in pairwise(ends_q))
-    assert kwargs["max_length_k"] == max(b - a for a, b in pairwise(ends_k))
-    assert ends_q[-1] == query.size(1)
-    assert ends_k[-1] == key.size(1)
-    assert kwargs["cu_seq_lens_q"].dtype == torch.int32
-    spans = []
-    for (start, end), (first, last) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
-        queries = query[0, start:end].transpose(0, 1)
-        keys = key[0, first:last].transpose(0, 1)
-        values = value[0, first:last].transpose(0, 1)
-        allowed = torch.ones(end - start, last - first, dtype=torch.bool).tril(
-            last - first - end + start
-        )
-        spans.append(
-            F.scaled_dot_product_attention(
-                queries, keys, values, allowed, scale=softmax_scale, enable_gqa=True
-            )
-        )
-    return torch.cat(spans, dim=1).transpose(0, 1)[None]
+    return varlen_attn(
+        query[0],
+        key[0],
+        value[0],
+        kwargs["cu_seq_lens_q"],
+        kwargs["cu_seq_lens_k"],
+        kwargs["max_length_q"],
+        kwargs["max_length_k"],
+        scale=softmax_scale,
+        window_size=(-1, 0),
+        enable_gqa=True,
+    )[None]
 
 
 def test_flash_attention_gets_each_span_with_its_prompt(monkeypatch):

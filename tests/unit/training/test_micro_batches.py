@@ -3,6 +3,7 @@ between ranks.
 """
 
 import copy
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +15,13 @@ from hypothesis import strategies as st
 from adora_vl.config.batch_plan import BatchLayout, unit_size
 from adora_vl.packing.image_store import ImageBanks, ProcessedImage
 from adora_vl.training import batch_rows
+from adora_vl.training.micro_batch_room import MicroBatchRoom
 from adora_vl.training.micro_batches import (
     MicroBatcher,
     Move,
     by_length,
     choose_units,
+    cut_by_count,
     plan_micro_batches,
     plan_moves,
     rebalanced,
@@ -28,6 +31,7 @@ from adora_vl.training.micro_batches import (
 from adora_vl.training.schedule import admitted
 from adora_vl.types import Batch
 from benchmarks.lockstep import CASES, moved, ordered, shuffled, simulate, waited
+from tests.support.micro_batch_room import room
 from tests.support.step_context import step_context
 
 CPU = torch.device("cpu")
@@ -104,7 +108,8 @@ def test_every_optimizer_step_ends_with_work_and_no_micro_batch_is_too_large(
 ):
     slots = optimizer_steps * micro_batches
     units = list(range(min(optimizer_steps + extra_units, slots * max_units)))
-    plan = plan_micro_batches(units, optimizer_steps, micro_batches, max_units)
+    cut = partial(cut_by_count, micro_batches=micro_batches, max_units=max_units)
+    plan = plan_micro_batches(units, optimizer_steps, micro_batches, cut)
     assert len(plan) == slots
     assert sorted(unit for part in plan for unit in part) == units
     assert all(plan[micro_batches - 1 :: micro_batches])
@@ -163,7 +168,7 @@ def batch():
 
 def test_rows_are_taken_with_all_that_belongs_to_them_and_padding_is_cut_on_both_sides():
     cut = batch_rows.without_padding(
-        {**batch_rows.take_rows(batch(), [1, 0]), "pixel_values": batch()["pixel_values"]}
+        {**batch_rows.RowReader(batch()).take([1, 0]), "pixel_values": batch()["pixel_values"]}
     )
     assert cut["prompt_ids"].tolist() == [[5, 6, 7], [0, 7, 8]]
     assert cut["completion_ids"].tolist() == [[1, 0], [1, 2]]
@@ -239,14 +244,15 @@ def batcher(
     banks: ImageBanks,
     log: dict[str, float] | None = None,
     every_row_counts: bool = False,
+    room: MicroBatchRoom | None = None,
     **keys: Any,
 ):
     """Of a run of one process with groups of two; four rollouts in a micro-batch, four
-    micro-batches in a step.
+    micro-batches in a step. Micro-batches are filled by `room`, if there is one.
     """
     own = {"num_generations": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
     context = step_context(log, **{**own, "steps_per_generation": 4, **keys})
-    return MicroBatcher(context, banks, every_row_counts=every_row_counts)
+    return MicroBatcher(context, banks, every_row_counts=every_row_counts, room=room)
 
 
 def sixteen(banks: ImageBanks, live: str) -> Batch:
@@ -270,7 +276,7 @@ def test_only_groups_with_signal_are_in_micro_batches_the_longest_first_with_all
     log = dict[str, float]()
     micro_batches = batcher(banks=banks, log=log).split(sixteen(banks, "bdeg"), "0/0")
     assert rows_of(micro_batches) == [[], [], [12, 13, 8, 9], [6, 7, 2, 3]]
-    assert log == {"adora/skipped_groups": 0.5}
+    assert log == {"adora/skipped_groups": 0.5, "adora/micro_batches": 2.0}
     for micro in micro_batches[2:]:
         numbers = micro["rollout_number"]
         assert micro["advantages"].tolist() == [(n + 1) * (-1) ** n for n in numbers.tolist()]
@@ -312,9 +318,9 @@ def test_a_row_weighs_as_much_in_a_small_micro_batch_as_in_a_full_one(live, rows
     """
     banks = ImageBanks()
     loss = torch.tensor(3.0)
-    own = batch_rows.take_rows(batch_rows.split_images(sixteen(banks, live)), range(rows))
+    own = batch_rows.RowReader(sixteen(banks, live)).take(range(rows))
     one = batcher(banks=banks, loss_type="grpo")
-    work = [micro for micro in one.split(batch_rows.join_images(own), "0/0") if micro]
+    work = [micro for micro in one.split(own, "0/0") if micro]
     assert [len(numbers) for numbers in rows_of(work)] == sizes
     assert [float(one.scaled(loss, micro)) for micro in work] == pytest.approx(losses)
     assert float(batcher(banks=banks, loss_type="dapo").scaled(loss, work[-1])) == 3.0, (
@@ -338,6 +344,54 @@ def test_which_groups_are_learned_from_and_where(subtests):
             found = rows_of(batcher(banks=banks, **keys).split(sixteen(banks, live), "0/0"))
             assert [len(rows) for rows in found] == sizes
             assert sorted(row for rows in found for row in rows) == list(range(first))
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
+def test_a_generation_s_rows_weigh_the_same_however_they_are_cut(loss_type):
+    """A row's weight in the step's loss does not depend on which rows share its micro-batch.
+
+    TRL takes a mean over the rows of a micro-batch, or divides by the tokens of the generation.
+    """
+    weights = []
+    counts = []
+    for fill in (None, room(longest=64)):
+        banks = ImageBanks()
+        micro_batches = batcher(banks=banks, room=fill, loss_type=loss_type).split(
+            sixteen(banks, "abcdefgh"), "0/0"
+        )
+        weight_of: dict[int, float] = {}
+        scaling = batcher(banks=banks, loss_type=loss_type)
+        for micro in filter(None, micro_batches):
+            rows = len(micro["advantages"])
+            mean = torch.tensor(1.0 if loss_type == "dapo" else 1 / rows, dtype=torch.float64)
+            for number in micro["rollout_number"].tolist():
+                weight_of[number] = float(scaling.scaled(mean, micro))
+        weights.append(weight_of)
+        counts.append(sum(map(bool, micro_batches)))
+    separate, filled = weights
+    assert counts == [4, 1]
+    assert filled.keys() == separate.keys()
+    for number, weight in separate.items():
+        assert filled[number] == pytest.approx(weight, rel=1e-12)
+
+
+def test_empty_micro_batches_come_first_in_each_step():
+    """The last one of a step triggers the reduction of gradients."""
+    banks = ImageBanks()
+    steps_of_two: dict[str, Any] = {"gradient_accumulation_steps": 2}
+    log = dict[str, float]()
+    micro_batches = batcher(banks=banks, room=room(longest=64), log=log, **steps_of_two).split(
+        sixteen(banks, "abcdefgh"), "0/0"
+    )
+    assert [len(rows) for rows in rows_of(micro_batches)] == [0, 8, 0, 8]
+    assert log["adora/micro_batches"] == 1
+
+
+def test_the_key_cuts_by_the_number_of_rows():
+    banks = ImageBanks()
+    stock = batcher(banks=banks, room=room(longest=64), adora_stock_step=["fill_micro_batches"])
+    micro_batches = stock.split(sixteen(banks, "abcdefgh"), "0/0")
+    assert [len(rows) for rows in rows_of(micro_batches)] == [4, 4, 4, 4]
 
 
 def alike(*counts):

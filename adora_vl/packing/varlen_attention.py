@@ -1,0 +1,212 @@
+"""Attention over all spans of a packed sequence in one call, by torch's own kernel for them.
+
+`torch.nn.attention.varlen` is flash attention over rows of different lengths, each with bounds of
+its own for queries and keys. A span of a packed sequence is such a row: its keys are the prompt's
+and its own. The kernel needs a GPU and half precision. Before its first use it is compared with
+plain attention, outputs and gradients, on two rows of a few tokens. Where it refuses or differs,
+attention goes on in parts (`adora_vl.packing.split_attention`), and a warning says so once.
+"""
+
+import warnings
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.attention import varlen
+from torch.nn.functional import scaled_dot_product_attention
+
+from adora_vl.packing.shared_prompt import Group, SharedPrompts
+
+_MOST_HEAD_SIZE = 256  # of flash attention's kernels, in multiples of 8
+# Of the largest value. Rounding to bfloat16 makes 0.01 of it; a mask that is aligned to the upper
+# left makes most of it.
+_PROBE_BOUND = 0.05
+_PROBED = (Group(prompt=3, rollouts=(4, 2)), Group(prompt=2, rollouts=()))
+
+
+class VarlenAttention:
+    """Torch's kernel for rows of different lengths, as far as it works on this machine.
+
+    `refused` says why it is not used; empty while nothing is known against it.
+    """
+
+    def __init__(self) -> None:
+        self.refused = ""
+        self._probed: set[tuple[Any, ...]] = set()  # devices, dtypes and heads that work
+
+    def supports(self, query: Tensor, key: Tensor, dropout: float) -> bool:
+        """Return whether the kernel computes this attention; the first call for its kind tries it.
+
+        `query` is (1, H, S, D), `key` (1, Hk, S, D). The kernel has no dropout.
+        """
+        size = query.size(-1)
+        half = query.dtype in (torch.float16, torch.bfloat16)
+        fits = size % 8 == 0 and size <= _MOST_HEAD_SIZE
+        if self.refused or dropout or not (query.is_cuda and half and fits):
+            return False
+        kind = (query.device, query.dtype, query.size(1), key.size(1), size)
+        if kind not in self._probed:
+            self._probe(query, key)
+            self._probed.add(kind)
+        return not self.refused
+
+    def _probe(self, query: Tensor, key: Tensor) -> None:
+        """Compare the kernel with plain attention in float32; a difference is a refusal."""
+        try:
+            worst = probe_error(query, key)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # how a kernel says what it does not support
+            self.refused = " ".join(str(error).split())[:200]
+        else:
+            if not worst <= _PROBE_BOUND:  # NaN is refused too
+                self.refused = (
+                    f"it differs from plain attention by {worst:.2g} of the largest value"
+                )
+        if self.refused:
+            warnings.warn(
+                "attention: each rollout's is a call of its own, because torch's kernel for "
+                f"rows of different lengths cannot be used: {self.refused}",
+                stacklevel=2,
+            )
+
+
+def attend_spans(
+    query: Tensor, key: Tensor, value: Tensor, shared: SharedPrompts, scaling: float
+) -> Tensor:
+    """Compute attention over the spans of a packed sequence, (1, S, H, D).
+
+    Args:
+        query: (1, H, S, D).
+        key: (1, Hk, S, D).
+        value: (1, Hk, S, D).
+        shared: the layout of the sequence.
+        scaling: factor of the scores.
+    """
+    ends_Q, ends_K, max_length_Q, max_length_K = shared.bounds
+    output: Any = varlen.varlen_attn(
+        query[0].transpose(0, 1),
+        _taken(key, shared.key_positions),
+        _taken(value, shared.key_positions),
+        ends_Q,
+        ends_K,
+        max_length_Q,
+        max_length_K,
+        scale=scaling,
+        # causal, and aligned to the lower right: a span's last query sees all of its keys
+        window_size=(-1, 0),
+        enable_gqa=query.size(1) != key.size(1),
+    )
+    result: Tensor = output[None]
+    return result
+
+
+def keys_of_spans(tensor: Tensor, shared: SharedPrompts) -> Tensor:
+    """Return keys or values (1, Hk, S, D), laid out span by span as the queries see them.
+
+    A group's first span sees itself; each other span sees a copy of the prompt and itself.
+    """
+    return _taken(tensor, shared.key_positions).transpose(0, 1)[None]
+
+
+def _taken(tensor: Tensor, positions_K: Tensor) -> Tensor:
+    """Return the keys or values (1, Hk, S, D) of these positions of the sequence, (K, Hk, D)."""
+    rows_K: Tensor = _Taken.apply(  # type: ignore[no-untyped-call]
+        tensor[0].transpose(0, 1), positions_K
+    )
+    return rows_K
+
+
+class _Context(Protocol):
+    """What the forward of `_Taken` leaves for its backward."""
+
+    rows: int
+    saved_tensors: tuple[Tensor, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        """Keep these tensors."""
+
+
+class _Taken(torch.autograd.Function):
+    """Takes rows of (S, H, D) by their numbers, (K,).
+
+    A prompt's row is taken once for every rollout. Torch's own backward would add their gradients
+    up in the dtype of the rows, and round after each.
+    """
+
+    @staticmethod
+    def forward(ctx: _Context, rows: Tensor, numbers: Tensor) -> Tensor:
+        ctx.save_for_backward(numbers)
+        ctx.rows = len(rows)
+        return rows.index_select(0, numbers)
+
+    @staticmethod
+    def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        (numbers,) = ctx.saved_tensors
+        precise = torch.promote_types(gradient.dtype, torch.float32)
+        sums = gradient.new_zeros((ctx.rows, *gradient.shape[1:]), dtype=precise)
+        sums.index_add_(0, numbers, gradient.to(precise))
+        return sums.to(gradient.dtype), None
+
+
+def probe_error(query: Tensor, key: Tensor) -> float:
+    """Return the largest difference of the kernel from plain attention, of the largest value.
+
+    It is that of outputs or gradients on a few tokens, with heads, dtype and device of `query`
+    (1, H, S, D) and `key` (1, Hk, S, D).
+    """
+    shared = SharedPrompts(_PROBED, torch.zeros(1, dtype=torch.long, device=query.device))
+    length = sum(shared.spans)
+    waves = [_wave(like, length, number) for number, like in enumerate((query, key, key))]
+    scaling = query.size(-1) ** -0.5
+    # The pass that this is called from may be one without gradients, and under autocast.
+    with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
+        half = [wave.to(query.dtype).requires_grad_() for wave in waves]
+        output = attend_spans(half[0], half[1], half[2], shared, scaling)
+        full = [leaf.detach().float().requires_grad_() for leaf in half]
+        expected = plain_attention(full[0], full[1], full[2], shared, scaling)
+        weights = _wave(query, length, 3).transpose(1, 2)
+        gradients = torch.autograd.grad((output * weights).sum(), half)
+        expected_gradients = torch.autograd.grad((expected * weights).sum(), full)
+    pairs = zip((output, *gradients), (expected, *expected_gradients), strict=True)
+    errors = [(result.float() - exact).abs().max() / exact.abs().max() for result, exact in pairs]
+    return torch.stack(errors).max().item()
+
+
+def _wave(like: Tensor, length: int, number: int) -> Tensor:
+    """Return values between -2 and 2 that look drawn and take no random number.
+
+    They are (1, H, length, D), float32, with heads and device of `like`, (1, H, S, D).
+    """
+    heads = like.size(1)
+    count = heads * length * like.size(-1)
+    steps = torch.arange(count, device=like.device, dtype=torch.float32)
+    return 2 * (steps * (0.7 + 0.37 * number)).sin().view(1, heads, length, like.size(-1))
+
+
+def plain_attention(
+    query: Tensor, key: Tensor, value: Tensor, shared: SharedPrompts, scaling: float
+) -> Tensor:
+    """Compute the attention of `attend_spans`, span by span with a mask."""
+    outputs = []
+    start = 0
+    for group in shared.groups:
+        prompt = torch.arange(start, start + group.prompt, device=query.device)
+        for number, length in enumerate((group.first, *group.others)):
+            positions = torch.arange(start, start + length, device=query.device)
+            visible = positions
+            if number:
+                visible = torch.cat([prompt, positions])
+            mask = visible[None, :] <= positions[:, None]
+            repeats = query.size(1) // key.size(1)
+            output = scaled_dot_product_attention(
+                query[:, :, positions],
+                key[:, :, visible].repeat_interleave(repeats, dim=1),
+                value[:, :, visible].repeat_interleave(repeats, dim=1),
+                mask,
+                scale=scaling,
+            )
+            outputs.append(output)
+            start += length
+    return torch.cat(outputs, dim=2).transpose(1, 2)

@@ -1,0 +1,175 @@
+"""Says which units fit into a micro-batch together.
+
+Memory is planned for `per_device_train_batch_size` answers of `max_completion_length` tokens, and
+most are far shorter. So a micro-batch takes as many units as together need no more memory than the
+planned ones, by the formulas of the dry run. That saves launches and, with ZeRO-3, gathers of the
+weights. All ranks cut their units at the same places, so that they go through equally many
+micro-batches.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from adora_vl.models.activations import Learner, PassSize
+from adora_vl.packing.shared_prompt import WORTH
+from adora_vl.types import HostRows
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """The numbers of a unit that the memory of its pass depends on. All lengths are in tokens."""
+
+    rows: int
+    prompt: int  # which its rows have in common
+    longest: int  # of its answers
+    answers: int  # all of them together
+    patches: int = 0  # of its images
+
+    @property
+    def predicting(self) -> int:
+        """The number of tokens of its answers that predict one: the last of each does not."""
+        return max(self.answers - self.rows, 0)
+
+
+def unit_sizes(host: HostRows, unit: int, *, shares_vision: bool) -> list[UnitSize]:
+    """Return the sizes of all units of a batch, of `unit` rows each.
+
+    `shares_vision`: whether an image of several rows is looked at once.
+    """
+    prompts = host.prompt_mask.sum(dim=1).tolist()
+    sizes = []
+    for start in range(0, len(prompts), unit):
+        rows = range(start, start + unit)
+        lengths = [host.lengths[row] for row in rows]
+        patches = [_patches(host, row) for row in rows]
+        sizes.append(
+            UnitSize(
+                rows=unit,
+                prompt=prompts[start],
+                longest=max(lengths),
+                answers=sum(lengths),
+                patches=max(patches) if shares_vision else sum(patches),
+            )
+        )
+    return sizes
+
+
+def _patches(host: HostRows, row: int) -> int:
+    """Return the number of patches of a row's images."""
+    pair = host.images[row]
+    return 0 if pair is None else len(pair[0])
+
+
+def size_of_pass(units: Sequence[UnitSize], *, shares_prompts: bool, masked: bool) -> PassSize:
+    """Return the size of the policy's pass over these units.
+
+    With shared prompts it is one row without padding, where that is less work. Else its rows are as
+    long as the longest prompt with the longest answer.
+
+    `masked`: whether attention takes a padding mask where rows have padding.
+    """
+    rows = sum(unit.rows for unit in units)
+    longest = max(unit.longest for unit in units)
+    length = max(unit.prompt for unit in units) + longest
+    patches = sum(unit.patches for unit in units)
+    packed = sum(unit.prompt + unit.predicting for unit in units)
+    if shares_prompts and packed <= WORTH * rows * length:
+        return PassSize(
+            rows=1,
+            length=packed,
+            scored=sum(unit.answers for unit in units),
+            repeated=sum(unit.rows * unit.prompt + unit.predicting for unit in units),
+            patches=patches,
+        )
+    return PassSize(rows=rows, length=length, scored=rows * longest, patches=patches, masked=masked)
+
+
+def full_unit(units: Sequence[UnitSize], longest_answer: int) -> UnitSize:
+    """Return the unit for which memory is planned.
+
+    It has the longest prompt of these units, and answers of `longest_answer` tokens. The dry run
+    takes the longest prompt of the data, which is no shorter.
+    """
+    rows = max(unit.rows for unit in units)
+    return UnitSize(
+        rows=rows,
+        prompt=max(unit.prompt for unit in units),
+        longest=longest_answer,
+        answers=rows * longest_answer,
+        patches=max(unit.patches for unit in units),
+    )
+
+
+class MicroBatchRoom:
+    """The memory of a micro-batch, and what fits into it."""
+
+    def __init__(
+        self,
+        learner: Callable[[], Learner],
+        longest_answer: int,
+        shares_prompts: Callable[[], bool],
+        *,
+        masked: bool,
+    ) -> None:
+        """Build the object.
+
+        Args:
+            learner: returns the model as it learns.
+            longest_answer: tokens of the longest answer that can be, `max_completion_length`.
+            shares_prompts: returns whether passes share prompts where that is less work.
+            masked: whether attention takes a padding mask where rows have padding.
+        """
+        self._make_learner = learner
+        self._longest_answer = longest_answer
+        self._shares_prompts = shares_prompts
+        self._masked = masked
+
+    @cached_property
+    def _learner(self) -> Learner:
+        return self._make_learner()
+
+    def cut(
+        self, ranks: Sequence[Sequence[UnitSize]], places: Sequence[int], max_units: int
+    ) -> list[range]:
+        """Return which of these places share a micro-batch, on all ranks alike.
+
+        A micro-batch has `max_units` units, for which memory is planned, and more as long as those
+        of every rank fit. The last one may have fewer.
+
+        Args:
+            ranks: for each rank the sizes of its units, in the order in which they are learned from;
+                equally many on each.
+            places: neighbours in this order.
+            max_units: full units for which memory is planned.
+        """
+        all_units = [unit for units in ranks for unit in units]
+        planned = self._needed([full_unit(all_units, self._longest_answer)] * max_units)
+        parts: list[range] = []
+        start = places[0]
+        for number in places:
+            part = range(start, number + 1)
+            if len(part) > max_units and not self._fits(ranks, part, planned):
+                parts.append(range(start, number))
+                start = number
+        parts.append(range(start, places[-1] + 1))
+        return parts
+
+    def _fits(self, ranks: Sequence[Sequence[UnitSize]], places: range, planned: list[int]) -> bool:
+        """Return whether the units at these places fit on every rank."""
+        for units in ranks:
+            needed = self._needed(units[places.start : places.stop])
+            pairs = zip(needed, planned, strict=True)
+            if any(needed_bytes > planned_bytes for needed_bytes, planned_bytes in pairs):
+                return False
+        return True
+
+    def _needed(self, units: Sequence[UnitSize]) -> list[int]:
+        """Return the bytes of a pass over these units, with all layers recomputed and with none.
+
+        With any number between them it takes no more where both are no more.
+        """
+        size = size_of_pass(units, shares_prompts=self._shares_prompts(), masked=self._masked)
+        layers = self._learner.shape.text.layers
+        numbers = [layers, 0] if self._learner.checkpointing else [0]
+        return [self._learner.needed(size, number) for number in numbers]

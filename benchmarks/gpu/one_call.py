@@ -1,0 +1,109 @@
+"""Attention over all rollouts of a micro-batch in one call, and in parts.
+
+The call is that of torch's kernel for rows of different lengths. Both are compared with plain
+attention in float32.
+
+Outputs and gradients of queries, keys and values in bfloat16, and seconds of forward and backward
+for one layer, with heads of the 3B and 7B models. A CPU has the parts alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from adora_vl.packing.shared_prompt import Group, SharedPrompts
+from adora_vl.packing.split_attention import attend_in_parts
+from adora_vl.packing.varlen_attention import VarlenAttention, attend_spans, plain_attention
+from benchmarks.gpu.setting import Setting, apart
+from benchmarks.gpu.table import Line, at_most, holds, skipped
+from benchmarks.measure import by_turns
+
+# Queries and keys of a layer, and the size of a head
+_HEADS = {"3B": (16, 2, 128), "7B": (28, 4, 128)}
+_ANSWERS = (1024, 760, 520, 430, 380, 300, 210, 117)  # of a group of real lengths
+# Prompt and answers of a group, and how many such groups share a micro-batch
+_FULL = ((1079, _ANSWERS, 1), (1079, _ANSWERS, 3), (512, (1024,) * 8, 1), (256, (64,) * 16, 4))
+_SMALL = ((40, (24, 17, 9, 5), 2),)
+# Each rounding of bfloat16 is 2^-9 at most; weights of attention, sums and outputs have one each
+_BOUND = 0.02
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def run(setting: Setting) -> Iterator[Line]:
+    shapes = _FULL if setting.full else _SMALL
+    for size, heads in _HEADS.items():
+        for prompt, answers, groups in shapes:
+            layout = _layout(setting, prompt, answers=answers, groups=groups)
+            name = f"{size}, {groups} x (prompt {prompt}, {len(answers)} x up to {answers[0]})"
+            yield from _compared(setting, name, layout=layout, heads=heads)
+
+
+def _layout(setting: Setting, prompt: int, answers: tuple[int, ...], groups: int) -> SharedPrompts:
+    # a rollout's last token is no query
+    group = Group(prompt, tuple(length - 1 for length in answers))
+    return SharedPrompts((group,) * groups, torch.zeros(1, dtype=torch.long, device=setting.device))
+
+
+def _compared(
+    setting: Setting, name: str, layout: SharedPrompts, heads: tuple[int, int, int]
+) -> Iterator[Line]:
+    queries, keys, size = heads
+    length = sum(layout.spans)
+    inputs = [
+        torch.randn(1, number, length, size, dtype=torch.bfloat16, device=setting.device)
+        for number in (queries, keys, keys)
+    ]
+    scaling = size**-0.5
+    ways: dict[str, Attend] = {
+        "in parts": partial(attend_in_parts, shared=layout, scaling=scaling),
+        "one call": partial(attend_spans, shared=layout, scaling=scaling),
+    }
+    kernel = VarlenAttention()
+    if setting.on_gpu:
+        works = kernel.supports(inputs[0], inputs[1], 0.0)
+        yield holds(f"{name}: one call", kernel.refused or "used", "used", works, "VarlenAttention")
+    else:
+        works = False
+        yield skipped(f"{name}: one call", "torch's kernel needs a GPU")
+    if not works:
+        del ways["one call"]
+    wide = [tensor.float() for tensor in inputs]
+    right = _results(partial(plain_attention, shared=layout, scaling=scaling), wide)
+    for way, attend in ways.items():
+        results = _results(attend, inputs)
+        names = ("output", "gradient of queries", "of keys", "of values")
+        errors = [apart(result, exact) for result, exact in zip(results, right, strict=True)]
+        worst = max(range(len(errors)), key=errors.__getitem__)
+        yield at_most(
+            f"{name}, {way}: from float32",
+            value=errors[worst],
+            bound=_BOUND,
+            unit="",
+            source=f"roundings to bfloat16; the {names[worst]}",
+        )
+    if not works:
+        return
+    times = by_turns(
+        setting.device, {way: partial(_results, attend, inputs) for way, attend in ways.items()}, 5
+    )
+    yield at_most(
+        f"{name}: one call, of the parts' time",
+        value=times["one call"] / times["in parts"],
+        bound=1.1,
+        unit="",
+        source="a tenth is noise; "
+        + ", ".join(f"{way} {1e3 * seconds:.3g} ms" for way, seconds in times.items()),
+    )
+
+
+def _results(attend: Attend, inputs: list[Tensor]) -> list[Tensor]:
+    """The output, (1, S, H, D), and the gradients of a sum of it in which every place has a weight."""
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    output = attend(*leaves)
+    weights = torch.linspace(-1, 1, output.size(1), device=output.device)[None, :, None, None]
+    gradients = torch.autograd.grad((output * weights.to(output.dtype)).sum(), leaves)
+    return [output.detach(), *gradients]

@@ -1,0 +1,59 @@
+"""Stands in for flash attention over rows of different lengths, whose kernels need a GPU."""
+
+from itertools import pairwise
+from typing import TypedDict, Unpack
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+
+class VarlenOptions(TypedDict):
+    """The keyword arguments of torch's function that are passed here."""
+
+    scale: float
+    window_size: tuple[int, int]
+    enable_gqa: bool
+
+
+def varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    **options: Unpack[VarlenOptions],
+) -> Tensor:
+    """Compute what `torch.nn.attention.varlen.varlen_attn` documents, (T, H, D), row by row.
+
+    Rows stand end to end, and each is causal to the lower right. `options`: the scale, the window and
+    whether the heads of keys may be fewer.
+    """
+    assert options["window_size"] == (-1, 0)
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    ends_q = cu_seq_q.tolist()
+    ends_k = cu_seq_k.tolist()
+    assert max_q == max(end - start for start, end in pairwise(ends_q))
+    assert max_k == max(end - start for start, end in pairwise(ends_k))
+    assert ends_q[-1] == len(query)
+    assert ends_k[-1] == len(key) == len(value)
+    rows = []
+    for (start, end), (first, last) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
+        queries = query[start:end].transpose(0, 1)
+        keys = key[first:last].transpose(0, 1)
+        values = value[first:last].transpose(0, 1)
+        allowed = torch.ones(end - start, last - first, dtype=torch.bool)
+        allowed = allowed.tril(last - first - end + start)
+        rows.append(
+            F.scaled_dot_product_attention(
+                queries,
+                keys,
+                values,
+                allowed,
+                scale=options["scale"],
+                enable_gqa=options["enable_gqa"],
+            )
+        )
+    return torch.cat(rows, dim=1).transpose(0, 1)

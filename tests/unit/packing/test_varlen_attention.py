@@ -1,0 +1,188 @@
+"""One call of attention for all spans is the attention in parts, outputs and gradients, in float64."""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Unpack
+from unittest.mock import Mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention import varlen
+
+from adora_vl.packing import split_attention
+from adora_vl.packing.shared_prompt import Group, SharedPrompts
+from adora_vl.packing.varlen_attention import (
+    VarlenAttention,
+    attend_spans,
+    keys_of_spans,
+    probe_error,
+)
+from tests.support.small_models import BOUND
+from tests.support.varlen import VarlenOptions, varlen_attn
+
+SIZE = 8  # of a head
+
+
+def layout(*groups: tuple[int, list[int]]) -> SharedPrompts:
+    spans = tuple(
+        Group(prompt, tuple(sorted(rollouts, reverse=True))) for prompt, rollouts in groups
+    )
+    return SharedPrompts(spans, torch.zeros(1, dtype=torch.long))
+
+
+def drawn(heads: int, length: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(1, heads, length, SIZE, dtype=torch.float64, generator=generator)
+    return values.requires_grad_()
+
+
+def results(attend: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    """The output of (1, S, H, D), and the gradients of a sum in which every number has a weight."""
+    output = attend(*inputs)
+    weights = torch.linspace(-1, 2, output.numel(), dtype=torch.float64).view_as(output)
+    return [output, *torch.autograd.grad((output * weights).sum(), inputs)]
+
+
+def in_parts(query: Tensor, key: Tensor, value: Tensor, shared: SharedPrompts) -> Tensor:
+    return split_attention.attend_in_parts(query, key, value, shared, 0.3)
+
+
+GROUPS = st.lists(
+    st.tuples(st.integers(1, 9), st.lists(st.integers(1, 9), max_size=5)), min_size=1, max_size=4
+)
+
+
+@settings(max_examples=40)
+@given(GROUPS, st.sampled_from([(4, 4), (4, 2), (6, 1)]))
+def test_one_call_is_the_attention_in_parts(groups, heads):
+    """Whatever the lengths: outputs, and the gradients of queries, keys and values."""
+    shared = layout(*groups)
+    length = sum(shared.spans)
+    queries, keys = heads
+    inputs = [drawn(queries, length, 0), drawn(keys, length, 1), drawn(keys, length, 2)]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(varlen, "varlen_attn", varlen_attn)
+        one_call = results(partial(attend_spans, shared=shared, scaling=0.3), inputs)
+    parts = results(partial(in_parts, shared=shared), inputs)
+    for name, of_one_call, of_parts in zip(
+        ("output", "queries", "keys", "values"), one_call, parts, strict=True
+    ):
+        assert (of_one_call - of_parts).abs().max() <= BOUND * of_parts.abs().max(), name
+
+
+def test_each_span_has_the_prompt_s_keys_and_its_own():
+    shared = layout((2, [2, 1, 1]), (1, []))
+    assert shared.key_positions.tolist() == [0, 1, 2, 3, 0, 1, 4, 0, 1, 5, 6]
+    assert shared.bounds[1].tolist() == [0, 4, 7, 10, 11]
+    keys = torch.arange(7.0).view(1, 1, 7, 1)
+    laid_out = keys_of_spans(keys, shared)
+    assert laid_out.shape == (1, 1, 11, 1)
+    assert laid_out.flatten().tolist() == shared.key_positions.tolist()
+
+
+def test_gradients_of_a_prompt_s_keys_are_added_up_before_they_are_rounded():
+    """A bfloat16 of 256 has no room for a 1, so eight of them one by one would leave nothing."""
+    shared = layout((1, [1] * 9))
+    keys = torch.zeros(1, 1, 10, 1, dtype=torch.bfloat16, requires_grad=True)
+    weights = torch.ones(len(shared.key_positions), dtype=torch.bfloat16)
+    weights[0] = 256
+    (keys_of_spans(keys, shared).flatten() * weights).sum().backward()
+    assert keys.grad is not None
+    assert float(keys.grad[0, 0, 0, 0]) == 256 + 8
+
+
+def on_a_gpu(dtype: torch.dtype = torch.bfloat16, heads: int = 4, size: int = SIZE) -> Any:
+    """What is looked at of queries or keys before the kernel is called."""
+    shape = (1, heads, 10, size)
+    device = torch.device("cpu")
+    return SimpleNamespace(is_cuda=True, dtype=dtype, device=device, size=shape.__getitem__)
+
+
+def upper_left(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    *_: int,
+    **__: object,
+) -> Tensor:
+    """Attend with a mask that is aligned to the first key."""
+    ends_q = cu_seq_q.tolist()
+    ends_k = cu_seq_k.tolist()
+    outputs = []
+    for number in range(len(ends_q) - 1):
+        queries = query[ends_q[number] : ends_q[number + 1]].transpose(0, 1)
+        keys = slice(ends_k[number], ends_k[number + 1])
+        allowed = torch.ones(queries.size(1), keys.stop - keys.start, dtype=torch.bool).tril()
+        outputs.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                queries,
+                key[keys].transpose(0, 1),
+                value[keys].transpose(0, 1),
+                allowed,
+                enable_gqa=True,
+            )
+        )
+    return torch.cat(outputs, dim=1).transpose(0, 1)
+
+
+def test_the_kernel_is_tried_once_for_its_kind_before_it_is_used(monkeypatch):
+    kernel = Mock(side_effect=varlen_attn)
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    one_call = VarlenAttention()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        assert one_call.supports(on_a_gpu(), on_a_gpu(heads=2), 0.0)
+        assert one_call.supports(on_a_gpu(), on_a_gpu(heads=2), 0.0)
+    assert kernel.call_count == 1
+    assert one_call.supports(on_a_gpu(size=16), on_a_gpu(heads=2, size=16), 0.0)
+    assert kernel.call_count == 2
+    assert not one_call.supports(on_a_gpu(), on_a_gpu(heads=2), 0.1), "it has no dropout"
+    assert not one_call.supports(on_a_gpu(torch.float32), on_a_gpu(torch.float32), 0.0)
+    assert not one_call.supports(on_a_gpu(size=12), on_a_gpu(size=12), 0.0)
+    cpu = torch.zeros(1, 4, 10, SIZE, dtype=torch.bfloat16)
+    assert not one_call.supports(cpu, cpu, 0.0)
+
+
+def test_a_kernel_that_refuses_or_differs_is_not_used_and_a_warning_says_so_once(monkeypatch):
+    def refusing(*_: object, **__: object) -> Tensor:
+        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
+
+    for kernel, reason in ((refusing, "Ampere"), (upper_left, "differs from plain attention")):
+        monkeypatch.setattr(varlen, "varlen_attn", kernel)
+        one_call = VarlenAttention()
+        with pytest.warns(UserWarning, match=reason) as noted:
+            assert not one_call.supports(on_a_gpu(), on_a_gpu(heads=2), 0.0)
+            assert not one_call.supports(on_a_gpu(), on_a_gpu(heads=2), 0.0)
+        assert len(noted) == 1
+        assert reason in one_call.refused
+
+
+def test_a_card_without_memory_says_nothing_of_the_kernel(monkeypatch):
+    def full(*_: object, **__: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(varlen, "varlen_attn", full)
+    one_call = VarlenAttention()
+    with pytest.raises(torch.OutOfMemoryError):
+        one_call.supports(on_a_gpu(), on_a_gpu(), 0.0)
+    assert not one_call.refused
+
+
+def test_a_kernel_with_wrong_gradients_is_found(monkeypatch):
+    def half_of_a_gradient(*args: Tensor, **options: Unpack[VarlenOptions]) -> Tensor:
+        query, key, value, *bounds = args
+        output = varlen_attn(query, key, value, *bounds, **options)  # type: ignore[arg-type]
+        return (output + output.detach()) / 2
+
+    monkeypatch.setattr(varlen, "varlen_attn", half_of_a_gradient)
+    query = torch.zeros(1, 4, 1, SIZE, dtype=torch.bfloat16)
+    assert probe_error(query, query) > 0.4
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    assert probe_error(query, query[:, :2]) < 0.02
