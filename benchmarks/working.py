@@ -290,6 +290,11 @@ def end(run: Run, key: str) -> float:
     return 100 * float(run["held_out"][-1][key])
 
 
+def mean_weight(run: Run) -> float:
+    """The mean weight of a run's groups over all its steps."""
+    return statistics.fmean(point["weight_mean"] for point in run["steps"])
+
+
 def of_arm(runs: Sequence[Run], arm: str) -> list[Run]:
     """The runs of an arm, by their seeds."""
     return sorted((run for run in runs if run["arm"] == arm), key=lambda run: int(run["seed"]))
@@ -299,8 +304,8 @@ def levels(plan: Plan, runs: Sequence[Run]) -> list[str]:
     """A Markdown table of every arm's means, with the lowest and the highest seed."""
     head = "| work or length: arm | seeds | accuracy, end | lucky of the right | with a step | with an error"
     lines = [
-        f"{head} | isosceles | parallels | sums | tokens |",
-        "|---" * 10 + "|",
+        f"{head} | isosceles | parallels | sums | tokens | mean weight |",
+        "|---" * 11 + "|",
     ]
     for arm in plan["arms"]:
         arm_runs = of_arm(runs, arm)
@@ -314,7 +319,15 @@ def levels(plan: Plan, runs: Sequence[Run]) -> list[str]:
         level = (
             f"{statistics.fmean(accuracies):.1f} ({min(accuracies):.1f} to {max(accuracies):.1f})"
         )
-        cells = [NAMES[arm], str(len(arm_runs)), level, *means, f"{tokens:.1f}"]
+        weight = statistics.fmean(map(mean_weight, arm_runs))
+        cells = [
+            NAMES[arm],
+            str(len(arm_runs)),
+            level,
+            *means,
+            f"{tokens:.1f}",
+            f"{weight:.2f}",
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

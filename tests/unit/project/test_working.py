@@ -100,7 +100,11 @@ def run_of(seed, arm, accuracy):
     point |= {"step": 60, "accuracy": accuracy, "tokens": 20.0}
     start = {**point, "step": 0, "accuracy": 0.3}
     held_out = [start, point] if arm == "grpo" else [point]
-    facts = {"commit": "abc", "processor_seconds": 60.0}
+    facts = {
+        "commit": "abc",
+        "processor_seconds": 60.0,
+        "steps": [{"step": 60, "weight_mean": 0.9}],
+    }
     return {"seed": seed, "arm": arm, "held_out": held_out, **facts}
 
 
