@@ -40,6 +40,7 @@ def learned(model: Any) -> tuple[Tensor, list[Tensor]]:
     return loss.detach(), list(gradients)
 
 
+@pytest.mark.filterwarnings("ignore:.lora_bias=True. was passed")
 def test_outputs_and_gradients_are_those_of_peft(subtests):
     cases: dict[str, dict[str, Any]] = {
         "float64": {},

@@ -413,3 +413,28 @@ def test_the_largest_image_leaves_the_engine_room_for_the_completion(recipe):
     assert tokens == 8192 - 4096 - 300  # the engine's length is the limit here
     tight = largest_image_tokens(replace(recipe, engine=None, checkpointing=False), 80 * GIB)
     assert 0 < tight < 16384
+
+
+def test_the_dry_run_recomputes_as_few_layers_as_leave_a_tenth_free(recipe, subtests):
+    """It never makes a run too large that fits with all layers recomputed."""
+    chosen = replace(recipe, recompute="auto")
+    layers = recipe.shape.text.layers
+    numbers = []
+    for gigabytes in range(20, 400, 20):
+        card = gigabytes * GIB
+        fewest = predict(chosen, card)
+        every = predict(recipe, card)
+        numbers.append(fewest.recomputed)
+        with subtests.test(gigabytes):
+            assert every.recomputed == layers
+            learning = fewest.phases["forward and backward"]
+            if fewest.recomputed < layers:
+                assert sum(learning.values()) - learning["fragmentation"] <= 0.9 * card
+            assert fits(chosen, card) == fits(recipe, card)
+    assert numbers == sorted(numbers, reverse=True)
+    assert numbers[0] == layers
+    assert numbers[-1] == 0
+    assert predict(replace(recipe, recompute=5), 80 * GIB).recomputed == 5
+    assert predict(replace(recipe, recompute=99), 80 * GIB).recomputed == layers
+    assert predict(replace(chosen, accelerator=False), 400 * GIB).recomputed == layers
+    assert predict(replace(chosen, checkpointing=False), 80 * GIB).recomputed == 0

@@ -44,7 +44,7 @@ def pair(seed, *, ahead, workings, loss=0.08):
 
 def test_the_two_arms_of_a_seed_come_one_after_the_other():
     order = scanned.places(PLAN, pilot=False)
-    assert [place[2:] for place in order[:2]] == [(0, "grpo"), (0, "adora")]
+    assert [trial[2:] for trial in order[:2]] == [(0, "grpo"), (0, "adora")]
     assert not set(PLAN["pilot"]["seeds"]) & set(PLAN["seeds"])
 
 
