@@ -131,7 +131,8 @@ def learn(*, resumes: bool = False, breaks_second_update: bool = False, **keys: 
 def stock(**keys: object) -> Learned:
     """The same with a pass over the whole generation first."""
     settings: dict[str, Any] = {"adora_stock_step": ["share_prompt", "skip_old_pass"]}
-    return learn(**(settings | keys))
+    settings |= keys
+    return learn(**settings)
 
 
 def apart(ours: Learned, theirs: Learned) -> list[float]:
