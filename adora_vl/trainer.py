@@ -76,7 +76,7 @@ from adora_vl.rollout.prompt_tokens import folder_settings_left_out
 from adora_vl.rollout.rollouts import RolloutGroup, StepKey, row_for_rewards
 from adora_vl.rollout.samplers import AsyncServerSampler
 from adora_vl.rollout.weight_sync import refuse_unmergeable
-from adora_vl.training.batch_rows import join_images, split_images, take_rows
+from adora_vl.training.batch_rows import RowReader
 from adora_vl.training.generation import Generation, PresentGeneration, ScoredGroups
 from adora_vl.training.guards import errors_with_step
 from adora_vl.training.rollout_facts import rows_of_rank
@@ -374,9 +374,8 @@ class AdoraGRPOTrainer(TrainerParts):
         if not self.policy_pass.check_is_due:
             return
         rows = range(min(self.layout.micro_batch_rows, len(batch["completion_ids"])))
-        first_rows = join_images(take_rows(split_images(batch), rows))
         policy = partial(self._get_per_token_logps_and_entropies, self.model)
-        self.policy_pass.check(first_rows, policy)
+        self.policy_pass.check(RowReader(batch).take(rows), policy)
 
     def _engine_awake(self) -> AbstractContextManager[None]:
         """Inside, the engine stays awake from the first batch of dynamic sampling to the last.

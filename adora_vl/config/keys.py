@@ -131,8 +131,8 @@ class AdoraKeys:
         False,
         "true: compute a step as stock TRL does, for comparing; or the parts of it that are: "
         "cache_images, group_requests, share_vision, batch_windows, share_prompt, skip_old_pass, "
-        "skip_zero_signal, spread_signal, fill_micro_batches, seeded_rollouts. docs/speed.md says what each saves, "
-        "and how exact it is.",
+        "skip_zero_signal, spread_signal, fill_micro_batches, seeded_rollouts. docs/speed.md says "
+        "what each saves, and how exact it is.",
     )
     adora_rollouts: RolloutOptions = key(
         RolloutOptions,

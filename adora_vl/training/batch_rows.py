@@ -17,7 +17,7 @@ from adora_vl.types import Batch
 
 # The columns of a batch by name, where `pixel_values` is a list with the pixels, or references, of
 # each row.
-SplitBatch = dict[str, Any]
+_SplitBatch = dict[str, Any]
 # The columns of some rows, on the CPU. In `images` stands each distinct image, by the number of its
 # first patch.
 PackedRows = dict[str, Any]
@@ -25,22 +25,38 @@ Nested = TypeVar("Nested")  # tensors in lists, tuples and dicts
 _OWN_WIDTH = ("pixel_values", "image_grid_thw")  # whatever the number of their columns
 
 
-def split_images(batch: Batch) -> SplitBatch:
-    """The batch with a list of each row's pixels, from which rows can be taken."""
-    split: SplitBatch = split_pixel_values_by_grid(dict(batch))
+class RowReader:
+    """Takes rows out of a batch, any number of times."""
+
+    def __init__(self, batch: Batch) -> None:
+        """Find the pixels of each row, or references to them, by the grids of its images."""
+        self._split = _split_images(batch)
+
+    def take(self, rows: Sequence[int]) -> Batch:
+        """Return a batch of these rows, with the values that have no rows."""
+        return _join_images(_take_rows(self._split, rows))
+
+    def pack(self, rows: Sequence[int], banks: ImageBanks) -> PackedRows:
+        """Return these rows, copied to the CPU as separate tensors, to send or to save.
+
+        Each image is included once, in place of references to it. `banks` have the images.
+        """
+        return _pack_rows(_take_rows(self._split, rows), banks)
+
+
+def _split_images(batch: Batch) -> _SplitBatch:
+    """Return the batch with a list of each row's pixels, from which rows can be taken."""
+    split: _SplitBatch = split_pixel_values_by_grid(dict(batch))
     return split
 
 
-def join_images(split: SplitBatch) -> Batch:
-    """The inverse of `split_images`."""
+def _join_images(split: _SplitBatch) -> Batch:
+    """Return the batch that `_split_images` has split."""
     return cast("Batch", unsplit_pixel_values_by_grid(split))
 
 
-def pack_rows(rows: SplitBatch, banks: ImageBanks) -> PackedRows:
-    """The rows, copied to the CPU as separate tensors.
-
-    Each image is included once, in place of references to it.
-    """
+def _pack_rows(rows: _SplitBatch, banks: ImageBanks) -> PackedRows:
+    """Return the rows, copied to the CPU, with each of their images once."""
     packed: PackedRows = to_cpu(
         {name: value for name, value in rows.items() if name != "pixel_values"}
     )
@@ -59,8 +75,8 @@ def pack_rows(rows: SplitBatch, banks: ImageBanks) -> PackedRows:
 
 
 def unpack_rows(packed: PackedRows, banks: ImageBanks, device: torch.device) -> Batch:
-    """The rows as a batch. Their images are now held in the bank of the training batch."""
-    rows: SplitBatch = send_to_device({k: v for k, v in packed.items() if k != "images"}, device)
+    """Return packed rows as a batch. The bank of the training batch holds their images from now on."""
+    rows: _SplitBatch = send_to_device({k: v for k, v in packed.items() if k != "images"}, device)
     bank = banks.extend()
     if "images" in packed and bank is not None:
         references = {
@@ -72,7 +88,7 @@ def unpack_rows(packed: PackedRows, banks: ImageBanks, device: torch.device) -> 
             torch.cat([none, *(references[start] for start in row)])
             for row in packed["pixel_values"]
         ]
-    return join_images(rows)
+    return _join_images(rows)
 
 
 def to_cpu(values: Nested) -> Nested:
@@ -81,9 +97,9 @@ def to_cpu(values: Nested) -> Nested:
     return copied
 
 
-def take_rows(split: SplitBatch, rows: Sequence[int]) -> SplitBatch:
+def _take_rows(split: _SplitBatch, rows: Sequence[int]) -> _SplitBatch:
     """Select these rows from every column. Scalars are kept."""
-    selected: SplitBatch = {}
+    selected: _SplitBatch = {}
     indices: dict[torch.device, Tensor] = {}  # one copy to a device, for which nothing waits
     for name, value in split.items():
         if isinstance(value, list):
@@ -160,9 +176,9 @@ def concat_rows(batch: Batch, appended: Batch, pad_id: int) -> Batch:
             pad_id=pad_id,
             sequence_ratio=sequence_ratio,
         )
-        splits.append(split_images(widened))
+        splits.append(_split_images(widened))
     first, second = splits
-    joined: SplitBatch = {}
+    joined: _SplitBatch = {}
     for name, value in first.items():
         if isinstance(value, Tensor) and value.dim() > 0:
             joined[name] = torch.cat([value, second[name]])
@@ -170,7 +186,7 @@ def concat_rows(batch: Batch, appended: Batch, pad_id: int) -> Batch:
             joined[name] = value + second[name]
         else:
             joined[name] = value
-    return join_images(joined)
+    return _join_images(joined)
 
 
 def chosen_groups(
@@ -188,7 +204,7 @@ def chosen_groups(
         pad_id: fills columns of token ids.
     """
     rows = [group * size + member for group in groups for member in range(size)]
-    return join_images(take_rows(split_images(concat_rows(batch, further, pad_id)), rows))
+    return RowReader(concat_rows(batch, further, pad_id)).take(rows)
 
 
 def _has_one_ratio_a_rollout(batch: Batch) -> bool:

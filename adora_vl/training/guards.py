@@ -17,7 +17,7 @@ from adora_vl.data.loading import unreadable_rows
 from adora_vl.data.prompts import CONTROL_TOKENS, problem_with_messages
 from adora_vl.rewards.safe_call import RewardFailure, safe_call
 from adora_vl.rollout.importance import drift_message, drift_sums, merge_drift
-from adora_vl.training.batch_rows import join_images, split_images, take_rows
+from adora_vl.training.batch_rows import RowReader
 from adora_vl.types import Batch, PolicyLogps, Row, StepContext, compared_mask, loss_mask
 from adora_vl.utils.errors import (
     DiskFullError,
@@ -316,7 +316,7 @@ class ReferenceGuard:
         policy_BC = batch.get("old_per_token_logps")
         if policy_BC is None:
             rows = range(min(self.rows, len(batch["completion_ids"])))
-            batch = join_images(take_rows(split_images(batch), rows))
+            batch = RowReader(batch).take(rows)
             policy_BC = policy_logps(batch)
         sums_3 = drift_sums(policy_BC, batch["ref_per_token_logps"], loss_mask(batch))
         distance = merge_drift(self.accelerator.gather(sums_3[None]))

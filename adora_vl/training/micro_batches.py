@@ -21,12 +21,8 @@ from adora_vl.config.batch_plan import BatchLayout
 from adora_vl.config.losses import has_entropy_bonus
 from adora_vl.packing.image_store import ImageBanks
 from adora_vl.training.batch_rows import (
-    SplitBatch,
+    RowReader,
     concat_rows,
-    join_images,
-    pack_rows,
-    split_images,
-    take_rows,
     unpack_rows,
     used_columns,
     without_padding,
@@ -250,14 +246,14 @@ def rebalanced(
         The new batch of this rank, and for each of its units whether it is to be learned from.
     """
     live = list(live)
-    split = split_images(batch)
+    reader = RowReader(batch)
     advantages = batch["advantages"].clone()
     sending = []
     for source, number, _ in plan:
         if source == rank:
             live[number] = False
             rows = range(number * unit, (number + 1) * unit)
-            sending.append(pack_rows(take_rows(split, rows), banks))
+            sending.append(reader.pack(rows, banks))
             advantages[rows.start : rows.stop] = 0
     batch = {**batch, "advantages": advantages}
     for packed in exchange(plan, sending, rank):
@@ -350,7 +346,7 @@ class MicroBatcher:
             optimizer_steps=optimizer_steps,
             seed=f"micro-batches/{self.config.seed}/{key}",
         )
-        split = split_images(batch)
+        reader = RowReader(batch)
         plan = plan_micro_batches(
             units,
             optimizer_steps=optimizer_steps,
@@ -358,7 +354,7 @@ class MicroBatcher:
             cut=self._cut(host, units),
         )
         self.log("adora/micro_batches", sum(map(bool, plan)) / optimizer_steps)
-        return [self._micro_batch(split, host=host, units=part, filled=filled) for part in plan]
+        return [self._micro_batch(reader, host=host, units=part, filled=filled) for part in plan]
 
     def _cut(self, host: HostRows, units: Sequence[int]) -> Cut:
         """What divides the units, in their order, into micro-batches. Collective.
@@ -387,7 +383,7 @@ class MicroBatcher:
         )
 
     def _micro_batch(
-        self, split: SplitBatch, host: HostRows, units: list[int], filled: float
+        self, reader: RowReader, host: HostRows, units: list[int], filled: float
     ) -> Batch:
         """The micro-batch of some units, without padding.
 
@@ -398,7 +394,7 @@ class MicroBatcher:
         unit = self.layout.rows_per_unit
         rows = [unit * number + row for number in units for row in range(unit)]
         used = used_columns(host.prompt_mask[rows], [host.lengths[row] for row in rows])
-        micro = cast("Batch", without_padding(dict(join_images(take_rows(split, rows))), used))
+        micro = cast("Batch", without_padding(dict(reader.take(rows)), used))
         micro["host"] = host.taken(rows, used[0])
         micro["share_of_rows"] = len(rows) / self.layout.micro_batch_rows / filled
         if self._by_tokens:

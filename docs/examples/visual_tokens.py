@@ -24,10 +24,10 @@ from adora_vl.models.families import family_of, sees_images
 from adora_vl.packing.image_store import (
     ImageBank,
     ImageBanks,
+    PatchNormalizer,
     can_cache,
     effective_settings,
     first_patches,
-    normalize_patches,
 )
 from adora_vl.packing.images import DistinctImages
 from adora_vl.training.advantages import Advantages
@@ -95,7 +95,9 @@ def rollout_scale(own_B: Tensor, all_N: Tensor, smallest: float) -> Tensor:
 def black_patch(image_processor: BaseImageProcessor, values: int) -> Tensor:
     """What the processor makes of a black patch, (values,)."""
     settings = effective_settings(image_processor, {})
-    return normalize_patches(image_processor, torch.zeros(1, values), settings)[0]
+    frame = torch.zeros(1, values // settings["temporal_patch_size"], dtype=torch.uint8)
+    black: Tensor = PatchNormalizer(image_processor, settings)(frame)[0]
+    return black
 
 
 def blackened(patches_RD: Tensor, black_D: Tensor, key: str) -> Tensor:
@@ -148,15 +150,14 @@ def _of_references(
 ) -> Tensor:
     """References to half black copies, which are put into `bank` once each."""
     starts = first_patches(references, grids)
-    values = banks.of(starts[0]).pixels(starts[:1])[0].size(1)
-    black_D = black_patch(image_processor, values)
     copies: dict[int, Tensor] = {}
     for start in starts:
         if start in copies:
             continue
-        key, patches_RD, grid_3 = banks.of(start).image(start)
-        copy_RD = blackened(patches_RD, black_D, f"{seed}/{key}")
-        copies[start] = bank.store(key, copy_RD, grid_3)
+        key, _, grid_3 = banks.of(start).image(start)
+        patches_RD, _ = banks.of(start).pixels([start])
+        black_D = black_patch(image_processor, patches_RD.size(1))
+        copies[start] = bank.store(key, blackened(patches_RD, black_D, f"{seed}/{key}"), grid_3)
     return torch.cat([copies[start] for start in starts]).to(references.device)
 
 

@@ -2,19 +2,19 @@
 rollouts.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from transformers import TrainerCallback
 from trl import GRPOTrainer
-from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.synthetic.generate import generate
 from adora_vl.trainer import AdoraGRPOTrainer
-from adora_vl.training.batch_rows import take_rows
+from adora_vl.training.batch_rows import RowReader
+from adora_vl.types import Batch
 from tests.support.parity import data_set
 
 pytestmark = pytest.mark.slow
@@ -64,8 +64,7 @@ class Watched(AdoraGRPOTrainer):
 
     def stock_gradients(self, rows: list[int]) -> dict[str, torch.Tensor]:
         """Return these rollouts' gradients, weighted as in stock TRL's full micro-batches."""
-        batch = take_rows(split_pixel_values_by_grid(self.generation), rows)
-        batch = unsplit_pixel_values_by_grid(batch)
+        batch = RowReader(cast("Batch", self.generation)).take(rows)
         self.args.adora_stock_step = ["share_vision", "share_prompt"]
         self.images.vision.share = False
         loss = GRPOTrainer._compute_loss(self, self.model, batch) * len(rows) / ROWS

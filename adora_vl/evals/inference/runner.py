@@ -212,7 +212,7 @@ def infer(
         pending = sum(ask.key not in log.done for ask in asks)
         resumed = len(asks) - pending
         _refuse_further_predictions(
-            output, predictions=len(log.done), asked=len(asks), resumed=resumed
+            output, predictions=len(log.done), answers=len(asks), resumed=resumed
         )
         size = amount(len(problems), "problem")
         if samples > 1:
@@ -244,7 +244,7 @@ def infer(
 
 
 def _refuse_further_predictions(
-    output: Path, *, predictions: int, asked: int, resumed: int
+    output: Path, *, predictions: int, answers: int, resumed: int
 ) -> None:
     """Raise `UserError` where a folder has predictions that this run does not ask for.
 
@@ -253,7 +253,7 @@ def _refuse_further_predictions(
     if predictions > resumed:
         raise UserError(
             f"limit: {str(output)!r} already has {predictions} predictions and this run "
-            f"asks for {asked}; raise --limit or use another --output"
+            f"asks for {answers}; raise --limit or use another --output"
         )
 
 

@@ -109,8 +109,8 @@ def graders(folder, rows):
     counts = [[int(cell.replace(",", "")) for cell in row[1:]] for row in rows]
     assert counts[0] == [sum(right), 0, 0, 0, 0, 0]
     assert {sum(row) for row in counts} == {len(right)}
-    assert f"right in all {len(right):,}, on which it was corrected" in TEXT
-    assert f"is right in {rows[3][1]}, and hung in {rows[4][5]}" in TEXT
+    assert f"right in all {len(right):,} of our labelled cases" in TEXT
+    assert f"is right in {rows[3][1]},\n  and hung in {rows[4][5]} (" in TEXT
 
 
 def rows_that_lack(tables_text, tables):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from typing import Any
 
 import pytest
 import yaml
@@ -43,7 +44,7 @@ def pair(seed, *, ahead, workings, loss=0.08):
 
 def test_the_two_arms_of_a_seed_come_one_after_the_other():
     order = scanned.places(PLAN, pilot=False)
-    assert [place[2:] for place in order[:2]] == [(0, "grpo"), (0, "adora")]
+    assert [trial[2:] for trial in order[:2]] == [(0, "grpo"), (0, "adora")]
     assert not set(PLAN["pilot"]["seeds"]) & set(PLAN["seeds"])
 
 
@@ -99,10 +100,8 @@ def test_a_size_of_the_command_goes_before_that_of_the_plan():
 
 
 def test_a_start_of_each_size_has_a_folder_of_its_own(tmp_path):
-    folders = {
-        scanned.start_folder(tmp_path, plan, 1).name
-        for plan in (PLAN, scanned.resized(PLAN, {"width": 512}), {"arms": {}})
-    }
+    plans: list[dict[str, Any]] = [PLAN, scanned.resized(PLAN, {"width": 512}), {"arms": {}}]
+    folders = {scanned.start_folder(tmp_path, plan, 1).name for plan in plans}
     assert folders == {"1_640x7_bfloat16", "1_512x7_bfloat16", "1"}
 
 

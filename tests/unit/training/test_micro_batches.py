@@ -168,7 +168,7 @@ def batch():
 
 def test_rows_are_taken_with_all_that_belongs_to_them_and_padding_is_cut_on_both_sides():
     cut = batch_rows.without_padding(
-        {**batch_rows.take_rows(batch(), [1, 0]), "pixel_values": batch()["pixel_values"]}
+        {**batch_rows.RowReader(batch()).take([1, 0]), "pixel_values": batch()["pixel_values"]}
     )
     assert cut["prompt_ids"].tolist() == [[5, 6, 7], [0, 7, 8]]
     assert cut["completion_ids"].tolist() == [[1, 0], [1, 2]]
@@ -318,9 +318,9 @@ def test_a_row_weighs_as_much_in_a_small_micro_batch_as_in_a_full_one(live, rows
     """
     banks = ImageBanks()
     loss = torch.tensor(3.0)
-    own = batch_rows.take_rows(batch_rows.split_images(sixteen(banks, live)), range(rows))
+    own = batch_rows.RowReader(sixteen(banks, live)).take(range(rows))
     one = batcher(banks=banks, loss_type="grpo")
-    work = [micro for micro in one.split(batch_rows.join_images(own), "0/0") if micro]
+    work = [micro for micro in one.split(own, "0/0") if micro]
     assert [len(numbers) for numbers in rows_of(work)] == sizes
     assert [float(one.scaled(loss, micro)) for micro in work] == pytest.approx(losses)
     assert float(batcher(banks=banks, loss_type="dapo").scaled(loss, work[-1])) == 3.0, (
