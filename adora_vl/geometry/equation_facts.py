@@ -48,7 +48,7 @@ def equals(measures: Measures, term: Term) -> Iterator[Relation]:
         unit = unit_of(size)
     value = measures.value(measure)
     size_value = measures.value(size)
-    if unit == "degrees" and _is_other_side(measure, size):
+    if unit == "degrees" and (_is_other_side(measure, size) or _is_short_way(measures, term)):
         value = minus(Constant(360.0), value)
     yield Equal(left=value, right=size_value, unit=unit)
 
@@ -92,6 +92,21 @@ def angle_sum(measures: Measures, term: Term) -> Iterator[Relation]:
     if len(angles) != 2:
         raise UnreadError(f"{term} has not two angles")
     yield Equal(left=plus(*angles), right=Constant(total), unit="degrees")
+
+
+def _is_short_way(measures: Measures, term: Term) -> bool:
+    """Tell whether an arc of three letters is the shorter way round, by its size alone.
+
+    No picture shows where its middle point lies; it is read as the longer way without a size.
+    """
+    measure, size = term.arguments
+    arc = measure.arguments[0] if measure.head == "MeasureOf" and measure.arguments else measure
+    if arc.head != "Arc" or len(arc.names) != 3 or arc.names[1] in measures.drawing.places:
+        return False
+    if arc.names[1] == measures.drawing.circle_of_arc(arc.names).centre:
+        return False
+    degrees = number_of(size.head) if not size.arguments else None
+    return degrees is not None and degrees < 180
 
 
 def _is_other_side(measure: Term, size: Term) -> bool:

@@ -138,9 +138,12 @@ class SharedPrompts:
             parts.append(torch.arange(start, start + group.first))
             start += group.first
             for length in group.others:
-                parts += [prompt, torch.arange(start, start + length)]
+                rollout = torch.arange(start, start + length)
+                parts.append(prompt)
+                parts.append(rollout)
                 start += length
-        return torch.cat(parts).to(self.predicting_K.device, non_blocking=True)
+        positions_K = torch.cat(parts)
+        return positions_K.to(self.predicting_K.device, non_blocking=True)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,9 @@ class VarlenAttention:
         size = query.size(-1)
         half = query.dtype in (torch.float16, torch.bfloat16)
         fits = size % 8 == 0 and size <= _MOST_HEAD_SIZE
-        if self.refused or dropout or not (query.is_cuda and half and fits):
+        if not (query.is_cuda and half and fits):
+            return False
+        if self.refused or dropout:
             return False
         kind = (query.device, query.dtype, query.size(1), key.size(1), size)
         if kind not in self._probed:
@@ -51,7 +53,10 @@ class VarlenAttention:
         return not self.refused
 
     def _probe(self, query: Tensor, key: Tensor) -> None:
-        """Compare the kernel with plain attention in float32; a difference is a refusal."""
+        """Compare the kernel with plain attention in float32; a difference is a refusal.
+
+        `query` and `key` say the kind: device, dtype, and numbers and size of heads.
+        """
         try:
             worst = probe_error(query, key)
         except torch.OutOfMemoryError:
@@ -84,10 +89,13 @@ def attend_spans(
         scaling: factor of the scores.
     """
     ends_Q, ends_K, max_length_Q, max_length_K = shared.bounds
+    query_rows = query[0].transpose(0, 1)
+    key_rows = _taken(key, shared.key_positions)
+    value_rows = _taken(value, shared.key_positions)
     output: Any = varlen.varlen_attn(
-        query[0].transpose(0, 1),
-        _taken(key, shared.key_positions),
-        _taken(value, shared.key_positions),
+        query_rows,
+        key_rows,
+        value_rows,
         ends_Q,
         ends_K,
         max_length_Q,
@@ -136,12 +144,17 @@ class _Taken(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: _Context, rows: Tensor, numbers: Tensor) -> Tensor:
+        """Return the rows with these numbers, (K, H, D)."""
         ctx.save_for_backward(numbers)
         ctx.rows = len(rows)
         return rows.index_select(0, numbers)
 
     @staticmethod
     def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of the rows, (S, H, D), from that of the rows taken, (K, H, D).
+
+        Those of one row are added up in float32 at least, and rounded once.
+        """
         (gradient,) = gradients
         (numbers,) = ctx.saved_tensors
         precise = torch.promote_types(gradient.dtype, torch.float32)
@@ -169,8 +182,12 @@ def probe_error(query: Tensor, key: Tensor) -> float:
         weights = _wave(query, length, 3).transpose(1, 2)
         gradients = torch.autograd.grad((output * weights).sum(), half)
         expected_gradients = torch.autograd.grad((expected * weights).sum(), full)
-    pairs = zip((output, *gradients), (expected, *expected_gradients), strict=True)
-    errors = [(result.float() - exact).abs().max() / exact.abs().max() for result, exact in pairs]
+    results = (output, *gradients)
+    expected_results = (expected, *expected_gradients)
+    errors = []
+    for result, exact in zip(results, expected_results, strict=True):
+        gap = (result.float() - exact).abs().max()
+        errors.append(gap / exact.abs().max())
     return torch.stack(errors).max().item()
 
 
@@ -182,13 +199,19 @@ def _wave(like: Tensor, length: int, number: int) -> Tensor:
     heads = like.size(1)
     count = heads * length * like.size(-1)
     steps = torch.arange(count, device=like.device, dtype=torch.float32)
-    return 2 * (steps * (0.7 + 0.37 * number)).sin().view(1, heads, length, like.size(-1))
+    # no two tensors have the same frequency
+    waves = (steps * (0.7 + 0.37 * number)).sin()
+    return 2 * waves.view(1, heads, length, like.size(-1))
 
 
 def plain_attention(
     query: Tensor, key: Tensor, value: Tensor, shared: SharedPrompts, scaling: float
 ) -> Tensor:
-    """Compute the attention of `attend_spans`, span by span with a mask."""
+    """Compute the attention of `attend_spans` by its definition, span by span with a mask.
+
+    It is for comparing: every span is a call, and keys and values are repeated for every head. The
+    arguments are those of `attend_spans`.
+    """
     outputs = []
     start = 0
     for group in shared.groups:
@@ -199,11 +222,13 @@ def plain_attention(
             if number:
                 visible = torch.cat([prompt, positions])
             mask = visible[None, :] <= positions[:, None]
+            visible_key = key[:, :, visible]
+            visible_value = value[:, :, visible]
             repeats = query.size(1) // key.size(1)
             output = scaled_dot_product_attention(
                 query[:, :, positions],
-                key[:, :, visible].repeat_interleave(repeats, dim=1),
-                value[:, :, visible].repeat_interleave(repeats, dim=1),
+                visible_key.repeat_interleave(repeats, dim=1),
+                visible_value.repeat_interleave(repeats, dim=1),
                 mask,
                 scale=scaling,
             )

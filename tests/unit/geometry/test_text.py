@@ -40,6 +40,8 @@ from adora_vl.utils.errors import UserError
             None,
         ),
         ("circle O: A, B. arc AB = 80, OA = 9\nfind angle AOB", "80"),
+        ("circle O: A, B, C. arc ABC = 98, find angle AOC", "98"),
+        ("circle O: A, B, C. arc ABC = 262, find angle AOC", "98"),
         ("circle O: A\nOA = 3\nfind area circle O", r"9\pi"),
         ("triangle ABC, AB = 3, BC = 4, AC = 5, find sin A", "\\frac{4}{5}"),
         ("AB = 5 m, BC = 12 m, triangle ABC, angle B = 90, find AC", "13"),

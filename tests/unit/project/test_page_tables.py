@@ -229,6 +229,7 @@ UNCOMPARED = {
     "evaluator",  # published files, of which none lies here
     "order of the groups",
     "attention, micro-batches",  # all layers on a pretended card
+    "layers, 3B with LoRA",  # minutes on a pretended card
     "operations a group, forward and backward",
 }
 

@@ -82,7 +82,7 @@ def generation(engine_gap: float = 0.3) -> Batch:
     }
 
 
-def learn(*, resumes: bool = False, breaks_second_update: bool = False, **keys: Any) -> Learned:
+def learn(*, resumes: bool = False, breaks_second_update: bool = False, **keys: object) -> Learned:
     """All updates of a generation, by gradient descent.
 
     `resumes`: go on from a copy of the micro-batches after the first update, as from a checkpoint.
@@ -128,9 +128,11 @@ def learn(*, resumes: bool = False, breaks_second_update: bool = False, **keys: 
     return learned
 
 
-def stock(**keys: Any) -> Learned:
+def stock(**keys: object) -> Learned:
     """The same with a pass over the whole generation first."""
-    return learn(adora_stock_step=["share_prompt", "skip_old_pass"], **keys)
+    settings: dict[str, Any] = {"adora_stock_step": ["share_prompt", "skip_old_pass"]}
+    settings |= keys
+    return learn(**settings)
 
 
 def apart(ours: Learned, theirs: Learned) -> list[float]:
@@ -178,9 +180,9 @@ def test_the_pass_is_over_the_later_updates_rollouts_with_signal_alone():
 
 def test_a_run_that_goes_on_after_the_first_update_does_so_to_the_bit():
     for keys in ({**TWO_UPDATES, **ENGINE}, {**TWICE, **ENGINE}):
-        whole = learn(loss_type="dapo", **keys)
+        uninterrupted = learn(loss_type="dapo", **keys)
         resumed = learn(loss_type="dapo", resumes=True, **keys)
-        pairs = zip(whole.gradients, resumed.gradients, strict=True)
+        pairs = zip(uninterrupted.gradients, resumed.gradients, strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
 
 
