@@ -382,7 +382,7 @@ class AdoraGRPOTrainer(TrainerParts):
 
         It does not where the policy makes a pass after each batch and needs the engine's memory.
         """
-        passes = self.beta != 0.0 or self.old_logps.are_of_generation
+        passes = self.beta != 0.0 or self.old_logps.needs_pass_over_generation
         if passes or not self.args.adora_rollouts.refill:
             return nullcontext()
         return self.sampler.awake()
@@ -566,7 +566,7 @@ class AdoraGRPOTrainer(TrainerParts):
         training = mode == "train"
         corrects = self.old_logps.corrects_engine
         has_old_pass = corrects or not self.layout.has_one_step
-        if training and not self.old_logps.are_of_generation:
+        if training and not self.old_logps.needs_pass_over_generation:
             has_old_pass = False
         rows = args.per_device_train_batch_size if training else args.per_device_eval_batch_size
 

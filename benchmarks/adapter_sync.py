@@ -128,7 +128,7 @@ def by_files(folder: str, rank: int, until: ExitStack) -> Push:
     reader.look()
     ways = {"adapter": Server.read_adapter, "merged": Server.read_weights}
     files = {way: WeightFiles(Path(folder, way), Path(folder)) for way in ways}
-    files["adapter"].rank = rank
+    files["adapter"].adapter_rank = rank
 
     def push(way: str, tensors: Tensors) -> None:
         with files[way].written(tensors) as written:

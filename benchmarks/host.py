@@ -176,9 +176,9 @@ def fastest_seconds(work: Work) -> tuple[float, float]:
     return min(seconds["baseline"]), min(seconds["ours"])
 
 
-def _are_equal(first: Any, second: Any) -> bool:
+def _are_equal(first: object, second: object) -> bool:
     """Return whether two results are equal, to the bit."""
-    if isinstance(first, torch.Tensor):
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
         return torch.equal(first, second)
     return bool(first == second)
 

@@ -354,9 +354,9 @@ def _texts_of(texts: Path) -> Iterator[tuple[str, str, str, str]]:
 def problems_of_forms(path: Path, texts: Path | None) -> dict[str, SplitReads]:
     """Return the problems of `texts` whose diagrams can be redrawn from the logic forms of `path`.
 
-    How many cannot be redrawn is printed.
-
-    Raises `UserError` where `texts` is missing, and as `read_forms` and `_texts_of`.
+    How many cannot be redrawn is printed. `path` is a file of logic forms, `texts` the folder or
+    table with the questions. Raises `UserError` where `texts` is missing, or one of the two cannot
+    be read.
     """
     if texts is None:
         raise UserError(

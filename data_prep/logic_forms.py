@@ -54,9 +54,11 @@ def read_forms(path: Path) -> dict[int, Form]:
 def facts_in_words(form: Form, problem: str) -> str | None:
     """Return the facts of the diagram as sentences; None where they do not suffice in words.
 
-    They do not where one of them cannot be read, where the problem is about a shaded or coloured
-    region, or a shape that the annotation does not name, and where it speaks of a point, an unknown
-    or an angle that they do not have.
+    There are three reasons for None:
+
+    - a fact cannot be read,
+    - the problem is about a coloured region, or about a shape that the annotation does not name,
+    - the problem speaks of a point, an unknown or an angle that no fact has.
     """
     fact_sentences = []
     for term in form.terms:

@@ -218,23 +218,25 @@ def _line(problem: Solved) -> str:
     return f"{problem.id}: {label}{value}{problem.verdict.why}"
 
 
-def _counts(problems: Sequence[Solved], *, labelled: bool) -> str:
-    """Return how many problems have which status, by how they were solved.
+_PHRASE_OF_BASIS = {
+    "": "",
+    "facts": "by the facts",
+    "angles": "by angles alone",
+    "looks": "but for what the picture shows",
+}
 
-    With labels it has too how many of the values are theirs.
+
+def _counts(problems: Sequence[Solved], *, labelled: bool) -> str:
+    """Return how many problems have which status, by how they were solved, for a person.
+
+    `labelled`: also say how many of the values are those of the labels.
     """
     rows = Counter((problem.verdict.status, problem.verdict.how) for problem in problems)
     lines = [f"{amount(len(problems), 'problem')}"]
     for (status, basis), count in sorted(
         rows.items(), key=lambda item: (item[0][0] != "answered", -item[1])
     ):
-        name = {
-            "": "",
-            "facts": "by the facts",
-            "angles": "by angles alone",
-            "looks": "but for what the picture shows",
-        }
-        by = name.get(basis, basis)
+        by = _PHRASE_OF_BASIS.get(basis, basis)
         line = f"  {status:<10} {by:<32} {count:>6}  {count / len(problems):6.1%}"
         if labelled:
             agree = [

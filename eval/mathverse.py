@@ -194,7 +194,7 @@ def _prepare(rows: Sequence[Prediction], options: ExtractionOptions) -> list[Pre
     )
     if judge is None:
         return read
-    conversations = [_asks_whether_same(row) if _is_left_to_judge(row) else None for row in read]
+    conversations = [_judge_messages(row) if _is_left_to_judge(row) else None for row in read]
     words = reports(conversations, judge, _one_or_zero)
     return [{**row, "same": word} for row, word in zip(read, words, strict=True)]
 
@@ -221,7 +221,7 @@ _SAME = (
 )
 
 
-def _asks_whether_same(row: Prediction) -> list[dict[str, str]]:
+def _judge_messages(row: Prediction) -> list[dict[str, str]]:
     """Return the conversation with the judge about an answer and its reference.
 
     The official score has such a one too.
@@ -277,11 +277,11 @@ def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
     groups = groups | metadata_groups(row, ("subject", "subfield"))
     answer = "" if extraction.text is None else str(extraction.text)
     # Where a judge was asked, its 1 or 0 decides; a judge that failed counts as wrong.
-    same: Extraction | None = row.get("same")
-    if same is not None:
-        judged = same if same.method == JUDGE_FAILED else extraction
+    judge_reply: Extraction | None = row.get("same")
+    if judge_reply is not None:
+        judged = judge_reply if judge_reply.method == JUDGE_FAILED else extraction
         return RowGrade(
-            verdict=verdict(same.text == "1"),
+            verdict=verdict(judge_reply.text == "1"),
             extracted=answer,
             reason="judge",
             groups=groups,

@@ -103,4 +103,4 @@ RANGES: dict[str, Any] = {
 OR_FILE = frozenset({"deepspeed", "fsdp_config", "accelerator_config"})
 # null means to resume if there is a checkpoint
 NONE_IS_A_WORD = frozenset({"resume_from_checkpoint"})
-NULL_IS = {"report_to": ["none"]}  # Transformers fails on null for this key
+VALUE_FOR_NULL = {"report_to": ["none"]}  # Transformers fails on null for this key

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from adora_vl.config.trl_ranges import NONE_IS_A_WORD, NULL_IS, OR_FILE, RANGES, Name
+from adora_vl.config.trl_ranges import NONE_IS_A_WORD, OR_FILE, RANGES, VALUE_FOR_NULL, Name
 from adora_vl.utils.cli import (
     GivenTwiceError,
     flow_mapping,
@@ -60,16 +60,16 @@ def convert(key: str, value: Any, hint: Any) -> Any:
     if _is_null(key, word, hint):
         if NoneType not in kinds:
             _refuse(key, None, hint)
-        return NULL_IS.get(key)
+        return VALUE_FOR_NULL.get(key)
     block = next((kind for kind in kinds if is_dataclass(kind)), None)
     if block is not None:
         return _block(key, word, block)
     if tuple in kinds:
         return _tuple(key, value, hint)
-    # `adora_stock_step: true` is no list of one word.
+    # A key that takes a truth value or a list: `adora_stock_step: true` is not the list [true].
     if {bool, list} <= kinds and truth(word) is not None:
         return truth(word)
-    # A lone text stays one where a key takes both, such as a regular expression of PEFT's.
+    # A key that takes a text or a list keeps a lone text, such as a regular expression of PEFT's.
     if list in kinds and not (str in kinds and isinstance(value, str)):
         entry_hint = _entry(hint)
         entries = _entries(key, value, entry_hint)

@@ -312,14 +312,16 @@ def turns_of(
 
 
 def criteria_columns(groups: Groups) -> Columns:
-    """Return the figures of groups that ADORA's criteria compare.
+    """Return what ADORA's criteria compare in each group, as columns of the record.
 
-    Each has one value per rollout, P x G.
+    That is the length of its longest right and the mean length of its wrong rollouts, and the same
+    of their work: the share of true new steps that the reward `steps` has measured. Each column has
+    one value per rollout, P x G; NaN, where a group has no such rollout, becomes null.
     """
     columns_P = {
         "pass_rate": groups.pass_rate_P,
         "longest_right": groups.longest_correct_P.where(groups.correct_PG.any(dim=1), math.nan),
-        "mean_wrong": groups.mean_finished_wrong_P,  # NaN becomes null
+        "mean_wrong": groups.mean_finished_wrong_P,
     }
     if groups.work_PG is not None:
         has_right_P = groups.correct_PG.any(dim=1) & groups.has_work_P

@@ -454,7 +454,7 @@ def _same_vector(answer: Answer, reference: Answer) -> Compared:
     coordinates = [part.tree for part in reference.parts if part.real]
     if len(coordinates) != len(axes) or not unknowns(answer.tree or ()) <= set(axes):
         return Compared("wrong", "different_form")
-    # The tuple as the sum that the answer should be: (3, 4) is 3 i + 4 j.
+    # The tuple as the sum that the answer should be: (3, 4) is 3 i + 4 j. Each term has its sign, 1.
     terms = []
     for coordinate, axis in zip(coordinates, axes, strict=True):
         terms.append((1, ("product", ("*", coordinate), ("*", ("unknown", axis)))))

@@ -176,7 +176,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             four_bit = self.four_bit
             self.served.first_rank(lambda servers: servers.take_adapter(lora, base, four_bit))
             if self.served.files is not None:
-                self.served.files.rank = lora["max_lora_rank"]
+                self.served.files.adapter_rank = lora["max_lora_rank"]
 
     def _build_llm(self, **kwargs: Any) -> Any:
         """Build vLLM's engine from TRL's arguments and our settings, in place of TRL's `LLM(...)`."""

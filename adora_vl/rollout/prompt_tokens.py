@@ -29,8 +29,8 @@ class PromptMismatchError(RolloutError):
 def refuse_prefill(dataset: object) -> None:
     """Raise `UserError` for the first row whose prompt ends with a turn of the assistant.
 
-    TRL closes that turn for the engine and begins another one. Beside an image it continues the
-    turn for the policy, so that the policy's prompt has another length than the engine's.
+    TRL closes that turn in the engine's prompt and begins another one. In the policy's prompt of a
+    row with images it continues the turn instead, so the two prompts differ in length.
     """
     if not isinstance(dataset, Dataset) or "prompt" not in dataset.column_names:
         return

@@ -48,9 +48,9 @@ class WeightFiles:
         # with the rights that its owner gave it, so it stays
         self._was_there = self.folder.exists()
         # rank of the adapter that is written in PEFT's format; None: whole tensors are written
-        self.rank: int | None = None
-        self._kept = ExitStack()  # removes the adapter that servers have
-        finalize(self, self._kept.close)
+        self.adapter_rank: int | None = None
+        self._previous_adapter = ExitStack()  # removes the adapter that servers have
+        finalize(self, self._previous_adapter.close)
         for path in abandoned(self.folder.glob(f"{self._name}-*")):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -69,14 +69,18 @@ class WeightFiles:
                 stack.callback(_remove, path, lock, not self._was_there)
                 rights = _rights_in(self.folder)
                 path.chmod(rights)
-                if self.rank is None:
+                if self.adapter_rank is None:
                     save_tensors(remaining, path)
                 else:
                     save_file(
                         {name: tensor.to("cpu").contiguous() for name, tensor in remaining},
                         path / _ADAPTER_WEIGHTS,
                     )
-                    config = {"r": self.rank, "lora_alpha": self.rank, "target_modules": []}
+                    config = {
+                        "r": self.adapter_rank,
+                        "lora_alpha": self.adapter_rank,
+                        "target_modules": [],
+                    }
                     replace_file(path / ADAPTER, json.dumps(config))
                 for file in path.iterdir():
                     file.chmod(rights & 0o640)
@@ -86,9 +90,11 @@ class WeightFiles:
                 for _ in remaining:
                     pass
             yield path
-            if self.rank is not None:
-                self._kept.close()
-                self._kept.push(stack.pop_all())
+            if self.adapter_rank is not None:
+                # Servers hold this adapter until the next one: its folder outlives the block, and
+                # that of the previous one goes.
+                self._previous_adapter.close()
+                self._previous_adapter.push(stack.pop_all())
 
 
 def _remove(path: Path, lock: int | None, last: bool) -> None:

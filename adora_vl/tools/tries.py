@@ -39,7 +39,9 @@ def unsteady_tools(
         function = schema["function"]
         name = function["name"]
         is_method = environments_of_run is not None and name in environments_of_run.tools
-        if OURS.get(name) is toolbox.chosen.functions[name] or (is_method and not environments):
+        is_ours = OURS.get(name) is toolbox.chosen.functions[name]
+        lacks_environment = is_method and not environments
+        if is_ours or lacks_environment:
             continue
         pair = environments if is_method else (None, None)
         answers = _two_answers(toolbox, function=function, images=images, environments=pair)
@@ -61,7 +63,7 @@ def _two_answers(
 ) -> tuple[str, str] | None:
     """Return both answers to the first call that a tool answers in two ways.
 
-    None without such a call. Only the first call that does not fail is compared.
+    None without such a call. Calls are tried until one does not fail; the rest is not tried.
     """
     for arguments in _trial_arguments(function["parameters"]):
         call = json.dumps({"name": function["name"], "arguments": arguments})

@@ -188,8 +188,8 @@ class RewardGuard:
             )
         )
 
-    def failed_calls(self, rows: int) -> dict[tuple[int, int], str]:
-        """Why functions returned an exception in the place of a reward. Collective.
+    def take_failed_calls(self, rows: int) -> dict[tuple[int, int], str]:
+        """Return why functions gave an exception in place of a reward, and forget it. Collective.
 
         Returns the reasons by the number of the rollout over all ranks and the number of the
         function. Every rank has `rows` rollouts.

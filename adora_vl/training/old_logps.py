@@ -37,24 +37,27 @@ class OldLogps:
         self._is_cut_here = regroups(config) and not regroup_obstacle(config)
 
     @property
-    def are_of_generation(self) -> bool:
-        """Whether the pass is made over a whole generation, before anything is graded.
+    def needs_pass_over_generation(self) -> bool:
+        """Whether a pass over the whole generation is made before anything is graded.
 
         That is stock TRL's way. It is also ours where TRL cuts the generation into micro-batches,
-        unless the policy's own pass has all.
+        since a pass for some of them alone could not be made then.
         """
         if self.are_engines:
             return False
         if not self.config.uses("skip_old_pass"):
             return True
-        return not self._is_cut_here and (self.has_dropout or not self.layout.has_one_step)
+        if self._is_cut_here:
+            return False
+        # With one optimizer step the pass that learns has them, but for the noise of dropout.
+        return self.has_dropout or not self.layout.has_one_step
 
     def due(self, micro_batches: Sequence[Batch]) -> list[Batch]:
         """Return those of a generation's micro-batches that need a pass before they are learned from.
 
         They are equally many on all ranks, since a micro-batch is empty on all ranks alike.
         """
-        if self.are_engines or self.are_of_generation:
+        if self.are_engines or self.needs_pass_over_generation:
             return []
         first = self.layout.micro_batches_before_update
         # The policy's own pass has the noise of dropout, which is to be neither in the ratio to the

@@ -361,7 +361,8 @@ class Pool:
     def most_missing(self, judged: JudgedGroups) -> int:
         """Return how many groups with signal are missing on the rank that lacks most.
 
-        Slots that stayed empty count as missing too.
+        Slots that stayed empty count as missing too. Only a run that keeps rollouts over generations
+        has any: all others fill their slots at once.
         """
         missing = 0
         for rank in range(judged.ranks):

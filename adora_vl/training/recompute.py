@@ -187,19 +187,22 @@ class RecomputedLayers:
         )
 
     def retried(self, step: Callable[[], Tensor], figures: Mapping[str, list[float]]) -> Tensor:
-        """Return the result of `step`, made a second time where the card has no memory for it.
+        """Run `step`, and once more with all layers recomputed where it runs out of memory.
 
-        Then all layers are recomputed, as in the rest of the run. A process that is one of several
-        cannot go back alone: the others would wait in the backward pass for its gradients, or under
-        ZeRO-3 for its part of the weights. There, and where all layers were recomputed already, the
-        error is the run's end, as it is without this class.
+        What the first try has left in gradients and in the log is undone, and all layers are
+        recomputed in the rest of the run. A process that is one of several cannot go back alone: the
+        others would wait in the backward pass for its gradients, or under ZeRO-3 for its part of the
+        weights. There, and where all layers were recomputed already, the error ends the run.
 
-        `step`: computes a micro-batch forward and backward. `figures`: of the log, to which it adds.
+        Args:
+            step: computes a micro-batch forward and backward, and returns its loss, ().
+            figures: the lists of figures for the log, to which `step` appends.
         """
         if self._learner is None or not self._can_retry:
             return step()
         assert self._card is not None
-        before = Gradients(self._trained, int(_COPIED * self._card()[1]))
+        _, total_bytes = self._card()
+        before = Gradients(self._trained, int(_COPIED * total_bytes))
         counts = {name: len(values) for name, values in figures.items()}
         try:
             return step()

@@ -179,7 +179,7 @@ class Scorer:
             RunError: a function failed, or no rollout has a reward.
         """
         self.guard.check(step)
-        failed = self.guard.failed_calls(len(built.rollouts))
+        failed = self.guard.take_failed_calls(len(built.rollouts))
         facts = RolloutFacts.gathered(measured_facts(built, scores.rewards_BF), self.accelerator)
         facts = facts.counting(
             failed, weights_F=self.weights_F, names=self.names, generations=generations

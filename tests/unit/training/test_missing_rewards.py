@@ -224,11 +224,11 @@ def test_an_exception_in_the_place_of_a_reward_is_a_failed_call_of_that_completi
     assert one(completions=texts) == [1.0, None, None]
     assert asyncio.run(other(completions=["lost"])) == [None]
     guard.check(0)
-    assert guard.failed_calls(3) == {
+    assert guard.take_failed_calls(3) == {
         (1, 0): "TimeoutError: after 60 s",
         (0, 1): "TimeoutError: after 60 s",
     }
-    assert guard.failed_calls(3) == {}, "of one generation only"
+    assert guard.take_failed_calls(3) == {}, "of one generation only"
 
 
 def test_rollouts_of_other_ranks_keep_their_place(monkeypatch):
@@ -239,7 +239,7 @@ def test_rollouts_of_other_ranks_keep_their_place(monkeypatch):
     monkeypatch.setattr(
         "adora_vl.training.guards.gather_object", lambda mine: [[(3, 0, "a")], *mine, []]
     )
-    assert guard.failed_calls(4) == {(3, 0): "a", (5, 0): "TimeoutError: after 60 s"}
+    assert guard.take_failed_calls(4) == {(3, 0): "a", (5, 0): "TimeoutError: after 60 s"}
 
 
 def test_a_mistake_of_the_user_on_one_rank_ends_all(monkeypatch, tmp_path):

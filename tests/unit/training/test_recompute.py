@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from adora_vl.config.sharding import Sharding
 from adora_vl.models.activations import KEPT_FREE, Dtypes, Learner, PassSize
@@ -39,7 +39,7 @@ def three_billion() -> ModelShape:
     return describe(config_for_planning(THREE)[0], peft_config=adapters)
 
 
-def recomputed(model: Any, **keys: Any) -> RecomputedLayers:
+def recomputed(model: PreTrainedModel, **keys: Any) -> RecomputedLayers:
     """Return what switches the model's checkpoints, on a CPU unless `card` says another memory."""
     card = keys.pop("card", None)
     shape = keys.pop("shape", three_billion)
@@ -50,7 +50,7 @@ def recomputed(model: Any, **keys: Any) -> RecomputedLayers:
     return RecomputedLayers(context, model=model, shape=shape, sharding=sharding, card=card)
 
 
-def shape_of(model: Any) -> Callable[[], ModelShape]:
+def shape_of(model: PreTrainedModel) -> Callable[[], ModelShape]:
     """Return the shape of a language model of the tests."""
     return lambda: describe(model.config, dtype="float32")
 
