@@ -283,6 +283,15 @@ class Examination(EngineProbe):
         return int(logits.argmin())
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """Some checks that are made together."""
+
+    names: tuple[str, ...]
+    remedy: str  # for an error that stops them
+    run: Callable[[], list[Check]]
+
+
 def examine(examination: Examination, merge: int) -> list[Check]:
     """Run every check in order, and return their results.
 
@@ -298,44 +307,80 @@ def examine(examination: Examination, merge: int) -> list[Check]:
         unseen = "use_vllm: false, the policy samples itself"
     elif pair.config.vllm_mode != "colocate":
         unseen = "vllm_mode: server is not examined"
-    steps: list[tuple[tuple[str, ...], str, Callable[[], list[Check]]]] = [
-        ((FEATURES,), PIXELS, lambda: [check_features(examination.prompts, image_token, merge)]),
-        ((BUFFERS,), REMEDY, lambda: [check_buffers(examination.models())]),
-        ((RUNNER,), VERSIONS, lambda: [check_runner(pair)]),
-        ((PROMPTS, COLD), PIXELS, examination.cold),
-        ((DISTANT,), POSITIONS, lambda: [examination.distant()]),
-        ((LANGUAGE,), SYNC, lambda: [examination.after_change(vision=False)]),
-        ((VISION,), CACHES, lambda: [examination.after_change(vision=True)]),
-        ((SLEEP,), WAKING, lambda: [examination.after_sleep()]),
-        ((BANNED,), BANS, lambda: [examination.banned()]),
+    steps = [
+        _Step(
+            names=(FEATURES,),
+            remedy=PIXELS,
+            run=lambda: [check_features(examination.prompts, image_token, merge)],
+        ),
+        _Step(
+            names=(BUFFERS,),
+            remedy=REMEDY,
+            run=lambda: [check_buffers(examination.models())],
+        ),
+        _Step(
+            names=(RUNNER,),
+            remedy=VERSIONS,
+            run=lambda: [check_runner(pair)],
+        ),
+        _Step(
+            names=(PROMPTS, COLD),
+            remedy=PIXELS,
+            run=examination.cold,
+        ),
+        _Step(
+            names=(DISTANT,),
+            remedy=POSITIONS,
+            run=lambda: [examination.distant()],
+        ),
+        _Step(
+            names=(LANGUAGE,),
+            remedy=SYNC,
+            run=lambda: [examination.after_change(vision=False)],
+        ),
+        _Step(
+            names=(VISION,),
+            remedy=CACHES,
+            run=lambda: [examination.after_change(vision=True)],
+        ),
+        _Step(
+            names=(SLEEP,),
+            remedy=WAKING,
+            run=lambda: [examination.after_sleep()],
+        ),
+        _Step(
+            names=(BANNED,),
+            remedy=BANS,
+            run=lambda: [examination.banned()],
+        ),
     ]
     checks: list[Check] = []
-    for names, remedy, step in steps:
+    for step in steps:
         broken = any(check.status is Status.FAILED and check.name == PROMPTS for check in checks)
         broken = broken or any(check.detail.startswith(_RAISED) for check in checks)
         why = (
             unseen
-            if unseen and names not in ((FEATURES,), (BUFFERS,))
+            if unseen and step.names not in ((FEATURES,), (BUFFERS,))
             else "not after the failure above" * broken
         )
         if why:
-            checks += [skipped(name, why) for name in names]
+            checks += [skipped(name, why) for name in step.names]
         else:
-            checks += agreement.worst_of_all_ranks(_guarded(names, remedy, step))
+            checks += agreement.worst_of_all_ranks(_guarded(step))
     return checks
 
 
 _RAISED = "stopped: "
 
 
-def _guarded(names: Sequence[str], remedy: str, step: Callable[[], list[Check]]) -> list[Check]:
-    """Run checks that together have these names; an error fails the first and skips the rest."""
+def _guarded(step: _Step) -> list[Check]:
+    """Run the checks of a step; an error fails the first and skips the rest."""
     try:
-        return step()
+        return step.run()
     except Exception as error:  # the table is for finding out what fails, whatever it is
         line = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        first, *rest = names
-        fault = failed(first, f"{_RAISED}{line}", remedy)
+        first, *rest = step.names
+        fault = failed(first, f"{_RAISED}{line}", step.remedy)
         return [fault, *(skipped(name, "it stopped before") for name in rest)]
 
 

@@ -151,7 +151,7 @@ def test_every_run_has_its_place_once():
 
 
 def test_the_arms_are_one_key_apart():
-    """Those that name what is rewarded have two, as the plan says."""
+    """Arms that name what is rewarded have two, as the plan says."""
     for arm, keys in PLAN["arms"].items():
         apart = {
             key for key in keys if keys[key] != {**PLAN["train"], **PLAN["arms"]["grpo"]}.get(key)
