@@ -84,6 +84,7 @@ def test_what_needs_no_server_is_done_while_they_sample(tmp_path, server, monkey
         "adora_max_drift": 99,
         "save_strategy": "no",
         "adora_rollouts": "{ahead: 2}",
+        "adora_stock_step": "[fill_micro_batches]",  # else all groups share one micro-batch
     }
     assert main(server_arguments(tmp_path / "one", server, **keys)) == 0
     step = "drift asked joined learned joined learned"
@@ -178,6 +179,7 @@ def test_a_run_that_drifts_between_two_micro_batches_goes_on_with_their_whole_st
             "gradient_accumulation_steps": 2,
             "max_steps": 3,
             "save_steps": 3,
+            "adora_stock_step": "[fill_micro_batches]",  # else all groups share one micro-batch
         }
         keys |= {"per_device_train_batch_size": 8, **changed}
         assert main(server_arguments(tmp_path / generations, server, **keys)) == 0
