@@ -34,8 +34,9 @@ Figures = Mapping[str, Any]  # of a run, as `--json` writes them
 ANSWERS = {
     "long-tailed": answer_lengths(400, limit=1024, rollouts=8, equal=False),
     "alike": [400] * 8,
+    "full": [1024] * 8,
 }
-CASES = [(image, "long-tailed") for image in (1000, 300, 36)] + [(36, "alike")]
+CASES = [(image, "long-tailed") for image in (1000, 300, 36)] + [(36, "alike"), (649, "full")]
 GIB = 2**30
 TERA = 1e12
 

@@ -212,6 +212,7 @@ UNCOMPARED = {
     "two CPU cores, 24 GiB",
     "rule",
     "verdict",
+    "7B, what is computed",  # minutes for each run
     "work",
     "median",
     "start",
