@@ -134,8 +134,8 @@ class LossSums:
     # of the steps since, (): of this rank; a list has those of all ranks
     rest: Tensor | list[float]
 
-    @classmethod
-    def of_all_ranks(cls, facts: dict[str, Any]) -> dict[str, Any]:
+    @staticmethod
+    def of_all_ranks(facts: dict[str, Any]) -> dict[str, Any]:
         """Return a manifest's facts with the sums of all ranks in place of this rank's. Collective.
 
         The value of a rank's tensor is waited for here, where a checkpoint is written, and not at

@@ -292,22 +292,11 @@ class _Step:
     run: Callable[[], list[Check]]
 
 
-def examine(examination: Examination, merge: int) -> list[Check]:
-    """Run every check in order, and return their results.
-
-    `merge`: patches of an image token along a side.
-
-    A check that raises fails, and the rest is skipped, since the engine may be broken. Without a
-    colocated engine only those of the trainer are made.
-    """
+def _steps_of(examination: Examination, merge: int) -> list[_Step]:
+    """Return the steps of an examination in their order. `merge`: as in `examine`."""
     pair = examination.pair
-    unseen = ""
     image_token = getattr(pair.processor, "image_token_id", None)
-    if pair.engine is None:
-        unseen = "use_vllm: false, the policy samples itself"
-    elif pair.config.vllm_mode != "colocate":
-        unseen = "vllm_mode: server is not examined"
-    steps = [
+    return [
         _Step(
             names=(FEATURES,),
             remedy=PIXELS,
@@ -354,15 +343,29 @@ def examine(examination: Examination, merge: int) -> list[Check]:
             run=lambda: [examination.banned()],
         ),
     ]
+
+
+def examine(examination: Examination, merge: int) -> list[Check]:
+    """Run every check in order, and return their results.
+
+    `merge`: patches of an image token along a side.
+
+    A check that raises fails, and the rest is skipped, since the engine may be broken. Without a
+    colocated engine only those of the trainer are made.
+    """
+    pair = examination.pair
+    unseen = ""
+    if pair.engine is None:
+        unseen = "use_vllm: false, the policy samples itself"
+    elif pair.config.vllm_mode != "colocate":
+        unseen = "vllm_mode: server is not examined"
     checks: list[Check] = []
-    for step in steps:
+    for step in _steps_of(examination, merge):
         broken = any(check.status is Status.FAILED and check.name == PROMPTS for check in checks)
         broken = broken or any(check.detail.startswith(_RAISED) for check in checks)
-        why = (
-            unseen
-            if unseen and step.names not in ((FEATURES,), (BUFFERS,))
-            else "not after the failure above" * broken
-        )
+        why = "not after the failure above" if broken else ""
+        if unseen and step.names not in ((FEATURES,), (BUFFERS,)):
+            why = unseen
         if why:
             checks += [skipped(name, why) for name in step.names]
         else:

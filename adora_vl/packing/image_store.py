@@ -66,6 +66,8 @@ class PatchNormalizer:
             settings["image_mean"],
             settings["image_std"],
         )
+        # An engine that normalises by itself asks for the bytes, which need no table.
+        self._changes_values = settings["do_rescale"] or settings["do_normalize"]
         self._channels = channels
         self._frames = int(settings["temporal_patch_size"])
         self._numbers = numbers.flatten()  # (C x 256,)
@@ -77,11 +79,13 @@ class PatchNormalizer:
 
         The numbers are float32; they are the bytes where the processor changes no value.
         """
-        numbers, first_of_channel = self._tables(frames_RF.device)
         rows = len(frames_RF)
-        places = frames_RF.view(rows, self._channels, -1).int() + first_of_channel
-        frame = numbers.index_select(0, places.flatten()).view(rows, self._channels, 1, -1)
-        return frame.expand(-1, -1, self._frames, -1).reshape(rows, -1)
+        frame = frames_RF.view(rows, self._channels, -1)
+        if self._changes_values:
+            numbers, first_of_channel = self._tables(frames_RF.device)
+            places = frame.int() + first_of_channel
+            frame = numbers.index_select(0, places.flatten()).view(rows, self._channels, -1)
+        return frame[:, :, None].expand(-1, -1, self._frames, -1).reshape(rows, -1)
 
     def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the numbers, and the place of each channel's first one, on a device."""

@@ -353,7 +353,8 @@ class MicroBatcher:
             micro_batches=layout.micro_batches_per_update,
             cut=self._cut(host, units),
         )
-        self.log("adora/micro_batches", sum(map(bool, plan)) / optimizer_steps)
+        with_work = [part for part in plan if part]
+        self.log("adora/micro_batches", len(with_work) / optimizer_steps)
         return [self._micro_batch(reader, host=host, units=part, filled=filled) for part in plan]
 
     def _cut(self, host: HostRows, units: Sequence[int]) -> Cut:
