@@ -25,9 +25,9 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from adora_vl.conversion.columns import Columns
-from adora_vl.conversion.pipeline import clean_one
+from adora_vl.conversion.pipeline import read_and_clean
 from adora_vl.conversion.problem import PixelLimits
-from adora_vl.conversion.tables import open_local, reads
+from adora_vl.conversion.tables import open_local, row_readers
 from data_prep.cli import main as data_prep
 
 SIZE = (1152, 896)
@@ -87,9 +87,11 @@ def pictures(folder: Path) -> None:
         (folder / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         opened = open_local(folder / "t.jsonl", columns)
         calls = list(
-            reads(opened, split="train", name="t", columns=columns, tests=None, limit=None)
+            row_readers(opened, split="train", name="t", columns=columns, tests=None, limit=None)
         )
-        ours = milliseconds([partial(clean_one, call, PixelLimits(), near=False) for call in calls])
+        ours = milliseconds(
+            [partial(read_and_clean, call, PixelLimits(), near=False) for call in calls]
+        )
         alone = milliseconds([partial(decode, file) for file in files])
         print(f"{name:<30} {ours:8.1f} {alone:9.1f} {ours / alone:6.2f}")
 
