@@ -44,7 +44,7 @@ from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult  # noqa: E
 from adora_vl.synthetic.generate import generate  # noqa: E402
 from adora_vl.training.scoring import RewardFunctions  # noqa: E402
 from benchmarks.measure import Clock, PeakMemory  # noqa: E402
-from benchmarks.step import answer_lengths, mrope  # noqa: E402
+from benchmarks.step import answer_lengths, mrope_sections  # noqa: E402
 
 PATCH = 28  # pixels of an image token's side
 ORDINARY = 20  # token ids from here on are no special tokens
@@ -74,7 +74,10 @@ def config(
         "vocab_size": vocabulary,
     }
     if width // heads != 128:
-        published["rope_scaling"] = {"type": "mrope", "mrope_section": mrope(width // heads)}
+        published["rope_scaling"] = {
+            "type": "mrope",
+            "mrope_section": mrope_sections(width // heads),
+        }
     tokenizer = processor.tokenizer
     names = {
         "image_token_id": "image_pad",
