@@ -598,21 +598,24 @@ class AdoraGRPOTrainer(TrainerParts):
     def _add_old_logps(self, micro_batches: Sequence[Batch]) -> None:
         """Stage 10: put the old log-probabilities into the micro-batches that need a pass for them.
 
-        It comes before the first update, which changes the weights. Collective: equally many
-        micro-batches of every rank need one. Raises `RolloutError` where the engine drifts.
+        Groups without signal need none, even where a KL term learns from them. It comes before the
+        first update, which changes the weights. Collective: every rank makes equally many passes.
+        Raises `RolloutError` where the engine drifts.
         """
         policy = partial(self._get_per_token_logps_and_entropies, self.model)
         checkpointing = disable_gradient_checkpointing(
             self.model, self.args.gradient_checkpointing_kwargs
         )
         with checkpointing:
-            for micro in self.old_logps.due(micro_batches):
-                rows = len(micro["completion_ids"])
-                with self.policy_pass.watched(None, micro):
-                    logps_BC = generation_logps(micro, policy, rows)
-                micro["old_per_token_logps"] = logps_BC
+            for old_pass in self.old_logps.due(micro_batches):
+                part = old_pass.part()
+                rows = len(part["completion_ids"])
+                with self.policy_pass.watched(None, part):
+                    logps_BC = generation_logps(part, policy, rows)
+                part["old_per_token_logps"] = logps_BC
                 if self.old_logps.corrects_engine:
-                    self._compare_with_engine(micro, logps_BC)
+                    self._compare_with_engine(part, logps_BC)
+                old_pass.store(part)
 
     def _compare_with_engine(self, micro: Batch, logps_BC: Tensor) -> None:
         """Measure the drift of a micro-batch, and complete its ratio to the engine. Collective.
@@ -694,6 +697,7 @@ class AdoraGRPOTrainer(TrainerParts):
                 return
             if self.ratio.is_due(micro) and self.old_logps.compares_engine(micro_step):
                 self._compare_with_engine(micro, logps_BC)
+            self.old_logps.fill(micro, logps_BC)
             self.old_logps.keep(inputs, micro, logps_BC, micro_step)
 
         rank = self.accelerator.process_index

@@ -41,13 +41,18 @@ MEAN_OVER_TOKENS = frozenset({"dapo", "cispo", "vespo"})
 Cut = Callable[[Sequence[int]], Sequence[Sequence[int]]]
 
 
-def live_units(advantages: Tensor, unit: int) -> list[bool]:
-    """Whether any advantage of each unit is not 0.
+def signal_of_units(advantages: Tensor, unit: int) -> Tensor:
+    """Return whether any advantage of each of U units is not 0, bool, (U,).
 
     The advantages are (B,) or (B, C); a unit is `unit` neighbouring rows.
     """
     values_per_unit = unit * advantages[0].numel()
-    alive: list[bool] = advantages.bool().view(-1, values_per_unit).any(dim=1).tolist()
+    return advantages.bool().view(-1, values_per_unit).any(dim=1)
+
+
+def live_units(advantages: Tensor, unit: int) -> list[bool]:
+    """Whether each unit has signal, on the host; the arguments are those of `signal_of_units`."""
+    alive: list[bool] = signal_of_units(advantages, unit).tolist()
     return alive
 
 
