@@ -42,7 +42,7 @@ class OldPass:
                 scored = cast("Tensor", part.get(name))
                 column = cast("Tensor", self.micro.get(name)).to(scored.dtype)
                 column[self.rows] = scored
-                self.micro[name] = column  # type: ignore[literal-required]
+                self.micro[name] = column
 
 
 class OldLogps:
@@ -120,7 +120,7 @@ class OldLogps:
         is_due = self.accelerator.gather(here_M[None]).any(dim=0).tolist()
         # All micro-batches together, for which the host waits once.
         on_host = torch.cat(has_signal).cpu()
-        host_parts = on_host.split([len(units_U) for units_U in has_signal])
+        host_parts = torch.split(on_host, [len(units_U) for units_U in has_signal])
         passes = []
         for micro, units_U, pass_is_due in zip(micro_batches, host_parts, is_due, strict=True):
             self._leave_out(micro)

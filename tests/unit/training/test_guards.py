@@ -58,7 +58,7 @@ def training():
     guard.patience = 2
 
     def step(*gradient: float, ratio: float | None = None) -> list[float]:
-        ratios.exploded = ratio
+        ratios.exceeding_ratio = ratio
         weights.grad = torch.tensor(gradient)
         guard.on_pre_optimizer_step(None, None, control, optimizer=optimizer)
         optimizer.step()
