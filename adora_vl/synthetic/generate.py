@@ -14,7 +14,8 @@ from adora_vl.rewards import grade
 from adora_vl.rewards.completion import last_boxed
 from adora_vl.synthetic.corners import corner_number
 from adora_vl.synthetic.drawing import STYLES
-from adora_vl.synthetic.families import FAMILIES, LETTERED, MIN_SIZE, SyntheticProblem
+from adora_vl.synthetic.families import FAMILIES, SyntheticProblem
+from adora_vl.synthetic.lettered import LETTERED, MIN_SIZE
 from adora_vl.synthetic.perimeter import perimeter_digit
 from adora_vl.utils.errors import UserError, did_you_mean
 

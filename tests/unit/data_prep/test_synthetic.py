@@ -22,9 +22,10 @@ from adora_vl.rewards.answer import plain
 from adora_vl.synthetic import generated as prepare
 from adora_vl.synthetic import knights
 from adora_vl.synthetic.drawing import STYLES, Canvas, Point
-from adora_vl.synthetic.families import FAMILIES, LETTERED
+from adora_vl.synthetic.families import FAMILIES
 from adora_vl.synthetic.generate import KNOWN, LEVELS, generate, split_of
 from adora_vl.synthetic.generated import ensure_drawn, prepare_drawn, synthetic
+from adora_vl.synthetic.lettered import LETTERED
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main
 from tests.support.cases import Case
