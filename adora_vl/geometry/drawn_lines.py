@@ -103,8 +103,8 @@ class DrawnLines(DrawnPoints):
 
     def _have_transversal(self, rows: Collection[list[str]]) -> bool:
         """Tell whether another drawn line has a point of each of these."""
-        others = [row for row in self.rows if row not in rows]
-        return any(all(set(row) & set(other) for row in rows) for other in others)
+        other_rows = [row for row in self.rows if row not in rows]
+        return any(all(set(row) & set(line) for row in rows) for line in other_rows)
 
     def degrees_apart(self, first: Sequence[str], second: Sequence[str]) -> float:
         """Return how many degrees two rows are from parallel in the picture, from 0 to 90."""

@@ -219,8 +219,8 @@ def _similar_polygons(
             for end in (i, i - 1)
         ]
         # Logarithms, so that a ratio and its inverse weigh alike.
-        left, right = [Combined(function="log", parts=(ratio,)) for ratio in ratios]
-        yield Equal(left=left, right=right, unit="plain")
+        first_log, second_log = [Combined(function="log", parts=(ratio,)) for ratio in ratios]
+        yield Equal(left=first_log, right=second_log, unit="plain")
         yield _same_corner(measures, corners, partners, i)
 
 

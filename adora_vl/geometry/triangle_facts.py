@@ -136,8 +136,8 @@ def incenter(measures: Measures, term: Term) -> Iterator[Relation]:
         return
     names = measures.drawing.shape(term.arguments[1])
     for i in range(3):
-        before, corner, behind = names[i - 2], names[i - 1], names[i]
-        yield same_angle(measures, (before, corner, point), (point, corner, behind))
+        corner = names[i - 1]
+        yield same_angle(measures, (names[i - 2], corner, point), (point, corner, names[i]))
 
 
 def orthocenter(measures: Measures, term: Term) -> Iterator[Relation]:

@@ -139,8 +139,8 @@ def inscribed_arc(
     }
     places["O"] = (0.0, 0.0)
     # The whole circle has to fit in, and not its points alone.
-    for number, place in enumerate(((1.0, 0.0), (-1.0, 0.0), (0.0, 1.0), (0.0, -1.0))):
-        places[f"_{number}"] = place
+    for number, extreme in enumerate(((1.0, 0.0), (-1.0, 0.0), (0.0, 1.0), (0.0, -1.0))):
+        places[f"_{number}"] = extreme
     outline = ("circle O: A, B, C", "AB and BC are chords of circle O")
     form = DrawnForm(rng, size, style, places, *outline)
     if level == 1:

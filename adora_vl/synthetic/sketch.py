@@ -8,6 +8,7 @@ from PIL import Image
 
 from adora_vl.synthetic.drawing import Canvas, Point, Style, font_pixels
 
+Box = tuple[float, float, float, float]  # left, top, right and bottom, as shares of the picture
 FONT_SCALE = 0.62  # of the plain families' labels: a lettered figure has many
 _FRAME = (0.15, 0.85)  # where the points may lie; letters stand outside of them
 
@@ -31,15 +32,14 @@ class Sketch:
         xs, ys = zip(*map(_pair, self._at.values()), strict=True)
         self._centre = complex(sum(xs), sum(ys)) / len(xs)
         self._font = FONT_SCALE * font_pixels(size) / size
-        # of the labels so far: left, top, right, bottom
-        self._boxes: list[tuple[float, float, float, float]] = []
+        self._boxes: list[Box] = []  # of the labels so far
 
     def places(self) -> list[str]:
         """Return where the points with letters lie, as sentences of the text form, in pixels."""
         size = self._canvas.size
         return [
-            f"{name} at {size * place.real:.1f}, {size * place.imag:.1f}"
-            for name, place in self._at.items()
+            f"{name} at {size * point.real:.1f}, {size * point.imag:.1f}"
+            for name, point in self._at.items()
             if len(name) == 1
         ]
 
@@ -113,15 +113,18 @@ class Sketch:
             x + half_width,
             y + half_height,
         )
-        left, top, right, bottom = box
-        touches = any(
-            left < label[2] and label[0] < right and top < label[3] and label[1] < bottom
-            for label in self._boxes
-        )
+        touches = any(_overlap(box, label) for label in self._boxes)
         if touches or min(box) < 0 or max(box) > 1:
             raise ClutteredError(text)
         self._boxes.append(box)
         self._canvas.label(text, (x, y))
+
+
+def _overlap(first: Box, second: Box) -> bool:
+    """Return whether two boxes have a point in common."""
+    overlap_in_x = first[0] < second[2] and second[0] < first[2]
+    overlap_in_y = first[1] < second[3] and second[1] < first[3]
+    return overlap_in_x and overlap_in_y
 
 
 def _pair(point: complex) -> Point:

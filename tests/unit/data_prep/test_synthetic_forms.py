@@ -98,9 +98,10 @@ def test_a_lettered_problem_is_solved_from_the_sentences_it_is_drawn_from(
     for seed in SEEDS:
         problem = LETTERED[name](random.Random(seed), SIZE, level, PLAIN)
         assert_solved(problem)
-        (asked,) = [text for text in problem.sentences if text.startswith("find ")]
+        (question_sentence,) = [text for text in problem.sentences if text.startswith("find ")]
         letters_of_question = re.sub(r"\\[a-z]+", "", problem.question).replace(" ", "")
-        assert asked.split()[-1] in letters_of_question, (asked, problem.question)
+        goal = question_sentence.split()[-1]
+        assert goal in letters_of_question, (goal, problem.question)
 
 
 # What the picture of a plain family says of its text form.
