@@ -147,7 +147,7 @@ class AsyncServerSampler(VLLMSampler):
 
     def _read(self, servers: ServerPool, folder: Path, everything: bool) -> None:
         try:
-            self._partly_new = servers.find(in_part=not everything) and not everything
+            self._partly_new = servers.find_living(in_part=not everything) and not everything
             servers.read_weights(folder)
         finally:
             self._files.pop(folder, ExitStack()).close()

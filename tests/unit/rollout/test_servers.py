@@ -520,7 +520,7 @@ def test_a_server_that_answers_nonsense_is_left_out_of_a_sync(stand_ins, tmp_pat
 def test_a_server_that_takes_connections_and_says_nothing_is_left_out(
     stand_ins, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr("adora_vl.rollout.servers._LIVING_S", (5.0, 0.3))
+    monkeypatch.setattr("adora_vl.rollout.servers._TIMEOUTS_IN_USE_S", (5.0, 0.3))
     engine = engine_of(stand_ins, tmp_path / "w", nn_model())
     told = stand_ins[1].told
     woken = Event()
@@ -536,7 +536,7 @@ def test_a_server_that_takes_connections_and_says_nothing_is_left_out(
 def test_a_server_that_hangs_while_it_samples_is_left_out_at_the_deadline(
     stand_ins, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr("adora_vl.rollout.servers._AT_A_TIME", 1)
+    monkeypatch.setattr("adora_vl.rollout.servers._MAX_REQUESTS", 1)
     asks = rows(9)
     engine = engine_of(stand_ins, tmp_path / "w", answer_s=1.0)
     expected = sampled(engine, asks)
