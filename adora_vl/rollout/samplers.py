@@ -71,7 +71,8 @@ class TransformersSampler:
     def sample(
         self, asks: Asks, prompts: PromptBatch | None = None, settings: Settings = None
     ) -> list[SamplingResult]:
-        assert prompts is not None and settings is None
+        assert prompts is not None
+        assert settings is None
         return [
             SamplingResult(
                 tokens=tokens, logps=[None] * len(tokens), finish_reason=FinishReason.STOP

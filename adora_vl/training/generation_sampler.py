@@ -50,7 +50,8 @@ class RowsAhead:
 
     def after(self, numbers: Sequence[int], distance: int) -> list[Row]:
         """Return the rows of the generation `distance` after that of these row numbers."""
-        assert self.rows is not None and self.order is not None
+        assert self.rows is not None
+        assert self.order is not None
         rows: list[Row] = self.rows.rows_after(list(numbers), self.order, distance)
         return rows
 

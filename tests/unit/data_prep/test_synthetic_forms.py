@@ -201,7 +201,8 @@ def test_what_is_only_noted_is_not_drawn(drawing: Drawing) -> None:
     form = DrawnForm(random.Random(1), SIZE, PLAIN, KITE, "ABCD kite")
     drawing.clear()
     form.note("AB = 7", "find AC")
-    assert not drawing.labels and not drawing.lines
+    assert not drawing.labels
+    assert not drawing.lines
     assert form.sentences[-2:] == ["AB = 7", "find AC"]
 
 

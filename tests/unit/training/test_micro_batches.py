@@ -428,7 +428,12 @@ def test_empty_micro_batches_come_first_in_each_step():
     banks = ImageBanks()
     steps_of_two: dict[str, Any] = {"gradient_accumulation_steps": 2}
     log = dict[str, float]()
-    filling = batcher(banks=banks, room=room(longest=64), log=log, **steps_of_two)
+    filling = batcher(
+        banks=banks,
+        room=room(longest=64),
+        log=log,
+        **steps_of_two,
+    )
     micro_batches = filling.split(sixteen(banks, LETTERS), "0/0")
     assert [len(rows) for rows in rows_of(micro_batches)] == [0, 8, 0, 8]
     assert log["adora/micro_batches"] == 1
@@ -596,9 +601,26 @@ def test_all_that_is_a_row_s_goes_with_it_and_no_image_is_held_twice():
         return sent if rank == 0 else []
 
     moves = plan_moves(alike(0, 2))
-    settings = {"rows_per_unit": 2, "moves": moves, "pad_id": 99, "exchange": carry}
-    rebalanced(batches[1], [True, True], rank=1, banks=banks[1], **settings)
-    batch, live = rebalanced(batches[0], [False, False], rank=0, banks=banks[0], **settings)
+    settings: dict[str, Any] = {
+        "rows_per_unit": 2,
+        "moves": moves,
+        "pad_id": 99,
+        "exchange": carry,
+    }
+    rebalanced(
+        batches[1],
+        [True, True],
+        rank=1,
+        banks=banks[1],
+        **settings,
+    )
+    batch, live = rebalanced(
+        batches[0],
+        [False, False],
+        rank=0,
+        banks=banks[0],
+        **settings,
+    )
     assert live == [False, False, True]
     assert batch["prompt_ids"][:, 0].tolist() == [0, 1, 2, 3, 12, 13]
     assert batch["completion_ids"][0].tolist() == [0, 0, 99]

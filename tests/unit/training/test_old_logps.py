@@ -206,7 +206,13 @@ def test_the_kl_term_asks_no_pass_of_groups_without_signal():
 
 def test_where_no_group_of_an_update_has_signal_no_pass_is_made():
     """And the engine is not compared with weights that have not sampled these rollouts."""
-    trainer = trainer_of(table(), loss_type="grpo", **TWO_UPDATES, **REFERENCE, **ENGINE)
+    trainer = trainer_of(
+        table(),
+        loss_type="grpo",
+        **TWO_UPDATES,
+        **REFERENCE,
+        **ENGINE,
+    )
     batch = generation()
     batch["advantages"] = torch.zeros_like(batch["advantages"])
     micro_batches = trainer.batcher.split(batch, "0/0")
