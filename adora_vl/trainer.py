@@ -125,20 +125,20 @@ class AdoraGRPOTrainer(TrainerParts):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
-            args = config_of(args, model)
+            config = config_of(args, model)
             peft_config = with_own_layers(peft_config)
-            loaded = None if isinstance(model, str) else model
-            keys = model_keys(
-                model, config=args, peft_config=peft_config, quantised=quantization_config
-            )
             source = ModelSource(
-                keys=keys, peft_config=peft_config, loaded=loaded, processor=processing_class
+                keys=model_keys(
+                    model, config=config, peft_config=peft_config, quantised=quantization_config
+                ),
+                peft_config=peft_config,
+                loaded=None if isinstance(model, str) else model,
+                processor=processing_class,
             )
-            rows = Datasets(train_dataset, eval_dataset)
             request = RunRequest(
-                config=args,
+                config=config,
                 model=source,
-                rows=rows,
+                rows=Datasets(train_dataset, eval_dataset),
                 rewards=reward_funcs,
                 tools=tools or (),
                 environment_factory=environment_factory,
@@ -152,23 +152,11 @@ class AdoraGRPOTrainer(TrainerParts):
         disable_cudnn_attention()
         self.run_facts: dict[str, Any] = {}  # into the manifest of every checkpoint
         self.manifest: dict[str, Any] = {}  # of the run, from the beginning of `train` on
-        self.clock = metrics.PhaseClock(
-            self.log_figure, sleep_mode=args.use_vllm and args.vllm_enable_sleep_mode
-        )
-        timed: Callable[[str], AbstractContextManager[None]] = self.clock.phase
-        if args.device.type == "cuda":
-            self.card_memory = CardMemory(
-                self.log_figure,
-                largest=self._largest_of_ranks,
-                device=args.device,
-                sleep_mode=args.use_vllm and args.vllm_enable_sleep_mode,
-            )
-            timed = partial(self.card_memory.phase, clock=self.clock.phase)
         trackers.prepare_trackers(args.report_to, args.output_dir)
         engine = partial(
             AdoraVLLMGeneration,
             settings=engine_settings(args, run.model.revision),
-            timed=timed,
+            timed=self._start_clock(args),
         )
         compat.SHARD_LOADING.install(load_shards, on=transformers_trainer)
         policy = run.policy() if isinstance(model, str) else model
@@ -189,6 +177,23 @@ class AdoraGRPOTrainer(TrainerParts):
                 peft_config=peft_config,
             )
         self._build_collaborators(args, self._prepared_models(run, args))
+
+    def _start_clock(self, args: AdoraGRPOConfig) -> Callable[[str], AbstractContextManager[None]]:
+        """Begin to measure seconds by phase, and on a card its memory.
+
+        Returns a context for a named phase, which the engine enters too.
+        """
+        sleeps = args.use_vllm and args.vllm_enable_sleep_mode
+        self.clock = metrics.PhaseClock(self.log_figure, sleep_mode=sleeps)
+        if args.device.type != "cuda":
+            return self.clock.phase
+        self.card_memory = CardMemory(
+            self.log_figure,
+            largest=self._largest_of_ranks,
+            device=args.device,
+            sleep_mode=sleeps,
+        )
+        return partial(self.card_memory.phase, clock=self.clock.phase)
 
     def _prepared_models(self, run: ResolvedRun, args: AdoraGRPOConfig) -> list[Any]:
         """Prepare the loaded policy and its reference for training, and return them.
