@@ -85,7 +85,7 @@ def order_by_length(units: Ranks, rng: random.Random) -> Ranks:
         [
             rank_tokens[number]
             for number in by_length(
-                range(len(rank_tokens)), tokens=rank_tokens, optimizer_steps=1, seed=""
+                range(len(rank_tokens)), tokens_by_unit=rank_tokens, optimizer_steps=1, seed=""
             )
         ]
         for rank_tokens in units

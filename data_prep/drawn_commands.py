@@ -74,6 +74,13 @@ def add_synthetic(commands: Commands) -> None:
         metavar="N",
         help=help_text,
     )
+    add(
+        "--figures",
+        action="store_true",
+        default=None,
+        help="add each problem's facts and its solved figure, on which the reward `steps` checks "
+        "what a response says",
+    )
 
 
 def add_knights(commands: Commands) -> None:
@@ -174,7 +181,7 @@ def _knights(arguments: argparse.Namespace) -> None:
 def _synthetic(arguments: argparse.Namespace) -> None:
     """Run `synthetic`: draw the problems, and print how many there are."""
     names = ("rows", "test_rows", "seed", "size", "families", "level", "styles", "choices")
-    drawn = synthetic(**given_options(arguments, *names))
+    drawn = synthetic(**given_options(arguments, *names, "figures"))
     manifest = prepare_drawn(arguments.output, drawn, overwrite=arguments.overwrite)
     print_counts(arguments.output, manifest)
 

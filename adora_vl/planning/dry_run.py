@@ -91,9 +91,8 @@ def make_plan(command: CliArgs, options: DryRunOptions, *, with_few_rows: bool =
     script = run.script
     lengths = run.data.measured
     sharding = run.context.sharding
-    assert script is not None and lengths is not None, (
-        "a dry run has the keys of a command, and measures"
-    )
+    assert script is not None, "a dry run has the keys of a command, and measures"
+    assert lengths is not None, "a dry run has the keys of a command, and measures"
     notes = [*run.messages.notes, *_mixture(run), *_larger_pictures(run)]
     if family_of(run.model.config) is None and sees_images(run.model.config):
         notes.append(

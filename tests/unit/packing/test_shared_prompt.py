@@ -460,9 +460,8 @@ def test_sharing_is_left_where_little_is_shared():
     assert sharing_pays([64], [[100, 100, 100, 100, 100, 100, 100, 4096]]), (
         "separate rows would be mostly padding"
     )
-    assert sharing_pays([64, 64], [[400], [100]]) and sharing_pays([64, 20], [[100], [100]]), (
-        "rows would be padded"
-    )
+    assert sharing_pays([64, 64], [[400], [100]]), "rows would be padded"
+    assert sharing_pays([64, 20], [[100], [100]]), "rows would be padded"
     assert not sharing_pays([64, 64], [[400], [400]])
 
 

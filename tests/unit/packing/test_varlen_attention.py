@@ -37,7 +37,14 @@ def layout(*groups: tuple[int, list[int]]) -> SharedPrompts:
 
 def drawn(heads: int, length: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(1, heads, length, SIZE, dtype=torch.float64, generator=generator)
+    values = torch.randn(
+        1,
+        heads,
+        length,
+        SIZE,
+        dtype=torch.float64,
+        generator=generator,
+    )
     return values.requires_grad_()
 
 
@@ -88,7 +95,14 @@ def test_each_span_has_the_prompt_s_keys_and_its_own():
 def test_gradients_of_a_prompt_s_keys_are_added_up_before_they_are_rounded():
     """A bfloat16 of 256 has no room for a 1, so eight of them one by one would leave nothing."""
     shared = layout((1, [1] * 9))
-    keys = torch.zeros(1, 1, 10, 1, dtype=torch.bfloat16, requires_grad=True)
+    keys = torch.zeros(
+        1,
+        1,
+        10,
+        1,
+        dtype=torch.bfloat16,
+        requires_grad=True,
+    )
     weights = torch.ones(len(shared.key_positions), dtype=torch.bfloat16)
     weights[0] = 256
     (keys_of_spans(keys, shared).flatten() * weights).sum().backward()
@@ -100,7 +114,12 @@ def on_a_gpu(dtype: torch.dtype = torch.bfloat16, heads: int = 4, size: int = SI
     """What is looked at of queries or keys before the kernel is called."""
     shape = (1, heads, 10, size)
     device = torch.device("cpu")
-    return SimpleNamespace(is_cuda=True, dtype=dtype, device=device, size=shape.__getitem__)
+    return SimpleNamespace(
+        is_cuda=True,
+        dtype=dtype,
+        device=device,
+        size=shape.__getitem__,
+    )
 
 
 def upper_left(
