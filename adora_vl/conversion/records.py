@@ -193,7 +193,8 @@ def _read_parts(record: Record, context: Context, refuse: Refuse) -> _Parts:
                 _question_with_gold, problem, answer, choices, columns, is_sound, refuse
             )
     # Where a part could not be read, the block above has raised.
-    assert question is not None and pictures is not None
+    assert question is not None
+    assert pictures is not None
     return _Parts(
         question=question,
         pictures=pictures,
