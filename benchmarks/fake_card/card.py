@@ -55,21 +55,20 @@ _DRAWN = {aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float}
 
 
 class Place(NamedTuple):
-    """What happened, on which line outside torch, and on which line of this project on the way
-    there.
-    """
+    """An event, and the lines on which it happened."""
 
-    what: str
-    line: str
-    ours: str  # empty: nothing of ours called it
+    event: str
+    line: str  # the nearest one outside of torch
+    ours: str  # the nearest one of this project; empty where nothing of ours called it
 
     @property
     def is_ours(self) -> bool:
+        """Whether a line of this project itself did it."""
         return self.line == self.ours
 
 
 class Card(TorchDispatchMode):
-    """Active as a context. The figures are by phase; `phase` says which one it is."""
+    """Pretends to be a card inside a `with` block, and counts by phase what it is given to do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,6 +89,7 @@ class Card(TorchDispatchMode):
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
+        """Count what happens inside the block under a phase."""
         before = self.phase
         self.phase = phase
         self._reach(self.live)
@@ -99,29 +99,33 @@ class Card(TorchDispatchMode):
             self.phase = before
 
     def used(self) -> tuple[int, int]:
-        """Bytes held now, and at most."""
+        """Return the bytes that are held now, and that were held at most."""
         return self.live, max(self.peaks.values(), default=0)
 
-    def wait(self, what: str) -> None:
-        self.waits[self.phase][_place(what)] += 1
+    def wait(self, event: str) -> None:
+        """Count that the host waits for the card."""
+        self.waits[self.phase][_place(event)] += 1
         self._idle = True
 
-    def synchronize(self, what: str) -> None:
-        """A wait for the whole card, unless nothing was launched since the last wait."""
+    def synchronize(self, event: str) -> None:
+        """Count a wait for the whole card, unless nothing was launched since the last wait."""
         if not self._idle:
-            self.wait(what)
+            self.wait(event)
 
     # --------------------------------------------------------------------------------------- values
 
     def value(self, tensor: Any) -> Tensor | None:
-        """What the tensor holds, if that is known. A tensor on the CPU is its own value."""
+        """Return what a tensor holds; None if nobody knows.
+
+        A tensor on the CPU is its own value.
+        """
         if not isinstance(tensor, FakeTensor):
             return tensor if isinstance(tensor, Tensor) else None
         value: Tensor | None = getattr(tensor, "_value", None)
         return None if value is None or value.untyped_storage()._cdata in self._outdated else value
 
     def forget(self, tensor: FakeTensor) -> None:
-        """The tensor was written to, by something that has no values.
+        """Note that something without values wrote to a tensor.
 
         Views of it are outdated with it.
         """
@@ -133,22 +137,22 @@ class Card(TorchDispatchMode):
             tensor._value = None  # type: ignore[attr-defined]
 
     def give(self, real: Tensor) -> FakeTensor:
-        """A tensor on the card with these values."""
+        """Return a tensor on the card with these values."""
         with self.fake:
             out: Any = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=CARD)
         out._value = real
         self._hold(out)
         return out
 
-    def _known_or_made_up(self, what: str, tensor: Tensor) -> Tensor:
-        self.wait(what)
+    def _known_or_made_up(self, event: str, tensor: Tensor) -> Tensor:
+        self.wait(event)
         value = self.value(tensor)
         if value is None:
             if tensor.numel() > WHOLE:
                 raise MemoryError(
                     f"{tuple(tensor.shape)} {tensor.dtype} of unknown values go to the host"
                 )
-            self.made_up[_place(what)] += 1
+            self.made_up[_place(event)] += 1
             # not 0, which code takes for a sign of its own (a skipped step, a group without signal)
             value = torch.full(
                 tuple(tensor.shape), 1e-3 if tensor.is_floating_point() else 0, dtype=tensor.dtype
@@ -203,8 +207,8 @@ class Card(TorchDispatchMode):
             and device is not None
             and torch.device(device).type == "cpu"
         ):
-            found = self._known_or_made_up("to the host", args[0])
-            return found.to(kwargs.get("dtype") or found.dtype, copy=True)
+            host_values = self._known_or_made_up("to the host", args[0])
+            return host_values.to(kwargs.get("dtype") or host_values.dtype, copy=True)
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
             return func(args[0], self._known_or_made_up("to the host", args[1]))
         self._count_waits(func, args=args, kwargs=kwargs, tensors=tensors, to_card=to_card)
@@ -214,7 +218,8 @@ class Card(TorchDispatchMode):
                 return self.composed[func](*args, **kwargs)
         if func is aten.equal.default:
             values = [self.value(tensor) for tensor in args]
-            return func(*values) if all(one is not None for one in values) else True
+            are_known = all(value is not None for value in values)
+            return func(*values) if are_known else True
         by_mask = func in _INDEXED and any(_is_mask(index) for index in args[1])
         if func in _SHAPED or (by_mask and func in (aten.index.Tensor, aten._unsafe_index.Tensor)):
             return self._of_unknown_shape(func, args=args, kwargs=kwargs, tensors=tensors)
@@ -277,13 +282,15 @@ class Card(TorchDispatchMode):
         if "device" in real_kwargs:
             real_kwargs["device"] = torch.device("cpu")
         try:
-            made = func(*real_args, **real_kwargs)
+            real_results = func(*real_args, **real_kwargs)
         except (RuntimeError, NotImplementedError):  # the CPU lacks the operation in this dtype
             for fake in results:
                 self.forget(fake)
             return
         for fake, real in zip(
-            results, (leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)), strict=False
+            results,
+            (leaf for leaf in tree_leaves(real_results) if isinstance(leaf, Tensor)),
+            strict=False,
         ):
             fake._value = real
 
@@ -389,10 +396,11 @@ class Card(TorchDispatchMode):
 
 
 def _is_mask(index: Any) -> bool:
+    """Return whether an index is a mask, which is as long as what it indexes."""
     return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
-def _place(what: str) -> Place:
+def _place(event: str) -> Place:
     frame: Any = sys._getframe(1)
     line = ours = ""
     while frame is not None and not ours:
@@ -403,4 +411,4 @@ def _place(what: str) -> Place:
             if name.startswith((f"{_ROOT}/adora_vl/", f"{_ROOT}/benchmarks/")):
                 ours = short
         frame = frame.f_back
-    return Place(what, line or "?", ours)
+    return Place(event, line or "?", ours)
