@@ -34,7 +34,7 @@ WAITS = "BENCHMARK_AHEAD_WAITS"  # of the environment, in seconds
 
 
 def waits(completions: Sequence[object], **_: object) -> list[float]:
-    """A reward that makes the trainer's part of a step longer, as a larger model would."""
+    """Wait, as a reward that makes the trainer's part of a step longer, and return zeros."""
     time.sleep(float(os.environ[WAITS]))
     return [0.0] * len(completions)
 

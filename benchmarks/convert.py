@@ -42,6 +42,10 @@ FORMS: dict[str, tuple[str, bool, int | None]] = {  # format, as a photograph, E
 
 
 def encoded(number: int, form: str, photograph: bool, orientation: int | None) -> bytes:
+    """Return a drawn picture of about a megapixel as encoded bytes.
+
+    `photograph` adds noise, and `orientation` the tag of a camera.
+    """
     image = Image.new("RGB", SIZE, (235, 232, 225))
     if photograph:
         noise = np.random.default_rng(number).normal(0, 6, (SIZE[1], SIZE[0], 3))
@@ -63,7 +67,7 @@ def decode(file: Path) -> None:
 
 
 def milliseconds(calls: list[Callable[[], object]]) -> float:
-    """The processor's time for one call, the least of five rounds."""
+    """Return the processor's time for one call, the least of five rounds."""
     rounds = []
     for _ in range(5):
         begin = time.process_time()
@@ -74,6 +78,7 @@ def milliseconds(calls: list[Callable[[], object]]) -> float:
 
 
 def pictures(folder: Path) -> None:
+    """Time the rows of pictures in each format, beside decoding alone, and print a table."""
     print(f"{'a row of a megapixel':<30} {'convert':>8} {'decoding':>9} {'ratio':>6}  ms")
     columns = Columns("q", "a", ("i",))
     for name, form in FORMS.items():
@@ -154,6 +159,7 @@ def converted(rows: int, form: str, folder: Path) -> None:
 
 
 def main() -> None:
+    """Run the measurements that the options name."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[50_000, 100_000])
     forms = ("jsonl", "json", "csv", "xlsx")

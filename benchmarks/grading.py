@@ -292,6 +292,7 @@ def compare_speed(rounds: int) -> None:
 
 
 def main() -> None:
+    """Run the comparison that the options name."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

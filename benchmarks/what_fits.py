@@ -59,7 +59,7 @@ def longest(setup: Setup, card: int) -> tuple[Setup, Prediction] | None:
 
 
 def rows(cards_gb: Sequence[int] = CARDS_GB) -> Iterator[str]:
-    """The lines of the table for these cards."""
+    """Yield the lines of the table for these cards."""
     yield (
         "| card, GB | model | mode | prompt | longest answer | micro-batch | at once | engine's "
         "share | peak, GiB |"

@@ -145,6 +145,10 @@ class Card(TorchDispatchMode):
         return out
 
     def _known_or_made_up(self, event: str, tensor: Tensor) -> Tensor:
+        """Return the values that go to the host; made-up ones where nobody knows them.
+
+        Raises `MemoryError` for a large tensor of unknown values.
+        """
         self.wait(event)
         value = self.value(tensor)
         if value is None:
@@ -166,6 +170,7 @@ class Card(TorchDispatchMode):
     # --------------------------------------------------------------------------------------- memory
 
     def _hold(self, out: Any) -> None:
+        """Count the memory of tensors on the card, until their storages are freed."""
         for tensor in tree_leaves(out):
             if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda":
                 storage = tensor.untyped_storage()
@@ -178,15 +183,18 @@ class Card(TorchDispatchMode):
         self._reach(self.live)
 
     def _reach(self, size: int) -> None:
+        """Note the bytes in use, for the peaks."""
         self.highest = max(self.highest, size)
         self.peaks[self.phase] = max(self.peaks[self.phase], size)
 
     def _free(self, key: int) -> None:
+        """Count the memory of a storage as free."""
         self.live -= self._storages.pop(key, 0)
 
     # ----------------------------------------------------------------------------------- operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation of torch on fakes, and count what a card would do for it."""
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **kwargs)
@@ -228,6 +236,7 @@ class Card(TorchDispatchMode):
     def _count_waits(
         self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], to_card: bool
     ) -> None:
+        """Count for which operations the host has to wait for the card."""
         from_host = any(not isinstance(tensor, FakeTensor) for tensor in tensors)
         copied = func is aten._to_copy.default and to_card and not kwargs.get("non_blocking")
         written = func is aten.copy_.default and not (len(args) > 2 and args[2])
@@ -249,6 +258,7 @@ class Card(TorchDispatchMode):
     def _on_card(
         self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], to_card: bool
     ) -> Any:
+        """Run an operation on fakes, and count its launches, FLOPs and memory."""
         values = [self.value(tensor) for tensor in tensors]
         fakes = tree_map_only(Tensor, self._as_fake, (args, kwargs))
         if to_card:
@@ -277,6 +287,7 @@ class Card(TorchDispatchMode):
         return tensor if isinstance(tensor, FakeTensor) else self.fake.from_tensor(tensor.detach())
 
     def _compute_values(self, func: Any, args: Any, kwargs: Any, results: list[Any]) -> None:
+        """Compute the values of results from values that are known, on the CPU."""
         real_args, real_kwargs = tree_map_only(FakeTensor, self.value, (args, kwargs))
         real_kwargs = {name: value for name, value in real_kwargs.items() if name != "pin_memory"}
         if "device" in real_kwargs:
@@ -295,7 +306,7 @@ class Card(TorchDispatchMode):
             fake._value = real
 
     def _of_unknown_shape(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """An operation whose result's shape depends on values.
+        """Run an operation whose result's shape depends on values.
 
         A mask that nobody knows is true everywhere.
         """
@@ -329,6 +340,7 @@ class Card(TorchDispatchMode):
         return out
 
     def _count_flops(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Count the FLOPs of an operation, and the kernel of attention."""
         if "dtype" in func._overloadname:  # `out_dtype`, which torch's formulas do not know
             args = args[: 3 if "addmm" in str(func) else 2]
             kwargs = {}
@@ -362,7 +374,7 @@ class Card(TorchDispatchMode):
         return (5 if back else 2) * 2 * query.size(1) * query.size(2) * pairs
 
     def _known(self, tensor: Tensor) -> Tensor:
-        """What the tensor holds, which the host has to know."""
+        """Return what the tensor holds, which the host has to know."""
         value = self.value(tensor)
         assert value is not None
         return value
@@ -401,6 +413,7 @@ def _is_mask(index: Any) -> bool:
 
 
 def _place(event: str) -> Place:
+    """Return the place of an event from the lines that led to it."""
     frame: Any = sys._getframe(1)
     line = ours = ""
     while frame is not None and not ours:

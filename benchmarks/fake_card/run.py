@@ -130,8 +130,8 @@ class CardRunResult:
         where the optimizer has its moments.
         """
         micro_batches_per_step = self.micro_batches // self.card_run.updates
-        first_peaks = []
-        later_peaks = []
+        first_peaks: list[int] = []
+        later_peaks: list[int] = []
         # In the first step the optimizer has no moments yet.
         for number, peak in enumerate(self.peaks[micro_batches_per_step:]):
             is_first = number % micro_batches_per_step == 0
@@ -321,6 +321,7 @@ def make_model_folder(folder: Path, published: str, layers: int | None, blocks: 
 
 
 def _problems(number: int, card_run: CardRun, *, images: bool, side: int) -> Dataset:
+    """Return drawn problems with images and texts of the sizes of a run."""
     wide = max(1, round(card_run.image_tokens**0.5))
     size = (wide * side, max(1, round(card_run.image_tokens / wide)) * side)
     rows = list(generate(number, seed=5))
@@ -337,6 +338,7 @@ def _problems(number: int, card_run: CardRun, *, images: bool, side: int) -> Dat
 
 
 def _trainer(card_run: CardRun, folder: Path) -> tuple[Any, Any, Any]:
+    """Build the trainer of a run, and return it with its two configs."""
     keys = yaml.safe_load(Path(card_run.config).read_text(encoding="utf-8"))
     make_model_folder(
         folder / "model",
@@ -407,6 +409,7 @@ def _trainer(card_run: CardRun, folder: Path) -> tuple[Any, Any, Any]:
 
 
 def _setup(card_run: CardRun, config: Any, model: Any, folder: Path, prompt: int) -> Setup:
+    """Return what the dry run predicts memory from."""
     peft = get_peft_config(model)
     shape = describe(
         AutoConfig.from_pretrained(folder / "model"),
@@ -426,6 +429,8 @@ def _setup(card_run: CardRun, config: Any, model: Any, folder: Path, prompt: int
 
 
 def _name_phases(card: Card, trainer: Any, result: CardRunResult) -> None:
+    """Wrap the methods of a trainer, so that the card knows which phase it is in."""
+
     def around(
         holder: Any,
         method: str,

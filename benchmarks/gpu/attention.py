@@ -21,6 +21,7 @@ _CALLS = 12
 
 
 def run(setting: Setting) -> Iterator[CheckLine]:
+    """Time attention with a new length in every call, as training has it, and with one length."""
     length, heads = (4096, 28) if setting.full else (96, 4)
     same = _seconds(setting, length, heads, step=0)
     fresh = _seconds(setting, length, heads, step=8)
@@ -48,7 +49,7 @@ def run(setting: Setting) -> Iterator[CheckLine]:
 
 
 def _seconds(setting: Setting, length: int, heads: int, step: int) -> float:
-    """The median of some calls, of `length` and `step` more tokens each time.
+    """Return the median of some calls, of `length` and `step` more tokens each time.
 
     The first one is not counted.
     """
@@ -58,6 +59,7 @@ def _seconds(setting: Setting, length: int, heads: int, step: int) -> float:
 
 
 def _inputs(setting: Setting, length: int, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return random queries, keys and values of one length."""
     query = torch.randn(
         1, heads, length, 128, dtype=torch.bfloat16, device=setting.device, requires_grad=True
     )

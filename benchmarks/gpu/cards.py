@@ -18,6 +18,7 @@ _HANG = timedelta(seconds=60)
 
 
 def run(setting: Setting) -> Iterator[CheckLine]:
+    """Let two processes on two cards sum and hand over tensors."""
     card_count = torch.cuda.device_count() if setting.on_gpu else CARDS
     if card_count < CARDS:
         yield skipped_line("two cards with NCCL", f"NCCL needs {CARDS} cards, here is {card_count}")
@@ -46,6 +47,10 @@ def run(setting: Setting) -> Iterator[CheckLine]:
 
 
 def _member(rank: int, port: int, setting: Setting, results: multiprocessing.SimpleQueue) -> None:
+    """Sum and hand over tensors as one of the processes.
+
+    The first rank puts the backend, whether all was right, and the rate into `results`.
+    """
     device = torch.device("cuda", rank) if setting.on_gpu else setting.device
     backend = "nccl" if setting.on_gpu else "gloo"
     if setting.on_gpu:
@@ -72,5 +77,5 @@ def _member(rank: int, port: int, setting: Setting, results: multiprocessing.Sim
 
 
 def added(numbers: torch.Tensor, summed: torch.Tensor) -> bool:
-    """Whether `summed` is the sum over the ranks of the numbers and the rank."""
+    """Return whether `summed` is the sum over the ranks of the numbers and the rank."""
     return torch.equal(summed, CARDS * numbers + sum(range(CARDS)))

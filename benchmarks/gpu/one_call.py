@@ -34,6 +34,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def run(setting: Setting) -> Iterator[CheckLine]:
+    """Compare attention of shared prompts in one call with that in parts, at several shapes."""
     shapes = _FULL if setting.full else _SMALL
     for size, heads in _HEADS.items():
         for prompt, answers, groups in shapes:
@@ -43,6 +44,7 @@ def run(setting: Setting) -> Iterator[CheckLine]:
 
 
 def _layout(setting: Setting, prompt: int, answers: tuple[int, ...], groups: int) -> SharedPrompts:
+    """Return the layout of equal groups with one prompt and answers of these lengths."""
     # a rollout's last token is no query
     group = Group(prompt, tuple(length - 1 for length in answers))
     return SharedPrompts((group,) * groups, torch.zeros(1, dtype=torch.long, device=setting.device))
@@ -51,6 +53,7 @@ def _layout(setting: Setting, prompt: int, answers: tuple[int, ...], groups: int
 def _compared(
     setting: Setting, name: str, layout: SharedPrompts, heads: tuple[int, int, int]
 ) -> Iterator[CheckLine]:
+    """Compare the outputs, the gradients and the seconds of both ways of attention."""
     queries, keys, size = heads
     length = sum(layout.spans)
     inputs = [

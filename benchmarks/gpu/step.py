@@ -109,7 +109,7 @@ def dry_run_and_run_lines(
 def step_lines(
     steps: Sequence[dict[str, Any]], prediction: dict[str, Any], setting: Setting
 ) -> Iterator[CheckLine]:
-    """The lines of the steps of one generation.
+    """Yield the lines of the steps of one generation.
 
     Args:
         steps: the steps of `metrics.jsonl`.

@@ -29,6 +29,7 @@ TARGETS = [
 
 
 def run(setting: Setting) -> Iterator[CheckLine]:
+    """Send the weights of an adapted model to a receiver, and look at errors, memory and seconds."""
     model = setting.model(setting.config("3B", layers=36 if setting.full else 2), torch.bfloat16)
     base = dict(model.named_parameters())
     receiver = {name: torch.empty_like(parameter) for name, parameter in base.items()}
@@ -100,7 +101,7 @@ def send(policy: Any, receiver: dict[str, Tensor]) -> None:
 
 
 def _error(policy: Any, receiver: dict[str, Tensor]) -> float:
-    """The largest relative error of an element in some adapted tensors."""
+    """Return the largest relative error of an element in some adapted tensors."""
     layers = {
         n: m for n, m in policy.named_modules() if hasattr(m, "lora_A") and hasattr(m, "base_layer")
     }

@@ -111,7 +111,7 @@ class RecordedRollouts:
         self.calls = 0
 
     def __call__(self, inputs: Tensor | None = None, **options: object) -> Tensor:
-        """The prompts, (B, P), with an answer behind each, (B, P + C)."""
+        """Return the prompts, (B, P), with an answer behind each, (B, P + C)."""
         prompts = options["input_ids"] if inputs is None else inputs
         assert isinstance(prompts, Tensor)
         generator = torch.Generator().manual_seed(self.calls)
@@ -256,6 +256,7 @@ class Steps(TrainerCallback):
         self.started = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note the seconds of a step and of its phases; the first step warms up."""
         _synchronize(self.setting)
         if state.global_step == 1:
             return

@@ -39,6 +39,7 @@ _SMALL = {"30 tokens": [(10, 12)], "2 x 16": [(8, 8)] * 2, "49": [(14, 14)]}
 
 
 def run(setting: Setting) -> Iterator[CheckLine]:
+    """Compare batched attention of the vision tower with the loop over pictures."""
     config = setting.config(
         "7B", layers=1, eye_layers=32 if setting.full else 9
     ).vision_config  # 9: one sees it all
@@ -67,7 +68,7 @@ def run(setting: Setting) -> Iterator[CheckLine]:
 
 
 def sized(free: int) -> dict[str, list[tuple[int, int]]]:
-    """The images, of which as many are seen at once as there is room for."""
+    """Return the images, of which as many are seen at once as there is room for."""
     several = max(2, min(8, int((free / GIB - _TOWERS) / _IMAGE)))
     return {
         (name if len(sides) == 1 else f"{several} x 300"): sides[:several]
@@ -78,6 +79,7 @@ def sized(free: int) -> dict[str, list[tuple[int, int]]]:
 def _image(
     setting: Setting, name: str, tower: Any, exact: Any, pixels: Tensor, grids: Tensor
 ) -> Iterator[CheckLine]:
+    """Compare features, gradients, seconds and memory for one set of pictures."""
     right = passed(exact, pixels, grids, batched=False)
     loop, batched = (passed(tower, pixels, grids, batched=on) for on in (False, True))
     for number, tensor_name in enumerate(("features", "gradients")):
@@ -132,7 +134,7 @@ def _image(
 
 
 def syncs(go: Callable[[], object]) -> int:
-    """How often the host waits for the GPU, as torch counts it."""
+    """Return how often the host waits for the GPU, as torch counts it."""
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
