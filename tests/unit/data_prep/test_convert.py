@@ -43,6 +43,7 @@ from tests.support.user_tables import (
 
 
 def test_every_format_gives_the_same_problems(case: Case) -> None:
+    """Whatever format a table has, its rows come out the same."""
     for form in FORMATS:
         with case(form) as folder:
             source = FORMATS[form](folder / "in")
@@ -63,6 +64,7 @@ def test_every_format_gives_the_same_problems(case: Case) -> None:
 def test_files_named_after_splits_are_these_splits_and_a_leak_between_them_is_dropped(
     tmp_path: Path,
 ) -> None:
+    """Names of files say the split, and a training row that is a test row too is left out."""
     folder = tmp_path / "in"
     rows = with_images([f"../pics/{n}.png" for n in range(4)])
     new = {**rows[0], "key": None, "question": "New?"}
@@ -77,15 +79,19 @@ def test_files_named_after_splits_are_these_splits_and_a_leak_between_them_is_dr
 
 
 def test_a_test_share_is_one_row_of_each_block(subtests: pytest.Subtests) -> None:
+    """The test rows are spread evenly over the table, and follow the seed."""
     for share in [0.1, 0.2, 0.33, 0.5]:
         with subtests.test(f"{share}"):
             test_rows = [index for index in range(1000) if held_out(index, share, 3)]
             assert len(test_rows) == pytest.approx(1000 * share, abs=1)
-            assert max(after - before for before, after in pairwise(test_rows)) <= 2 / share
-            assert test_rows != [index for index in range(1000) if held_out(index, share, 4)]
+            gaps = [after - before for before, after in pairwise(test_rows)]
+            assert max(gaps) <= 2 / share
+            other_seed_rows = [index for index in range(1000) if held_out(index, share, 4)]
+            assert test_rows != other_seed_rows
 
 
 def test_texts_numbers_and_options_are_golds(case: Case) -> None:
+    """An answer in any usual spelling becomes the gold that a grader can meet."""
     cases = [
         ("(B)", ["red", "blue"], "blue"),
         ("blue", ["red", "blue"], "blue"),
@@ -108,14 +114,15 @@ def test_texts_numbers_and_options_are_golds(case: Case) -> None:
     for answer, choices, gold in cases:
         with case(f"{answer} {choices!r:.80} {gold}") as folder:
             source = write_jsonl(folder / "in", [{"q": "What?", "a": answer, "c": choices}])
-            assert (
-                convert(source, folder / "out", columns=("problem=q", "answer=a", "choices=c")) == 0
-            )
+            columns = ("problem=q", "answer=a", "choices=c")
+            code = convert(source, folder / "out", columns=columns)
+            assert code == 0
             (row,) = stored_rows(folder / "out", "train")
             assert row["answer"] == gold
 
 
 def test_options_and_images_may_have_a_column_each(tmp_path: Path) -> None:
+    """Columns that are empty in a row give it fewer options and images."""
     rows = [
         {
             "q": "1?",
@@ -136,13 +143,15 @@ def test_options_and_images_may_have_a_column_each(tmp_path: Path) -> None:
     )
     assert code == 0
     stored = list(stored_rows(tmp_path / "out", "train"))
-    assert [(row["choices"], len(row["images"])) for row in stored] == [
+    choices_and_image_counts = [(row["choices"], len(row["images"])) for row in stored]
+    assert choices_and_image_counts == [
         (["x y", "z"], 2),
         (["u", "v", "w"], 1),
     ]
 
 
 def test_the_place_of_each_image_is_where_the_problem_has_it() -> None:
+    """An image stands where its mark is, and before the text where there is no mark."""
     user = conversation_with_images("Add <image> to <image>.", 2)[-1]["content"]
 
     def text(words):
@@ -164,6 +173,7 @@ def test_the_place_of_each_image_is_where_the_problem_has_it() -> None:
 
 
 def test_the_same_command_again_takes_what_is_in_the_file_now(tmp_path: Path) -> None:
+    """A second run replaces the rows of the first one, but never another data set."""
     source = write_jsonl(tmp_path / "in")
     assert convert(source, tmp_path / "out") == 0
     first = json.dumps(fields_by_id(tmp_path / "out"))
@@ -171,12 +181,13 @@ def test_the_same_command_again_takes_what_is_in_the_file_now(tmp_path: Path) ->
     assert convert(source, tmp_path / "out") == 0
     assert len(fields_by_id(tmp_path / "out")) == 2
     assert json.dumps(fields_by_id(tmp_path / "out")) != first
-    assert (
-        convert(source, tmp_path / "out", columns=COLUMNS[:3]) == 2
-    )  # another data set: only with --overwrite
+    # Other columns are another data set, which only --overwrite replaces.
+    code = convert(source, tmp_path / "out", columns=COLUMNS[:3])
+    assert code == 2
 
 
 def test_a_picture_may_be_bytes_or_base64_without_a_head(tmp_path: Path) -> None:
+    """A picture needs no file of its own."""
     long = encoded(drawing(7, 400))
     assert len(base64.b64encode(long)) > 1024
     rows = [
@@ -187,9 +198,8 @@ def test_a_picture_may_be_bytes_or_base64_without_a_head(tmp_path: Path) -> None
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in" / "b.parquet")
     columns = ("problem=q", "answer=a", "images=i")
     assert convert(tmp_path / "in" / "b.parquet", tmp_path / "out", columns=columns) == 0
-    source = write_jsonl(
-        tmp_path / "in", [{"q": "?", "a": "1", "i": base64.b64encode(long).decode()}]
-    )
+    in_base64 = base64.b64encode(long).decode()
+    source = write_jsonl(tmp_path / "in", [{"q": "?", "a": "1", "i": in_base64}])
     assert convert(source, tmp_path / "out2", columns=columns) == 0
     assert [len(row["images"]) for row in stored_rows(tmp_path / "out", "train")] == [2, 1]
 
@@ -221,6 +231,7 @@ def test_a_column_of_the_users_own_is_still_there_after_a_filter(tmp_path: Path)
 
 
 def test_a_prepared_folder_that_is_converted_again_keeps_its_ids(tmp_path: Path) -> None:
+    """Ids do not grow a second prefix."""
     assert convert(write_jsonl(tmp_path / "in"), tmp_path / "once", "--name", "mine") == 0
     columns = tuple(
         f"{name}={name}" for name in ("problem", "answer", "images", "choices", "id", "hint")
@@ -300,6 +311,7 @@ TYPED_ROWS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def test_a_bad_row_is_refused_by_its_reason_and_the_others_are_kept(case: Case) -> None:
+    """One bad row costs no good one."""
     for form in ["jsonl", "json", "csv", "parquet"]:
         with case(form) as folder:
             bad = {**BAD_ROWS, **(TYPED_ROWS if form in ("jsonl", "json") else {})}
@@ -325,6 +337,7 @@ def test_a_bad_row_is_refused_by_its_reason_and_the_others_are_kept(case: Case) 
 
 
 def test_too_many_bad_rows_are_an_error_that_names_the_first(tmp_path, capsys):
+    """The user is told of the first bad row and of how many there are."""
     source = write(tmp_path, "jsonl", [GOOD, {**GOOD, "k": "b", "i": "../outside.png"}])
     error = refused(convert(source, tmp_path / "out", columns=SHORT), tmp_path / "out", capsys)
     assert "1 of 2 rows" in error
@@ -436,6 +449,7 @@ def test_a_column_that_is_not_there_is_named_with_the_nearest(
 
 
 def test_very_many_columns_are_read_past(capsys: pytest.CaptureFixture[str], case: Case) -> None:
+    """A table with thousands of columns is no reason to wait."""
     for form in ["jsonl", "csv"]:
         with case(form) as folder:
             row = {**{f"c{column}": 0 for column in range(200_000)}, "q": "Find x.", "a": "5"}
@@ -456,6 +470,7 @@ def test_very_many_columns_are_read_past(capsys: pytest.CaptureFixture[str], cas
 
 
 def test_a_line_with_another_number_of_cells_is_refused_alone(tmp_path: Path) -> None:
+    """A line that was cut wrongly costs no other line."""
     source = tmp_path / "mine.csv"
     source.write_text('q,a\nFind x.,5\nFind y, or z.,6\n"Find y, or z.",7\nFind w.\n')
     options = ("--allow-quarantined", "1")
@@ -485,6 +500,7 @@ def test_a_folder_whose_tables_are_not_clear_is_one_line(
 
 
 def test_a_table_that_is_a_link_out_of_the_folder_is_not_read(tmp_path, capsys):
+    """A data set of a stranger cannot read files beside its folder."""
     (tmp_path / "in").mkdir()
     (tmp_path / "secret.csv").write_text("q,a\nx,1\n")
     (tmp_path / "in" / "train.csv").symlink_to(tmp_path / "secret.csv")

@@ -32,44 +32,51 @@ GERMAN = [
 ]
 
 
-def pictures(folder: Path) -> Path:
+def make_pictures(folder: Path) -> Path:
+    """Write the pictures that tables name into a folder, and return it."""
     write_jsonl(folder).unlink()
     return folder
 
 
-def german_csv(folder: Path, encoding: str, delimiter: str = ";", first: str = "") -> Path:
-    with (pictures(folder) / "t.csv").open("w", encoding=encoding, newline="") as file:
+def write_german_csv(folder: Path, encoding: str, delimiter: str = ";", first: str = "") -> Path:
+    """Write a CSV table as a German Excel saves it; `first` stands before the header."""
+    with (make_pictures(folder) / "t.csv").open("w", encoding=encoding, newline="") as file:
         file.write(first)
         csv.writer(file, delimiter=delimiter).writerows([HEADER, *GERMAN])
     return folder / "t.csv"
 
 
-def workbook(folder: Path, rows: list[list[Any]]) -> Path:
+def write_workbook(folder: Path, rows: list[list[Any]]) -> Path:
+    """Write a workbook whose second sheet has the rows, and return its path."""
     book = openpyxl.Workbook()
     book.active.append(["Notes"])
     sheet = book.create_sheet("Aufgaben")
     for row in [HEADER, *rows]:
         sheet.append(row)
-    book.save(pictures(folder) / "t.xlsx")
+    book.save(make_pictures(folder) / "t.xlsx")
     return folder / "t.xlsx"
 
 
 def test_a_table_of_german_excel_is_read_as_it_was_saved(
     case: Case, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    forms: dict[str, Any] = {
-        "with semicolons": lambda folder: german_csv(folder, "utf-8-sig"),
-        "in the encoding of Windows (cp1252)": lambda folder: german_csv(folder, "cp1252"),
-        "in UTF-16": lambda folder: german_csv(folder, "utf-16", "\t"),
-        "with semicolons ": lambda folder: german_csv(folder, "utf-8", first="sep=;\n"),
-        "the sheet 'Aufgaben' of 2": lambda folder: workbook(folder, GERMAN),
+    """Encoding, delimiter and sheet are found, and the user is told which they are."""
+    # The words that the note on the table has to have, and what writes it.
+    write_table_by_note: dict[str, Any] = {
+        "with semicolons": lambda folder: write_german_csv(folder, "utf-8-sig"),
+        "in the encoding of Windows (cp1252)": lambda folder: write_german_csv(folder, "cp1252"),
+        "in UTF-16": lambda folder: write_german_csv(folder, "utf-16", "\t"),
+        "with semicolons ": lambda folder: write_german_csv(folder, "utf-8", first="sep=;\n"),
+        "the sheet 'Aufgaben' of 2": lambda folder: write_workbook(folder, GERMAN),
     }
-    for encoding_name, form in forms.items():
+    for encoding_name, write_table in write_table_by_note.items():
         with case(encoding_name) as folder:
-            source = form(folder / "in")
-            assert convert(source, folder / "out", "--decimal-comma", columns=COLUMNS) == 0
+            source = write_table(folder / "in")
+            code = convert(source, folder / "out", "--decimal-comma", columns=COLUMNS)
+            assert code == 0
             rows = rows_of(folder / "out")
-            assert [(row["problem"], row["answer"], len(row["images"])) for row in rows] == [
+            contents = [(row["problem"], row["answer"], len(row["images"])) for row in rows]
+            assert contents == [
                 ("Wie groß ist der Winkel?", r"48.5^\circ", 1),
                 ("Fläche in cm²?", "1234.5", 2),
             ]
@@ -85,14 +92,16 @@ def test_a_table_of_german_excel_is_read_as_it_was_saved(
 
 
 def test_a_cell_of_excel_has_the_value_that_is_shown(tmp_path: Path) -> None:
-    source = workbook(
-        tmp_path, [[f"q{n}?", value, None] for n, value in enumerate([0.1 + 0.2, 7, 0.5, "3/4"])]
-    )
+    """A person sees 0.3 and 50 % in Excel, and these are the answers."""
+    answers = [0.1 + 0.2, 7, 0.5, "3/4"]
+    rows = [[f"q{number}?", answer, None] for number, answer in enumerate(answers)]
+    source = write_workbook(tmp_path, rows)
     book = openpyxl.load_workbook(source)
     book["Aufgaben"]["B4"].number_format = "0%"
     book.save(source)
     assert convert(source, tmp_path / "out", columns=COLUMNS) == 0
-    assert [row["answer_raw"] for row in rows_of(tmp_path / "out")] == ["0.3", "7", "50%", "3/4"]
+    raw_answers = [row["answer_raw"] for row in rows_of(tmp_path / "out")]
+    assert raw_answers == ["0.3", "7", "50%", "3/4"]
 
 
 def test_decimal_commas_are_read_only_where_they_are_meant(case: Case) -> None:
@@ -199,6 +208,7 @@ def test_a_reference_answer_is_read_or_refused_but_never_a_text_of_signs(tmp_pat
 
 
 def test_rows_of_one_json_text_are_found(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of rows may be the whole file, stand under a key, or have the rows by key."""
     monkeypatch.setattr(json_tables, "_PIECE_CHARACTERS", 5)  # pieces of a list then end anywhere
     rows = [{"q": f"{n}?", "a": n, "more": ["]", {"é": []}]} for n in range(3)]
     for content in (
@@ -256,9 +266,10 @@ def test_a_picture_is_found_under_another_spelling_of_its_path_and_never_outside
 
 
 def test_what_stands_in_the_place_of_a_picture_is_named(tmp_path: Path) -> None:
+    """A value that is no picture is refused in words that say what it is."""
     heic = tmp_path / "in" / "a.heic"
     pytest.importorskip("pillow_heif").from_pillow(drawing(5, 64)).save(
-        pictures(tmp_path / "in") / "a.heic", quality=90
+        make_pictures(tmp_path / "in") / "a.heic", quality=90
     )
     small = base64.b64encode(encoded(drawing(1, 24))).decode()
     assert len(small) < 1024
@@ -309,13 +320,15 @@ def test_all_faults_of_a_table_are_said_in_one_pass(
 
 @pytest.mark.slow
 def test_photographs_excel_and_a_conversation_each_train_after_one_convert(tmp_path: Path) -> None:
-    photos = pictures(tmp_path / "in")
+    photos = make_pictures(tmp_path / "in")
     names = [f"IMG_{n}.jpg" for n in range(30)]
     for n, name in enumerate(names):
         tags = Image.Exif()
         tags[271] = "Phone"
         (photos / name).write_bytes(encoded(drawing(n, 64), "JPEG", exif=tags))
-    workbook(photos, [[f"Wie lang ist Seite {n}?", f"{n},5", name] for n, name in enumerate(names)])
+    write_workbook(
+        photos, [[f"Wie lang ist Seite {n}?", f"{n},5", name] for n, name in enumerate(names)]
+    )
     answer = {"from": "gpt", "value": r"So it is \boxed{5}."}
     question = {"from": "human", "value": "<image>How long is the side?"}
     write_jsonl(photos, [{"conversations": [question, answer], "images": [name]} for name in names])
@@ -346,6 +359,7 @@ def test_photographs_excel_and_a_conversation_each_train_after_one_convert(tmp_p
 
 
 def test_a_shard_of_webdataset_is_a_table(tmp_path: Path) -> None:
+    """The files of one name in a tar are a row."""
     shard = tmp_path / "shard-000.tar"
     with tarfile.open(shard, "w") as tar:
         for number, gold in enumerate(("50", "65", "72")):
@@ -388,6 +402,7 @@ def test_a_path_of_another_machine_leads_to_the_longest_end_that_is_there(
 
 
 def test_a_sentence_is_no_reference_answer_unless_texts_are_meant(tmp_path: Path) -> None:
+    """Hardly any answer repeats a sentence, so the user has to want that."""
     golds = ["The two lines are parallel to each other", "isosceles right triangle", "Yes"]
     source = write_jsonl(
         tmp_path / "in", [{"q": f"{n}?", "a": gold} for n, gold in enumerate(golds)]
@@ -401,6 +416,7 @@ def test_a_sentence_is_no_reference_answer_unless_texts_are_meant(tmp_path: Path
 
 
 def test_options_stay_in_the_text_where_that_is_asked_for(tmp_path: Path) -> None:
+    """With --keep-options-in-text the problem stays as it is."""
     source = write_jsonl(tmp_path / "in", [{"q": "Which?\nChoices:\nA: 4\nB: 5", "a": "B"}])
     columns = ("problem=q", "answer=a")
     assert convert(source, tmp_path / "out", columns=columns) == 0
