@@ -52,7 +52,8 @@ from adora_vl.models.load import restore_weights
 from adora_vl.models.lora_branch import compute_branches_first
 from adora_vl.models.precision import restore_buffers
 from adora_vl.models.reference import copied_policy
-from adora_vl.packing.policy_pass import evaluating, generation_logps
+from adora_vl.packing.pass_differences import evaluation_mode
+from adora_vl.packing.policy_pass import generation_logps
 from adora_vl.packing.prompts import PromptBatch
 from adora_vl.packing.split_attention import disable_cudnn_attention
 from adora_vl.parts import TrainerParts
@@ -552,7 +553,7 @@ class AdoraGRPOTrainer(TrainerParts):
         Stock TRL takes settings of the model's folder where no key says another, and samples with
         dropout, which the log-probabilities of the answers do not have.
         """
-        with folder_settings_left_out(self.model), evaluating(self.model):
+        with folder_settings_left_out(self.model), evaluation_mode(self.model):
             turn = self._generate_single_turn(prompts.ids, prompts.images, prompts.fields, 1)
         return cast("list[list[int]]", turn[0])
 
@@ -608,7 +609,7 @@ class AdoraGRPOTrainer(TrainerParts):
         with checkpointing:
             for micro in self.old_logps.due(micro_batches):
                 rows = len(micro["completion_ids"])
-                with self.policy_pass.watched(None, micro):
+                with self.policy_pass.watch(None, micro):
                     logps_BC = generation_logps(micro, policy, rows)
                 micro["old_per_token_logps"] = logps_BC
                 if self.old_logps.corrects_engine:
@@ -699,7 +700,7 @@ class AdoraGRPOTrainer(TrainerParts):
         rank = self.accelerator.process_index
         seed = f"micro-batch/{self.args.seed}/{self._step_key.position}/{rank}"
         draws = drawn_at(seed) if model.training else nullcontext()
-        with self.policy_pass.watched(note_pass, micro), draws:
+        with self.policy_pass.watch(note_pass, micro), draws:
             loss = super()._compute_loss(model, micro)
         if model.training:
             loss = self.ratio_guard.loss(loss, logps[0] if logps else None, micro)

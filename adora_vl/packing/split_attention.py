@@ -137,14 +137,14 @@ def _attention(
     if shared_prompts is None:
         return function(module, query, key, value, attention_mask, **options, **kwargs)
     if flash:
-        ends_Q, ends_K, max_length_Q, max_length_K = shared_prompts.bounds
+        spans = shared_prompts.span_bounds
         key = keys_of_spans(key, shared_prompts)
         value = keys_of_spans(value, shared_prompts)
         bounds = {
-            "cu_seq_lens_q": ends_Q,
-            "cu_seq_lens_k": ends_K,
-            "max_length_q": max_length_Q,
-            "max_length_k": max_length_K,
+            "cu_seq_lens_q": spans.query_bounds,
+            "cu_seq_lens_k": spans.key_bounds,
+            "max_length_q": spans.most_queries,
+            "max_length_k": spans.most_keys,
         }
         return function(module, query, key, value, None, **options, **bounds)
     # Under autocast float32 weights give float32 queries and keys, since rotary positions are added
@@ -215,26 +215,26 @@ def _attend_groups(
         value: (1, Hk, S, D).
         shared: the layout of the sequence.
     """
-    query_spans = iter(torch.split(query, shared.spans, dim=2))
-    key_spans = iter(torch.split(key, shared.spans, dim=2))
-    value_spans = iter(torch.split(value, shared.spans, dim=2))
+    query_spans = iter(torch.split(query, shared.span_lengths, dim=2))
+    key_spans = iter(torch.split(key, shared.span_lengths, dim=2))
+    value_spans = iter(torch.split(value, shared.span_lengths, dim=2))
     outputs = []
     for group in shared.groups:
         first_query = next(query_spans)
         first_key = next(key_spans)
         first_value = next(value_spans)
         outputs.append(attend(first_query, first_key, first_value))
-        prompt_query = first_query[:, :, : group.prompt]
-        prompt_key = first_key[:, :, : group.prompt]
-        prompt_value = first_value[:, :, : group.prompt]
-        for lengths in group.batches:
+        prompt_query = first_query[:, :, : group.prompt_length]
+        prompt_key = first_key[:, :, : group.prompt_length]
+        prompt_value = first_value[:, :, : group.prompt_length]
+        for lengths in group.rollout_batches:
             batch_query = _padded([next(query_spans) for _ in lengths])
             batch_key = _padded([next(key_spans) for _ in lengths])
             batch_value = _padded([next(value_spans) for _ in lengths])
             offset = 0
-            if _prompt_queries_pay(group.prompt, lengths[0], query):
+            if _prompt_queries_pay(group.prompt_length, lengths[0], query):
                 batch_query = _after_prompt(prompt_query, batch_query)
-                offset = group.prompt  # the outputs of the prompt's queries are thrown away
+                offset = group.prompt_length  # the outputs of the prompt's queries are thrown away
             batch_key = _after_prompt(prompt_key, batch_key)
             batch_value = _after_prompt(prompt_value, batch_value)
             output = attend(batch_query, batch_key, batch_value)[:, :, offset:]

@@ -15,13 +15,16 @@ from torch import Tensor
 from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 
-from adora_vl.packing.shared_prompt import Group, SharedPrompts
+from adora_vl.packing.shared_prompt import GroupLayout, SharedPrompts
 
 _MOST_HEAD_SIZE = 256  # of flash attention's kernels, in multiples of 8
 # Of the largest value. Rounding to bfloat16 makes 0.01 of it; a mask that is aligned to the upper
 # left makes most of it.
 _PROBE_BOUND = 0.05
-_PROBED = (Group(prompt=3, rollouts=(4, 2)), Group(prompt=2, rollouts=()))
+_PROBED_GROUPS = (
+    GroupLayout(prompt_length=3, rollout_lengths=(4, 2)),
+    GroupLayout(prompt_length=2, rollout_lengths=()),
+)
 
 
 class VarlenAttention:
@@ -88,7 +91,7 @@ def attend_spans(
         shared: the layout of the sequence.
         scaling: factor of the scores.
     """
-    ends_Q, ends_K, max_length_Q, max_length_K = shared.bounds
+    spans = shared.span_bounds
     query_rows = query[0].transpose(0, 1)
     key_rows = _taken(key, shared.key_positions)
     value_rows = _taken(value, shared.key_positions)
@@ -96,10 +99,10 @@ def attend_spans(
         query_rows,
         key_rows,
         value_rows,
-        ends_Q,
-        ends_K,
-        max_length_Q,
-        max_length_K,
+        spans.query_bounds,
+        spans.key_bounds,
+        spans.most_queries,
+        spans.most_keys,
         scale=scaling,
         # causal, and aligned to the lower right: a span's last query sees all of its keys
         window_size=(-1, 0),
@@ -169,8 +172,8 @@ def probe_error(query: Tensor, key: Tensor) -> float:
     It is that of outputs or gradients on a few tokens, with heads, dtype and device of `query`
     (1, H, S, D) and `key` (1, Hk, S, D).
     """
-    shared = SharedPrompts(_PROBED, torch.zeros(1, dtype=torch.long, device=query.device))
-    length = sum(shared.spans)
+    shared = SharedPrompts(_PROBED_GROUPS, torch.zeros(1, dtype=torch.long, device=query.device))
+    length = sum(shared.span_lengths)
     waves = [_wave(like, length, number) for number, like in enumerate((query, key, key))]
     scaling = query.size(-1) ** -0.5
     # The pass that this is called from may be one without gradients, and under autocast.
@@ -215,8 +218,8 @@ def plain_attention(
     outputs = []
     start = 0
     for group in shared.groups:
-        prompt = torch.arange(start, start + group.prompt, device=query.device)
-        for number, length in enumerate((group.first, *group.others)):
+        prompt = torch.arange(start, start + group.prompt_length, device=query.device)
+        for number, length in enumerate((group.first_span_length, *group.later_rollout_lengths)):
             positions = torch.arange(start, start + length, device=query.device)
             visible = positions
             if number:

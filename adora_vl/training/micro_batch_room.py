@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from adora_vl.models.activations import Learner, PassSize
-from adora_vl.packing.shared_prompt import WORTH
+from adora_vl.packing.shared_prompt import MAX_TOKEN_RATIO
 from adora_vl.types import HostRows
 
 
@@ -74,7 +74,7 @@ def size_of_pass(units: Sequence[UnitSize], *, shares_prompts: bool, masked: boo
     length = max(unit.prompt for unit in units) + longest
     patches = sum(unit.patches for unit in units)
     packed = sum(unit.prompt + unit.predicting for unit in units)
-    if shares_prompts and packed <= WORTH * rows * length:
+    if shares_prompts and packed <= MAX_TOKEN_RATIO * rows * length:
         return PassSize(
             rows=1,
             length=packed,

@@ -439,7 +439,7 @@ def _name_phases(card: Card, trainer: Any, ran: Ran) -> None:
     around(trainer.accelerator, "clip_grad_norm_", "clip")
     around(trainer, "_save_checkpoint", "checkpoint")
     if ran.asked.way == "ours":
-        around(trainer.policy_pass.packed, "_check", "check")  # once in a run
+        around(trainer.policy_pass.packed_forward, "_check", "check")  # once in a run
     ran.trained = sum(
         parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad
     )

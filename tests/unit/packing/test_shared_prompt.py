@@ -24,14 +24,17 @@ from transformers import (
 from transformers.integrations import flash_attention
 from trl.trainer.utils import add_fused_lm_head
 
-from adora_vl.packing import policy_pass as packed_module
+from adora_vl.packing import packed_forward as packed_module
 from adora_vl.packing import split_attention
-from adora_vl.packing.policy_pass import PackedForward, PolicyPass, has_dropout, prompt_positions
+from adora_vl.packing.packed_forward import PackedForward
+from adora_vl.packing.pass_differences import has_dropout
+from adora_vl.packing.policy_pass import PolicyPass
+from adora_vl.packing.row_positions import prompt_positions
 from adora_vl.packing.shared_prompt import (
-    ALIKE,
-    Group,
+    SIMILAR_LENGTH_RATIO,
+    GroupLayout,
     SharedPrompts,
-    groups_of,
+    group_rows_by_prompt,
     pack,
     sharing_pays,
 )
@@ -125,7 +128,9 @@ def shared(model: Any, rows: Batch) -> Tensor:
         input_ids=packed.ids_NS, position_ids=packed.positions, **attention, **images
     ).logits
     assert logits.shape[:2] == packed.labels.shape, "the head's work is on scored positions alone"
-    return packed.unpacked(logits.log_softmax(-1).gather(-1, packed.labels.clamp(min=0)[..., None]))
+    return packed.spread_over_rows(
+        logits.log_softmax(-1).gather(-1, packed.labels.clamp(min=0)[..., None])
+    )
 
 
 def separate(model: Any, rows: Batch) -> Tensor:
@@ -357,7 +362,7 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(has_references,
         0
     ]
     assert forward.passes == 1
-    assert not forward.refused
+    assert not forward.refusal
     assert [[*map(len, part)] for part in packed_groups] == (
         [[5], [5], [3]] if has_references else [[1] * 5] * 2 + [[1] * 3]
     )
@@ -392,7 +397,7 @@ def test_the_check_alone_comes_before_a_generation_is_cut(gap, shares):
         warnings.simplefilter("ignore")
         policy.check(columns, partial(policy, alone, model))
     assert calls == [2]
-    assert policy.packed.passes == 0
+    assert policy.packed_forward.passes == 0
     assert not policy.check_is_due
     assert policy.shares_prompts == shares
 
@@ -488,7 +493,7 @@ def test_little_attention_is_computed_in_vain(subtests):
 
 def test_neighbours_with_the_same_prompt_and_images_are_a_group():
     ids = torch.tensor([[1, 2], [1, 2], [1, 2], [1, 3], [1, 2]])
-    assert groups_of(ids, torch.ones_like(ids), ["a", "a", "b", "b", "a"]) == [
+    assert group_rows_by_prompt(ids, torch.ones_like(ids), ["a", "a", "b", "b", "a"]) == [
         [0, 1],
         [2],
         [3],
@@ -517,10 +522,10 @@ def test_groups_as_one_sequence_by_hand():
         0,
         1,
     ]
-    assert packed.shared.groups == (Group(3, (2,)), Group(1, (1,)))
+    assert packed.shared.groups == (GroupLayout(3, (2,)), GroupLayout(1, (1,)))
     assert packed.shared.predicting_K.tolist() == [2, 3, 4, 2, 5, 6]
     assert packed.labels.tolist() == [[1, 2, 4, 3, 9, 1]]
-    unpacked = packed.unpacked(torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]]))
+    unpacked = packed.spread_over_rows(torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]]))
     assert torch.allclose(unpacked, torch.tensor([[0.4, 0, 0], [0.1, 0.2, 0.3], [0.5, 0.6, 0]]))
 
 
@@ -530,32 +535,34 @@ def test_a_truncated_rollout_that_is_masked_out_takes_no_place():
     packed = pack(ids, mask, 2, [[0, 1]], torch.arange(2).expand(1, 2))
     assert packed.ids_NS.tolist() == [[5, 6, 2]]
     assert packed.labels.tolist() == [[2, 2]]
-    assert packed.unpacked(torch.tensor([[0.1, 0.2]])).tolist()[0] == [0.0, 0.0]
+    assert packed.spread_over_rows(torch.tensor([[0.1, 0.2]])).tolist()[0] == [0.0, 0.0]
 
 
 def test_a_batch_in_which_nothing_is_scored_keeps_a_position_for_the_head():
     ids = torch.tensor([[5, 6, 1], [5, 6, 1]])
     packed = pack(ids, torch.tensor([[1, 1, 0]] * 2), 1, [[0, 1]], torch.arange(2)[None])
     assert packed.labels.tolist() == [[-100]]
-    assert packed.shared.groups == (Group(2, ()),)
-    assert packed.unpacked(torch.tensor([[9.0]])).tolist() == [[0.0], [0.0]]
+    assert packed.shared.groups == (GroupLayout(2, ()),)
+    assert packed.spread_over_rows(torch.tensor([[9.0]])).tolist() == [[0.0], [0.0]]
 
 
 @given(st.lists(st.integers(1, 2000), min_size=1, max_size=40))
 def test_rollouts_that_share_a_call_are_of_like_length(lengths):
-    group = Group(1, tuple(sorted(lengths, reverse=True)))
-    assert [length for part in group.batches for length in part] == list(group.others)
-    padded = sum(len(part) * part[0] for part in group.batches)
-    assert padded * ALIKE <= sum(group.others)
+    group = GroupLayout(1, tuple(sorted(lengths, reverse=True)))
+    assert [length for part in group.rollout_batches for length in part] == list(
+        group.later_rollout_lengths
+    )
+    padded = sum(len(part) * part[0] for part in group.rollout_batches)
+    assert padded * SIMILAR_LENGTH_RATIO <= sum(group.later_rollout_lengths)
 
 
 def test_the_longest_rollout_is_one_span_with_its_prompt():
     """Each of the other rollouts has a span; among keys it comes after the prompt once more."""
-    alone = Group(4, (2,))
-    three = Group(3, (5, 2, 1))
-    shared = SharedPrompts((alone, three, Group(2, ())), torch.zeros(1, dtype=torch.long))
-    assert shared.spans == [6, 8, 2, 1, 2]
-    queries, keys, most_queries, most_keys = shared.bounds
+    alone = GroupLayout(4, (2,))
+    three = GroupLayout(3, (5, 2, 1))
+    shared = SharedPrompts((alone, three, GroupLayout(2, ())), torch.zeros(1, dtype=torch.long))
+    assert shared.span_lengths == [6, 8, 2, 1, 2]
+    queries, keys, most_queries, most_keys = shared.span_bounds
     assert queries.tolist() == [0, 6, 14, 16, 17, 19]
     assert keys.tolist() == [0, 6, 14, 19, 23, 25]
     assert most_queries == 8

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from adora_vl.packing import split_attention
-from adora_vl.packing.shared_prompt import Group, SharedPrompts
+from adora_vl.packing.shared_prompt import GroupLayout, SharedPrompts
 from adora_vl.packing.varlen_attention import (
     VarlenAttention,
     attend_spans,
@@ -30,7 +30,7 @@ SIZE = 8  # of a head
 
 def layout(*groups: tuple[int, list[int]]) -> SharedPrompts:
     spans = tuple(
-        Group(prompt, tuple(sorted(rollouts, reverse=True))) for prompt, rollouts in groups
+        GroupLayout(prompt, tuple(sorted(rollouts, reverse=True))) for prompt, rollouts in groups
     )
     return SharedPrompts(spans, torch.zeros(1, dtype=torch.long))
 
@@ -62,7 +62,7 @@ GROUPS = st.lists(
 def test_one_call_is_the_attention_in_parts(groups, heads):
     """Whatever the lengths: outputs, and the gradients of queries, keys and values."""
     shared = layout(*groups)
-    length = sum(shared.spans)
+    length = sum(shared.span_lengths)
     queries, keys = heads
     inputs = [drawn(queries, length, 0), drawn(keys, length, 1), drawn(keys, length, 2)]
     with pytest.MonkeyPatch.context() as patched:
@@ -78,7 +78,7 @@ def test_one_call_is_the_attention_in_parts(groups, heads):
 def test_each_span_has_the_prompt_s_keys_and_its_own():
     shared = layout((2, [2, 1, 1]), (1, []))
     assert shared.key_positions.tolist() == [0, 1, 2, 3, 0, 1, 4, 0, 1, 5, 6]
-    assert shared.bounds[1].tolist() == [0, 4, 7, 10, 11]
+    assert shared.span_bounds.key_bounds.tolist() == [0, 4, 7, 10, 11]
     keys = torch.arange(7.0).view(1, 1, 7, 1)
     laid_out = keys_of_spans(keys, shared)
     assert laid_out.shape == (1, 1, 11, 1)
