@@ -268,7 +268,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             table=self._logs,
             functions=self.reward_func_names,
             notice=metrics.TieNotice(
-                self.methods.judged_by, speaks=self.accelerator.is_main_process
+                self.methods.adora_options, speaks=self.accelerator.is_main_process
             ),
             bytes_sent=bytes_sent,
         )

@@ -40,7 +40,7 @@ from trl.trainer.utils import use_adapter
 from adora_vl.checkpoint.store import facts_of
 from adora_vl.checkpoint.trl_state import LossSums
 from adora_vl.checkpoint.universal import expect_universal, is_universal, load_shards
-from adora_vl.checkpoint.writer import noted, set_aside
+from adora_vl.checkpoint.writer import recording_saved_files, set_aside
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import regroup_obstacle, regroups
 from adora_vl.config.run_context import RunContext
@@ -879,7 +879,7 @@ class AdoraGRPOTrainer(TrainerParts):
         folder = Path(output_dir or self.args.output_dir)
         final = folder == Path(self.args.output_dir)
         lacks_reference = self._dist.is_zero3 and is_peft_model(self.model)
-        with noted(folder, self.args.should_save) if final else nullcontext():
+        with recording_saved_files(folder, self.args.should_save) if final else nullcontext():
             with trained_alone(self.model) if lacks_reference else nullcontext():
                 super().save_model(output_dir, _internal_call)
             if self.args.should_save:
@@ -892,7 +892,7 @@ class AdoraGRPOTrainer(TrainerParts):
         Stock TRL copies the model into `output_dir` to push it. Ours also notes that a run wrote
         it.
         """
-        with noted(Path(self.args.output_dir), self.accelerator.is_main_process):
+        with recording_saved_files(Path(self.args.output_dir), self.accelerator.is_main_process):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def create_model_card(

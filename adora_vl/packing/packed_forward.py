@@ -34,7 +34,12 @@ from adora_vl.packing.shared_prompt import (
     rows_longest_first,
     sharing_pays,
 )
-from adora_vl.packing.split_attention import ARGUMENT, configured_attention, empty_mask, install
+from adora_vl.packing.split_attention import (
+    LAYOUT_ARGUMENT,
+    configured_attention,
+    empty_mask,
+    install_split_attention,
+)
 from adora_vl.types import HostRows
 
 if TYPE_CHECKING:
@@ -248,7 +253,7 @@ class PackedForward:
             token_types=token_types,
             grids=_joined_grids(images),
         )
-        install(plain_model)
+        install_split_attention(plain_model)
         row_positions = completion_positions(plain_model, host, rows)
         if row_positions is not None:  # completions have images too
             images = _images_in_order(host, groups)
@@ -265,7 +270,7 @@ class PackedForward:
             "input_ids": packed.ids_NS,
             "attention_mask": empty_mask(input_ids.device),
             "position_ids": packed.positions,
-            ARGUMENT: packed.shared,
+            LAYOUT_ARGUMENT: packed.shared,
         }
         if images:
             model_inputs["pixel_values"] = torch.cat([row_images.pixels for row_images in images])

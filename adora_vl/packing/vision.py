@@ -23,7 +23,7 @@ from transformers.vision_utils import (
 from adora_vl.models.families import DEEPSTACK, EMBEDDINGS, family_of
 from adora_vl.models.shape import PATCHES_A_PASS
 from adora_vl.packing.image_store import ImageBank, ImageBanks, first_patches
-from adora_vl.packing.split_attention import ARGUMENT
+from adora_vl.packing.split_attention import LAYOUT_ARGUMENT
 from adora_vl.utils import compat
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def run_tower(
         grids: (images, 3), on the host.
     """
     # This argument is for the text's attention, but Qwen3-VL passes it on to the tower.
-    kwargs.pop(ARGUMENT, None)
+    kwargs.pop(LAYOUT_ARGUMENT, None)
     if not can_batch(tower):
         return original(pixels, grids.to(device, non_blocking=True), **kwargs)
     return original(pixels, grids, **{**kwargs, **window_arguments(tower, grids, device)})

@@ -65,7 +65,7 @@ def _compared(
     kernel = VarlenAttention()
     if setting.on_gpu:
         works = kernel.supports(inputs[0], inputs[1], 0.0)
-        yield holds(f"{name}: one call", kernel.refused or "used", "used", works, "VarlenAttention")
+        yield holds(f"{name}: one call", kernel.refusal or "used", "used", works, "VarlenAttention")
     else:
         works = False
         yield skipped(f"{name}: one call", "torch's kernel needs a GPU")

@@ -38,7 +38,12 @@ from adora_vl.packing.shared_prompt import (
     pack,
     sharing_pays,
 )
-from adora_vl.packing.split_attention import ARGUMENT, configured_attention, empty_mask, install
+from adora_vl.packing.split_attention import (
+    LAYOUT_ARGUMENT,
+    configured_attention,
+    empty_mask,
+    install_split_attention,
+)
 from tests.support.small_models import (
     BOUND,
     IMAGE,
@@ -120,10 +125,10 @@ def prompts_of(model: Any, rows: Batch) -> tuple[Tensor, dict[str, Any]]:
 
 
 def shared(model: Any, rows: Batch) -> Tensor:
-    install(model)
+    install_split_attention(model)
     positions, images = prompts_of(model, rows)
     packed = pack(rows["ids"], rows["mask"], rows["completion"], rows["groups"], positions)
-    attention = {"attention_mask": empty_mask(packed.ids_NS.device), ARGUMENT: packed.shared}
+    attention = {"attention_mask": empty_mask(packed.ids_NS.device), LAYOUT_ARGUMENT: packed.shared}
     logits = model(
         input_ids=packed.ids_NS, position_ids=packed.positions, **attention, **images
     ).logits
@@ -214,7 +219,7 @@ def test_float32_weights_under_autocast_get_the_kernel_for_bfloat16(monkeypatch)
 def test_a_model_s_pass_with_one_call_is_as_separate_rows(monkeypatch, checkpointing):
     kernel = Mock(side_effect=varlen_attn)
     monkeypatch.setattr(torch_varlen, "varlen_attn", kernel)
-    monkeypatch.setattr(split_attention.ONE_CALL, "supports", lambda *_: True)
+    monkeypatch.setattr(split_attention.VARLEN_ATTENTION, "supports", lambda *_: True)
     model = small_model("qwen2_5_vl")
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -228,7 +233,7 @@ def test_eager_attention_and_a_cpu_s_stay_in_parts(monkeypatch):
     monkeypatch.setattr(split_attention, "attend_spans", None)
     rows = batch(TWO_GROUPS, images=False)
     shared(small_model("qwen2"), rows)
-    monkeypatch.setattr(split_attention.ONE_CALL, "supports", lambda *_: True)
+    monkeypatch.setattr(split_attention.VARLEN_ATTENTION, "supports", lambda *_: True)
     shared(small_model("qwen2", "eager"), rows)
 
 
@@ -248,7 +253,7 @@ def test_any_lengths_are_as_separate_rows(lengths, attention, block):
     `block`: queries that share a mask.
     """
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(split_attention, "_BLOCK", block)
+        patched.setattr(split_attention, "_MIN_BLOCK_QUERIES", block)
         if any(length for _, group in lengths for length in group):
             assert_same(MODELS[attention], batch(lengths, images=False))
 
@@ -296,14 +301,16 @@ def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(tmp_pat
                     return model(rows["ids"], attention_mask=rows["mask"]).logits, written
 
             before = ordinary()
-            install(model)
-            install(model)
+            install_split_attention(model)
+            install_split_attention(model)
             with pytest.raises(RuntimeError):  # more positions than there are tokens
                 shared_of_another = pack(
                     rows["ids"], rows["mask"], 4, rows["groups"], torch.arange(5)[None]
                 ).shared
                 mask = empty_mask(torch.device("cpu"))
-                model(rows["ids"][:1, :3], attention_mask=mask, **{ARGUMENT: shared_of_another})
+                model(
+                    rows["ids"][:1, :3], attention_mask=mask, **{LAYOUT_ARGUMENT: shared_of_another}
+                )
             assert all(
                 torch.equal(first, second) for first, second in zip(before, ordinary(), strict=True)
             )
@@ -451,7 +458,7 @@ def test_flash_attention_finds_its_own_name_where_no_prompt_is_shared(monkeypatc
     monkeypatch.setattr(flash_attention, "_flash_attention_forward", forward)
     model = small_model("qwen2")
     model.config._attn_implementation = "flash_attention_2"
-    install(model)
+    install_split_attention(model)
     model(torch.arange(6)[None])
     assert set(names) == {"flash_attention_2"}
 
@@ -483,7 +490,7 @@ def test_little_attention_is_computed_in_vain(subtests):
             else:
                 computed = sum(
                     (end - start) * (prompt + end)
-                    for start, end in split_attention._blocks(rollout, prompt + rollout)
+                    for start, end in split_attention._query_blocks(rollout, prompt + rollout)
                 )
             assert computed <= 1.5 * needed
             assert computed <= (prompt + rollout) ** 2, (
