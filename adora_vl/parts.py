@@ -116,18 +116,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         self.pool = Pool(context, self.train_dataset, tools=self.toolbox is not None)
         self.prompts = PromptReader(self.images)
         self.rows_ahead = RowsAhead()
-        self.builder = BatchBuilder(
-            context=context,
-            images=self.images,
-            processor=self.processing_class,
-            ends=stop,
-            to_device=to_device,
-            scored=self.sampler.scores,
-            multiple=self.pad_to_multiple_of,
-            tools=self.toolbox is not None,
-            has_stale=self.pool.has_stale,
-            other_images=any(extension.changes_images for extension in self.extensions),
-        )
+        self.builder = self._batch_builder(context, stop, to_device)
         self.engine_pair = self._engine_pair(context)
         self.rollouts = self._generation_sampler(context, stop)
         self.generation_log = self._metrics_logger(context)
@@ -139,6 +128,23 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
                 never_sampled_ids(self._tokenizer), self.generation_kwargs, self.generation_config
             )
         self._add_callbacks(context, args)
+
+    def _batch_builder(
+        self, context: StepContext, stop: StopCriteria, to_device: Callable[[Any], Any]
+    ) -> BatchBuilder:
+        """Return what makes the rollouts of complete groups into a batch."""
+        return BatchBuilder(
+            context=context,
+            images=self.images,
+            processor=self.processing_class,
+            ends=stop,
+            to_device=to_device,
+            scored=self.sampler.scores,
+            multiple=self.pad_to_multiple_of,
+            tools=self.toolbox is not None,
+            has_stale=self.pool.has_stale,
+            other_images=any(extension.changes_images for extension in self.extensions),
+        )
 
     def _make_models_parts(self, context: StepContext, models: list[Any]) -> None:
         """Make what reads images, weighs groups, writes checkpoints and moves the reference."""

@@ -126,20 +126,20 @@ class AdoraGRPOTrainer(TrainerParts):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
-            args = config_of(args, model)
+            config = config_of(args, model)
             peft_config = with_own_layers(peft_config)
-            loaded = None if isinstance(model, str) else model
-            keys = model_keys(
-                model, config=args, peft_config=peft_config, quantised=quantization_config
-            )
             source = ModelSource(
-                keys=keys, peft_config=peft_config, loaded=loaded, processor=processing_class
+                keys=model_keys(
+                    model, config=config, peft_config=peft_config, quantised=quantization_config
+                ),
+                peft_config=peft_config,
+                loaded=None if isinstance(model, str) else model,
+                processor=processing_class,
             )
-            rows = Datasets(train_dataset, eval_dataset)
             request = RunRequest(
-                config=args,
+                config=config,
                 model=source,
-                rows=rows,
+                rows=Datasets(train_dataset, eval_dataset),
                 rewards=reward_funcs,
                 tools=tools or (),
                 environment_factory=environment_factory,
@@ -153,23 +153,11 @@ class AdoraGRPOTrainer(TrainerParts):
         disable_cudnn_attention()
         self.run_facts: dict[str, Any] = {}  # into the manifest of every checkpoint
         self.manifest: dict[str, Any] = {}  # of the run, from the beginning of `train` on
-        self.clock = metrics.PhaseClock(
-            self.log_figure, sleep_mode=args.use_vllm and args.vllm_enable_sleep_mode
-        )
-        timed: Callable[[str], AbstractContextManager[None]] = self.clock.phase
-        if args.device.type == "cuda":
-            self.card_memory = CardMemory(
-                self.log_figure,
-                largest=self._largest_of_ranks,
-                device=args.device,
-                sleep_mode=args.use_vllm and args.vllm_enable_sleep_mode,
-            )
-            timed = partial(self.card_memory.phase, clock=self.clock.phase)
         trackers.prepare_trackers(args.report_to, args.output_dir)
         engine = partial(
             AdoraVLLMGeneration,
             settings=engine_settings(args, run.model.revision),
-            timed=timed,
+            timed=self._start_clock(args),
         )
         compat.SHARD_LOADING.install(load_shards, on=transformers_trainer)
         policy = run.policy() if isinstance(model, str) else model
@@ -190,6 +178,23 @@ class AdoraGRPOTrainer(TrainerParts):
                 peft_config=peft_config,
             )
         self._build_collaborators(args, self._prepared_models(run, args))
+
+    def _start_clock(self, args: AdoraGRPOConfig) -> Callable[[str], AbstractContextManager[None]]:
+        """Begin to measure seconds by phase, and on a card its memory.
+
+        Returns a context for a named phase, which the engine enters too.
+        """
+        sleeps = args.use_vllm and args.vllm_enable_sleep_mode
+        self.clock = metrics.PhaseClock(self.log_figure, sleep_mode=sleeps)
+        if args.device.type != "cuda":
+            return self.clock.phase
+        self.card_memory = CardMemory(
+            self.log_figure,
+            largest=self._largest_of_ranks,
+            device=args.device,
+            sleep_mode=sleeps,
+        )
+        return partial(self.card_memory.phase, clock=self.clock.phase)
 
     def _prepared_models(self, run: ResolvedRun, args: AdoraGRPOConfig) -> list[Any]:
         """Prepare the loaded policy and its reference for training, and return them.
@@ -599,21 +604,24 @@ class AdoraGRPOTrainer(TrainerParts):
     def _add_old_logps(self, micro_batches: Sequence[Batch]) -> None:
         """Stage 10: put the old log-probabilities into the micro-batches that need a pass for them.
 
-        It comes before the first update, which changes the weights. Collective: equally many
-        micro-batches of every rank need one. Raises `RolloutError` where the engine drifts.
+        Groups without signal need none, even where a KL term learns from them. It comes before the
+        first update, which changes the weights. Collective: every rank makes equally many passes.
+        Raises `RolloutError` where the engine drifts.
         """
         policy = partial(self._get_per_token_logps_and_entropies, self.model)
         checkpointing = disable_gradient_checkpointing(
             self.model, self.args.gradient_checkpointing_kwargs
         )
         with checkpointing:
-            for micro in self.old_logps.due(micro_batches):
-                rows = len(micro["completion_ids"])
-                with self.policy_pass.watch(None, micro):
-                    logps_BC = generation_logps(micro, policy, rows)
-                micro["old_per_token_logps"] = logps_BC
+            for old_pass in self.old_logps.due(micro_batches):
+                part = old_pass.part()
+                rows = len(part["completion_ids"])
+                with self.policy_pass.watch(None, part):
+                    logps_BC = generation_logps(part, policy, rows)
+                part["old_per_token_logps"] = logps_BC
                 if self.old_logps.corrects_engine:
-                    self._compare_with_engine(micro, logps_BC)
+                    self._compare_with_engine(part, logps_BC)
+                old_pass.store(part)
 
     def _compare_with_engine(self, micro: Batch, logps_BC: Tensor) -> None:
         """Measure the drift of a micro-batch, and complete its ratio to the engine. Collective.
@@ -695,6 +703,7 @@ class AdoraGRPOTrainer(TrainerParts):
                 return
             if self.ratio.is_due(micro) and self.old_logps.compares_engine(micro_step):
                 self._compare_with_engine(micro, logps_BC)
+            self.old_logps.fill(micro, logps_BC)
             self.old_logps.keep(inputs, micro, logps_BC, micro_step)
 
         rank = self.accelerator.process_index

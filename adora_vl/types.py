@@ -140,7 +140,9 @@ class HostRows:
         lengths = host["lengths"]
         ids = host["prompt_ids"]
         mask = host["prompt_mask"]
-        assert ids is not None and mask is not None and lengths is not None
+        assert ids is not None
+        assert mask is not None
+        assert lengths is not None
         return cls(
             prompt_ids=ids,
             prompt_mask=mask,

@@ -124,8 +124,10 @@ def by_files(folder: str, rank: int, until: ExitStack) -> Push:
     until.callback(server.wait)
     until.callback(server.terminate)
     (client,) = connect([f"http://127.0.0.1:{port}"], 0, 300.0)
-    reader = Server(client, answer_s=300.0, vocabulary=0)  # it is asked for no rollouts
-    reader.look()
+    reader = Server(
+        client, answer_timeout_s=300.0, vocabulary_size=0
+    )  # it is asked for no rollouts
+    reader.read_info()
     ways = {"adapter": Server.read_adapter, "merged": Server.read_weights}
     files = {way: WeightFiles(Path(folder, way), Path(folder)) for way in ways}
     files["adapter"].adapter_rank = rank

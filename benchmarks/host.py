@@ -84,8 +84,19 @@ def works(rollouts: int, length: int) -> list[Work]:
     draw = random.Random(0)
     tokens = [draw.randrange(150_000) for _ in range(length)]
     logps = [-draw.random() for _ in range(length)]
-    objects = [processed(tokens, logps, flat=False).logprobs for _ in range(rollouts)]
-    numbers = [processed(tokens, logps, flat=True).logprobs for _ in range(rollouts)]
+    # A few are enough here: objects that live on make every later garbage collection slower.
+    few = min(rollouts, 8)
+    objects = [processed(tokens, logps, flat=False).logprobs for _ in range(few)]
+    numbers = [processed(tokens, logps, flat=True).logprobs for _ in range(few)]
+
+    def rollouts_logps(flat: bool) -> list[list[float]]:
+        """Collect the log-probabilities of a generation, and read them at its end.
+
+        The engine returns its answers together, so those of all rollouts are in memory until then.
+        """
+        answers = [processed(tokens, logps, flat=flat).logprobs for _ in range(rollouts)]
+        return [logps_of_tokens(answer, tokens) for answer in answers]
+
     texts = [
         " ".join(draw.choices(_WORDS, k=length * 3 // 4)) + draw.choice(["", " wait, I check"])
         for _ in range(rollouts)
@@ -94,17 +105,13 @@ def works(rollouts: int, length: int) -> list[Work]:
     return [
         of_tokens(
             name="vLLM's log-probabilities of each decode step",
-            baseline=lambda: [
-                logps_of_tokens(processed(tokens, logps, flat=False).logprobs, tokens)
-                for _ in range(rollouts)
-            ],
-            ours=lambda: [
-                logps_of_tokens(processed(tokens, logps, flat=True).logprobs, tokens)
-                for _ in range(rollouts)
-            ],
+            baseline=partial(rollouts_logps, flat=False),
+            ours=partial(rollouts_logps, flat=True),
         ),
-        of_tokens(
+        Work(
             name="of which reading those of the sampled tokens",
+            unit="token",
+            count=few * length,
             baseline=lambda: [logps_of_tokens(candidates, tokens) for candidates in objects],
             ours=lambda: [logps_of_tokens(flat, tokens) for flat in numbers],
         ),

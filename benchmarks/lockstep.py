@@ -85,7 +85,7 @@ def ordered(units: Ranks, rng: random.Random) -> Ranks:
     return [
         [
             own[number]
-            for number in by_length(range(len(own)), tokens=own, optimizer_steps=1, seed="")
+            for number in by_length(range(len(own)), tokens_by_unit=own, optimizer_steps=1, seed="")
         ]
         for own in units
     ]

@@ -76,7 +76,8 @@ def rows(cards_gb: Sequence[int] = CARDS_GB) -> Iterator[str]:
                 )
                 continue
             one, found = fitting
-            assert one.engine is not None and found.engine is not None
+            assert one.engine is not None
+            assert found.engine is not None
             cells = (
                 gigabytes,
                 model,

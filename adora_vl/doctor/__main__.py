@@ -143,7 +143,8 @@ def paper_checks(run: ResolvedRun) -> list[Check]:
     script = run.script
     config = run.config
     train = run.data.train
-    assert script is not None and train is not None, "a doctor examines a command"
+    assert script is not None, "a doctor examines a command"
+    assert train is not None, "a doctor examines a command"
     without_images = train.remove_columns(
         [name for name in ("images",) if name in train.column_names]
     )

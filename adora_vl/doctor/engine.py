@@ -270,7 +270,7 @@ class Examination(EngineProbe):
         pair = self.pair
         policy = pair.policy()
         first = pair.collate(
-            agreement.head(self.prompts, 1), completions=[[]], logps=None, counted=[True]
+            agreement.head(self.prompts, 1), completions=[[]], logps=None, counts_in_loss=[True]
         )
         columns: dict[str, Any] = {**first}
         fields = {name: columns[name] for name in self.prompts.fields if name in columns}

@@ -148,7 +148,8 @@ class Difference:
     @property
     def points(self) -> str:
         """A difference of shares in percentage points, `+35.0 points, 95 % [+1.2, +68.0]`."""
-        assert self.low is not None and self.high is not None
+        assert self.low is not None
+        assert self.high is not None
         return (
             f"{100 * self.value:+.1f} points, 95 % [{100 * self.low:+.1f}, {100 * self.high:+.1f}]"
         )

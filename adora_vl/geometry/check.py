@@ -23,9 +23,9 @@ from adora_vl.geometry.quantities import (
     Equal,
     atoms_of,
     constant_of,
+    number_of_quantity,
 )
 from adora_vl.geometry.reading import read
-from adora_vl.geometry.sides import number_of_quantity
 from adora_vl.geometry.signature import relation_signature, signature, without_means
 from adora_vl.geometry.solve import FigureProblem
 from adora_vl.geometry.spans import IN_SPAN

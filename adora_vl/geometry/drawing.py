@@ -36,20 +36,19 @@ class Drawing(Likeness):
             return self._needed(self.outline(), term)
         if shape.head in self.named:
             return self.in_drawing_order(self.named[shape.head])
-        count = CORNERS.get(shape.head)
-        if count is None:
-            if shape.head in ("Shape", "Polygon", "Figure") and (
-                not self.circles or shape.head == "Polygon"
-            ):
+        corner_count = CORNERS.get(shape.head)
+        if corner_count is None:
+            may_be_outline = shape.head in ("Shape", "Figure") and not self.circles
+            if may_be_outline or shape.head == "Polygon":
                 return self._needed(self.outline(), term)
             raise UnreadError(f"the form does not say which shape {term} is")
-        best = self._likest(shape.head, count)
-        if best is not None:
-            return best
-        same_size = next(
-            (list(named) for named in self.named.values() if len(named) == count), None
-        )
-        return self._needed(same_size, term)
+        likest = self._likest(shape.head, corner_count)
+        if likest is not None:
+            return likest
+        for named_corners in self.named.values():
+            if len(named_corners) == corner_count:
+                return list(named_corners)
+        return self._needed(None, term)
 
     def _needed(self, names: list[str] | None, term: Term) -> list[str]:
         """Return the names themselves. Raises `UnreadError` where there are none."""
@@ -66,12 +65,13 @@ class Drawing(Likeness):
         if len(names) < 4 or not set(names) <= self.places.keys():
             return names
         places = [self.places[name] for name in names]
-        crossed = any(
-            cross_each_other((places[i - 1], places[i], places[j - 1], places[j]))
-            for i in range(len(names))
-            for j in range(i)
+        sides = [(places[i - 1], places[i]) for i in range(len(names))]
+        sides_cross = any(
+            cross_each_other((*side, *earlier_side))
+            for i, side in enumerate(sides)
+            for earlier_side in sides[:i]
         )
-        if not crossed:
+        if not sides_cross:
             return names
         middle = sum(places) / len(places)
         return sorted(names, key=lambda name: phase(self.places[name] - middle))
@@ -92,9 +92,9 @@ class Drawing(Likeness):
         def leaning(i: int) -> float:
             """Return how far the corner is from a right angle: the cosine between its sides."""
             corner = self.places[names[i]]
-            return abs(
-                cosine(self.places[names[i - 1]] - corner, self.places[names[(i + 1) % 3]] - corner)
-            )
+            to_previous = self.places[names[i - 1]] - corner
+            to_next = self.places[names[(i + 1) % 3]] - corner
+            return abs(cosine(to_previous, to_next))
 
         return names[min(range(3), key=leaning)]
 
@@ -109,12 +109,13 @@ class Drawing(Likeness):
                 return side
         if not {point, *names} <= self.places.keys():
             raise UnreadError(f"the form does not say on which side {point} lies")
-        return min(
-            sides,
-            key=lambda side: abs(
-                self.places[point] - (self.places[side[0]] + self.places[side[1]]) / 2
-            ),
-        )
+
+        def distance_to_middle(side: tuple[str, str]) -> float:
+            """Return how far the point is from the middle of a side, in pixels."""
+            middle = (self.places[side[0]] + self.places[side[1]]) / 2
+            return abs(self.places[point] - middle)
+
+        return min(sides, key=distance_to_middle)
 
     def with_base_first(self, names: Sequence[str]) -> list[str]:
         """Return the corners of a trapezoid with the first side parallel to the third."""

@@ -88,24 +88,23 @@ class DrawnLines(DrawnPoints):
         """
         best: tuple[float, tuple[list[str], ...]] | None = None
         for rows in combinations(self.rows, count):
-            if any(set(first) & set(second) for first, second in combinations(rows, 2)):
-                continue
-            has_transversal = any(
-                all(set(row) & set(third) for row in rows)
-                for third in self.rows
-                if third not in rows
-            )
-            if not has_transversal:
-                continue
-            apart = max(
-                self.degrees_apart(first, second) for first, second in combinations(rows, 2)
-            )
-            rank = apart - _POINT_COUNTS * sum(len(row) for row in rows)
+            pairs = list(combinations(rows, 2))
+            if any(set(first) & set(second) for first, second in pairs):
+                continue  # lines that meet in a drawn point are not parallel
+            if not self._have_transversal(rows):
+                continue  # nothing would be said of their angles
+            degrees_apart = max(self.degrees_apart(first, second) for first, second in pairs)
+            rank = degrees_apart - _POINT_COUNTS * sum(len(row) for row in rows)
             if best is None or rank < best[0]:
                 best = (rank, rows)
         if best is None or best[0] > _ASKEW:
             raise UnreadError("no lines of the picture look parallel")
         return [(row[0], row[-1]) for row in best[1]]
+
+    def _have_transversal(self, rows: Collection[list[str]]) -> bool:
+        """Tell whether another drawn line has a point of each of these."""
+        other_rows = [row for row in self.rows if row not in rows]
+        return any(all(set(row) & set(line) for row in rows) for line in other_rows)
 
     def degrees_apart(self, first: Sequence[str], second: Sequence[str]) -> float:
         """Return how many degrees two rows are from parallel in the picture, from 0 to 90."""
@@ -164,11 +163,13 @@ class DrawnLines(DrawnPoints):
             if name not in self.places:
                 continue
             direction = math.degrees(phase(self.places[name] - self.places[corner]))
-            if not any(
-                abs((direction - ray_direction + 180) % 360 - 180) < _SAME_RAY
-                and not self._are_on_two_lines(corner, (name, ray_name))
+            same_rays = [
+                ray_name
                 for ray_direction, ray_name in rays
-            ):
+                if abs((direction - ray_direction + 180) % 360 - 180) < _SAME_RAY
+                and not self._are_on_two_lines(corner, (name, ray_name))
+            ]
+            if not same_rays:
                 rays.append((direction, name))
         return rays
 
@@ -189,18 +190,18 @@ class DrawnLines(DrawnPoints):
                 raise UnreadError(f"the form does not say which angle at {corner} is meant")
             return near[0], corner, near[1]
         start = phase(self.places[inside] - self.places[corner])
-        turns: dict[float, str] = {}
+        # How far each point is turned from the ray to `inside`, against the clock.
+        name_by_turn: dict[float, str] = {}
         for row in self.rows:
             if corner in row:
                 for name in row:
                     if name != corner:
-                        turns[
-                            (phase(self.places[name] - self.places[corner]) - start) % math.tau
-                        ] = name
-        beside = sorted(turn for turn in turns if _ON_RAY < turn < math.tau - _ON_RAY)
+                        direction = phase(self.places[name] - self.places[corner])
+                        name_by_turn[(direction - start) % math.tau] = name
+        beside = sorted(turn for turn in name_by_turn if _ON_RAY < turn < math.tau - _ON_RAY)
         if len(beside) < 2:
             raise UnreadError(f"the form does not say which angle at {corner} is meant")
-        return turns[beside[0]], corner, turns[beside[-1]]
+        return name_by_turn[beside[0]], corner, name_by_turn[beside[-1]]
 
 
 def _measured_line(fact: Term) -> list[str] | None:

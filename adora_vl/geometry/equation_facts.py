@@ -33,7 +33,7 @@ def equals(measures: Measures, term: Term) -> Iterator[Relation]:
         yield from foot(
             measures,
             line=measures.drawing.segment(measure),
-            names=size.arguments[0].names,
+            corners=size.arguments[0].names,
             is_median=False,
         )
         return

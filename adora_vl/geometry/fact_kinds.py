@@ -18,8 +18,8 @@ from adora_vl.geometry.quantities import (
     Relation,
     Unknown,
     atoms_of,
+    number_of_quantity,
 )
-from adora_vl.geometry.sides import number_of_quantity
 
 
 def gives_value(relation: Relation) -> bool:

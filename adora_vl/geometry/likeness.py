@@ -16,25 +16,33 @@ from adora_vl.geometry.vectors import cosine, sine
 # spread by a half in their logarithms.
 _TOO_UNLIKE = 1.5
 _UNLIKE = 0.15  # step in which a polygon's likeness to its kind is counted
+# What makes two shapes unlike: 30 degrees of angles, or a third in the logarithms of sides' ratios.
+_DEGREES_OF_ONE = 30.0
+_WEIGHT_OF_SPREAD = 3.0
+_COMPARED = 80  # polygons of a crowded picture whose pairs are compared
 
 
 class Likeness(Regions):
     """The polygons of a picture, ranked by what they look like."""
 
-    def _likest(self, head: str, count: int) -> list[str] | None:
+    def _likest(self, kind: str, corner_count: int) -> list[str] | None:
         """Return the drawn polygon with so many corners that looks most like its kind.
 
-        The largest comes first among equals.
+        The largest comes first among equals. None without a polygon of so many corners.
         """
-        ranked = [
-            (round(self._unlikeness(head, names) / _UNLIKE), -abs(self.signed_area(names)), names)
-            for names in self.polygons
-            if len(names) == count
-        ]
+        ranked = []
+        for names in self.polygons:
+            if len(names) == corner_count:
+                steps_unlike = round(self._unlikeness(kind, names) / _UNLIKE)
+                ranked.append((steps_unlike, -abs(self.signed_area(names)), names))
         return min(ranked)[2] if ranked else None
 
-    def _unlikeness(self, head: str, names: Sequence[str]) -> float:
-        """Return how far a drawn polygon is from its kind; 0 where it has none."""
+    def _unlikeness(self, kind: str, names: Sequence[str]) -> float:
+        """Return how far a drawn quadrilateral is from its kind; 0 for any other polygon.
+
+        Sines of sides that should be parallel, cosines of those that should be perpendicular and
+        logarithms of the ratios of those that should be equal are added up.
+        """
         if len(names) != 4:
             return 0.0
         a, b, c, d = [self.places[name] for name in names]
@@ -42,15 +50,15 @@ class Likeness(Regions):
         lengths = [abs(side) for side in sides]
         askew = [abs(sine(sides[0], sides[2])), abs(sine(sides[1], sides[3]))]
         unlike = 0.0
-        if head in ("Parallelogram", "Rectangle", "Rhombus", "Square"):
+        if kind in ("Parallelogram", "Rectangle", "Rhombus", "Square"):
             unlike += sum(askew)
-        if head in ("Rectangle", "Square"):
+        if kind in ("Rectangle", "Square"):
             unlike += abs(cosine(sides[0], sides[1]))
-        if head in ("Rhombus", "Square"):
+        if kind in ("Rhombus", "Square"):
             unlike += abs(math.log(lengths[0] / lengths[1]))
-        if head == "Trapezoid":
+        if kind == "Trapezoid":
             unlike += min(askew)
-        if head == "Kite":
+        if kind == "Kite":
             ratios = [abs(math.log(lengths[i] / lengths[(i + 1) % 4])) for i in range(4)]
             unlike += min(ratios[0] + ratios[2], ratios[1] + ratios[3])
         return unlike
@@ -65,16 +73,18 @@ class Likeness(Regions):
         marked = self._marked_pair()
         if marked is not None:
             return marked
-        shapes = list(
-            {tuple(sorted(names)): names for names in self.polygons if len(names) > 2}.values()
-        )
-        drawn = {name for name in self.neighbours if name in self.places}
+        polygon_by_corners = {
+            tuple(sorted(names)): names for names in self.polygons if len(names) > 2
+        }
+        polygons = list(polygon_by_corners.values())[:_COMPARED]
+        drawn_points = {name for name in self.neighbours if name in self.places}
         best: tuple[float, list[str], list[str]] | None = None
-        for first, second in combinations(shapes[:80], 2):
-            if len(first) == len(second) and {*first, *second} >= drawn:
-                distance, order = self._matched(first, second)
-                if best is None or distance < best[0]:
-                    best = (distance, first, order)
+        for first, second in combinations(polygons, 2):
+            # The two that are meant have all drawn points between them.
+            if len(first) == len(second) and {*first, *second} >= drawn_points:
+                unlikeness, ordered_second = self._matched(first, second)
+                if best is None or unlikeness < best[0]:
+                    best = (unlikeness, first, ordered_second)
         if best is None or best[0] >= _TOO_UNLIKE:
             raise UnreadError("the picture does not show which shapes are similar")
         return best[1], best[2]
@@ -82,55 +92,72 @@ class Likeness(Regions):
     def _marked_pair(self) -> tuple[list[str], list[str]] | None:
         """Return two polygons whose corners facts make equal one by one; None without such.
 
-        The picture has not the places of both.
+        Only a picture without some of their places needs this.
         """
-        partners: dict[str, str] = {}
+        partner_of_corner: dict[str, str] = {}
         for fact in self.facts:
             if fact.is_equation:
-                first = inner_names(fact.arguments[0], "MeasureOf")
-                second = inner_names(fact.arguments[1], "MeasureOf")
-                if len(first) == 3 and len(second) == 3:
-                    partners[first[1]] = second[1]
-        if len(partners) < 3 or self.neighbours.keys() <= self.places.keys():
+                left_angle = inner_names(fact.arguments[0], "MeasureOf")
+                right_angle = inner_names(fact.arguments[1], "MeasureOf")
+                if len(left_angle) == 3 and len(right_angle) == 3:
+                    partner_of_corner[left_angle[1]] = right_angle[1]
+        every_point_has_a_place = self.neighbours.keys() <= self.places.keys()
+        if len(partner_of_corner) < 3 or every_point_has_a_place:
             return None
-        path = [min(partners)]
+        # Walk along drawn lines from corner to corner, which gives their order round the polygon.
+        path = [min(partner_of_corner)]
         while True:
-            onward = [
+            next_corners = [
                 name
                 for name in sorted(self.neighbours[path[-1]])
-                if name in partners and name not in path
+                if name in partner_of_corner and name not in path
             ]
-            if not onward:
+            if not next_corners:
                 break
-            path.append(onward[0])
-        if len(path) < len(partners) or path[0] not in self.neighbours[path[-1]]:
+            path.append(next_corners[0])
+        is_closed = path[0] in self.neighbours[path[-1]]
+        if len(path) < len(partner_of_corner) or not is_closed:
             return None
-        return path, [partners[name] for name in path]
+        return path, [partner_of_corner[name] for name in path]
 
     def _matched(self, first: list[str], second: list[str]) -> tuple[float, list[str]]:
-        """Return how unlike two polygons are at best, and the second one's corners then."""
-        wanted_angles, wanted_lengths = self._measures(first)
+        """Return how unlike two polygons are at best, and the second one's corners then.
+
+        Each corner of the second is tried as the partner of the first one's first, both ways round.
+        """
+        first_angles, first_sides = self._angles_and_sides(first)
         best: tuple[float, list[str]] | None = None
-        for way in (second, second[::-1]):
-            for start in range(len(way)):
-                order = way[start:] + way[:start]
-                angles, lengths = self._measures(order)
-                ratios = [math.log(x / y) for x, y in zip(wanted_lengths, lengths, strict=True)]
-                mean = sum(ratios) / len(ratios)
-                spread = math.sqrt(sum((ratio - mean) ** 2 for ratio in ratios) / len(ratios))
-                turned = sum(abs(x - y) for x, y in zip(wanted_angles, angles, strict=True)) / 30
-                if best is None or turned + 3 * spread < best[0] - 1e-6:
-                    best = (turned + 3 * spread, order)
+        for direction in (second, second[::-1]):
+            for start in range(len(direction)):
+                order = direction[start:] + direction[:start]
+                angles, sides = self._angles_and_sides(order)
+                pairs_of_angles = zip(first_angles, angles, strict=True)
+                degrees_apart = sum(abs(theirs - ours) for theirs, ours in pairs_of_angles)
+                pairs_of_sides = zip(first_sides, sides, strict=True)
+                ratios = [math.log(theirs / ours) for theirs, ours in pairs_of_sides]
+                unlikeness = degrees_apart / _DEGREES_OF_ONE + _WEIGHT_OF_SPREAD * _spread(ratios)
+                # Among equals, but for rounding, the first order stays.
+                if best is None or unlikeness < best[0] - 1e-6:
+                    best = (unlikeness, order)
         assert best is not None
         return best
 
-    def _measures(self, names: Sequence[str]) -> tuple[list[float], list[float]]:
+    def _angles_and_sides(self, names: Sequence[str]) -> tuple[list[float], list[float]]:
         """Return the drawn angles of a polygon in degrees, and the lengths of its sides."""
         places = [self.places[name] for name in names]
         angles = []
+        sides = []
         for i, location in enumerate(places):
-            turn = phase(
-                (places[i - 1] - location) * (places[(i + 1) % len(places)] - location).conjugate()
-            )
+            to_previous = places[i - 1] - location
+            to_next = places[(i + 1) % len(places)] - location
+            turn = phase(to_previous * to_next.conjugate())
             angles.append(abs(math.degrees(turn)))
-        return angles, [max(abs(places[i] - places[i - 1]), 1e-9) for i in range(len(places))]
+            # Never 0, since the logarithm of a ratio is taken.
+            sides.append(max(abs(to_previous), 1e-9))
+        return angles, sides
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Return the standard deviation of values, around their own mean."""
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))

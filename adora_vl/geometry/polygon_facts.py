@@ -44,22 +44,33 @@ def parallelogram(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def kite(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that two pairs of neighbouring sides are equal, as a fact or the picture says."""
+    """Say that two pairs of neighbouring sides are equal, as a fact or the picture says.
+
+    The equal pairs meet at two opposite corners. Which two is not in the name of the shape.
+    """
     a, b, c, d = four(measures.drawing.shape(term))
-    places = measures.drawing.places
-    if measures.drawing.are_called_equal((a, b), (b, c)) or measures.drawing.are_called_equal(
-        (c, d), (d, a)
-    ):
+    if _equal_sides_meet_at_second(measures, (a, b, c, d)):
         a, b, c, d = b, c, d, a
-    elif {a, b, c, d} <= places.keys():
-        sides = [abs(places[b] - places[a]), abs(places[c] - places[b])]
-        sides += [abs(places[d] - places[c]), abs(places[a] - places[d])]
-        if abs(sides[0] - sides[3]) + abs(sides[1] - sides[2]) >= abs(sides[0] - sides[1]) + abs(
-            sides[2] - sides[3]
-        ):
-            a, b, c, d = b, c, d, a
     yield same_length(measures, (a, b), (a, d))
     yield same_length(measures, (c, b), (c, d))
+
+
+def _equal_sides_meet_at_second(measures: Measures, corners: tuple[str, str, str, str]) -> bool:
+    """Tell whether a kite's equal sides meet at its second and fourth corner."""
+    a, b, c, d = corners
+    drawing = measures.drawing
+    if drawing.are_called_equal((a, b), (b, c)) or drawing.are_called_equal((c, d), (d, a)):
+        return True
+    places = drawing.places
+    if not set(corners) <= places.keys():
+        return False
+    ab = abs(places[b] - places[a])
+    bc = abs(places[c] - places[b])
+    cd = abs(places[d] - places[c])
+    da = abs(places[a] - places[d])
+    unequal_at_first_and_third = abs(ab - da) + abs(bc - cd)
+    unequal_at_second_and_fourth = abs(ab - bc) + abs(cd - da)
+    return unequal_at_first_and_third >= unequal_at_second_and_fourth
 
 
 def trapezoid(measures: Measures, term: Term) -> Iterator[Relation]:
@@ -97,56 +108,76 @@ def right(measures: Measures, term: Term) -> Iterator[Relation]:
 
 def regular(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that all sides are equal, and where these do not say so, all angles."""
-    names = measures.drawing.shape(inner_shape(term))
-    yield from all_equal(
-        measures, names, angles=len(names) > 4 or (len(names) == 4 and term.head == "Regular")
-    )
+    corners = measures.drawing.shape(inner_shape(term))
+    # Equal sides make a triangle regular, and of four corners a rhombus: "Square" says its right
+    # angles elsewhere.
+    is_regular_quadrilateral = len(corners) == 4 and term.head == "Regular"
+    yield from all_equal(measures, corners, angles=len(corners) > 4 or is_regular_quadrilateral)
 
 
 def all_equal(
-    measures: Measures, names: Sequence[str], *, angles: bool | None = None
+    measures: Measures, corners: Sequence[str], *, angles: bool | None = None
 ) -> Iterator[Relation]:
     """Say that all sides are equal, and with `angles` all angles.
 
     A drawn centre and drawn middles of sides are taken to be such.
+
+    Args:
+        measures: makes the quantities.
+        corners: names of the polygon's corners, in the order round it.
+        angles: whether to say it of the angles; None: where there are more than three.
     """
-    count = len(names)
+    count = len(corners)
     for i in range(1, count):
-        yield same_length(measures, (names[i - 1], names[i]), (names[i - 2], names[i - 1]))
-    if angles if angles is not None else count > 3:
+        side = (corners[i - 1], corners[i])
+        side_before = (corners[i - 2], corners[i - 1])
+        yield same_length(measures, side, side_before)
+    if angles is None:
+        angles = count > 3
+    if angles:
         for i in range(1, count):
-            before = (names[i - 3], names[i - 2], names[i - 1])
-            yield same_angle(measures, (names[i - 2], names[i - 1], names[i]), before)
-    places = measures.drawing.places
-    if not set(names) <= places.keys():
-        return
-    corners = [places[name] for name in names]
-    middle = sum(corners) / count
-    size = max(abs(first - second) for first, second in combinations(corners, 2))
-    for name, location in sorted(places.items()):
-        if name in names or name not in measures.drawing.points:
+            angle = (corners[i - 2], corners[i - 1], corners[i])
+            angle_before = (corners[i - 3], corners[i - 2], corners[i - 1])
+            yield same_angle(measures, angle, angle_before)
+    if set(corners) <= measures.drawing.places.keys():
+        yield from _drawn_centre_and_middles(measures, corners)
+
+
+def _drawn_centre_and_middles(measures: Measures, corners: Sequence[str]) -> Iterator[Relation]:
+    """Say of points at a polygon's centre, and at the middles of its sides, that they are there.
+
+    All corners have places in the picture.
+    """
+    drawing = measures.drawing
+    corner_places = [drawing.places[name] for name in corners]
+    centre = sum(corner_places) / len(corners)
+    size = max(abs(first - second) for first, second in combinations(corner_places, 2))
+    for name, location in sorted(drawing.places.items()):
+        if name in corners or name not in drawing.points:
             continue
-        if abs(location - middle) < _AT_CENTRE * size:
-            for i in range(1, count):
-                yield same_length(measures, (name, names[i - 1]), (name, names[i]))
+        if abs(location - centre) < _AT_CENTRE * size:
+            for i in range(1, len(corners)):
+                yield same_length(measures, (name, corners[i - 1]), (name, corners[i]))
             continue
-        for i in range(count):
-            if abs(location - (corners[i] + corners[i - 1]) / 2) < _AT_MIDDLE * size:
-                yield Mean(point=name, points=(names[i], names[i - 1]))
+        for i in range(len(corners)):
+            middle_of_side = (corner_places[i] + corner_places[i - 1]) / 2
+            if abs(location - middle_of_side) < _AT_MIDDLE * size:
+                yield Mean(point=name, points=(corners[i], corners[i - 1]))
 
 
 def similar(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that shapes are similar, or that shapes, angles, arcs or lines are congruent."""
+    """Say that shapes are similar, or that shapes, angles, arcs or lines are congruent.
+
+    Raises `UnreadError` where the term has not two shapes, or the picture does not show them.
+    """
     if len(term.arguments) != 2:
         raise UnreadError(f"{term} has not two shapes")
     first, second = term.arguments
-    is_congruent = term.head == "Congruent"
     drawing = measures.drawing
     if first.head == "Circle":
-        circles = [drawing.circle(first), drawing.circle(second)]
-        yield Equal(
-            left=measures.radius(circles[0]), right=measures.radius(circles[1]), unit="length"
-        )
+        first_radius = measures.radius(drawing.circle(first))
+        second_radius = measures.radius(drawing.circle(second))
+        yield Equal(left=first_radius, right=second_radius, unit="length")
         return
     if first.head in ("Angle", "Arc") and second.head in ("Angle", "Arc"):
         yield Equal(left=measures.value(first), right=measures.value(second), unit="degrees")
@@ -154,30 +185,54 @@ def similar(measures: Measures, term: Term) -> Iterator[Relation]:
     if first.head == "Line" and second.head == "Line":
         yield same_length(measures, drawing.segment(first), drawing.segment(second))
         return
-    names = unwrapped(first).names
+    corners = unwrapped(first).names
     partners = unwrapped(second).names
-    if len(names) < 3 or len(names) != len(partners):
-        names, partners = drawing.similar_pair()
-    for i in range(len(names)):
-        if is_congruent:
-            yield same_length(measures, (names[i - 1], names[i]), (partners[i - 1], partners[i]))
-        else:
-            side_ratio = over(
-                measures.distance(names[i - 1], names[i]),
-                measures.distance(partners[i - 1], partners[i]),
+    if len(corners) < 3 or len(corners) != len(partners):
+        corners, partners = drawing.similar_pair()
+    if term.head == "Congruent":
+        yield from _congruent_polygons(measures, corners, partners)
+    else:
+        yield from _similar_polygons(measures, corners, partners)
+
+
+def _congruent_polygons(
+    measures: Measures, corners: Sequence[str], partners: Sequence[str]
+) -> Iterator[Relation]:
+    """Say that sides and angles of two polygons are equal, corner by corner."""
+    for i in range(len(corners)):
+        side = (corners[i - 1], corners[i])
+        partner_side = (partners[i - 1], partners[i])
+        yield same_length(measures, side, partner_side)
+        yield _same_corner(measures, corners, partners, i)
+
+
+def _similar_polygons(
+    measures: Measures, corners: Sequence[str], partners: Sequence[str]
+) -> Iterator[Relation]:
+    """Say that neighbouring sides have one ratio and that angles are equal, corner by corner."""
+    for i in range(len(corners)):
+        ratios = [
+            over(
+                measures.distance(corners[end - 1], corners[end]),
+                measures.distance(partners[end - 1], partners[end]),
             )
-            previous_ratio = over(
-                measures.distance(names[i - 2], names[i - 1]),
-                measures.distance(partners[i - 2], partners[i - 1]),
-            )
-            logarithms = [
-                Combined(function="log", parts=(ratio,)) for ratio in (side_ratio, previous_ratio)
-            ]
-            yield Equal(left=logarithms[0], right=logarithms[1], unit="plain")
-        corner = (names[i - 2], names[i - 1], names[i])
-        yield same_angle(measures, corner, (partners[i - 2], partners[i - 1], partners[i]))
+            for end in (i, i - 1)
+        ]
+        # Logarithms, so that a ratio and its inverse weigh alike.
+        first_log, second_log = [Combined(function="log", parts=(ratio,)) for ratio in ratios]
+        yield Equal(left=first_log, right=second_log, unit="plain")
+        yield _same_corner(measures, corners, partners, i)
+
+
+def _same_corner(
+    measures: Measures, corners: Sequence[str], partners: Sequence[str], end: int
+) -> Relation:
+    """Say that the angle before corner `end` is the same in both polygons."""
+    angle = (corners[end - 2], corners[end - 1], corners[end])
+    partner_angle = (partners[end - 2], partners[end - 1], partners[end])
+    return same_angle(measures, angle, partner_angle)
 
 
 def diagonal(measures: Measures, term: Term) -> Iterator[Relation | Term]:
-    """Say that a diagonal says no more than what the shape says that has it."""
+    """Say what the shape says that has this diagonal; the diagonal itself says nothing more."""
     yield term.arguments[1]

@@ -7,7 +7,8 @@ a figure. Solver, angle chase and later checks all read these, so that a fact is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -250,3 +251,59 @@ def constant_of(quantity: Quantity) -> float | None:
     except (ZeroDivisionError, OverflowError):
         return None
     return None
+
+
+def number_of_quantity(quantity: Quantity) -> float | None:
+    """Return the value of arithmetic on numbers alone; None where a name stands in it.
+
+    It is NaN where the arithmetic has no value, as a division by zero. Unlike `constant_of` it also
+    computes sines and logarithms.
+    """
+    if isinstance(quantity, Constant):
+        return quantity.value
+    if not isinstance(quantity, Combined):
+        return None
+    values = [number_of_quantity(part) for part in quantity.parts]
+    numbers = [value for value in values if value is not None]
+    if len(numbers) < len(values):
+        return None
+    try:
+        return _computed(quantity.function, numbers)
+    except (ZeroDivisionError, OverflowError, ValueError):
+        return math.nan
+
+
+def _computed(function: Function, numbers: Sequence[float]) -> float:
+    """Compute one operation on numbers. Raises what Python's arithmetic raises."""
+    if function == "+":
+        return math.fsum(numbers)
+    if function == "*":
+        return math.prod(numbers)
+    if function == "-":
+        return numbers[0] - numbers[1]
+    if function == "/":
+        return numbers[0] / numbers[1]
+    if function == "^":
+        return math.pow(abs(numbers[0]), numbers[1])
+    if function == "log":
+        return math.log(abs(numbers[0]))
+    functions = {"sin": math.sin, "cos": math.cos, "tan": math.tan}
+    return functions[function](math.radians(numbers[0]))
+
+
+def unit_of_quantity(quantity: Quantity) -> Unit:
+    """Return what a quantity is measured in; letters and numbers are `plain`."""
+    if isinstance(quantity, Distance | LineDistance):
+        return "length"
+    if isinstance(quantity, Area):
+        return "area"
+    if isinstance(quantity, Angle | Sweep):
+        return "degrees"
+    if isinstance(quantity, Unknown):
+        if quantity.name.startswith("angle "):
+            return "degrees"
+        return "length" if quantity.name.startswith("radius ") else "plain"
+    if isinstance(quantity, Combined) and quantity.function in ("+", "-"):
+        units = [unit_of_quantity(part) for part in quantity.parts]
+        return next((unit for unit in units if unit != "plain"), "plain")
+    return "plain"

@@ -8,31 +8,28 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from adora_vl.geometry.expressions import MAX_EXPONENT, MAX_NESTING, MAX_NUMBER
 from adora_vl.geometry.forms import Term
 from adora_vl.geometry.quantities import (
     Angle,
-    Area,
     Combined,
     Constant,
-    Distance,
     Equal,
     Function,
-    LineDistance,
     Quantity,
     Relation,
-    Sweep,
-    Unit,
     Unknown,
     atoms_of,
     minus,
+    number_of_quantity,
     over,
     plus,
     quantities_of,
     times,
+    unit_of_quantity,
 )
 from adora_vl.geometry.quantities import power as power_of
 from adora_vl.geometry.reading import Reading
@@ -41,81 +38,42 @@ from adora_vl.geometry.signs import Sign
 
 MAX_TERMS = 60  # numbers and names of one side
 _END = Sign(kind="end", text="", start=0, end=0, is_apart=True)
-_UNITS = {
-    "cm",
-    "mm",
-    "km",
-    "m",
-    "in",
-    "inch",
-    "inches",
-    "ft",
-    "feet",
-    "foot",
-    "unit",
-    "units",
-    "yd",
-    "degree",
-    "degrees",
-    "deg",
-    "degs",
-    "meter",
-    "meters",
-    "metre",
-    "metres",
-    "yards",
-    "miles",
-    "centimeters",
-    "centimetres",
-    "millimeters",
-    "square",
-    "sq",
-    "long",
-}
+# Words of units, and "long", which may stand behind a number and say nothing more.
+_UNITS_TEXT = (
+    "cm mm km m in inch inches ft feet foot unit units yd degree degrees deg degs meter "
+    "meters metre metres yards miles centimeters centimetres millimeters square sq long"
+)
+_UNITS = frozenset(_UNITS_TEXT.split())
 # Words before a name that say no more than the name.
-_KINDS = {
-    "segment",
-    "side",
-    "line",
-    "chord",
-    "radius",
-    "diameter",
-    "hypotenuse",
-    "leg",
-    "base",
-    "height",
-    "altitude",
-    "median",
-    "diagonal",
-    "tangent",
-    "secant",
-    "ray",
-}
-_SHAPES = {
-    "triangle",
-    "quadrilateral",
-    "rectangle",
-    "parallelogram",
-    "rhombus",
-    "square",
-    "trapezoid",
-    "polygon",
-    "pentagon",
-    "hexagon",
-    "kite",
-}
+_KINDS_TEXT = (
+    "segment side line chord radius diameter hypotenuse leg base height altitude median "
+    "diagonal tangent secant ray"
+)
+_KINDS = frozenset(_KINDS_TEXT.split())
+# Words before the corners of a polygon.
+_SHAPES_TEXT = (
+    "triangle quadrilateral rectangle parallelogram rhombus square trapezoid polygon pentagon "
+    "hexagon kite"
+)
+_SHAPES = frozenset(_SHAPES_TEXT.split())
 _FUNCTIONS: dict[str, Function] = {"sin": "sin", "cos": "cos", "tan": "tan"}
+# The angle that has a sine and so on, by `arcsin` and by the `sin` of `sin^-1`.
 _INVERSES = {
-    **{"arcsin": math.asin, "arccos": math.acos, "arctan": math.atan},
-    **{"sin": math.asin, "cos": math.acos, "tan": math.atan},
+    "arcsin": math.asin,
+    "arccos": math.acos,
+    "arctan": math.atan,
+    "sin": math.asin,
+    "cos": math.acos,
+    "tan": math.atan,
 }
-_VALUES = ("number", "points")
+_VALUE_KINDS = ("number", "points")  # kinds of signs that can stand on either side of a ratio
 _CLOSING = {"(": ")", "{": "}", "[": "]"}
-_BEGINS_FACTOR = {"sqrt", "frac", "pi", "sin", "cos", "tan"}
-_OF = {"the", "of", "length", "measure", "side", "a"}
+_FUNCTION_WORDS = {"sqrt", "frac", "pi", "sin", "cos", "tan"}
+_WORDS_BEFORE_FACTOR = {"the", "of", "length", "measure", "side", "a"}  # "half of the length AB"
+# Factors in words: "three times", "a third of", "twice".
 _COUNTS = {"two": 2.0, "three": 3.0, "four": 4.0, "five": 5.0, "six": 6.0}
-_PARTS = {"half": 0.5, "third": 1 / 3, "quarter": 0.25, "fourth": 0.25}
-_SHARES = {"half": 0.5, "one-half": 0.5, "twice": 2.0, "double": 2.0, "thrice": 3.0}
+_FRACTIONS = {"half": 0.5, "third": 1 / 3, "quarter": 0.25, "fourth": 0.25}
+_MULTIPLES = {"half": 0.5, "one-half": 0.5, "twice": 2.0, "double": 2.0, "thrice": 3.0}
 
 
 class NoSideError(Exception):
@@ -144,7 +102,7 @@ class _WordedFactor:
     """A factor that is written in words, and the place behind these."""
 
     factor: float
-    behind: int
+    end: int
 
 
 class SideReader:
@@ -160,17 +118,19 @@ class SideReader:
         self.depth = 0
         self.terms = 0
 
-    def at(self, number: int) -> Sign:
-        """The sign at a place; an end sign behind the last one."""
-        return self.signs[number] if 0 <= number < len(self.signs) else _END
+    def at(self, position: int) -> Sign:
+        """Return the sign at a position; an end sign behind the last one."""
+        return self.signs[position] if 0 <= position < len(self.signs) else _END
 
-    def word(self, number: int) -> str:
-        """The word at a place in small letters; empty where there is none."""
-        sign = self.at(number)
+    def word(self, position: int) -> str:
+        """Return the word at a position in small letters; empty where there is none."""
+        sign = self.at(position)
         return sign.text.lower() if sign.kind == "word" else ""
 
-    def side(self, number: int, closing: str = "") -> tuple[EquationSide, int]:
-        """The side that begins at a place, and the place behind it. Raises `NoSideError`.
+    def side(self, start: int, closing: str = "") -> tuple[EquationSide, int]:
+        """Read the side that begins at a position. Raises `NoSideError`.
+
+        Returns it with the position behind it, as all readers of this class do.
 
         `closing` is the sign that ends a cell of a table.
         """
@@ -178,45 +138,45 @@ class SideReader:
         self.depth = 0
         self.terms = 0
         try:
-            quantity, behind = self.sum(number)
+            quantity, end = self.sum(start)
         except (UnreadError, ValueError, OverflowError, ZeroDivisionError) as error:
             raise NoSideError(str(error)) from error
-        if not closing or self.at(behind).text != closing:
-            self._check_end(behind)
-        return EquationSide(quantity=quantity, decimals=self.decimals), behind
+        if not closing or self.at(end).text != closing:
+            self._check_end(end)
+        return EquationSide(quantity=quantity, decimals=self.decimals), end
 
-    def _check_end(self, number: int) -> None:
+    def _check_end(self, position: int) -> None:
         """Raise `NoSideError` where what stands behind a side belongs to it and was not read."""
-        sign = self.at(number)
+        sign = self.at(position)
         if sign.kind in ("word", "points", "number") and not sign.is_apart:
             raise NoSideError(f"{sign.text} stands behind it")
         if sign.text in ("^", "*", "/", "%", "±", "_", "|", "\\") or sign.text == "?!":
             raise NoSideError(f"{sign.text} stands behind it")
         if sign.text in ("+", "-"):
             raise NoSideError(f"{sign.text} stands behind it")
-        if sign.text == ":" and self.is_ratio(number):
+        if sign.text == ":" and self.is_ratio(position):
             raise NoSideError("a ratio")
         if sign.text in ("(", "{") and not sign.is_apart:
             raise NoSideError("a bracket stands behind it")
 
-    def is_ratio(self, number: int) -> bool:
-        """Whether a colon divides, as in `AB:CD = 1 : 2`, and does not end a sentence."""
-        before = self.at(number - 1)
-        colon = self.at(number)
-        behind = self.at(number + 1)
-        has_values = before.kind in _VALUES and behind.kind in _VALUES
+    def is_ratio(self, position: int) -> bool:
+        """Tell whether a colon divides, as in `AB:CD = 1 : 2`, and does not end a sentence."""
+        sign_before = self.at(position - 1)
+        colon = self.at(position)
+        sign_behind = self.at(position + 1)
+        has_values = sign_before.kind in _VALUE_KINDS and sign_behind.kind in _VALUE_KINDS
         # The colon of "triangle $ABC$: $BC = 5$" stands between two formulas.
-        is_in_one_formula = before.is_math == colon.is_math == behind.is_math
-        return has_values and is_in_one_formula and behind.is_apart == colon.is_apart
+        is_in_one_formula = sign_before.is_math == colon.is_math == sign_behind.is_math
+        return has_values and is_in_one_formula and sign_behind.is_apart == colon.is_apart
 
     # Sums and products
 
-    def sum(self, number: int) -> tuple[Quantity, int]:
-        """Products with plus and minus between them."""
+    def sum(self, start: int) -> tuple[Quantity, int]:
+        """Read products with plus and minus between them."""
         self.depth += 1
         if self.depth > MAX_NESTING:
             raise NoSideError("brackets are nested too deep")
-        quantity, cursor = self.product(number)
+        quantity, cursor = self.product(start)
         while True:
             sign = self.at(cursor)
             is_plus = sign.text == "+" or self.word(cursor) == "plus"
@@ -227,90 +187,90 @@ class SideReader:
         self.depth -= 1
         return quantity, cursor
 
-    def product(self, number: int) -> tuple[Quantity, int]:
-        """Factors with a sign between them or none."""
-        if self.at(number).text == "-":
-            quantity, cursor = self.product(number + 1)
+    def product(self, start: int) -> tuple[Quantity, int]:
+        """Read factors with a sign between them or none."""
+        if self.at(start).text == "-":
+            quantity, cursor = self.product(start + 1)
             return minus(Constant(0.0), quantity), cursor
-        share = self._share(number)
-        if share is not None:
-            quantity, cursor = self.product(self._past(share.behind, _OF))
-            return times(Constant(share.factor), quantity), cursor
-        quantity, cursor = self.power(number)
+        worded_factor = self._share(start)
+        if worded_factor is not None:
+            quantity, cursor = self.product(self._past(worded_factor.end, _WORDS_BEFORE_FACTOR))
+            return times(Constant(worded_factor.factor), quantity), cursor
+        quantity, cursor = self.power(start)
         while True:
             sign = self.at(cursor)
             if sign.text == "*" or self.word(cursor) == "times":
-                factor, cursor = self.power(self._past(cursor + 1, _OF))
+                factor, cursor = self.power(self._past(cursor + 1, _WORDS_BEFORE_FACTOR))
                 quantity = times(quantity, factor)
             elif sign.text == "/":
                 factor, cursor = self.power(cursor + 1)
                 quantity = over(quantity, factor)
             elif self._begins_factor(cursor, is_number=self.at(cursor - 1).kind == "number"):
                 try:
-                    factor, behind = self.power(cursor)
+                    factor, end = self.power(cursor)
                 except (NoSideError, UnreadError):
                     if sign.is_apart:
                         return quantity, cursor
                     raise
-                if sign.is_apart and not sign.is_math and self._is_relation_sign(behind):
+                if sign.is_apart and not sign.is_math and self._is_relation_sign(end):
                     return quantity, cursor  # a new equation begins here: `AB = 5 CD = 3`
                 quantity = times(quantity, factor)
-                cursor = behind
+                cursor = end
             else:
                 return quantity, cursor
 
-    def _share(self, number: int) -> _WordedFactor | None:
-        """A factor in words: "twice", "three times", "one-third of"; None for anything else."""
-        word = self.word(number)
-        following = self.word(number + 1)
-        if word in _SHARES:
-            return _WordedFactor(factor=_SHARES[word], behind=number + 1)
-        if word in _COUNTS and following == "times":
-            return _WordedFactor(factor=_COUNTS[word], behind=number + 2)
+    def _share(self, start: int) -> _WordedFactor | None:
+        """Read a factor in words: "twice", "three times", "one-third of"; None for anything else."""
+        word = self.word(start)
+        next_word = self.word(start + 1)
+        if word in _MULTIPLES:
+            return _WordedFactor(factor=_MULTIPLES[word], end=start + 1)
+        if word in _COUNTS and next_word == "times":
+            return _WordedFactor(factor=_COUNTS[word], end=start + 2)
         if word not in ("one", "a"):
             return None
-        behind = number + 2 if self.at(number + 1).text == "-" else number + 1
-        part = self.word(behind)
-        if part in _PARTS and self.word(behind + 1) == "of":
-            return _WordedFactor(factor=_PARTS[part], behind=behind + 1)
+        end = start + 2 if self.at(start + 1).text == "-" else start + 1
+        fraction_word = self.word(end)
+        if fraction_word in _FRACTIONS and self.word(end + 1) == "of":
+            return _WordedFactor(factor=_FRACTIONS[fraction_word], end=end + 1)
         return None
 
-    def _past(self, number: int, words: set[str]) -> int:
-        """The place behind these words."""
-        while self.word(number) in words:
-            number += 1
-        return number
+    def _past(self, position: int, words: Set[str]) -> int:
+        """Return the position behind these words."""
+        while self.word(position) in words:
+            position += 1
+        return position
 
-    def _is_relation_sign(self, number: int) -> bool:
-        """Whether a sign that joins two sides stands here."""
-        return self.at(number).text in ("=", "≈", "≅")
+    def _is_relation_sign(self, position: int) -> bool:
+        """Tell whether a sign that joins two sides stands here."""
+        return self.at(position).text in ("=", "≈", "≅")
 
-    def _begins_factor(self, number: int, *, is_number: bool) -> bool:
-        """Whether a factor without a sign before it begins here."""
-        sign = self.at(number)
+    def _begins_factor(self, position: int, *, is_number: bool) -> bool:
+        """Tell whether a factor without a sign before it begins here."""
+        sign = self.at(position)
         is_near = not sign.is_apart or sign.is_math
         if sign.kind == "points":
             return is_near or is_number
         if sign.text in ("(", "["):
             # `(1)` at the end of a line is the number of an equation.
-            is_label = self.at(number + 1).kind == "number" and self.at(number + 2).text == ")"
-            behind = self.at(number + 3)
-            ends = behind.kind in ("line", "end") or behind.text == "."
+            is_label = self.at(position + 1).kind == "number" and self.at(position + 2).text == ")"
+            sign_behind = self.at(position + 3)
+            ends = sign_behind.kind in ("line", "end") or sign_behind.text == "."
             return is_near and not (sign.is_apart and is_label and ends)
         if sign.text == "{":
             return False
         if sign.kind != "word":
             return False
-        if sign.text in ("angle", "arc") or sign.text in _BEGINS_FACTOR:
+        if sign.text in ("angle", "arc") or sign.text in _FUNCTION_WORDS:
             return is_near or is_number
-        if self._is_product_of_letters(number):
+        if self._is_product_of_letters(position):
             return True
         is_letter = re.fullmatch("[a-z]", sign.text) is not None
         return is_letter and is_near and (sign.text in self.unknowns or sign.text == "r")
 
-    def power(self, number: int) -> tuple[Quantity, int]:
-        """A base with its exponents, and the unit behind it."""
-        quantity, cursor = self.atom(number)
+    def power(self, start: int) -> tuple[Quantity, int]:
+        """Read a base with its exponents, and the unit behind it."""
+        quantity, cursor = self.atom(start)
         while self.at(cursor).text == "^":
             exponent, cursor = self.group(cursor + 1)
             if isinstance(exponent, Constant) and abs(exponent.value) > MAX_EXPONENT:
@@ -318,78 +278,78 @@ class SideReader:
             quantity = Combined(function="^", parts=(quantity, exponent))
         return quantity, self.past_unit(cursor)
 
-    def past_unit(self, number: int) -> int:
-        """The place behind the unit of a number."""
+    def past_unit(self, position: int) -> int:
+        """Return the position behind the unit of a number."""
         while True:
-            sign = self.at(number)
+            sign = self.at(position)
             if sign.text == "°":
-                number += 1
-            elif self.word(number) in _UNITS and not self._is_no_unit(number):
-                number += 1
-                if self.at(number).text == "^" and self.at(number + 1).kind == "number":
-                    number += 2
+                position += 1
+            elif self.word(position) in _UNITS and not self._is_no_unit(position):
+                position += 1
+                if self.at(position).text == "^" and self.at(position + 1).kind == "number":
+                    position += 2
             else:
-                return number
+                return position
 
-    def _is_no_unit(self, number: int) -> bool:
-        """Whether a unit's word is none here: a letter of the problem, or "in the figure"."""
-        sign = self.at(number)
+    def _is_no_unit(self, position: int) -> bool:
+        """Tell whether a unit's word is none here: a letter of the problem, or "in the figure"."""
+        sign = self.at(position)
         is_letter = sign.text in self.unknowns and len(sign.text) == 1
-        return is_letter or (sign.text == "in" and self.word(number + 1) in ("the", "this", "a"))
+        return is_letter or (sign.text == "in" and self.word(position + 1) in ("the", "this", "a"))
 
-    def group(self, number: int) -> tuple[Quantity, int]:
-        """What stands in brackets, or one atom, as behind a root."""
-        closing = _CLOSING.get(self.at(number).text)
+    def group(self, start: int) -> tuple[Quantity, int]:
+        """Read what stands in brackets, or one atom, as behind a root."""
+        closing = _CLOSING.get(self.at(start).text)
         if closing is None:
-            if self.at(number).text == "-":
-                quantity, cursor = self.atom(number + 1)
+            if self.at(start).text == "-":
+                quantity, cursor = self.atom(start + 1)
                 return minus(Constant(0.0), quantity), cursor
-            return self.atom(number)
-        quantity, cursor = self.sum(number + 1)
+            return self.atom(start)
+        quantity, cursor = self.sum(start + 1)
         if self.at(cursor).text != closing:
             raise NoSideError("a bracket does not close")
         return quantity, cursor + 1
 
     # Atoms
 
-    def atom(self, number: int) -> tuple[Quantity, int]:
-        """A number, a name, a function or a bracket. Raises `NoSideError`."""
+    def atom(self, start: int) -> tuple[Quantity, int]:
+        """Read a number, a name, a function or a bracket. Raises `NoSideError`."""
         self.terms += 1
         if self.terms > MAX_TERMS:
             raise NoSideError("the side is too long")
-        sign = self.at(number)
+        sign = self.at(start)
         if sign.text in ("|", "["):
-            enclosed = self._enclosed(number)
+            enclosed = self._enclosed(start)
             if enclosed is not None:
                 return enclosed
         if sign.text in _CLOSING:
-            return self.group(number)
+            return self.group(start)
         if sign.kind == "number":
-            return self._number(number)
+            return self._number(start)
         if sign.kind == "points":
-            return self._length(number)
+            return self._length(start)
         if sign.kind == "word":
-            return self._worded(number)
+            return self._worded(start)
         raise NoSideError(f"{sign.text} is no side")
 
-    def _number(self, number: int) -> tuple[Quantity, int]:
-        """A number as written; a whole one with a proper fraction behind it is mixed."""
-        text = self.at(number).text
+    def _number(self, start: int) -> tuple[Quantity, int]:
+        """Read a number as written; a whole one with a proper fraction behind it is mixed."""
+        text = self.at(start).text
         value = float(text.replace(",", ""))
         if value > MAX_NUMBER:
             raise NoSideError("the number is too large")
         if "." in text:
             self.decimals = max(self.decimals or 0, len(text.partition(".")[2]))
-        if self.at(number + 1).text == "frac":
-            fraction = self._proper_fraction(number + 1)
+        if self.at(start + 1).text == "frac":
+            fraction = self._proper_fraction(start + 1)
             if fraction is not None and "." not in text:
-                return Constant(value + fraction), number + 8
-        return Constant(value), number + 1
+                return Constant(value + fraction), start + 8
+        return Constant(value), start + 1
 
-    def _proper_fraction(self, number: int) -> float | None:
-        """The fraction of two numbers behind a whole one, as in `5\\frac{1}{2}`; None for any other."""
-        texts = [self.at(number + step).text for step in range(1, 7)]
-        kinds = [self.at(number + step).kind for step in range(1, 7)]
+    def _proper_fraction(self, start: int) -> float | None:
+        """Read the fraction behind a whole number, as in `5\\frac{1}{2}`; None for any other."""
+        texts = [self.at(start + step).text for step in range(1, 7)]
+        kinds = [self.at(start + step).kind for step in range(1, 7)]
         is_plain = kinds[1] == "number" and kinds[4] == "number"
         if not is_plain or [texts[0], texts[2], texts[3], texts[5]] != ["{", "}", "{", "}"]:
             return None
@@ -397,12 +357,12 @@ class SideReader:
         denominator = float(texts[4].replace(",", ""))
         return numerator / denominator if numerator < denominator else None
 
-    def _enclosed(self, number: int) -> tuple[Quantity, int] | None:
-        """The length `|AB|` or the area `[ABC]`; None for anything else between these signs."""
-        is_area = self.at(number).text == "["
-        if self.at(number + 1).kind != "points":
+    def _enclosed(self, start: int) -> tuple[Quantity, int] | None:
+        """Read the length `|AB|` or the area `[ABC]`; None for anything else between these signs."""
+        is_area = self.at(start).text == "["
+        if self.at(start + 1).kind != "points":
             return None
-        names, cursor = self.names_at(number + 1)
+        names, cursor = self.names_at(start + 1)
         if self.at(cursor).text != ("]" if is_area else "|"):
             return None
         if not is_area and len(names) == 2 and names[0] != names[1]:
@@ -411,105 +371,105 @@ class SideReader:
             return self.reading.measures.polygon("AreaOf", names), cursor + 1
         return None
 
-    def names_at(self, number: int) -> tuple[list[str], int]:
-        """The points that stand at a place, also with single spaces between: `Q L M`."""
+    def names_at(self, start: int) -> tuple[list[str], int]:
+        """Read the points that stand at a position, also with single spaces between: `Q L M`."""
         names: list[str] = []
-        cursor = number
+        cursor = start
         while self.at(cursor).kind == "points":
             sign = self.at(cursor)
-            parts = re.findall("[A-Z]'?", sign.text)
-            is_first = cursor == number
-            if not is_first and (len(parts) > 1 or sign.start - self.at(cursor - 1).end > 2):
+            letters = re.findall("[A-Z]'?", sign.text)
+            is_first = cursor == start
+            if not is_first and (len(letters) > 1 or sign.start - self.at(cursor - 1).end > 2):
                 break
-            if not is_first and len(re.findall("[A-Z]'?", self.at(number).text)) > 1:
+            if not is_first and len(re.findall("[A-Z]'?", self.at(start).text)) > 1:
                 break
-            names += parts
+            names += letters
             cursor += 1
         if not names or not set(names) <= self.points:
             raise NoSideError(f"{''.join(names)} is not in the figure")
         return names, cursor
 
-    def _length(self, number: int) -> tuple[Quantity, int]:
-        """The length of the segment between two points that stand here."""
-        names, cursor = self.names_at(number)
+    def _length(self, start: int) -> tuple[Quantity, int]:
+        """Read the length of the segment between two points that stand here."""
+        names, cursor = self.names_at(start)
         if len(names) != 2 or names[0] == names[1]:
             raise NoSideError(f"{''.join(names)} is no segment")
         return self.reading.measures.distance(names[0], names[1]), cursor
 
-    def _worded(self, number: int) -> tuple[Quantity, int]:
-        """What begins with a word."""
-        sign = self.at(number)
+    def _worded(self, start: int) -> tuple[Quantity, int]:
+        """Read what begins with a word."""
+        sign = self.at(start)
         word = sign.text.lower()
         if word in ("angle", "angles"):
-            return self._angle(number + 1)
+            return self._angle(start + 1)
         if word == "arc":
-            return self._arc(number + 1)
-        if word in ("minor", "major") and self.word(number + 1) == "arc":
-            quantity, cursor = self._arc(number + 2)
+            return self._arc(start + 1)
+        if word in ("minor", "major") and self.word(start + 1) == "arc":
+            quantity, cursor = self._arc(start + 2)
             return (minus(Constant(360.0), quantity) if word == "major" else quantity), cursor
         if word in ("sqrt", "frac", "pi") or word in _INVERSES:
-            return self._function(number)
+            return self._function(start)
         if word in ("area", "perimeter"):
-            return self._extent(number)
-        if word in _KINDS and self.at(number + 1).kind == "points":
-            return self._length(number + 1)
+            return self._extent(start)
+        if word in _KINDS and self.at(start + 1).kind == "points":
+            return self._length(start + 1)
         if word in ("radius", "diameter"):
-            return self._of_circle(number)
+            return self._of_circle(start)
         if re.fullmatch("[a-z]", sign.text):
-            return self._letter(number)
-        if self._is_product_of_letters(number):
+            return self._letter(start)
+        if self._is_product_of_letters(start):
             letters = [Unknown(letter) for letter in sign.text]
-            return times(*letters), number + 1
+            return times(*letters), start + 1
         raise NoSideError(f"{sign.text} is no side")
 
-    def _function(self, number: int) -> tuple[Quantity, int]:
-        """A root, a fraction, a sine or the like, or pi."""
-        word = self.word(number)
+    def _function(self, start: int) -> tuple[Quantity, int]:
+        """Read a root, a fraction, a sine or the like, or pi."""
+        word = self.word(start)
         if word == "pi":
-            return Constant(math.pi), number + 1
+            return Constant(math.pi), start + 1
         if word == "sqrt":
-            return self._root(number + 1)
+            return self._root(start + 1)
         if word == "frac":
-            numerator, cursor = self.group(number + 1)
+            numerator, cursor = self.group(start + 1)
             denominator, cursor = self.group(cursor)
             return over(numerator, denominator), cursor
-        return self._trigonometric(number)
+        return self._trigonometric(start)
 
-    def _is_product_of_letters(self, number: int) -> bool:
-        """Whether a word is letters of the problem side by side: `2ab`, `$xy$`."""
-        sign = self.at(number)
+    def _is_product_of_letters(self, position: int) -> bool:
+        """Tell whether a word is letters of the problem side by side: `2ab`, `$xy$`."""
+        sign = self.at(position)
         is_short = re.fullmatch("[a-z]{2,3}", sign.text) is not None
         is_near = sign.is_math or not sign.is_apart
         return is_short and is_near and set(sign.text) <= self.unknowns - self.hidden
 
-    def _letter(self, number: int) -> tuple[Quantity, int]:
-        """A letter of the problem, or `r` for the radius of its only circle."""
-        letter = self.at(number).text
-        is_article = letter == "a" and self.at(number + 1).kind == "word"
-        if is_article and not self.at(number).is_math:
+    def _letter(self, position: int) -> tuple[Quantity, int]:
+        """Read a letter of the problem, or `r` for the radius of its only circle."""
+        letter = self.at(position).text
+        is_article = letter == "a" and self.at(position + 1).kind == "word"
+        if is_article and not self.at(position).is_math:
             raise NoSideError("an article")
         if letter in self.hidden:
             raise NoSideError(f"the response uses {letter} for something else")
         if letter in self.unknowns:
-            return Unknown(letter), number + 1
+            return Unknown(letter), position + 1
         circles = self.reading.drawing.circles
         if letter == "r" and len(circles) == 1 and circles[0].radius in self.unknowns:
-            return Unknown(circles[0].radius), number + 1
+            return Unknown(circles[0].radius), position + 1
         raise NoSideError(f"the problem has no {letter}")
 
-    def _angle(self, number: int) -> tuple[Quantity, int]:
-        """An angle by three points, by its corner, or by its number or letter."""
-        while self.word(number) == "angle":  # `angle` and its sign
-            number += 1
-        sign = self.at(number)
+    def _angle(self, start: int) -> tuple[Quantity, int]:
+        """Read an angle by three points, by its corner, or by its number or letter."""
+        while self.word(start) == "angle":  # `angle` and its sign
+            start += 1
+        sign = self.at(start)
         if sign.kind in ("number", "word"):
             numbered = f"angle {sign.text}"
             if numbered in self.unknowns:
-                return Unknown(numbered), number + 1
+                return Unknown(numbered), start + 1
             if re.fullmatch("[a-z]", sign.text) and sign.text in self.unknowns - self.hidden:
-                return Unknown(sign.text), number + 1
+                return Unknown(sign.text), start + 1
             raise NoSideError(f"there is no {numbered}")
-        names, cursor = self.names_at(number)
+        names, cursor = self.names_at(start)
         if len(names) not in (1, 3):
             raise NoSideError(f"{''.join(names)} is no angle")
         term = Term(head="Angle", arguments=tuple(Term(name) for name in names))
@@ -518,28 +478,28 @@ class SideReader:
             raise NoSideError(f"{names[0]} is no corner")
         return self.reading.measures.corner(*corners), cursor
 
-    def _arc(self, number: int) -> tuple[Quantity, int]:
-        """The angle of an arc at the centre, by two or three points of one circle."""
-        names, cursor = self.names_at(number)
+    def _arc(self, start: int) -> tuple[Quantity, int]:
+        """Read the angle of an arc at the centre, by two or three points of one circle."""
+        names, cursor = self.names_at(start)
         if not any(set(names) <= set(circle.points) for circle in self.reading.drawing.circles):
             raise NoSideError(f"{''.join(names)} is no arc")
         term = Term(head="Arc", arguments=tuple(Term(name) for name in names))
         return self.reading.measures.arc(term), cursor
 
-    def _extent(self, number: int) -> tuple[Quantity, int]:
-        """The area or the perimeter of a polygon that is named by its corners."""
-        cursor = self._past(number + 1, {"of", "the"})
+    def _extent(self, start: int) -> tuple[Quantity, int]:
+        """Read the area or the perimeter of a polygon that is named by its corners."""
+        cursor = self._past(start + 1, {"of", "the"})
         if self.word(cursor) in _SHAPES:
             cursor += 1
-        head = "AreaOf" if self.word(number) == "area" else "PerimeterOf"
+        head = "AreaOf" if self.word(start) == "area" else "PerimeterOf"
         names, cursor = self.names_at(cursor)
         if len(names) < 3 or len(set(names)) < len(names):
             raise NoSideError(f"{''.join(names)} is no polygon")
         return self.reading.measures.polygon(head, names), cursor
 
-    def _of_circle(self, number: int) -> tuple[Quantity, int]:
-        """The radius or diameter of the only circle, or of the one that is named."""
-        cursor = self._past(number + 1, {"of", "the", "this", "that"})
+    def _of_circle(self, start: int) -> tuple[Quantity, int]:
+        """Read the radius or diameter of the only circle, or of the one that is named."""
+        cursor = self._past(start + 1, {"of", "the", "this", "that"})
         circles = self.reading.drawing.circles
         if self.word(cursor) == "circle":
             cursor += 1
@@ -547,28 +507,28 @@ class SideReader:
                 names, cursor = self.names_at(cursor)
                 circles = [circle for circle in circles if [circle.centre] == names]
         else:
-            cursor = number + 1
+            cursor = start + 1
         if len(circles) != 1 or circles[0].radius not in self.unknowns:
             raise NoSideError("the text does not say of which circle")
         radius = Unknown(circles[0].radius)
-        is_radius = self.word(number) == "radius"
+        is_radius = self.word(start) == "radius"
         return (radius if is_radius else times(Constant(2.0), radius)), cursor
 
-    def _root(self, number: int) -> tuple[Quantity, int]:
-        """A root; its degree stands in square brackets, else it is 2."""
+    def _root(self, start: int) -> tuple[Quantity, int]:
+        """Read a root; its degree stands in square brackets, else it is 2."""
         degree = 2.0
-        if self.at(number).text == "[":
-            quantity, number = self.group(number)
+        if self.at(start).text == "[":
+            quantity, start = self.group(start)
             if not isinstance(quantity, Constant) or not 1 < quantity.value < 10:
                 raise NoSideError("no root that is known")
             degree = quantity.value
-        quantity, cursor = self.group(number)
+        quantity, cursor = self.group(start)
         return power_of(quantity, 1 / degree), cursor
 
-    def _trigonometric(self, number: int) -> tuple[Quantity, int]:
-        """A sine, cosine or tangent, or the angle that has it."""
-        word = self.word(number)
-        cursor = number + 1
+    def _trigonometric(self, start: int) -> tuple[Quantity, int]:
+        """Read a sine, cosine or tangent, or the angle that has it."""
+        word = self.word(start)
+        cursor = start + 1
         if word.startswith("arc") or self._inverts(cursor):
             cursor = cursor if word.startswith("arc") else self._behind_inverse(cursor)
             quantity, cursor = self.group(cursor)
@@ -585,38 +545,38 @@ class SideReader:
             result = Combined(function="^", parts=(result, exponent))
         return result, cursor
 
-    def _argument(self, number: int) -> tuple[Quantity, int]:
-        """What a sine is of; `sin A` is that of the angle at A."""
-        is_bracket = self.at(number).text in _CLOSING
-        corner = number + 1 if is_bracket else number
+    def _argument(self, start: int) -> tuple[Quantity, int]:
+        """Read what a sine is of; `sin A` is that of the angle at A."""
+        is_bracket = self.at(start).text in _CLOSING
+        corner = start + 1 if is_bracket else start
         sign = self.at(corner)
         if sign.kind == "points" and len(re.findall("[A-Z]'?", sign.text)) == 1:
             quantity, cursor = self._angle(corner)
             if not is_bracket:
                 return quantity, cursor
-            if self.at(cursor).text == _CLOSING[self.at(number).text]:
+            if self.at(cursor).text == _CLOSING[self.at(start).text]:
                 return quantity, cursor + 1
-        quantity, cursor = self.group(number)
+        quantity, cursor = self.group(start)
         return quantity, self.past_unit(cursor)
 
-    def _inverts(self, number: int) -> bool:
-        """Whether an exponent of -1 stands here."""
-        return self._behind_inverse(number) > number
+    def _inverts(self, position: int) -> bool:
+        """Tell whether an exponent of -1 stands here."""
+        return self._behind_inverse(position) > position
 
-    def _behind_inverse(self, number: int) -> int:
-        """The place behind an exponent of -1; the same place where there is none."""
-        texts = [self.at(number + step).text for step in range(5)]
+    def _behind_inverse(self, position: int) -> int:
+        """Return the position behind an exponent of -1; the same one where there is none."""
+        texts = [self.at(position + step).text for step in range(5)]
         if texts[:2] == ["^", "-1"]:
-            return number + 2
+            return position + 2
         if texts[:3] == ["^", "-", "1"]:
-            return number + 3
+            return position + 3
         if texts == ["^", "{", "-", "1", "}"]:
-            return number + 5
-        return number
+            return position + 5
+        return position
 
 
 def unknowns_of(reading: Reading) -> set[str]:
-    """The letters, radii and numbered angles that a form knows."""
+    """Return the letters, radii and numbered angles that a form knows."""
     quantities = [
         quantity for relation in reading.relations for quantity in quantities_of(relation)
     ]
@@ -626,63 +586,11 @@ def unknowns_of(reading: Reading) -> set[str]:
     return {atom.name for atom in atoms if isinstance(atom, Unknown)}
 
 
-def number_of_quantity(quantity: Quantity) -> float | None:
-    """The value of arithmetic on numbers alone; None where a name stands in it.
-
-    NaN where the arithmetic has no value, as a division by zero.
-    """
-    if isinstance(quantity, Constant):
-        return quantity.value
-    if not isinstance(quantity, Combined):
-        return None
-    values = [number_of_quantity(part) for part in quantity.parts]
-    numbers = [value for value in values if value is not None]
-    if len(numbers) < len(values):
-        return None
-    try:
-        return _computed(quantity.function, numbers)
-    except (ZeroDivisionError, OverflowError, ValueError):
-        return math.nan
-
-
-def _computed(function: Function, numbers: Sequence[float]) -> float:
-    """One operation on numbers. Raises what Python's arithmetic raises."""
-    if function == "+":
-        return math.fsum(numbers)
-    if function == "*":
-        return math.prod(numbers)
-    if function == "-":
-        return numbers[0] - numbers[1]
-    if function == "/":
-        return numbers[0] / numbers[1]
-    if function == "^":
-        return math.pow(abs(numbers[0]), numbers[1])
-    if function == "log":
-        return math.log(abs(numbers[0]))
-    functions = {"sin": math.sin, "cos": math.cos, "tan": math.tan}
-    return functions[function](math.radians(numbers[0]))
-
-
-def unit_of_quantity(quantity: Quantity) -> Unit:
-    """What a quantity is measured in; letters and numbers are `plain`."""
-    if isinstance(quantity, Distance | LineDistance):
-        return "length"
-    if isinstance(quantity, Area):
-        return "area"
-    if isinstance(quantity, Angle | Sweep):
-        return "degrees"
-    if isinstance(quantity, Unknown):
-        if quantity.name.startswith("angle "):
-            return "degrees"
-        return "length" if quantity.name.startswith("radius ") else "plain"
-    if isinstance(quantity, Combined) and quantity.function in ("+", "-"):
-        units = [unit_of_quantity(part) for part in quantity.parts]
-        return next((unit for unit in units if unit != "plain"), "plain")
-    return "plain"
-
-
 def equation(left_side: Quantity, right_side: Quantity) -> Relation:
-    """Two quantities are equal; a number over 180 for an arc of two letters is the other way round."""
+    """Say that two quantities are equal.
+
+    A number over 180 for an arc of two letters is the other way round.
+    """
     first = _other_way(left_side, right_side)
     second = _other_way(right_side, left_side)
     unit = unit_of_quantity(left_side)
@@ -692,7 +600,7 @@ def equation(left_side: Quantity, right_side: Quantity) -> Relation:
 
 
 def _other_way(quantity: Quantity, size: Quantity) -> Quantity:
-    """The rest of the circle, where a number over 180 says that it is meant."""
+    """Return the rest of the circle, where a number over 180 says that it is meant."""
     value = number_of_quantity(size) if not isinstance(size, Combined) else None
     if isinstance(quantity, Angle) and value is not None and 180 < value < 360:
         return minus(Constant(360.0), quantity)

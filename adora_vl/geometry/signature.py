@@ -20,9 +20,9 @@ from adora_vl.geometry.quantities import (
     Quantity,
     Relation,
     Unknown,
+    number_of_quantity,
     over,
 )
-from adora_vl.geometry.sides import number_of_quantity
 
 
 def without_means(relations: Iterable[Relation]) -> Iterator[Relation]:

@@ -145,7 +145,8 @@ class _Splitter:
                 position = behind_number
                 continue
             match = _SIGN.match(self.text, position)
-            assert match is not None and match.lastgroup is not None, "the last row takes any sign"
+            assert match is not None, "the last row takes any sign"
+            assert match.lastgroup is not None, "the last row takes any sign"
             kind, spelling, _ = _TABLE[int(match.lastgroup[1:])]
             self._take(kind, spelling or match[0], match)
             position = match.end()

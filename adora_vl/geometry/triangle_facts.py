@@ -23,19 +23,21 @@ from adora_vl.geometry.shapes import UnreadError
 
 
 def median(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Yield a median or an altitude of a triangle, or the median of a trapezoid.
+    """Say what a median or an altitude of a triangle says, or the median of a trapezoid.
 
-    The latter joins the middles of the legs.
+    The latter joins the middles of the legs. A triangle may be unnamed, a trapezoid is then the
+    drawn one.
     """
     drawing = measures.drawing
-    line = drawing.segment(term.arguments[0])
-    names = drawing.shape(term.arguments[1]) if len(term.arguments[1].names) > 2 else []
-    if term.arguments[1].head == "Trapezoid" and not names:
-        names = drawing.shape(term.arguments[1])
-    if len(names) == 4:
-        yield from _midsegment_of(measures, line, names)
+    line, shape = term.arguments
+    ends = drawing.segment(line)
+    corners: list[str] = []
+    if len(shape.names) > 2 or shape.head == "Trapezoid":
+        corners = drawing.shape(shape)
+    if len(corners) == 4:
+        yield from _midsegment_of(measures, ends, corners)
         return
-    yield from foot(measures, line=line, names=names, is_median=term.head == "IsMedianOf")
+    yield from foot(measures, line=ends, corners=corners, is_median=term.head == "IsMedianOf")
 
 
 def midsegment(measures: Measures, term: Term) -> Iterator[Relation]:
@@ -64,37 +66,53 @@ def _midsegment_of(
 
 
 def foot(
-    measures: Measures, line: tuple[str, str], names: Sequence[str], *, is_median: bool
+    measures: Measures, line: tuple[str, str], corners: Sequence[str], *, is_median: bool
 ) -> Iterator[Relation]:
-    """Yield a line from a corner of a triangle to the opposite side.
+    """Say where a line from a corner of a triangle meets the opposite side.
 
     It goes to the middle of that side, or is perpendicular to it.
+
+    Args:
+        measures: makes the quantities.
+        line: the two ends of the line.
+        corners: of the triangle; empty where the form does not name it.
+        is_median: whether the line is a median; else it is an altitude.
+
+    Raises:
+        UnreadError: neither the triangle nor the picture shows on which side the line ends.
     """
-    tops = [name for name in line if name in names]
-    feet = [name for name in line if name not in names]
-    ends = [name for name in names if name not in line]
-    if len(names) == 3 and len(tops) == 1 and len(feet) == 1 and len(ends) == 2:
-        yield collinear(feet[0], ends[0], ends[1])
-        if is_median:
-            yield Mean(point=feet[0], points=(ends[0], ends[1]))
-        else:
-            yield Perpendicular(a=line[0], b=line[1], c=ends[0], d=ends[1])
+    tops = [name for name in line if name in corners]
+    feet = [name for name in line if name not in corners]
+    base = [name for name in corners if name not in line]
+    if len(corners) == 3 and len(tops) == 1 and len(feet) == 1 and len(base) == 2:
+        yield collinear(feet[0], base[0], base[1])
+        yield _foot_relation(line, feet[0], (base[0], base[1]), is_median=is_median)
         return
-    for top, foot in (line, line[::-1]):
+    # Without a triangle the foot is the end that lies within another line of the picture.
+    for top, foot_point in (line, line[::-1]):
         for row in measures.drawing.lines:
-            if foot in row[1:-1] and top not in row:
-                position = row.index(foot)
+            if foot_point in row[1:-1] and top not in row:
+                position = row.index(foot_point)
                 beside = (row[position - 1], row[position + 1])
-                if is_median:
-                    yield Mean(point=foot, points=beside)
-                else:
-                    yield Perpendicular(a=top, b=foot, c=beside[0], d=beside[1])
+                yield _foot_relation((top, foot_point), foot_point, beside, is_median=is_median)
                 return
     raise UnreadError(f"the form does not say where {''.join(line)} stands")
 
 
+def _foot_relation(
+    line: tuple[str, str], foot_point: str, base: tuple[str, str], *, is_median: bool
+) -> Relation:
+    """Say that a line's foot is the middle of a base, or that the line is perpendicular to it."""
+    if is_median:
+        return Mean(point=foot_point, points=base)
+    return Perpendicular(a=line[0], b=line[1], c=base[0], d=base[1])
+
+
 def centroid(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a point is the mean of the corners; drawn lines from a corner through it end at midpoints."""
+    """Say that a point is the mean of the corners.
+
+    Drawn lines from a corner through it end at the midpoint of the opposite side.
+    """
     drawing = measures.drawing
     point = point_of(measures, term.arguments[0])
     names = drawing.shape(term.arguments[1])
@@ -118,13 +136,12 @@ def incenter(measures: Measures, term: Term) -> Iterator[Relation]:
         return
     names = measures.drawing.shape(term.arguments[1])
     for i in range(3):
-        yield same_angle(
-            measures, (names[i - 2], names[i - 1], point), (point, names[i - 1], names[i])
-        )
+        corner = names[i - 1]
+        yield same_angle(measures, (names[i - 2], corner, point), (point, corner, names[i]))
 
 
 def orthocenter(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a point lies on the altitudes of a triangle."""
+    """Say that a point lies on two altitudes of a triangle, and so on the third."""
     point = point_of(measures, term.arguments[0])
     a, b, c = measures.drawing.shape(term.arguments[1])[:3]
     yield Perpendicular(a=point, b=a, c=b, d=c)

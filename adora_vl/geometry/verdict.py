@@ -162,7 +162,8 @@ def _answered(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
 
     At a double root a figure is known to about four digits; a short form so near is the answer.
     """
-    assert result.value is not None and result.solution is not None, "an answer has a figure"
+    assert result.value is not None, "an answer has a figure"
+    assert result.solution is not None, "an answer has a figure"
     value = _plain(result.value)
     answer = answer_of(result.value, problem.reading)
     is_doubled = result.doubled or result.solution.flattest < _FLAT
@@ -202,7 +203,8 @@ def _by_angles(reading: Reading) -> Verdict | None:
 
 def _seen(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
     """Return an answer that needs what only the picture shows."""
-    assert result.value is not None and result.solution is not None, "an answer has a figure"
+    assert result.value is not None, "an answer has a figure"
+    assert result.solution is not None, "an answer has a figure"
     assumed = tuple(dict.fromkeys(problem.reading.assumed))
     return Verdict(
         status="open",
@@ -296,9 +298,8 @@ def _repaired(form: Form, problem: FigureProblem, result: Outcome, budget: Budge
         )
     if clash.repair is not None:
         repair = clash.repair
-        assert repair.outcome.value is not None and repair.outcome.solution is not None, (
-            "an answer has a figure"
-        )
+        assert repair.outcome.value is not None, "an answer has a figure"
+        assert repair.outcome.solution is not None, "an answer has a figure"
         left_out = tuple(words_of(terms[number]) for number in repair.left_out)
         return Verdict(
             status=status,

@@ -106,12 +106,10 @@ def attend(
     head size). `cu_seq_lens_q`, `cu_seq_lens_k`: (windows + 1,), the bounds of the windows. Returns
     (1, S, heads, head size), and None for the attention weights.
     """
-    assert (
-        cu_seq_lens_q is cu_seq_lens_k
-        and attention_mask is None
-        and not is_causal
-        and len(query) == 1
-    )
+    assert cu_seq_lens_q is cu_seq_lens_k
+    assert attention_mask is None
+    assert not is_causal
+    assert len(query) == 1
     window_lengths = tuple(cu_seq_lens_q.diff().tolist())
     sizes, order, inverse = sort_windows(window_lengths, query.device)
     sorted_qkv = []  # queries, keys and values, each (heads, S, head size)
@@ -402,7 +400,8 @@ def _run_on_empty_picture(inner: "PreTrainedModel", run: RunTower, device: torch
 def _by_image(output: BaseModelOutputWithPooling, inner: "PreTrainedModel") -> list[Features]:
     """Split the output of a vision pass by image, in all fields that the model's family has."""
     family = family_of(inner.config)
-    assert family is not None and family.vision is not None
+    assert family is not None
+    assert family.vision is not None
     embeddings = output[EMBEDDINGS]  # a tensor per image
     images: list[Features] = [{EMBEDDINGS: [embedding]} for embedding in embeddings]
     if DEEPSTACK not in family.vision.features:

@@ -77,9 +77,8 @@ def make_plan(command: CliArgs, options: DryRunOptions, *, with_few_rows: bool =
     script = run.script
     lengths = run.data.measured
     sharding = run.context.sharding
-    assert script is not None and lengths is not None, (
-        "a dry run has the keys of a command, and measures"
-    )
+    assert script is not None, "a dry run has the keys of a command"
+    assert lengths is not None, "a dry run measures"
     notes = [*run.messages.notes, *_mixture_notes(run), *_zoom_notes(run)]
     if family_of(run.model.config) is None and sees_images(run.model.config):
         notes.append(

@@ -119,9 +119,9 @@ def check_user_code(
     groups = groups_of(
         repeated_rows,
         StepKey(mode="try", step=0, micro=0),
-        began=0,
-        first=0,
-        generations=group_size,
+        began_in=0,
+        first_row_number=0,
+        group_size=group_size,
     )
     if tools.environments is not None:
         groups = tools.environments.entered(groups, config.seed, anew=True)

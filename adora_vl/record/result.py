@@ -230,7 +230,8 @@ def interval_of(change: Difference, *, of_share: bool = False) -> str:
 
     `of_share`: in points, since the share itself is a percentage.
     """
-    assert change.low is not None and change.high is not None
+    assert change.low is not None
+    assert change.high is not None
     if of_share:
         return f"{change.points}{_noise(change)}"
     interval = f"95 % [{change.low:+.3f}, {change.high:+.3f}]"

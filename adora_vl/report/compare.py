@@ -506,7 +506,8 @@ def _paragraph(a: Side, b: Side, held_out: Figures, rest: Figures, keys: Sequenc
 
 def _verdict(difference: Difference) -> str:
     """What the interval says of B beside A."""
-    assert difference.low is not None and difference.high is not None
+    assert difference.low is not None
+    assert difference.high is not None
     if difference.low > 0:
         return "is better than"
     if difference.high < 0:
@@ -516,7 +517,8 @@ def _verdict(difference: Difference) -> str:
 
 def _interval(difference: Difference) -> str:
     """The interval in points: `-1.2 to +3.4`."""
-    assert difference.low is not None and difference.high is not None
+    assert difference.low is not None
+    assert difference.high is not None
     return f"{100 * difference.low:+.1f} to {100 * difference.high:+.1f}"
 
 
@@ -644,7 +646,8 @@ def _group_rows(runs: Sequence[ScoreFile]) -> list[str]:
 def _gain_row(title: str, cells: Sequence[dict[str, Any] | None]) -> str:
     """A row of the table; `cells` are the scores before, after, and beside, where there is one."""
     before, after = cells[:2]
-    assert before is not None and after is not None
+    assert before is not None
+    assert after is not None
     gain = 100 * (after["accuracy"] - before["accuracy"])
     line = f"{title:<18}{before['total']:>6}  {_gain_cell(before)} {_gain_cell(after)} {gain:+7.1f}"
     return "  ".join([line, *map(_gain_cell, cells[2:])]).rstrip()

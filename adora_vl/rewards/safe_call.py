@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -128,53 +128,65 @@ def safe_call(
         unscored: filled with the number of each completion in whose place the function returned an
             exception, and the reason; TRL gets None there.
     """
-    folder = Path.cwd()
+    guarded = _GuardedFunction(
+        function=function,
+        name=name,
+        timeout=timeout,
+        failures=failures,
+        unscored=unscored,
+        folder=Path.cwd(),
+    )
+    return guarded.call_async if is_async(function) else guarded.call
 
-    def failed(error: BaseException, arguments: Mapping[str, Any], row: int | None) -> list[float]:
-        """Note the failure, and return a reward of 0 for each completion."""
-        failures.append(
-            _failure(
-                function, name=name, error=error, arguments=arguments, row=row, timeout=timeout
-            )
-        )
-        return [0.0] * len(arguments["completions"])
 
-    def rewards(returned: object, count: int) -> list[float | None]:
-        """Return the checked rewards, with None for what cannot be scored, which is noted."""
-        values = checked(returned, count)
-        if unscored is not None:
-            for number, value in enumerate(values):
-                if isinstance(value, BaseException):
-                    unscored[number] = in_one_line(value)[:_REASON_CHARS]
-        return [None if isinstance(value, BaseException) else value for value in values]
+@dataclass(frozen=True, kw_only=True)
+class _GuardedFunction:
+    """A reward function whose failures are kept; the fields are the arguments of `safe_call`."""
 
-    def call(**arguments: Any) -> list[float | None]:
-        """Return the rewards of a plain function; of a failure what `failed` makes of it."""
+    function: Callable[..., Any]
+    name: str
+    timeout: float | None
+    failures: list[RewardFailure]
+    unscored: dict[int, str] | None
+    folder: Path
+    """The working folder, into which every call comes back."""
+
+    def call(self, **arguments: Any) -> list[float | None]:
+        """Return the rewards of a plain function; zeros where it fails, which is noted."""
         try:
             with (
-                back_in(folder),
-                backstop(timeout),
-                deadline(timeout),
-                in_one_process(f"reward {name}"),
+                back_in(self.folder),
+                backstop(self.timeout),
+                deadline(self.timeout),
+                in_one_process(f"reward {self.name}"),
             ):
-                return rewards(function(**_arguments_of(arguments)), len(arguments["completions"]))
+                returned = self.function(**_arguments_of(arguments))
+                return self._checked_rewards(returned, len(arguments["completions"]))
         except KeyboardInterrupt:
             raise
         # asyncio's cancellation and a panic of compiled code are no `Exception`
         except BaseException as error:
             row = None
             if not isinstance(error, OverdueError | RewardValueError | UserError):
-                with back_in(folder), backstop(timeout), in_one_process(f"reward {name}"):
-                    row = _first_to_fail(function, arguments, timeout)
-            return [*failed(error, arguments, row)]
+                with (
+                    back_in(self.folder),
+                    backstop(self.timeout),
+                    in_one_process(f"reward {self.name}"),
+                ):
+                    row = _first_to_fail(self.function, arguments, self.timeout)
+            return self._note_failure(error, arguments, row)
 
-    async def call_async(**arguments: Any) -> list[float | None]:
-        """Return the rewards of an `async def`; of a failure what `failed` makes of it."""
+    async def call_async(self, **arguments: Any) -> list[float | None]:
+        """Return the rewards of an `async def`; zeros where it fails, which is noted."""
         try:
-            with back_in(folder), backstop(timeout), in_one_process(f"reward {name}"):
-                async with asyncio.timeout(timeout) as limit:
-                    returned = await function(**_arguments_of(arguments))
-            return rewards(returned, len(arguments["completions"]))
+            with (
+                back_in(self.folder),
+                backstop(self.timeout),
+                in_one_process(f"reward {self.name}"),
+            ):
+                async with asyncio.timeout(self.timeout) as limit:
+                    returned = await self.function(**_arguments_of(arguments))
+            return self._checked_rewards(returned, len(arguments["completions"]))
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:
@@ -182,13 +194,44 @@ def safe_call(
             if task is not None and task.cancelling():  # from outside
                 raise
             if limit.expired():
-                return [*failed(OverdueError(), arguments, None)]
+                return self._note_failure(OverdueError(), arguments, None)
             row = None
             if not isinstance(error, RewardValueError | UserError):
-                row = await _first_to_fail_async(function, arguments)
-            return [*failed(error, arguments, row)]
+                row = await _first_to_fail_async(self.function, arguments)
+            return self._note_failure(error, arguments, row)
 
-    return call_async if is_async(function) else call
+    def _checked_rewards(self, returned: object, count: int) -> list[float | None]:
+        """Return the checked rewards, with None for what cannot be scored, which is noted.
+
+        Raises `RewardValueError` as `checked`.
+        """
+        rewards: list[float | None] = []
+        for number, value in enumerate(checked(returned, count)):
+            if not isinstance(value, BaseException):
+                rewards.append(value)
+                continue
+            rewards.append(None)
+            if self.unscored is not None:
+                self.unscored[number] = in_one_line(value)[:_REASON_CHARS]
+        return rewards
+
+    def _note_failure(
+        self, error: BaseException, arguments: Mapping[str, Any], row: int | None
+    ) -> list[float | None]:
+        """Note the failure, and return a reward of 0 for each completion.
+
+        `row`: the completion that also fails alone, None if unknown.
+        """
+        failure = _failure(
+            self.function,
+            name=self.name,
+            error=error,
+            arguments=arguments,
+            row=row,
+            timeout=self.timeout,
+        )
+        self.failures.append(failure)
+        return [0.0] * len(arguments["completions"])
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -144,8 +144,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
                 servers = ServerPool(
                     [self.vllm_client],
                     patience_s=self.server_timeout,
-                    answer_s=self.settings.answer_s,
-                    vocabulary=self._vocabulary,
+                    answer_timeout_s=self.settings.answer_s,
+                    vocabulary_size=self._vocabulary,
                 )
             self.served = ServerGroup(self.accelerator, self._place_features, servers)
 
@@ -161,8 +161,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             self.served.servers = ServerPool(
                 clients,
                 patience_s=patience_s,
-                answer_s=self.settings.answer_s,
-                vocabulary=self._vocabulary,
+                answer_timeout_s=self.settings.answer_s,
+                vocabulary_size=self._vocabulary,
                 logprobs_mode=self._logprobs_mode(),
             )
             self.served.files = WeightFiles(folder, Path(self.settings.output_dir))
@@ -322,11 +322,11 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         if self.settings.weight_folder is None:
             self.bytes_sent = 0
             super().sync_weights()
-            self.served.first_rank(ServerPool.forget)
+            self.served.first_rank(ServerPool.reset_caches)
             return
         # everything where a server has not got the last sync: at the first one, or where it was started
         # again
-        everything = bool(self.served.first_rank(lambda servers: servers.find()))
+        everything = bool(self.served.first_rank(lambda servers: servers.find_living()))
         with self.served.weights_written(self._tensors_for_servers(everything)) as folder:
             self.served.first_rank(lambda servers: servers.read_weights(folder))
 

@@ -54,7 +54,7 @@ class Collate(Protocol):
         prompts: PromptBatch,
         completions: Sequence[list[int]],
         logps: Sequence[list[float | None]] | None,
-        counted: Sequence[bool],
+        counts_in_loss: Sequence[bool],
     ) -> Batch:
         """Return the rows of a batch, one for each completion."""
 
@@ -155,7 +155,7 @@ class EnginePair:
             prompts,
             completions=completions,
             logps=[result.logps for result in results],
-            counted=[True] * len(completions),
+            counts_in_loss=[True] * len(completions),
         )
         return Rollouts(completions, batch)
 

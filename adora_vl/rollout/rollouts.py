@@ -240,23 +240,24 @@ def row_for_rewards(row: Row, rollout: Rollout) -> Row:
 
 
 def groups_of(
-    rows: Sequence[Any], key: StepKey, *, began: int, first: int, generations: int
+    rows: Sequence[Any], key: StepKey, *, began_in: int, first_row_number: int, group_size: int
 ) -> list[RolloutGroup]:
     """Return the rows of a rank as groups that are about to begin, or as parts of groups.
 
     Args:
         rows: one for each rollout; those of a problem are neighbours.
         key: the batch for which they were drawn.
-        began: the number of the generation in which the groups begin.
-        first: the number of the first row over all ranks.
-        generations: rollouts of a problem.
+        began_in: the number of the generation in which the groups begin.
+        first_row_number: the number of the first row over all ranks.
+        group_size: rollouts of a problem.
     """
     groups: list[RolloutGroup] = []
-    for slot, numbered in groupby(
-        enumerate(rows, first), key=lambda number_and_row: number_and_row[0] // generations
+    for slot, numbered_rows in groupby(
+        enumerate(rows, first_row_number),
+        key=lambda number_and_row: number_and_row[0] // group_size,
     ):
-        members = list(numbered)
-        number, row = members[0]
+        rows_of_group = list(numbered_rows)
+        row_in_batch, row = rows_of_group[0]
         columns = dict(row)
         row_number = columns.pop(ROW_NUMBER, -1)
         problem = DrawnProblem(row_number=row_number, key=key, slot=slot)
@@ -264,9 +265,9 @@ def groups_of(
             RolloutGroup(
                 problem=problem,
                 row=cast("Row", columns),
-                began=began,
-                rollouts=(Rollout(),) * len(members),
-                first_member=number % generations,
+                began=began_in,
+                rollouts=(Rollout(),) * len(rows_of_group),
+                first_member=row_in_batch % group_size,
             )
         )
     return groups

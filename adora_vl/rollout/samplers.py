@@ -71,7 +71,8 @@ class TransformersSampler:
     def sample(
         self, asks: Asks, prompts: PromptBatch | None = None, settings: Settings = None
     ) -> list[SamplingResult]:
-        assert prompts is not None and settings is None
+        assert prompts is not None
+        assert settings is None
         return [
             SamplingResult(
                 tokens=tokens, logps=[None] * len(tokens), finish_reason=FinishReason.STOP
@@ -147,7 +148,7 @@ class AsyncServerSampler(VLLMSampler):
 
     def _read(self, servers: ServerPool, folder: Path, everything: bool) -> None:
         try:
-            self._partly_new = servers.find(in_part=not everything) and not everything
+            self._partly_new = servers.find_living(in_part=not everything) and not everything
             servers.read_weights(folder)
         finally:
             self._files.pop(folder, ExitStack()).close()

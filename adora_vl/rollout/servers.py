@@ -34,16 +34,16 @@ DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1"
 _CONNECT_S = 10.0
 # Timeouts to connect and to answer a short question: of a server in use, and of one left out, which
 # may be switched off and must not delay every sync.
-_LIVING_S = (_CONNECT_S, 60.0)
-_GONE_S = (1.0, 10.0)
-_BETWEEN_LOOKS_S = 2.0
+_TIMEOUTS_IN_USE_S = (_CONNECT_S, 60.0)
+_TIMEOUTS_LEFT_OUT_S = (1.0, 10.0)
+_RETRY_INTERVAL_S = 2.0
 _LORA_BY_REQUEST = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
-_REFUSED = "Request failed: 4"  # how TRL's message begins for an HTTP status of the 400s
+_REFUSED_BY_SERVER = "Request failed: 4"  # how TRL's message begins for an HTTP status of the 400s
 # Requests that a server has at a time. This is vLLM's own limit; more would wait in its queue.
-_AT_A_TIME = 256
+_MAX_REQUESTS = 256
 # A machine that loses its power closes no connection. With these options the kernel closes it after
 # 2 minutes of silence.
-_ALIVE = [
+_KEEPALIVE_OPTIONS = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15),
@@ -79,38 +79,40 @@ class GroupRequest:
 
 def sampled_logps(
     tokens: Sequence[Sequence[int]],
-    logps: Sequence[Sequence[Sequence[float | None]]],
-    ids: Sequence[Sequence[Sequence[int]]],
+    candidate_logps: Sequence[Sequence[Sequence[float | None]]],
+    candidate_ids: Sequence[Sequence[Sequence[int]]],
 ) -> list[list[float]]:
     """Return the log-probability of each sampled token of each rollout.
 
-    `logps`, `ids`: for each token the scored candidates, of which the first is the likeliest and
+    `candidate_logps`, `candidate_ids`: for each token the scored candidates, of which the first is the likeliest and
     not necessarily the sampled one. So the sampled token is looked up by its id.
     """
-    rollouts = []
-    for row_tokens, row_logps, row_ids in zip(tokens, logps, ids, strict=True):
+    logps_by_rollout = []
+    for row_tokens, row_logps, row_ids in zip(tokens, candidate_logps, candidate_ids, strict=True):
         rollout_logps = []
         for token, token_logps, token_ids in zip(row_tokens, row_logps, row_ids, strict=True):
             rollout_logps.append(engine_logp(token_logps[token_ids.index(token)]))
-        rollouts.append(rollout_logps)
-    return rollouts
+        logps_by_rollout.append(rollout_logps)
+    return logps_by_rollout
 
 
-def refuse_impossible(tokens: Sequence[Sequence[int]], limit: int, vocabulary: int) -> None:
+def refuse_impossible(
+    tokens: Sequence[Sequence[int]], max_tokens: int, vocabulary_size: int
+) -> None:
     """Raise `UnusableServerError` for rollouts that the policy cannot have sampled.
 
-    `tokens`: those of each rollout. `limit`: the largest number of tokens of a rollout.
-    `vocabulary`: the number of ids in the policy's embedding; a larger id would end the run in its
+    `tokens`: those of each rollout. `max_tokens`: the largest number of tokens of a rollout.
+    `vocabulary_size`: the number of ids in the policy's embedding; a larger id would end the run in its
     first forward pass.
     """
     longest = max(map(len, tokens))
-    if longest > limit:
-        raise UnusableServerError(f"asked for at most {limit} tokens it gave {longest}")
+    if longest > max_tokens:
+        raise UnusableServerError(f"asked for at most {max_tokens} tokens it gave {longest}")
     for rollout in tokens:
         for token in rollout:
-            if not 0 <= token < vocabulary:
+            if not 0 <= token < vocabulary_size:
                 raise UnusableServerError(
-                    f"it gave the token {token}, but the policy's vocabulary has {vocabulary}; "
+                    f"it gave the token {token}, but the policy's vocabulary has {vocabulary_size}; "
                     "start it with the policy's model"
                 )
 
@@ -144,11 +146,11 @@ class _Adapter(HTTPAdapter):
             status_forcelist=[502, 503],
             allowed_methods=["GET", "POST"],
         )
-        super().__init__(max_retries=retry, pool_maxsize=_AT_A_TIME)
+        super().__init__(max_retries=retry, pool_maxsize=_MAX_REQUESTS)
 
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
         """Open connections with TCP keepalive."""
-        options = [*HTTPConnection.default_socket_options, *_ALIVE]
+        options = [*HTTPConnection.default_socket_options, *_KEEPALIVE_OPTIONS]
         super().init_poolmanager(*args, **kwargs, socket_options=options)
 
     def send(
@@ -162,17 +164,17 @@ class _Adapter(HTTPAdapter):
 class Server:
     """One vLLM server. Its methods raise `UnusableServerError`, or what `requests` raises."""
 
-    def __init__(self, client: VLLMClient, answer_s: float, vocabulary: int) -> None:
+    def __init__(self, client: VLLMClient, answer_timeout_s: float, vocabulary_size: int) -> None:
         """Create the server's state; nothing is asked of it yet.
 
-        `answer_s`: how many seconds it may take to answer a request, or to read all weights.
-        `vocabulary`: the number of token ids that the policy has.
+        `answer_timeout_s`: how many seconds it may take to answer a request, or to read all weights.
+        `vocabulary_size`: the number of token ids that the policy has.
         """
         for scheme in ("http://", "https://"):
-            client.session.mount(scheme, _Adapter(answer_s))
+            client.session.mount(scheme, _Adapter(answer_timeout_s))
         self.client = client
-        self._answer_s = answer_s
-        self._vocabulary = vocabulary
+        self._answer_s = answer_timeout_s
+        self._vocabulary = vocabulary_size
         self.address: str = client.base_url
         self.life = ""  # vLLM's instance id, which is new after each start of the server
         self.synced_life = ""  # the instance that has the weights of the last sync
@@ -181,7 +183,7 @@ class Server:
         self.model_name = ""  # vLLM's name for the model that it serves
         self.in_four_bit = False  # whether that model is in 4 bits
 
-    def look(self, timeout: tuple[float, float] = _LIVING_S) -> None:
+    def read_info(self, timeout: tuple[float, float] = _TIMEOUTS_IN_USE_S) -> None:
         """Read what the server is, and raise where it does not answer.
 
         `timeout`: seconds to connect, and seconds to answer.
@@ -196,30 +198,32 @@ class Server:
         self.model_name = str(model.get("model"))
         self.in_four_bit = model.get("quantization") == "bitsandbytes"
 
-    def check_lora(self, needs: Mapping[str, Any], base: str, four_bit: bool) -> None:
-        """Raise `UnusableServerError` where it was not started for an adapter on `base`.
+    def check_lora(
+        self, required_settings: Mapping[str, Any], base_model: str, is_in_four_bit: bool
+    ) -> None:
+        """Raise `UnusableServerError` where it was not started for an adapter on `base_model`.
 
         Args:
-            needs: vLLM's settings that the adapter needs; a number is a lower bound.
-            base: the model that the policy is trained on.
-            four_bit: whether that model is in 4 bits.
+            required_settings: vLLM's settings that the adapter needs; a number is a lower bound.
+            base_model: the model that the policy is trained on.
+            is_in_four_bit: whether that model is in 4 bits.
         """
-        missing = []
-        for name, value in needs.items():
+        missing_options = []
+        for name, value in required_settings.items():
             if self.lora.get(name, 0) < value:
                 option = f"--{name.replace('_', '-')}"
-                missing.append(option if value is True else f"{option} {value}")
+                missing_options.append(option if value is True else f"{option} {value}")
         if not self.lora.get(_LORA_BY_REQUEST):
-            missing.append(f"{_LORA_BY_REQUEST}=1 in its environment")
+            missing_options.append(f"{_LORA_BY_REQUEST}=1 in its environment")
         if self.lora.get("target_modules"):  # vLLM would skip the adapter's other layers
-            missing.append("no --lora-target-modules")
-        if missing:
+            missing_options.append("no --lora-target-modules")
+        if missing_options:
             raise UnusableServerError(
-                f"it has no room for the policy's adapter; start it with {' and '.join(missing)}"
+                f"it has no room for the policy's adapter; start it with {' and '.join(missing_options)}"
             )
-        if self.in_four_bit != four_bit:
+        if self.in_four_bit != is_in_four_bit:
             raise UnusableServerError(
-                f"it serves {self.model_name}; start it with {base}, which the policy is trained on"
+                f"it serves {self.model_name}; start it with {base_model}, which the policy is trained on"
             )
 
     def check_weights(self) -> None:
@@ -229,7 +233,7 @@ class Server:
         """
         if not self.synced_life:  # weights do not travel by file
             return
-        self.look()
+        self.read_info()
         if self.life != self.synced_life:
             raise UnusableServerError(
                 "it was started again, and has not the policy's weights until the next sync"
@@ -264,7 +268,7 @@ class Server:
             ) from error
         except Exception as error:
             # A server that was started again has no such adapter and refuses too.
-            if str(error).startswith(_REFUSED):
+            if str(error).startswith(_REFUSED_BY_SERVER):
                 self.check_weights()
             raise
         return self._checked(reply, group_request)
@@ -272,10 +276,10 @@ class Server:
     def _image_features(self, images: list[Any], features_of: Features) -> dict[str, Any] | None:
         """Return the features of images, which the first request for them has computed."""
         image_ids = tuple(map(id, images))
-        new = Future[Any]()
-        future = features_of.setdefault(image_ids, new)
-        if future is new:
-            _settle(new, partial(self.client.image_features, [images]))
+        own_future = Future[Any]()
+        future = features_of.setdefault(image_ids, own_future)
+        if future is own_future:
+            _settle(own_future, partial(self.client.image_features, [images]))
         features: dict[str, Any] | None = future.result()[0]
         return features
 
@@ -286,12 +290,16 @@ class Server:
         """
         tokens = reply["completion_ids"]
         logps = reply["logprobs"]
-        lengths = [len(rollout) for rollout in tokens]
-        scored_lengths = [len(rollout) for rollout in logps or ()]
-        rollouts = group_request.rollouts
-        if len(lengths) != rollouts or not all(lengths) or scored_lengths != lengths:
+        token_counts = [len(rollout) for rollout in tokens]
+        scored_counts = [len(rollout) for rollout in logps or ()]
+        rollout_count = group_request.rollouts
+        if (
+            len(token_counts) != rollout_count
+            or not all(token_counts)
+            or scored_counts != token_counts
+        ):
             raise UnusableServerError(
-                f"asked for {rollouts} rollouts it gave {lengths} tokens, {scored_lengths} of them "
+                f"asked for {rollout_count} rollouts it gave {token_counts} tokens, {scored_counts} of them "
                 "scored"
             )
         refuse_impossible(tokens, group_request.settings["max_tokens"], self._vocabulary)
@@ -304,7 +312,7 @@ class Server:
         """Load the tensors in `folder`, and empty the caches that the old weights have filled."""
         arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         self._ask("POST", "collective_rpc", json=arguments)
-        self.forget()
+        self.reset_caches()
         self.synced_life = self.life
 
     def read_adapter(self, folder: Path) -> None:
@@ -313,7 +321,7 @@ class Server:
         The adapter is named by the folder, whose name is unique. So a server that has another
         adapter refuses requests instead of sampling with it.
         """
-        old = self.client.model
+        previous_adapter = self.client.model
         self.client.model = folder.name
         self._ask(
             "POST",
@@ -321,17 +329,19 @@ class Server:
             json={"lora_name": folder.name, "lora_path": str(folder)},
         )
         if self.synced_life == self.life:
-            self._ask("POST", "v1/unload_lora_adapter", json={"lora_name": old})
-        self.forget()
+            self._ask("POST", "v1/unload_lora_adapter", json={"lora_name": previous_adapter})
+        self.reset_caches()
         self.synced_life = self.life
 
-    def forget(self) -> None:
+    def reset_caches(self) -> None:
         """Empty the caches of prefixes and image features."""
-        if not self._json("POST", "reset_prefix_cache", timeout=_LIVING_S).get("success", True):
+        if not self._json("POST", "reset_prefix_cache", timeout=_TIMEOUTS_IN_USE_S).get(
+            "success", True
+        ):
             raise UnusableServerError(
                 "it did not reset its prefix cache: requests of others are running"
             )
-        self._ask("POST", "reset_encoder_cache", timeout=_LIVING_S)
+        self._ask("POST", "reset_encoder_cache", timeout=_TIMEOUTS_IN_USE_S)
 
     def _ask(self, method: str, path: str, **kwargs: Any) -> requests.Response:
         """Return the response with status 200.
@@ -365,8 +375,8 @@ class ServerPool:
         self,
         clients: Sequence[VLLMClient],
         patience_s: float,
-        answer_s: float,
-        vocabulary: int,
+        answer_timeout_s: float,
+        vocabulary_size: int,
         logprobs_mode: str = "",
     ) -> None:
         """Create the pool of all clients' servers, which count as living until one fails.
@@ -374,12 +384,12 @@ class ServerPool:
         Args:
             clients: TRL's clients of the servers.
             patience_s: how many seconds a sync waits for a first server to answer.
-            answer_s: timeout of a sampling request, in seconds.
-            vocabulary: the number of the policy's token ids.
+            answer_timeout_s: timeout of a sampling request, in seconds.
+            vocabulary_size: the number of the policy's token ids.
             logprobs_mode: the kind of log-probabilities that the trainer uses; a server with
                 another kind is reported at its first sync.
         """
-        self._all = [Server(client, answer_s, vocabulary) for client in clients]
+        self._all = [Server(client, answer_timeout_s, vocabulary_size) for client in clients]
         self.living = list(self._all)
         self._patience_s = patience_s
         self._logprobs_mode = logprobs_mode
@@ -387,31 +397,33 @@ class ServerPool:
         self._adapter: tuple[Mapping[str, Any], str, bool] | None = None
 
     def have_lora(self) -> bool:
-        """Return whether all servers were started with LoRA. Raises what `Server.look` raises."""
+        """Return whether all servers were started with LoRA. Raises what `Server.read_info` raises."""
         for server in self._all:
-            server.look()
+            server.read_info()
         return all(server.lora for server in self._all)
 
-    def take_adapter(self, needs: Mapping[str, Any], base: str, four_bit: bool) -> None:
+    def take_adapter(
+        self, required_settings: Mapping[str, Any], base_model: str, is_in_four_bit: bool
+    ) -> None:
         """Send the servers nothing but the adapter from now on.
 
         The arguments are those of `Server.check_lora`. A server whose model has another name than
-        `base` is reported, since it may be the same model. Raises `EngineError` where a server cannot
+        `base_model` is reported, since it may be the same model. Raises `EngineError` where a server cannot
         take the adapter.
         """
-        self._adapter = needs, base, four_bit
+        self._adapter = required_settings, base_model, is_in_four_bit
         for server in self._all:
             try:
-                server.check_lora(needs, base, four_bit)
+                server.check_lora(required_settings, base_model, is_in_four_bit)
             except UnusableServerError as error:
                 raise EngineError(f"vllm_server_base_url: {server.address}: {error}") from None
-            if server.model_name != base:
+            if server.model_name != base_model:
                 tqdm.write(
                     f"Server {server.address} serves {server.model_name}, to which the adapter goes "
-                    f"alone; it has to be {base}, the policy's base."
+                    f"alone; it has to be {base_model}, the policy's base."
                 )
 
-    def find(self, *, in_part: bool = False) -> bool:
+    def find_living(self, *, in_part: bool = False) -> bool:
         """Find the servers that answer, before a sync.
 
         Returns whether any of them lacks the weights of the last sync. Where only a part of the
@@ -423,10 +435,10 @@ class ServerPool:
             problems = _on_each(self._all, self._look)
             self._update_living(problems)
             if self.living:
-                return self._note_restarted(in_part)
+                return self._lacks_weights(in_part)
             if time.monotonic() >= deadline:
                 raise NoServerError(_none_left(_first_problem(problems)))
-            time.sleep(_BETWEEN_LOOKS_S)
+            time.sleep(_RETRY_INTERVAL_S)
 
     def _update_living(self, problems: Mapping[Server, Exception | None]) -> None:
         """Use the servers that have answered, and leave out those with a problem."""
@@ -437,7 +449,7 @@ class ServerPool:
             elif problem is not None and server in self.living:
                 self._leave_out(server, problem)
 
-    def _note_restarted(self, in_part: bool) -> bool:
+    def _lacks_weights(self, in_part: bool) -> bool:
         """Return whether any server in use lacks the weights of the last sync, as after a restart.
 
         `in_part`: such a server is left out, unless it gets an adapter, which is always written as a
@@ -458,7 +470,7 @@ class ServerPool:
 
     def _look(self, server: Server) -> None:
         """Look at a server, with shorter timeouts if it is left out."""
-        server.look(_LIVING_S if server in self.living else _GONE_S)
+        server.read_info(_TIMEOUTS_IN_USE_S if server in self.living else _TIMEOUTS_LEFT_OUT_S)
         if self._adapter:
             server.check_lora(*self._adapter)
 
@@ -469,9 +481,9 @@ class ServerPool:
             lambda server: read(server, folder), hint=f"Does it see {str(folder.parent)!r}? "
         )
 
-    def forget(self) -> None:
+    def reset_caches(self) -> None:
         """Empty the caches that new weights make stale. Raises `NoServerError` where none does."""
-        self._on_all_living(Server.forget)
+        self._on_all_living(Server.reset_caches)
 
     def sample(
         self, group_requests: Sequence[GroupRequest], place_features: PlaceFeatures
@@ -482,37 +494,41 @@ class ServerPool:
         weights. Raises `NoServerError` where no server is left, and `RolloutError` for a request
         that no server would answer.
         """
-        answers: dict[int, Sampled] = {}
+        answer_by_number: dict[int, Sampled] = {}
         last_problem: Exception | None = None
-        while len(answers) < len(group_requests):
+        while len(answer_by_number) < len(group_requests):
             servers = list(self.living)
             if not servers:
                 raise NoServerError(_none_left(last_problem))
-            remaining = [number for number in range(len(group_requests)) if number not in answers]
-            server_of = {
-                number: servers[turn % len(servers)] for turn, number in enumerate(remaining)
+            unanswered = [
+                number for number in range(len(group_requests)) if number not in answer_by_number
+            ]
+            server_by_number = {
+                number: servers[index % len(servers)] for index, number in enumerate(unanswered)
             }
-            futures = _send_all(group_requests, server_of, place_features)
-            sampled: dict[int, Sampled] = {}
+            futures = _send_all(group_requests, server_by_number, place_features)
+            sampled_by_number: dict[int, Sampled] = {}
             for number, future in futures.items():
                 error = future.exception()
                 if error is None:
-                    sampled[number] = future.result()
+                    sampled_by_number[number] = future.result()
                     continue
                 problem = _problem_of_server(error)
-                if server_of[number] in self.living:
+                if server_by_number[number] in self.living:
                     last_problem = problem
-                    self._leave_out(server_of[number], problem)
+                    self._leave_out(server_by_number[number], problem)
             # A server that was started again while it sampled has answered with other weights.
-            used = [server for server in self.living if server in server_of.values()]
-            for server, lost in _on_each(used, Server.check_weights).items():
-                if lost is not None:
-                    last_problem = lost
-                    self._leave_out(server, lost)
-            for number, answer in sampled.items():
-                if server_of[number] in self.living:
-                    answers[number] = answer
-        return [answers[number] for number in range(len(group_requests))]
+            servers_in_use = [
+                server for server in self.living if server in server_by_number.values()
+            ]
+            for server, weights_problem in _on_each(servers_in_use, Server.check_weights).items():
+                if weights_problem is not None:
+                    last_problem = weights_problem
+                    self._leave_out(server, weights_problem)
+            for number, answer in sampled_by_number.items():
+                if server_by_number[number] in self.living:
+                    answer_by_number[number] = answer
+        return [answer_by_number[number] for number in range(len(group_requests))]
 
     def _on_all_living(self, do: Callable[[Server], None], hint: str = "") -> None:
         """Let all servers in use do something at the same time; those that fail are left out.
@@ -539,30 +555,32 @@ class ServerPool:
 
 def _send_all(
     group_requests: Sequence[GroupRequest],
-    server_of: Mapping[int, Server],
+    server_by_number: Mapping[int, Server],
     place_features: PlaceFeatures,
 ) -> dict[int, Future[Sampled]]:
     """Send requests at the same time, each to its server, and wait for the answers.
 
-    `server_of`: the server of each request that is to be sent, by its number. Returns a future for
+    `server_by_number`: the server of each request that is to be sent, by its number. Returns a future for
     each of them, with the answer or what was raised.
     """
-    failed = set[Server]()
-    features: dict[Server, Features] = {server: {} for server in server_of.values()}
-    work = []
-    for number, server in server_of.items():
-        work.append(
+    failed_servers = set[Server]()
+    features_by_server: dict[Server, Features] = {
+        server: {} for server in server_by_number.values()
+    }
+    jobs = []
+    for number, server in server_by_number.items():
+        jobs.append(
             partial(
                 _answer,
                 server=server,
                 group_request=group_requests[number],
                 place_features=place_features,
-                features=features[server],
-                failed=failed,
+                features=features_by_server[server],
+                failed_servers=failed_servers,
             )
         )
-    futures = _on_threads(work, _AT_A_TIME * len(features))
-    return dict(zip(server_of, futures, strict=True))
+    futures = _on_threads(jobs, _MAX_REQUESTS * len(features_by_server))
+    return dict(zip(server_by_number, futures, strict=True))
 
 
 def _answer(
@@ -570,18 +588,18 @@ def _answer(
     group_request: GroupRequest,
     place_features: PlaceFeatures,
     features: Features,
-    failed: set[Server],
+    failed_servers: set[Server],
 ) -> Sampled:
     """Return the server's answer to a request.
 
-    Servers in `failed` are skipped, so that a server which hangs costs its timeout only once.
+    Servers in `failed_servers` are skipped, so that a server which hangs costs its timeout only once.
     """
-    if server in failed:
+    if server in failed_servers:
         raise UnusableServerError("it did not answer another request")
     try:
         return server.answer(group_request, place_features, features)
     except Exception:
-        failed.add(server)
+        failed_servers.add(server)
         raise
 
 
@@ -589,7 +607,7 @@ def _problem_of_server(error: BaseException) -> Exception:
     """Return an error for which another server may be asked; raise every other one."""
     if isinstance(error, RolloutError) or not isinstance(error, Exception):
         raise error
-    if str(error).startswith(_REFUSED):  # every server would refuse
+    if str(error).startswith(_REFUSED_BY_SERVER):  # every server would refuse
         raise RolloutError(f"a vLLM server refuses what it is asked: {error}"[:400]) from error
     return error
 
@@ -600,14 +618,14 @@ def _first_problem(problems: Mapping[Server, Exception | None]) -> Exception:
 
 
 def _on_each(
-    servers: Sequence[Server], do: Callable[[Server], None]
+    servers: Sequence[Server], action: Callable[[Server], None]
 ) -> dict[Server, Exception | None]:
     """Let all servers do something at the same time; return what each has raised, or None."""
 
     def problem_of(server: Server) -> Exception | None:
-        """Return the exception of `do` for a server, None where it has none."""
+        """Return the exception of `action` for a server, None where it has none."""
         try:
-            do(server)
+            action(server)
         except Exception as error:  # also what reading a reply of another form raises
             return error
         return None
@@ -616,32 +634,32 @@ def _on_each(
     return {server: future.result() for server, future in zip(servers, futures, strict=True)}
 
 
-def _settle(future: Future[_T], do: Callable[[], _T]) -> None:
-    """Put the result of `do`, or what it raises, into the future."""
+def _settle(future: Future[_T], job: Callable[[], _T]) -> None:
+    """Put the result of `job`, or what it raises, into the future."""
     try:
-        future.set_result(do())
+        future.set_result(job())
     except BaseException as error:
         future.set_exception(error)
 
 
-def _on_threads(work: Sequence[Callable[[], _T]], at_a_time: int) -> list[Future[_T]]:
-    """Run all of `work` on at most `at_a_time` threads, and wait for it.
+def _on_threads(jobs: Sequence[Callable[[], _T]], max_threads: int) -> list[Future[_T]]:
+    """Run all of `jobs` on at most `max_threads` threads, and wait for it.
 
     Each future has a result, or what was raised. The threads are daemons, since a process that ends
     must not wait for a server.
     """
-    futures = [Future[_T]() for _ in work]
-    queue = deque(zip(work, futures, strict=True))
+    futures = [Future[_T]() for _ in jobs]
+    queue = deque(zip(jobs, futures, strict=True))
 
     def run_queue() -> None:
         """Take items from the queue until it is empty."""
         while queue:
             with suppress(IndexError):  # another thread has taken the last item
-                do, future = queue.popleft()
-                _settle(future, do)
+                job, future = queue.popleft()
+                _settle(future, job)
 
     threads = []
-    for _ in range(min(at_a_time, len(work))):
+    for _ in range(min(max_threads, len(jobs))):
         threads.append(Thread(target=run_queue, name="vllm-servers", daemon=True))
     for thread in threads:
         thread.start()
@@ -690,17 +708,17 @@ class Client(VLLMClient):  # type: ignore[misc]  # TRL is untyped to mypy
         """
         self.base_url, login = without_login(self.base_url)
         self.session = _Session(self.base_url, login)
-        end = time.monotonic() + total_timeout
+        deadline = time.monotonic() + total_timeout
         while True:
             try:
-                response = self.session.get(f"{self.base_url}/health", timeout=_LIVING_S)
+                response = self.session.get(f"{self.base_url}/health", timeout=_TIMEOUTS_IN_USE_S)
                 if response.status_code == 200:
                     self.host = response.headers.get("X-Forwarded-For", self.host)
                     return
                 problem = f"it answers {response.status_code} to /health"
             except requests.RequestException as error:
                 problem = in_one_line(error)
-            if time.monotonic() >= end:
+            if time.monotonic() >= deadline:
                 raise ConnectionError(f"{problem}, in {total_timeout:g} s")
             time.sleep(retry_interval)
 

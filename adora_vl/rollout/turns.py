@@ -59,20 +59,20 @@ def run_turns(rollouts: Mapping[Key, Rollout], player: TurnPlayer[Key]) -> dict[
     All rollouts sample a turn, then those that got an answer sample the next one. Returns the
     continued rollouts by their keys.
     """
-    done = dict[Key, Rollout]()
-    going = dict(rollouts)
+    continued = dict[Key, Rollout]()
+    running = dict(rollouts)
     while True:
-        for key, rollout in player.sample(going).items():
-            done[key] = rollout
+        for key, rollout in player.sample(running).items():
+            continued[key] = rollout
             if rollout.finish_reason is FinishReason.STOP:
-                done[key] = player.answer(key, rollout)
-        going = {
-            key: done[key]
-            for key in going
-            if not done[key].has_ended and player.has_room(key, done[key])
+                continued[key] = player.answer(key, rollout)
+        running = {
+            key: continued[key]
+            for key in running
+            if not continued[key].has_ended and player.has_room(key, continued[key])
         }
-        if not player.any_rank_continues(bool(going)):
-            return done
+        if not player.any_rank_continues(bool(running)):
+            return continued
 
 
 def append_result(
@@ -101,21 +101,21 @@ def append_result(
     assert request.max_length is not None
     logps = tuple(result.logps) if compared else (None,) * len(result.tokens)
     segment = Segment(tokens=tuple(result.tokens), logps=logps, step=step)
-    longer = replace(rollout, segments=(*rollout.segments, segment), compared=compared)
-    reason = result.finish_reason
-    if reason is FinishReason.RUNNING:
-        at_limit = len(result.tokens) >= (request.max_tokens or request.max_length)
-        reason = FinishReason.LENGTH if at_limit else FinishReason.STOP
+    with_segment = replace(rollout, segments=(*rollout.segments, segment), compared=compared)
+    finish_reason = result.finish_reason
+    if finish_reason is FinishReason.RUNNING:
+        is_at_limit = len(result.tokens) >= (request.max_tokens or request.max_length)
+        finish_reason = FinishReason.LENGTH if is_at_limit else FinishReason.STOP
         # The last token that fits may also be the one that ends the turn.
-        if at_limit and stop is not None and stop.ends(longer.last_turn_tokens):
-            reason = FinishReason.STOP
-    if reason is FinishReason.LENGTH:
-        is_whole = len(longer.tokens) >= request.max_length
-        turn_is_full = max_turn is not None and len(longer.last_turn_tokens) >= max_turn
-        if not is_whole and not turn_is_full:
+        if is_at_limit and stop is not None and stop.ends(with_segment.last_turn_tokens):
+            finish_reason = FinishReason.STOP
+    if finish_reason is FinishReason.LENGTH:
+        is_full = len(with_segment.tokens) >= request.max_length
+        is_turn_full = max_turn is not None and len(with_segment.last_turn_tokens) >= max_turn
+        if not is_full and not is_turn_full:
             # Only the budget of this generation is used up.
-            return longer
-    return replace(longer, finish_reason=reason)
+            return with_segment
+    return replace(with_segment, finish_reason=finish_reason)
 
 
 @dataclass(frozen=True)
@@ -189,17 +189,17 @@ class ToolLoop:
             ended, where no calls or no tokens are left.
         """
         text = self.decode(rollout.last_turn_tokens)
-        answers = sum(segment.logps is None for segment in rollout.segments)
+        answered_turns = sum(segment.logps is None for segment in rollout.segments)
         if CALL not in text:
             return rollout
-        if self.max_answers is not None and answers >= self.max_answers:
+        if self.max_answers is not None and answered_turns >= self.max_answers:
             return replace(rollout, finish_reason=FinishReason.CALLS)
         images_so_far = [*images, *(picture.image for picture in rollout.pictures)]
         answer = self.tools.answer(
             text,
             images_so_far,
-            seed=f"{seed}/{answers}",
-            last=self.max_answers is not None and answers + 1 >= self.max_answers,
+            seed=f"{seed}/{answered_turns}",
+            last=self.max_answers is not None and answered_turns + 1 >= self.max_answers,
             environment=rollout.environment,
         )
         if answer is None:
@@ -208,25 +208,27 @@ class ToolLoop:
             kept(part.convert("RGB")) for part in answer.parts if isinstance(part, Image.Image)
         ]
         image_lengths = [self.tokens_of(image) for image in new_images]
-        ids = self._ids(answer.parts, image_lengths, rollout.last_turn_tokens)
-        limit = max_length
+        answer_ids = self._ids(answer.parts, image_lengths, rollout.last_turn_tokens)
+        max_tokens = max_length
         if self.context_length is not None:
-            limit = min(max_length, self.context_length - prompt_length)
-        if limit - len(rollout.tokens) - len(ids) < MIN_TOKENS_LEFT:
+            max_tokens = min(max_length, self.context_length - prompt_length)
+        if max_tokens - len(rollout.tokens) - len(answer_ids) < MIN_TOKENS_LEFT:
             return replace(
                 rollout,
                 finish_reason=FinishReason.CONTEXT,
                 calls=(*rollout.calls, *answer.calls),
             )
-        number = len(rollout.segments)
-        pictures = [Picture(digest=image.digest, image=image, span=number) for image in new_images]
-        calls = [replace(call, span=number) for call in answer.calls]
+        segment_number = len(rollout.segments)
+        new_pictures = [
+            Picture(digest=image.digest, image=image, span=segment_number) for image in new_images
+        ]
+        answered_calls = [replace(call, span=segment_number) for call in answer.calls]
         return replace(
             rollout,
-            segments=(*rollout.segments, Segment(tokens=tuple(ids), logps=None, step=step)),
+            segments=(*rollout.segments, Segment(tokens=tuple(answer_ids), logps=None, step=step)),
             finish_reason=FinishReason.RUNNING,
-            pictures=(*rollout.pictures, *pictures),
-            calls=(*rollout.calls, *calls),
+            pictures=(*rollout.pictures, *new_pictures),
+            calls=(*rollout.calls, *answered_calls),
         )
 
     def _ids(
@@ -243,22 +245,22 @@ class ToolLoop:
             last_turn: token ids of the policy's turn. Where it lacks the token that ends a turn, as
                 one that was stopped at a string, that token comes first.
         """
-        before, image, behind = self._around
-        content = "".join(
-            self._harmless(part) if isinstance(part, str) else image for part in parts
+        before_reply, image_text, after_reply = self._around
+        reply_text = "".join(
+            self._harmless(part) if isinstance(part, str) else image_text for part in parts
         )
         tokenizer = self._tokenizer
         image_id = getattr(self.processor, "image_token_id", None)
-        read: list[int] = tokenizer(f"{before}{content}{behind}", add_special_tokens=False)[
-            "input_ids"
-        ]
-        if last_turn and last_turn[-1] == read[0]:
-            read = read[1:]
-        lengths = iter(image_lengths)
-        ids = list[int]()
-        for token in read:
-            ids += [token] * (next(lengths) if token == image_id else 1)
-        return ids
+        read_ids: list[int] = tokenizer(
+            f"{before_reply}{reply_text}{after_reply}", add_special_tokens=False
+        )["input_ids"]
+        if last_turn and last_turn[-1] == read_ids[0]:
+            read_ids = read_ids[1:]
+        remaining_image_lengths = iter(image_lengths)
+        expanded_ids = list[int]()
+        for token in read_ids:
+            expanded_ids += [token] * (next(remaining_image_lengths) if token == image_id else 1)
+        return expanded_ids
 
     def count(self, text: str) -> int:
         """Return number of tokens of a text of the policy's."""
@@ -300,10 +302,10 @@ class ToolLoop:
         text: str = self.processor.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, **self.template
         )
-        behind_answer = text.rpartition(answer_mark)[2]
-        before, _, rest = behind_answer.partition(begin_mark)
-        image, _, behind = rest.partition(end_mark)
-        return before, image, behind
+        after_answer = text.rpartition(answer_mark)[2]
+        before_reply, _, rest = after_answer.partition(begin_mark)
+        image_text, _, after_reply = rest.partition(end_mark)
+        return before_reply, image_text, after_reply
 
     def _harmless(self, text: str) -> str:
         """Return a text in which no control token of the model is left.

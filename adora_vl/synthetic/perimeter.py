@@ -60,6 +60,15 @@ def perimeter_digit(
         goal="Length",
         shapes=("Quadrilateral",),
         kind=kind,
+        # The answer is the last digit of what is found.
+        sentences=(
+            "ABCD quadrilateral",
+            f"AB = {sides[0]}",
+            f"BC = {sides[1]}",
+            f"CD = {sides[2]}",
+            f"DA = {sides[3]}",
+            "find perimeter ABCD",
+        ),
     )
 
 

@@ -70,7 +70,8 @@ def _two_answers(
         text = f"{CALL}{call}"
         first = toolbox.answer(text, images, seed="try", last=False, environment=environments[0])
         second = toolbox.answer(text, images, seed="try", last=False, environment=environments[1])
-        assert first is not None and second is not None, "the text has a call"
+        assert first is not None, "the text has a call"
+        assert second is not None, "the text has a call"
         if not _same(first, second):
             return _in_short(first), _in_short(second)
         if not first.calls[0].failed:

@@ -34,10 +34,10 @@ def answers_of(processor: Any, prompts: PromptBatch, completions: Sequence[list[
     """
     tokenizer = getattr(processor, "tokenizer", processor)
     conversational = not isinstance(prompts.messages[0], str)
-    parses = conversational and any(
+    parses_messages = conversational and any(
         getattr(tokenizer, f"response_{kind}", None) is not None for kind in ("template", "schema")
     )
-    if parses:
+    if parses_messages:
         pairs = zip(completions, prompts.ids, strict=True)
         return [[parse_response(tokenizer, ids, prefix=prompt)] for ids, prompt in pairs]
     texts: list[str] = processor.batch_decode(completions, skip_special_tokens=True)
@@ -101,11 +101,11 @@ class BatchBuilder:
         """
         opened: list[bool] = []
         for prompt, rollout, text in zip(prompts.ids, rollouts, texts, strict=True):
-            turn = rollout.last_turn_tokens
-            before = rollout.tokens[: len(rollout.tokens) - len(turn)]
-            is_open = opens_thinking([*prompt, *before], self.ends.decode)
+            last_turn = rollout.last_turn_tokens
+            earlier_tokens = rollout.tokens[: len(rollout.tokens) - len(last_turn)]
+            is_open = opens_thinking([*prompt, *earlier_tokens], self.ends.decode)
             if is_open:
-                was_parsed = not closes_block(text) and closes_block(self.ends.decode(turn))
+                was_parsed = not closes_block(text) and closes_block(self.ends.decode(last_turn))
                 is_open = not was_parsed
             opened.append(is_open)
         return opened
@@ -124,52 +124,54 @@ class BatchBuilder:
         """
         config = self.context.config
         is_training = generation.key.mode == "train"
-        aged = is_training and self.has_stale
+        has_aged_rollouts = is_training and self.has_stale
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         logps = [rollout.logps for rollout in rollouts] if self.scored else None
-        counted = list(has_end) if config.mask_truncated_completions else [True] * len(rollouts)
+        counts_in_loss = (
+            list(has_end) if config.mask_truncated_completions else [True] * len(rollouts)
+        )
         policy_mask = None
         if self.tools:
             policy_mask = [rollout.policy_mask for rollout in rollouts]
             # Masked-out rollouts get no image tokens, so their images are not needed.
-            pictures = [
+            tool_images = [
                 [picture.image for picture in rollout.pictures if is_counted]
-                for rollout, is_counted in zip(rollouts, counted, strict=True)
+                for rollout, is_counted in zip(rollouts, counts_in_loss, strict=True)
             ]
-            prompts = self.images.with_tool_images(prompts, pictures, generation.key.mode)
+            prompts = self.images.with_tool_images(prompts, tool_images, generation.key.mode)
         sampled = self.collated(
             prompts,
             completions=[rollout.tokens for rollout in rollouts],
             logps=logps,
-            counted=counted,
+            counts_in_loss=counts_in_loss,
             policy_mask=policy_mask,
         )
-        facts: dict[str, list[int]] = {}
-        if aged or (is_training and self.other_images):
-            facts["stale_tokens"] = [
+        extra_values: dict[str, list[int]] = {}
+        if has_aged_rollouts or (is_training and self.other_images):
+            extra_values["stale_tokens"] = [
                 rollout.stale_tokens(generation.key.step) for rollout in rollouts
             ]
-        if aged:
-            facts["segments"] = [
+        if has_aged_rollouts:
+            extra_values["segments"] = [
                 sum(segment.logps is not None for segment in rollout.segments)
                 for rollout in rollouts
             ]
-            facts["age"] = [
+            extra_values["age"] = [
                 generation.number - group.began for group in groups for _ in group.rollouts
             ]
         device = self.context.accelerator.device
-        further_columns = {
+        extra_columns = {
             name: torch.tensor(values).to(device, non_blocking=True)
-            for name, values in facts.items()
+            for name, values in extra_values.items()
         }
-        return self.images.completed(cast("Batch", {**sampled, **further_columns}))
+        return self.images.completed(cast("Batch", {**sampled, **extra_columns}))
 
     def collated(
         self,
         prompts: PromptBatch,
         completions: Sequence[list[int]],
         logps: Sequence[list[float | None]] | None,
-        counted: Sequence[bool],
+        counts_in_loss: Sequence[bool],
         policy_mask: Sequence[list[bool]] | None = None,
     ) -> Batch:
         """Return the rollouts of this rank as padded columns, B rows.
@@ -178,7 +180,7 @@ class BatchBuilder:
             prompts: with the images of the completions behind their own.
             completions: token ids, those of tools included.
             logps: the engine's; None for a token that it was not asked for, which becomes NaN.
-            counted: whether the loss counts a rollout.
+            counts_in_loss: whether the loss counts a rollout.
             policy_mask: which tokens the policy has sampled; None: all of them.
         """
         pad_id = self.context.pad_id
@@ -187,11 +189,11 @@ class BatchBuilder:
         # Positions are counted by the mask, so a rollout that it leaves out has no image tokens.
         completions = [
             ids if is_counted else [pad_id if token == image_id else token for token in ids]
-            for ids, is_counted in zip(completions, counted, strict=True)
+            for ids, is_counted in zip(completions, counts_in_loss, strict=True)
         ]
         completion_mask = [
             [int(is_counted)] * len(ids)
-            for ids, is_counted in zip(completions, counted, strict=True)
+            for ids, is_counted in zip(completions, counts_in_loss, strict=True)
         ]
         batch: dict[str, Any] = {
             "prompt_ids": self._padded(prompts.ids, pad_id, "left"),
@@ -205,22 +207,22 @@ class BatchBuilder:
             if name in _BY_TOKEN:
                 # Only this field tells the tokens of images from others.
                 if name == "mm_token_type_ids" and image_id is not None:
-                    of_completions = batch["completion_ids"] == image_id
+                    is_image_in_completion = batch["completion_ids"] == image_id
                 else:
-                    of_completions = torch.zeros_like(batch["completion_ids"])
-                of_prompts = self._padded(values, 0, "left")
-                batch[name] = torch.cat([of_prompts, of_completions.long()], dim=1)
+                    is_image_in_completion = torch.zeros_like(batch["completion_ids"])
+                types_of_prompts = self._padded(values, 0, "left")
+                batch[name] = torch.cat([types_of_prompts, is_image_in_completion.long()], dim=1)
         if policy_mask is not None:
             batch["tool_mask"] = self._padded(policy_mask, 1, "right")
-        moved: Batch = self.to_device(batch)
+        on_device: Batch = self.to_device(batch)
         if logps is not None:
             logps_BC = self._padded(logps, fill=0.0, side="right", dtype=np.float32)
-            moved["sampling_per_token_logps"] = logps_BC.to(
-                moved["prompt_ids"].device, non_blocking=True
+            on_device["sampling_per_token_logps"] = logps_BC.to(
+                on_device["prompt_ids"].device, non_blocking=True
             )
         if prompts.images is not None:
-            moved["num_images"] = prompts.num_images
-        return moved
+            on_device["num_images"] = prompts.num_images
+        return on_device
 
     def _padded(
         self, values: Sequence[Any], fill: float, side: str, dtype: type[np.generic] = np.int64

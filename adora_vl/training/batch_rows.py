@@ -62,14 +62,16 @@ def _pack_rows(rows: _SplitBatch, banks: ImageBanks) -> PackedRows:
     )
     references = rows.get("pixel_values")
     if isinstance(references, list):
-        starts = [
+        first_patches_by_row = [
             first_patches(references_of_row, grid)
             for references_of_row, grid in zip(references, rows["image_grid_thw"], strict=True)
         ]
-        packed["pixel_values"] = starts
+        packed["pixel_values"] = first_patches_by_row
         packed["images"] = {
             start: to_cpu(banks.of(start).image(start))
-            for start in {s for row in starts for s in row}
+            for start in {
+                first_patch for row_starts in first_patches_by_row for first_patch in row_starts
+            }
         }
     return packed
 
@@ -79,13 +81,13 @@ def unpack_rows(packed: PackedRows, banks: ImageBanks, device: torch.device) -> 
     rows: _SplitBatch = send_to_device({k: v for k, v in packed.items() if k != "images"}, device)
     bank = banks.extend()
     if "images" in packed and bank is not None:
-        references = {
+        references_by_start = {
             start: bank.store(key, patches.to(device), grid).to(device)
             for start, (key, patches, grid) in packed["images"].items()
         }
-        none = torch.zeros(0, 1, dtype=torch.long, device=device)
+        no_references = torch.zeros(0, 1, dtype=torch.long, device=device)
         rows["pixel_values"] = [
-            torch.cat([none, *(references[start] for start in row)])
+            torch.cat([no_references, *(references_by_start[start] for start in row)])
             for row in packed["pixel_values"]
         ]
     return _join_images(rows)
@@ -121,41 +123,47 @@ def used_columns(prompt_mask: Tensor, lengths: Sequence[int]) -> tuple[int, int]
     return int(prompt_mask.any(dim=0).int().argmax()), max(*lengths, 1)
 
 
-def without_padding(batch: dict[str, Any], used: tuple[int, int] | None = None) -> dict[str, Any]:
+def without_padding(
+    batch: dict[str, Any], used_range: tuple[int, int] | None = None
+) -> dict[str, Any]:
     """Cut off columns that are padding in every row.
 
-    They are on the left of prompts and on the right of completions. `used` has the `used_columns`
+    They are on the left of prompts and on the right of completions. `used_range` has the `used_columns`
     of these rows, where they are known.
     """
-    prompt = batch["prompt_mask"].size(1)
-    completion = batch["completion_mask"].size(1)
-    first, last = used or used_columns(
+    prompt_width = batch["prompt_mask"].size(1)
+    completion_width = batch["completion_mask"].size(1)
+    first_prompt_column, completion_columns = used_range or used_columns(
         batch["prompt_mask"], batch["completion_mask"].sum(dim=1).tolist()
     )
-    if first == 0 and last == completion:
+    if first_prompt_column == 0 and completion_columns == completion_width:
         return batch
     slices = {
-        "prompt": slice(first, None),
-        "both": slice(first, prompt + last),
-        "answer": slice(last),
+        "prompt": slice(first_prompt_column, None),
+        "both": slice(first_prompt_column, prompt_width + completion_columns),
+        "answer": slice(completion_columns),
     }
-    cut: dict[str, Any] = {}
+    trimmed: dict[str, Any] = {}
     for name, value in batch.items():
-        axis = _token_axis(name, value=value, prompt=prompt, completion=completion)
-        cut[name] = value[:, slices[axis]] if axis else value
-    return cut
+        axis = _token_axis(
+            name, value=value, prompt_width=prompt_width, completion_width=completion_width
+        )
+        trimmed[name] = value[:, slices[axis]] if axis else value
+    return trimmed
 
 
-def _token_axis(name: str, value: object, prompt: int, completion: int) -> str:
+def _token_axis(name: str, value: object, prompt_width: int, completion_width: int) -> str:
     """Which token axis a column has: 'prompt', 'answer' (the completion), 'both' or ''.
 
-    `prompt` and `completion` are the widths of the batch.
+    `prompt_width` and `completion_width` are the widths of the batch.
     """
     if not isinstance(value, Tensor) or value.dim() < 2 or name in _OWN_WIDTH:
         return ""
     if name in ("prompt_ids", "prompt_mask"):
         return "prompt"
-    return {completion: "answer", prompt + completion: "both"}.get(value.size(1), "")
+    return {completion_width: "answer", prompt_width + completion_width: "both"}.get(
+        value.size(1), ""
+    )
 
 
 def concat_rows(batch: Batch, appended: Batch, pad_id: int) -> Batch:
@@ -164,33 +172,33 @@ def concat_rows(batch: Batch, appended: Batch, pad_id: int) -> Batch:
     Values without rows are taken from `batch`.
     """
     batches = (batch, appended)
-    prompt = max(part["prompt_ids"].size(1) for part in batches)
-    completion = max(part["completion_ids"].size(1) for part in batches)
+    prompt_width = max(part["prompt_ids"].size(1) for part in batches)
+    completion_width = max(part["completion_ids"].size(1) for part in batches)
     sequence_ratio = all(_has_one_ratio_a_rollout(part) for part in batches)
     splits = []
     for part in batches:
         widened = _widened(
             part,
-            prompt=prompt,
-            completion=completion,
+            new_prompt_width=prompt_width,
+            new_completion_width=completion_width,
             pad_id=pad_id,
             sequence_ratio=sequence_ratio,
         )
         splits.append(_split_images(widened))
-    first, second = splits
+    first_split, second_split = splits
     joined: _SplitBatch = {}
-    for name, value in first.items():
+    for name, value in first_split.items():
         if isinstance(value, Tensor) and value.dim() > 0:
-            joined[name] = torch.cat([value, second[name]])
+            joined[name] = torch.cat([value, second_split[name]])
         elif isinstance(value, list):
-            joined[name] = value + second[name]
+            joined[name] = value + second_split[name]
         else:
             joined[name] = value
     return _join_images(joined)
 
 
 def chosen_groups(
-    batch: Batch, further: Batch, groups: Sequence[int], size: int, pad_id: int
+    batch: Batch, further_batch: Batch, group_numbers: Sequence[int], group_size: int, pad_id: int
 ) -> Batch:
     """The chosen groups of both batches, padded to the wider of the two.
 
@@ -198,13 +206,13 @@ def chosen_groups(
 
     Args:
         batch: its groups are numbered first.
-        further: its groups are numbered on from there.
-        groups: numbers of the chosen groups.
-        size: rows of a group.
+        further_batch: its groups are numbered on from there.
+        group_numbers: numbers of the chosen groups.
+        group_size: rows of a group.
         pad_id: fills columns of token ids.
     """
-    rows = [group * size + member for group in groups for member in range(size)]
-    return RowReader(concat_rows(batch, further, pad_id)).take(rows)
+    rows = [group * group_size + member for group in group_numbers for member in range(group_size)]
+    return RowReader(concat_rows(batch, further_batch, pad_id)).take(rows)
 
 
 def _has_one_ratio_a_rollout(batch: Batch) -> bool:
@@ -214,24 +222,30 @@ def _has_one_ratio_a_rollout(batch: Batch) -> bool:
 
 
 def _widened(
-    batch: Batch, prompt: int, completion: int, pad_id: int, sequence_ratio: bool
+    batch: Batch,
+    new_prompt_width: int,
+    new_completion_width: int,
+    pad_id: int,
+    sequence_ratio: bool,
 ) -> Batch:
     """Pad prompts on the left, completions on the right, and columns of both on both sides.
 
-    `prompt` and `completion` are the new widths. `sequence_ratio` says whether the importance ratio
+    `new_prompt_width` and `new_completion_width` are the new widths. `sequence_ratio` says whether the importance ratio
     to the engine is one number per rollout, which has no token axis.
     """
     prompt_width = batch["prompt_ids"].size(1)
     completion_width = batch["completion_ids"].size(1)
-    on_left = prompt - prompt_width
-    on_right = completion - completion_width
-    sides = {"prompt": (on_left, 0), "both": (on_left, on_right), "answer": (0, on_right)}
-    wide = dict[str, Any]()
+    on_left = new_prompt_width - prompt_width
+    on_right = new_completion_width - completion_width
+    padding_by_axis = {"prompt": (on_left, 0), "both": (on_left, on_right), "answer": (0, on_right)}
+    widened = dict[str, Any]()
     for name, value in dict[str, Any](batch).items():
         fill = pad_id if name.endswith("_ids") and name != "mm_token_type_ids" else 0
         if name == "importance_sampling_ratio":  # TRL's VESPO takes its logarithm without a mask
-            wide[name] = value if sequence_ratio else pad(value, (0, on_right), value=1)
+            widened[name] = value if sequence_ratio else pad(value, (0, on_right), value=1)
         else:
-            axis = _token_axis(name, value, prompt=prompt_width, completion=completion_width)
-            wide[name] = pad(value, sides[axis], value=fill) if axis else value
-    return cast("Batch", wide)
+            axis = _token_axis(
+                name, value, prompt_width=prompt_width, completion_width=completion_width
+            )
+            widened[name] = pad(value, padding_by_axis[axis], value=fill) if axis else value
+    return cast("Batch", widened)

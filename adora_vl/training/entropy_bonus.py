@@ -23,19 +23,21 @@ class EntropyBonus:
         self._share = config.top_entropy_quantile  # of the tokens, those with the highest entropy
 
     def missing(
-        self, micro: Batch, entropies_BC: Tensor, coefficient: float, accumulated: int
+        self, micro: Batch, entropies_BC: Tensor, coefficient: float, micro_batches_per_step: int
     ) -> Tensor:
         """What is to be added to the loss of a micro-batch, scaled already, (), with gradients.
 
-        `coefficient`: TRL's, in this step. `accumulated`: micro-batches of the optimizer step, by
+        `coefficient`: TRL's, in this step. `micro_batches_per_step`: micro-batches of the optimizer step, by
         which TRL divides.
         """
         mask_BC = loss_mask(micro)
         if self.chosen_BC is not None:
             mask_BC = mask_BC * self.chosen_BC
-        tokens = mask_BC.sum()
-        mean = (entropies_BC * mask_BC).sum() / tokens.clamp(min=1)
-        share = self._batcher.share_of_tokens(micro, tokens) / self._share
-        lacking = share - self._batcher.weight(micro)
-        missing: Tensor = -coefficient / accumulated * lacking * mean
-        return missing
+        token_count = mask_BC.sum()
+        mean_entropy = (entropies_BC * mask_BC).sum() / token_count.clamp(min=1)
+        deserved_weight = self._batcher.share_of_tokens(micro, token_count) / self._share
+        missing_weight = deserved_weight - self._batcher.weight(micro)
+        missing_bonus: Tensor = (
+            -coefficient / micro_batches_per_step * missing_weight * mean_entropy
+        )
+        return missing_bonus

@@ -145,7 +145,7 @@ def extension_costs(chosen: Mapping[str, Extension], config: AdoraGRPOConfig) ->
 def other_images(
     extensions: Sequence[Extension],
     groups: Sequence[RolloutGroup],
-    members: Sequence[tuple[int, int]],
+    group_and_member: Sequence[tuple[int, int]],
     images: Sequence[list[Any] | None],
 ) -> list[list[Any] | None]:
     """The images of each rollout that does not see the trainer's; None for the others.
@@ -153,17 +153,19 @@ def other_images(
     Args:
         extensions: of the run; of several that change a rollout's images the last one counts.
         groups: of this rank.
-        members: for each rollout the number of its group, and its own in the group.
+        group_and_member: for each rollout the number of its group, and its own in the group.
         images: the trainer's, for each rollout.
     """
-    instead: list[list[Any] | None] = [None] * len(members)
+    other_images_by_rollout: list[list[Any] | None] = [None] * len(group_and_member)
     for extension in extensions:
         by_group: dict[int, list[list[Any] | None]] = {}
-        for rollout, ((number, member), pictures) in enumerate(zip(members, images, strict=True)):
+        for rollout, ((group_number, member), pictures) in enumerate(
+            zip(group_and_member, images, strict=True)
+        ):
             if not pictures:
                 continue
-            if number not in by_group:
-                by_group[number] = extension.images_of(groups[number], pictures)
-            if by_group[number][member] is not None:
-                instead[rollout] = by_group[number][member]
-    return instead
+            if group_number not in by_group:
+                by_group[group_number] = extension.images_of(groups[group_number], pictures)
+            if by_group[group_number][member] is not None:
+                other_images_by_rollout[rollout] = by_group[group_number][member]
+    return other_images_by_rollout

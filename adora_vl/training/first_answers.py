@@ -45,18 +45,20 @@ def warning_lines(rows: Sequence[Row], facts: RolloutFacts) -> list[str]:
     It is empty if one is, or if no reward function shows its verdicts and what it has extracted.
     """
     verdicts = facts.extra.get("verdict")
-    read = facts.extra.get("extracted")
-    if not verdicts or read is None or "correct" in verdicts:
+    extracted_answers = facts.extra.get("extracted")
+    if not verdicts or extracted_answers is None or "correct" in verdicts:
         return []
     reasons = facts.extra.get("reason", [""] * len(verdicts))
     read_by_reference: dict[str, str] = {}
-    for row, answer, reason in zip(rows, read, reasons, strict=False):
-        gold = shown(row.get("answer"), _SHOWN_CHARS)
-        extracted = "no answer" if answer is None else shown(answer, _SHOWN_CHARS)
-        read_by_reference.setdefault(str(gold), f"{extracted} ({reason})")
+    for row, extracted_answer, reason in zip(rows, extracted_answers, reasons, strict=False):
+        reference_answer = shown(row.get("answer"), _SHOWN_CHARS)
+        extracted_text = (
+            "no answer" if extracted_answer is None else shown(extracted_answer, _SHOWN_CHARS)
+        )
+        read_by_reference.setdefault(str(reference_answer), f"{extracted_text} ({reason})")
     examples = [
-        f"  reference answer {gold}, read {extracted}"
-        for gold, extracted in list(read_by_reference.items())[:_SHOWN_ROWS]
+        f"  reference answer {reference_answer}, read {extracted_text}"
+        for reference_answer, extracted_text in list(read_by_reference.items())[:_SHOWN_ROWS]
     ]
     return [
         f"warning: none of the first {len(verdicts)} rollouts is right; see whether these reference "

@@ -69,37 +69,43 @@ class ScoredGroups:
     """Whether these groups were scored in several batches, so that they have to be judged again."""
 
     def exchanged(
-        self, refill: ScoredGroups, chosen: Sequence[Sequence[int]], pad_id: int, rank: int
+        self, refill: ScoredGroups, chosen_by_rank: Sequence[Sequence[int]], pad_id: int, rank: int
     ) -> ScoredGroups:
         """Return the chosen groups of both, which are judged anew later.
 
         Args:
             refill: groups of further problems.
-            chosen: for each rank the numbers of its chosen groups; those of `refill` are counted
+            chosen_by_rank: for each rank the numbers of its chosen groups; those of `refill` are counted
                 on from this rank's own.
             pad_id: fills columns of token ids.
             rank: this one.
         """
-        size = len(self.groups[0].rollouts)
+        group_size = len(self.groups[0].rollouts)
         batch = chosen_groups(
-            self.batch, further=refill.batch, groups=chosen[rank], size=size, pad_id=pad_id
+            self.batch,
+            further_batch=refill.batch,
+            group_numbers=chosen_by_rank[rank],
+            group_size=group_size,
+            pad_id=pad_id,
         )
         candidates = [*self.groups, *refill.groups]
         # All ranks have equally many groups in each of the two batches.
-        first_of_refill = len(self.groups) * len(chosen)
-        rows: list[int] = []
-        for number_of_rank, numbers in enumerate(chosen):
-            for number in numbers:
-                group = number_of_rank * len(self.groups) + number
-                if number >= len(self.groups):
-                    later = number - len(self.groups)
-                    group = first_of_refill + number_of_rank * len(refill.groups) + later
-                rows += range(group * size, (group + 1) * size)
+        first_of_refill = len(self.groups) * len(chosen_by_rank)
+        rollout_rows: list[int] = []
+        for source_rank, chosen_groups_of_rank in enumerate(chosen_by_rank):
+            for group_number in chosen_groups_of_rank:
+                global_group = source_rank * len(self.groups) + group_number
+                if group_number >= len(self.groups):
+                    number_in_refill = group_number - len(self.groups)
+                    global_group = (
+                        first_of_refill + source_rank * len(refill.groups) + number_in_refill
+                    )
+                rollout_rows += range(global_group * group_size, (global_group + 1) * group_size)
         return replace(
             self,
-            groups=[candidates[number] for number in chosen[rank]],
+            groups=[candidates[group_number] for group_number in chosen_by_rank[rank]],
             batch=batch,
-            facts=self.facts.joined(refill.facts).selected(rows),
+            facts=self.facts.joined(refill.facts).selected(rollout_rows),
             was_exchanged=True,
         )
 

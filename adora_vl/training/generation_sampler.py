@@ -50,7 +50,8 @@ class RowsAhead:
 
     def after(self, numbers: Sequence[int], distance: int) -> list[Row]:
         """Return the rows of the generation `distance` after that of these row numbers."""
-        assert self.rows is not None and self.order is not None
+        assert self.rows is not None
+        assert self.order is not None
         rows: list[Row] = self.rows.rows_after(list(numbers), self.order, distance)
         return rows
 
@@ -182,9 +183,9 @@ class GenerationSampler:
         drawn = groups_of(
             rows,
             generation.key,
-            began=generation.number,
-            first=self.accelerator.process_index * len(rows),
-            generations=generation.group_size,
+            began_in=generation.number,
+            first_row_number=self.accelerator.process_index * len(rows),
+            group_size=generation.group_size,
         )
         return self._in_environments(drawn, generation.key.step, anew=True)
 
@@ -343,9 +344,9 @@ class GenerationSampler:
         return groups_of(
             rows,
             later.key,
-            began=generation.number,
-            first=self.accelerator.process_index * len(rows),
-            generations=later.group_size,
+            began_in=generation.number,
+            first_row_number=self.accelerator.process_index * len(rows),
+            group_size=later.group_size,
         )
 
     def _draw_spare(self, generation: Generation, later: Generation) -> list[RolloutGroup]:

@@ -190,7 +190,7 @@ class GroupSampler:
             replacements = other_images(
                 self.extensions if is_training else (),
                 groups=groups,
-                members=[*unfinished],
+                group_and_member=[*unfinished],
                 images=trainer_images,
             )
             for key, prompt_ids, images, replacement in zip(

@@ -74,13 +74,13 @@ class GenerationGuard:
         if not unreadable:
             return
         checkpoint = self.save()
-        (row, reason) = unreadable[0]
-        others_count = len({name for name, _ in unreadable}) - 1
-        rest = f" (and {others_count} more rows)" if others_count else ""
+        (row_name, reason) = unreadable[0]
+        further_row_count = len({name for name, _ in unreadable}) - 1
+        further_rows_text = f" (and {further_row_count} more rows)" if further_row_count else ""
         raise RunError(
             stopped_before(
                 step,
-                f"row {row}: an image cannot be read: {reason}{rest}",
+                f"row {row_name}: an image cannot be read: {reason}{further_rows_text}",
                 remedy="Repair or remove the row",
                 checkpoint=checkpoint,
             )
@@ -109,14 +109,14 @@ class GenerationGuard:
         Raises `SharedUserError` on all ranks, with the checkpoint to go on from, where any rank has
         raised `UserError`.
         """
-        problem = ""
+        fault = ""
         try:
             yield
         except UserError as error:
-            problem = str(error)
-        problems = [text for text in gather_object([problem]) if text]
-        if problems:
-            raise SharedUserError(stopped_before(step, problems[0], checkpoint=self.save()))
+            fault = str(error)
+        faults = [text for text in gather_object([fault]) if text]
+        if faults:
+            raise SharedUserError(stopped_before(step, faults[0], checkpoint=self.save()))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -188,23 +188,23 @@ class RewardGuard:
             )
         )
 
-    def take_failed_calls(self, rows: int) -> dict[tuple[int, int], str]:
+    def take_failed_calls(self, rows_per_rank: int) -> dict[tuple[int, int], str]:
         """Return why functions gave an exception in place of a reward, and forget it. Collective.
 
         Returns the reasons by the number of the rollout over all ranks and the number of the
-        function. Every rank has `rows` rollouts.
+        function. Every rank has `rows_per_rank` rollouts.
         """
         calls_of_rank = [
-            (row, function, reason)
+            (completion, function, reason)
             for function, unscored in enumerate(self._unscored)
-            for row, reason in unscored.items()
+            for completion, reason in unscored.items()
         ]
         for unscored in self._unscored:
             unscored.clear()
         reasons = {}
         for rank, calls in enumerate(gather_object([calls_of_rank])):
-            for row, function, reason in calls:
-                reasons[rank * rows + row, function] = reason
+            for completion, function, reason in calls:
+                reasons[rank * rows_per_rank + completion, function] = reason
         return reasons
 
     def check_scored(self, missing: Sequence[str | None], step: int) -> None:
@@ -315,8 +315,8 @@ class ReferenceGuard:
         self._is_done = True
         policy_BC = batch.get("old_per_token_logps")
         if policy_BC is None:
-            rows = range(min(self.rows, len(batch["completion_ids"])))
-            batch = RowReader(batch).take(rows)
+            first_rows = range(min(self.rows, len(batch["completion_ids"])))
+            batch = RowReader(batch).take(first_rows)
             policy_BC = policy_logps(batch)
         sums_3 = drift_sums(policy_BC, batch["ref_per_token_logps"], loss_mask(batch))
         distance = merge_drift(self.accelerator.gather(sums_3[None]))
@@ -337,7 +337,9 @@ class RatioGuard:
         self.log = context.log
         self.bound = context.config.adora_max_ratio  # None only logs
         self.level = context.config.importance_sampling_level
-        self.exploded: float | None = None  # the ratio above the bound, in this optimizer step
+        self.exceeding_ratio: float | None = (
+            None  # the ratio above the bound, in this optimizer step
+        )
 
     def loss(self, loss: Tensor, logps_BC: Tensor | None, micro: Batch) -> Tensor:
         """Return the loss, or NaN if the ratio is above the bound. Collective.
@@ -350,18 +352,20 @@ class RatioGuard:
         # nothing was learned since sampling: every ratio is 1
         if old_BC is None or logps_BC is None:
             return loss
-        largest = largest_ratio(logps_BC - old_BC, loss_mask(micro), self.level)
-        worst = self.accelerator.gather(largest[None]).max().item()  # NaN where one is NaN
-        self.log("adora/ratio_max", worst)
-        if self.bound is None or worst <= self.bound:
+        largest_on_rank = largest_ratio(logps_BC - old_BC, loss_mask(micro), self.level)
+        largest_anywhere = (
+            self.accelerator.gather(largest_on_rank[None]).max().item()
+        )  # NaN where one is NaN
+        self.log("adora/ratio_max", largest_anywhere)
+        if self.bound is None or largest_anywhere <= self.bound:
             return loss
-        self.exploded = worst
+        self.exceeding_ratio = largest_anywhere
         return loss * torch.nan
 
     def take(self) -> float | None:
-        """Return the ratio that exploded in this step, if any, and forget it."""
-        ratio = self.exploded
-        self.exploded = None
+        """Return the ratio above the bound in this step, if any, and forget it."""
+        ratio = self.exceeding_ratio
+        self.exceeding_ratio = None
         return ratio
 
 

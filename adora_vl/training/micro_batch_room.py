@@ -32,23 +32,23 @@ class UnitSize:
         return max(self.answers - self.rows, 0)
 
 
-def unit_sizes(host: HostRows, unit: int, *, shares_vision: bool) -> list[UnitSize]:
-    """Return the sizes of all units of a batch, of `unit` rows each.
+def unit_sizes(host: HostRows, rows_per_unit: int, *, shares_vision: bool) -> list[UnitSize]:
+    """Return the sizes of all units of a batch, of `rows_per_unit` rows each.
 
     `shares_vision`: whether an image of several rows is looked at once.
     """
     prompts = host.prompt_mask.sum(dim=1).tolist()
     sizes = []
-    for start in range(0, len(prompts), unit):
-        rows = range(start, start + unit)
-        lengths = [host.lengths[row] for row in rows]
+    for first_row in range(0, len(prompts), rows_per_unit):
+        rows = range(first_row, first_row + rows_per_unit)
+        answer_lengths = [host.lengths[row] for row in rows]
         patches = [_patches(host, row) for row in rows]
         sizes.append(
             UnitSize(
-                rows=unit,
-                prompt=prompts[start],
-                longest=max(lengths),
-                answers=sum(lengths),
+                rows=rows_per_unit,
+                prompt=prompts[first_row],
+                longest=max(answer_lengths),
+                answers=sum(answer_lengths),
                 patches=max(patches) if shares_vision else sum(patches),
             )
         )
@@ -57,8 +57,8 @@ def unit_sizes(host: HostRows, unit: int, *, shares_vision: bool) -> list[UnitSi
 
 def _patches(host: HostRows, row: int) -> int:
     """Return the number of patches of a row's images."""
-    pair = host.images[row]
-    return 0 if pair is None else len(pair[0])
+    images_of_row = host.images[row]
+    return 0 if images_of_row is None else len(images_of_row[0])
 
 
 def size_of_pass(units: Sequence[UnitSize], *, shares_prompts: bool, masked: bool) -> PassSize:
@@ -70,19 +70,25 @@ def size_of_pass(units: Sequence[UnitSize], *, shares_prompts: bool, masked: boo
     `masked`: whether attention takes a padding mask where rows have padding.
     """
     rows = sum(unit.rows for unit in units)
-    longest = max(unit.longest for unit in units)
-    length = max(unit.prompt for unit in units) + longest
-    patches = sum(unit.patches for unit in units)
-    packed = sum(unit.prompt + unit.predicting for unit in units)
-    if shares_prompts and packed <= MAX_TOKEN_RATIO * rows * length:
+    longest_answer = max(unit.longest for unit in units)
+    row_length = max(unit.prompt for unit in units) + longest_answer
+    patch_count = sum(unit.patches for unit in units)
+    packed_tokens = sum(unit.prompt + unit.predicting for unit in units)
+    if shares_prompts and packed_tokens <= MAX_TOKEN_RATIO * rows * row_length:
         return PassSize(
             rows=1,
-            length=packed,
+            length=packed_tokens,
             scored=sum(unit.answers for unit in units),
             repeated=sum(unit.rows * unit.prompt + unit.predicting for unit in units),
-            patches=patches,
+            patches=patch_count,
         )
-    return PassSize(rows=rows, length=length, scored=rows * longest, patches=patches, masked=masked)
+    return PassSize(
+        rows=rows,
+        length=row_length,
+        scored=rows * longest_answer,
+        patches=patch_count,
+        masked=masked,
+    )
 
 
 def full_unit(units: Sequence[UnitSize], longest_answer: int) -> UnitSize:
@@ -130,7 +136,7 @@ class MicroBatchRoom:
         return self._make_learner()
 
     def cut(
-        self, ranks: Sequence[Sequence[UnitSize]], places: Sequence[int], max_units: int
+        self, sizes_by_rank: Sequence[Sequence[UnitSize]], positions: Sequence[int], max_units: int
     ) -> list[range]:
         """Return which of these places share a micro-batch, on all ranks alike.
 
@@ -138,29 +144,36 @@ class MicroBatchRoom:
         of every rank fit. The last one may have fewer.
 
         Args:
-            ranks: for each rank the sizes of its units, in the order in which they are learned from;
+            sizes_by_rank: for each rank the sizes of its units, in the order in which they are learned from;
                 equally many on each.
-            places: neighbours in this order.
+            positions: neighbours in this order.
             max_units: full units for which memory is planned.
         """
-        all_units = [unit for units in ranks for unit in units]
-        planned = self._needed([full_unit(all_units, self._longest_answer)] * max_units)
-        parts: list[range] = []
-        start = places[0]
-        for number in places:
-            part = range(start, number + 1)
-            if len(part) > max_units and not self._fits(ranks, part, planned):
-                parts.append(range(start, number))
-                start = number
-        parts.append(range(start, places[-1] + 1))
-        return parts
+        all_units = [unit for units in sizes_by_rank for unit in units]
+        planned_bytes = self._needed([full_unit(all_units, self._longest_answer)] * max_units)
+        micro_batches: list[range] = []
+        first_position = positions[0]
+        for position in positions:
+            micro_batch = range(first_position, position + 1)
+            if len(micro_batch) > max_units and not self._fits(
+                sizes_by_rank, micro_batch, planned_bytes
+            ):
+                micro_batches.append(range(first_position, position))
+                first_position = position
+        micro_batches.append(range(first_position, positions[-1] + 1))
+        return micro_batches
 
-    def _fits(self, ranks: Sequence[Sequence[UnitSize]], places: range, planned: list[int]) -> bool:
+    def _fits(
+        self,
+        sizes_by_rank: Sequence[Sequence[UnitSize]],
+        positions: range,
+        planned_bytes: list[int],
+    ) -> bool:
         """Return whether the units at these places fit on every rank."""
-        for units in ranks:
-            needed = self._needed(units[places.start : places.stop])
-            pairs = zip(needed, planned, strict=True)
-            if any(needed_bytes > planned_bytes for needed_bytes, planned_bytes in pairs):
+        for units in sizes_by_rank:
+            needed_bytes = self._needed(units[positions.start : positions.stop])
+            pairs = zip(needed_bytes, planned_bytes, strict=True)
+            if any(needed > planned for needed, planned in pairs):
                 return False
         return True
 
@@ -169,7 +182,7 @@ class MicroBatchRoom:
 
         With any number between them it takes no more where both are no more.
         """
-        size = size_of_pass(units, shares_prompts=self._shares_prompts(), masked=self._masked)
+        pass_size = size_of_pass(units, shares_prompts=self._shares_prompts(), masked=self._masked)
         layers = self._learner.shape.text.layers
-        numbers = [layers, 0] if self._learner.checkpointing else [0]
-        return [self._learner.needed(size, number) for number in numbers]
+        recomputed_layers = [layers, 0] if self._learner.checkpointing else [0]
+        return [self._learner.needed(pass_size, recomputed) for recomputed in recomputed_layers]

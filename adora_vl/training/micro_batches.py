@@ -41,26 +41,36 @@ MEAN_OVER_TOKENS = frozenset({"dapo", "cispo", "vespo"})
 Cut = Callable[[Sequence[int]], Sequence[Sequence[int]]]
 
 
-def live_units(advantages: Tensor, unit: int) -> list[bool]:
-    """Whether any advantage of each unit is not 0.
+def signal_of_units(advantages: Tensor, rows_per_unit: int) -> Tensor:
+    """Return whether any advantage of each of U units is not 0, bool, (U,).
 
-    The advantages are (B,) or (B, C); a unit is `unit` neighbouring rows.
+    The advantages are (B,) or (B, C); a unit is `rows_per_unit` neighbouring rows.
     """
-    values_per_unit = unit * advantages[0].numel()
-    alive: list[bool] = advantages.bool().view(-1, values_per_unit).any(dim=1).tolist()
-    return alive
+    values_per_unit = rows_per_unit * advantages[0].numel()
+    return advantages.bool().view(-1, values_per_unit).any(dim=1)
 
 
-def choose_units(live: Sequence[bool], count: int, tokens: Sequence[int]) -> list[int]:
+def live_units(advantages: Tensor, rows_per_unit: int) -> list[bool]:
+    """Whether each unit has signal, on the host; the arguments are those of `signal_of_units`."""
+    has_signal: list[bool] = signal_of_units(advantages, rows_per_unit).tolist()
+    return has_signal
+
+
+def choose_units(
+    has_signal: Sequence[bool], min_units: int, tokens_by_unit: Sequence[int]
+) -> list[int]:
     """Numbers of the units that are learned from, in ascending order.
 
-    They are all live units, filled up to `count` with the shortest of the others, so that all ranks
-    have equally many. `tokens` has the tokens of each unit.
+    They are all live units, filled up to `min_units` with the shortest of the others, so that all ranks
+    have equally many. `tokens_by_unit` has the tokens of each unit.
     """
-    dead = sorted((unit for unit, alive in enumerate(live) if not alive), key=tokens.__getitem__)
-    chosen = {unit for unit, alive in enumerate(live) if alive}
-    missing = max(0, count - len(chosen))
-    return sorted(chosen | set(dead[:missing]))
+    units_without_signal = sorted(
+        (unit for unit, unit_has_signal in enumerate(has_signal) if not unit_has_signal),
+        key=tokens_by_unit.__getitem__,
+    )
+    units_with_signal = {unit for unit, unit_has_signal in enumerate(has_signal) if unit_has_signal}
+    missing_units = max(0, min_units - len(units_with_signal))
+    return sorted(units_with_signal | set(units_without_signal[:missing_units]))
 
 
 def split_evenly(units: Sequence[int], micro_batches: int) -> list[list[int]]:
@@ -69,7 +79,7 @@ def split_evenly(units: Sequence[int], micro_batches: int) -> list[list[int]]:
     Neighbours share a micro-batch, and no micro-batch stays empty.
     """
     assert len(units) >= micro_batches, f"{len(units)} units for {micro_batches} micro-batches"
-    return [part.tolist() for part in torch.tensor(units).tensor_split(micro_batches)]
+    return [chunk.tolist() for chunk in torch.tensor(units).tensor_split(micro_batches)]
 
 
 def plan_micro_batches(
@@ -87,42 +97,44 @@ def plan_micro_batches(
         cut: divides the places of a step's units in this order into micro-batches.
     """
     plan: list[list[int]] = []
-    for places in split_evenly(range(len(units)), optimizer_steps):
-        parts = cut(places)
-        assert len(parts) <= micro_batches, f"{len(parts)} micro-batches for {micro_batches}"
-        plan += [[] for _ in range(micro_batches - len(parts))]
-        plan += [[units[number] for number in part] for part in parts]
+    for step_positions in split_evenly(range(len(units)), optimizer_steps):
+        position_lists = cut(step_positions)
+        assert len(position_lists) <= micro_batches, (
+            f"{len(position_lists)} micro-batches for {micro_batches}"
+        )
+        plan += [[] for _ in range(micro_batches - len(position_lists))]
+        plan += [[units[position] for position in positions] for positions in position_lists]
     return plan
 
 
 def cut_by_count(
-    places: Sequence[int], micro_batches: int, max_units: int
+    positions: Sequence[int], micro_batches: int, max_units: int
 ) -> Sequence[Sequence[int]]:
     """Divide places into as few micro-batches of at most `max_units` as possible."""
-    needed = min(micro_batches, math.ceil(len(places) / max_units))
-    return split_evenly(places, needed)
+    micro_batch_count = min(micro_batches, math.ceil(len(positions) / max_units))
+    return split_evenly(positions, micro_batch_count)
 
 
 def tokens_of_units(
-    prompts_B: Tensor, answers_B: Tensor, unit: int, *, shares_prompt: bool
+    prompts_B: Tensor, answers_B: Tensor, rows_per_unit: int, *, shares_prompt: bool
 ) -> list[int]:
     """How many tokens the policy's pass has for each unit.
 
     Args:
         prompts_B: tokens of each row's prompt.
         answers_B: tokens of each row's completion.
-        unit: rows of a unit.
+        rows_per_unit: rows of a unit.
         shares_prompt: whether the prompt is computed once for a unit, not once for each row.
     """
-    prompts_UR = prompts_B.view(-1, unit)
-    answers_UR = answers_B.view(-1, unit)
+    prompts_UR = prompts_B.view(-1, rows_per_unit)
+    answers_UR = answers_B.view(-1, rows_per_unit)
     prompts_U = prompts_UR[:, 0] if shares_prompt else prompts_UR.sum(dim=1)
     counts: list[int] = (prompts_U + answers_UR.sum(dim=1)).tolist()
     return counts
 
 
 def by_length(
-    units: Sequence[int], tokens: Sequence[int], optimizer_steps: int, seed: str
+    units: Sequence[int], tokens_by_unit: Sequence[int], optimizer_steps: int, seed: str
 ) -> list[int]:
     """Return the units in the order in which they are learned from.
 
@@ -132,14 +144,14 @@ def by_length(
     memory fails at once. Each step should see units of all lengths, so it is drawn which go into
     which step; the `seed` is the same on all ranks.
     """
-    longest_first = sorted(units, key=lambda number: (-tokens[number], number))
+    longest_first = sorted(units, key=lambda unit: (-tokens_by_unit[unit], unit))
     if optimizer_steps == 1:
         return longest_first
-    drawn = torch.randperm(len(units), generator=generator_at(seed)).tolist()
-    order = []
-    for positions_of_step in split_evenly(drawn, optimizer_steps):
-        order += [longest_first[position] for position in sorted(positions_of_step)]
-    return order
+    shuffled_positions = torch.randperm(len(units), generator=generator_at(seed)).tolist()
+    ordered_units = []
+    for positions_of_step in split_evenly(shuffled_positions, optimizer_steps):
+        ordered_units += [longest_first[position] for position in sorted(positions_of_step)]
+    return ordered_units
 
 
 _CPU = torch.device("cpu")
@@ -171,7 +183,7 @@ class SizedUnit(NamedTuple):
         return -self.negative_number
 
 
-def plan_moves(tokens: Sequence[Mapping[int, int]], min_units: int = 1) -> list[Move]:
+def plan_moves(tokens_by_rank: Sequence[Mapping[int, int]], min_units: int = 1) -> list[Move]:
     """The units that move, so that ranks find similar ones at the same time.
 
     Ranks learn from their units in order of length, the longest first. So units are dealt in rounds
@@ -181,21 +193,21 @@ def plan_moves(tokens: Sequence[Mapping[int, int]], min_units: int = 1) -> list[
     Every rank computes the same plan.
 
     Args:
-        tokens: for each rank, the tokens of each unit that is to be learned from, by its number.
+        tokens_by_rank: for each rank, the tokens of each unit that is to be learned from, by its number.
         min_units: units that every rank processes anyway.
     """
     remaining = [
         sorted((SizedUnit(count, -number) for number, count in units.items()), reverse=True)
-        for units in tokens
+        for units in tokens_by_rank
     ]
     ranks = range(len(remaining))
-    rounds = max(min_units, math.ceil(sum(map(len, remaining)) / len(remaining)))
+    round_count = max(min_units, math.ceil(sum(map(len, remaining)) / len(remaining)))
     moves = []
-    for rounds_after in range(rounds - 1, -1, -1):
-        near = ALIKE * max((units[0].tokens for units in remaining if units), default=0)
+    for later_rounds in range(round_count - 1, -1, -1):
+        min_tokens = ALIKE * max((units[0].tokens for units in remaining if units), default=0)
         receivers = []
         for rank, units in enumerate(remaining):
-            if units and units[0].tokens >= near:
+            if units and units[0].tokens >= min_tokens:
                 units.pop(0)
             else:
                 receivers.append(rank)
@@ -204,12 +216,12 @@ def plan_moves(tokens: Sequence[Mapping[int, int]], min_units: int = 1) -> list[
         for rank in receivers:
             if remaining[rank]:
                 source = max(ranks, key=lambda giver: (remaining[giver][:1], -giver))
-                moves_one = remaining[source][0].tokens >= near
+                gives_unit = remaining[source][0].tokens >= min_tokens
             else:
                 # It gets what another rank could not learn from in the rounds after this one.
                 source = max(ranks, key=lambda giver: (len(remaining[giver]), -giver))
-                moves_one = len(remaining[source]) > rounds_after
-            if moves_one:
+                gives_unit = len(remaining[source]) > later_rounds
+            if gives_unit:
                 unit = remaining[source].pop(0)
                 moves.append(Move(source, unit.number, rank))
             elif remaining[rank]:
@@ -219,9 +231,9 @@ def plan_moves(tokens: Sequence[Mapping[int, int]], min_units: int = 1) -> list[
 
 def rebalanced(
     batch: Batch,
-    live: list[bool],
-    unit: int,
-    plan: list[Move],
+    has_signal: list[bool],
+    rows_per_unit: int,
+    moves: list[Move],
     rank: int,
     banks: ImageBanks,
     pad_id: int,
@@ -233,9 +245,9 @@ def rebalanced(
 
     Args:
         batch: of this rank.
-        live: for each of its units, whether it is to be learned from.
-        unit: rows of a unit.
-        plan: the same on all ranks.
+        has_signal: for each of its units, whether it is to be learned from.
+        rows_per_unit: rows of a unit.
+        moves: the same on all ranks.
         rank: this one.
         banks: have the images that the rows refer to.
         pad_id: fills columns of token ids.
@@ -245,22 +257,22 @@ def rebalanced(
     Returns:
         The new batch of this rank, and for each of its units whether it is to be learned from.
     """
-    live = list(live)
+    has_signal = list(has_signal)
     reader = RowReader(batch)
     advantages = batch["advantages"].clone()
-    sending = []
-    for source, number, _ in plan:
+    packed_units = []
+    for source, unit, _ in moves:
         if source == rank:
-            live[number] = False
-            rows = range(number * unit, (number + 1) * unit)
-            sending.append(reader.pack(rows, banks))
+            has_signal[unit] = False
+            rows = range(unit * rows_per_unit, (unit + 1) * rows_per_unit)
+            packed_units.append(reader.pack(rows, banks))
             advantages[rows.start : rows.stop] = 0
     batch = {**batch, "advantages": advantages}
-    for packed in exchange(plan, sending, rank):
-        batch = concat_rows(batch, unpack_rows(packed, banks, advantages.device), pad_id)
-        live.append(True)
+    for packed_unit in exchange(moves, packed_units, rank):
+        batch = concat_rows(batch, unpack_rows(packed_unit, banks, advantages.device), pad_id)
+        has_signal.append(True)
     banks.extend()  # all ranks must take part in the same vision passes, which gather sharded weights
-    return batch, live
+    return batch, has_signal
 
 
 def movable(batch: Mapping[str, Any]) -> tuple[str, ...]:
@@ -322,27 +334,29 @@ class MicroBatcher:
         optimizer_steps = layout.steps_per_generation // layout.micro_batches_per_update
         # The share of the generation's slots that have rollouts: below 1 where rollouts are
         # unfinished.
-        filled = len(batch["advantages"]) / (layout.micro_batch_rows * layout.steps_per_generation)
+        filled_share = len(batch["advantages"]) / (
+            layout.micro_batch_rows * layout.steps_per_generation
+        )
         unit_count = len(batch["advantages"]) // rows_per_unit
         skips_dead = self.config.uses("skip_zero_signal") and not self._every_row_counts
-        live = [True] * unit_count
+        has_signal = [True] * unit_count
         if skips_dead:
-            live = live_units(batch["advantages"], rows_per_unit)
+            has_signal = live_units(batch["advantages"], rows_per_unit)
         if self.config.uses("spread_signal") and self.accelerator.num_processes > 1:
-            batch, live = self._rebalance(batch, live)
+            batch, has_signal = self._rebalance(batch, has_signal)
         # Collective: all ranks learn from as many units as the one with the most live ones.
-        most_live = max(gather_object([sum(live)]))
+        most_live = max(gather_object([sum(has_signal)]))
         columns = dict[str, Any](batch)
         host = HostRows.of(
             batch["prompt_ids"], batch["prompt_mask"], batch["completion_mask"], columns
         )
-        tokens = self._tokens(host.prompt_mask.sum(dim=1), torch.tensor(host.lengths))
+        tokens_by_unit = self._tokens(host.prompt_mask.sum(dim=1), torch.tensor(host.lengths))
         # Every optimizer step needs at least one unit: an empty one would reduce no gradients.
-        units = choose_units(live, max(most_live, optimizer_steps), tokens)
+        units = choose_units(has_signal, max(most_live, optimizer_steps), tokens_by_unit)
         self.log("adora/skipped_groups", 1 - len(units) / unit_count)
         units = by_length(
             units,
-            tokens=tokens,
+            tokens_by_unit=tokens_by_unit,
             optimizer_steps=optimizer_steps,
             seed=f"micro-batches/{self.config.seed}/{key}",
         )
@@ -353,9 +367,12 @@ class MicroBatcher:
             micro_batches=layout.micro_batches_per_update,
             cut=self._cut(host, units),
         )
-        with_work = [part for part in plan if part]
-        self.log("adora/micro_batches", len(with_work) / optimizer_steps)
-        return [self._micro_batch(reader, host=host, units=part, filled=filled) for part in plan]
+        parts_with_work = [part for part in plan if part]
+        self.log("adora/micro_batches", len(parts_with_work) / optimizer_steps)
+        return [
+            self._micro_batch(reader, host=host, units=part, filled_share=filled_share)
+            for part in plan
+        ]
 
     def _cut(self, host: HostRows, units: Sequence[int]) -> Cut:
         """What divides the units, in their order, into micro-batches. Collective.
@@ -368,36 +385,38 @@ class MicroBatcher:
             return partial(
                 cut_by_count, micro_batches=layout.micro_batches_per_update, max_units=max_units
             )
-        sizes = unit_sizes(
+        size_by_unit = unit_sizes(
             host, layout.rows_per_unit, shares_vision=self.config.uses("share_vision")
         )
-        ranks = gather_object([[sizes[unit] for unit in units]])
-        return partial(self.room.cut, ranks, max_units=max_units)
+        sizes_by_rank = gather_object([[size_by_unit[unit] for unit in units]])
+        return partial(self.room.cut, sizes_by_rank, max_units=max_units)
 
     def _tokens(self, prompts_B: Tensor, answers_B: Tensor) -> list[int]:
         """Tokens of each unit in the policy's pass, from those of each row."""
         return tokens_of_units(
             prompts_B,
             answers_B=answers_B,
-            unit=self.layout.rows_per_unit,
+            rows_per_unit=self.layout.rows_per_unit,
             shares_prompt=self.config.uses("share_prompt"),
         )
 
     def _micro_batch(
-        self, reader: RowReader, host: HostRows, units: list[int], filled: float
+        self, reader: RowReader, host: HostRows, units: list[int], filled_share: float
     ) -> Batch:
         """The micro-batch of some units, without padding.
 
-        `filled` is the share of the generation's slots that have rollouts.
+        `filled_share` is the share of the generation's slots that have rollouts.
         """
         if not units:
             return {}
-        unit = self.layout.rows_per_unit
-        rows = [unit * number + row for number in units for row in range(unit)]
-        used = used_columns(host.prompt_mask[rows], [host.lengths[row] for row in rows])
-        micro = cast("Batch", without_padding(dict(reader.take(rows)), used))
-        micro["host"] = host.taken(rows, used[0])
-        micro["share_of_rows"] = len(rows) / self.layout.micro_batch_rows / filled
+        rows_per_unit = self.layout.rows_per_unit
+        rows = [rows_per_unit * unit + row for unit in units for row in range(rows_per_unit)]
+        used_column_range = used_columns(
+            host.prompt_mask[rows], [host.lengths[row] for row in rows]
+        )
+        micro = cast("Batch", without_padding(dict(reader.take(rows)), used_column_range))
+        micro["host"] = host.taken(rows, used_column_range[0])
+        micro["share_of_rows"] = len(rows) / self.layout.micro_batch_rows / filled_share
         if self._by_tokens:
             tokens = loss_mask(micro).sum()
             micro["share_of_tokens"] = self.share_of_tokens(micro, tokens)
@@ -440,58 +459,65 @@ class MicroBatcher:
         """
         return loss * self.weight(micro)
 
-    def _rebalance(self, batch: Batch, live: list[bool]) -> tuple[Batch, list[bool]]:
+    def _rebalance(self, batch: Batch, has_signal: list[bool]) -> tuple[Batch, list[bool]]:
         """Move units between ranks, if one of them would otherwise take longer than the others.
 
         Collective. Returns the new batch, and for each unit whether it is to be learned from.
         """
-        counts = self._tokens(batch["prompt_mask"].sum(dim=1), batch["completion_mask"].sum(dim=1))
-        live_counts = {number: count for number, count in enumerate(counts) if live[number]}
-        gathered = gather_object([(live_counts, movable(batch))])
-        tokens = [counts_of_rank for counts_of_rank, _ in gathered]
-        columns = [columns_of_rank for _, columns_of_rank in gathered]
+        token_counts = self._tokens(
+            batch["prompt_mask"].sum(dim=1), batch["completion_mask"].sum(dim=1)
+        )
+        tokens_by_live_unit = {
+            number: count for number, count in enumerate(token_counts) if has_signal[number]
+        }
+        gathered = gather_object([(tokens_by_live_unit, movable(batch))])
+        tokens_by_rank = [counts_of_rank for counts_of_rank, _ in gathered]
+        columns_by_rank = [columns_of_rank for _, columns_of_rank in gathered]
         # A rank without images lacks their columns; then nothing moves.
-        is_movable = columns[0] and all(names == columns[0] for names in columns)
-        plan = (
+        is_movable = columns_by_rank[0] and all(
+            names == columns_by_rank[0] for names in columns_by_rank
+        )
+        moves = (
             plan_moves(
-                tokens, self.layout.steps_per_generation // self.layout.micro_batches_per_update
+                tokens_by_rank,
+                self.layout.steps_per_generation // self.layout.micro_batches_per_update,
             )
             if is_movable
             else []
         )
-        self.log("adora/moved_groups", len(plan) / max(sum(map(len, tokens)), 1))
-        if not plan:
-            return batch, live
+        self.log("adora/moved_groups", len(moves) / max(sum(map(len, tokens_by_rank)), 1))
+        if not moves:
+            return batch, has_signal
         rank = self.accelerator.process_index
-        unit = self.layout.rows_per_unit
+        rows_per_unit = self.layout.rows_per_unit
         return rebalanced(
             batch,
-            live=live,
-            unit=unit,
-            plan=plan,
+            has_signal=has_signal,
+            rows_per_unit=rows_per_unit,
+            moves=moves,
             rank=rank,
             banks=self.banks,
             pad_id=self.pad_id,
             exchange=self._exchange,
         )
 
-    def _exchange(self, plan: Sequence[Move], sending: Sequence[Any], rank: int) -> list[Any]:
+    def _exchange(self, moves: Sequence[Move], packed_units: Sequence[Any], rank: int) -> list[Any]:
         """Send packed rows by the plan, and return those that arrive on this rank.
 
         All ranks go through the plan together. Rows travel through CPU memory, so that no GPU has
-        to hold them twice. `sending` has those of this rank in the order of the plan.
+        to hold them twice. `packed_units` has those of this rank in the order of the plan.
         """
         if self._group is None:
             self._group = distributed.new_group(backend="gloo")
-        waiting = list(sending)
-        arrived = []
-        for source, _, target in plan:
+        unsent_units = list(packed_units)
+        received_units = []
+        for source, _, target in moves:
             if source == rank:
                 distributed.send_object_list(
-                    [waiting.pop(0)], dst=target, group=self._group, device=_CPU
+                    [unsent_units.pop(0)], dst=target, group=self._group, device=_CPU
                 )
             elif target == rank:
                 box = [None]
                 distributed.recv_object_list(box, src=source, group=self._group, device=_CPU)
-                arrived += box
-        return arrived
+                received_units += box
+        return received_units

@@ -136,7 +136,7 @@ class ScaledRate(TrainerCallback):  # type: ignore[misc]  # transformers is unty
         `factor` returns the factor of the coming step; 1 leaves the rates alone.
         """
         self.factor = factor
-        self._before: list[float] = []
+        self._rates_before: list[float] = []
 
     def on_pre_optimizer_step(
         self,
@@ -148,9 +148,9 @@ class ScaledRate(TrainerCallback):  # type: ignore[misc]  # transformers is unty
     ) -> None:
         """Multiply the rates."""
         factor = self.factor()
-        self._before = []
+        self._rates_before = []
         if factor != 1.0:
-            self._before = [group["lr"] for group in optimizer.param_groups]
+            self._rates_before = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * factor
 
@@ -163,6 +163,6 @@ class ScaledRate(TrainerCallback):  # type: ignore[misc]  # transformers is unty
         **kwargs: object,
     ) -> None:
         """Restore the rates."""
-        for group, rate in zip(optimizer.param_groups, self._before, strict=False):
+        for group, rate in zip(optimizer.param_groups, self._rates_before, strict=False):
             group["lr"] = rate
-        self._before = []
+        self._rates_before = []

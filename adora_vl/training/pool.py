@@ -208,9 +208,9 @@ class Pool:
         problems = [*self.state.drawn, *row_of]
         count = schedule.how_many_begin(
             waiting,
-            complete=self.state.min_complete,
+            complete_groups=self.state.min_complete,
             slots=self.slots,
-            remaining=self.generations_left(generation),
+            remaining_generations=self.generations_left(generation),
             min_begun=min_begun,
         )
         empty = (Rollout(),) * generation.group_size
@@ -277,7 +277,7 @@ class Pool:
         return schedule.groups_to_complete(
             groups + self.groups_ahead,
             slots=self.slots,
-            remaining=self.generations_left(generation),
+            remaining_generations=self.generations_left(generation),
             min_groups=self.min_groups,
         )
 

@@ -156,7 +156,8 @@ class RecomputedLayers:
 
     def _room(self) -> int:
         """Return the bytes that the activations of a pass may take."""
-        assert self._card is not None and self._learner is not None
+        assert self._card is not None
+        assert self._learner is not None
         free, total = self._card()
         return room_on(total, free) - self._coming(self._learner)
 
@@ -257,7 +258,8 @@ class Gradients:
         for index in changed:
             gradient = self._before[index]
             copy = self._copies[index]
-            assert gradient is not None and copy is not None, "a changed gradient has its copy"
+            assert gradient is not None, "a changed gradient has its copy"
+            assert copy is not None, "a changed gradient has its copy"
             gradient.copy_(copy)
         return True
 

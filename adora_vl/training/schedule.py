@@ -21,25 +21,38 @@ MIN_TAIL = 1.5
 OVERSAMPLE = 1.5
 
 
-def generations_in(steps: int, per_step: int, per_epoch: int) -> int:
+def generations_in(steps: int, generations_per_step: int, generations_per_epoch: int) -> int:
     """Number of generations of the first `steps` optimizer steps.
 
-    A step has `per_step` generations, but the last step of an epoch has what is left of the epoch's
-    `per_epoch`.
+    A step has `generations_per_step` generations, but the last step of an epoch has what is left of the epoch's
+    `generations_per_epoch`.
     """
-    epochs, steps_of_epoch = divmod(steps, math.ceil(per_epoch / per_step))
-    return epochs * per_epoch + min(steps_of_epoch * per_step, per_epoch)
+    whole_epochs, steps_of_epoch = divmod(
+        steps, math.ceil(generations_per_epoch / generations_per_step)
+    )
+    return whole_epochs * generations_per_epoch + min(
+        steps_of_epoch * generations_per_step, generations_per_epoch
+    )
 
 
-def place_of(number: int, per_step: int, per_epoch: int) -> tuple[int, int]:
+def place_of(
+    generation: int, generations_per_step: int, generations_per_epoch: int
+) -> tuple[int, int]:
     """The optimizer steps before a generation, and the generations before it in its own step."""
-    epochs, in_epoch = divmod(number, per_epoch)
-    steps = epochs * math.ceil(per_epoch / per_step) + in_epoch // per_step
-    return steps, in_epoch % per_step
+    whole_epochs, generations_in_epoch = divmod(generation, generations_per_epoch)
+    optimizer_steps = (
+        whole_epochs * math.ceil(generations_per_epoch / generations_per_step)
+        + generations_in_epoch // generations_per_step
+    )
+    return optimizer_steps, generations_in_epoch % generations_per_step
 
 
 def how_many_begin(
-    waiting: int, complete: int, slots: int, remaining: int, min_begun: int = 0
+    waiting_groups: int,
+    complete_groups: int,
+    slots: int,
+    remaining_generations: int,
+    min_begun: int = 0,
 ) -> int:
     """How many groups begin in a generation.
 
@@ -47,27 +60,29 @@ def how_many_begin(
     fewer where more than half of the slots are filled by complete groups already.
 
     Args:
-        waiting: groups of earlier generations that were not learned from.
-        complete: how many of them are complete.
+        waiting_groups: groups of earlier generations that were not learned from.
+        complete_groups: how many of them are complete.
         slots: groups that a generation learns from.
-        remaining: generations until the end of the training, including this one.
+        remaining_generations: generations until the end of the training, including this one.
         min_begun: groups that begin in any case. A generation that is requested ahead needs them:
             what is complete now may be used up before its turn, and what continues may continue
             with a later generation.
     """
-    superfluous = max(0, complete - slots // 2)
-    learnable = remaining * slots - waiting
-    return max(min_begun, min(slots - superfluous, learnable))
+    superfluous_groups = max(0, complete_groups - slots // 2)
+    learnable_groups = remaining_generations * slots - waiting_groups
+    return max(min_begun, min(slots - superfluous_groups, learnable_groups))
 
 
-def groups_to_complete(groups: int, slots: int, remaining: int, min_groups: int) -> int:
+def groups_to_complete(
+    group_count: int, slots: int, remaining_generations: int, min_groups: int
+) -> int:
     """How many groups have to be complete now, so that all can be learned from in the end.
 
-    At least `min_groups`, and no more than there are `groups` or `slots`. `remaining` counts the
+    At least `min_groups`, and no more than there are `group_count` or `slots`. `remaining_generations` counts the
     generations until the end of the training, including this one.
     """
-    learned_later = (remaining - 1) * slots
-    return min(groups, slots, max(min_groups, groups - learned_later))
+    groups_learned_later = (remaining_generations - 1) * slots
+    return min(group_count, slots, max(min_groups, group_count - groups_learned_later))
 
 
 def automatic_budget(lengths: Sequence[Sequence[int]], min_budget: int) -> int | None:
@@ -86,55 +101,70 @@ def automatic_budget(lengths: Sequence[Sequence[int]], min_budget: int) -> int |
     return budget if budget * MIN_TAIL <= mean_longest else None
 
 
-def further_rows(rows: int, groups: int, seed: str) -> list[int]:
-    """Row numbers of `groups` further problems, out of `rows`.
+def further_rows(row_count: int, group_count: int, seed: str) -> list[int]:
+    """Row numbers of `group_count` further problems, out of `row_count`.
 
     They are drawn without repetition until all rows are used. The `seed` names the position in the
     run, so a resumed run draws the same.
     """
-    drawn: list[int] = torch.randperm(rows, generator=generator_at(seed))[:groups].tolist()
-    return [drawn[number % len(drawn)] for number in range(groups)]
+    drawn_rows: list[int] = torch.randperm(row_count, generator=generator_at(seed))[
+        :group_count
+    ].tolist()
+    return [drawn_rows[index % len(drawn_rows)] for index in range(group_count)]
 
 
-def groups_for(with_signal: float, shares: Sequence[float], max_groups: int) -> int:
-    """How many groups begin, `max_groups` at most, so that on average `with_signal` have signal.
+def groups_for(groups_with_signal: float, signal_shares: Sequence[float], max_groups: int) -> int:
+    """How many groups begin, `max_groups` at most, so that on average `groups_with_signal` have signal.
 
-    `shares` has the share of groups with signal in each remembered generation; without any, every
+    `signal_shares` has the share of groups with signal in each remembered generation; without any, every
     group is expected to have signal.
     """
-    share = sum(shares) / len(shares) if shares else 1.0
-    return min(max_groups, math.ceil(with_signal / share)) if share else max_groups
+    mean_share = sum(signal_shares) / len(signal_shares) if signal_shares else 1.0
+    return min(max_groups, math.ceil(groups_with_signal / mean_share)) if mean_share else max_groups
 
 
-def exchanges(live: Sequence[bool], further_live: Sequence[bool]) -> list[tuple[int, int]]:
+def exchanges(
+    has_signal: Sequence[bool], further_has_signal: Sequence[bool]
+) -> list[tuple[int, int]]:
     """Pairs of a group without signal and the further group with signal that replaces it.
 
     There are as many pairs as both kinds allow. The arguments say for each group whether it has
     signal.
     """
-    dead = [group for group, alive in enumerate(live) if not alive]
-    replacements = [group for group, alive in enumerate(further_live) if alive]
-    return list(zip(dead, replacements, strict=False))
+    groups_without_signal = [
+        group for group, group_has_signal in enumerate(has_signal) if not group_has_signal
+    ]
+    replacements = [
+        group for group, group_has_signal in enumerate(further_has_signal) if group_has_signal
+    ]
+    return list(zip(groups_without_signal, replacements, strict=False))
 
 
-def admitted(live: Sequence[bool], further_live: Sequence[bool], slots: int) -> list[int]:
+def admitted(
+    has_signal: Sequence[bool], further_has_signal: Sequence[bool], slots: int
+) -> list[int]:
     """Which groups are learned from once further ones are graded.
 
     Free slots are filled first, with signal if possible, the same number of them on all ranks; then
     groups without signal are exchanged.
 
     Args:
-        live: for each group of the batch, whether it has signal.
-        further_live: the same for each further group.
+        has_signal: for each group of the batch, whether it has signal.
+        further_has_signal: the same for each further group.
         slots: groups that the batch has room for.
 
     Returns:
-        One number for each slot, counted on from `live` to `further_live`.
+        One number for each slot, counted on from `has_signal` to `further_has_signal`.
     """
-    chosen = list(range(len(live)))
-    best_first = sorted(range(len(further_live)), key=lambda number: not further_live[number])
-    added = sorted(best_first[: max(0, slots - len(live))])
-    exchangeable = [alive and number not in added for number, alive in enumerate(further_live)]
-    for dead, replacement in exchanges(live, exchangeable):
-        chosen[dead] = len(live) + replacement
-    return [*chosen, *(len(live) + number for number in added)]
+    group_in_slot = list(range(len(has_signal)))
+    further_best_first = sorted(
+        range(len(further_has_signal)), key=lambda number: not further_has_signal[number]
+    )
+    further_in_free_slots = sorted(further_best_first[: max(0, slots - len(has_signal))])
+    is_exchangeable = [
+        group_has_signal and number not in further_in_free_slots
+        for number, group_has_signal in enumerate(further_has_signal)
+    ]
+    for slot, replacement in exchanges(has_signal, is_exchangeable):
+        group_in_slot[slot] = len(has_signal) + replacement
+    return [*group_in_slot, *(len(has_signal) + number for number in further_in_free_slots)]

@@ -215,7 +215,8 @@ def _module(where: str, path: Path, object_name: str) -> ModuleType:
     if name in sys.modules:  # so that two functions of one file share its globals
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # at the end: files beside it can be imported, and hide nothing installed
     if str(path.parent) not in sys.path:

@@ -102,6 +102,13 @@ def _arguments() -> argparse.Namespace:
         default=0,
         help="optimizer steps that learn from one generation (default: the recipe's)",
     )
+    parser.add_argument(
+        "--without-signal",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="of the groups, whose answers are all right (default: 0)",
+    )
     parser.add_argument("--image-tokens", type=int, default=256)
     parser.add_argument("--text-tokens", type=int, default=450)
     parser.add_argument(

@@ -77,7 +77,8 @@ namespace accelerator { std::optional<DeviceType> getAccelerator(bool) { return 
 
 def _load_library() -> None:
     spec = find_spec("torch")
-    assert spec is not None and spec.submodule_search_locations
+    assert spec is not None
+    assert spec.submodule_search_locations
     torch_folder = Path(spec.submodule_search_locations[0])
     name = hashlib.sha256(
         f"{_SOURCE}{torch_folder}{(torch_folder / 'version.py').read_text()}".encode()

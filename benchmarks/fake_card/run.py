@@ -71,6 +71,7 @@ class CardRun:
     groups: int = 2  # of an optimizer step
     updates: int = 0  # optimizer steps; 0: 2, or as many as learn from one generation
     updates_per_generation: int = 0  # optimizer steps that learn from one; 0: the recipe's
+    without_signal: float = 0.0  # share of the groups whose answers are all right
     image_tokens: int = 256
     text_tokens: int = 450
     words: Sequence[str] = ()  # further keys
@@ -202,9 +203,29 @@ class RecordedAnswers:
         return prompts, rows, [[[LOGP]] * len(row) for row in rows], None
 
 
-def reward(completions: list[Any], **columns: Any) -> list[float]:
-    """Every second answer is right, so every group has a signal."""
-    return [float(row % 2) for row in range(len(completions))]
+def reward_of(group_size: int, without_signal: float) -> Callable[..., list[float]]:
+    """Return a reward that leaves a share of the groups without signal.
+
+    In the others every second answer is right.
+
+    Args:
+        group_size: rollouts of a group.
+        without_signal: the share of groups whose answers are all right, spread evenly.
+    """
+
+    def reward(completions: list[Any], **columns: Any) -> list[float]:
+        """Reward the rollouts of a generation, group by group."""
+        rewards = []
+        for number in range(len(completions)):
+            group = number // group_size
+            # Whole groups without signal up to this one, and up to the one before.
+            silent_before = int(group * without_signal)
+            silent_so_far = int((group + 1) * without_signal)
+            all_right = silent_so_far > silent_before
+            rewards.append(1.0 if all_right else float(number % 2))
+        return rewards
+
+    return reward
 
 
 def run(card_run: CardRun, folder: Path) -> Ran:
@@ -358,7 +379,7 @@ def _trainer(asked: CardRun, folder: Path) -> tuple[Any, Any, Any]:
     )
     both = {
         "model": str(folder / "model"),
-        "reward_funcs": [reward],
+        "reward_funcs": [reward_of(size, asked.without_signal)],
         "train_dataset": data,
         "peft_config": get_peft_config(model),
     }

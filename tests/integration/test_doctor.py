@@ -90,9 +90,8 @@ def test_nothing_of_the_run_is_changed(examined):
 def test_without_a_correction_its_line_fails_with_the_remedy(examined, sabotage, name, remedy):
     checks = examined[sabotage]
     if "raised" in checks[0]:
-        assert sabotage == "stale_encoder_cache" and lost_image_features(checks[0]["raised"]), (
-            checks[0]
-        )
+        assert sabotage == "stale_encoder_cache", checks[0]
+        assert lost_image_features(checks[0]["raised"]), checks[0]
         return
     check = line(checks, name)
     assert check["status"] == "failed", check

@@ -73,9 +73,8 @@ def after(tmp_path_factory):
     ]
     done = run(command, environment={"STARTS": ";".join(starts), "TEST_MARK": mark}, check=False)
     parts = re.split(r"^start \d ended with (\d)$", done.stdout, flags=re.MULTILINE)
-    assert parts[1::2] == ["1"] * len(starts) and done.returncode == 1, (
-        done.stdout[-3000:] + done.stderr[-2000:]
-    )
+    assert parts[1::2] == ["1"] * len(starts), done.stdout[-3000:] + done.stderr[-2000:]
+    assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-2000:]
     return out, parts[::2], processes_with(mark)
 
 

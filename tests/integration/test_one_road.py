@@ -757,7 +757,8 @@ def test_what_only_python_can_give_is_refused_too(tmp_path, subtests):
             config.per_device_eval_batch_size = 6
             with pytest.raises(UserError) as refused:
                 AdoraGRPOTrainer("tiny", **{"args": config, **given})
-            assert str(refused.value).startswith(begins) and "\n" not in str(refused.value)
+            assert str(refused.value).startswith(begins)
+            assert "\n" not in str(refused.value)
     assert not (tmp_path / "run").exists()
 
 
@@ -853,9 +854,8 @@ def test_a_config_for_gpus_walks_the_same_stops_on_a_laptop(subtests):
             words = ["--config", str(CONFIGS / "train" / f"{name}.yaml")]
             file = CONFIGS / "accelerate" / f"{PAIRS[name]}.yaml"
             run = prepare_on_paper(read(words), DryRunOptions(accelerate_config=file))
-            assert not run.context.local and run.messages.unknown[0].startswith(
-                "the run is for another machine"
-            )
+            assert not run.context.local
+            assert run.messages.unknown[0].startswith("the run is for another machine")
             assert (
                 run.layout.global_batch
                 == run.config.per_device_train_batch_size * run.context.sharding.processes
@@ -879,7 +879,8 @@ def test_a_folder_that_another_run_holds_is_refused_on_every_way(here, tmp_path)
     with subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path / "run")], stdin=-1, stdout=-1, text=True
     ) as other:
-        assert other.stdout is not None and other.stdin is not None
+        assert other.stdout is not None
+        assert other.stdin is not None
         other.stdout.readline()
         for way in ALL:
             line = said_by(way, "", here, tmp_path / "run")

@@ -116,7 +116,13 @@ def test_two_generations_ahead_are_sampled_by_the_weights_of_two_steps_before_an
     assert main(server_arguments(tmp_path / "two", server, **keys)) == 0
     expected = (tmp_path / "one" / "model.safetensors").read_bytes()
     assert (tmp_path / "two" / "model.safetensors").read_bytes() == expected
-    goes_on_after_a_kill(tmp_path / "one", tmp_path / "killed", server, after=2, **keys)
+    goes_on_after_a_kill(
+        tmp_path / "one",
+        tmp_path / "killed",
+        server,
+        after=2,
+        **keys,
+    )
 
 
 def _length(body: dict[str, Any]) -> int:

@@ -142,7 +142,13 @@ def test_a_pair_trains_and_goes_on_to_the_bit(tmp_path, server, pair):
         assert all(step.endswith("later first") for step in asked_in_steps(server)[:-1])
     rows = pq.read_table(tmp_path / "whole" / "rollouts").to_pylist()
     assert len({(row["step"], row["id"], row["completion"]) for row in rows}) > 8
-    goes_on_after_a_kill(tmp_path / "whole", tmp_path / "killed", server, after=2, **keys)
+    goes_on_after_a_kill(
+        tmp_path / "whole",
+        tmp_path / "killed",
+        server,
+        after=2,
+        **keys,
+    )
 
 
 ZOOMS = {

@@ -337,7 +337,12 @@ def eager_model(tmp_path_factory):
     )
     inputs = processor(text=[text], images=row["images"], return_tensors="pt")
     torch.manual_seed(0)
-    sampled = model.generate(**inputs, max_new_tokens=30, do_sample=True, num_return_sequences=16)
+    sampled = model.generate(
+        **inputs,
+        max_new_tokens=30,
+        do_sample=True,
+        num_return_sequences=16,
+    )
     completions = sampled[:, inputs["input_ids"].shape[1] :]
     assert torch.isin(completions, torch.tensor(banned)).any(), (
         "the model does not even want to: nothing is tested"

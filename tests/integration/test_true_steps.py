@@ -89,7 +89,13 @@ def test_a_run_that_is_rewarded_for_true_steps_goes_on_to_the_bit(
     assert set(rows["new"].dropna()) >= {0, 1, 2}
     assert rows[rows["id"].isin(["triangles/3", "triangles/7"])]["new"].isna().all()
 
-    goes_on_after_a_kill(uninterrupted, killed, server, after=2, **keys)
+    goes_on_after_a_kill(
+        uninterrupted,
+        killed,
+        server,
+        after=2,
+        **keys,
+    )
 
     columns = [
         "step",

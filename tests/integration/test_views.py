@@ -29,7 +29,13 @@ pytestmark = pytest.mark.slow
 
 def told(split: str, count: int) -> list[Row]:
     """Isosceles triangles, and what their picture says: the apex."""
-    rows = generate(count, split=split, seed=9, families=("isosceles",), size=56)
+    rows = generate(
+        count,
+        split=split,
+        seed=9,
+        families=("isosceles",),
+        size=56,
+    )
     return [{**row, "facts": f"apex {180 - 2 * int(row['answer'])}."} for row in rows]
 
 

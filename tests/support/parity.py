@@ -169,7 +169,13 @@ class Draws:
                 [(draw.randrange(28), draw.randrange(28)), size], "black", width=3
             )
             parts += ["\n", image]
-        call = Call(name="draw", arguments=seed, text="", seconds=0.0, failed=False)
+        call = Call(
+            name="draw",
+            arguments=seed,
+            text="",
+            seconds=0.0,
+            failed=False,
+        )
         return SimpleNamespace(parts=(*parts, "\n</tool_response>"), calls=(call,))
 
 

@@ -29,7 +29,13 @@ def groups_of_rewards(rewards, lengths=None, surprisal=None, **facts) -> Groups:
     rewards = torch.tensor(rewards)
     lengths = torch.tensor(lengths) if lengths is not None else torch.full(rewards.shape, 10)
     surprisal = torch.tensor(surprisal) if surprisal is not None else lengths / 10
-    return Groups(rewards, lengths, lengths >= 100, surprisal_PG=surprisal, **facts)
+    return Groups(
+        rewards,
+        lengths,
+        lengths >= 100,
+        surprisal_PG=surprisal,
+        **facts,
+    )
 
 
 def random_groups(prompts=40, generations=8, seed=0, step=0) -> Groups:
@@ -42,7 +48,13 @@ def random_groups(prompts=40, generations=8, seed=0, step=0) -> Groups:
     rewards[1] = 1.0
     lengths = torch.randint(1, 110, (prompts, generations), generator=generator)
     surprisal = torch.rand(prompts, generations, generator=generator)
-    return Groups(rewards, lengths, lengths >= 100, surprisal_PG=surprisal, step=step)
+    return Groups(
+        rewards,
+        lengths,
+        lengths >= 100,
+        surprisal_PG=surprisal,
+        step=step,
+    )
 
 
 def weighed_by(name, groups, options=None, scale="group"):

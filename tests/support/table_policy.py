@@ -1,6 +1,7 @@
 """Our trainer's loss over a policy that is a table of logits in float64: no model, no engine."""
 
 from collections import defaultdict
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,7 +93,10 @@ class NoRecord:
 
 
 def trainer_of(policy: Table, **keys: object) -> Any:
-    """A trainer with what `_compute_loss` needs, whose config has these keys."""
+    """A trainer with what `_compute_loss` needs, whose config has these keys.
+
+    With a KL term the reference is the policy as it is now.
+    """
     figures = defaultdict[str, list[float]](list)
     settings: dict[str, Any] = {"adora_max_ratio": None, "adora_stock_step": ["share_prompt"]}
     settings |= keys
@@ -107,7 +111,8 @@ def trainer_of(policy: Table, **keys: object) -> Any:
         accelerator=context.accelerator,
         model=policy,
         loss_type=args.loss_type,
-        beta=0.0,
+        beta=args.beta,
+        ref_model=deepcopy(policy) if args.beta else None,
         num_iterations=args.num_iterations,
         epsilon_low=args.epsilon,
         epsilon_high=5.0,
@@ -137,9 +142,12 @@ def trainer_of(policy: Table, **keys: object) -> Any:
     trainer.drift_guard = DriftGuard(context)
     trainer.ratio_guard = RatioGuard(context)
     trainer.reference_guard = ReferenceGuard(context, rounding=0.0)
+    trainer.reference_guard.is_due = lambda step: False  # it would score rows that tests count
     trainer.recorder = NoRecord()
     trainer.batcher = MicroBatcher(
-        context, ImageBanks(), every_row_counts=trainer._entropy_bonus_enabled
+        context,
+        ImageBanks(),
+        every_row_counts=trainer._entropy_bonus_enabled or args.beta != 0.0,
     )
     trainer.entropy_bonus = EntropyBonus(args, trainer.batcher)
     return trainer

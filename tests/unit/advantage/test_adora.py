@@ -172,7 +172,12 @@ PUBLISHED = [
     DifficultyCase(right=1, tau=0.2, attenuated=0.1, amplified=1.0),
 ]
 # With needs_correct a group without a right rollout is left as it is.
-NONE_RIGHT = DifficultyCase(right=0, tau=0.5, attenuated=1.0, amplified=1.0)
+NONE_RIGHT = DifficultyCase(
+    right=0,
+    tau=0.5,
+    attenuated=1.0,
+    amplified=1.0,
+)
 NEEDING_ONE = [NONE_RIGHT, *PUBLISHED[1:]]
 
 
@@ -194,7 +199,13 @@ def test_difficulty_is_a_pass_rate_of_at_most_tau(needs_correct, case):
     }
     attenuated = adora_weights(rewards, lengths, **options)
     assert attenuated.tolist() == [pytest.approx(case.attenuated)]
-    amplified = adora_weights(rewards, lengths, mode="amplification", factor=2.0, **options)
+    amplified = adora_weights(
+        rewards,
+        lengths,
+        mode="amplification",
+        factor=2.0,
+        **options,
+    )
     assert amplified.tolist() == [pytest.approx(case.amplified)]
 
 
@@ -664,7 +675,12 @@ def test_a_problem_without_a_figure_goes_by_length_or_keeps_its_weight():
     assert by_length.weights_P.tolist() == [pytest.approx(0.1), 1.0]
     mode: Any
     for mode, factor in (("attenuation", 0.1), ("amplification", 4.0)):
-        options = Adora(criteria=("working",), no_figure="keep", mode=mode, factor=factor)
+        options = Adora(
+            criteria=("working",),
+            no_figure="keep",
+            mode=mode,
+            factor=factor,
+        )
         kept_groups = weigh_groups(groups, options)
         assert kept_groups.weights_P.tolist() == [1.0, 1.0]
         assert not (kept_groups.tds_P | kept_groups.tas_P).any()

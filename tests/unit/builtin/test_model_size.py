@@ -14,7 +14,12 @@ from adora_vl.builtin.tiny_vl import build_config, build_tiny_model
 from adora_vl.models.load import PRETRAINED
 from adora_vl.utils.errors import UserError
 
-TWO_STEPS = WarmStart(steps=2, short_prompt_steps=1, batch_size=2, rows=8)
+TWO_STEPS = WarmStart(
+    steps=2,
+    short_prompt_steps=1,
+    batch_size=2,
+    rows=8,
+)
 
 
 def parameters(size: ModelSize, family: str = "qwen2_5_vl") -> int:

@@ -38,7 +38,14 @@ def test_what_follows_a_call_is_what_the_start_was_taught(built):
         segments=(Segment(tokens=tuple(ids[1]), logps=(0.0,) * len(ids[1]), step=0),),
         finish_reason=FinishReason.STOP,
     )
-    after = turns(before, images[:1], prompt_length=len(ids[0]), max_length=400, step=0, seed="0")
+    after = turns(
+        before,
+        images[:1],
+        prompt_length=len(ids[0]),
+        max_length=400,
+        step=0,
+        seed="0",
+    )
     assert list(after.segments[1].tokens) == ids[2]
     assert after.pictures[0].image.tobytes() == images[1].tobytes()
     assert not after.calls[0].failed

@@ -87,7 +87,8 @@ def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path):
         assert reason in str(store.problem_of(newer)), name
         start = choose_start(tmp_path / name, None, False, FINGERPRINT)
         assert start.checkpoint == str(older), name
-        assert start.notes[0].startswith(f"skipped {newer}: ") and reason in start.notes[0], name
+        assert start.notes[0].startswith(f"skipped {newer}: "), name
+        assert reason in start.notes[0], name
         with pytest.raises(UserError, match="is not whole|is no checkpoint folder"):
             choose_start(tmp_path / name, str(newer), False, FINGERPRINT)
 
@@ -301,7 +302,13 @@ def test_a_judge_that_has_moved_is_the_same_run():
     def of(**options: Any) -> dict[str, str]:
         judge = {"base_url": "http://a:8123/v1", "model": "j", **options}
         keys = AdoraScriptArguments(adora_reward=["accuracy", {"judge": judge}])
-        return fingerprint(keys, data=["d"], model="m", revision="r", processes=1)
+        return fingerprint(
+            keys,
+            data=["d"],
+            model="m",
+            revision="r",
+            processes=1,
+        )
 
     before = of()
     assert differences(before, of(base_url="http://b:8124/v1", concurrency=4)) == []
@@ -403,7 +410,13 @@ def test_an_epoch_has_its_own_order_however_the_run_came_there():
 
 def test_rows_that_are_not_shuffled_all_have_their_turn():
     """Eleven rows in generations of four leave three over, which begin the next epoch."""
-    sampler = EpochRepeatSampler(range(11), 2, batch_size=4, repeat_count=3, shuffle=False)
+    sampler = EpochRepeatSampler(
+        range(11),
+        2,
+        batch_size=4,
+        repeat_count=3,
+        shuffle=False,
+    )
     drawn = []
     for epoch in range(11):
         sampler.set_epoch(epoch)
@@ -431,7 +444,13 @@ def test_a_key_of_partial_rollouts_differs_only_where_there_is_a_budget():
 
     def of(budget: int | None, staleness: int = 4) -> dict[str, str]:
         keys = AdoraKeys(adora_rollouts=RolloutOptions(budget=budget, staleness=staleness))
-        return fingerprint(keys, data=["d"], model="m", revision="r", processes=1)
+        return fingerprint(
+            keys,
+            data=["d"],
+            model="m",
+            revision="r",
+            processes=1,
+        )
 
     assert differences(of(None), of(None, 2)) == []
     assert "adora_rollouts.budget" not in of(None)

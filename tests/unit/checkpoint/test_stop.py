@@ -353,7 +353,8 @@ def test_a_module_that_is_interrupted_says_so_in_one_line(module, tmp_path):
     name = module.removesuffix(":main")
     code, output = press_ctrl_c(AS_MODULE if name == module else AS_SCRIPT, name, tmp_path)
     assert code == EXIT_INTERRUPTED, output
-    assert output.startswith("interrupted") and output.count("\n") == 1, output
+    assert output.startswith("interrupted"), output
+    assert output.count("\n") == 1, output
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 

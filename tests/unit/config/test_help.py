@@ -66,7 +66,8 @@ def test_help_answers_at_once():
 
 def test_the_short_help_fits_on_a_screen_and_shows_the_defaults_of_today():
     text = help_text(["--config", "nowhere.yaml", "--help"])
-    assert len(text.splitlines()) <= 45 and max(map(len, text.splitlines())) <= 100
+    assert len(text.splitlines()) <= 45
+    assert max(map(len, text.splitlines())) <= 100
     for words in (
         "--dry-run",
         "--write-config",
@@ -76,7 +77,8 @@ def test_the_short_help_fits_on_a_screen_and_shows_the_defaults_of_today():
     ):
         assert words in text
     shown = re.findall(r"^  (\w+): ", text, re.MULTILINE)
-    assert len(shown) >= 20 and set(shown) <= set(read_keys())
+    assert len(shown) >= 20
+    assert set(shown) <= set(read_keys())
 
 
 def test_every_key_stands_once_in_the_long_help_with_what_it_means():

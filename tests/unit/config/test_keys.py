@@ -268,7 +268,8 @@ def test_nan_and_infinity_are_refused_by_every_key_also_within_a_mapping_or_list
         for key, hint in KEYS.items()
         if dict in arms(hint) and key not in ("adora_method", "adora_reward")
     ]
-    assert len(numbers) > 70 and len(mappings) > 10
+    assert len(numbers) > 70
+    assert len(mappings) > 10
     for inf in (float("nan"), float("inf"), float("-inf"), 10**400):
         assert [key for key in numbers if not is_refusal(said(key, inf), key)] == []
         assert [key for key in numbers if not is_refusal(said(key, str(inf)), key)] == []
@@ -337,9 +338,8 @@ def test_a_key_of_trl_that_the_annotated_config_explains_has_a_range():
         if not is_refusal(said(key, str(value)), key)
     }
     assert wrong == {}
-    assert is_refusal(said("seed", 2**32), "seed") and said("seed", 2**32 - 1) == "", (
-        "what numpy takes"
-    )
+    assert is_refusal(said("seed", 2**32), "seed"), "what numpy takes"
+    assert said("seed", 2**32 - 1) == "", "what numpy takes"
     explained = read_file(ROOT / "configs" / "train" / "annotated.yaml").keys() - OURS
     free = {key for key in explained if KEYS[key] in (bool, bool | None, list[str] | None)}
     assert explained - free <= THEIRS.keys() | set(FILLED)
@@ -380,7 +380,12 @@ def test_file_command_line_and_python_say_the_same(tmp_path):
             for way in (["--config", str(path)], [f"--{key}={word}"])
         }
         with pytest.raises(UserError) as refused:
-            AdoraGRPOConfig(use_cpu=True, bf16=False, output_dir="nowhere", **{key: value})
+            AdoraGRPOConfig(
+                use_cpu=True,
+                bf16=False,
+                output_dir="nowhere",
+                **{key: value},
+            )
         lines.add(re.sub("'", "", str(refused.value)))
         if len(lines) > 1 or not is_refusal(lines.pop(), key):
             wrong[key] = lines
@@ -405,7 +410,8 @@ def test_null_and_none_are_null_or_refused_and_never_a_text(key, written):
         return
     line = said(key, written)
     if line:
-        assert line.startswith(f"{key}: ") and " is not " in line
+        assert line.startswith(f"{key}: ")
+        assert " is not " in line
     else:
         found = convert(key, written, hint)
         assert found is None or "none" in (found, *(found if isinstance(found, list) else ()))

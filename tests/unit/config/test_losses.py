@@ -12,7 +12,13 @@ from adora_vl.utils.errors import UserError
 
 
 def config(**keys: Any) -> AdoraGRPOConfig:
-    return AdoraGRPOConfig(use_cpu=True, bf16=False, output_dir="nowhere", max_steps=10, **keys)
+    return AdoraGRPOConfig(
+        use_cpu=True,
+        bf16=False,
+        output_dir="nowhere",
+        max_steps=10,
+        **keys,
+    )
 
 
 # keys -> how the line begins, and what it has as its remedy
@@ -54,7 +60,9 @@ def test_keys_that_would_be_another_loss_are_refused_in_one_line(keys, begins, r
     with pytest.raises(UserError) as caught:
         check_loss(config(**keys))
     line = str(caught.value)
-    assert line.startswith(begins) and remedy in line and "\n" not in line
+    assert line.startswith(begins)
+    assert remedy in line
+    assert "\n" not in line
 
 
 @pytest.mark.parametrize("keys", TAKEN)

@@ -38,7 +38,8 @@ def config(method: str = "adora", options: str = "", **keys: object) -> AdoraGRP
 
 def test_the_default_is_adora_by_its_own_keys():
     ours = config(options="{factor: 0.3, tau: 0.4}")
-    assert isinstance(ours.adora_method, dict) and ours.adora_method["adora"]["factor"] == 0.3
+    assert isinstance(ours.adora_method, dict)
+    assert ours.adora_method["adora"]["factor"] == 0.3
     assert ours.loss_type == "dapo"  # TRL's default is left alone
     options = build_pipeline(ours).adora_options
     assert (options.factor, options.tau, options.mode) == (
@@ -46,7 +47,8 @@ def test_the_default_is_adora_by_its_own_keys():
         Schedule(0.4),
         "attenuation",
     )
-    assert not build_pipeline(ours).is_plain and method_overheads(ours) == []
+    assert not build_pipeline(ours).is_plain
+    assert method_overheads(ours) == []
     assert build_pipeline(config(options="{mode: off}")).is_plain
 
 
@@ -57,7 +59,8 @@ def test_a_method_sets_the_keys_of_trl_that_belong_to_it_and_says_so():
     dapo = config("dapo+adora")
     assert (dapo.epsilon_high, dapo.mask_truncated_completions) == (0.28, True)
     kept = config("dapo", '{"keep_settings": ["epsilon_high"]}')
-    assert kept.epsilon_high is None and kept.loss_type == "dapo"
+    assert kept.epsilon_high is None
+    assert kept.loss_type == "dapo"
     assert all(hasattr(ours, key) for method in METHODS.values() for key in method.settings)
 
 
@@ -66,7 +69,8 @@ def test_options_come_from_a_yaml_block(tmp_path):
     factor = "{start: 0.1, end: 1.0, shape: cosine, steps: [0, 40]}"
     path.write_text(f"adora_method:\n  adora:\n    steps: [0, 50]\n    factor: {factor}\n")
     options = build_pipeline(parse([*CPU, "--config", str(path)])[1]).adora_options
-    assert options.factor == Schedule(0.1, 1.0, "cosine", (0, 40)) and options.steps == (0, 50)
+    assert options.factor == Schedule(0.1, 1.0, "cosine", (0, 40))
+    assert options.steps == (0, 50)
 
 
 # (method, its options, other keys) -> what the line has
@@ -197,7 +201,8 @@ def test_a_method_may_come_from_a_file_as_a_function_or_with_options_and_a_signa
     check_methods(ours)
     assert torch.equal(build_pipeline(ours)(groups, stock), stock.clamp(-0.5, 0.5))
     both = build_pipeline(config("my_methods.py:Solvable+adora"))
-    assert both.signal(groups).tolist() == [False, True] and not both(groups, stock)[0].any()
+    assert both.signal(groups).tolist() == [False, True]
+    assert not both(groups, stock)[0].any()
     (mine / "elsewhere").mkdir()
     (mine / "c.yaml").write_text("adora_method: my_methods.py:cautious")
     monkeypatch.chdir(mine / "elsewhere")  # so it is found beside the config
@@ -205,10 +210,8 @@ def test_a_method_may_come_from_a_file_as_a_function_or_with_options_and_a_signa
     monkeypatch.chdir(mine)
     before = ours.methods.hashes
     (mine / "my_methods.py").write_text((mine / "my_methods.py").read_text() + "# edited")
-    assert (
-        before.keys() == {"my_methods.py"}
-        and config("my_methods.py:cautious").methods.hashes != before
-    )
+    assert before.keys() == {"my_methods.py"}
+    assert config("my_methods.py:cautious").methods.hashes != before
     for method, options, expected in (
         (
             "my_methods.py:Solvible",

@@ -130,7 +130,8 @@ def test_a_config_becomes_ours_and_what_has_no_counterpart_is_named(trainer, tmp
     assert read(["--config", str(tmp_path / "c.adora.yaml")]).set_keys >= ours.keys(), (
         "every key and value is one of ours"
     )
-    assert main([trainer, str(tmp_path / "c.yaml")]) == 2 and "is there" in capsys.readouterr().err
+    assert main([trainer, str(tmp_path / "c.yaml")]) == 2
+    assert "is there" in capsys.readouterr().err
 
 
 def test_what_cannot_be_moved_is_one_line(tmp_path, capsys):

@@ -261,7 +261,8 @@ def test_a_published_example_is_planned(trainer, tmp_path, capsys, monkeypatch):
     captured = capsys.readouterr()
     assert code in (0, 1), captured.err
     verdict = "It fits: " if code == 0 else "It does NOT fit: "
-    assert verdict in captured.out and "adora_method:" in captured.out
+    assert verdict in captured.out
+    assert "adora_method:" in captured.out
     assert not [line for line in captured.err.splitlines() if line.startswith("error")]
 
 
@@ -276,4 +277,5 @@ def test_a_published_example_trains_the_tiny_model(trainer, tmp_path, capsys):
     state = json.loads((run / "trainer_state.json").read_text())
     assert state["global_step"] == 2
     rewards = [entry["reward"] for entry in state["log_history"] if "reward" in entry]
-    assert rewards and all(math.isfinite(reward) for reward in rewards)
+    assert rewards
+    assert all(math.isfinite(reward) for reward in rewards)

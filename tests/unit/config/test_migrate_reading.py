@@ -89,7 +89,8 @@ def test_a_launch_line_is_read_without_the_launchers_own_options(words, tmp_path
     (tmp_path / "base.yaml").write_text("{model_name_or_path: other, seed: 3}")
     assert main(["trl", *words]) == 0
     ours = yaml.safe_load((tmp_path / "trl.adora.yaml").read_text())
-    assert ours["model_name_or_path"] == "m" and "num_processes" not in ours
+    assert ours["model_name_or_path"] == "m"
+    assert "num_processes" not in ours
     assert ours.get("seed") == (3 if "--config" in words else None)
 
 
@@ -107,7 +108,8 @@ def test_a_base_config_that_is_not_here_is_said(tmp_path, monkeypatch, capsys):
     assert main(["easyr1", "config=examples/config.yaml", "worker.actor.model.model_path=m"]) == 0
     printed = capsys.readouterr().out
     assert "examples/config.yaml: the config that the command builds on" in printed
-    assert "data missing" in printed and "reward missing" in printed
+    assert "data missing" in printed
+    assert "reward missing" in printed
 
 
 def test_foreign_text_stays_in_its_comment(tmp_path):
@@ -132,7 +134,8 @@ def test_only_what_is_not_a_default_there_is_listed(tmp_path, capsys):
     words = ["actor_rollout_ref.model.path=m", *values]
     assert main(["verl", *words, "--output", str(tmp_path / "a.yaml")]) == 0
     short = capsys.readouterr().out
-    assert "data.truncation: left" in short and "reward_manager" not in short
+    assert "data.truncation: left" in short
+    assert "reward_manager" not in short
     assert "--all lists 2 more" in short
     assert main(["verl", *words, "--all", "--output", str(tmp_path / "b.yaml")]) == 0
     assert "reward_model.reward_manager: naive" in capsys.readouterr().out
@@ -152,7 +155,8 @@ def test_what_cannot_be_is_one_line(word, line, tmp_path, capsys):
     words = ["actor_rollout_ref.rollout.n=8", word, "--output", str(tmp_path / "a.yaml")]
     assert main(["verl", *words]) == 2
     errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 1 and line in errors[0]
+    assert len(errors) == 1
+    assert line in errors[0]
 
 
 def test_the_layers_of_an_adapter_follow_theirs(tmp_path):
@@ -161,7 +165,8 @@ def test_the_layers_of_an_adapter_follow_theirs(tmp_path):
     both = convert_config("verl", None, words=[*base])
     assert both.keys["lora_target_modules"][0] == "all-linear"
     language = convert_config("verl", None, words=[*base, excluded])
-    assert "lora_target_modules" not in language.keys and "adora_freeze" not in language.keys
+    assert "lora_target_modules" not in language.keys
+    assert "adora_freeze" not in language.keys
     named = convert_config(
         "verl", None, words=[*base, excluded, "actor_rollout_ref.model.target_modules=[q_proj]"]
     )

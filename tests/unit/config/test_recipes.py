@@ -68,7 +68,8 @@ def test_every_train_config_passes_the_checks_of_a_real_run(subtests):
             plan = batch_plan(config, processes)
             check_row_count(plan, ROWS.get(name, 2101))
             assert plan.generation_batch == plan.prompts_per_generation * config.num_generations
-            assert model.model_name_or_path and script.dataset_name
+            assert model.model_name_or_path
+            assert script.dataset_name
             # a micro-batch has whole groups, where the card has room for them
             if launcher != "cpu":
                 parts = 2 if name == "adora_7b_16gb_4bit" else 1
@@ -159,7 +160,12 @@ def made(**changes: Any) -> AdoraGRPOConfig:
         "num_generations": 8,
         "gradient_accumulation_steps": 4,
     }
-    return AdoraGRPOConfig(use_cpu=True, bf16=False, output_dir="nowhere", **{**keys, **changes})
+    return AdoraGRPOConfig(
+        use_cpu=True,
+        bf16=False,
+        output_dir="nowhere",
+        **{**keys, **changes},
+    )
 
 
 def plan(**changes: Any) -> BatchLayout:
@@ -221,7 +227,8 @@ def test_every_key_of_the_annotated_config_has_a_comment_with_the_default_of_the
     texts = stated()
     wrong = {}
     keys = {name for key, value in content("annotated").items() for name in dotted(key, value)}
-    assert texts.keys() == keys and len(texts) > 50
+    assert texts.keys() == keys
+    assert len(texts) > 50
     own = {f"adora_method.adora.{one.name}": one.default for one in fields(METHODS["adora"])}
     known: dict[str, Any] = {**key_defaults(), **own}
     for key, text in texts.items():

@@ -31,7 +31,13 @@ from tests.support.tiny_run import arguments
 
 
 def config(**keys: Any) -> AdoraGRPOConfig:
-    return AdoraGRPOConfig(use_cpu=True, bf16=False, output_dir="nowhere", max_steps=10, **keys)
+    return AdoraGRPOConfig(
+        use_cpu=True,
+        bf16=False,
+        output_dir="nowhere",
+        max_steps=10,
+        **keys,
+    )
 
 
 def refusal(check: Any, *values: Any) -> str:
@@ -134,11 +140,16 @@ def test_no_secret_of_a_config_is_in_a_file_a_tracker_or_an_error(tmp_path: Path
     torch.save(made, tmp_path / "training_args.bin")
     read = torch.load(tmp_path / "training_args.bin", weights_only=False)
     assert (read.hub_token, read.model_init_kwargs) == (None, {"token": None})
-    assert (
-        read.learning_rate == made.learning_rate
-        and read.vllm_server_base_url == "http://...@10.0.0.1:8000"
+    assert read.learning_rate == made.learning_rate
+    assert read.vllm_server_base_url == "http://...@10.0.0.1:8000"
+    kept = fingerprint(
+        script,
+        made,
+        data=[],
+        model="tiny",
+        revision="main",
+        processes=1,
     )
-    kept = fingerprint(script, made, data=[], model="tiny", revision="main", processes=1)
     given = [
         "--model_init_kwargs",
         f'{{"token": "{words[1]}"}}',
@@ -170,9 +181,8 @@ def test_no_secret_of_a_config_is_in_a_file_a_tracker_or_an_error(tmp_path: Path
         """'{"token": "..."}' --vllm_server_base_url=http://...@10.0.0.1:8000"""
     )
     assert "<|im_end|>" in str(kept), "the model's own tokens are no secrets"
-    assert made.model_init_kwargs == {"token": words[1]} and made.vllm_server_base_url == address, (
-        "the run has them"
-    )
+    assert made.model_init_kwargs == {"token": words[1]}, "the run has them"
+    assert made.vllm_server_base_url == address, "the run has them"
 
 
 def test_a_copied_config_is_whole_and_a_pickled_one_lacks_secrets_and_methods() -> None:
@@ -183,7 +193,8 @@ def test_a_copied_config_is_whole_and_a_pickled_one_lacks_secrets_and_methods() 
         assert copied.methods is original.methods
         assert vars(copied).keys() == vars(original).keys()
     pickled = original.__getstate__()
-    assert pickled["hub_token"] is None and "methods" not in pickled
+    assert pickled["hub_token"] is None
+    assert "methods" not in pickled
     assert pickled["adora_method"] == original.adora_method
 
 
@@ -242,7 +253,8 @@ def test_the_engines_log_probabilities_are_old_ones_where_nothing_else_corrects(
         ({"adora_stock_step": ["share_prompt"]}, ""),
     ):
         line = refusal(check_keys.check_old_logps, config(**{**keys, **changed}))
-        assert words in line and bool(words) == bool(line), changed
+        assert words in line, changed
+        assert bool(words) == bool(line), changed
         assert not line or line.startswith("adora_rollouts.old_logps: engine ")
 
 
@@ -312,7 +324,8 @@ def test_an_engine_is_divided_into_equal_parts_or_not_at_all() -> None:
                 if value == wrong
                 else ""
             )
-            assert line.startswith(expected) and bool(line) == bool(expected)
+            assert line.startswith(expected)
+            assert bool(line) == bool(expected)
     keys.vllm_mode = "server"
     check_tensor_parallel(keys, model_with(text, tower), 3)
 
@@ -349,12 +362,14 @@ def _check_broken(
     (model / file).unlink() if content is None else (model / file).write_bytes(content)
     assert main(arguments(tmp_path / "run", model_name_or_path=model)) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("error: model_name_or_path: ") and said in line
+    assert line.startswith("error: model_name_or_path: ")
+    assert said in line
     if file == "tokenizer.json":  # read with the model; export copies it
         return
     assert export([str(model), str(tmp_path / "out")]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("error: RUN: ") and (content is None or said in line)
+    assert line.startswith("error: RUN: ")
+    assert content is None or said in line
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 

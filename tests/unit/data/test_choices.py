@@ -114,7 +114,13 @@ def evaluated_on(folder: Path, *words: str) -> list[str]:
 def fingerprint_of(folder: Path, *words: str) -> Fingerprint:
     script = script_of("--dataset_name", folder, *words)
     settings = as_asked(script, load_rows(script, [str(folder)], seed=0).data.table)
-    return fingerprint(settings, data=[folder], model="m", revision="r", processes=1)
+    return fingerprint(
+        settings,
+        data=[folder],
+        model="m",
+        revision="r",
+        processes=1,
+    )
 
 
 def test_training_and_evaluations_ask_in_the_same_words(

@@ -115,7 +115,13 @@ def test_a_resume_sees_another_data_set_share_prompt_or_order(
 ) -> None:
     def of(*words: object) -> dict[str, str]:
         script = script_of(*words)
-        return fingerprint(script, data=data_folders(script), model="m", revision="r", processes=1)
+        return fingerprint(
+            script,
+            data=data_folders(script),
+            model="m",
+            revision="r",
+            processes=1,
+        )
 
     system = tmp_path / "system.txt"
     system.write_text("Be brief.\n")
@@ -342,7 +348,8 @@ def test_a_data_set_of_the_hub_is_streamed_again_only_for_another_commit(tmp_pat
             "someone/theirs", {"problem": "q", "answer": "a"}, tmp_path / "home"
         )
 
-    assert folder() == folder() and len(revisions) == 1, "every process would stream it once more"
+    assert folder() == folder(), "every process would stream it once more"
+    assert len(revisions) == 1, "every process would stream it once more"
     commits.append("2" * 40)
     manifest = read_manifest(folder())
     assert manifest is not None

@@ -138,7 +138,8 @@ def test_rows_that_python_hands_over_are_shown_as_a_person_sees_them() -> None:
     assert first["images"][0] is second["images"][0], "one object stays one"
     assert shown_rows([first])[0]["images"][0] is first["images"][0]
     assert third == {"image": None}
-    assert drawn.mode == "RGBA" and type(drawn) is Image.Image, "what was handed over stays"
+    assert drawn.mode == "RGBA", "what was handed over stays"
+    assert type(drawn) is Image.Image, "what was handed over stays"
     (read,) = DistinctRows([rows[0]]).__getitems__([0])
     assert read["images"][1].size == (30, 40)
     nothing = Image.fromarray(np.full((8, 8), np.nan, np.float32))
@@ -160,7 +161,8 @@ def test_a_picture_of_any_depth_is_as_bright_as_it_was_meant() -> None:
         form = "PNG" if kind is np.uint16 else "TIFF"
         cleaned = clean_image(encoded_as(Image.fromarray(shades), form))
         pixels: list[Any] = [cleaned.getpixel((at, 0)) for at in (0, 5, 11)]
-        assert pixels[0] == (0, 0, 0) and pixels[2] == (255, 255, 255), (kind, largest)
+        assert pixels[0] == (0, 0, 0), (kind, largest)
+        assert pixels[2] == (255, 255, 255), (kind, largest)
         assert pixels[1] in [(127,) * 3, (128,) * 3], (kind, largest)
 
 

@@ -155,9 +155,8 @@ def test_a_broken_row_is_kept_aside_with_reason_and_bytes(
             _, output, folders, reasons = everything_broken
             row_id = f"geometry3k/train/{folders[kind].name}"
             (line,) = [line for line in quarantined(output) if line["id"] == row_id]
-            assert line["reason"] == reasons[kind] and WORDS.get(kind, "") in line["detail"], line[
-                "detail"
-            ]
+            assert line["reason"] == reasons[kind], line["detail"]
+            assert WORDS.get(kind, "") in line["detail"], line["detail"]
             assert line["detail"].startswith(f"{row_id}: ")
             assert "; " in line["detail"]
             assert "object at 0x" not in line["detail"]

@@ -94,9 +94,8 @@ def test_it_keeps_what_is_solved_sometimes_and_copies_the_other_splits(
     solved_sometimes = [
         row for row, rate in zip(rows_of(data), RATES, strict=True) if 0.25 <= rate <= 0.75
     ]
-    assert rows_of(output) == solved_sometimes and len(solved_sometimes) == 4, (
-        "whole rows, in their order, images byte by byte"
-    )
+    assert rows_of(output) == solved_sometimes, "whole rows, in their order, images byte by byte"
+    assert len(solved_sometimes) == 4, "whole rows, in their order, images byte by byte"
     assert rows_of(output, "test") == rows_of(data, "test")
     assert (
         "6 problems: 4 kept with a pass rate of 0.25:0.75, 1 below and 1 above"
@@ -174,9 +173,8 @@ def test_questions_are_asked_and_answers_read_as_in_the_training(
         "system",
         "Put it in <answer> </answer>.",
     ] in prompts
-    assert model.asked.total() == 24 and len(rows_of(tmp_path / "given")) == 4, (
-        "0.1:0.9, as with boxes"
-    )
+    assert model.asked.total() == 24, "0.1:0.9, as with boxes"
+    assert len(rows_of(tmp_path / "given")) == 4, "0.1:0.9, as with boxes"
     manifest = read_manifest(tmp_path / "given")
     assert manifest is not None
     assert manifest["arguments"]["prompt"] == "Look: {problem}"

@@ -65,7 +65,8 @@ def said_in_lines(code: int, capsys: pytest.CaptureFixture[str]) -> str:
     """Standard error, after checking that a refusal is error lines alone."""
     stderr = capsys.readouterr().err
     errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
-    assert code in (0, 2) and bool(errors) == (code == 2), stderr
+    assert code in (0, 2), stderr
+    assert bool(errors) == (code == 2), stderr
     assert all(len(line) < 1500 for line in errors), "a line that nobody reads"
     return stderr
 
@@ -361,7 +362,8 @@ def test_nonsense_in_a_file_names_the_key(benchmark, tmp_path, monkeypatch, caps
             config.write_text(yaml.safe_dump({action.dest: value}))
             assert evaluate(benchmark, ["run", "--config", str(config)]) == 2, (action.dest, value)
             stderr = capsys.readouterr().err
-            assert stderr.startswith("error: ") and stderr.count("\n") == 1, stderr
+            assert stderr.startswith("error: "), stderr
+            assert stderr.count("\n") == 1, stderr
             assert action.dest in stderr.replace("-", "_"), (value, stderr)
 
 

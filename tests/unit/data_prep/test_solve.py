@@ -238,7 +238,8 @@ def _assert_refused_in_training(folder: Path) -> None:
     script = AdoraScriptArguments(dataset_name=[str(folder)], dataset_train_split="test")
     with pytest.raises(UserError, match="written with --for-evaluation") as refusal:
         load_rows(script, folders=[str(folder)], seed=0)
-    assert str(folder) in str(refusal.value) and "\n" not in str(refusal.value)
+    assert str(folder) in str(refusal.value)
+    assert "\n" not in str(refusal.value)
     rows = load_split(folder, "test")
     with pytest.raises(UserError, match="train_dataset: has variants of a test split"):
         refuse_for_evaluation(rows, where="train_dataset:")
@@ -281,7 +282,8 @@ def test_a_variant_lies_as_the_picture_of_its_original() -> None:
     ]
     asked = form(at, ["AB", "BC", "CD", "DA", "AC"], facts, "Find(LengthOf(Line(A, C)))")
     solved = verdict(asked).figure
-    assert solved is not None and abs(solved.at["A"][1] - solved.at["B"][1]) > 0.1
+    assert solved is not None
+    assert abs(solved.at["A"][1] - solved.at["B"][1]) > 0.1
     variants = variants_of(("a", written(solved)), per=3, seed=1, split="train")
     assert variants
     for variant in variants:

@@ -22,9 +22,10 @@ from adora_vl.rewards.answer import plain
 from adora_vl.synthetic import generated as prepare
 from adora_vl.synthetic import knights
 from adora_vl.synthetic.drawing import STYLES, Canvas, Point
-from adora_vl.synthetic.families import FAMILIES, LETTERED
+from adora_vl.synthetic.families import FAMILIES
 from adora_vl.synthetic.generate import KNOWN, LEVELS, generate, split_of
 from adora_vl.synthetic.generated import ensure_drawn, prepare_drawn, synthetic
+from adora_vl.synthetic.lettered import LETTERED
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main
 from tests.support.cases import Case
@@ -74,9 +75,8 @@ def test_every_row_is_sound(prepared: Path) -> None:
     assert len({row["id"] for row in rows}) == ROWS + TEST_ROWS
     assert {row["meta"]["family"] for row in rows} == set(FAMILIES)
     for row in rows:
-        assert verify_gold(row["answer"]) is None and row["answer"] == canonical_gold(
-            row["answer_raw"]
-        ), row["id"]
+        assert verify_gold(row["answer"]) is None, row["id"]
+        assert row["answer"] == canonical_gold(row["answer_raw"]), row["id"]
         assert grade(row["meta"]["solution"], row["answer"]).verdict == "correct", row["id"]
         image = Image.open(io.BytesIO(row["images"][0]["bytes"]))
         assert image.mode == "RGB"
@@ -97,7 +97,8 @@ def test_workings_of_one_answer_differ_in_length_by_wording() -> None:
             words.setdefault((meta["family"], meta["kind"], name), set()).add(
                 len(digits_alike.split())
             )
-    assert len(words) == 14 and all(len(lengths) >= 2 for lengths in words.values()), words
+    assert len(words) == 14, words
+    assert all(len(lengths) >= 2 for lengths in words.values()), words
 
 
 def test_a_polygon_stands_on_a_side_with_a_dot_at_each_corner(

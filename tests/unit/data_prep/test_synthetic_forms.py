@@ -1,24 +1,30 @@
 """Each family of drawn problems has the answer that its picture and question determine.
 
-What is drawn is noted on its way to the picture, written down in the text form, and solved. The
-families of reading (numbers at corners, knights) have nothing that a text form can say.
+A problem has its text form, which the engine solves. Lettered families are drawn from it; of the plain
+ones what stands in the picture is compared with it. The families of reading (numbers at corners,
+knights) have nothing that a text form can say.
 """
 
-import itertools
 import random
 import re
-import string
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
+from adora_vl.data.dataset import stored_rows
 from adora_vl.geometry.text import form_of_text
 from adora_vl.geometry.verdict import verdict
 from adora_vl.rewards.grade import grade
-from adora_vl.synthetic.drawing import PLAIN, Canvas, Point, Sketch, Style
-from adora_vl.synthetic.families import FAMILIES, LETTERED, SyntheticProblem
+from adora_vl.rewards.steps import measured_work
+from adora_vl.synthetic.drawing import PLAIN, Canvas, Point
+from adora_vl.synthetic.drawn_form import DrawnForm
+from adora_vl.synthetic.families import FAMILIES, SyntheticProblem
+from adora_vl.synthetic.generated import prepare_drawn, synthetic
+from adora_vl.synthetic.lettered import LETTERED
 from adora_vl.synthetic.perimeter import perimeter_digit
+from adora_vl.synthetic.sketch import ClutteredError
 
 SIZE = 224  # pixels; large enough for all labels of a lettered figure
 LEVELS = (1, 2, 3)
@@ -27,10 +33,11 @@ SEEDS = (3, 4, 5)
 
 @dataclass
 class Drawing:
-    """What was drawn: facts in words, labels with their places, and the number of dots."""
+    """What stands in a picture: texts with their places, lines by their corners, circles, dots."""
 
-    facts: list[str] = field(default_factory=list)
     labels: list[tuple[str, Point]] = field(default_factory=list)
+    lines: list[list[Point]] = field(default_factory=list)
+    circles: int = 0
     dots: int = 0
 
     @property
@@ -38,154 +45,103 @@ class Drawing:
         """The labels without their places."""
         return [text for text, _ in self.labels]
 
-    def note_shape(
-        self,
-        sketch: Sketch,
-        rng: random.Random,
-        size: int,
-        style: Style,
-        places: dict[str, Point],
-        *lines: str,
-        circle: str = "",
-        letters: str = "",
-    ) -> None:
-        """Note the outline; a problem whose labels would touch is drawn again from here."""
-        self.facts.clear()
-        outline = lines[0].removesuffix(lines[0][0])
-        if circle:
-            self.facts.append(f"circle O: {', '.join('ABC')}")
-        elif len(outline) == 3:
-            self.facts.append(f"triangle {outline}")
-        if outline == "ACD":
-            self.facts += ["B on AC", "E on AD"]
-
-    def note_sides(self, sketch: Sketch, **values: object) -> None:
-        """Note what is written at sides."""
-        self.facts += [f"{names} = {value}" for names, value in values.items()]
-
-    def note_angles(self, sketch: Sketch, *reach: float, **texts: str) -> None:
-        """Note what is written into angles."""
-        self.facts += [f"angle {path} = {text.rstrip('°')}" for path, text in texts.items()]
-
-    def note_right_angle(self, sketch: Sketch, path: str) -> None:
-        """Note a small square."""
-        self.facts.append(f"right angle {path}")
-
-    def note_places(self, sketch: Sketch) -> None:
-        """Note where the points lie, in thousandths of the picture."""
-        for name, place in sketch._at.items():
-            if len(name) == 1:
-                self.facts.append(f"{name} at {1000 * place.real:.1f}, {1000 * place.imag:.1f}")
-
-    def note_label(self, canvas: Canvas, text: str, centre: Point) -> None:
-        """Note any text of the picture."""
-        self.labels.append((text, centre))
-
-    def note_dot(self, canvas: Canvas, centre: Point) -> None:
-        """Count a dot."""
-        self.dots += 1
+    def clear(self) -> None:
+        """Forget everything."""
+        self.labels.clear()
+        self.lines.clear()
+        self.circles = 0
+        self.dots = 0
 
 
 @pytest.fixture
 def drawing(monkeypatch: pytest.MonkeyPatch) -> Drawing:
-    """Note what a family draws from now on."""
+    """Note what is drawn from now on."""
     notes = Drawing()
 
-    def note_before(owner: type, name: str, note: Callable[..., None]) -> None:
-        original = getattr(owner, name)
+    def note_before(name: str, note: Callable[..., None]) -> None:
+        original = getattr(Canvas, name)
 
-        def noted(self: object, *words: object, **texts: object) -> object:
-            note(self, *words, **texts)
-            return original(self, *words, **texts)
+        def noted(canvas: Canvas, *words: object, **options: object) -> object:
+            note(*words)
+            return original(canvas, *words, **options)
 
-        monkeypatch.setattr(owner, name, noted)
+        monkeypatch.setattr(Canvas, name, noted)
 
-    note_before(Sketch, "__init__", notes.note_shape)
-    note_before(Sketch, "sides", notes.note_sides)
-    note_before(Sketch, "angles", notes.note_angles)
-    note_before(Sketch, "right_angle", notes.note_right_angle)
-    note_before(Sketch, "picture", notes.note_places)
-    note_before(Canvas, "label", notes.note_label)
-    note_before(Canvas, "dot", notes.note_dot)
+    def note_circle(centre: Point, radius: float) -> None:
+        notes.circles += 1
+
+    def note_dot(centre: Point) -> None:
+        notes.dots += 1
+
+    note_before("label", lambda text, centre: notes.labels.append((text, centre)))
+    note_before("line", lambda *points: notes.lines.append(list(points)))
+    note_before("circle", note_circle)
+    note_before("dot", note_dot)
     return notes
 
 
-def solved(facts: list[str]) -> str:
-    """The answer of facts in words, in its short form."""
-    result = verdict(form_of_text("\n".join(facts)))
-    assert result.status == "answered", (facts, result.why)
+def solved(sentences: tuple[str, ...]) -> str:
+    """Solve a problem in the text form, and return its answer in its short form."""
+    result = verdict(form_of_text("\n".join(sentences)))
+    assert result.status == "answered", (sentences, result.why)
     return result.answer or str(result.value)
 
 
-def assert_answer(problem: SyntheticProblem, facts: list[str]) -> None:
-    """Assert that the facts determine the problem's answer."""
-    answer = solved(facts)
+def assert_solved(problem: SyntheticProblem) -> None:
+    """Assert that the text form of a problem determines its answer."""
+    answer = solved(problem.sentences)
     result = grade(f"\\boxed{{{answer}}}", problem.answer)
-    assert result.verdict == "correct", (facts, answer, problem.answer)
-
-
-def facts_of(question: str) -> list[str]:
-    """What the question of a lettered family says, in the text form."""
-    text = question.replace("so that the quadrilateral is a parallelogram", "")
-    for command, words in (
-        (r"\\overline\{(.*?)\}", r"\1"),
-        (r"m \\widehat\{(.*?)\}", r"arc \1"),
-        (r"m \\angle", "angle"),
-        (r"\\parallel", "parallel"),
-        (r"In \\odot O, find", "find"),
-        (r"(?<=[A-Z]) (?=[A-Z])", ""),
-        (r"^If ", ""),
-    ):
-        text = re.sub(command, words, text)
-    facts = [part.strip(" .") for part in re.split(r",| and (?=A)", text)]
-    if "quadrilateral" in question:
-        facts.append("ABCD parallelogram")
-    return [fact.replace("Find", "find").removeprefix("and ") for fact in facts if fact]
+    assert result.verdict == "correct", (problem.sentences, answer, problem.answer)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", LETTERED)
-def test_a_lettered_picture_and_its_question_determine_the_answer(
-    drawing: Drawing, name: str, level: int
+def test_a_lettered_problem_is_solved_from_the_sentences_it_is_drawn_from(
+    name: str, level: int
 ) -> None:
     for seed in SEEDS:
         problem = LETTERED[name](random.Random(seed), SIZE, level, PLAIN)
-        assert_answer(problem, [*drawing.facts, *facts_of(problem.question)])
+        assert_solved(problem)
+        (question_sentence,) = [text for text in problem.sentences if text.startswith("find ")]
+        letters_of_question = re.sub(r"\\[a-z]+", "", problem.question).replace(" ", "")
+        goal = question_sentence.split()[-1]
+        assert goal in letters_of_question, (goal, problem.question)
 
 
-def isosceles(drawing: Drawing, problem: SyntheticProblem) -> list[str]:
-    """Two equal sides meet at the angle that is written."""
+# What the picture of a plain family says of its text form.
+
+
+def isosceles(drawing: Drawing) -> list[str]:
+    """The apex angle is written."""
     (apex,) = drawing.texts
-    return ["triangle ABC", "AB = AC", f"angle BAC = {apex}", "find angle ABC"]
+    return [f"angle BAC = {apex}"]
 
 
-def polygon(drawing: Drawing, problem: SyntheticProblem) -> list[str]:
+def polygon(drawing: Drawing) -> list[str]:
     """Dots stand at the corners, and show how many there are."""
-    return [f"regular polygon {string.ascii_uppercase[: drawing.dots]}", "find angle ABC"]
+    return [f"regular polygon {'ABCDEFGHIJKL'[: drawing.dots]}"]
 
 
-def right_triangle(drawing: Drawing, problem: SyntheticProblem) -> list[str]:
+def right_triangle(drawing: Drawing) -> list[str]:
     """Both legs have a label."""
     down, across = drawing.texts
-    return ["triangle ABC", "right angle ABC", f"AB = {down}", f"BC = {across}", "find AC"]
+    return ["right angle ABC", f"AB = {down}", f"BC = {across}"]
 
 
-def crossing(drawing: Drawing, problem: SyntheticProblem) -> list[str]:
+def crossing(drawing: Drawing) -> list[str]:
     """The angle above is written, and x stands below or at the right."""
     above, unknown = drawing.labels
-    sector = "CEB" if unknown[1][1] > 0.7 else "DEB"
-    corners = ["A at 0, 0", "B at 100, 90", "C at 0, 90", "D at 100, 0", "AB and CD meet at E"]
-    return [*corners, f"angle AED = {above[0]}", f"find angle {sector}"]
+    is_below = unknown[1][1] > 0.7
+    return [f"angle AED = {above[0]}", "find angle CEB" if is_below else "find angle DEB"]
 
 
-def circle(drawing: Drawing, problem: SyntheticProblem) -> list[str]:
+def circle(drawing: Drawing) -> list[str]:
     """The radius is drawn with its length."""
     (radius,) = drawing.texts
-    measure = "circumference" if "circumference" in problem.question else "diameter"
-    return ["circle O: A", f"radius O = {radius}", f"find {measure} O"]
+    return ["circle O: A", f"radius O = {radius}"]
 
 
-PLAIN_FORMS = {
+SEEN_IN_PICTURE = {
     "isosceles": isosceles,
     "polygon": polygon,
     "right_triangle": right_triangle,
@@ -194,23 +150,23 @@ PLAIN_FORMS = {
 }
 
 
-def test_each_plain_family_has_a_form() -> None:
-    assert set(PLAIN_FORMS) == set(FAMILIES)
+def test_each_plain_family_is_compared_with_its_picture() -> None:
+    assert set(SEEN_IN_PICTURE) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", PLAIN_FORMS)
-def test_a_plain_picture_and_its_question_determine_the_answer(
+@pytest.mark.parametrize("name", SEEN_IN_PICTURE)
+def test_a_plain_problem_is_solved_from_what_its_picture_shows(
     drawing: Drawing, name: str, level: int
 ) -> None:
-    kinds = set()
-    for seed in itertools.chain(SEEDS, range(10, 16)):
-        drawing.labels.clear()
-        drawing.dots = 0
+    solved_kinds = set()
+    for seed in (*SEEDS, *range(10, 16)):
+        drawing.clear()
         problem = FAMILIES[name](random.Random(seed), SIZE, level, PLAIN)
-        if seed in SEEDS or problem.kind not in kinds:
-            assert_answer(problem, PLAIN_FORMS[name](drawing, problem))
-        kinds.add(problem.kind)
+        assert set(SEEN_IN_PICTURE[name](drawing)) <= set(problem.sentences)
+        if seed in SEEDS or problem.kind not in solved_kinds:
+            assert_solved(problem)
+        solved_kinds.add(problem.kind)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -218,6 +174,71 @@ def test_the_last_digit_of_a_perimeter_is_that_of_the_figure(drawing: Drawing, l
     problem = perimeter_digit(random.Random(level), SIZE, level)
     sides = [*drawing.texts, *re.findall(r"\d+", problem.question)]
     names = ("AB", "BC", "CD", "DA")
-    lengths = [f"{name} = {side}" for name, side in zip(names, sides, strict=True)]
-    perimeter = solved(["ABCD quadrilateral", *lengths, "find perimeter ABCD"])
-    assert problem.answer == perimeter[-1]
+    shown = {f"{name} = {side}" for name, side in zip(names, sides, strict=True)}
+    assert shown <= set(problem.sentences)
+    assert problem.answer == solved(problem.sentences)[-1]
+
+
+KITE = {"A": (0.0, 1.0), "B": (0.6, 0.0), "C": (0.0, -1.2), "D": (-0.6, 0.0)}
+
+
+def test_a_form_that_no_family_has_is_drawn_as_it_is_said(drawing: Drawing) -> None:
+    """A new family is sentences and places, and needs no drawing code."""
+    form = DrawnForm(random.Random(1), SIZE, PLAIN, KITE, "ABCD kite")
+    assert [len(path) for path in drawing.lines] == [5]
+    assert drawing.texts == ["A", "B", "C", "D"]
+    drawing.clear()
+    form.say("AB = 2x + 1", "angle DAB = 80", "angle ABC = 5y")
+    assert drawing.texts == ["2x + 1", "80°", "5y"]
+    assert not drawing.lines
+    assert form.sentences == ["ABCD kite", "AB = 2x + 1", "angle DAB = 80", "angle ABC = 5y"]
+
+
+def test_a_line_that_a_sentence_names_first_is_drawn(drawing: Drawing) -> None:
+    form = DrawnForm(random.Random(1), SIZE, PLAIN, KITE, "ABCD kite")
+    drawing.clear()
+    form.say("AC = 9")
+    assert [len(path) for path in drawing.lines] == [2]
+
+
+def test_what_is_only_noted_is_not_drawn(drawing: Drawing) -> None:
+    form = DrawnForm(random.Random(1), SIZE, PLAIN, KITE, "ABCD kite")
+    drawing.clear()
+    form.note("AB = 7", "find AC")
+    assert not drawing.labels
+    assert not drawing.lines
+    assert form.sentences[-2:] == ["AB = 7", "find AC"]
+
+
+def test_labels_that_would_touch_are_refused() -> None:
+    form = DrawnForm(random.Random(1), SIZE, PLAIN, KITE, "ABCD kite")
+    form.say("AB = 9")
+    with pytest.raises(ClutteredError):
+        form.say("AB = 3x")  # in the same place
+
+
+def test_rows_with_figures_can_be_paid_for_true_steps(tmp_path: Path) -> None:
+    """What the option adds is what the reward `steps` reads; without it the columns stay as ever."""
+    families = ("inscribed_arc", "corners")
+    for name, options in {"plain": {}, "figures": {"figures": True}}.items():
+        drawn = synthetic(rows=4, test_rows=1, size=SIZE, families=families, **options)
+        prepare_drawn(tmp_path / name, drawn)
+    plain_rows = list(stored_rows(tmp_path / "plain", "train"))
+    rows = list(stored_rows(tmp_path / "figures", "train"))
+    for plain_row, row in zip(plain_rows, rows, strict=True):
+        assert {name: row[name] for name in plain_row} == plain_row
+        assert set(row) - set(plain_row) == {"facts", "figure"}
+    arcs = [row for row in rows if row["meta"]["family"] == "inscribed_arc"]
+    assert len(arcs) == 2
+    for row in arcs:
+        answer = int(row["answer"])
+        assert row["facts"].splitlines()[-1] == "find arc AC"
+        true_step = measured_work(f"angle AOC = {answer}. \\boxed{{{answer}}}", row["figure"])
+        false_step = measured_work(f"angle AOC = {answer + 1}. \\boxed{{5}}", row["figure"])
+        assert true_step is not None
+        assert false_step is not None
+        assert true_step.false == 0
+        assert false_step.false == 1
+    (corners, *_) = [row for row in rows if row["meta"]["family"] == "corners"]
+    assert corners["facts"] is None, "a text form has no words for numbers that are only read"
+    assert corners["figure"] is None

@@ -154,7 +154,12 @@ def test_what_a_run_compiles_with(subtests, tmp_path, monkeypatch):
     assert "/bin/mycc" in on_a_card.detail
     assert "gcc" not in on_a_card.detail
     headers.unlink()
-    without = check_compilers(deepspeed=False, triton=True, find=places.get, include=str(tmp_path))
+    without = check_compilers(
+        deepspeed=False,
+        triton=True,
+        find=places.get,
+        include=str(tmp_path),
+    )
     assert without.status is Status.FAILED
     assert "Python's headers" in without.remedy
 

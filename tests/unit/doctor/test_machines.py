@@ -480,7 +480,13 @@ def test_both_scripts_divide_the_cores_among_the_processes_of_a_machine(slurm):
     stub(slurm, "nproc", "echo 64")
     for changed, threads in (({}, 16), ({"ENVIRONMENT": "OMP_NUM_THREADS=3"}, 3)):
         environment = {"HOSTS": "one", "LAUNCH": "./launch", "PROCESSES_PER_NODE": "4", **changed}
-        done = script("ssh/train.sh", "--output_dir", "out", folder=slurm, **environment)
+        done = script(
+            "ssh/train.sh",
+            "--output_dir",
+            "out",
+            folder=slurm,
+            **environment,
+        )
         assert done.stdout.split() == ["one:", "threads", str(threads)], done.stderr
 
 
@@ -493,13 +499,26 @@ def test_a_slurm_job_that_fails_is_not_queued_again(slurm):
     done = script("slurm/train.sbatch", "--output_dir=out", folder=slurm, **environment)
     assert done.returncode == 1
     assert not (slurm / "requeued").exists()
-    done = script("slurm/train.sbatch", "--config", "a.yaml", folder=slurm, **environment)
+    done = script(
+        "slurm/train.sbatch",
+        "--config",
+        "a.yaml",
+        folder=slurm,
+        **environment,
+    )
     assert done.returncode == 2
     assert "--output_dir: not among the arguments" in done.stderr
 
 
 def test_port_0_is_refused_for_machines_that_meet_over_ssh(tmp_path):
-    done = script("ssh/train.sh", "--output_dir", "out", folder=tmp_path, HOSTS="one two", PORT="0")
+    done = script(
+        "ssh/train.sh",
+        "--output_dir",
+        "out",
+        folder=tmp_path,
+        HOSTS="one two",
+        PORT="0",
+    )
     assert done.returncode == 2
     assert done.stderr.startswith("error: PORT: 0 is no port for several machines")
 
@@ -533,7 +552,13 @@ def test_over_ssh_a_machine_that_fails_ends_the_others(ssh):
     """The others would wait for its processes; they are given GRACE seconds, and then killed."""
     stub(ssh, "launch", 'if [ "$HOST" = two ]; then exit 3; fi; sleep 55 & wait')
     environment = {"HOSTS": "one two", "LAUNCH": "./launch", "GRACE": "0"}
-    done = script("ssh/train.sh", "--output_dir", "out", folder=ssh, **environment)
+    done = script(
+        "ssh/train.sh",
+        "--output_dir",
+        "out",
+        folder=ssh,
+        **environment,
+    )
     assert done.returncode == 3
     assert "two ended with 3; the others have 0 seconds to end" in done.stderr
 

@@ -160,9 +160,8 @@ def test_every_benchmark_stands_in_the_help_of_a_training_and_on_the_pages():
     }
     for name in NAMES:
         assert name in named_there, f"the help of adora_eval lacks {name}"
-        assert (
-            f"{name}=DIR" in pages["configuration.md"] and f"eval.{name}" in pages["evaluation.md"]
-        ), name
+        assert f"{name}=DIR" in pages["configuration.md"], name
+        assert f"eval.{name}" in pages["evaluation.md"], name
 
 
 class Rounds:

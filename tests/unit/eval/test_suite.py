@@ -61,9 +61,8 @@ def test_a_row_with_one_start_of_the_engine(data, monkeypatch, capsys):
         assert head.split() == list(COLUMNS)
         assert row.startswith(str(data / name))
         assert "its strict score" in note
-    assert len(BUILT) == 2 and len(set(BUILT)) == 1, (
-        "an engine for each model, that fits all benchmarks"
-    )
+    assert len(BUILT) == 2, "an engine for each model, that fits all benchmarks"
+    assert len(set(BUILT)) == 1, "an engine for each model, that fits all benchmarks"
     assert (
         main([*words, "--samples", "3", "--temperature", "1", "--beside", str(data / "first")]) == 0
     )

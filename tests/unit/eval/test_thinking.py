@@ -46,7 +46,13 @@ def free_form(pid: str, response: str, **fields: Any) -> dict[str, Any]:
 
 def choice(pid: str, response: str, **fields: Any) -> dict[str, Any]:
     options = {"question_type": "multi_choice", "answer_type": "text", "choices": ANGLES}
-    return free_form(pid, response, **options, answer="30", **fields)
+    return free_form(
+        pid,
+        response,
+        **options,
+        answer="30",
+        **fields,
+    )
 
 
 def scored(rows: list[dict[str, Any]], **options: Any) -> Scored:

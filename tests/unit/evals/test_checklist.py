@@ -60,7 +60,8 @@ def test_questions_are_of_marks_and_have_exact_answers(drawn: str) -> None:
             if question.answer == "no" and question.kind == "parallel":
                 assert "AB marked as parallel to CD" not in question.text
             if question.answer == "no" and question.kind == "right angle":
-                assert "BAD" not in question.text and "DAB" not in question.text
+                assert "BAD" not in question.text
+                assert "DAB" not in question.text
     assert kinds.keys() == {"length", "angle", "right angle", "parallel"}
 
 

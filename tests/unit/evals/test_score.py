@@ -222,9 +222,8 @@ def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> No
     photos = write_lines(tmp_path / "own.jsonl", [prediction("photos/test/1", r"\boxed{5}")])
     own_table = table(score_file(BENCHMARK, photos, GraderOptions()))
     assert own_table.startswith("photos: ")
-    assert "finish_reason" in printed_table and "finish_reason" not in own_table, (
-        "one value says nothing"
-    )
+    assert "finish_reason" in printed_table, "one value says nothing"
+    assert "finish_reason" not in own_table, "one value says nothing"
     # A failed image is never graded, even if something that looks right stands in the response.
     failed = prediction("1", r"\boxed{5}", finish_reason=IMAGE_FAILED)
     assert grade_row(BENCHMARK, failed, GraderOptions()).grade.verdict == "failed"

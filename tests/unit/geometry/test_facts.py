@@ -41,7 +41,8 @@ def _length(line: str, size: str) -> str:
 )
 def test_a_right_triangle_by_seldom_facts(facts: list[str], question: str, value: float) -> None:
     result = verdict(form(RIGHT, ["AB", "BC", "AC"], [*RIGHT_FACTS, *facts], question))
-    assert result.status == "answered" and not result.unread, result.why
+    assert result.status == "answered", result.why
+    assert not result.unread, result.why
     assert result.value == pytest.approx(value)
 
 
@@ -51,7 +52,8 @@ def test_two_separate_triangles_are_similar_as_they_look() -> None:
     lines = ["AB", "BC", "AC", "DE", "EF", "DF"]
     question = ["Similar(Polygon($1),Polygon($2))", "Find(LengthOf(Line(D, F)))"]
     result = verdict(form(APART, lines, facts, question))
-    assert result.status == "answered" and result.value == pytest.approx(12.0), result.why
+    assert result.status == "answered", result.why
+    assert result.value == pytest.approx(12.0), result.why
 
 
 def test_the_second_leg_of_an_isosceles_triangle_is_as_long_as_the_first() -> None:
@@ -60,7 +62,8 @@ def test_the_second_leg_of_an_isosceles_triangle_is_as_long_as_the_first() -> No
     question = [f"Equals(Line(B,A),{role})", f"Equals(Line(B,C),{role})"]
     facts = [_length("AB", "2x"), _length("BC", "x+5"), _length("AC", "4")]
     result = verdict(form(at, ["AB", "BC", "AC"], facts, [*question, "Find(x)"]))
-    assert result.status == "answered" and result.value == pytest.approx(5.0), result.why
+    assert result.status == "answered", result.why
+    assert result.value == pytest.approx(5.0), result.why
     # As drawn the legs would be others.
     base = [f"Equals(Line(A,C),{role.replace('LegOf', 'BaseOf')})", "Find(x)"]
     assert verdict(form(at, ["AB", "BC", "AC"], facts, base)).value == pytest.approx(5.0)
@@ -72,4 +75,5 @@ def test_the_orthocenter_lies_on_all_altitudes() -> None:
     facts = ["Equals(MeasureOf(Angle(A, B, C)), 65)", "Equals(MeasureOf(Angle(A, C, B)), 50)"]
     question = ["IsOrthocenterOf(Point(H),Triangle(A,B,C))", "Find(MeasureOf(Angle(H, B, C)))"]
     result = verdict(form(at, lines, facts, question))
-    assert result.status == "answered" and result.value == pytest.approx(40.0), result.why
+    assert result.status == "answered", result.why
+    assert result.value == pytest.approx(40.0), result.why

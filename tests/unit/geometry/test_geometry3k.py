@@ -146,4 +146,5 @@ def test_no_broken_form_raises(records: dict, count: int) -> None:
     for _ in range(count):
         name = rng.choice(sorted(records))
         result = verdict(form_of(_broken(records[name], rng)))
-        assert result.why and "\n" not in result.why
+        assert result.why
+        assert "\n" not in result.why

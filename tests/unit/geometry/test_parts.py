@@ -86,7 +86,8 @@ def test_brackets_close_and_are_bounded() -> None:
     assert term_of("A" * 3 + "(" * 3) is None
     assert term_of("Line(" * (MAX_DEPTH + 2) + "A" + ")" * (MAX_DEPTH + 2)) is None
     term = term_of("Equals(LengthOf(Line(A, B)), 2x+1)")
-    assert term is not None and term_of(str(term)) == term
+    assert term is not None
+    assert term_of(str(term)) == term
 
 
 def test_a_form_is_read_back() -> None:
@@ -182,4 +183,5 @@ def test_a_circle_that_the_picture_calls_otherwise_is_its_only_one() -> None:
     ]
     asked = ["Tangent(Line(M,P),Circle(O))", "Equals(LengthOf(Line(M,O)),20)", "Find(x)"]
     reading = read(form(at, ["AP", "MP", "AM"], facts, asked, ["A"]))
-    assert reading.drawing.aliases == {"O": "A"} and not reading.unread
+    assert reading.drawing.aliases == {"O": "A"}
+    assert not reading.unread

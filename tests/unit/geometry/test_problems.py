@@ -92,7 +92,8 @@ def test_what_excludes_itself_is_a_conflict(text: str) -> None:
 )
 def test_of_two_solutions_without_a_drawing_both_are_named(text: str) -> None:
     result = verdict(form_of_text(text))
-    assert result.status == "ambiguous" and "two figures fit" in result.why, result.why
+    assert result.status == "ambiguous", result.why
+    assert "two figures fit" in result.why, result.why
 
 
 @pytest.mark.parametrize(
@@ -149,4 +150,5 @@ def test_a_figure_that_was_not_found_is_no_contradiction(monkeypatch: pytest.Mon
     monkeypatch.setattr("adora_vl.geometry.solve._LETTER_STEPS", 1)
     monkeypatch.setattr("adora_vl.geometry.conflict._exclude_each_other", lambda *_: False)
     result = verdict(form_of_text("triangle ABC, AB = 13, BC = 14, AC = 15, find area ABC"))
-    assert result.status == "open" and result.why.startswith("no figure was found")
+    assert result.status == "open"
+    assert result.why.startswith("no figure was found")

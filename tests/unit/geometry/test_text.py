@@ -97,7 +97,8 @@ def test_a_place_chooses_of_two_figures() -> None:
     asked = form_of_text(facts)
     assert asked.points["B"] == (150.0, 20.0)
     result = verdict(asked)
-    assert result.status == "answered" and result.value == pytest.approx(4.125686, abs=1e-6)
+    assert result.status == "answered"
+    assert result.value == pytest.approx(4.125686, abs=1e-6)
 
 
 def test_a_text_and_its_logic_form_are_one_problem() -> None:
@@ -138,7 +139,8 @@ def test_a_text_and_its_logic_form_are_one_problem() -> None:
 def test_a_slip_is_named_with_its_place(text: str, said: str) -> None:
     with pytest.raises(UserError) as raised:
         form_of_text(text)
-    assert said in str(raised.value) and "\n" not in str(raised.value)
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,8 @@ def test_a_true_fact_more_changes_nothing_and_one_less_never_gives_another_answe
     asked = "Find(MeasureOf(Angle(A, C, B)))"
     for facts in (needed, [*needed, more[0]], [*needed, *more]):
         result = verdict(form(at, SIDES, facts, asked))
-        assert result.status == "answered" and result.value == pytest.approx(wanted, abs=1e-6)
+        assert result.status == "answered"
+        assert result.value == pytest.approx(wanted, abs=1e-6)
     for number in range(3):
         facts = needed[:number] + needed[number + 1 :]
         result = verdict(form(at, SIDES, facts, asked))
@@ -218,7 +219,8 @@ def test_facts_that_exclude_each_other_are_named(
             "Find(MeasureOf(Angle(A, B, C)))",
         )
     )
-    assert result.status == "conflict" and result.why.startswith("no figure")
+    assert result.status == "conflict"
+    assert result.why.startswith("no figure")
     assert all(name in result.why for name in named)
 
 
@@ -296,10 +298,10 @@ def test_a_fact_that_is_not_known_is_named_with_its_place_and_the_nearest_one() 
     ]
     result = verdict(form(TRIANGLE, SIDES, facts, "Find(LengthOf(Line(A, B)))"))
     assert result.answer == "5"
-    assert result.unread[0].startswith("fact 3, ") and "brackets" in result.unread[0]
-    assert "did you mean 'Perpendicular'" in result.unread[1] and result.unread[1].startswith(
-        "fact 2, "
-    )
+    assert result.unread[0].startswith("fact 3, ")
+    assert "brackets" in result.unread[0]
+    assert "did you mean 'Perpendicular'" in result.unread[1]
+    assert result.unread[1].startswith("fact 2, ")
 
 
 @pytest.mark.parametrize(
@@ -320,7 +322,8 @@ def test_a_fact_that_is_not_known_is_named_with_its_place_and_the_nearest_one() 
 def test_what_cannot_be_read_says_why(changed: dict, said: str) -> None:
     asked = form(TRIANGLE, SIDES, [], "Find(LengthOf(Line(A, B)))")
     result = verdict(replace(asked, **changed))
-    assert result.status == "unread" and said in result.why
+    assert result.status == "unread"
+    assert said in result.why
 
 
 @pytest.mark.parametrize(

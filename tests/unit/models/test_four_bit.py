@@ -214,4 +214,5 @@ def test_one_copy_of_the_base_is_on_the_card_and_the_engine_keeps_its_own(monkey
     with llm.awake():
         llm.wake_up(tags="weights")
         llm.sleep(level=2)
-    assert llm.base.away and llm.base.moves == 3, "it stays away as long as the engine is awake"
+    assert llm.base.away, "it stays away as long as the engine is awake"
+    assert llm.base.moves == 3, "it stays away as long as the engine is awake"

@@ -45,7 +45,8 @@ def test_every_linear_layer_of_the_language_model_is_adapted_and_no_other(kind):
         for name, module in adapted.named_modules()
         if hasattr(module, "lora_A")
     }
-    assert expected and layers == expected
+    assert expected
+    assert layers == expected
     assert (
         keys.lora_target_modules
         == peft_config.target_modules

@@ -131,7 +131,12 @@ def test_an_object_that_deepspeed_has_divided_is_refused_with_a_reference():
 
 def test_an_adapter_of_another_kind_that_does_not_start_at_the_reference_ends_the_run(tmp_path):
     """No key says it: it is measured before the first update."""
-    drawn = LoHaConfig(r=4, alpha=64, target_modules=TARGETS, init_weights=False)
+    drawn = LoHaConfig(
+        r=4,
+        alpha=64,
+        target_modules=TARGETS,
+        init_weights=False,
+    )
     trainer = trainer_of(tmp_path / "run", peft_config=drawn)
     before = [weight.clone() for weight in trainer.model.parameters()]
     with pytest.raises(UserError, match=r"^beta: 0\.1: the policy starts .* nats per token from"):

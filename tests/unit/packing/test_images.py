@@ -245,14 +245,12 @@ def test_the_rows_of_a_batch_are_decoded_once_and_their_images_are_decoded():
     assert [row["id"] for row in rows] == [2, 2, 0, 2]
     assert rows[0]["images"][0] is rows[3]["images"][0]
     again = dataset.__getitems__([2, 2, 0, 2])
-    assert reads == [2, 0] and again[0]["images"][0] is rows[0]["images"][0], (
-        "the next micro-batch asks for the same"
-    )
+    assert reads == [2, 0], "the next micro-batch asks for the same"
+    assert again[0]["images"][0] is rows[0]["images"][0], "the next micro-batch asks for the same"
     assert dataset.__getitems__([1, 2])[1]["id"] == 2
     assert reads == [2, 0, 1]
-    assert dataset.__getitems__([0])[0]["id"] == 0 and reads == [2, 0, 1, 0], (
-        "no more than one batch is held"
-    )
+    assert dataset.__getitems__([0])[0]["id"] == 0, "no more than one batch is held"
+    assert reads == [2, 0, 1, 0], "no more than one batch is held"
     rows[0]["note"] = "own"
     assert "note" not in rows[1], "what is written into one row is not in its copies"
     assert rows[0]["images"][0].tobytes() == noise_picture(2).tobytes()
@@ -347,7 +345,8 @@ def test_a_bank_holds_bytes_and_gives_a_tower_the_processors_numbers(processor):
     bank = ImageBanks(PatchNormalizer(image_processor, settings)).new("train")
     bank.references(entry, torch.device("cpu"))
     _, stored, grid_3 = bank.image(0)
-    assert stored.dtype == torch.uint8 and 8 * stored.nbytes == expected.nbytes
+    assert stored.dtype == torch.uint8
+    assert 8 * stored.nbytes == expected.nbytes
     assert torch.equal(bank.pixels([0])[0], expected)
     changed = bank.store("changed", -expected, grid_3)
     pixels, _ = bank.pixels([0, int(changed[0])])

@@ -603,7 +603,12 @@ def test_an_order_made_without_gradients_serves_a_pass_with_them():
 
 
 def test_another_tower_and_another_attention_stay_as_they_are(subtests):
-    config = Qwen2VLVisionConfig(depth=1, embed_dim=32, num_heads=2, hidden_size=16)
+    config = Qwen2VLVisionConfig(
+        depth=1,
+        embed_dim=32,
+        num_heads=2,
+        hidden_size=16,
+    )
     older_tower = Qwen2VisionTransformerPretrainedModel(config)
     for attention, eye in (
         ("eager", tower()),

@@ -258,7 +258,14 @@ def _check_lengths(data, family):
     counter = tokenizer_counter(processor, SYSTEM_PROMPT)
     limits = limits_of(processor, build_config(processor.tokenizer, family), None, 9000)
     rows = load_split(data, "train")
-    overlong = OverlongPrompts(None, counter, limits, "error", speaks=False, paper=True)
+    overlong = OverlongPrompts(
+        None,
+        counter,
+        limits,
+        "error",
+        speaks=False,
+        paper=True,
+    )
     assert len(overlong.fitting(rows, rows["problem"])) == len(rows)
     lengths = overlong.lengths
     assert lengths is not None
@@ -302,7 +309,8 @@ def test_the_verdict_stands_last_with_the_command_that_comes_next(data, tmp_path
     words = [*SMOKE, "--use_vllm", "false", "--output_dir", str(tmp_path / "run")]
     assert main([*words, "--dry-run"]) == 0
     verdict, following = capsys.readouterr().out.splitlines()[-2:]
-    assert verdict.startswith("It fits: ") and verdict.endswith(" GiB.")
+    assert verdict.startswith("It fits: ")
+    assert verdict.endswith(" GiB.")
     assert following == f"Next: python -m adora_vl.train {' '.join(words)}"
     launcher = str(CONFIGS / "accelerate" / "cpu.yaml")
     assert main([*words, "--dry-run", "--accelerate-config", launcher, "--processes", "1"]) == 0
@@ -321,7 +329,8 @@ def test_memory_is_shown_also_where_the_rows_do_not_fill_a_generation(data, tmp_
     assert "Memory, predicted" in captured.out
     assert captured.out.splitlines()[-1].startswith("It fits: ")
     [error] = [line for line in captured.err.splitlines() if line.startswith("error: ")]
-    assert "cannot fill one generation" in error and not written.exists()
+    assert "cannot fill one generation" in error
+    assert not written.exists()
     with pytest.raises(UserError, match="cannot fill one generation"):
         make_plan(read(words), DryRunOptions())
     assert main(words) == 2

@@ -398,9 +398,8 @@ def test_a_packed_group_has_its_prompt_once(recipe):
     before = predict(short, 80 * GIB).phases["forward and backward"]
     after = predict(packed, 80 * GIB).phases["forward and backward"]
     assert after["activations"] < before["activations"] / 2
-    assert "attention mask" in before and "attention mask" not in after, (
-        "attention in two parts stores no mask"
-    )
+    assert "attention mask" in before, "attention in two parts stores no mask"
+    assert "attention mask" not in after, "attention in two parts stores no mask"
 
 
 def test_the_largest_image_leaves_the_engine_room_for_the_completion(recipe):

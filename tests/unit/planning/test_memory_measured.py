@@ -24,9 +24,24 @@ from adora_vl.models.shape import describe
 
 pytestmark = pytest.mark.slow
 
-SMALL = MicroBatch(sequences=4, prompt_tokens=76, completion_tokens=40, image_tokens=16)
-LONG = MicroBatch(sequences=3, prompt_tokens=264, completion_tokens=300, image_tokens=64)
-WIDE = MicroBatch(sequences=1, prompt_tokens=656, completion_tokens=300, image_tokens=256)
+SMALL = MicroBatch(
+    sequences=4,
+    prompt_tokens=76,
+    completion_tokens=40,
+    image_tokens=16,
+)
+LONG = MicroBatch(
+    sequences=3,
+    prompt_tokens=264,
+    completion_tokens=300,
+    image_tokens=64,
+)
+WIDE = MicroBatch(
+    sequences=1,
+    prompt_tokens=656,
+    completion_tokens=300,
+    image_tokens=256,
+)
 
 
 class Policy:

@@ -236,7 +236,13 @@ def test_visual_tokens_weigh_a_batch_by_hand():
     }
     processor = Qwen2VLImageProcessor()
     images = SimpleNamespace(banks=ImageBanks(), image_processor=processor, shown=True)
-    visual = started("visual_tokens.py:VisualTokens", log, keys=keys, images=images, share=0.5)
+    visual = started(
+        "visual_tokens.py:VisualTokens",
+        log,
+        keys=keys,
+        images=images,
+        share=0.5,
+    )
     ones = torch.ones(3, 4, dtype=torch.long)
     batch: Any = {"completion_mask": ones, "advantages": torch.tensor([1.0, -2.0, 3.0])}
     batch["num_images"] = [1, 1, 0]

@@ -20,7 +20,8 @@ def test_the_package_lists_its_commands(capsys):
         assert f"python -m {name} " in printed
         runs = find_spec(name) if "." in name else None
         main_file = find_spec(f"{name}.__main__") if runs is None or _is_package(name) else runs
-        assert main_file is not None and main_file.origin is not None
+        assert main_file is not None
+        assert main_file.origin is not None
         assert "__main__" in Path(main_file.origin).read_text() or main_file.name.endswith("main__")
     assert main(["migrate"]) == 2
     assert "write python -m adora_vl.migrate" in capsys.readouterr().err
@@ -45,7 +46,8 @@ def test_one_line_is_said_before_the_imports(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     announce_reading(15)
     captured = capsys.readouterr()
-    assert captured.err == "Reading config and libraries, about 15 s\n" and captured.out == ""
+    assert captured.err == "Reading config and libraries, about 15 s\n"
+    assert captured.out == ""
 
 
 def test_the_notebooks_open_what_the_demo_leaves():

@@ -84,7 +84,8 @@ def test_a_missing_compiler_or_header_is_named_before_anything_is_made(case):
     for name, python, programs, environment, words in cases:
         with case(name) as folder:
             done = install(folder, "gpu", python, *programs, **environment)
-            assert done.returncode == 2 and words in done.stderr, done.stderr
+            assert done.returncode == 2, done.stderr
+            assert words in done.stderr, done.stderr
             assert not (folder / ".venv").exists()
 
 

@@ -37,8 +37,20 @@ def finished_run(seed, arm, *, accuracy, worked, loss=0.08):
 
 def pair(seed, *, ahead, workings, loss=0.08):
     """Both arms of a seed, with ADORA so far ahead."""
-    grpo = finished_run(seed, "grpo", accuracy=0.4, worked=0.2, loss=loss)
-    adora = finished_run(seed, "adora", accuracy=0.4 + ahead, worked=0.2 + workings, loss=loss)
+    grpo = finished_run(
+        seed,
+        "grpo",
+        accuracy=0.4,
+        worked=0.2,
+        loss=loss,
+    )
+    adora = finished_run(
+        seed,
+        "adora",
+        accuracy=0.4 + ahead,
+        worked=0.2 + workings,
+        loss=loss,
+    )
     return [grpo, adora]
 
 

@@ -89,7 +89,13 @@ def test_the_text_of_a_message_in_every_form(message, text):
 
 
 def test_a_figure_that_is_not_there_is_null():
-    columns = rows(1, 2, drift=[NAN, 0.5], extracted=[None, "7"], tds=[])
+    columns = rows(
+        1,
+        2,
+        drift=[NAN, 0.5],
+        extracted=[None, "7"],
+        tds=[],
+    )
     columns["reward/x"] = [1.0, None]
     table = rollouts.as_table(columns, {"k": 1})
     assert table["drift"].to_pylist() == [None, 0.5]
@@ -234,7 +240,14 @@ def test_a_rollout_with_tools_is_recorded_as_a_conversation(tmp_path):
     )
     recorder.record.start(0)
     image = Image.new("RGB", (8, 8))
-    call = Call(name="zoom", arguments="{}", text="Picture", seconds=0.5, failed=False, span=1)
+    call = Call(
+        name="zoom",
+        arguments="{}",
+        text="Picture",
+        seconds=0.5,
+        failed=False,
+        span=1,
+    )
     spans = (
         Segment(tokens=(1, 2), logps=(0.0, 0.0), step=0),
         Segment(tokens=(5, 6, 7), logps=None, step=0),

@@ -501,7 +501,12 @@ def test_the_commands_after_a_run(tmp_path):
 
 def test_an_adapter_alone_is_to_be_merged_before_it_is_evaluated(tmp_path):
     """A run with LoRA leaves it so under ZeRO-3; elsewhere training merges it."""
-    config = AdoraGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, max_steps=10)
+    config = AdoraGRPOConfig(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        max_steps=10,
+    )
     (tmp_path / "adapter_config.json").touch()
     *_, merge, evaluate = summary_lines([], config, tmp_path, 1)
     assert (

@@ -366,7 +366,8 @@ def test_the_first_screen_says_what_a_run_did_and_why(browser, page, tmp_path):
     run = write_run(tmp_path / "lonely", 20)
     browser.look(width=1400, height=900)
     browser.open(make_page(tmp_path / "one.html", run))
-    assert browser.text("h1") == "lonely" and "lonely" not in browser.text("#runs")
+    assert browser.text("h1") == "lonely"
+    assert "lonely" not in browser.text("#runs")
     assert browser.texts(".story li") == [
         "Signal: 20 of 40 recorded groups (50 %) have rewards that differ, and only these are "
         "learned from.",
@@ -381,7 +382,8 @@ def test_the_first_screen_says_what_a_run_did_and_why(browser, page, tmp_path):
     assert "temporarily disadvantageous" in browser.text("#groups .hint")
     assert not browser.js("document.querySelector('#filter-run').getClientRects().length")
     browser.open(page)
-    assert browser.text("h1") == "2 runs" and browser.texts("#runs h2") == ["adora", "grpo"]
+    assert browser.text("h1") == "2 runs"
+    assert browser.texts("#runs h2") == ["adora", "grpo"]
 
 
 def test_a_chart_says_how_to_read_it_and_none_is_equal_to_another(browser, tmp_path):
@@ -392,7 +394,8 @@ def test_a_chart_says_how_to_read_it_and_none_is_equal_to_another(browser, tmp_p
     file.write_text("\n".join(map(json.dumps, lines)))
     browser.open(make_page(tmp_path / "page.html", run))
     titles = browser.texts("#charts figcaption")
-    assert "Pass rate" in titles and "Accuracy in training" not in titles
+    assert "Pass rate" in titles
+    assert "Accuracy in training" not in titles
     assert browser.text("#charts .equal") == "Accuracy in training is equal to pass rate."
     assert "accuracy" not in browser.texts("#figures th")
     assert len(browser.texts("#charts .how")) == len(titles)
@@ -441,7 +444,9 @@ def test_a_call_is_drawn_on_the_picture_and_spelled_as_a_person_would(browser, t
     assert browser.text(".call code") == "zoom(0, 20, 30, 40)"
     assert browser.text(".turns .tool .hint") == "tool, 0.44 ms"
     detail = browser.text("#detail")
-    assert "tool_call" not in detail and "<image>" not in detail and "I look." in detail
+    assert "tool_call" not in detail
+    assert "<image>" not in detail
+    assert "I look." in detail
     # of a picture of 60 x 40, which this model sees at that size
     box = "['x', 'y', 'width', 'height'].map(name => document.querySelector('{} rect').getAttribute(name))"
     for boxes in (".problem .places", ".call .places"):

@@ -159,7 +159,13 @@ def test_a_line_of_several_steps_stands_for_the_seconds_of_all_of_them(tmp_path)
 
 def test_two_runs_with_one_seed_are_judged_over_the_problems(tmp_path, capsys):
     a = run(tmp_path / "a", [0.1] * 10, 5)
-    b = run(tmp_path / "b", [0.1, 0.3] + [0.5] * 8, 16, seconds=2.0, adora_method=ADORA)
+    b = run(
+        tmp_path / "b",
+        [0.1, 0.3] + [0.5] * 8,
+        16,
+        seconds=2.0,
+        adora_method=ADORA,
+    )
     lines = said(capsys, a, b, "--compare")
     text = lines[0]
     assert text.startswith(
@@ -385,4 +391,6 @@ def test_what_cannot_be_compared_is_the_users_mistake(tmp_path, capsys):
     for words, message in cases:
         assert gain(words) == 2, words
         error = capsys.readouterr().err
-        assert error.startswith("error: ") and error.count("\n") == 1 and message in error, words
+        assert error.startswith("error: "), words
+        assert error.count("\n") == 1, words
+        assert message in error, words

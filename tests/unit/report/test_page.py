@@ -251,7 +251,13 @@ def test_an_answer_of_several_parts_is_shown_part_by_part(tmp_path):
     ]
     for number, (texts, expected) in enumerate(cases):
         texts = {"answer": gold, "verdict": "wrong", "choices": None} | texts
-        run = write_run(tmp_path / str(number), 1, groups=1, rollouts=1, **texts)
+        run = write_run(
+            tmp_path / str(number),
+            1,
+            groups=1,
+            rollouts=1,
+            **texts,
+        )
         view = load_run(run, 100)
         (rollout,) = view.groups[0]["rollouts"]
         assert rollout[ROLLOUT.index("compared")] == expected, texts
@@ -345,12 +351,14 @@ def test_the_finished_report_of_the_pages_has_the_form_that_its_command_makes_to
     assert EXAMPLE.stat().st_size < 1_500_000
     example = unpacked(EXAMPLE)
     today = unpacked(made_today)
-    assert example.keys() == today.keys() and example["rollout"] == today["rollout"]
+    assert example.keys() == today.keys()
+    assert example["rollout"] == today["rollout"]
     for part in ("runs", "groups"):
         for data in (example, today):
             data |= data.pop(part)[0] if part in data else {}
         assert example.keys() == today.keys(), part
-    assert len(example["story"]) == 3 and "held-out accuracy" in example["result"]
+    assert len(example["story"]) == 3
+    assert "held-out accuracy" in example["result"]
     text = EXAMPLE.read_text() + json.dumps(example)
     assert not re.search(r"/(home|root|tmp|work)/", text), "no path of a machine"
 

@@ -125,14 +125,16 @@ def test_where_a_call_looks_is_in_shares_of_the_picture_as_it_was(tmp_path: Path
     turns = turn_reader.turns(row)
     assert turns is not None
     calls = [call for turn in turns for call in turn["calls"]]
-    assert calls[0]["points"] == [(0.25, 0.25), (0.5, 1.0)] and calls[0]["picture"] == large
+    assert calls[0]["points"] == [(0.25, 0.25), (0.5, 1.0)]
+    assert calls[0]["picture"] == large
     assert [call["points"] for call in calls[1:]] == [None, None, None]
     assert calls[-1]["text"] == "{broken"
     relative = TurnReader(tmp_path, {"view": {**view, "relative": True}}).turns(row)
     assert relative is not None
     assert relative[0]["calls"][0]["points"] == [(0.5, 0.25), (1.0, 1.0)]
     unplaced = TurnReader(tmp_path, {}).turns(row)
-    assert unplaced is not None and unplaced[0]["calls"][0]["points"] is None
+    assert unplaced is not None
+    assert unplaced[0]["calls"][0]["points"] is None
     assert turn_reader.turns({"turns": None}) is None
 
 
@@ -143,5 +145,6 @@ def test_a_page_has_no_placehunplaced_and_no_raw_call(tmp_path: Path) -> None:
     )
     view = load_run(run, 100)
     assert {problem["problem"] for problem in view.problems.values()} == {"Find x."}
-    assert "tool_call" not in str(view.groups) and "<image>" not in str(view.groups)
+    assert "tool_call" not in str(view.groups)
+    assert "<image>" not in str(view.groups)
     assert len(view.story) == 2, "one step has no change in length"

@@ -253,7 +253,8 @@ def test_an_evaluation_says_how_many_claims_are_true_and_how_much_is_luck(drawn:
     assert step_figures(rows[3:], graded[3:]) is None
     wrong = [Graded("0", RowGrade("wrong", None, ""))]
     figures = step_figures(rows[:1], wrong)
-    assert figures is not None and step_lines(figures)[2] == "right by luck: no answer is right"
+    assert figures is not None
+    assert step_lines(figures)[2] == "right by luck: no answer is right"
 
 
 def test_the_page_of_a_run_has_the_places_of_claims_and_says_what_is_luck(

@@ -67,7 +67,8 @@ ROW = st.tuples(
 def test_the_same_prompts_with_their_images_stand_after_words_of_their_own(shapes, tokens, longest):
     near = prompts(shapes)
     far = agreement.far_prompts(engine_pair(engine=longest), near, tokens)
-    assert far is not None and far.images is not None
+    assert far is not None
+    assert far.images is not None
     rows = len(shapes[: agreement.ROWS])
     assert max(map(len, far.ids)) == min(agreement.POSITION, longest - tokens)
     assert (
@@ -81,7 +82,8 @@ def test_the_same_prompts_with_their_images_stand_after_words_of_their_own(shape
     sizes = [size for _, row in shapes[:rows] for size in row]
     assert far.fields["image_grid_thw"].prod(dim=-1).tolist() == [4 * size for size in sizes]
     assert torch.equal(far.fields["pixel_values"], near.fields["pixel_values"][: 4 * sum(sizes)])
-    assert far.num_images == near.num_images[:rows] and len(far.names) == rows
+    assert far.num_images == near.num_images[:rows]
+    assert len(far.names) == rows
 
 
 def test_where_model_or_engine_have_no_room_there_are_none():
@@ -96,7 +98,9 @@ def test_where_model_or_engine_have_no_room_there_are_none():
 def test_prompts_without_images_keep_none():
     plain = Prompts([], [[20, 21], [22], [23]], None, {}, ["a", "b", "c"])
     far = agreement.far_prompts(engine_pair(engine=100), plain, 10)
-    assert far is not None and far.images is None and far.fields == {}
+    assert far is not None
+    assert far.images is None
+    assert far.fields == {}
     assert [len(row) for row in far.ids] == [90, 89]
     assert agreement.head(plain, 1).ids == [[20, 21]]
 

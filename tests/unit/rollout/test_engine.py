@@ -106,7 +106,8 @@ def test_shared_memory_has_a_name_of_its_own_and_no_name_after_the_start(tmp_pat
         ranks: Any = SimpleNamespace(unique_name="tp:0", ranks=[0, 1])
         name = cpu_communicator._CPUSHMDistributed.make_group_name(ranks)
         (tmp_path / name.removeprefix("/")).touch()
-    assert str(os.getppid()) in name and [file.name for file in tmp_path.iterdir()] == ["other"]
+    assert str(os.getppid()) in name
+    assert [file.name for file in tmp_path.iterdir()] == ["other"]
 
 
 def generation_with(asked: dict[str, Any] | None, mode: str = "colocate") -> AdoraVLLMGeneration:
@@ -141,7 +142,8 @@ def test_an_answer_that_repeats_itself_can_be_stopped_by_a_key_of_the_config(mon
     monkeypatch.setattr(AdoraVLLMGeneration, "_init_vllm", lambda self: None)
     engine = generation_with({"repetition_detection": {"max_pattern_size": 2, "min_count": 3}})
     asked = SamplingParams(**engine.generation_kwargs).repetition_detection
-    assert asked is not None and asked.max_pattern_size == 2
+    assert asked is not None
+    assert asked.max_pattern_size == 2
     found = [
         check_sequence_repetition(tokens, asked)
         for tokens in ([7, 1, 2, 1, 2, 1, 2], [7, 1, 2, 1, 2, 1])
@@ -345,9 +347,8 @@ def test_the_ranks_of_a_divided_engine_ask_for_the_same_and_each_gets_its_own(mo
         answers = engine_of(
             monkeypatch, seen, ["stop"] * 7, tensor_parallel_size=2, tp_group=None
         ).sample(own)
-        assert [p.n for _, p in seen] == [4, 3] and [one.tokens for one in answers] == [
-            [ask.seed] for ask in own
-        ]
+        assert [p.n for _, p in seen] == [4, 3]
+        assert [one.tokens for one in answers] == [[ask.seed] for ask in own]
 
 
 def test_vllm_takes_an_image_that_is_kept_without_copying_or_hashing_it(monkeypatch):
@@ -363,7 +364,8 @@ def test_vllm_takes_an_image_that_is_kept_without_copying_or_hashing_it(monkeypa
     assert parsed(row)[0] is not image, "vLLM still copies: without this there is nothing to save"
     monkeypatch.setattr(MultiModalHasher, "hash_kwargs", None)
     taken, hashes = parsed(with_known_images(row))
-    assert taken is image and hashes == {"image": [image.digest]}
+    assert taken is image
+    assert hashes == {"image": [image.digest]}
     two = {"prompt_token_ids": [1], "multi_modal_data": {"image": [image, image]}}
     assert parsed(with_known_images(two))[1] == {"image": [image.digest] * 2}
 
@@ -459,7 +461,8 @@ def test_vision_tokens_are_never_sampled_and_the_users_bans_stay():
     settings = {}
     config = GenerationConfig()
     prompt_tokens.never_sample([], settings, config)
-    assert settings == {} and config.suppress_tokens is None
+    assert settings == {}
+    assert config.suppress_tokens is None
 
 
 def test_a_prompt_that_begins_the_answer_is_refused_before_any_step():

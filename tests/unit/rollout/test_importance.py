@@ -49,7 +49,9 @@ def test_what_one_of_the_two_has_no_score_for(subtests):
 def test_the_message_says_how_far_where_and_why():
     drift = importance.merge_drift(torch.tensor([[5.0, 2.0, 4.0]]))
     message = importance.drift_message(drift, bound=0.3, step=6, checkpoint="out/checkpoint-6")
-    assert "step 7" in message and "2.5 nats" in message and "adora_max_drift is 0.3" in message
+    assert "step 7" in message
+    assert "2.5 nats" in message
+    assert "adora_max_drift is 0.3" in message
     assert "out/checkpoint-6" in message
     assert all(cause in message for cause in importance.CAUSES)
 
@@ -116,9 +118,11 @@ def test_the_ratio_of_a_micro_batch_has_the_bounds_of_the_run_and_is_logged():
     log = ratio.complete(micro, logps)
     assert not ratio.is_due(micro)
     found = micro["importance_sampling_ratio"]
-    assert torch.allclose(found[0, :3], torch.tensor([0.0, 0.5, 0.0])) and (found[1] == 1).all()
+    assert torch.allclose(found[0, :3], torch.tensor([0.0, 0.5, 0.0]))
+    assert (found[1] == 1).all()
     figures = {name.removeprefix("sampling/"): value for name, value in log.items()}
-    assert figures["importance_sampling_ratio/max"] == pytest.approx(0.5) and len(figures) == 5
+    assert figures["importance_sampling_ratio/max"] == pytest.approx(0.5)
+    assert len(figures) == 5
     assert figures["sampling_logp_difference/max"] == pytest.approx(math.log(8))
     for stale in ([0, 0], [3, 4]):  # the ratio corrects for earlier weights as well
         again: Any = {**micro, "stale_tokens": torch.tensor(stale)}

@@ -68,7 +68,8 @@ def test_an_engine_is_woken_before_it_ends_and_leaves_nothing_behind(sleeps):
     engine = weakref.ref(generation.llm)
     generation.shut_down()
     assert calls == [*(["wake"] if sleeps else []), "shutdown", "base"]
-    assert generation.llm is None and engine() is None, "a second training finds its memory"
+    assert generation.llm is None, "a second training finds its memory"
+    assert engine() is None, "a second training finds its memory"
 
 
 def test_a_card_that_is_taken_is_named_before_weights_are_loaded(monkeypatch):

@@ -118,14 +118,12 @@ def test_groups_are_divided_as_wholes_and_answers_come_back_in_order(stand_ins, 
     found = sampled(engine, asks)
     assert [len(requests(one)) for one in stand_ins] == [3, 2]
     assert {sent["n"] for one in stand_ins for sent in requests(one)} == {2}
-    assert len({tuple(one.tokens) for one in found}) == 10 and all(
-        len(one.logps) == 8 for one in found
-    )
+    assert len({tuple(one.tokens) for one in found}) == 10
+    assert all(len(one.logps) == 8 for one in found)
     alone = engine_of(stand_ins[:1], tmp_path / "w")
     assert sampled(alone, asks) == found, "whoever is asked, the seeds decide"
-    assert sampled(engine, rows(5, grouped=False)) == found and {
-        one["n"] for one in requests(stand_ins[0])[-5:]
-    } == {1}
+    assert sampled(engine, rows(5, grouped=False)) == found
+    assert {one["n"] for one in requests(stand_ins[0])[-5:]} == {1}
     stand_ins[0].asked.clear()
     assert sampled(alone, rows(5, grouped=False)) == found
     read = [path for path, _ in stand_ins[0].asked if path.endswith("/render")]
@@ -215,10 +213,8 @@ def test_a_server_that_was_started_again_after_the_sync_is_not_believed(
                 "the groups of both, since the other has other weights"
             )
             said = capsys.readouterr().out
-            assert (
-                said.count("is left out (1 of 2 servers go on)") == 1
-                and "it was started again" in said
-            )
+            assert said.count("is left out (1 of 2 servers go on)") == 1
+            assert "it was started again" in said
             stand_ins[1].spoil = lambda reply: reply
             engine.sync_weights()
             assert len(engine.served.servers.living) == 2, "with the weights of the next sync"
@@ -265,18 +261,21 @@ def test_a_server_that_was_started_again_gets_all_weights_and_else_only_what_can
     engine = engine_of(stand_ins, tmp_path / "w", model)
     engine.sync_weights()
     engine.sync_weights()
-    assert len(trained) < len(everything) and not (tmp_path / "w").exists()
+    assert len(trained) < len(everything)
+    assert not (tmp_path / "w").exists()
     assert [one.weights for one in stand_ins] == [[everything, trained]] * 2
     assert engine.bytes_sent == sum(dict(model.named_parameters())[name].nbytes for name in trained)
     stand_ins[0].start_again()  # between two syncs, so that nothing has failed
     engine.sync_weights()
-    assert stand_ins[0].weights == [everything] and stand_ins[1].weights[2:] == [everything]
+    assert stand_ins[0].weights == [everything]
+    assert stand_ins[1].weights[2:] == [everything]
     stand_ins[1].dead = True
     engine.sync_weights()
     assert stand_ins[0].weights == [everything, trained]
     stand_ins[1].start_again()
     engine.sync_weights()
-    assert stand_ins[1].weights == [everything] and "is back." in capsys.readouterr().out
+    assert stand_ins[1].weights == [everything]
+    assert "is back." in capsys.readouterr().out
 
 
 def test_servers_with_lora_get_the_adapter_alone_and_answer_by_no_other_one(
@@ -303,14 +302,14 @@ def test_servers_with_lora_get_the_adapter_alone_and_answer_by_no_other_one(
         "a rank that vLLM has kernels for"
     )
     assert stand_ins[0].weights[0] == sorted(load_file(folder / "adapter_model.safetensors"))
-    assert (
-        all("lora_" in name for name in stand_ins[0].weights[0])
-        and engine.bytes_sent == 8 * 96 * 4 * 3
-    )
+    assert all("lora_" in name for name in stand_ins[0].weights[0])
+    assert engine.bytes_sent == 8 * 96 * 4 * 3
     stand_ins[1].start_again()
-    assert sampled(engine, asks) == found and "it was started again" in capsys.readouterr().out
+    assert sampled(engine, asks) == found
+    assert "it was started again" in capsys.readouterr().out
     engine.sync_weights()
-    assert len(engine.served.servers.living) == 2 and sampled(engine, asks) == found
+    assert len(engine.served.servers.living) == 2
+    assert sampled(engine, asks) == found
     stand_ins[1].start_again()
     stand_ins[1].lora = None
     engine.sync_weights()
@@ -380,28 +379,25 @@ def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(
         ahead.give_weights()
         ahead.give_weights()
         tickets.append(ahead.begin(asks))
-    assert asked.wait(60) and len(ahead._files) == 2 and len(stand_ins[0].weights) == 1, (
-        "they sample by the first ones"
-    )
+    assert asked.wait(60), "they sample by the first ones"
+    assert len(ahead._files) == 2, "they sample by the first ones"
+    assert len(stand_ins[0].weights) == 1, "they sample by the first ones"
     stand_ins[1].start_again()
     gate.set()
     found = [ticket.join() for ticket in tickets]
-    assert found[0] == found[1] == found[2] == tickets[2].join() and [
-        one.step for one in tickets
-    ] == [0, 1, 2]
-    assert (
-        not ahead._files
-        and not (tmp_path / "w").exists()
-        and set(ahead.waited()) == {"trainer", "servers"}
-    )
+    assert found[0] == found[1] == found[2] == tickets[2].join()
+    assert [one.step for one in tickets] == [0, 1, 2]
+    assert not ahead._files
+    assert not (tmp_path / "w").exists()
+    assert set(ahead.waited()) == {"trainer", "servers"}
     everything = stand_ins[0].weights[0]
-    assert stand_ins[1].weights == [] and len(stand_ins[0].weights[1]) < len(everything)
+    assert stand_ins[1].weights == []
+    assert len(stand_ins[0].weights[1]) < len(everything)
     state.global_step = 3
-    assert ahead.sample(asks) == found[0] and stand_ins[1].weights == [everything]
-    assert (
-        "gets all weights with the next ones" in (said := capsys.readouterr().out)
-        and "is back." in said
-    )
+    assert ahead.sample(asks) == found[0]
+    assert stand_ins[1].weights == [everything]
+    assert "gets all weights with the next ones" in (said := capsys.readouterr().out)
+    assert "is back." in said
     for one in stand_ins:
         one.dead = True
     state.global_step = 4
@@ -437,9 +433,8 @@ def test_a_sync_that_fails_on_the_disk_ends_in_one_line_with_all_ranks_in_step(
     monkeypatch.setattr("adora_vl.checkpoint.trl_state._FILE_BYTES", 8)
     shared = tmp_path / "w"
     with WeightFiles(shared, tmp_path).written(tensors()) as folder:
-        assert len(list(folder.glob("*.safetensors"))) == 3 and [
-            one.name for one in shared.iterdir()
-        ] == [folder.name]
+        assert len(list(folder.glob("*.safetensors"))) == 3
+        assert [one.name for one in shared.iterdir()] == [folder.name]
     killed = shared / f"{folder.name[:-16]}0123456789abcdef"
     killed.mkdir(parents=True)
     (killed / "lock").touch()
@@ -489,13 +484,14 @@ def test_two_runs_share_one_folder_of_weights(tmp_path):
             assert {path.name for path in shared.iterdir()} == {one.name, other.name}
             with WeightFiles(shared, tmp_path / "one").written([("a", torch.ones(2))]) as same:
                 # as in a container whose host name and output_dir are the first one's
-                assert (
-                    one.is_dir()
-                    and load_file(one / "model-00001.safetensors")["a"].sum() == 0
-                    and same != one
-                )
-            assert other.is_dir() and one.is_dir() and not same.exists()
-        assert shared.is_dir() and not other.exists()
+                assert one.is_dir()
+                assert load_file(one / "model-00001.safetensors")["a"].sum() == 0
+                assert same != one
+            assert other.is_dir()
+            assert one.is_dir()
+            assert not same.exists()
+        assert shared.is_dir()
+        assert not other.exists()
     assert not shared.exists()
 
 
@@ -520,7 +516,7 @@ def test_a_server_that_answers_nonsense_is_left_out_of_a_sync(stand_ins, tmp_pat
 def test_a_server_that_takes_connections_and_says_nothing_is_left_out(
     stand_ins, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr("adora_vl.rollout.servers._LIVING_S", (5.0, 0.3))
+    monkeypatch.setattr("adora_vl.rollout.servers._TIMEOUTS_IN_USE_S", (5.0, 0.3))
     engine = engine_of(stand_ins, tmp_path / "w", nn_model())
     told = stand_ins[1].told
     woken = Event()
@@ -530,13 +526,14 @@ def test_a_server_that_takes_connections_and_says_nothing_is_left_out(
     assert [len(one.weights) for one in stand_ins] == [
         1,
         0,
-    ] and "is left out (1 of 2" in capsys.readouterr().out
+    ]
+    assert "is left out (1 of 2" in capsys.readouterr().out
 
 
 def test_a_server_that_hangs_while_it_samples_is_left_out_at_the_deadline(
     stand_ins, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr("adora_vl.rollout.servers._AT_A_TIME", 1)
+    monkeypatch.setattr("adora_vl.rollout.servers._MAX_REQUESTS", 1)
     asks = rows(9)
     engine = engine_of(stand_ins, tmp_path / "w", answer_s=1.0)
     expected = sampled(engine, asks)
@@ -554,10 +551,8 @@ def test_a_server_that_hangs_while_it_samples_is_left_out_at_the_deadline(
         "one for each thread: the deadline passes once, and a request that hangs is not repeated"
     )
     said = capsys.readouterr().out
-    assert (
-        said.count(" is left out (1 of 2") == 1
-        and "it gave no answer in 1 s, half of ddp_timeout" in said
-    )
+    assert said.count(" is left out (1 of 2") == 1
+    assert "it gave no answer in 1 s, half of ddp_timeout" in said
 
 
 def test_a_run_that_ends_does_not_wait_for_its_servers():
@@ -595,7 +590,8 @@ def test_a_server_that_gives_other_log_probabilities_is_named_once_for_each_of_i
         engine.sync_weights()
         engine.sync_weights()
         said = capsys.readouterr().out.splitlines()
-        assert len(said) == 1 and said[0].startswith(
+        assert len(said) == 1
+        assert said[0].startswith(
             f"Server {stand_ins[1].url} was started with --logprobs-mode proc"
         )
 
@@ -611,10 +607,8 @@ def test_a_server_that_hangs_while_it_reads_weights_is_left_out_at_the_deadline(
     engine.sync_weights()
     stand_ins[1].dead = True
     woken.set()
-    assert (
-        len(stand_ins[0].weights) == 1
-        and capsys.readouterr().out.count(" is left out (1 of 2") == 1
-    )
+    assert len(stand_ins[0].weights) == 1
+    assert capsys.readouterr().out.count(" is left out (1 of 2") == 1
 
 
 def test_servers_that_cannot_be_used_are_named_at_the_start(stand_ins):
@@ -632,9 +626,11 @@ def test_a_server_behind_a_login_is_used_and_the_password_is_said_nowhere(stand_
     address = stand_ins[0].url.replace("//", "//me:pass%40word@")
     (server,) = connect([address], 0, 0.0)
     basic = f"Basic {b64encode(b'me:pass@word').decode()}"
-    assert server.base_url == stand_ins[0].url and stand_ins[0].logins == {basic}
+    assert server.base_url == stand_ins[0].url
+    assert stand_ins[0].logins == {basic}
     config = SimpleNamespace(vllm_server_base_url=address)
-    assert served_length(config) == 4096 and stand_ins[0].logins == {basic}
+    assert served_length(config) == 4096
+    assert stand_ins[0].logins == {basic}
     monkeypatch.setenv("http_proxy", stand_ins[1].url)
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)

@@ -110,8 +110,10 @@ def test_the_batches_of_dynamic_sampling_need_one_sync(engine):
     with trainer(engine)._engine_awake():
         for _ in range(3):
             engine.sample(ASKS)
-    assert engine.did.count("sync") == 1 and engine.did.count("generate") == 3
-    assert engine.did[-1] == "sleep" and engine.did.count("sleep") == 1
+    assert engine.did.count("sync") == 1
+    assert engine.did.count("generate") == 3
+    assert engine.did[-1] == "sleep"
+    assert engine.did.count("sleep") == 1
     engine.did.clear()
     engine.sample(ASKS)  # the next step's, without it
     assert engine.did == [
@@ -151,7 +153,8 @@ def test_it_sleeps_as_well_where_the_batches_end_in_an_error(engine):
     with pytest.raises(RuntimeError), trainer(engine)._engine_awake():
         engine.sample(ASKS)
         raise RuntimeError
-    assert engine.did[-1] == "sleep" and engine._llm_weights_sleeping
+    assert engine.did[-1] == "sleep"
+    assert engine._llm_weights_sleeping
 
 
 def test_it_sleeps_after_each_where_the_policy_makes_a_pass_between(engine, subtests):
@@ -162,7 +165,8 @@ def test_it_sleeps_after_each_where_the_policy_makes_a_pass_between(engine, subt
             with trainer(engine, **changed)._engine_awake():
                 for _ in range(2):
                     engine.sample(ASKS)
-            assert engine.did.count("sync") == 2 and engine.did.count("sleep") == 2
+            assert engine.did.count("sync") == 2
+            assert engine.did.count("sleep") == 2
 
 
 def test_the_weights_of_a_step_are_synced_once(engine):

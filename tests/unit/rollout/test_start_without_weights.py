@@ -62,7 +62,12 @@ def answer(llm: Any) -> list[Any]:
         "prompt": "<|vision_start|><|image_pad|><|vision_end|>Find x.",
         "multi_modal_data": image,
     }
-    greedy = SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True)
+    greedy = SamplingParams(
+        temperature=0,
+        max_tokens=8,
+        logprobs=0,
+        ignore_eos=True,
+    )
     (output,) = llm.generate([prompt], sampling_params=greedy, use_tqdm=False)
     return [
         [(token, found.logprob) for token, found in step.items()]
@@ -100,7 +105,8 @@ def test_the_first_sync_makes_it_the_engine_that_read_the_checkpoint(tied, tmp_p
     synced = PolicyLLM(model=str(tmp_path), load_format=LATER, **OPTIONS)
     wanted = tensors(read)
     found = tensors(synced)
-    assert "visual.input_norm.weight" in wanted and wanted.keys() == found.keys()
+    assert "visual.input_norm.weight" in wanted
+    assert wanted.keys() == found.keys()
     assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
     assert answer(read) == answer(synced)
 

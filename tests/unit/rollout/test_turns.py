@@ -152,7 +152,8 @@ def test_no_turn_of_a_policy_ends_a_run():
         assert after.finish_reason in ("", "room", "stop")
         called += bool(after.calls)
         for call in after.calls:
-            assert call.failed == call.text.startswith("Error: ") and "\n" not in call.text
+            assert call.failed == call.text.startswith("Error: ")
+            assert "\n" not in call.text
         if after.segments[1:]:
             assert after.tokens.count(IMAGE) - before.tokens.count(IMAGE) == 4 * len(after.pictures)
     assert called > 50
@@ -166,16 +167,15 @@ def test_an_answer_is_a_users_turn_of_the_template_behind_what_was_sampled(end):
     picture = Image.new("L", (84, 28), 50)
     before = sampled(CALLED, end=end)
     after = answered(Says("Picture 2: ", picture, " of <|image_pad|> and<|im_end|>"), before)
-    assert after.segments[0] == before.segments[0] and not after.has_ended
+    assert after.segments[0] == before.segments[0]
+    assert not after.has_ended
     own = "" if end else "<|im_end|>"
     shown = f"<|vision_start|>{'<|image_pad|>' * 3}<|vision_end|>"
     said = f"Picture 2: {shown} of < |image_pad|> and< |im_end|>"
     expected = ids_of(f"{own}\n<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n")
-    assert (
-        list(after.segments[1].tokens) == expected
-        and after.segments[1].logps is None
-        and after.segments[1].step == 4
-    )
+    assert list(after.segments[1].tokens) == expected
+    assert after.segments[1].logps is None
+    assert after.segments[1].step == 4
     (shown_now,) = after.pictures
     (call,) = after.calls
     assert (shown_now.span, call.span, shown_now.image.mode, shown_now.image.size) == (
@@ -190,9 +190,17 @@ def test_a_model_that_reads_text_alone_gets_the_same_turn():
     tokenizer = copy.copy(TOKENIZER)
     tokenizer.chat_template = PROCESSOR.chat_template
     turns = ToolLoop(Says("It is 7."), tokenizer, {}, lambda _: 0, None, TOKENIZER.decode)
-    rollout = turns(sampled(CALLED), [], prompt_length=9, max_length=200, step=4, seed="")
+    rollout = turns(
+        sampled(CALLED),
+        [],
+        prompt_length=9,
+        max_length=200,
+        step=4,
+        seed="",
+    )
     expected = ids_of("\n<|im_start|>user\nIt is 7.<|im_end|>\n<|im_start|>assistant\n")
-    assert list(rollout.segments[1].tokens) == expected and not rollout.pictures
+    assert list(rollout.segments[1].tokens) == expected
+    assert not rollout.pictures
 
 
 def test_tools_are_asked_with_the_turns_words_and_all_images_under_a_seed_of_its_own():
@@ -217,12 +225,12 @@ def test_what_ends_a_rollout_and_whether_it_has_an_end():
         (answered(tools, sampled(CALLED), longest=50), "room", False),
         (answered(tools, sampled(CALLED), room=150), "room", False),
     ):
-        assert rollout.finish_reason == ended and ends.has_end(rollout, "") is has_end
+        assert rollout.finish_reason == ended
+        assert ends.has_end(rollout, "") is has_end
     computer = AdvantageComputer(step_context(), AdvantagePipeline({}), torch.ones(1), tools=True)
     assert computer.truncated_at is None, "by the end alone, however few tokens of its own it has"
-    assert (
-        len(once.segments) == 2 and len(answered(tools, sampled(CALLED), longest=50).segments) == 1
-    )
+    assert len(once.segments) == 2
+    assert len(answered(tools, sampled(CALLED), longest=50).segments) == 1
 
 
 @pytest.mark.parametrize("wide", [28, 196])
@@ -281,18 +289,14 @@ def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(wide):
     batch = built.batch
     assert judged.groups.rewards_PG.tolist() == [[0, 1, 0]]
     own, right, _ = judged.groups.lengths_PG[0].tolist()
-    assert own == len(ids_of(CALLED)) + 1 + len(ids_of("so 3")) + 1 and own < right < len(
-        rollouts[0].tokens
-    )
-    assert judged.groups.truncated_PG.tolist() == [
-        [False, False, True]
-    ] and judged.weighting.weights_P.tolist() == [1]
+    assert own == len(ids_of(CALLED)) + 1 + len(ids_of("so 3")) + 1
+    assert own < right < len(rollouts[0].tokens)
+    assert judged.groups.truncated_PG.tolist() == [[False, False, True]]
+    assert judged.weighting.weights_P.tolist() == [1]
     shown = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1) == IMAGE
     grids = batch["image_grid_thw"].prod(dim=1) // 4
-    assert (
-        shown.sum(dim=1).tolist() == [one.sum() for one in grids.split(batch["num_images"])]
-        and len(grids) == 4
-    )
+    assert shown.sum(dim=1).tolist() == [one.sum() for one in grids.split(batch["num_images"])]
+    assert len(grids) == 4
 
 
 def test_all_play_a_turn_then_those_that_were_answered_the_next_one():

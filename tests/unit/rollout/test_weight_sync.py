@@ -294,9 +294,8 @@ def test_the_engine_gets_merged_weights_first_all_and_then_those_that_can_change
     engine._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda _: nullcontext())
     engine.settings = EngineSettings()
     first = dict(engine._iter_named_params())
-    assert first.keys() == original.keys() and all(
-        torch.equal(first[name], merged[name]) for name in merged
-    )
+    assert first.keys() == original.keys()
+    assert all(torch.equal(first[name], merged[name]) for name in merged)
     engine._engine_is_complete = True
     later = dict(engine._iter_named_params())
     assert {component_of(name) for name in later} == {"language_model", "vision_tower"}, (

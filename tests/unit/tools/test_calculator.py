@@ -105,4 +105,5 @@ def test_whatever_is_written_is_a_value_or_a_reason_at_once():
         except ValueError as error:
             assert str(error).startswith("the expression has no value here (")
         slowest = max(slowest, time.process_time() - began)
-    assert read > 30 and slowest < 1.0, (read, slowest)
+    assert read > 30, (read, slowest)
+    assert slowest < 1.0, (read, slowest)

@@ -108,7 +108,8 @@ def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_ali
     assert Doors.count == 6
     environments.entered([group(3, "Which?")], 7, anew=False)
     again, *_ = environments.entered(groups_asked, 7, anew=True)
-    assert Doors.count == 8 and again.row == first.row, "they are used again"
+    assert Doors.count == 8, "they are used again"
+    assert again.row == first.row, "they are used again"
     assert again.rollouts[0].environment is first_rollout.environment
     assert not first_rollout.environment.opened
 

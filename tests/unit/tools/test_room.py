@@ -18,7 +18,13 @@ from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import OverdueError, backstop, deadline
 
 VIEW = View(3136, 3136, 28)
-ENOUGH = Room("max_completion_length", 1000, context=2000, prompt=100, pictures=1)
+ENOUGH = Room(
+    "max_completion_length",
+    1000,
+    context=2000,
+    prompt=100,
+    pictures=1,
+)
 
 
 @pytest.fixture(scope="module")

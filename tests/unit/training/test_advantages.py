@@ -119,10 +119,8 @@ def test_an_answer_has_ended_where_its_last_token_completes_a_string_to_stop_at(
     for text, ended in cases.items():
         with subtests.test(text):
             assert ends.ended([ord(one) for one in text], text) is ended
-    assert (
-        StopCriteria.of({0}, {"stop": ["x", "y"]}, str).strings == ("x", "y")
-        and StopCriteria.of({0}, {}, str).strings == ()
-    )
+    assert StopCriteria.of({0}, {"stop": ["x", "y"]}, str).strings == ("x", "y")
+    assert StopCriteria.of({0}, {}, str).strings == ()
 
 
 def test_cut_off_answers_are_masked_and_counted_by_how_they_ended_and_not_by_their_last_token(
@@ -138,7 +136,8 @@ def test_cut_off_answers_are_masked_and_counted_by_how_they_ended_and_not_by_the
     log = run_from_python(tmp_path, **keys).state.log_history[0]
     record = pd.read_parquet(next((tmp_path / "rollouts").glob("*.parquet")))
     mask_B = learned[0]["completion_mask"].any(dim=1)
-    assert 0 < mask_B.sum() < 32 and (~mask_B).tolist() == record["truncated"].tolist()
+    assert 0 < mask_B.sum() < 32
+    assert (~mask_B).tolist() == record["truncated"].tolist()
     assert log["completions/clipped_ratio"] == pytest.approx(record["truncated"].mean())
     ended = record["length"][~record["truncated"]]
     assert log["completions/mean_terminated_length"] == pytest.approx(ended.mean())
@@ -160,7 +159,8 @@ def test_what_the_models_folder_says_of_sampling_stays_out_of_it(tmp_path, monke
 
     monkeypatch.setattr(GenerationMixin, "_prepare_generation_config", noted)
     trainer = run_from_python(tmp_path / "run", model=folder)
-    assert used == [None] and trainer.model.generation_config.min_p == 0.99
+    assert used == [None]
+    assert trainer.model.generation_config.min_p == 0.99
 
 
 def test_how_sure_the_policy_was_is_known_of_the_rollouts_of_all_ranks():
@@ -180,7 +180,8 @@ def test_how_sure_the_policy_was_is_known_of_the_rollouts_of_all_ranks():
     }
     measured = rollout_facts(torch.tensor([[1.0], [0.0]]), surprisal_N=surprisal(batch))
     facts = RolloutFacts.gathered(measured, two)
-    assert facts.length_N.tolist() == [0, 0, -1, -1] and facts.cut_off_N.dtype == torch.bool
+    assert facts.length_N.tolist() == [0, 0, -1, -1]
+    assert facts.cut_off_N.dtype == torch.bool
     groups = computer.judge(facts, 2, 0).groups
     assert groups.surprisal_PG is not None
     assert groups.surprisal_PG.tolist() == [[1.5, 2.0], [0.5, 1.0]]
@@ -201,7 +202,8 @@ def test_work_that_the_reward_steps_counts_reaches_the_groups():
     assert groups.has_work_P.tolist() == [True, False]
     assert judged.weighting.tas_P.tolist() == [True, False]  # the second by length
     columns = criteria_columns(groups)
-    assert columns["work_right"][0] == 2.0 and math.isnan(columns["work_right"][2])
+    assert columns["work_right"][0] == 2.0
+    assert math.isnan(columns["work_right"][2])
     assert columns["work_wrong"][0] == 0.0
 
 
@@ -245,7 +247,12 @@ def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_on
         batch |= {"completion_mask": ids * 0 + 1}
         members: Any = [SimpleNamespace(rollouts=(None,) * 4)] * 8
         judged = computer.judge(facts, 4, 0)
-        return ScoredGroups(groups=members, batch=batch, facts=facts, judged=judged)
+        return ScoredGroups(
+            groups=members,
+            batch=batch,
+            facts=facts,
+            judged=judged,
+        )
 
     for name, options in CASES:
         with subtests.test(f"{name} {options}"):
@@ -265,8 +272,10 @@ def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_on
             assert torch.equal(both.batch["prompt_ids"][:, 0], ids + torch.arange(4).repeat(8))
             learned = refilled.compute(refilled.judge(both.facts, 4, 0))
             expected = at_once.compute(scored(at_once, [mixed] * 8).judged)
-            assert torch.equal(learned.final_PG, expected.final_PG) and expected.final_PG.any()
-            assert runs[0].state() == runs[1].state() and learned.figures == expected.figures
+            assert torch.equal(learned.final_PG, expected.final_PG)
+            assert expected.final_PG.any()
+            assert runs[0].state() == runs[1].state()
+            assert learned.figures == expected.figures
 
 
 def test_advantages_before_the_methods_are_trls_to_the_bit(tmp_path, subtests, monkeypatch):
@@ -296,7 +305,8 @@ def test_advantages_before_the_methods_are_trls_to_the_bit(tmp_path, subtests, m
                 tmp_path, scale_rewards=scale, multi_objective_aggregation=how, adora_method="grpo"
             )
             raw_PG = learned[-1].judged.raw_PG
-            assert torch.equal(raw_PG, judged[-1].raw_PG) and raw_PG.any()
+            assert torch.equal(raw_PG, judged[-1].raw_PG)
+            assert raw_PG.any()
 
 
 def test_a_refilled_generation_reaches_the_loss_the_record_and_the_log_as_it_is_learned_from(
@@ -311,7 +321,8 @@ def test_a_refilled_generation_reaches_the_loss_the_record_and_the_log_as_it_is_
     trainer = run_from_python(tmp_path, share=4, adora_rollouts=RolloutOptions(refill=2), **method)
     (batch,) = learned
     largest = batch["advantages"].view(8, 4).amax(dim=1)
-    assert largest.max() == largest[largest > 0].min() and (largest > 0).sum() > 3
+    assert largest.max() == largest[largest > 0].min()
+    assert (largest > 0).sum() > 3
     assert batch["num_items_in_batch"] == batch["completion_mask"].sum()
     record = pd.read_parquet(next((tmp_path / "rollouts").glob("*.parquet")))
     assert len(record) == 32 * (1 + 2), "what was replaced is recorded too"
@@ -438,10 +449,8 @@ def test_the_table_shows_what_each_function_said_and_advantages_of_trl_and_of_th
         assert list(shown["extra"]["adora_length"]) == [10, 20, 30, 40][-size:]
         weights = of_the_loss.weighting.weights_P.repeat_interleave(2).tolist()
         assert list(shown["extra"]["adora_weight"]) == weights[-size:]
-        assert (
-            list(shown["extra"]["verdict"]) == [*"abcd"][-size:]
-            and list(shown["completion"]) == [*"wxyz"][-size:]
-        )
+        assert list(shown["extra"]["verdict"]) == [*"abcd"][-size:]
+        assert list(shown["completion"]) == [*"wxyz"][-size:]
         assert list(shown["rewards"]["accuracy"]) == [1.0, 0.0, 0.25, 0.0][-size:]
 
 
@@ -454,7 +463,8 @@ def test_the_log_has_the_figures_of_adora_and_of_the_method():
     figures = judged_figures(weighed().judged, facts, ["accuracy"])
     assert figures["adora/reflective_per_1000_tokens"] == 20.0
     assert figures["adora/pass_rate"] == 0.25
-    assert figures["rewards/missing"] == 0.0 and figures["completions/max_length"] == 40.0
+    assert figures["rewards/missing"] == 0.0
+    assert figures["completions/max_length"] == 40.0
 
 
 @dataclass(frozen=True)
@@ -520,6 +530,7 @@ def test_a_recorded_advantage_is_the_one_that_the_loss_got(run):
             rollouts["step"], numbers, rollouts["advantage"], strict=True
         )
     }
-    assert run.of_the_loss and run.of_the_loss.keys() <= recorded.keys()
+    assert run.of_the_loss
+    assert run.of_the_loss.keys() <= recorded.keys()
     assert {place: recorded[place] for place in run.of_the_loss} == run.of_the_loss
     assert all(recorded[place] == 0 for place in recorded.keys() - run.of_the_loss.keys())

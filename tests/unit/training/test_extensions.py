@@ -71,14 +71,17 @@ def config(extensions: str, *words: str) -> Any:
 def test_an_extension_comes_from_a_file_with_its_options_and_is_known_by_it(mine):
     keys = config("{mine.py:Plain: {strength: 3}}")
     chosen = chosen_extensions(keys)
-    assert [*chosen] == ["Plain"] and chosen["Plain"].strength == 3.0  # type: ignore[attr-defined]
+    assert [*chosen] == ["Plain"]
+    assert chosen["Plain"].strength == 3.0  # type: ignore[attr-defined]
     check_extensions(chosen, AutoConfig.from_pretrained(PRETRAINED))
     assert extension_costs(chosen, keys) == ["Plain: a second pass"]
     before = extension_hashes(keys)
     (mine / "mine.py").write_text(SOURCE + "# edited")
-    assert before.keys() == {"mine.py"} and extension_hashes(keys) != before
+    assert before.keys() == {"mine.py"}
+    assert extension_hashes(keys) != before
     nothing = parse(CPU)[1]
-    assert chosen_extensions(nothing) == {} and extension_hashes(nothing) == {}
+    assert chosen_extensions(nothing) == {}
+    assert extension_hashes(nothing) == {}
     assert extension_costs({}, nothing) == []
 
 
@@ -96,7 +99,8 @@ def test_the_extension_of_the_page_is_one(mine):
     generation = Generation(key=StepKey(mode="train", step=0, micro=0), group_size=4)
     advantages: Any = None
     extension.after_weighing(generation, batch, advantages)
-    assert batch["advantages"].tolist() == [1, 0, 1, 1] and log == {"longest/left_out": 0.25}
+    assert batch["advantages"].tolist() == [1, 0, 1, 1]
+    assert log == {"longest/left_out": 0.25}
 
 
 WRONG: list[tuple[str, list[str], str]] = [
@@ -131,7 +135,13 @@ def test_what_does_not_fit_is_named_in_one_line(mine):
 
 
 def test_a_rollout_that_saw_other_images_cannot_be_compared_at_any_token():
-    ask = SamplingRequest(prompt_ids=[1], images=[], group=0, max_tokens=3, max_length=9)
+    ask = SamplingRequest(
+        prompt_ids=[1],
+        images=[],
+        group=0,
+        max_tokens=3,
+        max_length=9,
+    )
     answer = SamplingResult(tokens=[5, 6], logps=[-0.1, -0.2])
     for compared, logps, stale in ((True, [-0.1, -0.2], 0), (False, [None, None], 2)):
         rollout = append_result(
@@ -189,4 +199,5 @@ def test_the_cache_of_images_does_not_keep_what_is_seen_once():
     passing = image.rotate(180)
     passing.info[PASSING] = True
     assert not torch.equal(cache.get(processor, passing, settings).frames_RF, clean.frames_RF)
-    assert cache.cached_bytes == held and cache.get(processor, image, settings) is clean
+    assert cache.cached_bytes == held
+    assert cache.get(processor, image, settings) is clean

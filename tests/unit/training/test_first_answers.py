@@ -28,8 +28,10 @@ def test_reference_answers_stand_beside_what_was_read_where_nothing_is_right(
     FirstAnswers().look(ROWS, scores(WRONG))
     printed = capsys.readouterr().err.splitlines()
     assert "none of the first 4 rollouts is right" in printed[0]
-    assert "so B is right.Answer:B" in printed[1] and "letter_without_choice" in printed[1]
-    assert "50" in printed[2] and "no answer (no_box)" in printed[2]
+    assert "so B is right.Answer:B" in printed[1]
+    assert "letter_without_choice" in printed[1]
+    assert "50" in printed[2]
+    assert "no answer (no_box)" in printed[2]
     assert len(printed) == 3, "each reference answer is shown once"
 
 

@@ -58,7 +58,7 @@ def training():
     guard.patience = 2
 
     def step(*gradient: float, ratio: float | None = None) -> list[float]:
-        ratios.exploded = ratio
+        ratios.exceeding_ratio = ratio
         weights.grad = torch.tensor(gradient)
         guard.on_pre_optimizer_step(None, None, control, optimizer=optimizer)
         optimizer.step()
@@ -78,7 +78,8 @@ def test_a_bad_step_is_skipped_and_the_next_one_is_as_if_it_had_not_been(trainin
         torch.equal(training.optimizer.state[training.weights][k], v) for k, v in moments.items()
     )
     assert training.step(1.0, 1.0) != before
-    assert training.logged == [0.0, 1.0, 0.0] and training.guard.reason is None
+    assert training.logged == [0.0, 1.0, 0.0]
+    assert training.guard.reason is None
 
 
 def test_bad_steps_in_a_row_save_and_stop(training):
@@ -87,7 +88,8 @@ def test_bad_steps_in_a_row_save_and_stop(training):
         assert not training.control.should_training_stop
     training.step(float("nan"), 1.0)
     assert "2 steps in a row" in training.guard.reason
-    assert training.control.should_save and training.control.should_training_stop
+    assert training.control.should_save
+    assert training.control.should_training_stop
 
 
 def test_the_reason_of_a_stop_names_a_ratio_that_exploded(training):
@@ -116,9 +118,9 @@ def deepspeed(norm: float, skipped: bool, patience: int = 2, fp16: bool = False)
 
 def test_steps_that_deepspeed_has_skipped_are_counted_and_stop_the_run_with_a_checkpoint():
     guard, control = deepspeed(math.inf, skipped=True)
-    assert (
-        "2 steps in a row" in guard.reason and control.should_save and control.should_training_stop
-    )
+    assert "2 steps in a row" in guard.reason
+    assert control.should_save
+    assert control.should_training_stop
     assert deepspeed(math.inf, skipped=True, patience=3)[0].reason is None
     assert (
         deepspeed(math.inf, skipped=True, fp16=True)[0].reason is None
@@ -129,7 +131,8 @@ def test_steps_that_deepspeed_has_skipped_are_counted_and_stop_the_run_with_a_ch
 def test_what_deepspeed_has_applied_is_not_saved():
     guard, control = deepspeed(math.nan, skipped=False)
     assert "are not finite and DeepSpeed has applied them" in guard.reason
-    assert control.should_training_stop and not control.should_save
+    assert control.should_training_stop
+    assert not control.should_save
 
 
 def test_the_largest_ratio_counts_tokens_and_no_padding(subtests):
@@ -161,10 +164,8 @@ def test_a_ratio_above_the_bound_makes_the_loss_nan_and_is_told_once(subtests):
             loss = guard.loss(torch.tensor(2.0), logps_BC, micro).item()
             assert log == {"adora/ratio_max": pytest.approx(4)}
             assert loss == pytest.approx(2.0 if exploded is None else math.nan, nan_ok=True)
-            assert (
-                guard.take() == (None if exploded is None else pytest.approx(exploded))
-                and guard.take() is None
-            )
+            assert guard.take() == (None if exploded is None else pytest.approx(exploded))
+            assert guard.take() is None
     guard = RatioGuard(step_context(adora_max_ratio=1.0))
     assert guard.loss(torch.tensor(2.0), logps_BC, {"completion_mask": mask_BC}) == 2, (
         "no old policy, no ratio"
@@ -177,7 +178,8 @@ def test_a_ratio_that_explodes_on_another_rank_skips_the_step_here_too():
     guard = RatioGuard(step_context(log, accelerator=two, adora_max_ratio=3.0))
     micro: Batch = {"old_per_token_logps": torch.zeros(1, 2), "completion_mask": torch.ones(1, 2)}
     assert math.isnan(guard.loss(torch.tensor(2.0), torch.zeros(1, 2), micro))
-    assert log == {"adora/ratio_max": 4.0} and guard.take() == 4.0
+    assert log == {"adora/ratio_max": 4.0}
+    assert guard.take() == 4.0
 
 
 def test_an_engine_that_drifts_stops_the_run_with_a_checkpoint_and_only_then(tmp_path):
@@ -330,17 +332,16 @@ def test_a_row_with_an_image_that_cannot_be_read_is_named_with_the_reason(tmp_pa
     dataset = mark_unreadable(
         rows_with(*[{"bytes": None, "path": None, **each} for each in stored])
     )
-    assert isinstance(dataset, Dataset) and dataset["id"][:2] == ["row/0", "row/1"]
+    assert isinstance(dataset, Dataset)
+    assert dataset["id"][:2] == ["row/0", "row/1"]
     gone.unlink()
     rows = dataset.__getitems__([0, 1, 2, 3, 3])  # as a data loader reads them
     assert rows[0]["images"][0].getpixel((4, 4)) == (255, 0, 0)
     names, reasons = zip(*unreadable_rows(rows), strict=True)
     assert names == ("row/1", "row/2", "row/3")
-    assert (
-        "truncated" in reasons[0].lower()
-        and reasons[1] == "not in any known picture format"
-        and "FileNotFoundError" in reasons[2]
-    )
+    assert "truncated" in reasons[0].lower()
+    assert reasons[1] == "not in any known picture format"
+    assert "FileNotFoundError" in reasons[2]
     guard = GenerationGuard(step_context(save_now=lambda: tmp_path))
     guard.check(rows[:1], 6)
     with pytest.raises(
@@ -372,9 +373,8 @@ def test_what_torch_says_of_a_full_disk_is_known_for_that(tmp_path):
     assert disk_is_full(
         OSError("Error while serializing: I/O error: No space left on device (os error 28)")
     )
-    assert not disk_is_full(OSError(errno.EACCES, "Permission denied")) and not disk_is_full(
-        RuntimeError("os error 2")
-    )
+    assert not disk_is_full(OSError(errno.EACCES, "Permission denied"))
+    assert not disk_is_full(RuntimeError("os error 2"))
 
 
 def test_a_full_disk_ends_the_run_in_one_line_of_the_rank_that_met_it(

@@ -105,7 +105,14 @@ def test_rows_that_share_nothing_are_as_long_as_the_longest():
 
 def test_the_planned_pass_is_that_of_the_dry_run():
     """The numbers by which memory is predicted are the same where prompts are the longest."""
-    planned = MicroBatch(8, 1079, LONGEST, image_tokens=256, unit=8, packed=True)
+    planned = MicroBatch(
+        8,
+        1079,
+        LONGEST,
+        image_tokens=256,
+        unit=8,
+        packed=True,
+    )
     size = size_of_pass(
         [full_unit([unit(1079, ANSWERS, 1024), unit(80, ANSWERS)], LONGEST)],
         shares_prompts=True,

@@ -35,6 +35,7 @@ from tests.support.micro_batch_room import room
 from tests.support.step_context import step_context
 
 CPU = torch.device("cpu")
+LETTERS = "abcdefgh"  # of the images of eight groups
 
 
 def test_how_many_micro_batches_are_merged_and_whether_the_policy_is_still_the_one_that_sampled():
@@ -54,38 +55,41 @@ def test_how_many_micro_batches_are_merged_and_whether_the_policy_is_still_the_o
         (2, 2, 4): (2, True),
         (4, 2, 4): (4, False),
     }
-    for (steps, iterations, accumulated), expected in cases.items():
-        shape = BatchLayout(
+    for keys, (merged, has_one_step) in cases.items():
+        steps, iterations, accumulated = keys
+        layout = BatchLayout(
             micro_batch_rows=4,
             num_generations=4,
             steps_per_generation=steps,
             num_iterations=iterations,
             gradient_accumulation_steps=accumulated,
         )
-        assert (shape.micro_batches_per_update, shape.has_one_step) == expected, (
-            steps,
-            iterations,
-            accumulated,
-        )
+        assert layout.micro_batches_per_update == merged, keys
+        assert layout.has_one_step == has_one_step, keys
 
 
 def image(key: str) -> ProcessedImage:
-    return ProcessedImage(
-        key, torch.full((4, 3), ord(key), dtype=torch.uint8), torch.tensor([1, 2, 2])
-    )
+    """An image of four patches, whose bytes are its letter."""
+    patches = torch.full((4, 3), ord(key), dtype=torch.uint8)
+    grid = torch.tensor([1, 2, 2])
+    return ProcessedImage(key, patches, grid)
 
 
 def rank_batch(banks: ImageBanks, images: str, completion: int, first: int) -> Batch:
-    """A rollout an image, prompts of two tokens."""
+    """A rollout an image, with a prompt of two tokens; all its values are its number.
+
+    `images`: a letter an image. `completion`: tokens of each. `first`: the first number.
+    """
     rows = len(images)
     bank = banks.new("train")
     numbers = torch.arange(first, first + rows)
+    numbers_BC = numbers[:, None].expand(rows, completion)
     return {
         "prompt_ids": torch.stack([numbers, numbers], dim=1),
         "prompt_mask": torch.ones(rows, 2, dtype=torch.long),
-        "completion_ids": numbers[:, None].expand(rows, completion).clone(),
+        "completion_ids": numbers_BC.clone(),
         "completion_mask": torch.ones(rows, completion, dtype=torch.long),
-        "sampling_per_token_logps": -numbers[:, None].expand(rows, completion).float(),
+        "sampling_per_token_logps": -numbers_BC.float(),
         "advantages": numbers.float(),
         "rollout_number": numbers,
         "pixel_values": torch.cat([bank.references(image(key), CPU) for key in images]),
@@ -95,9 +99,11 @@ def rank_batch(banks: ImageBanks, images: str, completion: int, first: int) -> B
     }
 
 
-@pytest.mark.parametrize(
-    ("rows", "generations", "unit"), [(128, 8, 8), (8, 8, 8), (4, 8, 4), (12, 8, 4), (6, 4, 2)]
-)
+# rows of a micro-batch, rollouts of a group, rows of a unit
+UNIT_SIZES = [(128, 8, 8), (8, 8, 8), (4, 8, 4), (12, 8, 4), (6, 4, 2)]
+
+
+@pytest.mark.parametrize(("rows", "generations", "unit"), UNIT_SIZES)
 def test_a_unit_is_what_fits_a_micro_batch_of_a_group(rows, generations, unit):
     assert unit_size(rows, generations) == unit
 
@@ -107,12 +113,15 @@ def test_every_optimizer_step_ends_with_work_and_no_micro_batch_is_too_large(
     optimizer_steps, micro_batches, max_units, extra_units
 ):
     slots = optimizer_steps * micro_batches
-    units = list(range(min(optimizer_steps + extra_units, slots * max_units)))
+    unit_count = min(optimizer_steps + extra_units, slots * max_units)
+    units = list(range(unit_count))
     cut = partial(cut_by_count, micro_batches=micro_batches, max_units=max_units)
     plan = plan_micro_batches(units, optimizer_steps, micro_batches, cut)
     assert len(plan) == slots
-    assert sorted(unit for part in plan for unit in part) == units
-    assert all(plan[micro_batches - 1 :: micro_batches])
+    planned = [unit for part in plan for unit in part]
+    assert sorted(planned) == units
+    last_of_each_step = plan[micro_batches - 1 :: micro_batches]
+    assert all(last_of_each_step)
     assert max(map(len, plan)) <= max_units
 
 
@@ -125,31 +134,34 @@ def test_a_unit_counts_the_tokens_of_the_policy_s_pass():
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.randoms(use_true_random=False))
-def test_ranks_find_units_of_the_same_place_by_length_in_each_micro_batch(chunks, each, rng):
-    """Whatever their lengths.
-
-    A step gets units of all lengths, and others at another place in the run.
-    """
-    count = chunks * each
+def test_ranks_find_units_of_the_same_place_by_length_in_each_micro_batch(
+    steps, units_per_step, rng
+):
+    """Whatever their lengths: the order by length is drawn by the seed, the same on all ranks."""
+    count = steps * units_per_step
     orders = []
-    for _ in range(3):
+    for _ in range(3):  # ranks with units of other lengths
         tokens = rng.sample(range(1000), count)
-        longest_first = sorted(range(count), key=lambda number: -tokens[number])
-        units = by_length(range(count), tokens, chunks, "seed/12")
+        longest_first = sorted(range(count), key=lambda unit: -tokens[unit])
+        units = by_length(range(count), tokens, steps, "seed/12")
         assert sorted(units) == list(range(count))
-        orders.append([longest_first.index(number) for number in units])
+        orders.append([longest_first.index(unit) for unit in units])
     assert orders[0] == orders[1] == orders[2]
-    assert all(part == sorted(part) for part in split_evenly(orders[0], chunks)), (
-        "the longest of a step first"
-    )
+    for order_of_step in split_evenly(orders[0], steps):
+        assert order_of_step == sorted(order_of_step), "the longest of a step first"
 
 
 def test_the_steps_on_a_generation_see_units_of_all_lengths():
-    found = {tuple(by_length(range(8), range(8), 4, f"0/{step}")) for step in range(20)}
-    assert len(found) > 10 and {order[0] for order in found} > {6, 7}
+    orders = set()
+    for step in range(20):
+        order = by_length(range(8), range(8), 4, f"0/{step}")
+        orders.add(tuple(order))
+    assert len(orders) > 10
+    assert {order[0] for order in orders} > {6, 7}
 
 
 def batch():
+    """Three rollouts with an image each, prompts padded on the left and completions on the right."""
     prompt = torch.tensor([[0, 0, 7, 8], [0, 5, 6, 7], [0, 0, 0, 9]])
     completion = torch.tensor([[1, 2, 0, 0], [1, 0, 0, 0], [1, 2, 3, 4]])
     return {
@@ -167,18 +179,15 @@ def batch():
 
 
 def test_rows_are_taken_with_all_that_belongs_to_them_and_padding_is_cut_on_both_sides():
-    cut = batch_rows.without_padding(
-        {**batch_rows.RowReader(batch()).take([1, 0]), "pixel_values": batch()["pixel_values"]}
-    )
+    rows = batch_rows.RowReader(batch()).take([1, 0])
+    cut = batch_rows.without_padding({**rows, "pixel_values": batch()["pixel_values"]})
     assert cut["prompt_ids"].tolist() == [[5, 6, 7], [0, 7, 8]]
     assert cut["completion_ids"].tolist() == [[1, 0], [1, 2]]
     assert cut["mm_token_type_ids"].tolist() == [[9, 10, 11, 12, 13], [1, 2, 3, 4, 5]]
     assert cut["sampling_per_token_logps"].shape == (2, 2)
-    assert (
-        cut["advantages"].tolist() == [-1, 1]
-        and cut["num_images"] == [1, 1]
-        and cut["num_items_in_batch"] == 7
-    )
+    assert cut["advantages"].tolist() == [-1, 1]
+    assert cut["num_images"] == [1, 1]
+    assert cut["num_items_in_batch"] == 7
     assert len(cut["pixel_values"]) == 8
     whole = batch()
     assert batch_rows.without_padding(whole)["completion_ids"].shape == (3, 4)
@@ -190,16 +199,31 @@ def test_a_batch_of_empty_completions_keeps_a_column():
     assert batch_rows.without_padding(empty)["completion_ids"].shape == (3, 1)
 
 
-def test_dead_groups_are_replaced_by_live_ones_of_a_further_batch():
-    assert admitted([True, False, False], [False, True, False], 3) == [0, 4, 2]
-    assert admitted([True, False], [False, True, True, False], 4) == [0, 1, 3, 4], (
-        "free places come first"
-    )
-    assert admitted([False], [True, True], 2) == [2, 1] and admitted([True], [False], 2) == [0, 1]
-    own, further = batch(), batch()
+# Whether groups of the batch and further ones have signal, slots, and the group in each slot;
+# further groups are counted on.
+ADMITTED = [
+    ([True, False, False], [False, True, False], 3, [0, 4, 2]),
+    ([True, False], [False, True, True, False], 4, [0, 1, 3, 4]),  # free slots come first
+    ([False], [True, True], 2, [2, 1]),
+    ([True], [False], 2, [0, 1]),
+]
+
+
+@pytest.mark.parametrize(("has_signal", "further_has_signal", "slots", "groups"), ADMITTED)
+def test_groups_without_signal_give_their_slots_to_further_ones_with_it(
+    has_signal, further_has_signal, slots, groups
+):
+    assert admitted(has_signal, further_has_signal, slots) == groups
+
+
+def test_chosen_groups_of_two_batches_are_padded_to_the_wider():
+    own = batch()
+    further = batch()
     grids = torch.tensor([[1, 1, 2], [1, 2, 2], [1, 1, 2]])
-    own |= {"image_grid_thw": grids, "pixel_values": torch.arange(8)[:, None]}
-    further |= {"image_grid_thw": grids, "pixel_values": torch.arange(100, 108)[:, None]}
+    own["image_grid_thw"] = grids
+    own["pixel_values"] = torch.arange(8)[:, None]
+    further["image_grid_thw"] = grids
+    further["pixel_values"] = torch.arange(100, 108)[:, None]
     further["completion_ids"] = torch.tensor([[3], [4], [5]])
     further["completion_mask"] = torch.ones(3, 1, dtype=torch.long)
     further["sampling_per_token_logps"] = torch.tensor([[-3.0], [-4], [-5]])
@@ -222,21 +246,19 @@ RATIOS_JOINED = [([[2.0, 3]], [[4.0]], [[2, 3], [4, 1]]), ([[2.0]], [[4.0]], [[2
 def test_a_ratio_is_padded_with_what_changes_nothing(own, further, expected):
     """TRL's VESPO takes its logarithm without a mask. A ratio of whole rollouts has one column."""
 
-    def part(ratio, length):
-        rows = {
-            name: value[:1]
-            for name, value in batch().items()
-            if name in ("prompt_ids", "prompt_mask")
+    def first_row(ratio, length):
+        """The first rollout with so many tokens, and this ratio."""
+        columns = batch()
+        return {
+            "prompt_ids": columns["prompt_ids"][:1],
+            "prompt_mask": columns["prompt_mask"][:1],
+            "completion_ids": columns["completion_ids"][:1, :length],
+            "completion_mask": columns["completion_mask"][:1, :length],
+            "importance_sampling_ratio": torch.tensor(ratio),
         }
-        rows |= {name: batch()[name][:1, :length] for name in ("completion_ids", "completion_mask")}
-        return rows | {"importance_sampling_ratio": torch.tensor(ratio)}
 
-    assert (
-        batch_rows.concat_rows(part(own, 2), part(further, 1), 77)[
-            "importance_sampling_ratio"
-        ].tolist()
-        == expected
-    )
+    joined = batch_rows.concat_rows(first_row(own, 2), first_row(further, 1), 77)
+    assert joined["importance_sampling_ratio"].tolist() == expected
 
 
 def batcher(
@@ -247,49 +269,68 @@ def batcher(
     room: MicroBatchRoom | None = None,
     **keys: Any,
 ):
-    """Of a run of one process with groups of two; four rollouts in a micro-batch, four
-    micro-batches in a step. Micro-batches are filled by `room`, if there is one.
+    """A batcher of a run of one process with groups of two.
+
+    Four rollouts are in a micro-batch, and four micro-batches in a step. Micro-batches are filled by
+    `room`, if there is one.
     """
-    own = {"num_generations": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
-    context = step_context(log, **{**own, "steps_per_generation": 4, **keys})
+    sizes = {
+        "num_generations": 2,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 4,
+        "steps_per_generation": 4,
+    }
+    context = step_context(log, **{**sizes, **keys})
     return MicroBatcher(context, banks, every_row_counts=every_row_counts, room=room)
 
 
 def sixteen(banks: ImageBanks, live: str) -> Batch:
     """Eight groups of two rollouts; those of the letters in `live` have signal.
 
-    Each rollout is one token longer.
+    Each rollout is one token longer than the one before.
     """
-    rows = rank_batch(banks, "".join(2 * letter for letter in "abcdefgh"), 16, 0)
-    rows["completion_mask"] = (torch.arange(16) <= torch.arange(16)[:, None]).long()
-    signs = torch.tensor([[1.0, -1.0] if letter in live else [0.0, 0.0] for letter in "abcdefgh"])
-    rows["advantages"] = signs.flatten() * torch.arange(1, 17)
+    images = "".join(2 * letter for letter in LETTERS)
+    rows = rank_batch(banks, images, 16, 0)
+    numbers = torch.arange(16)
+    rows["completion_mask"] = (numbers <= numbers[:, None]).long()
+    signs_PG = torch.zeros(8, 2)
+    for group, letter in enumerate(LETTERS):
+        if letter in live:
+            signs_PG[group] = torch.tensor([1.0, -1.0])
+    rows["advantages"] = signs_PG.flatten() * (numbers + 1)
     return rows
 
 
 def rows_of(micro_batches: list[Batch]) -> list[list[int]]:
+    """The numbers of each micro-batch's rollouts."""
     return [micro["rollout_number"].tolist() if micro else [] for micro in micro_batches]
 
 
 def test_only_groups_with_signal_are_in_micro_batches_the_longest_first_with_all_that_is_theirs():
     banks = ImageBanks()
     log = dict[str, float]()
-    micro_batches = batcher(banks=banks, log=log).split(sixteen(banks, "bdeg"), "0/0")
+    generation = sixteen(banks, "bdeg")
+    micro_batches = batcher(banks=banks, log=log).split(generation, "0/0")
     assert rows_of(micro_batches) == [[], [], [12, 13, 8, 9], [6, 7, 2, 3]]
     assert log == {"adora/skipped_groups": 0.5, "adora/micro_batches": 2.0}
     for micro in micro_batches[2:]:
         numbers = micro["rollout_number"]
-        assert micro["advantages"].tolist() == [(n + 1) * (-1) ** n for n in numbers.tolist()]
+        signs = 1 - 2 * (numbers % 2)
+        assert micro["advantages"].tolist() == (signs * (numbers + 1)).tolist()
         assert micro["completion_mask"].sum(dim=1).tolist() == (numbers + 1).tolist()
-        assert micro["completion_ids"].size(1) == int(numbers.max()) + 1, (
-            "padding of the whole generation is cut"
-        )
-        assert torch.equal(micro["completion_ids"][:, 0], numbers) and torch.equal(
-            micro["prompt_ids"][:, 0], numbers
-        )
+        width = micro["completion_ids"].size(1)
+        assert width == int(numbers.max()) + 1, "padding of the whole generation is cut"
+        assert torch.equal(micro["completion_ids"][:, 0], numbers)
+        assert torch.equal(micro["prompt_ids"][:, 0], numbers)
         starts = micro["pixel_values"].view(4, -1)[:, 0].tolist()
-        letters = [chr(int(banks.of(start).pixels([start])[0][0, 0])) for start in starts]
-        assert letters == ["abcdefgh"[number // 2] for number in numbers.tolist()]
+        letters = [letter_of(banks, start) for start in starts]
+        assert letters == [LETTERS[number // 2] for number in numbers.tolist()]
+
+
+def letter_of(banks: ImageBanks, start: int) -> str:
+    """The letter of the image whose first patch has this number."""
+    patches = banks.of(start).pixels([start])[0]
+    return chr(int(patches[0, 0]))
 
 
 def test_a_rank_makes_as_many_micro_batches_with_work_as_the_one_with_the_most_signal(monkeypatch):
@@ -297,13 +338,19 @@ def test_a_rank_makes_as_many_micro_batches_with_work_as_the_one_with_the_most_s
 
     Without signal of its own, it takes the shortest.
     """
-    monkeypatch.setattr("adora_vl.training.micro_batches.gather_object", lambda own: [*own, 5])
-    two = SimpleNamespace(num_processes=2, device=CPU, process_index=0)
+
+    def gather_with_five(on_this_rank: list[int]) -> list[int]:
+        """The other rank has five groups with signal."""
+        return [*on_this_rank, 5]
+
+    monkeypatch.setattr("adora_vl.training.micro_batches.gather_object", gather_with_five)
+    two_ranks = SimpleNamespace(num_processes=2, device=CPU, process_index=0)
     banks = ImageBanks()
-    one = batcher(banks=banks, accelerator=two, adora_stock_step=["spread_signal"])
-    found = rows_of(one.split(sixteen(banks, "h"), "0/0"))
-    assert sorted(row for rows in found for row in rows) == [*range(8), 14, 15]
-    assert [len(rows) for rows in found] == [0, 4, 4, 2]
+    ours = batcher(banks=banks, accelerator=two_ranks, adora_stock_step=["spread_signal"])
+    rows = rows_of(ours.split(sixteen(banks, "h"), "0/0"))
+    learned = [row for rows_of_micro_batch in rows for row in rows_of_micro_batch]
+    assert sorted(learned) == [*range(8), 14, 15]
+    assert [len(rows_of_micro_batch) for rows_of_micro_batch in rows] == [0, 4, 4, 2]
 
 
 @pytest.mark.parametrize(
@@ -318,14 +365,14 @@ def test_a_row_weighs_as_much_in_a_small_micro_batch_as_in_a_full_one(live, rows
     """
     banks = ImageBanks()
     loss = torch.tensor(3.0)
-    own = batch_rows.RowReader(sixteen(banks, live)).take(range(rows))
-    one = batcher(banks=banks, loss_type="grpo")
-    work = [micro for micro in one.split(own, "0/0") if micro]
-    assert [len(numbers) for numbers in rows_of(work)] == sizes
-    assert [float(one.scaled(loss, micro)) for micro in work] == pytest.approx(losses)
-    assert float(batcher(banks=banks, loss_type="dapo").scaled(loss, work[-1])) == 3.0, (
-        "DAPO divides by tokens"
-    )
+    generation = batch_rows.RowReader(sixteen(banks, live)).take(range(rows))
+    grpo = batcher(banks=banks, loss_type="grpo")
+    with_work = [micro for micro in grpo.split(generation, "0/0") if micro]
+    assert [len(numbers) for numbers in rows_of(with_work)] == sizes
+    scaled = [float(grpo.scaled(loss, micro)) for micro in with_work]
+    assert scaled == pytest.approx(losses)
+    dapo = batcher(banks=banks, loss_type="dapo")
+    assert float(dapo.scaled(loss, with_work[-1])) == 3.0, "DAPO divides by tokens"
 
 
 def test_which_groups_are_learned_from_and_where(subtests):
@@ -338,12 +385,14 @@ def test_which_groups_are_learned_from_and_where(subtests):
         ("", {}, [0, 0, 0, 2], 2),
         ("abcd", {"gradient_accumulation_steps": 2}, [0, 4, 0, 4], 8),
     ]
-    for live, keys, sizes, first in cases:
+    for live, keys, sizes, learned_rows in cases:
         with subtests.test(f"{live} {keys}"):
             banks = ImageBanks()
-            found = rows_of(batcher(banks=banks, **keys).split(sixteen(banks, live), "0/0"))
-            assert [len(rows) for rows in found] == sizes
-            assert sorted(row for rows in found for row in rows) == list(range(first))
+            micro_batches = batcher(banks=banks, **keys).split(sixteen(banks, live), "0/0")
+            rows = rows_of(micro_batches)
+            assert [len(rows_of_micro_batch) for rows_of_micro_batch in rows] == sizes
+            learned = [row for rows_of_micro_batch in rows for row in rows_of_micro_batch]
+            assert sorted(learned) == list(range(learned_rows))
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
@@ -356,9 +405,8 @@ def test_a_generation_s_rows_weigh_the_same_however_they_are_cut(loss_type):
     counts = []
     for fill in (None, room(longest=64)):
         banks = ImageBanks()
-        micro_batches = batcher(banks=banks, room=fill, loss_type=loss_type).split(
-            sixteen(banks, "abcdefgh"), "0/0"
-        )
+        cutting = batcher(banks=banks, room=fill, loss_type=loss_type)
+        micro_batches = cutting.split(sixteen(banks, LETTERS), "0/0")
         weight_of: dict[int, float] = {}
         scaling = batcher(banks=banks, loss_type=loss_type)
         for micro in filter(None, micro_batches):
@@ -380,9 +428,13 @@ def test_empty_micro_batches_come_first_in_each_step():
     banks = ImageBanks()
     steps_of_two: dict[str, Any] = {"gradient_accumulation_steps": 2}
     log = dict[str, float]()
-    micro_batches = batcher(banks=banks, room=room(longest=64), log=log, **steps_of_two).split(
-        sixteen(banks, "abcdefgh"), "0/0"
+    filling = batcher(
+        banks=banks,
+        room=room(longest=64),
+        log=log,
+        **steps_of_two,
     )
+    micro_batches = filling.split(sixteen(banks, LETTERS), "0/0")
     assert [len(rows) for rows in rows_of(micro_batches)] == [0, 8, 0, 8]
     assert log["adora/micro_batches"] == 1
 
@@ -390,7 +442,7 @@ def test_empty_micro_batches_come_first_in_each_step():
 def test_the_key_cuts_by_the_number_of_rows():
     banks = ImageBanks()
     stock = batcher(banks=banks, room=room(longest=64), adora_stock_step=["fill_micro_batches"])
-    micro_batches = stock.split(sixteen(banks, "abcdefgh"), "0/0")
+    micro_batches = stock.split(sixteen(banks, LETTERS), "0/0")
     assert [len(rows) for rows in rows_of(micro_batches)] == [4, 4, 4, 4]
 
 
@@ -400,6 +452,7 @@ def alike(*counts):
 
 
 def pairs(moves):
+    """The ranks that give and get each unit."""
     return [(source, target) for source, _, target in moves]
 
 
@@ -408,19 +461,18 @@ def test_moves_by_hand():
     assert plan_moves(alike(1, 2, 2)) == [], "no rank takes longer for it"
     assert sorted(pairs(plan_moves(alike(3, 0, 0)))) == [(0, 1), (0, 2)]
     assert pairs(plan_moves(alike(4, 3, 3, 0))) == [(0, 3)], "no more than is needed"
-    assert (
-        len(plan_moves(alike(0, 6), min_units=4)) == 2
-        and plan_moves(alike(0, 4), min_units=4) == []
-    )
+    assert len(plan_moves(alike(0, 6), min_units=4)) == 2
+    assert plan_moves(alike(0, 4), min_units=4) == []
     assert plan_moves(alike(0, 0)) == []
 
 
 def test_a_long_unit_moves_to_where_it_meets_another_long_one():
-    assert plan_moves([{0: 90, 1: 100}, {0: 10, 1: 11}]) == [Move(0, 0, 1), Move(1, 0, 0)]
-    assert plan_moves([{0: 90, 1: 10}, {0: 100, 1: 11}]) == [], (
-        "in order of length they meet as they are"
-    )
-    assert plan_moves([{3: 100, 5: 30}, {1: 90, 4: 25}]) == [], "about as long is enough"
+    long_ones_on_one_rank = [{0: 90, 1: 100}, {0: 10, 1: 11}]
+    assert plan_moves(long_ones_on_one_rank) == [Move(0, 0, 1), Move(1, 0, 0)]
+    in_order_of_length_they_meet = [{0: 90, 1: 10}, {0: 100, 1: 11}]
+    assert plan_moves(in_order_of_length_they_meet) == []
+    about_as_long = [{3: 100, 5: 30}, {1: 90, 4: 25}]
+    assert plan_moves(about_as_long) == []
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -432,24 +484,34 @@ def test_ranks_in_lockstep_hardly_wait_for_each_other(case):
     assert waited([[4, 2], [3, 3]]) == pytest.approx(7 / 6), "by hand"
 
 
-@given(
-    st.lists(st.lists(st.integers(1, 99), max_size=9), min_size=1, max_size=6), st.integers(1, 6)
-)
-def test_no_rank_learns_from_more_units_than_it_must_and_none_is_lost(ranks, least):
-    own = [dict(enumerate(tokens)) for tokens in ranks]
-    moves = plan_moves(own, least)
-    after = [
-        {(rank, number): count for number, count in units.items()} for rank, units in enumerate(own)
-    ]
+# for each rank the tokens of its units
+RANKS = st.lists(st.lists(st.integers(1, 99), max_size=9), min_size=1, max_size=6)
+
+
+@given(RANKS, st.integers(1, 6))
+def test_no_rank_learns_from_more_units_than_it_must_and_none_is_lost(ranks, min_units):
+    before = [dict(enumerate(tokens)) for tokens in ranks]
+    moves = plan_moves(before, min_units)
+    after = []
+    for rank, units in enumerate(before):
+        after.append({(rank, number): tokens for number, tokens in units.items()})
     for source, number, target in moves:
-        after[target][source, number] = after[source].pop((source, number))
         assert source != target
-    assert sum(map(len, after)) == sum(map(len, own))
-    assert max(map(len, after)) <= max(least, -(-sum(map(len, own)) // len(own)))
-    if len({len(units) for units in own}) == 1 and len(own[0]) >= least:
-        assert len({len(units) for units in after}) == 1, (
-            "so that no group counts twice where all groups count"
-        )
+        unit = (source, number)
+        after[target][unit] = after[source].pop(unit)
+    unit_count = sum(map(len, before))
+    assert sum(map(len, after)) == unit_count
+    even_share = -(-unit_count // len(ranks))  # rounded up
+    assert max(map(len, after)) <= max(min_units, even_share)
+    all_have_equally_many = len({len(units) for units in before}) == 1
+    if all_have_equally_many and len(before[0]) >= min_units:
+        # Where all groups count, none counts twice.
+        assert len({len(units) for units in after}) == 1
+
+
+def no_units(plan, sending, rank):
+    """An exchange in which nothing arrives."""
+    return []
 
 
 def test_a_rank_that_gets_nothing_looks_at_its_images_again_with_the_others():
@@ -457,80 +519,120 @@ def test_a_rank_that_gets_nothing_looks_at_its_images_again_with_the_others():
     banks = ImageBanks()
     batch = rank_batch(banks, "abab", 2, 0)
     banks.of_training().features_due = False
+    moves_between_others = [Move(1, 0, 2)]
     rebalanced(
-        batch, [True, True], 2, [Move(1, 0, 2)], 0, banks, 99, lambda plan, sending, rank: []
+        batch,
+        [True, True],
+        rows_per_unit=2,
+        moves=moves_between_others,
+        rank=0,
+        banks=banks,
+        pad_id=99,
+        exchange=no_units,
     )
     assert banks.of_training().features_due
 
 
-@given(
-    st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=2, max_size=5),
-    st.sampled_from([1, 2, 3, 6]),
-)
-def test_every_unit_with_signal_is_learned_from_once_on_one_rank(ranks, least):
+# for each rank whether its six units have signal
+SIGNALS = st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=2, max_size=5)
+
+
+@given(SIGNALS, st.sampled_from([1, 2, 3, 6]))
+def test_every_unit_with_signal_is_learned_from_once_on_one_rank(ranks, min_units):
     """The plan, what is sent, and the choice of units together, for whatever has signal."""
-    lengths = [
-        {number: 10 + number for number, alive in enumerate(live) if alive} for live in ranks
-    ]
-    plan = plan_moves(lengths, least)
+    tokens_by_rank = []
+    for has_signal in ranks:
+        with_signal = [number for number, signal in enumerate(has_signal) if signal]
+        tokens_by_rank.append({number: 10 + number for number in with_signal})
+    moves = plan_moves(tokens_by_rank, min_units)
     banks = [ImageBanks() for _ in ranks]
-    packed_rows: list[Any] = []
-    batches = [rank_batch(bank, "abcdef", 1, 100 * (rank + 1)) for rank, bank in enumerate(banks)]
-    for batch, live in zip(batches, ranks, strict=True):
-        batch["advantages"] = batch["advantages"] * torch.tensor(live)
+    batches = []
+    for rank, has_signal in enumerate(ranks):
+        batch = rank_batch(banks[rank], "abcdef", 1, 100 * (rank + 1))
+        batch["advantages"] = batch["advantages"] * torch.tensor(has_signal)
+        batches.append(batch)
+    sent: list[tuple[int, Any]] = []  # the target and the packed unit of every move
 
     def keep(plan, sending, rank):
+        """Note what a rank sends; nothing arrives yet."""
         targets = [move.target for move in plan if move.source == rank]
-        packed_rows.extend(zip(targets, sending, strict=True))
+        sent.extend(zip(targets, sending, strict=True))
         return []
 
-    for rank, own in enumerate(ranks):  # what each sends, since a rank may both give and take
-        rebalanced(batches[rank], own, 1, plan, rank, copy.deepcopy(banks[rank]), 99, keep)
-
     def carry(plan, sending, rank):
-        return [packed for target, packed in packed_rows if target == rank]
+        """Return what the others have sent to a rank."""
+        return [packed for target, packed in sent if target == rank]
 
-    after = {
-        r: rebalanced(batches[r], ranks[r], 1, plan, r, banks[r], 99, carry)
-        for r in range(len(ranks))
-    }
-    wanted = max(least, *(sum(live) for _, live in after.values()))
+    def exchanged(rank, banks_of_rank, exchange):
+        return rebalanced(
+            batches[rank],
+            ranks[rank],
+            rows_per_unit=1,
+            moves=moves,
+            rank=rank,
+            banks=banks_of_rank,
+            pad_id=99,
+            exchange=exchange,
+        )
+
+    # First what each sends, since a rank may both give and take.
+    for rank in range(len(ranks)):
+        exchanged(rank, copy.deepcopy(banks[rank]), keep)
+    after = [exchanged(rank, banks[rank], carry) for rank in range(len(ranks))]
+    units_per_rank = max(min_units, *(sum(has_signal) for _, has_signal in after))
     learned = []
-    for batch, live in after.values():
-        chosen = choose_units(live, wanted, [1] * len(live))
-        assert len(chosen) == wanted
+    for batch, has_signal in after:
+        chosen = choose_units(has_signal, units_per_rank, [1] * len(has_signal))
+        assert len(chosen) == units_per_rank
         learned += [value for value in batch["advantages"][chosen].tolist() if value]
-    assert sorted(learned) == sorted(
-        value for batch in batches for value in batch["advantages"].tolist() if value
-    )
+    with_signal = [value for batch in batches for value in batch["advantages"].tolist() if value]
+    assert sorted(learned) == sorted(with_signal)
 
 
 def test_all_that_is_a_row_s_goes_with_it_and_no_image_is_held_twice():
     """Rank 0 has nothing alive, rank 1 two units of two rollouts."""
     banks = [ImageBanks(), ImageBanks()]
     batches = [rank_batch(banks[0], "abab", 2, 0), rank_batch(banks[1], "ccad", 3, 10)]
-    packed_rows: list = []
+    sent: list[Any] = []
 
     def carry(plan, sending, rank):
-        packed_rows.extend(copy.deepcopy(sending))
-        return packed_rows if rank == 0 else []
+        """Keep what is sent, and hand it to rank 0."""
+        sent.extend(copy.deepcopy(sending))
+        return sent if rank == 0 else []
 
-    plan = plan_moves(alike(0, 2))
-    rebalanced(batches[1], [True, True], 2, plan, 1, banks[1], 99, carry)
-    batch, live = rebalanced(batches[0], [False, False], 2, plan, 0, banks[0], 99, carry)
+    moves = plan_moves(alike(0, 2))
+    settings: dict[str, Any] = {
+        "rows_per_unit": 2,
+        "moves": moves,
+        "pad_id": 99,
+        "exchange": carry,
+    }
+    rebalanced(
+        batches[1],
+        [True, True],
+        rank=1,
+        banks=banks[1],
+        **settings,
+    )
+    batch, live = rebalanced(
+        batches[0],
+        [False, False],
+        rank=0,
+        banks=banks[0],
+        **settings,
+    )
     assert live == [False, False, True]
     assert batch["prompt_ids"][:, 0].tolist() == [0, 1, 2, 3, 12, 13]
-    assert (
-        batch["completion_ids"][0].tolist() == [0, 0, 99]
-        and batch["completion_ids"][4].tolist() == [12] * 3
-    )
+    assert batch["completion_ids"][0].tolist() == [0, 0, 99]
+    assert batch["completion_ids"][4].tolist() == [12, 12, 12]
     assert batch["completion_mask"].sum(dim=1).tolist() == [2, 2, 2, 2, 3, 3]
     assert batch["advantages"].tolist() == [0, 1, 2, 3, 12, 13]
     assert batch["rollout_number"].tolist() == [0, 1, 2, 3, 12, 13]
-    assert batch["num_images"] == [1] * 6 and len(batch["image_grid_thw"]) == 6
+    assert batch["num_images"] == [1] * 6
+    assert len(batch["image_grid_thw"]) == 6
     assert batch["num_items_in_batch"] == 100
     bank = banks[0].of(0)
     assert len(bank) == 3, "a, b and the new d"
     starts = batch["pixel_values"][::4, 0].tolist()
-    seen = [chr(int(bank.pixels([start])[0][0, 0])) for start in starts]
+    seen = [letter_of(banks[0], start) for start in starts]
     assert seen == ["a", "b", "a", "b", "a", "d"]

@@ -54,7 +54,8 @@ def test_a_failed_call_is_no_zero_and_one_who_is_left_alone_has_nobody_to_be_com
     """
     found = rewards([0.0] * 4, [0.5, NAN, NAN, NAN], failed=[1, 2, 3])
     assert sums(found) == [None] * 4
-    assert found.missing == (None, *["judge: HTTP 503"] * 3) and found.missing_share == 0.75
+    assert found.missing == (None, *["judge: HTTP 503"] * 3)
+    assert found.missing_share == 0.75
     assert found.why_left[0] == "no other rollout of its group has a reward"
 
 
@@ -71,12 +72,14 @@ def test_none_beside_a_score_in_the_same_group_is_missing_and_none_throughout_do
     """
     found = rewards([1.0, 0.0, 1.0, 0.0] * 2, [NAN] * 4 + [1.0, 1.0, 0.0, NAN])
     assert sums(found) == [1.0, 0.0, 1.0, 0.0, 2.0, 1.0, 1.0, None]
-    assert found.missing[7] == "judge: None" and found.missing_share == 1 / 8
+    assert found.missing[7] == "judge: None"
+    assert found.missing_share == 1 / 8
 
 
 def test_a_call_that_failed_is_missing_even_where_it_failed_for_the_whole_group():
     found = rewards([1.0, 0.0, 1.0, 0.0], [NAN] * 4, failed=[0, 1, 2, 3])
-    assert sums(found) == [None] * 4 and found.missing_share == 1
+    assert sums(found) == [None] * 4
+    assert found.missing_share == 1
     # the function applies, so three more are missing
     found = rewards([1.0, 0.0, 1.0, 0.0], [NAN] * 4, failed=[0])
     assert sums(found) == [None] * 4
@@ -85,11 +88,11 @@ def test_a_call_that_failed_is_missing_even_where_it_failed_for_the_whole_group(
 def test_only_functions_with_a_weight_count():
     unweighted = (1.0, 0.0)
     found = rewards([1.0, 0.0, 1.0, 0.0], [NAN, 1.0, 0.0, 1.0], unweighted, failed=[0])
-    assert sums(found, unweighted) == [1.0, 0.0, 1.0, 0.0] and found.missing == (None,) * 4
+    assert sums(found, unweighted) == [1.0, 0.0, 1.0, 0.0]
+    assert found.missing == (None,) * 4
     found = rewards([NAN] * 4, [1.0] * 4, unweighted)
-    assert sums(found, unweighted) == [None] * 4 and set(found.missing) == {
-        "no reward function scored it"
-    }
+    assert sums(found, unweighted) == [None] * 4
+    assert set(found.missing) == {"no reward function scored it"}
 
 
 def test_a_group_of_one_is_whole():
@@ -175,11 +178,9 @@ def test_figures_and_tokens_by_the_image_leave_them_out():
     groups = Groups(torch.tensor([[1.0, 0.0, NAN, NAN], [NAN] * 4]), lengths_PG, lengths_PG < 0)
     weighting = weigh_groups(replace(groups, truncated_PG=torch.zeros_like(groups.truncated_PG)))
     figures = adora_metrics(weighting)
-    assert (
-        figures["pass_rate"] == 0.5
-        and figures["no_correct_share"] == 0.0
-        and figures["tds_share"] == 1.0
-    )
+    assert figures["pass_rate"] == 0.5
+    assert figures["no_correct_share"] == 0.0
+    assert figures["tds_share"] == 1.0
     assert (figures["length_correct"], figures["length_wrong"]) == (5.0, 7.0)
     advantages_PG = group_advantages(groups.rewards_PG)
     judged = JudgedGroups(
@@ -190,7 +191,12 @@ def test_figures_and_tokens_by_the_image_leave_them_out():
         equal_reward_share=0.0,
         ranks=1,
     )
-    weighed = Advantages(judged=judged, weighting=weighting, final_PG=advantages_PG, figures={})
+    weighed = Advantages(
+        judged=judged,
+        weighting=weighting,
+        final_PG=advantages_PG,
+        figures={},
+    )
     assert weighed.has_signal_N.tolist() == [True, True, *[False] * 6]
 
 
@@ -309,7 +315,8 @@ def test_the_run_learns_from_those_who_are_left_and_says_who_is_not(own, tmp_pat
     first = rollouts[rollouts["step"] == 1].reset_index(drop=True)
     groups = [part for _, part in first.groupby("group")]
     parts = [part["reward/format_reward"] + part["reward/flaky"] for part in groups]
-    assert groups[0]["reward"].tolist() == parts[0].tolist() and groups[0]["missing"].isna().all()
+    assert groups[0]["reward"].tolist() == parts[0].tolist()
+    assert groups[0]["missing"].isna().all()
     assert groups[1]["reward"].tolist() == groups[1]["reward/format_reward"].tolist()
     assert groups[2]["reward"].isna().tolist() == [True, False, False, True]
     why = "flaky: ConnectionError: no route to the judge"
@@ -335,7 +342,8 @@ def test_the_run_learns_from_those_who_are_left_and_says_who_is_not(own, tmp_pat
     assert [line["rewards/missing"] for line in metrics] == [5 / 16] * STEPS
     assert metrics[0]["reward"] == pytest.approx(first["reward"].mean(), abs=1e-6)
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-    assert len(printed) == STEPS and all("  without reward 31%  " in line for line in printed)
+    assert len(printed) == STEPS
+    assert all("  without reward 31%  " in line for line in printed)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from adora_vl.training.old_logps import OldLogps
 from adora_vl.types import Batch
 from adora_vl.utils.errors import RolloutError
 from tests.support.step_context import step_context
-from tests.support.table_policy import VOCABULARY, Table, trainer_of
+from tests.support.table_policy import VOCABULARY, Alone, Table, trainer_of
 
 LENGTHS = torch.tensor([2, 9, 3, 7, 9, 1, 5, 6, 8, 8, 4, 9, 7, 2, 6, 5])
 ROWS = len(LENGTHS)
@@ -42,6 +42,8 @@ ENGINE: dict[str, Any] = {
     "vllm_importance_sampling_clip_max": 1.2,
     "adora_max_drift": 5.0,
 }
+# The policy as it began; with it groups without signal are learned from too.
+REFERENCE: dict[str, Any] = {"beta": 0.5, "use_bias_correction_kl": False}
 BOUND = 1e-9  # relative to the gradient's norm; float64's rounding is 1e-14
 
 
@@ -128,6 +130,14 @@ def learn(*, resumes: bool = False, breaks_second_update: bool = False, **keys: 
     return learned
 
 
+def learned_later(**keys: object) -> list[int]:
+    """The rollouts of the generation's second update."""
+    trainer = trainer_of(table(), **keys)
+    micro_batches = trainer.batcher.split(generation(), "0/0")
+    later = micro_batches[trainer.layout.micro_batches_before_update :]
+    return [row for micro in later for row in micro["rollout_number"].tolist()]
+
+
 def stock(**keys: object) -> Learned:
     """The same with a pass over the whole generation first."""
     settings: dict[str, Any] = {"adora_stock_step": ["share_prompt", "skip_old_pass"]}
@@ -148,6 +158,10 @@ CASES = {
     "twice over the generation": TWICE,
     "twice over the generation, engine": {**TWICE, **ENGINE},
     "updates and generations apart": {**UNEVEN, **ENGINE},
+    "two updates, reference": {**TWO_UPDATES, **REFERENCE},
+    "two updates, reference, engine": {**TWO_UPDATES, **REFERENCE, **ENGINE},
+    "twice over the generation, reference": {**TWICE, **REFERENCE, **ENGINE},
+    "two updates, KL corrected": {**TWO_UPDATES, **REFERENCE, "use_bias_correction_kl": True},
 }
 
 
@@ -178,8 +192,62 @@ def test_the_pass_is_over_the_later_updates_rollouts_with_signal_alone():
     assert learn(loss_type="grpo", **TWICE, **ENGINE).scored == 0
 
 
+def test_the_kl_term_asks_no_pass_of_groups_without_signal():
+    """They are learned from, but an advantage of 0 leaves nothing that their ratio could scale."""
+    keys = {"loss_type": "grpo", **TWO_UPDATES, **REFERENCE}
+    in_later_update = learned_later(**keys)
+    without_signal = [row for row in in_later_update if row // GROUP in SILENT]
+    assert without_signal
+    assert learn(**keys).scored == len(in_later_update) - len(without_signal)
+    # TRL's corrected KL term multiplies by the ratio, which needs the old log-probabilities.
+    corrected = learn(**{**keys, "use_bias_correction_kl": True})
+    assert corrected.scored == len(in_later_update)
+
+
+def test_where_no_group_of_an_update_has_signal_no_pass_is_made():
+    """And the engine is not compared with weights that have not sampled these rollouts."""
+    trainer = trainer_of(
+        table(),
+        loss_type="grpo",
+        **TWO_UPDATES,
+        **REFERENCE,
+        **ENGINE,
+    )
+    batch = generation()
+    batch["advantages"] = torch.zeros_like(batch["advantages"])
+    micro_batches = trainer.batcher.split(batch, "0/0")
+    trainer._add_old_logps(micro_batches)
+    assert trainer.recorder.measured_rows == []
+    for micro in micro_batches[2:]:
+        assert micro["old_per_token_logps"].isnan().all()
+        assert not trainer.ratio.is_due(micro)
+
+
+def test_a_rank_without_signal_makes_the_pass_of_the_others():
+    """With sharded weights a pass that one rank leaves out would wait for ever."""
+
+    class OtherRankHasSignal(Alone):
+        @staticmethod
+        def gather(value: Tensor) -> Tensor:
+            return torch.cat([value, torch.ones_like(value)])
+
+    context = step_context(accelerator=OtherRankHasSignal(), **TWO_UPDATES, **REFERENCE)
+    old_logps = OldLogps(context, has_dropout=False)
+    micro_batches = trainer_of(table(), **TWO_UPDATES, **REFERENCE).batcher.split(
+        generation(), "0/0"
+    )
+    for micro in micro_batches:
+        micro["advantages"] = torch.zeros_like(micro["advantages"])
+    passes = old_logps.due(micro_batches)
+    assert [old_pass.rows for old_pass in passes] == [list(range(GROUP))] * 2
+
+
 def test_a_run_that_goes_on_after_the_first_update_does_so_to_the_bit():
-    for keys in ({**TWO_UPDATES, **ENGINE}, {**TWICE, **ENGINE}):
+    for keys in (
+        {**TWO_UPDATES, **ENGINE},
+        {**TWICE, **ENGINE},
+        {**TWO_UPDATES, **REFERENCE, **ENGINE},
+    ):
         uninterrupted = learn(loss_type="dapo", **keys)
         resumed = learn(loss_type="dapo", resumes=True, **keys)
         pairs = zip(uninterrupted.gradients, resumed.gradients, strict=True)
@@ -204,8 +272,16 @@ def test_an_engine_that_drifts_ends_the_run_before_the_first_update():
 
 
 def test_with_dropout_every_micro_batch_that_is_compared_gets_a_pass_without(subtests):
-    rows = Batch(share_of_rows=1.0)
-    micro_batches = [Batch(), rows, rows, rows]
+    ids_BC = torch.ones(GROUP, 3, dtype=torch.long)
+
+    def micro_batch() -> Batch:
+        return {
+            "advantages": torch.tensor([1.0, -1.0]),
+            "completion_ids": ids_BC,
+            "completion_mask": ids_BC,
+        }
+
+    micro_batches = [Batch(), micro_batch(), micro_batch(), micro_batch()]
     for name, keys, count in (
         ("ratio to the engine", {**TWO_UPDATES, **ENGINE}, 3),
         ("in one update", {**TWO_UPDATES, **ENGINE, "gradient_accumulation_steps": 4}, 3),

@@ -129,7 +129,8 @@ class Engine:
         self.asked.append(asks)
         answers = []
         for one in asks:
-            assert one.seed is not None and one.max_tokens is not None
+            assert one.seed is not None
+            assert one.max_tokens is not None
             begun = one.prompt_ids[1:]  # behind a prompt of one token
             whole = self.length(begun[0] if begun else one.seed & TOKEN)
             left = whole - len(begun) if whole < LONGEST else 10 * LONGEST
@@ -153,7 +154,9 @@ class TurnsEngine(Engine):
         self.asked.append(asks)
         answers = []
         for one in asks:
-            assert one.seed is not None and one.max_tokens is not None and one.max_tokens > 0
+            assert one.seed is not None
+            assert one.max_tokens is not None
+            assert one.max_tokens > 0
             assert sum(token == IMAGE for token in one.prompt_ids) == len(one.images)
             length = min(one.max_tokens, drawn(one.seed))
             is_whole = drawn(one.seed) <= one.max_tokens
@@ -253,7 +256,12 @@ class Judges:
         facts = RolloutFacts.gathered(facts, self.accelerator)
         facts = replace(facts, missing=(None,) * len(facts.rewards_NF))
         judged = self.judge(facts, SIZE, 0)
-        return ScoredGroups(groups=groups, batch=batch, facts=facts, judged=judged)
+        return ScoredGroups(
+            groups=groups,
+            batch=batch,
+            facts=facts,
+            judged=judged,
+        )
 
     def judge(self, facts: RolloutFacts, group_size: int, step: int) -> JudgedGroups:
         numbers = facts.rewards_NF[::group_size, 0].int().tolist()
@@ -442,7 +450,8 @@ def check_learned(run: Run, ended: bool = True) -> int:
     ]
     waiting = [int(group.row["id"].split("/")[1]) for group in run.pool.state.waiting]
     numbers = sorted([*(int(problem.split("/")[1]) for problem in problems), *waiting])
-    assert numbers == list(range(len(numbers))) and not (ended and waiting)
+    assert numbers == list(range(len(numbers)))
+    assert not (ended and waiting)
     return len(run.learned) - math.ceil(len(numbers) / PLACES / run.updates)
 
 
@@ -451,7 +460,8 @@ def test_what_began_is_learned_from_once_and_at_its_whole_length(budget):
     """So the lengths learned from have the distribution of whole rollouts, whatever the budget."""
     run = Run(40, budget=budget).go_on()
     assert check_learned(run) <= 4
-    assert max(run.sizes) == PLACES and min(run.sizes) >= PLACES // 2
+    assert max(run.sizes) == PLACES
+    assert min(run.sizes) >= PLACES // 2
     assert sum(run.sizes[15:]) > 0.95 * 25 * PLACES, (
         "after a while there is hardly a place without a group"
     )
@@ -479,12 +489,23 @@ def test_a_run_of_any_shape_that_is_stopped_and_goes_on_learns_from_every_group_
                 run.sampled()
             folder = tmp_path / f"{number}-{(killed := killed + 1)}"
             run.pool.save(folder)
-            again = resumed(run, folder, run.state.global_step, updates=updates, **keys)
+            again = resumed(
+                run,
+                folder,
+                run.state.global_step,
+                updates=updates,
+                **keys,
+            )
             again.learned = run.learned
             again.figures = run.figures
             run = again
         whole = Run(generations * updates, updates=updates, **keys).go_on()
-        assert run.answers == whole.answers and run.figures == whole.figures, (
+        assert run.answers == whole.answers, (
+            updates,
+            keys,
+            generations,
+        )
+        assert run.figures == whole.figures, (
             updates,
             keys,
             generations,
@@ -503,7 +524,13 @@ def test_a_run_with_tools_that_is_killed_within_a_turn_goes_on_to_the_bit(tmp_pa
     for step in (3, 7):
         run.go_on(until=step).sampled()
         run.pool.save(tmp_path / str(step))
-        again = resumed(run, tmp_path / str(step), step, tools=True, budget=budget)
+        again = resumed(
+            run,
+            tmp_path / str(step),
+            step,
+            tools=True,
+            budget=budget,
+        )
         again.learned = run.learned
         run = again
     run.go_on()
@@ -542,7 +569,9 @@ def test_processes_whose_rollouts_have_other_numbers_of_turns_make_the_same_call
         return [len(asks) for asks in run.engine.asked]
 
     several, one = on_two(part)
-    assert len(several) == len(one) > 4 and one.count(0) == len(one) - 4 and several.count(0) == 0
+    assert len(several) == len(one) > 4
+    assert one.count(0) == len(one) - 4
+    assert several.count(0) == 0
 
 
 @pytest.mark.parametrize(("tools", "budget"), [(True, None), (True, 40), (False, 40)])
@@ -567,7 +596,8 @@ def test_the_engine_stays_awake_through_a_generation(tools, budget):
     engine.awake = noted_awake
     run.go_on()
     generations = " ".join(noted).split("awake ")[1:]
-    assert len(generations) == 4 and max(generation.count("turn") for generation in generations) > 1
+    assert len(generations) == 4
+    assert max(generation.count("turn") for generation in generations) > 1
     assert all(generation.split()[-1] == "asleep" for generation in generations)
     assert noted.count("asleep") == 4
 
@@ -583,8 +613,10 @@ def test_when_answers_get_short_again_no_group_waits_for_long():
     )
     run.go_on()
     staleness = [figures["adora/staleness"] for figures in run.figures]
-    assert sum(staleness[15:30]) / 15 > 1.5 and max(staleness[45:]) <= 0.5
-    assert run.sizes[45:] == [PLACES] * 25 and not run.pool.state.waiting
+    assert sum(staleness[15:30]) / 15 > 1.5
+    assert max(staleness[45:]) <= 0.5
+    assert run.sizes[45:] == [PLACES] * 25
+    assert not run.pool.state.waiting
 
 
 def test_a_budget_shortens_generations():
@@ -608,7 +640,8 @@ def test_a_budget_that_no_answer_reaches_changes_nothing():
             for row in range(PLACES * SIZE)
         ]
         assert [one.seed for one in asks] == seeds
-        assert len({one.group for one in asks}) == PLACES and len(merge_requests(asks)) == PLACES
+        assert len({one.group for one in asks}) == PLACES
+        assert len(merge_requests(asks)) == PLACES
 
 
 def test_each_token_keeps_the_log_probability_of_the_weights_that_sampled_it():
@@ -628,9 +661,8 @@ def test_each_token_keeps_the_log_probability_of_the_weights_that_sampled_it():
             stale = sum(
                 -logp != generation.generation.key.step for logp in logps if logp is not None
             )
-            assert stale == rollout.stale_tokens(generation.generation.key.step) and len(
-                {*logps}
-            ) <= len(rollout.segments)
+            assert stale == rollout.stale_tokens(generation.generation.key.step)
+            assert len({*logps}) <= len(rollout.segments)
             assert len({*logps}) <= age + 1
             mixed += 0 < stale < len(tokens)
     assert mixed > 20
@@ -647,7 +679,8 @@ def test_segments_have_random_numbers_of_their_own_and_those_that_go_on_come_fir
             [one.group for one in segments if (len(one.prompt_ids) > 1) is had]
             for had in (True, False)
         )
-        assert len(set(alone)) == len(alone) and not {*alone} & {*others}
+        assert len(set(alone)) == len(alone)
+        assert not {*alone} & {*others}
 
 
 def test_no_answer_is_older_than_it_may_be():
@@ -679,7 +712,12 @@ def test_every_generation_that_is_asked_for_ahead_has_groups_of_its_own(ahead):
 )
 def test_the_texts_that_seed_a_run_stay_what_they_are(mode, step, micro, attempt):
     """Else a run that resumes would draw other random numbers, and learn from other rollouts."""
-    key = StepKey(mode=mode, step=step, micro=micro, attempt=attempt)
+    key = StepKey(
+        mode=mode,
+        step=step,
+        micro=micro,
+        attempt=attempt,
+    )
     assert key.position == f"{step}/{micro}"
     assert key.name == (f"{mode}/{step}/{micro}/{attempt}" if attempt else f"{mode}/{step}/{micro}")
 
@@ -689,8 +727,10 @@ def test_the_figures_of_a_generation():
     for generation, figures in zip(run.learned, run.figures, strict=True):
         ages = generation.batch["age"].tolist()
         assert figures["adora/staleness"] == pytest.approx(sum(ages) / len(ages), rel=1e-6)
-        assert figures["adora/staleness_max"] == max(ages) and figures["adora/rollout_budget"] == 60
-    assert run.figures[5]["adora/unfinished"] > 0 and run.figures[-1]["adora/unfinished"] == 0
+        assert figures["adora/staleness_max"] == max(ages)
+        assert figures["adora/rollout_budget"] == 60
+    assert run.figures[5]["adora/unfinished"] > 0
+    assert run.figures[-1]["adora/unfinished"] == 0
 
 
 def test_how_many_begin_and_have_to_be_complete():
@@ -745,9 +785,8 @@ def test_the_automatic_budget_is_the_length_of_nine_answers_of_ten():
         automatic_budget(lengths[max(0, step - 4) : step], LONGEST // 5) or LONGEST
         for step in range(20)
     ]
-    assert budgets == expected and budgets[0] == LONGEST, (
-        "of the first generation nothing is known yet"
-    )
+    assert budgets == expected, "of the first generation nothing is known yet"
+    assert budgets[0] == LONGEST, "of the first generation nothing is known yet"
     assert sum(budget < LONGEST for budget in budgets) > 5
 
 
@@ -758,10 +797,8 @@ def test_the_automatic_budget_leaves_answers_whole_where_few_tokens_would_be_sav
     """
     assert automatic_budget([[9] * 9 + [60], [45] * 9 + [60]], 12) is None
     tailed = [[9] * 9 + [75], [40] * 9 + [45]]  # the longest are 60 tokens on average
-    assert (
-        automatic_budget(tailed, 12) == automatic_budget(tailed, 40) == 40
-        and automatic_budget(tailed, 41) is None
-    )
+    assert automatic_budget(tailed, 12) == automatic_budget(tailed, 40) == 40
+    assert automatic_budget(tailed, 41) is None
 
 
 def on_two(part: Callable[[int, Any], Any]) -> list[Any]:
@@ -784,10 +821,12 @@ def on_two(part: Callable[[int, Any], Any]) -> list[Any]:
 def test_all_processes_learn_from_equally_many_groups():
     """Else they would wait for each other forever, or take others' rewards for their own."""
     first, second = on_two(lambda rank, accelerator: Run(30, accelerator).go_on())
-    assert first.sizes == second.sizes and first.figures == second.figures
+    assert first.sizes == second.sizes
+    assert first.figures == second.figures
     assert first.engine.asked[3] != second.engine.asked[3]
     for run in (first, second):
-        assert check_learned(run) <= 4 and sum(run.sizes[15:]) > 0.85 * 15 * PLACES
+        assert check_learned(run) <= 4
+        assert sum(run.sizes[15:]) > 0.85 * 15 * PLACES
 
 
 def resumed(
@@ -814,10 +853,12 @@ def test_a_run_that_is_to_end_earlier_says_once_what_it_cannot_learn_from(tmp_pa
     assert line.startswith(
         f"max_steps: 7 ends the run before {waiting - 2 * PLACES} of the {waiting} groups"
     )
-    assert line.count("\n") == 1 and len(shorter.pool.state.waiting) == waiting - 2 * PLACES
+    assert line.count("\n") == 1
+    assert len(shorter.pool.state.waiting) == waiting - 2 * PLACES
     enough = int(line.split("; ")[1].split()[0])
     longer = resumed(run, tmp_path, 5, enough, budget=20).go_on()
-    assert not longer.pool.state.waiting and capsys.readouterr().err == ""
+    assert not longer.pool.state.waiting
+    assert capsys.readouterr().err == ""
 
 
 def test_another_number_of_processes_cannot_go_on(tmp_path):
@@ -830,15 +871,14 @@ def test_another_number_of_processes_cannot_go_on(tmp_path):
         return str(refused.value)
 
     for line in on_two(load):
-        assert (
-            "has unfinished rollouts (adora_rollouts.budget) of 1 processes, now 2" in line
-            and "\n" not in line
-        )
+        assert "has unfinished rollouts (adora_rollouts.budget) of 1 processes, now 2" in line
+        assert "\n" not in line
 
 
 def test_where_nothing_is_unfinished_other_processes_go_on_with_problems_of_their_own(tmp_path):
     run = Run(30).go_on()
-    assert run.pool.state.drawn and not run.pool.state.waiting
+    assert run.pool.state.drawn
+    assert not run.pool.state.waiting
     run.pool.save(tmp_path)
 
     def longer(rank: int, accelerator: Any) -> list[str]:
@@ -866,7 +906,14 @@ def test_what_tools_wrote_into_an_answer_is_told_from_what_the_policy_said(tmp_p
     )
     image = kept(Image.effect_noise((40, 30), 50).convert("RGB"))
     picture = Picture(digest=image.digest, image=image, span=1)
-    call = Call(name="zoom", arguments="{}", text="<image>", seconds=0.5, failed=False, span=1)
+    call = Call(
+        name="zoom",
+        arguments="{}",
+        text="<image>",
+        seconds=0.5,
+        failed=False,
+        span=1,
+    )
     done = Rollout(
         segments=spans, finish_reason=FinishReason.STOP, pictures=(picture,), calls=(call,)
     )
@@ -881,13 +928,13 @@ def test_what_tools_wrote_into_an_answer_is_told_from_what_the_policy_said(tmp_p
     )
     PoolState(waiting=(group,)).save(tmp_path, 0)
     (again,) = PoolState.load(tmp_path, 0, 1).waiting
-    assert again == group and not again.complete
+    assert again == group
+    assert not again.complete
     whole, part = again.rollouts
-    assert (
-        whole.pictures[0].image is part.pictures[0].image
-        and content_digest(whole.pictures[0].image) == image.digest
-    )
-    assert whole.tokens == [5, 6, 9, 9, 9, 7] and whole.policy_mask == [
+    assert whole.pictures[0].image is part.pictures[0].image
+    assert content_digest(whole.pictures[0].image) == image.digest
+    assert whole.tokens == [5, 6, 9, 9, 9, 7]
+    assert whole.policy_mask == [
         True,
         True,
         False,
@@ -900,7 +947,8 @@ def test_what_tools_wrote_into_an_answer_is_told_from_what_the_policy_said(tmp_p
         [7],
         [],
     )
-    assert whole.logps == [-0.5, None, None, None, None, -0.25] and (
+    assert whole.logps == [-0.5, None, None, None, None, -0.25]
+    assert (
         whole.stale_tokens(4),
         part.stale_tokens(3),
     ) == (5, 0)
@@ -930,20 +978,26 @@ def test_groups_without_signal_are_replaced_by_those_of_further_problems(budget,
         f"train/0/0/{attempt}" for attempt in range(1, rounds + 1 if budget is None else 2)
     } <= places or not refill
     if budget:
-        assert run.pool.state.waiting and rounds >= 1
+        assert run.pool.state.waiting
+        assert rounds >= 1
         assert {*numbers} - {*range(PLACES)}, "of a further problem that has ended already"
     elif live and refill:
-        assert all(map(has_signal, numbers)) and len(numbers) == PLACES
-        assert run.log["adora/refilled_groups"] > 0 and rounds < refill + 1
+        assert all(map(has_signal, numbers))
+        assert len(numbers) == PLACES
+        assert run.log["adora/refilled_groups"] > 0
+        assert rounds < refill + 1
         signal = [*map(has_signal, range(PLACES))].count(True)
         first = min(PLACES, math.ceil(1.5 * (PLACES - signal) * PLACES / signal))
-        assert len(run.engine.asked[1]) == first * SIZE and (live < 0.5 or first < PLACES)
+        assert len(run.engine.asked[1]) == first * SIZE
+        assert live < 0.5 or first < PLACES
         drawn_first = further_rows(len(run.pool.rows), first, "7/0/0/1/0")
-        assert {*numbers} & {*drawn_first} and [row["id"] for row in generation.rows[::SIZE]] == [
+        assert {*numbers} & {*drawn_first}
+        assert [row["id"] for row in generation.rows[::SIZE]] == [
             f"0/{number}" for number in numbers
         ]
     else:
-        assert numbers == list(range(PLACES)) and rounds == refill
+        assert numbers == list(range(PLACES))
+        assert rounds == refill
         assert run.log.get("adora/refilled_groups", 0) == 0
 
 
@@ -952,7 +1006,13 @@ def test_processes_that_lack_different_numbers_of_groups_ask_for_equally_many_fu
         def has_signal(number: int, rank: int) -> bool:
             return random.Random(number).random() < 0.9 - 0.5 * rank
 
-        run = Run(5, accelerator, budget=None, refill=3, has_signal=has_signal)
+        run = Run(
+            5,
+            accelerator,
+            budget=None,
+            refill=3,
+            has_signal=has_signal,
+        )
         run.go_on()
         shares = [figures["adora/refilled_groups"] for figures in run.figures]
         return [len(asks) for asks in run.engine.asked], shares

@@ -19,7 +19,12 @@ from tests.support.stand_ins import Processes
 from tests.support.step_context import step_context
 
 LAYERS = 4
-SIZE = PassSize(rows=1, length=4800, scored=3744, repeated=12_400)
+SIZE = PassSize(
+    rows=1,
+    length=4800,
+    scored=3744,
+    repeated=12_400,
+)
 THREE = "Qwen/Qwen2.5-VL-3B-Instruct"
 GIB = 2**30
 
@@ -47,7 +52,13 @@ def recomputed(model: PreTrainedModel, **keys: Any) -> RecomputedLayers:
     log = keys.pop("log", None)
     accelerator = keys.pop("accelerator", Processes())
     context = step_context(log, accelerator=accelerator, gradient_checkpointing=True, **keys)
-    return RecomputedLayers(context, model=model, shape=shape, sharding=sharding, card=card)
+    return RecomputedLayers(
+        context,
+        model=model,
+        shape=shape,
+        sharding=sharding,
+        card=card,
+    )
 
 
 def shape_of(model: PreTrainedModel) -> Callable[[], ModelShape]:

@@ -109,9 +109,9 @@ def test_what_was_there_stays_and_nothing_is_left_over(write, size, folder, caps
             stderr = f"error: {error}\n"
     assert code == 2
     errors = [line for line in stderr.splitlines() if "%|" not in line]
-    assert (
-        len(errors) == 1 and errors[0].startswith("error: ") and "cannot be written" in errors[0]
-    ), stderr
+    assert len(errors) == 1, stderr
+    assert errors[0].startswith("error: "), stderr
+    assert "cannot be written" in errors[0], stderr
     assert folder_contents(folder) == before
 
 
@@ -167,7 +167,8 @@ def test_an_output_that_cannot_be_is_one_line(output, folder, capsys):
         capsys.readouterr()
         assert command() == 2
         stderr = capsys.readouterr().err
-        assert stderr.count("\n") == 1 and "output" in stderr, stderr
+        assert stderr.count("\n") == 1, stderr
+        assert "output" in stderr, stderr
         assert folder_contents(folder) == before
 
 

@@ -120,7 +120,9 @@ def test_a_key_that_the_server_repeats_in_another_spelling_is_not_shown(serve, m
         with pytest.raises(EndpointError) as error:
             client(server).chat(HELLO)
         message = str(error.value)
-        assert "no model for" in message and " here" in message and "..." in message, name
+        assert "no model for" in message, name
+        assert " here" in message, name
+        assert "..." in message, name
         assert not any(
             part.lower() in message.lower() for part in (spelling[9:20], key[:9], key[-9:])
         ), f"{name}: {message}"

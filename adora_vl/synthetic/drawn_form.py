@@ -1,0 +1,144 @@
+"""A figure in the text form, drawn as it is said.
+
+    form = DrawnForm(rng, size, style, places, "triangle ABC")
+    form.say("right angle ACB", "AC = 5", "BC = 12")
+    form.note("find AB")
+    form.picture()
+
+The sentences are those that `adora_vl.geometry` reads and solves (docs/geometry.md). Each is drawn as
+a book draws it: a shape by its sides, a right angle by its small square, a size by a label beside its
+side or in its angle. So a family of problems is a text form with places, and has no drawing code.
+"""
+
+import random
+from collections.abc import Iterable, Sequence
+
+from PIL import Image
+
+from adora_vl.geometry.draft import Draft
+from adora_vl.geometry.forms import Term
+from adora_vl.geometry.sentences import read_sentence
+from adora_vl.geometry.shapes import CORNERS
+from adora_vl.synthetic.drawing import Point, Style
+from adora_vl.synthetic.sketch import Sketch
+
+# How far from its corner the label of an angle stands, as a share of the picture.
+_REACH = 0.15
+_REACH_AT_CENTRE = 0.12  # of a circle: clear of the arc
+_REACH_ON_CIRCLE = 0.22  # clear of the letter of the corner and of the circle near it
+
+
+class DrawnForm:
+    """A text form and its picture, which grow sentence by sentence."""
+
+    def __init__(
+        self,
+        rng: random.Random,
+        size: int,
+        style: Style,
+        places: dict[str, Point],
+        *outline: str,
+    ) -> None:
+        """Turn the places by chance, draw the outline, and write the letters of the points.
+
+        Args:
+            rng: draws by how much the figure is turned, and whether it is mirrored.
+            size: side of the picture in pixels.
+            style: of the lines and labels.
+            places: of the points in any unit. Points with names of more than one letter are not
+                written; they keep room.
+            outline: the sentences that say what is drawn before any label.
+
+        Raises:
+            ClutteredError: labels would touch each other, here or in `say`.
+        """
+        self.sentences: list[str] = []
+        self._draft = Draft()
+        self._sketch = Sketch(rng, size, style, places)
+        self.say(*outline)
+        centres = self._draft.circles
+        letters = sorted(name for name in places if len(name) == 1 and name not in centres)
+        self._sketch.letters("".join(letters))
+        for centre, points in centres.items():
+            # Beside the way to the second point, where none of the angle's sides is.
+            self._sketch.centre_letter(centre, points[1])
+
+    def say(self, *sentences: str) -> None:
+        """Add sentences, and draw what they say."""
+        for sentence in sentences:
+            facts_before = len(self._draft.facts)
+            lines_before = set(self._draft.lines)
+            circles_before = set(self._draft.circles)
+            self.note(sentence)
+            new_facts = self._draft.facts[facts_before:]
+            new_lines = [line for line in self._draft.lines if line not in lines_before]
+            for centre, points in self._draft.circles.items():
+                if centre not in circles_before:
+                    self._sketch.circle(centre, points[0])
+            self._draw_lines(new_facts, new_lines)
+            # A label is written as the sentence has it, and not as it is read.
+            text = sentence.rpartition("=")[2].strip()
+            for fact in new_facts:
+                self._mark(fact, text)
+
+    def note(self, *sentences: str) -> None:
+        """Add sentences that the problem says in words, and that the picture does not show."""
+        for sentence in sentences:
+            self.sentences.append(sentence)
+            read_sentence(self._draft, sentence)
+
+    def text(self) -> tuple[str, ...]:
+        """Return the whole problem: where the points lie, in pixels, and all sentences.
+
+        Without places a sentence may fit two figures: a corner could be on either arc of a circle.
+        """
+        return (*self._sketch.places(), *self.sentences)
+
+    def picture(self) -> Image.Image:
+        """Return the picture as it was drawn so far."""
+        return self._sketch.picture()
+
+    def _draw_lines(self, facts: Sequence[Term], lines: Sequence[tuple[str, str]]) -> None:
+        """Draw the sides of a shape that is named, or else the lines that are new."""
+        shapes = [fact.names for fact in facts if len(fact.names) == CORNERS.get(fact.head)]
+        for corners in shapes:
+            self._sketch.line("".join([*corners, corners[0]]))
+        # A point on a line that is drawn divides it, and adds none.
+        divides_line = any(fact.head == "PointLiesOnLine" for fact in facts)
+        if not shapes and not divides_line:
+            for path in _paths(lines):
+                self._sketch.line(path)
+
+    def _mark(self, fact: Term, text: str) -> None:
+        """Draw the mark of a fact: a square, or a label with a text."""
+        if fact.head == "Perpendicular":
+            first_line, second_line = fact.arguments
+            corner, first = first_line.names
+            self._sketch.right_angle(f"{first}{corner}{second_line.names[1]}")
+        if fact.head == "Equals":
+            measure = fact.arguments[0]
+            names = measure.arguments[0].names
+            if measure.head == "LengthOf":
+                self._sketch.side("".join(names), text)
+            if measure.head == "MeasureOf":
+                # An expression stands for degrees, but has no sign of them.
+                label = f"{text}°" if text.isdigit() else text
+                self._sketch.angle("".join(names), label, self._reach(names[1]))
+
+    def _reach(self, corner: str) -> float:
+        """Return how far from a corner the label of its angle stands."""
+        if corner in self._draft.circles:
+            return _REACH_AT_CENTRE
+        is_on_circle = any(corner in points for points in self._draft.circles.values())
+        return _REACH_ON_CIRCLE if is_on_circle else _REACH
+
+
+def _paths(lines: Iterable[tuple[str, str]]) -> list[str]:
+    """Join lines that follow each other: AB and BC are the path ABC."""
+    paths: list[str] = []
+    for start, end in lines:
+        if paths and paths[-1][-1] == start:
+            paths[-1] += end
+        else:
+            paths.append(start + end)
+    return paths

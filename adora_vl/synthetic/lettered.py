@@ -1,0 +1,295 @@
+"""The lettered families of drawn problems, in Geometry3K's phrasing.
+
+Each is a text form with places and has no drawing code: `DrawnForm` draws its sentences as they are
+said, and `adora_vl.geometry` solves the problem from the same ones.
+"""
+
+import functools
+import math
+import random
+from fractions import Fraction
+
+from adora_vl.synthetic.drawing import PLAIN, Point, Style
+from adora_vl.synthetic.drawn_form import DrawnForm
+from adora_vl.synthetic.families import Family, SyntheticProblem, boxed, ratio
+from adora_vl.synthetic.sketch import ClutteredError
+
+MIN_SIZE = 168  # pixels; below, the letters are not readable
+_TRIPLES = (
+    (3, 4, 5),
+    (5, 12, 13),
+    (8, 15, 17),
+    (7, 24, 25),
+    (20, 21, 29),
+    (9, 40, 41),
+    (12, 35, 37),
+)
+
+
+def clear(family: Family) -> Family:
+    """Return the family with every problem drawn until no label touches another."""
+
+    @functools.wraps(family)
+    def drawn(rng: random.Random, size: int, level: int, style: Style) -> SyntheticProblem:
+        """Draw problems until one has its labels clear of each other."""
+        while True:
+            try:
+                return family(rng, size, level, style)
+            except ClutteredError:
+                continue
+
+    return drawn
+
+
+def right_triangle_side(
+    rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
+) -> SyntheticProblem:
+    """Draw a right triangle with two sides, and ask for the third.
+
+    At level 3 it has a side and an angle of 30, 45 or 60.
+    """
+    if level == 3:
+        return _special_right_triangle(rng, size, style)
+    a, b = rng.choice(_TRIPLES)[:2] if level == 1 else (rng.randrange(2, 20), rng.randrange(2, 20))
+    factor = rng.randrange(1, 5) if level == 1 else 1
+    a = a * factor
+    b = b * factor
+    square = a * a + b * b
+    c = _root(square)
+    # a longer one is drawn out of scale, else its labels lie on each other
+    flat = max(0.35, min(2.8, b / a))
+    places = {"A": (0.0, 1.0), "B": (flat, 0.0), "C": (0.0, 0.0)}
+    form = DrawnForm(rng, size, style, places, "triangle ABC")
+    form.say("right angle ACB")
+    if level == 1 and rng.random() < 0.5:  # a leg; the hypotenuse is a whole number
+        hypotenuse = math.isqrt(square)
+        form.say(f"AC = {a}", f"AB = {hypotenuse}")
+        form.note("find BC")
+        working = f"A C = {a}, A B = {hypotenuse}. {hypotenuse}^2 - {a}^2 = {b * b}"
+        return _length(form, "Find B C.", str(b), working, str(hypotenuse - a))
+    form.say(f"AC = {a}", f"BC = {b}")
+    form.note("find AB")
+    working = f"A C = {a}, B C = {b}. {a}^2 + {b}^2 = {square}"
+    return _length(form, "Find A B.", c, working, str(a + b))
+
+
+def _special_right_triangle(rng: random.Random, size: int, style: Style) -> SyntheticProblem:
+    """Draw a right triangle with its hypotenuse and one angle, and ask for a leg.
+
+    `x` stands at the leg opposite of the angle or beside it.
+    """
+    degrees = rng.choice([30, 45, 60])
+    hypotenuse = 2 * rng.randrange(2, 30)
+    turn = math.radians(degrees)
+    places = {"A": (0.0, math.sin(turn)), "B": (math.cos(turn), 0.0), "C": (0.0, 0.0)}
+    form = DrawnForm(rng, size, style, places, "triangle ABC")
+    opposite = rng.random() < 0.5
+    form.say("right angle ACB", f"AB = {hypotenuse}", f"angle ABC = {degrees}")
+    form.say("AC = x" if opposite else "BC = x")
+    form.note("find x")
+    angle = degrees if opposite else 90 - degrees
+    half = hypotenuse // 2
+    answer = {30: f"{half}", 45: f"{half} \\sqrt {{ 2 }}", 60: f"{half} \\sqrt {{ 3 }}"}[angle]
+    working = f"hypotenuse {hypotenuse}, angle opposite {angle}"
+    return _length(form, "Find x.", answer, working, str(hypotenuse))
+
+
+def triangle_angle(
+    rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
+) -> SyntheticProblem:
+    """Draw a triangle with two angles, and ask for the third.
+
+    At level 3 it has all three, two of them with an x.
+    """
+    a, b = (
+        rng.randrange(30, 80, (10, 1, 1)[level - 1]),
+        rng.randrange(30, 80, (10, 1, 1)[level - 1]),
+    )
+    c = 180 - a - b
+    form = DrawnForm(rng, size, style, _triangle(a, b), "triangle ABC")
+    if level < 3:
+        form.say(f"angle BAC = {a}", f"angle ABC = {b}")
+        form.note("find angle C")
+        working = f"180 - {a} - {b}"
+        return _angle(form, "Find m \\angle C.", str(c), working, str(a + b), ("Triangle",))
+    x = rng.randrange(5, 21)
+    first = rng.randrange(1, a // x + 1)
+    second = rng.randrange(1, b // x + 1)
+    first_angle = _expression(first, a - first * x)
+    second_angle = _expression(second, b - second * x)
+    form.say(f"angle BAC = {first_angle}", f"angle ABC = {second_angle}", f"angle BCA = {c}")
+    form.note("find x")
+    working = f"({first_angle}) + ({second_angle}) + {c} = 180"
+    return _angle(form, "Find x.", str(x), working, str(180 - c), ("Triangle",))
+
+
+def inscribed_arc(
+    rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
+) -> SyntheticProblem:
+    """Draw an inscribed angle, and ask for its arc.
+
+    At level 2 the arc is written and the angle asked, at level 3 they have an x.
+    """
+    inscribed = rng.randrange(25, 76, 5 if level == 1 else 1)
+    start = rng.uniform(0, 2 * math.pi)
+    third = math.radians(2 * inscribed + (360 - 2 * inscribed) * 0.5)
+    at = {"A": start, "C": start + math.radians(2 * inscribed), "B": start + third}
+    places: dict[str, Point] = {
+        name: (math.cos(angle), math.sin(angle)) for name, angle in at.items()
+    }
+    places["O"] = (0.0, 0.0)
+    # The whole circle has to fit in, and not its points alone.
+    for number, extreme in enumerate(((1.0, 0.0), (-1.0, 0.0), (0.0, 1.0), (0.0, -1.0))):
+        places[f"_{number}"] = extreme
+    outline = ("circle O: A, B, C", "AB and BC are chords of circle O")
+    form = DrawnForm(rng, size, style, places, *outline)
+    if level == 1:
+        form.say(f"angle ABC = {inscribed}")
+        form.note("find arc AC")
+        question = "In \\odot O, find m \\widehat{A C}."
+        working = f"2 * {inscribed}"
+        return _angle(form, question, str(2 * inscribed), working, str(inscribed), ("Circle",))
+    if level == 2:
+        form.say(f"angle AOC = {2 * inscribed}")
+        form.note("find angle ABC")
+        question = "In \\odot O, find m \\angle A B C."
+        working = f"{2 * inscribed} / 2"
+        return _angle(form, question, str(inscribed), working, str(2 * inscribed), ("Circle",))
+    x = rng.randrange(3, 13)
+    factor = rng.randrange(1, inscribed // x + 1)
+    text = _expression(factor, inscribed - factor * x)
+    form.say(f"angle AOC = {2 * inscribed}", f"angle ABC = {text}")
+    form.note("find x")
+    working = f"2 ({text}) = {2 * inscribed}"
+    return _angle(form, "Find x.", str(x), working, str(inscribed), ("Circle",))
+
+
+def parallel_segment(
+    rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
+) -> SyntheticProblem:
+    """Draw a triangle with a segment that is parallel to a side, and ask for a length.
+
+    B lies on A C and E on A D, and B E is parallel to C D. The lengths stand in the question or at
+    the figure.
+    """
+    ab, ae = rng.randrange(4, 13), rng.randrange(4, 13)
+    factor = (
+        Fraction(rng.randrange(1, 4))
+        if level == 1
+        else Fraction(rng.randrange(1, 8), rng.randrange(2, 5))
+    )
+    ed = ae * factor.denominator * factor
+    ae = ae * factor.denominator
+    ab = ab * (factor.denominator if level != 2 else 1)
+    bc = ab * factor
+    # clear of the corners, not to scale beyond that
+    share = min(0.65, max(0.4, float(1 / (1 + factor))))
+    slope = rng.uniform(0.7, 1.2)
+    places = {"A": (0.0, 0.0), "C": (0.6, slope), "D": (1.3, 0.0)}
+    places |= {"B": (0.6 * share, slope * share), "E": (1.3 * share, 0.0)}
+    outline = ("triangle ACD", "B on AC", "E on AD", "BE parallel CD")
+    form = DrawnForm(rng, size, style, places, *outline)
+    answer = ratio(bc.numerator, bc.denominator)
+    shapes = ("Triangle", "Line")
+    parallel = "\\overline{B E} \\parallel \\overline{C D}"
+    working = f"A B / A E = {ab} / {ae}, E D = {ed}"
+    if level == 1:
+        form.note(f"AD = {ae + ed}", f"AB = {ab}", f"AE = {ae}", "find BC")
+        question = f"If {parallel}, A D = {ae + ed}, A B = {ab}, and A E = {ae}, find B C."
+        return _length(form, question, answer, working, str(ab), shapes)
+    form.say(f"AB = {ab}", f"AE = {ae}")
+    if level == 2:
+        form.say(f"ED = {ed}")
+        form.note("find BC")
+        return _length(form, f"If {parallel}, find B C.", answer, working, str(ed), shapes)
+    x = rng.randrange(2, 12)
+    is_whole = bc.denominator == 1
+    form.say(f"ED = {ed}", f"BC = {_expression(1, int(bc) - x) if is_whole else 'x'}")
+    form.note("find x")
+    answer = str(x) if is_whole else answer
+    return _length(form, f"If {parallel}, find x.", answer, working, str(ed), shapes)
+
+
+def parallelogram_side(
+    rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
+) -> SyntheticProblem:
+    """Draw a parallelogram with values at two opposite sides.
+
+    One of the values has an x, at level 3 both.
+    """
+    x = rng.randrange(2, 15) if level < 3 else rng.randrange(2, 30)
+    factor = rng.randrange(2, 6)
+    added = rng.randrange(1, 20)
+    second_factor = rng.randrange(1, factor) if level == 3 else 0
+    lean = rng.uniform(0.2, 0.5)
+    height = rng.uniform(0.6, 0.9)
+    places = {"A": (0.0, 0.0), "B": (1.4, 0.0), "C": (1.4 + lean, height), "D": (lean, height)}
+    form = DrawnForm(rng, size, style, places, "ABCD parallelogram")
+    value = factor * x + (added if level > 1 else 0)
+    first_side = _expression(factor, added if level > 1 else 0)
+    second_side = (
+        _expression(second_factor, value - second_factor * x) if second_factor else str(value)
+    )
+    form.say(f"AB = {first_side}", f"CD = {second_side}")
+    form.note("find x")
+    question = "Find x so that the quadrilateral is a parallelogram."
+    working = f"{first_side} = {second_side}"
+    return _length(form, question, str(x), working, str(value), ("Parallelogram",))
+
+
+_LETTERED = (
+    right_triangle_side,
+    triangle_angle,
+    inscribed_arc,
+    parallel_segment,
+    parallelogram_side,
+)
+LETTERED: dict[str, Family] = {family.__name__: clear(family) for family in _LETTERED}
+
+
+def _problem(
+    goal: str,
+    form: DrawnForm,
+    question: str,
+    answer: str,
+    working: str,
+    slip: str,
+    shapes: tuple[str, ...] = ("Triangle",),
+) -> SyntheticProblem:
+    """Return a problem of a lettered family; both workings are the same but for their answers."""
+    return SyntheticProblem(
+        family="",
+        image=form.picture(),
+        question=question,
+        answer=answer,
+        solution=f"{working}. {boxed(answer)}",
+        slip=f"{working}. {boxed(slip)}",
+        goal=goal,
+        shapes=shapes,
+        sentences=form.text(),
+    )
+
+
+_length = functools.partial(_problem, "Length")
+_angle = functools.partial(_problem, "Angle")
+
+
+def _root(square: int) -> str:
+    """Return the square root in lowest terms, as Geometry3K writes it: `5 \\sqrt { 2 }`."""
+    outside = max(k for k in range(1, math.isqrt(square) + 1) if square % (k * k) == 0)
+    inside = square // (outside * outside)
+    if inside == 1:
+        return str(outside)
+    return f"\\sqrt {{ {inside} }}" if outside == 1 else f"{outside} \\sqrt {{ {inside} }}"
+
+
+def _expression(factor: int, added: int) -> str:
+    """Return a linear expression as it is written: `3x + 10`, `x - 4`, `2x`."""
+    term = "x" if factor == 1 else f"{factor}x"
+    return term if added == 0 else f"{term} {'+' if added > 0 else '-'} {abs(added)}"
+
+
+def _triangle(a: float, b: float) -> dict[str, Point]:
+    """Return the corners of a triangle with these angles, in degrees, at A and B."""
+    height = 1 / (1 / math.tan(math.radians(a)) + 1 / math.tan(math.radians(b)))
+    return {"A": (0.0, 0.0), "B": (1.0, 0.0), "C": (height / math.tan(math.radians(a)), height)}
