@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from adora_vl.packing.shared_prompt import Group, SharedPrompts
+from adora_vl.packing.shared_prompt import GroupLayout, SharedPrompts
 from adora_vl.packing.split_attention import attend_in_parts
 from adora_vl.packing.varlen_attention import VarlenAttention, attend_spans, plain_attention
 from benchmarks.gpu.setting import Setting, relative_distance
@@ -46,7 +46,7 @@ def run(setting: Setting) -> Iterator[CheckLine]:
 def _layout(setting: Setting, prompt: int, answers: tuple[int, ...], groups: int) -> SharedPrompts:
     """Return the layout of equal groups with one prompt and answers of these lengths."""
     # a rollout's last token is no query
-    group = Group(prompt, tuple(length - 1 for length in answers))
+    group = GroupLayout(prompt, tuple(length - 1 for length in answers))
     return SharedPrompts((group,) * groups, torch.zeros(1, dtype=torch.long, device=setting.device))
 
 
@@ -55,7 +55,7 @@ def _compared(
 ) -> Iterator[CheckLine]:
     """Compare the outputs, the gradients and the seconds of both ways of attention."""
     queries, keys, size = heads
-    length = sum(layout.spans)
+    length = sum(layout.span_lengths)
     inputs = [
         torch.randn(1, number, length, size, dtype=torch.bfloat16, device=setting.device)
         for number in (queries, keys, keys)
@@ -69,7 +69,7 @@ def _compared(
     if setting.on_gpu:
         works = kernel.supports(inputs[0], inputs[1], 0.0)
         yield verdict_line(
-            f"{name}: one call", kernel.refused or "used", "used", works, "VarlenAttention"
+            f"{name}: one call", kernel.refusal or "used", "used", works, "VarlenAttention"
         )
     else:
         works = False

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers.utils import is_flash_attn_2_available
 from trl.trainer.utils import add_fused_lm_head
 
-from adora_vl.packing import policy_pass as packed_pass
+from adora_vl.packing import packed_forward
 from adora_vl.packing.policy_pass import PolicyPass
 from adora_vl.utils.files import GIB
 from benchmarks.gpu.setting import (
@@ -167,11 +167,11 @@ class Subject:
         policy = make()
         with _sharing_forced():
             results = self._logps_and_gradients(policy, group)
-        layout = policy.packed
+        layout = policy.packed_forward
         is_used = layout.passes > 0
         yield verdict_line(
             f"{size}, {name}",
-            "used" if is_used else layout.refused or "not used",
+            "used" if is_used else layout.refusal or "not used",
             "used",
             is_used,
             "PackedForward",
@@ -208,7 +208,7 @@ class Subject:
         group = groups[0]
         with torch.no_grad():
             self.logps_through(policy, group)
-        chosen = "shared" if policy.packed.passes else "separate"
+        chosen = "shared" if policy.packed_forward.passes else "separate"
         forced = self.shared()
         ways = {
             name: partial(self._run_step, way, cycle(groups))
@@ -265,7 +265,7 @@ class Subject:
 def _sharing_forced() -> AbstractContextManager[Any]:
     """Share prompts inside the block, also where the rule would choose separate rows."""
     return (
-        mock.patch.object(packed_pass, "_pays", lambda *_: True)
-        if hasattr(packed_pass, "_pays")
+        mock.patch.object(packed_forward, "_packing_pays", lambda *_: True)
+        if hasattr(packed_forward, "_packing_pays")
         else nullcontext()
     )
