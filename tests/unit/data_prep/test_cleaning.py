@@ -22,7 +22,7 @@ from tests.support.pictures import drawing, encoded
 
 
 def _decompression_bomb() -> bytes:
-    """Return a PNG of 10 kB that says it has 120,000 pixels a side."""
+    """Return a PNG of a few hundred bytes whose header says 120,000 x 120,000 pixels."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return (
