@@ -58,6 +58,10 @@ _NAMES: Names = {
     "EPOCHS": ("trainer.total_epochs", 30),
     "seed": ("data.seed", None),
 }
+# verl's section for the difference between the engine that samples and the policy that learns.
+_CORRECTION = "algorithm.rollout_correction."
+# Names of "take the engine's log-probabilities as the old ones": the present and an earlier one.
+_BYPASS_MODES = (f"{_CORRECTION}bypass_mode", f"{_CORRECTION}bypass_old_logprob_for_rollout")
 # Of keys without a counterpart, so that only other values are listed.
 _DEFAULTS = {
     "data.reward_fn_key": "data_source",
@@ -94,6 +98,11 @@ _DEFAULTS = {
     "algorithm.kl_penalty": "kl",
     "algorithm.kl_ctrl.type": "fixed",
     "algorithm.kl_ctrl.kl_coef": 0.001,
+    f"{_CORRECTION}loss_type": "ppo_clip",
+    f"{_CORRECTION}rollout_is_threshold": 2.0,
+    f"{_CORRECTION}rollout_is_batch_normalize": False,
+    f"{_CORRECTION}use_policy_gradient": False,
+    f"{_CORRECTION}use_pure_rollout_correction": False,
     "reward_model.enable": False,
     "reward_model.reward_manager": "naive",
     "trainer.balance_batch": True,
@@ -113,6 +122,7 @@ def convert_verl(move: Migration) -> LaunchPlan:
     convert_model(move, _NAMES)
     convert_lora(move, _NAMES)
     convert_loss(move, _NAMES)
+    _convert_old_logps(move)
     columns = {
         "problem": str(move.get("data.prompt_key", "prompt")),
         # verl's rows have the answer inside of a mapping
@@ -127,6 +137,23 @@ def convert_verl(move: Migration) -> LaunchPlan:
     convert_steps(move, _NAMES, layout)
     # FSDP divides weights and optimizer there
     return LaunchPlan(processes=layout.gpus, accelerate="zero3")
+
+
+def _convert_old_logps(move: Migration) -> None:
+    """Convert verl's bypass mode, in which the engine's log-probabilities are the old ones.
+
+    The ratio of new to old policy then has the engine's difference in it, so the correction for
+    that difference is switched off: it would count twice, and a run with both is refused.
+    """
+    enabled_names = [name for name in _BYPASS_MODES if move.get(name, False)]
+    if not enabled_names:
+        return
+    # bypass mode needs these from verl's engine, and ours returns them with every rollout
+    move.get(f"{_ROLLOUT}calculate_log_probs", True)
+    move.put("adora_rollouts", {"old_logps": "engine"}, *enabled_names)
+    move.keys.pop("vllm_importance_sampling_mode", None)
+    note = "the ratio has the engine's difference already"
+    move.put("vllm_importance_sampling_correction", False, note=note)
 
 
 def _convert_reward(move: Migration) -> None:

@@ -3,9 +3,12 @@
 import pytest
 import yaml
 
+from adora_vl.config import AdoraGRPOConfig
 from adora_vl.migrate import convert_config, main, yaml_text
+from adora_vl.migrate.config_text import without_counterpart
 from adora_vl.migrate.shell import read_script
 from adora_vl.migrate.source import read_source
+from adora_vl.preflight.check_keys import check_old_logps
 from adora_vl.utils.errors import UserError
 
 SCRIPT = """\
@@ -240,6 +243,51 @@ RARE: dict[str, tuple[str, list[str], dict[str, object], list[str]]] = {
         ["loss: ", "KL: actor_rollout_ref.actor.kl_loss_type: mse became", "method: "],
     ),
 }
+
+
+@pytest.mark.parametrize("key", ["bypass_mode", "bypass_old_logprob_for_rollout"])
+def test_bypass_mode_of_verl_takes_the_engines_log_probabilities(key, tmp_path, capsys):
+    """The keys go together, and nothing of the mode is left without a counterpart."""
+    section = "algorithm.rollout_correction"
+    scores = "actor_rollout_ref.rollout.calculate_log_probs=True"
+    output = tmp_path / "bypass.yaml"
+    words = [*VERL, scores, f"{section}.{key}=True", f"{section}.loss_type=ppo_clip"]
+    assert main(["verl", *words, "--output", str(output)]) == 0
+    printed = capsys.readouterr().out
+    keys = yaml.safe_load(output.read_text())
+    assert keys["adora_rollouts"] == {"old_logps": "engine"}
+    assert keys["vllm_importance_sampling_correction"] is False
+    assert "vllm_importance_sampling_mode" not in keys
+    assert "rollout_correction" not in printed
+    assert "calculate_log_probs" not in printed
+    config = AdoraGRPOConfig(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        use_vllm=keys["use_vllm"],
+        vllm_mode=keys["vllm_mode"],
+        adora_rollouts=keys["adora_rollouts"],
+        vllm_importance_sampling_correction=keys["vllm_importance_sampling_correction"],
+    )
+    check_old_logps(config)  # raises where two keys contradict each other
+
+
+def test_without_bypass_mode_the_ratio_to_the_engine_is_corrected():
+    for words in ([], ["algorithm.rollout_correction.bypass_mode=False"]):
+        keys = convert_config("verl", None, words=[*VERL, *words]).keys
+        assert "adora_rollouts" not in keys
+        assert "vllm_importance_sampling_correction" not in keys
+        assert keys["vllm_importance_sampling_mode"][0] == "token_truncate"
+
+
+def test_another_loss_of_bypass_mode_is_listed():
+    """verl can learn by REINFORCE in this mode; here it is the clipped loss."""
+    section = "algorithm.rollout_correction"
+    words = [f"{section}.bypass_mode=True", f"{section}.loss_type=reinforce"]
+    move = convert_config("verl", None, words=[*VERL, *words])
+    assert without_counterpart(move, everything=False) == [
+        f"  {section}.loss_type: reinforce: no counterpart"
+    ]
 
 
 @pytest.mark.parametrize("case", RARE)
