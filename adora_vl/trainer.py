@@ -66,7 +66,7 @@ from adora_vl.preflight.request import (
     refuse_objects,
 )
 from adora_vl.preflight.run_checks import run_checks
-from adora_vl.record import metrics, trackers
+from adora_vl.record import phases, trackers
 from adora_vl.record.card import write_card
 from adora_vl.record.card_memory import CardMemory
 from adora_vl.record.manifest import end_manifest, failure_noted, write_manifest
@@ -152,7 +152,7 @@ class AdoraGRPOTrainer(TrainerParts):
         disable_cudnn_attention()
         self.run_facts: dict[str, Any] = {}  # into the manifest of every checkpoint
         self.manifest: dict[str, Any] = {}  # of the run, from the beginning of `train` on
-        self.clock = metrics.PhaseClock(
+        self.clock = phases.PhaseClock(
             self.log_figure, sleep_mode=args.use_vllm and args.vllm_enable_sleep_mode
         )
         timed: Callable[[str], AbstractContextManager[None]] = self.clock.phase

@@ -15,12 +15,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from adora_vl.data.rows import images_of
-from adora_vl.record.metrics import (
-    TieNotice,
-    judged_figures,
-    learned_figures,
-    tool_figures,
-)
+from adora_vl.record.rollout_figures import TieNotice, judged_figures, learned_figures, tool_figures
 from adora_vl.record.rollouts import Columns, Record, criteria_columns, turns_of
 from adora_vl.record.trackers import add_rows, logs_images, logs_tables, set_weighed
 from adora_vl.rewards.completion import completion_text

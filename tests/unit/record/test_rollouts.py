@@ -18,8 +18,9 @@ from adora_vl.advantage import Groups
 from adora_vl.advantage.adora import weigh_groups
 from adora_vl.record import recorder as recorder_module
 from adora_vl.record import rollouts
-from adora_vl.record.metrics import METRICS, read_metrics, tool_figures
+from adora_vl.record.metrics import METRICS, read_metrics
 from adora_vl.record.recorder import Recorder
+from adora_vl.record.rollout_figures import tool_figures
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.importance import rollout_drift
 from adora_vl.rollout.rollouts import Call, FinishReason, Picture, Rollout, Segment

@@ -143,8 +143,8 @@ def test_a_percent_sign_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return text, ""
 
     monkeypatch.setattr(answers, "canonical", counted)
-    assert answers.plain("5" + "%" * 490).reason == "percentage"
-    assert answers.plain(r"5\%").kind == "percentage"
+    assert answers.read_value("5" + "%" * 490).reason == "percentage"
+    assert answers.read_value(r"5\%").kind == "percentage"
     assert len(texts) <= 4
 
 
