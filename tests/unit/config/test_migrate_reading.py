@@ -44,9 +44,9 @@ def test_a_script_gives_its_longest_command_with_its_variables(tmp_path):
         "seed": "$SEED",
     }
     assert source.environment["MAX_PIXELS"] == "1003520"
-    move = convert_config("swift", file)
-    assert any("seed: $SEED is computed" in remark for remark in move.remarks)
-    assert "seed" not in move.keys
+    migration = convert_config("swift", file)
+    assert any("seed: $SEED is computed" in remark for remark in migration.remarks)
+    assert "seed" not in migration.keys
     with pytest.raises(UserError, match="a quote is never closed, from 'python x.py --a"):
         read_script('ls\npython x.py --a "b\n', "run.sh")
     file.write_text("ls\n")
@@ -99,11 +99,11 @@ def test_a_launch_line_is_read_without_the_launchers_own_options(words, tmp_path
 
 def test_a_pasted_command_keeps_the_variables_before_it(tmp_path):
     line = "MAX_PIXELS=1003520 NPROC_PER_NODE=2 swift rlhf --rlhf_type grpo --model m"
-    move = convert_config("swift", None, words=line.split())
-    assert move.keys["max_pixels"][0] == 1003520
-    assert move.source.environment["NPROC_PER_NODE"] == "2"
-    assert set(move.values) >= {"rlhf_type", "model"}
-    assert "MAX_PIXELS" not in move.values
+    migration = convert_config("swift", None, words=line.split())
+    assert migration.keys["max_pixels"][0] == 1003520
+    assert migration.source.environment["NPROC_PER_NODE"] == "2"
+    assert set(migration.values) >= {"rlhf_type", "model"}
+    assert "MAX_PIXELS" not in migration.values
 
 
 def test_a_base_config_that_is_not_here_is_said(tmp_path, monkeypatch, capsys):
@@ -123,9 +123,9 @@ def test_foreign_text_stays_in_its_comment(tmp_path):
     content = {"trainer": names, "worker": {"actor": {"model": {"model_path": "m"}}}}
     file = tmp_path / "c.yaml"
     file.write_text(yaml.safe_dump(content))
-    move = convert_config("easyr1", file)
-    text = yaml_text(move, "easyr1", "a\nb: c.yaml", everything=True)
-    assert yaml.safe_load(text) == {key: value for key, (value, _) in move.keys.items()}
+    migration = convert_config("easyr1", file)
+    text = yaml_text(migration, "easyr1", "a\nb: c.yaml", everything=True)
+    assert yaml.safe_load(text) == {key: value for key, (value, _) in migration.keys.items()}
 
 
 def test_only_what_is_not_a_default_there_is_listed(tmp_path, capsys):
@@ -284,8 +284,8 @@ def test_another_loss_of_bypass_mode_is_listed():
     """verl can learn by REINFORCE in this mode; here it is the clipped loss."""
     section = "algorithm.rollout_correction"
     words = [f"{section}.bypass_mode=True", f"{section}.loss_type=reinforce"]
-    move = convert_config("verl", None, words=[*VERL, *words])
-    assert without_counterpart(move, everything=False) == [
+    migration = convert_config("verl", None, words=[*VERL, *words])
+    assert without_counterpart(migration, everything=False) == [
         f"  {section}.loss_type: reinforce: no counterpart"
     ]
 
@@ -293,10 +293,10 @@ def test_another_loss_of_bypass_mode_is_listed():
 @pytest.mark.parametrize("case", RARE)
 def test_what_differs_is_converted_or_named(case):
     trainer, words, keys, remarks = RARE[case]
-    move = convert_config(trainer, None, words=words)
-    assert {key: move.keys[key][0] for key in keys} == keys
+    migration = convert_config(trainer, None, words=words)
+    assert {key: migration.keys[key][0] for key in keys} == keys
     for remark in remarks:
-        assert any(remark in text for text in move.remarks), move.remarks
+        assert any(remark in text for text in migration.remarks), migration.remarks
 
 
 def test_another_algorithm_of_swift_is_refused(capsys):
