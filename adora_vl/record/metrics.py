@@ -64,7 +64,7 @@ def read_metrics(path: Path) -> list[Line]:
     for text in path.read_bytes().split(b"\n"):
         try:
             line = json.loads(text)
-        except ValueError:
+        except ValueError:  # the last line of a run that was killed, or the end of the file
             continue
         if isinstance(line, dict) and isinstance(line.get("step"), int) and "kind" in line:
             lines.append(line)
@@ -89,6 +89,7 @@ def resumed_lines(
     for line in lines:
         if line["step"] <= step and line["kind"] != "end":
             unique.setdefault(_line_key(line), line)
+    # an evaluation of a step is logged before the step's own line
     return sorted(unique.values(), key=lambda line: (line["step"], line["kind"] != "eval"))
 
 

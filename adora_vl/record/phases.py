@@ -59,20 +59,20 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
         self._now = now
         self._wait = wait
         self._phases = [phase for phase in PHASES if sleep_mode or phase not in _SLEEP_MODE_PHASES]
-        self._open: list[str] = []
+        self._open_phases: list[str] = []
         self._seconds = dict.fromkeys(self._phases, 0.0)
         self._last_count_time = now()
 
     def enter(self, phase: str) -> None:
         """Begin a phase, which pauses the present one until `leave`."""
         assert phase in self._phases, phase
-        self._count()
-        self._open.append(phase)
+        self._charge_time()
+        self._open_phases.append(phase)
 
     def leave(self) -> None:
         """End the present phase; the one around it goes on."""
-        self._count()
-        self._open.pop()
+        self._charge_time()
+        self._open_phases.pop()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -80,7 +80,7 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
 
         Outside of steps it counts as `other`: an evaluation also syncs and samples.
         """
-        if not self._open or self._open[-1] == name:
+        if not self._open_phases or self._open_phases[-1] == name:
             yield
             return
         self.enter(name)
@@ -94,17 +94,19 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
 
         Their sum is the time that has passed.
         """
-        self._count()
+        self._charge_time()
         seconds = self._seconds
         self._seconds = dict.fromkeys(self._phases, 0.0)
         return seconds
 
-    def _count(self) -> None:
+    def _charge_time(self) -> None:
         """Charge the time since the last count to the present phase."""
-        if not self._open or self._open[-1] not in _HOST_PHASES:
+        if not self._open_phases or self._open_phases[-1] not in _HOST_PHASES:
             self._wait()
         now = self._now()
-        self._seconds[self._open[-1] if self._open else "other"] += now - self._last_count_time
+        self._seconds[self._open_phases[-1] if self._open_phases else "other"] += (
+            now - self._last_count_time
+        )
         self._last_count_time = now
 
     def on_train_begin(

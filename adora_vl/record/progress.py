@@ -81,12 +81,12 @@ def progress_line(logs: Mapping[str, Any], step: int, total: int, left_s: float 
     logged = {phase: value for phase, value in seconds.items() if value is not None}
     line = "  ".join(parts)
     if logged:
-        line += f" | {_short(sum(logged.values()))} s: "
-        line += " ".join(f"{phase} {_short(value)}" for phase, value in logged.items())
+        line += f" | {_seconds_text(sum(logged.values()))} s: "
+        line += " ".join(f"{phase} {_seconds_text(value)}" for phase, value in logged.items())
     return line if left_s is None else f"{line} | {duration(left_s)} left"
 
 
-def _short(seconds: float) -> str:
+def _seconds_text(seconds: float) -> str:
     """Return seconds as text, with decimals where they are few."""
     return f"{seconds:.2f}" if seconds < 10 else f"{seconds:.0f}"
 
@@ -99,9 +99,9 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
         # None on all ranks but the first, and outside of a training
         self._bar: tqdm[Any] | None = None
         # the numbers of the last steps, and the times when they ended
-        self._ends: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
+        self._step_ends: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
         # whether the present stretch of steps without signal was warned of
-        self._warned = False
+        self._has_warned = False
 
     def on_train_begin(
         self,
@@ -113,8 +113,8 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
         """Open the bar, which shows only in a terminal."""
         if not state.is_world_process_zero:
             return
-        self._ends.clear()
-        self._ends.append((state.global_step, time.monotonic()))
+        self._step_ends.clear()
+        self._step_ends.append((state.global_step, time.monotonic()))
         off = args.disable_tqdm or not sys.stderr.isatty()
         done = state.global_step
         self._bar = tqdm(
@@ -132,8 +132,8 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
 
         The self-check and all else before it is done once, and says nothing about later steps.
         """
-        if len(self._ends) == 1:
-            self._ends[0] = (state.global_step, time.monotonic())
+        if len(self._step_ends) == 1:
+            self._step_ends[0] = (state.global_step, time.monotonic())
 
     def on_step_end(
         self,
@@ -144,7 +144,7 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
     ) -> None:
         """Note the time at which the step ended."""
         if self._bar is not None:
-            self._ends.append((state.global_step, time.monotonic()))
+            self._step_ends.append((state.global_step, time.monotonic()))
             self._bar.update(1)
 
     def on_log(
@@ -160,24 +160,24 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
             return
         if "reward" not in logs and "rewards/missing" not in logs:
             return
-        left_s = self._left_s(state.max_steps)
+        left_s = self._seconds_left(state.max_steps)
         self._bar.write(
             progress_line(logs, step=state.global_step, total=state.max_steps, left_s=left_s)
         )
         sys.stdout.flush()
         silence = no_signal(state.log_history)
-        if silence and not self._warned:
+        if silence and not self._has_warned:
             self._bar.write(f"warning: {silence}", file=sys.stderr)
         # so that each stretch of such steps is warned of once
-        self._warned = bool(silence)
+        self._has_warned = bool(silence)
 
-    def _left_s(self, max_steps: int) -> float | None:
+    def _seconds_left(self, max_steps: int) -> float | None:
         """Return seconds until the last step, from the pace of the latest ones.
 
         None before the first.
         """
-        (first, began) = self._ends[0]
-        (last, ended) = self._ends[-1]
+        (first, began) = self._step_ends[0]
+        (last, ended) = self._step_ends[-1]
         if last <= first:
             return None
         return (ended - began) / (last - first) * (max_steps - last)

@@ -42,11 +42,11 @@ def adora_metrics(weighting: AdoraWeighting) -> dict[str, float]:
         "length_correct": _mean_where(lengths_PG, groups.correct_PG),
         "length_wrong": _mean_where(lengths_PG, groups.wrong_PG),
         "pass_rate": _mean_where(groups.pass_rate_P, judged_P),
-        "ties": _mean_where(weighting.ties_P.float(), _comparable(weighting)),
+        "ties": _mean_where(weighting.ties_P.float(), _comparable_groups_P(weighting)),
     }
 
 
-def _comparable(weighting: AdoraWeighting) -> Tensor:
+def _comparable_groups_P(weighting: AdoraWeighting) -> Tensor:
     """Return TDS groups that have both right and wrong rollouts, bool, (P,)."""
     groups = weighting.groups
     return weighting.tds_P & groups.correct_PG.any(dim=1) & groups.wrong_PG.any(dim=1)
@@ -71,20 +71,23 @@ class TieNotice:
         # Ties of work are common, and no accident of tokens.
         compares_length = "working" not in options.criteria
         attenuates = options.mode == "attenuation" and not options.plain
-        self._silent = not (speaks and attenuates and compares_length)
-        self._marked = 0
-        self._ties = 0
+        self._is_silent = not (speaks and attenuates and compares_length)
+        self._comparable_count = 0
+        self._tie_count = 0
 
     def count(self, weighting: AdoraWeighting) -> None:
         """Count the groups of a generation that the loss uses, and say so if many are ties."""
-        if self._silent:
+        if self._is_silent:
             return
-        self._marked += int(_comparable(weighting).sum())
-        self._ties += int(weighting.ties_P.sum())
-        if self._marked >= self.GROUPS and self._ties > self.SHARE * self._marked:
-            self._silent = True
+        self._comparable_count += int(_comparable_groups_P(weighting).sum())
+        self._tie_count += int(weighting.ties_P.sum())
+        if (
+            self._comparable_count >= self.GROUPS
+            and self._tie_count > self.SHARE * self._comparable_count
+        ):
+            self._is_silent = True
             tqdm.write(
-                f"{self._ties} of {self._marked} attenuated groups are ties: their longest right "
+                f"{self._tie_count} of {self._comparable_count} attenuated groups are ties: their longest right "
                 "answer is exactly as long as the mean of the wrong ones, so length says nothing "
                 "there. The reference attenuates them too; adora_method.adora.ties: keep leaves "
                 "them their weight",
