@@ -144,7 +144,7 @@ def load_problems(
     field_names = stored_columns or [name for name in needed if name != id_column]
     problems = []
     for index, row in enumerate(loaded.rows):
-        fields = {"pid": str(row[id_column])}
+        fields: Row = {"pid": str(row[id_column])}
         fields |= {name: row.get(name) for name in field_names}
         if has_image:
             stored = partial(loaded.pictures, index, image_columns)
