@@ -43,10 +43,10 @@ def counts(cells: dict[str, Any]) -> dict[str, tuple[int, int]]:
     return {name: (cell["correct"], cell["total"]) for name, cell in cells.items()}
 
 
-def diagnoses(steps: list[bool], whole: bool) -> tuple[str, str]:
+def diagnoses(steps: list[bool], is_whole_right: bool) -> tuple[str, str]:
     """The strict and the loose diagnosis of a problem with right and wrong steps."""
-    strict = diagnosis(steps, whole, strict=True)
-    loose = diagnosis(steps, whole, strict=False)
+    strict = diagnosis(steps, is_whole_right, strict=True)
+    loose = diagnosis(steps, is_whole_right, strict=False)
     return strict, loose
 
 
