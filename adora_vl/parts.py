@@ -19,7 +19,8 @@ from adora_vl.data.prompts import control_tokens
 from adora_vl.evaluation import EvaluateOnTheWay
 from adora_vl.models.precision import RefuseWrongBuffers
 from adora_vl.packing.images import DistinctImages
-from adora_vl.packing.policy_pass import PolicyPass, bound_of, computing_dtype, has_dropout
+from adora_vl.packing.pass_differences import computing_dtype, has_dropout, rounding_bound
+from adora_vl.packing.policy_pass import PolicyPass
 from adora_vl.packing.split_attention import configured_attention
 from adora_vl.preflight.facts import ResolvedRun
 from adora_vl.record import metrics, trackers
@@ -183,7 +184,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         self.drift_guard = DriftGuard(context)
         self.ratio_guard = RatioGuard(context)
         self.reference_guard = ReferenceGuard(
-            context, bound_of(computing_dtype(self.accelerator, self.model))
+            context, rounding_bound(computing_dtype(self.accelerator, self.model))
         )
 
     def _reward_functions(
@@ -214,7 +215,10 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             sharding=self.run.context.sharding,
         )
         self.policy_pass = PolicyPass(
-            self.accelerator, args, images=self.images.shown, around=self.recompute.chosen
+            self.accelerator,
+            args,
+            may_have_images=self.images.shown,
+            learning_block=self.recompute.chosen,
         )
         attention = configured_attention(self.model.config)
         room = MicroBatchRoom(
@@ -270,7 +274,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             table=self._logs,
             functions=self.reward_func_names,
             notice=metrics.TieNotice(
-                self.methods.judged_by, speaks=self.accelerator.is_main_process
+                self.methods.adora_options, speaks=self.accelerator.is_main_process
             ),
             bytes_sent=bytes_sent,
         )
