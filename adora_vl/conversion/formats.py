@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from adora_vl.conversion.columns import Columns, class_names, pick_columns, require_columns
 from adora_vl.conversion.records import BadRecord
 from adora_vl.conversion.webdataset import samples
-from adora_vl.data.images import named_content
+from adora_vl.data.images import describe_non_picture
 from adora_vl.utils.cli import GivenTwiceError, each_once, read_json
 from adora_vl.utils.errors import UserError, in_one_line
 
@@ -74,7 +74,7 @@ def open_table(path: Path, columns: Columns) -> tuple[str, Callable[[], Records]
     features: Mapping[str, Any] = {}
     with _readable(path):
         with path.open("rb") as file:
-            content = named_content(file.read(512))
+            content = describe_non_picture(file.read(512))
         if content and format_of(path) not in EXCEL:
             raise UserError(f"input: {str(path)!r} is {content[1]}")
         if format_of(path) in _ARROW:

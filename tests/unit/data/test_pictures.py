@@ -17,17 +17,17 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from adora_vl.data.dataloader import DistinctRows, shown_rows
 from adora_vl.data.images import (
-    KeptImage,
     UnreadableImageError,
-    as_shown,
     clean_image,
     decoded_image,
     image_tokens,
     png_bytes,
-    stored_bytes,
+    upright_rgb_copy,
 )
 from adora_vl.data.loading import UnreadableImage, decoded_rows, unreadable_rows
 from adora_vl.data.prompt_lengths import sizes_in
+from adora_vl.data.shared_images import KeptImage
+from adora_vl.data.stored_images import stored_bytes
 
 
 def encoded_as(picture: Image.Image, form: str) -> bytes:
@@ -95,12 +95,12 @@ def test_a_picture_that_code_hands_over_is_shown_as_one_of_a_file(
         cases[f"on its side as {form}"] = (Image.open(io.BytesIO(lies)), lies)
     for name, (picture, encoded) in cases.items():
         with subtests.test(name):
-            as_model_sees = as_shown(picture)
+            as_model_sees = upright_rgb_copy(picture)
             expected = decoded_image(encoded)
             assert as_model_sees.mode == "RGB"
             assert as_model_sees.size == expected.size
             assert as_model_sees.tobytes() == expected.tobytes()
-            assert as_shown(as_model_sees).tobytes() == as_model_sees.tobytes(), (
+            assert upright_rgb_copy(as_model_sees).tobytes() == as_model_sees.tobytes(), (
                 "nothing is turned twice"
             )
             if "side" in name:
@@ -108,18 +108,18 @@ def test_a_picture_that_code_hands_over_is_shown_as_one_of_a_file(
             if "transparent" in name:
                 assert as_model_sees.getpixel((39, 0)) == (255, 255, 255)
     plain = Image.new("RGB", (40, 30), "red")
-    as_model_sees = as_shown(plain)
+    as_model_sees = upright_rgb_copy(plain)
     as_model_sees.putpixel((0, 0), 0)
     assert plain.getpixel((0, 0)) == (255, 0, 0), "it shares no pixel"
     premultiplied = Image.new("La", (40, 30), (0, 0))
-    assert as_shown(premultiplied).getpixel((0, 0)) == (255, 255, 255)
+    assert upright_rgb_copy(premultiplied).getpixel((0, 0)) == (255, 255, 255)
     for wrong, kind in (
         (Image.open(io.BytesIO(encoded_as(drawn, "PNG")[:60])), "image_truncated"),
         (Image.new("1", (10_000, 10_000)), "image_too_large"),
         (Image.fromarray(np.full((30, 40), np.nan, np.float32)), "image_range"),
     ):
         with pytest.raises(UnreadableImageError) as refused:
-            as_shown(wrong)
+            upright_rgb_copy(wrong)
         assert refused.value.kind == kind
 
 
