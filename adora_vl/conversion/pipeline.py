@@ -29,8 +29,9 @@ from adora_vl.conversion.leakage import Fingerprint, LeakIndex, fingerprint
 from adora_vl.conversion.problem import PixelLimits, RawProblem, RowError, RowReaders, to_row
 from adora_vl.conversion.quarantine import LEAK, MAX_SHARE, NOTES, Quarantine
 from adora_vl.data.dataset import Manifest, Row, read_manifest, schema, write_manifest, write_split
-from adora_vl.data.images import DEFAULT_FAMILY, VISIONS, stored_bytes
+from adora_vl.data.images import DEFAULT_FAMILY, VISIONS
 from adora_vl.data.output import complete_or_absent, refuse_foreign, remove_report
+from adora_vl.data.stored_images import stored_bytes
 from adora_vl.rewards.forms import read_reference
 from adora_vl.utils.cli import shown
 from adora_vl.utils.errors import UserError

@@ -86,10 +86,10 @@ def _copy_of_leaf(value: object) -> object:
     """
     from PIL import Image  # late, for commands that import this module and touch no image
 
-    from adora_vl.data.images import lent
+    from adora_vl.data.shared_images import lend_copy
 
     if isinstance(value, Image.Image):
-        return lent(value)
+        return lend_copy(value)
     if isinstance(value, set | bytearray):
         return value.copy()
     # Without the library in `sys.modules` the value cannot be of one of its types.
