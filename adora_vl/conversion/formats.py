@@ -26,7 +26,7 @@ from adora_vl.conversion.columns import Columns, class_names, pick_columns, requ
 from adora_vl.conversion.json_tables import open_json
 from adora_vl.conversion.records import HEAD_RECORDS, BadRecord, Records, Table
 from adora_vl.conversion.webdataset import samples
-from adora_vl.data.images import named_content
+from adora_vl.data.images import describe_non_picture
 from adora_vl.utils.errors import UserError, in_one_line
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def open_table(path: Path, columns: Columns) -> tuple[str, Callable[[], Records]
     features: Mapping[str, Any] = {}
     with _readable(path):
         with path.open("rb") as file:
-            content = named_content(file.read(512))
+            content = describe_non_picture(file.read(512))
         if content and format_of(path) not in EXCEL:
             raise UserError(f"input: {str(path)!r} is {content[1]}")
         if format_of(path) in _ARROW:

@@ -29,9 +29,10 @@ from adora_vl.conversion.leakage import Fingerprint, LeakIndex, fingerprint
 from adora_vl.conversion.problem import PixelLimits, RawProblem, RowError, RowReaders, to_row
 from adora_vl.conversion.quarantine import LEAK, MAX_SHARE, NOTES, Quarantine
 from adora_vl.data.dataset import Manifest, Row, read_manifest, schema, write_manifest, write_split
-from adora_vl.data.images import DEFAULT_FAMILY, VISIONS, stored_bytes
+from adora_vl.data.images import DEFAULT_FAMILY, VISIONS
 from adora_vl.data.output import complete_or_absent, refuse_foreign, remove_report
-from adora_vl.rewards.forms import read
+from adora_vl.data.stored_images import stored_bytes
+from adora_vl.rewards.forms import read_reference
 from adora_vl.utils.cli import shown
 from adora_vl.utils.errors import UserError
 
@@ -108,10 +109,10 @@ def _answer_notes(row: Row) -> dict[str, str]:
     # A number with words beside it: `3 apples` or `#### 5`.
     has_words = re.search(r"[0-9]", answer) and re.search("[A-Za-z#]", answer)
     conditions = {
-        "words": has_words and read(answer).kind in ("text", "unreadable"),
+        "words": has_words and read_reference(answer).kind in ("text", "unreadable"),
         "no_answer": _NO_ANSWER.fullmatch(raw_answer.strip()),
         "letter": _LETTER.fullmatch(answer) and not _OPTIONS.search(row["problem"]),
-        "signs": read(answer).reason == "not_read" and re.search(r"[^\w\s.'-]", answer),
+        "signs": read_reference(answer).reason == "not_read" and re.search(r"[^\w\s.'-]", answer),
     }
     example = f"{row['id']} ({shown(raw_answer, 40)})"
     return notes | {name: example for name, holds in conditions.items() if holds}
