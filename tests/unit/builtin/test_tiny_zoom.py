@@ -1,6 +1,7 @@
 """The start that has to look again was taught the very tokens that a run has."""
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -38,10 +39,10 @@ def toolbox():
 def tool_loop(toolbox: Toolbox, processor: Any) -> ToolLoop:
     """Return the loop of a run in which an image takes one token."""
 
-    def decode(tokens: Any) -> str:
+    def decode(tokens: Sequence[int]) -> str:
         return str(processor.tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def tokens_of_image(image: Any) -> int:
+    def tokens_of_image(image: object) -> int:
         return 1
 
     return ToolLoop(toolbox, processor, {}, tokens_of_image, 2, decode)
@@ -77,11 +78,11 @@ def test_what_follows_a_call_is_what_the_start_was_taught(built, toolbox):
 def test_a_call_shows_the_corner_that_is_asked_for(corner, toolbox):
     picture, _ = drawn(random.Random(0), SIZE)
     reply = toolbox.answer(call_for(corner), [picture], seed="0", last=False)
-    shown: Any = reply.parts[2]
-    left = 0 if "left" in corner else SIZE - SEEN
-    top = 0 if "top" in corner else SIZE - SEEN
-    expected = picture.crop((left, top, left + SEEN, top + SEEN))
-    assert shown.tobytes() == expected.tobytes()
+    view: Any = reply.parts[2]
+    left_edge = 0 if "left" in corner else SIZE - SEEN
+    top_edge = 0 if "top" in corner else SIZE - SEEN
+    expected = picture.crop((left_edge, top_edge, left_edge + SEEN, top_edge + SEEN))
+    assert view.tobytes() == expected.tobytes()
 
 
 def test_problems_ask_for_the_number_in_a_corner():
