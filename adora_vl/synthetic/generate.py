@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from string import ascii_uppercase
-from typing import Any
+from typing import TypedDict, Unpack
 
 from PIL import Image
 
@@ -126,7 +126,18 @@ def row_of(problem: SyntheticProblem, split: str, index: int, seed: int, n_choic
     }
 
 
-def generate(rows: int, *, choices: int = 0, **options: Any) -> Iterator[Row]:
+class DrawOptions(TypedDict, total=False):
+    """The options of `draw_problems`, for functions that hand them on."""
+
+    split: str
+    seed: int
+    size: int
+    families: tuple[str, ...]
+    level: int
+    styles: tuple[str, ...]
+
+
+def generate(rows: int, *, choices: int = 0, **options: Unpack[DrawOptions]) -> Iterator[Row]:
     """Yield `rows` rows of a split. Equal arguments give the same rows, byte for byte.
 
     `choices` is how many answers there are to choose from, 0 for open questions. The `options` are
