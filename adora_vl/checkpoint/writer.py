@@ -110,9 +110,9 @@ def list_users_files(folder: Path, paths: Iterable[Path] | None = None) -> list[
 
 def first_names(names: Sequence[str]) -> str:
     """Return the first few names, and how many more there are."""
-    shown = ", ".join(repr(name) for name in names[:_MAX_SHOWN_NAMES])
-    more = len(names) - _MAX_SHOWN_NAMES
-    return f"{shown} and {more} more" if more > 0 else shown
+    text = ", ".join(repr(name) for name in names[:_MAX_SHOWN_NAMES])
+    further_count = len(names) - _MAX_SHOWN_NAMES
+    return f"{text} and {further_count} more" if further_count > 0 else text
 
 
 @contextmanager

@@ -255,7 +255,7 @@ def _vision_saved(
     tower = shape.vision
     if tower is None or not patches:
         return 0, 0
-    kept = 0
+    saved_bytes = 0
     block = 0
     is_trained = shape.trainable["vision_tower"] > 0
     # Transformers makes the patch embeddings require a gradient where it checkpoints, frozen or
@@ -264,17 +264,17 @@ def _vision_saved(
     if has_backward:
         block = vision_layer(tower, patches, dtypes)
         residual_stream = patches * tower.width * dtypes.stream
-        kept = tower.layers * (residual_stream if checkpointing else block)
+        saved_bytes = tower.layers * (residual_stream if checkpointing else block)
     # the pixels themselves are an input; a copy in another dtype is not
     if is_trained and dtypes.compute != FLOAT:
-        kept += patches * shape.patch_values * dtypes.compute
+        saved_bytes += patches * shape.patch_values * dtypes.compute
     if shape.trainable["projector"]:
-        kept += merger(tower, patches=patches, dtypes=dtypes, deepstack=shape.deepstack)
+        saved_bytes += merger(tower, patches=patches, dtypes=dtypes, deepstack=shape.deepstack)
         if not has_backward:  # then no block keeps what the norms of the deepstack features read
-            kept += shape.deepstack * patches * tower.width * dtypes.stream
+            saved_bytes += shape.deepstack * patches * tower.width * dtypes.stream
     elif has_backward:  # the norm's input and the GELU's
-        kept += patches * tower.width * (FLOAT + dtypes.compute)
-    return kept, block
+        saved_bytes += patches * tower.width * (FLOAT + dtypes.compute)
+    return saved_bytes, block
 
 
 def head_saved(shape: ModelShape, size: PassSize, dtypes: Dtypes, *, compact: bool) -> int:
@@ -366,27 +366,27 @@ class Learner:
         """Return the moments of which one is the peak; gradients of weights are not in them.
 
         `recomputed`: the first so many layers of the language model are recomputed. They go back
-        last, when the others have released what they kept. So where some are not recomputed, a
+        last, when the others have released what they saved_sizes. So where some are not recomputed, a
         layer that is stands beside the inputs of the recomputed ones alone.
         """
         layers = self.shape.text.layers
-        kept = self._saved(size, recomputed)
+        saved_sizes = self._saved(size, recomputed)
         head_kept = head_saved(self.shape, size, self.dtypes, compact=self.accelerator)
         head = head_transient(self.shape, size, self.dtypes, compact=self.accelerator)
-        text = kept.text + head_kept
+        text = saved_sizes.text + head_kept
         tied_head = self.tied_head_gradient
-        gradients = kept.layer_gradients + tied_head
+        gradients = saved_sizes.layer_gradients + tied_head
         moments = [Moment("logits", head, text)]
         if recomputed == layers:
-            one_layer = kept.recomputed + gradients
+            one_layer = saved_sizes.recomputed + gradients
             moments.append(Moment(LAYER_BACK, max(one_layer, 3 * tied_head), text))
             return moments
         moments.append(Moment(LAYER_BACK, gradients, text))
         if recomputed:
             back_share = (layers - recomputed) / layers
-            recomputed_layer = kept.layer + gradients
-            moments.append(Moment(LAYER_BACK, recomputed_layer, kept.streams, back_share))
-        moments.append(Moment(LAYER_BACK, kept.block + gradients, 0, 1.0))
+            recomputed_layer = saved_sizes.layer + gradients
+            moments.append(Moment(LAYER_BACK, recomputed_layer, saved_sizes.streams, back_share))
+        moments.append(Moment(LAYER_BACK, saved_sizes.block + gradients, 0, 1.0))
         moments.append(Moment(LAYER_BACK, 3 * tied_head, 0, 1.0))
         return moments
 

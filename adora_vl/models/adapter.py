@@ -257,7 +257,7 @@ def load_merged(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any])
     return model
 
 
-def _is_to_four_bit(conversion: Any) -> bool:
+def _is_to_four_bit(conversion: object) -> bool:
     """Return whether Transformers' conversion of saved weights has a step of bitsandbytes."""
     steps = getattr(conversion, "operations", ())
     return any(type(step).__module__.endswith("bitsandbytes") for step in steps)

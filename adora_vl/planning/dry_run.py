@@ -52,8 +52,8 @@ def learning_rate_line(config: AdoraGRPOConfig, updates: int | None) -> str:
     schedule = spelled(config.lr_scheduler_type)
     if not rates:
         return f"Learning rate: {schedule} from {config.learning_rate:g} on, as the training goes."
-    place_by_name = {"first": "at the first update", "middle": "half-way", "last": "at the last"}
-    rate_texts = [f"{rates[name]:.3g} {place}" for name, place in place_by_name.items()]
+    words_by_name = {"first": "at the first update", "middle": "half-way", "last": "at the last"}
+    rate_texts = [f"{rates[name]:.3g} {words}" for name, words in words_by_name.items()]
     return f"Learning rate: {schedule}, {', '.join(rate_texts)}."
 
 

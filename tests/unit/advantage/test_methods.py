@@ -1,5 +1,6 @@
-"""The family of advantages: a worked example of each method, the way back to GRPO, invariances,
-groups that break careless formulas, and what a method remembers.
+"""The methods: an example of each by hand, the way back to GRPO, and what must not change them.
+
+Also groups that break careless formulas, and what a method remembers.
 """
 
 import json
@@ -37,26 +38,30 @@ NAN = float("nan")
 Ngrpo = example("ngrpo.py:Ngrpo")  # it gives a signal to groups that have none under GRPO
 
 
-def made(method, rewards, advantages=None, lengths=None):
-    """Return what a method by itself makes of these groups."""
-    lengths = torch.ones_like(rewards) if lengths is None else lengths
-    return method.apply(Groups(rewards, lengths, lengths < 0), advantages, AdvantagePipeline({}))
+def apply_alone(method, rewards, advantages=None, lengths=None):
+    """Return the advantages that a method by itself makes of these groups."""
+    if lengths is None:
+        lengths = torch.ones_like(rewards)
+    none_truncated = lengths < 0
+    groups = Groups(rewards, lengths, none_truncated)
+    return method.apply(groups, advantages, AdvantagePipeline({}))
 
 
 def test_grpo_and_dr_grpo_by_hand():
-    advantages = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), eps=0.0)
-    assert advantages.tolist() == [
-        pytest.approx([1.5, -0.5, -0.5, -0.5])
-    ]  # mean 1/4, sample deviation 1/2
-    assert group_advantages(torch.tensor([[1.0, 0.0]]), scale="none").tolist() == [[0.5, -0.5]]
+    one_right = torch.tensor([[1.0, 0.0, 0.0, 0.0]])  # mean 1/4, sample deviation 1/2
+    advantages = group_advantages(one_right, eps=0.0)
+    assert advantages.tolist() == [pytest.approx([1.5, -0.5, -0.5, -0.5])]
+    undivided = group_advantages(torch.tensor([[1.0, 0.0]]), scale="none")
+    assert undivided.tolist() == [[0.5, -0.5]]
     with pytest.raises(ValueError, match="scale"):
         group_advantages(torch.ones(1, 2), scale="groups")
 
 
 def test_a_constant_group_is_exactly_zero(subtests):
-    for scale, generations, reward in product(
-        ["group", "batch", "none"], [2, 3, 7, 8, 12, 16], [0.0, 0.1, 0.3, 1.0, 1e6]
-    ):
+    scales = ["group", "batch", "none"]
+    group_sizes = [2, 3, 7, 8, 12, 16]
+    equal_rewards = [0.0, 0.1, 0.3, 1.0, 1e6]
+    for scale, generations, reward in product(scales, group_sizes, equal_rewards):
         with subtests.test(f"{scale} {generations} {reward}"):
             rewards = torch.full((2, generations), reward, dtype=torch.float32)
             rewards[1, 0] = 2 * reward + 7  # the other group has signal
@@ -64,8 +69,10 @@ def test_a_constant_group_is_exactly_zero(subtests):
             assert advantages[0].tolist() == [0.0] * generations
             assert advantages[1, 0] > 0
     # without the guard, float32 turns seven rewards of 0.1 into advantages near 1
-    centred = (rewards := torch.full((1, 7), 0.1, dtype=torch.float32)) - rewards.mean()
-    assert (centred / (centred.std() + 1e-9)).abs().max() > 0.5
+    constant = torch.full((1, 7), 0.1, dtype=torch.float32)
+    centred = constant - constant.mean()
+    unguarded = centred / (centred.std() + 1e-9)
+    assert unguarded.abs().max() > 0.5
 
 
 def test_the_rounding_noise_of_a_constant_group_is_taken_out_before_any_method():
@@ -77,63 +84,72 @@ def test_the_rounding_noise_of_a_constant_group_is_taken_out_before_any_method()
 
 
 def test_dapo_by_hand():
-    assert overlong_penalty(torch.tensor([70, 80, 90, 100, 200]), 100, 20).tolist() == [
-        0.0,
-        0.0,
-        -0.5,
-        -1.0,
-        -1.0,
-    ]
+    penalties = overlong_penalty(torch.tensor([70, 80, 90, 100, 200]), 100, 20)
+    assert penalties.tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
     advantages = torch.tensor([[1.0, -1.0], [0.0, 0.0]])
-    weighted = made(Dapo(), advantages, advantages, torch.tensor([[5, 5], [20, 10]]))
-    assert weighted.tolist() == [[4.0, -4.0], [0.0, 0.0]]  # 40 tokens, of which 10 are left
+    lengths = torch.tensor([[5, 5], [20, 10]])  # 40 tokens, of which 10 are left
+    weighted = apply_alone(Dapo(), advantages, advantages, lengths)
+    assert weighted.tolist() == [[4.0, -4.0], [0.0, 0.0]]
     groups = groups_of_rewards([[1.0, 1.0, 0.0]], [[10, 95, 10]])
-    method = AdvantagePipeline({"dapo": Dapo(overlong_cache=10)}, max_length=100)
-    advantages = method(groups, group_advantages(groups.rewards_PG))
-    assert advantages.tolist() == group_advantages(torch.tensor([[1.0, 0.5, 0.0]])).tolist()
+    pipeline = AdvantagePipeline({"dapo": Dapo(overlong_cache=10)}, max_length=100)
+    penalized = pipeline(groups, group_advantages(groups.rewards_PG))
+    expected = group_advantages(torch.tensor([[1.0, 0.5, 0.0]]))
+    assert penalized.tolist() == expected.tolist()
 
 
 def test_adora_amplifies_with_dapos_pieces():
     groups = groups_of_rewards(
-        [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]], [[9, 5, 5, 5], [4, 4, 4, 4]]
+        [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]],
+        [[9, 5, 5, 5], [4, 4, 4, 4]],
     )
-    chain = AdvantagePipeline(
-        {"dapo": Dapo(), "adora": Adora(mode="amplification", factor=Schedule(2.0))}
-    )
-    raw = group_advantages(groups.rewards_PG)
-    torch.testing.assert_close(chain(groups, raw)[0], raw[0] * 2.0 * (24 + 16) / 24)
-    assert chain(groups, raw)[1].tolist() == [0.0] * 4
+    amplifying = Adora(mode="amplification", factor=Schedule(2.0))
+    pipeline = AdvantagePipeline({"dapo": Dapo(), "adora": amplifying})
+    grpo = group_advantages(groups.rewards_PG)
+    advantages = pipeline(groups, grpo)
+    all_tokens = 24 + 16
+    tokens_with_signal = 24
+    expected = grpo[0] * 2.0 * all_tokens / tokens_with_signal
+    torch.testing.assert_close(advantages[0], expected)
+    assert advantages[1].tolist() == [0.0] * 4
 
 
 def test_daro_by_hand():
-    assert bins_of(torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0]), 4).tolist() == [
-        OUTSIDE,
-        0,
-        1,
-        2,
-        OUTSIDE,
-    ]
+    pass_rates = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0])
+    assert bins_of(pass_rates, 4).tolist() == [OUTSIDE, 0, 1, 2, OUTSIDE]
     # one of three scored is right: between 1/4 and 2/4, nearer the former
     assert bins_of(torch.tensor([1 / 3]), 4).tolist() == [0]
     advantages = torch.tensor(
-        [[1.5, -0.5, -0.5, -0.5], [1.0, 1.0, -1.0, -1.0], [0.0, 0.0, 0.0, 0.0]]
+        [
+            [1.5, -0.5, -0.5, -0.5],
+            [1.0, 1.0, -1.0, -1.0],
+            [0.0, 0.0, 0.0, 0.0],
+        ]
     )
-    tokens = torch.tensor([[10, 10, 10, 10], [1, 1, 3, 3], [9, 9, 9, 9]])
+    tokens = torch.tensor(
+        [
+            [10, 10, 10, 10],
+            [1, 1, 3, 3],
+            [9, 9, 9, 9],
+        ]
+    )
     bins = torch.tensor([0, 1, OUTSIDE])
-    assert bin_losses(advantages, tokens, bins, 3, "magnitude").tolist() == [30 / 40, 8 / 8, 0.0]
-    assert bin_losses(advantages, tokens, bins, 3, "surrogate").tolist() == [0.0, 4 / 8, 0.0]
+    magnitudes = bin_losses(advantages, tokens, bins, 3, "magnitude")
+    assert magnitudes.tolist() == [30 / 40, 8 / 8, 0.0]
+    surrogates = bin_losses(advantages, tokens, bins, 3, "surrogate")
+    assert surrogates.tolist() == [0.0, 4 / 8, 0.0]
 
 
 def test_daros_weights_converge_to_the_inverse_of_fixed_losses():
+    every_bin = torch.tensor([True, True, True])
     for losses in ([0.2, 0.9, 0.5], [3.0, 0.05, 1.0]):
         weights = DaroWeights(3, learning_rate=0.05)
         for _ in range(400):
-            weights.update(torch.tensor(losses), torch.tensor([True, True, True]))
-        assert weights.weights_M.tolist() == pytest.approx([1 / loss for loss in losses], rel=1e-3)
+            weights.update(torch.tensor(losses), every_bin)
+        inverses = [1 / loss for loss in losses]
+        assert weights.weights_M.tolist() == pytest.approx(inverses, rel=1e-3)
         contributions = weights.weights_M * torch.tensor(losses)
-        assert contributions.tolist() == pytest.approx(
-            [1.0] * 3, rel=1e-3
-        )  # no difficulty dominates
+        no_difficulty_dominates = pytest.approx([1.0] * 3, rel=1e-3)
+        assert contributions.tolist() == no_difficulty_dominates
 
 
 def test_with_rewards_of_0_and_1_the_weights_converge_to_a_function_of_the_pass_rate():
@@ -143,18 +159,17 @@ def test_with_rewards_of_0_and_1_the_weights_converge_to_a_function_of_the_pass_
     right = torch.tensor([1, 2, 4])
     rewards_PG = (torch.arange(8)[None, :] < right[:, None]).to(torch.float64)
     bins_P = bins_of(right / 8, 8)
-    losses_M = bin_losses(
-        group_advantages(rewards_PG), torch.full((3, 8), 30.0), bins_P, 7, "magnitude"
-    )
+    tokens_PG = torch.full((3, 8), 30.0)
+    losses_M = bin_losses(group_advantages(rewards_PG), tokens_PG, bins_P, 7, "magnitude")
     weights = DaroWeights(7, learning_rate=0.05)
     present_M = torch.isin(torch.arange(7), bins_P)
     for _ in range(2000):
         weights.update(losses_M, present_M)
+    weights_P = weights.weights_M[bins_P]
+    assert weights_P.tolist() == pytest.approx([1.62, 1.24, 1.07], abs=0.006)
     rate_P = right / 8
-    assert weights.weights_M[bins_P].tolist() == pytest.approx([1.62, 1.24, 1.07], abs=0.006)
-    assert weights.weights_M[bins_P] == pytest.approx(
-        1 / (2 * (rate_P * (1 - rate_P) * 7 / 8).sqrt()), rel=1e-3
-    )
+    sample_variance_P = rate_P * (1 - rate_P) * 7 / 8
+    assert weights_P == pytest.approx(1 / (2 * sample_variance_P.sqrt()), rel=1e-3)
 
 
 def test_a_bin_that_is_absent_keeps_its_weight_and_a_tiny_loss_has_a_bounded_one():
@@ -203,41 +218,41 @@ def test_trls_token_mean_with_these_advantages_is_the_weighted_sum_of_bin_losses
     assert expected.abs().sum() > 0
 
 
-def _steps(method, count, first=0):
-    generator = torch.Generator().manual_seed(first)
+def _run_steps(pipeline, count, first=0):
+    """Return the advantages of some steps, whose rewards depend on the step alone."""
     results = []
     for step in range(first, first + count):
-        generator.manual_seed(step)
+        generator = torch.Generator().manual_seed(step)
         rewards = torch.randint(0, 2, (8, 4), generator=generator).float()
         lengths = torch.randint(1, 30, (8, 4), generator=generator)
-        results.append(
-            method(Groups(rewards, lengths, lengths > 99, step=step), group_advantages(rewards))
-        )
+        groups = Groups(rewards, lengths, lengths > 99, step=step)
+        results.append(pipeline(groups, group_advantages(rewards)))
     return results
 
 
 def test_daro_resumes_to_the_bit_and_refuses_the_state_of_another_group_size():
     """The state goes through JSON, as in a checkpoint's manifest."""
     uninterrupted = AdvantagePipeline({"daro": Daro()})
-    expected = _steps(uninterrupted, 8)[5:]
-    first = AdvantagePipeline({"daro": Daro()})
-    _steps(first, 5)
+    expected = _run_steps(uninterrupted, 8)[5:]
+    stopped = AdvantagePipeline({"daro": Daro()})
+    _run_steps(stopped, 5)
+    saved_state = json.dumps(stopped.state())
     resumed = AdvantagePipeline({"daro": Daro()})
-    resumed.load(json.loads(json.dumps(first.state())))
-    assert resumed.state() == first.state(), "also where the run stops again before its first batch"
-    assert all(
-        torch.equal(a, b) for a, b in zip(_steps(resumed, 3, first=5), expected, strict=True)
-    )
+    resumed.load(json.loads(saved_state))
+    assert resumed.state() == stopped.state(), "also if it stops before its first batch"
+    resumed_steps = _run_steps(resumed, 3, first=5)
+    for resumed_step, expected_step in zip(resumed_steps, expected, strict=True):
+        assert torch.equal(resumed_step, expected_step)
     assert resumed.state() == uninterrupted.state()
     fresh = AdvantagePipeline({"daro": Daro()})
-    assert not torch.equal(_steps(fresh, 1, first=5)[0], expected[0])
+    assert not torch.equal(_run_steps(fresh, 1, first=5)[0], expected[0])
     with pytest.raises(ValueError, match="3 saved weights, but 7 bins"):
         DaroWeights(7, 0.1).load(DaroWeights(3, 0.1).state())
 
 
 def test_each_bin_of_daro_is_logged():
     method = AdvantagePipeline({"daro": Daro()})
-    _steps(method, 1)
+    _run_steps(method, 1)
     assert {f"daro/weight_{n}_of_4" for n in (1, 2, 3)} <= method.figures.keys()
     assert "daro/loss_2_of_4" in method.figures
 
@@ -251,14 +266,9 @@ def test_a_schedule_by_hand():
     )
     assert Schedule(0.3).at(7) == 0.3
     # steps end before the second number
-    assert [Adora(steps=(2, 4)).is_on(step) for step in range(6)] == [
-        False,
-        False,
-        True,
-        True,
-        False,
-        False,
-    ]
+    options = Adora(steps=(2, 4))
+    is_on_by_step = [options.is_on(step) for step in range(6)]
+    assert is_on_by_step == [False, False, True, True, False, False]
     assert Adora().is_on(10**9)
 
 
@@ -308,28 +318,27 @@ def test_every_method_has_a_neutral_setting_and_a_source():
 
 def test_the_neutral_setting_is_grpo_to_the_bit(subtests):
     for name in METHODS:
-        with subtests.test(name):
-            options, scale = NEUTRAL[name]
-            for seed in range(3):
+        options, scale = NEUTRAL[name]
+        for seed in range(3):
+            with subtests.test(f"{name} {seed}"):
                 groups = random_groups(seed=seed)
                 stock = group_advantages(groups.rewards_PG, scale=scale)
-                assert torch.equal(weighed_by(name, groups, options, scale), stock)
-                assert name in BY_SETTINGS or not torch.equal(
-                    weighed_by(name, groups, None, scale), stock
-                ), "so it can fail"
+                neutral = weighed_by(name, groups, options, scale)
+                assert torch.equal(neutral, stock)
+                if name not in BY_SETTINGS:
+                    default = weighed_by(name, groups, None, scale)
+                    assert not torch.equal(default, stock), "so it can fail"
 
 
 def test_plain_is_what_the_trainer_leaves_untouched():
-    plain = {
-        name
-        for name, (options, _) in NEUTRAL.items()
-        if AdvantagePipeline({name: options}).is_plain
-    }
-    assert plain == BY_SETTINGS | {"dapo", "adora"}
+    plain_names = set()
+    for name, (options, _) in NEUTRAL.items():
+        if AdvantagePipeline({name: options}).is_plain:
+            plain_names.add(name)
+    assert plain_names == BY_SETTINGS | {"dapo", "adora"}
     assert AdvantagePipeline({"adora": Adora(factor=Schedule(1.0))}).is_plain
-    assert not any(
-        AdvantagePipeline({n: METHODS[n]()}).is_plain for n in METHODS if n not in BY_SETTINGS
-    )
+    for name in METHODS.keys() - BY_SETTINGS:
+        assert not AdvantagePipeline({name: METHODS[name]()}).is_plain, name
 
 
 def test_signal_is_what_a_group_has_to_teach_by_itself(subtests):
@@ -359,7 +368,7 @@ def test_a_group_to_which_another_method_gives_a_signal_counts_in_dapos_mean():
     """Two of three groups are wrong throughout, which ngrpo learns from: nothing is silent."""
     groups = groups_of_rewards([[1.0, 0], [0.0, 0], [0.0, 0]])
     both = AdvantagePipeline({"ngrpo": Ngrpo(), "dapo": Dapo()})
-    assert torch.equal(both(groups, torch.zeros(3, 2)), made(Ngrpo(), groups.rewards_PG))
+    assert torch.equal(both(groups, torch.zeros(3, 2)), apply_alone(Ngrpo(), groups.rewards_PG))
 
 
 def test_permuting_a_group_permutes_its_advantages(subtests):

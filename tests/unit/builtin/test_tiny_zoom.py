@@ -1,6 +1,7 @@
 """The start that has to look again was taught the very tokens that a run has."""
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,50 +17,78 @@ from adora_vl.synthetic.generate import generate
 from adora_vl.tools.ours import View
 from adora_vl.tools.run import Toolbox, choose_tools
 
+SIZE = 448  # pixels of a picture's side
+
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
+    """Build a model with one step of each lesson; return its facts and its processor."""
     folder = tmp_path_factory.mktemp("zoom") / "model"
     plan = ZoomStart(steps=1, teacher_steps=1, batch_size=2)
     facts = build_start(folder, plan, begin_zoom)
     return facts, load_processor(str(folder))
 
 
-def test_what_follows_a_call_is_what_the_start_was_taught(built):
+@pytest.fixture
+def toolbox():
+    """Return the toolbox of a run with zoom."""
+    view = View(SEEN**2, SEEN**2, 28)
+    return Toolbox(choose_tools(["zoom"]), ToolOptions(), view)
+
+
+def tool_loop(toolbox: Toolbox, processor: Any) -> ToolLoop:
+    """Return the loop of a run in which an image takes one token."""
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(processor.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def tokens_of_image(image: object) -> int:
+        return 1
+
+    return ToolLoop(toolbox, processor, {}, tokens_of_image, 2, decode)
+
+
+def test_what_follows_a_call_is_what_the_start_was_taught(built, toolbox):
     facts, processor = built
     assert facts["parameters"] < 1_000_000
-    toolbox = Toolbox(choose_tools(["zoom"]), ToolOptions(), View(SEEN**2, SEEN**2, 28))
     teacher = _Teacher(processor, toolbox, ZoomStart(calls=1))
     parts, images = teacher.turns()
-    ids = [processor.tokenizer(text, add_special_tokens=False)["input_ids"] for text, _ in parts]
-    decode = lambda tokens: processor.tokenizer.decode(tokens, skip_special_tokens=True)  # noqa: E731
-    turns = ToolLoop(toolbox, processor, {}, lambda image: 1, 2, decode)
-    before = Rollout(
-        segments=(Segment(tokens=tuple(ids[1]), logps=(0.0,) * len(ids[1]), step=0),),
-        finish_reason=FinishReason.STOP,
-    )
-    after = turns(
-        before,
-        images[:1],
-        prompt_length=len(ids[0]),
+    ids = []
+    for text, _ in parts:
+        encoded = processor.tokenizer(text, add_special_tokens=False)
+        ids.append(encoded["input_ids"])
+    prompt_ids, call_ids, reply_ids, _ = ids
+    picture, corner = images
+    call = Segment(tokens=tuple(call_ids), logps=(0.0,) * len(call_ids), step=0)
+    rollout = Rollout(segments=(call,), finish_reason=FinishReason.STOP)
+    continued = tool_loop(toolbox, processor)(
+        rollout,
+        [picture],
+        prompt_length=len(prompt_ids),
         max_length=400,
         step=0,
         seed="0",
     )
-    assert list(after.segments[1].tokens) == ids[2]
-    assert after.pictures[0].image.tobytes() == images[1].tobytes()
-    assert not after.calls[0].failed
+    assert list(continued.segments[1].tokens) == reply_ids
+    assert continued.pictures[0].image.tobytes() == corner.tobytes()
+    assert not continued.calls[0].failed
 
 
-def test_a_call_shows_the_corner_that_is_asked_for():
-    toolbox = Toolbox(choose_tools(["zoom"]), ToolOptions(), View(SEEN**2, SEEN**2, 28))
-    image = drawn(random.Random(0), 448)[0]
-    for corner in CORNERS:
-        view: Any = toolbox.answer(call_for(corner), [image], seed="0", last=False).parts[2]
-        x = 0 if "left" in corner else 392
-        y = 0 if "top" in corner else 392
-        assert view.tobytes() == image.crop((x, y, x + SEEN, y + SEEN)).tobytes()
-    rows = list(generate(8, size=448, families=("corners",)))
-    assert {row["meta"]["kind"] for row in rows} <= {*CORNERS}
-    assert all(10 <= int(row["answer"]) < 100 for row in rows)
-    assert all(row["meta"]["kind"] in row["problem"] for row in rows)
+@pytest.mark.parametrize("corner", CORNERS)
+def test_a_call_shows_the_corner_that_is_asked_for(corner, toolbox):
+    picture, _ = drawn(random.Random(0), SIZE)
+    reply = toolbox.answer(call_for(corner), [picture], seed="0", last=False)
+    view: Any = reply.parts[2]
+    left_edge = 0 if "left" in corner else SIZE - SEEN
+    top_edge = 0 if "top" in corner else SIZE - SEEN
+    expected = picture.crop((left_edge, top_edge, left_edge + SEEN, top_edge + SEEN))
+    assert view.tobytes() == expected.tobytes()
+
+
+def test_problems_ask_for_the_number_in_a_corner():
+    rows = list(generate(8, size=SIZE, families=("corners",)))
+    for row in rows:
+        corner = row["meta"]["kind"]
+        assert corner in CORNERS
+        assert corner in row["problem"]
+        assert 10 <= int(row["answer"]) < 100

@@ -61,7 +61,9 @@ def softmax_keeps_its_dtype(monkeypatch):
     """Eager attention asks for a softmax in float32."""
     softmax = torch.nn.functional.softmax
 
-    def softmax_in_dtype_of_scores(scores: Tensor, dim: int, dtype: Any = None) -> Tensor:
+    def softmax_in_dtype_of_scores(
+        scores: Tensor, dim: int, dtype: torch.dtype | None = None
+    ) -> Tensor:
         return softmax(scores, dim=dim)
 
     monkeypatch.setattr(torch.nn.functional, "softmax", softmax_in_dtype_of_scores)
@@ -393,7 +395,7 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(has_references,
         image_features = model.model.get_image_features
         bank = torch.cat(rows["patches"])
 
-        def features_of_references(references: Tensor, grid: Tensor, **_: Any) -> Any:
+        def features_of_references(references: Tensor, grid: Tensor, **_: object) -> Any:
             return image_features(bank[references[:, 0]], grid)
 
         monkeypatch.setattr(model.model, "get_image_features", features_of_references)
