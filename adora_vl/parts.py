@@ -19,7 +19,8 @@ from adora_vl.data.prompts import control_tokens
 from adora_vl.evaluation import EvaluateOnTheWay
 from adora_vl.models.precision import RefuseWrongBuffers
 from adora_vl.packing.images import DistinctImages
-from adora_vl.packing.policy_pass import PolicyPass, bound_of, computing_dtype, has_dropout
+from adora_vl.packing.pass_differences import computing_dtype, has_dropout, rounding_bound
+from adora_vl.packing.policy_pass import PolicyPass
 from adora_vl.packing.split_attention import configured_attention
 from adora_vl.preflight.facts import ResolvedRun
 from adora_vl.record import metrics, phases, progress, rollout_figures, trackers
@@ -115,18 +116,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         self.pool = Pool(context, self.train_dataset, tools=self.toolbox is not None)
         self.prompts = PromptReader(self.images)
         self.rows_ahead = RowsAhead()
-        self.builder = BatchBuilder(
-            context=context,
-            images=self.images,
-            processor=self.processing_class,
-            ends=stop,
-            to_device=to_device,
-            scored=self.sampler.scores,
-            multiple=self.pad_to_multiple_of,
-            tools=self.toolbox is not None,
-            has_stale=self.pool.has_stale,
-            other_images=any(extension.changes_images for extension in self.extensions),
-        )
+        self.builder = self._batch_builder(context, stop, to_device)
         self.engine_pair = self._engine_pair(context)
         self.rollouts = self._generation_sampler(context, stop)
         self.generation_log = self._metrics_logger(context)
@@ -138,6 +128,23 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
                 never_sampled_ids(self._tokenizer), self.generation_kwargs, self.generation_config
             )
         self._add_callbacks(context, args)
+
+    def _batch_builder(
+        self, context: StepContext, stop: StopCriteria, to_device: Callable[[Any], Any]
+    ) -> BatchBuilder:
+        """Return what makes the rollouts of complete groups into a batch."""
+        return BatchBuilder(
+            context=context,
+            images=self.images,
+            processor=self.processing_class,
+            ends=stop,
+            to_device=to_device,
+            scored=self.sampler.scores,
+            multiple=self.pad_to_multiple_of,
+            tools=self.toolbox is not None,
+            has_stale=self.pool.has_stale,
+            other_images=any(extension.changes_images for extension in self.extensions),
+        )
 
     def _make_models_parts(self, context: StepContext, models: list[Any]) -> None:
         """Make what reads images, weighs groups, writes checkpoints and moves the reference."""
@@ -177,7 +184,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         self.drift_guard = DriftGuard(context)
         self.ratio_guard = RatioGuard(context)
         self.reference_guard = ReferenceGuard(
-            context, bound_of(computing_dtype(self.accelerator, self.model))
+            context, rounding_bound(computing_dtype(self.accelerator, self.model))
         )
 
     def _reward_functions(
@@ -208,7 +215,10 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             sharding=self.run.context.sharding,
         )
         self.policy_pass = PolicyPass(
-            self.accelerator, args, images=self.images.shown, around=self.recompute.chosen
+            self.accelerator,
+            args,
+            may_have_images=self.images.shown,
+            learning_block=self.recompute.chosen,
         )
         attention = configured_attention(self.model.config)
         room = MicroBatchRoom(
@@ -264,7 +274,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             table=self._logs,
             functions=self.reward_func_names,
             notice=rollout_figures.TieNotice(
-                self.methods.judged_by, speaks=self.accelerator.is_main_process
+                self.methods.adora_options, speaks=self.accelerator.is_main_process
             ),
             bytes_sent=bytes_sent,
         )

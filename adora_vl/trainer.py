@@ -40,7 +40,7 @@ from trl.trainer.utils import use_adapter
 from adora_vl.checkpoint.store import facts_of
 from adora_vl.checkpoint.trl_state import LossSums
 from adora_vl.checkpoint.universal import expect_universal, is_universal, load_shards
-from adora_vl.checkpoint.writer import noted, set_aside
+from adora_vl.checkpoint.writer import recording_saved_files, set_aside
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import regroup_obstacle, regroups
 from adora_vl.config.run_context import RunContext
@@ -52,7 +52,8 @@ from adora_vl.models.load import restore_weights
 from adora_vl.models.lora_branch import compute_branches_first
 from adora_vl.models.precision import restore_buffers
 from adora_vl.models.reference import copied_policy
-from adora_vl.packing.policy_pass import evaluating, generation_logps
+from adora_vl.packing.pass_differences import evaluation_mode
+from adora_vl.packing.policy_pass import generation_logps
 from adora_vl.packing.prompts import PromptBatch
 from adora_vl.packing.split_attention import disable_cudnn_attention
 from adora_vl.parts import TrainerParts
@@ -125,20 +126,20 @@ class AdoraGRPOTrainer(TrainerParts):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
-            args = config_of(args, model)
+            config = config_of(args, model)
             peft_config = with_own_layers(peft_config)
-            loaded = None if isinstance(model, str) else model
-            keys = model_keys(
-                model, config=args, peft_config=peft_config, quantised=quantization_config
-            )
             source = ModelSource(
-                keys=keys, peft_config=peft_config, loaded=loaded, processor=processing_class
+                keys=model_keys(
+                    model, config=config, peft_config=peft_config, quantised=quantization_config
+                ),
+                peft_config=peft_config,
+                loaded=None if isinstance(model, str) else model,
+                processor=processing_class,
             )
-            rows = Datasets(train_dataset, eval_dataset)
             request = RunRequest(
-                config=args,
+                config=config,
                 model=source,
-                rows=rows,
+                rows=Datasets(train_dataset, eval_dataset),
                 rewards=reward_funcs,
                 tools=tools or (),
                 environment_factory=environment_factory,
@@ -152,23 +153,11 @@ class AdoraGRPOTrainer(TrainerParts):
         disable_cudnn_attention()
         self.run_facts: dict[str, Any] = {}  # into the manifest of every checkpoint
         self.manifest: dict[str, Any] = {}  # of the run, from the beginning of `train` on
-        self.clock = phases.PhaseClock(
-            self.log_figure, sleep_mode=args.use_vllm and args.vllm_enable_sleep_mode
-        )
-        timed: Callable[[str], AbstractContextManager[None]] = self.clock.phase
-        if args.device.type == "cuda":
-            self.card_memory = CardMemory(
-                self.log_figure,
-                largest=self._largest_of_ranks,
-                device=args.device,
-                sleep_mode=args.use_vllm and args.vllm_enable_sleep_mode,
-            )
-            timed = partial(self.card_memory.phase, clock=self.clock.phase)
         trackers.prepare_trackers(args.report_to, args.output_dir)
         engine = partial(
             AdoraVLLMGeneration,
             settings=engine_settings(args, run.model.revision),
-            timed=timed,
+            timed=self._start_clock(args),
         )
         compat.SHARD_LOADING.install(load_shards, on=transformers_trainer)
         policy = run.policy() if isinstance(model, str) else model
@@ -189,6 +178,23 @@ class AdoraGRPOTrainer(TrainerParts):
                 peft_config=peft_config,
             )
         self._build_collaborators(args, self._prepared_models(run, args))
+
+    def _start_clock(self, args: AdoraGRPOConfig) -> Callable[[str], AbstractContextManager[None]]:
+        """Begin to measure seconds by phase, and on a card its memory.
+
+        Returns a context for a named phase, which the engine enters too.
+        """
+        sleeps = args.use_vllm and args.vllm_enable_sleep_mode
+        self.clock = phases.PhaseClock(self.log_figure, sleep_mode=sleeps)
+        if args.device.type != "cuda":
+            return self.clock.phase
+        self.card_memory = CardMemory(
+            self.log_figure,
+            largest=self._largest_of_ranks,
+            device=args.device,
+            sleep_mode=sleeps,
+        )
+        return partial(self.card_memory.phase, clock=self.clock.phase)
 
     def _prepared_models(self, run: ResolvedRun, args: AdoraGRPOConfig) -> list[Any]:
         """Prepare the loaded policy and its reference for training, and return them.
@@ -552,7 +558,7 @@ class AdoraGRPOTrainer(TrainerParts):
         Stock TRL takes settings of the model's folder where no key says another, and samples with
         dropout, which the log-probabilities of the answers do not have.
         """
-        with folder_settings_left_out(self.model), evaluating(self.model):
+        with folder_settings_left_out(self.model), evaluation_mode(self.model):
             turn = self._generate_single_turn(prompts.ids, prompts.images, prompts.fields, 1)
         return cast("list[list[int]]", turn[0])
 
@@ -610,7 +616,7 @@ class AdoraGRPOTrainer(TrainerParts):
             for old_pass in self.old_logps.due(micro_batches):
                 part = old_pass.part()
                 rows = len(part["completion_ids"])
-                with self.policy_pass.watched(None, part):
+                with self.policy_pass.watch(None, part):
                     logps_BC = generation_logps(part, policy, rows)
                 part["old_per_token_logps"] = logps_BC
                 if self.old_logps.corrects_engine:
@@ -703,7 +709,7 @@ class AdoraGRPOTrainer(TrainerParts):
         rank = self.accelerator.process_index
         seed = f"micro-batch/{self.args.seed}/{self._step_key.position}/{rank}"
         draws = drawn_at(seed) if model.training else nullcontext()
-        with self.policy_pass.watched(note_pass, micro), draws:
+        with self.policy_pass.watch(note_pass, micro), draws:
             loss = super()._compute_loss(model, micro)
         if model.training:
             loss = self.ratio_guard.loss(loss, logps[0] if logps else None, micro)
@@ -882,7 +888,7 @@ class AdoraGRPOTrainer(TrainerParts):
         folder = Path(output_dir or self.args.output_dir)
         final = folder == Path(self.args.output_dir)
         lacks_reference = self._dist.is_zero3 and is_peft_model(self.model)
-        with noted(folder, self.args.should_save) if final else nullcontext():
+        with recording_saved_files(folder, self.args.should_save) if final else nullcontext():
             with trained_alone(self.model) if lacks_reference else nullcontext():
                 super().save_model(output_dir, _internal_call)
             if self.args.should_save:
@@ -895,7 +901,7 @@ class AdoraGRPOTrainer(TrainerParts):
         Stock TRL copies the model into `output_dir` to push it. Ours also notes that a run wrote
         it.
         """
-        with noted(Path(self.args.output_dir), self.accelerator.is_main_process):
+        with recording_saved_files(Path(self.args.output_dir), self.accelerator.is_main_process):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def create_model_card(

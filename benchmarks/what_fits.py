@@ -10,8 +10,9 @@ from pathlib import Path
 
 from adora_vl.config.command import read
 from adora_vl.config.dry_run_options import DryRunOptions
-from adora_vl.planning.dry_run import make_plan
-from adora_vl.planning.memory import Prediction, Setup, predict, proposed_utilization
+from adora_vl.planning.memory import Prediction, Setup, predict
+from adora_vl.planning.plan import make_plan
+from adora_vl.planning.what_fits import proposed_utilization
 from adora_vl.utils.files import GIB
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -97,6 +97,13 @@ def add_synthetic(commands: Commands) -> None:
         metavar="N",
         help=help_text,
     )
+    add(
+        "--figures",
+        action="store_true",
+        default=None,
+        help="add each problem's facts and its solved figure, on which the reward `steps` checks "
+        "what a response says",
+    )
 
 
 def add_knights(commands: Commands) -> None:
@@ -213,7 +220,7 @@ def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
 def _synthetic(arguments: argparse.Namespace) -> None:
     """Run `synthetic`: draw the problems, and print how many there are."""
     names = ("rows", "test_rows", "seed", "size", "families", "level", "styles", "choices")
-    drawn = synthetic(**_given(arguments, *names))
+    drawn = synthetic(**_given(arguments, *names, "figures"))
     print_counts(
         arguments.output, prepare_drawn(arguments.output, drawn, overwrite=arguments.overwrite)
     )

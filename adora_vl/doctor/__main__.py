@@ -138,7 +138,7 @@ def environment_checks(request: RunRequest) -> list[Check]:
 def paper_checks(run: ResolvedRun) -> list[Check]:
     """Check grader, reward and output folder: what needs data and config, but no weights."""
     from adora_vl.doctor.checks import check_golds, check_rewards, check_room, check_writable
-    from adora_vl.planning.memory import checkpoint_of, run_bytes
+    from adora_vl.planning.disk import checkpoint_of, run_bytes
 
     script = run.script
     config = run.config

@@ -84,12 +84,7 @@ def check_model(
         peft_config=peft_config,
         four_bit=four_bit,
     )
-    if four_bit and model.merged:
-        raise UserError(
-            f"model_name_or_path: {adapters[-1].name!r} would be merged into a base in 4 bits, "
-            "which rounds it away; make a model of it with `python -m adora_vl.export` and name "
-            "that"
-        )
+    _refuse_merge_into_four_bit(model)
     check_extensions(extensions, model_config)
     check_tensor_parallel(config, model_config, context.sharding.processes)
     if context.local and config.use_vllm and config.vllm_mode == "colocate":
@@ -100,6 +95,16 @@ def check_model(
     if loses_updates and not context.dry_run:
         messages.notes.append(fits.LOST_UPDATES)
     return model
+
+
+def _refuse_merge_into_four_bit(model: ModelFacts) -> None:
+    """Raise `UserError` where an adapter would be merged into a base in 4 bits."""
+    if model.four_bit and model.merged:
+        raise UserError(
+            f"model_name_or_path: {model.adapters[-1].name!r} would be merged into a base in 4 "
+            "bits, which rounds it away; make a model of it with `python -m adora_vl.export` and "
+            "name that"
+        )
 
 
 def _goes_on(request: RunRequest) -> bool:

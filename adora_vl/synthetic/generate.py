@@ -5,11 +5,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from string import ascii_uppercase
+from typing import TypedDict, Unpack
 
 from PIL import Image
 
 from adora_vl.data.dataset import META, Row
 from adora_vl.data.images import diagram_hash
+from adora_vl.geometry.figure import written
+from adora_vl.geometry.text import form_of_text
+from adora_vl.geometry.verdict import verdict
 from adora_vl.rewards import grade
 from adora_vl.rewards.completion import last_boxed
 from adora_vl.synthetic.corners import corner_number
@@ -63,6 +67,8 @@ def _variants(answer: str, rng: random.Random) -> list[str]:
 
 
 LEVELS = (1, 2, 3)
+DEFAULT_SPLIT = "train"
+FIGURE_COLUMNS = ("facts", "figure")  # of rows with figures, behind those of the schema
 KNOWN = {**FAMILIES, **LETTERED, "perimeter": perimeter_digit, "corners": corner_number}
 # pixels: three digits in a corner of a triangle, or the corners of a polygon with twelve
 _LEVELS_FROM = 112
@@ -78,7 +84,22 @@ def split_of(image: Image.Image) -> str:
     return "test" if int(diagram_hash(image)[:8], 16) < _TEST_SHARE * 2**32 else "train"
 
 
-def _row(problem: SyntheticProblem, split: str, index: int, seed: int, n_choices: int) -> Row:
+def facts_and_figure(problem: SyntheticProblem) -> dict[str, str | None]:
+    """Return the text form of a problem, and the figure that is solved from it, as columns.
+
+    Both are null where a text form cannot say the problem, the figure also where it has none.
+    """
+    if not problem.sentences:
+        return dict.fromkeys(FIGURE_COLUMNS)
+    text = "\n".join(problem.sentences)
+    result = verdict(form_of_text(text), looks=False, repair=False)
+    figure = None
+    if result.status == "answered" and result.figure is not None:
+        figure = written(result.figure)
+    return {"facts": text, "figure": figure}
+
+
+def row_of(problem: SyntheticProblem, split: str, index: int, seed: int, n_choices: int) -> Row:
     """Return a problem as a row, with `n_choices` choices if that is above 0.
 
     Its choices are drawn by the row's own id.
@@ -105,32 +126,59 @@ def _row(problem: SyntheticProblem, split: str, index: int, seed: int, n_choices
     }
 
 
-def generate(
-    rows: int,
+class DrawOptions(TypedDict, total=False):
+    """The options of `draw_problems`, for functions that hand them on."""
+
+    split: str
+    seed: int
+    size: int
+    families: tuple[str, ...]
+    level: int
+    styles: tuple[str, ...]
+
+
+def generate(rows: int, *, choices: int = 0, **options: Unpack[DrawOptions]) -> Iterator[Row]:
+    """Yield `rows` rows of a split. Equal arguments give the same rows, byte for byte.
+
+    `choices` is how many answers there are to choose from, 0 for open questions. The `options` are
+    those of `draw_problems`, which says what is raised.
+    """
+    split = options.get("split", DEFAULT_SPLIT)
+    seed = options.get("seed", 0)
+    for index, problem in enumerate(draw_problems(rows, **options)):
+        yield row_of(problem, split=split, index=index, seed=seed, n_choices=choices)
+
+
+def draw_problems(
+    count: int,
     *,
-    split: str = "train",
+    split: str = DEFAULT_SPLIT,
     seed: int = 0,
     size: int = 56,
     families: tuple[str, ...] = (),
     level: int = 1,
     styles: tuple[str, ...] = ("plain",),
-    choices: int = 0,
-) -> Iterator[Row]:
-    """Yield `rows` rows of `split`, families in turn, each diagram at most once.
+) -> Iterator[SyntheticProblem]:
+    """Yield `count` problems of a split, families in turn, each diagram at most once.
 
-    `size` is the side of a picture in pixels. `families` are keys of `KNOWN`, by default the plain
-    ones, and `styles` keys of `STYLES`, which are taken in turn. `choices` is how many answers
-    there are to choose from, 0 for open questions. Equal arguments give the same rows, byte for
-    byte.
+    Args:
+        count: problems that are drawn.
+        split: `train` or `test`; no diagram is in both.
+        seed: of the random numbers.
+        size: side of a picture in pixels.
+        families: keys of `KNOWN`, by default the plain ones.
+        level: difficulty, one of `LEVELS`.
+        styles: keys of `STYLES`, which are taken in turn.
 
-    Raises `UserError` for unknown names, for a size that is too small, and for more rows than there
-    are different diagrams.
+    Raises:
+        UserError: unknown names, a size that is too small, or more problems than there are
+            different diagrams.
     """
     names = families or tuple(FAMILIES)
     _check(names, size, level, styles)
     rng = random.Random(f"{seed}/{split}/{size}")
     known_hashes: set[bytes] = set()
-    for index in range(rows):
+    for index in range(count):
         name = names[index % len(names)]
         style = STYLES[styles[index // len(names) % len(styles)]]
         candidates = (KNOWN[name](rng, size, level, style) for _ in range(_MAX_REDRAWS))
@@ -143,11 +191,11 @@ def generate(
         problem = next(new_problems, None)
         if problem is None:
             raise UserError(
-                f"rows: {rows} of split {split!r} are more than the {index} that there are "
+                f"rows: {count} of split {split!r} are more than the {index} that there are "
                 "different diagrams for; ask for fewer, or for more families, styles or pixels"
             )
         known_hashes.add(_short_hash(problem.image))
-        yield _row(replace(problem, family=name), split, index, seed, choices)
+        yield replace(problem, family=name)
 
 
 def _short_hash(image: Image.Image) -> bytes:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,23 @@ from typing import Any
 from filelock import FileLock
 from tqdm import tqdm
 
-from adora_vl.data.dataset import Manifest, Row, read_manifest, write_manifest, write_split
+from adora_vl.data.dataset import (
+    Manifest,
+    Row,
+    read_manifest,
+    schema,
+    write_manifest,
+    write_split,
+)
 from adora_vl.data.output import complete_or_absent
 from adora_vl.rewards import canonical_gold
 from adora_vl.synthetic import knights
-from adora_vl.synthetic.generate import generate
+from adora_vl.synthetic.generate import (
+    FIGURE_COLUMNS,
+    draw_problems,
+    facts_and_figure,
+    row_of,
+)
 from adora_vl.synthetic.knights import PEOPLE, read_puzzles
 from adora_vl.utils.errors import UserError
 
@@ -38,6 +50,7 @@ class Drawn:
     draw: Draw
     # what determines the rows, the arguments and the revision of the drawing code
     description: dict[str, Any]
+    further_columns: tuple[str, ...] = ()  # texts behind the columns of the schema
 
 
 def synthetic(
@@ -47,21 +60,32 @@ def synthetic(
     seed: int = 0,
     size: int = DEFAULT_SIZE,
     families: tuple[str, ...] = (),
+    figures: bool = False,
     **options: Any,
 ) -> Drawn:
     """Describe a data set of geometry problems with the splits train and test.
 
-    `options` are further arguments of `generate`.
+    `options` are further arguments of `generate`. With `figures` each row has its text form
+    (`facts`) and the figure that is solved from it, on which a reward can check steps.
 
     Raises `UserError` as `generate`, when its rows are drawn.
     """
     arguments = {"seed": seed, "size": size, "families": families, **options}
+    n_choices = options.pop("choices", 0)
 
     def draw(count: int, split: str) -> Iterator[Row]:
-        for row in generate(count, split=split, **arguments):
-            yield {**row, "answer": canonical_gold(row["answer"])}
+        problems = draw_problems(
+            count, split=split, seed=seed, size=size, families=families, **options
+        )
+        for index, problem in enumerate(problems):
+            row = row_of(problem, split=split, index=index, seed=seed, n_choices=n_choices)
+            row["answer"] = canonical_gold(row["answer"])
+            yield {**row, **facts_and_figure(problem)} if figures else row
 
-    return _drawn(
+    if figures:  # a description without it stays what it was
+        arguments["figures"] = True
+
+    drawn = _drawn(
         "synthetic",
         revision=SYNTHETIC_REVISION,
         draw=draw,
@@ -69,6 +93,7 @@ def synthetic(
         test_rows=test_rows,
         arguments=arguments,
     )
+    return replace(drawn, further_columns=FIGURE_COLUMNS if figures else ())
 
 
 def puzzles(
@@ -124,11 +149,16 @@ def prepare_drawn(output: Path, drawn: Drawn, *, overwrite: bool = False) -> Man
 
     Raises `UserError` where `output` cannot be written, or the rows cannot be drawn.
     """
+    # Imported here, since it takes seconds, and a command that only prints its help needs it not.
+    from datasets import Features, Value
+
+    further_columns = {column: Value("string") for column in drawn.further_columns}
+    features = Features({**schema(), **further_columns})
     with complete_or_absent(output, drawn.description, overwrite=overwrite) as folder:
         counts = {}
         for split, size in drawn.sizes.items():
             rows = tqdm(drawn.draw(size, split), desc=split, total=size, unit="row", disable=None)
-            counts[split] = write_split(rows, folder, split)
+            counts[split] = write_split(rows, folder, split, features)
         return write_manifest(folder, drawn.description, counts)
 
 

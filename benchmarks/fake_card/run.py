@@ -35,8 +35,8 @@ from adora_vl.models.families import freeze
 from adora_vl.models.four_bit import WHOLE, bytes_of
 from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import SHAPES, describe
-from adora_vl.planning.dry_run import make_setup
 from adora_vl.planning.memory import CONTEXT, Prediction, Setup, predict
+from adora_vl.planning.plan import make_setup
 from adora_vl.preflight import check_model, facts
 from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult
 from adora_vl.synthetic.generate import generate
@@ -460,7 +460,7 @@ def _name_phases(card: Card, trainer: Any, ran: Ran) -> None:
     around(trainer.accelerator, "clip_grad_norm_", "clip")
     around(trainer, "_save_checkpoint", "checkpoint")
     if ran.asked.way == "ours":
-        around(trainer.policy_pass.packed, "_check", "check")  # once in a run
+        around(trainer.policy_pass.packed_forward, "_check", "check")  # once in a run
     ran.trained = sum(
         parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad
     )

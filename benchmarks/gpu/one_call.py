@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from adora_vl.packing.shared_prompt import Group, SharedPrompts
+from adora_vl.packing.shared_prompt import GroupLayout, SharedPrompts
 from adora_vl.packing.split_attention import attend_in_parts
 from adora_vl.packing.varlen_attention import VarlenAttention, attend_spans, plain_attention
 from benchmarks.gpu.setting import Setting, apart
@@ -44,7 +44,7 @@ def run(setting: Setting) -> Iterator[Line]:
 
 def _layout(setting: Setting, prompt: int, answers: tuple[int, ...], groups: int) -> SharedPrompts:
     # a rollout's last token is no query
-    group = Group(prompt, tuple(length - 1 for length in answers))
+    group = GroupLayout(prompt, tuple(length - 1 for length in answers))
     return SharedPrompts((group,) * groups, torch.zeros(1, dtype=torch.long, device=setting.device))
 
 
@@ -52,7 +52,7 @@ def _compared(
     setting: Setting, name: str, layout: SharedPrompts, heads: tuple[int, int, int]
 ) -> Iterator[Line]:
     queries, keys, size = heads
-    length = sum(layout.spans)
+    length = sum(layout.span_lengths)
     inputs = [
         torch.randn(1, number, length, size, dtype=torch.bfloat16, device=setting.device)
         for number in (queries, keys, keys)
@@ -65,7 +65,7 @@ def _compared(
     kernel = VarlenAttention()
     if setting.on_gpu:
         works = kernel.supports(inputs[0], inputs[1], 0.0)
-        yield holds(f"{name}: one call", kernel.refused or "used", "used", works, "VarlenAttention")
+        yield holds(f"{name}: one call", kernel.refusal or "used", "used", works, "VarlenAttention")
     else:
         works = False
         yield skipped(f"{name}: one call", "torch's kernel needs a GPU")

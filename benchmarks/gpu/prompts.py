@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers.utils import is_flash_attn_2_available
 from trl.trainer.utils import add_fused_lm_head
 
-from adora_vl.packing import policy_pass as packed_pass
+from adora_vl.packing import packed_forward
 from adora_vl.packing.policy_pass import PolicyPass
 from adora_vl.utils.files import GIB
 from benchmarks.gpu.setting import (
@@ -156,11 +156,11 @@ class Subject:
         policy = make()
         with _whatever_the_rule_says():
             results = self._both(policy, group)
-        layout = policy.packed
+        layout = policy.packed_forward
         used = layout.passes > 0
         yield holds(
             f"{size}, {name}",
-            "used" if used else layout.refused or "not used",
+            "used" if used else layout.refusal or "not used",
             "used",
             used,
             "PackedForward",
@@ -197,7 +197,7 @@ class Subject:
         group = groups[0]
         with torch.no_grad():
             self.through(policy, group)
-        chosen = "shared" if policy.packed.passes else "separate"
+        chosen = "shared" if policy.packed_forward.passes else "separate"
         forced = self.shared()
         ways = {
             name: partial(self._step, way, cycle(groups))
@@ -253,7 +253,7 @@ class Subject:
 def _whatever_the_rule_says() -> AbstractContextManager[Any]:
     """Share prompts also where the rule would choose separate rows."""
     return (
-        mock.patch.object(packed_pass, "_pays", lambda *_: True)
-        if hasattr(packed_pass, "_pays")
+        mock.patch.object(packed_forward, "_packing_pays", lambda *_: True)
+        if hasattr(packed_forward, "_packing_pays")
         else nullcontext()
     )

@@ -33,8 +33,8 @@ from adora_vl.config.sharding import Sharding
 from adora_vl.data.prompt_lengths import Measured
 from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import describe
-from adora_vl.planning.dry_run import make_setup
 from adora_vl.planning.memory import CONTEXT, predict
+from adora_vl.planning.plan import make_setup
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.files import GIB
 from benchmarks.gpu.setting import ON_A_GPU_ONLY, Setting

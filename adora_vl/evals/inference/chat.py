@@ -20,6 +20,24 @@ if TYPE_CHECKING:
 _TEMPLATE_TOKENS = 256
 
 
+def _limits_of(model_limits: Mapping[str, int], user_limits: Mapping[str, int]) -> dict[str, int]:
+    """Return the pixel limits: the user's, and the model's where the user gave none.
+
+    Raises `UserError` where the model sees no images, or the lower limit is over the upper one.
+    """
+    if user_limits and not model_limits:
+        raise UserError("max_pixels: the model sees no images; leave the pixel limits out")
+    limits = {**model_limits, **user_limits}
+    lower = limits.get("min_pixels", 0)
+    upper = limits.get("max_pixels", 0)
+    if user_limits and lower > upper:
+        raise UserError(
+            f"min_pixels: {lower} is over max_pixels, {upper} (what is not given comes from "
+            "the model's processor); give both"
+        )
+    return limits
+
+
 class ChatProcessor:
     """The model's own processor and configuration, with the user's pixel limits.
 
@@ -87,17 +105,8 @@ class ChatProcessor:
             user_limits["min_pixels"] = min_pixels
         if max_pixels:
             user_limits["max_pixels"] = max_pixels
-        if user_limits and not model_limits:
-            raise UserError("max_pixels: the model sees no images; leave the pixel limits out")
-        self._limits: dict[str, int] = {**(model_limits or {}), **user_limits}
+        self._limits = _limits_of(model_limits or {}, user_limits)
         self.pixel_limits = self._limits if user_limits else {}
-        lower = self._limits.get("min_pixels", 0)
-        upper = self._limits.get("max_pixels", 0)
-        if user_limits and lower > upper:
-            raise UserError(
-                f"min_pixels: {lower} is over max_pixels, {upper} (what is not given comes from "
-                "the model's processor); give both"
-            )
         self._tokenizer = self.processor if self.text_only else self.processor.tokenizer
         self._tokenizer.padding_side = "left"
         self.banned_ids: list[int] = never_sampled_ids(self._tokenizer)

@@ -88,22 +88,28 @@ def load_problems(
 ) -> LoadedProblems:
     """Return the problems of `options.data`, and a hash of the data with their pictures.
 
-    The data are a hub id, a file or a folder.
+    The data are a hub id, a file or a folder. A folder has Parquet files named after the split (or
+    one named after no split), or `{split}.json`, `.jsonl`, whose rows name image files within the
+    folder.
 
-    A folder has Parquet files named after the split (or one named after no split), or
-    `{split}.json`, `.jsonl`, whose rows name image files within the folder. Raises `UserError` with
-    a line for each row that lacks one of `needed`, in which `check` finds something wrong, or that
-    cannot be asked: before an answer is paid for, not when it is scored.
+    Args:
+        options: where the data are.
+        needed: columns that every row has to have.
+        image_columns: those that may hold the image; the first one that is not null counts.
+        prompt: returns the text that is asked of a row.
+        stored_columns: the columns that a prediction keeps beside the id, which becomes its `pid`;
+            by default the needed ones.
+        check: returns what is wrong with a row as predictions have it, without a response.
+        id_column: the column with the id.
+        split: by default that of the options.
+        config: the part of a dataset on the hub that has several.
+        blind: whether to ask without the image.
+        pictures: the folder beside a file in which its images are.
+        renamed: other names of columns, and ours.
 
-    - `image_columns`: those that may hold the image; the first one that is not null counts.
-      `blind`: ask without it.
-    - `stored_columns`: the columns that a prediction keeps beside the id, which becomes its `pid`;
-      by default the needed ones.
-    - `prompt(row)`: the text that is asked. `check(row)`: as a predictions row without a response.
-    - `split`: by default that of the options. `config`: the part of a dataset on the hub that has
-      several.
-    - `pictures`: the folder beside a file in which its images are. `renamed`: other names of
-      columns, and ours.
+    Raises:
+        UserError: rows lack a column, `check` finds something wrong in them, or they cannot be
+            asked; with a line for each, before an answer is paid for and not when it is scored.
     """
     loaded = _rows_of_split(
         options,
@@ -115,30 +121,18 @@ def load_problems(
     if loaded.folder and pictures and (loaded.folder / pictures).is_dir():
         loaded = replace(loaded, folder=loaded.folder / pictures)
     if renamed:
-        rows = [
-            {renamed.get(name, name): value for name, value in row.items()} for row in loaded.rows
-        ]
-        loaded = replace(loaded, rows=rows)
+        loaded = replace(loaded, rows=[_renamed(row, renamed) for row in loaded.rows])
     has_image = bool(image_columns) and not blind
-
-    def fault_of(row: Row) -> str | None:
-        """What keeps a row from being asked, or its answer from being scored; None: nothing."""
-        stored_id = row.get(id_column)
-        pid = stored_id
-        if isinstance(stored_id, int) and not isinstance(stored_id, bool):
-            pid = str(stored_id)
-        as_answered = {**row, "pid": pid, "response": ""}
-        return (
+    faults: list[str] = []
+    for number, row in enumerate(loaded.rows, start=1):
+        as_answered = _as_answered(row, id_column)
+        fault = (
             missing_fields(row, needed)
             or row_fault(as_answered)
             or check(as_answered)
             or unaskable(prompt(row), has_image=has_image)
             or _leads_out(row, image_columns, loaded.folder)
         )
-
-    faults: list[str] = []
-    for number, row in enumerate(loaded.rows, start=1):
-        fault = fault_of(row)
         if fault:
             faults.append(f"row {number} {fault}")
     refuse_rows(f"data: {loaded.origin}", faults)
@@ -155,6 +149,19 @@ def load_problems(
             problem = Problem(fields=fields, prompt=prompt(row), n_images=0, images=list)
         problems.append(problem)
     return LoadedProblems(problems, _with_pictures(loaded, image_columns))
+
+
+def _renamed(row: Row, renamed: Mapping[str, str]) -> Row:
+    """Return a row with our names of its columns; `renamed` maps other names to ours."""
+    return {renamed.get(name, name): value for name, value in row.items()}
+
+
+def _as_answered(row: Row, id_column: str) -> Row:
+    """Return a row as predictions have it, with an empty response and its id as a text."""
+    stored_id = row.get(id_column)
+    is_number = isinstance(stored_id, int) and not isinstance(stored_id, bool)
+    pid = str(stored_id) if is_number else stored_id
+    return {**row, "pid": pid, "response": ""}
 
 
 def _rows_of_split(

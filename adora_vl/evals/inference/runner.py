@@ -188,16 +188,13 @@ def infer(
     )
 
     def answer_slice(done: set[tuple[str, int]]) -> float:
+        """Answer this rank's slice into a part of its own, and return the seconds."""
         with PredictionLog(part_path(output, ranks.rank)) as part:
             part.done |= done
             return answer_to(part, asks[ranks.rank :: ranks.world])
 
     if ranks.rank:
-        ranks.barrier("start")
-        done = {key(row) for row in read_rows(output / PREDICTIONS)}
-        answer_slice(done)
-        ranks.barrier("end")
-        return Summary(total=len(asks), resumed=len(done), pending=0, image_failed=0, seconds=0.0)
+        return _answer_with_rank_0(output, ranks, answer_slice, total=len(asks))
     with PredictionLog(output / PREDICTIONS) as log, _nothing_left(output):
         absorbed = absorb_parts(output, log)
         n_in_data = in_data or len(problems)
@@ -214,10 +211,7 @@ def infer(
         _refuse_further_predictions(
             output, predictions=len(log.done), answers=len(asks), resumed=resumed
         )
-        size = amount(len(problems), "problem")
-        if samples > 1:
-            size += f" x {samples} answers"
-        print(f"{size}: {resumed} there already, {pending} to do", file=sys.stderr)
+        _print_size(len(problems), samples, resumed=resumed, pending=pending)
         before = set(log.done)
         ranks.barrier("start")
         if ranks.world == 1:
@@ -241,6 +235,29 @@ def infer(
         missing=len(asks) - len(rows),
         too_long=ends[TOO_LONG],
     )
+
+
+def _answer_with_rank_0(
+    output: Path,
+    ranks: Ranks,
+    answer_slice: Callable[[set[tuple[str, int]]], float],
+    *,
+    total: int,
+) -> Summary:
+    """Answer a slice between the barriers of rank 0, which merges it and has the real summary."""
+    ranks.barrier("start")
+    done = {key(row) for row in read_rows(output / PREDICTIONS)}
+    answer_slice(done)
+    ranks.barrier("end")
+    return Summary(total=total, resumed=len(done), pending=0, image_failed=0, seconds=0.0)
+
+
+def _print_size(problems: int, samples: int, *, resumed: int, pending: int) -> None:
+    """Say on standard error how many answers are there already, and how many are to do."""
+    size = amount(problems, "problem")
+    if samples > 1:
+        size += f" x {samples} answers"
+    print(f"{size}: {resumed} there already, {pending} to do", file=sys.stderr)
 
 
 def _refuse_further_predictions(

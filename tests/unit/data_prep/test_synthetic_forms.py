@@ -9,15 +9,19 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
+from adora_vl.data.dataset import stored_rows
 from adora_vl.geometry.text import form_of_text
 from adora_vl.geometry.verdict import verdict
 from adora_vl.rewards.grade import grade
+from adora_vl.rewards.steps import measured_work
 from adora_vl.synthetic.drawing import PLAIN, Canvas, Point
 from adora_vl.synthetic.drawn_form import DrawnForm
 from adora_vl.synthetic.families import FAMILIES, SyntheticProblem
+from adora_vl.synthetic.generated import prepare_drawn, synthetic
 from adora_vl.synthetic.lettered import LETTERED
 from adora_vl.synthetic.perimeter import perimeter_digit
 from adora_vl.synthetic.sketch import ClutteredError
@@ -211,3 +215,30 @@ def test_labels_that_would_touch_are_refused() -> None:
     form.say("AB = 9")
     with pytest.raises(ClutteredError):
         form.say("AB = 3x")  # in the same place
+
+
+def test_rows_with_figures_can_be_paid_for_true_steps(tmp_path: Path) -> None:
+    """What the option adds is what the reward `steps` reads; without it the columns stay as ever."""
+    families = ("inscribed_arc", "corners")
+    for name, options in {"plain": {}, "figures": {"figures": True}}.items():
+        drawn = synthetic(rows=4, test_rows=1, size=SIZE, families=families, **options)
+        prepare_drawn(tmp_path / name, drawn)
+    plain_rows = list(stored_rows(tmp_path / "plain", "train"))
+    rows = list(stored_rows(tmp_path / "figures", "train"))
+    for plain_row, row in zip(plain_rows, rows, strict=True):
+        assert {name: row[name] for name in plain_row} == plain_row
+        assert set(row) - set(plain_row) == {"facts", "figure"}
+    arcs = [row for row in rows if row["meta"]["family"] == "inscribed_arc"]
+    assert len(arcs) == 2
+    for row in arcs:
+        answer = int(row["answer"])
+        assert row["facts"].splitlines()[-1] == "find arc AC"
+        true_step = measured_work(f"angle AOC = {answer}. \\boxed{{{answer}}}", row["figure"])
+        false_step = measured_work(f"angle AOC = {answer + 1}. \\boxed{{5}}", row["figure"])
+        assert true_step is not None
+        assert false_step is not None
+        assert true_step.false == 0
+        assert false_step.false == 1
+    (corners, *_) = [row for row in rows if row["meta"]["family"] == "corners"]
+    assert corners["facts"] is None, "a text form has no words for numbers that are only read"
+    assert corners["figure"] is None
