@@ -129,7 +129,7 @@ class RawProblem:
 
 
 # Each call reads one row. It can be pickled, so that another process can make it.
-Reads = Iterator[Callable[[], RawProblem]]
+RowReaders = Iterator[Callable[[], RawProblem]]
 
 
 @dataclass(frozen=True)
