@@ -19,7 +19,7 @@ from adora_vl.advantage import Groups
 from adora_vl.advantage.adora import weigh_groups
 from adora_vl.record import recorder as recorder_module
 from adora_vl.record import rollouts
-from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.record.metrics import METRICS, Line, read_metrics
 from adora_vl.record.recorder import Recorder
 from adora_vl.record.rollout_figures import tool_figures
 from adora_vl.rewards.completion import completion_text
@@ -45,7 +45,7 @@ def columns_of_step(step: int, count: int = 4, **changed: Any) -> dict[str, list
     return {**columns, **changed}
 
 
-def write_step(folder: Path, step: int, settings: dict[str, Any] | None = None) -> rollouts.Part:
+def write_step(folder: Path, step: int, settings: dict[str, object] | None = None) -> rollouts.Part:
     """Write a file of the record with the four rollouts of one step."""
     columns = columns_of_step(step)
     table = rollouts.as_table(columns, settings or {})
@@ -432,7 +432,7 @@ def test_a_diagram_is_stored_once_and_small(tmp_path):
 def test_a_real_run_records_what_its_metrics_say(adora_run):
     """A step has 4 groups of 4 rollouts, whose means are the figures of its line."""
     table = read_record(adora_run / "rollouts").to_pandas()
-    line_by_step: dict[int, dict[str, Any]] = {}
+    line_by_step: dict[int, Line] = {}
     for line in read_metrics(adora_run / "metrics.jsonl"):
         if line["kind"] == "train":
             line_by_step[line["step"]] = line
@@ -451,7 +451,7 @@ def test_a_real_run_records_what_its_metrics_say(adora_run):
         assert (images_folder / image_name).is_file()
 
 
-def check_step(rollouts_of_step: pd.DataFrame, line: dict[str, Any]) -> None:
+def check_step(rollouts_of_step: pd.DataFrame, line: Line) -> None:
     """Compare the rollouts of one step with its line in the metrics."""
     groups = rollouts_of_step.groupby("group")
     assert len(groups) == 4

@@ -118,7 +118,7 @@ def test_every_reason_in_the_code_is_explained() -> None:
     assert explained <= explain.RULES.keys()
 
 
-def reasons_in(node: ast.AST) -> set[Any]:
+def reasons_in(node: ast.AST) -> set[object]:
     """The reasons that a node of the grader's code names, if it is a verdict or an error."""
     elements: list[ast.expr] = []
     if isinstance(node, ast.Tuple):
