@@ -23,7 +23,7 @@ from adora_vl.evals.benchmark import NAMES, for_data, loaded, named
 from adora_vl.evals.inference.requests import AnswerRequest
 from adora_vl.evals.inference.views import shown_as
 from adora_vl.evals.options import DataOptions, ScoreOptions
-from adora_vl.evals.records import Benchmark, LoadedProblems, OwnFigures, Problem
+from adora_vl.evals.records import Benchmark, Cell, LoadedProblems, OwnFigures, Problem
 from adora_vl.evals.scoring.files import figures_in_training as figures
 from adora_vl.evals.scoring.score import cell, score
 from adora_vl.utils import own_files
@@ -269,7 +269,7 @@ def test_problems_that_ones_own_benchmark_makes_are_checked(of_the_page, second,
 
 
 def _summary(rows: Sequence[Any], graded: Sequence[Any], options: ScoreOptions) -> OwnFigures:
-    halves = {
+    halves: dict[str, Cell | float | str | None] = {
         "first": cell(graded[:2]),
         "mean": 0.25,
         "empty": None,
