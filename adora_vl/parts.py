@@ -23,7 +23,7 @@ from adora_vl.packing.pass_differences import computing_dtype, has_dropout, roun
 from adora_vl.packing.policy_pass import PolicyPass
 from adora_vl.packing.split_attention import configured_attention
 from adora_vl.preflight.facts import ResolvedRun
-from adora_vl.record import metrics, trackers
+from adora_vl.record import metrics, phases, progress, rollout_figures, trackers
 from adora_vl.record.card_memory import CardMemory
 from adora_vl.record.recorder import MetricsLogger, Recorder
 from adora_vl.rollout.agreement import SelfCheck
@@ -64,7 +64,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
     reward_funcs: list[Any]
     toolbox: Tools | None = None  # what the policy may call
     run: ResolvedRun
-    clock: metrics.PhaseClock
+    clock: phases.PhaseClock
     card_memory: CardMemory | None = None  # on a card
     _step: int  # TRL's count of micro-batches
 
@@ -273,7 +273,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             figures=self._metrics,
             table=self._logs,
             functions=self.reward_func_names,
-            notice=metrics.TieNotice(
+            notice=rollout_figures.TieNotice(
                 self.methods.adora_options, speaks=self.accelerator.is_main_process
             ),
             bytes_sent=bytes_sent,
@@ -332,7 +332,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             ScaledRate(lambda: self.methods.rate),
             self.clock,
             self.recorder,
-            metrics.ProgressLine(),
+            progress.ProgressLine(),
             metrics.MetricsFile(),
             self.bad_steps,
             RefuseWrongBuffers(self.models_by_role),

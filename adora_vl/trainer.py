@@ -67,7 +67,7 @@ from adora_vl.preflight.request import (
     refuse_objects,
 )
 from adora_vl.preflight.run_checks import run_checks
-from adora_vl.record import metrics, trackers
+from adora_vl.record import phases, trackers
 from adora_vl.record.card import write_card
 from adora_vl.record.card_memory import CardMemory
 from adora_vl.record.manifest import end_manifest, failure_noted, write_manifest
@@ -185,7 +185,7 @@ class AdoraGRPOTrainer(TrainerParts):
         Returns a context for a named phase, which the engine enters too.
         """
         sleeps = args.use_vllm and args.vllm_enable_sleep_mode
-        self.clock = metrics.PhaseClock(self.log_figure, sleep_mode=sleeps)
+        self.clock = phases.PhaseClock(self.log_figure, sleep_mode=sleeps)
         if args.device.type != "cuda":
             return self.clock.phase
         self.card_memory = CardMemory(

@@ -12,12 +12,13 @@ from PIL import Image
 from torch.utils.data import Dataset
 from trl.trainer.utils import RepeatSampler
 
-from adora_vl.data.images import KeptImage, UnreadableImageError, as_shown, kept
+from adora_vl.data.images import UnreadableImageError, upright_rgb_copy
 from adora_vl.data.loading import UnreadableImage
+from adora_vl.data.shared_images import KeptImage, as_kept_image
 
 
 def shown_rows(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return the rows with pictures as a person sees them (`as_shown`), each a `KeptImage`.
+    """Return the rows with pictures as a person sees them (`upright_rgb_copy`), each a `KeptImage`.
 
     Every row of a run passes here, whoever has read it. One object that stands in several rows
     stays one; a picture that cannot be shown becomes an `UnreadableImage`, and what is no picture
@@ -47,7 +48,7 @@ def shown_rows(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
 def _shown(image: Image.Image) -> Any:
     """Return an image as the model sees it, or what marks it as unreadable."""
     try:
-        return kept(as_shown(image))
+        return as_kept_image(upright_rgb_copy(image))
     except UnreadableImageError as error:
         return UnreadableImage(str(error))
 

@@ -5,11 +5,9 @@ import io
 import re
 import sys
 import warnings
-import zlib
-from collections.abc import Iterator
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
@@ -17,24 +15,26 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from adora_vl.models.families import seeing_families
 from adora_vl.utils.errors import UserError
 
-if TYPE_CHECKING:
-    from transformers.image_utils import ImageInput
-
+# The families of models that see images, by their `model_type`, with how they cut images into tokens.
 VISIONS = seeing_families()
+# The family whose rule of sizes counts where no model is named.
 DEFAULT_FAMILY = "qwen2_5_vl"
-# pixels: the side of the smallest image token there is
+# The side of the smallest image token of all families, in pixels. With it nothing is resized that
+# one of them could take as it is.
 UNIT = min(vision.unit for vision in VISIONS.values())
-# the largest pixel limit that is accepted; no image that can be decoded has as many
+# The largest pixel limit that is accepted; no image that can be decoded has as many.
 MAX_PIXELS = 2**31
-# above this ratio of the sides the model's processor raises, in the middle of a training
-WIDEST = 200
+# Above this ratio of the sides the model's processor raises, in the middle of a training.
+MAX_ASPECT_RATIO = 200
 
 
 MAX_DECODED_PIXELS = 50_000_000  # 150 MB once decoded; a diagram has a hundredth of it
-_JPEGS = ("JPEG", "MPO")  # the second has more pictures behind the first, as those of phones have
-_LYING = (5, 6, 7, 8)  # EXIF's orientations that exchange width and height
+# MPO is a JPEG with more pictures behind the first, as phones write them.
+JPEG_FORMATS = ("JPEG", "MPO")
+# EXIF's orientations that exchange width and height.
+SIDEWAYS_ORIENTATIONS = (5, 6, 7, 8)
 MIN_SIDE = 4  # pixels; no diagram is drawn in fewer
-# Pillow would start Ghostscript for a stranger's EPS
+# Others are not opened: Pillow would start Ghostscript for a stranger's EPS.
 FORMATS = (
     "PNG",
     "JPEG",
@@ -46,11 +46,15 @@ FORMATS = (
 
 
 def open_picture(source: Any) -> Image.Image:
-    """Return a picture of one of the `FORMATS`, or in HEIC where it is registered, not decoded.
+    """Open a picture by its header, without decoding its pixels.
 
-    Raises what Pillow raises.
+    `source`: a path or a binary stream. Only the `FORMATS` are tried, and HEIC where
+    `_register_heif` let Pillow read it. Raises what Pillow raises.
     """
-    return Image.open(source, formats=(*FORMATS, *({"HEIF"} & Image.OPEN.keys())))
+    formats: tuple[str, ...] = FORMATS
+    if "HEIF" in Image.OPEN:
+        formats = (*FORMATS, "HEIF")
+    return Image.open(source, formats=formats)
 
 
 @lru_cache(maxsize=4096)
@@ -59,20 +63,27 @@ def model_size(
 ) -> tuple[int, int]:
     """Return width and height, multiples of `unit`, that a processor with these limits resizes to.
 
-    Raises `ValueError`.
+    All arguments are in pixels; the limits are on the product of the sides. Raises `ValueError`
+    where the processor refuses the ratio of the sides.
     """
-    from transformers.models.qwen2_vl.image_processing_qwen2_vl import (
-        smart_resize,
-    )  # seconds, so only where needed
+    # Importing it takes seconds, so it is done only where it is needed.
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
     new_height, new_width = smart_resize(height, width, unit, min_pixels, max_pixels)
     return int(new_width), int(new_height)
 
 
 def image_tokens(size: tuple[int, int], unit: int, low: int, high: int, row: object) -> int:
-    """Return tokens of a picture of a row, by the processor's own rule.
+    """Count the tokens that a picture takes in a prompt, by the processor's own rule.
 
-    Raises `UserError` where the processor refuses it.
+    Args:
+        size: width and height of the picture.
+        unit: the side of an image token, in pixels.
+        low: the fewest pixels that the processor leaves a picture.
+        high: the most.
+        row: the id of the picture's row, for the message.
+
+    Raises `UserError` where the processor refuses the picture.
     """
     try:
         width, height = model_size(*size, unit, low, high)
@@ -82,7 +93,9 @@ def image_tokens(size: tuple[int, int], unit: int, low: int, high: int, row: obj
             "processor refuses"
         )
         raise UserError(f"dataset: {reason} ({error}); remove the row") from error
-    return width // unit * (height // unit)
+    columns = width // unit
+    rows = height // unit
+    return columns * rows
 
 
 def size_within(
@@ -99,11 +112,11 @@ def size_within(
     nothing left to do. None: no limit. Raises `ValueError` where the processor's rule has no size
     within the limits: a side is never under `unit` pixels.
     """
-    rounded = round(width / unit) * round(height / unit) * unit**2
-    if (min_pixels or 0) <= rounded <= (max_pixels or sys.maxsize):
-        return width, height
-    low = min_pixels or unit**2
     high = max_pixels or sys.maxsize
+    rounded_pixels = round(width / unit) * round(height / unit) * unit**2
+    if (min_pixels or 0) <= rounded_pixels <= high:
+        return width, height
+    low = min_pixels or unit**2  # the processor makes no side shorter than one token
     new_width, new_height = model_size(
         width, height=height, unit=unit, min_pixels=low, max_pixels=high
     )
@@ -132,15 +145,17 @@ def clean_image(
     `unit`: the side of an image token, in pixels. Raises `UnreadableImageError` as `decoded_image`
     does, and for a picture with nothing on it, or with values that leave open what is white.
     """
-    flat = decoded_image(encoded)
-    _refuse_degenerate(flat)
+    image = decoded_image(encoded)
+    _refuse_degenerate(image)
     try:
-        size = size_within(*flat.size, low, high, unit)
+        size = size_within(*image.size, low, high, unit)
     except ValueError as error:
         raise UnreadableImageError(
-            "image_shape", f"{flat.width} x {flat.height} pixels: {error}"
+            "image_shape", f"{image.width} x {image.height} pixels: {error}"
         ) from error
-    return flat if size == flat.size else flat.resize(size, Image.Resampling.BICUBIC)
+    if size == image.size:
+        return image
+    return image.resize(size, Image.Resampling.BICUBIC)  # the processor's own filter
 
 
 def png_bytes(image: Image.Image, **options: int) -> bytes:
@@ -153,133 +168,34 @@ def png_bytes(image: Image.Image, **options: int) -> bytes:
     return stream.getvalue()
 
 
-# no text, no place
-_PLAIN_CHUNKS = (
-    b"IHDR",
-    b"IDAT",
-    b"IEND",
-    b"pHYs",
-    b"gAMA",
-    b"sRGB",
-    b"cHRM",
-    b"sBIT",
-    b"bKGD",
-)
-# JFIF's and Adobe's; a camera's data, profiles and comments have others
-_PLAIN_SEGMENTS = (
-    0xE0,
-    0xEE,
-)
-_TURNS = range(2, 9)  # EXIF's orientations but the upright one
-
-
-def stored_bytes(encoded: bytes, image: Image.Image) -> bytes:
-    """Return the bytes to store for `image`, which `clean_image` made of `encoded`.
-
-    A PNG or JPEG with the same pixels is stored as the file itself, without a camera's data, texts
-    and profiles: encoding it takes as long as all other work on a row, and a photograph as PNG is
-    many times larger. Anything else becomes a new PNG. A JPEG that lies on its side keeps its
-    orientation tag.
-    """
-    with open_picture(io.BytesIO(encoded)) as original:
-        plain = None
-        if original.mode == "RGB" and original.format == "PNG":
-            plain = _plain_png(encoded, original, image)
-        elif original.mode == "RGB" and original.format in _JPEGS:
-            plain = _plain_jpeg(encoded, original, image)
-        if plain is not None:
-            return plain
-    # in a fifth of the time
-    return png_bytes(_rgb(image), compress_level=1, compress_type=zlib.Z_RLE)
-
-
-def _plain_png(encoded: bytes, original: Image.Image, image: Image.Image) -> bytes | None:
-    """Return a PNG without what is not of its pixels; None where `image` has other pixels."""
-    if original.size != image.size:
-        return None
-    chunks = list(_chunks(encoded))
-    if any(chunk[4:8] in (b"tRNS", b"eXIf") for chunk in chunks):  # transparent, or turned
-        return None
-    signature = encoded[:8]
-    return signature + b"".join(chunk for chunk in chunks if chunk[4:8] in _PLAIN_CHUNKS)
-
-
-def _plain_jpeg(encoded: bytes, original: Image.Image, image: Image.Image) -> bytes | None:
-    """Return a JPEG without what is not of its pixels; None where `image` has another size.
-
-    The tag that says how it is turned stays.
-    """
-    orientation = original.getexif().get(ExifTags.Base.Orientation)
-    width, height = original.size
-    upright_size = (height, width) if orientation in _LYING else (width, height)
-    if image.size != upright_size:
-        return None
-    segment = b""
-    if orientation in _TURNS:
-        tags = Image.Exif()
-        tags[ExifTags.Base.Orientation] = orientation
-        exif = tags.tobytes()
-        segment = b"\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif
-    return b"\xff\xd8" + segment + b"".join(_plain_segments(encoded)) + b"\xff\xd9"
-
-
-def _plain_segments(encoded: bytes) -> Iterator[bytes]:
-    """Yield the segments of a JPEG between its start and end markers, without a camera's data."""
-    position = 2  # behind the start marker
-    while True:
-        marker = _MARKER.search(encoded, position)
-        if marker is None or marker[1] == b"\xd9":  # the end of the picture
-            return
-        length = int.from_bytes(encoded[marker.end() : marker.end() + 2], "big")
-        end = marker.end() + length
-        kind = marker[1][0]
-        if kind == 0xDA:  # a scan: its data follow, up to the next marker
-            next_marker = _MARKER.search(encoded, end)
-            end = next_marker.start() if next_marker else len(encoded)
-        is_of_application = 0xE0 <= kind <= 0xEF or kind == 0xFE  # or a comment
-        if not is_of_application or kind in _PLAIN_SEGMENTS:
-            yield encoded[marker.start() : end]
-        position = end
-
-
-_MARKER = re.compile(rb"\xff+([^\x00\xd0-\xd7\xff])", re.DOTALL)
-
-
-def _chunks(encoded: bytes) -> Iterator[bytes]:
-    """Yield the chunks of a PNG, each with its length and name before it."""
-    at = 8
-    name = b""
-    while at < len(encoded) and name != b"IEND":
-        name = encoded[at + 4 : at + 8]
-        end = at + 12 + int.from_bytes(encoded[at : at + 4], "big")
-        yield encoded[at:end]
-        at = end
-
-
-_STRIP = 128  # lines
+_STRIP_HEIGHT = 128  # lines of pixels that are hashed at once
 
 
 def diagram_hash(image: Image.Image) -> str:
     """Return SHA-256 of the RGB pixels and the size, in hexadecimal."""
     digest = hashlib.sha256(f"{image.size}".encode())
-    image = _rgb(image)
-    # the memory of a copy of the whole is new each time, which costs more
-    for top in range(0, image.height, _STRIP):
-        digest.update(image.crop((0, top, image.width, min(image.height, top + _STRIP))).tobytes())
+    image = rgb_image(image)
+    # Strip by strip: a copy of the whole would take new memory each time, which costs more.
+    for top in range(0, image.height, _STRIP_HEIGHT):
+        bottom = min(image.height, top + _STRIP_HEIGHT)
+        strip = image.crop((0, top, image.width, bottom))
+        digest.update(strip.tobytes())
     return digest.hexdigest()
 
 
 def file_within(folder: Path, name: str, root: Path | None = None) -> Path:
-    """Return the file to which a relative path from a data set leads, from `folder`.
+    """Resolve a relative path that a data set names, and require that it stays in the data's folder.
 
-    Raises `UnreadableImageError` if it leads out of `root` (None: the folder), also by a link: a
-    data set from elsewhere must not show a model any file of this machine.
+    `folder`: where the path begins. `root`: the folder that it must not leave (None: `folder`),
+    also not by a link: a data set from elsewhere must not show a model any file of this machine.
+    Raises `UnreadableImageError`.
     """
     try:
         file = (folder / name).resolve()
     except (OSError, ValueError, RuntimeError) as error:  # a loop of links, a null byte
         raise UnreadableImageError("file_missing", f"{name!r:.80} is no path ({error})") from error
-    if Path(name).is_absolute() or not file.is_relative_to((root or folder).resolve()):
+    data_root = (root or folder).resolve()
+    if Path(name).is_absolute() or not file.is_relative_to(data_root):
         raise UnreadableImageError(
             "path_outside", f"the path {name!r:.80} leads out of the data's folder"
         )
@@ -292,15 +208,18 @@ def image_size(encoded: bytes) -> tuple[int, int]:
     Raises what Pillow raises.
     """
     with open_picture(io.BytesIO(encoded)) as image:
-        # Pillow would decode it to look behind the pixels
+        # A PNG may have its EXIF data behind the pixels, and Pillow would decode these to look.
         if image.format == "PNG" and "exif" not in image.info:
             return image.size
-        lies = image.getexif().get(ExifTags.Base.Orientation, 1) in _LYING
-        return (image.height, image.width) if lies else image.size
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+        if orientation in SIDEWAYS_ORIENTATIONS:
+            return image.height, image.width
+        return image.size
 
 
-# What stands in the place of a picture: its first bytes, a word for it, what it is and what to do.
-_NO_PICTURES = (
+# Files that stand in the place of a picture: their first bytes in lower case, a word for them, and
+# what they are and what to do.
+_NON_PICTURES = (
     (
         b"version https://git-lfs",
         "lfs_pointer",
@@ -316,36 +235,46 @@ _NO_PICTURES = (
     (b"<?xml", "xml", "a text in XML, such as an error page or a drawing in SVG; export it as PNG"),
     (b"%pdf", "pdf", "a page in PDF; export it as PNG"),
 )
-_SIGNS = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
-# the pictures of iPhones
-_HEIF = re.compile(rb".{4}ftyp(?:hei[cxms]|hev[cmxs]|mif1|msf1)", re.DOTALL)
+# The first bytes of PNG, JPEG, GIF, WebP, BMP and both byte orders of TIFF.
+_PICTURE_SIGNATURES = (
+    b"\x89PNG\r\n",
+    b"\xff\xd8\xff",
+    b"GIF8",
+    b"RIFF",
+    b"BM",
+    b"II*\0",
+    b"MM\0*",
+)
+# The first bytes of HEIC, the format of iPhones' photographs.
+_HEIF_SIGNATURE = re.compile(rb".{4}ftyp(?:hei[cxms]|hev[cmxs]|mif1|msf1)", re.DOTALL)
 
 
-def named_content(start: bytes) -> tuple[str, str] | None:
-    """Return a word and a description for the start of a file that is no picture and no table.
+def describe_non_picture(start: bytes) -> tuple[str, str] | None:
+    """Say what a file is that stands in the place of a picture or a table.
 
-    None where the content is not recognized.
+    `start`: its first bytes. Returns a word, such as `html`, and a description with a remedy; None
+    where the content is not recognized.
     """
-    if _HEIF.match(start):
+    if _HEIF_SIGNATURE.match(start):
         return "heic", "a photograph in HEIC that cannot be read; save it as JPEG"
-    text = start.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
-    for sign, word, description in _NO_PICTURES:
-        if text.startswith(sign):
+    text = start.removeprefix(b"\xef\xbb\xbf").lstrip().lower()  # without a byte order mark
+    for signature, word, description in _NON_PICTURES:
+        if text.startswith(signature):
             return word, description
     return None
 
 
 def is_picture(encoded: bytes) -> bool:
     """Return whether the first bytes are those of a picture."""
-    return encoded.startswith(_SIGNS) or _HEIF.match(encoded) is not None
+    return encoded.startswith(_PICTURE_SIGNATURES) or _HEIF_SIGNATURE.match(encoded) is not None
 
 
 def _register_heif(encoded: bytes) -> None:
-    """Let Pillow read a picture in HEIC.
+    """Let Pillow read HEIC from here on, if this picture is one.
 
     Raises `UnreadableImageError` where pillow-heif is missing.
     """
-    if not _HEIF.match(encoded):
+    if not _HEIF_SIGNATURE.match(encoded):
         return
     try:
         from pillow_heif import register_heif_opener
@@ -369,15 +298,12 @@ def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
             _register_heif(encoded)
             with open_picture(io.BytesIO(encoded)) as image:
                 _refuse_large(image)
-                # a phone's second one is no motion
-                frames = (
-                    1 if first_frame or image.format in _JPEGS else getattr(image, "n_frames", 1)
-                )
-                if frames > 1:
-                    raise UnreadableImageError("image_animated", f"it has {frames} frames")
-                # the only one that shows a lost end: each chunk has a checksum
+                if not first_frame:
+                    _refuse_animated(image)
+                # Only a PNG shows that its end is lost, since each of its chunks has a checksum.
                 if image.format == "PNG":
                     image.verify()
+            # Pillow cannot go on with a picture that was verified, so it is opened once more.
             with open_picture(io.BytesIO(encoded)) as image:
                 _load(image)
                 ImageOps.exif_transpose(image, in_place=True)
@@ -385,20 +311,28 @@ def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
         except UnreadableImageError:
             raise
         except UnidentifiedImageError as error:  # its own text has a memory address in it
-            word, why = named_content(encoded[:512]) or (
+            word, why = describe_non_picture(encoded[:512]) or (
                 "undecodable",
                 "not in any known picture format",
             )
             raise UnreadableImageError(f"image_{word}", why) from error
         except Exception as error:
-            unreadable = _unreadable(error)
-            if unreadable.kind != "image_too_large" and _HEIF.match(encoded):
+            unreadable = _unreadable_error(error)
+            if unreadable.kind != "image_too_large" and _HEIF_SIGNATURE.match(encoded):
                 why = f"a photograph in HEIC that cannot be read ({unreadable}); save it as JPEG"
                 unreadable = UnreadableImageError("image_heic", why)
             raise unreadable from error
 
 
-def as_shown(image: Image.Image) -> Image.Image:
+def _refuse_animated(image: Image.Image) -> None:
+    """Raise `UnreadableImageError` for a picture of several frames."""
+    # A JPEG's second picture, as phones write one, is no motion.
+    frames = 1 if image.format in JPEG_FORMATS else getattr(image, "n_frames", 1)
+    if frames > 1:
+        raise UnreadableImageError("image_animated", f"it has {frames} frames")
+
+
+def upright_rgb_copy(image: Image.Image) -> Image.Image:
     """Return a new picture as a person sees this one: upright, flattened on white, in mode RGB.
 
     Several frames give the present one.
@@ -418,71 +352,7 @@ def as_shown(image: Image.Image) -> Image.Image:
         except UnreadableImageError:
             raise
         except Exception as error:
-            raise _unreadable(error) from error
-
-
-class KeptImage(Image.Image):
-    """A decoded image that nothing here draws on."""
-
-    @cached_property
-    def digest(self) -> str:
-        """The `content_digest`, computed once for the trainer's and the engine's processors."""
-        return content_digest(self)
-
-
-def content_digest(image: Image.Image) -> str:
-    """Return a hash of an image's mode, size, pixels and palette, in hexadecimal."""
-    digest = hashlib.blake2b(f"{image.mode} {image.size}".encode(), digest_size=16)
-    digest.update(image.tobytes())
-    if image.mode == "P":
-        digest.update(bytes(image.getpalette() or []))
-    return digest.hexdigest()
-
-
-def kept(image: "ImageInput") -> Any:
-    """Return `image` itself, loaded, as a `KeptImage`; what is no PIL image stays."""
-    if isinstance(image, Image.Image):
-        image.load()
-        image.__class__ = KeptImage
-    return image
-
-
-class _Lent(Image.Image):
-    """A picture whose pixels are somebody else's until anything asks for them, and then its own."""
-
-    @property
-    def im(self) -> Any:
-        """Pillow's pixels, through which every method of it reads and writes."""
-        shared = super().im
-        _becomes_plain(self)
-        self.im = shared.copy()
-        return self.im
-
-    @im.setter
-    def im(self, pixels: Any) -> None:
-        _becomes_plain(self)
-        self.im = pixels
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        self.load()  # then it is a plain picture, as which it is pickled and copied
-        return self.__reduce_ex__(protocol)
-
-
-def _becomes_plain(image: Image.Image) -> None:
-    """Make an image a plain one again, of Pillow's own class."""
-    image.__class__ = Image.Image
-
-
-def lent(image: Image.Image) -> Image.Image:
-    """Return a copy for code of somebody else's, which may draw on it.
-
-    The pixels are copied at their first use, since most functions that are handed pictures never
-    look at them, and the rollouts of a group are handed the same one many times.
-    """
-    image.load()  # a file is read late
-    copied = image._new(image.im)
-    copied.__class__ = _Lent
-    return copied
+            raise _unreadable_error(error) from error
 
 
 def _refuse_large(image: Image.Image) -> None:
@@ -494,16 +364,18 @@ def _refuse_large(image: Image.Image) -> None:
 
 def _load(image: Image.Image) -> None:
     """Decode the pixels, where that is still to be done, and refuse what would be nearly black."""
-    deep = re.search(";16[BLN]", str(getattr(image, "tile", "")))  # of a colour
+    # Whether the file has 16 bits a channel. Pillow forgets it once it has decoded the pixels.
+    has_16_bits = re.search(";16[BLN]", str(getattr(image, "tile", "")))
     image.load()
-    if deep and not (image.mode == "I" or image.mode.startswith("I;16")):
+    is_deep_grey = image.mode == "I" or image.mode.startswith("I;16")  # keeps all bits
+    if has_16_bits and not is_deep_grey:
         _refuse_dark(image)
 
 
-def _unreadable(error: Exception) -> UnreadableImageError:
-    """Return what Pillow raised while it decoded, in our words.
+def _unreadable_error(error: Exception) -> UnreadableImageError:
+    """Turn what Pillow raised while it decoded a picture into an error with a kind.
 
-    It raises nearly anything: OSError, SyntaxError, struct.error, ...
+    Pillow raises nearly anything: OSError, SyntaxError, struct.error, ...
     """
     why = str(error) or type(error).__name__
     if isinstance(error, Image.DecompressionBombError):
@@ -519,30 +391,31 @@ def _refuse_degenerate(image: Image.Image) -> None:
         raise UnreadableImageError(
             "image_degenerate", f"{width} x {height} pixels are too few for a diagram"
         )
-    # mostly enough, in a hundredth of the time
+    # A look at 32 x 32 of the pixels is mostly enough, and takes a hundredth of the time.
     coarse = image.resize((32, 32), Image.Resampling.NEAREST)
-    if _of_one_colour(coarse) and _of_one_colour(image):
+    if _has_one_colour(coarse) and _has_one_colour(image):
         colour = image.getpixel((0, 0))
         raise UnreadableImageError(
             "image_degenerate", f"all of its {width} x {height} pixels are {colour}"
         )
-    if max(width, height) > WIDEST * min(width, height):
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         wrong = (
-            f"{width} x {height}: one side is over {WIDEST} times the other, which the model "
+            f"{width} x {height}: one side is over {MAX_ASPECT_RATIO} times the other, which the model "
             "refuses"
         )
         raise UnreadableImageError("image_shape", wrong)
 
 
-def _of_one_colour(image: Image.Image) -> bool:
+def _has_one_colour(image: Image.Image) -> bool:
     """Return whether all pixels of a picture are the same."""
-    return all(
-        low == high
-        for low, high in (image.getchannel(band).getextrema() for band in image.getbands())
-    )
+    for band in image.getbands():
+        darkest, brightest = image.getchannel(band).getextrema()
+        if darkest != brightest:
+            return False
+    return True
 
 
-def _scaled(image: Image.Image) -> Image.Image:
+def _scaled_to_8_bits(image: Image.Image) -> Image.Image:
     """Return a grey picture of more than 8 bits, or of floats, in 8 bits.
 
     The file does not say what is white: it is the largest number of 8, 10, 12, 14 or 16 bits, or 1
@@ -560,7 +433,7 @@ def _scaled(image: Image.Image) -> Image.Image:
         )
     scaled = values.astype(np.float32) * 255 / white
     if has_floats:
-        scaled = np.rint(scaled)
+        scaled = np.rint(scaled)  # the conversion below would cut off the fraction
     return Image.fromarray(scaled.astype(np.uint8))
 
 
@@ -570,37 +443,39 @@ _NO_WHITE = (
 
 
 def _refuse_dark(image: Image.Image) -> None:
-    """Refuse colours of 16 bits that are used for 14 or less: Pillow keeps the upper 8 alone, so no
-    scale helps.
+    """Raise `UnreadableImageError` for colours of 16 bits of which 14 or fewer are used.
+
+    Pillow keeps the upper 8 bits alone, so the rest is lost and no scale helps.
     """
-    colours = [image.getchannel(band) for band in image.getbands() if band != "A"]
-    if max(int(np.max(np.asarray(colour))) for colour in colours) < 64:
+    colour_bands = [image.getchannel(band) for band in image.getbands() if band != "A"]
+    brightest = max(int(np.max(np.asarray(band))) for band in colour_bands)
+    if brightest < 64:  # a quarter of the 8 bits: the two upper bits are never set
         raise UnreadableImageError(
             "image_range", f"of its colours of 16 bits up to a quarter of the range {_NO_WHITE}"
         )
 
 
 def _flattened(image: Image.Image) -> Image.Image:
-    """Return RGB on white.
+    """Return a picture in mode RGB, on white where it is transparent.
 
     A transparent diagram is drawn for white paper; Pillow alone would put its lines on black.
     """
-    # Pillow clips them at 255 instead of scaling them
+    # Pillow would clip the values of these modes at 255 instead of scaling them.
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
-        image = _scaled(image)
+        image = _scaled_to_8_bits(image)
     if not image.has_transparency_data:
-        return _rgb(image)
+        return rgb_image(image)
     if image.mode == "La":  # premultiplied grey, which Pillow converts to no other mode but this
         image = image.convert("LA")
-    drawn = image if image.mode == "RGBA" else image.convert("RGBA")
-    cover = drawn.getchannel("A")
-    if cover.getextrema() == (255, 255):  # nothing shows through
-        return drawn.convert("RGB")
-    paper = Image.new("RGB", drawn.size, "white")
-    paper.paste(drawn, mask=cover)
-    return paper
+    rgba = image if image.mode == "RGBA" else image.convert("RGBA")
+    opacity = rgba.getchannel("A")
+    if opacity.getextrema() == (255, 255):  # nothing shows through
+        return rgba.convert("RGB")
+    white_paper = Image.new("RGB", rgba.size, "white")
+    white_paper.paste(rgba, mask=opacity)
+    return white_paper
 
 
-def _rgb(image: Image.Image) -> Image.Image:
+def rgb_image(image: Image.Image) -> Image.Image:
     """Return the image in mode RGB, which is no copy where it has that already."""
     return image if image.mode == "RGB" else image.convert("RGB")

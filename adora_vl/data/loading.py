@@ -22,7 +22,7 @@ from datasets import (
 )
 
 from adora_vl.data.dataset import load_split, refuse_for_evaluation
-from adora_vl.data.images import UnreadableImageError, as_shown, decoded_image, kept
+from adora_vl.data.images import UnreadableImageError, decoded_image, upright_rgb_copy
 from adora_vl.data.prompts import Template, conversations, template
 from adora_vl.data.rows import (
     has_choices,
@@ -31,6 +31,7 @@ from adora_vl.data.rows import (
     require_sound_rows,
     rows_without_pixels,
 )
+from adora_vl.data.shared_images import as_kept_image
 from adora_vl.utils.errors import UserError, in_one_line
 
 
@@ -58,8 +59,8 @@ def _decoded(stored: dict[str, Any]) -> Any:
         if encoded is None and Path(stored["path"] or "").is_file():
             encoded = Path(stored["path"]).read_bytes()
         if encoded is None:  # an address, which `datasets` fetches
-            return kept(as_shown(Image().decode_example(stored)))
-        return kept(decoded_image(encoded, first_frame=True))
+            return as_kept_image(upright_rgb_copy(Image().decode_example(stored)))
+        return as_kept_image(decoded_image(encoded, first_frame=True))
     except UnreadableImageError as error:
         return UnreadableImage(str(error))
     # Pillow raises what its formats raise: OSError, SyntaxError, struct.error, ...

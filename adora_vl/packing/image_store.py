@@ -18,7 +18,7 @@ from transformers.feature_extraction_utils import BatchFeature
 from transformers.image_utils import make_flat_list_of_images
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
-from adora_vl.data.images import KeptImage, content_digest
+from adora_vl.data.shared_images import KeptImage, content_digest
 
 if TYPE_CHECKING:
     from transformers import BaseImageProcessor

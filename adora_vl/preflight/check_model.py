@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from adora_vl.builtin.builtin_data import resolve_model
@@ -37,36 +38,18 @@ def check_model(
 ) -> ModelFacts:
     """Find the model, and check its family, its precision and what the engine can do with it.
 
-    Raises `UserError`.
+    `extensions`: the user's, by name. Notes for the user go into `messages`. Raises `UserError`.
     """
     keys = request.model.keys
     config = request.config
-    name = str(keys.model_name_or_path or "")
-    revision = keys.model_revision
-    adapters: tuple[Adapter, ...] = ()
-    if request.model.loaded is not None:
-        model_config: PretrainedConfig = request.model.loaded.config
-    else:
-        adapters = _named_adapters(request, messages)
-        if adapters:
-            name = adapters[-1].base
-            revision = adapters[-1].revision
-        # Collective: every rank waits here while the first one of each machine builds the model.
-        with config.main_process_first(desc="building the tiny model where it is missing"):
-            name = resolve_model(name)
-        if context.dry_run:
-            model_config, note = config_for_planning(name, revision)
-            messages.unknown.extend([note] if note else [])
-        else:
-            model_config = load_config(name, revision)
-        # The report of a dry run, and the config that it writes, name the model as the user does.
-        if not context.dry_run and not adapters:
-            keys.model_name_or_path = name
-        messages.notes.extend(notes_on(name))
+    source = _find_model(request, context, messages)
+    model_config = source.config
     messages.notes.extend(fits.check_family(keys, config, model_config))
     messages.notes.extend(fits.choose_layers(request.model.peft_config, keys, model_config))
-    continued = adapters[0] if adapters and _goes_on(request) else None
-    peft_config = request.model.peft_config if continued is None else continued.config
+    continued_adapter = source.adapters[0] if source.adapters and _goes_on(request) else None
+    peft_config = request.model.peft_config
+    if continued_adapter is not None:
+        peft_config = continued_adapter.config
     four_bit = check_four_bit(
         keys,
         config,
@@ -76,11 +59,11 @@ def check_model(
         runs_here=context.local,
     )
     model = ModelFacts(
-        name=name,
-        revision=revision,
+        name=source.name,
+        revision=source.revision,
         config=model_config,
-        adapters=adapters,
-        continued=continued,
+        adapters=source.adapters,
+        continued=continued_adapter,
         peft_config=peft_config,
         four_bit=four_bit,
     )
@@ -89,12 +72,57 @@ def check_model(
     check_tensor_parallel(config, model_config, context.sharding.processes)
     if context.local and config.use_vllm and config.vllm_mode == "colocate":
         refuse_on_cpu(model_config, config.vllm_enable_sleep_mode)
-    sharded = config.deepspeed_plugin is not None
-    loses_updates = continued is None and fits.loses_updates(keys, model_config, deepspeed=sharded)
-    # a dry run says so in its report
-    if loses_updates and not context.dry_run:
+    uses_deepspeed = config.deepspeed_plugin is not None
+    # The own weights of an adapter are float32, also of one that goes on training.
+    loses_updates = continued_adapter is None and fits.loses_updates(
+        keys, model_config, deepspeed=uses_deepspeed
+    )
+    if loses_updates and not context.dry_run:  # a dry run says so in its report
         messages.notes.append(fits.LOST_UPDATES)
     return model
+
+
+@dataclass(frozen=True)
+class _ModelSource:
+    """The model that a run begins with, as the user named it or handed it over.
+
+    `adapters` is empty unless an adapter was named; then `name` and `revision` are its base's.
+    """
+
+    name: str
+    revision: str | None
+    config: PretrainedConfig
+    adapters: tuple[Adapter, ...] = ()
+
+
+def _find_model(request: RunRequest, context: RunContext, messages: Messages) -> _ModelSource:
+    """Find the model of a run and read its config; the weights are not loaded.
+
+    A model that Python handed over is taken as it is. Raises `UserError`.
+    """
+    keys = request.model.keys
+    name = str(keys.model_name_or_path or "")
+    revision = keys.model_revision
+    if request.model.loaded is not None:
+        return _ModelSource(name=name, revision=revision, config=request.model.loaded.config)
+    adapters = _named_adapters(request, messages)
+    if adapters:
+        name = adapters[-1].base
+        revision = adapters[-1].revision
+    # Collective: every rank waits here while the first one of each machine builds the model.
+    with request.config.main_process_first(desc="building the tiny model where it is missing"):
+        name = resolve_model(name)
+    if context.dry_run:
+        model_config, note = config_for_planning(name, revision)
+        if note:
+            messages.unknown.append(note)
+    else:
+        model_config = load_config(name, revision)
+    # The report of a dry run, and the config that it writes, name the model as the user does.
+    if not context.dry_run and not adapters:
+        keys.model_name_or_path = name
+    messages.notes.extend(notes_on(name))
+    return _ModelSource(name=name, revision=revision, config=model_config, adapters=adapters)
 
 
 def _refuse_merge_into_four_bit(model: ModelFacts) -> None:
@@ -117,9 +145,9 @@ def _goes_on(request: RunRequest) -> bool:
 
 
 def _named_adapters(request: RunRequest, messages: Messages) -> tuple[Adapter, ...]:
-    """Return the adapter that was named in place of a model, and those beneath it.
+    """Return the adapter that was named in place of a model, then those that it was trained on.
 
-    Empty for any other model. Raises `UserError`.
+    It is noted what becomes of the adapter. Empty for any other model. Raises `UserError`.
     """
     keys = request.model.keys
     name = str(keys.model_name_or_path or "")
@@ -166,9 +194,10 @@ def check_parts(
     else:
         fits.check_parts(keys, model.config, model.peft_config, config.adora_freeze)
     _check_dropout(config, model.peft_config)
-    adapted = model.peft_config is not None or has_adapter
-    fits.check_trainable(config, model.config, adapted=adapted)
-    messages.notes.extend(unused_keys(RunSettings(config, keys, adapted, request.trl_evaluates)))
+    trains_adapter = model.peft_config is not None or has_adapter
+    fits.check_trainable(config, model.config, adapted=trains_adapter)
+    settings = RunSettings(config, keys, trains_adapter, request.trl_evaluates)
+    messages.notes.extend(unused_keys(settings))
     checkpoint = config.resume_from_checkpoint
     if request.script is None and checkpoint is not None:
         messages.notes.append(
@@ -185,16 +214,20 @@ def _check_dropout(config: AdoraGRPOConfig, peft_config: PeftConfig | None) -> N
 
     The engine has none, so its noise would be in each ratio of new to old policy, and in the drift.
     """
-    share = getattr(peft_config, "lora_dropout", 0.0)
-    if share and not config.disable_dropout and config.adora_rollouts.old_logps == "engine":
+    dropout = getattr(peft_config, "lora_dropout", 0.0)
+    if dropout and not config.disable_dropout and config.adora_rollouts.old_logps == "engine":
         raise UserError(
             "adora_rollouts.old_logps: engine compares each pass with the engine, which has no "
-            f"dropout, and lora_dropout is {share:g}; set it to 0"
+            f"dropout, and lora_dropout is {dropout:g}; set it to 0"
         )
 
 
 def _check_reference(request: RunRequest, model: ModelFacts) -> None:
-    """Check that the reference of a KL term can be the policy that the run starts from."""
+    """Check that the reference of a KL term can be the policy that the run starts from.
+
+    The reference of a run with an adapter is the model without it, so a new adapter has to begin as
+    a change of nothing. Raises `UserError`.
+    """
     beta = request.config.beta
     loaded = request.model.loaded
     if loaded is None:
@@ -203,8 +236,8 @@ def _check_reference(request: RunRequest, model: ModelFacts) -> None:
         return
     reference.check_copied(loaded, beta)
     reference.check_adapter_start(model.peft_config, beta, is_new=True)
-    for config in getattr(loaded, "peft_config", {}).values():
-        reference.check_adapter_start(config, beta, is_new=False)
+    for adapter_config in getattr(loaded, "peft_config", {}).values():
+        reference.check_adapter_start(adapter_config, beta, is_new=False)
 
 
 def check_model_files(request: RunRequest, model: ModelFacts, context: RunContext) -> None:
@@ -227,24 +260,27 @@ def check_tensor_parallel(
 
     vLLM would refuse it only when it loads the weights.
     """
-    parts = config.vllm_tensor_parallel_size
-    if not config.use_vllm or config.vllm_mode != "colocate" or parts == 1:
+    engine_ranks = config.vllm_tensor_parallel_size
+    if not config.use_vllm or config.vllm_mode != "colocate" or engine_ranks == 1:
         return
-    text = model_config.get_text_config()
-    vision = getattr(model_config, "vision_config", None)
-    key_value_heads = getattr(text, "num_key_value_heads", None) or parts
-    counts = [
+    text_config = model_config.get_text_config()
+    vision_config = getattr(model_config, "vision_config", None)
+    # A model without one of these parts has nothing to divide there, so that the number fits.
+    key_value_heads = getattr(text_config, "num_key_value_heads", None) or engine_ranks
+    vision_heads = getattr(vision_config, "num_heads", engine_ranks)
+    vision_columns = getattr(vision_config, "intermediate_size", engine_ranks)
+    divided_counts = [
         (processes, "processes"),
-        (text.num_attention_heads, "attention heads of the model"),
-        (getattr(vision, "num_heads", parts), "attention heads of its vision tower"),
-        (getattr(vision, "intermediate_size", parts), "columns of its vision tower's MLP"),
+        (text_config.num_attention_heads, "attention heads of the model"),
+        (vision_heads, "attention heads of its vision tower"),
+        (vision_columns, "columns of its vision tower's MLP"),
     ]
     # vLLM copies key-value heads to several processes where there are fewer heads than processes.
-    if parts % key_value_heads:
-        counts.insert(2, (key_value_heads, "key-value heads of the model"))
-    for count, things in counts:
-        if count % parts:
+    if engine_ranks % key_value_heads:
+        divided_counts.insert(2, (key_value_heads, "key-value heads of the model"))
+    for count, things in divided_counts:
+        if count % engine_ranks:
             raise UserError(
-                f"vllm_tensor_parallel_size: {parts} does not divide the {count} {things}; an "
+                f"vllm_tensor_parallel_size: {engine_ranks} does not divide the {count} {things}; an "
                 "engine is divided into equal parts, one per process"
             )

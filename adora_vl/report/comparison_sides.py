@@ -180,7 +180,7 @@ def _curves(lines: Sequence[dict[str, Any]], per_step: float) -> dict[str, list[
         lines: the lines of the run's metrics.
         per_step: rollouts that one optimizer step samples.
     """
-    from adora_vl.record.metrics import PHASES
+    from adora_vl.record.phases import PHASES
 
     curves: dict[str, list[Point]] = {PASS_RATE: []}
     last_step = 0

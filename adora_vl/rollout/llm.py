@@ -27,7 +27,7 @@ from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 from vllm.transformers_utils.config import checkpoint_has_lm_head
 
-from adora_vl.data.images import KeptImage
+from adora_vl.data.shared_images import KeptImage
 from adora_vl.models.four_bit import FrozenBase
 from adora_vl.rollout.engine_logps import engine_logp
 from adora_vl.rollout.prompt_tokens import collapse_image_runs

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, cast
 from PIL import Image
 
 from adora_vl.data.dataloader import ROW_NUMBER
-from adora_vl.data.images import KeptImage
+from adora_vl.data.shared_images import KeptImage
 from adora_vl.types import Row
 from adora_vl.utils.seeding import rollout_seed
 

@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeVar
 
 from PIL import Image
 
-from adora_vl.data.images import kept
 from adora_vl.data.prompts import control_tokens, tool_response
+from adora_vl.data.shared_images import as_kept_image
 from adora_vl.rollout.rollouts import (
     Call,
     FinishReason,
@@ -205,7 +205,9 @@ class ToolLoop:
         if answer is None:
             return rollout
         new_images = [
-            kept(part.convert("RGB")) for part in answer.parts if isinstance(part, Image.Image)
+            as_kept_image(part.convert("RGB"))
+            for part in answer.parts
+            if isinstance(part, Image.Image)
         ]
         image_lengths = [self.tokens_of(image) for image in new_images]
         answer_ids = self._ids(answer.parts, image_lengths, rollout.last_turn_tokens)

@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from adora_vl.config.blocks import ToolOptions
-from adora_vl.data.images import WIDEST, UnreadableImageError, as_shown, size_within
+from adora_vl.data.images import (
+    MAX_ASPECT_RATIO,
+    UnreadableImageError,
+    size_within,
+    upright_rgb_copy,
+)
 from adora_vl.data.prompt_lengths import Limits
 from adora_vl.data.prompts import (
     CONTROL_TOKENS,
@@ -398,7 +403,7 @@ class Toolbox:
         if self.view is None:
             raise CallError("the tool returned a picture, and the model reads text alone")
         try:
-            image = as_shown(image)
+            image = upright_rgb_copy(image)
         except UnreadableImageError as error:
             if error.kind == "image_too_large":
                 (width, height) = image.size
@@ -409,7 +414,7 @@ class Toolbox:
         (width, height) = image.size
         # A side has at least one image token, and the image processor refuses a narrow strip.
         unit = self.view.unit
-        if min(width, height) < unit or max(width, height) >= WIDEST * min(width, height):
+        if min(width, height) < unit or max(width, height) >= MAX_ASPECT_RATIO * min(width, height):
             raise CallError(
                 f"the tool's picture has {width} x {height} pixels; sides of at least {unit}"
             )

@@ -16,7 +16,8 @@ import torch
 from PIL import Image
 
 from adora_vl.checkpoint.store import load_of_rank, save_of_rank
-from adora_vl.data.images import kept, open_picture, png_bytes
+from adora_vl.data.images import open_picture, png_bytes
+from adora_vl.data.shared_images import as_kept_image
 from adora_vl.rollout.rollouts import (
     Call,
     DrawnProblem,
@@ -207,7 +208,7 @@ def _problem(packed: Mapping[str, Any]) -> DrawnProblem:
 
 def _image_in(encoded: torch.Tensor) -> Image.Image:
     """Return the picture whose bytes a checkpoint has as a tensor."""
-    image: Image.Image = kept(open_picture(io.BytesIO(encoded.numpy().tobytes())))
+    image: Image.Image = as_kept_image(open_picture(io.BytesIO(encoded.numpy().tobytes())))
     return image
 
 

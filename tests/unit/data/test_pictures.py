@@ -6,7 +6,7 @@ import struct
 import zlib
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -17,23 +17,40 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from adora_vl.data.dataloader import DistinctRows, shown_rows
 from adora_vl.data.images import (
-    KeptImage,
     UnreadableImageError,
-    as_shown,
     clean_image,
     decoded_image,
     image_tokens,
     png_bytes,
-    stored_bytes,
+    upright_rgb_copy,
 )
 from adora_vl.data.loading import UnreadableImage, decoded_rows, unreadable_rows
 from adora_vl.data.prompt_lengths import sizes_in
+from adora_vl.data.shared_images import KeptImage
+from adora_vl.data.stored_images import stored_bytes
 
 
-def encoded_as(picture: Image.Image, form: str) -> bytes:
+def encoded_as(picture: Image.Image, image_format: str) -> bytes:
+    """Return the picture as a file of this format."""
     stream = io.BytesIO()
-    picture.save(stream, form)
+    picture.save(stream, image_format)
     return stream.getvalue()
+
+
+def opened(encoded: bytes) -> Image.Image:
+    """Open a picture with Pillow alone, as somebody else's code would hand it over."""
+    stream = io.BytesIO(encoded)
+    return Image.open(stream)
+
+
+def grey_picture(mode: str) -> Image.Image:
+    """Return a picture of one grey with one white pixel, since one colour alone is refused."""
+    grey = np.full((4, 6), 102, dtype=np.uint16)
+    grey[3, 5] = 255
+    if mode == "I;16":
+        return Image.fromarray(grey * 257)
+    shades = grey.astype(np.uint8)
+    return Image.fromarray(shades).convert(mode)
 
 
 def test_any_kind_of_picture_becomes_the_same_rgb(
@@ -41,150 +58,235 @@ def test_any_kind_of_picture_becomes_the_same_rgb(
 ) -> None:
     for mode in ["L", "LA", "P", "RGBA", "CMYK", "1", "I;16"]:
         with subtests.test(mode):
-            grey = np.full((4, 6), 102, dtype=np.uint16)
-            grey[3, 5] = 255  # a picture of one colour alone is refused
-            picture = (
-                Image.fromarray(grey * 257)
-                if mode == "I;16"
-                else Image.fromarray(grey.astype(np.uint8)).convert(mode)
-            )
-            path = tmp_path / ("picture.tiff" if mode == "CMYK" else "picture.png")
+            picture = grey_picture(mode)
+            file_name = "picture.tiff" if mode == "CMYK" else "picture.png"
+            path = tmp_path / file_name
             picture.save(path)
+
             cleaned = clean_image(path.read_bytes())
-            expected = picture.convert("RGB").getpixel((0, 0)) if mode == "1" else (102, 102, 102)
+
+            expected: Any = (102, 102, 102)
+            if mode == "1":  # black and white alone, by Pillow's own pattern
+                expected = picture.convert("RGB").getpixel((0, 0))
             assert cleaned.mode == "RGB"
             assert cleaned.size == (6, 4)
             assert cleaned.getpixel((0, 0)) == expected
             assert cleaned.getpixel((5, 3)) == (255, 255, 255)
 
 
-def on_its_side(picture: Image.Image, form: str) -> bytes:
-    """The picture with the tag of a camera that was held upright."""
+def on_its_side(picture: Image.Image, image_format: str) -> bytes:
+    """Return the picture as a file, with the tag of a camera that was held upright."""
     tags = Image.Exif()
     tags[ExifTags.Base.Orientation] = 6
     stream = io.BytesIO()
-    picture.save(stream, form, exif=tags)
+    picture.save(stream, image_format, exif=tags)
     return stream.getvalue()
+
+
+def transparent_line() -> Image.Image:
+    """Return a black line on nothing."""
+    picture = Image.new("RGBA", (40, 30), (0, 0, 0, 0))
+    corners = (0, 0, 39, 29)
+    ImageDraw.Draw(picture).line(corners, fill=(0, 0, 0, 255))
+    return picture
+
+
+def noise_in_rgb() -> Image.Image:
+    """Return a picture that is nowhere like itself turned."""
+    noise = Image.effect_noise((40, 30), 80)
+    return noise.convert("RGB")
 
 
 def test_a_picture_that_code_hands_over_is_shown_as_one_of_a_file(
     subtests: pytest.Subtests,
 ) -> None:
     """A row of Python's and a tool hand over objects; files have the same content."""
-    drawn = Image.new("RGBA", (40, 30), (0, 0, 0, 0))
-    ImageDraw.Draw(drawn).line((0, 0, 39, 29), fill=(0, 0, 0, 255))
-    palette = drawn.quantize(8)
-    grey = np.linspace(0, 65535, 1200).reshape(30, 40)
-    noise = Image.effect_noise((40, 30), 80).convert("RGB")
-    cases = {
-        "transparent": (drawn, encoded_as(drawn, "PNG")),
-        "a palette": (palette, encoded_as(palette, "PNG")),
-        "grey and transparent": (drawn.convert("LA"), encoded_as(drawn.convert("LA"), "PNG")),
-        "16 bits": (
-            Image.fromarray(grey.astype(np.uint16)),
-            encoded_as(Image.fromarray(grey.astype(np.uint16)), "PNG"),
-        ),
-        "floats": (
-            Image.fromarray((grey / 65535).astype(np.float32)),
-            encoded_as(Image.fromarray((grey / 65535).astype(np.float32)), "TIFF"),
-        ),
-        "print": (noise.convert("CMYK"), encoded_as(noise.convert("CMYK"), "TIFF")),
-    }
-    for form in ("JPEG", "PNG", "TIFF", "WEBP"):
-        lies = on_its_side(noise, form)
-        cases[f"on its side as {form}"] = (Image.open(io.BytesIO(lies)), lies)
+    line = transparent_line()
+    shades = np.linspace(0, 65535, 1200).reshape(30, 40)
+    shades_of_16_bits = shades.astype(np.uint16)
+    shades_in_floats = (shades / 65535).astype(np.float32)
+    noise = noise_in_rgb()
+    # The name of the case, the object, and the format of the file with the same content.
+    drawn_cases = [
+        ("transparent", line, "PNG"),
+        ("a palette", line.quantize(8), "PNG"),
+        ("grey and transparent", line.convert("LA"), "PNG"),
+        ("16 bits", Image.fromarray(shades_of_16_bits), "PNG"),
+        ("floats", Image.fromarray(shades_in_floats), "TIFF"),
+        ("print", noise.convert("CMYK"), "TIFF"),
+    ]
+    cases = {}
+    for name, picture, image_format in drawn_cases:
+        cases[name] = (picture, encoded_as(picture, image_format))
+    for image_format in ("JPEG", "PNG", "TIFF", "WEBP"):
+        turned_file = on_its_side(noise, image_format)
+        cases[f"on its side as {image_format}"] = (opened(turned_file), turned_file)
     for name, (picture, encoded) in cases.items():
         with subtests.test(name):
-            as_model_sees = as_shown(picture)
             expected = decoded_image(encoded)
-            assert as_model_sees.mode == "RGB"
-            assert as_model_sees.size == expected.size
-            assert as_model_sees.tobytes() == expected.tobytes()
-            assert as_shown(as_model_sees).tobytes() == as_model_sees.tobytes(), (
-                "nothing is turned twice"
-            )
+
+            shown = upright_rgb_copy(picture)
+
+            assert shown.mode == "RGB"
+            assert shown.size == expected.size
+            assert shown.tobytes() == expected.tobytes()
+            shown_again = upright_rgb_copy(shown)
+            assert shown_again.tobytes() == shown.tobytes(), "nothing is turned twice"
             if "side" in name:
-                assert as_model_sees.size == (30, 40)
+                assert shown.size == (30, 40)
             if "transparent" in name:
-                assert as_model_sees.getpixel((39, 0)) == (255, 255, 255)
-    plain = Image.new("RGB", (40, 30), "red")
-    as_model_sees = as_shown(plain)
-    as_model_sees.putpixel((0, 0), 0)
-    assert plain.getpixel((0, 0)) == (255, 0, 0), "it shares no pixel"
+                assert shown.getpixel((39, 0)) == (255, 255, 255)
+
+
+def test_a_copy_shares_no_pixel_with_what_was_handed_over() -> None:
+    red = Image.new("RGB", (40, 30), "red")
+
+    copied = upright_rgb_copy(red)
+    copied.putpixel((0, 0), 0)
+
+    assert red.getpixel((0, 0)) == (255, 0, 0)
+
+
+def test_premultiplied_grey_is_put_on_white() -> None:
     premultiplied = Image.new("La", (40, 30), (0, 0))
-    assert as_shown(premultiplied).getpixel((0, 0)) == (255, 255, 255)
-    for wrong, kind in (
-        (Image.open(io.BytesIO(encoded_as(drawn, "PNG")[:60])), "image_truncated"),
+
+    shown = upright_rgb_copy(premultiplied)
+
+    assert shown.getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_a_broken_picture_that_code_hands_over_is_refused_by_its_kind() -> None:
+    line_file = encoded_as(transparent_line(), "PNG")
+    no_numbers = np.full((30, 40), np.nan, np.float32)
+    broken_pictures = [
+        (opened(line_file[:60]), "image_truncated"),
         (Image.new("1", (10_000, 10_000)), "image_too_large"),
-        (Image.fromarray(np.full((30, 40), np.nan, np.float32)), "image_range"),
-    ):
+        (Image.fromarray(no_numbers), "image_range"),
+    ]
+    for picture, kind in broken_pictures:
         with pytest.raises(UnreadableImageError) as refused:
-            as_shown(wrong)
+            upright_rgb_copy(picture)
         assert refused.value.kind == kind
 
 
 def test_rows_that_python_hands_over_are_shown_as_a_person_sees_them() -> None:
-    drawn = Image.new("RGBA", (40, 30), (0, 0, 0, 0))
-    lies = Image.open(io.BytesIO(on_its_side(Image.effect_noise((40, 30), 80), "JPEG")))
-    rows: list[dict[str, Any]] = [
-        {"images": [drawn, lies], "id": "a"},
-        {"images": [drawn], "image": drawn},
-        {"image": None},
-    ]
-    first, second, third = shown_rows(rows)
-    assert [image.size for image in first["images"]] == [(40, 30), (30, 40)]
-    assert all(isinstance(image, KeptImage) for image in [*first["images"], second["image"]])
-    assert first["images"][0].getpixel((0, 0)) == (255, 255, 255)
-    assert first["images"][0] is second["images"][0], "one object stays one"
-    assert shown_rows([first])[0]["images"][0] is first["images"][0]
+    transparent = Image.new("RGBA", (40, 30), (0, 0, 0, 0))
+    noise = Image.effect_noise((40, 30), 80)
+    turned = opened(on_its_side(noise, "JPEG"))
+    row_of_two: dict[str, Any] = {"images": [transparent, turned], "id": "a"}
+    row_of_both_columns: dict[str, Any] = {"images": [transparent], "image": transparent}
+    row_of_none: dict[str, Any] = {"image": None}
+
+    first, second, third = shown_rows([row_of_two, row_of_both_columns, row_of_none])
+
+    shown_image, shown_turned = first["images"]
+    assert shown_image.size == (40, 30)
+    assert shown_turned.size == (30, 40)
+    for image in (shown_image, shown_turned, second["image"]):
+        assert isinstance(image, KeptImage)
+    assert shown_image.getpixel((0, 0)) == (255, 255, 255)
+    assert shown_image is second["images"][0], "one object stays one"
+    (first_again,) = shown_rows([first])
+    assert first_again["images"][0] is shown_image
     assert third == {"image": None}
-    assert drawn.mode == "RGBA", "what was handed over stays"
-    assert type(drawn) is Image.Image, "what was handed over stays"
-    (read,) = DistinctRows([rows[0]]).__getitems__([0])
-    assert read["images"][1].size == (30, 40)
-    nothing = Image.fromarray(np.full((8, 8), np.nan, np.float32))
-    (broken,) = shown_rows([{"images": [nothing], "id": "b"}])
-    assert unreadable_rows([broken])[0][0] == "b"
+    assert transparent.mode == "RGBA", "what was handed over stays"
+    assert type(transparent) is Image.Image, "what was handed over stays"
 
 
-# The type of the values, the largest, and the values that become black, grey and white.
-DEPTHS: list[tuple[Any, float, list[float]]] = [
-    *((np.uint16, 2**bits - 1, [0, 2 ** (bits - 1), 2**bits - 1]) for bits in (8, 10, 12, 14, 16)),
-    (np.int32, 65535, [0, 32768, 65535]),
-    *((np.float32, white, [0.0, white / 2, white]) for white in (1.0, 255.0, 65535.0)),
+def test_a_data_set_of_python_rows_shows_them_as_a_person_sees_them() -> None:
+    noise = Image.effect_noise((40, 30), 80)
+    turned = opened(on_its_side(noise, "JPEG"))
+    rows = DistinctRows([{"images": [turned], "id": "a"}])
+
+    (row,) = rows.__getitems__([0])
+
+    assert row["images"][0].size == (30, 40)
+
+
+def test_a_row_whose_picture_cannot_be_shown_is_named() -> None:
+    no_numbers = np.full((8, 8), np.nan, np.float32)
+    row = {"images": [Image.fromarray(no_numbers)], "id": "b"}
+
+    (broken,) = shown_rows([row])
+
+    ((row_id, _),) = unreadable_rows([broken])
+    assert row_id == "b"
+
+
+class Depth(NamedTuple):
+    """A type of values, and those of a picture's three stripes: black, grey and white."""
+
+    value_type: Any
+    black: float
+    grey: float
+    white: float
+
+
+DEPTHS = [
+    Depth(np.uint16, black=0, grey=128, white=255),
+    Depth(np.uint16, black=0, grey=512, white=1023),
+    Depth(np.uint16, black=0, grey=2048, white=4095),
+    Depth(np.uint16, black=0, grey=8192, white=16383),
+    Depth(np.uint16, black=0, grey=32768, white=65535),
+    Depth(np.int32, black=0, grey=32768, white=65535),
+    Depth(np.float32, black=0.0, grey=0.5, white=1.0),
+    Depth(np.float32, black=0.0, grey=127.5, white=255.0),
+    Depth(np.float32, black=0.0, grey=32767.5, white=65535.0),
 ]
 
 
 def test_a_picture_of_any_depth_is_as_bright_as_it_was_meant() -> None:
-    for kind, largest, values in DEPTHS:
-        shades = np.repeat(np.array([values], kind), 4, axis=0).repeat(4, axis=1)
-        form = "PNG" if kind is np.uint16 else "TIFF"
-        cleaned = clean_image(encoded_as(Image.fromarray(shades), form))
-        pixels: list[Any] = [cleaned.getpixel((at, 0)) for at in (0, 5, 11)]
-        assert pixels[0] == (0, 0, 0), (kind, largest)
-        assert pixels[2] == (255, 255, 255), (kind, largest)
-        assert pixels[1] in [(127,) * 3, (128,) * 3], (kind, largest)
+    for depth in DEPTHS:
+        stripes = np.array([[depth.black, depth.grey, depth.white]], depth.value_type)
+        shades = stripes.repeat(4, axis=0).repeat(4, axis=1)
+        image_format = "PNG" if depth.value_type is np.uint16 else "TIFF"
+        encoded = encoded_as(Image.fromarray(shades), image_format)
+
+        cleaned = clean_image(encoded)
+
+        assert cleaned.getpixel((0, 0)) == (0, 0, 0), depth
+        assert cleaned.getpixel((11, 0)) == (255, 255, 255), depth
+        assert cleaned.getpixel((5, 0)) in [(127,) * 3, (128,) * 3], depth
 
 
-def test_a_picture_whose_white_nobody_can_tell_is_refused_with_the_remedy() -> None:
+def test_floats_whose_white_nobody_can_tell_are_refused_with_the_remedy() -> None:
     shades = np.linspace(0, 1, 48).reshape(6, 8)
-    for values in (
+    unclear_shades = [
         shades * 1.1,
         shades - 0.1,
         shades * 0.2,
         shades * 1e6,
         np.where(shades > 0.5, np.nan, shades),
-    ):
+    ]
+    for values in unclear_shades:
+        picture = Image.fromarray(values.astype(np.float32))
+        encoded = encoded_as(picture, "TIFF")
         with pytest.raises(UnreadableImageError, match="save it with 8 bits a channel") as refused:
-            clean_image(encoded_as(Image.fromarray(values.astype(np.float32)), "TIFF"))
+            clean_image(encoded)
         assert refused.value.kind == "image_range"
-    for largest, visible in ((4095, False), (16383, False), (60000, True)):
-        colours = np.stack([shades * largest] * 3, axis=-1).astype(">u2")
-        if visible:
-            assert np.asarray(clean_image(_png_of_16_bits(colours))).max() == largest // 256
-            continue
+
+
+def colours_up_to(largest: int) -> Any:
+    """Return (6, 8, 3) values of 16 bits, in the byte order of a PNG."""
+    shades = np.linspace(0, 1, 48).reshape(6, 8)
+    colours = np.stack([shades * largest] * 3, axis=-1)
+    return colours.astype(">u2")
+
+
+def test_colours_that_use_14_of_16_bits_are_refused_with_the_remedy() -> None:
+    """Pillow keeps the upper 8 bits alone, so they would be nearly black."""
+    for largest in (4095, 16383):
+        encoded = _png_of_16_bits(colours_up_to(largest))
         with pytest.raises(UnreadableImageError, match="save it with 8 bits a channel"):
-            clean_image(_png_of_16_bits(colours))
+            clean_image(encoded)
+
+
+def test_colours_that_use_all_16_bits_are_kept() -> None:
+    encoded = _png_of_16_bits(colours_up_to(60000))
+
+    cleaned = clean_image(encoded)
+
+    assert np.asarray(cleaned).max() == 60000 // 256
 
 
 def _png_of_16_bits(colours: Any) -> bytes:
@@ -193,127 +295,207 @@ def _png_of_16_bits(colours: Any) -> bytes:
     `colours`: (height, width, 3).
     """
     height, width, _ = colours.shape
-    lines = b"".join(b"\0" + line.tobytes() for line in colours)
+    pixel_lines = b"".join(b"\0" + line.tobytes() for line in colours)
     header = struct.pack(">2I5B", width, height, 16, 2, 0, 0, 0)
-    chunks = (b"IHDR" + header, b"IDAT" + zlib.compress(lines), b"IEND")
-    packed = (
-        struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
-        for chunk in chunks
+    chunks = (
+        b"IHDR" + header,
+        b"IDAT" + zlib.compress(pixel_lines),
+        b"IEND",
     )
-    return b"\x89PNG\r\n\x1a\n" + b"".join(packed)
+    encoded = b"\x89PNG\r\n\x1a\n"
+    for chunk in chunks:
+        encoded += struct.pack(">I", len(chunk) - 4)  # without the name, which has four bytes
+        encoded += chunk
+        encoded += struct.pack(">I", zlib.crc32(chunk))
+    return encoded
 
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 48\n%%EndComments\nshowpage\n"
 
 
-def test_no_program_is_started_for_a_picture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Wherever a picture is opened: of a table, of a prepared folder, of a benchmark."""
+@pytest.fixture
+def ghostscript_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a Ghostscript on the path that makes the file which is returned when it is started."""
     started = tmp_path / "started"
-    (tmp_path / "gs").write_text(f"#!/bin/sh\necho >> {started}\n")
-    (tmp_path / "gs").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    program = tmp_path / "gs"
+    program.write_text(f"#!/bin/sh\necho >> {started}\n")
+    program.chmod(0o755)
+    search_path = os.environ["PATH"]
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{search_path}")
     monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)  # Pillow looks for it once
+    return started
+
+
+def test_no_program_is_started_for_a_picture(tmp_path: Path, ghostscript_calls: Path) -> None:
+    """Wherever a picture is opened: of a table, of a prepared folder, of a benchmark."""
+    file = tmp_path / "a.png"
+    file.write_bytes(EPS)
+    in_a_table = {"bytes": EPS, "path": None}
+    in_a_file = {"bytes": None, "path": str(file)}
+
     with pytest.raises(UnreadableImageError, match="not in any known picture format"):
         clean_image(EPS)
-    stored = pa.table({"images": [[{"bytes": EPS, "path": None}]]})
-    assert list(sizes_in(stored)) == [[None]]
-    (tmp_path / "a.png").write_bytes(EPS)
-    stored = [{"bytes": EPS, "path": None}, {"bytes": None, "path": str(tmp_path / "a.png")}]
-    images = decoded_rows({"images": [stored]})["images"][0]
-    assert all(isinstance(image, UnreadableImage) for image in images)
-    assert not started.exists()
+    table = pa.table({"images": [[in_a_table]]})
+    sizes = list(sizes_in(table))
+    rows = decoded_rows({"images": [[in_a_table, in_a_file]]})
+
+    assert sizes == [[None]]
+    for image in rows["images"][0]:
+        assert isinstance(image, UnreadableImage)
+    assert not ghostscript_calls.exists()
 
 
 def _gradient(width: int, height: int) -> bytes:
-    return png_bytes(Image.linear_gradient("L").resize((width, height)).convert("RGB"))
+    """Return a PNG of this size from black to white."""
+    gradient = Image.linear_gradient("L").resize((width, height))
+    return png_bytes(gradient.convert("RGB"))
+
+
+SIZES = [(900, 40), (40, 900), (33, 57), (640, 480), (5, 5)]
+PIXEL_LIMITS = [(784, 1000), (3136, 100_000), (50_000, 60_000)]
+TOKEN_SIDES = [28, 32]
+
+
+def test_without_limits_a_picture_keeps_its_size() -> None:
+    for width, height in SIZES:
+        assert clean_image(_gradient(width, height)).size == (width, height)
 
 
 def test_pictures_outside_of_the_limits_get_the_size_that_the_model_would_choose(
     subtests: pytest.Subtests,
 ) -> None:
     """The processor with the same limits leaves them as they are; the others keep their size."""
-    sizes = [(900, 40), (40, 900), (33, 57), (640, 480), (5, 5)]
-    for size, limits, unit in product(
-        sizes, [(784, 1000), (3136, 100_000), (50_000, 60_000)], [28, 32]
-    ):
+    for size, limits, unit in product(SIZES, PIXEL_LIMITS, TOKEN_SIDES):
         with subtests.test(f"{size} {limits} {unit}"):
-            assert clean_image(_gradient(*size)).size == size, "without limits"
-            rounded = round(size[0] / unit) * round(size[1] / unit) * unit * unit
-            by_rule = smart_resize(size[1], size[0], unit, *limits)[::-1]
-            if not limits[0] <= by_rule[0] * by_rule[1] <= limits[1]:
+            width, height = size
+            low, high = limits
+            encoded = _gradient(width, height)
+            model_height, model_width = smart_resize(height, width, unit, low, high)
+            if not low <= model_width * model_height <= high:
                 with pytest.raises(UnreadableImageError, match="no size of its shape is within"):
-                    clean_image(_gradient(*size), *limits, unit)
+                    clean_image(encoded, low, high, unit)
                 continue
-            stored = clean_image(_gradient(*size), *limits, unit).size
-            if limits[0] <= rounded <= limits[1]:
-                assert stored == size
-            else:
-                assert stored == by_rule == smart_resize(stored[1], stored[0], unit, *limits)[::-1]
+
+            stored_width, stored_height = clean_image(encoded, low, high, unit).size
+
+            rounded_width = round(width / unit) * unit
+            rounded_height = round(height / unit) * unit
+            if low <= rounded_width * rounded_height <= high:
+                assert (stored_width, stored_height) == size
+                continue
+            assert (stored_width, stored_height) == (model_width, model_height)
+            resized_again = smart_resize(stored_height, stored_width, unit, low, high)
+            assert resized_again == (stored_height, stored_width)
 
 
 def test_tokens_are_those_of_the_models_own_processor() -> None:
     """Images are below, within and above the published limits of Qwen2.5-VL."""
     from transformers import Qwen2VLImageProcessor
 
-    limits = (28, 56 * 56, 16384 * 28 * 28)
-    processor = Qwen2VLImageProcessor(size={"shortest_edge": limits[1], "longest_edge": limits[2]})
+    unit = 28
+    low = 56 * 56
+    high = 16384 * 28 * 28
+    processor = Qwen2VLImageProcessor(size={"shortest_edge": low, "longest_edge": high})
     for size in ((20, 30), (56, 56), (250, 251), (1000, 70)):
-        grid = processor(images=[Image.new("RGB", size)], return_tensors="pt")["image_grid_thw"][0]
-        assert image_tokens(size, *limits, "1") == int(grid.prod()) // 4
-    assert image_tokens((9000, 9000), *limits, "1") <= 16384
+        inputs = processor(images=[Image.new("RGB", size)], return_tensors="pt")
+        patches = int(inputs["image_grid_thw"][0].prod())
+
+        tokens = image_tokens(size, unit, low, high, "1")
+
+        assert tokens == patches // 4  # 2 x 2 patches are merged into one token
+    assert image_tokens((9000, 9000), unit, low, high, "1") <= 16384
 
 
-def test_a_file_is_stored_as_it_is_only_where_it_shows_the_same_and_tells_nothing_else(subtests):
-    picture = Image.linear_gradient("L").resize((40, 30)).convert("RGB")
-    exif = Image.Exif()
-    turned = Image.Exif()
+class StoredCase(NamedTuple):
+    """A picture, how its file is written, and whether that file is stored as it is."""
+
+    name: str
+    picture: Image.Image
+    image_format: str
+    options: dict[str, Any]
+    is_stored_as_it_is: bool
+
+
+def camera_tags(orientation: int | None = None) -> Image.Exif:
+    """Return the tags that a camera writes, with the way it was held if that is given."""
+    tags = Image.Exif()
+    tags[ExifTags.Base.Make] = "a camera"
+    if orientation is not None:
+        tags[ExifTags.Base.Orientation] = orientation
+    return tags
+
+
+def stored_cases() -> list[StoredCase]:
+    """Return files that show their pixels alone, and files that tell or show something else."""
+    gradient = Image.linear_gradient("L").resize((40, 30)).convert("RGB")
+    tags = camera_tags()
+    turned_tags = camera_tags(orientation=6)
     text = PngInfo()
-    exif[ExifTags.Base.Make] = turned[ExifTags.Base.Make] = "a camera"
-    turned[ExifTags.Base.Orientation] = 6
     text.add_text("author", "somebody")
-    see_through = picture.convert("RGBA")
+    see_through = gradient.convert("RGBA")
     see_through.putalpha(128)
-    noise = Image.effect_noise((40, 30), 80).convert("RGB")
+    noise = noise_in_rgb()
     lines = Image.new("L", (40, 30), "white")
     ImageDraw.Draw(lines).line((3, 5, 35, 20), fill=0)
-    cases: list[tuple[str, Image.Image, str, dict[str, Any], bool]] = [
-        ("photograph", picture, "JPEG", {"quality": 80}, True),
-        ("drawing", picture, "PNG", {"dpi": (72, 72)}, True),
-        ("camera", picture, "JPEG", {"exif": exif}, False),
-        ("camera held upright", picture, "JPEG", {"exif": turned}, False),
-        ("comment", picture, "JPEG", {"comment": "somebody"}, False),
-        ("profile", picture, "JPEG", {"icc_profile": b"profile"}, False),
-        ("text", picture, "PNG", {"pnginfo": text}, False),
-        ("camera's PNG", picture, "PNG", {"exif": exif}, False),
-        ("grey", picture.convert("L"), "PNG", {}, False),
-        ("palette", picture.convert("P"), "PNG", {}, False),
-        ("see-through", see_through, "PNG", {}, False),
-        ("colour that stands for none", picture, "PNG", {"transparency": (255, 255, 255)}, False),
-        ("another format", picture, "WEBP", {"lossless": True}, False),
-        ("noise in another format", noise, "WEBP", {"lossless": True}, False),
-        ("grey lines", lines, "PNG", {}, False),
+    grey = gradient.convert("L")
+    palette = gradient.convert("P")
+    no_colour = {"transparency": (255, 255, 255)}
+    return [
+        StoredCase("photograph", gradient, "JPEG", {"quality": 80}, True),
+        StoredCase("drawing", gradient, "PNG", {"dpi": (72, 72)}, True),
+        StoredCase("camera", gradient, "JPEG", {"exif": tags}, False),
+        StoredCase("camera held upright", gradient, "JPEG", {"exif": turned_tags}, False),
+        StoredCase("comment", gradient, "JPEG", {"comment": "somebody"}, False),
+        StoredCase("profile", gradient, "JPEG", {"icc_profile": b"profile"}, False),
+        StoredCase("text", gradient, "PNG", {"pnginfo": text}, False),
+        StoredCase("camera's PNG", gradient, "PNG", {"exif": tags}, False),
+        StoredCase("grey", grey, "PNG", {}, False),
+        StoredCase("palette", palette, "PNG", {}, False),
+        StoredCase("see-through", see_through, "PNG", {}, False),
+        StoredCase("colour that stands for none", gradient, "PNG", no_colour, False),
+        StoredCase("another format", gradient, "WEBP", {"lossless": True}, False),
+        StoredCase("noise in another format", noise, "WEBP", {"lossless": True}, False),
+        StoredCase("grey lines", lines, "PNG", {}, False),
     ]
-    for name, image, form, options, same in cases:
-        with subtests.test(name):
+
+
+def test_a_file_is_stored_as_it_is_only_where_it_shows_the_same_and_tells_nothing_else(
+    subtests: pytest.Subtests,
+) -> None:
+    for case in stored_cases():
+        with subtests.test(case.name):
             stream = io.BytesIO()
-            image.save(stream, form, **options)
-            cleaned = clean_image(stream.getvalue())
-            stored = stored_bytes(stream.getvalue(), cleaned)
-            assert (stored == stream.getvalue()) == same
-            assert stored.startswith(b"\xff\xd8" if form == "JPEG" else b"\x89PNG")
-            upright = ImageOps.exif_transpose(Image.open(io.BytesIO(stored)))
+            case.picture.save(stream, case.image_format, **case.options)
+            encoded = stream.getvalue()
+            cleaned = clean_image(encoded)
+
+            stored = stored_bytes(encoded, cleaned)
+
+            assert (stored == encoded) == case.is_stored_as_it_is
+            signature = b"\xff\xd8" if case.image_format == "JPEG" else b"\x89PNG"
+            assert stored.startswith(signature)
+            upright = ImageOps.exif_transpose(opened(stored))
             assert upright.mode == "RGB"
             assert upright.size == cleaned.size
             assert upright.tobytes() == cleaned.tobytes()
             assert not upright.getexif()
             assert b"somebody" not in stored
-    drawing = png_bytes(picture)
-    assert b"more" not in stored_bytes(drawing + b"more", picture), (
-        "what stands behind a PNG is not kept"
-    )
+
+
+def test_what_stands_behind_a_png_is_not_stored() -> None:
+    picture = Image.linear_gradient("L").resize((40, 30)).convert("RGB")
+    encoded = png_bytes(picture)
+
+    stored = stored_bytes(encoded + b"more", picture)
+
+    assert b"more" not in stored
+
+
+def test_a_picture_that_was_resized_is_stored_as_a_new_png() -> None:
+    picture = Image.linear_gradient("L").resize((40, 30)).convert("RGB")
     smaller = picture.resize((21, 15))
-    stored = stored_bytes(drawing, smaller)
-    assert Image.open(io.BytesIO(stored)).tobytes() == smaller.tobytes()
-    Image.open(io.BytesIO(stored)).verify()
+
+    stored = stored_bytes(png_bytes(picture), smaller)
+
+    assert opened(stored).tobytes() == smaller.tobytes()
+    opened(stored).verify()

@@ -14,10 +14,10 @@ from transformers import processing_utils
 from adora_vl.builtin import TINY_FAMILIES
 from adora_vl.builtin.processor import processor_around
 from adora_vl.data import images as images_module
-from adora_vl.data import loading
+from adora_vl.data import loading, shared_images
 from adora_vl.data.dataloader import DistinctRows
-from adora_vl.data.images import kept
 from adora_vl.data.prompts import conversation
+from adora_vl.data.shared_images import as_kept_image
 from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.packing.image_store import (
     ImageBank,
@@ -194,7 +194,7 @@ def test_a_generation_renders_tokenizes_and_hashes_each_prompt_once(processor, m
 
         monkeypatch.setattr(owner, name, count)
 
-    pictures = [kept(noise_picture(seed)) for seed in range(2)]
+    pictures = [as_kept_image(noise_picture(seed)) for seed in range(2)]
     rows = [
         {"prompt": copy.deepcopy(conversation("find x")), "images": [image]}
         for image in pictures
@@ -207,7 +207,7 @@ def test_a_generation_renders_tokenizes_and_hashes_each_prompt_once(processor, m
         lambda conversations, **_: len(conversations),
     )
     counted(type(processor.tokenizer), "__call__", "tokenized", lambda _, text, **__: len(text))
-    counted(images_module, "content_digest", "hashed", lambda _: 1)
+    counted(shared_images, "content_digest", "hashed", lambda _: 1)
     cache = ImageCache(2**20)
     bank = ImageBank(0)
     read_prompts(
@@ -321,7 +321,7 @@ def test_ranks_send_one_another_texts_and_no_pixels(run):
 
 
 def test_what_is_no_conversation_is_gathered_as_it_is():
-    image = kept(Image.new("RGB", (8, 8)))
+    image = as_kept_image(Image.new("RGB", (8, 8)))
     prompt: Any = [
         {
             "role": "user",

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import distributed, nn
 from transformers import GenerationConfig
 
-from adora_vl.data.images import kept
+from adora_vl.data.shared_images import as_kept_image
 from adora_vl.rollout import engine_settings as sync
 from adora_vl.rollout import prompt_tokens
 from adora_vl.rollout.engine import AdoraVLLMGeneration
@@ -271,7 +271,9 @@ def engine_of(monkeypatch: Any, seen: list[Any], reasons: list[str], **changed: 
 
 def test_a_group_is_one_request_with_seeds_that_count_up(monkeypatch):
     images = [Image.new("RGB", (8, 6)) for _ in range(2)]
-    copies = [kept(Image.new("RGB", (8, 6), (9, 9, 9))) for _ in range(2)]  # of another process
+    copies = [
+        as_kept_image(Image.new("RGB", (8, 6), (9, 9, 9))) for _ in range(2)
+    ]  # of another process
     shown = [*[images[:1]] * 4, images[1:], copies[:1], copies[1:]]
     numbers: dict[str, Any] = {"first": 2, "generations": 4, "limit": 2}
     asks = asks_of([[START, IMAGE, IMAGE, END]] * 7, shown, **numbers)
@@ -359,7 +361,7 @@ def test_vllm_takes_an_image_that_is_kept_without_copying_or_hashing_it(monkeypa
             "model", "blake3"
         )
 
-    image = kept(Image.new("RGB", (8, 6), (1, 2, 3)))
+    image = as_kept_image(Image.new("RGB", (8, 6), (1, 2, 3)))
     row = {"prompt_token_ids": [1], "multi_modal_data": {"image": image}}
     assert parsed(row)[0] is not image, "vLLM still copies: without this there is nothing to save"
     monkeypatch.setattr(MultiModalHasher, "hash_kwargs", None)
@@ -379,7 +381,7 @@ def test_images_that_may_be_drawn_on_go_to_vllm_as_they_are():
     rows.append(
         {
             "prompt_token_ids": [1],
-            "multi_modal_data": {"image": [kept(Image.new("RGB", (8, 6))), plain]},
+            "multi_modal_data": {"image": [as_kept_image(Image.new("RGB", (8, 6))), plain]},
         }
     )
     assert [with_known_images(row) for row in rows] == rows
@@ -392,8 +394,11 @@ def test_other_pixels_another_mode_or_another_size_is_another_image():
         Image.new("L", (8, 18)),
         Image.new("RGB", (8, 6), 1),
     ]
-    assert len({kept(image).digest for image in images}) == 4
-    assert kept(Image.new("RGB", (8, 6))).digest == kept(Image.new("RGB", (8, 6))).digest
+    assert len({as_kept_image(image).digest for image in images}) == 4
+    assert (
+        as_kept_image(Image.new("RGB", (8, 6))).digest
+        == as_kept_image(Image.new("RGB", (8, 6))).digest
+    )
 
 
 def test_each_run_of_image_tokens_becomes_one(subtests):

@@ -23,7 +23,7 @@ from transformers import TrainerState
 
 from adora_vl.config.blocks import RolloutOptions
 from adora_vl.data.dataloader import ROW_NUMBER
-from adora_vl.data.images import content_digest, kept
+from adora_vl.data.shared_images import as_kept_image, content_digest
 from adora_vl.packing.prompts import PromptBatch
 from adora_vl.rollout.rollouts import (
     Call,
@@ -214,7 +214,7 @@ class Answered:
             )
         if max_length - len(rollout.tokens) < 30:
             return replace(rollout, finish_reason=FinishReason.CONTEXT)
-        image = kept(Image.new("RGB", (28, 28 + draw.randrange(9))))
+        image = as_kept_image(Image.new("RGB", (28, 28 + draw.randrange(9))))
         return replace(
             rollout,
             finish_reason=FinishReason.RUNNING,
@@ -904,7 +904,7 @@ def test_what_tools_wrote_into_an_answer_is_told_from_what_the_policy_said(tmp_p
         Segment(tokens=(9, 9, 9), logps=None, step=3),
         Segment(tokens=(7,), logps=(-0.25,), step=4),
     )
-    image = kept(Image.effect_noise((40, 30), 50).convert("RGB"))
+    image = as_kept_image(Image.effect_noise((40, 30), 50).convert("RGB"))
     picture = Picture(digest=image.digest, image=image, span=1)
     call = Call(
         name="zoom",

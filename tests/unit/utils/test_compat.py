@@ -28,7 +28,7 @@ SETS_KEYS = {
     "adora_vl/config/schema.py",
     "adora_vl/rewards/safe_call.py",  # the copy of a record that a function is handed
 }
-IMAGES = "adora_vl/data/images.py"  # gives pictures a class of ours
+IMAGES = "adora_vl/data/shared_images.py"  # gives pictures a class of ours
 SETTERS = ("setattr", "delattr", "__setattr__")
 
 

@@ -1,0 +1,81 @@
+"""Decoded pictures that several parts of a run hold: known by their digest, or lent to a function."""
+
+import hashlib
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+
+if TYPE_CHECKING:
+    from transformers.image_utils import ImageInput
+
+
+class KeptImage(Image.Image):
+    """A decoded image that nothing here draws on, so that its digest need be computed only once."""
+
+    @cached_property
+    def digest(self) -> str:
+        """The `content_digest`, computed once for the trainer's and the engine's processors."""
+        return content_digest(self)
+
+
+def content_digest(image: Image.Image) -> str:
+    """Return a hash of an image's mode, size, pixels and palette, in hexadecimal."""
+    digest = hashlib.blake2b(f"{image.mode} {image.size}".encode(), digest_size=16)
+    digest.update(image.tobytes())
+    if image.mode == "P":
+        digest.update(bytes(image.getpalette() or []))
+    return digest.hexdigest()
+
+
+def as_kept_image(image: "ImageInput") -> Any:
+    """Decode a PIL image and make it a `KeptImage`, in place; return it.
+
+    Anything but a PIL image is returned as it is.
+    """
+    if isinstance(image, Image.Image):
+        image.load()
+        image.__class__ = KeptImage
+    return image
+
+
+class _LentImage(Image.Image):
+    """A picture that shares the pixels of another one until they are first asked for.
+
+    Then it copies them and becomes a plain `Image.Image`.
+    """
+
+    @property
+    def im(self) -> Any:
+        """Pillow's pixels, through which every method of it reads and writes."""
+        shared_pixels = super().im
+        _make_plain(self)
+        self.im = shared_pixels.copy()
+        return self.im
+
+    @im.setter
+    def im(self, pixels: Any) -> None:
+        _make_plain(self)
+        self.im = pixels
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return what pickle and `copy` make the picture from again."""
+        self.load()  # then it is a plain picture, as which it is pickled and copied
+        return self.__reduce_ex__(protocol)
+
+
+def _make_plain(image: Image.Image) -> None:
+    """Make an image a plain one again, of Pillow's own class."""
+    image.__class__ = Image.Image
+
+
+def lend_copy(image: Image.Image) -> Image.Image:
+    """Return a copy of a picture for code of somebody else's, which may draw on it.
+
+    The pixels are copied at their first use, since most functions that are handed pictures never
+    look at them, and the rollouts of a group are handed the same one many times.
+    """
+    image.load()  # Pillow decodes a file only when its pixels are asked for
+    image_copy = image._new(image.im)
+    image_copy.__class__ = _LentImage
+    return image_copy
