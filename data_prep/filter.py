@@ -28,7 +28,7 @@ from adora_vl.data.prompts import SYSTEM_PROMPT, asks_for_answer_tags
 from adora_vl.evals.benchmark import named
 from adora_vl.evals.inference.engines import build_engine
 from adora_vl.evals.inference.predictions import PREDICTIONS, read_predictions
-from adora_vl.evals.inference.provenance import FILE_NAME, read
+from adora_vl.evals.inference.provenance import FINGERPRINT_FILE, read_fingerprint
 from adora_vl.evals.inference.requests import AnswerEngine, AnswerEngineSettings
 from adora_vl.evals.inference.runner import infer
 from adora_vl.evals.options import DataOptions
@@ -250,8 +250,8 @@ def asked_for_tags(predictions: Path) -> bool:
 
     The fingerprint that stands beside the answers says so.
     """
-    path = predictions.parent / FILE_NAME
-    fields = read(path)["fields"] if path.is_file() else {}
+    path = predictions.parent / FINGERPRINT_FILE
+    fields = read_fingerprint(path)["fields"] if path.is_file() else {}
     return asks_for_answer_tags(fields.get("system_prompt"), fields.get("prompt"))
 
 

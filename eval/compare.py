@@ -5,7 +5,8 @@ With the scores it prints tests of their differences (`adora_vl.evals.compare`).
 
 from collections.abc import Sequence
 
-from adora_vl.evals.compare import comparison, read_run
+from adora_vl.evals.compare import comparison
+from adora_vl.evals.score_files import read_run
 from adora_vl.utils.cli import Parser, exit_code_of, text
 
 

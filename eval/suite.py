@@ -10,12 +10,13 @@ from adora_vl.utils.cli import imports
 with imports():
     from adora_vl.evals.asking import AskOptions, ask, check_options, check_output, questions
     from adora_vl.evals.benchmark import named
-    from adora_vl.evals.compare import Difference, ScoreFile, between_problems, read_run
     from adora_vl.evals.inference.engines import build_engine
     from adora_vl.evals.inference.predictions import PREDICTIONS
     from adora_vl.evals.inference.runner import bounded, ranks
     from adora_vl.evals.options import ScoreOptions
     from adora_vl.evals.records import Benchmark
+    from adora_vl.evals.score_differences import Difference, between_problems
+    from adora_vl.evals.score_files import ScoreFile, read_run
     from adora_vl.evals.scoring.files import write_score
     from adora_vl.evals.scoring.score import share_of_the_data
     from adora_vl.utils.cli import Parser, exit_code_of, optional, path

@@ -9,7 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Literal, NamedTuple
 
-from adora_vl.evals.compare import Difference, between_problems, cautions, shortened
+from adora_vl.evals.compare import cautions, shortened
+from adora_vl.evals.score_differences import Difference, between_problems
 from adora_vl.evals.scoring.statistics import paired_t, welch
 from adora_vl.report.comparison_sides import PASS_RATE, Side, make_sides, read_compared
 from adora_vl.utils.errors import UserError

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adora_vl.evals.compare import ScoreFile, read_run
 from adora_vl.evals.inference.predictions import SCORE
+from adora_vl.evals.score_files import ScoreFile, read_run
 from adora_vl.rewards.judge import without_address
 from adora_vl.utils.cli import amount, dotted
 from adora_vl.utils.errors import UserError

@@ -32,18 +32,21 @@ class GroupFacts:
 
     step: int
     weight: float | None
+    """ADORA's weight of the group; None where the run gives none."""
     tds: bool
-    # whether the rewards differ, so that there is something to learn
+    """Whether ADORA's criteria mark the group."""
     has_signal: bool
-    # the sums of |advantage|, before the weight and as the loss gets it
+    """Whether the rewards differ, so that there is something to learn."""
     advantage_before: float
+    """The sum of |advantage| before the weight."""
     advantage_after: float
-    # the mean length in tokens by kind of answer, for those kinds that the group has
+    """The sum of |advantage| as the loss gets it."""
     lengths: Mapping[str, float]
+    """The mean length in tokens by kind of answer, for those kinds that the group has."""
 
 
 def story_of(record: Sequence[Part]) -> list[str]:
-    """The sentences about a run: its signal, its weights, and its lengths.
+    """Return the sentences about a run: its signal, its weights, and its lengths.
 
     Args:
         record: all files of the record, of all steps, also of those that the page leaves out.
@@ -51,11 +54,12 @@ def story_of(record: Sequence[Part]) -> list[str]:
     groups = [group for part in record for group in _groups_of(part)]
     if not groups:
         return []
-    sentences = [_signal(groups), _weights(groups), _lengths(groups)]
+    sentences = [_signal_sentence(groups), _weights_sentences(groups), _lengths_sentence(groups)]
     return [sentence for sentence in sentences if sentence]
 
 
 def _groups_of(part: Part) -> Iterable[GroupFacts]:
+    """Yield the facts of each group in a file of the record, in its order."""
     rows = read_part(part, _COLUMNS).to_pylist()
     # the rows of a group follow one another
     for _, group_rows in groupby(rows, key=itemgetter("step", "group")):
@@ -63,23 +67,30 @@ def _groups_of(part: Part) -> Iterable[GroupFacts]:
 
 
 def _facts(rows: Sequence[Mapping[str, Any]]) -> GroupFacts:
-    first = rows[0]
+    """Return the facts of one group from the rows of its rollouts.
+
+    Step, weight and mark are the same in all rows of a group, and are read from the first.
+    """
+    first_row = rows[0]
+    # A rollout whose reward is missing says nothing of whether the rewards differ.
     rewards = {row["reward"] for row in rows if row["reward"] is not None}
-    by_kind: dict[str, list[float]] = {}
+    lengths_by_kind: dict[str, list[float]] = {}
     for row in rows:
-        by_kind.setdefault(_KINDS.get(row["verdict"], "answers"), []).append(row["length"])
+        kind = _KINDS.get(row["verdict"], "answers")
+        lengths_by_kind.setdefault(kind, []).append(row["length"])
     return GroupFacts(
-        step=first["step"],
-        weight=first["weight"],
-        tds=bool(first["tds"]),
+        step=first_row["step"],
+        weight=first_row["weight"],
+        tds=bool(first_row["tds"]),
         has_signal=len(rewards) > 1,
         advantage_before=sum(abs(row["advantage_raw"] or 0) for row in rows),
         advantage_after=sum(abs(row["advantage"] or 0) for row in rows),
-        lengths={kind: fmean(lengths) for kind, lengths in by_kind.items()},
+        lengths={kind: fmean(lengths) for kind, lengths in lengths_by_kind.items()},
     )
 
 
-def _signal(groups: Sequence[GroupFacts]) -> str:
+def _signal_sentence(groups: Sequence[GroupFacts]) -> str:
+    """Return the sentence about how many groups have rewards that differ."""
     with_signal = sum(group.has_signal for group in groups)
     total = amount(len(groups), "recorded group")
     if not with_signal:
@@ -91,8 +102,8 @@ def _signal(groups: Sequence[GroupFacts]) -> str:
     )
 
 
-def _weights(groups: Sequence[GroupFacts]) -> str | None:
-    """The sentence about the weights of the groups with signal; None where none has a weight."""
+def _weights_sentences(groups: Sequence[GroupFacts]) -> str | None:
+    """Return what the weights did to the groups with signal; None where none has a weight."""
     weighted = [group for group in groups if group.has_signal and group.weight is not None]
     if not weighted:
         return None
@@ -107,12 +118,20 @@ def _weights(groups: Sequence[GroupFacts]) -> str | None:
     sentences = []
     for name, changed in (("attenuated", attenuated), ("amplified", amplified)):
         if changed:
-            sentences.append(_changed(name, changed, weighted))
+            sentences.append(_changed_weight_sentence(name, changed, weighted))
     return "Weights: " + " ".join(sentences)
 
 
-def _changed(name: str, changed: Sequence[GroupFacts], weighted: Sequence[GroupFacts]) -> str:
-    """How many groups were attenuated or amplified, and their share of the advantage."""
+def _changed_weight_sentence(
+    name: str, changed: Sequence[GroupFacts], weighted: Sequence[GroupFacts]
+) -> str:
+    """Return how many groups were attenuated or amplified, and their share of |advantage|.
+
+    Args:
+        name: What was done to them: attenuated or amplified.
+        changed: The groups to which it was done.
+        weighted: All groups with signal and a weight.
+    """
     share = _percent(len(changed) / len(weighted))
     before = _share_of(changed, weighted, "advantage_before")
     after = _share_of(changed, weighted, "advantage_after")
@@ -123,34 +142,40 @@ def _changed(name: str, changed: Sequence[GroupFacts], weighted: Sequence[GroupF
 
 
 def _share_of(changed: Sequence[GroupFacts], weighted: Sequence[GroupFacts], field: str) -> float:
+    """Return the sum of a field over `changed` as a share of that over `weighted`, else 0."""
     total = sum(getattr(group, field) for group in weighted)
     part = sum(getattr(group, field) for group in changed)
     return part / total if total else 0.0
 
 
-def _lengths(groups: Sequence[GroupFacts]) -> str | None:
-    """What became longer or shorter between the first and the last fifth of the recorded steps.
+def _lengths_sentence(groups: Sequence[GroupFacts]) -> str | None:
+    """Return what became longer or shorter from the first to the last fifth of the recorded steps.
 
-    A change is one where the 95 % interval of the difference, over groups, leaves out 0.
+    A change is one where the 95 % interval of the difference, over groups, leaves out 0. None
+    where fewer than two steps are recorded, or no kind of answer is in two groups of both fifths.
     """
     steps = sorted({group.step for group in groups})
     if len(steps) < 2:
         return None
-    size = max(1, len(steps) // 5)
-    early = [group for group in groups if group.step <= steps[size - 1]]
-    late = [group for group in groups if group.step >= steps[-size]]
+    steps_of_a_fifth = max(1, len(steps) // 5)
+    last_early_step = steps[steps_of_a_fifth - 1]
+    first_late_step = steps[-steps_of_a_fifth]
+    early = [group for group in groups if group.step <= last_early_step]
+    late = [group for group in groups if group.step >= first_late_step]
     changes = []
     for kind in dict.fromkeys([*_KINDS.values(), "answers"]):
         before = [group.lengths[kind] for group in early if kind in group.lengths]
         after = [group.lengths[kind] for group in late if kind in group.lengths]
+        # An interval needs two values on each side.
         if min(len(before), len(after)) > 1:
-            changes.append(f"{kind} {_change(before, after)}")
+            changes.append(f"{kind} {_length_change(before, after)}")
     if not changes:
         return None
     return f"Length: from the first to the last fifth of the steps, {' and '.join(changes)}."
 
 
-def _change(before: Sequence[float], after: Sequence[float]) -> str:
+def _length_change(before: Sequence[float], after: Sequence[float]) -> str:
+    """Return how mean lengths of groups changed, in words and tokens, by Welch's interval."""
     low, high = welch(before, after)
     arrow = f"({fmean(before):.0f} → {fmean(after):.0f} tokens"
     if low > 0:
@@ -161,4 +186,5 @@ def _change(before: Sequence[float], after: Sequence[float]) -> str:
 
 
 def _percent(share: float) -> str:
+    """Return a share in percent: `25 %`."""
     return f"{100 * share:.0f} %"

@@ -31,19 +31,19 @@ def settled_prompts(model: str | None, prompts: Mapping[str, Any]) -> dict[str, 
             of the run that trained the model, or else the default.
     """
     config: dict[str, Any] | None = None
-    settled: dict[str, str | None] = {}
+    prompt_by_name: dict[str, str | None] = {}
     for name, prompt in prompts.items():
         if prompt is not OF_THE_RUN:
-            settled[name] = prompt
+            prompt_by_name[name] = prompt
             continue
-        if config is None:
+        if config is None:  # read once, and only where a prompt needs it
             config = trained_with(model)
         key, default = PROMPTS[name]
-        settled[name] = config.get(key, default)
-        if settled[name] != default:
-            words = "none" if settled[name] is None else f"{settled[name]!r:.80}"
+        prompt_by_name[name] = config.get(key, default)
+        if prompt_by_name[name] != default:
+            words = "none" if prompt_by_name[name] is None else f"{prompt_by_name[name]!r:.80}"
             print(f"{name}: that of the model's training, {words}", file=sys.stderr)
-    return settled
+    return prompt_by_name
 
 
 def unusual_prompts(prompts: Mapping[str, str | None]) -> dict[str, str | None]:
@@ -67,11 +67,13 @@ def trained_with(model: str | None) -> dict[str, Any]:
     return {}
 
 
-FILE_NAME = "fingerprint.json"
+FINGERPRINT_FILE = "fingerprint.json"
 Fields = dict[str, Any]
 
 
-def settle(output: Path, fields: Fields, *, has_predictions: bool, answer_counts: Fields) -> None:
+def write_or_check_fingerprint(
+    output: Path, fields: Fields, *, has_predictions: bool, answer_counts: Fields
+) -> None:
     """Write the fingerprint of a new folder, or check that of a folder with predictions.
 
     Args:
@@ -84,15 +86,15 @@ def settle(output: Path, fields: Fields, *, has_predictions: bool, answer_counts
 
     Raises `UserError` with the first field that differs, or if the predictions have no fingerprint.
     """
-    path = output / FILE_NAME
+    path = output / FINGERPRINT_FILE
     if not has_predictions:
         write_json(path, {"fields": fields, "versions": versions(), "asked": answer_counts})
         return
     if not path.is_file():
         raise UserError(
-            f"output: {str(output)!r} has predictions but no {FILE_NAME}; use another --output"
+            f"output: {str(output)!r} has predictions but no {FINGERPRINT_FILE}; use another --output"
         )
-    fingerprint = read(path)
+    fingerprint = read_fingerprint(path)
     stored = fingerprint["fields"]
     for name in [*fields, *(name for name in stored if name not in fields)]:
         # The answers that are there stay, and further ones are added.
@@ -106,7 +108,7 @@ def settle(output: Path, fields: Fields, *, has_predictions: bool, answer_counts
         write_json(path, {**fingerprint, "fields": fields, "asked": answer_counts})
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_fingerprint(path: Path) -> dict[str, Any]:
     """Return a stored fingerprint.
 
     `fields` are compared on a resume, `versions` (of the software) are not. `asked`: how many

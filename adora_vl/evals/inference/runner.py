@@ -29,7 +29,13 @@ from adora_vl.evals.inference.predictions import (
     read_rows,
     sort_rows,
 )
-from adora_vl.evals.inference.provenance import FILE_NAME, Fields, read, settle, write_json
+from adora_vl.evals.inference.provenance import (
+    FINGERPRINT_FILE,
+    Fields,
+    read_fingerprint,
+    write_json,
+    write_or_check_fingerprint,
+)
 from adora_vl.evals.inference.requests import (
     AnswerEngine,
     AnswerEngineSettings,
@@ -215,9 +221,11 @@ class _Answering:
             engine = self.build(self.settings)
         resolved = getattr(engine, "resolved", None)  # an engine of a trainer has none
         if resolved and is_rank_0:
-            fingerprint_path = self.output / FILE_NAME
+            fingerprint_path = self.output / FINGERPRINT_FILE
             with written_to("output", self.output):
-                write_json(fingerprint_path, {**read(fingerprint_path), "resolved": resolved})
+                write_json(
+                    fingerprint_path, {**read_fingerprint(fingerprint_path), "resolved": resolved}
+                )
         return engine
 
 
@@ -270,7 +278,7 @@ def infer(
         n_in_data = in_data or len(problems)
         answer_counts = {"answers": len(asks), "in_data": samples * n_in_data}
         with written_to("output", output):
-            settle(
+            write_or_check_fingerprint(
                 output,
                 fingerprint,
                 has_predictions=bool(log.done),
@@ -357,7 +365,7 @@ def _removed_if_unanswered(output: Path) -> Iterator[None]:
     except UserError:
         with suppress(OSError, KeyError):  # a folder with anything else in it stays
             path_by_name = {path.name: path for path in output.iterdir()}
-            has_only_our_files = path_by_name.keys() <= {PREDICTIONS, FILE_NAME, STARTUP_LOG}
+            has_only_our_files = path_by_name.keys() <= {PREDICTIONS, FINGERPRINT_FILE, STARTUP_LOG}
             if has_only_our_files and not path_by_name[PREDICTIONS].stat().st_size:
                 for path in path_by_name.values():
                     path.unlink()

@@ -14,7 +14,12 @@ from adora_vl.evals.inference.predictions import (
     read_predictions,
     score_path,
 )
-from adora_vl.evals.inference.provenance import FILE_NAME, read, versions, write_json
+from adora_vl.evals.inference.provenance import (
+    FINGERPRINT_FILE,
+    read_fingerprint,
+    versions,
+    write_json,
+)
 from adora_vl.evals.options import ScoreOptions
 from adora_vl.evals.records import Benchmark, Prediction, Scored
 from adora_vl.evals.scoring.score import own_cells, score
@@ -51,8 +56,8 @@ def score_file(benchmark: Benchmark, predictions: Path, options: ScoreOptions) -
     """
     columns = columns_of(options.columns)
     rows = read_predictions(predictions, benchmark.check, benchmark.id_column, columns)
-    path = predictions.parent / FILE_NAME
-    fingerprint = read(path) if path.is_file() else None
+    path = predictions.parent / FINGERPRINT_FILE
+    fingerprint = read_fingerprint(path) if path.is_file() else None
     answer_counts = (fingerprint or {}).get("asked") or {}
     fields = (fingerprint or {}).get("fields") or {}
     tags = asks_for_answer_tags(fields.get("system_prompt"), fields.get("prompt"))

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from adora_vl.evals.compare import read_run
 from adora_vl.evals.records import Graded, RowGrade
+from adora_vl.evals.score_files import read_run
 from adora_vl.evals.scoring.score import aggregate, verdict
 from adora_vl.report.compare import main as gain
 from eval.compare import main

@@ -23,7 +23,7 @@ from adora_vl.evals.benchmark import NAMES, for_data, loaded, named
 from adora_vl.evals.inference.requests import AnswerRequest
 from adora_vl.evals.inference.views import shown_as
 from adora_vl.evals.options import DataOptions, ScoreOptions
-from adora_vl.evals.records import Benchmark, LoadedProblems, OwnFigures, Problem
+from adora_vl.evals.records import Benchmark, Cell, LoadedProblems, OwnFigures, Problem
 from adora_vl.evals.scoring.files import figures_in_training as figures
 from adora_vl.evals.scoring.score import cell, score
 from adora_vl.utils import own_files
@@ -37,14 +37,20 @@ from tests.support.benchmark_data import WRITERS
 from tests.support.paths import REPOSITORY
 from tests.support.stand_ins import Processes, config_of, state_of
 
-RIGHT = {"mmmu_pro": "Answer: {}", "dynamath": '{{"short answer": "{}"}}'}  # but in a box
+# How a benchmark wants the answer to be written, where it is not boxed.
+ANSWER_TEMPLATES = {
+    "mmmu_pro": "Answer: {}",
+    "dynamath": '{{"short answer": "{}"}}',
+}
 
 
 def problems_of(benchmark: Benchmark, data: Path) -> list[Problem]:
+    """The problems of a folder, whose hash is the same when it is read again."""
     words = ["infer", "--model", "m", "--data", str(data), "--output", "o"]
-    problems, hashed, _ = benchmark.load(parse(words, benchmark).ask.data)
-    assert hashed == benchmark.load(parse(words, benchmark).ask.data).data_hash
-    return problems
+    first_load = benchmark.load(parse(words, benchmark).ask.data)
+    second_load = benchmark.load(parse(words, benchmark).ask.data)
+    assert first_load.data_hash == second_load.data_hash
+    return first_load.problems
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -58,28 +64,27 @@ def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
     for problem, blank_problem in zip(problems, all_grey, strict=True):
         assert problem.prompt
         assert len(problem.images()) == problem.n_images
-        grey = blank_problem.images()
-        assert [image.size for image in grey] == [image.size for image in problem.images()]
-        assert all(
-            image.getcolors() == [(image.width * image.height, (128, 128, 128))] for image in grey
-        )
-    right_response = RIGHT.get(name, r"\boxed{{{}}}").format
-    rows = [
-        {
-            **answered.fields,
-            "response": right_response(answered.fields["answer"]),
-            "finish_reason": "stop",
-        }
-        for answered in problems
-    ]
+        grey_images = blank_problem.images()
+        grey_sizes = [image.size for image in grey_images]
+        assert grey_sizes == [image.size for image in problem.images()]
+        for image in grey_images:
+            n_pixels = image.width * image.height
+            assert image.getcolors() == [(n_pixels, (128, 128, 128))]
+    template = ANSWER_TEMPLATES.get(name, r"\boxed{{{}}}")
+    rows = []
+    for problem in problems:
+        response = template.format(problem.fields["answer"])
+        rows.append({**problem.fields, "response": response, "finish_reason": "stop"})
     rows[3] |= {"finish_reason": "image_failed", "response": rows[0]["response"]}
     rows = [json.loads(json.dumps(row)) for row in rows]  # what a predictions row keeps
-    assert [benchmark.check(row) for row in rows if benchmark.check] in ([], [None] * count)
+    if benchmark.check:
+        for row in rows:
+            assert benchmark.check(row) is None
     result = score(benchmark, rows, benchmark.score_options()).score
     assert result["benchmark"] == name
     assert result["total"] == count
     assert result["rules"]
-    assert [item["verdict"] == "correct" for item in result["items"]][3] is False
+    assert result["items"][3]["verdict"] != "correct"
     assert result["image_failed"] == 1
     assert result["correct"] >= 2, "a boxed reference answer is right"
     assert evaluate.main([name, *support.to_score(tmp_path, rows)]) == 0
@@ -118,21 +123,25 @@ def test_a_row_that_cannot_be_scored_is_named_before_the_model_is_asked(
     name, changed, message, tmp_path
 ):
     benchmark = named(name)
-    row = {**problems_of(benchmark, WRITERS[name](tmp_path))[0].fields, "response": "B"}
+    problem = problems_of(benchmark, WRITERS[name](tmp_path))[0]
+    row = {**problem.fields, "response": "B"}
     assert benchmark.check is not None
     assert benchmark.check(row) is None
-    assert message in (benchmark.check({**row, **changed}) or "")
-    lacking = {field: value for field, value in row.items() if field != next(iter(changed))}
-    assert f"lacks the field {next(iter(changed))!r}" in (benchmark.check(lacking) or "")
+    fault = benchmark.check({**row, **changed})
+    assert fault is not None
+    assert message in fault
+    changed_field = next(iter(changed))
+    del row[changed_field]
+    fault = benchmark.check(row)
+    assert fault is not None
+    assert f"lacks the field {changed_field!r}" in fault
 
 
 def test_the_list_stands_once(capsys):
     files = (REPOSITORY / "eval").glob("*.py")
-    assert (
-        {path.stem for path in files if "\nBENCHMARK = " in path.read_text()}
-        == set(NAMES)
-        == WRITERS.keys()
-    )
+    modules = {path.stem for path in files if "\nBENCHMARK = " in path.read_text()}
+    assert modules == set(NAMES)
+    assert WRITERS.keys() == set(NAMES)
     assert evaluate.main(["--help"]) == 0
     assert ",".join(NAMES) in capsys.readouterr().out
     assert evaluate.main(["mathvist"]) == 2
@@ -141,13 +150,15 @@ def test_the_list_stands_once(capsys):
 
 def test_a_data_set_says_which_benchmark_scores_it(tmp_path):
     assert for_data(tmp_path) == "problems", "rows of the user's own"
-    for source, name in (
-        ("knights", "knights"),
-        ("geometry3k/hub", "geometry3k"),
-        ("own/csv", "problems"),
-        ("synthetic", "problems"),
-    ):
-        (tmp_path / MANIFEST_NAME).write_text(json.dumps({"made_by": MADE_BY, "source": source}))
+    name_by_source = {
+        "knights": "knights",
+        "geometry3k/hub": "geometry3k",
+        "own/csv": "problems",
+        "synthetic": "problems",
+    }
+    for source, name in name_by_source.items():
+        manifest = {"made_by": MADE_BY, "source": source}
+        (tmp_path / MANIFEST_NAME).write_text(json.dumps(manifest))
         assert for_data(tmp_path) == name
 
 
@@ -170,8 +181,13 @@ class Rounds:
     batch_size = 2
 
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
-        texts = [request.messages[-1]["content"][-1]["text"] for request in requests]
-        return [Reply(rf"\boxed{{{text.split('.')[0][5:]}}}", 3, "stop", 9) for text in texts]
+        replies = []
+        for request in requests:
+            question = request.messages[-1]["content"][-1]["text"]
+            length = question.removeprefix("Side ")
+            whole_length = length.split(".")[0]
+            replies.append(Reply(rf"\boxed{{{whole_length}}}", 3, "stop", 9))
+        return replies
 
 
 @pytest.fixture
@@ -253,31 +269,26 @@ def test_problems_that_ones_own_benchmark_makes_are_checked(of_the_page, second,
 
 
 def _summary(rows: Sequence[Any], graded: Sequence[Any], options: ScoreOptions) -> OwnFigures:
+    halves: dict[str, Cell | float | str | None] = {
+        "first": cell(graded[:2]),
+        "mean": 0.25,
+        "empty": None,
+        "definition": "two halves",
+    }
     return OwnFigures(
-        {
-            "halves": {
-                "first": cell(graded[:2]),
-                "mean": 0.25,
-                "empty": None,
-                "definition": "two halves",
-            }
-        },
-        {"count": len(rows)},
-        ["a line of its own"],
-        ["a warning of its own"],
+        figures={"halves": halves},
+        notes={"count": len(rows)},
+        lines=["a line of its own"],
+        warnings=["a warning of its own"],
     )
 
 
 def test_figures_of_a_new_benchmark_are_printed_compared_and_logged(of_the_page, capsys):
     new = replace(named("lengths.py:LENGTHS"), name="new", summary=_summary)
-    rows = [
-        {
-            **row,
-            "pid": str(row["id"]),
-            "response": r"\boxed{7}" if row["id"] else r"\boxed{8}",
-        }
-        for row in of_the_page
-    ]
+    rows = []
+    for row in of_the_page:
+        response = r"\boxed{7}" if row["id"] else r"\boxed{8}"
+        rows.append({**row, "pid": str(row["id"]), "response": response})
     stored = support.scored(new, Path(), rows)
     table = capsys.readouterr().out.splitlines()
     cells = [line.split()[:3] for line in table]

@@ -1,0 +1,107 @@
+"""Score files as comparisons read them, with how often each problem was answered right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adora_vl.evals.inference.predictions import SCORE
+from adora_vl.evals.records import Score
+from adora_vl.evals.scoring.score import own_cells
+from adora_vl.utils.errors import UserError
+
+# The keys that a score file has to have.
+_NEEDED_KEYS = ("benchmark", "accuracy", "total", "wilson_95", "groups", "items", "rules")
+
+
+@dataclass(frozen=True)
+class ScoreFile:
+    """The content of a score file, and how often each problem was answered right."""
+
+    name: str
+    """The name in tables: the path, or what the caller calls the run."""
+    score: Score
+    """The content of the file."""
+    shares: dict[str, float]
+    """The share of right answers to each problem, from 0 to 1, by its id."""
+
+    @classmethod
+    def of(cls, name: str, score: Score) -> ScoreFile:
+        """Return the content of a score file, with the shares that its items give."""
+        verdicts_by_pid: dict[str, list[bool]] = {}
+        for item in score["items"]:
+            is_right = item["verdict"] == "correct"
+            verdicts_by_pid.setdefault(item["pid"], []).append(is_right)
+        shares = {pid: sum(right) / len(right) for pid, right in verdicts_by_pid.items()}
+        return cls(name=name, score=score, shares=shares)
+
+    @property
+    def cells(self) -> dict[str, Any]:
+        """The figures that get a column: all answers, the benchmark's own, and avg@k and pass@k."""
+        cell_by_name: dict[str, Any] = {"all": self.score}
+        for benchmark_cells in own_cells(self.score).values():
+            cell_by_name |= benchmark_cells
+        samples = self.score.get("samples") or {}
+        n_samples = samples.get("k")
+        for name in (f"avg@{n_samples}", f"pass@{n_samples}"):
+            if name in samples:
+                cell_by_name[name] = {"accuracy": samples[name]["value"]}
+        return cell_by_name
+
+
+def read_run(path: str, name: str | None = None) -> ScoreFile:
+    """Read a score file.
+
+    Args:
+        path: The file, or the output folder of `run` that has it.
+        name: The name in tables, instead of the path.
+
+    Raises `UserError` if it is no score file.
+    """
+    file = Path(path) / SCORE if Path(path).is_dir() else Path(path)
+    try:
+        score = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"run: {str(file)!r} is not a readable score file ({error})") from None
+    missing = [key for key in _NEEDED_KEYS if not isinstance(score, dict) or key not in score]
+    if missing:
+        raise UserError(
+            f"run: {str(file)!r} has no {missing[0]!r}; make it with the `score` verb of a "
+            "benchmark"
+        )
+    items = score["items"] if isinstance(score["items"], list) else []
+    are_scored_items = all(
+        isinstance(item, dict) and {"pid", "verdict"} <= item.keys() for item in items
+    )
+    if not items or not are_scored_items:
+        raise UserError(
+            f"run: {str(file)!r} has no list of items with pid and verdict; score the predictions "
+            "again"
+        )
+    return ScoreFile.of(name or path, score)
+
+
+def check_one_benchmark(runs: Sequence[ScoreFile]) -> None:
+    """Raise `UserError` if the runs are of different benchmarks."""
+    first = runs[0]
+    for run in runs:
+        if _grader(run) != _grader(first):
+            raise UserError(
+                f"run: {run.name!r} is of {run.score['benchmark']} and {first.name!r} of "
+                f"{first.score['benchmark']}; compare runs of one benchmark"
+            )
+
+
+def _grader(run: ScoreFile) -> str:
+    """Return whose rules a score is by: `geometry3k` and `problems` are one benchmark."""
+    name = str(run.score["benchmark"])
+    return "geometry3k" if name == "problems" else name
+
+
+def fingerprint_part(score: Score, name: str) -> dict[str, Any]:
+    """Return a part of the fingerprint of a score; empty where it has none."""
+    section = (score.get("fingerprint") or {}).get(name)
+    return section if isinstance(section, dict) else {}
