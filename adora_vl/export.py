@@ -23,7 +23,7 @@ from adora_vl.utils.files import replacing, replacing_folder, unwritable
 
 with imports():
     from adora_vl.checkpoint.store import MARK, newest_valid, problem_of
-    from adora_vl.checkpoint.writer import begun, noted
+    from adora_vl.checkpoint.writer import has_begun, recording_saved_files
     from adora_vl.models.adapter import adapters_of, load_merged, processor_folder, served_rank
     from adora_vl.models.families import sees_images
     from adora_vl.models.load import (
@@ -78,8 +78,8 @@ def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = 
         write_universal(source, output)
         return source
     # a folder that the last lines of a run propose, which belongs to the run
-    is_of_run = output.resolve() == run.resolve() / MERGED and begun(run)
-    with noted(run, writes=is_of_run), replacing_folder(output) as staged:
+    is_of_run = output.resolve() == run.resolve() / MERGED and has_begun(run)
+    with recording_saved_files(run, writes=is_of_run), replacing_folder(output) as staged:
         if (source / ADAPTER).is_file() and not adapter:
             _merge(source, staged)
         elif list(source.glob("*.safetensors")):

@@ -19,10 +19,11 @@ from adora_vl.data.prompts import control_tokens
 from adora_vl.evaluation import EvaluateOnTheWay
 from adora_vl.models.precision import RefuseWrongBuffers
 from adora_vl.packing.images import DistinctImages
-from adora_vl.packing.policy_pass import PolicyPass, bound_of, computing_dtype, has_dropout
+from adora_vl.packing.pass_differences import computing_dtype, has_dropout, rounding_bound
+from adora_vl.packing.policy_pass import PolicyPass
 from adora_vl.packing.split_attention import configured_attention
 from adora_vl.preflight.facts import ResolvedRun
-from adora_vl.record import metrics, trackers
+from adora_vl.record import metrics, phases, progress, rollout_figures, trackers
 from adora_vl.record.card_memory import CardMemory
 from adora_vl.record.recorder import MetricsLogger, Recorder
 from adora_vl.rollout.agreement import SelfCheck
@@ -63,7 +64,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
     reward_funcs: list[Any]
     toolbox: Tools | None = None  # what the policy may call
     run: ResolvedRun
-    clock: metrics.PhaseClock
+    clock: phases.PhaseClock
     card_memory: CardMemory | None = None  # on a card
     _step: int  # TRL's count of micro-batches
 
@@ -183,7 +184,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         self.drift_guard = DriftGuard(context)
         self.ratio_guard = RatioGuard(context)
         self.reference_guard = ReferenceGuard(
-            context, bound_of(computing_dtype(self.accelerator, self.model))
+            context, rounding_bound(computing_dtype(self.accelerator, self.model))
         )
 
     def _reward_functions(
@@ -214,7 +215,10 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             sharding=self.run.context.sharding,
         )
         self.policy_pass = PolicyPass(
-            self.accelerator, args, images=self.images.shown, around=self.recompute.chosen
+            self.accelerator,
+            args,
+            may_have_images=self.images.shown,
+            learning_block=self.recompute.chosen,
         )
         attention = configured_attention(self.model.config)
         room = MicroBatchRoom(
@@ -269,8 +273,8 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             figures=self._metrics,
             table=self._logs,
             functions=self.reward_func_names,
-            notice=metrics.TieNotice(
-                self.methods.judged_by, speaks=self.accelerator.is_main_process
+            notice=rollout_figures.TieNotice(
+                self.methods.adora_options, speaks=self.accelerator.is_main_process
             ),
             bytes_sent=bytes_sent,
         )
@@ -328,7 +332,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             ScaledRate(lambda: self.methods.rate),
             self.clock,
             self.recorder,
-            metrics.ProgressLine(),
+            progress.ProgressLine(),
             metrics.MetricsFile(),
             self.bad_steps,
             RefuseWrongBuffers(self.models_by_role),

@@ -116,7 +116,7 @@ def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
     the adapter alone, which neither vLLM nor the evaluators load. Collective: every rank calls it.
     Raises `RunError` where the files cannot be written.
     """
-    from adora_vl.checkpoint.writer import noted
+    from adora_vl.checkpoint.writer import recording_saved_files
     from adora_vl.export import save_merged
     from adora_vl.models.load import MERGED
     from adora_vl.record.card import write_card
@@ -125,7 +125,7 @@ def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
     try:
         # notes its files itself
         trainer.save_model(str(output_dir))
-        with noted(output_dir, is_main):
+        with recording_saved_files(output_dir, is_main):
             trainer.save_state()
             merged = output_dir / MERGED
             if not save_merged(
@@ -155,10 +155,10 @@ def copy_finished(checkpoint: Path, output_dir: Path) -> None:
 
     Raises `UserError` where it cannot be written.
     """
-    from adora_vl.checkpoint.writer import noted
+    from adora_vl.checkpoint.writer import recording_saved_files
     from adora_vl.export import copy_model
 
-    with written_to("output_dir", output_dir), noted(output_dir, writes=True):
+    with written_to("output_dir", output_dir), recording_saved_files(output_dir, writes=True):
         copy_model(checkpoint, output_dir)
     print(f"{checkpoint} is the last step: nothing left to train; its model is in {output_dir}")
 

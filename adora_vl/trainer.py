@@ -40,7 +40,7 @@ from trl.trainer.utils import use_adapter
 from adora_vl.checkpoint.store import facts_of
 from adora_vl.checkpoint.trl_state import LossSums
 from adora_vl.checkpoint.universal import expect_universal, is_universal, load_shards
-from adora_vl.checkpoint.writer import noted, set_aside
+from adora_vl.checkpoint.writer import recording_saved_files, set_aside
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import regroup_obstacle, regroups
 from adora_vl.config.run_context import RunContext
@@ -52,7 +52,8 @@ from adora_vl.models.load import restore_weights
 from adora_vl.models.lora_branch import compute_branches_first
 from adora_vl.models.precision import restore_buffers
 from adora_vl.models.reference import copied_policy
-from adora_vl.packing.policy_pass import evaluating, generation_logps
+from adora_vl.packing.pass_differences import evaluation_mode
+from adora_vl.packing.policy_pass import generation_logps
 from adora_vl.packing.prompts import PromptBatch
 from adora_vl.packing.split_attention import disable_cudnn_attention
 from adora_vl.parts import TrainerParts
@@ -66,7 +67,7 @@ from adora_vl.preflight.request import (
     refuse_objects,
 )
 from adora_vl.preflight.run_checks import run_checks
-from adora_vl.record import metrics, trackers
+from adora_vl.record import phases, trackers
 from adora_vl.record.card import write_card
 from adora_vl.record.card_memory import CardMemory
 from adora_vl.record.manifest import end_manifest, failure_noted, write_manifest
@@ -184,7 +185,7 @@ class AdoraGRPOTrainer(TrainerParts):
         Returns a context for a named phase, which the engine enters too.
         """
         sleeps = args.use_vllm and args.vllm_enable_sleep_mode
-        self.clock = metrics.PhaseClock(self.log_figure, sleep_mode=sleeps)
+        self.clock = phases.PhaseClock(self.log_figure, sleep_mode=sleeps)
         if args.device.type != "cuda":
             return self.clock.phase
         self.card_memory = CardMemory(
@@ -557,7 +558,7 @@ class AdoraGRPOTrainer(TrainerParts):
         Stock TRL takes settings of the model's folder where no key says another, and samples with
         dropout, which the log-probabilities of the answers do not have.
         """
-        with folder_settings_left_out(self.model), evaluating(self.model):
+        with folder_settings_left_out(self.model), evaluation_mode(self.model):
             turn = self._generate_single_turn(prompts.ids, prompts.images, prompts.fields, 1)
         return cast("list[list[int]]", turn[0])
 
@@ -615,7 +616,7 @@ class AdoraGRPOTrainer(TrainerParts):
             for old_pass in self.old_logps.due(micro_batches):
                 part = old_pass.part()
                 rows = len(part["completion_ids"])
-                with self.policy_pass.watched(None, part):
+                with self.policy_pass.watch(None, part):
                     logps_BC = generation_logps(part, policy, rows)
                 part["old_per_token_logps"] = logps_BC
                 if self.old_logps.corrects_engine:
@@ -708,7 +709,7 @@ class AdoraGRPOTrainer(TrainerParts):
         rank = self.accelerator.process_index
         seed = f"micro-batch/{self.args.seed}/{self._step_key.position}/{rank}"
         draws = drawn_at(seed) if model.training else nullcontext()
-        with self.policy_pass.watched(note_pass, micro), draws:
+        with self.policy_pass.watch(note_pass, micro), draws:
             loss = super()._compute_loss(model, micro)
         if model.training:
             loss = self.ratio_guard.loss(loss, logps[0] if logps else None, micro)
@@ -887,7 +888,7 @@ class AdoraGRPOTrainer(TrainerParts):
         folder = Path(output_dir or self.args.output_dir)
         final = folder == Path(self.args.output_dir)
         lacks_reference = self._dist.is_zero3 and is_peft_model(self.model)
-        with noted(folder, self.args.should_save) if final else nullcontext():
+        with recording_saved_files(folder, self.args.should_save) if final else nullcontext():
             with trained_alone(self.model) if lacks_reference else nullcontext():
                 super().save_model(output_dir, _internal_call)
             if self.args.should_save:
@@ -900,7 +901,7 @@ class AdoraGRPOTrainer(TrainerParts):
         Stock TRL copies the model into `output_dir` to push it. Ours also notes that a run wrote
         it.
         """
-        with noted(Path(self.args.output_dir), self.accelerator.is_main_process):
+        with recording_saved_files(Path(self.args.output_dir), self.accelerator.is_main_process):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def create_model_card(

@@ -60,6 +60,7 @@ def write_model(folder: str, width: int, layers: int) -> None:
 
 
 def main() -> None:
+    """Build the model, and time both ways into an engine or a server."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -81,6 +82,10 @@ def main() -> None:
 
 
 def into_engine(folder: str, rank: int) -> Push:
+    """Start an engine, and return what pushes tensors into it.
+
+    The way `adapter` pushes an adapter alone, and any other one merged weights.
+    """
     llm = PolicyLLM(
         model=folder,
         dtype="bfloat16",
@@ -102,6 +107,10 @@ def into_engine(folder: str, rank: int) -> Push:
 
 
 def by_files(folder: str, rank: int, until: ExitStack) -> Push:
+    """Start a server, and return what pushes tensors into it by files.
+
+    `until` ends the server.
+    """
     port = free_port()
     words = [
         "--model",
@@ -140,6 +149,7 @@ def by_files(folder: str, rank: int, until: ExitStack) -> Push:
 
 
 def compare(policy: Any, push: Push, turns: int) -> None:
+    """Time both ways by turns, and print bytes and seconds of a sync."""
     sent = 0
 
     def counted(way: str) -> Iterator[tuple[str, Any]]:

@@ -1,5 +1,6 @@
-"""Seconds of a step with rollouts one and two generations ahead, and one after the other, with a
-server that only waits: what two machines give.
+"""Times a step with rollouts one and two generations ahead, and one after the other.
+
+The server only waits, so that the figures are what two machines give.
 
     python -m benchmarks.ahead [--seconds 3] [--steps 12]
 
@@ -33,7 +34,7 @@ WAITS = "BENCHMARK_AHEAD_WAITS"  # of the environment, in seconds
 
 
 def waits(completions: Sequence[object], **_: object) -> list[float]:
-    """A reward that makes the trainer's part of a step longer, as a larger model would."""
+    """Wait, as a reward that makes the trainer's part of a step longer, and return zeros."""
     time.sleep(float(os.environ[WAITS]))
     return [0.0] * len(completions)
 
@@ -47,8 +48,17 @@ def parts_of_a_step(
     uneven: bool = False,
     learning: float = 0.0,
 ) -> tuple[float, float]:
-    """Train the tiny model in a process of its own; the mean seconds of its steps for sampling, and
-    for the rest. `learning`: seconds that the trainer waits in addition.
+    """Train the tiny model in a process of its own.
+
+    Args:
+        folder: of the run.
+        ahead: generations that are sampled ahead.
+        waiting: seconds that the server waits for a generation.
+        steps: how many are trained.
+        uneven: every second generation takes the server three times as long.
+        learning: seconds that the trainer waits in addition.
+
+    Returns the mean seconds of a step for sampling, and for the rest.
     """
     server = StandIn(vocabulary=200, tokens=TOKENS, seconds_per_token=waiting / LIMIT)
     if uneven:
@@ -81,14 +91,15 @@ def parts_of_a_step(
         server.close()
     logged = [entry for entry in read_metrics(folder / METRICS) if "seconds/rollout" in entry][2:-2]
     sampling = [entry["seconds/rollout"] + entry["seconds/sync"] for entry in logged]
-    whole = [
+    step_seconds = [
         sum(value for name, value in entry.items() if name.startswith("seconds/"))
         for entry in logged
     ]
-    return statistics.mean(sampling), statistics.mean(whole) - statistics.mean(sampling)
+    return statistics.mean(sampling), statistics.mean(step_seconds) - statistics.mean(sampling)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Time all three orders, and print them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument(
         "--seconds", type=float, default=3.0, help="that the server waits for a generation"
@@ -103,18 +114,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{trainer:.2f}",
             flush=True,
         )
-        one, two = (sum(parts_of_a_step(Path(name, f"{k}"), k, *even)) for k in (1, 2))
+        one_ahead = sum(parts_of_a_step(Path(name, "1"), 1, *even))
+        two_ahead = sum(parts_of_a_step(Path(name, "2"), 2, *even))
         longer = max(server, trainer)
         print(
-            f"one step ahead {one:.2f} s, two {two:.2f} s: {one / longer:.2f} and "
-            f"{two / longer:.2f} of the longer part"
+            f"one step ahead {one_ahead:.2f} s, two {two_ahead:.2f} s: {one_ahead / longer:.2f} and "
+            f"{two_ahead / longer:.2f} of the longer part"
         )
-        as_long = max(0.0, server - trainer)
-        one, two = (
-            sum(parts_of_a_step(Path(name, f"u{k}"), k, *even, uneven=True, learning=as_long))
-            for k in (1, 2)
-        )
-    print(f"uneven: one step ahead {one:.2f} s, two {two:.2f} s: {two / one:.2f}")
+        # The trainer's part becomes as long as the server's.
+        learning = max(0.0, server - trainer)
+        one_ahead = sum(parts_of_a_step(Path(name, "u1"), 1, *even, uneven=True, learning=learning))
+        two_ahead = sum(parts_of_a_step(Path(name, "u2"), 2, *even, uneven=True, learning=learning))
+    print(
+        f"uneven: one step ahead {one_ahead:.2f} s, two {two_ahead:.2f} s: "
+        f"{two_ahead / one_ahead:.2f}"
+    )
 
 
 if __name__ == "__main__":

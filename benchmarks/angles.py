@@ -120,7 +120,10 @@ class AngleProblem:
         return ". ".join([self.kind.facts, *numbers, f"find angle {self.kind.steps[-1].angle}"])
 
     def values(self, slip: int | None = None, error: int = 0) -> dict[str, int]:
-        """The angles of the steps; `error` degrees are added in the step `slip`, and go on."""
+        """Return the angles of the steps.
+
+        `error` degrees are added in the step `slip`, and go on.
+        """
         degrees = dict(self.labels)
         for number, step in enumerate(self.kind.steps):
             degrees[step.angle] = step.value(degrees) + (error if number == slip else 0)
@@ -133,7 +136,7 @@ class AngleProblem:
 
 
 def _is_drawable(problem: AngleProblem) -> bool:
-    """Whether every angle of the figure has a size that can be drawn."""
+    """Return whether every angle of the figure has a size that can be drawn."""
     values = {**problem.labels, **problem.values()}
     sizes = list(values.values())
     if problem.kind.name == "sums":
@@ -144,7 +147,7 @@ def _is_drawable(problem: AngleProblem) -> bool:
 
 @cache
 def _pool(kind: FigureKind, *, for_testing: bool) -> Mapping[int, list[AngleProblem]]:
-    """All problems of a kind that are for testing, or are not, by their answer.
+    """Return all problems of a kind that are for testing, or are not, by their answer.
 
     Of each answer one in `TEST_SHARE` is for testing, by a hash: no model is taught or trained on it.
     """
@@ -165,7 +168,7 @@ def _pool(kind: FigureKind, *, for_testing: bool) -> Mapping[int, list[AngleProb
 
 
 def draw(rng: random.Random, *, for_testing: bool) -> AngleProblem:
-    """A problem of one of the splits, most with one of the `USUAL` answers."""
+    """Return a problem of one of the splits, most with one of the `USUAL` answers."""
     kind = rng.choice(KINDS)
     pool = _pool(kind, for_testing=for_testing)
     answer = rng.choice(USUAL) if rng.random() < USUAL_SHARE else rng.choice([*pool])
@@ -173,7 +176,7 @@ def draw(rng: random.Random, *, for_testing: bool) -> AngleProblem:
 
 
 def solved_row(problem: AngleProblem, row_id: str, split: str) -> Row:
-    """The row of a problem, its figure and its answer from the solver alone."""
+    """Return the row of a problem, its figure and its answer from the solver alone."""
     result = verdict(form_of_text(problem.text), looks=False, repair=False)
     assert result.status == "answered", f"{problem.text}: {result.status}, {result.why}"
     assert result.answer == str(problem.answer), f"{problem.text}: {result.answer}"
@@ -212,7 +215,7 @@ _WORDINGS = (
 
 
 def said(rng: random.Random, angles: Mapping[str, int], answer: int) -> str:
-    """A response that says of each of these angles what it is, and boxes an answer."""
+    """Return a response that says of each of these angles what it is, and boxes an answer."""
     sentences = [
         rng.choice(_WORDINGS).format(angle=angle, value=value) for angle, value in angles.items()
     ]
@@ -220,7 +223,7 @@ def said(rng: random.Random, angles: Mapping[str, int], answer: int) -> str:
 
 
 def right_working(rng: random.Random, problem: AngleProblem) -> str:
-    """A response that says the two angles on the way, and the answer."""
+    """Return a response that says the two angles on the way, and the answer."""
     return said(rng, problem.values(), problem.answer)
 
 
@@ -234,7 +237,7 @@ def guess(rng: random.Random, problem: AngleProblem) -> str:
 
 
 def slipped_working(rng: random.Random, problem: AngleProblem) -> str:
-    """A working with an error of 10 degrees in one of its steps.
+    """Return a working with an error of 10 degrees in one of its steps.
 
     In half of them the error goes on to the answer. In the others what is behind it is right, as
     if by luck.
@@ -268,7 +271,7 @@ class AnglesStart:
 
 
 def teacher(rng: random.Random, problem: AngleProblem, plan: AnglesStart) -> str:
-    """What the second lesson copies."""
+    """Return what the second lesson copies."""
     if rng.random() < plan.guesses:
         return guess(rng, problem)
     if rng.random() < plan.slips:
@@ -286,7 +289,7 @@ def _texts() -> Iterator[str]:
 
 
 def task_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one token for each word and each number of the task.
+    """Return a tokenizer with one token for each word and each number of the task.
 
     Numbers are whole tokens, with and without a space before them, so that the length of an answer
     does not count their digits.
@@ -317,7 +320,7 @@ def _lesson_loss(
     responses: Callable[[AngleProblem], str],
     batch_size: int,
 ) -> Tensor:
-    """The loss of the responses to a random batch of problems."""
+    """Return the loss of the responses to a random batch of problems."""
     problems = [draw(rng, for_testing=False) for _ in range(batch_size)]
     prompts = [_ids(tokenizer, prompt_text(tokenizer, problem.text)) for problem in problems]
     answers = [_ids(tokenizer, responses(problem) + END_OF_TURN) for problem in problems]
@@ -325,7 +328,7 @@ def _lesson_loss(
 
 
 def begin_arithmetic(plan: AnglesStart) -> Untaught:
-    """A fresh model with its first lesson: right workings."""
+    """Return a fresh model with its first lesson: right workings."""
     tokenizer = task_tokenizer()
     config = _config(tokenizer, plan)
     model = fresh_model(partial(Qwen2ForCausalLM, config), tokenizer, plan.arithmetic_seed)
@@ -339,7 +342,7 @@ def begin_arithmetic(plan: AnglesStart) -> Untaught:
 
 
 def begin_taught(plan: AnglesStart, arithmetic: Path) -> Untaught:
-    """The model of the first lesson with its second one: what the teacher says."""
+    """Return the model of the first lesson with its second one: what the teacher says."""
     tokenizer = AutoTokenizer.from_pretrained(arithmetic)
     model = AutoModelForCausalLM.from_pretrained(arithmetic, dtype=torch.float32)
     rng = random.Random(f"teacher/{plan.seed}")
@@ -354,7 +357,7 @@ def begin_taught(plan: AnglesStart, arithmetic: Path) -> Untaught:
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerFast, problem: str) -> str:
-    """The problem as the model reads it."""
+    """Return the problem as the model reads it."""
     messages = conversation(problem, None)
     return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
 

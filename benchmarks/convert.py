@@ -25,9 +25,9 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from adora_vl.conversion.columns import Columns
-from adora_vl.conversion.pipeline import clean_one
+from adora_vl.conversion.pipeline import read_and_clean
 from adora_vl.conversion.problem import PixelLimits
-from adora_vl.conversion.tables import open_local, reads
+from adora_vl.conversion.tables import open_local, row_readers
 from data_prep.cli import main as data_prep
 
 SIZE = (1152, 896)
@@ -42,6 +42,10 @@ FORMS: dict[str, tuple[str, bool, int | None]] = {  # format, as a photograph, E
 
 
 def encoded(number: int, form: str, photograph: bool, orientation: int | None) -> bytes:
+    """Return a drawn picture of about a megapixel as encoded bytes.
+
+    `photograph` adds noise, and `orientation` the tag of a camera.
+    """
     image = Image.new("RGB", SIZE, (235, 232, 225))
     if photograph:
         noise = np.random.default_rng(number).normal(0, 6, (SIZE[1], SIZE[0], 3))
@@ -63,7 +67,7 @@ def decode(file: Path) -> None:
 
 
 def milliseconds(calls: list[Callable[[], object]]) -> float:
-    """The processor's time for one call, the least of five rounds."""
+    """Return the processor's time for one call, the least of five rounds."""
     rounds = []
     for _ in range(5):
         begin = time.process_time()
@@ -74,6 +78,7 @@ def milliseconds(calls: list[Callable[[], object]]) -> float:
 
 
 def pictures(folder: Path) -> None:
+    """Time the rows of pictures in each format, beside decoding alone, and print a table."""
     print(f"{'a row of a megapixel':<30} {'convert':>8} {'decoding':>9} {'ratio':>6}  ms")
     columns = Columns("q", "a", ("i",))
     for name, form in FORMS.items():
@@ -87,9 +92,11 @@ def pictures(folder: Path) -> None:
         (folder / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         opened = open_local(folder / "t.jsonl", columns)
         calls = list(
-            reads(opened, split="train", name="t", columns=columns, tests=None, limit=None)
+            row_readers(opened, split="train", name="t", columns=columns, tests=None, limit=None)
         )
-        ours = milliseconds([partial(clean_one, call, PixelLimits(), near=False) for call in calls])
+        ours = milliseconds(
+            [partial(read_and_clean, call, PixelLimits(), near=False) for call in calls]
+        )
         alone = milliseconds([partial(decode, file) for file in files])
         print(f"{name:<30} {ours:8.1f} {alone:9.1f} {ours / alone:6.2f}")
 
@@ -152,6 +159,7 @@ def converted(rows: int, form: str, folder: Path) -> None:
 
 
 def main() -> None:
+    """Run the measurements that the options name."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[50_000, 100_000])
     forms = ("jsonl", "json", "csv", "xlsx")

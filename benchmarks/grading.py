@@ -31,12 +31,13 @@ from adora_vl.rewards import grade
 from adora_vl.rewards.grade import grade_batch
 from benchmarks.grading_corpus import Case, cases
 
-PAGE = os.sysconf("SC_PAGE_SIZE")
-CHECKPOINTS = 8
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+CHECKPOINTS = 8  # at which the memory is looked at
 Grader = Callable[[Case], bool]
 
 
 def ours(case: Case) -> bool:
+    """Return whether our grader accepts a case."""
     return (
         grade(case.response, case.gold, choices=case.choices, rounding=case.rounding).verdict
         == "correct"
@@ -44,24 +45,28 @@ def ours(case: Case) -> bool:
 
 
 def math_verify(case: Case, gold: str | None = None) -> bool:
+    """Return whether math-verify accepts a case; `gold` replaces its reference answer."""
     from math_verify import parse, verify
 
     return bool(verify(parse(case.gold if gold is None else gold), parse(case.response)))
 
 
 def math_verify_dollars(case: Case) -> bool:
+    """Return whether math-verify accepts a case whose gold stands between dollar signs."""
     return math_verify(case, f"${case.gold}$")
 
 
 def trl(case: Case) -> bool:
+    """Return whether TRL's `accuracy_reward` accepts a case."""
     from trl.rewards import accuracy_reward
 
     return accuracy_reward([[{"content": case.response}]], [case.gold])[0] == 1.0
 
 
 def trl_in_a_thread(case: Case) -> bool:
-    """TRL's grader in a thread, where math-verify's time-outs do not work, because they are
-    signals.
+    """Return what TRL's grader says in a thread.
+
+    Math-verify's time-outs do not work there, because they are signals.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(trl, case).result()
@@ -77,7 +82,7 @@ GRADERS: dict[str, Grader] = {
 
 
 def serve(connection: Connection, name: str) -> None:
-    """In the child: grade what comes."""
+    """Grade the cases that come, in the child process."""
     logging.disable(logging.CRITICAL)
     while True:
         case = connection.recv()
@@ -95,13 +100,17 @@ class Child:
         self._start()
 
     def _start(self) -> None:
+        """Start a new child process."""
         context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, self._name), daemon=True)
+        self._connection, child_connection = context.Pipe()
+        self._process = context.Process(
+            target=serve, args=(child_connection, self._name), daemon=True
+        )
         self._process.start()
-        theirs.close()
+        child_connection.close()
 
     def ask(self, case: Case, limit: float) -> bool | str:
+        """Return the verdict on a case, or in words what became of the child within `limit` seconds."""
         try:
             self._connection.send(case)
             if self._connection.poll(limit):
@@ -114,71 +123,70 @@ class Child:
         return outcome
 
     def close(self) -> None:
+        """Kill the child process."""
         self._process.kill()
         self._process.join()
 
 
 def figures(name: str, corpus: list[Case], limit: float) -> tuple[Counter[str], list[str]]:
-    """The number of cases by outcome, and the names of those that were graded wrongly."""
+    """Return the number of cases by outcome, and the names of those that were graded wrongly."""
     counts: Counter[str] = Counter()
-    failed: list[str] = []
+    wrong_cases: list[str] = []
     child = Child(name)
     child.ask(corpus[0], 120)  # its imports are not what is judged
     for case in corpus:
         outcome = child.ask(case, limit)
         if isinstance(outcome, str):
-            what = outcome
+            result = outcome
         elif outcome == (case.label == "correct"):
-            what = "right"
+            result = "right"
         else:
-            what = "false accept" if outcome else "false reject"
-        counts[what] += 1
-        counts[f"{case.kind} {what}"] += 1
-        if what != "right":
-            failed.append(f"{what:<13}{case.name}")
+            result = "false accept" if outcome else "false reject"
+        counts[result] += 1
+        counts[f"{case.kind} {result}"] += 1
+        if result != "right":
+            wrong_cases.append(f"{result:<13}{case.name}")
     child.close()
-    return counts, failed
+    return counts, wrong_cases
 
 
-def correctness(limit: float, list_cases: bool) -> None:
-    """Every grader on the corpus, overall and by kind."""
+def print_correctness(limit: float, list_cases: bool) -> None:
+    """Print how every grader judges the corpus, overall and by kind."""
     corpus = cases()
     right = sum(case.label == "correct" for case in corpus)
     print(f"{len(corpus)} cases: {right} to accept, {len(corpus) - right} to reject\n")
     columns = ["right", "false accept", "false reject", "raised", "hung", "died"]
     print("| grader | right | false accepts | false rejects | raised | hung | died |")
     print("|---|---|---|---|---|---|---|")
-    listed: list[str] = []
-    by_kind: dict[str, Counter[str]] = {}
+    wrong_case_lines: list[str] = []
+    counts_by_grader: dict[str, Counter[str]] = {}
     for name in GRADERS:
-        counts, failed = figures(name, corpus, limit)
+        counts, wrong_cases = figures(name, corpus, limit)
         print(f"| {name} | {' | '.join(str(counts[column]) for column in columns)} |", flush=True)
-        listed += [f"\n{name}", *failed]
-        by_kind[name] = counts
+        wrong_case_lines += [f"\n{name}", *wrong_cases]
+        counts_by_grader[name] = counts
     print("\nBy kind, false accepts / false rejects:\n")
     print(
-        f"| kind | to accept, to reject | {' | '.join(by_kind)} |\n|---|---|{'---|' * len(by_kind)}"
+        f"| kind | to accept, to reject | {' | '.join(counts_by_grader)} |\n|---|---|{'---|' * len(counts_by_grader)}"
     )
     for kind in sorted({case.kind for case in corpus}):
         labels = [case.label == "correct" for case in corpus if case.kind == kind]
         cells = [
-            f"{one[f'{kind} false accept']} / {one[f'{kind} false reject']}"
-            for one in by_kind.values()
+            f"{counts[f'{kind} false accept']} / {counts[f'{kind} false reject']}"
+            for counts in counts_by_grader.values()
         ]
         print(f"| {kind} | {labels.count(True)}, {labels.count(False)} | {' | '.join(cells)} |")
     if list_cases:
-        print("\n".join(listed))
+        print("\n".join(wrong_case_lines))
 
 
 def resident_mb() -> float:
-    """The memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE / 1e6
+    """Return the memory of this process, in MB."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES / 1e6
 
 
-def mixed(count: int, seed: int) -> list[Case]:
-    """`count` cases: 1 % attacks, the others drawn from the rest of the corpus, inside a chain of
-    thought.
-    """
+def draw_cases(count: int, seed: int) -> list[Case]:
+    """Draw `count` cases: 1 % attacks, and the others from the rest of the corpus."""
     rng = random.Random(seed)
     corpus = cases()
     attacks = [case for case in corpus if case.kind == "attacks" and case.label != "correct"]
@@ -189,18 +197,19 @@ def mixed(count: int, seed: int) -> list[Case]:
     return drawn
 
 
-def soak(count: int, seed: int) -> None:
-    drawn = mixed(count, seed)
+def measure_throughput(count: int, seed: int) -> None:
+    """Grade `count` responses, and print the times, the verdicts and the memory."""
+    drawn = draw_cases(count, seed)
     thought = "The triangle is right, so I use $a^2 + b^2 = c^2$ and {2} \\frac{1}{2}. " * 20
     verdicts: Counter[str] = Counter()
-    # no grade is kept, so that what grows is the grader's
+    # No grade is kept, so that memory which grows is the grader's.
     times_ms = {
         "honest": array("d"),
         "attacks": array("d"),
     }
     memory: list[str] = []
 
-    began = time.process_time()
+    start = time.process_time()
     for step in range(CHECKPOINTS):
         for case in drawn[step * count // CHECKPOINTS : (step + 1) * count // CHECKPOINTS]:
             before = time.process_time()
@@ -211,35 +220,42 @@ def soak(count: int, seed: int) -> None:
                 1000 * (time.process_time() - before)
             )
             verdicts[graded.verdict] += 1
-            verdicts["not as labelled"] += graded.verdict != case.label and case.label != "rejected"
+            # The entry is there also where all verdicts are as labelled.
+            verdicts["not as labelled"] += int(
+                graded.verdict != case.label and case.label != "rejected"
+            )
         memory.append(f"{resident_mb():.0f}")
-    seconds = time.process_time() - began
+    seconds = time.process_time() - start
     print(
         f"soak: {count} responses, 1 % attacks: {seconds:.1f} s of the processor, "
         f"{count / seconds:.0f} per second"
     )
     for name, times in {"all": times_ms["honest"] + times_ms["attacks"], **times_ms}.items():
         ordered = sorted(times)
-        median, p99 = (ordered[int(share * len(ordered))] for share in (0.5, 0.99))
+        median = ordered[int(0.5 * len(ordered))]
+        p99 = ordered[int(0.99 * len(ordered))]
         print(f"  {name:<8} median {median:.2f} ms, p99 {p99:.2f} ms, slowest {ordered[-1]:.0f} ms")
     print(f"  {', '.join(f'{name} {number}' for name, number in verdicts.items())}")
     print(f"  resident MB at {CHECKPOINTS} points: {', '.join(memory)}")
 
 
-def generations(count: int, seed: int) -> None:
-    """The most that grading during sampling could save: the whole time of grading."""
-    found: dict[str, list[float]] = {"honest": [], "one attack": []}
+def measure_generations(count: int, seed: int) -> None:
+    """Time the grades of a generation of 128 rollouts, `count` times.
+
+    Grading during sampling could save this time at most.
+    """
+    seconds_by_batch: dict[str, list[float]] = {"honest": [], "one attack": []}
     grade_batch([r"\boxed{\sin(30)}"], ["1"])  # imports mpmath
     for number in range(count):
-        drawn = mixed(128, seed + number)
+        drawn = draw_cases(128, seed + number)
         for name, batch in (
             ("honest", [case for case in drawn if case.kind != "attacks"]),
             ("one attack", drawn),
         ):
-            began = time.process_time()
+            start = time.process_time()
             grade_batch([case.response for case in batch], [case.gold for case in batch])
-            found[name].append(time.process_time() - began)
-    for name, seconds in found.items():
+            seconds_by_batch[name].append(time.process_time() - start)
+    for name, seconds in seconds_by_batch.items():
         median = sorted(seconds)[len(seconds) // 2]
         print(
             f"128 rollouts, {name}: median of {count} {median:.3f} s of the processor, longest "
@@ -247,26 +263,27 @@ def generations(count: int, seed: int) -> None:
         )
 
 
-def rate(grader: Grader, corpus: list[Case]) -> float:
-    """Cases per second."""
-    began = time.perf_counter()
+def cases_per_second(grader: Grader, corpus: list[Case]) -> float:
+    """Return how many cases a grader judges in a second."""
+    start = time.perf_counter()
     for case in corpus:
         grader(case)
-    return len(corpus) / (time.perf_counter() - began)
+    return len(corpus) / (time.perf_counter() - start)
 
 
-def speed(rounds: int) -> None:
+def compare_speed(rounds: int) -> None:
+    """Compare our speed with math-verify's on honest answers, in alternation."""
     honest = [
         case
         for case in cases()
         if case.label == "correct" and case.kind not in ("attacks", "responses")
     ]
     for grader in (ours, math_verify_dollars):
-        rate(grader, honest[:20])  # imports, the first parser
+        cases_per_second(grader, honest[:20])  # imports, the first parser
     ratios = []
     for _ in range(rounds):
-        fast = rate(ours, honest)
-        slow = rate(math_verify_dollars, honest)
+        fast = cases_per_second(ours, honest)
+        slow = cases_per_second(math_verify_dollars, honest)
         ratios.append(fast / slow)
         print(
             f"speed: {len(honest)} honest answers a second: ours {fast:.0f}, math-verify {slow:.0f}"
@@ -275,6 +292,7 @@ def speed(rounds: int) -> None:
 
 
 def main() -> None:
+    """Run the comparison that the options name."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -296,13 +314,13 @@ def main() -> None:
     parser.add_argument("--generations", type=int, default=0)
     options = parser.parse_args()
     if options.generations:
-        generations(options.generations, options.seed)
+        measure_generations(options.generations, options.seed)
     elif options.speed:
-        soak(options.responses, options.seed)
+        measure_throughput(options.responses, options.seed)
         if options.rounds:
-            speed(options.rounds)
+            compare_speed(options.rounds)
     else:
-        correctness(options.limit, options.cases)
+        print_correctness(options.limit, options.cases)
 
 
 if __name__ == "__main__":

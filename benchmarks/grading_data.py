@@ -1,5 +1,6 @@
-"""The grader on data of others: `python -m benchmarks.grading_data --cases cases.jsonl --golds
-test.jsonl`.
+"""Runs the grader on data of others.
+
+`python -m benchmarks.grading_data --cases cases.jsonl --golds test.jsonl`.
 
 `--cases`: rows with `gold`, `answer` and `right`, as in math-verify's tests. An answer without a
 box is put into one, and of a gold with boxes the last ones count. Prints every verdict that does
@@ -24,15 +25,16 @@ SHOWN = 60  # characters of a text
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a JSON Lines file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def agreement(path: Path) -> bool:
-    """Prints how many cases agree. Returns whether no wrong answer is accepted."""
-    every = rows(path)
+    """Print how many cases agree with their labels, and return whether no wrong answer is accepted."""
+    all_rows = rows(path)
     accepted = 0
-    kinds: dict[str, list[bool]] = {}
-    for number, row in enumerate(every, 1):
+    agreements_by_group: dict[str, list[bool]] = {}
+    for number, row in enumerate(all_rows, 1):
         gold = ", ".join(boxes_in_a_row(row["gold"], answer_tags=False)) or row["gold"]
         answer = (
             row["answer"]
@@ -40,47 +42,48 @@ def agreement(path: Path) -> bool:
             else rf"\boxed{{{row['answer']}}}"
         )
         graded = grade(answer, gold)
-        kinds.setdefault(row.get("group", "all"), []).append(
-            agrees := (graded.verdict == "correct") == row["right"]
-        )
+        is_accepted = graded.verdict == "correct"
+        agrees = is_accepted == row["right"]
+        agreements_by_group.setdefault(row.get("group", "all"), []).append(agrees)
         if not agrees:
-            accepted += graded.verdict == "correct"
+            if is_accepted:
+                accepted += 1
             print(
                 f"{number:4} {graded.verdict} ({graded.reason}): {row['answer']!r:.{SHOWN}} for "
                 f"{gold!r:.{SHOWN}}"
             )
-    wrong = sum(not row["right"] for row in every)
+    wrong = sum(not row["right"] for row in all_rows)
     print(
         "\n".join(
-            f"| {kind.removeprefix('test_')} | {sum(held)} of {len(held)} |"
-            for kind, held in kinds.items()
+            f"| {group.removeprefix('test_')} | {sum(agreements)} of {len(agreements)} |"
+            for group, agreements in agreements_by_group.items()
         )
     )
     print(
-        f"{sum(map(sum, kinds.values()))} of {len(every)} agree; {accepted} of {wrong} wrong "
+        f"{sum(map(sum, agreements_by_group.values()))} of {len(all_rows)} agree; {accepted} of {wrong} wrong "
         "answers are accepted"
     )
     return not accepted
 
 
 def neighbours(path: Path) -> None:
-    """Prints the refused golds, and the pairs of different texts of which one is accepted for the
-    other.
-    """
+    """Print the refused golds, and the pairs of different texts of which one is right for the other."""
     with_options = [row for row in rows(path) if row.get("options")]
-    every = sorted(
+    all_rows = sorted(
         {row.get("answer") or row["solution"] for row in rows(path) if not row.get("options")}
     )
-    reasons = {gold: verify_gold(gold) for gold in every}
+    reasons = {gold: verify_gold(gold) for gold in all_rows}
     for gold, reason in reasons.items():
         if reason:
             print(f"refused: {gold!r:.{SHOWN}} ({reason})")
-    usable = [gold for gold in every if reasons[gold] is None]
+    usable = [gold for gold in all_rows if reasons[gold] is None]
     for gold in usable:
         for answer in usable:
             if answer != gold and grade(rf"\boxed{{{answer}}}", gold).verdict == "correct":
                 print(f"accepted: {answer!r:.{SHOWN}} for {gold!r:.{SHOWN}}")
-    print(f"{len(usable)} of {len(every)} different golds are graded as right against themselves")
+    print(
+        f"{len(usable)} of {len(all_rows)} different golds are graded as right against themselves"
+    )
     if with_options:
         print(
             f"{sum(map(options_as_they_should_be, with_options))} of {len(with_options)} rows "
@@ -89,24 +92,26 @@ def neighbours(path: Path) -> None:
 
 
 def options_as_they_should_be(row: dict[str, Any]) -> bool:
-    """Whether the right option is right and no other one is, as a letter and as a value; prints
-    what is not so.
+    """Return whether the right option is right, and no other one is.
+
+    Each is graded as a letter and as a value; what is not so is printed.
     """
     gold = row["answer"]
     options = row["options"]
-    odd = [
+    wrong_answers = [
         answer
         for letter, value in zip(ascii_uppercase, options, strict=False)
         for answer in (letter, value)
         if (grade(rf"\boxed{{{answer}}}", gold, choices=options).verdict == "correct")
         != (letter == gold)
     ]
-    for answer in odd:
+    for answer in wrong_answers:
         print(f"option {answer!r:.{SHOWN}} of {options!r:.{SHOWN}} for {gold!r}")
-    return not odd
+    return not wrong_answers
 
 
 def main() -> int:
+    """Run the command, and return its exit code: 1 where a wrong answer is accepted, else 0."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

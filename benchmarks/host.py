@@ -80,7 +80,7 @@ def simple_words(text: str) -> dict[str, int]:
 
 
 def works(rollouts: int, length: int) -> list[Work]:
-    """The pieces of work for so many rollouts of so many tokens."""
+    """Return the pieces of work for so many rollouts of so many tokens."""
     draw = random.Random(0)
     tokens = [draw.randrange(150_000) for _ in range(length)]
     logps = [-draw.random() for _ in range(length)]

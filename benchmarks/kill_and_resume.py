@@ -53,7 +53,7 @@ UNTIMED = (
 
 
 def settings(folder: Path, steps: int, extra: list[str]) -> list[str]:
-    """The demo's command, smaller, with every step logged."""
+    """Return the demo's command, smaller, with every step logged."""
     keys = {
         "config": "configs/train/smoke_cpu.yaml",
         "output_dir": str(folder),
@@ -115,7 +115,7 @@ def child(arguments: list[str]) -> int:
 
 
 def place_of(phase: str) -> tuple[Any, Any, str]:
-    """The trainer's class, and what is patched for this phase: owner and name."""
+    """Return the trainer's class, and what is patched for this phase: owner and name."""
     from adora_vl.checkpoint import store
     from adora_vl.trainer import AdoraGRPOTrainer
     from adora_vl.training.scoring import RewardFunctions

@@ -1,5 +1,6 @@
-"""How long ranks in lockstep wait for the one with the longest group, over a run in which none
-waits.
+"""Compares the time of ranks in lockstep with that of a run in which no rank waits.
+
+Ranks in lockstep wait for the one with the longest group.
 
 `python -m benchmarks.lockstep` simulates it: lognormal lengths, a micro-batch takes as long as its
 most tokens on any rank. The last columns fill micro-batches up to the memory of one full group.
@@ -24,29 +25,27 @@ from adora_vl.models.shape import config_for_planning, describe
 from adora_vl.training.micro_batch_room import MicroBatchRoom, UnitSize
 from adora_vl.training.micro_batches import by_length, plan_moves
 
-# the tokens of each rank's units, in the order in which they are learned from
+# The tokens of each rank's units, in the order in which they are learned from
 Ranks = list[list[int]]
 
 
 @dataclass(frozen=True)
 class DrawnLengths:
-    """Tokens of a prompt and of its rollouts, and how far the mean of a prompt, and a rollout, are
-    spread (sigma).
-    """
+    """A log-normal distribution of the lengths of rollouts, in tokens."""
 
-    of_prompts: float
-    of_rollouts: float
-    prompt: int = 1580
-    mean: int = 1000
-    longest: int = 4096
+    of_prompts: float  # sigma of the mean lengths of prompts
+    of_rollouts: float  # sigma of the rollouts of one prompt
+    prompt: int = 1580  # tokens of a prompt
+    mean: int = 1000  # of a rollout
+    longest: int = 4096  # the limit of a rollout
 
     def draw(self, rng: random.Random, rollouts: int) -> int:
-        """The tokens of one group."""
+        """Return the tokens of one group: its prompt and all of its rollouts."""
         group = self.draw_group(rng, rollouts)
         return group.prompt + group.answers
 
     def draw_group(self, rng: random.Random, rollouts: int) -> UnitSize:
-        """The sizes of one group."""
+        """Return the sizes of one group."""
         mean = self.mean * _lognormal(rng, self.of_prompts)
         answers = [
             min(self.longest, math.ceil(mean * _lognormal(rng, self.of_rollouts)))
@@ -71,58 +70,62 @@ REAL = (
 
 
 def _lognormal(rng: random.Random, sigma: float) -> float:
-    """Of mean 1."""
+    """Draw from a log-normal distribution of mean 1."""
     return rng.lognormvariate(-(sigma**2) / 2, sigma)
 
 
-def shuffled(units: Ranks, rng: random.Random) -> Ranks:
-    """Each rank in an order of its own."""
-    return [rng.sample(own, len(own)) for own in units]
+def shuffle_each_rank(units: Ranks, rng: random.Random) -> Ranks:
+    """Return the units of each rank in a random order of its own."""
+    return [rng.sample(rank_tokens, len(rank_tokens)) for rank_tokens in units]
 
 
-def ordered(units: Ranks, rng: random.Random) -> Ranks:
-    """Each rank in order of length, as where groups cannot move."""
+def order_by_length(units: Ranks, rng: random.Random) -> Ranks:
+    """Return the units of each rank in order of length, as where groups cannot move."""
     return [
         [
-            own[number]
-            for number in by_length(range(len(own)), tokens_by_unit=own, optimizer_steps=1, seed="")
+            rank_tokens[number]
+            for number in by_length(
+                range(len(rank_tokens)), tokens_by_unit=rank_tokens, optimizer_steps=1, seed=""
+            )
         ]
-        for own in units
+        for rank_tokens in units
     ]
 
 
-def moved(units: Ranks, rng: random.Random) -> Ranks:
-    """As a run does it."""
-    held = [
-        {(rank, number): tokens for number, tokens in enumerate(own)}
-        for rank, own in enumerate(units)
+def move_groups(units: Ranks, rng: random.Random) -> Ranks:
+    """Return the units as a run has them: moved between ranks, then ordered by length."""
+    units_of_rank = [
+        {(rank, number): tokens for number, tokens in enumerate(rank_tokens)}
+        for rank, rank_tokens in enumerate(units)
     ]
-    for source, number, target in plan_moves([dict(enumerate(own)) for own in units]):
-        held[target][source, number] = held[source].pop((source, number))
-    return ordered([list(own.values()) for own in held], rng)
+    for source, number, target in plan_moves(
+        [dict(enumerate(rank_tokens)) for rank_tokens in units]
+    ):
+        units_of_rank[target][source, number] = units_of_rank[source].pop((source, number))
+    return order_by_length([list(rank_tokens.values()) for rank_tokens in units_of_rank], rng)
 
 
 @dataclass(frozen=True)
-class Filled:
+class FilledGeneration:
     """A generation whose micro-batches are filled up to the planned memory."""
 
-    waited: float  # the time in lockstep over the ideal
+    lockstep_ratio: float  # the time in lockstep over the ideal
     micro_batches: float  # over those of one group each
 
 
-def filled(groups: Sequence[Sequence[UnitSize]], longest: int) -> Filled:
+def fill_micro_batches(groups: Sequence[Sequence[UnitSize]], longest: int) -> FilledGeneration:
     """Fill micro-batches as a run of the 7B model under ZeRO-3 does, with answers up to `longest`.
 
     `groups`: those of each rank, equally many.
     """
-    tokens = [[group.prompt + group.answers for group in of_rank] for of_rank in groups]
-    by_number = [dict(enumerate(of_rank)) for of_rank in groups]
-    tokens_by_number = [dict(enumerate(of_rank)) for of_rank in tokens]
+    tokens = [[group.prompt + group.answers for group in rank_groups] for rank_groups in groups]
+    by_number = [dict(enumerate(rank_groups)) for rank_groups in groups]
+    tokens_by_number = [dict(enumerate(rank_groups)) for rank_groups in tokens]
     for number, (source, unit, target) in enumerate(plan_moves(tokens_by_number)):
         by_number[target][-1 - number] = by_number[source].pop(unit)
     ordered_groups = [
-        sorted(of_rank.values(), key=lambda group: -group.prompt - group.answers)
-        for of_rank in by_number
+        sorted(rank_groups.values(), key=lambda group: -group.prompt - group.answers)
+        for rank_groups in by_number
     ]
     room = MicroBatchRoom(
         learner=lambda: SEVEN_BILLION,
@@ -135,11 +138,11 @@ def filled(groups: Sequence[Sequence[UnitSize]], longest: int) -> Filled:
     seconds = 0
     for part in parts:
         seconds += max(
-            sum(group.prompt + group.answers for group in of_rank[part.start : part.stop])
-            for of_rank in ordered_groups
+            sum(group.prompt + group.answers for group in rank_groups[part.start : part.stop])
+            for rank_groups in ordered_groups
         )
     ideal = sum(map(sum, tokens)) / len(groups)
-    return Filled(waited=seconds / ideal, micro_batches=len(parts) / count)
+    return FilledGeneration(lockstep_ratio=seconds / ideal, micro_batches=len(parts) / count)
 
 
 def simulate_filled(
@@ -149,28 +152,33 @@ def simulate_filled(
     groups: int = 16,
     rollouts: int = 8,
     trials: int = 20,
-) -> Filled:
+) -> FilledGeneration:
     """Return the means over generations of the same lengths as `simulate`'s."""
-    drawing = random.Random(0)
+    drawing_rng = random.Random(0)
     results = []
     for _ in range(trials):
         drawn = [
-            [lengths.draw_group(drawing, rollouts) for _ in range(groups)] for _ in range(ranks)
+            [lengths.draw_group(drawing_rng, rollouts) for _ in range(groups)] for _ in range(ranks)
         ]
-        results.append(filled(drawn, lengths.longest))
-    return Filled(
-        waited=sum(result.waited for result in results) / trials,
+        results.append(fill_micro_batches(drawn, lengths.longest))
+    return FilledGeneration(
+        lockstep_ratio=sum(result.lockstep_ratio for result in results) / trials,
         micro_batches=sum(result.micro_batches for result in results) / trials,
     )
 
 
-def share_moved(units: Ranks) -> float:
-    """The share of groups that go to another rank."""
-    return len(plan_moves([dict(enumerate(own)) for own in units])) / sum(map(len, units))
+def moved_share(units: Ranks) -> float:
+    """Return the share of groups that go to another rank."""
+    return len(plan_moves([dict(enumerate(rank_tokens)) for rank_tokens in units])) / sum(
+        map(len, units)
+    )
 
 
-def waited(order: Ranks) -> float:
-    """The time in lockstep over the ideal, in which all ranks have equally many tokens at any time."""
+def lockstep_ratio(order: Ranks) -> float:
+    """Return the time in lockstep over the ideal.
+
+    In the ideal all ranks have equally many tokens at any time.
+    """
     return sum(map(max, zip_longest(*order, fillvalue=0))) * len(order) / sum(map(sum, order))
 
 
@@ -184,21 +192,23 @@ def simulate(
     trials: int = 100,
     seed: int = 0,
 ) -> float:
-    """The mean ratio to the ideal.
+    """Return the mean ratio of the time in lockstep to the ideal.
 
-    `groups`: on each rank. All arrangements of one seed get the same lengths.
+    There are `groups` groups on each of `ranks` ranks. All arrangements of one seed get the same
+    lengths.
     """
-    drawing = random.Random(seed)
-    shuffling = random.Random(seed + 1)
+    drawing_rng = random.Random(seed)
+    shuffling_rng = random.Random(seed + 1)
     ratios = []
     for _ in range(trials):
-        units = [[lengths.draw(drawing, rollouts) for _ in range(groups)] for _ in range(ranks)]
-        ratios.append(waited(arrange(units, shuffling)))
+        units = [[lengths.draw(drawing_rng, rollouts) for _ in range(groups)] for _ in range(ranks)]
+        ratios.append(lockstep_ratio(arrange(units, shuffling_rng)))
     return sum(ratios) / trials
 
 
 def print_table(ranks: int, groups: int, rollouts: int) -> None:
-    sizes = {"ranks": ranks, "groups": groups, "rollouts": rollouts}
+    """Print the simulated ratios of all cases as a Markdown table."""
+    counts = {"ranks": ranks, "groups": groups, "rollouts": rollouts}
     print(f"{ranks} ranks, {groups} groups of {rollouts} on each; time in lockstep over the ideal")
     print(
         "| prompt, mean answer, longest | spread of prompts, of rollouts | own shuffles | in order of "
@@ -206,18 +216,21 @@ def print_table(ranks: int, groups: int, rollouts: int) -> None:
     )
     print("|---|---|---|---|---|---|---|---|")
     for case in (*REAL, *CASES):
-        ratios = [simulate(case, arrange, **sizes) for arrange in (shuffled, ordered, moved)]
-        drawing = random.Random(0)
-        units = [[case.draw(drawing, rollouts) for _ in range(groups)] for _ in range(ranks)]
-        full = simulate_filled(case, **sizes)
-        cells = [*(f"{ratio:.2f}" for ratio in ratios), f"{share_moved(units):.0%}"]
-        cells += [f"{full.waited:.2f}", f"{full.micro_batches:.2f}"]
+        ratios = [
+            simulate(case, arrange, **counts)
+            for arrange in (shuffle_each_rank, order_by_length, move_groups)
+        ]
+        drawing_rng = random.Random(0)
+        units = [[case.draw(drawing_rng, rollouts) for _ in range(groups)] for _ in range(ranks)]
+        full = simulate_filled(case, **counts)
+        cells = [*(f"{ratio:.2f}" for ratio in ratios), f"{moved_share(units):.0%}"]
+        cells += [f"{full.lockstep_ratio:.2f}", f"{full.micro_batches:.2f}"]
         lengths = f"{case.prompt:,}, {case.mean:,}, {case.longest:,}"
         print(f"| {lengths} | {case.of_prompts}, {case.of_rollouts} | {' | '.join(cells)} |")
 
 
 def measure(groups: int, repeats: int) -> None:
-    """Seconds of forward and backward passes of the tiny model, each unit in rows of 128 tokens."""
+    """Time forward and backward passes of the tiny model, each unit in rows of 128 tokens."""
     import deepspeed
     from accelerate import PartialState
     from accelerate.utils import gather_object
@@ -243,30 +256,31 @@ def measure(groups: int, repeats: int) -> None:
         torch.distributed.barrier()
         start = time.perf_counter()
         for tokens in order:
-            # so that seconds go with tokens
+            # Rows of one length, so that seconds grow as tokens do.
             ids = torch.full((tokens // 128, 128), 5, device=model.device)
             model.backward(model(input_ids=ids, labels=ids).loss)
         torch.distributed.barrier()
         return max(gather_object([time.perf_counter() - start]))
 
     ways = {
-        "own shuffles": shuffled(units, rng),
-        "in order of length": ordered(units, rng),
-        "as a run": moved(units, rng),
+        "own shuffles": shuffle_each_rank(units, rng),
+        "in order of length": order_by_length(units, rng),
+        "as a run": move_groups(units, rng),
     }
-    taken: dict[str, list[float]] = {name: [] for name in ways}
+    seconds_by_order: dict[str, list[float]] = {name: [] for name in ways}
     seconds(ways["as a run"][rank])  # warm
     for _ in range(repeats):  # by turns, since the machine may have other work
         for name, order in ways.items():
-            taken[name].append(seconds(order[rank]))
+            seconds_by_order[name].append(seconds(order[rank]))
     if rank == 0:
         print(f"{ranks} processes with ZeRO-3, {groups} groups on each; the fastest of {repeats}")
         print("| order | seconds | tokens in lockstep over the ideal |\n|---|---|---|")
         for name, order in ways.items():
-            print(f"| {name} | {min(taken[name]):.2f} | {waited(order):.2f} |")
+            print(f"| {name} | {min(seconds_by_order[name]):.2f} | {lockstep_ratio(order):.2f} |")
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command, and return its exit code, 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lockstep", description=__doc__)
     parser.add_argument(
         "--measured", action="store_true", help="time passes of the tiny model on these processes"

@@ -75,7 +75,7 @@ def _is_static(owner: type, method: str) -> bool:
 
 
 def resident_bytes(*, mapped: bool = True) -> int:
-    """The memory of this process.
+    """Return the memory of this process.
 
     `mapped`: with mapped files and shared memory, such as weights that are read.
     """
@@ -148,7 +148,7 @@ def by_turns(
 
 
 def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
-    """The most that tensors took on top of what was there: torch's allocator on a GPU."""
+    """Return the most that tensors took on top of what was there: torch's allocator on a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,5 +1,6 @@
-"""Rollouts from a real engine, asked for in stock TRL's way and in ours: `python -m
-benchmarks.rollouts`.
+"""Times rollouts of a real engine, requested in stock TRL's way and in ours.
+
+`python -m benchmarks.rollouts`.
 
 The ways differ in one thing each, come by turns in one engine, and sample as many tokens: 32
 requests or one request per prompt, with a seed for each rollout or none, with the text of the
@@ -29,7 +30,7 @@ from adora_vl.rollout.prompt_tokens import never_sampled_ids  # noqa: E402
 from adora_vl.rollout.weight_sync import reset_caches  # noqa: E402
 from adora_vl.synthetic.generate import generate  # noqa: E402
 
-# name -> one request per prompt, seeds, text
+# By name, whether there is one request per prompt, a seed for each rollout, and its text.
 WAYS = {
     "as stock TRL": (False, False, True),
     "token ids alone": (False, False, False),
@@ -42,7 +43,10 @@ WAYS = {
 def prompts(
     side: int, problems: int, generations: int
 ) -> tuple[list[tuple[list[int], list[Any]]], int]:
-    """Ids and images of each rollout, those of a group with the same image, and the image token."""
+    """Return the ids and images of each rollout, and the id of the image token.
+
+    The rollouts of a group have the same image.
+    """
     processor: Any = AutoProcessor.from_pretrained(PRETRAINED)
     rows = []
     for row in generate(problems, seed=5):
@@ -57,6 +61,7 @@ def prompts(
 
 
 def main() -> None:
+    """Time all ways by turns, and print their medians."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -96,27 +101,27 @@ def main() -> None:
     rows, image_token = prompts(options.side, options.problems, options.generations)
     groups = [row // options.generations for row in range(len(rows))]
     banned = dict.fromkeys(never_sampled_ids(llm.get_tokenizer()), -100.0)
-    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    seconds_by_way: dict[str, list[float]] = {way: [] for way in WAYS}
     profile = cProfile.Profile()
     for turn in range(options.turns + 1):
-        for way, (together, seeded, text) in WAYS.items():
+        for way, (is_grouped, has_seeds, has_text) in WAYS.items():
             parameters = {
                 "temperature": 1.0,
                 "ignore_eos": True,
                 "logprobs": 0,
                 "logit_bias": banned,
-                "detokenize": text,
+                "detokenize": has_text,
             }
             seeds = [
                 turn + 1000 * group + position % options.generations
                 for position, group in enumerate(groups)
             ]
-            asks = [
+            requests = [
                 SamplingRequest(
                     prompt_ids=ids,
                     images=images,
-                    group=group if together else row,
-                    seed=seed if seeded else None,
+                    group=group if is_grouped else row,
+                    seed=seed if has_seeds else None,
                     max_tokens=options.tokens,
                 )
                 for row, ((ids, images), group, seed) in enumerate(
@@ -127,13 +132,13 @@ def main() -> None:
             if turn and way == options.profile:
                 profile.enable()
             start = time.process_time()
-            answers = llm.sample(asks, parameters, image_token)
-            if turn:  # the first of each is not counted
-                found[way].append(time.process_time() - start)
+            answers = llm.sample(requests, parameters, image_token)
+            if turn:  # the first of each warms up
+                seconds_by_way[way].append(time.process_time() - start)
             profile.disable()
             assert [len(answer.tokens) for answer in answers] == [options.tokens] * len(rows)
-    stock = statistics.median(found["as stock TRL"])
-    for way, seconds in found.items():
+    stock = statistics.median(seconds_by_way["as stock TRL"])
+    for way, seconds in seconds_by_way.items():
         median = statistics.median(seconds)
         print(
             f"{way:<28}{median:>8.3f} s {median / stock:>6.2f}   "

@@ -142,7 +142,10 @@ def sign_flips(differences: Sequence[float]) -> float:
 
 
 def interval(differences: Sequence[float]) -> str:
-    """The mean with its 95 % interval, as `+4.1 [+1.0, +7.2]`; in bold where 0 lies outside."""
+    """Return the mean with its 95 % interval, as `+4.1 [+1.0, +7.2]`.
+
+    In bold where 0 lies outside.
+    """
     if len(differences) < 2:
         return "-"
     mean = statistics.fmean(differences)
@@ -152,7 +155,7 @@ def interval(differences: Sequence[float]) -> str:
 
 
 def scanned_digits(split: str, pixels: int) -> Digits:
-    """The pictures of a split, black on white: of each digit one in five is for testing.
+    """Return the pictures of a split, black on white: of each digit one in five is for testing.
 
     Raises `SystemExit` where scikit-learn, which has them, is not installed.
     """
@@ -265,7 +268,7 @@ def build_start(folder: Path, plan: Plan, start: int, device: str = "cpu") -> No
 
 
 def places(plan: Plan, pilot: bool) -> list[Place]:
-    """The runs in their order: a seed is whole before the next one begins."""
+    """Return the runs in their order: a seed is whole before the next one begins."""
     runs_of_plan = plan["pilot"] if pilot else plan
     return [
         (case, start, seed, arm)
@@ -292,7 +295,7 @@ def words_of(options: Mapping[str, Any]) -> list[str]:
 def train(
     words: Sequence[str], folder: Path, watch: Callable[["AdoraGRPOTrainer"], None] | None = None
 ) -> list[dict[str, Any]]:
-    """What `python -m adora_vl.train` does, with this process's engine and without saving.
+    """Do what `python -m adora_vl.train` does, with this process's engine and without saving.
 
     Returns the log's lines. `watch`: gets the trainer before its first step.
     """
@@ -336,7 +339,7 @@ HELD_OUT_KEYS = ("eval_problems_accuracy", "eval_geometry3k_accuracy")
 
 
 def kept(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a stored run has of its log."""
+    """Return what a stored run has of its log."""
     held_out, steps = [], []
     for line in lines:
         if line["kind"] == "eval":
@@ -486,12 +489,12 @@ AGAINST = (
 
 
 def end(key: str) -> Callable[[Run], float]:
-    """A held-out figure at the last step."""
+    """Return a held-out figure at the last step."""
     return lambda run: float(run["held_out"][-1][key])
 
 
 def last(key: str) -> Callable[[Run], float]:
-    """The mean of a figure of the training answers over the last steps."""
+    """Return the mean of a figure of the training answers over the last steps."""
     return lambda run: float(run["steps"][-1][key])
 
 
@@ -500,7 +503,7 @@ def at_half(run: Run) -> float:
 
 
 def of_seeds(runs: Sequence[Run], case: str, arm: str, value: Callable[[Run], Any]) -> list[float]:
-    """A figure of every seed in percent: its mean over the starts."""
+    """Return a figure of every seed in percent: its mean over the starts."""
     arm_runs = [run for run in runs if (run["case"], run["arm"]) == (case, arm)]
     seeds = sorted({run["seed"] for run in arm_runs})
     return [
@@ -510,7 +513,7 @@ def of_seeds(runs: Sequence[Run], case: str, arm: str, value: Callable[[Run], An
 
 
 def levels(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
-    """A Markdown table of every arm's means, with the lowest and the highest seed."""
+    """Return a Markdown table of every arm's means, with the lowest and the highest seed."""
     lines = [
         f"| {case}: arm | runs | accuracy, end | by start | `usual` | `any` | workings | all "
         "steps right | tokens |",
@@ -566,7 +569,7 @@ def differences(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
 
 
 def tables(plan: Plan, every: Sequence[Run]) -> str:
-    """What was run, and for each case the tables, of the whole seeds alone."""
+    """Return what was run, and for each case the tables, of the whole seeds alone."""
     runs = whole(plan, every)
     minutes = sum(run["processor_seconds"] for run in runs) / 60
     commits = ", ".join(sorted({run["commit"] for run in runs}))

@@ -1,5 +1,7 @@
-"""A stand-in for a vLLM server on loopback: it waits for as long as it is told, and its answers are
-drawn from the seeds of the requests. It speaks as much of vLLM 0.31's HTTP as the trainer does.
+"""Serves on loopback in the place of vLLM, for tests and measurements.
+
+It waits for as long as it should, and its answers are drawn from the seeds of the requests. It
+speaks as much of vLLM 0.31's HTTP as the trainer does.
 """
 
 import base64
@@ -51,9 +53,8 @@ class StandIn:
         self.weights: list[list[str]] = []  # the names of the tensors that each sync brought
         self.lora: Body | None = None  # vLLM's settings of it
         self.in_four_bit = False
-        self.turns: list[
-            list[int]
-        ] = []  # tokens of whole turns, one of which it says in half of its answers
+        # Tokens of whole turns, one of which it gives in half of its answers.
+        self.turns: list[list[int]] = []
         self.served = ["stand-in"]  # the names of the model and of adapters
         self.spoil: Callable[[Body], Body] = lambda reply: reply  # of the replies with rollouts
         outer = self
@@ -73,12 +74,12 @@ class StandIn:
                 )
                 self._reply(outer.answered(self.path.partition("?")[0], body))
 
-            def _reply(self, found: Body | None) -> None:
+            def _reply(self, reply: Body | None) -> None:
                 if outer.dead:
                     self.close_connection = True
                     return
-                content = json.dumps(found).encode()
-                self.send_response(404 if found is None else 200)
+                content = json.dumps(reply).encode()
+                self.send_response(404 if reply is None else 200)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
                 self.wfile.write(content)
@@ -97,18 +98,19 @@ class StandIn:
         ).start()
 
     def close(self) -> None:
-        """End."""
+        """End the server, and free its port."""
         self._server.shutdown()
         self._server.server_close()
 
     def start_again(self) -> None:
-        """As a server that was killed and started anew: with the weights of its checkpoint."""
+        """Become a server that was killed and started again, with the weights of its checkpoint."""
         self.life = uuid.uuid4().hex
         self.dead = False
         self.weights = []
         self.served = self.served[:1]
 
     def told(self, path: str) -> Body | None:
+        """Return the reply to a GET request; None for an unknown path."""
         model = {"logprobs_mode": self.logprobs_mode, "model": self.served[0]}
         model["quantization"] = "bitsandbytes" if self.in_four_bit else None
         config = {"instance_id": self.life, "model_config": model, "lora_config": self.lora}
@@ -123,6 +125,7 @@ class StandIn:
         return answers.get(path)
 
     def answered(self, path: str, body: Body) -> Body | None:
+        """Return the reply to a POST request, and note it; None for an unknown model."""
         self.asked.append((path, body))
         if path in GENERATE:
             if body["model"] not in self.served:
@@ -142,6 +145,7 @@ class StandIn:
         return {"success": True}
 
     def _read(self, folder: Path) -> None:
+        """Note the names of the tensors in a folder of weights."""
         names: list[str] = []
         for file in folder.glob("*.safetensors"):
             with safe_open(file, "pt") as tensors:
@@ -149,41 +153,42 @@ class StandIn:
         self.weights.append(sorted(names))
 
     def _rollouts(self, path: str, body: Body) -> list[Body]:
+        """Draw the rollouts of a request from its seed and its prompt."""
         parameters = body.get("sampling_params", body)
         ids = body["token_ids"] if "token_ids" in body else body["prompt"][0]
         banned = {int(token) for token in parameters.get("logit_bias") or {}}
         allowed = [token for token in range(self.vocabulary) if token not in banned]
         rollouts = []
         for member in range(parameters.get("n", 1)):
-            draw = random.Random(f"{ids} {parameters.get('seed', 0) + member}")
+            rng = random.Random(f"{ids} {parameters.get('seed', 0) + member}")
             length = (
-                draw.randint(self.shortest, self.tokens)
+                rng.randint(self.shortest, self.tokens)
                 if self.shortest < self.tokens
                 else self.tokens
             )
-            tokens = draw.choices(allowed, k=length)
-            if self.turns and draw.random() < 0.5:
-                tokens = draw.choice(self.turns)
+            tokens = rng.choices(allowed, k=length)
+            if self.turns and rng.random() < 0.5:
+                tokens = rng.choice(self.turns)
             tokens = tokens[: parameters.get("max_tokens")]
             names = [f"token_id:{token}" for token in tokens]
-            logps = [-draw.random() for _ in tokens]
+            logps = [-rng.random() for _ in tokens]
             pairs = list(zip(names, logps, strict=True))
             if path == GENERATE[0]:
-                scored: Body = {
+                logprobs: Body = {
                     "tokens": names,
                     "token_logprobs": logps,
                     "top_logprobs": [None] * len(tokens),
                 }
             else:
-                scored = {
+                logprobs = {
                     "content": [{"token": t, "logprob": p, "top_logprobs": []} for t, p in pairs]
                 }
-            rollouts.append({"prompt_token_ids": ids, "token_ids": tokens, "logprobs": scored})
+            rollouts.append({"prompt_token_ids": ids, "token_ids": tokens, "logprobs": logprobs})
         return rollouts
 
 
 def features(messages: list[Body]) -> Body:
-    """Places for the images of a conversation, without their patches."""
+    """Return the places of the images of a conversation, without their patches."""
     urls = [part["image_url"]["url"] for message in messages for part in message["content"]]
     images = [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
     lengths = [(image.width // PIXELS) * (image.height // PIXELS) for image in images]

@@ -1,5 +1,6 @@
-"""A policy step as stock TRL computes it, beside ours, at the lengths of real answers: `python -m
-benchmarks.step`.
+"""Compares a policy step of stock TRL with ours: `python -m benchmarks.step`.
+
+The lengths are those of real answers.
 
 Stock is `trl.GRPOTrainer` itself. Each way runs in a process of its own, one after the other and by
 turns, and both learn from the same recorded rollouts (`benchmarks.step_run`). The language model
@@ -63,30 +64,33 @@ MEMORY = {
 WAYS = ["stock", "stock, as on a card", "ours"]
 
 
-def mrope(head: int) -> list[int]:
-    """The published sections, 16 : 24 : 24, of half a head's size."""
-    first = head // 8
-    second = (head // 2 - first) // 2
-    return [first, second, head // 2 - first - second]
+def mrope_sections(head_size: int) -> list[int]:
+    """Return the published sections of rotary frequencies, 16 : 24 : 24, for a head of this size."""
+    half = head_size // 2
+    time_section = head_size // 8
+    height_section = (half - time_section) // 2
+    return [time_section, height_section, half - time_section - height_section]
 
 
 def answer_lengths(median: int, limit: int, rollouts: int, equal: bool) -> list[int]:
-    """Tokens of each rollout of a group: all the median, or the quantiles of a log-normal
-    distribution (sigma 0.8) that is cut off at the limit, with the longest one at the limit.
+    """Return the tokens of each rollout of a group.
+
+    All have the median, if `equal`. Else they are the quantiles of a log-normal distribution (sigma
+    0.8) that is cut off at the limit, with the longest one at the limit.
     """
     if equal:
         return [median] * rollouts
     normal = statistics.NormalDist()
-    drawn = [
+    drawn_lengths = [
         median * math.exp(0.8 * normal.inv_cdf((position + 0.5) / rollouts))
         for position in range(rollouts)
     ]
-    lengths = [max(1, min(limit, round(length))) for length in drawn]
+    lengths = [max(1, min(limit, round(length))) for length in drawn_lengths]
     return [*lengths[:-1], limit]
 
 
 def measure(way: str, words: list[str], output: Path) -> dict[str, Any]:
-    """The figures of one process that computes one way."""
+    """Run one way in a process of its own, and return its figures."""
     file = output / "turn.json"
     environment = {
         **os.environ,
@@ -104,21 +108,22 @@ def measure(way: str, words: list[str], output: Path) -> dict[str, Any]:
         str(file.resolve()),
         *words,
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
-    if done.returncode:
-        sys.exit(f"{way}: exit code {done.returncode}\n{done.stderr[-3000:]}")
+    if process.returncode:
+        sys.exit(f"{way}: exit code {process.returncode}\n{process.stderr[-3000:]}")
     result: dict[str, Any] = json.loads(file.read_text())
     return result
 
 
 def policy_seconds(seconds: dict[str, float]) -> float:
-    """Seconds of the old pass, the forward and the backward."""
+    """Return the seconds of the old pass, the forward and the backward."""
     return sum(seconds.get(phase, 0.0) for phase in POLICY)
 
 
 def medians(turns: list[dict[str, Any]], kind: str) -> dict[str, float]:
+    """Return the medians of the turns of one way: seconds by phase of this kind, and memory."""
     names = [*PHASES, "whole step"]
     figures = {
         name: statistics.median(turn[kind].get(name, 0.0) for turn in turns) for name in names
@@ -128,16 +133,18 @@ def medians(turns: list[dict[str, Any]], kind: str) -> dict[str, float]:
 
 
 def table(name: str, ways: dict[str, dict[str, float]]) -> str:
-    """The ways beside each other, with the ratios of ours to the others."""
+    """Return a table of the ways beside each other, with the ratios of ours to the others."""
     rows: list[tuple[str, dict[str, float], float, str]] = []
     for phase in PHASES:
-        rows.append((phase, {way: found[phase] for way, found in ways.items()}, 1.0, "s"))
+        rows.append((phase, {way: figures[phase] for way, figures in ways.items()}, 1.0, "s"))
     rows.append(
-        ("policy step", {way: policy_seconds(found) for way, found in ways.items()}, 1.0, "s")
+        ("policy step", {way: policy_seconds(figures) for way, figures in ways.items()}, 1.0, "s")
     )
-    rows.append(("whole step", {way: found["whole step"] for way, found in ways.items()}, 1.0, "s"))
+    rows.append(
+        ("whole step", {way: figures["whole step"] for way, figures in ways.items()}, 1.0, "s")
+    )
     for key, label in MEMORY.items():
-        rows.append((label, {way: found[key] for way, found in ways.items()}, 2.0**20, "MiB"))
+        rows.append((label, {way: figures[key] for way, figures in ways.items()}, 2.0**20, "MiB"))
     other_ways = [way for way in ways if way != "ours"]
     lines = [
         f"{name:<40}"
@@ -145,8 +152,10 @@ def table(name: str, ways: dict[str, dict[str, float]]) -> str:
         + "".join("   ours/ " for _ in other_ways)
     ]
     for label, figures, scale, unit in rows:
-        form = ".2f" if unit == "s" else ".0f"
-        line = f"  {label:<38}" + "".join(f"{figures[way] / scale:>16{form}}" for way in ways)
+        number_format = ".2f" if unit == "s" else ".0f"
+        line = f"  {label:<38}" + "".join(
+            f"{figures[way] / scale:>16{number_format}}" for way in ways
+        )
         for way in other_ways:
             line += (
                 f"{figures['ours'] / figures[way]:>9.2f}"
@@ -158,10 +167,11 @@ def table(name: str, ways: dict[str, dict[str, float]]) -> str:
 
 
 def page_row(ways: dict[str, dict[str, float]], prompt: int, answers: list[int]) -> str:
-    """Ours beside stock as on a card, as docs/speed.md has it."""
+    """Return the row of docs/speed.md: ours beside stock as on a card."""
     stock = ways["stock, as on a card"]
     ours = ways["ours"]
-    seconds = [policy_seconds(found) for found in (stock, ours)]
+    stock_seconds = policy_seconds(stock)
+    our_seconds = policy_seconds(ours)
     memory = "step_bytes_outside_head"
     lengths_text = f"{min(answers):,} to {max(answers):,}, median {statistics.median(answers):.0f}"
     if min(answers) == max(answers):
@@ -169,14 +179,15 @@ def page_row(ways: dict[str, dict[str, float]], prompt: int, answers: list[int])
     cells = (
         f"{prompt:,}",
         lengths_text,
-        *(f"{each:.0f}" for each in seconds),
-        f"**{seconds[1] / seconds[0]:.2f}**",
+        f"{stock_seconds:.0f}",
+        f"{our_seconds:.0f}",
+        f"**{our_seconds / stock_seconds:.2f}**",
     )
     return f"| {' | '.join(cells)} | {ours[memory] / stock[memory]:.2f} |"
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the words that are handed on to every process."""
+    """Return the options, and the words that are handed on to every process."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -204,6 +215,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
 
 
 def main() -> None:
+    """Measure all cases, and print and write their medians."""
     options, words = parse()
     options.output.mkdir(parents=True, exist_ok=True)
     ways = [way for way in WAYS if options.as_on_a_card or way != "stock, as on a card"]

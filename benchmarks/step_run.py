@@ -44,7 +44,7 @@ from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult  # noqa: E
 from adora_vl.synthetic.generate import generate  # noqa: E402
 from adora_vl.training.scoring import RewardFunctions  # noqa: E402
 from benchmarks.measure import Clock, PeakMemory  # noqa: E402
-from benchmarks.step import answer_lengths, mrope  # noqa: E402
+from benchmarks.step import answer_lengths, mrope_sections  # noqa: E402
 
 PATCH = 28  # pixels of an image token's side
 ORDINARY = 20  # token ids from here on are no special tokens
@@ -74,7 +74,10 @@ def config(
         "vocab_size": vocabulary,
     }
     if width // heads != 128:
-        published["rope_scaling"] = {"type": "mrope", "mrope_section": mrope(width // heads)}
+        published["rope_scaling"] = {
+            "type": "mrope",
+            "mrope_section": mrope_sections(width // heads),
+        }
     tokenizer = processor.tokenizer
     names = {
         "image_token_id": "image_pad",
@@ -114,6 +117,7 @@ class Recorded:
         pass
 
     def sample(self, asks: list[SamplingRequest], _: Any = None) -> list[SamplingResult]:
+        """Return answers of the recorded lengths, with the log-probabilities of an untrained model."""
         generator = torch.Generator().manual_seed(17)
         answers = []
         for index in range(len(asks)):
@@ -146,6 +150,7 @@ def problems(number: int, size: tuple[int, int]) -> Dataset:
 
 
 def build(options: argparse.Namespace) -> Any:
+    """Build the trainer of one way, with a random model."""
     processor = AutoProcessor.from_pretrained(PRETRAINED)
     pixels: dict[str, Any] = {"min_pixels": PATCH * PATCH, "max_pixels": 2000 * PATCH * PATCH}
     torch.manual_seed(0)
@@ -239,6 +244,7 @@ class Watch(TrainerCallback):
 
 
 def parse() -> argparse.Namespace:
+    """Parse the words of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--way", choices=["stock", "stock, as on a card", "ours"], required=True)
     parser.add_argument("--output", type=Path, required=True)
@@ -282,6 +288,7 @@ def timed(trainer: Any) -> dict[str, Clock]:
 
 
 def main() -> None:
+    """Train for the steps of one turn, and write its figures."""
     options = parse()
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))

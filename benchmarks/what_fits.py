@@ -10,8 +10,9 @@ from pathlib import Path
 
 from adora_vl.config.command import read
 from adora_vl.config.dry_run_options import DryRunOptions
-from adora_vl.planning.dry_run import make_plan
-from adora_vl.planning.memory import Prediction, Setup, predict, proposed_utilization
+from adora_vl.planning.memory import Prediction, Setup, predict
+from adora_vl.planning.plan import make_plan
+from adora_vl.planning.what_fits import proposed_utilization
 from adora_vl.utils.files import GIB
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -37,8 +38,10 @@ def setup_of(recipe: str, changed: list[str]) -> Setup:
 
 
 def longest(setup: Setup, card: int) -> tuple[Setup, Prediction] | None:
-    """With the longest answers, and of those with the largest micro-batch, that leave 5 % of the
-    card free.
+    """Return the setup with the longest answers that fit, and its prediction; None if none fits.
+
+    Of those with equal answers it is the one with the largest micro-batch. 5 % of the `card`, in
+    bytes, stay free.
     """
     assert setup.engine is not None
     for answer in ANSWERS:
@@ -57,7 +60,7 @@ def longest(setup: Setup, card: int) -> tuple[Setup, Prediction] | None:
 
 
 def rows(cards_gb: Sequence[int] = CARDS_GB) -> Iterator[str]:
-    """The lines of the table for these cards."""
+    """Yield the lines of the table for these cards."""
     yield (
         "| card, GB | model | mode | prompt | longest answer | micro-batch | at once | engine's "
         "share | peak, GiB |"
@@ -74,19 +77,19 @@ def rows(cards_gb: Sequence[int] = CARDS_GB) -> Iterator[str]:
                     "fit | - | - | - | - |"
                 )
                 continue
-            one, found = fitting
-            assert one.engine is not None
-            assert found.engine is not None
+            fitting_setup, prediction = fitting
+            assert fitting_setup.engine is not None
+            assert prediction.engine is not None
             cells = (
                 gigabytes,
                 model,
                 mode,
-                one.batch.prompt_tokens,
-                one.batch.completion_tokens,
-                one.batch.sequences,
-                f"{found.engine.concurrent} of {one.generation}",
-                f"{one.engine.utilization:g}",
-                f"{found.peak / GIB:.1f}",
+                fitting_setup.batch.prompt_tokens,
+                fitting_setup.batch.completion_tokens,
+                fitting_setup.batch.sequences,
+                f"{prediction.engine.concurrent} of {fitting_setup.generation}",
+                f"{fitting_setup.engine.utilization:g}",
+                f"{prediction.peak / GIB:.1f}",
             )
             yield f"| {' | '.join(map(str, cells))} |"
 

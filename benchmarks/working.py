@@ -128,6 +128,7 @@ class HeldOutWork(TrainerCallback):
             self._evaluate(step)
 
     def _evaluate(self, step: int) -> None:
+        """Sample an answer to each held-out problem, and note what they show at this step."""
         answers = self._answers()
         works = [work_of(text, row["figure"]) for text, row in zip(answers, self.rows, strict=True)]
         rights = [
@@ -161,7 +162,7 @@ class HeldOutWork(TrainerCallback):
 
     @torch.no_grad()
     def _answers(self) -> list[str]:
-        """A sampled answer to each problem."""
+        """Return a sampled answer to each problem."""
         assert self.trainer is not None, "it is watched"
         model = self.trainer.model
         tokenizer = self.trainer.processing_class
@@ -182,7 +183,7 @@ class HeldOutWork(TrainerCallback):
 
 
 def _share(values: Sequence[bool]) -> float:
-    """The share of what is true; 0 of nothing."""
+    """Return the share of what is true; 0 of nothing."""
     return sum(values) / len(values) if values else 0.0
 
 
@@ -199,7 +200,7 @@ TRAINING = {
 
 
 def training_curve(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """What a stored run has of its log."""
+    """Return what a stored run has of its log."""
     trained = [line for line in lines if line["kind"] == "train"]
     points = []
     for first in range(0, len(trained), BLOCK):
@@ -267,7 +268,7 @@ def train_all(plan: Plan, output: Path, *, pilot: bool) -> None:
 
 
 def whole_runs(plan: Plan, runs: Sequence[Run]) -> list[Run]:
-    """The runs that count: those of a seed of a block of which every run is there."""
+    """Return the runs that count: those of a seed of a block of which every run is there."""
     present = {(run["seed"], run["arm"]) for run in runs}
     counted = set()
     for seed in {seed for seed, _ in places(plan)}:
@@ -300,22 +301,22 @@ FIGURES = ("accuracy", "lucky", "new", "false", *(kind.name for kind in KINDS))
 
 
 def end(run: Run, key: str) -> float:
-    """A held-out figure at the last step, in percent."""
+    """Return a held-out figure at the last step, in percent."""
     return 100 * float(run["held_out"][-1][key])
 
 
 def mean_weight(run: Run) -> float:
-    """The mean weight of a run's groups over all its steps."""
+    """Return the mean weight of a run's groups over all its steps."""
     return statistics.fmean(point["weight_mean"] for point in run["steps"])
 
 
 def of_arm(runs: Sequence[Run], arm: str) -> list[Run]:
-    """The runs of an arm, by their seeds."""
+    """Return the runs of an arm, by their seeds."""
     return sorted((run for run in runs if run["arm"] == arm), key=lambda run: int(run["seed"]))
 
 
 def levels(plan: Plan, runs: Sequence[Run]) -> list[str]:
-    """A Markdown table of every arm's means, with the lowest and the highest seed."""
+    """Return a Markdown table of every arm's means, with the lowest and the highest seed."""
     head = "| work or length: arm | seeds | accuracy, end | lucky of the right | with a step | with an error"
     lines = [
         f"{head} | isosceles | parallels | sums | tokens | mean weight |",
@@ -347,7 +348,10 @@ def levels(plan: Plan, runs: Sequence[Run]) -> list[str]:
 
 
 def paired(runs: Sequence[Run], first: str, second: str, key: str) -> list[float]:
-    """The differences of two arms at the last step, by seed, in points; of seeds that both have."""
+    """Return the differences of two arms at the last step, by seed, in points.
+
+    Of seeds that both have.
+    """
     controls = {run["seed"]: run for run in of_arm(runs, second)}
     return [
         end(run, key) - end(controls[run["seed"]], key)
@@ -379,7 +383,7 @@ def differences(runs: Sequence[Run]) -> list[str]:
 
 
 def verdict_of(runs: Sequence[Run]) -> str:
-    """What the plan's rule says of these runs: `gain`, or `no gain`."""
+    """Return what the plan's rule says of these runs: `gain`, or `no gain`."""
     for control in ("length", "random"):
         points = paired(runs, "working", control, "accuracy")
         if len(points) < 2 or statistics.fmean(points) <= half_width(points):
@@ -388,7 +392,7 @@ def verdict_of(runs: Sequence[Run]) -> str:
 
 
 def tables(plan: Plan, every_run: Sequence[Run]) -> str:
-    """What was run, and the tables of the whole seeds alone."""
+    """Return what was run, and the tables of the whole seeds alone."""
     runs = whole_runs(plan, every_run)
     if not runs:
         return "No seed is whole."

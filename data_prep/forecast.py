@@ -27,10 +27,10 @@ from data_prep.filter import asked_for_tags
 
 # Only so many groups of a recorded run are read: its start, where training has changed little yet.
 FIRST_GROUPS = 512
-_FEW = 20  # with fewer groups that have a signal, no forecast is made
+_FEWEST_GROUPS = 20  # with fewer groups that have a signal, no forecast is made
 # Below and above these shares of groups, attenuation would act on little or on much.
-_LITTLE = 0.1
-_MUCH = 0.5
+_SMALL_SHARE = 0.1
+_LARGE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Forecast:
 
     def sentence(self) -> str:
         """Return a sentence on how much attenuation would act, and on which groups."""
-        if self.tds.total < _FEW:
+        if self.tds.total < _FEWEST_GROUPS:
             return (
                 f"Only {self.tds.total} groups carry a signal, too few to say anything; take "
                 "more problems."
@@ -99,18 +99,22 @@ class Forecast:
         else:
             lengths = "length says nothing of what is right"
         share = self.tds.value
-        if share < _LITTLE:
+        if share < _SMALL_SHARE:
             return (
                 f"Attenuation would hardly act: {share:.0%} of the groups with signal are TDS; "
                 f"{lengths}."
             )
         extent = "on some of what there is to learn from"
-        if share > _MUCH:
+        if share > _LARGE_SHARE:
             extent = "on most of what there is to learn from"
         kind = "groups whose lengths overlap"
-        if self.short_only.value > _MUCH:
+        if self.short_only.value > _LARGE_SHARE:
             kind = "those in which short answers win"
-        ties = f", and {self.ties.value:.0%} of them are ties" if self.ties.value > _LITTLE else ""
+        ties = (
+            f", and {self.ties.value:.0%} of them are ties"
+            if self.ties.value > _SMALL_SHARE
+            else ""
+        )
         return f"Attenuation would act {extent} ({share:.0%} TDS), mostly {kind}{ties}; {lengths}."
 
 
@@ -120,11 +124,13 @@ def forecast(groups: Groups) -> Forecast:
     Groups whose rewards are all equal teach nothing, and count nowhere.
     """
     weighing = weigh_groups(groups)
+    # A group whose answers were all truncated has no score, and so no signal.
     signal_P = groups.differs_P & groups.scored_PG.any(dim=1)
     tds_P = weighing.tds_P & signal_P
     wrong_lengths_PG = torch.where(groups.wrong_PG, groups.lengths_PG.float(), torch.inf)
+    # No right answer is longer than the shortest wrong one.
     short_P = tds_P & (groups.longest_correct_P <= wrong_lengths_PG.amin(dim=1))
-    pairs = _ends(groups, signal_P)
+    pairs = _right_shares_by_length(groups, signal_P)
     ahead = (math.nan, math.nan)
     if len(pairs) > 1:
         ahead = paired_t([longest - shortest for longest, shortest in pairs])
@@ -142,7 +148,7 @@ def forecast(groups: Groups) -> Forecast:
     )
 
 
-def _ends(groups: Groups, signal_P: torch.Tensor) -> list[tuple[float, float]]:
+def _right_shares_by_length(groups: Groups, signal_P: torch.Tensor) -> list[tuple[float, float]]:
     """Return the shares of right answers among the longest and the shortest of each group.
 
     Groups whose answers all have one length are left out.
@@ -161,7 +167,7 @@ def _ends(groups: Groups, signal_P: torch.Tensor) -> list[tuple[float, float]]:
     return pairs
 
 
-def recorded(run: Path) -> Groups:
+def recorded_groups(run: Path) -> Groups:
     """Read the first groups that a run has recorded (docs/report.md).
 
     Raises `UserError` where `run` has no record.
@@ -184,10 +190,12 @@ def recorded(run: Path) -> Groups:
         raise UserError(f"attenuation: a file in {str(run / 'rollouts')!r} {why}") from error
     rewards = [math.nan if reward is None else reward for reward in columns["reward"]]
     above = float(settings.get("adora_correct_above", 0.5))
-    return _groups([rewards, columns["length"], columns["truncated"]], size, above)
+    return _groups_of_columns(
+        rewards, columns["length"], columns["truncated"], size=size, above=above
+    )
 
 
-def sampled(predictions: Path) -> Groups:
+def sampled_groups(predictions: Path) -> Groups:
     """Read the groups of stored answers, graded as in training.
 
     Problems with fewer answers than the most are left out.
@@ -202,6 +210,7 @@ def sampled(predictions: Path) -> Groups:
     size = max(map(len, rows_of_problem.values()), default=0)
     rows = []
     for group in rows_of_problem.values():
+        # The tensors are rectangular: a problem whose sampling was cut off has no place in them.
         if len(group) == size:
             rows += group
     if size < 2 or any(row.get("n_tokens") is None for row in rows):
@@ -214,12 +223,21 @@ def sampled(predictions: Path) -> Groups:
     lengths = [row["n_tokens"] for row in rows]
     truncated = [row.get("finish_reason") == "length" for row in rows]
     # Rewards are 1 for a right answer, else 0.
-    return _groups([rewards, lengths, truncated], size, above=0.5)
+    return _groups_of_columns(rewards, lengths, truncated, size=size, above=0.5)
 
 
-def _groups(columns: Sequence[Sequence[float]], size: int, above: float) -> Groups:
-    """Group the rewards, lengths and truncations of answers, `size` answers to each problem."""
-    rewards, lengths, truncated = columns
+def _groups_of_columns(
+    rewards: Sequence[float],
+    lengths: Sequence[int],
+    truncated: Sequence[bool],
+    *,
+    size: int,
+    above: float,
+) -> Groups:
+    """Group the columns of answers, of which `size` in a row answer one problem.
+
+    An answer with a reward over `above` is right.
+    """
     return Groups(
         rewards_PG=torch.tensor(rewards).view(-1, size),
         lengths_PG=torch.tensor(lengths).view(-1, size),
@@ -228,7 +246,8 @@ def _groups(columns: Sequence[Sequence[float]], size: int, above: float) -> Grou
     )
 
 
-def of(path: Path) -> Forecast:
+def forecast_at(path: Path) -> Forecast:
     """Make the forecast of a run's folder, a folder of stored answers, or a file of them."""
     file = path / PREDICTIONS if path.is_dir() else path
-    return forecast(sampled(file) if file.is_file() else recorded(path))
+    groups = sampled_groups(file) if file.is_file() else recorded_groups(path)
+    return forecast(groups)

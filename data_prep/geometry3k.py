@@ -20,9 +20,9 @@ from adora_vl.conversion.chat import text_of_chat, without_instruction
 from adora_vl.conversion.columns import PRESETS, Columns
 from adora_vl.conversion.formats import open_table
 from adora_vl.conversion.hub import download_parquet
-from adora_vl.conversion.pipeline import Cleaning, SplitReads, prepare, recorded
-from adora_vl.conversion.problem import MAX_FILE_BYTES, RawProblem, Reads, RowError, storable
-from adora_vl.conversion.tables import open_local, reads
+from adora_vl.conversion.pipeline import Cleaning, SplitRows, prepare, recorded_options
+from adora_vl.conversion.problem import MAX_FILE_BYTES, RawProblem, RowError, RowReaders, storable
+from adora_vl.conversion.tables import open_local, row_readers
 from adora_vl.data.dataset import Manifest
 from adora_vl.data.images import png_bytes
 from adora_vl.data.prompts import PLACEHOLDER
@@ -30,8 +30,8 @@ from adora_vl.geometry.forms import Form, form_of
 from adora_vl.utils.cli import amount, read_json
 from adora_vl.utils.errors import UserError
 from data_prep.logic_forms import facts_in_words, read_forms
-from data_prep.redraw import can_be_drawn, drawn
-from data_prep.solve import forms_in
+from data_prep.redraw import can_be_drawn, draw_form
+from data_prep.solve import read_forms_or_text
 from data_prep.solved_rows import (
     Text,
     features_with_figure,
@@ -232,7 +232,7 @@ DIAGRAMS = {"plain": "img_diagram.png", "point": "img_diagram_point.png"}
 _OUR_SPLITS = {"train": "train", "val": "validation", "test": "test"}  # the authors' name: ours
 
 
-def problems_of_folders(root: Path, diagram: str = "plain") -> dict[str, SplitReads]:
+def problems_of_folders(root: Path, diagram: str = "plain") -> dict[str, SplitRows]:
     """Return the problems of the authors' folders or zip files, in the order of their numbers.
 
     `diagram` is a key of `DIAGRAMS`.
@@ -243,7 +243,7 @@ def problems_of_folders(root: Path, diagram: str = "plain") -> dict[str, SplitRe
     for name, folders in problem_folders(root).items():
         split = _OUR_SPLITS[name]
         calls = [partial(_read_folder, folder, split, DIAGRAMS[diagram]) for folder in folders]
-        splits[split] = SplitReads(partial(iter, calls), len(calls))
+        splits[split] = SplitRows(partial(iter, calls), len(calls))
     return splits
 
 
@@ -315,18 +315,18 @@ _TEXTS = Columns("messages", "solution", ("images",))
 REDRAWN = "geometry3k, redrawn"
 
 
-def problems_of_facts(path: Path, texts: Path | None) -> dict[str, SplitReads]:
+def problems_of_facts(path: Path, texts: Path | None) -> dict[str, SplitRows]:
     """Return the problems whose facts determine their answers, with the texts of a table or without.
 
-    Raises `UserError` as `forms_in` and `_texts_of`.
+    Raises `UserError` as `read_forms_or_text` and `_texts_of`.
     """
     if texts is None:
-        return solved_problems(forms_in(path), None)
+        return solved_problems(read_forms_or_text(path), None)
     texts_by_number = {
         number: Text(split=split, problem=problem, answer=answer)
         for split, number, problem, answer in _texts_of(texts)
     }
-    return solved_problems(forms_in(path), texts_by_number)
+    return solved_problems(read_forms_or_text(path), texts_by_number)
 
 
 def _texts_of(texts: Path) -> Iterator[tuple[str, str, str, str]]:
@@ -351,7 +351,7 @@ def _texts_of(texts: Path) -> Iterator[tuple[str, str, str, str]]:
         yield _OUR_SPLITS[path[1]], path[2], problem, answer
 
 
-def problems_of_forms(path: Path, texts: Path | None) -> dict[str, SplitReads]:
+def problems_of_forms(path: Path, texts: Path | None) -> dict[str, SplitRows]:
     """Return the problems of `texts` whose diagrams can be redrawn from the logic forms of `path`.
 
     How many cannot be redrawn is printed. `path` is a file of logic forms, `texts` the folder or
@@ -377,7 +377,7 @@ def problems_of_forms(path: Path, texts: Path | None) -> dict[str, SplitReads]:
             "diagram have a place"
         )
     return {
-        split: SplitReads(partial(iter, split_calls), len(split_calls))
+        split: SplitRows(partial(iter, split_calls), len(split_calls))
         for split, split_calls in calls.items()
         if split_calls
     }
@@ -391,7 +391,7 @@ def _redrawn(form: Form, split: str, number: str, problem: str, answer: str) -> 
         split=split,
         source=REDRAWN,
         origin=f"problem {number}",
-        images=(png_bytes(drawn(form)),),
+        images=(png_bytes(draw_form(form)),),
         problem=problem,
         answer=answer,
         **with_facts(form, problem, row_id),
@@ -432,7 +432,7 @@ def open_source(
     revision: str | None = None,
     diagram: str | None = None,
     texts: str | None = None,
-) -> tuple[dict[str, SplitReads], str | None]:
+) -> tuple[dict[str, SplitRows], str | None]:
     """Open a source of `SOURCES` at a dataset id or a path.
 
     Returns the rows of its splits, and the commit where the source is the hub, else None.
@@ -470,10 +470,10 @@ def open_source(
                 "command convert"
             )
     begin = partial(
-        reads, opened, name="geometry3k", columns=PRESET.columns, tests=None, limit=None
+        row_readers, opened, name="geometry3k", columns=PRESET.columns, tests=None, limit=None
     )
     return {
-        split: SplitReads(partial(begin, split), total) for split, total in opened.totals.items()
+        split: SplitRows(partial(begin, split), total) for split, total in opened.totals.items()
     }, opened.revision
 
 
@@ -515,7 +515,7 @@ def prepare_geometry3k(
             f"seed: {chosen_options.seed} has nothing to choose without --limit; give both or none"
         )
 
-    def begin() -> tuple[dict[str, Any], dict[str, SplitReads]]:
+    def begin() -> tuple[dict[str, Any], dict[str, SplitRows]]:
         """Open the source, and return its description and the chosen rows of each split."""
         splits, commit = open_source(
             source,
@@ -528,7 +528,7 @@ def prepare_geometry3k(
             "source": f"geometry3k/{source}",
             "input": location or PRESET_ID,
         }
-        description |= {"revision": commit, "arguments": recorded(asdict(chosen_options))}
+        description |= {"revision": commit, "arguments": recorded_options(asdict(chosen_options))}
         return description, {
             split: _chosen_of(split, rows, chosen_options) for split, rows in splits.items()
         }
@@ -539,7 +539,7 @@ def prepare_geometry3k(
     return prepare(output, chosen_options, begin, features, workers=workers, overwrite=overwrite)
 
 
-def _chosen_of(split: str, rows: SplitReads, options: Options) -> SplitReads:
+def _chosen_of(split: str, rows: SplitRows, options: Options) -> SplitRows:
     """Return the rows of one split that `limit` and `seed` choose; each split is drawn by itself."""
     assert rows.total is not None
     count = min(rows.total, options.limit or rows.total)
@@ -547,10 +547,10 @@ def _chosen_of(split: str, rows: SplitReads, options: Options) -> SplitReads:
     if options.seed is not None and count < rows.total:
         chosen = set(random.Random(f"{options.seed}/{split}").sample(range(rows.total), count))
 
-    def problems() -> Reads:
+    def problems() -> RowReaders:
         # `islice` ends without reading the rest of the source.
         return islice(
             (read for index, read in enumerate(rows.problems()) if index in chosen), count
         )
 
-    return SplitReads(problems, count)
+    return SplitRows(problems, count)

@@ -19,15 +19,15 @@ from adora_vl.synthetic.drawing import OVERSAMPLING, Canvas
 from data_prep.logic_forms import in_words
 
 # The longer side of a picture, and the height of a label, in pixels.
-_SIZE = 480
-_FONT = 19
+_PICTURE_PIXELS = 480
+_FONT_PIXELS = 19
 # The range in which the points lie, and the white around everything, in shares of the picture.
-_FRAME = (0.14, 0.86)
-_PAD = 0.02
+_DIAGRAM_RANGE = (0.14, 0.86)
+_MARGIN = 0.02
 # The side of a right angle's square, the radius of an angle's arc, and half a tick.
-_RIGHT = 0.03
-_ARC = 0.055
-_STROKE = 0.014
+_RIGHT_ANGLE_SIDE = 0.03
+_ANGLE_RADIUS = 0.055
+_HALF_TICK = 0.014
 _LATEX = (
     (r"\\sqrt\{([^{}]*)\}", r"√\1"),
     (r"\\frac\{([^{}]*)\}\{([^{}]*)\}(?=[a-z])", r"(\1/\2)"),
@@ -48,12 +48,12 @@ def can_be_drawn(form: Form) -> bool:
     return bool(form.points) and needed <= form.points.keys()
 
 
-def drawn(form: Form) -> Image.Image:
+def draw_form(form: Form) -> Image.Image:
     """Draw the diagram of a form, black on white; `can_be_drawn` has to hold."""
     return _Diagram(form).picture()
 
 
-def drawn_legibly(form: Form) -> Image.Image | None:
+def draw_if_legible(form: Form) -> Image.Image | None:
     """Draw the diagram of a form; `can_be_drawn` has to hold.
 
     None is returned where a label hides another one or a point.
@@ -113,16 +113,17 @@ class _Diagram:
         xs = [point.real for point in extent]
         ys = [point.imag for point in extent]
         size = max(max(xs) - min(xs), max(ys) - min(ys)) or 1
-        scale = (_FRAME[1] - _FRAME[0]) / size
+        scale = (_DIAGRAM_RANGE[1] - _DIAGRAM_RANGE[0]) / size
         origin = complex(min(xs), min(ys))
         self.at = {
-            name: scale * (point - origin) + _FRAME[0] * (1 + 1j) for name, point in sources.items()
+            name: scale * (point - origin) + _DIAGRAM_RANGE[0] * (1 + 1j)
+            for name, point in sources.items()
         }
         self.middle = sum(self.at.values()) / len(self.at)
         self.radii = {circle: scale * radius for circle, radius in source_radii.items()}
         file = Path(mpl.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"  # has a root and a π
-        self.font = ImageFont.truetype(str(file), OVERSAMPLING * _FONT)
-        self.canvas = Canvas(_SIZE, font=self.font)
+        self.font = ImageFont.truetype(str(file), OVERSAMPLING * _FONT_PIXELS)
+        self.canvas = Canvas(_PICTURE_PIXELS, font=self.font)
         self.ink: list[complex] = []  # points on what is drawn
         self.boxes: list[_Box] = []  # of all labels so far
 
@@ -133,45 +134,45 @@ class _Diagram:
         come before the names of points, and what stands below comes last.
         """
         for row in self.form.rows:
-            self._line(*(self.at[name] for name in row))
+            self._draw_line(*(self.at[name] for name in row))
         for (centre, _), radius in self.radii.items():
             point = self.at[centre]
             self.canvas.circle((point.real, point.imag), radius)
             self.canvas.dot((point.real, point.imag))
             self.ink += [point + rect(radius, step / 60) for step in range(377)]
-        marked_terms = self._marks()
+        marked_terms = self._draw_marks()
         sentences = []
         for term in self.form.terms:
-            if term and term not in marked_terms and not self._value(term):
+            if term and term not in marked_terms and not self._write_value(term):
                 sentences.append(in_words(term))
         for name, point in self.at.items():
             places = []
             for distance in (0.032, 0.045, 0.06, 0.08, 0.1):
                 for sixteenth in range(16):
                     places.append(point + rect(distance, sixteenth * math.pi / 8))
-            self._label(name, places)
+            self._write_label(name, places)
         self._write_below(sentences)
-        return self._cut_out()
+        return self._cropped_picture()
 
     def _write_below(self, sentences: Sequence[str | None]) -> None:
         """Write sentences below the figure, each once, one a line."""
         bottom = max([point.imag for point in self.ink] + [box[3] for box in self.boxes])
         for number, text in enumerate(dict.fromkeys(filter(None, sentences)), start=1):
             y = min(0.985, bottom + 0.045 * number)
-            self._label(plain(text, words=True), [complex(0.5, y)])
+            self._write_label(plain(text, words=True), [complex(0.5, y)])
 
-    def _cut_out(self) -> Image.Image:
+    def _cropped_picture(self) -> Image.Image:
         """Return the part of the canvas that has something on it, with a white edge."""
         boxes = list(self.boxes)
         for point in self.ink:
             boxes.append((point.real, point.imag, point.real, point.imag))
         edges = (
-            min(box[0] for box in boxes) - _PAD,
-            min(box[1] for box in boxes) - _PAD,
-            max(box[2] for box in boxes) + _PAD,
-            max(box[3] for box in boxes) + _PAD,
+            min(box[0] for box in boxes) - _MARGIN,
+            min(box[1] for box in boxes) - _MARGIN,
+            max(box[2] for box in boxes) + _MARGIN,
+            max(box[3] for box in boxes) + _MARGIN,
         )
-        left, top, right, bottom = [round(_SIZE * min(1, max(0, edge))) for edge in edges]
+        left, top, right, bottom = [round(_PICTURE_PIXELS * min(1, max(0, edge))) for edge in edges]
         return self.canvas.picture().crop((left, top, right, bottom))
 
     def is_legible(self) -> bool:
@@ -186,14 +187,14 @@ class _Diagram:
                 return False
         return True
 
-    def _line(self, *points: complex) -> None:
+    def _draw_line(self, *points: complex) -> None:
         """Draw a line through points, and note the ink on it."""
         self.canvas.line(*((point.real, point.imag) for point in points))
         for start, end in pairwise(points):
             steps = max(2, int(abs(end - start) / 0.006))
             self.ink += [start + (end - start) * step / steps for step in range(steps + 1)]
 
-    def _value(self, term: Term) -> bool:
+    def _write_value(self, term: Term) -> bool:
         """Write the value of a length, an angle or an arc into the picture, if a term has one.
 
         Returns whether it has, or needs no words, as that a point lies on a line.
@@ -214,24 +215,24 @@ class _Diagram:
         text = number[1] if number else plain(value.head)
         degrees = f"{text}°" if re.fullmatch(r"[\w.]+", text) else f"({text})°"
         if (measure.head, subject.head, len(subject.names)) == ("LengthOf", "Line", 2):
-            self._beside(self.at[subject.names[0]], self.at[subject.names[1]], text)
+            self._write_beside(self.at[subject.names[0]], self.at[subject.names[1]], text)
             return True
         if (measure.head, subject.head, len(subject.names)) == ("MeasureOf", "Angle", 3):
             if number:
-                self._in_angle(subject.names, text, arcs=0, nearest=0.045)
+                self._write_in_angle(subject.names, text, arcs=0, nearest=0.045)
             else:
-                self._in_angle(subject.names, degrees, arcs=1, nearest=0.08)
+                self._write_in_angle(subject.names, degrees, arcs=1, nearest=0.08)
             return True
         if measure.head == "MeasureOf" and subject.head == "Arc":
-            return self._at_arc(subject.names, degrees)
+            return self._write_at_arc(subject.names, degrees)
         return False
 
-    def _in_angle(self, names: Sequence[str], text: str, arcs: int, nearest: float) -> None:
+    def _write_in_angle(self, names: Sequence[str], text: str, arcs: int, nearest: float) -> None:
         """Draw arcs in an angle, and write a text between its sides, `nearest` or further out."""
-        corner, start, turn = self._angle(names)
-        self._arcs(names, arcs)
+        corner, start, turn = self._corner_and_turn(names)
+        self._draw_arcs(names, arcs)
         # Closer to the corner than this the text would not fit between the sides.
-        between_sides = 0.5 * (self._width(text) + 0.02) / max(0.1, abs(math.sin(turn / 2)))
+        between_sides = 0.5 * (self._text_width(text) + 0.02) / max(0.1, abs(math.sin(turn / 2)))
         min_distance = max(nearest, min(0.16, between_sides))
         shorter_side = min(abs(self.at[name] - corner) for name in (names[0], names[2]))
         places = []
@@ -239,9 +240,9 @@ class _Diagram:
             distance = min(0.8 * shorter_side, min_distance + 0.012 * step)
             for share in (0.5, 0.4, 0.6):
                 places.append(corner + rect(distance, start + share * turn))
-        self._label(text, places)
+        self._write_label(text, places)
 
-    def _at_arc(self, names: Sequence[str], text: str) -> bool:
+    def _write_at_arc(self, names: Sequence[str], text: str) -> bool:
         """Write a text outside of an arc, and return whether a circle has its ends."""
         ends = {names[0], names[-1]}
         # The first circle that both ends lie on.
@@ -252,34 +253,37 @@ class _Diagram:
             return False
         centre = self.at[circle[0]]
         if len(names) == 2:  # the smaller of the two arcs
-            _, start, turn = self._angle((names[0], circle[0], names[-1]))
+            _, start, turn = self._corner_and_turn((names[0], circle[0], names[-1]))
             direction = start + turn / 2
         else:  # the point between the ends says which of the two arcs it is
             direction = phase(self.at[names[1]] - centre)
         # 0.03 of the canvas keep the text clear of the circle. It is wider than high, so most of
         # its half width counts.
-        distance = self.radii[circle] + 0.03 + 0.4 * self._width(text)
-        self._label(
+        distance = self.radii[circle] + 0.03 + 0.4 * self._text_width(text)
+        self._write_label(
             text, [centre + rect(distance, direction + turned) for turned in (0, 0.15, -0.15, 0.3)]
         )
         return True
 
-    def _beside(self, start: complex, end: complex, text: str) -> None:
+    def _write_beside(self, start: complex, end: complex, text: str) -> None:
         """Write a text beside a segment, rather on the side away from the figure's middle."""
         normal = rect(1, phase(end - start) + math.pi / 2)
         outward = ((start + end) / 2 - self.middle) * normal.conjugate()
         normal *= 1 if outward.real >= 0 else -1
         # Half the text's size in the direction of the normal.
-        half_size = abs(normal.real) * self._width(text) / 2 + abs(normal.imag) * _FONT / _SIZE / 2
+        half_size = (
+            abs(normal.real) * self._text_width(text) / 2
+            + abs(normal.imag) * _FONT_PIXELS / _PICTURE_PIXELS / 2
+        )
         # The nearest places come first, then those nearest to the middle of the segment.
         places = []
         for gap in (0.008, 0.014, 0.022):
             for share in (0.5, 0.4, 0.6, 0.3, 0.7):
                 for side in (1, -1):
                     places.append(start + (end - start) * share + side * (half_size + gap) * normal)
-        self._label(text, places)
+        self._write_label(text, places)
 
-    def _angle(self, names: Sequence[str]) -> tuple[complex, float, float]:
+    def _corner_and_turn(self, names: Sequence[str]) -> tuple[complex, float, float]:
         """Return the corner of an angle, the direction of its first side, and the turn to the second.
 
         Both are in radians, and the turn is at most half a turn either way.
@@ -289,14 +293,16 @@ class _Diagram:
         turn = (phase(second - corner) - start + math.pi) % (2 * math.pi) - math.pi
         return corner, start, turn
 
-    def _arcs(self, names: Sequence[str], count: int) -> None:
+    def _draw_arcs(self, names: Sequence[str], count: int) -> None:
         """Draw `count` arcs in an angle, one outside of another."""
-        corner, start, turn = self._angle(names)
+        corner, start, turn = self._corner_and_turn(names)
         for number in range(count):
-            radius = _ARC + 0.014 * number
-            self._line(*(corner + rect(radius, start + turn * step / 12) for step in range(13)))
+            radius = _ANGLE_RADIUS + 0.014 * number
+            self._draw_line(
+                *(corner + rect(radius, start + turn * step / 12) for step in range(13))
+            )
 
-    def _strokes(
+    def _draw_strokes(
         self, names: Sequence[str], towards: complex, count: int, wing: float, part: float
     ) -> None:
         """Draw ticks or arrow heads on a segment: strokes with two wings.
@@ -310,14 +316,16 @@ class _Diagram:
         along = phase(end - start)
         for number in range(count):
             tip = start + part * (end - start) + rect(0.011 * (number - (count - 1) / 2), along)
-            self._line(tip + rect(_STROKE, along + wing), tip, tip + rect(_STROKE, along - wing))
+            self._draw_line(
+                tip + rect(_HALF_TICK, along + wing), tip, tip + rect(_HALF_TICK, along - wing)
+            )
 
-    def _marks(self) -> list[Term]:
+    def _draw_marks(self) -> list[Term]:
         """Draw right angles, arrows of parallels, ticks of equal lengths, arcs of equal angles.
 
         Returns the facts that have such a mark.
         """
-        marked_terms = self._right_angles()
+        marked_terms = self._draw_right_angles()
         for head, measure, points in (
             ("Parallel", "Line", 2),
             ("Equals", "LengthOf", 2),
@@ -328,11 +336,11 @@ class _Diagram:
             for number, group in enumerate(map(sorted, groups), start=1):
                 for names in group:
                     if measure == "MeasureOf":
-                        self._arcs(names, number + 1)  # one arc belongs to a value
+                        self._draw_arcs(names, number + 1)  # one arc belongs to a value
                         continue
                     towards = self.at[group[0][1]] - self.at[group[0][0]]
                     is_arrow = measure == "Line"
-                    self._strokes(
+                    self._draw_strokes(
                         names,
                         towards=towards,
                         count=number,
@@ -341,7 +349,7 @@ class _Diagram:
                     )
         return marked_terms
 
-    def _right_angles(self) -> list[Term]:
+    def _draw_right_angles(self) -> list[Term]:
         """Draw a square at each right angle, and return the facts that have one."""
         marked_terms = []
         corners: set[tuple[int, int]] = set()
@@ -357,9 +365,11 @@ class _Diagram:
             sides = []
             for line in term.arguments:
                 far_end = max((self.at[name] - corner for name in line.names), key=abs)
-                sides.append(rect(_RIGHT, phase(far_end)))
+                sides.append(rect(_RIGHT_ANGLE_SIDE, phase(far_end)))
             first_side, second_side = sides
-            self._line(corner + first_side, corner + first_side + second_side, corner + second_side)
+            self._draw_line(
+                corner + first_side, corner + first_side + second_side, corner + second_side
+            )
         return marked_terms
 
     def _equal_parts(
@@ -411,14 +421,14 @@ class _Diagram:
         """Return the places of points by their names."""
         return [self.at[name] for name in names]
 
-    def _width(self, text: str) -> float:
+    def _text_width(self, text: str) -> float:
         """Return the width of a text, as a share of the picture."""
-        return float(self.font.getlength(text)) / (OVERSAMPLING * _SIZE)
+        return float(self.font.getlength(text)) / (OVERSAMPLING * _PICTURE_PIXELS)
 
-    def _label(self, text: str, points: Sequence[complex]) -> None:
+    def _write_label(self, text: str, points: Sequence[complex]) -> None:
         """Write a text at the first of the places at which it hides least."""
-        half_width = self._width(text) / 2 + 0.004
-        half_height = _FONT / _SIZE / 2
+        half_width = self._text_width(text) / 2 + 0.004
+        half_height = _FONT_PIXELS / _PICTURE_PIXELS / 2
 
         def box_at(point: complex) -> _Box:
             """Return the box of the text around a point."""

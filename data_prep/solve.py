@@ -8,7 +8,6 @@ import argparse
 import gzip
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,16 +21,16 @@ from adora_vl.geometry.figure import Verdict
 from adora_vl.geometry.forms import Form, form_of
 from adora_vl.geometry.text import form_of_text
 from adora_vl.geometry.verdict import verdict
-from adora_vl.utils.cli import amount, optional, path, read_json, whole
+from adora_vl.utils.cli import Commands, amount, optional, path, read_json, whole
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file, written_to
 
 MAX_SHOWN = 12  # problems of one kind in the table for a person
 _MAX_BYTES = 64 * 2**20  # of a file of facts
 # A label counts as the value where it was rounded as books round: by so much, or by this share.
-_ROUNDED = 0.06
-_ROUNDED_SHARE = 0.006
-_GOLDS = Columns(
+_ROUNDING = 0.06
+_ROUNDING_SHARE = 0.006
+_LABEL_COLUMNS = Columns(
     problem="messages|problem|question|query|prompt|conversations",
     answer="solution|answer|gold|response|label",
     images=("images|image",),
@@ -50,7 +49,7 @@ _KINDS = (
 
 
 @dataclass(frozen=True)
-class Solved:
+class SolvedProblem:
     """One problem with its verdict, and its label where there is one."""
 
     id: str
@@ -66,7 +65,7 @@ class Solved:
         number = None if self.gold is None else number_of(self.gold)
         if number is None or self.verdict.value is None:
             return None
-        return abs(self.verdict.value - number) <= max(_ROUNDED, _ROUNDED_SHARE * abs(number))
+        return abs(self.verdict.value - number) <= max(_ROUNDING, _ROUNDING_SHARE * abs(number))
 
     @property
     def kind(self) -> str:
@@ -92,13 +91,14 @@ class Solved:
         }
 
 
-def forms_in(file: Path) -> dict[str, Form]:
-    """The forms of a file: logic forms (.json, .json.gz) by their names, or the text form of one
-    problem.
+def read_forms_or_text(file: Path) -> dict[str, Form]:
+    """Read the forms of a file: logic forms (.json, .json.gz) by name, or the text of one problem.
+
+    The names are the keys of the JSON, or the name of the file for a single problem.
 
     Raises `UserError` with the problem and what is wrong with it.
     """
-    content = _content(file)
+    content = _file_content(file)
     suffixes = file.name.lower().removesuffix(".gz")
     if not suffixes.endswith(".json"):
         try:
@@ -130,7 +130,11 @@ def forms_in(file: Path) -> dict[str, Form]:
     return forms
 
 
-def _content(file: Path) -> bytes:
+def _file_content(file: Path) -> bytes:
+    """Return the bytes of a file, unpacked where it is a .gz.
+
+    Raises `UserError` for one that cannot be read, or is too large.
+    """
     try:
         content = file.read_bytes()
         if file.suffix.lower() == ".gz":
@@ -142,22 +146,23 @@ def _content(file: Path) -> bytes:
     return content
 
 
-def golds_in(file: Path) -> dict[str, str]:
-    """The labels of a table by the numbers of their problems, which stand in `id` or in the paths
-    of its images.
+def read_labels(file: Path) -> dict[str, str]:
+    """Read the labels of a table, by the numbers of their problems.
+
+    The number stands in the column `id`, or in the paths of the images.
 
     Raises `UserError` for a row that has neither, and for a table that cannot be read.
     """
     golds: dict[str, str] = {}
-    for parts in open_local(file, _GOLDS).parts.values():
+    for parts in open_local(file, _LABEL_COLUMNS).parts.values():
         for part in parts:
             for where, record in part.begin():
                 if isinstance(record, BadRecord):
                     raise UserError(
                         f"golds: {where} of {str(file)!r}: {record.wrong}; {record.remedy}"
                     )
-                gold = record.get(_GOLDS.answer)
-                number = _number_of_row(record)
+                gold = record.get(_LABEL_COLUMNS.answer)
+                number = _problem_number(record)
                 if number is None or not isinstance(gold, str | int | float):
                     lacks = "a number in its id or in a path such as test/2401/img_diagram.png"
                     lacks = lacks if number is None else "an answer that is a text or a number"
@@ -166,55 +171,59 @@ def golds_in(file: Path) -> dict[str, str]:
     return golds
 
 
-def _number_of_row(record: Mapping[str, Any]) -> str | None:
+def _problem_number(record: Mapping[str, Any]) -> str | None:
+    """Return the number of a row's problem, from its id or the path of its image, or None."""
     row_id = record.get("id")
     if row_id is not None and str(row_id).strip():
         return str(row_id).split("/")[-1]
-    paths = record.get(_GOLDS.images[0])
-    match = re.search(
-        r"(?:^|[/\"'])(\d+)/[^/]*$", str(paths[0] if isinstance(paths, list) else paths)
-    )
+    paths = record.get(_LABEL_COLUMNS.images[0])
+    image_path = str(paths[0] if isinstance(paths, list) else paths)
+    match = re.search(r"(?:^|[/\"'])(\d+)/[^/]*$", image_path)
     return match[1] if match else None
 
 
-def solved(
+def solve_forms(
     forms: Mapping[str, Form],
     golds: Mapping[str, str],
     *,
     looks: bool = False,
     repair: bool = False,
-) -> Iterator[Solved]:
-    """Solve forms one by one. `looks` and `repair`: what needs these counts as answered too."""
+) -> Iterator[SolvedProblem]:
+    """Solve forms one by one, and yield each with its label.
+
+    `looks` counts as answered what needs what only the picture shows, and `repair` what needs a
+    contradicting fact left out or rounded; else these values are suggestions alone.
+    """
     for name, form in forms.items():
         result = verdict(form)
-        is_seen = result.how == "looks" and looks
-        is_repaired = result.how in ("without a fact", "rounded") and repair
-        if result.value is not None and (is_seen or is_repaired):
+        counts_by_looks = looks and result.how == "looks"
+        counts_by_repair = repair and result.how in ("without a fact", "rounded")
+        if result.value is not None and (counts_by_looks or counts_by_repair):
             result = replace(result, status="answered")
-        yield Solved(id=name, verdict=result, gold=golds.get(name))
+        yield SolvedProblem(id=name, verdict=result, gold=golds.get(name))
 
 
-def table_of(problems: Sequence[Solved], *, labelled: bool) -> str:
+def table_of(problems: Sequence[SolvedProblem], *, labelled: bool) -> str:
     """Return the counts, and what a person should look at, the worst kind first."""
-    lines = [_counts(problems, labelled=labelled)]
+    lines = [_count_lines(problems, labelled=labelled)]
     for kind in _KINDS:
         of_kind = [problem for problem in problems if problem.kind == kind]
         if not of_kind:
             continue
         lines += ["", f"{kind}: {len(of_kind)}"]
-        lines += [f"  {_line(problem)}" for problem in of_kind[:MAX_SHOWN]]
+        lines += [f"  {_problem_line(problem)}" for problem in of_kind[:MAX_SHOWN]]
         if len(of_kind) > MAX_SHOWN:
             lines.append(f"  and {len(of_kind) - MAX_SHOWN} more, which --output has")
     return "\n".join(lines)
 
 
-def _line(problem: Solved) -> str:
+def _problem_line(problem: SolvedProblem) -> str:
+    """Return a problem in a line: its label, the value that was computed, and the reason."""
     label = "" if problem.gold is None else f"label {problem.gold}, "
-    value = (
-        ""
-        if problem.verdict.value is None
-        else f"value {problem.verdict.answer or f'{problem.verdict.value:.6g}'}, "
-    )
+    value = ""
+    if problem.verdict.value is not None:
+        shortest_form = problem.verdict.answer or f"{problem.verdict.value:.6g}"
+        value = f"value {shortest_form}, "
     return f"{problem.id}: {label}{value}{problem.verdict.why}"
 
 
@@ -226,30 +235,31 @@ _PHRASE_OF_BASIS = {
 }
 
 
-def _counts(problems: Sequence[Solved], *, labelled: bool) -> str:
+def _count_lines(problems: Sequence[SolvedProblem], *, labelled: bool) -> str:
     """Return how many problems have which status, by how they were solved, for a person.
 
     `labelled`: also say how many of the values are those of the labels.
     """
-    rows = Counter((problem.verdict.status, problem.verdict.how) for problem in problems)
+    problems_by_kind: dict[tuple[str, str], list[SolvedProblem]] = {}
+    for problem in problems:
+        status_and_basis = (problem.verdict.status, problem.verdict.how)
+        problems_by_kind.setdefault(status_and_basis, []).append(problem)
+
+    def answered_and_frequent_first(kind: tuple[str, str]) -> tuple[bool, int]:
+        """Return the key by which the lines are sorted."""
+        return kind[0] != "answered", -len(problems_by_kind[kind])
+
     lines = [f"{amount(len(problems), 'problem')}"]
-    for (status, basis), count in sorted(
-        rows.items(), key=lambda item: (item[0][0] != "answered", -item[1])
-    ):
-        by = _PHRASE_OF_BASIS.get(basis, basis)
-        line = f"  {status:<10} {by:<32} {count:>6}  {count / len(problems):6.1%}"
-        if labelled:
-            agree = [
-                problem.agrees
-                for problem in problems
-                if (problem.verdict.status, problem.verdict.how) == (status, basis)
-            ]
-            comparisons = [agrees for agrees in agree if agrees is not None]
-            line += (
-                f"  {comparisons.count(True)} as labelled, {comparisons.count(False)} not"
-                if comparisons
-                else ""
-            )
+    for kind in sorted(problems_by_kind, key=answered_and_frequent_first):
+        status, basis = kind
+        count = len(problems_by_kind[kind])
+        phrase = _PHRASE_OF_BASIS.get(basis, basis)
+        line = f"  {status:<10} {phrase:<32} {count:>6}  {count / len(problems):6.1%}"
+        comparisons = [
+            problem.agrees for problem in problems_by_kind[kind] if problem.agrees is not None
+        ]
+        if labelled and comparisons:
+            line += f"  {comparisons.count(True)} as labelled, {comparisons.count(False)} not"
         lines.append(line)
     answered = [problem for problem in problems if problem.verdict.status == "answered"]
     lines.append(
@@ -258,19 +268,19 @@ def _counts(problems: Sequence[Solved], *, labelled: bool) -> str:
     if labelled:
         compared = [problem for problem in answered if problem.agrees is not None]
         right = [problem for problem in compared if problem.agrees]
-        valued = [problem for problem in problems if problem.agrees]
+        right_with_suggestions = [problem for problem in problems if problem.agrees]
         lines.append(
             f"  of {len(compared)} answers with a numeric label {len(right)} are as labelled"
             f" ({len(right) / max(1, len(compared)):.1%})"
         )
         lines.append(
-            f"  with the suggestions beside open and contradictory ones {len(valued)} are as "
-            f"labelled ({len(valued) / len(problems):.1%} of all)"
+            f"  with the suggestions beside open and contradictory ones {len(right_with_suggestions)} are as "
+            f"labelled ({len(right_with_suggestions) / len(problems):.1%} of all)"
         )
     return "\n".join(lines)
 
 
-def add_solve(commands: Any) -> None:
+def add_solve(commands: Commands) -> None:
     """Add the command to the parser of `python -m data_prep`."""
     command = commands.add_parser(
         "solve", help="compute the answers of diagrams from their facts, and check labels"
@@ -315,18 +325,22 @@ def add_solve(commands: Any) -> None:
 
 
 def _solve(arguments: argparse.Namespace) -> None:
-    forms = forms_in(arguments.facts)
-    golds = golds_in(arguments.golds) if arguments.golds is not None else {}
+    """Run `solve`: solve the problems of a file, and print and write what was found.
+
+    Raises `UserError` for labels of other problems, and for a picture of several problems.
+    """
+    forms = read_forms_or_text(arguments.facts)
+    golds = read_labels(arguments.golds) if arguments.golds is not None else {}
     if golds:
-        both = {name: form for name, form in forms.items() if name in golds}
-        if not both:
-            some = next(iter(golds))
+        labelled_forms = {name: form for name, form in forms.items() if name in golds}
+        if not labelled_forms:
+            first_label = next(iter(golds))
             raise UserError(
                 f"golds: none of its {amount(len(golds), 'row')} is a problem of "
-                f"{str(arguments.facts)!r}; the first is {some!r}, and there "
+                f"{str(arguments.facts)!r}; the first is {first_label!r}, and there "
                 f"{next(iter(forms))!r}"
             )
-        forms = both
+        forms = labelled_forms
     forms = dict(list(forms.items())[: arguments.limit])
     is_text = not arguments.facts.name.lower().removesuffix(".gz").endswith(".json")
     if arguments.picture is not None and not is_text:
@@ -334,22 +348,22 @@ def _solve(arguments: argparse.Namespace) -> None:
             "picture: it is for a text of facts alone; leave --picture out, or give one problem "
             "as a text"
         )
-    problems = list(solved(forms, golds=golds, looks=arguments.looks, repair=arguments.repair))
+    problems = list(solve_forms(forms, golds=golds, looks=arguments.looks, repair=arguments.repair))
     if arguments.output is not None:
         lines = [json.dumps(problem.record(), ensure_ascii=False) for problem in problems]
         with written_to("output", arguments.output):
             replace_file(arguments.output, "".join(f"{line}\n" for line in lines))
     if is_text:
-        print(_said(problems[0], next(iter(forms.values()))))
-        _draw(problems[0].verdict, arguments)
+        print(_verdict_in_words(problems[0], next(iter(forms.values()))))
+        _write_picture(problems[0].verdict, arguments)
     else:
         print(table_of(problems, labelled=bool(golds)))
         if arguments.output is not None:
             print(f"\n{arguments.output}: {amount(len(problems), 'line')}")
 
 
-def _said(problem: Solved, form: Form) -> str:
-    """The verdict on one problem in a line: `AC = 4.514 (no short form), determined by the facts`."""
+def _verdict_in_words(problem: SolvedProblem, form: Form) -> str:
+    """Return the verdict on one problem in a line: `AC = 4.514 (no short form), determined by the facts`."""
     from adora_vl.geometry.shapes import terms_of
     from adora_vl.geometry.words import words_of
 
@@ -361,32 +375,33 @@ def _said(problem: Solved, form: Form) -> str:
     if result.value is None:
         return f"{result.status}: {result.why}"
     value = f"{result.value:.10g}"
-    short = f"{result.answer}" if result.answer is not None else f"{value} (no short form)"
-    if result.answer is not None and result.answer != value:
-        short = f"{result.answer} = {value}"
-    return (
-        f"{goal_words} = {short}   "
-        f"{'' if result.status == 'answered' else f'{result.status}: '}{result.why}"
-    )
+    if result.answer is None:
+        spelling = f"{value} (no short form)"
+    elif result.answer == value:
+        spelling = value
+    else:
+        spelling = f"{result.answer} = {value}"
+    status = "" if result.status == "answered" else f"{result.status}: "
+    return f"{goal_words} = {spelling}   {status}{result.why}"
 
 
-def _draw(result: Verdict, arguments: argparse.Namespace) -> None:
+def _write_picture(result: Verdict, arguments: argparse.Namespace) -> None:
     """Write the figure beside the text, or to `--picture`; say so where there is none."""
     if result.figure is None:
         if arguments.picture is not None:
             print("no picture: there is no figure with places")
         return
-    from adora_vl.data.images import (
-        png_bytes,
-    )  # Pillow and matplotlib are of no use for logic forms
-    from data_prep.redraw import can_be_drawn, drawn
+    # Pillow and matplotlib are of no use for logic forms.
+    from adora_vl.data.images import png_bytes
+    from data_prep.redraw import can_be_drawn, draw_form
 
     file = arguments.picture or arguments.facts.with_suffix(".png")
+    # A form has y downwards, as a picture has it, and a figure upwards.
     points = {name: (x, -y) for name, (x, y) in result.figure.at.items()}
     form = replace(result.figure.form, points=points)
     if not can_be_drawn(form):
         print("no picture: not all points of the facts have a place")
         return
     with written_to("picture", file):
-        replace_file(file, png_bytes(drawn(form)))
+        replace_file(file, png_bytes(draw_form(form)))
     print(f"picture: {file}")

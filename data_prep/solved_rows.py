@@ -1,5 +1,6 @@
-"""Rows of problems whose facts determine their answers: question in words, the solver's answer, the
-figure.
+"""Makes rows of problems whose facts determine their answers.
+
+A row has the question in words, the answer of the solver, and the redrawn figure.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from adora_vl.conversion.columns import PRESETS
-from adora_vl.conversion.pipeline import SplitReads
+from adora_vl.conversion.pipeline import SplitRows
 from adora_vl.conversion.problem import RawProblem
 from adora_vl.data.images import png_bytes
 from adora_vl.geometry.exact import rounded
@@ -25,7 +26,7 @@ from adora_vl.geometry.verdict import verdict
 from adora_vl.utils.cli import amount
 from data_prep.logic_forms import facts_in_words
 from data_prep.question_words import question_in_words
-from data_prep.redraw import can_be_drawn, drawn
+from data_prep.redraw import can_be_drawn, draw_form
 
 if TYPE_CHECKING:
     from datasets import Features
@@ -34,8 +35,8 @@ SOLVED = "geometry3k, solved"  # the source of such rows
 ROUND = "Round to the nearest hundredth."
 _FIRST_TEST = 2401  # Geometry3K's numbers from here on are its test split
 # A label counts as the value where it was rounded as books round: by so much, or by this share.
-_ROUNDED = 0.06
-_ROUNDED_SHARE = 0.006
+_ROUNDING = 0.06
+_ROUNDING_SHARE = 0.006
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def features_with_figure() -> Features:
 
 def solved_problems(
     forms: Mapping[str, Form], texts: Mapping[str, Text] | None
-) -> dict[str, SplitReads]:
+) -> dict[str, SplitRows]:
     """Return the rows of all forms that the facts determine, by split.
 
     Says how many are left out, and why.
@@ -64,11 +65,12 @@ def solved_problems(
     Without `texts` the question of the form is put into words, and the split goes by Geometry3K's
     numbers. With them a label that the facts contradict is refused when its row is read.
     """
-    reads: dict[str, list[Callable[[], RawProblem]]] = {}
+    readers_by_split: dict[str, list[Callable[[], RawProblem]]] = {}
     left_out: Counter[str] = Counter()
-    chosen = (
-        forms if texts is None else {name: form for name, form in forms.items() if name in texts}
-    )
+    chosen = dict(forms)
+    if texts is not None:
+        chosen = {name: form for name, form in forms.items() if name in texts}
+    # Names are numbers without leading zeros, so that the longer one is the larger.
     ordered = sorted(chosen.items(), key=lambda item: (len(item[0]), item[0]))
     for name, form in tqdm(ordered, desc="solve", unit="form", disable=None):
         text = texts[name] if texts is not None else _text_of(name, form)
@@ -82,14 +84,21 @@ def solved_problems(
         if not shows_what_is_asked(form):
             left_out["ask for a point that the picture does not have"] += 1
             continue
-        reads.setdefault(text.split, []).append(partial(_row, name, form, text, result))
+        read_row = partial(_row, name, form, text, result)
+        readers_by_split.setdefault(text.split, []).append(read_row)
     for reason, count in sorted(left_out.items()):
         print(f"{amount(count, 'problem')} left out: they {reason}")
-    return {split: SplitReads(partial(iter, rows), len(rows)) for split, rows in reads.items()}
+    return {
+        split: SplitRows(partial(iter, readers), len(readers))
+        for split, readers in readers_by_split.items()
+    }
 
 
 def solved_figure(form: Form) -> str | None:
-    """The figure of a form whose facts determine its answer, as it is stored; None for any other."""
+    """Return the figure of a form whose facts determine its answer, as it is stored.
+
+    None for any other form.
+    """
     result = verdict(form, looks=False, repair=False)
     if result.status != "answered" or result.figure is None:
         return None
@@ -117,6 +126,10 @@ def shows_what_is_asked(form: Form) -> bool:
 
 
 def _text_of(name: str, form: Form) -> Text | None:
+    """Return the question of a form in words, without a label; None where it has no words.
+
+    The split goes by the number of the problem, which `name` is.
+    """
     problem = question_in_words(form)
     if problem is None:
         return None
@@ -138,7 +151,7 @@ def _row(name: str, form: Form, text: Text, result: Verdict) -> RawProblem:
         split=text.split,
         source=SOLVED,
         origin=f"problem {name}",
-        images=(png_bytes(drawn(drawable(form, result))),),
+        images=(png_bytes(draw_form(drawable(form, result))),),
         problem=problem,
         answer=answer if not text.answer else text.answer,
         extras={
@@ -148,20 +161,23 @@ def _row(name: str, form: Form, text: Text, result: Verdict) -> RawProblem:
         notes={} if facts else {"no_facts": row_id},
     )
     label = number_of(text.answer) if text.answer else None
-    if label is not None and abs(label - result.value) > max(_ROUNDED, _ROUNDED_SHARE * abs(label)):
+    if label is not None and abs(label - result.value) > max(
+        _ROUNDING, _ROUNDING_SHARE * abs(label)
+    ):
         wrong = f"the label is {text.answer!r:.60}, and the facts of its diagram give {answer}"
         raise raw.refuse("other_answer", wrong, "correct the label or the facts of")
     return raw
 
 
 def with_rounding(problem: str, result: Verdict) -> tuple[str, str]:
-    """Return the problem and its answer.
+    """Return the text of a problem, and its answer.
 
-    One without a short form is rounded, and the problem says so.
+    An answer without a short form is rounded, and the text then asks for that.
     """
     assert result.value is not None, "it is answered"
     if result.answer is not None:
         return problem, result.answer
-    return (problem if "ound to the nearest" in problem else f"{problem} {ROUND}"), rounded(
-        result.value, 2
-    )
+    # `Round ...` or `round ...`: the question says already how its answer is rounded.
+    if "ound to the nearest" not in problem:
+        problem = f"{problem} {ROUND}"
+    return problem, rounded(result.value, 2)

@@ -1,5 +1,4 @@
-"""`python -m data_prep variants`: the problems of a prepared folder with other numbers, drawn to
-scale.
+"""`python -m data_prep variants`: problems of a prepared folder with other numbers, to scale.
 
 A variant is decided by the seed, the id of its original and its own number alone: neither
 `--workers` nor `--limit` changes one. Kept are those that the facts determine, with a figure of the
@@ -23,10 +22,10 @@ from typing import Any
 from adora_vl.conversion.pipeline import (
     MAX_WORKERS,
     Cleaning,
-    SplitReads,
+    SplitRows,
     ordered_map,
     prepare,
-    recorded,
+    recorded_options,
     usable_cores,
 )
 from adora_vl.conversion.problem import RawProblem
@@ -42,11 +41,11 @@ from adora_vl.geometry.shapes import UnreadError, terms_of
 from adora_vl.geometry.solve import FigureProblem
 from adora_vl.geometry.vectors import extent_of
 from adora_vl.geometry.verdict import EVALUATIONS, answer_of
-from adora_vl.utils.cli import MAX_SEED, optional, path, whole
+from adora_vl.utils.cli import MAX_SEED, Commands, optional, path, whole
 from adora_vl.utils.errors import UserError
 from data_prep.logic_forms import facts_in_words
 from data_prep.question_words import question_in_words
-from data_prep.redraw import can_be_drawn, drawn_legibly
+from data_prep.redraw import can_be_drawn, draw_if_legible
 from data_prep.solved_rows import features_with_figure, shows_what_is_asked, with_rounding
 from data_prep.survey import print_counts
 
@@ -54,20 +53,23 @@ FAMILY = "variant"
 MAX_PER = 1000
 TRIES = 6  # for each variant
 _PIXELS = 400.0  # of the longer side of the places that a variant begins from
-_KEPT_ANGLES = (30.0, 45.0, 60.0, 90.0, 120.0, 180.0)
-# factors of all lengths, of each, of an angle
-_ALL = (0.7, 1.4)
-_EACH = (0.8, 1.25)
-_ANGLE = (0.8, 1.25)
-_STEPS = (-3, -2, -1, 1, 2, 3)  # of the constant beside a letter
-# shares of the figure's size; degrees
+# Other values of these angles would be another kind of figure, such as no right triangle.
+_UNCHANGED_ANGLES = (30.0, 45.0, 60.0, 90.0, 120.0, 180.0)
+# The ranges of the factors by which all lengths, each length and an angle change.
+_SCALE_RANGE = (0.7, 1.4)
+_LENGTH_RANGE = (0.8, 1.25)
+_ANGLE_RANGE = (0.8, 1.25)
+_CONSTANT_STEPS = (-3, -2, -1, 1, 2, 3)  # of the constant beside a letter
+# The least distance of two points and the least width, as shares of the figure's size, and the
+# least angle that is marked, in degrees. What is smaller cannot be told apart in a picture.
 _LEAST_APART = 0.05
-_LEAST_WIDE = 0.12
+_LEAST_WIDTH = 0.12
 _LEAST_ANGLE = 12.0
-# share of the figure's size that a point is beside a line that it does not lie on
+# The least distance of a point from a line that it does not lie on, as a share of the figure's size.
 _LEAST_BESIDE = 0.03
-_LEVEL = 4.0  # degrees from level or upright that count as such
-_DIGITS = 9
+_LEVEL_DEGREES = 4.0  # degrees from level or upright that count as such
+_DIGITS = 9  # decimals of a stored place; floats of two machines differ in later ones
+# `3x + 5`, a letter with a constant.
 _LINEAR = re.compile(r"(\d*[a-z]) ?([+-]) ?(\d+)")
 
 
@@ -99,9 +101,9 @@ def prepare_variants(
             "with --for-evaluation"
         )
 
-    def begin() -> tuple[dict[str, Any], dict[str, SplitReads]]:
+    def begin() -> tuple[dict[str, Any], dict[str, SplitRows]]:
         """Return what the manifest says of the run, and the rows of the split."""
-        arguments = recorded(asdict(options))
+        arguments = recorded_options(asdict(options))
         description = {
             "source": VARIANTS,
             "input": str(folder),
@@ -109,7 +111,7 @@ def prepare_variants(
             "arguments": arguments,
         }
         return description, {
-            split: SplitReads(partial(_problems, folder, split, options, workers), None)
+            split: SplitRows(partial(_problems, folder, split, options, workers), None)
         }
 
     return prepare(
@@ -141,6 +143,7 @@ def _problems(folder: Path, split: str, options: Variation, workers: int) -> Ite
 
 
 def _return_finished(raw: RawProblem) -> RawProblem:
+    """Return a problem that was made already, in the form of a call that reads it."""
     return raw
 
 
@@ -173,22 +176,22 @@ def _variant(
     original: str, figure: Figure, row_id: str, split: str, rng: random.Random
 ) -> RawProblem | None:
     """Return one try; None where the numbers do not fit, or the picture could not be read."""
-    form = varied(figure, rng)
+    form = form_with_other_numbers(figure, rng)
     if form is None:
         return None
     problem = question_in_words(form)
-    solved = solved_alike(form)
+    solved = solve_variant(form)
     if problem is None or solved is None or not shows_what_is_asked(form):
         return None
     result, at = solved
-    turn = _turn_upright(figure, at)
+    turn = _upright_rotation(figure, at)
     turned = {name: turn * complex(x, y) for name, (x, y) in at.items()}
     drawn_form = replace(
         form, points={name: (location.real, -location.imag) for name, location in turned.items()}
     )
     if not can_be_drawn(drawn_form) or not _is_clear(drawn_form):
         return None
-    picture = drawn_legibly(drawn_form)
+    picture = draw_if_legible(drawn_form)
     if picture is None:
         return None
     problem, answer = with_rounding(problem, result)
@@ -212,14 +215,14 @@ def _variant(
     )
 
 
-def varied(figure: Figure, rng: random.Random) -> Form | None:
+def form_with_other_numbers(figure: Figure, rng: random.Random) -> Form | None:
     """Return the form of a figure with other numbers, its points where the figure has them.
 
     None where no number can change.
 
     Equal numbers of one kind stay equal, and a whole number stays whole.
     """
-    scale = rng.uniform(*_ALL)
+    scale = rng.uniform(*_SCALE_RANGE)
     chosen: dict[tuple[str, str], str] = {}
 
     def changed(text: str) -> str:
@@ -248,18 +251,24 @@ def varied(figure: Figure, rng: random.Random) -> Form | None:
 
 
 def _other_value(unit: str, text: str, scale: float, rng: random.Random) -> str:
+    """Return another value for a number in a fact, as a text; what is no number stays.
+
+    `unit` is `length`, `area` or `degrees`; any other value stays. `scale` is the factor of all
+    lengths of the figure.
+    """
     linear = _LINEAR.fullmatch(text)
     if linear:
-        return f"{linear[1]}{linear[2]}{max(1, int(linear[3]) + rng.choice(_STEPS))}"
+        return f"{linear[1]}{linear[2]}{max(1, int(linear[3]) + rng.choice(_CONSTANT_STEPS))}"
     if not re.fullmatch(r"\d+(?:\.\d+)?", text):
         return text
     value = float(text)
     if unit == "degrees":
-        if value in _KEPT_ANGLES:
+        if value in _UNCHANGED_ANGLES:
             return text
-        new = value * rng.uniform(*_ANGLE)
+        new = value * rng.uniform(*_ANGLE_RANGE)
     elif unit in ("length", "area"):
-        new = value * rng.uniform(*_EACH) * (scale if unit == "length" else scale**2)
+        unit_scale = scale if unit == "length" else scale**2
+        new = value * rng.uniform(*_LENGTH_RANGE) * unit_scale
     else:
         return text
     if value == int(value):
@@ -267,7 +276,7 @@ def _other_value(unit: str, text: str, scale: float, rng: random.Random) -> str:
     return f"{max(0.1, round(new, 1)):g}"
 
 
-def solved_alike(form: Form) -> tuple[Verdict, Mapping[str, tuple[float, float]]] | None:
+def solve_variant(form: Form) -> tuple[Verdict, Mapping[str, tuple[float, float]]] | None:
     """Return the answer of a variant and its places.
 
     None where the facts do not determine a figure of the same kind.
@@ -280,14 +289,9 @@ def solved_alike(form: Form) -> tuple[Verdict, Mapping[str, tuple[float, float]]
         return None
     problem = FigureProblem(reading)
     result = outcome(problem, Budget(EVALUATIONS), starts=4)
-    if (
-        result.status != "answered"
-        or result.solution is None
-        or result.value is None
-        or result.doubled
-    ):
+    if result.status != "answered" or result.solution is None or result.value is None:
         return None
-    if result.solution.faults or result.value <= 0:
+    if result.doubled or result.solution.faults or result.value <= 0:
         return None
     figure = figure_of(problem, result.solution, form)
     value = float(f"{result.value:.10g}")
@@ -296,60 +300,64 @@ def solved_alike(form: Form) -> tuple[Verdict, Mapping[str, tuple[float, float]]
     return solved, figure.at
 
 
-def _turn_upright(original: Figure, at: Mapping[str, tuple[float, float]]) -> complex:
-    """Return the turn that lays a line level or upright that is so in the original's picture.
+def _upright_rotation(original: Figure, at: Mapping[str, tuple[float, float]]) -> complex:
+    """Return the rotation that lays a line as level or upright as the original's picture has it.
+
+    It is a complex number of length 1.
 
     Of several, the longest. A picture that is not to scale lies otherwise than its figure does.
     """
-    best = (0.0, 1 + 0j)
+    longest = 0.0
+    rotation = 1 + 0j
     picture = {name: complex(x, y) for name, (x, y) in original.at.items()}
     picture |= {name: complex(x, -y) for name, (x, y) in original.form.points.items()}
     for row in original.form.rows:
-        ends = (row[0], row[-1])
-        if not set(ends) <= at.keys() or not set(ends) <= picture.keys():
+        start = row[0]
+        end = row[-1]
+        if not {start, end} <= at.keys() & picture.keys():
             continue
-        original_way = picture[ends[1]] - picture[ends[0]]
-        way = complex(*at[ends[1]]) - complex(*at[ends[0]])
+        original_way = picture[end] - picture[start]
+        way = complex(*at[end]) - complex(*at[start])
         for axis in (1, 1j, -1, -1j):
             lean = abs(math.degrees(phase(original_way / axis))) if original_way else 180.0
-            if lean < _LEVEL and way and abs(way) > best[0]:
-                best = (abs(way), axis * abs(way) / way)
-    return best[1]
+            if lean < _LEVEL_DEGREES and way and abs(way) > longest:
+                longest = abs(way)
+                rotation = axis * abs(way) / way
+    return rotation
 
 
 def _is_clear(form: Form) -> bool:
-    """Whether points and marked angles of a figure are far enough from each other to be seen."""
+    """Return whether points and marked angles of a figure are far enough from each other to be seen."""
     used = {name for line in form.lines for name in line}
     places = {name: complex(*form.points[name]) for name in sorted(used) if name in form.points}
     if len(places) < 2:
         return False
     wide, high = extent_of(places.values())
     size = max(wide, high)
-    if min(wide, high) < _LEAST_WIDE * size:
+    if min(wide, high) < _LEAST_WIDTH * size:
+        return False
+    distances = [abs(start - end) for start, end in combinations(places.values(), 2)]
+    if min(distances) < _LEAST_APART * size:
         return False
     if any(
-        abs(first - second) < _LEAST_APART * size
-        for first, second in combinations(places.values(), 2)
+        _has_point_near_line(places, size, row) for row in form.rows if set(row) <= places.keys()
     ):
         return False
-    if any(_is_near(places, size, row) for row in form.rows if set(row) <= places.keys()):
-        return False
-    return all(size_of >= _LEAST_ANGLE for size_of in _marked_angles(form))
+    return all(degrees >= _LEAST_ANGLE for degrees in _marked_angles(form))
 
 
-def _is_near(places: Mapping[str, complex], size: float, row: list[str]) -> bool:
+def _has_point_near_line(places: Mapping[str, complex], size: float, row: list[str]) -> bool:
     """Return whether a point that is not on a line lies so near it that it seems to be."""
     start = places[row[0]]
     way = places[row[-1]] - start
     if not way:
         return True
     for name, location in places.items():
-        along = ((location - start) / way).real
-        if (
-            name not in row
-            and -0.02 < along < 1.02
-            and abs(((location - start) / way).imag * way) < _LEAST_BESIDE * size
-        ):
+        # The real part goes along the line, from 0 at its start to 1 at its end.
+        relative = (location - start) / way
+        is_between_ends = -0.02 < relative.real < 1.02
+        distance = abs(relative.imag * way)
+        if name not in row and is_between_ends and distance < _LEAST_BESIDE * size:
             return True
     return False
 
@@ -366,7 +374,7 @@ def _marked_angles(form: Form) -> Iterator[float]:
                 yield abs(math.degrees(phase((first - corner).conjugate() * (last - corner))))
 
 
-def add_variants(commands: Any) -> None:
+def add_variants(commands: Commands) -> None:
     """Add the command to the parser of `python -m data_prep`."""
     command = commands.add_parser(
         "variants", help="the solved problems of a prepared folder with other numbers, to scale"
@@ -397,6 +405,7 @@ def add_variants(commands: Any) -> None:
 
 
 def _variants(arguments: argparse.Namespace) -> None:
+    """Run `variants`: make the variants, and print how many there are."""
     names = ("per", "seed", "limit", "for_evaluation")
     options = Variation(**{name: getattr(arguments, name) for name in names})
     run_options = {name: getattr(arguments, name) for name in ("workers", "overwrite")}

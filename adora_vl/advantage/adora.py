@@ -104,6 +104,7 @@ class Adora(Method):
             raise ValueError(
                 "criteria: [] is empty; name one or more of length, difficulty, working"
             )
+        # A schedule stays between its first and its last value.
         low, high = sorted(scheduled(self.factor).values)
         if self.mode == "attenuation" and not 0 < low <= high <= 1:
             wrong = high if high > 1 else low
@@ -123,13 +124,18 @@ class Adora(Method):
 
     def is_on(self, step: int) -> bool:
         """Return whether groups get other weights than 1 in a step, counted from 0."""
-        return self.mode != "off" and (self.steps is None or self.steps[0] <= step < self.steps[1])
+        if self.mode == "off":
+            return False
+        if self.steps is None:
+            return True
+        first_step, end_step = self.steps
+        return first_step <= step < end_step
 
     @property
     def plain(self) -> bool:
         return self.mode == "off" or set(scheduled(self.factor).values) == {1.0}
 
-    def assigned(
+    def assign_weights(
         self, weighting: AdoraWeighting, signal_P: Tensor, *, seed: int, step: int
     ) -> AdoraWeighting:
         """Return the weighting with the weights that `assign` says; the criteria are not changed.
@@ -153,20 +159,22 @@ class Adora(Method):
         if self.assign == "criterion" or not self.is_on(step):
             return weighting
         if self.assign == "reversed":
-            marked_P = weighting.tas_P if self.mode == "attenuation" else weighting.tds_P
+            reweighted_P = weighting.tas_P if self.mode == "attenuation" else weighting.tds_P
             factor = scheduled(self.factor).at(step)
-            return replace(
-                weighting, weights_P=torch.where(marked_P, factor, torch.ones_like(weights_P))
-            )
+            reversed_P = torch.where(reweighted_P, factor, torch.ones_like(weights_P))
+            return replace(weighting, weights_P=reversed_P)
         if self.assign == "random":
             digest = hashlib.sha256(f"{seed}/{step}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+            step_seed = int.from_bytes(digest[:8], "big") >> 1  # below 2^63, as torch wants it
+            generator = torch.Generator().manual_seed(step_seed)
+            signal_weights = weights_P[signal_P]
+            order = torch.randperm(len(signal_weights), generator=generator)
             shuffled_P = weights_P.clone()
-            values = weights_P[signal_P]
-            order = torch.randperm(len(values), generator=generator)
-            shuffled_P[signal_P] = values[order.to(values.device)]
+            shuffled_P[signal_P] = signal_weights[order.to(signal_weights.device)]
             return replace(weighting, weights_P=shuffled_P)
-        rate = weights_P[signal_P].mean().item() if bool(signal_P.any()) else 1.0
+        rate = 1.0
+        if bool(signal_P.any()):
+            rate = weights_P[signal_P].mean().item()
         return replace(weighting, weights_P=torch.ones_like(weights_P), rate=rate)
 
     def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
@@ -181,7 +189,8 @@ class Adora(Method):
         if self.assign != "rate":
             return
         accumulated = keys.gradient_accumulation_steps
-        if keys.steps_per_generation * keys.num_iterations % accumulated:
+        micro_batches = keys.steps_per_generation * keys.num_iterations  # of one generation
+        if micro_batches % accumulated:
             raise ValueError(
                 f"steps_per_generation: {keys.steps_per_generation} with assign: rate, which "
                 "needs optimizer steps of one generation each; make steps_per_generation x "
@@ -216,22 +225,24 @@ def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) ->
         )
     if "working" in options.criteria and groups.work_PG is None:
         raise ValueError("criteria: working needs the work of each rollout, which is not measured")
-    verdicts = [_verdict(groups, options, name, step) for name in options.criteria]
-    holds = torch.stack([verdict.holds_P for verdict in verdicts])
-    counts = torch.stack([verdict.counts_P for verdict in verdicts])
+    verdicts = [_verdict_of_criterion(groups, options, name, step) for name in options.criteria]
+    # (criteria, P)
+    holds_KP = torch.stack([verdict.holds_P for verdict in verdicts])
+    applies_KP = torch.stack([verdict.applies_P for verdict in verdicts])
+    is_judged_P = applies_KP.any(dim=0)
     if options.combine == "any":
-        tas_P = (holds & counts).any(dim=0)
-    else:
-        tas_P = (holds | ~counts).all(dim=0) & counts.any(dim=0)
+        tas_P = (holds_KP & applies_KP).any(dim=0)
+    else:  # all of those that say anything
+        tas_P = (holds_KP | ~applies_KP).all(dim=0) & is_judged_P
     # A group of which no criterion says anything keeps its weight.
-    tds_P = ~tas_P & counts.any(dim=0)
+    tds_P = ~tas_P & is_judged_P
     if options.no_correct == "keep":
         tds_P = tds_P & groups.correct_PG.any(dim=1)
-    marked_P = tds_P if options.mode == "attenuation" else tas_P
+    reweighted_P = tds_P if options.mode == "attenuation" else tas_P
     ones_P = torch.ones(len(rewards_PG), dtype=torch.float32, device=rewards_PG.device)
     weights_P = ones_P
     if options.is_on(step):
-        weights_P = torch.where(marked_P, scheduled(options.factor).at(step), ones_P)
+        weights_P = torch.where(reweighted_P, scheduled(options.factor).at(step), ones_P)
     tied_P = torch.stack([verdict.tied_P for verdict in verdicts]).any(dim=0)
     ties_P = tds_P & tied_P
     return AdoraWeighting(
@@ -240,58 +251,71 @@ def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) ->
 
 
 @dataclass(frozen=True)
-class _Verdict:
+class _CriterionVerdict:
     """What one criterion says of each group, (P,) each, bool."""
 
     holds_P: Tensor
-    counts_P: Tensor
-    """Where it says anything."""
+    """Whether the group is advantageous by this criterion."""
+    applies_P: Tensor
+    """Whether the criterion says anything of the group."""
     tied_P: Tensor
-    """Where it compares two equal measures."""
+    """Whether it compares two equal measures."""
 
 
-def _verdict(groups: Groups, options: Adora, criterion: str, step: int) -> _Verdict:
-    """What a criterion says of each group."""
-    everywhere_P = torch.ones_like(groups.scored_PG[:, 0])
+def _verdict_of_criterion(
+    groups: Groups, options: Adora, criterion: str, step: int
+) -> _CriterionVerdict:
+    """Return what a criterion says of each group at a step.
+
+    `criterion`: a word of the option `criteria`.
+    """
+    all_groups_P = torch.ones_like(groups.scored_PG[:, 0])
     if criterion == "difficulty":
         # Paper, Eq. 6, includes a pass rate of 0. `needs_correct` excludes it, so that TAS means
         # hard now, but solvable. A group without a scored rollout has no pass rate, so it is not
         # TAS.
-        counted_PG = groups.correct_PG if options.needs_correct else groups.scored_PG
+        required_PG = groups.correct_PG if options.needs_correct else groups.scored_PG
         is_hard_P = groups.pass_rate_P <= scheduled(options.tau).at(step)
-        return _Verdict(
-            holds_P=counted_PG.any(dim=1) & is_hard_P,
-            counts_P=everywhere_P,
-            tied_P=torch.zeros_like(everywhere_P),
+        return _CriterionVerdict(
+            holds_P=required_PG.any(dim=1) & is_hard_P,
+            applies_P=all_groups_P,
+            tied_P=torch.zeros_like(all_groups_P),
         )
-    by_length = _compared(groups, options, groups.lengths_PG, everywhere_P)
+    by_length = _compare_by_measure(groups, options, groups.lengths_PG, all_groups_P)
     if criterion == "length":
         return by_length
     assert groups.work_PG is not None, "weigh_groups has looked"
     # The paper's inequality with another measure: work that is true and new in place of length.
-    by_work = _compared(groups, options, groups.work_PG, groups.has_work_P)
+    by_work = _compare_by_measure(groups, options, groups.work_PG, groups.has_work_P)
     if options.no_figure == "keep":
         return by_work
-    return _Verdict(
+    return _CriterionVerdict(
         holds_P=torch.where(groups.has_work_P, by_work.holds_P, by_length.holds_P),
-        counts_P=everywhere_P,
+        applies_P=all_groups_P,
         tied_P=torch.where(groups.has_work_P, by_work.tied_P, by_length.tied_P),
     )
 
 
-def _compared(groups: Groups, options: Adora, measure_PG: Tensor, counts_P: Tensor) -> _Verdict:
-    """Whether the largest measure of a correct rollout is above the mean of the wrong ones.
+def _compare_by_measure(
+    groups: Groups, options: Adora, measure_PG: Tensor, applies_P: Tensor
+) -> _CriterionVerdict:
+    """Return whether the largest measure of a correct rollout is above the mean of the wrong ones.
 
     Without an untruncated wrong rollout there is no mean to compare with: the VLM reference takes
     it as +inf, so the group is TDS, the LLM reference as -inf, so it is TAS.
+
+    Args:
+        groups: whole groups.
+        options: what decides ties, and groups without an untruncated wrong rollout.
+        measure_PG: what is compared: the lengths of rollouts, or their work.
+        applies_P: the groups that have such a measure.
     """
     missing_mean = torch.inf if options.empty_wrong == "attenuate" else -torch.inf
-    bound_P = torch.where(
-        groups.finished_wrong_PG.any(dim=1),
-        groups.mean_of_finished_wrong_P(measure_PG),
-        missing_mean,
+    has_finished_wrong_P = groups.finished_wrong_PG.any(dim=1)
+    mean_wrong_P = torch.where(
+        has_finished_wrong_P, groups.mean_of_finished_wrong_P(measure_PG), missing_mean
     )
-    is_above_P = groups.largest_correct_P(measure_PG) > bound_P
+    is_above_P = groups.largest_correct_P(measure_PG) > mean_wrong_P
     tied_P = groups.ties_P(measure_PG)
     holds_P = is_above_P | tied_P if options.ties == "keep" else is_above_P
-    return _Verdict(holds_P=holds_P, counts_P=counts_P, tied_P=tied_P)
+    return _CriterionVerdict(holds_P=holds_P, applies_P=applies_P, tied_P=tied_P)

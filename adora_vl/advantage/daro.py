@@ -45,14 +45,19 @@ def bins_of(pass_rates: Tensor, generations: int) -> Tensor:
     bins; the nearer one is taken.
     """
     right_P = (pass_rates * generations).round().long().clamp(1, generations - 1)
-    return torch.where((pass_rates > 0) & (pass_rates < 1), right_P - 1, OUTSIDE)
+    is_mixed_P = (pass_rates > 0) & (pass_rates < 1)
+    return torch.where(is_mixed_P, right_P - 1, OUTSIDE)
 
 
 def bin_sums(values_PG: Tensor, bins_P: Tensor, bins: int) -> Tensor:
-    """Return the sum of the values in each bin: float64, (bins,)."""
+    """Return the sum of the values in each bin: float64, (bins,).
+
+    `values_PG`: (P, G). `bins_P`: the bin of each prompt; values `OUTSIDE` of all bins are left out.
+    """
     inside_P = bins_P != OUTSIDE
-    zero = torch.zeros(bins, dtype=torch.float64, device=values_PG.device)
-    return zero.index_add(0, bins_P[inside_P], values_PG.to(torch.float64).sum(dim=1)[inside_P])
+    prompt_sums_P = values_PG.to(torch.float64).sum(dim=1)
+    zeros_M = torch.zeros(bins, dtype=torch.float64, device=values_PG.device)
+    return zeros_M.index_add(0, bins_P[inside_P], prompt_sums_P[inside_P])
 
 
 def bin_losses(
@@ -69,7 +74,8 @@ def bin_losses(
     """
     terms_PG = advantages_PG.abs() if measure == "magnitude" else advantages_PG
     terms_M = bin_sums(terms_PG.to(torch.float64) * tokens_PG, bins_P, bins)
-    return terms_M.abs() / bin_sums(tokens_PG, bins_P, bins).clamp(min=1)
+    tokens_M = bin_sums(tokens_PG, bins_P, bins).clamp(min=1)  # an empty bin divides 0 by 1
+    return terms_M.abs() / tokens_M
 
 
 class DaroWeights:
@@ -84,13 +90,16 @@ class DaroWeights:
             floor: the smallest loss of a bin that counts, so that no weight grows beyond 1 / floor.
         """
         self.floor = floor
-        self.logs = [torch.zeros((), dtype=torch.float64, requires_grad=True) for _ in range(bins)]
-        self.optimizer = torch.optim.Adam(self.logs, lr=learning_rate)
+        # v_mu of each bin, a parameter of its own, so that Adam can leave a bin alone
+        self.log_weights = [
+            torch.zeros((), dtype=torch.float64, requires_grad=True) for _ in range(bins)
+        ]
+        self.optimizer = torch.optim.Adam(self.log_weights, lr=learning_rate)
 
     @property
     def weights_M(self) -> Tensor:
         """The weights: positive, float64, (bins,)."""
-        return torch.stack([log.detach().exp() for log in self.logs])
+        return torch.stack([log_weight.detach().exp() for log_weight in self.log_weights])
 
     def update(self, losses_M: Tensor, present_M: Tensor) -> None:
         """Take one optimizer step on `sum w_mu L_mu - ln w_mu`.
@@ -99,12 +108,14 @@ class DaroWeights:
             losses_M: the loss of each bin.
             present_M: which bins occur in the batch, bool; the sum is over these alone.
         """
-        for log, loss, present in zip(
-            self.logs, losses_M.tolist(), present_M.tolist(), strict=True
+        for log_weight, loss, is_present in zip(
+            self.log_weights, losses_M.tolist(), present_M.tolist(), strict=True
         ):
             # the derivative of exp(v) L - v by v; Adam leaves a bin without a gradient, and its
             # moments, alone
-            log.grad = (log.detach().exp() * max(loss, self.floor) - 1) if present else None
+            log_weight.grad = None
+            if is_present:
+                log_weight.grad = log_weight.detach().exp() * max(loss, self.floor) - 1
         self.optimizer.step()
 
     def state(self) -> dict[str, Any]:
@@ -112,28 +123,32 @@ class DaroWeights:
 
         `load` restores it exactly.
         """
-        moments = [self.optimizer.state.get(log, {}) for log in self.logs]
+        adam_states = []
+        for log_weight in self.log_weights:
+            tensors = self.optimizer.state.get(log_weight, {})
+            adam_states.append({name: float(value) for name, value in tensors.items()})
         return {
-            "log_weights": [log.item() for log in self.logs],
-            "adam": [{name: float(value) for name, value in moment.items()} for moment in moments],
+            "log_weights": [log_weight.item() for log_weight in self.log_weights],
+            "adam": adam_states,
         }
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned. Raises `ValueError` if it has another number of bins."""
-        if len(state["log_weights"]) != len(self.logs):
+        if len(state["log_weights"]) != len(self.log_weights):
             raise ValueError(
-                f"DARO: {len(state['log_weights'])} saved weights, but {len(self.logs)} bins"
+                f"DARO: {len(state['log_weights'])} saved weights, but {len(self.log_weights)} bins"
             )
         with torch.no_grad():
-            for log, value, moment in zip(
-                self.logs, state["log_weights"], state["adam"], strict=True
+            for log_weight, value, adam_state in zip(
+                self.log_weights, state["log_weights"], state["adam"], strict=True
             ):
-                log.fill_(value)
-                dtypes = {"step": torch.float32}  # as Adam keeps it
-                self.optimizer.state[log] = {
-                    name: torch.tensor(number, dtype=dtypes.get(name, torch.float64))
-                    for name, number in moment.items()
-                }
+                log_weight.fill_(value)
+                tensors = {}
+                for name, number in adam_state.items():
+                    # as Adam keeps them: its count of steps is in float32
+                    dtype = torch.float32 if name == "step" else torch.float64
+                    tensors[name] = torch.tensor(number, dtype=dtype)
+                self.optimizer.state[log_weight] = tensors
 
 
 @dataclass(frozen=True)
@@ -165,7 +180,7 @@ class Daro(Method):
                 "above 0"
             )
 
-    def weighed(
+    def weigh_advantages(
         self,
         advantages_PG: Tensor,
         tokens_PG: Tensor,
@@ -193,8 +208,9 @@ class Daro(Method):
         if self.by_bin_tokens:
             tokens_M = bin_sums(torch.where(scored_PG, tokens_PG, 0.0), bins_P, len(weights_M))
             factors_M = weights_M * tokens_PG.to(torch.float64).sum() / tokens_M.clamp(min=1)
-        outside = 0.0 if self.drop_outside else 1.0
-        factors_P = torch.where(bins_P == OUTSIDE, outside, factors_M[bins_P.clamp(min=0)])
+        outside_factor = 0.0 if self.drop_outside else 1.0
+        factors_P = factors_M[bins_P.clamp(min=0)]
+        factors_P = torch.where(bins_P == OUTSIDE, outside_factor, factors_P)
         return advantages_PG * factors_P.to(advantages_PG.dtype)[:, None]
 
     def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
@@ -205,29 +221,30 @@ class Daro(Method):
         """
         generations = advantages_PG.shape[1]
         bins = max(1, generations - 1)
-        raw_PG = advantages_PG.cpu()
+        grpo_advantages_PG = advantages_PG.cpu()
         tokens_PG = groups.loss_tokens_PG.cpu()
         scored_PG = groups.scored_PG.cpu()
         bins_P = bins_of(groups.pass_rate_P.cpu(), generations)
         weights = run.daro_weights(bins, self)
         weights_M = weights.weights_M
-        weighed_PG = self.weighed(raw_PG, tokens_PG, bins_P, weights_M, scored_PG)
+        weighted_PG = self.weigh_advantages(
+            grpo_advantages_PG, tokens_PG, bins_P, weights_M, scored_PG
+        )
         losses_M = bin_losses(
-            raw_PG,
+            grpo_advantages_PG,
             tokens_PG=torch.where(scored_PG, tokens_PG, 0.0),
             bins_P=bins_P,
             bins=bins,
             measure=self.bin_loss,
         )
         present_M = bin_sums(torch.ones_like(tokens_PG), bins_P, bins) > 0
-        for number, (weight, loss, present) in enumerate(
-            zip(weights_M, losses_M, present_M, strict=True), 1
-        ):
-            run.figures[f"daro/weight_{number}_of_{generations}"] = weight.item()
-            if present:
-                run.figures[f"daro/loss_{number}_of_{generations}"] = loss.item()
+        for index in range(bins):
+            bin_name = f"{index + 1}_of_{generations}"
+            run.figures[f"daro/weight_{bin_name}"] = weights_M[index].item()
+            if present_M[index]:  # an empty bin has no loss
+                run.figures[f"daro/loss_{bin_name}"] = losses_M[index].item()
         weights.update(losses_M, present_M)
-        return weighed_PG.to(advantages_PG.device)
+        return weighted_PG.to(advantages_PG.device)
 
     def signal(self, groups: Groups, signal_P: Tensor, run: AdvantagePipeline) -> Tensor:
         inside_P = bins_of(groups.pass_rate_P, groups.rewards_PG.shape[1]) != OUTSIDE

@@ -38,9 +38,9 @@ class Schedule:
             raise ValueError(
                 f"end: {self.end} needs shape: linear or cosine, a constant stays at {self.start}"
             )
-        if self.shape != "constant" and (
-            self.end is None or not 0 <= self.steps[0] < self.steps[1]
-        ):
+        first_step, last_step = self.steps
+        has_range = self.end is not None and 0 <= first_step < last_step
+        if self.shape != "constant" and not has_range:
             steps = "steps: [first, last] with 0 <= first < last"
             raise ValueError(f"shape: {self.shape} needs end: a number, and {steps}")
 
@@ -153,18 +153,18 @@ class Groups:
         return ~torch.isnan(self.work_PG).any(dim=1)
 
     def largest_correct_P(self, measure_PG: Tensor) -> Tensor:
-        """The largest measure of a correct rollout, float32; -inf where no rollout is correct."""
+        """Return the largest measure of a correct rollout, float32; -inf where no rollout is correct."""
         measure_PG = measure_PG.to(torch.float32)
         return torch.where(self.correct_PG, measure_PG, -torch.inf).amax(dim=1)
 
     def mean_of_finished_wrong_P(self, measure_PG: Tensor) -> Tensor:
-        """The mean measure of the untruncated wrong rollouts, float32; NaN without any."""
+        """Return the mean measure of the untruncated wrong rollouts, float32; NaN without any."""
         measure_PG = measure_PG.to(torch.float32)
         total_P = torch.where(self.finished_wrong_PG, measure_PG, 0.0).sum(dim=1)
         return total_P / self.finished_wrong_PG.sum(dim=1)
 
     def ties_P(self, measure_PG: Tensor) -> Tensor:
-        """Whether the largest correct measure is exactly the mean untruncated wrong one, bool."""
+        """Return whether the largest correct measure is exactly the mean untruncated wrong one, bool."""
         return self.largest_correct_P(measure_PG) == self.mean_of_finished_wrong_P(measure_PG)
 
 
@@ -183,24 +183,25 @@ def lacking_scores(
         weights_F: TRL's `reward_weights`.
         generations: the number of rollouts in a group, G.
     """
-    none_BF = torch.isnan(rewards_BF)
-    applies_PGF = (~none_BF | failed_BF).view(-1, generations, len(weights_F))
-    applies_BF = applies_PGF.any(dim=1).repeat_interleave(generations, dim=0)
-    return none_BF & applies_BF & (weights_F != 0)
+    has_no_score_BF = torch.isnan(rewards_BF)
+    was_scored_PGF = (~has_no_score_BF | failed_BF).view(-1, generations, len(weights_F))
+    applies_BF = was_scored_PGF.any(dim=1).repeat_interleave(generations, dim=0)
+    return has_no_score_BF & applies_BF & (weights_F != 0)
 
 
-def unrewarded(rewards_BF: Tensor, lacks_BF: Tensor, weights_F: Tensor) -> Tensor:
+def rollouts_without_reward(rewards_BF: Tensor, lacks_BF: Tensor, weights_F: Tensor) -> Tensor:
     """Return which rollouts lack a score, or one of a function with a weight: bool, (B,)."""
     scored_BF = ~torch.isnan(rewards_BF) & (weights_F != 0)
     return lacks_BF.any(dim=1) | ~scored_BF.any(dim=1)
 
 
-def leaving(unrewarded_B: Tensor, generations: int) -> Tensor:
+def rollouts_that_leave(unrewarded_B: Tensor, generations: int) -> Tensor:
     """Return which rollouts leave their group: bool, (B,).
 
     These are the rollouts without a reward, and a single rollout that would remain, since a group
     of one has no signal.
     """
     remaining_P = (~unrewarded_B).view(-1, generations).sum(dim=1)
-    dissolved_P = (remaining_P < 2) & (remaining_P < generations)
-    return unrewarded_B | dissolved_P.repeat_interleave(generations)
+    # A group that is of one rollout by the run's settings has lost none.
+    is_dissolved_P = (remaining_P < 2) & (remaining_P < generations)
+    return unrewarded_B | is_dissolved_P.repeat_interleave(generations)

@@ -29,7 +29,7 @@ def is_constant(rewards_PG: Tensor) -> Tensor:
 
 
 def deviation(rewards: Tensor, mean: Tensor) -> Tensor:
-    """Sample standard deviation about `mean` along the last dimension, which is kept with size 1.
+    """Return the sample standard deviation about `mean` along the last dimension, which is kept with size 1.
 
     NaN is ignored, and fewer than two values give 0. The order of operations is that of TRL
     (`trl.trainer.utils.nanstd`), so that both agree to the bit.
@@ -69,12 +69,12 @@ def _normalised(rewards: Tensor, scale: str, eps: float) -> Tensor:
     """
     mean = torch.nanmean(rewards, dim=-1, keepdim=True)
     centred = rewards - mean
-    unit = torch.ones(())
+    divisor = torch.ones(())
     if scale == "group":
-        unit = deviation(rewards, mean) + eps
+        divisor = deviation(rewards, mean) + eps
     elif scale == "batch":
-        unit = deviation(rewards.flatten(), torch.nanmean(rewards)) + eps
-    return centred / unit
+        divisor = deviation(rewards.flatten(), torch.nanmean(rewards)) + eps
+    return centred / divisor
 
 
 def stock_advantages(
@@ -91,15 +91,17 @@ def stock_advantages(
             (`normalize_then_sum`).
         eps: added to each standard deviation.
     """
-    parts = rewards
+    terms_PGF = rewards
     if not sums_rewards:
-        parts = _normalised(rewards.transpose(1, 2), "group", eps).transpose(1, 2)
-    sums = (parts * weights.to(rewards.device)).nansum(dim=2)
-    sums = torch.where(torch.isnan(rewards).all(dim=2), torch.nan, sums)
-    if not sums_rewards:
-        sums = sums.view(1, -1)  # the whole batch as one group
-        scale = "group"
-    advantages = _normalised(sums, scale, eps)
+        terms_PGF = _normalised(rewards.transpose(1, 2), "group", eps).transpose(1, 2)
+    sums_PG = (terms_PGF * weights.to(rewards.device)).nansum(dim=2)
+    is_unscored_PG = torch.isnan(rewards).all(dim=2)
+    sums_PG = torch.where(is_unscored_PG, torch.nan, sums_PG)
+    if sums_rewards:
+        advantages = _normalised(sums_PG, scale, eps)
+    else:
+        whole_batch = sums_PG.view(1, -1)  # as one group
+        advantages = _normalised(whole_batch, "group", eps)
     return torch.nan_to_num(advantages, nan=0.0).view(rewards.shape[:2])
 
 
@@ -115,7 +117,8 @@ def overlong_penalty(lengths: Tensor, max_length: int, cache: int) -> Tensor:
             f"overlong_cache: {cache} must be above 0 and at most max_completion_length: "
             f"{max_length}"
         )
-    return ((max_length - cache - lengths.to(torch.float32)) / cache).clamp(-1.0, 0.0)
+    free_length = max_length - cache
+    return ((free_length - lengths.to(torch.float32)) / cache).clamp(-1.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -171,21 +174,23 @@ class Dapo(Method):
 
     def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
         if self.overlong_cache is not None:
-            advantages_PG = group_advantages(self._lowered(groups, run), scale=run.scale)
+            advantages_PG = group_advantages(self._penalized_rewards(groups, run), scale=run.scale)
         if self.drop_constant:
-            silent_PG = ~advantages_PG.any(dim=1, keepdim=True) | ~groups.scored_PG
+            has_no_signal_PG = ~advantages_PG.any(dim=1, keepdim=True) | ~groups.scored_PG
             tokens_PG = groups.loss_tokens_PG
-            remaining = torch.where(silent_PG, 0.0, tokens_PG).sum()
-            if bool(remaining > 0):
+            remaining_tokens = torch.where(has_no_signal_PG, 0.0, tokens_PG).sum()
+            if bool(remaining_tokens > 0):
                 # TRL divides by all tokens of the loss; this makes it a mean over the remaining
                 # ones
-                advantages_PG = advantages_PG * (tokens_PG.sum() / remaining)
+                advantages_PG = advantages_PG * (tokens_PG.sum() / remaining_tokens)
         return advantages_PG
 
     def signal(self, groups: Groups, signal_P: Tensor, run: AdvantagePipeline) -> Tensor:
-        return ~is_constant(self._lowered(groups, run)) if self.overlong_cache else signal_P
+        return (
+            ~is_constant(self._penalized_rewards(groups, run)) if self.overlong_cache else signal_P
+        )
 
-    def _lowered(self, groups: Groups, run: AdvantagePipeline) -> Tensor:
+    def _penalized_rewards(self, groups: Groups, run: AdvantagePipeline) -> Tensor:
         """Return the rewards with the penalty for overlong completions, (P, G)."""
         return groups.rewards_PG + overlong_penalty(
             groups.lengths_PG, run.max_length, self.overlong_cache or 0

@@ -26,7 +26,7 @@ class AdvantagePipeline:
 
     def __init__(
         self,
-        chosen: Mapping[str, Method],
+        methods: Mapping[str, Method],
         *,
         scale: str = "group",
         max_length: int = 0,
@@ -36,17 +36,17 @@ class AdvantagePipeline:
         """Set up the methods of a run.
 
         Args:
-            chosen: the methods by name, in order.
+            methods: those of the run by name, in order.
             scale: TRL's `scale_rewards`.
             max_length: TRL's `max_completion_length`.
             sums_rewards: whether the advantages come from the sum of the rewards, so that a group
                 of equal sums gets 0.
             seed: that of the run, for methods that draw at random.
         """
-        self.chosen = dict(chosen)
-        adora = self.chosen.get("adora")
+        self.methods = dict(methods)
+        adora = self.methods.get("adora")
         # The verdicts of ADORA's criteria are logged even if ADORA is not among the methods.
-        self.judged_by = adora if isinstance(adora, Adora) else Adora(mode="off")
+        self.adora_options = adora if isinstance(adora, Adora) else Adora(mode="off")
         self.scale = scale
         self.max_length = max_length
         self.sums_rewards = sums_rewards
@@ -56,25 +56,25 @@ class AdvantagePipeline:
         self.figures: dict[str, float] = {}
         self.weighting: AdoraWeighting | None = None  # of the last batch
         self._daro: DaroWeights | None = None
-        self._saved: dict[str, Any] | None = None
+        self._saved_daro_state: dict[str, Any] | None = None  # until DARO weighs a batch
 
     @property
     def compares_work(self) -> bool:
         """Whether ADORA compares the true and new claims of rollouts."""
-        return "working" in self.judged_by.criteria
+        return "working" in self.adora_options.criteria
 
     @property
     def is_plain(self) -> bool:
         """Whether TRL's advantages stay unchanged, to the bit."""
-        return all(method.plain for method in self.chosen.values())
+        return all(method.plain for method in self.methods.values())
 
     def weigh(self, groups: Groups) -> AdoraWeighting:
         """Return ADORA's weights and their reasons.
 
         All weights are 1 without ADORA among the methods.
         """
-        weighting = weigh_groups(groups, self.judged_by, groups.step)
-        return self.judged_by.assigned(
+        weighting = weigh_groups(groups, self.adora_options, groups.step)
+        return self.adora_options.assign_weights(
             weighting, signal_P=self.signal(groups), seed=self.seed, step=groups.step
         )
 
@@ -85,7 +85,7 @@ class AdvantagePipeline:
         selected by it before they are weighed. The call changes no state.
         """
         signal_P = groups.differs_P
-        for method in self.chosen.values():
+        for method in self.methods.values():
             signal_P = method.signal(groups, signal_P, self)
         return signal_P & groups.scored_PG.any(dim=1)
 
@@ -99,13 +99,13 @@ class AdvantagePipeline:
         self.weighting = self.weigh(groups)
         self.figures = {}
         self.rate = self.weighting.rate
-        if self.judged_by.assign == "rate":
+        if self.adora_options.assign == "rate":
             self.figures["rate_scale"] = self.rate
         if self.is_plain:
             return advantages_PG
         # TRL's float32 mean leaves up to 6e-4 in a constant group
         advantages_PG = torch.where(groups.differs_P[:, None], advantages_PG, 0.0)
-        for method in self.chosen.values():
+        for method in self.methods.values():
             advantages_PG = method.apply(groups, advantages_PG, self)
         return advantages_PG
 
@@ -116,8 +116,8 @@ class AdvantagePipeline:
         """
         if self._daro is None:
             self._daro = DaroWeights(bins, options.learning_rate, options.floor)
-            if self._saved is not None:
-                self._daro.load(self._saved)
+            if self._saved_daro_state is not None:
+                self._daro.load(self._saved_daro_state)
         return self._daro
 
     def state(self) -> dict[str, Any]:
@@ -126,15 +126,15 @@ class AdvantagePipeline:
         It is empty for methods without any state.
         """
         state: dict[str, Any] = {}
-        daro = self._daro.state() if self._daro is not None else self._saved
+        daro = self._daro.state() if self._daro is not None else self._saved_daro_state
         if daro is not None:
             state["daro"] = daro
-        if self.judged_by.assign == "rate":
+        if self.adora_options.assign == "rate":
             state["rate"] = self.rate
         return state
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned. Call it before the first batch."""
-        self._saved = state.get("daro")
+        self._saved_daro_state = state.get("daro")
         self._daro = None
         self.rate = float(state.get("rate", 1.0))

@@ -10,7 +10,13 @@ from filelock import FileLock, Timeout
 from adora_vl.checkpoint.fingerprint import Fingerprint, differences
 from adora_vl.checkpoint.store import STAGING, clear_staging, facts_of, newest_valid, problem_of
 from adora_vl.checkpoint.universal import shards_of
-from adora_vl.checkpoint.writer import ASIDE, holds_a_run, of_a_run, own_files, some
+from adora_vl.checkpoint.writer import (
+    ASIDE,
+    first_names,
+    holds_a_run,
+    list_users_files,
+    run_entries,
+)
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import refuse_dangling, written_to
 
@@ -56,7 +62,7 @@ def choose_start(
     output_dir: Path,
     resume_from_checkpoint: object,
     overwrite: bool,
-    now: Fingerprint,
+    current: Fingerprint,
     inputs: Sequence[tuple[str, str]] = (),
     *,
     clear: bool = True,
@@ -65,7 +71,7 @@ def choose_start(
 
     `resume_from_checkpoint`: a folder, `true`, `false`, or `auto` (None too). `auto` resumes if
     `output_dir` holds a run with the same fingerprint, and starts at the first step if it holds
-    none. `now`: the fingerprint of this run. `inputs`: keys, each with a folder that it names and
+    none. `current`: the fingerprint of this run. `inputs`: keys, each with a folder that it names and
     the run reads. `clear`: delete what a killed run has left half written. Raises `UserError` for
     another run, and for a checkpoint that is not whole. One process calls this.
     """
@@ -81,9 +87,9 @@ def choose_start(
         clear_staging(output_dir)
     if overwrite:
         _refuse_to_replace(inputs, output_dir)
-        return _start_over(output_dir, named=named, word=word, now=now)
+        return _start_over(output_dir, named=named, word=word, current=current)
     if named is not None:
-        return _start_at(named, now)
+        return _start_at(named, current)
     newest, damaged = newest_valid(output_dir)
     name = repr(str(output_dir))
     skipped = [f"skipped {path}: {reason}" for path, reason in damaged]
@@ -91,26 +97,30 @@ def choose_start(
         if skipped:
             raise UserError(
                 f"output_dir: no checkpoint in {name} is whole; {skipped[0]}; "
-                f"{_or_anew(output_dir)}"
+                f"{_remedies_for_old_run(output_dir)}"
             )
         if word == "true":
             raise UserError(
                 f"resume_from_checkpoint: true, but {name} holds no checkpoint-N folder"
             )
         if holds_a_run(output_dir):
-            raise UserError(f"output_dir: {name} holds a finished run; {_or_anew(output_dir)}")
+            raise UserError(
+                f"output_dir: {name} holds a finished run; {_remedies_for_old_run(output_dir)}"
+            )
         return StartPoint(None, [])
     holds = f"{name} holds {newest.name}"
     if word == "false":
-        raise UserError(f"resume_from_checkpoint: false, but {holds}; {_or_anew(output_dir)}")
-    before: Fingerprint = facts_of(newest).get("fingerprint", {})
-    changed = differences(before, now)
-    if changed:
-        _refuse_another_world(newest, before, now)
-        remaining = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
         raise UserError(
-            f"output_dir: {holds} of another run: {changed[0]}{remaining}; set it back, "
-            f"{_or_anew(output_dir)}"
+            f"resume_from_checkpoint: false, but {holds}; {_remedies_for_old_run(output_dir)}"
+        )
+    saved: Fingerprint = facts_of(newest).get("fingerprint", {})
+    changed_keys = differences(saved, current)
+    if changed_keys:
+        _refuse_other_shards(newest, saved, current)
+        remaining = f" (and {len(changed_keys) - 1} more)" if len(changed_keys) > 1 else ""
+        raise UserError(
+            f"output_dir: {holds} of another run: {changed_keys[0]}{remaining}; set it back, "
+            f"{_remedies_for_old_run(output_dir)}"
         )
     return StartPoint(str(newest), [*skipped, f"going on from {newest}"])
 
@@ -123,20 +133,20 @@ def _named_checkpoint(resume_from_checkpoint: object) -> Path | None:
     return Path(str(resume_from_checkpoint))
 
 
-def _or_anew(output_dir: Path) -> str:
+def _remedies_for_old_run(output_dir: Path) -> str:
     """Return the remedies for a folder that holds a run, which are another folder or a new start.
 
     They name what a new start would delete, and which files of the user's it would refuse.
     """
     with written_to("output_dir", output_dir):
-        users_files = own_files(output_dir)
-        deleted = [path.name for path in of_a_run(output_dir) if path.name not in users_files]
+        users_files = list_users_files(output_dir)
+        deleted = [path.name for path in run_entries(output_dir) if path.name not in users_files]
     first = ""
     if users_files:
-        first = f"move away {some(users_files)}, which no run is known to have written, and "
+        first = f"move away {first_names(users_files)}, which no run is known to have written, and "
     deletes = ""
     if deleted:
-        deletes = f", which deletes {some(deleted)} once the new run has a whole checkpoint"
+        deletes = f", which deletes {first_names(deleted)} once the new run has a whole checkpoint"
     return (
         f"choose another output_dir, or {first}start anew with --overwrite_output_dir true{deletes}"
     )
@@ -144,7 +154,7 @@ def _or_anew(output_dir: Path) -> str:
 
 def _refuse_to_replace(inputs: Sequence[tuple[str, str]], output_dir: Path) -> None:
     """Raise `UserError` for a folder that the run reads and `overwrite_output_dir` would delete."""
-    doomed = {output_dir.resolve(), *(path.resolve() for path in of_a_run(output_dir))}
+    doomed = {output_dir.resolve(), *(path.resolve() for path in run_entries(output_dir))}
     for key, name in inputs:
         folder = Path(name).resolve()
         inside = [
@@ -157,7 +167,9 @@ def _refuse_to_replace(inputs: Sequence[tuple[str, str]], output_dir: Path) -> N
             )
 
 
-def _start_over(output_dir: Path, named: Path | None, word: str, now: Fingerprint) -> StartPoint:
+def _start_over(
+    output_dir: Path, named: Path | None, word: str, current: Fingerprint
+) -> StartPoint:
     """Return the start with `overwrite_output_dir`.
 
     A checkpoint that the user named is used or refused, but never deleted.
@@ -171,10 +183,12 @@ def _start_over(output_dir: Path, named: Path | None, word: str, now: Fingerprin
             "overwrite_output_dir: true replaces; leave out one of "
             "the two, or choose another output_dir"
         )
-    start = StartPoint(None, []) if named is None else _start_at(named, now)
+    start = StartPoint(None, []) if named is None else _start_at(named, current)
     if not holds_a_run(output_dir):
         return start
-    old = f"the run in {output_dir} ({some([path.name for path in of_a_run(output_dir)])})"
+    old = (
+        f"the run in {output_dir} ({first_names([path.name for path in run_entries(output_dir)])})"
+    )
     note = (
         f"{old} is put aside, into {output_dir / ASIDE}, and deleted when this one has its first "
         "checkpoint"
@@ -182,7 +196,7 @@ def _start_over(output_dir: Path, named: Path | None, word: str, now: Fingerprin
     return StartPoint(start.checkpoint, [*start.notes, note], replaces=True)
 
 
-def _start_at(checkpoint: Path, now: Fingerprint) -> StartPoint:
+def _start_at(checkpoint: Path, current: Fingerprint) -> StartPoint:
     """Return the start from a checkpoint that the user named.
 
     It must be whole; settings that differ are reported.
@@ -193,28 +207,28 @@ def _start_at(checkpoint: Path, now: Fingerprint) -> StartPoint:
     problem = problem_of(checkpoint)
     if problem:
         raise UserError(f"{where} is not whole: {problem}; name another one")
-    before: Fingerprint = facts_of(checkpoint).get("fingerprint", {})
-    _refuse_another_world(checkpoint, before, now)
-    changed = [f"changed since then: {line}" for line in differences(before, now)]
+    saved: Fingerprint = facts_of(checkpoint).get("fingerprint", {})
+    _refuse_other_shards(checkpoint, saved, current)
+    changed = [f"changed since then: {line}" for line in differences(saved, current)]
     return StartPoint(str(checkpoint), [f"going on from {checkpoint}", *changed])
 
 
-def _refuse_another_world(checkpoint: Path, before: Fingerprint, now: Fingerprint) -> None:
+def _refuse_other_shards(checkpoint: Path, saved: Fingerprint, current: Fingerprint) -> None:
     """Raise `UserError` for shards of another number of processes, or of another ZeRO stage."""
-    processes_before = before.get("processes")
-    sharding_before = before.get("sharding")
-    processes = now.get("processes")
-    sharding = now.get("sharding")
+    saved_processes = saved.get("processes")
+    saved_sharding = saved.get("sharding")
+    processes = current.get("processes")
+    sharding = current.get("sharding")
     where = f"resume_from_checkpoint: {str(checkpoint)!r} was written"
     export = f"python -m adora_vl.export {quote(str(checkpoint))} OUT"
-    if sharding_before not in (None, sharding):
+    if saved_sharding not in (None, sharding):
         raise UserError(
-            f"{where} with sharding {sharding_before} and this run has {sharding}; "
+            f"{where} with sharding {saved_sharding} and this run has {sharding}; "
             f"launch it as before, or begin anew from its weights: {export}, then "
             "--model_name_or_path OUT"
         )
-    if shards_of(checkpoint) is not None and processes_before not in (None, processes):
+    if shards_of(checkpoint) is not None and saved_processes not in (None, processes):
         raise UserError(
-            f"{where} by {processes_before} processes and this run has {processes}; "
+            f"{where} by {saved_processes} processes and this run has {processes}; "
             f"convert it: {export} --universal, then --resume_from_checkpoint OUT"
         )

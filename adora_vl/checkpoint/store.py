@@ -47,7 +47,8 @@ def publish(
     machine may list its folder as it was some seconds ago. One process calls this, after all have
     written. Raises `OSError` where one of the files does not appear.
     """
-    missing = next((name for name in written if not appears(staged / name)), None)
+    missing_names = (name for name in written if not appears(staged / name))
+    missing = next(missing_names, None)
     if missing is not None:
         raise FileNotFoundError(
             errno.ENOENT, "a file of another machine does not appear here", str(staged / missing)
@@ -59,7 +60,10 @@ def publish(
 
 
 def seal(folder: Path, facts: dict[str, Any], written: Collection[str] = ()) -> None:
-    """Flush everything to the disk, then write the manifest, then the mark."""
+    """Flush everything to the disk, then write the manifest, then the mark.
+
+    In this order, so that a checkpoint with a mark is whole. The arguments are those of `publish`.
+    """
     paths = [folder / name for name in sorted({*names_in(folder), *written})]
     for path in paths:
         flush(path)
@@ -160,14 +164,11 @@ def names_in(folder: Path) -> list[str]:
 def hashes(folder: Path, paths: list[Path]) -> dict[str, dict[str, Any]]:
     """Return SHA-256 and size of files, by their names in the folder."""
 
-    def entry(path: Path) -> dict[str, Any]:
+    def entry_of(path: Path) -> dict[str, Any]:
+        """Return SHA-256 and size of one file."""
         return {"sha256": file_sha256(path), "bytes": path.stat().st_size}
 
+    names = [path.relative_to(folder).as_posix() for path in paths]
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        return dict(
-            zip(
-                (path.relative_to(folder).as_posix() for path in paths),
-                pool.map(entry, paths),
-                strict=True,
-            )
-        )
+        entries = list(pool.map(entry_of, paths))
+    return dict(zip(names, entries, strict=True))

@@ -1,5 +1,6 @@
-"""What libraries hold in memory at a step and save nowhere: a reference model that moves, and the
-sums of losses.
+"""What libraries hold in memory at a step and save nowhere.
+
+It is a reference model that moves, and the sums of losses.
 """
 
 from collections import deque
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 REFERENCE = "reference"  # the folder in a checkpoint
-_FILE_BYTES = 2 * 2**30  # what is held in memory at a time
+_FILE_BYTES = 2 * 2**30  # how much of a reference model is held in host memory at a time
 _LOSSES = "losses"  # the key in the manifest
 
 
@@ -32,14 +33,16 @@ def save_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
 
     The tensors are copied one by one, so that no more than one file of them is in host memory.
     """
-    files: list[dict[str, Tensor]] = [{}]
+    file_number = 1
+    tensors_of_file: dict[str, Tensor] = {}
     for name, tensor in tensors:
-        files[-1][name] = tensor.detach().to("cpu", copy=True).contiguous()
-        if sum(saved.nbytes for saved in files[-1].values()) >= _FILE_BYTES:
-            save_file(files[-1], folder / f"model-{len(files):05}.safetensors")
-            files[-1:] = [{}, {}]
-    if files[-1]:
-        save_file(files[-1], folder / f"model-{len(files):05}.safetensors")
+        tensors_of_file[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        if sum(copied.nbytes for copied in tensors_of_file.values()) >= _FILE_BYTES:
+            save_file(tensors_of_file, folder / f"model-{file_number:05}.safetensors")
+            file_number += 1
+            tensors_of_file = {}
+    if tensors_of_file:
+        save_file(tensors_of_file, folder / f"model-{file_number:05}.safetensors")
 
 
 class MovingReference:

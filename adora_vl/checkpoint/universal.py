@@ -1,5 +1,6 @@
-"""DeepSpeed checkpoints for another number of processes: each parameter is whole, with its
-optimizer state.
+"""DeepSpeed checkpoints for another number of processes.
+
+In these each parameter is whole, with its optimizer state.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
 
 LATEST = "latest_universal"  # DeepSpeed's own name; holds the name of the folder beside it
 _SHARDS = "global_step*"
-# torch reads them
-_ONLY_WEIGHTS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-_ALSO_CODE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+# environment variables that torch reads when it unpickles
+_FORCE_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+_FORCE_ALSO_CODE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
 @contextlib.contextmanager
@@ -43,8 +44,8 @@ def without_code(checkpoint: Path | str) -> Iterator[None]:
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    before = {name: os.environ.pop(name, None) for name in (_ONLY_WEIGHTS, _ALSO_CODE)}
-    os.environ[_ONLY_WEIGHTS] = "1"
+    before = {name: os.environ.pop(name, None) for name in (_FORCE_WEIGHTS_ONLY, _FORCE_ALSO_CODE)}
+    os.environ[_FORCE_WEIGHTS_ONLY] = "1"
     try:
         with torch.serialization.safe_globals(
             [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
@@ -58,7 +59,7 @@ def without_code(checkpoint: Path | str) -> Iterator[None]:
             "may run a stranger's code; use a checkpoint of your own"
         ) from error
     finally:
-        del os.environ[_ONLY_WEIGHTS]
+        del os.environ[_FORCE_WEIGHTS_ONLY]
         os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
@@ -80,14 +81,23 @@ def shards_of(checkpoint: Path) -> Path | None:
 
     None for a checkpoint without DeepSpeed, or a universal one.
     """
-    return None if is_universal(checkpoint) else next(iter(sorted(checkpoint.glob(_SHARDS))), None)
+    shard_folders = sorted(checkpoint.glob(_SHARDS))
+    if is_universal(checkpoint) or not shard_folders:
+        return None
+    return shard_folders[0]
 
 
 def write_universal(checkpoint: Path, output: Path) -> None:
-    """Write `output`, a whole checkpoint with the content of `checkpoint`, for any number of
-    DeepSpeed processes. DeepSpeed's converter reads the shards with pickle, hence `without_code`:
-    hashes say that a checkpoint is whole, and not who made it. Raises `UserError` where there are
-    no shards to convert, or they ask for code.
+    """Write a whole checkpoint with the content of `checkpoint`, for any number of processes.
+
+    DeepSpeed's converter reads the shards with pickle, hence `without_code`: hashes say that a
+    checkpoint is whole, and not who made it.
+
+    Args:
+        checkpoint: one that DeepSpeed has written.
+        output: the folder to write, complete or not at all.
+
+    Raises `UserError` where there are no shards to convert, or they ask for code.
     """
     shards = shards_of(checkpoint)
     if shards is None:

@@ -1,6 +1,7 @@
-"""Writes the checkpoints of a run, puts an older run aside until the new one has a checkpoint of
-its own, and knows what a run wrote into its folder: that alone may be deleted with
-`--overwrite_output_dir`.
+"""Writes the checkpoints of a run, and knows which files of its folder a run wrote.
+
+Those files alone may be deleted with `--overwrite_output_dir`. An older run is put aside until the
+new one has a checkpoint of its own. What tells that a run wrote a file:
 
 checkpoint-N     by its manifest, which names its files the record       by its content:
 metrics.jsonl, manifest.json, stopped.json, rollouts/, completions/ a final model    by
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
 
 WRITTEN = "written.json"
 _MADE_BY = {"made_by": "adora_vl.train"}
-_STOPPED = {"exit_code", "step", "checkpoint"}  # the keys of stopped.json
-_MODEL = (
+_STOPPED_KEYS = {"exit_code", "step", "checkpoint"}  # the keys of stopped.json
+_MODEL_PATTERNS = (
     "merged",
     "ref",
     "*.safetensors",
@@ -59,62 +60,63 @@ _MODEL = (
     "training_args.bin",
     "trainer_state.json",
 )
-_SHOWN = 5
+_MAX_SHOWN_NAMES = 5
 
 
-def of_a_run(folder: Path) -> list[Path]:
+def run_entries(folder: Path) -> list[Path]:
     """Return the entries of the folder whose names a run uses: checkpoints first, in order.
 
     Anything else there is the user's, and stays.
     """
     entries = sorted(folder.iterdir()) if folder.is_dir() else []
-    checkpoints = [path for path in entries if CHECKPOINT.fullmatch(path.name)]
-    paths = sorted(checkpoints, key=step_of)
-    for pattern in (*_MODEL, *_RECORD, WRITTEN):
+    checkpoint_folders = [path for path in entries if CHECKPOINT.fullmatch(path.name)]
+    paths = sorted(checkpoint_folders, key=step_of)
+    for pattern in (*_MODEL_PATTERNS, *_RECORD_NAMES, WRITTEN):
         paths += [path for path in entries if fnmatchcase(path.name, pattern)]
-    return list(dict.fromkeys(paths))
+    return list(dict.fromkeys(paths))  # a name may fit several patterns
 
 
-def model_of_a_run(folder: Path) -> list[Path]:
+def model_entries(folder: Path) -> list[Path]:
     """Return the entries of a final model, and `written.json`."""
-    return [
-        path
-        for path in of_a_run(folder)
-        if any(fnmatchcase(path.name, name) for name in (*_MODEL, WRITTEN))
-    ]
+    patterns = (*_MODEL_PATTERNS, WRITTEN)
+    paths = []
+    for path in run_entries(folder):
+        if any(fnmatchcase(path.name, pattern) for pattern in patterns):
+            paths.append(path)
+    return paths
 
 
-def own_files(folder: Path, paths: Iterable[Path] | None = None) -> list[str]:
+def list_users_files(folder: Path, paths: Iterable[Path] | None = None) -> list[str]:
     """Return the files below `paths` that no run is known to have written.
 
-    They are named as in the folder. `paths`: by default `of_a_run`. Links are among them, because a
+    They are named as in the folder. `paths`: by default `run_entries`. Links are among them, because a
     run makes none. A folder `checkpoint-N` without a checkpoint's manifest is named as a whole.
     Raises `OSError` where a folder cannot be listed.
     """
-    notes = _notes(folder)
+    notes = _read_notes(folder)
     unknown: list[Path] = []
     if paths is None:
-        paths = of_a_run(folder)
+        paths = run_entries(folder)
     for path in paths:
         if CHECKPOINT.fullmatch(path.name):
-            unknown += _own_of_checkpoint(path)
+            unknown += _users_files_of_checkpoint(path)
         else:
-            unknown += [
-                file
-                for file in _below(path)
-                if not _wrote(file, file.relative_to(folder).as_posix(), notes)
-            ]
+            for file in _files_below(path):
+                name = file.relative_to(folder).as_posix()
+                if not _is_written_by_run(file, name, notes):
+                    unknown.append(file)
     return [path.relative_to(folder).as_posix() for path in unknown]
 
 
-def some(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
     """Return the first few names, and how many more there are."""
-    remaining = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(repr(name) for name in names[:_SHOWN]) + remaining
+    shown = ", ".join(repr(name) for name in names[:_MAX_SHOWN_NAMES])
+    more = len(names) - _MAX_SHOWN_NAMES
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 @contextmanager
-def noted(output_dir: Path, writes: bool) -> Iterator[None]:
+def recording_saved_files(output_dir: Path, writes: bool) -> Iterator[None]:
     """Note in `written.json` what the block saves of a model into `output_dir`.
 
     `writes`: this process saves it. If the run is killed inside, whatever was not there before
@@ -124,13 +126,17 @@ def noted(output_dir: Path, writes: bool) -> Iterator[None]:
         yield
         return
     before = _model_files(output_dir)
-    noted_files = _notes(output_dir).get("files", {})
+    noted_files = _read_notes(output_dir).get("files", {})
     _write_notes(output_dir, others=[name for name in before if name not in noted_files])
     try:
         yield
     finally:
         after = _model_files(output_dir)
-        changed = [output_dir / name for name, state in after.items() if before.get(name) != state]
+        changed = [
+            output_dir / name
+            for name, file_state in after.items()
+            if before.get(name) != file_state
+        ]
         remaining = {name: entry for name, entry in noted_files.items() if name in after}
         _write_notes(output_dir, files={**remaining, **hashes(output_dir, changed)})
 
@@ -143,20 +149,23 @@ def _write_notes(output_dir: Path, **notes: Any) -> None:
 
 
 def _model_files(output_dir: Path) -> dict[str, tuple[int, ...]]:
-    """Return the files of a final model, each with what changes when it is written."""
-    states: dict[str, tuple[int, ...]] = {}
-    for top in model_of_a_run(output_dir):
-        if top.name == WRITTEN:
+    """Return what changes when a file is written, for each file of a final model by its name.
+
+    It is the file's inode, time of change and size.
+    """
+    state_by_name: dict[str, tuple[int, ...]] = {}
+    for entry in model_entries(output_dir):
+        if entry.name == WRITTEN:
             continue
-        for path in _below(top):
+        for path in _files_below(entry):
             if not path.is_symlink():
-                state = path.lstat()
+                stat = path.lstat()
                 name = path.relative_to(output_dir).as_posix()
-                states[name] = (state.st_ino, state.st_mtime_ns, state.st_size)
-    return states
+                state_by_name[name] = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+    return state_by_name
 
 
-def _below(path: Path) -> Iterator[Path]:
+def _files_below(path: Path) -> Iterator[Path]:
     """Yield the files in a folder and in its folders, or the file itself.
 
     A link is a file, wherever it leads.
@@ -165,47 +174,49 @@ def _below(path: Path) -> Iterator[Path]:
         yield path
     else:
         for inside in sorted(path.iterdir()):
-            yield from _below(inside)
+            yield from _files_below(inside)
 
 
-def _own_of_checkpoint(checkpoint: Path) -> list[Path]:
+def _users_files_of_checkpoint(checkpoint: Path) -> list[Path]:
     """Return the files in a `checkpoint-N` that no run wrote.
 
     A damaged checkpoint is a run's too: its mark is not read.
     """
-    files = list(_below(checkpoint))
+    files = list(_files_below(checkpoint))
     try:
         facts = facts_of(checkpoint)
-        sealed: set[Path] = set()
+        sealed_files: set[Path] = set()
         if "step" in facts:
-            sealed = {checkpoint / name for name in (*facts["files"], MANIFEST, MARK)}
-    except (OSError, ValueError, KeyError, TypeError):
-        sealed = set()
-    if checkpoint.is_symlink() or not sealed:
+            sealed_files = {checkpoint / name for name in (*facts["files"], MANIFEST, MARK)}
+    except (OSError, ValueError, KeyError, TypeError):  # no manifest, or not one of ours
+        sealed_files = set()
+    if checkpoint.is_symlink() or not sealed_files:
         return [checkpoint] if files else []
-    return [path for path in files if path.is_symlink() or path not in sealed]
+    return [path for path in files if path.is_symlink() or path not in sealed_files]
 
 
-def _wrote(path: Path, name: str, notes: dict[str, Any]) -> bool:
+def _is_written_by_run(path: Path, name: str, notes: dict[str, Any]) -> bool:
     """Return whether a run wrote this file as it is. `name` is its name in the run's folder."""
     if path.is_symlink() or not path.is_file():
         return False
     top, _, inside = name.partition("/")
     try:
-        if top in _RECORD:
-            return _is_record(path, top, inside)
+        if top in _RECORD_NAMES:
+            return _is_record_file(path, top, inside)
         if name == WRITTEN:
             return bool(notes)
         if "others" in notes:  # the run was killed while it saved
             return name not in notes["others"]
-        noted = notes["files"].get(name)
-        same_size = noted is not None and noted["bytes"] == path.stat().st_size
-        return same_size and bool(hashes(path.parent, [path])[path.name] == noted)
+        entry = notes["files"].get(name)
+        if entry is None or entry["bytes"] != path.stat().st_size:
+            return False
+        # read only where the size is the same, since a model is large
+        return bool(hashes(path.parent, [path])[path.name] == entry)
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
         return False
 
 
-def _notes(folder: Path) -> dict[str, Any]:
+def _read_notes(folder: Path) -> dict[str, Any]:
     """Return what `written.json` says; nothing where a run did not write it."""
     notes = read_object(folder / WRITTEN)
     return notes if notes.items() >= _MADE_BY.items() else {}
@@ -216,10 +227,10 @@ def is_manifest(path: Path) -> bool:
     return read_object(path).items() >= _MADE_BY.items()
 
 
-_RECORD = ("metrics.jsonl", "manifest.json", "stopped.json", "rollouts", "completions")
+_RECORD_NAMES = ("metrics.jsonl", "manifest.json", "stopped.json", "rollouts", "completions")
 
 
-def _is_record(path: Path, top: str, inside: str) -> bool:
+def _is_record_file(path: Path, top: str, inside: str) -> bool:
     """Return whether a file of the record is a run's.
 
     `inside` is its name in the folder `top`, empty for a file.
@@ -242,12 +253,14 @@ def _is_record(path: Path, top: str, inside: str) -> bool:
         *lines, cut_line = path.read_bytes().split(b"\n")
         has_keys = all(json.loads(line).keys() >= {"step", "kind", "time"} for line in lines)
         return has_keys and (bool(lines) or not cut_line)
-    return is_manifest(path) if top == "manifest.json" else read_object(path).keys() == _STOPPED
+    if top == "manifest.json":
+        return is_manifest(path)
+    return read_object(path).keys() == _STOPPED_KEYS
 
 
-_PREFIX = "checkpoint"  # Transformers' PREFIX_CHECKPOINT_DIR, whose import takes seconds
+_CHECKPOINT_PREFIX = "checkpoint"  # Transformers' PREFIX_CHECKPOINT_DIR, whose import takes seconds
 ASIDE = ".replaced"
-_MADE_BY_TRL = "completions"  # once, when the trainer is built: before the old run is put aside
+_FOLDER_OF_TRL = "completions"  # once, when the trainer is built: before the old run is put aside
 
 
 def holds_a_run(output_dir: Path) -> bool:
@@ -255,14 +268,14 @@ def holds_a_run(output_dir: Path) -> bool:
     return bool(checkpoints(output_dir)) or (output_dir / "trainer_state.json").is_file()
 
 
-def begun(output_dir: Path) -> bool:
+def has_begun(output_dir: Path) -> bool:
     """Return whether a training command has begun here, even if it came to no checkpoint."""
     return is_manifest(output_dir / "manifest.json") or any(
         (checkpoint / MARK).is_file() for checkpoint in checkpoints(output_dir)
     )
 
 
-def refuse_own_files(output_dir: Path, overwrite: bool) -> None:
+def refuse_users_files(output_dir: Path, overwrite: bool) -> None:
     """Raise `UserError` for files of the user's that this run would write over or delete.
 
     They are files that no run is known to have written. A run that resumes writes over the final
@@ -270,29 +283,30 @@ def refuse_own_files(output_dir: Path, overwrite: bool) -> None:
     aside.
     """
     with written_to("output_dir", output_dir):
-        resumes = holds_a_run(output_dir) and begun(output_dir) and not overwrite
-        replaced = model_of_a_run(output_dir) if resumes else None
-        users_files = [*own_files(output_dir, replaced), *_own_hidden(output_dir)]
+        resumes = holds_a_run(output_dir) and has_begun(output_dir) and not overwrite
+        replaced = model_entries(output_dir) if resumes else None
+        users_files = [*list_users_files(output_dir, replaced), *_users_hidden_files(output_dir)]
     unknown = "which no run is known to have written and this one would write over or delete"
     remedy = "choose another output_dir, or move what is yours away"
     if users_files:
         raise UserError(
-            f"output_dir: {str(output_dir)!r} holds {some(users_files)}, {unknown}; {remedy}"
+            f"output_dir: {str(output_dir)!r} holds {first_names(users_files)}, {unknown}; {remedy}"
         )
 
 
-def _own_hidden(output_dir: Path) -> list[str]:
+def _users_hidden_files(output_dir: Path) -> list[str]:
     """Return the user's own files in the hidden folders that a run clears."""
     aside = output_dir / ASIDE
     staging = output_dir / STAGING
     if aside.is_symlink():
         return [ASIDE]
     put_aside = sorted(aside.iterdir()) if aside.is_dir() else []
-    users_files = [f"{ASIDE}/{name}" for name in own_files(aside, put_aside)]
-    unknown = (
-        staging.is_dir() and any(staging.iterdir()) and not (begun(output_dir) or begun(aside))
-    )
-    return [*users_files, STAGING] if unknown else users_files
+    users_files = [f"{ASIDE}/{name}" for name in list_users_files(aside, put_aside)]
+    is_filled = staging.is_dir() and any(staging.iterdir())
+    is_of_a_run = has_begun(output_dir) or has_begun(aside)
+    if is_filled and not is_of_a_run:
+        users_files.append(STAGING)
+    return users_files
 
 
 def set_aside(output_dir: Path) -> str | None:
@@ -303,21 +317,20 @@ def set_aside(output_dir: Path) -> str | None:
     old one kept. One process calls this. Raises `UserError` for files of the user's that have come
     since.
     """
-    refuse_own_files(output_dir, overwrite=True)
+    refuse_users_files(output_dir, overwrite=True)
     aside = output_dir / ASIDE
     if any((checkpoint / MARK).is_file() for checkpoint in checkpoints(output_dir)):
         shutil.rmtree(aside, ignore_errors=True)  # an earlier run, which a crash has left here
     keep_older = aside.is_dir()
     target = output_dir / STAGING / "dropped" if keep_older else aside
-    if (
-        output_dir / WRITTEN
-    ).is_file():  # a copy first: if this process is killed, both halves can be judged
+    # a copy first: if this process is killed, both halves can be judged
+    if (output_dir / WRITTEN).is_file():
         target.mkdir(parents=True, exist_ok=True)
         shutil.copy(output_dir / WRITTEN, target)
-    for path in of_a_run(output_dir):
+    for path in run_entries(output_dir):
         target.mkdir(parents=True, exist_ok=True)
         path.rename(target / path.name)
-        if path.name == _MADE_BY_TRL:
+        if path.name == _FOLDER_OF_TRL:
             path.mkdir()
     if keep_older:
         shutil.rmtree(target, ignore_errors=True)
@@ -359,24 +372,25 @@ class CheckpointWriter:
         """
         from accelerate.utils import gather_object
 
-        name = f"{_PREFIX}-{step}"
-        self.staging = staging = self.output_dir / STAGING
+        name = f"{_CHECKPOINT_PREFIX}-{step}"
+        self.staging = self.output_dir / STAGING
+        staged_checkpoint = self.staging / name
         try:
-            facts = save(staging / name)
+            facts = save(staged_checkpoint)
             # nobody has a file on the way to its name any more
             self.accelerator.wait_for_everyone()
-            written = set(gather_object(store.names_in(staging / name)))
+            written_names = set(gather_object(store.names_in(staged_checkpoint)))
             if self.accelerator.is_main_process:
                 store.publish(
-                    staging / name,
+                    staged_checkpoint,
                     final=self.output_dir / name,
                     facts={**facts, "step": step},
-                    written=written,
+                    written=written_names,
                 )
                 delete_aside(self.output_dir)
                 store.rotate(self.output_dir, self.keep)
         except Exception as error:
-            shutil.rmtree(staging / name, ignore_errors=True)
+            shutil.rmtree(staged_checkpoint, ignore_errors=True)
             full = f"no space left on the disk of {str(self.output_dir)!r}"
             older = "older checkpoints are as they were"
             if disk_is_full(error):
@@ -397,10 +411,13 @@ class CheckpointWriter:
             save()
         # The first rank to raise ends the others, and one of them may still be writing.
         self.accelerator.wait_for_everyone()
-        return self.output_dir / f"{_PREFIX}-{step}"
+        return self.output_dir / f"{_CHECKPOINT_PREFIX}-{step}"
 
     def where_to_go_on(self) -> str:
         """Return the end of a message: where a new start of the same command begins."""
-        at = self.began_at if self.saved_at is None else f"{_PREFIX}-{self.saved_at}"
-        none = "there is no checkpoint yet: the same command starts at the first step"
-        return none if at is None else f"the same command goes on from {at}"
+        newest = self.began_at
+        if self.saved_at is not None:
+            newest = f"{_CHECKPOINT_PREFIX}-{self.saved_at}"
+        if newest is None:
+            return "there is no checkpoint yet: the same command starts at the first step"
+        return f"the same command goes on from {newest}"

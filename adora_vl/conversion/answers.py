@@ -40,20 +40,22 @@ Refuse = Callable[[str, str, str], RowError]
 MISSING = type("Missing", (), {"__repr__": lambda self: "missing"})()
 
 
-def answer_of(
-    record: Record, columns: Columns, refuse: Refuse, truths: bool = False
+def read_answer(
+    record: Record, columns: Columns, refuse: Refuse, has_truth_values: bool = False
 ) -> tuple[str, bool]:
     """Return the reference answer, and whether words such as `The answer is` stood before it.
 
     The value may be the answer alone, a whole solution (`<answer>`, `\\boxed{}`, `####`), or a
-    conversation whose last turn has it. `truths` says that the column has truth values.
+    conversation whose last turn has it. `has_truth_values` says that the column has truth values.
 
     Raises `RowError` where the value is no text and no finite number.
     """
     column = columns.answer
     value = record.get(column, MISSING)
-    value = listed(value, isinstance(value, str) and value.lstrip().startswith("[{"))
-    text = number_or_text(answer_of_chat(value) if isinstance(value, list) else value, truths)
+    value = list_in_cell(value, isinstance(value, str) and value.lstrip().startswith("[{"))
+    text = number_or_text(
+        answer_of_chat(value) if isinstance(value, list) else value, has_truth_values
+    )
     if text is None or not text.strip():
         remedy = "make it a text or a finite number in"
         if isinstance(value, date | time):
@@ -76,24 +78,24 @@ def answer_of(
         stated = stated_answer(text)
         text = (stated or text).strip()
     if columns.decimal_comma and isinstance(value, str):
-        text = with_points(text, refuse)
+        text = with_decimal_points(text, refuse)
     return text, stated is not None
 
 
-_COMMA = re.compile(r"(?<![\d,.])(\d{1,3}(?:\.\d{3})+|\d+)(?:,|\{,\})(\d+)(?![\d,.])")
-_GROUPED = re.compile(r"(?<![\d,.])\d{1,3}(?:\.\d{3}){2,}(?![\d,.])")
-_EITHER = re.compile(r"(?<![\d,.])[1-9]\d{0,2}\.\d{3}(?![\d,.])")
+_DECIMAL_COMMA = re.compile(r"(?<![\d,.])(\d{1,3}(?:\.\d{3})+|\d+)(?:,|\{,\})(\d+)(?![\d,.])")
+_GROUPED_THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:\.\d{3}){2,}(?![\d,.])")
+_AMBIGUOUS_NUMBER = re.compile(r"(?<![\d,.])[1-9]\d{0,2}\.\d{3}(?![\d,.])")
 _BRACKETS = re.compile(r"[(\[][^()\[\]]*[)\]]|\\\{[^{}]*\\\}")
 
 
-def with_points(text: str, refuse: Refuse) -> str:
+def with_decimal_points(text: str, refuse: Refuse) -> str:
     """Write an answer with decimal commas in points: `1.234,5` is 1234.5, `(2,5; 3)` is (2.5, 3).
 
     Commas in brackets without a `;` or `|` stand between entries, as in `(2,3)`, and stay.
 
     Raises `RowError` for `1.234`, which may be 1234 or 1.234.
     """
-    either = _EITHER.search(text)
+    either = _AMBIGUOUS_NUMBER.search(text)
     if either:
         remedy = f"write {either[0].replace('.', '')} or {either[0].replace('.', ',')} in"
         raise refuse(
@@ -111,21 +113,21 @@ def with_points(text: str, refuse: Refuse) -> str:
         return "\0"
 
     pointed = _BRACKETS.sub(put_aside, text.replace("\0", " "))
-    pointed = _COMMA.sub(lambda match: f"{match[1].replace('.', '')}.{match[2]}", pointed)
-    pointed = _GROUPED.sub(lambda match: match[0].replace(".", ""), pointed)
+    pointed = _DECIMAL_COMMA.sub(lambda match: f"{match[1].replace('.', '')}.{match[2]}", pointed)
+    pointed = _GROUPED_THOUSANDS.sub(lambda match: match[0].replace(".", ""), pointed)
     pointed = re.sub(r"\s*(?<!\\);\s*|(?<=\d)\s*\|\s*(?=[-\d])", ", ", pointed)
     return re.sub("\0", lambda _: brackets.pop(0), pointed)
 
 
-def number_or_text(value: object, truths: bool = False) -> str | None:
+def number_or_text(value: object, has_truth_values: bool = False) -> str | None:
     """Return a text, or a finite number in the usual spelling; None for anything else.
 
-    A truth value is returned as `True` or `False` if `truths`, else as None.
+    A truth value is returned as `True` or `False` if `has_truth_values`, else as None.
     """
     if isinstance(value, str):
         return value if storable(value) else None
     if isinstance(value, bool):
-        return str(value) if truths else None
+        return str(value) if has_truth_values else None
     if not isinstance(value, int | float | Decimal):
         return None
     if isinstance(value, int):
@@ -134,23 +136,27 @@ def number_or_text(value: object, truths: bool = False) -> str | None:
         return None
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return str(int(value))  # a table with one null makes floats of all its whole numbers
-    return format(Decimal(_shortest(value)) if isinstance(value, float) else value, "f")
+    return format(Decimal(_shortest_digits(value)) if isinstance(value, float) else value, "f")
 
 
-def _shortest(value: float) -> str:
+def _shortest_digits(value: float) -> str:
     """Return the fewest digits that give a float back.
 
     A column of float32 holds 0.1 as 0.10000000149011612. A number of many digits that is exactly a
     single-precision float is therefore taken for one, and 0.1 is returned.
     """
     digits = repr(value)
-    if len(digits) < _DIGITS_OF_A_DOUBLE or abs(value) > _LARGEST_SINGLE or _single(value) != value:
+    if (
+        len(digits) < _DIGITS_OF_A_DOUBLE
+        or abs(value) > _LARGEST_SINGLE
+        or _nearest_float32(value) != value
+    ):
         return digits
     spellings = (f"{value:.{precision}g}" for precision in range(1, 18))
-    return next(spelling for spelling in spellings if _single(float(spelling)) == value)
+    return next(spelling for spelling in spellings if _nearest_float32(float(spelling)) == value)
 
 
-def _single(value: float) -> float:
+def _nearest_float32(value: float) -> float:
     """Round to the nearest float of 32 bits."""
     nearest: float = struct.unpack("f", struct.pack("f", value))[0]
     return nearest
@@ -162,7 +168,7 @@ _LARGEST_SINGLE = 3e38
 _LONGEST_LIST = 100_000  # characters of a list in Python's spelling
 
 
-def listed(value: object, texts_only: bool) -> Any:
+def list_in_cell(value: object, texts_only: bool) -> Any:
     """Return the list that a cell of a text table spells, else the cell as it is.
 
     A list may be written in JSON, or in Python's spelling, as pandas writes one. Only if
@@ -184,7 +190,7 @@ def listed(value: object, texts_only: bool) -> Any:
     return items if isinstance(items, list) else value
 
 
-def choices_of(
+def read_choices(
     record: Record, columns: Columns, texts_only: bool, refuse: Refuse
 ) -> tuple[list[str] | None, bool]:
     """Return the options without letters, and whether one of them names an image.
@@ -202,7 +208,7 @@ def choices_of(
             values.pop()
         value: Any = values or None
     else:
-        value = listed(record.get(names[0]), texts_only) if names else None
+        value = list_in_cell(record.get(names[0]), texts_only) if names else None
     if value is None or value in ([], ()) or (isinstance(value, str) and not value.strip()):
         return None, False
     spelled_names = ", ".join(names)
@@ -222,7 +228,7 @@ def choices_of(
     if columns.decimal_comma:
         for index, item in enumerate(items):
             if isinstance(item, str):  # a number has no comma
-                options[index] = with_points(options[index], refuse)
+                options[index] = with_decimal_points(options[index], refuse)
     options_in_words = []
     for option in options:
         words = in_words(option)
@@ -248,7 +254,7 @@ def _without_letters(options: list[str]) -> list[str]:
     return [option[match.end() :] for option, match in zip(options, matches, strict=True) if match]
 
 
-def letter_of(answer: str, choices: Sequence[str], answer_is: str, refuse: Refuse) -> str:
+def option_letter(answer: str, choices: Sequence[str], answer_is: str, refuse: Refuse) -> str:
     """Return the letter of the right option, which an answer names by letter, text or index.
 
     `answer_is` is a value of `ANSWER_IS`, or empty where the user did not say what a whole number
@@ -271,7 +277,7 @@ def letter_of(answer: str, choices: Sequence[str], answer_is: str, refuse: Refus
             return letters[index]
         wrong = f"the answer {answer} is the index of none of {len(choices)} options"
         raise refuse("letter_without_choice", wrong, "correct it in")
-    answer = _in_capitals(answer, choices)
+    answer = _in_capital_letter(answer, choices)
     by_text, candidates = _named_letters(answer, choices, letters)
     # The letters that a whole number may mean as an index, from 0 and from 1.
     indexed = []
@@ -303,7 +309,7 @@ def letter_of(answer: str, choices: Sequence[str], answer_is: str, refuse: Refus
     raise refuse("letter_without_choice", wrong, f"write one of {', '.join(letters)} in")
 
 
-def _in_capitals(answer: str, choices: Sequence[str]) -> str:
+def _in_capital_letter(answer: str, choices: Sequence[str]) -> str:
     """Write an answer such as `b` or `(b)` as the letter `B`, unless it is itself an option."""
     small = _SMALL_LETTER.fullmatch(answer)
     if small and answer not in choices:
@@ -338,7 +344,7 @@ def _named_letters(answer: str, choices: Sequence[str], letters: str) -> tuple[l
     return by_text, candidates
 
 
-def gold_of(letter: str, choices: Sequence[str]) -> str:
+def gold_of_option(letter: str, choices: Sequence[str]) -> str:
     """Return the gold answer for the option of this letter.
 
     It is the option's text where that can be graded, since a model may answer with it; else the

@@ -20,7 +20,7 @@ from adora_vl.conversion import tables
 from adora_vl.conversion.columns import Columns, columns_from
 from adora_vl.conversion.hub import commit_of, open_hub
 from adora_vl.conversion.pictures import named_files
-from adora_vl.conversion.pipeline import Cleaning, SplitReads, prepare, recorded
+from adora_vl.conversion.pipeline import Cleaning, SplitRows, prepare, recorded_options
 from adora_vl.conversion.records import pictures_beside, question_in
 from adora_vl.conversion.tables import DrawnTests, Opened, TablePart, open_local
 from adora_vl.data.dataset import Manifest, read_manifest
@@ -71,7 +71,7 @@ def convert(
             "another"
         )
 
-    def begin() -> tuple[dict[str, Any], dict[str, SplitReads]]:
+    def begin() -> tuple[dict[str, Any], dict[str, SplitRows]]:
         """Open the data, and return its description and the reads of each split."""
         opened = open_source(location, columns=columns, revision=revision, options=conversion)
         name = conversion.name or _name_of(location)
@@ -81,7 +81,7 @@ def convert(
             "revision": opened.revision,
         }
         description["arguments"] = {
-            **recorded(asdict(conversion)),
+            **recorded_options(asdict(conversion)),
             "name": name,
             "splits": dict(conversion.splits),
             "columns": columns.described(),
@@ -90,7 +90,7 @@ def convert(
         if conversion.test_share:
             tests = DrawnTests(conversion.test_share, conversion.seed, columns)
         rows = partial(
-            tables.reads,
+            tables.row_readers,
             opened,
             name=name,
             columns=columns,
@@ -100,9 +100,9 @@ def convert(
         )
         # How many rows become tests is known only when all of them were read.
         totals = {} if conversion.test_share else opened.totals
-        splits = tables.splits_of(opened, conversion.test_share)
+        splits = tables.output_splits(opened, conversion.test_share)
         return description, {
-            split: SplitReads(partial(rows, split), totals.get(split)) for split in splits
+            split: SplitRows(partial(rows, split), totals.get(split)) for split in splits
         }
 
     return prepare(
@@ -134,7 +134,7 @@ def open_source(
                 raise UserError(
                     f"{key}: {value!r} is for a hub id, and {location!r} is none; leave --{key} out"
                 )
-        return tables.named_split(open_local(path, columns), options.split_name)
+        return tables.with_split_name(open_local(path, columns), options.split_name)
     if columns.image_dir:
         raise UserError(
             f"image_dir: {columns.image_dir!r} is for paths in a table; leave it out with a hub id"

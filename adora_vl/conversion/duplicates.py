@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Answered:
+class AnsweredRow:
     """The answer of a row, and where the row stands."""
 
     row_id: str
@@ -34,7 +34,7 @@ class Answered:
     origin: str  # where the row stands in its source
 
 
-_MANY = 8  # rows that share one picture; versions of one problem are fewer
+_MANY_ROWS_PER_PICTURE = 8  # rows that share one picture; versions of one problem are fewer
 _TABLES = """
 PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;
 CREATE TABLE ids (id BLOB PRIMARY KEY) WITHOUT ROWID;
@@ -44,7 +44,7 @@ CREATE TABLE pictures (picture BLOB PRIMARY KEY, count INTEGER, id TEXT) WITHOUT
 """
 
 
-def _no_room(error: sqlite3.OperationalError) -> OSError:
+def _disk_full_error(error: sqlite3.OperationalError) -> OSError:
     """Return the error of a full disk, which SQLite reports as an I/O error of its own."""
     return OSError(errno.ENOSPC, f"no room for what was seen of the rows ({error})")
 
@@ -65,14 +65,14 @@ class SeenRows:
         try:
             self._base.executescript(_TABLES + "BEGIN")
         except sqlite3.OperationalError as error:
-            raise _no_room(error) from error
+            raise _disk_full_error(error) from error
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close, and raise `OSError` for what the disk refused, as any other writing does."""
         self.close()
         if isinstance(error, sqlite3.OperationalError):
-            raise _no_room(error) from error
+            raise _disk_full_error(error) from error
 
     def close(self) -> None:
         """Forget everything, and remove the file."""
@@ -84,7 +84,7 @@ class SeenRows:
         key = hashlib.sha256(row_id.encode()).digest()[:12]
         return self._base.execute("INSERT OR IGNORE INTO ids VALUES (?)", (key,)).rowcount == 1
 
-    def add(self, split: str, question: bytes, pictures: Sequence[bytes], row: Answered) -> bool:
+    def add(self, split: str, question: bytes, pictures: Sequence[bytes], row: AnsweredRow) -> bool:
         """Remember a row, and return whether it repeats one of its split before, answer and all.
 
         `question` and `pictures` are the hashes of a `Fingerprint`.
@@ -100,9 +100,9 @@ class SeenRows:
                 "INSERT INTO pictures VALUES (?, 1, ?) ON CONFLICT DO UPDATE SET count = count + 1"
             )
             self._base.execute(counted, (picture, row.row_id))
-        return any(_agree(gold, row.gold) for (gold,) in before)
+        return any(_has_same_answer(gold, row.gold) for (gold,) in before)
 
-    def contradicting(self, split: str) -> Pairs:
+    def contradicting(self, split: str) -> Contradictions:
         """Return each row that another row of its split contradicts, by id, with that other row."""
         several = (
             "SELECT asked FROM asked WHERE split = ? GROUP BY asked HAVING COUNT(*) > 1 AND "
@@ -113,9 +113,11 @@ class SeenRows:
             where = (
                 "SELECT id, gold, origin FROM asked WHERE split = ? AND asked = ? ORDER BY number"
             )
-            rows = [Answered(*row) for row in self._base.execute(where, (split, question))]
+            rows = [AnsweredRow(*row) for row in self._base.execute(where, (split, question))]
             for row in rows:
-                rival = next((rival for rival in rows if not _agree(rival.gold, row.gold)), None)
+                rival = next(
+                    (rival for rival in rows if not _has_same_answer(rival.gold, row.gold)), None
+                )
                 if rival is not None:
                     pairs[row.row_id] = (row, rival)
         return pairs
@@ -123,21 +125,25 @@ class SeenRows:
     def shared_pictures(self) -> tuple[int, str]:
         """Return how many rows have a picture that many rows share, and the id of one of them."""
         counted = "SELECT COALESCE(SUM(count), 0), MIN(id) FROM pictures WHERE count >= ?"
-        rows, example = self._base.execute(counted, (_MANY,)).fetchone()
+        rows, example = self._base.execute(counted, (_MANY_ROWS_PER_PICTURE,)).fetchone()
         return rows, example
 
 
-def _agree(answer: str, gold: str) -> bool:
+def _has_same_answer(answer: str, gold: str) -> bool:
     """Return whether an answer would be graded as correct against `gold`."""
     return answer == gold or grade(rf"\boxed{{{answer}}}", gold).verdict == "correct"
 
 
 # A row and one that contradicts it, by the id of the first.
-Pairs = dict[str, tuple[Answered, Answered]]
+Contradictions = dict[str, tuple[AnsweredRow, AnsweredRow]]
 
 
-def leave_out(
-    folder: Path, split: str, features: Features, contradicting: Pairs, quarantine: Quarantine
+def write_without_contradictions(
+    folder: Path,
+    split: str,
+    features: Features,
+    contradicting: Contradictions,
+    quarantine: Quarantine,
 ) -> int:
     """Write a split of `folder` once more without the contradicting rows, and return its size.
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adora_vl.conversion.columns import Columns, class_names, pick_columns, require_columns
-from adora_vl.conversion.formats import Records
 from adora_vl.conversion.pictures import FileRoot
+from adora_vl.conversion.records import Records
 from adora_vl.conversion.tables import SPLIT_OF, Opened, TablePart, open_local
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
 from adora_vl.utils.hub import no_hub

@@ -24,15 +24,15 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from adora_vl.conversion.duplicates import Answered, SeenRows, leave_out
+from adora_vl.conversion.duplicates import AnsweredRow, SeenRows, write_without_contradictions
 from adora_vl.conversion.leakage import Fingerprint, LeakIndex, fingerprint
-from adora_vl.conversion.problem import PixelLimits, RawProblem, Reads, RowError, to_row
+from adora_vl.conversion.problem import PixelLimits, RawProblem, RowError, RowReaders, to_row
 from adora_vl.conversion.quarantine import LEAK, MAX_SHARE, NOTES, Quarantine
 from adora_vl.data.dataset import Manifest, Row, read_manifest, schema, write_manifest, write_split
 from adora_vl.data.images import DEFAULT_FAMILY, VISIONS
 from adora_vl.data.output import complete_or_absent, refuse_foreign, remove_report
 from adora_vl.data.stored_images import stored_bytes
-from adora_vl.rewards.forms import read
+from adora_vl.rewards.forms import read_reference
 from adora_vl.utils.cli import shown
 from adora_vl.utils.errors import UserError
 
@@ -45,7 +45,7 @@ _SHOWN_LEAKS = 1000  # leaks that the manifest lists; a dropped row is in the qu
 
 
 @dataclass(frozen=True)
-class Cleaned:
+class CleanedRow:
     """A usable row, whose images are encoded as they will be stored, and what is known of it."""
 
     row: Row
@@ -67,9 +67,9 @@ class Cleaned:
         )
 
 
-def clean_one(
+def read_and_clean(
     read: Callable[[], RawProblem], limits: PixelLimits, *, near: bool = True
-) -> Cleaned | RowError:
+) -> CleanedRow | RowError:
     """Read and clean one row.
 
     An error is returned instead of raised, so that it comes back from another process in the order
@@ -83,12 +83,12 @@ def clean_one(
     hashes = fingerprint(row["problem"], row["answer"], row["images"], row["choices"], near=near)
     pairs = zip(raw.images, row["images"], strict=True)
     images = [{"bytes": stored_bytes(encoded, image), "path": None} for encoded, image in pairs]
-    return Cleaned(
+    return CleanedRow(
         row={**row, "images": images},
         fingerprint=hashes,
         originals=raw.originals,
         origin=raw.origin,
-        notes={**raw.notes, **_notes_on(row)},
+        notes={**raw.notes, **_answer_notes(row)},
     )
 
 
@@ -96,7 +96,7 @@ def clean_one(
 _NO_ANSWER = re.compile(r"n/?a\.?|nan|null|none|nil|unknown|tbd|\?+|-+", re.IGNORECASE)
 
 
-def _notes_on(row: Row) -> dict[str, str]:
+def _answer_notes(row: Row) -> dict[str, str]:
     """Return notes on a reference answer that some right answers of a model would not meet."""
     answer = str(row["answer"])
     raw_answer = row["answer_raw"]
@@ -109,10 +109,10 @@ def _notes_on(row: Row) -> dict[str, str]:
     # A number with words beside it: `3 apples` or `#### 5`.
     has_words = re.search(r"[0-9]", answer) and re.search("[A-Za-z#]", answer)
     conditions = {
-        "words": has_words and read(answer).kind in ("text", "unreadable"),
+        "words": has_words and read_reference(answer).kind in ("text", "unreadable"),
         "no_answer": _NO_ANSWER.fullmatch(raw_answer.strip()),
         "letter": _LETTER.fullmatch(answer) and not _OPTIONS.search(row["problem"]),
-        "signs": read(answer).reason == "not_read" and re.search(r"[^\w\s.'-]", answer),
+        "signs": read_reference(answer).reason == "not_read" and re.search(r"[^\w\s.'-]", answer),
     }
     example = f"{row['id']} ({shown(raw_answer, 40)})"
     return notes | {name: example for name, holds in conditions.items() if holds}
@@ -146,27 +146,29 @@ class Deduplicator:
         assert name in NOTES, name
         self.notes.setdefault(name, {"rows": 0, "example": example})["rows"] += 1
 
-    def rows_to_store(self, split: str, results: Iterable[Cleaned | RowError]) -> Iterator[Row]:
+    def rows_to_store(self, split: str, results: Iterable[CleanedRow | RowError]) -> Iterator[Row]:
         """Yield the rows to store, in their order; the rest goes into the quarantine."""
         for result in results:
             self.rows_read += 1
-            refused = result if isinstance(result, RowError) else self._refused(split, result)
-            if refused is not None:
-                self.quarantine.add(split, refused)
+            if isinstance(result, RowError):
+                self.quarantine.add(split, result)
                 continue
-            assert isinstance(result, Cleaned)
+            fault = self._fault_among_rows(split, result)
+            if fault is not None:
+                self.quarantine.add(split, fault)
+                continue
             row = result.row
             for name, example in result.notes.items():
                 self._note(name, example)
-            answered = Answered(row["id"], row["answer"], result.origin)
+            answered = AnsweredRow(row["id"], row["answer"], result.origin)
             if self.seen_rows.add(
                 split, result.fingerprint.question, result.fingerprint.pictures, answered
             ):
                 self._note("repeats", row["id"])
             yield row
 
-    def _refused(self, split: str, cleaned: Cleaned) -> RowError | None:
-        """Return the error for a row that is dropped, else None.
+    def _fault_among_rows(self, split: str, cleaned: CleanedRow) -> RowError | None:
+        """Return the error for a sound row that is dropped for a row before it, else None.
 
         A row is dropped where an earlier row has its id, and a training row where it is a leak. A
         leak between two held-out splits is counted alone.
@@ -195,13 +197,15 @@ class Deduplicator:
         return cleaned.refuse(LEAK, wrong, "keep such rows with --keep-leaks")
 
 
-Mapper = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
-_DONE_HERE = 32  # rows that are cleaned in this process before the pool begins
-_AHEAD = 8  # rows for each worker that are handed to the pool before a result is awaited
+OrderedMap = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
+_ROWS_BEFORE_POOL = 32  # rows that are cleaned in this process before the pool begins
+_ROWS_IN_FLIGHT_PER_WORKER = (
+    8  # rows for each worker that are handed to the pool before a result is awaited
+)
 
 
 @contextmanager
-def ordered_map(workers: int) -> Iterator[Mapper]:
+def ordered_map(workers: int) -> Iterator[OrderedMap]:
     """Give a `map` over `workers` processes that keeps the order of its items.
 
     One worker means this process. More are a pool, which ends with the block. The first rows are
@@ -217,7 +221,7 @@ def ordered_map(workers: int) -> Iterator[Mapper]:
     context.set_forkserver_preload(["adora_vl.conversion.pipeline"])
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
 
-        def mapped(work: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+        def map_in_pool(work: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
             """Yield what `work` makes of each item, in order, as `map` does.
 
             The workers are a few items ahead: they need not wait for the writer of the rows, and
@@ -225,11 +229,11 @@ def ordered_map(workers: int) -> Iterator[Mapper]:
             """
             waiting: deque[Future[Any]] = deque()
             items = iter(items)
-            yield from map(work, islice(items, _DONE_HERE))
+            yield from map(work, islice(items, _ROWS_BEFORE_POOL))
             try:
                 for item in items:
                     waiting.append(pool.submit(work, item))
-                    if len(waiting) >= workers * _AHEAD:
+                    if len(waiting) >= workers * _ROWS_IN_FLIGHT_PER_WORKER:
                         yield waiting.popleft().result()
                 while waiting:
                     yield waiting.popleft().result()
@@ -238,7 +242,7 @@ def ordered_map(workers: int) -> Iterator[Mapper]:
                 for future in waiting:
                     future.cancel()
 
-        yield mapped
+        yield map_in_pool
 
 
 def _end_with_parent() -> None:
@@ -249,13 +253,14 @@ def _end_with_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:
+        """Wait for the end of the parent, and then end this process at once."""
         parent.join()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
 
 
-MAX_WORKERS = 64
+MAX_WORKERS = 64  # far above what the one writer of rows keeps up with
 
 
 def usable_cores() -> int:
@@ -266,10 +271,10 @@ def usable_cores() -> int:
 
 
 @dataclass(frozen=True)
-class SplitReads:
+class SplitRows:
     """The rows of one split, before any of them is read."""
 
-    problems: Callable[[], Reads]  # begins to read the rows
+    problems: Callable[[], RowReaders]  # begins to read the rows
     total: int | None  # how many rows there are, where that is known
 
 
@@ -304,24 +309,33 @@ class Cleaning:
         return PixelLimits(self.min_pixels, self.max_pixels, unit)
 
 
-_UNSAID = {"family": DEFAULT_FAMILY, "split_name": None, "drop_instruction": False, "texts": None}
+# These options are younger than the first manifests; their default values are not recorded.
+_UNRECORDED_DEFAULTS = {
+    "family": DEFAULT_FAMILY,
+    "split_name": None,
+    "drop_instruction": False,
+    "texts": None,
+}
 
 
-def recorded(options: Mapping[str, Any]) -> dict[str, Any]:
+def recorded_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options as a manifest records them.
 
     Default values of later options are left out, so that the manifests of older folders, which do
     not have these options, still say the same.
     """
-    return {
-        key: value for key, value in options.items() if key not in _UNSAID or value != _UNSAID[key]
-    }
+    recorded = {}
+    for name, value in options.items():
+        is_default = name in _UNRECORDED_DEFAULTS and value == _UNRECORDED_DEFAULTS[name]
+        if not is_default:
+            recorded[name] = value
+    return recorded
 
 
 def prepare(
     output: Path,
     options: Cleaning,
-    begin: Callable[[], tuple[dict[str, Any], Mapping[str, SplitReads]]],
+    begin: Callable[[], tuple[dict[str, Any], Mapping[str, SplitRows]]],
     features: Features | None = None,
     *,
     workers: int,
@@ -342,29 +356,25 @@ def prepare(
     for folder in (output, report):
         refuse_foreign(folder)
     description, splits = begin()
-    work = partial(clean_one, limits=limits, near=len(splits) > 1)
+    # A leak needs two splits, so rows of a single one need no difference hashes.
+    clean = partial(read_and_clean, limits=limits, near=len(splits) > 1)
     output_folder = complete_or_absent(output, description, overwrite=overwrite)
     with output_folder as folder, SeenRows(folder / "seen.sqlite") as seen_rows:
         quarantine = Quarantine(folder)
         deduplicator = Deduplicator(quarantine, seen_rows, keep_leaks=options.keep_leaks)
-        with ordered_map(workers) as mapped:
+        with ordered_map(workers) as map_rows:
             counts = {}
+            # Sorting is stable, so that splits of one kind stay in the order of the source.
             for split in sorted(splits, key=lambda split: split not in HELD_OUT):
-                results = mapped(work, splits[split].problems())
-                with tqdm(
-                    results, desc=split, total=splits[split].total, unit="row", disable=None
-                ) as bar:
-                    rows = deduplicator.rows_to_store(split, bar)
-                    counts[split] = write_split(rows, folder=folder, split=split, features=features)
-                contradicting = seen_rows.contradicting(split)
-                if contradicting:
-                    counts[split] = leave_out(
-                        folder,
-                        split=split,
-                        features=features or schema(),
-                        contradicting=contradicting,
-                        quarantine=quarantine,
-                    )
+                counts[split] = _write_split(
+                    folder,
+                    split=split,
+                    total=splits[split].total,
+                    results=map_rows(clean, splits[split].problems()),
+                    deduplicator=deduplicator,
+                    features=features,
+                )
+        # An empty source is no data set, and no share of its rows can be checked.
         if not deduplicator.rows_read:
             raise UserError(f"input: {description['input']!r} has no rows; give data that has some")
         try:
@@ -377,9 +387,12 @@ def prepare(
         except UserError:
             _write_report(report, quarantine, description)
             raise
-        sharing, example = seen_rows.shared_pictures()
-        if sharing:
-            deduplicator.notes["one_picture"] = {"rows": sharing, "example": example}
+        rows_sharing_picture, example = seen_rows.shared_pictures()
+        if rows_sharing_picture:
+            deduplicator.notes["one_picture"] = {
+                "rows": rows_sharing_picture,
+                "example": example,
+            }
         seen_rows.close()
         manifest = write_manifest(
             folder,
@@ -391,6 +404,34 @@ def prepare(
         )
     remove_report(report)
     return manifest
+
+
+def _write_split(
+    folder: Path,
+    *,
+    split: str,
+    total: int | None,
+    results: Iterable[CleanedRow | RowError],
+    deduplicator: Deduplicator,
+    features: Features | None,
+) -> int:
+    """Write the rows of one split that are used, and return how many there are.
+
+    `total` is how many `results` there will be, for the progress bar; None where nobody knows.
+    """
+    with tqdm(results, desc=split, total=total, unit="row", disable=None) as bar:
+        rows = deduplicator.rows_to_store(split, bar)
+        count = write_split(rows, folder=folder, split=split, features=features)
+    contradicting = deduplicator.seen_rows.contradicting(split)
+    if contradicting:
+        count = write_without_contradictions(
+            folder,
+            split=split,
+            features=features or schema(),
+            contradicting=contradicting,
+            quarantine=deduplicator.quarantine,
+        )
+    return count
 
 
 def _write_report(report: Path, quarantine: Quarantine, description: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from adora_vl.data.images import UNIT, UnreadableImageError, clean_image
 from adora_vl.data.prompts import PLACEHOLDER
 from adora_vl.data.rows import problem_with_row
 from adora_vl.rewards import canonical_gold, verify_gold
-from adora_vl.rewards.forms import read
+from adora_vl.rewards.forms import read_reference
 from adora_vl.utils.errors import UserError
 
 
@@ -129,7 +129,7 @@ class RawProblem:
 
 
 # Each call reads one row. It can be pickled, so that another process can make it.
-Reads = Iterator[Callable[[], RawProblem]]
+RowReaders = Iterator[Callable[[], RawProblem]]
 
 
 @dataclass(frozen=True)
@@ -239,14 +239,14 @@ def check_gold(gold: str, refuse: Callable[[str, str, str], RowError]) -> str:
     be right.
     """
     # Empty braces mean nothing, and stand inside an answer such as `45${}^\circ$`.
-    if read(gold).reason == "not_read":
+    if read_reference(gold).reason == "not_read":
         without_braces = re.sub(r"\{\s*\}", " ", gold).strip()
-        if read(without_braces).kind in ("number", "expression", "percentage"):
+        if read_reference(without_braces).kind in ("number", "expression", "percentage"):
             gold = without_braces
     reason = verify_gold(gold)
     if reason:
         raise refuse(*_ungradable(gold, reason))
-    if read(gold).reason == "not_read" and re.search(r"[0-9$^#]|\\(?:sqrt|frac)", gold):
+    if read_reference(gold).reason == "not_read" and re.search(r"[0-9$^#]|\\(?:sqrt|frac)", gold):
         wrong = (
             f"the right answer {gold!r:.200} can be read as a text of signs alone, which hardly "
             "any answer meets"

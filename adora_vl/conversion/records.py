@@ -1,19 +1,20 @@
 """Reads a record of a user's table as a problem with its reference answer and its pictures."""
 
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from adora_vl.conversion.answers import (
     MISSING,
     Record,
     Refuse,
-    answer_of,
-    choices_of,
-    gold_of,
-    letter_of,
-    listed,
+    gold_of_option,
+    list_in_cell,
+    option_letter,
+    read_answer,
+    read_choices,
 )
 from adora_vl.conversion.chat import (
     pictures_of_chat,
@@ -51,6 +52,19 @@ class BadRecord:
     original: bytes = b""
 
 
+# Each record with its position in its file, in words (`line 14`).
+Records = Iterator[tuple[str, dict[str, Any] | BadRecord]]
+HEAD_RECORDS = 100  # of a table whose columns only its records say, looked through for them
+
+
+class Table(NamedTuple):
+    """A table that was opened, before its records are read."""
+
+    column_names: list[str]
+    format_note: str  # how it is read, where that had to be guessed; else empty
+    read_records: Callable[[], Records]  # begins at the first record with each call
+
+
 @dataclass(frozen=True)
 class Context:
     """What all records of one table have in common."""
@@ -62,7 +76,7 @@ class Context:
     files: FileRoot
     texts_only: bool = False  # all cells are texts (CSV), so that a list is written as JSON
     drop_instruction: bool = False
-    truths: bool = False  # the first answer of the table is true or false
+    has_truth_values: bool = False  # the first answer of the table is true or false
     format_note: str = ""  # how the table is read, where that had to be guessed
 
 
@@ -77,85 +91,48 @@ def read_record(
     Raises `RowError`, which names all faults of the record that can be seen in one pass.
     """
     origin = f"{position} of {context.location}"
-    row_id = f"{context.name}/{context.split}/{number}"
+    numbered_id = f"{context.name}/{context.split}/{number}"
     if isinstance(record, BadRecord):
         originals = (record.original,) if record.original else ()
         raise RowError(
-            row_id=row_id,
+            row_id=numbered_id,
             kind=record.kind,
             wrong=record.wrong,
             remedy=f"{record.remedy} {origin}",
             originals=originals,
         )
     columns = context.columns
-    refuse = partial(_refusal, record, columns, origin)
-    row_id = _row_id(record, context=context, by_number=row_id, refuse=partial(refuse, row_id))
-    refuse = partial(refuse, row_id)
-    with several_faults() as read:
-        text_and_notes: tuple[str, dict[str, str]] | None = read(_problem, record, context, refuse)
-        problem, notes = text_and_notes or ("", {})
-        answer, is_stated = read(answer_of, record, columns, refuse, context.truths) or (
-            None,
-            False,
-        )
-        choices, names_image = read(choices_of, record, columns, context.texts_only, refuse) or (
-            None,
-            False,
-        )
-        pictures: _Pictures | None = read(_read_pictures, record, context, refuse)
-        is_sound = text_and_notes is not None and pictures is not None
-        if answer is not None:
-            settled = read(_settled, problem, answer, choices, columns, is_sound, refuse)
-            question = settled or _Question(problem, answer, choices)
-        else:
-            question = _Question(problem, "", choices)
-    # Where a part could not be read, the block above has raised.
-    assert pictures is not None
-    if question.in_text:
-        notes["options_in_text"] = row_id
-    if names_image:
-        notes["options"] = row_id
-    if is_stated:
-        notes["stated"] = f"{row_id} ({shown(answer, 40)})"
-    if pictures.respelled:
-        notes["spelling"] = f"{row_id} ({pictures.respelled})"
-    if context.format_note:
-        notes["format"] = context.format_note
-    has_none = not pictures.images
-    placed = _placed_images(question.problem, len(pictures.images), columns, refuse)
-    if placed.parts:
-        notes["parts"] = row_id
-    if has_none and columns.images:
-        notes["without_image"] = row_id
-    extras = {name: _extra(record.get(theirs), theirs, refuse) for name, theirs in columns.extras}
+    refuse_with_id = partial(_refusal, record, columns, origin)
+    # A fault of the id itself is reported under the number of the record.
+    row_id = _row_id(
+        record,
+        context=context,
+        by_number=numbered_id,
+        refuse=partial(refuse_with_id, numbered_id),
+    )
+    refuse: Refuse = partial(refuse_with_id, row_id)
+    parts = _read_parts(record, context, refuse)
+    question = parts.question
+    images = parts.pictures.images
+    placed = _placed_images(question.problem, len(images), columns, refuse)
+    extras = {
+        our_name: _extra_text(record.get(table_name), table_name, refuse)
+        for our_name, table_name in columns.extras
+    }
     return RawProblem(
         id=row_id,
         split=context.split,
         source=context.name,
         origin=origin,
-        images=tuple(pictures.images[number] for number in placed.order),
+        images=tuple(images[index] for index in placed.order),
         problem=placed.text,
         answer=question.answer,
         choices=None if question.choices is None else tuple(question.choices),
         value_answer=question.choices is not None,
-        text_only=has_none,
+        text_only=not images,
         extras=extras,
-        notes=notes,
+        notes=_notes_on(parts, row_id=row_id, context=context, placed=placed),
     )
-
-
-def _placed_images(problem: str, count: int, columns: Columns, refuse: Refuse) -> Placed:
-    """Return the text of a problem with a mark for each of its `count` images.
-
-    Raises `RowError` where its own marks are not as many.
-    """
-    placed = place_images(problem, count)
-    if isinstance(placed, str):
-        wrong, _, remedy = placed.partition("; ")
-        if count == 0 and not columns.images:
-            remedy = "name the column with the pictures, images=COLUMN, or take the mark out"
-        raise refuse("placeholder", f"the problem {shown(problem)} {wrong}", f"{remedy}, in")
-    return placed
 
 
 @dataclass(frozen=True)
@@ -177,7 +154,97 @@ class _Pictures:
     respelled: str
 
 
-def _settled(
+@dataclass(frozen=True)
+class _Parts:
+    """The parts of a sound record, which are read one by one."""
+
+    question: _Question
+    pictures: _Pictures
+    instruction: str  # how to answer, at the end of the problem; empty where it says nothing of it
+    stated_answer: (
+        str  # the answer, where words such as `The answer is` stood before it; else empty
+    )
+    has_image_options: bool  # an option names an image
+
+
+def _read_parts(record: Record, context: Context, refuse: Refuse) -> _Parts:
+    """Read the question, the answer, the options and the pictures of a record.
+
+    Each part is read even where one before it has a fault, so that the user sees all faults at
+    once.
+
+    Raises `RowError`, with all of these faults.
+    """
+    columns = context.columns
+    with several_faults() as read:
+        text_and_instruction: tuple[str, str] | None = read(_read_problem, record, context, refuse)
+        problem, instruction = text_and_instruction or ("", "")
+        answer, is_stated = read(
+            read_answer, record, columns, refuse, context.has_truth_values
+        ) or (None, False)
+        choices, has_image_options = read(
+            read_choices, record, columns, context.texts_only, refuse
+        ) or (None, False)
+        pictures: _Pictures | None = read(_read_pictures, record, context, refuse)
+        is_sound = text_and_instruction is not None and pictures is not None
+        question: _Question | None = None
+        if answer is not None:
+            question = read(
+                _question_with_gold, problem, answer, choices, columns, is_sound, refuse
+            )
+    # Where a part could not be read, the block above has raised.
+    assert question is not None
+    assert pictures is not None
+    return _Parts(
+        question=question,
+        pictures=pictures,
+        instruction=instruction,
+        stated_answer=answer if answer is not None and is_stated else "",
+        has_image_options=has_image_options,
+    )
+
+
+def _notes_on(parts: _Parts, row_id: str, context: Context, placed: Placed) -> dict[str, str]:
+    """Return what the user should know of a record that is used, by the names of `NOTES`.
+
+    The values are examples, such as the row's id. `placed` is the problem with its image marks.
+    """
+    notes = {}
+    if parts.instruction:
+        notes["instruction"] = parts.instruction
+    if parts.question.in_text:
+        notes["options_in_text"] = row_id
+    if parts.has_image_options:
+        notes["options"] = row_id
+    if parts.stated_answer:
+        notes["stated"] = f"{row_id} ({shown(parts.stated_answer, 40)})"
+    if parts.pictures.respelled:
+        notes["spelling"] = f"{row_id} ({parts.pictures.respelled})"
+    if context.format_note:
+        notes["format"] = context.format_note
+    if placed.parts:
+        notes["parts"] = row_id
+    # A table without a column for images is of texts alone, which needs no note.
+    if context.columns.images and not parts.pictures.images:
+        notes["without_image"] = row_id
+    return notes
+
+
+def _placed_images(problem: str, count: int, columns: Columns, refuse: Refuse) -> Placed:
+    """Return the text of a problem with a mark for each of its `count` images.
+
+    Raises `RowError` where its own marks are not as many.
+    """
+    placed = place_images(problem, count)
+    if isinstance(placed, str):
+        wrong, _, remedy = placed.partition("; ")
+        if count == 0 and not columns.images:
+            remedy = "name the column with the pictures, images=COLUMN, or take the mark out"
+        raise refuse("placeholder", f"the problem {shown(problem)} {wrong}", f"{remedy}, in")
+    return placed
+
+
+def _question_with_gold(
     problem: str,
     answer: str,
     choices: list[str] | None,
@@ -197,8 +264,8 @@ def _settled(
         if question is not None:
             return question
     if choices is not None:
-        letter = letter_of(answer, choices, columns.answer_is, refuse)
-        return _Question(problem, gold_of(letter, choices), choices)
+        letter = option_letter(answer, choices, columns.answer_is, refuse)
+        return _Question(problem, gold_of_option(letter, choices), choices)
     if not columns.text_answers and is_sentence(answer):
         _refuse_sentence(answer, refuse)
     if not is_sound:
@@ -218,10 +285,10 @@ def _with_options_in_text(
         return None
     rest, choices = text_and_choices
     try:
-        letter = letter_of(answer, choices, columns.answer_is or "value", refuse)
+        letter = option_letter(answer, choices, columns.answer_is or "value", refuse)
     except RowError:
         return None
-    return _Question(rest, gold_of(letter, choices), choices, in_text=True)
+    return _Question(rest, gold_of_option(letter, choices), choices, in_text=True)
 
 
 def _refuse_sentence(answer: str, refuse: Refuse) -> None:
@@ -277,21 +344,24 @@ def _row_id(record: Record, context: Context, by_number: str, refuse: Refuse) ->
     return text if text.startswith(prefix) else prefix + text
 
 
-def _problem(record: Record, context: Context, refuse: Refuse) -> tuple[str, dict[str, str]]:
-    """Return the text of the problem, also out of a conversation, and the notes on it.
+def _read_problem(record: Record, context: Context, refuse: Refuse) -> tuple[str, str]:
+    """Return the text of the problem, also out of a conversation, and the instruction in it.
+
+    The instruction says how to answer. It is empty where there is none, and stands in the text too
+    unless the user drops it.
 
     Raises `RowError` where there is no such text.
     """
     column = context.columns.problem
     text, _ = question_in(record, context.columns)
     if not isinstance(text, str) or not storable(text):
-        value = listed(record.get(column, MISSING), texts_only=True)
+        value = list_in_cell(record.get(column, MISSING), texts_only=True)
         remedy = "make it a text, or a conversation with one question, in"
         raise refuse("field_type", f"{column!r} is {shown(value)}", remedy)
     rest, instruction = without_instruction(text)
-    if not instruction:
-        return text, {}
-    return (rest if context.drop_instruction else text), {"instruction": instruction}
+    if instruction and context.drop_instruction:
+        return rest, instruction
+    return text, instruction
 
 
 def question_in(record: Record, columns: Columns) -> tuple[Any, list[Any]]:
@@ -300,7 +370,7 @@ def question_in(record: Record, columns: Columns) -> tuple[Any, list[Any]]:
     The question is a text, or whatever value the record has in its place. The pictures are those of
     a conversation's image parts, or else those that `<img>` tags name.
     """
-    value = listed(record.get(columns.problem, MISSING), texts_only=True)
+    value = list_in_cell(record.get(columns.problem, MISSING), texts_only=True)
     question = text_of_chat(value) if isinstance(value, list) else value
     paths: list[Any] = []
     if isinstance(question, str):
@@ -315,7 +385,7 @@ def pictures_beside(record: Record, columns: Columns, *, texts_only: bool) -> li
     if len(columns.images) > 1:  # one picture a column; a column without one is empty
         values = [record.get(name) for name in columns.images]
         return [value for value in values if value not in _EMPTY_PICTURES]
-    value = listed(record.get(columns.images[0]), texts_only)
+    value = list_in_cell(record.get(columns.images[0]), texts_only)
     if isinstance(value, str):
         value = value.strip()
     is_nan = isinstance(value, float) and value != value  # as pandas has an empty cell
@@ -343,21 +413,21 @@ def _read_pictures(record: Record, context: Context, refuse: Refuse) -> _Picture
         )
     images = []
     respelled = ""
-    for number, value in enumerate(in_columns or in_question):
+    for number, picture in enumerate(in_columns or in_question):
         try:
-            images.append(picture_bytes(value, context.files))
+            images.append(picture_bytes(picture, context.files))
         except PictureError as error:
             raise refuse(error.kind, f"image {number} {error}", error.remedy) from error
         if not respelled:
-            file = other_spelling(value, context.files)
-            if file:
-                respelled = f"{shown(value)} is {shown(file)}"
+            respelled_file = other_spelling(picture, context.files)
+            if respelled_file:
+                respelled = f"{shown(picture)} is {shown(respelled_file)}"
     if not images and context.columns.pictured:
         raise refuse("no_image", "images [] is empty", "add the diagram in")
     return _Pictures(images=tuple(images), respelled=respelled)
 
 
-def _extra(value: object, column: str, refuse: Refuse) -> str | None:
+def _extra_text(value: object, column: str, refuse: Refuse) -> str | None:
     """Return the value of an extra column: a text as it is, anything else as JSON.
 
     Raises `RowError` for a value that cannot be stored as a text.

@@ -16,17 +16,17 @@ from adora_vl.conversion.formats import (
     ENDINGS,
     SAVED,
     TEXT_TABLES,
-    Records,
     format_of,
     open_table,
     row_count,
 )
 from adora_vl.conversion.leakage import question_key
 from adora_vl.conversion.pictures import FileRoot, PictureError, picture_bytes
-from adora_vl.conversion.problem import Reads
+from adora_vl.conversion.problem import RowReaders
 from adora_vl.conversion.records import (
     BadRecord,
     Context,
+    Records,
     pictures_beside,
     question_in,
     read_record,
@@ -177,7 +177,7 @@ def _check_table(file: Path, source: Path, root: Path) -> None:
         )
 
 
-def reads(
+def row_readers(
     opened: Opened,
     split: str,
     name: str,
@@ -186,7 +186,7 @@ def reads(
     limit: int | None,
     *,
     drop_instruction: bool = False,
-) -> Reads:
+) -> RowReaders:
     """Yield a call for each row of a split, in the order of the tables, which reads that row.
 
     `name` is the data set's name in the ids of rows. `tests` draws the split test out of train; it
@@ -208,8 +208,9 @@ def reads(
         )
         for index, (position, record) in enumerate(part.begin()):
             if index == 0 and not isinstance(record, BadRecord):
-                truths = isinstance(record.get(columns.answer), bool)
-                context = replace(context, truths=truths)
+                # The first row decides, so that a stray true among texts is still refused.
+                has_truth_values = isinstance(record.get(columns.answer), bool)
+                context = replace(context, has_truth_values=has_truth_values)
             in_split = tests is None or tests.takes(number, record, part) == (split == "test")
             number += 1
             if limit is not None and yielded >= limit:
@@ -219,7 +220,7 @@ def reads(
                 yield partial(read_record, record, position, number - 1, context)
 
 
-def named_split(opened: Opened, split: str | None) -> Opened:
+def with_split_name(opened: Opened, split: str | None) -> Opened:
     """Return the data set with its one table under the name `split`; as it is for None.
 
     Raises `UserError` where it has several splits.
@@ -236,7 +237,7 @@ def named_split(opened: Opened, split: str | None) -> Opened:
     return replace(opened, parts={split: opened.parts[old_name]}, totals=totals)
 
 
-def splits_of(opened: Opened, share: float) -> list[str]:
+def output_splits(opened: Opened, share: float) -> list[str]:
     """Return the splits that will be written, where `share` of train becomes the split test.
 
     Raises `UserError` where there is no train to take it of, or a test already.

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from adora_vl.config.command import read
 from adora_vl.rewards import judge
-from adora_vl.rewards.choose import rounds
+from adora_vl.rewards.choose import accepts_rounding
 from adora_vl.utils.checks import Check, as_json, failed, is_healthy, is_table, table
 from adora_vl.utils.cli import READING_S, Parser, announce_reading, exit_code_of, path
 from adora_vl.utils.errors import UserError
@@ -138,7 +138,7 @@ def environment_checks(request: RunRequest) -> list[Check]:
 def paper_checks(run: ResolvedRun) -> list[Check]:
     """Check grader, reward and output folder: what needs data and config, but no weights."""
     from adora_vl.doctor.checks import check_golds, check_rewards, check_room, check_writable
-    from adora_vl.planning.memory import checkpoint_of, run_bytes
+    from adora_vl.planning.disk import checkpoint_of, run_bytes
 
     script = run.script
     config = run.config
@@ -149,7 +149,7 @@ def paper_checks(run: ResolvedRun) -> list[Check]:
         [name for name in ("images",) if name in train.column_names]
     )
     rows = [without_images[number] for number in range(min(ROWS, len(train)))]
-    checks = [check_golds(rows, rounding=rounds(script.adora_reward))]
+    checks = [check_golds(rows, rounding=accepts_rounding(script.adora_reward))]
     # Functions of the user's were tried already, and their sums may mean something else. What a
     # judge thinks of an answer in a box is its own, and may be no score where it does not reply.
     has_judge = judge.NAME in run.rewards.entries

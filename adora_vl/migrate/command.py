@@ -11,7 +11,7 @@ from pathlib import Path
 
 from adora_vl.migrate.config_text import without_counterpart, yaml_text
 from adora_vl.migrate.easyr1 import convert_easyr1
-from adora_vl.migrate.migration import LaunchPlan, Migration, existing
+from adora_vl.migrate.migration import LaunchPlan, Migration, path_exists
 from adora_vl.migrate.source import read_source
 from adora_vl.migrate.swift import convert_swift
 from adora_vl.migrate.trl import convert_trl
@@ -58,27 +58,27 @@ def convert_config(
     `config`: a YAML file or a shell script. `reward`: FILE.py:FUNCTION in place of the config's own
     reward. `words`: KEY=VALUE and --key value, laid over the config. Raises `UserError`.
     """
-    move, _ = _convert(trainer, config, reward=reward, words=words)
-    return move
+    migration, _ = _convert(trainer, config, reward=reward, words=words)
+    return migration
 
 
 def _convert(
     trainer: str, config: Path | None, *, reward: str | None, words: Sequence[str]
 ) -> tuple[Migration, LaunchPlan]:
-    """Convert a config, and return how its run is started too."""
-    kind = TRAINERS[trainer]
-    source = read_source(config, words, nested=kind.nested)
-    move = Migration(source)
-    launch = kind.convert(move)
+    """Convert a config as `convert_config` does, and return how its run is started too."""
+    other_trainer = TRAINERS[trainer]
+    source = read_source(config, words, nested=other_trainer.nested)
+    migration = Migration(source)
+    launch = other_trainer.convert(migration)
     if reward:
-        move.put("adora_reward", [reward], note="--reward")
-        move.remarks = [text for text in move.remarks if not text.startswith("reward")]
-    move.remarks += source.remarks
-    move.list_unmatched()
-    return move, launch
+        migration.put("adora_reward", [reward], note="--reward")
+        migration.remarks = [text for text in migration.remarks if not text.startswith("reward")]
+    migration.remarks += source.remarks
+    migration.list_unmatched()
+    return migration, launch
 
 
-def _write(options: argparse.Namespace, words: Sequence[str]) -> None:
+def _write_config(options: argparse.Namespace, words: Sequence[str]) -> None:
     """Write the converted config, and print what to look at."""
     config: Path | None = options.config
     if config is None and not words:
@@ -86,30 +86,30 @@ def _write(options: argparse.Namespace, words: Sequence[str]) -> None:
             "CONFIG: name a YAML file or a shell script, or write KEY=VALUE; see `python -m "
             "adora_vl.migrate --help`"
         )
-    move, launch = _convert(options.trainer, config, reward=options.reward, words=words)
+    migration, launch = _convert(options.trainer, config, reward=options.reward, words=words)
     output: Path = options.output or Path(f"{options.trainer}.adora.yaml")
     if config is not None and options.output is None:
         output = config.with_suffix(".adora.yaml")
     if output.exists():
         raise UserError(f"output: {str(output)!r} is there; choose another name with --output")
-    name = config.name if config else "the command line"
-    text = yaml_text(move, options.trainer, name, everything=options.all)
+    source_name = config.name if config else "the command line"
+    text = yaml_text(migration, options.trainer, source_name, everything=options.all)
     replace_file(output, text)
-    listed = without_counterpart(move, everything=options.all)
-    hidden = len(move.unmatched) - len(listed)
-    print(f"{output}: {len(move.keys)} keys")
+    listed = without_counterpart(migration, everything=options.all)
+    hidden = len(migration.unmatched) - len(listed)
+    print(f"{output}: {len(migration.keys)} keys")
     if listed:
         print("Without a counterpart:", *listed, sep="\n")
     if hidden:
         print(f"  (--all lists {hidden} more, which have their defaults)")
-    if move.remarks:
-        print("Look at these:", *[f"  {printable(text)}" for text in move.remarks], sep="\n")
+    if migration.remarks:
+        print("Look at these:", *[f"  {printable(text)}" for text in migration.remarks], sep="\n")
     words = ["-m", "adora_vl.train", "--config", str(output), "--dry-run", *launch.options]
     print(f"Next: {shlex.join(['python', *words])}")
 
 
-def _divide(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Divide the words of a command into ours and the other trainer's.
+def _divide_words(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Divide the words of a command into ours and the other trainer's, and return both.
 
     The first word without dashes is the trainer. The next one is the config, unless it is a key or
     begins a launch line.
@@ -133,10 +133,10 @@ def _divide(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _is_config(word: str) -> bool:
-    """Whether a word is the path of a YAML file or a script."""
+    """Return whether a word is the path of a YAML file or a script."""
     if word.startswith("--") or "=" in word:
         return False
-    return Path(word).suffix in _ENDINGS or existing(Path(word))
+    return Path(word).suffix in _ENDINGS or path_exists(Path(word))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def run() -> None:
         """Read the words, and write the config."""
-        ours, theirs = _divide(sys.argv[1:] if arguments is None else arguments)
-        _write(parser.parse_args(ours), theirs)
+        ours, theirs = _divide_words(sys.argv[1:] if arguments is None else arguments)
+        _write_config(parser.parse_args(ours), theirs)
 
     return exit_code_of(run, "nothing was written")

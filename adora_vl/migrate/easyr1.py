@@ -109,45 +109,47 @@ _REWARD = "worker.reward.reward_function"
 _OLDER_REWARD = "worker.reward.score_function"
 
 
-def convert_easyr1(move: Migration) -> LaunchPlan:
+def convert_easyr1(migration: Migration) -> LaunchPlan:
     """Convert a config of EasyR1. Raises `UserError`."""
-    move.defaults = _DEFAULTS
-    convert_model(move, _NAMES)
-    convert_lora(move, _NAMES)
+    migration.defaults = _DEFAULTS
+    convert_model(migration, _NAMES)
+    convert_lora(migration, _NAMES)
     note = "frees the engine's memory in the policy step, as theirs"
-    move.put("vllm_enable_sleep_mode", True, note=note)
+    migration.put("vllm_enable_sleep_mode", True, note=note)
     freeze = f"{_MODEL}freeze_vision_tower"
-    if move.get(freeze, False):
-        move.put("adora_freeze", ["vision_tower"], freeze)
-    convert_loss(move, _NAMES)
+    if migration.get(freeze, False):
+        migration.put("adora_freeze", ["vision_tower"], freeze)
+    convert_loss(migration, _NAMES)
     columns = {
-        "problem": str(move.get("data.prompt_key", "prompt")),
-        "answer": str(move.get("data.answer_key", "answer")),
-        "images": str(move.get("data.image_key", "images")),
+        "problem": str(migration.get("data.prompt_key", "prompt")),
+        "answer": str(migration.get("data.answer_key", "answer")),
+        "images": str(migration.get("data.image_key", "images")),
     }
-    convert_data(move, columns, ["data.prompt_key", "data.answer_key", "data.image_key"])
-    if move.get("algorithm.online_filtering", False):
-        tries = move.get("trainer.max_try_make_batch", 20)
-        move.put("adora_rollouts", {"refill": max(int(tries), 1)}, "algorithm.online_filtering")
-    _convert_prompt(move)
-    _convert_reward(move)
-    layout = convert_batches(move, _NAMES)
-    convert_steps(move, _NAMES, layout)
+    convert_data(migration, columns, ["data.prompt_key", "data.answer_key", "data.image_key"])
+    if migration.get("algorithm.online_filtering", False):
+        tries = migration.get("trainer.max_try_make_batch", 20)
+        migration.put(
+            "adora_rollouts", {"refill": max(int(tries), 1)}, "algorithm.online_filtering"
+        )
+    _convert_prompt(migration)
+    _convert_reward(migration)
+    layout = convert_batches(migration, _NAMES)
+    convert_steps(migration, _NAMES, layout)
     # FSDP divides weights and optimizer there
     return LaunchPlan(processes=layout.gpus, accelerate="zero3")
 
 
-def _convert_prompt(move: Migration) -> None:
+def _convert_prompt(migration: Migration) -> None:
     """Convert a prompt in Jinja that has no other variable than the problem."""
     name = "data.format_prompt"
-    move.put("adora_system_prompt", None, note="EasyR1 asks without one")
-    file = move.get(name)
+    migration.put("adora_system_prompt", None, note="EasyR1 asks without one")
+    file = migration.get(name)
     if not file:
-        move.put("adora_prompt", None, name, note="the problem alone, as theirs")
+        migration.put("adora_prompt", None, name, note="the problem alone, as theirs")
         return
-    path = move.source.find(str(file))
+    path = migration.source.find(str(file))
     if path is None:
-        move.remark(
+        migration.remark(
             f"prompt: {name}: {str(file)!r} cannot be read; write its text as adora_prompt, "
             "with {problem} in it"
         )
@@ -156,28 +158,28 @@ def _convert_prompt(move: Migration) -> None:
     # NUL stands for the problem until the braces of our own templates are doubled.
     template = re.sub(r"{{\s*content\s*(\|\s*trim\s*)?}}", "\0", text)
     if "{{" in template or "{%" in template or "\0" not in template:
-        move.remark(
+        migration.remark(
             f"prompt: {name}: more than the problem stands in {str(file)!r}; write it as "
             "adora_prompt, with {problem} in it"
         )
         return
     escaped = template.replace("{", "{{").replace("}", "}}")
-    move.put("adora_prompt", escaped.replace("\0", "{problem}"), name)
+    migration.put("adora_prompt", escaped.replace("\0", "{problem}"), name)
 
 
-def _convert_reward(move: Migration) -> None:
+def _convert_reward(migration: Migration) -> None:
     """Convert the reward function, which is called in its own form."""
-    move.used.add("worker.reward.reward_type")
-    name = _REWARD if move.get(_REWARD) else _OLDER_REWARD
-    entry = move.get(name)
+    migration.used.add("worker.reward.reward_type")
+    name = _REWARD if migration.get(_REWARD) else _OLDER_REWARD
+    entry = migration.get(name)
     file, _, function = str(entry or "").partition(":")
     if not file.endswith(".py"):
         named = f" ({name}: {entry} names no file)" if entry else ""
-        move.put("adora_reward", ["accuracy"], note="theirs is missing")
-        move.remark(
+        migration.put("adora_reward", ["accuracy"], note="theirs is missing")
+        migration.remark(
             f"reward missing{named}: adora_reward is accuracy, 1 for a right answer in a box; "
             "name yours with --reward FILE.py:FUNCTION"
         )
         return
-    reward = f"{move.path_of(file)}:{function or 'main'}"
-    convert_reward_function(move, name, reward, options_name=f"{name}_kwargs")
+    reward = f"{migration.path_of(file)}:{function or 'main'}"
+    convert_reward_function(migration, name, reward, options_name=f"{name}_kwargs")

@@ -12,10 +12,10 @@ from adora_vl.migrate.source import Source
 from adora_vl.utils.cli import yaml_line
 from adora_vl.utils.errors import UserError
 
-# By our key, or by a name in capitals for a value that only enters a computation: the other
-# trainer's key and its default.
+# The other trainer's key and its default, by our key. A name in capitals is none of our keys: its
+# value only enters a computation, as `PROMPTS` does that of `steps_per_generation`.
 Names = Mapping[str, tuple[str, Any]]
-# What it means that a key is left out, by a part of its name.
+# What it means that a key of theirs has no counterpart, by a part of its name: the first that fits.
 _MEANINGS = {
     "fsdp": "how the model is divided is in configs/accelerate: zero3.yaml, zero3_offload.yaml",
     "offload": "configs/accelerate/zero3_offload.yaml keeps the optimizer in the host's memory",
@@ -46,7 +46,7 @@ class LaunchPlan:
 
     @property
     def options(self) -> list[str]:
-        """The options of a dry run for this launch."""
+        """The options with which a dry run plans for this launch; none for a single process."""
         if self.processes == 1:
             return []
         words = ["--processes", str(self.processes)]
@@ -78,9 +78,12 @@ class Migration:
         return self.source.values
 
     def get(self, name: str, default: object = None) -> Any:
-        """The value of one of the other trainer's names, or its default.
+        """Return the value of one of the other trainer's names, or its default.
 
-        Raises `UserError` where the default is a number and the value is not.
+        The name counts as read, so that it is not listed as one without a counterpart. A value that
+        a shell or OmegaConf would compute is the default too, and a remark asks for the value
+        itself. A text where the default is a number is read as one. Raises `UserError` where that
+        is impossible.
         """
         self.used.add(name)
         value = self.values.get(name)
@@ -98,8 +101,11 @@ class Migration:
             return int(number) if number.is_integer() else number
         return value
 
-    def positive(self, name: str, default: int) -> int:
-        """The value of a name that counts something. Raises `UserError` where it is below 1."""
+    def count_of(self, name: str, default: int) -> int:
+        """Return the value of a name that counts something.
+
+        Raises `UserError` where it is below 1 or no whole number.
+        """
         value = self.get(name, default)
         if value < 1 or value != int(value):
             raise UserError(f"CONFIG: {name}: {value} is not a whole number from 1 on")
@@ -114,14 +120,17 @@ class Migration:
         sources = [name if name in self.values else f"{name} (default)" for name in names]
         self.keys[key] = (value, "; ".join(filter(None, (", ".join(sources), note))))
 
-    def take(self, key: str, name: str, default: object = None) -> None:
-        """Set one of our keys to the value of a name, if that is set or has a default."""
+    def copy(self, key: str, name: str, default: object = None) -> None:
+        """Set one of our keys to the value of a name of theirs, if that is set or has a default."""
         value = self.get(name, default)
         if value is not None:
             self.put(key, value, name)
 
-    def take_path(self, key: str, name: str, default: object = None) -> None:
-        """Set one of our keys to a value that may name a file of this machine."""
+    def copy_path(self, key: str, name: str, default: object = None) -> None:
+        """Set one of our keys to a value that may name a file of this machine.
+
+        Where the file is found, its path from here is written in place of the name.
+        """
         value = self.get(name, default)
         if value is not None:
             self.put(key, self.path_of(value), name)
@@ -132,7 +141,7 @@ class Migration:
             self.remarks.append(text)
 
     def path_of(self, name: object) -> str:
-        """The path of a file or folder that a config names; the name as it is where none exists.
+        """Return the path of a file or folder that a config names, or the name where none exists.
 
         Scripts name files from the top of their repository, so its folders are looked through.
         """
@@ -140,14 +149,19 @@ class Migration:
         return str(name) if path is None else str(path)
 
     def split_off(self, names: list[str], sign: str) -> tuple[list[str], list[str]]:
-        """Return names without what follows `sign`, and what followed it, where it did."""
+        """Split `a@train` at the sign `@`, for all names.
+
+        Returns the parts before the sign, and the different parts behind it, where there is one.
+        """
         heads = [name.partition(sign)[0] for name in names]
         tails = [name.partition(sign)[2] for name in names if sign in name]
-        return heads, list(dict.fromkeys(tails))
+        distinct_tails = list(dict.fromkeys(tails))
+        return heads, distinct_tails
 
     def list_unmatched(self) -> None:
-        """Name every value that nothing has read, with what that means."""
-        for name in self.values.keys() - self.used - self.unmatched.keys():
+        """Add every value that nothing has read to `unmatched`, with what that means."""
+        unread_names = self.values.keys() - self.used - self.unmatched.keys()
+        for name in unread_names:
             meaning = next(
                 (text for part, text in _MEANINGS.items() if part in name), "no counterpart"
             )
@@ -155,27 +169,27 @@ class Migration:
             self.unmatched[name] = f"{value:.{_LONGEST}}: {meaning}"
 
     def is_default(self, name: str) -> bool:
-        """Whether a name without a counterpart has the value that it has by itself there."""
+        """Return whether a name of theirs has the value that it has there when it is left out."""
         value = self.values.get(name)
         if value is None or value in ("", [], {}):
             return True
         return name in self.defaults and self.defaults[name] == value
 
     def set_method(self) -> None:
-        """Name the method, since ours differs by default."""
+        """Set the method to theirs, since ours differs by default."""
         self.put("adora_method", "grpo", note="theirs; adora for ADORA")
 
 
 def words_in(value: object) -> list[str]:
-    """The texts of a list, or the words of a text."""
+    """Return the items of a list as texts, or the words of a text."""
     if isinstance(value, list | tuple):
         return [str(item) for item in value]
     return str(value).split()
 
 
-def existing(path: Path) -> bool:
-    """Whether there is a file or folder; a text that is no path counts as none."""
+def path_exists(path: Path) -> bool:
+    """Return whether there is a file or folder; a text that is no path counts as none."""
     try:
         return path.exists()
-    except OSError:
+    except OSError:  # longer than a file name may be, as the words of a command can be
         return False

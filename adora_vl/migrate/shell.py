@@ -72,8 +72,12 @@ def read_script(text: str, name: str) -> Script:
 
 
 def _read_line(script: Script, words: list[str]) -> None:
-    """Set the variables of a line, and keep its command."""
-    words = [word for word in words if not _is_in_array(script, word)]
+    """Set the variables of a line, and add its command to the script's, if it has one.
+
+    Of a line with several commands the first is read: behind `|`, `&&` or `;` stand those that log
+    or clean up.
+    """
+    words = [word for word in words if not _read_array_word(script, word)]
     if words[:1] == ["export"]:
         words = words[1:]
     while words and _ASSIGNMENT.match(words[0]):
@@ -97,13 +101,16 @@ def _read_line(script: Script, words: list[str]) -> None:
         script.commands.append(command)
 
 
-def _is_in_array(script: Script, word: str) -> bool:
-    """Whether a word begins, belongs to or ends an array, which keeps it."""
-    begins = _ARRAY.fullmatch(word) if script.open_array is None else None
-    if begins is not None:
-        script.open_array = begins["name"]
-        script.arrays[begins["name"]] = []
-        word = begins["first"]
+def _read_array_word(script: Script, word: str) -> bool:
+    """Add a word to the array that it begins, belongs to or ends; return whether it does.
+
+    The word that ends an array closes it, so the words of a line have to come in order.
+    """
+    beginning = _ARRAY.fullmatch(word) if script.open_array is None else None
+    if beginning is not None:
+        script.open_array = beginning["name"]
+        script.arrays[beginning["name"]] = []
+        word = beginning["first"]
     if script.open_array is None:
         return False
     text = word.removesuffix(")")
@@ -118,6 +125,7 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
     """Fill in the variables of a text; one that is not known stays as it is written."""
 
     def value_of(match: re.Match[str]) -> str:
+        """Return the variable's value, or its default in the script, or the match as it is."""
         name = match["plain"] or match["name"]
         if name in variables:
             return variables[name]

@@ -34,7 +34,11 @@ class Source:
     remarks: list[str] = field(default_factory=list)
 
     def find(self, name: str) -> Path | None:
-        """The file or folder of a name, from here, from the file's folder, or from one above it."""
+        """Return the file or folder of a name that a config has, None where there is none.
+
+        It is looked for from here, from the config's folder, and from the folders above that, since
+        scripts name files from the top of their repository.
+        """
         if not name or "\0" in name:
             return None
         folder = self.folder.resolve()
@@ -44,7 +48,7 @@ class Source:
             try:
                 if path.exists():
                     return path
-            except OSError:
+            except OSError:  # a text of some length is no file name, from any folder
                 return None
         return None
 
@@ -76,7 +80,7 @@ def read_source(config: Path | None, words: Sequence[str], *, nested: bool) -> S
 
 
 def _is_script(config: Path) -> bool:
-    """Whether a file is a shell script, by its name or its first line."""
+    """Return whether a file is a shell script, by its name or its first line."""
     if config.suffix in (".sh", ".bash", ".slurm"):
         return True
     try:
@@ -87,7 +91,11 @@ def _is_script(config: Path) -> bool:
 
 
 def _read_shell(source: Source, config: Path, *, nested: bool) -> None:
-    """Read the command of a script that has the most keys."""
+    """Read the command of a script that has the most keys into `source`.
+
+    A script may also prepare data or start a server; what trains has the most to say. A remark
+    tells where a second command comes near. Raises `UserError` where no command has a key.
+    """
     try:
         text = config.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -96,20 +104,21 @@ def _read_shell(source: Source, config: Path, *, nested: bool) -> None:
     source.environment = script.variables
     whole_commands = _with_lost_lines(source, script.commands, config.name)
     commands = [_keys_of_command(command) for command in whole_commands]
-    counts = [len(list(filter(_is_key, command))) for command in commands]
-    longest = max(counts, default=0)
-    if not longest:
+    key_counts = [len(list(filter(_is_key, command))) for command in commands]
+    largest_count = max(key_counts, default=0)
+    if not largest_count:
         raise UserError(
             f"CONFIG: {str(config)!r} has no command with KEY=VALUE or --key value; name the "
             "script that starts the training"
         )
-    if len([count for count in counts if count > longest // 2]) > 1:
+    long_commands = [count for count in key_counts if count > largest_count // 2]
+    if len(long_commands) > 1:
         source.remarks.append(
             f"{config.name} has several commands with keys; the longest one was read"
         )
-    chosen = counts.index(longest)
-    keys = commands[chosen]
-    command = whole_commands[chosen]
+    command_index = key_counts.index(largest_count)
+    keys = commands[command_index]
+    command = whole_commands[command_index]
     number_before = len(command) - len(keys)
     source.launcher = command[:number_before]
     _lay_words(source, keys, nested=nested)
@@ -135,12 +144,12 @@ def _with_lost_lines(source: Source, commands: list[list[str]], name: str) -> li
 
 
 def _is_key(word: str) -> bool:
-    """Whether a word of a command names a key."""
+    """Return whether a word of a command names a key, as `--key` and `group.key=value` do."""
     return word.startswith("--") or bool(_KEY_VALUE.match(word))
 
 
 def _keys_of_command(words: list[str]) -> list[str]:
-    """The words behind the program of a command, which are those of the trainer.
+    """Return the words behind the program of a command, which are those of the trainer.
 
     `accelerate launch --num_processes 8 train.py --model m` has options of its own before the
     program. Words that begin with a key, or name no program, are all the trainer's.
@@ -158,13 +167,17 @@ def _keys_of_command(words: list[str]) -> list[str]:
 
 
 def _lay_file(source: Source, config: Path, *, nested: bool) -> None:
-    """Lay the values of a YAML file over those that there are."""
+    """Read a YAML file, whose values replace those of the same names in `source`."""
     for key, value in read_mapping("CONFIG", config).items():
         source.values |= dotted(key, value) if nested else {key: value}
 
 
 def _lay_words(source: Source, words: list[str], *, nested: bool) -> None:
-    """Lay the values of a command over those of the file that it names, and over all before."""
+    """Read the keys of a command into `source`.
+
+    They replace the values of the config file that the command builds on, which replace those that
+    were read before.
+    """
     values = _values_of(words)
     for base in _base_names(values):
         path = source.find(base)
@@ -180,7 +193,7 @@ def _lay_words(source: Source, words: list[str], *, nested: bool) -> None:
 
 
 def _base_names(values: dict[str, Any]) -> list[str]:
-    """Take the config file that a command builds on out of its values.
+    """Remove the config files that a command builds on from its values, and return their names.
 
     EasyR1 writes `config=FILE`, TRL and ms-swift `--config FILE`, verl `--config-path` and
     `--config-name`.
@@ -198,18 +211,18 @@ def _base_names(values: dict[str, Any]) -> list[str]:
 
 
 def _values_of(words: Sequence[str]) -> dict[str, Any]:
-    """The values of `key=value`, `--key value ...`, `--key=value` and `--flag`.
+    """Return the values of `key=value`, `--key value ...`, `--key=value` and `--flag` by their keys.
 
     Raises `UserError` for a word that belongs to no key.
     """
-    texts: dict[str, list[str]] = {}
+    texts: dict[str, list[str]] = {}  # by key, the words behind it
     option: str | None = None
     for word in words:
         if word.startswith("--"):
             name, sign, value = word[2:].partition("=")
             option = name.replace("-", "_")
             texts[option] = [value] if sign else []
-        elif option is not None and not (_KEY_VALUE.match(word) and "." in word.partition("=")[0]):
+        elif option is not None and not _is_dotted_key(word):
             texts[option].append(word)
         elif _KEY_VALUE.match(word):
             name, _, value = word.lstrip("+").partition("=")
@@ -222,8 +235,14 @@ def _values_of(words: Sequence[str]) -> dict[str, Any]:
     return {key: _value_of(values) for key, values in texts.items()}
 
 
+def _is_dotted_key(word: str) -> bool:
+    """Return whether a word is `group.key=value`; `a=b` without a dot may be an option's value."""
+    key, _, _ = word.partition("=")
+    return bool(_KEY_VALUE.match(word)) and "." in key
+
+
 def _value_of(texts: list[str]) -> Any:
-    """The value of the words behind a key; a key without any is a switch."""
+    """Return the value of the words behind a key; a key without any is a switch."""
     if not texts:
         return True
     if len(texts) == 1 and "\n" in texts[0] and not texts[0].startswith(("[", "{")):
@@ -238,7 +257,10 @@ def _value_of(texts: list[str]) -> Any:
 
 
 def options_of(words: Sequence[str]) -> dict[str, str]:
-    """The options of a launcher, `--key value` or `--key=value`, without what is none."""
+    """Return the options of a launcher by their names; words that belong to none are left out.
+
+    They are written `--key value` or `--key=value`; one without a value has an empty text.
+    """
     options: dict[str, str] = {}
     option = ""
     for word in words:
@@ -253,7 +275,7 @@ def options_of(words: Sequence[str]) -> dict[str, str]:
 
 
 def _number_in(text: object) -> Any:
-    """A number that a text is, such as a weight in `--reward_weights 1.0 0.1`, or the text."""
+    """Return the number that a text is, as in `--reward_weights 1.0 0.1`, or else the text."""
     value = yaml_value(text) if isinstance(text, str) else text
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number else text

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from adora_vl.migrate.migration import LaunchPlan, Migration, words_in
-from adora_vl.migrate.trl import name_data, sharding_of, take_equal_keys, warn_of_server
+from adora_vl.migrate.trl import copy_equal_keys, name_data, sharding_of, warn_of_server
 from adora_vl.utils.errors import UserError
 
 # Keys of ms-swift that TRL has under another name.
@@ -47,7 +47,7 @@ _LORA_DEFAULTS: dict[str, tuple[str, Any]] = {
     "lora_alpha": ("lora_alpha", 32),
     "lora_dropout": ("lora_dropout", 0.05),
 }
-_RATES = {"full": 1e-5, "lora": 1e-4}
+_RATES = {"full": 1e-5, "lora": 1e-4}  # the learning rate by what is trained
 _REWARDS = {"accuracy": "accuracy", "format": "think_answer_format"}
 _UNMATCHED_DEFAULTS = {
     "split_dataset_ratio": 0.0,
@@ -66,8 +66,10 @@ _COLUMNS = {
     "answer": "solution|response|messages|conversations",
     "images": "images|image",
 }
-_HUBS = ("hf::", "ms::")
+_HUBS = ("hf::", "ms::")  # before an id: the Hugging Face hub, or ModelScope
+# What is behind a colon in `owner/name:train` is a split where it has such a name, else a subset.
 _SPLITS = ("train", "test", "validation", "val")
+# Our name of a part of the model, and whether ms-swift freezes it by default, by its key there.
 _PARTS = {
     "freeze_vit": ("vision_tower", True),
     "freeze_aligner": ("projector", True),
@@ -75,97 +77,97 @@ _PARTS = {
 }
 
 
-def convert_swift(move: Migration) -> LaunchPlan:
+def convert_swift(migration: Migration) -> LaunchPlan:
     """Convert a config of ms-swift. Raises `UserError`."""
-    move.defaults = _UNMATCHED_DEFAULTS
-    kind = move.get("rlhf_type", "grpo")
+    migration.defaults = _UNMATCHED_DEFAULTS
+    kind = migration.get("rlhf_type", "grpo")
     if kind != "grpo":
         raise UserError(f"CONFIG: rlhf_type: {kind} is not grpo, and nothing else is trained here")
-    if not move.get("model"):
-        move.remark("model missing: model is not set; write model_name_or_path")
+    if not migration.get("model"):
+        migration.remark("model missing: model is not set; write model_name_or_path")
     for name, key in _RENAMED.items():
-        move.take(key, name)
-    move.set_method()
+        migration.copy(key, name)
+    migration.set_method()
     for key, (name, default) in _DEFAULTS.items():
-        move.take(key, name, default)
-    _convert_tuner(move)
-    _convert_loss(move)
-    _convert_data(move)
-    _convert_engine(move)
+        migration.copy(key, name, default)
+    _convert_tuner(migration)
+    _convert_loss(migration)
+    _convert_data(migration)
+    _convert_engine(migration)
     # ours is a file of accelerate, which the launch plan names
-    deepspeed = str(move.get("deepspeed", ""))
-    take_equal_keys(move)
-    warn_of_server(move)
-    _convert_evaluation(move)
-    processes = move.source.environment.get("NPROC_PER_NODE", "1")
+    deepspeed = str(migration.get("deepspeed", ""))
+    copy_equal_keys(migration)
+    warn_of_server(migration)
+    _convert_evaluation(migration)
+    processes = migration.source.environment.get("NPROC_PER_NODE", "1")
     return LaunchPlan(
         processes=int(processes) if processes.isdecimal() else 1,
         accelerate=sharding_of(deepspeed) or ("zero2" if deepspeed else ""),
     )
 
 
-def _convert_evaluation(move: Migration) -> None:
-    """Say how to evaluate during training, for which ours needs a prepared folder."""
-    every, _ = move.keys.pop("eval_steps", (move.get("save_steps", 500), ""))
-    strategy = move.keys.pop("eval_strategy", None)
-    listed = " ".join(words_in(move.get("val_dataset") or []))
+def _convert_evaluation(migration: Migration) -> None:
+    """Remark how to evaluate during training, for which ours needs a prepared folder."""
+    every, _ = migration.keys.pop("eval_steps", (migration.get("save_steps", 500), ""))
+    strategy = migration.keys.pop("eval_strategy", None)
+    listed = " ".join(words_in(migration.get("val_dataset") or []))
     if strategy is None and not listed:
         return
-    move.remark(
+    migration.remark(
         f"evaluation without data: prepare {listed or 'problems'} by `python -m data_prep "
         f"convert`, then adora_eval: [problems=FOLDER], eval_strategy: steps, eval_steps: {every}"
     )
 
 
-def _convert_tuner(move: Migration) -> None:
+def _convert_tuner(migration: Migration) -> None:
     """Convert what is trained: all weights or an adapter, of which parts, and how fast.
 
     Its adapter is by default on all linear layers but those of frozen parts, which are the vision
     tower and the projector. That is what ours has where no layer is named.
     """
-    name = "tuner_type" if "tuner_type" in move.values else "train_type"
-    kind = str(move.get(name, "lora"))
+    name = "tuner_type" if "tuner_type" in migration.values else "train_type"
+    kind = str(migration.get(name, "lora"))
     rate = _RATES.get(kind, _RATES["lora"])
-    move.put("learning_rate", move.get("learning_rate", rate), "learning_rate")
-    frozen = [part for key, (part, default) in _PARTS.items() if move.get(key, default)]
+    migration.put("learning_rate", migration.get("learning_rate", rate), "learning_rate")
+    frozen = [part for key, (part, default) in _PARTS.items() if migration.get(key, default)]
     if kind == "full":
-        move.put("adora_freeze", frozen, *_PARTS)
+        migration.put("adora_freeze", frozen, *_PARTS)
         return
     if kind not in ("lora", "qlora"):
-        move.remark(f"adapter: {name}: {kind} became LoRA")
-    move.put("use_peft", True, name)
+        migration.remark(f"adapter: {name}: {kind} became LoRA")
+    migration.put("use_peft", True, name)
     for key, (lora_name, default) in _LORA_DEFAULTS.items():
-        move.take(key, lora_name, default)
-    targets = words_in(move.get("target_modules", "all-linear"))
-    usual = frozen == ["vision_tower", "projector"]
+        migration.copy(key, lora_name, default)
+    targets = words_in(migration.get("target_modules", "all-linear"))
+    freezes_default_parts = frozen == ["vision_tower", "projector"]
     if targets != ["all-linear"]:
-        move.put("lora_target_modules", targets, "target_modules")
-    elif not usual:
-        move.put("lora_target_modules", "all-linear", "target_modules")
-    if not usual or targets != ["all-linear"]:
-        move.put("adora_freeze", frozen, *_PARTS)
-    if move.get("quant_bits", 0) == 4:
-        move.put("load_in_4bit", True, "quant_bits")
+        migration.put("lora_target_modules", targets, "target_modules")
+    elif not freezes_default_parts:
+        migration.put("lora_target_modules", "all-linear", "target_modules")
+    if not freezes_default_parts or targets != ["all-linear"]:
+        migration.put("adora_freeze", frozen, *_PARTS)
+    if migration.get("quant_bits", 0) == 4:
+        migration.put("load_in_4bit", True, "quant_bits")
 
 
-def _convert_loss(move: Migration) -> None:
+def _convert_loss(migration: Migration) -> None:
     """Convert the KL term and the sampling of further groups."""
-    beta, _ = move.keys["beta"]
+    beta, _ = migration.keys["beta"]
     if float(beta) > 0:
         note = "theirs does not weight the KL by the ratio of policies, TRL does by default"
-        move.put("use_bias_correction_kl", False, note=note)
-    if move.get("dynamic_sample", False):
-        tries = int(move.get("max_resample_times", 3))
-        move.put("adora_rollouts", {"refill": tries}, "max_resample_times")
+        migration.put("use_bias_correction_kl", False, note=note)
+    if migration.get("dynamic_sample", False):
+        tries = int(migration.get("max_resample_times", 3))
+        migration.put("adora_rollouts", {"refill": tries}, "max_resample_times")
 
 
-def _convert_data(move: Migration) -> None:
+def _convert_data(migration: Migration) -> None:
     """Convert data, prompt, rewards and the sizes of images."""
-    listed = words_in(move.get("dataset") or [])
+    listed = words_in(migration.get("dataset") or [])
     # `hf::owner/name:train#500` is a hub, an id, a split or subset, and a number of rows
-    names, counts = move.split_off(listed, "#")
+    names, counts = migration.split_off(listed, "#")
     names = [_without_hub(name) for name in names]
-    names, parts = move.split_off(names, ":")
+    names, parts = migration.split_off(names, ":")
     splits: list[str] = []
     subsets: list[str] = []
     for part in parts:
@@ -173,71 +175,75 @@ def _convert_data(move: Migration) -> None:
             splits.append(part)
         else:
             subsets.append(part)
-    move.source.values = {**move.source.values, "dataset": names}
-    name_data(move, "dataset", _COLUMNS)
+    migration.source.values = {**migration.source.values, "dataset": names}
+    name_data(migration, "dataset", _COLUMNS)
     if counts:
-        move.remark(f"data: dataset: only {', '.join(counts)} rows were asked for; all are read")
+        migration.remark(
+            f"data: dataset: only {', '.join(counts)} rows were asked for; all are read"
+        )
     if splits:
-        move.put("dataset_train_split", splits[0], "dataset")
+        migration.put("dataset_train_split", splits[0], "dataset")
     if subsets:
-        move.remark(f"data: dataset: the subset {', '.join(subsets)} is not asked for; name a file")
-    hub_names = [name for name in names if move.source.find(name) is None]
+        migration.remark(
+            f"data: dataset: the subset {', '.join(subsets)} is not asked for; name a file"
+        )
+    hub_names = [name for name in names if migration.source.find(name) is None]
     if hub_names:
-        move.remark(
+        migration.remark(
             f"data: {', '.join(hub_names)} is no file here; ids of ModelScope are read from the "
             "Hugging Face hub, where the name may be another one"
         )
-    move.take_path("adora_system_prompt", "system")
-    system = str(move.get("system") or "")
-    if len(system.split()) == 1 and move.source.find(system) is None:
-        move.remark(f"prompt: system: {system} is not here; copy it, or write its text")
-    if "adora_system_prompt" not in move.keys:
-        move.put("adora_system_prompt", None, "system")
-    move.put("adora_prompt", None, note="the problem of the row alone")
-    _convert_rewards(move)
+    migration.copy_path("adora_system_prompt", "system")
+    system = str(migration.get("system") or "")
+    if len(system.split()) == 1 and migration.source.find(system) is None:
+        migration.remark(f"prompt: system: {system} is not here; copy it, or write its text")
+    if "adora_system_prompt" not in migration.keys:
+        migration.put("adora_system_prompt", None, "system")
+    migration.put("adora_prompt", None, note="the problem of the row alone")
+    _convert_rewards(migration)
     for key in ("min_pixels", "max_pixels"):
-        pixels = move.source.environment.get(key.upper(), "")
+        pixels = migration.source.environment.get(key.upper(), "")
         if pixels.isdecimal():
-            move.put(key, int(pixels), note=f"{key.upper()} of the script")
+            migration.put(key, int(pixels), note=f"{key.upper()} of the script")
 
 
 def _without_hub(name: str) -> str:
-    """The id of a data set without the hub that ms-swift reads it from."""
+    """Return the id of a data set without the hub that ms-swift reads it from."""
     for hub in _HUBS:
         if name.lower().startswith(hub):
             return name[len(hub) :]
     return name
 
 
-def _convert_rewards(move: Migration) -> None:
-    """Convert the rewards that have a counterpart, and name the others."""
-    entries = words_in(move.get("reward_funcs") or [])
-    plugins = move.get("external_plugins")
+def _convert_rewards(migration: Migration) -> None:
+    """Convert the rewards that have a counterpart, and remark on the others."""
+    entries = words_in(migration.get("reward_funcs") or [])
+    plugins = migration.get("external_plugins")
     presets = [_REWARDS[entry] for entry in entries if entry in _REWARDS]
     lost = [entry for entry in entries if entry not in _REWARDS]
     if presets:
-        move.put("adora_reward", presets, "reward_funcs")
+        migration.put("adora_reward", presets, "reward_funcs")
     else:
-        move.put("adora_reward", ["accuracy"], note="theirs has no counterpart")
+        migration.put("adora_reward", ["accuracy"], note="theirs has no counterpart")
     if lost or not presets:
         where = f" of {plugins}" if plugins else ""
         names = f": {', '.join(lost)}{where}" if lost else ""
-        move.remark(
+        migration.remark(
             f"reward missing{names}; adora_reward is {', '.join(presets) or 'accuracy'}; write a "
             "function of completions and columns and name it with --reward FILE.py:FUNCTION"
         )
 
 
-def _convert_engine(move: Migration) -> None:
+def _convert_engine(migration: Migration) -> None:
     """Convert the engine's sleep and its correction."""
-    if not move.get("use_vllm", False):
-        move.put("use_vllm", False, "use_vllm")
+    if not migration.get("use_vllm", False):
+        migration.put("use_vllm", False, "use_vllm")
         return
-    move.put("use_vllm", True, "use_vllm")
-    mode = move.get("vllm_mode", "colocate")
-    move.put("vllm_mode", mode, "vllm_mode")
+    migration.put("use_vllm", True, "use_vllm")
+    mode = migration.get("vllm_mode", "colocate")
+    migration.put("vllm_mode", mode, "vllm_mode")
     if mode == "colocate":
-        sleeps = bool(int(move.get("sleep_level", 0)))
-        move.put("vllm_enable_sleep_mode", sleeps, "sleep_level")
+        sleeps = bool(int(migration.get("sleep_level", 0)))
+        migration.put("vllm_enable_sleep_mode", sleeps, "sleep_level")
     note = "theirs corrects nothing; this one goes with top_p"
-    move.put("vllm_importance_sampling_mode", "token_truncate", note=note)
+    migration.put("vllm_importance_sampling_mode", "token_truncate", note=note)

@@ -25,7 +25,7 @@ _DEFAULTS = {
     "ignore_bias_buffers": False,
     "log_completions": False,
 }
-_PROCESSES = 8
+_PROCESSES = 8  # in TRL's own configs of accelerate that shard
 _PROCESS_OPTIONS = ("num_processes", "nproc_per_node")
 _COLUMNS = {
     "problem": "prompt|problem|question",
@@ -34,46 +34,46 @@ _COLUMNS = {
 }
 
 
-def convert_trl(move: Migration) -> LaunchPlan:
+def convert_trl(migration: Migration) -> LaunchPlan:
     """Convert a config of TRL, whose launcher's options are not read."""
-    move.defaults = _DEFAULTS
-    move.set_method()
-    _convert_rewards(move)
-    name_data(move, "dataset_name", _COLUMNS)
-    move.put("adora_system_prompt", None, note="TRL's data has its own")
-    move.put("adora_prompt", None, note="the prompt of the row alone")
-    move.remark(
+    migration.defaults = _DEFAULTS
+    migration.set_method()
+    _convert_rewards(migration)
+    name_data(migration, "dataset_name", _COLUMNS)
+    migration.put("adora_system_prompt", None, note="TRL's data has its own")
+    migration.put("adora_prompt", None, note="the prompt of the row alone")
+    migration.remark(
         "prompt: the row's alone is asked; a system prompt that a script adds is "
         "adora_system_prompt"
     )
     # the older name
-    move.take("dtype", "torch_dtype")
-    prompt = move.get("max_prompt_length")
+    migration.copy("dtype", "torch_dtype")
+    prompt = migration.get("max_prompt_length")
     if prompt:
-        answer = move.get("max_completion_length", 512)
+        answer = migration.get("max_completion_length", 512)
         length = int(prompt) + int(answer)
-        move.put("vllm_max_model_length", length, "max_prompt_length", "max_completion_length")
-    take_equal_keys(move)
-    warn_of_server(move)
-    return _launch_of(move)
+        migration.put("vllm_max_model_length", length, "max_prompt_length", "max_completion_length")
+    copy_equal_keys(migration)
+    warn_of_server(migration)
+    return _launch_of(migration)
 
 
-def _launch_of(move: Migration) -> LaunchPlan:
-    """How `accelerate launch` or `torchrun` starts the run.
+def _launch_of(migration: Migration) -> LaunchPlan:
+    """Return how `accelerate launch` or `torchrun` starts the run.
 
     The command says how many processes, or its file for accelerate does. TRL's own files that
     shard start eight.
     """
-    options = options_of(move.source.launcher)
+    options = options_of(migration.source.launcher)
     file = str(options.get("config_file", ""))
     sharding = sharding_of(file)
-    path = move.source.find(file)
+    path = migration.source.find(file)
     # the file is seldom beside the script that is moved, and one that shards says 8 in TRL
-    usual = _PROCESSES if sharding else 1
+    default_count = _PROCESSES if sharding else 1
     if path is not None and path.is_file():
-        usual = read_mapping("CONFIG", path).get("num_processes", usual)
-    texts = [options[name] for name in _PROCESS_OPTIONS if name in options]
-    processes = str(texts[0] if texts else usual)
+        default_count = read_mapping("CONFIG", path).get("num_processes", default_count)
+    counts = [options[name] for name in _PROCESS_OPTIONS if name in options]
+    processes = str(counts[0] if counts else default_count)
     return LaunchPlan(
         processes=int(processes) if processes.isdecimal() else 1,
         accelerate=sharding,
@@ -81,7 +81,7 @@ def _launch_of(move: Migration) -> LaunchPlan:
 
 
 def sharding_of(name: str) -> str:
-    """The file of `configs/accelerate` for the name of a config of accelerate or DeepSpeed.
+    """Return the file of `configs/accelerate` for the name of a config of accelerate or DeepSpeed.
 
     Empty where the name says nothing of how the model is divided.
     """
@@ -93,55 +93,60 @@ def sharding_of(name: str) -> str:
     return "zero2" if "zero1" in name else ""
 
 
-def take_equal_keys(move: Migration) -> None:
-    """Take every key that has our name over as it is."""
-    for name in [name for name in move.values if name not in move.used and name in read_keys()]:
-        move.take(name, name)
+def copy_equal_keys(migration: Migration) -> None:
+    """Copy every value whose name is one of our keys, unless a converter has read it already."""
+    our_keys = read_keys()
+    equal_names = [
+        name for name in migration.values if name not in migration.used and name in our_keys
+    ]
+    for name in equal_names:
+        migration.copy(name, name)
 
 
-def name_data(move: Migration, name: str, columns: Mapping[str, str]) -> None:
+def name_data(migration: Migration, name: str, columns: Mapping[str, str]) -> None:
     """Name the data set, and the columns that its rows most often have.
 
     `name`: the trainer's key of the data set. `columns`: our names and theirs; `a|b` is the one
     that a table has.
     """
-    listed = words_in(move.get(name) or [])
+    listed = words_in(migration.get(name) or [])
     if not listed:
-        move.put("dataset_name", ["DATA"], name, note="to be named")
-        move.remark(f"data missing: {name} is not set; write dataset_name and adora_columns")
+        migration.put("dataset_name", ["DATA"], name, note="to be named")
+        migration.remark(f"data missing: {name} is not set; write dataset_name and adora_columns")
     else:
-        move.put("dataset_name", [move.path_of(data) for data in listed], name)
-    move.put("adora_columns", dict(columns), note="the names that such data most often has")
-    move.remark(
+        migration.put("dataset_name", [migration.path_of(data) for data in listed], name)
+    migration.put("adora_columns", dict(columns), note="the names that such data most often has")
+    migration.remark(
         f"answers read as: the column {columns['answer'].replace('|', ' or ')}, graded as "
         "mathematics unless the reward is your own; leave `images` out of adora_columns if the "
         "data has none, and all of it for a folder that data_prep made"
     )
 
 
-def _convert_rewards(move: Migration) -> None:
+def _convert_rewards(migration: Migration) -> None:
     """Convert the rewards that a config names; a script has others in its Python."""
-    entries = words_in(move.get("reward_funcs") or [])
+    entries = words_in(migration.get("reward_funcs") or [])
+    # an entry may be the path of a function in Python: `trl.rewards.accuracy_reward`
     rewards = [_REWARDS.get(entry.rpartition(".")[2], "") for entry in entries]
     presets = [reward for reward in rewards if reward]
-    lost = [entry for entry in entries if not _REWARDS.get(entry.rpartition(".")[2])]
+    lost = [entry for entry, reward in zip(entries, rewards, strict=True) if not reward]
     if presets:
-        move.put("adora_reward", presets, "reward_funcs")
+        migration.put("adora_reward", presets, "reward_funcs")
     else:
-        move.put("adora_reward", ["accuracy"], note="theirs is in the script")
+        migration.put("adora_reward", ["accuracy"], note="theirs is in the script")
     if lost or not presets:
         which = f": {', '.join(lost)}" if lost else ""
-        move.remark(
+        migration.remark(
             f"reward missing{which}: adora_reward is {', '.join(presets) or 'accuracy'}; name the "
             "function of the script with --reward FILE.py:FUNCTION, which TRL's form fits"
         )
 
 
-def warn_of_server(move: Migration) -> None:
-    """Say what a served engine needs here."""
-    mode, _ = move.keys.get("vllm_mode", ("", ""))
+def warn_of_server(migration: Migration) -> None:
+    """Add a remark where the config has vLLM on servers, which ours does not start."""
+    mode, _ = migration.keys.get("vllm_mode", ("", ""))
     if mode == "server":
-        move.remark(
+        migration.remark(
             "engine: vllm_mode: server needs servers that you start as docs/rollouts.md says, not "
             "those of another trainer"
         )

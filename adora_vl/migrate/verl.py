@@ -58,6 +58,10 @@ _NAMES: Names = {
     "EPOCHS": ("trainer.total_epochs", 30),
     "seed": ("data.seed", None),
 }
+# verl's section for the difference between the engine that samples and the policy that learns.
+_CORRECTION = "algorithm.rollout_correction."
+# Names of "take the engine's log-probabilities as the old ones": the present and an earlier one.
+_BYPASS_MODES = (f"{_CORRECTION}bypass_mode", f"{_CORRECTION}bypass_old_logprob_for_rollout")
 # Of keys without a counterpart, so that only other values are listed.
 _DEFAULTS = {
     "data.reward_fn_key": "data_source",
@@ -94,6 +98,11 @@ _DEFAULTS = {
     "algorithm.kl_penalty": "kl",
     "algorithm.kl_ctrl.type": "fixed",
     "algorithm.kl_ctrl.kl_coef": 0.001,
+    f"{_CORRECTION}loss_type": "ppo_clip",
+    f"{_CORRECTION}rollout_is_threshold": 2.0,
+    f"{_CORRECTION}rollout_is_batch_normalize": False,
+    f"{_CORRECTION}use_policy_gradient": False,
+    f"{_CORRECTION}use_pure_rollout_correction": False,
     "reward_model.enable": False,
     "reward_model.reward_manager": "naive",
     "trainer.balance_batch": True,
@@ -107,46 +116,66 @@ _ARGUMENTS = "custom_reward_function.reward_kwargs"
 _REWARD_MODEL = "reward_model.model.path"
 
 
-def convert_verl(move: Migration) -> LaunchPlan:
+def convert_verl(migration: Migration) -> LaunchPlan:
     """Convert a config of verl. Raises `UserError`."""
-    move.defaults = _DEFAULTS
-    convert_model(move, _NAMES)
-    convert_lora(move, _NAMES)
-    convert_loss(move, _NAMES)
+    migration.defaults = _DEFAULTS
+    convert_model(migration, _NAMES)
+    convert_lora(migration, _NAMES)
+    convert_loss(migration, _NAMES)
+    _convert_old_logps(migration)
     columns = {
-        "problem": str(move.get("data.prompt_key", "prompt")),
+        "problem": str(migration.get("data.prompt_key", "prompt")),
         # verl's rows have the answer inside of a mapping
         "answer": "reward_model.ground_truth",
-        "images": str(move.get("data.image_key", "images")),
+        "images": str(migration.get("data.image_key", "images")),
     }
-    convert_data(move, columns, ["data.prompt_key", "data.image_key"])
-    move.put("adora_system_prompt", None, note="verl's rows have the instruction in the prompt")
-    move.put("adora_prompt", None, note="the prompt of the row alone")
-    _convert_reward(move)
-    layout = convert_batches(move, _NAMES)
-    convert_steps(move, _NAMES, layout)
+    convert_data(migration, columns, ["data.prompt_key", "data.image_key"])
+    migration.put(
+        "adora_system_prompt", None, note="verl's rows have the instruction in the prompt"
+    )
+    migration.put("adora_prompt", None, note="the prompt of the row alone")
+    _convert_reward(migration)
+    layout = convert_batches(migration, _NAMES)
+    convert_steps(migration, _NAMES, layout)
     # FSDP divides weights and optimizer there
     return LaunchPlan(processes=layout.gpus, accelerate="zero3")
 
 
-def _convert_reward(move: Migration) -> None:
-    """Convert the reward function, which is called in its own form."""
-    function = move.get(_FUNCTION, "compute_score")
-    file = move.get(_REWARD)
-    if file:
-        reward = f"{move.path_of(file)}:{function}"
-        convert_reward_function(move, _REWARD, reward, options_name=_ARGUMENTS)
+def _convert_old_logps(migration: Migration) -> None:
+    """Convert verl's bypass mode, in which the engine's log-probabilities are the old ones.
+
+    The ratio of new to old policy then has the engine's difference in it, so the correction for
+    that difference is switched off: it would count twice, and a run with both is refused.
+    """
+    enabled_names = [name for name in _BYPASS_MODES if migration.get(name, False)]
+    if not enabled_names:
         return
-    if move.get("reward_model.enable", False):
-        model = move.get(_REWARD_MODEL, "a reward model")
-        move.put("adora_reward", ["accuracy"], note="theirs is a reward model")
-        move.remark(
+    # bypass mode needs these from verl's engine, and ours returns them with every rollout
+    migration.get(f"{_ROLLOUT}calculate_log_probs", True)
+    migration.put("adora_rollouts", {"old_logps": "engine"}, *enabled_names)
+    migration.keys.pop("vllm_importance_sampling_mode", None)
+    note = "the ratio has the engine's difference already"
+    migration.put("vllm_importance_sampling_correction", False, note=note)
+
+
+def _convert_reward(migration: Migration) -> None:
+    """Convert the reward function, which is called in its own form."""
+    function = migration.get(_FUNCTION, "compute_score")
+    file = migration.get(_REWARD)
+    if file:
+        reward = f"{migration.path_of(file)}:{function}"
+        convert_reward_function(migration, _REWARD, reward, options_name=_ARGUMENTS)
+        return
+    if migration.get("reward_model.enable", False):
+        model = migration.get(_REWARD_MODEL, "a reward model")
+        migration.put("adora_reward", ["accuracy"], note="theirs is a reward model")
+        migration.remark(
             f"reward missing: {model} gives it there; adora_reward is accuracy; serve the model "
             "and name it as a judge (docs/rewards.md), or name a function with --reward"
         )
         return
-    move.put("adora_reward", ["accuracy"], note="verl chooses one by data_source")
-    move.remark(
+    migration.put("adora_reward", ["accuracy"], note="verl chooses one by data_source")
+    migration.remark(
         "reward missing: verl chooses one by data_source; adora_reward is accuracy, 1 for a right "
         "answer in a box, and easyr1 is 0.9 of it + 0.1 for the form, as verl's for Geometry3K"
     )

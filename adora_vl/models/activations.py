@@ -133,25 +133,27 @@ def text_layer(tower: Tower, size: PassSize, dtypes: Dtypes) -> int:
             tower.head_size * (FLOAT + dtypes.stream) + FLOAT
         )
     mask = size.rows * size.length**2 * dtypes.compute if size.masked else 0
-    joined = size.repeated * 2 * tower.kv_heads * tower.head_size * dtypes.compute
-    return (
-        size.tokens * (_norms(tower.width, dtypes) + attention + _mlp(tower, dtypes))
-        + mask
-        + joined
-    )
+    # keys and values of shared prompts, laid out once more for each rollout
+    repeated_keys = size.repeated * 2 * tower.kv_heads * tower.head_size * dtypes.compute
+    per_token = _norms(tower.width, dtypes) + attention + _mlp(tower, dtypes)
+    return size.tokens * per_token + mask + repeated_keys
 
 
 def mask_bytes(size: PassSize, dtypes: Dtypes, *, accelerator: bool) -> int:
     """Return a padding mask in bytes, beside what the layers save of it.
 
-    The boolean mask lasts as long as the pass; without one it is 0. On a GPU there are also the numbers of the present
-    layer once more, in rows of a multiple of 16 as the memory-efficient kernel wants them.
+    The boolean mask lasts as long as the pass; without one the result is 0. On a GPU there are also
+    the numbers of the present layer once more, in rows of a multiple of 16 as the memory-efficient
+    kernel wants them.
     """
     if not size.masked:
         return 0
     pairs = size.rows * size.length**2
-    aligned = size.rows * size.length * (-(-size.length // 16) * 16)
-    return pairs + (aligned * dtypes.compute if accelerator else 0)
+    if not accelerator:
+        return pairs
+    aligned_length = -(-size.length // 16) * 16  # rounded up
+    aligned_pairs = size.rows * size.length * aligned_length
+    return pairs + aligned_pairs * dtypes.compute
 
 
 def vision_layer(tower: Tower, patches: int, dtypes: Dtypes) -> int:
@@ -161,12 +163,9 @@ def vision_layer(tower: Tower, patches: int, dtypes: Dtypes) -> int:
     window and all of them joined.
     """
     norms = _norms(tower.width, dtypes) if tower.swiglu else _layer_norms(tower.width, dtypes)
-    return patches * (
-        norms
-        + (3 + 2 + 1 + 1) * tower.width * dtypes.compute
-        + tower.heads * FLOAT
-        + _mlp(tower, dtypes)
-    )
+    # q/k/v, rotated q and k, the windows' outputs and these joined; logsumexp
+    attention = (3 + 2 + 1 + 1) * tower.width * dtypes.compute + tower.heads * FLOAT
+    return patches * (norms + attention + _mlp(tower, dtypes))
 
 
 def merger(tower: Tower, patches: int, dtypes: Dtypes, deepstack: int = 0) -> int:
@@ -222,20 +221,22 @@ def saved(
     casts = shape.adapters and dtypes.compute < FLOAT and not shape.four_bit
     # Each then keeps an input of its own. Two norms' outputs and SwiGLU's product are counted by
     # `text_layer` already.
-    inputs = max(0, shape.adapted - 2 * text.width - text.mlp_width) if casts else 0
-    layer = text_layer(text, size, dtypes) + size.tokens * inputs * dtypes.compute
+    adapter_inputs = 0
+    if casts:
+        adapter_inputs = max(0, shape.adapted - 2 * text.width - text.mlp_width)
+    layer = text_layer(text, size, dtypes) + size.tokens * adapter_inputs * dtypes.compute
     streams = layers * size.tokens * text.width * dtypes.stream
     final_norm = size.tokens * text.width * (FLOAT + dtypes.stream)
     # SwiGLU goes back with the gradients of its product, of one factor and of the residual stream,
     # after its product is released. An adapter that reads the product holds it beside a copy in
     # float32.
-    gradients = size.tokens * ((3 if casts else 2) * text.mlp_width + text.width) * dtypes.compute
+    products = 3 if casts else 2
+    gradients = size.tokens * (products * text.mlp_width + text.width) * dtypes.compute
     # base and adapter each have a gradient of the product, then there is the sum; or a whole weight
     if shape.four_bit:
         product = size.tokens * text.mlp_width * dtypes.compute
-        gradients = product + max(
-            product, (size.tokens + text.mlp_width) * text.width * dtypes.compute
-        )
+        whole_weight = (size.tokens + text.mlp_width) * text.width * dtypes.compute
+        gradients = product + max(product, whole_weight)
     vision, block = _vision_saved(shape, size.patches, dtypes, checkpointing=checkpointing)
     return Saved(
         text=streams + (text.layers - layers) * layer + final_norm,
@@ -251,28 +252,29 @@ def _vision_saved(
     shape: ModelShape, patches: int, dtypes: Dtypes, *, checkpointing: bool
 ) -> tuple[int, int]:
     """Return what the vision tower and the projector keep, and what one block does, in bytes."""
-    eye = shape.vision
-    if eye is None or not patches:
+    tower = shape.vision
+    if tower is None or not patches:
         return 0, 0
-    tower = 0
+    kept = 0
     block = 0
-    trained = shape.trainable["vision_tower"] > 0
+    is_trained = shape.trainable["vision_tower"] > 0
     # Transformers makes the patch embeddings require a gradient where it checkpoints, frozen or
     # not
-    reached = trained or checkpointing
-    if reached:
-        block = vision_layer(eye, patches, dtypes)
-        stream = patches * eye.width * dtypes.stream
-        tower = eye.layers * (stream if checkpointing else block)
-    if trained:  # the pixels themselves are an input; a copy in another dtype is not
-        tower += patches * shape.patch_values * (dtypes.compute if dtypes.compute != FLOAT else 0)
+    has_backward = is_trained or checkpointing
+    if has_backward:
+        block = vision_layer(tower, patches, dtypes)
+        residual_stream = patches * tower.width * dtypes.stream
+        kept = tower.layers * (residual_stream if checkpointing else block)
+    # the pixels themselves are an input; a copy in another dtype is not
+    if is_trained and dtypes.compute != FLOAT:
+        kept += patches * shape.patch_values * dtypes.compute
     if shape.trainable["projector"]:
-        tower += merger(eye, patches=patches, dtypes=dtypes, deepstack=shape.deepstack)
-        if not reached:  # then no block keeps what the norms of the deepstack features read
-            tower += shape.deepstack * patches * eye.width * dtypes.stream
-    elif reached:  # the norm's input and the GELU's
-        tower += patches * eye.width * (FLOAT + dtypes.compute)
-    return tower, block
+        kept += merger(tower, patches=patches, dtypes=dtypes, deepstack=shape.deepstack)
+        if not has_backward:  # then no block keeps what the norms of the deepstack features read
+            kept += shape.deepstack * patches * tower.width * dtypes.stream
+    elif has_backward:  # the norm's input and the GELU's
+        kept += patches * tower.width * (FLOAT + dtypes.compute)
+    return kept, block
 
 
 def head_saved(shape: ModelShape, size: PassSize, dtypes: Dtypes, *, compact: bool) -> int:
@@ -280,7 +282,7 @@ def head_saved(shape: ModelShape, size: PassSize, dtypes: Dtypes, *, compact: bo
 
     It is the hidden states of the tokens that it scores, never the logits.
     """
-    return _scored(size, compact) * (shape.text.width * dtypes.stream + 8 + 2 * FLOAT)
+    return _scored_tokens(size, compact) * (shape.text.width * dtypes.stream + 8 + 2 * FLOAT)
 
 
 def head_transient(shape: ModelShape, size: PassSize, dtypes: Dtypes, *, compact: bool) -> int:
@@ -291,18 +293,20 @@ def head_transient(shape: ModelShape, size: PassSize, dtypes: Dtypes, *, compact
     completion tokens are scored, and a kernel works in the tile itself; elsewhere all tokens are
     scored, and torch's own operations hold eight float32 values of the tile at once.
     """
-    tokens = _scored(size, compact)
+    tokens = _scored_tokens(size, compact)
     width = shape.text.width
     rows = min(tokens, TILE_TOKENS)
     tile = rows * TILE_VOCABULARY * dtypes.compute
     if not compact:
         tile += 8 * rows * min(shape.vocabulary, TILE_VOCABULARY) * FLOAT
-    hidden = tokens * width * (FLOAT + (dtypes.stream if dtypes.stream != FLOAT else 0))
-    weight = shape.vocabulary * width * (FLOAT + (dtypes.stream if dtypes.stream != FLOAT else 0))
-    return tile + hidden + (weight if shape.head_is_trained else 0)
+    copy_bytes = dtypes.stream if dtypes.stream != FLOAT else 0  # float32 needs no copy
+    hidden = tokens * width * (FLOAT + copy_bytes)
+    weight = shape.vocabulary * width * (FLOAT + copy_bytes) if shape.head_is_trained else 0
+    return tile + hidden + weight
 
 
-def _scored(size: PassSize, compact: bool) -> int:
+def _scored_tokens(size: PassSize, compact: bool) -> int:
+    """Return how many tokens the LM head scores: completion tokens, or all where not `compact`."""
     return size.scored if compact else size.rows * (size.length - 1)
 
 
@@ -323,7 +327,7 @@ class Moment:
     name: str
     transient: int  # of what is at work
     text: int  # what the language model and its head keep until then
-    # of the language model's layers: those that have gone back, whose gradients are there
+    # share of the language model's layers that have gone back, so that their gradients are there
     back: float = 0.0
 
 
@@ -342,20 +346,21 @@ class Learner:
     accelerator: bool = True  # a GPU: its kernels
 
     @property
-    def head_weight(self) -> int:
+    def head_gradient(self) -> int:
         """Bytes of the gradient of the head's weight, where that is trained."""
         shape = self.shape
-        weight = shape.vocabulary * shape.text.width * shape.weight_bytes
-        return weight if shape.head_is_trained else 0
+        if not shape.head_is_trained:
+            return 0
+        return shape.vocabulary * shape.text.width * shape.weight_bytes
 
     @property
-    def waiting(self) -> int:
+    def tied_head_gradient(self) -> int:
         """Bytes of the gradient of a weight that head and embedding share.
 
         What the head adds to it waits for the embedding's part, at the end; there both and their
         sum are held.
         """
-        return self.head_weight if self.shape.tied else 0
+        return self.head_gradient if self.shape.tied else 0
 
     def moments(self, size: PassSize, recomputed: int) -> list[Moment]:
         """Return the moments of which one is the peak; gradients of weights are not in them.
@@ -365,26 +370,27 @@ class Learner:
         layer that is stands beside the inputs of the recomputed ones alone.
         """
         layers = self.shape.text.layers
-        parts = self._saved(size, recomputed)
+        kept = self._saved(size, recomputed)
         head_kept = head_saved(self.shape, size, self.dtypes, compact=self.accelerator)
         head = head_transient(self.shape, size, self.dtypes, compact=self.accelerator)
-        text = parts.text + head_kept
-        waiting = self.waiting
-        gradients = parts.layer_gradients + waiting
+        text = kept.text + head_kept
+        tied_head = self.tied_head_gradient
+        gradients = kept.layer_gradients + tied_head
         moments = [Moment("logits", head, text)]
         if recomputed == layers:
-            back = parts.recomputed + gradients
-            moments.append(Moment(LAYER_BACK, max(back, 3 * waiting), text))
+            one_layer = kept.recomputed + gradients
+            moments.append(Moment(LAYER_BACK, max(one_layer, 3 * tied_head), text))
             return moments
         moments.append(Moment(LAYER_BACK, gradients, text))
         if recomputed:
-            share = (layers - recomputed) / layers
-            moments.append(Moment(LAYER_BACK, parts.layer + gradients, parts.streams, share))
-        moments.append(Moment(LAYER_BACK, parts.block + gradients, 0, 1.0))
-        moments.append(Moment(LAYER_BACK, 3 * waiting, 0, 1.0))
+            back_share = (layers - recomputed) / layers
+            recomputed_layer = kept.layer + gradients
+            moments.append(Moment(LAYER_BACK, recomputed_layer, kept.streams, back_share))
+        moments.append(Moment(LAYER_BACK, kept.block + gradients, 0, 1.0))
+        moments.append(Moment(LAYER_BACK, 3 * tied_head, 0, 1.0))
         return moments
 
-    def beside(self, size: PassSize, recomputed: int) -> tuple[int, int]:
+    def mask_and_vision(self, size: PassSize, recomputed: int) -> tuple[int, int]:
         """Return the bytes of the attention mask and of the vision tower, held all the time."""
         mask = mask_bytes(size, self.dtypes, accelerator=self.accelerator)
         vision = 0 if self.features else self._saved(size, recomputed).vision
@@ -392,7 +398,7 @@ class Learner:
 
     def needed(self, size: PassSize, recomputed: int) -> int:
         """Return the most bytes that a pass takes beside weights and gradients."""
-        mask, vision = self.beside(size, recomputed)
+        mask, vision = self.mask_and_vision(size, recomputed)
         peak = max(moment.transient + moment.text for moment in self.moments(size, recomputed))
         return peak + mask + vision
 
@@ -409,7 +415,7 @@ class Learner:
         )
 
     def _saved(self, size: PassSize, recomputed: int) -> Saved:
-        """Return what a pass keeps."""
+        """Return what a pass of this size keeps with so many recomputed layers."""
         return saved(
             self.shape,
             size,

@@ -19,16 +19,16 @@ if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command
     from peft import PeftConfig, PeftModel
     from trl import ModelConfig
 
-_WHOLE = "config.json"  # what has it is a whole model, whatever else it has
-# weights, and its own processor if it has one
-_FETCHED = (
+_MODEL_CONFIG = "config.json"  # what has it is a whole model, whatever else it has
+# Of an adapter on the hub: its weights, and its own processor if it has one.
+_FETCHED_FILES = (
     "adapter_model.safetensors",
     "*.json",
     "*.jinja",
     "*.txt",
 )
 # What a key of TRL's is called in an adapter_config.json.
-_KEYS = {
+_PEFT_NAME_BY_KEY = {
     "lora_r": "r",
     "lora_alpha": "lora_alpha",
     "lora_dropout": "lora_dropout",
@@ -70,33 +70,33 @@ def adapters_of(key: str, name: str, revision: str | None = None) -> list[Adapte
     `UserError`, which begins with `key`, where one of them cannot be read.
     """
     adapters: list[Adapter] = []
-    while (folder := _folder(key, name, revision)) is not None:
+    while (folder := _adapter_folder(key, name, revision)) is not None:
         if any(folder.samefile(adapter.folder) for adapter in adapters):
             raise UserError(f"{key}: the adapter {name!r} is its own base; name another one")
-        adapters.append(_read(key, name, folder, revision))
+        adapters.append(_read_adapter(key, name, folder, revision))
         name = adapters[-1].base
         revision = adapters[-1].revision
     return adapters
 
 
-def _folder(key: str, name: str, revision: str | None) -> Path | None:
+def _adapter_folder(key: str, name: str, revision: str | None) -> Path | None:
     """Return the folder of the adapter of this name, fetched if need be; None for no adapter."""
-    if Path(name).is_dir():
-        if (Path(name) / ADAPTER).is_file() and not (Path(name) / _WHOLE).is_file():
-            return Path(name)
+    local_folder = Path(name)
+    if local_folder.is_dir():
+        is_adapter = (local_folder / ADAPTER).is_file()
+        is_whole_model = (local_folder / _MODEL_CONFIG).is_file()
+        return local_folder if is_adapter and not is_whole_model else None
+    is_hub_id = name.count("/") == 1
+    if not is_hub_id or not _hub_has_file(name, revision, ADAPTER):
         return None
-    if (
-        name.count("/") != 1
-        or not _on_hub(name, revision, ADAPTER)
-        or _on_hub(name, revision, _WHOLE)
-    ):
+    if _hub_has_file(name, revision, _MODEL_CONFIG):
         return None
     try:
         folder = snapshot_download(
             name,
             revision=revision,
             local_files_only=only_here(name),
-            allow_patterns=[*_FETCHED],
+            allow_patterns=[*_FETCHED_FILES],
             ignore_patterns="*/*",
         )
         return Path(folder)
@@ -107,19 +107,18 @@ def _folder(key: str, name: str, revision: str | None) -> Path | None:
         ) from error
 
 
-def _on_hub(name: str, revision: str | None, file: str) -> bool:
+def _hub_has_file(name: str, revision: str | None, file: str) -> bool:
     """Return whether a model of the hub has a file."""
     from transformers.utils import cached_file
 
     try:
-        return (
-            cached_file(name, file, revision=revision, local_files_only=only_here(name)) is not None
-        )
+        path = cached_file(name, file, revision=revision, local_files_only=only_here(name))
+        return path is not None
     except (OSError, ValueError):  # where it is no model either, loading one will say what is wrong
         return False
 
 
-def _read(key: str, name: str, folder: Path, revision: str | None) -> Adapter:
+def _read_adapter(key: str, name: str, folder: Path, revision: str | None) -> Adapter:
     """Read an adapter's config from `folder`.
 
     `name` is the adapter's folder or hub id, as `key` names it. Raises `UserError` where peft is
@@ -142,13 +141,14 @@ def _read(key: str, name: str, folder: Path, revision: str | None) -> Adapter:
             f"{file} names no base_model_name_or_path; write the folder or hub id of the base there"
         )
     config.inference_mode = False
-    of_base = config.revision or (revision if folder == Path(name) else None)
+    # A user's revision is that of the base where the adapter itself lies in a folder.
+    base_revision = config.revision or (revision if folder == Path(name) else None)
     return Adapter(
         name=name,
         folder=folder,
         config=config,
         base=str(config.base_model_name_or_path),
-        revision=of_base,
+        revision=base_revision,
     )
 
 
@@ -157,14 +157,13 @@ def check_keys(adapter: Adapter, model: ModelConfig, set_keys: Collection[str]) 
 
     `set_keys`: the keys that the user has set; the others are not looked at.
     """
-    for key, name in _KEYS.items():
+    for key, peft_name in _PEFT_NAME_BY_KEY.items():
         value = getattr(model, key)
-        adapter_value = getattr(adapter.config, name, None)
-        if key in set_keys and _plain(value) != _plain(adapter_value):
+        adapter_value = _comparable(getattr(adapter.config, peft_name, None))
+        if key in set_keys and _comparable(value) != adapter_value:
             differs = (
-                f"{key}: {value}, but the adapter {adapter.name!r} has {name}: "
-                f"{_plain(adapter_value)} and "
-                "goes on"
+                f"{key}: {value}, but the adapter {adapter.name!r} has {peft_name}: "
+                f"{adapter_value} and goes on"
             )
             remedy = (
                 "leave the key out, or set use_peft: true to merge this adapter and train a new one"
@@ -172,8 +171,12 @@ def check_keys(adapter: Adapter, model: ModelConfig, set_keys: Collection[str]) 
             raise UserError(f"{differs} training as it is; {remedy}")
 
 
-def _plain(value: Any) -> Any:
-    """Return a setting in a form that can be compared: lists sorted, an enumeration's value."""
+def _comparable(value: Any) -> Any:
+    """Return a setting in a form that can be compared.
+
+    That is a sorted list of texts (None for an empty one), an enumeration's value, or the setting
+    itself. A single name is a list of one, since PEFT stores it either way.
+    """
     if isinstance(value, list | tuple | set):
         return sorted(map(str, value)) or None
     if isinstance(value, str) and value.isidentifier():
@@ -181,7 +184,8 @@ def _plain(value: Any) -> Any:
     return getattr(value, "value", value)
 
 
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for
+# the ranks that vLLM has kernels for
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def served_rank(config: PeftConfig) -> int:
@@ -189,14 +193,15 @@ def served_rank(config: PeftConfig) -> int:
 
     Raises `UserError` for a rank above the largest that vLLM has kernels for.
     """
-    rank = max(config.r, *config.rank_pattern.values()) if config.rank_pattern else config.r
-    fitting = next((served for served in _RANKS if served >= rank), None)
-    if fitting is None:
+    # `rank_pattern` gives some layers a rank of their own.
+    rank = max([config.r, *(config.rank_pattern or {}).values()])
+    large_enough = [vllm_rank for vllm_rank in _VLLM_RANKS if vllm_rank >= rank]
+    if not large_enough:
         raise UserError(
-            f"lora_r: {rank} is above {_RANKS[-1]}, the largest rank that vLLM serves; set a "
+            f"lora_r: {rank} is above {_VLLM_RANKS[-1]}, the largest rank that vLLM serves; set a "
             "smaller one"
         )
-    return fitting
+    return large_enough[0]
 
 
 def hash_of(adapters: Sequence[Adapter], base: str) -> str:
@@ -211,13 +216,11 @@ def processor_folder(adapters: Sequence[Adapter], base: str, *, sees: bool) -> s
     An adapter's processor may have another chat template than the base's. `sees`: whether the model
     reads images.
     """
-    files = (
-        ("processor_config.json", "preprocessor_config.json")
-        if sees
-        else ("tokenizer_config.json",)
-    )
+    file_names = ["tokenizer_config.json"]
+    if sees:
+        file_names = ["processor_config.json", "preprocessor_config.json"]
     for adapter in adapters:
-        if any((adapter.folder / file).is_file() for file in files):
+        if any((adapter.folder / name).is_file() for name in file_names):
             return str(adapter.folder)
     return base
 
@@ -232,19 +235,15 @@ def load_merged(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any])
     from transformers.integrations import is_deepspeed_zero3_enabled
 
     model = load_model(base, init)
-    # whose merge would be rounded to 4 bits again
+    # In 4 bits the sum of weights and adapter would be rounded again.
     if adapters and getattr(model, "is_loaded_in_4bit", False):
         model = model.dequantize()
         # To save it Transformers would look for a way back to 4 bits. The one public way out of
         # that, `save_original_format=False`, writes the names of modules, which are not those of
         # the model's files.
+        conversions = model._weight_conversions
         model._weight_conversions = [
-            conversion
-            for conversion in model._weight_conversions
-            if not any(
-                type(step).__module__.endswith("bitsandbytes")
-                for step in getattr(conversion, "operations", ())
-            )
+            conversion for conversion in conversions if not _is_to_four_bit(conversion)
         ]
     for adapter in reversed(adapters):
         peft_model = get_peft_model(model, adapter.config)
@@ -256,6 +255,12 @@ def load_merged(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any])
                         layer.merge()
         model = peft_model.merge_and_unload()
     return model
+
+
+def _is_to_four_bit(conversion: Any) -> bool:
+    """Return whether Transformers' conversion of saved weights has a step of bitsandbytes."""
+    steps = getattr(conversion, "operations", ())
+    return any(type(step).__module__.endswith("bitsandbytes") for step in steps)
 
 
 def load_policy(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any]) -> Any:
@@ -288,9 +293,9 @@ def name_base(policy: PeftModel, beneath: Sequence[Adapter]) -> None:
     config = policy.peft_config["default"]
     commit = getattr(policy.config, "_commit_hash", None)
     if beneath:
-        first = beneath[0]
-        commit = beneath[0].commit
-        config.base_model_name_or_path = first.name if commit else str(first.folder.resolve())
+        nearest = beneath[0]
+        commit = nearest.commit
+        config.base_model_name_or_path = nearest.name if commit else str(nearest.folder.resolve())
     config.revision = commit
 
 

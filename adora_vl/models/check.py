@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from trl import GRPOConfig
 
-_FLASH = {
+_FLASH_IS_INSTALLED = {
     "flash_attention_2": is_flash_attn_2_available,
     "flash_attention_3": is_flash_attn_3_available,
 }
@@ -86,11 +86,8 @@ def loses_updates(model: ModelConfig, config: PretrainedConfig, *, deepspeed: bo
     LoRA's own weights are float32, and DeepSpeed keeps a float32 copy.
     """
     dtype = config.dtype if model.dtype == "auto" else model.dtype
-    return (
-        not model.use_peft
-        and not deepspeed
-        and str(dtype).removeprefix("torch.") in ("bfloat16", "float16")
-    )
+    has_16_bits = str(dtype).removeprefix("torch.") in ("bfloat16", "float16")
+    return has_16_bits and not model.use_peft and not deepspeed
 
 
 def check_sees(model: ModelConfig, config: PretrainedConfig, *, has_images: bool) -> None:
@@ -109,7 +106,7 @@ def check_attention(model: ModelConfig, init_kwargs: Mapping[str, Any]) -> None:
     `init_kwargs`: the run's `model_init_kwargs`.
     """
     attention = init_kwargs.get("attn_implementation", model.attn_implementation)
-    if attention in _FLASH and not _FLASH[attention]():
+    if attention in _FLASH_IS_INSTALLED and not _FLASH_IS_INSTALLED[attention]():
         raise UserError(
             f"attn_implementation: {attention} is not installed here, or needs a GPU; use sdpa"
         )
@@ -128,8 +125,10 @@ def check_arguments(config: PretrainedConfig, init_kwargs: Mapping[str, Any]) ->
         "attn_implementation",
     }
     for key, value in masked(init_kwargs).items():
-        is_unknown = key not in parameters and f'"{key}"' not in source and not hasattr(config, key)
-        if is_unknown or (key == "dtype" and isinstance(value, str) and not is_dtype(value)):
+        is_read = key in parameters or f'"{key}"' in source or hasattr(config, key)
+        is_unknown = not is_read
+        is_no_dtype = key == "dtype" and isinstance(value, str) and not is_dtype(value)
+        if is_unknown or is_no_dtype:
             reason = f"which has no such {'argument' if is_unknown else 'value of it'}"
             raise UserError(
                 f"model_init_kwargs: {key}: {value!r:.60} is refused by the model, {reason}"
@@ -170,7 +169,12 @@ def check_parts(
 def check_trainable(config: "GRPOConfig", model_config: PretrainedConfig, *, adapted: bool) -> None:
     """Raise `UserError` for a loss or a reference that this model cannot have.
 
-    TRL would refuse it only once the weights are loaded. `config`: the run's. `adapted`: whether adapters are trained.
+    TRL would refuse it only once the weights are loaded.
+
+    Args:
+        config: the run's.
+        model_config: the model's.
+        adapted: whether adapters are trained.
     """
     coefficient = config.router_aux_loss_coef
     has_routers = hasattr(model_config.get_text_config(), "output_router_logits")
@@ -246,10 +250,10 @@ def choose_layers(peft_config: Any, keys: ModelConfig, config: PretrainedConfig)
 
 
 def _lacks_layers(peft_config: Any) -> bool:
-    """Whether this is a LoRA config that names neither layers nor parameters."""
+    """Return whether this is a LoRA config that names neither layers nor parameters."""
     kind = getattr(peft_config, "peft_type", None)
-    return (
-        str(getattr(kind, "value", kind)) == "LORA"
-        and not peft_config.target_modules
-        and not getattr(peft_config, "target_parameters", None)
-    )
+    is_lora = str(getattr(kind, "value", kind)) == "LORA"
+    if not is_lora:
+        return False
+    names_parameters = bool(getattr(peft_config, "target_parameters", None))
+    return not peft_config.target_modules and not names_parameters

@@ -126,8 +126,8 @@ def shares_prompts(config: PreTrainedConfig) -> bool:
 
     All have full attention then, as have those of a config that names no kinds.
     """
-    kinds = getattr(config.get_text_config(), "layer_types", None) or ["full_attention"]
-    return family_of(config) is not None and set(kinds) == {"full_attention"}
+    layer_types = getattr(config.get_text_config(), "layer_types", None) or ["full_attention"]
+    return family_of(config) is not None and set(layer_types) == {"full_attention"}
 
 
 def misplaced_by_vllm(config: PreTrainedConfig) -> str:
@@ -147,7 +147,8 @@ def misplaced_by_vllm(config: PreTrainedConfig) -> str:
 
 def has_linear_attention(config: PreTrainedConfig) -> bool:
     """Return whether some layers of this model carry one state along the sequence."""
-    return "linear_attention" in (getattr(config.get_text_config(), "layer_types", None) or ())
+    layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
+    return "linear_attention" in layer_types
 
 
 VISION_TOWER = "vision_tower"
@@ -157,8 +158,8 @@ COMPONENTS = (VISION_TOWER, PROJECTOR, LANGUAGE_MODEL)
 
 
 # What the names of a vision tower and of a projector contain, in any family of the table.
-_TOWERS = {vision.tower for vision in seeing_families().values()}
-_PROJECTORS = {mark for vision in seeing_families().values() for mark in vision.projector}
+_TOWER_MARKS = {vision.tower for vision in seeing_families().values()}
+_PROJECTOR_MARKS = {mark for vision in seeing_families().values() for mark in vision.projector}
 
 
 def component_of(parameter_name: str) -> str:
@@ -167,9 +168,11 @@ def component_of(parameter_name: str) -> str:
     Prefixes of wrappers do not matter. The names are those of `FAMILIES`: no family uses another
     one's mark for another component. A text-only model is all language model.
     """
-    if any(mark in parameter_name for mark in _PROJECTORS):
+    if any(mark in parameter_name for mark in _PROJECTOR_MARKS):
         return PROJECTOR
-    return VISION_TOWER if any(mark in parameter_name for mark in _TOWERS) else LANGUAGE_MODEL
+    if any(mark in parameter_name for mark in _TOWER_MARKS):
+        return VISION_TOWER
+    return LANGUAGE_MODEL
 
 
 def freeze(model: nn.Module, components: Iterable[str]) -> dict[str, int]:
@@ -180,7 +183,11 @@ def freeze(model: nn.Module, components: Iterable[str]) -> dict[str, int]:
     """
     frozen: dict[str, int] = {}
     for component in components:
-        parameters = [p for name, p in model.named_parameters() if component_of(name) == component]
+        parameters = [
+            parameter
+            for name, parameter in model.named_parameters()
+            if component_of(name) == component
+        ]
         if not parameters:
             raise UserError(
                 f"adora_freeze: {component}: this model has none ({type(model).__name__}); leave "
@@ -197,4 +204,7 @@ def trainable_components(model: nn.Module) -> frozenset[str]:
 
     An adapter counts for the part that it sits in.
     """
-    return frozenset(component_of(name) for name, p in model.named_parameters() if p.requires_grad)
+    trained_names = [
+        name for name, parameter in model.named_parameters() if parameter.requires_grad
+    ]
+    return frozenset(component_of(name) for name in trained_names)

@@ -1,5 +1,6 @@
-"""A base in 4 bits (bitsandbytes): who asks for it, what it does not go with, and the one copy that
-trainer and engine read, so that both compute with the same weights.
+"""A base in 4 bits (bitsandbytes): when a run has one, and what it does not go with.
+
+Trainer and engine read one copy, so that both compute with the same weights.
 """
 
 import hashlib
@@ -29,9 +30,11 @@ _PACKAGES = ("bitsandbytes", "vllm-bnb-plugin")
 
 def is_four_bit(config: PretrainedConfig) -> bool:
     """Return whether the model was saved in 4 bits."""
-    saved = getattr(config, "quantization_config", None) or {}
-    saved = saved if isinstance(saved, dict) else saved.to_dict()
-    return saved.get("quant_method") == "bitsandbytes" and bool(saved.get("load_in_4bit"))
+    quantization = getattr(config, "quantization_config", None) or {}
+    if not isinstance(quantization, dict):
+        quantization = quantization.to_dict()
+    is_bitsandbytes = quantization.get("quant_method") == "bitsandbytes"
+    return is_bitsandbytes and bool(quantization.get("load_in_4bit"))
 
 
 def check_four_bit(
@@ -45,20 +48,27 @@ def check_four_bit(
 ) -> bool:
     """Return whether the base is in 4 bits.
 
-    `run`: the run's config; `stage`: DeepSpeed's; `runs_here`: this machine will run it. Raises `UserError`
-    for another quantisation, and for what does not go with 4 bits.
+    Args:
+        model: the keys of the model.
+        run: the run's config.
+        config: the model's own.
+        peft_config: that of the adapter; None without one.
+        stage: DeepSpeed's ZeRO stage; None without DeepSpeed.
+        runs_here: whether this machine will run it, so that packages must be installed.
+
+    Raises `UserError` for another quantisation, and for what does not go with 4 bits.
     """
-    saved = is_four_bit(config)
+    is_saved_so = is_four_bit(config)
     if model.load_in_8bit:
         raise UserError(
             "load_in_8bit: true is not supported; set load_in_4bit: true, or leave it out"
         )
-    if getattr(config, "quantization_config", None) and not saved:
+    if getattr(config, "quantization_config", None) and not is_saved_so:
         raise UserError(
             f"model_name_or_path: {model.model_name_or_path!r} is quantised in another way than "
             "bitsandbytes' 4 bits; name the model that it was made of"
         )
-    if not model.load_in_4bit and not saved:
+    if not model.load_in_4bit and not is_saved_so:
         return False
     key = "load_in_4bit: true" if model.load_in_4bit else "model_name_or_path: a base in 4 bits"
     if peft_config is None:
@@ -80,14 +90,12 @@ def _obstacle_to_four_bit(
 ) -> str | None:
     """Return the first setting that a base in 4 bits does not go with, and its remedy.
 
-    `stage`: DeepSpeed's. None where everything goes with it.
+    The arguments are those of `check_four_bit`. None where everything goes with it.
     """
-    tuned = {
-        name: getattr(peft_config, name, None)
-        for name in ("use_dora", "modules_to_save", "target_parameters")
-    }
-    kind = str(getattr(peft_config.peft_type, "value", peft_config.peft_type))
-    for holds, reason in (
+    saved_modules = getattr(peft_config, "modules_to_save", None)
+    adapter_kind = str(getattr(peft_config.peft_type, "value", peft_config.peft_type))
+    # (whether the obstacle is there, what it is and what to do)
+    for is_there, obstacle in (
         (
             model.dtype != "bfloat16",
             f"dtype: {model.dtype}, as the engine computes in bfloat16; set dtype: bfloat16",
@@ -99,13 +107,16 @@ def _obstacle_to_four_bit(
             "does not read; leave it out",
         ),
         (stage is not None, "DeepSpeed; start with configs/accelerate/gpu1.yaml"),
-        (kind != "LORA", f"an adapter of the kind {kind}; use LoRA"),
-        (tuned["use_dora"], "use_dora: true; leave it out"),
+        (adapter_kind != "LORA", f"an adapter of the kind {adapter_kind}; use LoRA"),
+        (getattr(peft_config, "use_dora", None), "use_dora: true; leave it out"),
         (
-            tuned["modules_to_save"],
-            f"lora_modules_to_save: {tuned['modules_to_save']}; leave it out",
+            saved_modules,
+            f"lora_modules_to_save: {saved_modules}; leave it out",
         ),
-        (tuned["target_parameters"], "lora_target_parameters; name lora_target_modules"),
+        (
+            getattr(peft_config, "target_parameters", None),
+            "lora_target_parameters; name lora_target_modules",
+        ),
         (
             getattr(peft_config, "bias", "none") != "none",
             f"biases of the adapter ({peft_config.bias})",
@@ -123,8 +134,8 @@ def _obstacle_to_four_bit(
             f"adora_vllm_dtype: {run.adora_vllm_dtype}; set it to auto",
         ),
     ):
-        if holds:
-            return reason
+        if is_there:
+            return obstacle
     return None
 
 
@@ -139,24 +150,27 @@ def bytes_of(nested: bool) -> float:
     A parameter takes half a byte, and 64 of them share a float32 scale. `nested`: the scales take
     a byte, and 256 of them share a float32.
     """
-    return 0.5 + (1 / 64 + 4 / (64 * 256) if nested else 4 / 64)
+    scale_bytes = 1 / 64 + 4 / (64 * 256) if nested else 4 / 64
+    return 0.5 + scale_bytes
 
 
 def four_bit_folder(name: str, revision: str | None, model: ModelConfig) -> str:
-    """Return the folder of the base `name` in 4 bits, made in the cache where it is missing: by one
-    process, once.
+    """Return the folder of the base `name` in 4 bits, which is made in the cache where it is missing.
+
+    One process makes it, once; the others wait for it. `model`: the keys that say how.
     """
     nested = model.use_bnb_nested_quant
-    parts = (
+    # whatever the weights in 4 bits depend on
+    key_parts = (
         model_hash(name, revision) or f"{name}@{revision}",
         model.bnb_4bit_quant_type,
         nested,
         *WHOLE,
     )
-    key = hashlib.sha256(str(parts).encode()).hexdigest()[:16]
+    key = hashlib.sha256(str(key_parts).encode()).hexdigest()[:16]
     folder = cache_folder() / f"{model.bnb_4bit_quant_type}-{key}"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    quantised = BitsAndBytesConfig(
+    quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=model.bnb_4bit_quant_type,
         bnb_4bit_compute_dtype=torch.bfloat16,
@@ -177,7 +191,9 @@ def four_bit_folder(name: str, revision: str | None, model: ModelConfig) -> str:
                 flush=True,
             )
             with replacing_folder(folder) as staged:
-                load_model(name, {**init, "quantization_config": quantised}).save_pretrained(staged)
+                quantized_model = load_model(name, {**init, "quantization_config": quantization})
+                quantized_model.save_pretrained(staged)
+                del quantized_model  # before the cache is emptied below
                 load_processor(name, revision).save_pretrained(staged)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -206,9 +222,9 @@ class FrozenBase:
         """Find the frozen parameters, which stay on the card until `leave`."""
         self.frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         self.device = next(model.parameters()).device
-        self._host: list[torch.Tensor] = []
-        self.away = False
-        self.moves = 0
+        self._host_copies: list[torch.Tensor] = []
+        self.away = False  # whether the frozen weights are on the host
+        self.moves = 0  # to the host and back
 
     def leave(self) -> None:
         """Give the card's memory back.
@@ -218,14 +234,14 @@ class FrozenBase:
         if self.away:
             return
         if self.device.type != "cpu":
-            self._host = self._host or [
-                parameter.data.to("cpu").pin_memory() for parameter in self.frozen
-            ]
-            for parameter, host in zip(self.frozen, self._host, strict=True):
-                parameter.data = host
+            if not self._host_copies:
+                for parameter in self.frozen:
+                    self._host_copies.append(parameter.data.to("cpu").pin_memory())
+            for parameter, host_copy in zip(self.frozen, self._host_copies, strict=True):
+                parameter.data = host_copy
             torch.cuda.empty_cache()
         self.away = True
-        self.moves = self.moves + 1
+        self.moves += 1
 
     def come_back(self) -> None:
         """Move the frozen weights back to the card, before the policy makes a pass."""
@@ -235,4 +251,4 @@ class FrozenBase:
             for parameter in self.frozen:
                 parameter.data = parameter.data.to(self.device, non_blocking=True)
         self.away = False
-        self.moves = self.moves + 1
+        self.moves += 1

@@ -1,5 +1,6 @@
-"""A model by its name: its folder, config, processor, whether its files are whole, and its weights
-put back.
+"""A model by its name: its folder, config and processor.
+
+Also whether its files are whole, and how saved weights are put back into a model.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ STORED = {
     TINY_PERIMETER_MODEL: PRETRAINED.with_name("pretrained_perimeter"),
     TINY_ZOOM_MODEL: PRETRAINED.with_name("pretrained_zoom"),
 }
-_ON_WHICH_ANSWERS_DEPEND = (
+_FILES_OF_ANSWERS = (
     "*.safetensors",
     "pytorch_model*.bin",
     "*.jinja",
@@ -116,7 +117,7 @@ def model_hash(model: str, revision: str | None = None) -> str | None:
     folder = Path(model)
     if folder.is_dir():
         return content_hash(
-            {path for pattern in _ON_WHICH_ANSWERS_DEPEND for path in folder.glob(pattern)}
+            {path for pattern in _FILES_OF_ANSWERS for path in folder.glob(pattern)}
         )
     try:
         commit: str | None = read_config("model", model, revision)._commit_hash
@@ -135,8 +136,8 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
     folder = Path(model)
     if folder.is_file():
         raise UserError(f"{named} is a file; name the folder of a saved model")
-    bare = folder.is_dir() and not (folder / "config.json").is_file()
-    if bare:
+    lacks_config = folder.is_dir() and not (folder / "config.json").is_file()
+    if lacks_config:
         raise UserError(f"{named} is a folder without a config.json; name a saved model")
     try:
         return read_config("model_name_or_path", model, revision)
@@ -150,8 +151,9 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """Return the class of Transformers that makes a model of this config: of one that sees, or of a
-    language model.
+    """Return the class of Transformers that makes a model of this config.
+
+    One for models that take images, and one for language models.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -178,7 +180,8 @@ def check_weights(key: str, name: str) -> None:
     """
     folder = Path(name)
     files = sorted(folder.glob("*.safetensors"))
-    if not folder.is_dir() or (not files and list(folder.glob("pytorch_model*.bin"))):
+    has_older_format = not files and bool(list(folder.glob("pytorch_model*.bin")))
+    if not folder.is_dir() or has_older_format:
         return
     if not files:
         raise UserError(
@@ -186,15 +189,14 @@ def check_weights(key: str, name: str) -> None:
         )
     file = folder / "model.safetensors.index.json"  # of a model in several files
     try:
-        named = (
-            set(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values())
-            if file.is_file()
-            else ()
-        )
-        missing = next((part for part in sorted(named) if not (folder / part).is_file()), None)
-        if missing is not None:
+        indexed_names: list[str] = []
+        if file.is_file():
+            index = json.loads(file.read_text(encoding="utf-8"))
+            indexed_names = sorted(set(index["weight_map"].values()))
+        missing_names = [part for part in indexed_names if not (folder / part).is_file()]
+        if missing_names:
             raise UserError(
-                f"{key}: {name!r} has no {missing}, which its index names; copy or download it "
+                f"{key}: {name!r} has no {missing_names[0]}, which its index names; copy or download it "
                 "again"
             )
         for file in files:
@@ -220,7 +222,6 @@ def restore_weights(model: PreTrainedModel, folder: Path) -> None:
     from accelerate.utils import is_peft_model
 
     if not is_peft_model(model):
-        # which turns back names that differ in the files
         # It turns back the names that differ in the files.
         saved = type(model).from_pretrained(folder, dtype="auto")
         model.load_state_dict(saved.state_dict())
@@ -243,12 +244,14 @@ def restore_adapter(model: PeftModel, name: str, folder: Path) -> None:
             f"{where}: there is no {ADAPTER}; name a checkpoint of a run with this adapter"
         )
     saved = load_peft_weights(str(folder), device="cpu")
-    has = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-    if missing := has.keys() - saved.keys():
+    expected = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    missing = expected.keys() - saved.keys()
+    if missing:
         raise RunError(f"{where}: {len(missing)} tensors are missing, the first is {min(missing)}")
-    with whole(
+    adapter_parameters = [
         parameter for path, parameter in model.named_parameters() if name in path.split(".")
-    ):
+    ]
+    with whole(adapter_parameters):
         left_over = set_peft_model_state_dict(model, saved, adapter_name=name).unexpected_keys
     if left_over:
         raise RunError(

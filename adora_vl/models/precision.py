@@ -33,11 +33,12 @@ def restore_buffers(model: nn.Module) -> list[str]:
     the rotary ones among those.
     """
     restored = []
-    for name, buffer, right in _computed_buffers(model):
-        if right is not None and not (
-            buffer.dtype == right.dtype and torch.equal(buffer.cpu(), right)
-        ):
-            buffer.data = right.to(buffer.device)
+    for name, buffer, expected in _computed_buffers(model):
+        if expected is None:
+            continue
+        is_right = buffer.dtype == expected.dtype and torch.equal(buffer.cpu(), expected)
+        if not is_right:
+            buffer.data = expected.to(buffer.device)
             restored.append(name)
     return restored
 
@@ -48,11 +49,12 @@ def wrong_buffers(model: nn.Module) -> list[str]:
     Where a module cannot be built anew, only its rotary buffers are checked, to be float32.
     """
     lines = []
-    for name, buffer, right in _computed_buffers(model):
-        expected = torch.float32 if right is None else right.dtype
-        if buffer.dtype != expected and (right is not None or ROTARY in name):
-            lines.append(f"{name} is {dtype_name(buffer.dtype)}, not {dtype_name(expected)}")
-        elif right is not None and not torch.equal(buffer.cpu(), right):
+    for name, buffer, expected in _computed_buffers(model):
+        expected_dtype = torch.float32 if expected is None else expected.dtype
+        is_checked = expected is not None or ROTARY in name
+        if is_checked and buffer.dtype != expected_dtype:
+            lines.append(f"{name} is {dtype_name(buffer.dtype)}, not {dtype_name(expected_dtype)}")
+        elif expected is not None and not torch.equal(buffer.cpu(), expected):
             lines.append(f"{name} has other values than its config gives")
     return lines
 
@@ -102,31 +104,34 @@ REMEDY = (
 
 def wrong_in(models: Mapping[str, nn.Module | None]) -> list[str]:
     """Return the lines of `wrong_buffers` for models by their role, each with its role in front."""
-    return [
-        f"{role}: {line}"
-        for role, model in models.items()
-        if model is not None
-        for line in wrong_buffers(model)
-    ]
+    lines = []
+    for role, model in models.items():
+        if model is not None:
+            lines += [f"{role}: {line}" for line in wrong_buffers(model)]
+    return lines
 
 
 def _computed_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    """Yield name, buffer and right value (None: unknown) of every non-persistent float buffer."""
+    """Yield name, buffer and expected value of every non-persistent float buffer.
+
+    The value is None where the module cannot be built from its config alone.
+    """
     for prefix, module in model.named_modules():
-        computed = {
+        computed_buffers = {
             name: buffer
             for name, buffer in module.named_buffers(recurse=False)
             if buffer.is_floating_point() and name in module._non_persistent_buffers_set
         }
-        right: dict[str, Tensor] = {}
+        expected_by_name: dict[str, Tensor] = {}
         config = getattr(module, "config", None)
         # A module with parameters would be a part of the model, or all of it; others may need more
         # than a config.
-        if computed and config is not None and next(module.parameters(), None) is None:
+        if computed_buffers and config is not None and next(module.parameters(), None) is None:
             with torch.device("cpu"), suppress(TypeError):
-                right = dict(type(module)(config).named_buffers(recurse=False))
-        for name, buffer in computed.items():
-            yield f"{prefix}.{name}" if prefix else name, buffer, right.get(name)
+                expected_by_name = dict(type(module)(config).named_buffers(recurse=False))
+        for name, buffer in computed_buffers.items():
+            full_name = f"{prefix}.{name}" if prefix else name
+            yield full_name, buffer, expected_by_name.get(name)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -25,8 +25,8 @@ def check_adapter_start(peft_config: PeftConfig, beta: float, *, is_new: bool) -
     """
     start = getattr(peft_config, "init_lora_weights", True)
     changes_base = isinstance(start, str) and start.lower().startswith(_CHANGE_THE_BASE)
-    drawn = start is False and is_new
-    if not beta or not (changes_base or drawn):
+    is_drawn = start is False and is_new
+    if not beta or not (changes_base or is_drawn):
         return
     if changes_base:
         why = "takes the adapter's start out of the base's weights"
@@ -40,8 +40,8 @@ def check_adapter_start(peft_config: PeftConfig, beta: float, *, is_new: bool) -
 
 def check_copied(model: PreTrainedModel, beta: float) -> None:
     """Raise `UserError` for a model object that cannot be copied as the reference."""
-    divided = any(hasattr(parameter, "ds_id") for parameter in model.parameters())
-    if beta and divided and not hasattr(model, "peft_config"):
+    is_divided = any(hasattr(parameter, "ds_id") for parameter in model.parameters())  # ZeRO-3
+    if beta and is_divided and not hasattr(model, "peft_config"):
         raise UserError(
             f"model: an object that DeepSpeed has divided cannot be copied for the reference of "
             f"beta: {beta:g}; save it and give the name of its folder, or set beta: 0"

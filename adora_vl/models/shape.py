@@ -90,13 +90,16 @@ class ModelShape:
         """The number of parameters that are trained."""
         return sum(self.trainable.values())
 
-    def base_bytes(self, byte: int) -> int:
-        """Return bytes of the base, without an adapter's parameters, at `byte` bytes a parameter.
+    def base_bytes(self, parameter_bytes: int) -> int:
+        """Return bytes of the base, without an adapter's parameters.
+
+        `parameter_bytes`: the bytes of one parameter.
 
         Parameters in 4 bits take `four_bit_bytes` instead.
         """
         base = self.total - (self.trained if self.adapters else 0)
-        return (base - self.four_bit) * byte + int(self.four_bit * self.four_bit_bytes)
+        four_bit_total = int(self.four_bit * self.four_bit_bytes)
+        return (base - self.four_bit) * parameter_bytes + four_bit_total
 
     @property
     def image_token_pixels(self) -> int:
@@ -138,12 +141,11 @@ def describe(
     """
     with compat.SHARDED_BUILD.replaced_by(None, on=deepspeed), torch.device("meta"):
         model = auto_class(config).from_config(config)
-    layers = model.named_modules() if four_bit_bytes else ()
-    four_bit = sum(
-        layer.weight.numel()
-        for name, layer in layers
-        if isinstance(layer, nn.Linear) and in_four_bit(name)
-    )
+    four_bit_parameters = 0
+    if four_bit_bytes:
+        for name, layer in model.named_modules():
+            if isinstance(layer, nn.Linear) and in_four_bit(name):
+                four_bit_parameters += layer.weight.numel()
     if peft_config is not None:
         from peft import get_peft_model
 
@@ -152,23 +154,25 @@ def describe(
             model = get_peft_model(model, deepcopy(peft_config), autocast_adapter_dtype=False)
         refuse_embedding_adapters(model)
     freeze(model, frozen)
-    counts = dict.fromkeys(COMPONENTS, 0)
-    trained = dict.fromkeys(COMPONENTS, 0)
+    parameters_by_component = dict.fromkeys(COMPONENTS, 0)
+    trained_by_component = dict.fromkeys(COMPONENTS, 0)
     for name, parameter in model.named_parameters():
-        counts[component_of(name)] += parameter.numel()
+        component = component_of(name)
+        parameters_by_component[component] += parameter.numel()
         if parameter.requires_grad:
-            trained[component_of(name)] += parameter.numel()
+            trained_by_component[component] += parameter.numel()
     head = model.get_output_embeddings().weight
-    first_layer = (
-        module
-        for name, module in model.named_modules()
-        if ".layers.0." in name and "visual" not in name
-    )
+    # All decoder layers are alike, so the first one stands for each.
+    adapted_values = 0
+    for name, module in model.named_modules():
+        is_in_first_layer = ".layers.0." in name and "visual" not in name
+        if is_in_first_layer and hasattr(module, "lora_A"):
+            adapted_values += module.in_features
     family = family_of(config)
     vision = getattr(config, "vision_config", None)  # whose fields are known where the family is
     return ModelShape(
-        parameters=counts,
-        trainable=trained,
+        parameters=parameters_by_component,
+        trainable=trained_by_component,
         text=_text_tower(config.get_text_config(), family),
         vocabulary=config.get_text_config().vocab_size,
         tied=bool(getattr(config, "tie_word_embeddings", False)),
@@ -176,9 +180,9 @@ def describe(
         largest_tensor=max(p.numel() for p in model.parameters()),
         head_is_trained=bool(head.requires_grad),
         adapters=peft_config is not None,
-        four_bit=four_bit,
+        four_bit=four_bit_parameters,
         four_bit_bytes=four_bit_bytes,
-        adapted=sum(module.in_features for module in first_layer if hasattr(module, "lora_A")),
+        adapted=adapted_values,
         **({} if family is None or vision is None else _vision_fields(vision, family)),
     )
 
@@ -268,14 +272,11 @@ def refuse_tied_adapters(model: "PeftModel") -> None:
         return
     for embedding in (base.get_input_embeddings(), base.get_output_embeddings()):
         if isinstance(embedding, BaseTunerLayer | ModulesToSaveWrapper):
-            name = next(
-                name for name, module in base.named_modules() if module is embedding
-            ).rpartition(".")[2]
-            key = (
-                "lora_target_modules"
-                if isinstance(embedding, BaseTunerLayer)
-                else "lora_modules_to_save"
-            )
+            path = next(path for path, module in base.named_modules() if module is embedding)
+            name = path.rpartition(".")[2]
+            key = "lora_modules_to_save"
+            if isinstance(embedding, BaseTunerLayer):
+                key = "lora_target_modules"
             shares = (
                 f"{key}: {name!r} shares its weight with the other embedding "
                 "(tie_word_embeddings: true)"
@@ -286,9 +287,8 @@ def refuse_tied_adapters(model: "PeftModel") -> None:
 
 def is_dtype(name: str) -> bool:
     """Return whether torch or Transformers has a dtype of this name."""
-    return name == "auto" or isinstance(
-        getattr(torch, name.removeprefix("torch."), None), torch.dtype
-    )
+    torch_attribute = getattr(torch, name.removeprefix("torch."), None)
+    return name == "auto" or isinstance(torch_attribute, torch.dtype)
 
 
 def _dtype(name: str | None, config: PretrainedConfig) -> torch.dtype:

@@ -83,8 +83,10 @@ class PatchNormalizer:
         frame = frames_RF.view(rows, self._channels, -1)
         if self._changes_values:
             numbers, first_of_channel = self._tables(frames_RF.device)
-            places = frame.int() + first_of_channel
-            frame = numbers.index_select(0, places.flatten()).view(rows, self._channels, -1)
+            # Each channel has 256 numbers of its own, one for each value of a byte.
+            table_indices = frame.int() + first_of_channel
+            looked_up = numbers.index_select(0, table_indices.flatten())
+            frame = looked_up.view(rows, self._channels, -1)
         return frame[:, :, None].expand(-1, -1, self._frames, -1).reshape(rows, -1)
 
     def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -206,13 +208,10 @@ def flat_images(images: "ImageInput") -> Sequence[Any]:
 
 def _key(image: "ImageInput", settings: dict[str, Any]) -> str:
     """Return a digest of the image's content and of the settings that its patches depend on."""
-    shape = {
-        name: settings[name]
-        for name in ("size", "resample", "patch_size", "temporal_patch_size", "merge_size")
-    }
-    digest = hashlib.blake2b(
-        json.dumps(shape, sort_keys=True, default=str).encode(), digest_size=16
-    )
+    names = ("size", "resample", "patch_size", "temporal_patch_size", "merge_size")
+    patch_settings = {name: settings[name] for name in names}
+    settings_text = json.dumps(patch_settings, sort_keys=True, default=str)
+    digest = hashlib.blake2b(settings_text.encode(), digest_size=16)
     if isinstance(image, KeptImage):
         digest.update(image.digest.encode())
     elif isinstance(image, Image.Image):

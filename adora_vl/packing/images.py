@@ -109,10 +109,11 @@ class DistinctImages:
         self._device = device
         self._config = config
         # a list, so that every model is tried
-        takes_references = [self.vision.install(model) for model in models]
-        self.shown = all(takes_references) and (draws or may_have_images(dataset))
-        supported = all(takes_references) and can_cache(self.image_processor)
-        self._cache = ImageCache(CACHE_BYTES) if supported else None
+        accepts_by_model = [self.vision.install(model) for model in models]
+        accepts_references = all(accepts_by_model)
+        self.shown = accepts_references and (draws or may_have_images(dataset))
+        has_cache = accepts_references and can_cache(self.image_processor)
+        self._cache = ImageCache(CACHE_BYTES) if has_cache else None
 
     @property
     def cache(self) -> ImageCache | None:
@@ -145,7 +146,8 @@ class DistinctImages:
         """
         if not reads_ahead(self._device) or self.cache is None or not self.shown:
             return NoPrefetch()
-        if self._config.dataloader_num_workers or not only_decodes(dataset):
+        has_workers = self._config.dataloader_num_workers > 0
+        if has_workers or not only_decodes(dataset):
             return NoPrefetch()
         return ImagePrefetch(
             rows=rows, order=order, process=self.process, limit_bytes=self.cache.limit_bytes
@@ -172,14 +174,13 @@ class DistinctImages:
         bank = self.banks.extend() if refill else None
         if bank is None:
             bank = self.banks.new(mode)
-        if self.cache is None or not any(row.get("images") for row in rows):
+        have_images = any(row.get("images") for row in rows)
+        if self.cache is None or not have_images:
             return self.read(rows)
-        return self.read(
-            rows,
-            returning_references(
-                self.image_processor, cache=self.cache, bank=bank, device=self._device
-            ),
+        storing = returning_references(
+            self.image_processor, cache=self.cache, bank=bank, device=self._device
         )
+        return self.read(rows, storing)
 
     def with_tool_images(
         self, prompts: PromptBatch, pictures: Sequence[Sequence[Any]], mode: str
@@ -193,22 +194,23 @@ class DistinctImages:
         cache = self.cache
         if not any(pictures):
             return prompts
-        sharing: AbstractContextManager[None] = nullcontext()
+        storing: AbstractContextManager[None] = nullcontext()
         if cache is not None and bank is not None:
-            sharing = returning_references(
+            storing = returning_references(
                 self.image_processor, cache=cache, bank=bank, device=self._device
             )
-        with sharing:
-            return with_pictures(
-                prompts, pictures, partial(self.image_processor, return_tensors="pt")
-            )
+        process = partial(self.image_processor, return_tensors="pt")
+        with storing:
+            return with_pictures(prompts, pictures, process)
 
     def tokens_of(self, image: "ImageInput") -> int:
         """Return the number of image tokens of an image that a tool shows."""
         processor = self.image_processor
         settings = effective_settings(self.image_processor, {})
-        grid_3 = (self._cache or ImageCache(0)).get(processor, image, settings).grid_3
-        return int(grid_3.prod()) // int(processor.merge_size) ** 2
+        cache = self._cache or ImageCache(0)
+        patch_count = int(cache.get(processor, image, settings).grid_3.prod())
+        patches_per_token = int(processor.merge_size) ** 2
+        return patch_count // patches_per_token
 
     def read(
         self, rows: Sequence[Row], processing: AbstractContextManager[Any] | None = None

@@ -41,7 +41,9 @@ class PromptBatch:
     @property
     def num_images(self) -> list[int]:
         """The number of images of each row, (B,)."""
-        return [len(row or ()) for row in self.images or [None] * len(self.ids)]
+        if self.images is None:
+            return [0] * len(self.ids)
+        return [len(row_images or ()) for row_images in self.images]
 
 
 def distinct_rows(keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:
@@ -49,9 +51,13 @@ def distinct_rows(keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:
 
     Keys are numbered in the order in which they come first.
     """
-    number_of: dict[Hashable, int] = {}
-    numbers = [number_of.setdefault(key, len(number_of)) for key in keys]
-    return [numbers.index(number) for number in number_of.values()], numbers
+    number_by_key: dict[Hashable, int] = {}
+    first_rows = []
+    for row, key in enumerate(keys):
+        if key not in number_by_key:
+            number_by_key[key] = len(number_by_key)
+            first_rows.append(row)
+    return first_rows, [number_by_key[key] for key in keys]
 
 
 def messages_of(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -76,8 +82,11 @@ def read_prompts(
     Each distinct prompt goes through the processor (or tokenizer) once. Stock TRL calls it twice
     for every copy.
 
-    `template`: arguments of the chat template. `processing`: a context in which the processor is
-    called.
+    Args:
+        rows: rows of a data set, with `prompt` and mostly `images`.
+        processor: that of the model, or a tokenizer.
+        template: arguments of the chat template.
+        processing: a context in which the processor is called.
     """
     messages = messages_of(rows)
     row_images = [images_of(row) for row in rows]
@@ -88,8 +97,9 @@ def read_prompts(
             images=None,
             fields={},
         )
-    first, numbers = distinct_rows([repr(_described(message)) for message in messages])
-    conversations = [messages[row] for row in first]
+    prompt_keys = [repr(_with_ids_of_images(message)) for message in messages]
+    first_rows, prompt_numbers = distinct_rows(prompt_keys)
+    conversations = [messages[row] for row in first_rows]
     if hasattr(processor, "tokenizer"):  # templates of processors take no plain texts
         conversations = [
             prepare_multimodal_messages(conversation) for conversation in conversations
@@ -103,20 +113,19 @@ def read_prompts(
             **template,
         )
     columns = {name: value for name, value in output.items() if name != "attention_mask"}
-    image_columns = {
-        name: columns.pop(name) for name in ("pixel_values", "image_grid_thw") if name in columns
-    }
-    fields: dict[str, Any] = {
-        name: [list(values[number]) for number in numbers] for name, values in columns.items()
-    }
+    pixels = columns.pop("pixel_values", None)
+    grids = columns.pop("image_grid_thw", None)
+    fields: dict[str, Any] = {}
+    for name, values in columns.items():
+        fields[name] = [list(values[number]) for number in prompt_numbers]
     ids = fields.pop("input_ids")
-    if not image_columns:
+    if pixels is None or grids is None:
         return PromptBatch(messages=messages, ids=ids, images=None, fields=fields)
-    pixels = torch.as_tensor(image_columns["pixel_values"])
-    counts = [len(row_images[row]) for row in first]
-    pairs = _by_row(image_columns["image_grid_thw"], pixels, counts)
-    fields["pixel_values"] = torch.cat([pairs[number][1] for number in numbers])
-    fields["image_grid_thw"] = torch.cat([pairs[number][0] for number in numbers])
+    image_counts = [len(row_images[row]) for row in first_rows]
+    # (grids, pixels) of each distinct prompt
+    prompt_pairs = _split_by_row(grids, torch.as_tensor(pixels), image_counts)
+    fields["pixel_values"] = torch.cat([prompt_pairs[number][1] for number in prompt_numbers])
+    fields["image_grid_thw"] = torch.cat([prompt_pairs[number][0] for number in prompt_numbers])
     return PromptBatch(
         messages=messages,
         ids=ids,
@@ -135,36 +144,43 @@ def with_pictures(
     `pictures`: the further images, (B,), such as those that tools have returned. `process`: the
     image processor, which returns their pixels and grids.
     """
-    output = process([image for row in pictures for image in row])
+    all_pictures = [picture for row_pictures in pictures for picture in row_pictures]
+    output = process(all_pictures)
     new_grids = output["image_grid_thw"]
     new_pixels = torch.as_tensor(output["pixel_values"])
-    new_pairs = _by_row(new_grids, new_pixels, [len(row) for row in pictures])
+    new_pairs = _split_by_row(new_grids, new_pixels, [len(row) for row in pictures])
     fields = dict(prompts.fields)
     if prompts.images is not None:
         prompt_images = prompts.images
-        prompt_pairs = _by_row(fields["image_grid_thw"], fields["pixel_values"], prompts.num_images)
+        prompt_pairs = _split_by_row(
+            fields["image_grid_thw"], fields["pixel_values"], prompts.num_images
+        )
     else:
         prompt_images = [None] * len(prompts.ids)
         prompt_pairs = [(new_grids[:0], new_pixels[:0])] * len(prompts.ids)
     fields.setdefault("mm_token_type_ids", [[0] * len(ids) for ids in prompts.ids])
-    pairs = [pair for row in zip(prompt_pairs, new_pairs, strict=True) for pair in row]
+    # Row by row, a prompt's own images first.
+    pairs = []
+    for prompt_pair, new_pair in zip(prompt_pairs, new_pairs, strict=True):
+        pairs += [prompt_pair, new_pair]
     fields["image_grid_thw"] = torch.cat([grids for grids, _ in pairs])
     fields["pixel_values"] = torch.cat([pixels for _, pixels in pairs])
-    images = [
-        [*(before or ()), *after] or None
-        for before, after in zip(prompt_images, pictures, strict=True)
-    ]
+    images = []
+    for own_images, row_pictures in zip(prompt_images, pictures, strict=True):
+        images.append([*(own_images or ()), *row_pictures] or None)
     return PromptBatch(messages=prompts.messages, ids=prompts.ids, images=images, fields=fields)
 
 
-def _by_row(grids: Tensor, pixels: Tensor, counts: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+def _split_by_row(
+    grids: Tensor, pixels: Tensor, image_counts: Sequence[int]
+) -> list[tuple[Tensor, Tensor]]:
     """Split grids (images, 3) and pixels (patches, D) by row.
 
-    `counts`: the number of images of each row.
+    `image_counts`: the number of images of each row. Returns (grids, pixels) of each row.
     """
-    row_grids = torch.split(torch.as_tensor(grids), list(counts))
-    row_patches = [int(row.prod(dim=-1).sum()) for row in row_grids]
-    return list(zip(row_grids, torch.split(pixels, row_patches), strict=True))
+    row_grids = torch.split(torch.as_tensor(grids), list(image_counts))
+    patch_counts = [int(grids_of_row.prod(dim=-1).sum()) for grids_of_row in row_grids]
+    return list(zip(row_grids, torch.split(pixels, patch_counts), strict=True))
 
 
 def returning_references(
@@ -186,13 +202,13 @@ def returning_references(
     return compat.IMAGE_PROCESSING.replaced_by(preprocess, on=image_processor)
 
 
-def _described(messages: object) -> Any:
+def _with_ids_of_images(messages: object) -> Any:
     """Return the messages with each image replaced by its `id`.
 
     Comparing them then reads no pixels.
     """
     if isinstance(messages, dict):
-        return {key: _described(value) for key, value in messages.items()}
+        return {key: _with_ids_of_images(value) for key, value in messages.items()}
     if isinstance(messages, (list, tuple)):
-        return [_described(value) for value in messages]
+        return [_with_ids_of_images(value) for value in messages]
     return messages if isinstance(messages, (str, int, float, bool, type(None))) else id(messages)

@@ -23,7 +23,7 @@ from transformers.vision_utils import (
 from adora_vl.models.families import DEEPSTACK, EMBEDDINGS, family_of
 from adora_vl.models.shape import PATCHES_A_PASS
 from adora_vl.packing.image_store import ImageBank, ImageBanks, first_patches
-from adora_vl.packing.split_attention import ARGUMENT
+from adora_vl.packing.split_attention import LAYOUT_ARGUMENT
 from adora_vl.utils import compat
 
 if TYPE_CHECKING:
@@ -31,16 +31,15 @@ if TYPE_CHECKING:
 
 # Transformers passes the bounds of all windows to an implementation with "flash" in its name, and
 # calls every other implementation once per window.
-BATCHED = "sdpa_windows_flash_bounds"
-STOCK = "sdpa"
+BATCHED_ATTENTION = "sdpa_windows_flash_bounds"
+STOCK_ATTENTION = "sdpa"
 
 
 def can_batch(tower: nn.Module) -> bool:
     """Return whether every attention module of the tower is Qwen2.5-VL's."""
     blocks = getattr(tower, "blocks", None) or []
-    return len(blocks) > 0 and all(
-        type(getattr(block, "attn", None)) is Qwen2_5_VLVisionAttention for block in blocks
-    )
+    attention_types = {type(getattr(block, "attn", None)) for block in blocks}
+    return attention_types == {Qwen2_5_VLVisionAttention}
 
 
 def batch_windows(tower: "PreTrainedModel", on: bool) -> bool:
@@ -50,14 +49,15 @@ def batch_windows(tower: "PreTrainedModel", on: bool) -> bool:
     than `sdpa`, is left unchanged. Only the attention modules get a configuration that names the
     implementation; if the tower's own did, no other model could be built from it.
     """
-    if tower.config._attn_implementation != STOCK or not can_batch(tower):
+    if tower.config._attn_implementation != STOCK_ATTENTION or not can_batch(tower):
         return False
+    attention_config = tower.config
     if on:
-        AttentionInterface.register(BATCHED, attend)
-        config = copy.copy(tower.config)
-        compat.VISION_ATTENTION.install(BATCHED, on=config)
+        AttentionInterface.register(BATCHED_ATTENTION, attend_windows)
+        attention_config = copy.copy(tower.config)
+        compat.VISION_ATTENTION.install(BATCHED_ATTENTION, on=attention_config)
     for block in tower.blocks:
-        block.attn.config = config if on else tower.config
+        block.attn.config = attention_config
     return on
 
 
@@ -86,7 +86,7 @@ def sort_windows(
         return counts, order.to(device), order.argsort().to(device)
 
 
-def attend(
+def attend_windows(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -157,7 +157,7 @@ def run_tower(
         grids: (images, 3), on the host.
     """
     # This argument is for the text's attention, but Qwen3-VL passes it on to the tower.
-    kwargs.pop(ARGUMENT, None)
+    kwargs.pop(LAYOUT_ARGUMENT, None)
     if not can_batch(tower):
         return original(pixels, grids.to(device, non_blocking=True), **kwargs)
     return original(pixels, grids, **{**kwargs, **window_arguments(tower, grids, device)})
@@ -183,6 +183,7 @@ def window_arguments(
     }
     if is_flash_attention_requested(tower.config):
         bounds = {name: tensor.to(device, non_blocking=True) for name, tensor in bounds.items()}
+    # The forward reads these on the device, whatever the kernel.
     indices = {"window_index": index, "position_ids": get_vision_position_ids(grids, merge)}
     indices = {name: tensor.to(device, non_blocking=True) for name, tensor in indices.items()}
     arguments = {**bounds, **longest, **indices}
@@ -237,9 +238,9 @@ class SharedVision:
             References into a bank get those of their image, computed once; patches themselves go
             to the model's own method.
             """
-            run = partial(run_tower, inner.visual, original, kwargs)
+            run_on_device = partial(run_tower, inner.visual, original, kwargs)
             if image_grid_thw is not None and not len(image_grid_thw):
-                return self._no_features(inner, run, image_grid_thw.device)
+                return self._features_of_no_image(inner, run_on_device, image_grid_thw.device)
             if pixel_values.is_floating_point() or image_grid_thw is None:
                 if image_grid_thw is not None:
                     self.seen += len(image_grid_thw)
@@ -247,7 +248,8 @@ class SharedVision:
                     image_grid_thw = image_grid_thw.to(pixel_values.device)
                 return original(pixel_values, image_grid_thw, **kwargs)
             starts = first_patches(pixel_values, image_grid_thw)  # references may be on the host
-            return self._features(inner, partial(run, inner.visual.device), starts)
+            run = partial(run_on_device, inner.visual.device)
+            return self._features_of_images(inner, run, starts)
 
         compat.VISION_FEATURES.install(get_image_features, on=inner)
         self._towers.append(inner.visual)
@@ -259,19 +261,21 @@ class SharedVision:
 
         So the ranks make the same passes, also where one of them has no image.
         """
-        share = self.share
+        share_before = self.share
         self.share = False
         try:
             yield
         finally:
-            self.share = share
+            self.share = share_before
 
     def batch_windows(self, on: bool) -> None:
-        """Switch batched windows on or off for all towers (see `attend`)."""
+        """Switch batched windows on or off for all towers (see `attend_windows`)."""
         for tower in self._towers:
             batch_windows(tower, on)
 
-    def _features(self, inner: "PreTrainedModel", run: RunTower, starts: list[int]) -> Any:
+    def _features_of_images(
+        self, inner: "PreTrainedModel", run: RunTower, starts: list[int]
+    ) -> Any:
         """Compute the features of images by the numbers of their first patches.
 
         Each distinct image goes through the tower once, unless sharing is switched off.
@@ -283,8 +287,8 @@ class SharedVision:
             return self._frozen_features(bank, starts=starts, inner=inner, run=run)
         distinct = list(dict.fromkeys(starts))
         output = self._pass(bank, distinct, run)
-        features_of = dict(zip(distinct, _by_image(output, inner), strict=True))
-        return _joined(output, [features_of[start] for start in starts])
+        features_by_start = dict(zip(distinct, _split_by_image(output, inner), strict=True))
+        return _fill_output(output, [features_by_start[start] for start in starts])
 
     def _pass(self, bank: ImageBank, starts: list[int], run: RunTower) -> Any:
         """Run the tower over the images whose first patches are `starts`."""
@@ -301,28 +305,32 @@ class SharedVision:
         with fewer new images than another one computes its first image again.
         """
         if bank.features_due:
-            new = [start for start in bank.starts if start not in bank.frozen_features]
-            patch_counts = [len(bank.image(start)[1]) for start in new]
-            parts = split_into_passes(new, patch_counts, PATCHES_A_PASS)
-            for number in range(_max_over_ranks(len(parts), inner.visual.device)):
-                part = parts[number] if number < len(parts) else bank.starts[:1]
+            new_starts = [start for start in bank.starts if start not in bank.frozen_features]
+            patch_counts = [len(bank.image(start)[1]) for start in new_starts]
+            passes = split_into_passes(new_starts, patch_counts, PATCHES_A_PASS)
+            for number in range(_max_over_ranks(len(passes), inner.visual.device)):
+                pass_starts = passes[number] if number < len(passes) else bank.starts[:1]
                 with torch.no_grad():
-                    output = self._pass(bank, part, run)
-                for start, features in zip(part, _by_image(output, inner), strict=True):
+                    output = self._pass(bank, pass_starts, run)
+                for start, features in zip(
+                    pass_starts, _split_by_image(output, inner), strict=True
+                ):
                     bank.frozen_features.setdefault(start, features)
             bank.features_due = False
         images = [bank.frozen_features[start] for start in starts]
-        return _joined(BaseModelOutputWithPooling(), images)
+        return _fill_output(BaseModelOutputWithPooling(), images)
 
-    def _no_features(
-        self, inner: "PreTrainedModel", run: Callable[..., Any], device: torch.device
+    def _features_of_no_image(
+        self, inner: "PreTrainedModel", run_on_device: Callable[..., Any], device: torch.device
     ) -> Any:
         """Return empty features, for a batch without images.
+
+        `run_on_device`: a vision pass, of a device, pixels and grids. `device`: of the batch.
 
         With several processes the tower still runs whenever it runs on other ranks, because it gathers
         weights and reduces gradients. Its gradients are zero here.
         """
-        empty = _joined(BaseModelOutputWithPooling(), [_empty_features(inner, device)])
+        empty = _fill_output(BaseModelOutputWithPooling(), [_empty_features(inner, device)])
         if not distributed.is_initialized() or distributed.get_world_size() == 1:
             return empty
         # Where features of a frozen tower are computed once for a bank, the ranks run the tower only
@@ -331,28 +339,33 @@ class SharedVision:
         if bank is not None and not bank.features_due:
             return empty
         if bank is not None and bank.starts:  # other rows of this rank have images
-            tower = partial(run, device)
-            self._frozen_features(bank, starts=bank.starts[:1], inner=inner, run=tower)
+            run = partial(run_on_device, device)
+            self._frozen_features(bank, starts=bank.starts[:1], inner=inner, run=run)
             return empty
         passes = 1 if bank is None else _max_over_ranks(1, device)
         for _ in range(passes):
-            output = _run_on_empty_picture(inner, partial(run, device), device)
+            output = _run_on_empty_picture(inner, partial(run_on_device, device), device)
         if bank is not None:
             bank.features_due = False
         # Slices of a real output are empty too, and connect the loss to the tower's weights.
-        picture = _by_image(output, inner)[0]
-        sliced = {name: [layer[:0] for layer in layers] for name, layers in picture.items()}
-        return _joined(output, [sliced])
+        picture_features = _split_by_image(output, inner)[0]
+        empty_slices = {}
+        for name, layers in picture_features.items():
+            empty_slices[name] = [layer[:0] for layer in layers]
+        return _fill_output(output, [empty_slices])
 
 
-def split_into_passes(starts: Sequence[int], patches: Sequence[int], limit: int) -> list[list[int]]:
+def split_into_passes(
+    starts: Sequence[int], patch_counts: Sequence[int], limit: int
+) -> list[list[int]]:
     """Divide images, in their order, into passes of at most `limit` patches.
 
-    `patches`: the number of each image's patches. A larger image has a pass of its own.
+    A larger image has a pass of its own. `starts`: the number of each image's first patch.
+    `patch_counts`: how many patches each image has.
     """
     passes: list[list[int]] = []
     remaining = 0
-    for start, count in zip(starts, patches, strict=True):
+    for start, count in zip(starts, patch_counts, strict=True):
         if count > remaining:
             passes.append([])
             remaining = limit
@@ -365,6 +378,7 @@ def _max_over_ranks(passes: int, device: torch.device) -> int:
     """Return the largest number of passes on any rank, at least 1. Collective."""
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         return max(passes, 1)
+    # Every rank has to make as many passes as the one with the most, or the others would wait.
     largest = torch.tensor([passes], device=device)
     distributed.all_reduce(largest, op=distributed.ReduceOp.MAX)
     return max(int(largest), 1)
@@ -397,7 +411,7 @@ def _run_on_empty_picture(inner: "PreTrainedModel", run: RunTower, device: torch
     return run(pixels, torch.tensor([[1, side, side]]))
 
 
-def _by_image(output: BaseModelOutputWithPooling, inner: "PreTrainedModel") -> list[Features]:
+def _split_by_image(output: BaseModelOutputWithPooling, inner: "PreTrainedModel") -> list[Features]:
     """Split the output of a vision pass by image, in all fields that the model's family has."""
     family = family_of(inner.config)
     assert family is not None
@@ -413,7 +427,7 @@ def _by_image(output: BaseModelOutputWithPooling, inner: "PreTrainedModel") -> l
     return images
 
 
-def _joined(output: BaseModelOutputWithPooling, images: list[Features]) -> Any:
+def _fill_output(output: BaseModelOutputWithPooling, images: list[Features]) -> Any:
     """Fill `output` with the features of these images, in the form that the model reads."""
     output[EMBEDDINGS] = tuple(image[EMBEDDINGS][0] for image in images)
     if DEEPSTACK in images[0]:

@@ -1,17 +1,15 @@
-"""The memory and disk space that a run will need, computed from shapes alone.
+"""The memory that a run will need on each card, computed from shapes alone.
 
 Every function is a pure formula in bytes. Constants that no formula gives are marked as assumed.
 """
 
-from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import unit_size
 from adora_vl.config.keys import Recompute
 from adora_vl.config.sharding import Sharding
-from adora_vl.config.states import MOMENTS, States, dtypes_of, states
+from adora_vl.config.states import States, dtypes_of, states
 from adora_vl.models import activations
 from adora_vl.models.activations import (
     FLOAT,
@@ -55,16 +53,19 @@ class EngineMemory:
     weights: int
     workspace: int
     cache: int  # keys and values; negative where the weights alone exceed the engine's share
-    concurrent: (
-        int  # rollouts of full length that fit into the cache together, at most `max_sequences`
-    )
+    # rollouts of full length that fit into the cache together, at most `max_sequences`
+    concurrent: int
 
 
 def cache_bytes_per_token(shape: ModelShape, dtype_bytes: int, tensor_parallel: int = 1) -> int:
-    """Return bytes of the keys and values of all layers for one token."""
+    """Return bytes of the keys and values of all layers for one token, on one card.
+
+    Heads are divided over the cards of a tensor-parallel engine, but a card has at least one.
+    """
     text = shape.text
-    heads = max(1, text.kv_heads // tensor_parallel)
-    return 2 * text.layers * heads * text.head_size * dtype_bytes
+    kv_heads_per_card = max(1, text.kv_heads // tensor_parallel)
+    values_per_layer = 2 * kv_heads_per_card * text.head_size  # a key and a value
+    return text.layers * values_per_layer * dtype_bytes
 
 
 def engine_memory(shape: ModelShape, engine: Engine, card: int) -> EngineMemory:
@@ -72,75 +73,34 @@ def engine_memory(shape: ModelShape, engine: Engine, card: int) -> EngineMemory:
     weights = shape.base_bytes(engine.dtype_bytes) // engine.tensor_parallel
     if shape.four_bit:  # beside its base it holds the adapter
         weights += shape.trained * engine.dtype_bytes
-    workspace = WORKSPACE if engine.cpu_cache is None else CPU_WORKSPACE
-    cache = (
-        int(engine.utilization * card) - weights - workspace
-        if engine.cpu_cache is None
-        else engine.cpu_cache
-    )
-    tokens = max(cache, 0) // cache_bytes_per_token(
-        shape, engine.dtype_bytes, engine.tensor_parallel
-    )
+    if engine.cpu_cache is None:  # on a GPU the cache is what the share has left
+        workspace = WORKSPACE
+        cache = int(engine.utilization * card) - weights - workspace
+    else:
+        workspace = CPU_WORKSPACE
+        cache = engine.cpu_cache
+    token_bytes = cache_bytes_per_token(shape, engine.dtype_bytes, engine.tensor_parallel)
+    cached_tokens = max(cache, 0) // token_bytes
+    full_rollouts = cached_tokens // max(engine.max_length, 1)
     return EngineMemory(
         weights=weights,
         workspace=workspace,
         cache=cache,
-        concurrent=min(tokens // max(engine.max_length, 1), engine.max_sequences),
+        concurrent=min(full_rollouts, engine.max_sequences),
     )
 
 
-# scheduler, random states, trainer_state.json and manifest, beside the tokenizer of a small model
-_SMALL = 2 * 2**20
-
-
-def checkpoint_bytes(
-    shape: ModelShape, sharding: Sharding, *, mixed: bool, reference: bool = False
-) -> int:
-    """Return the size of one `checkpoint-N` folder of all ranks.
-
-    It has weights (with LoRA the adapter alone), optimizer, and with `reference` a reference model
-    that moves (`sync_ref_model`). DeepSpeed writes, beside the model for `from_pretrained`, its own
-    float32 master weights, the moments and, for ZeRO-2 and below, the module's weights once more.
-    """
-    saved_parameters = shape.trained if shape.adapters else shape.total
-    reference_bytes = shape.total * shape.weight_bytes if reference else 0
-    if sharding.stage is None:
-        byte = FLOAT if shape.adapters else shape.weight_bytes
-        model = saved_parameters * byte
-        return model + MOMENTS * shape.trained * byte + reference_bytes + _SMALL
-    byte = 2 if mixed else shape.weight_bytes
-    model = saved_parameters * byte
-    optimizer = shape.trained * (MOMENTS + 1) * FLOAT
-    # Under ZeRO-3 the module's file has only the weights that are not trained.
-    module = shape.total * byte if sharding.stage < 3 else (shape.total - shape.trained) * byte
-    return model + optimizer + module + reference_bytes + _SMALL
-
-
-def checkpoint_of(config: AdoraGRPOConfig, shape: ModelShape, sharding: Sharding) -> int:
-    """Return bytes of one checkpoint of a run."""
-    mixed = bool(config.bf16 or config.fp16)
-    return checkpoint_bytes(shape, sharding=sharding, mixed=mixed, reference=config.sync_ref_model)
-
-
-def run_bytes(checkpoint: int, model: int, checkpoints: int) -> int:
-    """Return the largest size of a run's folder, in bytes.
-
-    It holds `checkpoints` finished checkpoints, one that is being written, and the final model.
-    """
-    return checkpoint * (checkpoints + 1) + model
-
-
 CONTEXT = 3 * GIB // 2  # assumed: CUDA context, cuBLAS and NCCL buffers
-FRAGMENTS = 0.05  # assumed: share of all else that the allocator cannot use
+FRAGMENTATION = 0.05  # assumed: share of all else that the allocator cannot use
 MOST_IMAGE_TOKENS = 16384  # of the published processors
-# vLLM stays within its share
-_ENGINE = (
+# Components of the engine: vLLM stays within its share, so fragmentation adds nothing to them.
+_ENGINE_COMPONENTS = (
     "engine weights",
     "engine workspace",
     "engine asleep",
     "KV cache",
 )
-_PIXEL = 4  # pixel_values are float32
+_PIXEL_VALUE_BYTES = 4  # pixel_values are float32
 
 
 @dataclass(frozen=True)
@@ -182,15 +142,21 @@ class Setup:
         """
         batch = self.batch
         unit = unit_size(batch.sequences, self.generations)
-        completions = [[batch.completion_tokens] * unit] * (batch.sequences // unit)
-        prompts = [batch.prompt_tokens] * len(completions)
-        packed = self.sharing.prompts and unit > 1 and sharing_pays(prompts, completions)
-        return replace(batch, unit=unit if self.sharing.vision or packed else 1, packed=packed)
+        units = batch.sequences // unit
+        completion_lengths = [[batch.completion_tokens] * unit] * units
+        prompt_lengths = [batch.prompt_tokens] * units
+        packed = (
+            self.sharing.prompts and unit > 1 and sharing_pays(prompt_lengths, completion_lengths)
+        )
+        shares_anything = self.sharing.vision or packed
+        return replace(batch, unit=unit if shares_anything else 1, packed=packed)
 
     @property
     def images(self) -> int:
         """The number of images of one rank in one generation."""
-        return -(-self.generation // self.generations) if self.sharing.images else self.generation
+        if not self.sharing.images:
+            return self.generation
+        return -(-self.generation // self.generations)  # one for each group, rounded up
 
     @property
     def swaps(self) -> bool:
@@ -212,7 +178,7 @@ class Setup:
             shape=self.shape,
             dtypes=self.dtypes,
             checkpointing=self.checkpointing,
-            features=frozen_tower(self)[1] > 0,
+            features=frozen_tower(self).pass_bytes > 0,
             accelerator=self.accelerator,
         )
 
@@ -251,8 +217,8 @@ def predict(setup: Setup, card: int) -> Prediction:
     shape = setup.shape
     training = states(shape, sharding=setup.sharding, reference=setup.reference, mixed=setup.mixed)
     engine = engine_memory(shape, setup.engine, card) if setup.engine else None
-    features, tower_pass = frozen_tower(setup)
-    resident = {
+    tower = frozen_tower(setup)
+    resident = {  # in every phase
         "weights": training.weights,
         "optimizer": training.optimizer,
         "reference model": training.reference,
@@ -261,31 +227,42 @@ def predict(setup: Setup, card: int) -> Prediction:
     if setup.swaps:
         awake["weights"] = training.weights - shape.base_bytes(shape.weight_bytes)
     patches = setup.images * setup.batch.image_tokens * shape.merge**2
-    pixels = patches * _held_bytes_of_patch(setup)
+    pixels = patches * _stored_patch_bytes(setup)
+    # Under ZeRO-3 a tensor is gathered whole before it is sent to the engine.
     synced = shape.largest_tensor * setup.dtypes.stream if setup.sharding.stage == 3 else 0
     # DeepSpeed allocates its gradients once; torch gives them back after each step
-    standing = training.gradients if setup.sharding.stage is not None else 0
-    beside = {
+    lasting_gradients = training.gradients if setup.sharding.stage is not None else 0
+    held_while_learning = {
         **resident,
         **asleep,
         "gathered weights": training.gathered,
         "pixels": pixels,
-        "image features": features,
+        "image features": tower.feature_bytes,
     }
-    recomputed = recomputed_layers(setup, card, sum(beside.values()) + training.gradients)
+    recomputed = recomputed_layers(
+        setup, card, sum(held_while_learning.values()) + training.gradients
+    )
     phases = {
-        "rollouts": {**resident, "gradients": standing, **awake, "weights on their way": synced},
-        "forward and backward": {**beside, **_learning(setup, training.gradients, recomputed)},
+        "rollouts": {
+            **resident,
+            "gradients": lasting_gradients,
+            **awake,
+            "weights on their way": synced,
+        },
+        "forward and backward": {
+            **held_while_learning,
+            **_learning_memory(setup, training.gradients, recomputed),
+        },
     }
-    if tower_pass:
+    if tower.pass_bytes:
         phases["frozen vision tower"] = {
             **resident,
             **asleep,
             "gradients": training.gradients,
             "gathered weights": training.gathered,
             "pixels": pixels,
-            "image features": features,
-            "vision": tower_pass,
+            "image features": tower.feature_bytes,
+            "vision": tower.pass_bytes,
         }
     phases["optimizer step"] = {
         **resident,
@@ -295,29 +272,34 @@ def predict(setup: Setup, card: int) -> Prediction:
         "step": training.step,
     }
     return Prediction(
-        phases={name: _with_overhead(sizes, setup) for name, sizes in phases.items()},
+        phases={
+            phase: _with_overhead(component_bytes, setup)
+            for phase, component_bytes in phases.items()
+        },
         engine=engine,
         states=training,
         recomputed=recomputed,
     )
 
 
-def _held_bytes_of_patch(setup: Setup) -> int:
+def _stored_patch_bytes(setup: Setup) -> int:
     """Return the bytes of a patch that wait on the card until its image is learned from.
 
     They are one frame in bytes where images are stored once (`ImageBank`), else float32 numbers.
     """
-    values = setup.shape.patch_values
-    return values // setup.shape.frames if setup.sharing.images else values * _PIXEL
+    patch_values = setup.shape.patch_values
+    if setup.sharing.images:
+        return patch_values // setup.shape.frames
+    return patch_values * _PIXEL_VALUE_BYTES
 
 
-def recomputed_layers(setup: Setup, card: int, beside: int) -> int:
+def recomputed_layers(setup: Setup, card: int, held_bytes: int) -> int:
     """Return how many layers of the language model the backward pass recomputes.
 
     It is the rule of the trainer, which knows the lengths of each micro-batch and measures what is
     free; here all have the length of the longest, and what is free is predicted.
 
-    `beside`: bytes of weights, gradients and all else that the card holds during the pass.
+    `held_bytes`: of weights, gradients and all else that the card holds during the pass.
     """
     layers = setup.shape.text.layers
     if not setup.checkpointing:
@@ -327,35 +309,40 @@ def recomputed_layers(setup: Setup, card: int, beside: int) -> int:
     # the memory of a CPU is not for this process alone
     if setup.recompute == "all" or not setup.accelerator:
         return layers
-    return setup.learner.fewest(setup.size, room_on(card, card - CONTEXT - beside))
+    free = card - CONTEXT - held_bytes
+    return setup.learner.fewest(setup.size, room_on(card, free))
 
 
-def frozen_tower(setup: Setup) -> tuple[int, int]:
-    """Return the bytes of a frozen vision tower that sees each image of a generation once.
+class FrozenTowerMemory(NamedTuple):
+    """Bytes of a frozen vision tower that sees each image of a generation once."""
 
-    The first is the features, which are kept for the generation. The second is the most that one
-    pass over `PATCHES_A_PASS` patches holds, which is less than a block would save for its
-    backward (0.7 of it for the 7B model). Any other tower has neither: both are 0.
+    feature_bytes: int  # of all images, which are kept for the generation
+    pass_bytes: int  # the most that one pass over `PATCHES_A_PASS` patches holds
+
+
+def frozen_tower(setup: Setup) -> FrozenTowerMemory:
+    """Return what a frozen vision tower takes where it sees each image of a generation once.
+
+    A pass is taken to hold what a block would save for its backward, which is more than it does
+    (0.7 of that for the 7B model). Any other tower takes neither: both are 0.
     """
     shape = setup.shape
-    eye = setup.shape.vision
-    if (
-        eye is None
-        or not setup.sharing.vision
-        or shape.trainable["vision_tower"]
-        or shape.trainable["projector"]
-    ):
-        return 0, 0
-    tokens = setup.images * setup.batch.image_tokens
-    layers = 1 + shape.deepstack
+    tower = shape.vision
+    is_trained = shape.trainable["vision_tower"] or shape.trainable["projector"]
+    if tower is None or not setup.sharing.vision or is_trained:
+        return FrozenTowerMemory(feature_bytes=0, pass_bytes=0)
+    image_tokens = setup.images * setup.batch.image_tokens
+    entered_layers = 1 + shape.deepstack  # a token has features for each layer that it enters at
+    features = image_tokens * shape.text.width * entered_layers * setup.dtypes.compute
     patches_per_image = setup.batch.image_tokens * shape.merge**2
+    # A pass has at least one whole image.
     patches = min(setup.images * patches_per_image, max(PATCHES_A_PASS, patches_per_image))
-    inputs = patches * shape.patch_values * (_PIXEL + setup.dtypes.compute)
-    block = activations.vision_layer(eye, patches, setup.dtypes)
-    return tokens * shape.text.width * layers * setup.dtypes.compute, inputs + block
+    inputs = patches * shape.patch_values * (_PIXEL_VALUE_BYTES + setup.dtypes.compute)
+    block = activations.vision_layer(tower, patches, setup.dtypes)
+    return FrozenTowerMemory(feature_bytes=features, pass_bytes=inputs + block)
 
 
-def _learning(setup: Setup, gradients: int, recomputed: int) -> dict[str, int]:
+def _learning_memory(setup: Setup, gradients: int, recomputed: int) -> dict[str, int]:
     """Return the gradients and activations of a micro-batch at their peak, in bytes by component.
 
     The peak is in the LM head or in the costliest layer, whichever holds more. `recomputed`: the
@@ -364,13 +351,14 @@ def _learning(setup: Setup, gradients: int, recomputed: int) -> dict[str, int]:
     learner = setup.learner
     size = setup.size
     moments = learner.moments(size, recomputed)
+    # Mostly all gradients are there from the beginning; else they come as the layers go back.
     moments_and_gradients = [(moment, gradients) for moment in moments]
     if setup.sharding.stage is None and setup.micro_batches == 1:
         moments_and_gradients = _with_first_gradients(setup, moments, gradients, recomputed)
     peak, gradient_bytes = max(
         moments_and_gradients, key=lambda pair: pair[0].transient + pair[0].text + pair[1]
     )
-    mask, vision = learner.beside(size, recomputed)
+    mask, vision = learner.mask_and_vision(size, recomputed)
     return {
         "gradients": gradient_bytes,
         "activations": peak.text,
@@ -387,16 +375,25 @@ def _with_first_gradients(
 
     Gradients come as the layers go back, and activations go. So the peak may lie where the first
     layer goes back, where one in between does, or at the end.
+
+    Args:
+        setup: the run, which computes one micro-batch per optimizer step, without DeepSpeed.
+        moments: those of the pass, without gradients.
+        gradients: bytes of all gradients, as they are at the end of the pass.
+        recomputed: layers of the language model that gradient checkpointing recomputes.
     """
     shape = setup.shape
     learner = setup.learner
-    waiting = learner.waiting
-    weight = learner.head_weight
-    byte = FLOAT if shape.adapters else shape.weight_bytes
+    tied_head = learner.tied_head_gradient
+    head = learner.head_gradient
+    parameter_bytes = FLOAT if shape.adapters else shape.weight_bytes
     layers = shape.text.layers
-    standing = gradients - shape.trained * byte
-    behind = standing + weight - waiting
-    of_layers = shape.trainable[LANGUAGE_MODEL] * byte - weight - (weight - waiting)
+    # Whatever is counted beyond one number per trained parameter is there from the start. The head's
+    # gradient comes first; one that waits for the embedding's is counted with each moment instead.
+    at_start = gradients - shape.trained * parameter_bytes
+    after_head = at_start + head - tied_head
+    # The embedding's gradient comes at the end; it is as large as an untied head's.
+    of_layers = shape.trainable[LANGUAGE_MODEL] * parameter_bytes - head - (head - tied_head)
     parts = activations.saved(
         shape,
         setup.size,
@@ -404,25 +401,35 @@ def _with_first_gradients(
         checkpointing=setup.checkpointing,
         recomputed=recomputed,
     )
-    layer = parts.layer_gradients + waiting
-    pairs = [(moments[0], standing)]
+    layer_transient = parts.layer_gradients + tied_head
+    moments_and_gradients = [(moments[0], at_start)]
     if recomputed == layers:
-        layer += parts.recomputed
-    pairs.append((Moment(LAYER_BACK, layer, parts.text), behind))
+        layer_transient += parts.recomputed
+    first_layer = Moment(LAYER_BACK, layer_transient, parts.text)
+    moments_and_gradients.append((first_layer, after_head))
     for moment in moments[2:]:
-        pairs.append((moment, behind + int(of_layers * moment.back)))
-    last = parts.streams // recomputed if 0 < recomputed < layers else parts.text // layers
+        gradients_so_far = after_head + int(of_layers * moment.back)
+        moments_and_gradients.append((moment, gradients_so_far))
+    kept_by_last_layer = parts.text // layers
     if 0 < recomputed < layers:
-        layer += parts.layer
-    pairs.append((Moment(LAYER_BACK, layer, last), behind + of_layers * (layers - 1) // layers))
-    pairs.append((Moment(LAYER_BACK, 3 * waiting, 0), gradients - waiting))
-    return pairs
+        kept_by_last_layer = parts.streams // recomputed
+        layer_transient += parts.layer
+    last_layer = Moment(LAYER_BACK, layer_transient, kept_by_last_layer)
+    before_last_layer = after_head + of_layers * (layers - 1) // layers
+    moments_and_gradients.append((last_layer, before_last_layer))
+    # At the end head and embedding add up: both parts of the gradient and their sum.
+    end = Moment(LAYER_BACK, 3 * tied_head, 0)
+    moments_and_gradients.append((end, gradients - tied_head))
+    return moments_and_gradients
 
 
 def _engine_parts(
     setup: Setup, engine: EngineMemory | None
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the engine's memory while it is awake and while the policy learns, by component."""
+    """Return the engine's memory while it is awake and while the policy learns, by component.
+
+    An engine that does not sleep holds the same in both. Both are empty without an engine here.
+    """
     if engine is None or setup.engine is None:
         return {}, {}
     cache = max(engine.cache, 0)
@@ -434,100 +441,18 @@ def _engine_parts(
     return awake, {"engine asleep": ASLEEP} if setup.engine.sleep else awake
 
 
-def _with_overhead(sizes: dict[str, int], setup: Setup) -> dict[str, int]:
+def _with_overhead(component_bytes: dict[str, int], setup: Setup) -> dict[str, int]:
     """Return the parts of a phase that take memory, with what a GPU takes on top.
 
     A part of what torch allocates is lost in gaps between its blocks; the engine has a pool of its
     own.
     """
-    sizes = dict(sizes)
+    bytes_by_name = dict(component_bytes)
     if setup.accelerator:
-        allocated = sum(size for name, size in sizes.items() if name not in _ENGINE)
-        sizes["CUDA context"] = CONTEXT
-        sizes["fragmentation"] = int(FRAGMENTS * allocated)
-    return {name: size for name, size in sizes.items() if size}
-
-
-def fits(setup: Setup, card: int) -> bool:
-    """Return whether every phase fits into the card.
-
-    The engine must also have room for at least one rollout of full length.
-    """
-    prediction = predict(setup, card)
-    return prediction.peak <= card and (
-        prediction.engine is None or prediction.engine.concurrent >= 1
-    )
-
-
-# of the card: left free by a share that is proposed, since no GPU has confirmed the prediction
-HEADROOM = 0.05
-
-
-def proposed_utilization(setup: Setup, card: int) -> float | None:
-    """Return the smallest `vllm_gpu_memory_utilization` that runs most rollouts at once.
-
-    It is in hundredths. Every phase has to leave `HEADROOM` of the card free. None without a
-    colocated engine on a GPU, or if there is no such share.
-    """
-    engine = setup.engine
-    if engine is None or not setup.accelerator:
-        return None
-    best: tuple[int, float] | None = None
-    for hundredths in range(1, 100):
-        share = replace(setup, engine=replace(engine, utilization=hundredths / 100))
-        prediction = predict(share, card)
-        concurrent = prediction.engine.concurrent if prediction.engine else 0
-        if prediction.peak <= (1 - HEADROOM) * card and concurrent > (best[0] if best else 0):
-            best = (concurrent, hundredths / 100)
-    return best[1] if best else None
-
-
-def batch_sizes(setup: Setup) -> list[int]:
-    """Return values of per_device_train_batch_size that divide a generation.
-
-    They keep groups whole or split them evenly.
-    """
-    group = setup.generations
-    generation = setup.generation
-    sizes = [size for size in range(1, generation + 1) if generation % size == 0]
-    return [size for size in sizes if size % group == 0 or group % size == 0]
-
-
-def largest_batch(setup: Setup, card: int) -> int:
-    """Return the largest of `batch_sizes` that fits, 0 if none does.
-
-    The number of rollouts per generation stays the same.
-    """
-    sizes = batch_sizes(setup)
-
-    def batch_fits(number: int) -> bool:
-        return fits(replace(setup, batch=replace(setup.batch, sequences=sizes[number - 1])), card)
-
-    number = _largest(batch_fits, len(sizes))
-    return sizes[number - 1] if number else 0
-
-
-def largest_image_tokens(setup: Setup, card: int, room: int = MOST_IMAGE_TOKENS) -> int:
-    """Return the largest number of image tokens per prompt that fits beside the same text.
-
-    It is at most `room`, and 0 if none fits.
-    """
-    limit = min(room, MOST_IMAGE_TOKENS)
-    text = setup.batch.prompt_tokens - setup.batch.image_tokens
-
-    def with_image(tokens: int) -> Setup:
-        return replace(
-            setup, batch=replace(setup.batch, image_tokens=tokens, prompt_tokens=text + tokens)
-        )
-
-    if setup.engine is not None:  # a prompt has to leave the engine room for its completion
-        limit = min(limit, setup.engine.max_length - setup.batch.completion_tokens - text)
-    return _largest(lambda tokens: fits(with_image(tokens), card), max(limit, 0))
-
-
-def _largest(good: Callable[[int], bool], limit: int) -> int:
-    """Return the largest number from 1 to `limit` that is good, or 0.
-
-    If a number is good, all smaller ones are.
-    """
-    return bisect_left(range(1, limit + 1), True, key=lambda number: not good(number))
+        allocated_by_torch = 0
+        for name, size in component_bytes.items():
+            if name not in _ENGINE_COMPONENTS:
+                allocated_by_torch += size
+        bytes_by_name["CUDA context"] = CONTEXT
+        bytes_by_name["fragmentation"] = int(FRAGMENTATION * allocated_by_torch)
+    return {name: size for name, size in bytes_by_name.items() if size}

@@ -11,13 +11,18 @@ from typing import TYPE_CHECKING
 
 from adora_vl.config.batch_plan import unit_size
 from adora_vl.models.check import LOST_UPDATES
-from adora_vl.planning import memory
-from adora_vl.planning.memory import Sharing, fits, predict, proposed_utilization
+from adora_vl.planning.memory import Sharing, cache_bytes_per_token, predict
+from adora_vl.planning.what_fits import (
+    fits,
+    largest_batch,
+    largest_image_tokens,
+    proposed_utilization,
+)
 from adora_vl.utils.cli import section
 from adora_vl.utils.files import GIB
 
 if TYPE_CHECKING:
-    from adora_vl.planning.dry_run import Plan
+    from adora_vl.planning.plan import Plan
 
 _ROOMY = 0.25  # of the card: below it the parts of the memory are not listed (--json has them)
 
@@ -147,7 +152,7 @@ def engine_lines(plan: Plan) -> list[str]:
     setup = plan.setup
     if engine is None or setup.engine is None or not setup.accelerator:
         return []
-    per_token = memory.cache_bytes_per_token(
+    per_token = cache_bytes_per_token(
         setup.shape, setup.engine.dtype_bytes, setup.engine.tensor_parallel
     )
     return [
@@ -205,11 +210,13 @@ def verdict_lines(plan: Plan) -> list[str]:
     # Without DeepSpeed nothing keeps a float32 copy of weights in 16 bits.
     if setup.sharding.stage is None and not setup.shape.adapters and setup.shape.weight_bytes == 2:
         lines.append(LOST_UPDATES)
-    batch = memory.largest_batch(setup, card)
-    largest_batch = f"{batch}, a whole generation" if batch == setup.generation else batch or "none"
+    batch = largest_batch(setup, card)
+    batch_text = str(batch or "none")
+    if batch == setup.generation:
+        batch_text = f"{batch}, a whole generation"
     lines.append(
         "Largest per_device_train_batch_size that fits, of those that keep groups of "
-        f"{setup.generations} whole or split them evenly: {largest_batch} (keep its product with "
+        f"{setup.generations} whole or split them evenly: {batch_text} (keep its product with "
         "gradient_accumulation_steps and processes)."
     )
     return [*lines, largest_image_line(plan)] if setup.shape.vision is not None else lines
@@ -223,7 +230,7 @@ def largest_image_line(plan: Plan) -> str:
             f"{plan.lengths.longest_text} tokens and max_completion_length: "
             f"{plan.limit.completion} together exceed {plan.limit.name}."
         )
-    tokens = memory.largest_image_tokens(plan.setup, plan.card, plan.image_room)
+    tokens = largest_image_tokens(plan.setup, plan.card, plan.image_room)
     pixels = tokens * plan.setup.shape.image_token_pixels
     return (
         f"Largest max_pixels that fits: {pixels} ({tokens} image tokens)."

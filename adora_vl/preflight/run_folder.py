@@ -14,7 +14,7 @@ from adora_vl.checkpoint.fingerprint import Fingerprint, check_ranks, leave_toke
 from adora_vl.checkpoint.resume import LOCK, StartPoint, choose_start, lock_output_dir
 from adora_vl.checkpoint.stop import STOPPED_FILE
 from adora_vl.checkpoint.store import checkpoints
-from adora_vl.checkpoint.writer import begun, holds_a_run, refuse_own_files
+from adora_vl.checkpoint.writer import has_begun, holds_a_run, refuse_users_files
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import check_folder, written_to
 
@@ -66,7 +66,7 @@ class RunFolder:
 
         def choose() -> StartPoint:
             check_folder("output_dir", self.path)
-            refuse_own_files(self.path, self.overwrite)
+            refuse_users_files(self.path, self.overwrite)
             if (self.path / LOCK).is_file():
                 lock_output_dir(self.path).release()
             if not data_known:
@@ -78,7 +78,7 @@ class RunFolder:
                 self.path,
                 resume_from_checkpoint=resume_from_checkpoint,
                 overwrite=self.overwrite,
-                now=now,
+                current=now,
                 inputs=self._inputs,
                 clear=False,
             )
@@ -94,11 +94,11 @@ class RunFolder:
 
         def choose() -> tuple[StartPoint, Fingerprint, str]:
             with written_to("output_dir", self.path):
-                has_begun = begun(self.path)
+                run_has_begun = has_begun(self.path)
             # A folder that may be somebody else's gets no lock file before it was checked.
-            if has_begun:
+            if run_has_begun:
                 self._locks.append(lock_output_dir(self.path))
-            refuse_own_files(self.path, self.overwrite)
+            refuse_users_files(self.path, self.overwrite)
             # Locking twice is harmless: a process that has a lock gets the same one again.
             if self.path.is_dir():
                 self._locks.append(lock_output_dir(self.path))
@@ -108,7 +108,7 @@ class RunFolder:
                 self.path,
                 resume_from_checkpoint=resume_from_checkpoint,
                 overwrite=self.overwrite,
-                now=self.now,
+                current=self.now,
                 inputs=self._inputs,
             )
             self._locks.append(lock_output_dir(self.path))

@@ -15,12 +15,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from adora_vl.data.rows import images_of
-from adora_vl.record.metrics import (
-    TieNotice,
-    judged_figures,
-    learned_figures,
-    tool_figures,
-)
+from adora_vl.record.rollout_figures import TieNotice, judged_figures, learned_figures, tool_figures
 from adora_vl.record.rollouts import Columns, Record, criteria_columns, turns_of
 from adora_vl.record.trackers import add_rows, logs_images, logs_tables, set_weighed
 from adora_vl.rewards.completion import completion_text
@@ -82,7 +77,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         # drift that this rank has measured, by the number of the rollout, which may be any rank's
         self._drift: dict[int, float] = {}
         # the recorded rollouts of this rank in the present step, one slice per generation
-        self._spans: list[slice] = []
+        self._generation_slices: list[slice] = []
         adora_keys = [field.name for field in fields(config) if field.name.startswith("adora_")]
         settings = masked(
             plain({name: getattr(config, name) for name in (*adora_keys, *_RECORDED_SETTINGS)})
@@ -134,7 +129,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         self._step_count += len(rows)
         if not self._records:
             return
-        self._spans.append(slice(self._step_count - len(rows), self._step_count))
+        self._generation_slices.append(slice(self._step_count - len(rows), self._step_count))
         drift = self._drift_of(batch)
         optional = {
             name: self.accelerator.gather(batch[name]).tolist()  # type: ignore[literal-required]
@@ -143,13 +138,13 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         }
         row_columns = [self._row_columns(row) for row in rows]
         if self.decode is not None:
-            keep = partial(self._keep, None)
+            keep = partial(self._store_images, None)
             for values, rollout in zip(row_columns, built.rollouts, strict=True):
                 values["calls"] = len(rollout.calls)
                 values["turns"] = turns_of(rollout, self.decode, keep)
         gathered = gather_object(row_columns)
         if self.accelerator.is_main_process and not self.record.failed:
-            columns = _columns(scored.facts, scored.judged, table, functions)
+            columns = _graded_columns(scored.facts, scored.judged, table, functions)
             columns["step"] = [step + 1] * len(gathered)
             columns["drift"] = drift or [math.nan] * len(gathered)
             columns |= optional
@@ -191,7 +186,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         late_RB[numbers_N % ranks, numbers_N // ranks] = values_N.float()
         if self.accelerator.is_main_process:
             self.record.set_late(
-                name, [late_RB[:, span].flatten().tolist() for span in self._spans]
+                name, [late_RB[:, span].flatten().tolist() for span in self._generation_slices]
             )
         return late_RB
 
@@ -228,14 +223,14 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
     ) -> None:
         """Fill in the drift, gathered from all ranks, and write the rows of the step."""
         # All ranks have recorded the same generations, so all of them gather or none does.
-        if self._spans:
+        if self._generation_slices:
             drift: dict[int, float] = {}
             for rank_drift in gather_object([self._drift]):
                 drift |= rank_drift
             numbers_N = torch.tensor([*drift], dtype=torch.long)
             self._set_late("drift", numbers_N, torch.tensor([*drift.values()]))
         self._step_count = 0
-        self._spans = []
+        self._generation_slices = []
         self._drift = {}
         self.record.flush(state.global_step)
 
@@ -262,10 +257,10 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             "problem": str(problem),
             "choices": [str(choice) for choice in row.get("choices") or ()] or None,
             "answer": None if answer is None else str(answer),
-            "images": self._keep(row_id, images_of(row)),
+            "images": self._store_images(row_id, images_of(row)),
         }
 
-    def _keep(self, row_id: str | None, images: Sequence[object]) -> list[str]:
+    def _store_images(self, row_id: str | None, images: Sequence[object]) -> list[str]:
         """Store images and return the names of their files; none where the disk is full.
 
         Recording is no reason to end a training, so its rows then come without diagrams.
@@ -276,7 +271,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             return []
 
 
-def _columns(
+def _graded_columns(
     facts: RolloutFacts, judged: JudgedGroups, table: Mapping[str, Any], functions: Sequence[str]
 ) -> Columns:
     """The columns of the rollouts of all ranks, from which nothing is learned yet.

@@ -37,7 +37,7 @@ def result_of(folder: Path, log: Log) -> str | None:
     A score of the held-out problems in the run's folder goes first, then the evaluations on the
     way, then the pass rate and the reward of the training.
     """
-    return _scored(folder) or _evaluated(log) or _trained(folder, log)
+    return _held_out_result(folder) or _evaluation_result(log) or _training_result(folder, log)
 
 
 def is_noise(change: Difference) -> bool:
@@ -98,7 +98,7 @@ def _groups_at_the_ends(
     """
     column = "pass_rate" if key == PASS else REWARD
     try:
-        groups = _recorded(folder, column)
+        groups = _means_of_groups(folder, column)
     except (UserError, OSError, pa.ArrowException):  # damaged, older, or merged just now
         return None
     last_early_step = first[-1].get("step", 0)
@@ -108,7 +108,7 @@ def _groups_at_the_ends(
     return (early, late) if early and late else None
 
 
-def _recorded(folder: Path, column: str) -> list[tuple[int, float]]:
+def _means_of_groups(folder: Path, column: str) -> list[tuple[int, float]]:
     """Return the step and the mean of a column of each recorded group."""
     values_of_group: dict[tuple[int, int], list[float]] = {}
     for part in parts(folder / ROLLOUTS):
@@ -119,24 +119,24 @@ def _recorded(folder: Path, column: str) -> list[tuple[int, float]]:
     return [(step, fmean(values)) for (step, _), values in values_of_group.items()]
 
 
-def _scored(folder: Path) -> str | None:
+def _held_out_result(folder: Path) -> str | None:
     """Return the score of the held-out problems in a run's folder, and that of its start."""
-    score_after = _read(folder / AFTER)
+    score_after = _read_score(folder / AFTER)
     if score_after is None:
         return None
     score = score_after.score
     problems = f"{share_of_the_data(score) or score['total']} problems"
     title = f"held-out accuracy, {name_of_data(score)}"
-    score_before = _read(folder / BEFORE)
+    score_before = _read_score(folder / BEFORE)
     change = None
     if score_before is not None and score_before.score["benchmark"] == score["benchmark"]:
         change = between_problems([score_before], [score_after])
     if change is None:
         return f"{title} {percent(score['accuracy'], score['wilson_95'])} of {problems} ({AFTER})"
-    return f"{title} {_arrow(change)} ({change.over}, of {problems}; {BEFORE}, {AFTER})"
+    return f"{title} {_share_change_text(change)} ({change.over}, of {problems}; {BEFORE}, {AFTER})"
 
 
-def _read(file: Path) -> ScoreFile | None:
+def _read_score(file: Path) -> ScoreFile | None:
     """Return a score file; None where there is none that can be read."""
     try:
         return read_run(str(file)) if file.is_file() else None
@@ -144,7 +144,7 @@ def _read(file: Path) -> ScoreFile | None:
         return None
 
 
-def _evaluated(log: Log) -> str | None:
+def _evaluation_result(log: Log) -> str | None:
     """Return the change from the first to the last evaluation on the way, in one line.
 
     Where problems were asked in several ways, that with their pictures is taken.
@@ -155,12 +155,12 @@ def _evaluated(log: Log) -> str | None:
         lines = [line for line in log if _is_number(line.get(key))]
         if lines:
             name = key.removeprefix("eval_").removesuffix("_accuracy")
-            change = _between(lines[0], lines[-1], key)
-            return f"held-out accuracy, {name} {_arrow(change)} (first and last evaluation)"
+            change = _evaluation_change(lines[0], lines[-1], key)
+            return f"held-out accuracy, {name} {_share_change_text(change)} (first and last evaluation)"
     return None
 
 
-def _between(first: Mapping[str, Any], last: Mapping[str, Any], key: str) -> Difference:
+def _evaluation_change(first: Mapping[str, Any], last: Mapping[str, Any], key: str) -> Difference:
     """Return the difference of two logged accuracies, with Newcombe's interval from those of both.
 
     It takes the evaluations for independent, so it is too wide for answers to the same problems:
@@ -188,7 +188,7 @@ def _between(first: Mapping[str, Any], last: Mapping[str, Any], key: str) -> Dif
     )
 
 
-def _trained(folder: Path, log: Log) -> str | None:
+def _training_result(folder: Path, log: Log) -> str | None:
     """Return the change of the pass rate in training, or else of the reward, in one line."""
     for key, title in ((PASS, "pass rate in training"), (REWARD, REWARD)):
         lines = [line for line in log if _is_number(line.get(key))]
@@ -198,28 +198,28 @@ def _trained(folder: Path, log: Log) -> str | None:
         change = training_change(folder, log, key)
         if change is None:
             value = lines[-1][key]
-            text = _share(value) if is_share else f"{value:.3g}"
+            text = _in_per_cent(value) if is_share else f"{value:.3g}"
             return f"{title} {text} (one logged step)"
         over = "" if change.low is None else f", {change.over}"
-        text = _arrow(change) if is_share else _plain_arrow(change)
+        text = _share_change_text(change) if is_share else _change_text(change)
         return f"{title} {text} (first and last fifth of the steps{over})"
     return None
 
 
-def _share(value: float) -> str:
+def _in_per_cent(value: float) -> str:
     """Return a share in per cent."""
     return f"{100 * value:.0f} %"
 
 
-def _arrow(change: Difference) -> str:
+def _share_change_text(change: Difference) -> str:
     """Return a change of shares: `52 % → 38 %: -14.6 points, 95 % [-34.6, +5.4], within noise`."""
-    text = f"{_share(change.first)} → {_share(change.second)}"
+    text = f"{_in_per_cent(change.first)} → {_in_per_cent(change.second)}"
     if change.low is None:
         return text
-    return f"{text}: {change.points}{_noise(change)}"
+    return f"{text}: {change.points}{_noise_words(change)}"
 
 
-def _plain_arrow(change: Difference) -> str:
+def _change_text(change: Difference) -> str:
     """Return a change of a figure that is no share: `0.52 → 0.38: -0.14, 95 % [-0.34, +0.06]`."""
     text = f"{change.first:.3g} → {change.second:.3g}"
     return text if change.low is None else f"{text}: {interval_of(change)}"
@@ -233,11 +233,11 @@ def interval_of(change: Difference, *, of_share: bool = False) -> str:
     assert change.low is not None
     assert change.high is not None
     if of_share:
-        return f"{change.points}{_noise(change)}"
+        return f"{change.points}{_noise_words(change)}"
     interval = f"95 % [{change.low:+.3f}, {change.high:+.3f}]"
-    return f"{change.value:+.3f}, {interval}{_noise(change)}"
+    return f"{change.value:+.3f}, {interval}{_noise_words(change)}"
 
 
-def _noise(change: Difference) -> str:
+def _noise_words(change: Difference) -> str:
     """Return words for a change that the data cannot tell from none; else an empty text."""
     return ", within noise" if is_noise(change) else ""

@@ -45,7 +45,7 @@ def parts(folder: Path) -> list[Part]:
     A file whose steps another one has too is left out: it was merged, and a crash has kept it from
     being deleted.
     """
-    candidates = [_part(path) for path in folder.glob("*")]
+    candidates = [_part_of_path(path) for path in folder.glob("*")]
     all_parts = [part for part in candidates if part is not None]
     merged = set()
     for outer in all_parts:
@@ -55,7 +55,7 @@ def parts(folder: Path) -> list[Part]:
     return sorted(set(all_parts) - merged, key=lambda part: part.first)
 
 
-def _part(path: Path) -> Part | None:
+def _part_of_path(path: Path) -> Part | None:
     """Return the part with this path; None if the name is not that of a part."""
     match = _NAME.fullmatch(path.name)
     return Part(path, int(match[1]), int(match[2])) if match else None
@@ -105,7 +105,7 @@ def cut_after(folder: Path, step: int) -> None:
     remove_partial(folder)
     remove_partial(folder / IMAGES)
     for path in folder.glob("rollouts-*"):
-        if _part(path) is not None and path not in [part.path for part in counted]:
+        if _part_of_path(path) is not None and path not in [part.path for part in counted]:
             path.unlink()
     for part in counted:
         if part.first <= step < part.last:
@@ -147,9 +147,9 @@ def read_part(part: Part, columns: list[str] | None = None) -> pa.Table:
 
 
 # pixels; a diagram is legible at this size, and a data set of 100,000 stays at about a GB
-_SIDE = 512
+_LONGEST_SIDE = 512
 # The note in a stored diagram that says how large it was
-_SIZE = "original size"
+_SIZE_NOTE = "original size"
 
 
 def picture_size(path: Path) -> tuple[int, int] | None:
@@ -159,7 +159,7 @@ def picture_size(path: Path) -> tuple[int, int] | None:
     """
     try:
         with Image.open(path) as image:
-            note = image.info.get(_SIZE)
+            note = image.info.get(_SIZE_NOTE)
             if note is None:  # stored before the note was written, or not by this module
                 return image.size
             width, height = note.split()
@@ -194,29 +194,29 @@ class Diagrams:
         """
         if row_id is not None and row_id in self._names:
             return self._names[row_id]
-        names = [self._keep(image) for image in images if isinstance(image, Image.Image)]
+        names = [self._store(image) for image in images if isinstance(image, Image.Image)]
         if row_id is not None:
             self._names[row_id] = names
         return names
 
-    def _keep(self, image: Image.Image) -> str:
+    def _store(self, image: Image.Image) -> str:
         """Store an image, if it is new and there is room, and return the name of its file."""
         digest = hashlib.sha256(f"{image.mode} {image.size} ".encode())
         digest.update(image.tobytes())
         path = self.folder / f"{digest.hexdigest()[:16]}.png"
-        if not path.exists() and self._used() < self.limit_bytes:
+        if not path.exists() and self._used_bytes() < self.limit_bytes:
             self.folder.mkdir(parents=True, exist_ok=True)
             small = image.convert("RGB")
-            small.thumbnail((_SIDE, _SIDE))
-            before = self._used()
+            small.thumbnail((_LONGEST_SIDE, _LONGEST_SIDE))
+            before = self._used_bytes()
             notes = PngInfo()
-            notes.add_text(_SIZE, f"{image.width} {image.height}")
+            notes.add_text(_SIZE_NOTE, f"{image.width} {image.height}")
             with replacing(path, durable=False) as stream:
                 small.save(stream, "PNG", pnginfo=notes)
             self._bytes = before + path.stat().st_size
         return path.name
 
-    def _used(self) -> int:
+    def _used_bytes(self) -> int:
         """Return bytes of all files in the folder; counted once, and added to afterwards."""
         if self._bytes is None:
             self._bytes = sum(path.stat().st_size for path in self.folder.glob("*"))
@@ -387,18 +387,24 @@ class Record:
 
     def add(self, columns: Columns, generations: int) -> None:
         """Add the rows of one batch of all ranks, group by group, of `generations` rows each."""
-        before = sum(len(waiting["step"]) for waiting in self._waiting) // generations
+        # groups of one step are numbered through, also where it has several generations
+        waiting_rows = sum(len(waiting["step"]) for waiting in self._waiting)
+        waiting_groups = waiting_rows // generations
         count = len(columns["step"])
-        columns["group"] = [before + row // generations for row in range(count)]
+        columns["group"] = [waiting_groups + row // generations for row in range(count)]
         columns["rollout"] = [row % generations for row in range(count)]
         self._waiting.append(columns)
 
     def set_late(self, name: str, batches: Sequence[Sequence[float]]) -> None:
-        """Fill in a column of the waiting batches, where its value is known now (not NaN)."""
+        """Fill in a column of the waiting batches, where its value is known now (not NaN).
+
+        `batches`: the values of each waiting batch, in the order in which the batches were added.
+        """
         # A record that has failed has no waiting batches, though its values go on to come.
-        for columns, values in zip(self._waiting, batches, strict=False):
-            pairs = zip(columns.get(name) or values, values, strict=True)
-            columns[name] = [before if math.isnan(now) else now for before, now in pairs]
+        for columns, late_values in zip(self._waiting, batches, strict=False):
+            earlier_values = columns.get(name) or late_values
+            pairs = zip(earlier_values, late_values, strict=True)
+            columns[name] = [early if math.isnan(late) else late for early, late in pairs]
 
     def flush(self, step: int) -> None:
         """Write the waiting rows.

@@ -13,7 +13,8 @@ from adora_vl.evals.benchmark import BENCHMARK_FILES, for_data
 from adora_vl.models.load import ADAPTER, MERGED
 from adora_vl.record.figures import ACCURACY, FIGURES, PASS, SUMMARY
 from adora_vl.record.manifest import interpreter
-from adora_vl.record.metrics import METRICS, differs_from_pass, kind_of, no_signal
+from adora_vl.record.metrics import METRICS, kind_of
+from adora_vl.record.progress import differs_from_pass, no_signal
 from adora_vl.record.result import REWARD, interval_of, result_of, training_change
 from adora_vl.record.rollouts import ROLLOUTS
 from adora_vl.utils.cli import amount, plain, spelled, yaml_line

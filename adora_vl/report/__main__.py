@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def command() -> None:
         options = parser.parse_args(arguments)
         if options.compare is not None:
-            from adora_vl.report.compare import comparison_lines
+            from adora_vl.report.compare_runs import comparison_lines
 
             if len(options.runs + options.compare) < 2:
                 raise UserError("--compare: one run is named; name two, A B")

@@ -22,7 +22,8 @@ from adora_vl.record.manifest import (
     read_manifest,
     recipe_of,
 )
-from adora_vl.record.metrics import METRICS, no_signal, read_metrics
+from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.record.progress import no_signal
 from adora_vl.record.result import result_of
 from adora_vl.record.rollouts import IMAGES, ROLLOUTS, SETTINGS, Part, parts, read_part
 from adora_vl.report.conversation import TurnReader

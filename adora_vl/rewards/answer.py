@@ -1,4 +1,4 @@
-r"""What an answer says, and how an answer of a single value is read; `forms.read` reads all kinds.
+r"""What an answer says, and how an answer of a single value is read; `forms.read_reference` reads all kinds.
 
 number      5, 5\sqrt{3}           ordered     (3, -4), A(3, -4), (p, q) = (3, 2), [0, 1)
 percentage  5%                     unordered   1, 2 and 3; \{1, 2\}; 1 \pm \sqrt{2}; AB = 4, CD = 5
@@ -69,7 +69,7 @@ class Answer:
     @cached_property
     def ratio(self) -> tuple[Ball, ...]:
         r"""The terms of a ratio of numbers, such as `3:4`, `1:\sqrt{3}` and `3 to 4`, else ()."""
-        return _ratio(self.text)
+        return _ratio_terms(self.text)
 
     @cached_property
     def whole(self) -> str:
@@ -136,17 +136,19 @@ _CLOCK = re.compile(r"[0-2]?[0-9]:[0-5][0-9]")  # a ratio is reduced where it ma
 MAX_TERMS = 6  # of a ratio
 
 
-def plain(raw: str) -> Answer:
+def read_value(raw: str) -> Answer:
     """Read an answer as a single value; the kind is `unreadable` where it is none.
 
     It never raises, and costs about a millisecond at most.
     """
-    return _plain(raw) if len(raw) <= MAX_CHARS else Answer("unreadable", "", "too_long")
+    return (
+        _read_value_cached(raw) if len(raw) <= MAX_CHARS else Answer("unreadable", "", "too_long")
+    )
 
 
 @lru_cache(maxsize=256)
-def _plain(raw: str) -> Answer:
-    """Return `plain` with a cache.
+def _read_value_cached(raw: str) -> Answer:
+    """Return `read_value` with a cache.
 
     The rollouts of a group share their reference answer, and often their answer.
     """
@@ -154,17 +156,17 @@ def _plain(raw: str) -> Answer:
         text, unit = canonical(raw)
     except NotReadError as error:
         return Answer("unreadable", "", error.reason)
-    answer = _valued(text, raw)
+    answer = _read_canonical(text, raw)
     return replace(answer, unit=unit_of(unit)) if unit else answer
 
 
-def _valued(text: str, raw: str) -> Answer:
+def _read_canonical(text: str, raw: str) -> Answer:
     """Return the answer in a canonical text without a unit.
 
     It is a number, expression, text or percentage.
     """
     if not _PLAIN_NUMBER.fullmatch(text):  # most answers are one, and nothing below applies to it
-        answer = _percentage(text, raw) or _no_value(text, raw)
+        answer = _read_percentage(text, raw) or _read_refused(text, raw)
         if answer is not None:
             return answer
     tree: Tree | None = None
@@ -175,15 +177,17 @@ def _valued(text: str, raw: str) -> Answer:
         if error.reason == "beyond":
             return Answer(kind="expression", text=text, reason="not_a_number", raw=raw, tree=tree)
         readable = _LETTER.search(_COMMAND.sub("", text)) and _READABLE.fullmatch(text)
-        if error.reason == "not_read" and (readable or _CLOCK.fullmatch(text) or _ratio(text)):
+        if error.reason == "not_read" and (
+            readable or _CLOCK.fullmatch(text) or _ratio_terms(text)
+        ):
             return Answer(kind="text", text=text, reason="not_a_number", raw=raw)
         return Answer(kind="unreadable", text=text, reason=error.reason, raw=raw)
 
 
-def _percentage(text: str, raw: str) -> Answer | None:
+def _read_percentage(text: str, raw: str) -> Answer | None:
     """Return the percentage in a text, None if the text is none."""
     per_cent = _PER_CENT.fullmatch(text)
-    quantity = plain(per_cent[1]) if per_cent else None
+    quantity = read_value(per_cent[1]) if per_cent else None
     if quantity is None or not quantity.tree:
         return None
     return Answer(
@@ -195,7 +199,7 @@ def _percentage(text: str, raw: str) -> Answer | None:
     )
 
 
-def _no_value(text: str, raw: str) -> Answer | None:
+def _read_refused(text: str, raw: str) -> Answer | None:
     """Return the answer in a text that is surely no number: a relation, several values or a date.
 
     None for any other text.
@@ -210,7 +214,7 @@ def _no_value(text: str, raw: str) -> Answer | None:
 
 
 @lru_cache(maxsize=256)
-def _ratio(text: str) -> tuple[Ball, ...]:
+def _ratio_terms(text: str) -> tuple[Ball, ...]:
     """Return the terms of a ratio, () for any other text.
 
     All terms must be positive numbers without arithmetic left to do. A text that may be a time of
@@ -228,7 +232,7 @@ def _ratio(text: str) -> tuple[Ball, ...]:
     return numbers if all(number.least > 0 and not number.unevaluated for number in numbers) else ()
 
 
-def amount(answer: Answer) -> Answer:
+def amount_of_money(answer: Answer) -> Answer:
     """Return the amount of money in an answer: 5 in `5 dollars`.
 
     Without a currency the answer itself.
@@ -236,7 +240,7 @@ def amount(answer: Answer) -> Answer:
     match = CURRENCY.fullmatch(answer.text)
     if not match:
         return answer
-    return plain(match["named"] or match["before"] or match["sign"] + match["cents"])
+    return read_value(match["named"] or match["before"] or match["sign"] + match["cents"])
 
 
 def in_radians_or_degrees(answer: Answer, dimension: str) -> Answer:

@@ -8,11 +8,11 @@ import re
 import unicodedata
 from decimal import Decimal
 
-from adora_vl.rewards.full_width import narrow
+from adora_vl.rewards.full_width import in_ascii
 from adora_vl.rewards.grammar import NotReadError
 from adora_vl.rewards.markup import without_layout
-from adora_vl.rewards.numerals import NUMBER_WORDS, in_degrees, recurring
-from adora_vl.rewards.units import DEGREE, MEASURED, TEMPERATURE, upright
+from adora_vl.rewards.numerals import NUMBER_WORDS, in_degrees, replace_recurring_decimals
+from adora_vl.rewards.units import DEGREE, MEASURED, TEMPERATURE, mark_upright_units
 
 _DIGITS = "0123456789."
 _DOLLAR = re.compile(r"(?<!\\)\$")
@@ -204,19 +204,21 @@ def canonical(text: str) -> tuple[str, str]:
     Raises `NotReadError` for text over `MAX_CHARS` and for control, bidirectional and zero-width
     characters, which can make an answer look like another one.
     """
-    text = _named(_spelled(_formula(text)))
+    text = _without_sentence(_in_one_spelling(_single_formula(text)))
     name = _NAME_BEFORE.match(text)
     if name:
         value = text[name.end() :]
         # `AB = CD` says that two segments are equal: neither is a name for the other.
         are_figures = all(FIGURE.fullmatch(side.strip()) for side in (name[0][:-1], value))
         if not are_figures:
-            text = _undecorated(value)
+            text = _without_decoration(value)
     unit = ""
     if "circ" in text:
         temperature = TEMPERATURE.fullmatch(text)
         if temperature:
-            return _plain_number(_compact(_undecorated(temperature[1]))), f"°{temperature[2]}"
+            return _spell_number(
+                _without_idle_spaces(_without_decoration(temperature[1]))
+            ), f"°{temperature[2]}"
     if "circ" in text or "deg" in text:
         # The degrees inside of `\sin 30^\circ` are no unit of the value.
         unit = DEGREE if _IN_DEGREES.search(text) and not _FUNCTION.search(text) else ""
@@ -235,7 +237,7 @@ def canonical(text: str) -> tuple[str, str]:
     if measured:
         text = measured[1]
         unit = measured[2]
-    return _plain_number(_compact(_undecorated(text))), unit
+    return _spell_number(_without_idle_spaces(_without_decoration(text))), unit
 
 
 def whole(text: str) -> str:
@@ -243,11 +245,13 @@ def whole(text: str) -> str:
 
     All names, units and brackets stay. Raises `NotReadError` as `canonical` does.
     """
-    text = _DOLLAR.sub(" ", _BOXED.sub(r" \1 ", _formula(text)))
-    return _compact(_undecorated(_DEGREE.sub(" ", _named(_spelled(text)))))
+    text = _DOLLAR.sub(" ", _BOXED.sub(r" \1 ", _single_formula(text)))
+    return _without_idle_spaces(
+        _without_decoration(_DEGREE.sub(" ", _without_sentence(_in_one_spelling(text))))
+    )
 
 
-def _named(text: str) -> str:
+def _without_sentence(text: str) -> str:
     r"""Return `text` with `\approx` for words such as `about`, without `The area is` before it."""
     if "ppro" in text or "≈" in text or text[:1] in "aArR":
         text = _APPROXIMATELY.sub(r"\\approx ", text)
@@ -256,7 +260,7 @@ def _named(text: str) -> str:
     return _SENTENCE_NAME.sub("", text) if " is " in text else text
 
 
-def _formula(text: str) -> str:
+def _single_formula(text: str) -> str:
     r"""Return `text` without the words or the box around a single formula.
 
     It is `9` for `The answer is $9$.`, for `\(9\)` and for `\boxed{9}`. Raises `NotReadError` for a
@@ -265,7 +269,7 @@ def _formula(text: str) -> str:
     if len(text) > MAX_CHARS:
         raise NotReadError("too_long")
     if not text.isascii():
-        text = narrow(text)
+        text = in_ascii(text)
     if "\x0c" in text:
         text = _FORM_FEED.sub(r"\\frac", text)
     text = _DISPLAYED.sub("$$", _INLINE.sub("$", _ESCAPED.sub(r"\\", text))).strip(" \t\n\r")
@@ -278,7 +282,7 @@ def _formula(text: str) -> str:
     return box[1] if box else text
 
 
-def _spelled(text: str) -> str:
+def _in_one_spelling(text: str) -> str:
     """Return `text` in one spelling, still with its name, degree signs and units.
 
     Each substitution runs only where a cheap test says that it may apply, since most answers are a
@@ -287,17 +291,17 @@ def _spelled(text: str) -> str:
     if not (text.isascii() and text.isprintable()):
         _refuse_hidden(text)
     if not text.isascii():
-        text = _RAISED.sub(_normal, _SMALL.sub(_normal, text))
+        text = _RAISED.sub(_spell_raised_digits, _SMALL.sub(_spell_raised_digits, text))
         text = _DOUBLE_RAISED.sub(r"\1", text.translate(_SYMBOLS))
-    text = _THOUSANDS.sub(_grouped, text)
+    text = _THOUSANDS.sub(_join_thousands, text)
     if "." in text:
-        text = recurring(text)
+        text = replace_recurring_decimals(text)
     if "! =" in text:  # else `!=`
         text = _FACTORIAL_BEFORE.sub(r"(\1)=", text)
     if "{,}" in text:
         text = _DECIMAL_COMMA_OF_TEX.sub(".", text)
     if "\\" in text or "~" in text:
-        text = _unwrapped(without_layout(text))
+        text = _without_fonts(without_layout(text))
     if "^" in text and "o" in text:
         text = _SMALL_O.sub(r"^\\circ ", text)
     text = in_degrees(text)
@@ -306,9 +310,9 @@ def _spelled(text: str) -> str:
         for word, pattern, replacement in _COMMANDS:
             if word in text:
                 text = pattern.sub(replacement, text)
-    text = _undecorated(text)
+    text = _without_decoration(text)
     if "$" in text and len(_DOLLAR.findall(text)) == 2 and "\n" not in text:
-        text = _undecorated(_DOLLAR.sub(" ", text))
+        text = _without_decoration(_DOLLAR.sub(" ", text))
     return text
 
 
@@ -319,12 +323,12 @@ def _refuse_hidden(text: str) -> None:
         raise NotReadError("hidden_characters")
 
 
-def _unwrapped(text: str) -> str:
+def _without_fonts(text: str) -> str:
     r"""Return `text` without the spaces of LaTeX and the commands for fonts.
 
     `\textbf{5\text{ cm}}` becomes `5 cm`.
     """
-    text = _SPACING.sub(" ", upright(text))
+    text = _SPACING.sub(" ", mark_upright_units(text))
     if "\\SI" in text or "\\qty" in text:
         text = _MEASURED.sub(r" \1 \2 ", text)
     text = _EMPTY_GROUP.sub("", text)
@@ -334,7 +338,7 @@ def _unwrapped(text: str) -> str:
     return _UNBRACED.sub(" ", text)
 
 
-def _normal(match: re.Match[str]) -> str:
+def _spell_raised_digits(match: re.Match[str]) -> str:
     r"""Return `^{-5}` for raised digits, `\frac{1}{2}` for `½`, and 3 for `③`."""
     text = unicodedata.normalize("NFKC", match[0]).replace("\u2212", "-")
     above, slash, below = text.partition("\u2044")
@@ -343,7 +347,7 @@ def _normal(match: re.Match[str]) -> str:
     return f"^{{{text}}}" if match.re is _RAISED else f" {text} "
 
 
-def _grouped(number: re.Match[str]) -> str:
+def _join_thousands(number: re.Match[str]) -> str:
     r"""Return a number without its thousands separators: `1,234` becomes `1234`.
 
     Right after a bracket, as in `(1,234)` or `\{1,234\}`, the comma stands between two entries, and
@@ -354,7 +358,7 @@ def _grouped(number: re.Match[str]) -> str:
     return re.sub(r"\D", "", number.group())
 
 
-def _undecorated(text: str) -> str:
+def _without_decoration(text: str) -> str:
     """Return `text` without outer spaces, emphasis, dollar signs around it and a full stop.
 
     Two full stops stay, because `1..` is not the number 1.
@@ -371,7 +375,7 @@ def _undecorated(text: str) -> str:
     return text
 
 
-def _plain_number(text: str) -> str:
+def _spell_number(text: str) -> str:
     r"""Return a number in one spelling; any other text is returned as it is.
 
     `1e-05` and `1\cdot10^{-5}` become `0.00001`, the mixed number `1 1/2` becomes `1\frac{1}{2}`,
@@ -393,7 +397,7 @@ def _plain_number(text: str) -> str:
     return text
 
 
-def _compact(text: str) -> str:
+def _without_idle_spaces(text: str) -> str:
     r"""Return `text` without the spaces that separate nothing: `2 \sqrt { 3 }` becomes `2\sqrt{3}`.
 
     A space stays between two letters (`right triangle`), between two digits (`1 2`), and between a

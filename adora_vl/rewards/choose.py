@@ -171,7 +171,7 @@ def names_of(entries: Sequence[Entry]) -> list[str]:
     return [name for name, _ in _named_options(entries)]
 
 
-def rounds(entries: Sequence[Entry]) -> bool:
+def accepts_rounding(entries: Sequence[Entry]) -> bool:
     """Return whether a preset accepts a rounded decimal."""
     return any(
         options.get("rounding") is True
@@ -370,7 +370,7 @@ def _check_names(entries: Sequence[str], names: Sequence[str]) -> None:
         )
 
 
-def reachable(entries: Sequence[str], weights: Sequence[float]) -> tuple[float, float] | None:
+def reward_range(entries: Sequence[str], weights: Sequence[float]) -> tuple[float, float] | None:
     """Return the smallest and the largest weighted sum of the rewards; None where it is unknown.
 
     It is unknown as soon as one function with a weight other than 0 has no known range.
@@ -408,7 +408,7 @@ def check_sums(
             f"reward_weights: {weights} makes every reward 0; give a weight other than 0 to one "
             "of them"
         )
-    sums = reachable(entries, weights)
+    sums = reward_range(entries, weights)
     if sums is None or sums[0] <= correct_above < sums[1]:
         return
     which = "no rollout" if correct_above >= sums[1] else "every rollout"

@@ -16,14 +16,14 @@ from adora_vl.rewards.answer import (
     NO_VALUE,
     UNREAD,
     Answer,
-    amount,
+    amount_of_money,
     in_radians_or_degrees,
     in_unit,
-    plain,
+    read_value,
 )
 from adora_vl.rewards.canonical import NAMED_VALUE
 from adora_vl.rewards.figures import in_one_spelling
-from adora_vl.rewards.forms import as_form, bare, working
+from adora_vl.rewards.forms import as_form, bare_name, chain_of_numbers
 from adora_vl.rewards.grammar import NotReadError, Tree, in_radians, read_formula, unknowns
 from adora_vl.rewards.numeric import Value, factor_between, same_function, same_number
 from adora_vl.rewards.solutions import same_solutions
@@ -75,22 +75,24 @@ def compare(answer: Answer, reference: Answer, rounding: bool = False) -> Compar
     """Compare an answer with a reference answer.
 
     Args:
-        answer: from `plain`. Where the reference answer is a form, the answer is read as one too.
+        answer: from `read_value`. Where the reference answer is a form, the answer is read as one too.
         reference: from `read`.
         rounding: whether a decimal may be the reference answer rounded.
     """
     if reference.is_form:
-        return _same_form(as_form(answer), as_form(reference), rounding)
+        return _compare_forms(as_form(answer), as_form(reference), rounding)
     if reference.kind == "unreadable" and reference.reason != "not_read":
         return Compared("wrong", f"gold_{reference.refusal or reference.reason}")
     if reference.kind == "number" and answer.reason in {"equation", "relation"}:
-        chain = working(answer.whole)
+        chain = chain_of_numbers(answer.whole)
         if len(chain) > 1 or (chain and chain[0][0] == "="):
-            return _same_chain(chain, reference)
-    return _same_value(_as_value(answer, reference), _measured(reference, answer), rounding)
+            return _compare_chain(chain, reference)
+    return _compare_values(
+        _read_named_value(answer, reference), _read_unit_letter(reference, answer), rounding
+    )
 
 
-def _same_chain(chain: Sequence[tuple[str, Answer]], reference: Answer) -> Compared:
+def _compare_chain(chain: Sequence[tuple[str, Answer]], reference: Answer) -> Compared:
     r"""Return the verdict on a chain such as `AB = 1.8 \cdot 9 / 1.5 \approx 10.8`.
 
     It is correct if all its numbers are the reference answer, and at least one exactly so. An
@@ -105,7 +107,7 @@ def _same_chain(chain: Sequence[tuple[str, Answer]], reference: Answer) -> Compa
     sure = False
     for sign, value in chain:
         worked_out = replace(value, real=value.real and replace(value.real, unevaluated=False))
-        compared = _same_value(worked_out, reference, False)
+        compared = _compare_values(worked_out, reference, False)
         sure = sure or compared.verdict == "correct"
         near = sign == "~" and reference.real and _is_rounded(value.text, reference.real.value)
         near = near or (
@@ -118,7 +120,7 @@ def _same_chain(chain: Sequence[tuple[str, Answer]], reference: Answer) -> Compa
     return Compared("correct", "same_number") if sure else Compared("wrong", "chain_differs")
 
 
-def _as_value(answer: Answer, reference: Answer) -> Answer:
+def _read_named_value(answer: Answer, reference: Answer) -> Answer:
     r"""Return the value that an answer gives with a name before it.
 
     Without a name the answer itself. It is `2x + 1` in `y = 2x + 1` and 5 in `|AB| = 5`. An
@@ -131,25 +133,25 @@ def _as_value(answer: Answer, reference: Answer) -> Answer:
         grouped = _THOUSANDS_TOO.fullmatch(answer.text)
         if grouped or _DECIMAL_COMMA.fullmatch(answer.text):
             text = re.sub("[. ]", "", answer.text) if grouped else answer.text
-            return replace(plain(text.replace(",", ".")), unit=answer.unit)
-    answer = value = _measured(answer, reference)
+            return replace(read_value(text.replace(",", ".")), unit=answer.unit)
+    answer = value = _read_unit_letter(answer, reference)
     if answer.reason in NO_VALUE and answer.kind != "percentage":
         match = NAMED_VALUE.fullmatch(answer.whole)
         nearly = _NEARLY.fullmatch(answer.whole)
         in_digits = _IN_DIGITS.fullmatch(reference.text)
         if nearly and in_digits and _ROUNDED.fullmatch(reference.text):
-            return plain(nearly[1])
+            return read_value(nearly[1])
         if not match or (match[2] != "=" and not in_digits):
             return answer
         label = match[1]
-        value = plain(match[3])
+        value = read_value(match[3])
     names_itself = value.kind == "expression" and (
         label == value.text or label in unknowns(value.tree or ())
     )
     return Answer("unreadable", answer.text, "equation") if names_itself else value  # f(x) = f(x)
 
 
-def _measured(answer: Answer, opposite: Answer) -> Answer:
+def _read_unit_letter(answer: Answer, opposite: Answer) -> Answer:
     """Return `5 L` as litres where the opposite side has a unit, else the answer itself.
 
     Without a unit on the other side the letter stays an unknown.
@@ -157,10 +159,10 @@ def _measured(answer: Answer, opposite: Answer) -> Answer:
     if answer.unit or not opposite.unit:
         return answer
     letter = _UNIT_LETTER.fullmatch(answer.whole)
-    return plain(rf"{letter[1]}\text{{{letter[2]}}}") if letter else answer
+    return read_value(rf"{letter[1]}\text{{{letter[2]}}}") if letter else answer
 
 
-def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
+def _compare_values(answer: Answer, reference: Answer, rounding: bool) -> Compared:
     """Return the verdict on a single value: a quantity, text, percentage, number or expression."""
     unit = answer.unit
     if unit and reference.unit:
@@ -175,12 +177,12 @@ def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
         return Compared("wrong", "different_unit")
     # The same text is right, whether or not it can be read as a value.
     by_text = answer.kind in {"text", "expression", "percentage"} or answer.reason == "not_read"
-    if by_text and _same_text(answer.text, reference.text):
+    if by_text and _is_same_text(answer.text, reference.text):
         return Compared("correct", "same_text")
     if reference.real is None and reference.ratio:
-        return _same_ratio(answer, reference)
-    answer = amount(answer)
-    reference = amount(reference)
+        return _compare_ratios(answer, reference)
+    answer = amount_of_money(answer)
+    reference = amount_of_money(reference)
     if not answer.is_value:
         return Compared("unparseable" if answer.reason in UNREAD else "wrong", answer.reason)
     if (answer.kind == "percentage") != (reference.kind == "percentage"):
@@ -204,8 +206,8 @@ def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
             return Compared("unparseable", "undecided")
         return Compared("correct", "same_number") if same else Compared("wrong", "different_number")
     formula = _formula_of(reference, answer)
-    if formula and not (answer.tree and reference.tree and _same_names(answer, reference)):
-        return _same_formula(answer, formula)
+    if formula and not (answer.tree and reference.tree and _have_same_unknowns(answer, reference)):
+        return _compare_formulas(answer, formula)
     if not answer.tree or not reference.tree:
         return Compared("wrong", answer.reason or "different_text")
     # From here on both are expressions with unknowns.
@@ -221,7 +223,7 @@ def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
     return Compared("unparseable", outcome)
 
 
-def _same_ratio(answer: Answer, reference: Answer) -> Compared:
+def _compare_ratios(answer: Answer, reference: Answer) -> Compared:
     r"""Return the verdict where the reference answer is a ratio of numbers.
 
     The terms of the answer may have a common factor. For a ratio of two terms the quotient counts
@@ -260,12 +262,12 @@ def _formula_of(reference: Answer, answer: Answer) -> Tree | None:
     return tree if tree is not None and unknowns(tree) else None
 
 
-def _same_names(answer: Answer, reference: Answer) -> bool:
+def _have_same_unknowns(answer: Answer, reference: Answer) -> bool:
     """Return whether both sides have the same unknowns."""
     return unknowns(answer.tree or ()) == unknowns(reference.tree or ())
 
 
-def _same_formula(answer: Answer, reference: Tree) -> Compared:
+def _compare_formulas(answer: Answer, reference: Tree) -> Compared:
     r"""Return the verdict where the reference answer is a formula.
 
     Letters side by side are multiplied in both sides, so that `ab` is `a \cdot b`.
@@ -293,7 +295,7 @@ def _may_be_radians(answer: Answer) -> bool:
     return in_radians(answer.tree) or (answer.real is not None and answer.real.size < 2 * math.pi)
 
 
-def _same_text(answer: str, reference: str) -> bool:
+def _is_same_text(answer: str, reference: str) -> bool:
     """Return whether two canonical texts are the same.
 
     Spaces between letters, capital letters of words, and the order of letters in the name of a
@@ -301,10 +303,10 @@ def _same_text(answer: str, reference: str) -> bool:
     """
     if answer == reference:
         return True
-    return _in_one_spelling(answer) == _in_one_spelling(reference)
+    return _text_in_one_spelling(answer) == _text_in_one_spelling(reference)
 
 
-def _in_one_spelling(text: str) -> str:
+def _text_in_one_spelling(text: str) -> str:
     """Return a text in the spelling in which texts are compared."""
     text = in_one_spelling(text)
     if "angled" in text:
@@ -338,7 +340,7 @@ def _is_rounded(text: str, reference: Value) -> bool:
     return bool(Fraction(text) * scale == (rounded if reference >= 0 else -rounded))
 
 
-def _same_form(answer: Answer, reference: Answer, rounding: bool) -> Compared:
+def _compare_forms(answer: Answer, reference: Answer, rounding: bool) -> Compared:
     """Return the verdict where several values may be asked for: both sides are from `as_form`.
 
     It calls itself for the parts of lists, points and tuples.
@@ -347,44 +349,44 @@ def _same_form(answer: Answer, reference: Answer, rounding: bool) -> Compared:
         verdict: Verdict = "unparseable" if answer.reason in UNREAD else "wrong"
         return Compared(verdict, answer.refusal or answer.reason)
     if "(" in answer.label or "(" in reference.label:  # W(n) = 1
-        answer_function = _as_function(answer, reference)
-        reference = _as_function(reference, answer)
+        answer_function = _adapt_function_label(answer, reference)
+        reference = _adapt_function_label(reference, answer)
         answer = answer_function
     kinds = (answer.kind, reference.kind)
-    if _names_differ(answer, reference):
+    if _have_different_names(answer, reference):
         pair = Pair(answer.label, reference.label, "different_label")
         return Compared("wrong", "different_label", (pair,))
     if reference.kind == "ordered" and reference.brackets == "()" and not reference.label:
         # A point may be answered by its coordinates, or as a sum of unit vectors.
-        answer = _point(answer, len(reference.parts)) or answer
+        answer = _read_coordinates(answer, len(reference.parts)) or answer
         if answer.kind == "expression" and answer.tree:
-            return _same_vector(answer, reference)
+            return _compare_vectors(answer, reference)
     if reference.kind == "unordered" and answer.kind == "text" and not answer.label:
-        answer = _letters(answer, reference)
+        answer = _read_letters(answer, reference)
     if answer.solution and reference.solution and kinds != ("ordered", "ordered"):
         if same_solutions(answer.solution, reference.solution):
             return Compared("correct", "same_solutions")
         return Compared("wrong", "different_solutions")
     if reference.kind == "equation" and answer.is_value and reference.parts and not answer.label:
         # The right side alone answers `y = 2x + 1`.
-        return _same_form(answer, reference.parts[0], rounding)
+        return _compare_forms(answer, reference.parts[0], rounding)
     if reference.kind == "unordered":
-        return _same_list(answer, reference, rounding)
+        return _compare_lists(answer, reference, rounding)
     if answer.is_value and reference.is_value:
-        compared = _same_value(answer, reference, rounding)
+        compared = _compare_values(answer, reference, rounding)
         pair = Pair(_labelled_text(answer), _labelled_text(reference), compared.reason)
         return Compared(compared.verdict, compared.reason, (pair,))
     if answer.kind != reference.kind:
         return Compared("wrong", "different_form")
     if reference.kind in {"equation", "inequality"}:
-        return _same_relations(answer, reference)
+        return _compare_relations(answer, reference)
     # Two numbers are an interval, whose brackets say which ends belong to it.
     if len(reference.parts) == 2 and answer.brackets != reference.brackets:
         return Compared("wrong", "different_brackets")
-    return _in_order(answer, reference, rounding)
+    return _compare_in_order(answer, reference, rounding)
 
 
-def _names_differ(answer: Answer, reference: Answer) -> bool:
+def _have_different_names(answer: Answer, reference: Answer) -> bool:
     """Return whether both sides have a name, and not the same one.
 
     Values, two functions (`W(n) = 1` and `W(x) = 1`) and two equations may have other names.
@@ -395,27 +397,27 @@ def _names_differ(answer: Answer, reference: Answer) -> bool:
     are_equations = answer.kind == reference.kind == "equation"
     if reference.is_value or are_functions or are_equations:
         return False
-    return bare(answer.label) != bare(reference.label)
+    return bare_name(answer.label) != bare_name(reference.label)
 
 
 _OF_X = re.compile(r"[A-Za-z]\(([a-z])\)")
 
 
-def _as_function(answer: Answer, opposite: Answer) -> Answer:
+def _adapt_function_label(answer: Answer, opposite: Answer) -> Answer:
     """Return the answer with its label adapted, where one side defines `y` and the other `f(x)`.
 
     `y = 2x + 1` then becomes the value of `f(x)`, and `f(x) = 2x + 1` a value without a label,
     which is compared with that of `y`. Any other answer is returned as it is.
     """
-    function = _OF_X.fullmatch(bare(answer.label))
-    opposite_function = _OF_X.fullmatch(bare(opposite.label))
+    function = _OF_X.fullmatch(bare_name(answer.label))
+    opposite_function = _OF_X.fullmatch(bare_name(opposite.label))
     if function and function[1] not in unknowns(answer.tree or ()):
         return answer
-    if function and bare(opposite.label) == "y" and opposite.kind == "equation":
+    if function and bare_name(opposite.label) == "y" and opposite.kind == "equation":
         return replace(answer, label="")
     if (
         opposite_function
-        and bare(answer.label) == "y"
+        and bare_name(answer.label) == "y"
         and answer.kind == "equation"
         and answer.parts
     ):
@@ -425,14 +427,14 @@ def _as_function(answer: Answer, opposite: Answer) -> Answer:
     return answer
 
 
-def _point(answer: Answer, dimensions: int) -> Answer | None:
+def _read_coordinates(answer: Answer, dimensions: int) -> Answer | None:
     """Return `x = 3, y = -4` as the point `(3, -4)`, with that many dimensions.
 
     None for anything else.
     """
     if answer.kind != "unordered" or answer.label:
         return None
-    names = [bare(part.label) for part in answer.parts]
+    names = [bare_name(part.label) for part in answer.parts]
     axes = list("xyz")[:dimensions]
     if sorted(names) != axes:
         return None
@@ -448,7 +450,7 @@ def _point(answer: Answer, dimensions: int) -> Answer | None:
     )
 
 
-def _same_vector(answer: Answer, reference: Answer) -> Compared:
+def _compare_vectors(answer: Answer, reference: Answer) -> Compared:
     r"""Return the verdict on a sum of unit vectors, `3\mathbf{i} + 4\mathbf{j}` for `(3, 4)`."""
     axes = "ijk"[: len(reference.parts)]
     coordinates = [part.tree for part in reference.parts if part.real]
@@ -463,13 +465,13 @@ def _same_vector(answer: Answer, reference: Answer) -> Compared:
     return Compared("wrong", "different_expression")
 
 
-def _letters(answer: Answer, reference: Answer) -> Answer:
+def _read_letters(answer: Answer, reference: Answer) -> Answer:
     """Return `AC` as the two letters of a list such as `A, C`, or the answer itself."""
     letters = answer.text.replace(" ", "")
     alone = all(re.fullmatch("[A-Z]", part.text) and not part.label for part in reference.parts)
     if not alone or not re.fullmatch("[A-Z]{2,}", letters) or len(set(letters)) < len(letters):
         return answer
-    return replace(answer, kind="unordered", parts=tuple(plain(letter) for letter in letters))
+    return replace(answer, kind="unordered", parts=tuple(read_value(letter) for letter in letters))
 
 
 def _labelled_text(answer: Answer) -> str:
@@ -477,7 +479,7 @@ def _labelled_text(answer: Answer) -> str:
     return f"{answer.label}={answer.text}" if answer.label and answer.is_value else answer.text
 
 
-def _same_list(answer: Answer, reference: Answer, rounding: bool) -> Compared:
+def _compare_lists(answer: Answer, reference: Answer, rounding: bool) -> Compared:
     """Return the verdict where the reference answer is a list or set.
 
     Parts are compared in any order, unless names decide the order: where the answer is a tuple and
@@ -486,48 +488,50 @@ def _same_list(answer: Answer, reference: Answer, rounding: bool) -> Compared:
     labels = [part.label for part in reference.parts]
     if answer.brackets == "()" and any(labels):
         if all(part.label for part in answer.parts):
-            return _in_any_order(answer, reference, rounding)
-        return _in_order(answer, reference, rounding)
+            return _compare_in_any_order(answer, reference, rounding)
+        return _compare_in_order(answer, reference, rounding)
     if answer.is_value and len(reference.parts) == 1:
-        return _same_form(answer, reference.parts[0], rounding)
+        return _compare_forms(answer, reference.parts[0], rounding)
     if answer.kind != "unordered":
         return Compared("wrong", "different_form")
     if not all(labels) or any(part.label for part in answer.parts):
-        return _in_any_order(answer, reference, rounding)
+        return _compare_in_any_order(answer, reference, rounding)
     if answer.label:  # AB = 4, 5 for AB = 4, CD = 5
         return Compared("wrong", "different_label")
-    return _in_order(answer, reference, rounding)
+    return _compare_in_order(answer, reference, rounding)
 
 
-def _in_order(answer: Answer, reference: Answer, rounding: bool) -> Compared:
+def _compare_in_order(answer: Answer, reference: Answer, rounding: bool) -> Compared:
     """Compare the parts by position, up to the first wrong one."""
     if len(answer.parts) != len(reference.parts):
         return Compared("wrong", "different_length")
     pairs = []
-    if _other_names(answer, reference):
+    if _names_contradict_order(answer, reference):
         return Compared("wrong", "different_label")
     for part, expected in zip(answer.parts, reference.parts, strict=True):
-        compared = _same_form(part, expected, rounding)
+        compared = _compare_forms(part, expected, rounding)
         pairs.append(Pair(_labelled_text(part), _labelled_text(expected), compared.reason))
         if compared.verdict != "correct":
             return Compared(compared.verdict, "different_part", tuple(pairs))
     return Compared("correct", "same_parts", tuple(pairs))
 
 
-def _other_names(answer: Answer, reference: Answer) -> bool:
+def _names_contradict_order(answer: Answer, reference: Answer) -> bool:
     """Return whether the names of the answer contradict comparing its parts by position.
 
     They do if they are in another order than those of the reference answer, or if the answer as a
     whole has the name of one part. A reference answer without names has the order x, y, z.
     """
-    names = [bare(part.label) for part in answer.parts]
-    expected = [bare(part.label) for part in reference.parts]
+    names = [bare_name(part.label) for part in answer.parts]
+    expected = [bare_name(part.label) for part in reference.parts]
     order = expected if any(expected) else list("xyz")
     positions = [order.index(name) for name in names if name and name in order]
-    return positions != sorted(positions) or (answer.label != "" and bare(answer.label) in expected)
+    return positions != sorted(positions) or (
+        answer.label != "" and bare_name(answer.label) in expected
+    )
 
 
-def _in_any_order(answer: Answer, reference: Answer, rounding: bool) -> Compared:
+def _compare_in_any_order(answer: Answer, reference: Answer, rounding: bool) -> Compared:
     """Match each part of the answer with a part of the reference answer that is not matched yet.
 
     Parts with different names do not match where all parts of the reference answer have one.
@@ -538,12 +542,12 @@ def _in_any_order(answer: Answer, reference: Answer, rounding: bool) -> Compared
     remaining = list(reference.parts)
     pairs: list[Pair] = []
     for part in answer.parts:
-        label = bare(part.label)
+        label = bare_name(part.label)
         partner = None
         for candidate in remaining:
-            if by_label and label != bare(candidate.label):
+            if by_label and label != bare_name(candidate.label):
                 continue
-            if _same_form(part, candidate, rounding).verdict == "correct":
+            if _compare_forms(part, candidate, rounding).verdict == "correct":
                 partner = candidate
                 break
         if partner is None:
@@ -554,7 +558,7 @@ def _in_any_order(answer: Answer, reference: Answer, rounding: bool) -> Compared
     return Compared("correct", "same_parts", tuple(pairs))
 
 
-def _same_relations(answer: Answer, reference: Answer) -> Compared:
+def _compare_relations(answer: Answer, reference: Answer) -> Compared:
     """Return the verdict on equations or inequalities, which may be in any order.
 
     Each relation compares a tree with 0. Two are the same if their trees differ by a factor that is

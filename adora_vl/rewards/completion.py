@@ -55,7 +55,7 @@ def last_boxed(response: str) -> str | None:
     response = final_part(response)[-MAX_CHARS:]
     if response.rstrip().endswith("{") and _BEGUN.search(response):
         return None
-    complete = _complete(response)
+    complete = _complete_boxes(response)
     if not complete:
         return None
     box = complete.pop()
@@ -67,7 +67,7 @@ def last_boxed(response: str) -> str | None:
     return response[box.content : box.end].strip(_SPACES)
 
 
-def _complete(response: str) -> list[_Box]:
+def _complete_boxes(response: str) -> list[_Box]:
     """Return all complete boxes in the order in which they close."""
     complete: list[_Box] = []
     pending: list[tuple[int, int, int]] = []  # depth, start and content of the boxes still open
@@ -119,7 +119,7 @@ def boxes_in_a_row(response: str, answer_tags: bool, with_names: bool = False) -
     if answer_tags:
         response = response[max(0, response.rfind(ANSWER_TAGS[0])) :]
     row: list[_Box] = []  # from the last box back
-    for box in reversed(_complete(response)):
+    for box in reversed(_complete_boxes(response)):
         if row and box.end > row[-1].start:
             continue  # inside of that box
         joint = response[box.end + 1 : row[-1].start] if row else ""
@@ -219,7 +219,7 @@ def shows_working(text: str) -> bool:
     return "=" in (before if box else after)
 
 
-def _after_block(text: str, tags: tuple[str, str]) -> str | None:
+def _text_behind_block(text: str, tags: tuple[str, str]) -> str | None:
     """Return the stripped text behind the block that `text` begins with.
 
     None where it does not begin with such a block, and where the block is blank or has a tag in it.
@@ -250,7 +250,7 @@ def think_format_reward(
     """
     rewards: list[float] = []
     for text in response_texts(completions, thinking_opened):
-        rest = _after_block(text.strip(), THINK_TAGS)
+        rest = _text_behind_block(text.strip(), THINK_TAGS)
         is_right = rest is not None and not is_blank(rest) and not _has_tag(rest)
         rewards.append(float(is_right))
     return rewards
@@ -269,8 +269,8 @@ def think_answer_format_reward(
     """
     rewards: list[float] = []
     for text in response_texts(completions, thinking_opened):
-        rest = _after_block(text.strip(), THINK_TAGS)
-        is_right = rest is not None and _after_block(rest, ANSWER_TAGS) == ""
+        rest = _text_behind_block(text.strip(), THINK_TAGS)
+        is_right = rest is not None and _text_behind_block(rest, ANSWER_TAGS) == ""
         rewards.append(float(is_right))
     return rewards
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
-from adora_vl.rewards.answer import Answer, amount
+from adora_vl.rewards.answer import Answer, amount_of_money
 from adora_vl.rewards.choose import Entry, call_once, choose_rewards, names_of
 from adora_vl.rewards.completion import last_answer, last_boxed
 from adora_vl.rewards.explain_steps import figure_of_file, step_lines
-from adora_vl.rewards.forms import read, working
+from adora_vl.rewards.forms import chain_of_numbers, read_reference
 from adora_vl.rewards.grade import REMEDIES, answer_to, comparison, grade, verify_gold
 from adora_vl.rewards.presets import PRESETS, reward
 from adora_vl.rewards.thinking import final_part
@@ -116,9 +116,13 @@ def explanation(
     lines.append(f"extracted  {extracted}")
     content = last_answer(response) if answer_tags else last_boxed(response)
     if content is not None:
-        answer = answer_to(read(gold), response=response, content=content, answer_tags=answer_tags)
-        lines.append(f"answer     {_described(read(answer.raw) if answer.raw else answer)}")
-    lines.append(f"gold       {_described(read(gold))}")
+        answer = answer_to(
+            read_reference(gold), response=response, content=content, answer_tags=answer_tags
+        )
+        lines.append(
+            f"answer     {_answer_with_kind(read_reference(answer.raw) if answer.raw else answer)}"
+        )
+    lines.append(f"gold       {_answer_with_kind(read_reference(gold))}")
     compared = comparison(response, gold, **accepted)
     for number, pair in enumerate(compared.pairs if compared else (), 1):
         lines.append(
@@ -126,7 +130,7 @@ def explanation(
             f"{pair.reason}"
         )
     for letter, value in zip(ascii_uppercase, choices or (), strict=False):
-        lines.append(f"choice {letter}   {_described(read(value))}")
+        lines.append(f"choice {letter}   {_answer_with_kind(read_reference(value))}")
     lines.append(
         f"rule       {result.reason}: {RULES.get(result.reason.removeprefix('gold_'), '')}"
     )
@@ -136,12 +140,12 @@ def explanation(
     return lines
 
 
-def _described(answer: Answer) -> str:
+def _answer_with_kind(answer: Answer) -> str:
     """Return the canonical text of an answer with its kind, and its value where it is a number."""
-    answer = amount(answer)
+    answer = amount_of_money(answer)
     text = _printable(answer.whole if answer.is_form else answer.text)
     kind: str = answer.kind
-    if kind == "unreadable" and (chain := working(answer.whole)):
+    if kind == "unreadable" and (chain := chain_of_numbers(answer.whole)):
         answer = chain[-1][1]
         kind = "working"
     if answer.real:
@@ -208,12 +212,12 @@ def trial_lines(
     return [*lines, *log_lines]
 
 
-def _entry(word: str) -> Any:
+def _read_entry(word: str) -> Any:
     """Return an entry of `--reward`: a name, or a mapping in YAML."""
     return yaml_value(word) if word.startswith("{") else word
 
 
-def _columns(options: argparse.Namespace) -> dict[str, str]:
+def _read_columns(options: argparse.Namespace) -> dict[str, str]:
     """Return the columns that the options `--gold` and `--column` give. Raises `UserError`."""
     columns = {} if options.gold is None else {"answer": options.gold}
     for word in options.column:
@@ -224,7 +228,7 @@ def _columns(options: argparse.Namespace) -> dict[str, str]:
     return columns
 
 
-def _response(word: str, *, may_be_file: bool) -> str:
+def _read_response(word: str, *, may_be_file: bool) -> str:
     """The response that `--response` gives: the word itself, standard input, or a file."""
     if word == "-":
         return sys.stdin.read()
@@ -267,7 +271,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--reward",
         nargs="+",
-        type=_entry,
+        type=_read_entry,
         default=[],
         metavar="FILE.py:FUNCTION",
         help="as adora_reward, with options too",
@@ -293,7 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "give --gold to see how the answer is graded, --figure to check its claims, or "
                 "--reward to try a reward"
             )
-        response = _response(options.response, may_be_file=options.figure is not None)
+        response = _read_response(options.response, may_be_file=options.figure is not None)
         lines = []
         # Functions of the user's own grade as they like, so that our verdict would mislead.
         only_user_functions = options.reward and all(map(is_own, names_of(options.reward)))
@@ -310,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lines += trial_lines(
                 options.reward,
                 response,
-                _columns(options),
+                _read_columns(options),
                 answer_tags=options.answer_tags,
                 thinking_opened=options.thinking_opened,
             )

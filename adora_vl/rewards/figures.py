@@ -27,7 +27,7 @@ def in_one_spelling(text: str) -> str:
         return text
     sides = _SYMMETRIC.split(_BARRED.sub(r" \1", text).strip())
     if len(sides) != 3:
-        return _name(sides[0]) if len(sides) == 1 else text
+        return _spell_figure_name(sides[0]) if len(sides) == 1 else text
     first_side = sides[0].strip()
     sign = sides[1].strip()
     second_side = sides[2].strip()
@@ -38,7 +38,7 @@ def in_one_spelling(text: str) -> str:
         first_name = "".join(pair[0] for pair in pairs)
         second_name = "".join(pair[1] for pair in pairs)
         return rf"\triangle {first_name}{sign}\triangle {second_name}"
-    return sign.join(sorted((_name(first_side), _name(second_side))))
+    return sign.join(sorted((_spell_figure_name(first_side), _spell_figure_name(second_side))))
 
 
 def _sorted_corners(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str]]:
@@ -52,7 +52,7 @@ def _sorted_corners(first: Sequence[str], second: Sequence[str]) -> list[tuple[s
     )
 
 
-def _name(text: str) -> str:
+def _spell_figure_name(text: str) -> str:
     """Return the name of one figure in one spelling.
 
     A text that is no name is returned as it is.
@@ -63,10 +63,10 @@ def _name(text: str) -> str:
         return rf"\triangle {''.join(sorted(corners.groups()))}"
     if ends := _ARC.fullmatch(text):
         return rf"\widehat{{{''.join(sorted(ends.groups()))}}}"
-    return _ANGLE.sub(_angle, text)
+    return _ANGLE.sub(_sort_arms, text)
 
 
-def _angle(match: re.Match[str]) -> str:
+def _sort_arms(match: re.Match[str]) -> str:
     """Return the angle with its arms in alphabetical order; the vertex stays in the middle."""
     name = match[1] + match[2] + match[3]
     return rf"\angle {min(name, name[::-1])}"

@@ -10,11 +10,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from adora_vl.rewards.answer import NO_VALUE, Answer, plain
+from adora_vl.rewards.answer import NO_VALUE, Answer, read_value
 from adora_vl.rewards.canonical import FIGURE, MAX_CHARS, NAME, NAME_OF_VALUE
 from adora_vl.rewards.grammar import NotReadError, Tree, unknowns
 from adora_vl.rewards.numeric import Ball, is_constant, same_number, zero_of
-from adora_vl.rewards.solutions import REVERSED, Solution, between, decides, of_absolute
+from adora_vl.rewards.solutions import (
+    REVERSED,
+    Solution,
+    interval_solution,
+    is_solved_by_some,
+    solution_without_absolute,
+)
 
 MAX_PARTS = 24  # numbers in one answer; comparing lists takes the square of it
 MAX_SIDES = 5  # of a chain of inequalities
@@ -66,15 +72,15 @@ REFUSALS = frozenset(
 )
 
 
-def read(raw: str) -> Answer:
+def read_reference(raw: str) -> Answer:
     """Read a reference answer of one value or of several. It never raises."""
-    return _read(raw) if len(raw) <= MAX_CHARS else plain(raw)
+    return _read_reference_cached(raw) if len(raw) <= MAX_CHARS else read_value(raw)
 
 
 @lru_cache(maxsize=256)
-def _read(raw: str) -> Answer:
-    """Return `read` with a cache, since the rollouts of a group share their reference answer."""
-    value = plain(raw)
+def _read_reference_cached(raw: str) -> Answer:
+    """Return `read_reference` with a cache, since the rollouts of a group share their reference answer."""
+    value = read_value(raw)
     several = value.kind == "expression" and "=" in raw
     if value.kind == "unreadable":
         several = value.reason in NO_VALUE
@@ -93,7 +99,7 @@ def canonical_gold(text: str) -> str:
     It never raises: a reference answer without a canonical form is returned as it is, and
     `verify_gold` says why it cannot be used.
     """
-    answer = read(text)
+    answer = read_reference(text)
     if answer.reason in {"too_long", "hidden_characters"}:
         return text
     several = answer.kind == "unreadable" and answer.reason in NO_VALUE
@@ -111,14 +117,14 @@ def as_form(answer: Answer) -> Answer:
     unreadable; it never raises.
     """
     try:
-        return _parsed(answer.whole)
+        return _parse_form(answer.whole)
     except NotReadError as error:
         refusal = error.reason if error.reason in REFUSALS or not answer.reason else ""
         return replace(answer, kind="unreadable", refusal=refusal)
 
 
 @lru_cache(maxsize=256)
-def _parsed(text: str) -> Answer:
+def _parse_form(text: str) -> Answer:
     """Return the answer in a canonical text with all its names and brackets (`canonical.whole`).
 
     Raises `NotReadError`.
@@ -133,18 +139,18 @@ def _parsed(text: str) -> Answer:
         .replace(r"\rbrace", r"\}")
     )
     answer = _parse(text, 0)
-    if _size(answer) > 3 * MAX_PARTS:
+    if _count_answers(answer) > 3 * MAX_PARTS:
         raise NotReadError("too_large")
     return answer
 
 
-def _size(answer: Answer) -> int:
+def _count_answers(answer: Answer) -> int:
     """Return the number of answers in an answer, itself included."""
-    return 1 + sum(map(_size, answer.parts))
+    return 1 + sum(map(_count_answers, answer.parts))
 
 
 @lru_cache(maxsize=256)
-def _depths(text: str) -> tuple[int, ...]:
+def _bracket_depths(text: str) -> tuple[int, ...]:
     """Return the depth of each character in brackets; a bracket does not count for itself.
 
     Raises `NotReadError` where brackets do not match in number.
@@ -162,12 +168,12 @@ def _depths(text: str) -> tuple[int, ...]:
     return tuple(depths)
 
 
-def _split(text: str, pattern: re.Pattern[str]) -> tuple[list[str], list[str]]:
+def _split_outside_brackets(text: str, pattern: re.Pattern[str]) -> tuple[list[str], list[str]]:
     """Return the pieces of `text` between matches outside of brackets, and the matches.
 
     Raises `NotReadError` for more than `MAX_PARTS` matches.
     """
-    depths = _depths(text)
+    depths = _bracket_depths(text)
     pieces = []
     matches = []
     begin = 0
@@ -194,16 +200,16 @@ def _parse(text: str, depth: int) -> Answer:
     if not text:
         raise NotReadError("empty_box")
     if matrix := _MATRIX.fullmatch(text):
-        return _matrix(text, matrix[2])
-    ways, _ = _split(text, _OR)
+        return _read_matrix(text, matrix[2])
+    ways, _ = _split_outside_brackets(text, _OR)
     if len(ways) > 1 and all("," in way for way in ways) and not any(";" in way for way in ways):
         # p = 5, q = 2 or p = 7, q = 2
-        return _several(text, pieces=ways, separators=["or"], depth=depth)
+        return _read_list(text, pieces=ways, separators=["or"], depth=depth)
     for pattern in (_SEMICOLON, _COMMA):
-        pieces, matches = _split(text, pattern)
+        pieces, matches = _split_outside_brackets(text, pattern)
         if len(pieces) > 1:
-            return _several(text, pieces=pieces, separators=matches, depth=depth)
-    members, matches = _split(text, _MEMBER)
+            return _read_list(text, pieces=pieces, separators=matches, depth=depth)
+    members, matches = _split_outside_brackets(text, _MEMBER)
     if matches:
         if len(members) != 2 or not NAME_OF_VALUE.fullmatch(members[0]):
             raise NotReadError("relation")
@@ -211,30 +217,32 @@ def _parse(text: str, depth: int) -> Answer:
         if not inner.solution and inner.kind != "unordered":
             raise NotReadError("relation")
         return replace(inner, label=members[0], text=text)
-    pieces, _ = _split(text, _UNION)
+    pieces, _ = _split_outside_brackets(text, _UNION)
     if len(pieces) > 1:
-        return _joined(text, "or", [_parse(piece, depth + 1) for piece in pieces])
-    sides, signs = _split(text, _SIGN)
+        return _join_conditions(text, "or", [_parse(piece, depth + 1) for piece in pieces])
+    sides, signs = _split_outside_brackets(text, _SIGN)
     if signs:
-        return _related(text, sides=sides, signs=[_SIGNS[sign] for sign in signs], depth=depth)
-    return _bracketed(text, depth) or _both_signs(text) or _leaf(text)
+        return _read_relation(
+            text, sides=sides, signs=[_SIGNS[sign] for sign in signs], depth=depth
+        )
+    return _read_bracketed(text, depth) or _read_plus_minus(text) or _read_single_value(text)
 
 
-def _real(answer: Answer) -> Ball | None:
+def _number_of(answer: Answer) -> Ball | None:
     """Return the number of an answer, None for anything else; a percentage is no number."""
     return answer.real if answer.kind == "number" else None
 
 
-def _leaf(text: str) -> Answer:
+def _read_single_value(text: str) -> Answer:
     """Return a single value. Raises `NotReadError` for anything else."""
     angle = _ANGLE.fullmatch(text)
-    value = plain(angle[1] if angle else text)
+    value = read_value(angle[1] if angle else text)
     if not value.is_value:
         raise NotReadError(value.reason)
     return replace(value, raw="")
 
 
-def _several(text: str, pieces: list[str], separators: list[str], depth: int) -> Answer:
+def _read_list(text: str, pieces: list[str], separators: list[str], depth: int) -> Answer:
     """Read a list of several values, or one inequality where all pieces are inequalities.
 
     Args:
@@ -260,7 +268,7 @@ def _several(text: str, pieces: list[str], separators: list[str], depth: int) ->
         is_or = ["or" in separator for separator in separators]
         if any(is_or) != all(is_or):
             raise NotReadError("relation")  # `and` and `or` side by side
-        return _joined(text, "or" if is_or[0] else "and", parts)
+        return _join_conditions(text, "or" if is_or[0] else "and", parts)
     labels = [part.label for part in parts]
     label = ""
     is_first_alone = not any(labels[1:])
@@ -275,26 +283,26 @@ def _several(text: str, pieces: list[str], separators: list[str], depth: int) ->
     return Answer(kind="unordered", text=text, label=label, parts=tuple(parts))
 
 
-def _bracketed(text: str, depth: int) -> Answer | None:
+def _read_bracketed(text: str, depth: int) -> Answer | None:
     r"""Read a point, tuple or interval, or a set in `\{\}` or `{}`.
 
     None for a text that no pair of brackets encloses. Raises `NotReadError`.
     """
     point = _POINT.fullmatch(text)
     if point and "," in point[2]:  # A(3, 4)
-        inner = _bracketed(point[2], depth)
+        inner = _read_bracketed(point[2], depth)
         return inner and replace(inner, label=point[1], text=text)
     opening, closing = (r"\{", r"\}") if text.startswith(r"\{") else (text[0], text[-1])
     inside = text[len(opening) : -len(closing)]
     # Depth 0 in between is outside of the first bracket: `(1, 2) + (3, 4)`.
-    encloses = text.endswith(closing) and 0 not in _depths(text)[len(opening) : -1]
+    encloses = text.endswith(closing) and 0 not in _bracket_depths(text)[len(opening) : -1]
     if opening not in {"(", "[", "{", r"\{"} or not encloses:
         return None
     if opening in {"{", r"\{"}:
         return _read_braces(text, opening, closing, inside, depth)
-    pieces, separators = _split(inside, _SEMICOLON)
+    pieces, separators = _split_outside_brackets(inside, _SEMICOLON)
     if not separators:
-        pieces, _ = _split(inside, re.compile(","))
+        pieces, _ = _split_outside_brackets(inside, re.compile(","))
     brackets = opening + closing
     # `[2, 5)` is an interval, while more than two parts need brackets that match.
     is_mixed = len(pieces) > 2 and brackets not in {"()", "[]"}
@@ -307,8 +315,8 @@ def _bracketed(text: str, depth: int) -> Answer | None:
         raise NotReadError("enumeration")  # (3,5; 4)
     interval = None
     if len(parts) == 2:
-        first, second = [_real(part) or part.text for part in parts]
-        interval = between(first, second, brackets)
+        first, second = [_number_of(part) or part.text for part in parts]
+        interval = interval_solution(first, second, brackets)
     return Answer(
         kind="ordered", text=text, parts=tuple(parts), brackets=brackets, solution=interval
     )
@@ -332,14 +340,14 @@ def _read_braces(text: str, opening: str, closing: str, inside: str, depth: int)
     return Answer("unordered", text, parts=parts)
 
 
-def _matrix(text: str, inside: str) -> Answer:
+def _read_matrix(text: str, inside: str) -> Answer:
     """Return a matrix of numbers as a tuple of its rows; a column as a tuple of its numbers.
 
     `inside` is what stands between `\\begin` and `\\end`. Raises `NotReadError` for rows of unequal
     length, for entries that are no numbers or expressions, and for more than `MAX_PARTS` entries.
     """
     lines = filter(str.strip, inside.split(r"\\"))
-    rows = [[_leaf(entry.strip()) for entry in line.split("&")] for line in lines]
+    rows = [[_read_single_value(entry.strip()) for entry in line.split("&")] for line in lines]
     has_equal_rows = len({len(row) for row in rows}) == 1
     if not has_equal_rows or len(rows) * len(rows[0]) > MAX_PARTS:
         raise NotReadError("matrix")
@@ -355,7 +363,7 @@ def _matrix(text: str, inside: str) -> Answer:
     return Answer(kind="ordered", text=text, parts=tuple(row_answers), brackets="rows")
 
 
-def _both_signs(text: str) -> Answer | None:
+def _read_plus_minus(text: str) -> Answer | None:
     r"""Return `1 \pm \sqrt{2}` as its two values; None for a text without such a sign.
 
     Raises `NotReadError` for two plus-minus signs, and where both values are the same.
@@ -366,19 +374,19 @@ def _both_signs(text: str) -> Answer | None:
         raise NotReadError("enumeration")  # two values, or four?
     values = []
     for plus, minus in ("+-", "-+"):
-        value = plain(_MINUS_PLUS.sub(minus, _PLUS_MINUS.sub(plus, text)))
+        value = read_value(_MINUS_PLUS.sub(minus, _PLUS_MINUS.sub(plus, text)))
         if not value.tree:
             raise NotReadError("enumeration")
         # 12 + 1 is a way to write 13 here
         real = value.real and replace(value.real, unevaluated=False)
         values.append(replace(value, real=real, raw=""))
-    first, second = map(_real, values)
+    first, second = map(_number_of, values)
     if first and second and same_number(first, second):
         raise NotReadError("enumeration")  # 12 \pm 0
     return Answer(kind="unordered", text=text, parts=tuple(values), both_signs=True)
 
 
-def _related(text: str, sides: list[str], signs: list[str], depth: int) -> Answer:
+def _read_relation(text: str, sides: list[str], signs: list[str], depth: int) -> Answer:
     """Return a relation: an inequality, a value with its name, a chain, or an equation.
 
     `sides` are the texts between the `signs`, which are in the spelling of the values of `_SIGNS`.
@@ -386,12 +394,12 @@ def _related(text: str, sides: list[str], signs: list[str], depth: int) -> Answe
     if not all(sides) or "~" in signs[:-1]:
         raise NotReadError("relation")
     if set(signs) - {"=", "~"}:
-        return _inequality(text, sides, signs)
+        return _read_inequality(text, sides, signs)
     if len(sides) > 2:
-        return _chain(sides)
+        return _read_chain(sides)
     left_side, right_side = sides
     if signs == ["="] and all(map(FIGURE.fullmatch, sides)):
-        return _equation(text, sides)
+        return _read_equation(text, sides)
     if (
         signs == ["="]
         and NAME_OF_VALUE.fullmatch(right_side)
@@ -399,7 +407,7 @@ def _related(text: str, sides: list[str], signs: list[str], depth: int) -> Answe
     ):
         left_side, right_side = right_side, left_side  # 5 = x
     if _NAMES.fullmatch(left_side):
-        inner = _bracketed(right_side, depth)
+        inner = _read_bracketed(right_side, depth)
         names = re.split(r"[,;]\s?", left_side[1:-1])
         if not inner or inner.kind != "ordered" or len(names) != len(inner.parts):
             raise NotReadError("equation")
@@ -408,25 +416,25 @@ def _related(text: str, sides: list[str], signs: list[str], depth: int) -> Answe
     if not NAME_OF_VALUE.fullmatch(left_side):
         if signs != ["="]:
             raise NotReadError("equation")
-        return _equation(text, sides)
+        return _read_equation(text, sides)
     inner = _parse(right_side, depth + 1)
-    tree = plain(left_side).tree
+    tree = read_value(left_side).tree
     if signs == ["="] and inner.kind == "expression" and tree and tree[0] == "unknown":
-        return replace(_equation(text, sides), parts=(inner,), label=left_side)  # y = 2x + 1
+        return replace(_read_equation(text, sides), parts=(inner,), label=left_side)  # y = 2x + 1
     if not (inner.is_value or inner.kind in {"ordered", "unordered"}):
         raise NotReadError("equation")
     return replace(inner, text=inner.text if inner.is_value else text, label=left_side)
 
 
-def _chain(sides: Sequence[str]) -> Answer:
+def _read_chain(sides: Sequence[str]) -> Answer:
     """Return a name and several numbers, which have to be equal; the last number is the value.
 
     Raises `NotReadError` for anything else.
     """
     if not NAME_OF_VALUE.fullmatch(sides[0]):
         raise NotReadError("equation")
-    values = [_leaf(side) for side in sides[1:]]
-    numbers = [number for number in map(_real, values) if number]
+    values = [_read_single_value(side) for side in sides[1:]]
+    numbers = [number for number in map(_number_of, values) if number]
     if not values or len(numbers) < len(values):
         raise NotReadError("equation")
     if not all(same_number(number, numbers[-1]) for number in numbers):
@@ -434,7 +442,7 @@ def _chain(sides: Sequence[str]) -> Answer:
     return replace(values[-1], label=sides[0])
 
 
-def working(text: str) -> list[tuple[str, Answer]]:
+def chain_of_numbers(text: str) -> list[tuple[str, Answer]]:
     r"""Return the numbers in a chain such as `AB = 1.8 \cdot 9 / 1.5 \approx 10.8`.
 
     Each number comes with the sign before it, `=` or `~`. A chain begins with a name or number,
@@ -442,12 +450,12 @@ def working(text: str) -> list[tuple[str, Answer]]:
     [].
     """
     try:
-        sides, signs = _split(text, _SIGN)
+        sides, signs = _split_outside_brackets(text, _SIGN)
     except NotReadError:
         return []
     if len(sides) < 2 or not all(sides) or {_SIGNS[sign] for sign in signs} - {"=", "~"}:
         return []
-    values = [plain(side) for side in sides]
+    values = [read_value(side) for side in sides]
     numbers = []
     for sign, value in zip(["=", *signs], values, strict=True):
         if value.kind == "number":
@@ -469,14 +477,14 @@ def working(text: str) -> list[tuple[str, Answer]]:
     return numbers if begins_well and says_more and is_result and last.kind == "number" else []
 
 
-def _side(text: str) -> Tree:
+def _read_side(text: str) -> Tree:
     """Return the tree of one side of a relation.
 
     A name such as `AB` or `f(2)` is an unknown in it.
     """
-    tree = plain(text).tree
+    tree = read_value(text).tree
     if _FUNCTION.fullmatch(text) or (tree is None and NAME_OF_VALUE.fullmatch(text)):
-        return ("unknown", bare(text))
+        return ("unknown", bare_name(text))
     if tree is None:
         raise NotReadError("relation")
     return tree
@@ -493,13 +501,13 @@ def _difference(left_side: Tree, right_side: Tree) -> Tree:
     return tree
 
 
-def _equation(text: str, sides: Sequence[str]) -> Answer:
+def _read_equation(text: str, sides: Sequence[str]) -> Answer:
     """Return an equation as the tree that it compares with 0."""
-    tree = _difference(_side(sides[0]), _side(sides[1]))
+    tree = _difference(_read_side(sides[0]), _read_side(sides[1]))
     return Answer("equation", text, relations=(("=", tree),))
 
 
-def _inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> Answer:
+def _read_inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> Answer:
     """Return an inequality, or a chain such as `1 < x < 3`.
 
     In one unknown, and linear in it, it gets its solution. Any other keeps its relations alone,
@@ -507,7 +515,7 @@ def _inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> Answer
     """
     if len(sides) > MAX_SIDES:
         raise NotReadError("too_large")
-    trees = [_side(side) for side in sides]
+    trees = [_read_side(side) for side in sides]
     relations = []
     atoms = []
     for left_side, sign, right_side in zip(trees, signs, trees[1:], strict=False):
@@ -525,30 +533,30 @@ def _inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> Answer
             return Answer("inequality", text, relations=tuple(relations))
         at, slope = zero
         atom: Solution = ("is", sign if slope > 0 else REVERSED[sign], at)
-        absolute = of_absolute(atom) if name[0] == "|" else atom
+        absolute = solution_without_absolute(atom) if name[0] == "|" else atom
         if absolute is None:
             raise NotReadError("relation")
         atoms.append(absolute)
     solution: Solution = ("and", *atoms)
-    if not decides(solution):
+    if not is_solved_by_some(solution):
         raise NotReadError("always_true")
     return Answer(kind="inequality", text=text, label=name.strip("|"), solution=solution)
 
 
-def _solution(answer: Answer) -> Solution:
+def _solution_of(answer: Answer) -> Solution:
     r"""Return the solution of an inequality, interval, named number or set of numbers.
 
     It reads the parts of unions such as `\{-1\} \cup [0, 7)`. Raises `NotReadError`.
     """
     if answer.solution:
         return answer.solution
-    numbers = [_real(part) for part in answer.parts or (answer,)]
+    numbers = [_number_of(part) for part in answer.parts or (answer,)]
     if answer.kind == "ordered" or not all(numbers):
         raise NotReadError("relation")
     return ("or", *(("is", "=", number) for number in numbers))
 
 
-def _joined(text: str, word: str, parts: Sequence[Answer]) -> Answer:
+def _join_conditions(text: str, word: str, parts: Sequence[Answer]) -> Answer:
     """Return several inequalities in one unknown, or intervals, as one.
 
     `word` says whether all of them hold (`and`) or at least one (`or`). Raises `NotReadError`, also
@@ -557,8 +565,8 @@ def _joined(text: str, word: str, parts: Sequence[Answer]) -> Answer:
     labels = {part.label for part in parts}
     if len(labels) > 1 or not any(part.solution for part in parts):
         raise NotReadError("relation")
-    solution = (word, *map(_solution, parts))
-    if not decides(solution):
+    solution = (word, *map(_solution_of, parts))
+    if not is_solved_by_some(solution):
         raise NotReadError("always_true")
     return Answer(kind="inequality", text=text, label=labels.pop(), solution=solution)
 
@@ -566,7 +574,7 @@ def _joined(text: str, word: str, parts: Sequence[Answer]) -> Answer:
 _OF_A_NAME = re.compile(r"^m(?=\\)|\\(?:overline|angle)(?![a-z])|[\s{}_]")
 
 
-def bare(label: str) -> str:
+def bare_name(label: str) -> str:
     r"""Return a name in one spelling.
 
     `x1` stands for `x_{1}`, `AB` for `\overline{AB}`, and `A` for `m\angle A`.

@@ -30,7 +30,7 @@ _CIRCLED = re.compile(r"[①-⑳](?:\s*,?\s*[①-⑳])+")
 _LOWERED = re.compile("[₀-₉]+")
 
 
-def narrow(text: str) -> str:
+def in_ascii(text: str) -> str:
     r"""Return `text` with ASCII for full-width signs, and with English words for Chinese ones.
 
     `（2，3）` becomes `(2, 3)`, and `3比4` becomes `3:4`. Between two values `or` and `and` replace the
@@ -38,13 +38,13 @@ def narrow(text: str) -> str:
     """
     text = text.translate(_FULL_WIDTH)
     text = _CIRCLED.sub(lambda row: ", ".join(re.findall("[①-⑳]", row[0])), text)
-    text = _COMPATIBLE.sub(_compatible, text)
+    text = _COMPATIBLE.sub(_spell_compatibly, text)
     text = _LOWERED.sub(lambda digits: f"_{{{unicodedata.normalize('NFKC', digits[0])}}}", text)
     text = _COMPARED.sub(":", text)
-    return _JOINED.sub(_joint, text)
+    return _JOINED.sub(_translate_word, text)
 
 
-def _compatible(match: re.Match[str]) -> str:
+def _spell_compatibly(match: re.Match[str]) -> str:
     r"""Return a sign spelled in several characters.
 
     It is `cm^2` for `㎠`, `^\circ C` for `℃`, and `IV` for `Ⅳ`.
@@ -55,7 +55,7 @@ def _compatible(match: re.Match[str]) -> str:
     return re.sub(r"(?<=m)([23])$", r"^\1", text)
 
 
-def _joint(match: re.Match[str]) -> str:
+def _translate_word(match: re.Match[str]) -> str:
     """Return the English word for a Chinese one; between two Chinese words it stays Chinese."""
     text = match.string
     sides = text[match.start() - 1], text[match.end()]

@@ -16,10 +16,10 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from adora_vl.data.prompts import without_letters
-from adora_vl.rewards.answer import Answer, plain
+from adora_vl.rewards.answer import Answer, read_value
 from adora_vl.rewards.compare import Compared, Verdict, compare, unspaced
 from adora_vl.rewards.completion import boxes_in_a_row, last_answer, last_boxed
-from adora_vl.rewards.forms import as_form, canonical_gold, read
+from adora_vl.rewards.forms import as_form, canonical_gold, read_reference
 from adora_vl.rewards.grammar import unknowns
 from adora_vl.rewards.thinking import final_part, is_blank
 
@@ -108,9 +108,9 @@ def grade(
     content = last_answer(response) if answer_tags else last_boxed(response)
     compared = Compared("unparseable", "no_box")
     if content is not None:
-        reference = read(gold)
+        reference = read_reference(gold)
         answer = answer_to(reference, response=response, content=content, answer_tags=answer_tags)
-        compared = _decide(
+        compared = _decide_verdict(
             answer, reference=reference, choices=without_letters(choices or ()), rounding=rounding
         )
         if compared.reason == "empty_box" or is_blank(content):
@@ -161,7 +161,7 @@ def verify_gold(gold: str, choices: Sequence[str] | None = None) -> str | None:
 
 # All rollouts of a problem are compared with one reference answer.
 @lru_cache(maxsize=256)
-def _unmeetable(text: str) -> str | None:
+def _why_unmeetable(text: str) -> str | None:
     """Return why no honest answer can meet a reference answer as it is spelled, else None."""
     if any(not char.isascii() and unicodedata.category(char) in {"Nd", "No"} for char in text):
         return "other_digits"
@@ -171,7 +171,9 @@ def _unmeetable(text: str) -> str | None:
     return None
 
 
-def _decide(answer: Answer, reference: Answer, choices: Sequence[str], rounding: bool) -> Compared:
+def _decide_verdict(
+    answer: Answer, reference: Answer, choices: Sequence[str], rounding: bool
+) -> Compared:
     """Return the verdict, with the letters of a multiple-choice item resolved.
 
     A letter in the answer or the reference answer stands for the value of its choice. Source: the
@@ -191,7 +193,7 @@ def _decide(answer: Answer, reference: Answer, choices: Sequence[str], rounding:
         reference = value
         rounding = False
     by_value = partial(
-        _by_value,
+        _grade_by_value,
         answer,
         reference=reference,
         reference_choice=reference_choice,
@@ -200,7 +202,7 @@ def _decide(answer: Answer, reference: Answer, choices: Sequence[str], rounding:
     )
     if answer_choice is None:
         return by_value()
-    compared = _by_letter(
+    compared = _grade_by_letter(
         answer_choice, reference_choice=reference_choice, reference=reference, choices=choices
     )
     # `c` may also be a value, as may `(c)5`; a capital letter that is a choice may not.
@@ -228,13 +230,13 @@ def _decide_open(
         return Compared("wrong", "different_letter")
     if answer_choice:
         return Compared("wrong", "letter_without_choice")
-    reason = _unmeetable(reference.text)
+    reason = _why_unmeetable(reference.text)
     if reason is not None:
         return Compared("wrong", f"gold_{reason}")
     return compare(answer, reference, rounding)
 
 
-def _by_value(
+def _grade_by_value(
     answer: Answer,
     reference: Answer,
     reference_choice: _NamedChoice | None,
@@ -257,13 +259,13 @@ def _by_value(
     if compared.verdict != "correct":
         return compared
     for choice in choices:
-        rival = plain(choice)
+        rival = read_value(choice)
         if rival.text != reference.text and compare(rival, reference).verdict == "correct":
             return Compared("wrong", "another_choice")
     return compared
 
 
-def _by_letter(
+def _grade_by_letter(
     answer_choice: _NamedChoice,
     reference_choice: _NamedChoice | None,
     reference: Answer,
@@ -282,7 +284,7 @@ def _by_letter(
     if reference_choice:
         is_same = answer_choice.letter == reference_choice.letter
     else:
-        is_same = compare(plain(value.raw), reference).verdict == "correct"
+        is_same = compare(read_value(value.raw), reference).verdict == "correct"
     return Compared("correct", "letter") if is_same else Compared("wrong", "different_letter")
 
 
@@ -293,12 +295,12 @@ def answer_to(reference: Answer, response: str, content: str, answer_tags: bool)
     `\boxed{1} and \boxed{2}`.
 
     Args:
-        reference: the reference answer, from `read`.
+        reference: the reference answer, from `read_reference`.
         response: the final part of the response.
         content: what stands in its last box or `<answer>` block.
         answer_tags: as in `grade`.
     """
-    answer = plain(content)
+    answer = read_value(content)
     if reference.kind != "unordered":
         return answer
     has_names = any(part.label for part in reference.parts)
@@ -306,7 +308,7 @@ def answer_to(reference: Answer, response: str, content: str, answer_tags: bool)
     # A last box that has several values itself is the whole answer.
     if len(boxes) < 2 or as_form(answer).kind == "unordered":
         return answer
-    return plain(", ".join(boxes))
+    return read_value(", ".join(boxes))
 
 
 def comparison(
@@ -322,7 +324,7 @@ def comparison(
     are those of `grade`.
     """
     content = last_answer(response) if answer_tags else last_boxed(response)
-    reference = read(gold)
+    reference = read_reference(gold)
     if content is None or not reference.is_form:
         return None
     answer = answer_to(reference, response=response, content=content, answer_tags=answer_tags)
@@ -363,7 +365,7 @@ def _named_choice(answer: Answer, choices: Sequence[str]) -> _NamedChoice | None
     if _value_of_letter(letter.upper(), choices) is None:
         return None
     if letter.islower():
-        trees = [plain(choice).tree for choice in choices]
+        trees = [read_value(choice).tree for choice in choices]
         if any(tree is not None and letter in unknowns(tree) for tree in trees):
             return None
     return _NamedChoice(answer.text, letter.upper(), beside)
@@ -376,10 +378,10 @@ def _is_beside(named: _NamedChoice, value: Answer) -> bool:
     """
     if not named.beside or named.text == value.text:
         return True
-    return compare(plain(named.beside), value).verdict == "correct"
+    return compare(read_value(named.beside), value).verdict == "correct"
 
 
 def _value_of_letter(letter: str, choices: Sequence[str]) -> Answer | None:
     """Return the value of the choice with this letter, None if there are fewer choices."""
     index = ord(letter) - ord("A")
-    return read(choices[index]) if index < len(choices) else None
+    return read_reference(choices[index]) if index < len(choices) else None

@@ -71,7 +71,7 @@ class JudgeReward:
 
         Raises `UserError` for an option that is missing, unknown or of the wrong kind.
         """
-        settings = _checked_options(options)
+        settings = _read_options(options)
         self._endpoint = Endpoint(
             url=check_url("adora_reward.judge.base_url", settings["base_url"]),
             model=settings["model"],
@@ -270,7 +270,7 @@ def _score_of(word: str) -> float:
     return number
 
 
-def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def _read_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return all options of the judge in their types, with defaults. Raises `UserError`."""
     where = "adora_reward.judge"
     for name in options:
@@ -285,7 +285,7 @@ def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
                 "...}}"
             )
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        minimum = _minimum(name, kind)
+        minimum = _minimum_of_option(name, kind)
         if kind is str:
             fits = isinstance(value, str)
             expected = "a text"
@@ -300,7 +300,7 @@ def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _minimum(name: str, kind: type) -> float:
+def _minimum_of_option(name: str, kind: type) -> float:
     """Return the smallest value of an option that is a number."""
     if name in ("budget", "wait"):
         return 0

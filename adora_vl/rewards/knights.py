@@ -73,12 +73,12 @@ def knights_verdict(response: str, reference: str) -> tuple[str, str | None]:
     among them. An answer that names somebody else, leaves somebody out or contradicts itself is
     unparseable. Raises `UserError` for a reference answer without roles.
     """
-    expected = _expected(reference)
+    expected = _expected_roles(reference)
     answer = last_answer(response) or ""
-    return _verdict(answer, roles_in(answer), expected)
+    return _verdict_on_roles(answer, roles_in(answer), expected)
 
 
-def _verdict(
+def _verdict_on_roles(
     answer: str, roles: dict[str, str] | None, expected: dict[str, str]
 ) -> tuple[str, str | None]:
     """Return the verdict on an answer with these roles, and the answer if it is readable."""
@@ -92,12 +92,12 @@ def logic_rl_verdict(response: str, reference: str) -> tuple[str, str | None]:
 
     A box does not count, and `logic_rl_roles` reads the last `<answer>` block.
     """
-    expected = _expected(reference)
+    expected = _expected_roles(reference)
     answer = (answer_block(response) or "").partition(ANSWER_TAGS[1])[0].strip()
-    return _verdict(answer, logic_rl_roles(answer, expected), expected)
+    return _verdict_on_roles(answer, logic_rl_roles(answer, expected), expected)
 
 
-def _expected(reference: str) -> dict[str, str]:
+def _expected_roles(reference: str) -> dict[str, str]:
     """Return the roles in a reference answer. Raises `UserError` where it has none."""
     expected = roles_in(reference)
     if not expected:
@@ -114,7 +114,9 @@ def knights_reward(completions: Sequence[Any] = (), **columns: Any) -> list[floa
     It is a reward function in TRL's form.
     """
     rewards = {"correct": RIGHT, "wrong": COMPLETE, "unparseable": NOTHING}
-    return [rewards[verdict] for _, verdict in _verdicts(knights_verdict, completions, **columns)]
+    return [
+        rewards[verdict] for _, verdict in _judge_responses(knights_verdict, completions, **columns)
+    ]
 
 
 def knights_logic_rl_reward(completions: Sequence[Any] = (), **columns: Any) -> list[float]:
@@ -125,13 +127,13 @@ def knights_logic_rl_reward(completions: Sequence[Any] = (), **columns: Any) -> 
     `logic_rl_roles`, which is stricter than `knights_reward`. It is a reward function in TRL's
     form.
     """
-    verdicts = _verdicts(logic_rl_verdict, completions, **columns)
+    verdicts = _judge_responses(logic_rl_verdict, completions, **columns)
     return [
         LOGIC_RL[verdict] if has_logic_rl_form(text) else WRONG_FORM for text, verdict in verdicts
     ]
 
 
-def _verdicts(
+def _judge_responses(
     judge: Callable[[str, str], tuple[str, str | None]],
     completions: Sequence[Any],
     answer: Sequence[str] | None = None,

@@ -47,7 +47,7 @@ def without_layout(text: str) -> str:
     line = _ONE_LINE.fullmatch(text) if "\\begin" in text else None
     if line:
         text = line[3].replace("&", " ")
-    text = _CASES.sub(_in_a_row, text)
+    text = _CASES.sub(_cases_as_list, text)
     text = _COLOURED.sub(" ", _LENGTHS.sub(" ", _SIZES.sub(" ", text)))
     text = _OPERATOR.sub(r" \1 ", _CLASSES.sub(r"\1", text))
     text = _UNIT_VECTOR.sub(r" \1", text)
@@ -55,7 +55,7 @@ def without_layout(text: str) -> str:
     return _BARS.sub("|", _ARC.sub(r"\\widehat", text))
 
 
-def _in_a_row(cases: re.Match[str]) -> str:
+def _cases_as_list(cases: re.Match[str]) -> str:
     """Return the lines of `cases` as a list with commas, if each line is a name and its value.
 
     Any further `cases` stays as it is.

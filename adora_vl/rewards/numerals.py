@@ -47,7 +47,7 @@ NUMBER_WORDS = {
 }
 
 
-def recurring(text: str) -> str:
+def replace_recurring_decimals(text: str) -> str:
     r"""Return `text` with fractions for recurring decimals.
 
     `0.\overline{3}` and `0.333\ldots` become `\frac{1}{3}`.
@@ -57,13 +57,15 @@ def recurring(text: str) -> str:
 
     def fraction(match: re.Match[str]) -> str:
         period = match[3] or match[4] or match[5] or ""
-        return _fraction(match[1], match[2], re.sub(r"[^0-9]", "", period))
+        return _fraction_of_recurring(match[1], match[2], re.sub(r"[^0-9]", "", period))
 
     text = _RECURRING.sub(fraction, text)
-    return _GOES_ON.sub(lambda match: _fraction(match[1], match[2], match[3] or match[4]), text)
+    return _GOES_ON.sub(
+        lambda match: _fraction_of_recurring(match[1], match[2], match[3] or match[4]), text
+    )
 
 
-def _fraction(integer: str, places: str, period: str) -> str:
+def _fraction_of_recurring(integer: str, places: str, period: str) -> str:
     """Return a recurring decimal as a fraction of LaTeX, or as an integer.
 
     Args:
@@ -81,10 +83,10 @@ def _fraction(integer: str, places: str, period: str) -> str:
 
 def in_degrees(text: str) -> str:
     r"""Return `text` with angles in degrees alone: `67\frac{1}{2}^\circ` for `67^\circ 30'`."""
-    return _MINUTES.sub(_degrees, text) if _MAY_HAVE_MINUTES.search(text) else text
+    return _MINUTES.sub(_in_degrees_alone, text) if _MAY_HAVE_MINUTES.search(text) else text
 
 
-def _degrees(match: re.Match[str]) -> str:
+def _in_degrees_alone(match: re.Match[str]) -> str:
     """Return an angle in degrees alone; one with 60 minutes or seconds or more stays as it is."""
     minutes = Fraction(match[2])
     seconds = Fraction(match[3] or 0)

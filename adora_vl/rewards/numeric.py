@@ -81,7 +81,7 @@ class Ball:
         """Return the same value as a number of mpmath."""
         if not self.exact:
             return self
-        return _computed(_mp().mpf(self.value.numerator) / self.value.denominator)
+        return _rounded_result(_mp().mpf(self.value.numerator) / self.value.denominator)
 
     def __neg__(self) -> Ball:
         return Ball(-self.value, self.error, step=self.step)
@@ -89,21 +89,21 @@ class Ball:
     def __add__(self, addend: Ball) -> Ball:
         """Return the sum; the errors add up."""
         if self.exact and addend.exact:
-            return _fraction(self.value + addend.value)
+            return _exact_result(self.value + addend.value)
         first = self.inexact()
         second = addend.inexact()
-        return _computed(first.value + second.value, first.error + second.error)
+        return _rounded_result(first.value + second.value, first.error + second.error)
 
     def __mul__(self, factor: Ball) -> Ball:
         """Return the product; its error follows from `(a + da)(b + db) - ab`."""
         if self.exact and factor.exact:
-            return _fraction(self.value * factor.value)
+            return _exact_result(self.value * factor.value)
         if self.value == 0 == self.error or factor.value == 0 == factor.error:
             return Ball(Fraction(0))
         first = self.inexact()
         second = factor.inexact()
         error = first.size * second.error + second.size * first.error + first.error * second.error
-        return _computed(first.value * second.value, error)
+        return _rounded_result(first.value * second.value, error)
 
     def __truediv__(self, divisor: Ball) -> Ball:
         """Return the quotient.
@@ -113,11 +113,11 @@ class Ball:
         if divisor.least <= 0:
             raise NotReadError("undefined")
         if self.exact and divisor.exact:
-            return _fraction(self.value / divisor.value)
+            return _exact_result(self.value / divisor.value)
         above = self.inexact()
         below = divisor.inexact()
         value = above.value / below.value
-        return _computed(value, (above.error + Ball(value).size * below.error) / below.least)
+        return _rounded_result(value, (above.error + Ball(value).size * below.error) / below.least)
 
 
 _ONE = Ball(Fraction(1))
@@ -128,7 +128,7 @@ def number_of(tree: Tree) -> Ball:
 
     Raises `NotReadError` with the reason `too_large`, `undefined`, or for an unknown `beyond`.
     """
-    ball = _of(tree, None)
+    ball = _evaluate(tree, None)
     if tree[0] == "num" and len(tree[1]) <= MIN_DIGITS:
         return ball  # as most numbers are
     all_nodes = list(nodes(tree))
@@ -138,7 +138,7 @@ def number_of(tree: Tree) -> Ball:
         terms = [node for node in all_nodes if node[0] in {"sum", "product"}]
         unevaluated = any(map(_is_arithmetic, terms))
     decimals = [node for node in all_nodes if node[0] == "num" and "." in node[1]]
-    step = _step(tree, ball, None) if any(map(_is_long_decimal, decimals)) else None
+    step = _step_of(tree, ball, None) if any(map(_is_long_decimal, decimals)) else None
     return Ball(value=ball.value, error=ball.error, unevaluated=unevaluated, step=step)
 
 
@@ -183,7 +183,7 @@ def _is_rational(tree: Tree) -> bool:
 
 def _is_integer(exponent: Tree) -> bool:
     """Return whether an exponent is a rational expression with an integer value."""
-    return _is_rational(exponent) and bool(_of(exponent, None).value.denominator == 1)
+    return _is_rational(exponent) and bool(_evaluate(exponent, None).value.denominator == 1)
 
 
 def _is_scientific(first: Tree, second: tuple[str, Tree]) -> bool:
@@ -194,7 +194,7 @@ def _is_scientific(first: Tree, second: tuple[str, Tree]) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _raised_in_last_place(tree: Tree) -> Tree | None:
+def _raise_last_place(tree: Tree) -> Tree | None:
     """Return the tree with its long decimal increased by one unit in the last place.
 
     A long decimal has `MIN_DIGITS` digits or more. None where the tree has none, or several.
@@ -205,7 +205,7 @@ def _raised_in_last_place(tree: Tree) -> Tree | None:
     places = len(decimals[0][1].partition(".")[2])
     raised = Fraction(decimals[0][1]) + Fraction(1, 10**places)
     digits = str(raised * 10**places).zfill(places + 1)
-    return _with(tree, decimals[0], ("num", f"{digits[:-places]}.{digits[-places:]}"))
+    return _replace_node(tree, decimals[0], ("num", f"{digits[:-places]}.{digits[-places:]}"))
 
 
 def _is_long_decimal(node: Tree) -> bool:
@@ -216,20 +216,22 @@ def _is_long_decimal(node: Tree) -> bool:
     return decimals.strip("0") != "" and len((integer + decimals).lstrip("0")) >= MIN_DIGITS
 
 
-def _with(tree: Tree, old: Tree, new: Tree) -> Tree:
+def _replace_node(tree: Tree, old: Tree, new: Tree) -> Tree:
     """Return the tree with `new` in the place of `old`."""
     if tree == old:
         return new
-    return tuple(_with(child, old, new) if isinstance(child, tuple) else child for child in tree)
+    return tuple(
+        _replace_node(child, old, new) if isinstance(child, tuple) else child for child in tree
+    )
 
 
-def _step(tree: Tree, ball: Ball, at: Mapping[str, Fraction] | None) -> Value | None:
+def _step_of(tree: Tree, ball: Ball, at: Mapping[str, Fraction] | None) -> Value | None:
     """Return `Ball.step` of a tree with the value `ball`, whose unknowns have the values `at`."""
-    raised = _raised_in_last_place(tree)
+    raised = _raise_last_place(tree)
     if raised is None:
         return None
     try:
-        return (_of(raised, at) + -ball).value
+        return (_evaluate(raised, at) + -ball).value
     except NotReadError:
         return None
 
@@ -279,8 +281,10 @@ def same_function(answer: Tree, reference: Tree) -> Comparison:
     compared = 0
     without_values: Comparison = "undefined"
     names = unknowns(answer) | unknowns(reference)
-    for at, reference_value in zip(_points(names), _values(reference, names), strict=True):
-        answer_value = _stepped_at(answer, at)
+    for at, reference_value in zip(
+        _comparison_points(names), _reference_values(reference, names), strict=True
+    ):
+        answer_value = _value_with_step(answer, at)
         if isinstance(answer_value, Ball) and isinstance(reference_value, Ball):
             same = same_number(answer_value, reference_value)
             if not same:
@@ -301,20 +305,22 @@ def factor_between(answer: Tree, reference: Tree) -> int:
     base: tuple[Ball, Ball] | None = None
     zeros = []
     names = unknowns(answer) | unknowns(reference)
-    for at, reference_value in zip(_points(names), _values(reference, names), strict=True):
+    for at, reference_value in zip(
+        _comparison_points(names), _reference_values(reference, names), strict=True
+    ):
         answer_value = _value_at(answer, at)
         if not isinstance(answer_value, Ball) or not isinstance(reference_value, Ball):
             if answer_value != reference_value:
                 return 0
         elif base is not None:
-            if not _same_product(answer_value, b=base[1], c=base[0], d=reference_value):
+            if not _is_same_product(answer_value, b=base[1], c=base[0], d=reference_value):
                 return 0
         elif all(ball.real and ball.least > 0 for ball in (answer_value, reference_value)):
             base = answer_value, reference_value
         else:
             zeros.append((answer_value, reference_value))
     if base is None or not all(
-        _same_product(answer_value, b=base[1], c=base[0], d=reference_value)
+        _is_same_product(answer_value, b=base[1], c=base[0], d=reference_value)
         for answer_value, reference_value in zeros
     ):
         return 0
@@ -324,11 +330,11 @@ def factor_between(answer: Tree, reference: Tree) -> int:
 def is_constant(tree: Tree) -> bool:
     """Return whether a tree has the same value at all those of six points where it has a value."""
     earlier_value: Ball | None = None
-    for point in _points(unknowns(tree)):
+    for point in _comparison_points(unknowns(tree)):
         value = _value_at(tree, point)
         if isinstance(value, Ball):
             # With factors of 1 the products are the same where the values are.
-            if earlier_value is not None and not _same_product(
+            if earlier_value is not None and not _is_same_product(
                 value, b=_ONE, c=earlier_value, d=_ONE
             ):
                 return False
@@ -346,7 +352,7 @@ def zero_of(tree: Tree) -> tuple[Ball, int] | None:
     if zero_and_slope is None:
         return None
     zero, slope = zero_and_slope
-    raised = _raised_in_last_place(tree)
+    raised = _raise_last_place(tree)
     moved = _zero_and_slope(raised, name) if raised else None
     if moved is not None:
         zero = replace(zero, step=(moved[0] + -zero).value)
@@ -367,7 +373,7 @@ def _zero_and_slope(tree: Tree, name: str) -> tuple[Ball, Ball] | None:
         zero = -at_0 / slope
         for point in _POINTS:
             ball = _value_at(tree, {name: point})
-            if not isinstance(ball, Ball) or not _same_product(
+            if not isinstance(ball, Ball) or not _is_same_product(
                 ball + -at_0, b=_ONE, c=slope, d=Ball(point)
             ):
                 return None
@@ -376,7 +382,7 @@ def _zero_and_slope(tree: Tree, name: str) -> tuple[Ball, Ball] | None:
     return zero, slope
 
 
-def _same_product(a: Ball, b: Ball, c: Ball, d: Ball) -> bool:
+def _is_same_product(a: Ball, b: Ball, c: Ball, d: Ball) -> bool:
     """Return whether `ab` is `cd`, either exactly or within an error that is small beside both."""
     try:
         first = a * b
@@ -389,7 +395,7 @@ def _same_product(a: Ball, b: Ball, c: Ball, d: Ball) -> bool:
     return difference.size <= difference.error <= 2.0**-60 * max(first.size, second.size)
 
 
-def _points(names: Iterable[str]) -> Iterator[dict[str, Fraction]]:
+def _comparison_points(names: Iterable[str]) -> Iterator[dict[str, Fraction]]:
     """Yield six points at which functions are compared: at each the values of the unknowns."""
     ordered = sorted(names)
     for index in range(len(_POINTS)):
@@ -397,31 +403,33 @@ def _points(names: Iterable[str]) -> Iterator[dict[str, Fraction]]:
 
 
 @lru_cache(maxsize=256)
-def _values(
+def _reference_values(
     reference: Tree, names: frozenset[str]
 ) -> tuple[Ball | Literal["too_large", "undefined"], ...]:
     """Return the values of a reference answer at the six points.
 
     The rollouts of a group share them.
     """
-    return tuple(_stepped_at(reference, at) for at in _points(names))
+    return tuple(_value_with_step(reference, at) for at in _comparison_points(names))
 
 
-def _stepped_at(tree: Tree, at: Mapping[str, Fraction]) -> Ball | Literal["too_large", "undefined"]:
+def _value_with_step(
+    tree: Tree, at: Mapping[str, Fraction]
+) -> Ball | Literal["too_large", "undefined"]:
     """Return the value as `_value_at` gives it, with its `step`."""
     ball = _value_at(tree, at)
-    return replace(ball, step=_step(tree, ball, at)) if isinstance(ball, Ball) else ball
+    return replace(ball, step=_step_of(tree, ball, at)) if isinstance(ball, Ball) else ball
 
 
 def _value_at(tree: Tree, at: Mapping[str, Fraction]) -> Ball | Literal["too_large", "undefined"]:
     """Return the value where the unknowns have the values `at`, or the reason why there is none."""
     try:
-        return _of(tree, at)
+        return _evaluate(tree, at)
     except NotReadError as error:
         return "too_large" if error.reason == "too_large" else "undefined"
 
 
-def _of(tree: Tree, at: Mapping[str, Fraction] | None) -> Ball:
+def _evaluate(tree: Tree, at: Mapping[str, Fraction] | None) -> Ball:
     """Return the value of a tree, computed recursively.
 
     `at` has the values of the unknowns. With None the tree is a closed form, and all its parts have
@@ -435,46 +443,50 @@ def _of(tree: Tree, at: Mapping[str, Fraction] | None) -> Ball:
             raise NotReadError("beyond")
         ball = Ball(at[tree[1]])
     elif kind == "sum":
-        signed = (_of(term, at) if sign > 0 else -_of(term, at) for sign, term in tree[1:])
+        signed = (
+            _evaluate(term, at) if sign > 0 else -_evaluate(term, at) for sign, term in tree[1:]
+        )
         ball = reduce(Ball.__add__, signed)
     elif kind == "product":
-        ball = _of(tree[1][1], at)
+        ball = _evaluate(tree[1][1], at)
         for operator, factor in tree[2:]:
-            ball = ball / _of(factor, at) if operator == "/" else ball * _of(factor, at)
+            ball = ball / _evaluate(factor, at) if operator == "/" else ball * _evaluate(factor, at)
     elif kind == "frac":
-        ball = _of(tree[1], at) / _of(tree[2], at)
+        ball = _evaluate(tree[1], at) / _evaluate(tree[2], at)
     elif kind == "mixed":
         ball = Ball(int(tree[1]) + Fraction(int(tree[2]), int(tree[3])))
     elif kind == "power":
         # capped before the base is evaluated, which may be an unknown: `x^{999}`
-        exponent = _of(tree[2], at)
+        exponent = _evaluate(tree[2], at)
         if at is None and exponent.exact and abs(exponent.value) > MAX_EXPONENT:
             raise NotReadError("too_large")
-        ball = _raised(_of(tree[1], at), exponent)
+        ball = _power(_evaluate(tree[1], at), exponent)
     elif kind in {"factorial", "binomial"}:
-        ball = _counted(*[_of(term, at) for term in tree[1:]])
+        ball = _factorial_or_binomial(*[_evaluate(term, at) for term in tree[1:]])
     elif kind == "pi":
         ball = _pi()
     elif kind == "root":
         # of a negative constant the real root, at a point the principal one
-        radicand = _of(tree[2], at)
+        radicand = _evaluate(tree[2], at)
         negative = (
             tree[1] % 2
             and (at is None or not unknowns(tree[2]))
             and radicand.real
             and radicand.value < 0
         )
-        ball = -_rooted(-radicand, tree[1]) if negative else _rooted(radicand, tree[1])
+        ball = (
+            -_principal_root(-radicand, tree[1]) if negative else _principal_root(radicand, tree[1])
+        )
     elif kind == "log":
-        ball = _log(_of(tree[2], at)) / _log(_of(tree[1], at))
+        ball = _log(_evaluate(tree[2], at)) / _log(_evaluate(tree[1], at))
     else:
-        ball = _called(tree[1], _of(tree[2], at), in_radians(tree[2]))
+        ball = _evaluate_function(tree[1], _evaluate(tree[2], at), in_radians(tree[2]))
     if at is None and not ball.real:
         raise NotReadError("undefined")
     return ball
 
 
-_contexts: dict[str, Any] = {}
+_context_cache: dict[str, Any] = {}
 
 
 def _mp() -> Any:
@@ -484,28 +496,28 @@ def _mp() -> Any:
     not safe for threads while it computes more of them. So they are computed here at once, with as
     many digits as any argument under the caps can ask for.
     """
-    if "context" in _contexts:
-        return _contexts["context"]
+    if "context" in _context_cache:
+        return _context_cache["context"]
     from mpmath import MPContext
 
     context = MPContext()
     context.prec = 2 * (MAX_BITS + PRECISION)
     _ = context.pi + context.ln2
     context.prec = PRECISION
-    return _contexts.setdefault("context", context)
+    return _context_cache.setdefault("context", context)
 
 
-def _fraction(value: Fraction) -> Ball:
+def _exact_result(value: Fraction) -> Ball:
     """Return an exact result, or a number of mpmath where the fraction has too many digits."""
-    return Ball(value) if _bits(value) <= MAX_BITS else Ball(value).inexact()
+    return Ball(value) if _size_in_bits(value) <= MAX_BITS else Ball(value).inexact()
 
 
-def _bits(value: Fraction) -> int:
+def _size_in_bits(value: Fraction) -> int:
     """Return the size in bits of the larger one of numerator and denominator."""
     return max(value.numerator.bit_length(), value.denominator.bit_length())
 
 
-def _computed(value: Value, error: float = 0.0) -> Ball:
+def _rounded_result(value: Value, error: float = 0.0) -> Ball:
     """Return the result of one operation of mpmath, with a bound on its error.
 
     `error` is what the errors of the operands make of it; the rounding error of the operation is
@@ -523,7 +535,7 @@ def _computed(value: Value, error: float = 0.0) -> Ball:
 
 def _pi() -> Ball:
     """Return the number pi."""
-    return _computed(+_mp().pi)
+    return _rounded_result(+_mp().pi)
 
 
 def _exp(ball: Ball) -> Ball:
@@ -536,7 +548,7 @@ def _exp(ball: Ball) -> Ball:
     if abs(float(ball.value.real)) > MAX_BITS or ball.error > 1:
         raise NotReadError("too_large")
     value = _mp().exp(ball.value)
-    return _computed(value, 2 * Ball(value).size * ball.error)
+    return _rounded_result(value, 2 * Ball(value).size * ball.error)
 
 
 def _log(ball: Ball) -> Ball:
@@ -544,10 +556,10 @@ def _log(ball: Ball) -> Ball:
     if ball.least <= 0:
         raise NotReadError("undefined")
     ball = ball.inexact()
-    return _computed(_mp().ln(ball.value), ball.error / ball.least)
+    return _rounded_result(_mp().ln(ball.value), ball.error / ball.least)
 
 
-def _raised(base: Ball, exponent: Ball) -> Ball:
+def _power(base: Ball, exponent: Ball) -> Ball:
     """Return `base ** exponent`, the principal value.
 
     The size of the result is bounded before it is computed. Raises `NotReadError` for 0 to a power
@@ -558,7 +570,7 @@ def _raised(base: Ball, exponent: Ball) -> Ball:
         return _zero_raised(base, exponent)
     if not exponent.exact:
         return _exp(_log(base) * exponent)
-    if base.exact and power.denominator == 1 and _bits(base.value) * abs(power) <= MAX_BITS:
+    if base.exact and power.denominator == 1 and _size_in_bits(base.value) * abs(power) <= MAX_BITS:
         return Ball(Fraction(base.value ** int(power)))
     base = base.inexact()
     magnitude = abs(float(power))
@@ -571,7 +583,7 @@ def _raised(base: Ball, exponent: Ball) -> Ball:
         value = base.value ** int(power)
     else:
         value = base.value ** (_mp().mpf(power.numerator) / power.denominator)
-    return _computed(value, 2 * Ball(value).size * relative_error)
+    return _rounded_result(value, 2 * Ball(value).size * relative_error)
 
 
 def _zero_raised(base: Ball, exponent: Ball) -> Ball:
@@ -587,12 +599,12 @@ def _zero_raised(base: Ball, exponent: Ball) -> Ball:
     exponent_ends = (float(power) - exponent.error, float(power) + exponent.error)
     try:
         error = 2 * max(math.pow(base.size + base.error, end) for end in exponent_ends)
-        return _computed(_mp().mpf(0), error)
+        return _rounded_result(_mp().mpf(0), error)
     except OverflowError:
         raise NotReadError("too_large") from None
 
 
-def _rooted(radicand: Ball, degree: int) -> Ball:
+def _principal_root(radicand: Ball, degree: int) -> Ball:
     """Return the principal root.
 
     It is exact if the radicand is a perfect power, as in the square root of 4/9.
@@ -605,10 +617,10 @@ def _rooted(radicand: Ball, degree: int) -> Ball:
         )
         if exact**degree == value:
             return Ball(exact)
-    return _raised(radicand, Ball(Fraction(1, degree)))
+    return _power(radicand, Ball(Fraction(1, degree)))
 
 
-def _counted(total: Ball, chosen: Ball | None = None) -> Ball:
+def _factorial_or_binomial(total: Ball, chosen: Ball | None = None) -> Ball:
     """Return the factorial of `total`, or the binomial coefficient `total` over `chosen`.
 
     Raises `NotReadError`: `undefined` for anything but natural numbers, `too_large` over
@@ -620,11 +632,11 @@ def _counted(total: Ball, chosen: Ball | None = None) -> Ball:
         if ball.value > MAX_COUNTED:
             raise NotReadError("too_large")
     if chosen:
-        return _fraction(Fraction(math.comb(int(total.value), int(chosen.value))))
-    return _fraction(Fraction(math.factorial(int(total.value))))
+        return _exact_result(Fraction(math.comb(int(total.value), int(chosen.value))))
+    return _exact_result(Fraction(math.factorial(int(total.value))))
 
 
-def _called(name: str, argument: Ball, radians: bool) -> Ball:
+def _evaluate_function(name: str, argument: Ball, radians: bool) -> Ball:
     """Return the value of a trigonometric function, of an inverse one in degrees, or of `ln`.
 
     An argument is in degrees unless `radians` says otherwise, because the canonical form has no
@@ -634,7 +646,7 @@ def _called(name: str, argument: Ball, radians: bool) -> Ball:
     if name == "ln":
         return _log(argument)
     if name.startswith("arc"):
-        return _inverse(name, argument.inexact()) * half_turn / _pi()
+        return _inverse_angle(name, argument.inexact()) * half_turn / _pi()
     if not radians:
         degrees = Ball(argument.value % 360) if argument.exact else argument
         argument = degrees / half_turn * _pi()
@@ -644,8 +656,8 @@ def _called(name: str, argument: Ball, radians: bool) -> Ball:
         raise NotReadError("too_large")
     error = math.exp(height + 1) * angle.error  # within 1 of the angle, neither function is steeper
     raw_cosine, raw_sine = _mp().cos_sin(angle.value)
-    cosine = _computed(raw_cosine, error)
-    sine = _computed(raw_sine, error)
+    cosine = _rounded_result(raw_cosine, error)
+    sine = _rounded_result(raw_sine, error)
     above, below = {
         "sin": (sine, _ONE),
         "cos": (cosine, _ONE),
@@ -657,7 +669,7 @@ def _called(name: str, argument: Ball, radians: bool) -> Ball:
     return above / below
 
 
-def _inverse(name: str, sine: Ball) -> Ball:
+def _inverse_angle(name: str, sine: Ball) -> Ball:
     """Return the angle in radians with this sine, cosine or tangent, as `name` says.
 
     Its error follows from its slope, 1/sqrt(1 - z^2) or 1/(1 + z^2); at an end, where a sine is 1,
@@ -668,11 +680,11 @@ def _inverse(name: str, sine: Ball) -> Ball:
         steepness = _ONE + squared
         if steepness.least <= 0:
             raise NotReadError("undefined")
-        return _computed(_mp().atan(sine.value), sine.error / steepness.least)
+        return _rounded_result(_mp().atan(sine.value), sine.error / steepness.least)
     steepness = _ONE + -squared
     error = 8 * math.sqrt(sine.error)
     if steepness.least > 0:
         error = sine.error / math.sqrt(steepness.least)
     if name == "arcsin":
-        return _computed(_mp().asin(sine.value), error)
-    return _computed(_mp().acos(sine.value), error)
+        return _rounded_result(_mp().asin(sine.value), error)
+    return _rounded_result(_mp().acos(sine.value), error)

@@ -32,11 +32,11 @@ def in_trl_form(function: Callable[..., Any]) -> Callable[..., Any]:
     except (TypeError, ValueError):  # a builtin may not say what it takes
         return function
     if "reward_inputs" in names:
-        return _adapted(function, "overall", _easyr1_batch_scores)
+        return _adapt(function, "overall", _easyr1_batch_scores)
     if "reward_input" in names:
-        return _adapted(function, "overall", _easyr1_scores)
+        return _adapt(function, "overall", _easyr1_scores)
     if {"solution_str", "ground_truth"} <= names:
-        return _adapted(function, "score", _verl_scores)
+        return _adapt(function, "score", _verl_scores)
     return function
 
 
@@ -64,7 +64,7 @@ def _verl_scores(function: Callable[..., Any], rows: Rows) -> Sequence[Score]:
     ]
 
 
-def _adapted(
+def _adapt(
     function: Callable[..., Any],
     total: str,
     call: Callable[[Callable[..., Any], Rows], Sequence[Score]],

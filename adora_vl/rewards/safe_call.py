@@ -49,35 +49,37 @@ class RewardValueError(Exception):
         self.row = row
 
 
-def own_copy(value: object, same: Sequence[object] = ()) -> Any:
+def own_copy(value: object, shared_objects: Sequence[object] = ()) -> Any:
     """Return a copy of an argument of a user's function, which may edit what it gets.
 
     The next function, the next step and the record then still get the original. Lists, mappings,
     sets, dataclasses, pictures, arrays and tensors are copied with their contents, and an object
-    that occurs twice is copied twice. Objects of any further class are shared, and so are those in
-    `same`.
+    that occurs twice is copied twice. Objects of any further class are shared, and so are
+    `shared_objects`.
     """
-    if any(value is field for field in same):
+    if any(value is shared for shared in shared_objects):
         return value
     if isinstance(value, list):
         if set(map(type, value)) <= _IMMUTABLE:  # rows of token ids are long
             return value[:]
-        return [own_copy(item, same) for item in value]
+        return [own_copy(item, shared_objects) for item in value]
     if type(value) is tuple:
-        return tuple(own_copy(item, same) for item in value)
+        return tuple(own_copy(item, shared_objects) for item in value)
     if isinstance(value, dict):
         if set(map(type, value.values())) <= _IMMUTABLE:  # the log of a run has thousands of these
             return dict(value)
-        return {key: own_copy(item, same) for key, item in value.items()}
+        return {key: own_copy(item, shared_objects) for key, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
         record = copy(value)
         for field in fields(value):
-            object.__setattr__(record, field.name, own_copy(getattr(value, field.name), same))
+            field_copy = own_copy(getattr(value, field.name), shared_objects)
+            # the dataclass may be frozen, which refuses a plain assignment
+            object.__setattr__(record, field.name, field_copy)
         return record
-    return _copied_content(value)
+    return _copy_of_leaf(value)
 
 
-def _copied_content(value: object) -> object:
+def _copy_of_leaf(value: object) -> object:
     """Return a copy of a picture, an array, a tensor, a set or a bytearray.
 
     Any further object is returned itself.
@@ -100,13 +102,14 @@ def _copied_content(value: object) -> object:
     return value
 
 
-def _arguments_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _copy_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of one call as copies.
 
     Environments are not copied, since the call may use and change them.
     """
-    copied: dict[str, Any] = own_copy(dict(arguments), same=arguments.get("environments") or [])
-    return copied
+    environments = arguments.get("environments") or []
+    copies: dict[str, Any] = own_copy(dict(arguments), shared_objects=environments)
+    return copies
 
 
 def safe_call(
@@ -128,31 +131,31 @@ def safe_call(
         unscored: filled with the number of each completion in whose place the function returned an
             exception, and the reason; TRL gets None there.
     """
-    guarded = _GuardedFunction(
+    safe_function = _SafeFunction(
         function=function,
         name=name,
         timeout=timeout,
         failures=failures,
-        unscored=unscored,
+        unscored={} if unscored is None else unscored,
         folder=Path.cwd(),
     )
-    return guarded.call_async if is_async(function) else guarded.call
+    # bound methods: TRL looks at the function that it gets to see whether it has to await it
+    return safe_function.call_async if is_async(function) else safe_function.call
 
 
 @dataclass(frozen=True, kw_only=True)
-class _GuardedFunction:
-    """A reward function whose failures are kept; the fields are the arguments of `safe_call`."""
+class _SafeFunction:
+    """A reward function with all that its calls need: see `safe_call`."""
 
     function: Callable[..., Any]
-    name: str
-    timeout: float | None
-    failures: list[RewardFailure]
-    unscored: dict[int, str] | None
-    folder: Path
-    """The working folder, into which every call comes back."""
+    name: str  # in messages
+    timeout: float | None  # seconds of a call
+    failures: list[RewardFailure]  # of all calls so far; each call may add one
+    unscored: dict[int, str]  # by the number of a completion, why it has no score
+    folder: Path  # the working directory to which each call returns
 
     def call(self, **arguments: Any) -> list[float | None]:
-        """Return the rewards of a plain function; zeros where it fails, which is noted."""
+        """Return the rewards of a plain function, or zeros where it fails."""
         try:
             with (
                 back_in(self.folder),
@@ -160,13 +163,15 @@ class _GuardedFunction:
                 deadline(self.timeout),
                 in_one_process(f"reward {self.name}"),
             ):
-                returned = self.function(**_arguments_of(arguments))
-                return self._checked_rewards(returned, len(arguments["completions"]))
+                returned = self.function(**_copy_arguments(arguments))
+                # inside of the limits, since reading the user's objects runs code of theirs
+                return self._read_rewards(returned, len(arguments["completions"]))
         except KeyboardInterrupt:
             raise
         # asyncio's cancellation and a panic of compiled code are no `Exception`
         except BaseException as error:
             row = None
+            # the other three kinds of error say themselves where they come from
             if not isinstance(error, OverdueError | RewardValueError | UserError):
                 with (
                     back_in(self.folder),
@@ -177,52 +182,53 @@ class _GuardedFunction:
             return self._note_failure(error, arguments, row)
 
     async def call_async(self, **arguments: Any) -> list[float | None]:
-        """Return the rewards of an `async def`; zeros where it fails, which is noted."""
+        """Return the rewards of an `async def`, or zeros where it fails."""
         try:
             with (
                 back_in(self.folder),
                 backstop(self.timeout),
                 in_one_process(f"reward {self.name}"),
             ):
-                async with asyncio.timeout(self.timeout) as limit:
-                    returned = await self.function(**_arguments_of(arguments))
-            return self._checked_rewards(returned, len(arguments["completions"]))
+                async with asyncio.timeout(self.timeout) as time_limit:
+                    returned = await self.function(**_copy_arguments(arguments))
+            return self._read_rewards(returned, len(arguments["completions"]))
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():  # from outside
                 raise
-            if limit.expired():
+            # not by the kind of error: a TimeoutError may be the function's own
+            if time_limit.expired():
                 return self._note_failure(OverdueError(), arguments, None)
             row = None
             if not isinstance(error, RewardValueError | UserError):
                 row = await _first_to_fail_async(self.function, arguments)
             return self._note_failure(error, arguments, row)
 
-    def _checked_rewards(self, returned: object, count: int) -> list[float | None]:
-        """Return the checked rewards, with None for what cannot be scored, which is noted.
+    def _read_rewards(self, returned: object, count: int) -> list[float | None]:
+        """Return what the function returned as one reward per completion.
 
-        Raises `RewardValueError` as `checked`.
+        A completion with an exception in place of its reward gets None, and its number and the
+        reason go into `unscored`. Raises `RewardValueError` where a reward is no number.
         """
         rewards: list[float | None] = []
         for number, value in enumerate(checked(returned, count)):
-            if not isinstance(value, BaseException):
-                rewards.append(value)
-                continue
-            rewards.append(None)
-            if self.unscored is not None:
+            if isinstance(value, BaseException):
                 self.unscored[number] = in_one_line(value)[:_REASON_CHARS]
+                rewards.append(None)
+            else:
+                rewards.append(value)
         return rewards
 
     def _note_failure(
         self, error: BaseException, arguments: Mapping[str, Any], row: int | None
     ) -> list[float | None]:
-        """Note the failure, and return a reward of 0 for each completion.
+        """Add a failure to the list, and return a reward of 0 for each completion.
 
-        `row`: the completion that also fails alone, None if unknown.
+        `row`: the number of a completion that also fails alone, None if unknown.
         """
-        failure = _failure(
+        failure = _describe_failure(
             self.function,
             name=self.name,
             error=error,
@@ -254,22 +260,25 @@ def checked(returned: object, count: int) -> list[float | BaseException | None]:
     values = returned.tolist() if hasattr(returned, "tolist") else returned  # of torch or NumPy
     if not isinstance(values, list | tuple):
         raise RewardValueError(
-            f"it returned {_described(returned)}, not a list with one reward per completion"
+            f"it returned {_short_repr(returned)}, not a list with one reward per completion"
         )
     if len(values) != count:
         raise RewardValueError(f"it returned {len(values)} rewards for {count} completions")
     unscored = (BaseException, type(None))
     return [
-        value if isinstance(value, unscored) else _number(value, row)
+        value if isinstance(value, unscored) else _finite_number(value, row)
         for row, value in enumerate(values)
     ]
 
 
-def _number(value: object, row: int) -> float:
-    """Return the reward of one completion as a float. Raises `RewardValueError`."""
+def _finite_number(value: object, row: int) -> float:
+    """Return the reward of one completion as a float.
+
+    Raises `RewardValueError` with the completion's number `row` for anything but a finite number.
+    """
     value = value.item() if hasattr(value, "item") else value
     if not isinstance(value, numbers.Real):
-        raise RewardValueError(f"it returned {_described(value)}, not a number or None", row)
+        raise RewardValueError(f"it returned {_short_repr(value)}, not a number or None", row)
     if not math.isfinite(value):
         raise RewardValueError(
             f"it returned {value}; return None for a completion that is not scored", row
@@ -277,7 +286,7 @@ def _number(value: object, row: int) -> float:
     return float(value)
 
 
-def _described(value: object) -> str:
+def _short_repr(value: object) -> str:
     """Return the beginning of a value's `repr`, on one line, with its type."""
     text = " ".join(repr(value).split())
     if len(text) > _VALUE_CHARS:
@@ -285,7 +294,7 @@ def _described(value: object) -> str:
     return f"{text} ({type(value).__name__})"
 
 
-def _failure(
+def _describe_failure(
     function: Callable[..., Any],
     name: str,
     error: BaseException,
@@ -323,26 +332,27 @@ def _failure(
 
 
 def _location(function: Callable[..., Any], error: BaseException) -> str:
-    """Return the file and the last line of the function's file in the traceback.
+    """Return where in the user's file an error came from, as ` (reward.py, line 7)`.
 
-    The text is empty if the traceback has none.
+    It is the last line of that file in the traceback, since what lies below is a library's. Empty
+    if no line of the traceback is in the file.
     """
     while isinstance(function, partial):
         function = function.func
     code = getattr(function, "__code__", None)
+    if code is None:
+        return ""  # an object with `__call__`, or compiled code
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [
-        frame.lineno for frame in frames if code is not None and frame.filename == code.co_filename
-    ]
-    if code is None or not lines:
+    line_numbers = [frame.lineno for frame in frames if frame.filename == code.co_filename]
+    if not line_numbers:
         return ""
-    return f" ({Path(code.co_filename).name}, line {lines[-1]})"
+    return f" ({Path(code.co_filename).name}, line {line_numbers[-1]})"
 
 
-def _alone(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _single_completions(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the arguments of each completion alone, without the hooks that would log it again."""
     count = len(arguments["completions"])
-    columns = {}
+    columns = {}  # the arguments with one value per completion; all others stay as they are
     for name, value in arguments.items():
         if isinstance(value, list | tuple) and len(value) == count:
             columns[name] = value
@@ -353,7 +363,7 @@ def _alone(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         for hook in ("log_extra", "log_metric"):
             if hook in single:
                 single[hook] = lambda *_: None
-        yield _arguments_of(single)
+        yield _copy_arguments(single)
 
 
 def _first_to_fail(
@@ -363,10 +373,10 @@ def _first_to_fail(
 
     None if none does, or one is overdue.
     """
-    for row, single in enumerate(_alone(arguments)):
+    for row, single_arguments in enumerate(_single_completions(arguments)):
         try:
             with deadline(timeout):
-                function(**single)
+                function(**single_arguments)
         except OverdueError:
             return None
         except KeyboardInterrupt:
@@ -380,9 +390,9 @@ async def _first_to_fail_async(
     function: Callable[..., Any], arguments: Mapping[str, Any]
 ) -> int | None:
     """Return the number of the first completion that fails alone, for an async function."""
-    for row, single in enumerate(_alone(arguments)):
+    for row, single_arguments in enumerate(_single_completions(arguments)):
         try:
-            await function(**single)
+            await function(**single_arguments)
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException:

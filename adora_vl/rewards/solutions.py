@@ -27,7 +27,7 @@ _HOLDS = {
 }
 
 
-def of_absolute(atom: Solution) -> Solution | None:
+def solution_without_absolute(atom: Solution) -> Solution | None:
     """Return the solution for x of an inequality in `|x|`: `-5 < x` and `x < 5` for `|x| < 5`.
 
     None where every number, no number or a single number solves it, and for `!=`.
@@ -39,7 +39,9 @@ def of_absolute(atom: Solution) -> Solution | None:
     return ("and" if "<" in sign else "or", atom, ("is", REVERSED[sign], below))
 
 
-def between(low: Ball | str | None, high: Ball | str | None, brackets: str) -> Solution | None:
+def interval_solution(
+    low: Ball | str | None, high: Ball | str | None, brackets: str
+) -> Solution | None:
     """Return the numbers of an interval as a solution.
 
     Args:
@@ -62,21 +64,21 @@ def between(low: Ball | str | None, high: Ball | str | None, brackets: str) -> S
             sign += "="
         atoms.append(("is", sign, end))
     solution = ("and", *atoms)
-    return solution if atoms and decides(solution) else None
+    return solution if atoms and is_solved_by_some(solution) else None
 
 
-def _atoms(solution: Solution) -> Iterator[Solution]:
+def _single_comparisons(solution: Solution) -> Iterator[Solution]:
     """Yield all single comparisons in a solution."""
     if solution[0] == "is":
         yield solution
     else:
         for part in solution[1:]:
-            yield from _atoms(part)
+            yield from _single_comparisons(part)
 
 
-def decides(solution: Solution) -> bool:
+def is_solved_by_some(solution: Solution) -> bool:
     """Return whether some numbers solve it while the rest do not."""
-    return len(set(_truths(solution, _ends(solution)))) == 2
+    return len(set(_truth_by_position(solution, _sorted_ends(solution)))) == 2
 
 
 def same_solutions(answer: Solution, reference: Solution) -> bool:
@@ -85,21 +87,21 @@ def same_solutions(answer: Solution, reference: Solution) -> bool:
     They do if both agree at all ends of both, between any two neighbouring ends, and beyond the
     outer ones, since no solution changes anywhere else.
     """
-    ends = _ends(answer, reference)
-    return _truths(answer, ends) == _truths(reference, ends)
+    ends = _sorted_ends(answer, reference)
+    return _truth_by_position(answer, ends) == _truth_by_position(reference, ends)
 
 
-def _ends(*solutions: Solution) -> list[Ball]:
+def _sorted_ends(*solutions: Solution) -> list[Ball]:
     """Return the numbers in solutions in ascending order, without repetition."""
     distinct: list[Ball] = []
-    every = [atom[2] for solution in solutions for atom in _atoms(solution)]
+    every = [atom[2] for solution in solutions for atom in _single_comparisons(solution)]
     for number in sorted(every, key=lambda number: float(number.value)):
         if not distinct or not same_number(number, distinct[-1]):
             distinct.append(number)
     return distinct
 
 
-def _truths(solution: Solution, ends: Sequence[Ball]) -> list[bool]:
+def _truth_by_position(solution: Solution, ends: Sequence[Ball]) -> list[bool]:
     """Return whether the solution holds before, at and behind each of the ends, in order.
 
     The 2 n + 1 positions alternate between open gaps (even) and ends (odd).
@@ -110,6 +112,6 @@ def _truths(solution: Solution, ends: Sequence[Ball]) -> list[bool]:
         end_position = 2 * end + 1
         return [_HOLDS[sign](position, end_position) for position in range(2 * len(ends) + 1)]
     # The conditions that `and` or `or` joins hold together, or one of them holds, at each position.
-    truths_of_parts = [_truths(part, ends) for part in solution[1:]]
+    truths_of_parts = [_truth_by_position(part, ends) for part in solution[1:]]
     combine = all if solution[0] == "and" else any
     return [combine(truths) for truths in zip(*truths_of_parts, strict=True)]

@@ -93,7 +93,7 @@ _LETTERS = {
 }
 
 
-def upright(text: str) -> str:
+def mark_upright_units(text: str) -> str:
     r"""Return `5\text{ s}` as `5 sec`: a letter that is set upright behind a value is a unit."""
     return _UPRIGHT.sub(lambda match: f" {_LETTERS[match[1]]}", text)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from PIL import Image, ImageDraw, ImageFont
 
 from adora_vl.data.images import model_size
-from adora_vl.rewards.answer import plain
+from adora_vl.rewards.answer import read_value
 from adora_vl.rewards.grammar import NotReadError
 from adora_vl.rewards.numeric import Ball
 from adora_vl.tools.calculator import value_of
@@ -228,7 +228,7 @@ def _value_of_an_answer(expression: str) -> Ball:
 
     It is read as the grader reads it. Raises `ValueError` where it has no value.
     """
-    answer = plain(expression)
+    answer = read_value(expression)
     if answer.kind != "number" or answer.real is None:
         raise ValueError(_no_value(answer.reason or answer.kind))
     return answer.real

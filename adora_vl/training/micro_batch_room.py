@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from adora_vl.models.activations import Learner, PassSize
-from adora_vl.packing.shared_prompt import WORTH
+from adora_vl.packing.shared_prompt import MAX_TOKEN_RATIO
 from adora_vl.types import HostRows
 
 
@@ -74,7 +74,7 @@ def size_of_pass(units: Sequence[UnitSize], *, shares_prompts: bool, masked: boo
     row_length = max(unit.prompt for unit in units) + longest_answer
     patch_count = sum(unit.patches for unit in units)
     packed_tokens = sum(unit.prompt + unit.predicting for unit in units)
-    if shares_prompts and packed_tokens <= WORTH * rows * row_length:
+    if shares_prompts and packed_tokens <= MAX_TOKEN_RATIO * rows * row_length:
         return PassSize(
             rows=1,
             length=packed_tokens,

@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from adora_vl.advantage.groups import lacking_scores, leaving, unrewarded
+from adora_vl.advantage.groups import lacking_scores, rollouts_that_leave, rollouts_without_reward
 
 _ALONE = "no other rollout of its group has a reward"
 
@@ -116,13 +116,13 @@ class RolloutFacts:
         lacks_NF = lacking_scores(
             self.rewards_NF, failed_BF=failed_NF, weights_F=weights_F, generations=generations
         )
-        unrewarded_N = unrewarded(self.rewards_NF, lacks_NF, weights_F)
+        unrewarded_N = rollouts_without_reward(self.rewards_NF, lacks_NF, weights_F)
         missing: list[str | None] = [None] * len(self.rewards_NF)
         for row in unrewarded_N.nonzero().flatten().tolist():
             lacks = lacks_NF[row].nonzero().flatten().tolist()
             reasons = [f"{names[number]}: {failed.get((row, number), 'None')}" for number in lacks]
             missing[row] = "; ".join(reasons) or "no reward function scored it"
-        has_left_N = leaving(unrewarded_N, generations)
+        has_left_N = rollouts_that_leave(unrewarded_N, generations)
         counted_NF = torch.where(has_left_N[:, None], torch.nan, self.rewards_NF)
         return replace(self, counted_NF=counted_NF, missing=tuple(missing))
 

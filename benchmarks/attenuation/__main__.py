@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def train(settings: Settings, job: Trial, output: Path) -> dict[str, Any]:
-    """The figures of one arm: those of its file, or else those of a training."""
+    """Return the figures of one arm: those of its file, or else those of a training."""
     from benchmarks.attenuation.run import run_job, write_result
 
     file = output / "runs" / f"{job.name}.json"

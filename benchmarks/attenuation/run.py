@@ -132,6 +132,7 @@ class HeldOutCurve(TrainerCallback):
 
     @torch.no_grad()
     def evaluate(self, step: int) -> None:
+        """Sample answers to the held-out problems, and note the accuracy at this step."""
         model = self.trainer.model
         tokenizer = self.trainer.processing_class
         inputs = tokenizer([problem.prompt for problem in self.held_out], return_tensors="pt")
@@ -154,6 +155,7 @@ class HeldOutCurve(TrainerCallback):
 
 
 def _config(settings: Settings, job: Trial, folder: Path) -> Any:
+    """Return the config of the trainer for one trial."""
     regime = settings.regimes[job.regime]
     rows = settings.prompts * settings.generations
     return AdoraGRPOConfig(

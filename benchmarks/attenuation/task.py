@@ -56,7 +56,7 @@ def _apply(value: int, sign: str, operand: int) -> int:
 def chain_text(
     start: int, operations: Sequence[tuple[str, int]], slips: Sequence[bool]
 ) -> tuple[str, int]:
-    """The written chain and its last digit.
+    """Return the written chain and its last digit.
 
     A step that slips is one too large, and the next step goes on from it.
     """
@@ -81,7 +81,7 @@ def form(start: int, operations: Sequence[tuple[str, int]]) -> str:
 
 
 def read_form(prompt: str) -> tuple[int, list[tuple[str, int]]]:
-    """The first digit and the operations of a prompt."""
+    """Return the first digit and the operations of a prompt."""
     steps = [step for step in prompt.split()[1].split(";") if "_" not in step]
     return int(steps[0][0]), [(step[1], int(step[2])) for step in steps]
 
@@ -118,13 +118,13 @@ def draw(
 def problems(
     number: int, regime: Regime, seed: str, family: str | None = None
 ) -> list[ChainProblem]:
-    """The same for the same seed, whatever has been drawn before."""
+    """Return drawn problems, the same for a seed whatever has been drawn before."""
     rng = random.Random(seed)
     return [draw(rng, regime, family=family) for _ in range(number)]
 
 
 def teacher(rng: random.Random, problem: ChainProblem) -> str:
-    """What the warm start copies: a guess or a chain, half of the time each.
+    """Return what the warm start copies: a guess or a chain, half of the time each.
 
     A guess knows the label, and no more.
     """
@@ -142,7 +142,7 @@ REWARDS = ("steps", "digit")  # what a chain has to have right: every step, or t
 
 
 def is_right(text: str, problem: ChainProblem, reward: str = "steps") -> bool:
-    """A guess is right by its digit.
+    """Return whether a response is right, which a guess is by its digit.
 
     A chain is right if every step is: else a chain that ends in one of two digits whatever it has
     computed would be a long guess, and chains would not be what they stand for. The reward `digit`

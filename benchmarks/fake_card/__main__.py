@@ -22,7 +22,7 @@ from typing import Any
 
 import benchmarks.fake_card.device  # noqa: F401  # before torch
 from benchmarks.fake_card.card import Place
-from benchmarks.fake_card.run import PHASES, CardRun, Ran, run
+from benchmarks.fake_card.run import PHASES, CardRun, CardRunResult, run
 from benchmarks.fake_card.tables import HEADS, flops_of, head_of, line_of, runs
 
 GIB = 2**30
@@ -35,21 +35,27 @@ autograd and its lifetimes, checkpointed layers, ids, masks, rewards, advantages
 
 
 def main() -> int:
+    """Run all configs on the pretended card, and print their reports or rows of a table.
+
+    Returns the exit code: 1 where a run has a fault of device or dtype, else 0.
+    """
     arguments = _arguments()
-    done: list[Ran] = []
+    results: list[CardRunResult] = []
     figures: list[dict[str, Any]] = []  # for `--json`
-    like = CardRun(**{each.name: getattr(arguments, each.name) for each in fields(CardRun)})
+    options = CardRun(
+        **{option.name: getattr(arguments, option.name) for option in fields(CardRun)}
+    )
     if arguments.table:
         print("\n".join(head_of(arguments.table)), flush=True)
-    for row in runs(arguments.table, arguments.configs, like):
-        for asked in row:
+    for row in runs(arguments.table, arguments.configs, options):
+        for card_run in row:
             with tempfile.TemporaryDirectory() as folder:
-                done.append(run(asked, Path(folder)))
-        row_runs = done[-len(row) :]
-        row_figures = [facts(ran) for ran in row_runs]
-        faults = [ran for ran in row_runs if ran.fault]
-        for ran in faults if arguments.table else row_runs[-1:]:
-            print("\n".join(report(ran, arguments.most)), flush=True)
+                results.append(run(card_run, Path(folder)))
+        row_results = results[-len(row) :]
+        row_figures = [facts(result) for result in row_results]
+        faults = [result for result in row_results if result.fault]
+        for result in faults if arguments.table else row_results[-1:]:
+            print("\n".join(report(result, arguments.most)), flush=True)
         if arguments.table and not faults:
             print(line_of(arguments.table, row_figures), flush=True)
         if arguments.table == "flops" and not faults:
@@ -58,16 +64,16 @@ def main() -> int:
     print(f"\n{EMULATED}")
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    return 1 if any(ran.fault for ran in done) else 0
+    return 1 if any(result.fault for result in results) else 0
 
 
 def _arguments() -> argparse.Namespace:
+    """Parse the words of the command line."""
     words = sys.argv[1:]
-    own, rest = (
-        (words[: words.index("--")], words[words.index("--") + 1 :])
-        if "--" in words
-        else (words, [])
-    )
+    # What stands behind `--` goes to the training command.
+    end = words.index("--") if "--" in words else len(words)
+    own_words = words[:end]
+    training_words = words[end + 1 :]
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.fake_card",
         description=__doc__,
@@ -115,47 +121,49 @@ def _arguments() -> argparse.Namespace:
         "--most", type=int, default=25, help="lines with waits that are shown (default: 25)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
-    return parser.parse_args(own, argparse.Namespace(config="", words=rest))
+    return parser.parse_args(own_words, argparse.Namespace(config="", words=training_words))
 
 
-def facts(ran: Ran) -> dict[str, Any]:
-    """The figures of a run, for a file."""
-    card = ran.card
+def facts(result: CardRunResult) -> dict[str, Any]:
+    """Return the figures of a run, as the file has them."""
+    card = result.card
     counts = {name: dict(getattr(card, name)) for name in ("flops", "launches", "peaks", "kernels")}
-    waits = [[number, *place] for place, number in _waits(ran).most_common()]
-    predicted = ran.predicted_peak if ran.predicted is not None else None
+    waits = [[number, *place] for place, number in _waits(result).most_common()]
+    predicted = result.predicted_peak if result.predicted is not None else None
     figures = {
-        "parameters": ran.parameters,
-        "trained": ran.trained,
-        "prompt": ran.prompt,
-        "micro_batches": ran.micro_batches,
-        "fault": ran.fault,
+        "parameters": result.parameters,
+        "trained": result.trained,
+        "prompt": result.prompt,
+        "micro_batches": result.micro_batches,
+        "fault": result.fault,
     }
     own_counts = {
-        "waits": own_waits(ran, "forward", "backward"),
-        "generation_waits": own_waits(ran, "generation"),
+        "waits": own_waits(result, "forward", "backward"),
+        "generation_waits": own_waits(result, "generation"),
     }
     memory = {
-        "peak": ran.peak,
+        "peak": result.peak,
         "predicted": predicted,
-        "first_and_later": ran.first_and_later if predicted else [],
+        "first_and_later": result.first_and_later if predicted else [],
     }
-    return {**asdict(ran.asked), **figures, **counts, **own_counts, **memory, "places": waits}
+    return {**asdict(result.card_run), **figures, **counts, **own_counts, **memory, "places": waits}
 
 
-def report(ran: Ran, most: int = 25) -> list[str]:
-    """What is printed."""
-    asked = ran.asked
-    card = ran.card
+def report(result: CardRunResult, shown_places: int = 25) -> list[str]:
+    """Return the lines that are printed of a run."""
+    card_run = result.card_run
+    card = result.card
     size_text = (
-        f"{asked.layers or 'all'} layers, {asked.groups} groups, answers of "
-        f"{list(asked.lengths) or 'full length'}"
+        f"{card_run.layers or 'all'} layers, {card_run.groups} groups, answers of "
+        f"{list(card_run.lengths) or 'full length'}"
     )
     lines = [
-        f"{asked.config}, {asked.way}: {size_text}, prompts of {ran.prompt} tokens; "
-        f"{ran.seconds:.0f} s here"
+        f"{card_run.config}, {card_run.way}: {size_text}, prompts of {result.prompt} tokens; "
+        f"{result.seconds:.0f} s here"
     ]
-    lines.append(f"{ran.parameters / 1e9:.2f} billion parameters, {ran.trained / 1e9:.3f} trained")
+    lines.append(
+        f"{result.parameters / 1e9:.2f} billion parameters, {result.trained / 1e9:.3f} trained"
+    )
     lines += [
         "",
         f"{'phase':12} {'TFLOP':>8} {'peak GiB':>9} {'launches':>9} {'waits':>6} "
@@ -164,24 +172,24 @@ def report(ran: Ran, most: int = 25) -> list[str]:
     for phase in PHASES:
         if card.launches[phase] or card.peaks[phase]:
             places = card.waits[phase]
-            own = sum(number for place, number in places.items() if place.is_ours)
+            waits_of_ours = sum(number for place, number in places.items() if place.is_ours)
             figures = (
                 f"{card.flops[phase] / TERA:8.1f} {card.peaks[phase] / GIB:9.2f} "
                 f"{card.launches[phase]:9,}"
             )
-            lines.append(f"{phase:12} {figures} {sum(places.values()):6} {own:14}")
-    if ran.predicted is not None:
-        predicted = ran.predicted_peak
-        peak = ran.peak
+            lines.append(f"{phase:12} {figures} {sum(places.values()):6} {waits_of_ours:14}")
+    if result.predicted is not None:
+        predicted = result.predicted_peak
+        peak = result.peak
         lines.append(
             f"peak while learning {peak / GIB:.2f} GiB, predicted {predicted / GIB:.2f}: "
             f"{predicted / peak:.3f} of it"
         )
-    if ran.micro_batches:
-        learning = own_waits(ran, "forward", "backward")
-        sampling = own_waits(ran, "generation")
+    if result.micro_batches:
+        learning = own_waits(result, "forward", "backward")
+        sampling = own_waits(result, "generation")
         count = (
-            f"{sampling:.1f} a generation, {learning * ran.generations / ran.micro_batches:.1f} a "
+            f"{sampling:.1f} a generation, {learning * result.generations / result.micro_batches:.1f} a "
             "micro-batch"
         )
         lines.append(f"waits on lines of ours: {count}")
@@ -190,32 +198,34 @@ def report(ran: Ran, most: int = 25) -> list[str]:
         "kernels: "
         + ", ".join(f"{name} {number:,}" for name, number in sorted(card.kernels.items())),
     ]
-    for title, counted in (
-        ("waits", _waits(ran)),
+    for title, counts in (
+        ("waits", _waits(result)),
         ("values that nobody knows, asked for", card.made_up),
     ):
-        if counted:
+        if counts:
             lines += ["", f"{title}:"]
             lines += [
-                f"{number:6}  {_spelled(place)}" for place, number in counted.most_common(most)
+                f"{number:6}  {_spelled(place)}"
+                for place, number in counts.most_common(shown_places)
             ]
-    lines += ["", f"FAULT: {ran.fault}" if ran.fault else "No fault of device or dtype."]
+    lines += ["", f"FAULT: {result.fault}" if result.fault else "No fault of device or dtype."]
     return lines
 
 
-def own_waits(ran: Ran, *phases: str) -> float:
-    """Waits on lines of ours in these phases, of the mean generation."""
-    places = (pair for phase in phases for pair in ran.card.waits[phase].items())
-    return sum(number for place, number in places if place.is_ours) / ran.generations
+def own_waits(result: CardRunResult, *phases: str) -> float:
+    """Return the waits on lines of ours in these phases, a generation on average."""
+    places = (pair for phase in phases for pair in result.card.waits[phase].items())
+    return sum(number for place, number in places if place.is_ours) / result.generations
 
 
-def _waits(ran: Ran) -> Counter[Place]:
+def _waits(result: CardRunResult) -> Counter[Place]:
+    """Return the waits of a run by place, whose event begins with the phase."""
     total: Counter[Place] = Counter()
-    for phase, places in ran.card.waits.items():
+    for phase, places in result.card.waits.items():
         if phase not in ("load", "start", "checkpoint"):
             total.update(
                 {
-                    place._replace(what=f"{phase}: {place.what}"): number
+                    place._replace(event=f"{phase}: {place.event}"): number
                     for place, number in places.items()
                 }
             )
@@ -224,7 +234,7 @@ def _waits(ran: Ran) -> Counter[Place]:
 
 def _spelled(place: Place) -> str:
     by = f"  < {place.ours}" if place.ours and not place.is_ours else ""
-    return f"{place.what:28} {place.line}{by}"
+    return f"{place.event:28} {place.line}{by}"
 
 
 if __name__ == "__main__":

@@ -55,21 +55,20 @@ _DRAWN = {aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float}
 
 
 class Place(NamedTuple):
-    """What happened, on which line outside torch, and on which line of this project on the way
-    there.
-    """
+    """An event, and the lines on which it happened."""
 
-    what: str
-    line: str
-    ours: str  # empty: nothing of ours called it
+    event: str
+    line: str  # the nearest one outside of torch
+    ours: str  # the nearest one of this project; empty where nothing of ours called it
 
     @property
     def is_ours(self) -> bool:
+        """Whether a line of this project itself did it."""
         return self.line == self.ours
 
 
 class Card(TorchDispatchMode):
-    """Active as a context. The figures are by phase; `phase` says which one it is."""
+    """Pretends to be a card inside a `with` block, and counts by phase what it is given to do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,6 +89,7 @@ class Card(TorchDispatchMode):
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
+        """Count what happens inside the block under a phase."""
         before = self.phase
         self.phase = phase
         self._reach(self.live)
@@ -99,29 +99,33 @@ class Card(TorchDispatchMode):
             self.phase = before
 
     def used(self) -> tuple[int, int]:
-        """Bytes held now, and at most."""
+        """Return the bytes that are held now, and that were held at most."""
         return self.live, max(self.peaks.values(), default=0)
 
-    def wait(self, what: str) -> None:
-        self.waits[self.phase][_place(what)] += 1
+    def wait(self, event: str) -> None:
+        """Count that the host waits for the card."""
+        self.waits[self.phase][_place(event)] += 1
         self._idle = True
 
-    def synchronize(self, what: str) -> None:
-        """A wait for the whole card, unless nothing was launched since the last wait."""
+    def synchronize(self, event: str) -> None:
+        """Count a wait for the whole card, unless nothing was launched since the last wait."""
         if not self._idle:
-            self.wait(what)
+            self.wait(event)
 
     # --------------------------------------------------------------------------------------- values
 
     def value(self, tensor: Any) -> Tensor | None:
-        """What the tensor holds, if that is known. A tensor on the CPU is its own value."""
+        """Return what a tensor holds; None if nobody knows.
+
+        A tensor on the CPU is its own value.
+        """
         if not isinstance(tensor, FakeTensor):
             return tensor if isinstance(tensor, Tensor) else None
         value: Tensor | None = getattr(tensor, "_value", None)
         return None if value is None or value.untyped_storage()._cdata in self._outdated else value
 
     def forget(self, tensor: FakeTensor) -> None:
-        """The tensor was written to, by something that has no values.
+        """Note that something without values wrote to a tensor.
 
         Views of it are outdated with it.
         """
@@ -133,22 +137,26 @@ class Card(TorchDispatchMode):
             tensor._value = None  # type: ignore[attr-defined]
 
     def give(self, real: Tensor) -> FakeTensor:
-        """A tensor on the card with these values."""
+        """Return a tensor on the card with these values."""
         with self.fake:
             out: Any = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=CARD)
         out._value = real
         self._hold(out)
         return out
 
-    def _known_or_made_up(self, what: str, tensor: Tensor) -> Tensor:
-        self.wait(what)
+    def _known_or_made_up(self, event: str, tensor: Tensor) -> Tensor:
+        """Return the values that go to the host; made-up ones where nobody knows them.
+
+        Raises `MemoryError` for a large tensor of unknown values.
+        """
+        self.wait(event)
         value = self.value(tensor)
         if value is None:
             if tensor.numel() > WHOLE:
                 raise MemoryError(
                     f"{tuple(tensor.shape)} {tensor.dtype} of unknown values go to the host"
                 )
-            self.made_up[_place(what)] += 1
+            self.made_up[_place(event)] += 1
             # not 0, which code takes for a sign of its own (a skipped step, a group without signal)
             value = torch.full(
                 tuple(tensor.shape), 1e-3 if tensor.is_floating_point() else 0, dtype=tensor.dtype
@@ -162,6 +170,7 @@ class Card(TorchDispatchMode):
     # --------------------------------------------------------------------------------------- memory
 
     def _hold(self, out: Any) -> None:
+        """Count the memory of tensors on the card, until their storages are freed."""
         for tensor in tree_leaves(out):
             if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda":
                 storage = tensor.untyped_storage()
@@ -174,15 +183,18 @@ class Card(TorchDispatchMode):
         self._reach(self.live)
 
     def _reach(self, size: int) -> None:
+        """Note the bytes in use, for the peaks."""
         self.highest = max(self.highest, size)
         self.peaks[self.phase] = max(self.peaks[self.phase], size)
 
     def _free(self, key: int) -> None:
+        """Count the memory of a storage as free."""
         self.live -= self._storages.pop(key, 0)
 
     # ----------------------------------------------------------------------------------- operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation of torch on fakes, and count what a card would do for it."""
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **kwargs)
@@ -203,8 +215,8 @@ class Card(TorchDispatchMode):
             and device is not None
             and torch.device(device).type == "cpu"
         ):
-            found = self._known_or_made_up("to the host", args[0])
-            return found.to(kwargs.get("dtype") or found.dtype, copy=True)
+            host_values = self._known_or_made_up("to the host", args[0])
+            return host_values.to(kwargs.get("dtype") or host_values.dtype, copy=True)
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
             return func(args[0], self._known_or_made_up("to the host", args[1]))
         self._count_waits(func, args=args, kwargs=kwargs, tensors=tensors, to_card=to_card)
@@ -214,7 +226,8 @@ class Card(TorchDispatchMode):
                 return self.composed[func](*args, **kwargs)
         if func is aten.equal.default:
             values = [self.value(tensor) for tensor in args]
-            return func(*values) if all(one is not None for one in values) else True
+            are_known = all(value is not None for value in values)
+            return func(*values) if are_known else True
         by_mask = func in _INDEXED and any(_is_mask(index) for index in args[1])
         if func in _SHAPED or (by_mask and func in (aten.index.Tensor, aten._unsafe_index.Tensor)):
             return self._of_unknown_shape(func, args=args, kwargs=kwargs, tensors=tensors)
@@ -223,6 +236,7 @@ class Card(TorchDispatchMode):
     def _count_waits(
         self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], to_card: bool
     ) -> None:
+        """Count for which operations the host has to wait for the card."""
         from_host = any(not isinstance(tensor, FakeTensor) for tensor in tensors)
         copied = func is aten._to_copy.default and to_card and not kwargs.get("non_blocking")
         written = func is aten.copy_.default and not (len(args) > 2 and args[2])
@@ -244,6 +258,7 @@ class Card(TorchDispatchMode):
     def _on_card(
         self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], to_card: bool
     ) -> Any:
+        """Run an operation on fakes, and count its launches, FLOPs and memory."""
         values = [self.value(tensor) for tensor in tensors]
         fakes = tree_map_only(Tensor, self._as_fake, (args, kwargs))
         if to_card:
@@ -272,23 +287,26 @@ class Card(TorchDispatchMode):
         return tensor if isinstance(tensor, FakeTensor) else self.fake.from_tensor(tensor.detach())
 
     def _compute_values(self, func: Any, args: Any, kwargs: Any, results: list[Any]) -> None:
+        """Compute the values of results from values that are known, on the CPU."""
         real_args, real_kwargs = tree_map_only(FakeTensor, self.value, (args, kwargs))
         real_kwargs = {name: value for name, value in real_kwargs.items() if name != "pin_memory"}
         if "device" in real_kwargs:
             real_kwargs["device"] = torch.device("cpu")
         try:
-            made = func(*real_args, **real_kwargs)
+            real_results = func(*real_args, **real_kwargs)
         except (RuntimeError, NotImplementedError):  # the CPU lacks the operation in this dtype
             for fake in results:
                 self.forget(fake)
             return
         for fake, real in zip(
-            results, (leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)), strict=False
+            results,
+            (leaf for leaf in tree_leaves(real_results) if isinstance(leaf, Tensor)),
+            strict=False,
         ):
             fake._value = real
 
     def _of_unknown_shape(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """An operation whose result's shape depends on values.
+        """Run an operation whose result's shape depends on values.
 
         A mask that nobody knows is true everywhere.
         """
@@ -322,6 +340,7 @@ class Card(TorchDispatchMode):
         return out
 
     def _count_flops(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Count the FLOPs of an operation, and the kernel of attention."""
         if "dtype" in func._overloadname:  # `out_dtype`, which torch's formulas do not know
             args = args[: 3 if "addmm" in str(func) else 2]
             kwargs = {}
@@ -355,7 +374,7 @@ class Card(TorchDispatchMode):
         return (5 if back else 2) * 2 * query.size(1) * query.size(2) * pairs
 
     def _known(self, tensor: Tensor) -> Tensor:
-        """What the tensor holds, which the host has to know."""
+        """Return what the tensor holds, which the host has to know."""
         value = self.value(tensor)
         assert value is not None
         return value
@@ -389,10 +408,12 @@ class Card(TorchDispatchMode):
 
 
 def _is_mask(index: Any) -> bool:
+    """Return whether an index is a mask, which is as long as what it indexes."""
     return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
-def _place(what: str) -> Place:
+def _place(event: str) -> Place:
+    """Return the place of an event from the lines that led to it."""
     frame: Any = sys._getframe(1)
     line = ours = ""
     while frame is not None and not ours:
@@ -403,4 +424,4 @@ def _place(what: str) -> Place:
             if name.startswith((f"{_ROOT}/adora_vl/", f"{_ROOT}/benchmarks/")):
                 ours = short
         frame = frame.f_back
-    return Place(what, line or "?", ours)
+    return Place(event, line or "?", ours)

@@ -176,13 +176,13 @@ def answer_as_a_card(on_wait: Callable[[str], None], used: Callable[[], tuple[in
     for name in silent.split():
         setattr(cuda, name, nothing)
     cuda.mem_get_info = lambda *args: (MEMORY - used()[0], MEMORY)
-    for name, place in {
+    for name, index in {
         "memory_allocated": 0,
         "memory_reserved": 0,
         "max_memory_allocated": 1,
         "max_memory_reserved": 1,
     }.items():
-        setattr(cuda, name, lambda *args, _place=place: used()[_place])
+        setattr(cuda, name, lambda *args, _index=index: used()[_index])
     cuda.memory_stats = lambda *args: {}  # there is no cache
     cuda.synchronize = lambda *args: on_wait("torch.cuda.synchronize")
     inner = {
@@ -223,12 +223,12 @@ def _mend_what_fakes_lack() -> None:
     swap = torch.utils.swap_tensors
 
     def swapped(
-        one: Any, other: Any
+        tensor: Any, replacement: Any
     ) -> None:  # `Module.to`: fakes have weak references, which a swap refuses
-        if not isinstance(one, FakeTensor):
-            swap(one, other)
-        elif (one.dtype, one.device) != (other.dtype, other.device):
-            one.data = other.detach()
+        if not isinstance(tensor, FakeTensor):
+            swap(tensor, replacement)
+        elif (tensor.dtype, tensor.device) != (replacement.dtype, replacement.device):
+            tensor.data = replacement.detach()
 
     def bias(
         cls: Any, *args: Any, **kwargs: Any

@@ -64,7 +64,7 @@ def chosen(card: Card) -> Iterator[None]:
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
         if isinstance(data, (list, tuple)):  # C++ would look at the values below all modes
-            data = tree_map_only(FakeTensor, lambda one: one.item(), data)
+            data = tree_map_only(FakeTensor, lambda element: element.item(), data)
         return make(data, *args, **kwargs)
 
     holders = [
@@ -175,9 +175,9 @@ def quantise(model: Any, config: BitsAndBytesConfig) -> None:
         if isinstance(layer, bitsandbytes.nn.Linear4bit):
             nested = config.bnb_4bit_use_double_quant
             kind = config.bnb_4bit_quant_type
-            whole = torch.empty(layer.weight.shape, dtype=torch.bfloat16, device=CARD)
+            full_weight = torch.empty(layer.weight.shape, dtype=torch.bfloat16, device=CARD)
             packed, state = bitsandbytes.functional.quantize_4bit(
-                whole, compress_statistics=nested, quant_type=kind
+                full_weight, compress_statistics=nested, quant_type=kind
             )
             weight: Any = nn.Parameter(packed, requires_grad=False)
             weight.quant_state = layer.quant_state = state
@@ -187,7 +187,7 @@ def quantise(model: Any, config: BitsAndBytesConfig) -> None:
             layer.weight = weight
             if layer.bias is not None:
                 layer.bias = nn.Parameter(
-                    torch.empty_like(layer.bias, dtype=whole.dtype, device=CARD), False
+                    torch.empty_like(layer.bias, dtype=full_weight.dtype, device=CARD), False
                 )
     model.is_loaded_in_4bit = True
 

@@ -35,8 +35,8 @@ from adora_vl.models.families import freeze
 from adora_vl.models.four_bit import WHOLE, bytes_of
 from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import SHAPES, describe
-from adora_vl.planning.dry_run import make_setup
 from adora_vl.planning.memory import CONTEXT, Prediction, Setup, predict
+from adora_vl.planning.plan import make_setup
 from adora_vl.preflight import check_model, facts
 from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult
 from adora_vl.synthetic.generate import generate
@@ -88,10 +88,10 @@ def with_updates(card_run: CardRun) -> CardRun:
 
 
 @dataclass
-class Ran:
-    """What happened."""
+class CardRunResult:
+    """The figures of a run on the pretended card."""
 
-    asked: CardRun
+    card_run: CardRun
     card: Card
     parameters: int = 0
     trained: int = 0
@@ -122,22 +122,26 @@ class Ran:
 
     @property
     def generations(self) -> float:
-        return self.asked.updates / self.asked.updates_per_generation
+        return self.card_run.updates / self.card_run.updates_per_generation
 
     @property
     def first_and_later(self) -> list[tuple[int, int]]:
         """Measured and predicted bytes of an optimizer step's first micro-batch, and of later ones,
         where the optimizer has its moments.
         """
-        micro_batches_per_step = self.micro_batches // self.asked.updates
-        at = [
-            (number % micro_batches_per_step, peak)
-            for number, peak in enumerate(self.peaks)
-            if number >= micro_batches_per_step
-        ]
-        peaks_and_predictions = [([peak for place, peak in at if not place], self.predicted_first)]
-        peaks_and_predictions.append(([peak for place, peak in at if place], self.predicted))
-        return [(max(peaks), _pretended(said)) for peaks, said in peaks_and_predictions if peaks]
+        micro_batches_per_step = self.micro_batches // self.card_run.updates
+        first_peaks: list[int] = []
+        later_peaks: list[int] = []
+        # In the first step the optimizer has no moments yet.
+        for number, peak in enumerate(self.peaks[micro_batches_per_step:]):
+            is_first = number % micro_batches_per_step == 0
+            (first_peaks if is_first else later_peaks).append(peak)
+        measured_and_predicted = []
+        if first_peaks:
+            measured_and_predicted.append((max(first_peaks), _pretended(self.predicted_first)))
+        if later_peaks:
+            measured_and_predicted.append((max(later_peaks), _pretended(self.predicted)))
+        return measured_and_predicted
 
 
 def _pretended(predicted: Prediction | None) -> int:
@@ -228,13 +232,13 @@ def reward_of(group_size: int, without_signal: float) -> Callable[..., list[floa
     return reward
 
 
-def run(card_run: CardRun, folder: Path) -> Ran:
+def run(card_run: CardRun, folder: Path) -> CardRunResult:
     """Train on the card. What raises is in the result; nothing is written but into `folder`."""
     card_run = with_updates(card_run)
     card = Card()
     card.composed[bits.gemm_4bit.default] = gemm_4bit
     answer_as_a_card(card.synchronize, card.used)
-    ran = Ran(card_run, card)
+    result = CardRunResult(card_run, card)
     began = time.perf_counter()
     with ExitStack() as inside:
         inside.enter_context(_patched(card))
@@ -243,22 +247,24 @@ def run(card_run: CardRun, folder: Path) -> Ran:
         try:
             with card.during("load"):
                 trainer, config, model = _trainer(card_run, folder)
-            _name_phases(card, trainer, ran)
+            _name_phases(card, trainer, result)
             with card.during("start"):
                 trainer.train()
-            ran.prompt = trainer.vllm_generation.longest_prompt
-            setup = _setup(card_run, config=config, model=model, folder=folder, prompt=ran.prompt)
+            result.prompt = trainer.vllm_generation.longest_prompt
+            setup = _setup(
+                card_run, config=config, model=model, folder=folder, prompt=result.prompt
+            )
             room = torch.cuda.get_device_properties(CARD).total_memory - CONTEXT
-            ran.parameters = setup.shape.total  # of 4 bits a tensor has two in one number
-            ran.predicted = predict(setup, room)
-            ran.predicted_first = predict(replace(setup, micro_batches=1), room)
+            result.parameters = setup.shape.total  # of 4 bits a tensor has two in one number
+            result.predicted = predict(setup, room)
+            result.predicted_first = predict(replace(setup, micro_batches=1), room)
         except Exception as error:  # whatever it is, it is the result
             lines = traceback.format_exc().strip().splitlines()
-            ran.fault = "\n".join(
+            result.fault = "\n".join(
                 [f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", *lines[-8:-1]]
             )
-    ran.seconds = time.perf_counter() - began
-    return ran
+    result.seconds = time.perf_counter() - began
+    return result
 
 
 def make_model_folder(folder: Path, published: str, layers: int | None, blocks: int | None) -> None:
@@ -314,9 +320,10 @@ def make_model_folder(folder: Path, published: str, layers: int | None, blocks: 
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-def _problems(number: int, asked: CardRun, *, images: bool, side: int) -> Dataset:
-    wide = max(1, round(asked.image_tokens**0.5))
-    size = (wide * side, max(1, round(asked.image_tokens / wide)) * side)
+def _problems(number: int, card_run: CardRun, *, images: bool, side: int) -> Dataset:
+    """Return drawn problems with images and texts of the sizes of a run."""
+    wide = max(1, round(card_run.image_tokens**0.5))
+    size = (wide * side, max(1, round(card_run.image_tokens / wide)) * side)
     rows = list(generate(number, seed=5))
     for row in rows:
         row["images"] = (
@@ -324,42 +331,43 @@ def _problems(number: int, asked: CardRun, *, images: bool, side: int) -> Datase
             if images
             else []
         )
-        row["problem"] += " ab" * max(0, asked.text_tokens - 60)
+        row["problem"] += " ab" * max(0, card_run.text_tokens - 60)
     data = Dataset.from_list(rows, features=schema())
     data = data.add_column("prompt", [conversation(row["problem"]) for row in rows])
     return data if images else data.remove_columns("images")
 
 
-def _trainer(asked: CardRun, folder: Path) -> tuple[Any, Any, Any]:
-    keys = yaml.safe_load(Path(asked.config).read_text(encoding="utf-8"))
+def _trainer(card_run: CardRun, folder: Path) -> tuple[Any, Any, Any]:
+    """Build the trainer of a run, and return it with its two configs."""
+    keys = yaml.safe_load(Path(card_run.config).read_text(encoding="utf-8"))
     make_model_folder(
         folder / "model",
         published=keys["model_name_or_path"].split("/")[-1],
-        layers=asked.layers,
-        blocks=asked.blocks,
+        layers=card_run.layers,
+        blocks=card_run.blocks,
     )
-    size = len(asked.lengths) or keys["num_generations"]
+    size = len(card_run.lengths) or keys["num_generations"]
     rows = keys["per_device_train_batch_size"] * size // keys["num_generations"]
-    per_update = max(1, asked.groups * size // rows)
+    per_update = max(1, card_run.groups * size // rows)
     words = {
         "model_name_or_path": folder / "model",
         "output_dir": folder / "run",
         "save_strategy": "steps",
-        "save_steps": asked.updates,
+        "save_steps": card_run.updates,
         "report_to": "none",
         "logging_steps": 1,
-        "max_steps": asked.updates,
+        "max_steps": card_run.updates,
         "num_generations": size,
         "per_device_train_batch_size": rows,
         "gradient_accumulation_steps": per_update,
-        "steps_per_generation": per_update * asked.updates_per_generation,
+        "steps_per_generation": per_update * card_run.updates_per_generation,
         "adora_self_check": "false",
-        "max_completion_length": max(asked.lengths, default=keys["max_completion_length"]),
+        "max_completion_length": max(card_run.lengths, default=keys["max_completion_length"]),
         "vllm_max_model_length": "null",
         "reward_weights": "null",
     }
     spelled = [word for key, value in words.items() for word in (f"--{key}", str(value))]
-    _, config, model = parse(["--config", asked.config, *spelled, *asked.words])
+    _, config, model = parse(["--config", card_run.config, *spelled, *card_run.words])
     config.model_init_kwargs = {
         "dtype": model.dtype,
         "attn_implementation": model.attn_implementation,
@@ -367,23 +375,23 @@ def _trainer(asked: CardRun, folder: Path) -> tuple[Any, Any, Any]:
     if model.load_in_4bit:
         config.model_init_kwargs["quantization_config"] = get_quantization_config(model)
     config.adora_max_drift = None  # the answers are no engine's
-    RecordedAnswers.lengths = asked.lengths or [config.max_completion_length]
+    RecordedAnswers.lengths = card_run.lengths or [config.max_completion_length]
     shape = AutoConfig.from_pretrained(folder / "model")
     vision = getattr(shape, "vision_config", None)
     side = vision.patch_size * vision.spatial_merge_size if vision is not None else 28
     data = _problems(
-        max(8, asked.groups) * (asked.updates + 1),
-        asked=asked,
+        max(8, card_run.groups) * (card_run.updates + 1),
+        card_run=card_run,
         images=vision is not None,
         side=side,
     )
     both = {
         "model": str(folder / "model"),
-        "reward_funcs": [reward_of(size, asked.without_signal)],
+        "reward_funcs": [reward_of(size, card_run.without_signal)],
         "train_dataset": data,
         "peft_config": get_peft_config(model),
     }
-    if asked.way == "ours":
+    if card_run.way == "ours":
         return AdoraGRPOTrainer(args=config, **both), config, model
     fields = {field.name for field in dataclasses.fields(GRPOConfig) if field.init}
     values = {name: value for name, value in vars(config).items() if name in fields}
@@ -400,7 +408,8 @@ def _trainer(asked: CardRun, folder: Path) -> tuple[Any, Any, Any]:
     return stock, config, model
 
 
-def _setup(asked: CardRun, config: Any, model: Any, folder: Path, prompt: int) -> Setup:
+def _setup(card_run: CardRun, config: Any, model: Any, folder: Path, prompt: int) -> Setup:
+    """Return what the dry run predicts memory from."""
     peft = get_peft_config(model)
     shape = describe(
         AutoConfig.from_pretrained(folder / "model"),
@@ -409,7 +418,7 @@ def _setup(asked: CardRun, config: Any, model: Any, folder: Path, prompt: int) -
         peft_config=peft,
         four_bit_bytes=bytes_of(model.use_bnb_nested_quant) if model.load_in_4bit else 0.0,
     )
-    image = asked.image_tokens if shape.vision else 0
+    image = card_run.image_tokens if shape.vision else 0
     return make_setup(
         config,
         model=model,
@@ -419,7 +428,9 @@ def _setup(asked: CardRun, config: Any, model: Any, folder: Path, prompt: int) -
     )
 
 
-def _name_phases(card: Card, trainer: Any, ran: Ran) -> None:
+def _name_phases(card: Card, trainer: Any, result: CardRunResult) -> None:
+    """Wrap the methods of a trainer, so that the card knows which phase it is in."""
+
     def around(
         holder: Any,
         method: str,
@@ -444,7 +455,7 @@ def _name_phases(card: Card, trainer: Any, ran: Ran) -> None:
         card.highest = card.live
 
     def counted() -> None:
-        ran.peaks.append(card.highest)
+        result.peaks.append(card.highest)
 
     create = trainer.create_optimizer
 
@@ -459,9 +470,9 @@ def _name_phases(card: Card, trainer: Any, ran: Ran) -> None:
     around(trainer.accelerator, method="backward", phase="backward", after=counted)
     around(trainer.accelerator, "clip_grad_norm_", "clip")
     around(trainer, "_save_checkpoint", "checkpoint")
-    if ran.asked.way == "ours":
-        around(trainer.policy_pass.packed, "_check", "check")  # once in a run
-    ran.trained = sum(
+    if result.card_run.way == "ours":
+        around(trainer.policy_pass.packed_forward, "_check", "check")  # once in a run
+    result.trained = sum(
         parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad
     )
 

@@ -42,7 +42,7 @@ TERA = 1e12
 
 
 def runs(table: str | None, configs: Sequence[str], like: CardRun) -> Iterator[list[CardRun]]:
-    """The runs of each row. `like`: what they have in common."""
+    """Yield the runs of each row. `like`: what they have in common."""
     if table != "flops":
         layers = LAYERS if table else (like.layers,)
         yield from (
@@ -61,13 +61,13 @@ def runs(table: str | None, configs: Sequence[str], like: CardRun) -> Iterator[l
 
 
 def line_of(table: str, row: Sequence[Figures]) -> str:
-    """A row of the table, from the figures of its runs."""
+    """Return a row of the table, from the figures of its runs."""
     cells = flops_cells(flops_of(row)) if table == "flops" else _memory_cells(*row)
     return f"| {' | '.join(cells)} |"
 
 
 def _memory_cells(ran: Figures) -> list[str]:
-    """The memory of a run, beside its prediction."""
+    """Return the memory of a run, beside its prediction."""
     cells = [
         Path(ran["config"]).stem,
         str(ran["layers"] or "all"),
@@ -98,7 +98,7 @@ def flops_of(row: Sequence[Figures]) -> dict[str, Any]:
 
 
 def flops_cells(figures: Figures) -> list[str]:
-    """The cells of a row of the table of FLOPs, a group."""
+    """Return the cells of a row of the table of FLOPs, a group."""
     prompt = figures["prompt"]
     lengths = figures["lengths"]
     lengths_text = f"{min(lengths):,} to {max(lengths):,}, median {median(lengths):.0f}"
@@ -117,7 +117,7 @@ def flops_cells(figures: Figures) -> list[str]:
 
 
 def layers_of(config: str) -> int:
-    """The layers of the language model that a recipe trains."""
+    """Return the layers of the language model that a recipe trains."""
     keys = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
     published = SHAPES / keys["model_name_or_path"].split("/")[-1] / "config.json"
     shape = json.loads(published.read_text(encoding="utf-8"))
@@ -125,7 +125,7 @@ def layers_of(config: str) -> int:
 
 
 def _with_all(shallow: float, deep: float, layers: int) -> float:
-    """A figure of all layers, from those of two depths."""
+    """Return a figure of all layers, from those of two depths."""
     return shallow + (deep - shallow) / (DEEP - SHALLOW) * (layers - SHALLOW)
 
 
@@ -162,5 +162,5 @@ HEADS = {
 
 
 def head_of(table: str) -> list[str]:
-    """The first two lines."""
+    """Return the first two lines."""
     return [f"| {' | '.join(HEADS[table])} |", f"|{'---|' * len(HEADS[table])}"]

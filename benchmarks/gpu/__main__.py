@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from adora_vl.utils.versions import installed
-from benchmarks.gpu.checks import CHECKS, GPUCheck, remove_half_built, run
-from benchmarks.gpu.table import Line, as_json, counts, exit_code, table
+from benchmarks.gpu.checks import CHECKS, GPUCheck, remove_half_built_extensions, run
+from benchmarks.gpu.table import CheckLine, as_json, counts, exit_code, table
 
 _PACKAGES = (
     "torch",
@@ -48,21 +48,23 @@ def main(arguments: Sequence[str] | None = None, checks: Sequence[GPUCheck] = CH
     options = parser.parse_args(arguments)
     if options.json is not None and not options.json.parent.is_dir():
         parser.error(f"--json: the folder of {str(options.json)!r} is not there; make it first")
-    chosen = [check for check in checks if options.only is None or check.name in options.only]
+    chosen_checks = [
+        check for check in checks if options.only is None or check.name in options.only
+    ]
     if not options.minutes > 0:
         parser.error(f"--minutes: {options.minutes:g} is no time; give a number above 0")
-    print(limits(chosen, options.minutes), end="", file=sys.stderr, flush=True)
-    lines: list[Line] = []
+    print(limits(chosen_checks, options.minutes), end="", file=sys.stderr, flush=True)
+    lines: list[CheckLine] = []
     end = time.perf_counter() + 60 * options.minutes
     with tempfile.TemporaryDirectory(prefix="adora_vl_gpu_built_") as built:
-        for number, check in enumerate(chosen, start=1):
+        for number, check in enumerate(chosen_checks, start=1):
             start = time.perf_counter()
-            found = run(check, options.size, Path(built), end - start)
-            remove_half_built(Path(built))
-            lines += found
+            check_lines = run(check, options.size, Path(built), end - start)
+            remove_half_built_extensions(Path(built))
+            lines += check_lines
             spent = time.perf_counter() - start
             print(
-                f"[{number}/{len(chosen)}] {check.name}: {counts(found)}, {spent:.0f} s",
+                f"[{number}/{len(chosen_checks)}] {check.name}: {counts(check_lines)}, {spent:.0f} s",
                 file=sys.stderr,
                 flush=True,
             )
@@ -71,7 +73,7 @@ def main(arguments: Sequence[str] | None = None, checks: Sequence[GPUCheck] = CH
         not_run(
             gpu,
             options.size,
-            [name for name in names if name not in {check.name for check in chosen}],
+            [name for name in names if name not in {check.name for check in chosen_checks}],
         ),
         end="",
     )
@@ -82,26 +84,26 @@ def main(arguments: Sequence[str] | None = None, checks: Sequence[GPUCheck] = CH
 
 
 def limits(chosen: Sequence[GPUCheck], minutes: float) -> str:
-    """What the limits of the chosen checks add up to, where that is more than the time for all."""
+    """Return a warning where the limits of the checks are more than the time for all."""
     seconds = sum(check.limit for check in chosen)
     if seconds <= 60 * minutes:
         return ""
-    room = 60 * minutes
-    sure: list[str] = []
+    remaining_seconds = 60 * minutes
+    certain_names: list[str] = []
     for check in chosen:
-        room -= check.limit
-        if room < 0:
+        remaining_seconds -= check.limit
+        if remaining_seconds < 0:
             break
-        sure.append(check.name)
-    named = ", ".join(sure) if sure else "none"
+        certain_names.append(check.name)
+    done_in_time = ", ".join(certain_names) if certain_names else "none"
     return (
         f"The limits add up to {seconds / 60:.0f} min, and --minutes is {minutes:g}: surely done "
-        f"are {named}; name fewer with --only for the others\n"
+        f"are {done_in_time}; name fewer with --only for the others\n"
     )
 
 
 def machine() -> str:
-    """Device and versions."""
+    """Return the device and the versions of the packages, in words."""
     device = (
         torch.cuda.get_device_name(0)
         if torch.cuda.is_available()
@@ -113,7 +115,7 @@ def machine() -> str:
 
 
 def not_run(gpu: bool, size: str, left_out: list[str]) -> str:
-    """What this table does not say; empty where it says all."""
+    """Return what this table does not say; empty where it says all."""
     notes = []
     if not gpu:
         notes.append(

@@ -13,25 +13,26 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.gpu.setting import ON_A_GPU_ONLY, Setting
-from benchmarks.gpu.table import Line, at_most, skipped
+from benchmarks.gpu.setting import JUDGED_ON_GPU_ONLY, Setting
+from benchmarks.gpu.table import CheckLine, at_most_line, skipped_line
 from benchmarks.measure import seconds_of
 
 _CALLS = 12
 
 
-def run(setting: Setting) -> Iterator[Line]:
+def run(setting: Setting) -> Iterator[CheckLine]:
+    """Time attention with a new length in every call, as training has it, and with one length."""
     length, heads = (4096, 28) if setting.full else (96, 4)
     same = _seconds(setting, length, heads, step=0)
     fresh = _seconds(setting, length, heads, step=8)
     figure = f"{1e3 * fresh:.3g} ms, and {1e3 * same:.3g} ms for one length again and again"
     if not setting.on_gpu:
-        yield skipped("a new length in every call", ON_A_GPU_ONLY, figure)
+        yield skipped_line("a new length in every call", JUDGED_ON_GPU_ONLY, figure)
         return
     # the fresh ones are longer too, and attention grows with the square
     longer = 1 + 8 * _CALLS / length
     bound = 1.25 * longer**2
-    yield at_most(
+    yield at_most_line(
         "a new length in every call, of one length's time",
         value=fresh / same,
         bound=bound,
@@ -44,11 +45,11 @@ def run(setting: Setting) -> Iterator[Line]:
     finally:
         torch.backends.cuda.enable_cudnn_sdp(False)
     reason = "for comparison: torch's own choice, which our runs switch off"
-    yield skipped("the same with cuDNN allowed", reason, f"{1e3 * planned:.3g} ms")
+    yield skipped_line("the same with cuDNN allowed", reason, f"{1e3 * planned:.3g} ms")
 
 
 def _seconds(setting: Setting, length: int, heads: int, step: int) -> float:
-    """The median of some calls, of `length` and `step` more tokens each time.
+    """Return the median of some calls, of `length` and `step` more tokens each time.
 
     The first one is not counted.
     """
@@ -58,6 +59,7 @@ def _seconds(setting: Setting, length: int, heads: int, step: int) -> float:
 
 
 def _inputs(setting: Setting, length: int, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return random queries, keys and values of one length."""
     query = torch.randn(
         1, heads, length, 128, dtype=torch.bfloat16, device=setting.device, requires_grad=True
     )

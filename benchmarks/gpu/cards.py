@@ -9,23 +9,24 @@ from torch.multiprocessing.spawn import spawn
 
 from adora_vl.utils.files import GIB
 from adora_vl.utils.launch import free_port
-from benchmarks.gpu.setting import ON_A_GPU_ONLY, Setting
-from benchmarks.gpu.table import Line, at_least, holds, skipped
+from benchmarks.gpu.setting import JUDGED_ON_GPU_ONLY, Setting
+from benchmarks.gpu.table import CheckLine, at_least_line, skipped_line, verdict_line
 from benchmarks.measure import seconds_of
 
 CARDS = 2
 _HANG = timedelta(seconds=60)
 
 
-def run(setting: Setting) -> Iterator[Line]:
+def run(setting: Setting) -> Iterator[CheckLine]:
+    """Let two processes on two cards sum and hand over tensors."""
     card_count = torch.cuda.device_count() if setting.on_gpu else CARDS
     if card_count < CARDS:
-        yield skipped("two cards with NCCL", f"NCCL needs {CARDS} cards, here is {card_count}")
+        yield skipped_line("two cards with NCCL", f"NCCL needs {CARDS} cards, here is {card_count}")
         return
     results = multiprocessing.get_context("spawn").SimpleQueue()
     spawn(_member, (free_port(), setting, results), nprocs=CARDS, join=True)
     backend, right, rate = results.get()
-    yield holds(
+    yield verdict_line(
         f"{backend}: sums and a tensor handed over",
         "right" if right else "wrong",
         "right",
@@ -34,7 +35,7 @@ def run(setting: Setting) -> Iterator[Line]:
     )
     title = f"{backend}: GiB per second of an all-reduce"
     if setting.on_gpu:
-        yield at_least(
+        yield at_least_line(
             title,
             value=rate,
             bound=1.0,
@@ -42,10 +43,14 @@ def run(setting: Setting) -> Iterator[Line]:
             source="ours: slower than any bus says that NCCL fell back to sockets",
         )
     else:
-        yield skipped(title, ON_A_GPU_ONLY, f"{rate:.2g}")
+        yield skipped_line(title, JUDGED_ON_GPU_ONLY, f"{rate:.2g}")
 
 
 def _member(rank: int, port: int, setting: Setting, results: multiprocessing.SimpleQueue) -> None:
+    """Sum and hand over tensors as one of the processes.
+
+    The first rank puts the backend, whether all was right, and the rate into `results`.
+    """
     device = torch.device("cuda", rank) if setting.on_gpu else setting.device
     backend = "nccl" if setting.on_gpu else "gloo"
     if setting.on_gpu:
@@ -72,5 +77,5 @@ def _member(rank: int, port: int, setting: Setting, results: multiprocessing.Sim
 
 
 def added(numbers: torch.Tensor, summed: torch.Tensor) -> bool:
-    """Whether `summed` is the sum over the ranks of the numbers and the rank."""
+    """Return whether `summed` is the sum over the ranks of the numbers and the rank."""
     return torch.equal(summed, CARDS * numbers + sum(range(CARDS)))

@@ -1,5 +1,6 @@
-"""The checks in their order, each in a process of its own: what breaks there, hangs or runs out of
-memory is one line of the table.
+"""Runs the checks in their order, each in a process of its own.
+
+What breaks there, hangs or runs out of memory is one line of the table.
 
 The child is `python -m benchmarks.gpu.checks MODULE:FUNCTION SIZE CARDS FILE`. It writes each line
 as soon as it is known, so a check that is stopped keeps what it had found. Modules are imported
@@ -24,7 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.gpu.table import CheckResult, Line, failed, one_line, skipped
+from benchmarks.gpu.table import CheckLine, CheckResult, failed_line, one_line, skipped_line
 
 if TYPE_CHECKING:
     from benchmarks.gpu.setting import Setting
@@ -34,25 +35,26 @@ REPOSITORY = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class GPUCheck:
-    """`place`: module and function, a generator of lines.
+    """One check, and what it needs to run.
 
-    `needs`: packages without which it is skipped. `cards`: how many it is for; of several cards, a
-    check for one sees the first alone, as a run of one process does.
+    Of several cards, a check for one sees the first alone, as a run of one process does.
     """
 
     name: str
-    place: str
+    entry_point: str  # `MODULE:FUNCTION`, a generator of lines
     limit: int  # seconds
-    needs: tuple[str, ...] = ()
-    cards: int = 1
+    needs: tuple[str, ...] = ()  # packages without which it is skipped
+    cards: int = 1  # how many it is for
 
     @property
     def missing(self) -> list[str]:
+        """The packages that it needs and that are not installed."""
         return [package for package in self.needs if find_spec(package) is None]
 
-    def load(self) -> Callable[[Setting], Iterator[Line]]:
-        module, _, function = self.place.partition(":")
-        run: Callable[[Setting], Iterator[Line]] = getattr(
+    def load(self) -> Callable[[Setting], Iterator[CheckLine]]:
+        """Import the module of the check, and return its function."""
+        module, _, function = self.entry_point.partition(":")
+        run: Callable[[Setting], Iterator[CheckLine]] = getattr(
             importlib.import_module(module), function
         )
         return run
@@ -66,116 +68,139 @@ CHECKS = (
     GPUCheck("attention", "benchmarks.gpu.attention:run", 90),
     GPUCheck("one_call", "benchmarks.gpu.one_call:run", 60),
     GPUCheck(
-        name="lm_head", place="benchmarks.gpu.lm_head:run", limit=90, needs=("trl", "datasets")
+        name="lm_head",
+        entry_point="benchmarks.gpu.lm_head:run",
+        limit=90,
+        needs=("trl", "datasets"),
     ),
     GPUCheck(
         name="drift",
-        place="benchmarks.gpu.engine:drift",
+        entry_point="benchmarks.gpu.engine:drift",
         limit=420,
         needs=("vllm", "trl", "datasets"),
     ),
     GPUCheck("vision", "benchmarks.gpu.vision:run", 120),
     GPUCheck(
         name="prompts",
-        place="benchmarks.gpu.prompts:run",
+        entry_point="benchmarks.gpu.prompts:run",
         limit=180,
         needs=("trl", "accelerate", "datasets"),
     ),
-    GPUCheck(name="lora_sync", place="benchmarks.gpu.streaming:run", limit=90, needs=("peft",)),
+    GPUCheck(
+        name="lora_sync", entry_point="benchmarks.gpu.streaming:run", limit=90, needs=("peft",)
+    ),
     GPUCheck(
         name="recipe",
-        place="benchmarks.gpu.engine:recipe",
+        entry_point="benchmarks.gpu.engine:recipe",
         limit=300,
         needs=("vllm", "trl", "datasets", "peft"),
     ),
     GPUCheck(
         name="step",
-        place="benchmarks.gpu.step:run",
+        entry_point="benchmarks.gpu.step:run",
         limit=480,
         needs=("vllm", "trl", "datasets", "peft"),
     ),
     GPUCheck(
         name="tools",
-        place="benchmarks.gpu.paths:tools",
+        entry_point="benchmarks.gpu.paths:tools",
         limit=300,
         needs=("vllm", "trl", "datasets"),
     ),
     GPUCheck(
         name="four_bit",
-        place="benchmarks.gpu.paths:four_bit",
+        entry_point="benchmarks.gpu.paths:four_bit",
         limit=300,
         needs=("vllm", "trl", "datasets", "peft", "bitsandbytes"),
     ),
     GPUCheck(
         name="recipe_v1",
-        place="benchmarks.gpu.engine:recipe_v1",
+        entry_point="benchmarks.gpu.engine:recipe_v1",
         limit=300,
         needs=("vllm", "trl", "datasets", "peft"),
     ),
     GPUCheck(
         name="trainer",
-        place="benchmarks.gpu.trainer:run",
+        entry_point="benchmarks.gpu.trainer:run",
         limit=420,
         needs=("trl", "peft", "datasets"),
     ),
-    GPUCheck(name="zero3", place="benchmarks.gpu.precision:zero3", limit=300, needs=("deepspeed",)),
+    GPUCheck(
+        name="zero3", entry_point="benchmarks.gpu.precision:zero3", limit=300, needs=("deepspeed",)
+    ),
     GPUCheck(
         name="engine",
-        place="benchmarks.gpu.engine:run",
+        entry_point="benchmarks.gpu.engine:run",
         limit=600,
         needs=("vllm", "trl", "datasets"),
     ),
-    GPUCheck(name="cards", place="benchmarks.gpu.cards:run", limit=120, cards=2),
+    GPUCheck(name="cards", entry_point="benchmarks.gpu.cards:run", limit=120, cards=2),
     GPUCheck(
         name="server",
-        place="benchmarks.gpu.server:run",
+        entry_point="benchmarks.gpu.server:run",
         limit=600,
         needs=("vllm", "trl", "datasets", "peft"),
         cards=2,
     ),
-    GPUCheck(name="offload", place="benchmarks.gpu.offload:run", limit=300, needs=("deepspeed",)),
     GPUCheck(
-        name="deepspeed", place="benchmarks.gpu.offload:builds", limit=300, needs=("deepspeed",)
+        name="offload", entry_point="benchmarks.gpu.offload:run", limit=300, needs=("deepspeed",)
+    ),
+    GPUCheck(
+        name="deepspeed",
+        entry_point="benchmarks.gpu.offload:builds",
+        limit=300,
+        needs=("deepspeed",),
     ),
 )
-LEAST = 10  # seconds; with fewer left a check would hardly import what it needs
+LEAST_SECONDS = 10  # with fewer left a check would hardly import what it needs
 
 
-def run(check: GPUCheck, size: str, built: Path, left: float = math.inf) -> list[Line]:
-    """The lines of a check, run in a process of its own; at least one.
+def run(
+    check: GPUCheck, size: str, extensions_folder: Path, seconds_left: float = math.inf
+) -> list[CheckLine]:
+    """Run a check in a process of its own, and return its lines, at least one.
 
-    `built`: where DeepSpeed's operators are, or come to be, so that one check compiles them for
-    all. `left`: seconds left for all checks.
+    `extensions_folder` is where DeepSpeed's operators are, or come to be, so that one check
+    compiles them for all. `seconds_left` is the time for all checks that are left.
     """
     if check.missing:
-        lines = [skipped("all of it", f"{' and '.join(check.missing)} not installed")]
-    elif left < LEAST:
-        lines = [skipped("all of it", _over(check))]
+        lines = [skipped_line("all of it", f"{' and '.join(check.missing)} not installed")]
+    elif seconds_left < LEAST_SECONDS:
+        lines = [skipped_line("all of it", _time_over_note(check))]
     else:
-        lines = _in_a_child(check, size=size, built=built, left=left)
+        lines = _run_in_child(
+            check, size=size, extensions_folder=extensions_folder, seconds_left=seconds_left
+        )
     return [replace(line, check=check.name) for line in lines]
 
 
-def _over(check: GPUCheck) -> str:
+def _time_over_note(check: GPUCheck) -> str:
+    """Return the note of a check that the time for all checks does not suffice for."""
     return (
         f"not run, the time for all checks was over: `--only {check.name}` runs it alone, "
         "`--minutes` gives more"
     )
 
 
-def _in_a_child(check: GPUCheck, size: str, built: Path, left: float) -> list[Line]:
+def _run_in_child(
+    check: GPUCheck, size: str, extensions_folder: Path, seconds_left: float
+) -> list[CheckLine]:
+    """Run a check in a child process, which is ended at the limit, and return its lines.
+
+    A child that broke, hung or was killed leaves what it had written, and a last line on its end.
+    """
     with tempfile.TemporaryDirectory(prefix="adora_vl_gpu_") as folder:
-        results = Path(folder) / "lines.jsonl"
+        lines_file = Path(folder) / "lines.jsonl"
         output = Path(folder) / "output.txt"
-        results.touch()
+        lines_file.touch()
         command = [
             sys.executable,
             "-m",
             "benchmarks.gpu.checks",
-            check.place,
+            check.entry_point,
             size,
             str(check.cards),
-            str(results),
+            str(lines_file),
         ]
         with output.open("wb") as stream:
             child = subprocess.Popen(
@@ -184,88 +209,95 @@ def _in_a_child(check: GPUCheck, size: str, built: Path, left: float) -> list[Li
                 stderr=stream,
                 start_new_session=True,
                 cwd=folder,
-                env=_environment(folder, built),
+                env=_environment(folder, extensions_folder),
             )
             try:
-                code: int | None = child.wait(min(check.limit, left))
+                code: int | None = child.wait(min(check.limit, seconds_left))
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                _end(child)
-        lines = [_read(words) for words in results.read_text(encoding="utf-8").splitlines()]
+                _end_process_group(child)
+        lines = [
+            _parse_line(words) for words in lines_file.read_text(encoding="utf-8").splitlines()
+        ]
         printed = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    if code is None and left < check.limit:
-        return [*lines, skipped("the rest of it", _over(check))]
+    if code is None and seconds_left < check.limit:
+        return [*lines, skipped_line("the rest of it", _time_over_note(check))]
     if code is None:
-        return [*lines, failed("in time", f"not done after {check.limit} s; stopped")]
+        return [*lines, failed_line("in time", f"not done after {check.limit} s; stopped")]
     if code < 0:
-        memory = (
-            "; that is how Linux ends a process when memory runs out"
-            if -code == signal.SIGKILL
-            else ""
-        )
-        return [*lines, failed("the process", f"ended by {signal.Signals(-code).name}{memory}")]
+        memory = ""
+        if -code == signal.SIGKILL:
+            memory = "; that is how Linux ends a process when memory runs out"
+        return [
+            *lines,
+            failed_line("the process", f"ended by {signal.Signals(-code).name}{memory}"),
+        ]
     if code:
         return [
             *lines,
-            failed(
+            failed_line(
                 "the process", f"exit code {code}: {printed[-1][:300] if printed else 'no output'}"
             ),
         ]
-    return lines or [failed("the process", "it ended without a single figure")]
+    return lines or [failed_line("the process", "it ended without a single figure")]
 
 
-def _environment(folder: str, built: Path) -> dict[str, str]:
+def _environment(folder: str, extensions_folder: Path) -> dict[str, str]:
+    """Return the environment of the child, whose temporary files stand in `folder`."""
     paths = [str(REPOSITORY), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    variables = {"TORCH_EXTENSIONS_DIR": str(built)}
-    # else Triton's float32 is TF32, and no reference for bfloat16
+    variables = {"TORCH_EXTENSIONS_DIR": str(extensions_folder)}
+    # Else Triton's float32 is TF32, and no reference for bfloat16
     variables |= {"TRITON_F32_DEFAULT": "ieee"}
     return {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": folder}
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
+def _end_process_group(child: subprocess.Popen[bytes]) -> None:
     """End the child and what it started: the processes of an engine outlive it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
 
 
-def remove_half_built(built: Path) -> None:
-    """What a stopped check was compiling: it left a lock, on which every later build would wait
-    without end. Nobody else may be building in that folder.
+def remove_half_built_extensions(extensions_folder: Path) -> None:
+    """Remove what a stopped check was compiling.
+
+    It left a lock, on which every later build would wait without end. Nobody else may be building
+    in that folder.
     """
-    for lock in list(built.rglob("lock")):
+    for lock in list(extensions_folder.rglob("lock")):
         shutil.rmtree(lock.parent)
 
 
-def _read(words: str) -> Line:
+def _parse_line(words: str) -> CheckLine:
+    """Return the line that the child process wrote as JSON."""
     fields = json.loads(words)
-    return Line(**{**fields, "verdict": CheckResult(fields["verdict"])})
+    return CheckLine(**{**fields, "verdict": CheckResult(fields["verdict"])})
 
 
-def guarded(check: GPUCheck, setting: Setting) -> Iterator[Line]:
-    """The lines of a check.
+def lines_until_error(check: GPUCheck, setting: Setting) -> Iterator[CheckLine]:
+    """Yield the lines of a check, which runs in this process.
 
-    An exception, also for lack of memory, becomes the last line; a package of others that is not
-    here is none.
+    An exception, also for lack of memory, becomes the last line: a failure, but for a package of
+    others that is not installed.
     """
     try:
         yield from check.load()(setting)
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
-        ours = package in ("adora_vl", "benchmarks", "data_prep")
-        yield (
-            failed("all of it", one_line(error))
-            if ours
-            else skipped("the rest of it", f"{package} not installed")
-        )
+        is_ours = package in ("adora_vl", "benchmarks", "data_prep")
+        if is_ours:
+            yield failed_line("all of it", one_line(error))
+        else:
+            yield skipped_line("the rest of it", f"{package} not installed")
     except Exception as error:
-        yield failed("the rest of it", one_line(error))
+        yield failed_line("the rest of it", one_line(error))
 
 
-def prepare_for(cards: int) -> None:
-    """As a run of one process prepares its environment, which sees the first card alone; for
-    several, all of them.
+def prepare_environment(cards: int) -> None:
+    """Prepare the environment of a check as a run does.
+
+    A run of one process sees the first card alone, and a check for several cards sees all of them.
     """
     from adora_vl.utils.launch import prepare_engine_environment
 
@@ -276,16 +308,21 @@ def prepare_for(cards: int) -> None:
         os.environ |= {"CUDA_VISIBLE_DEVICES": visible} if visible is not None else {}
 
 
-def main(place: str, size: str, cards: str, results: str) -> int:
-    """What the child process runs."""
+def main(entry_point: str, size: str, cards: str, lines_file: str) -> int:
+    """Run one check in the child process, and write its lines to the file `lines_file`.
+
+    The arguments are the words of the command line. Returns the exit code, 0.
+    """
     from adora_vl.utils.launch import use_expandable_segments
 
-    prepare_for(int(cards))  # before anything imports vLLM
+    prepare_environment(int(cards))  # before anything imports vLLM
     use_expandable_segments()  # as a run does, before torch is imported
-    from benchmarks.gpu.setting import here
+    from benchmarks.gpu.setting import current_setting
 
-    with Path(results).open("a", encoding="utf-8") as stream:
-        for line in guarded(GPUCheck("", place, 0), here(size == "full")):
+    with Path(lines_file).open("a", encoding="utf-8") as stream:
+        for line in lines_until_error(
+            GPUCheck("", entry_point, 0), current_setting(size == "full")
+        ):
             stream.write(json.dumps(asdict(line)) + "\n")
             stream.flush()
     return 0

@@ -14,50 +14,59 @@ from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as TILE
 from adora_vl.models.activations import Dtypes, PassSize, head_transient
 from adora_vl.models.shape import describe
 from adora_vl.utils.files import GIB
-from benchmarks.gpu.setting import ON_A_GPU_ONLY, Setting, apart, free_bytes, words
-from benchmarks.gpu.table import Line, at_most, skipped
+from benchmarks.gpu.setting import (
+    JUDGED_ON_GPU_ONLY,
+    Setting,
+    free_bytes,
+    random_token_ids,
+    relative_distance,
+)
+from benchmarks.gpu.table import CheckLine, at_most_line, skipped_line
 from benchmarks.measure import by_turns, peak_bytes
 
 VOCABULARY = 151_936  # of all Qwen2.5-VL
-SLACK = 1.5
+SLACK = 1.5  # of errors of two heads that sum in another order
 _TOKENS = 8192
 _CHUNK = 512  # tokens of the float32 reference at a time
 # Bytes of a plain head: of each logit in both dtypes with its softmax and their gradients, and of
 # each weight with the gradients of the three heads
-_PER_LOGIT = 18
-_PER_WEIGHT = 16
+_BYTES_PER_LOGIT = 18
+_BYTES_PER_WEIGHT = 16
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def run(setting: Setting) -> Iterator[Line]:
+def run(setting: Setting) -> Iterator[CheckLine]:
+    """Compare the fused head's results with float32, and its peak of memory with the formula."""
     config = setting.config("3B", layers=1)
-    # more than one tile
+    # More than one tile of the fused head.
     config.text_config.vocab_size = vocabulary = VOCABULARY if setting.full else 40_000
     width = config.text_config.hidden_size
-    tokens = tokens_that_fit(free_bytes(setting), vocabulary, width) if setting.full else 32
+    tokens = count_fitting_tokens(free_bytes(setting), vocabulary, width) if setting.full else 32
     if not tokens:
-        yield skipped(
+        yield skipped_line(
             "all of it", f"a plain head over {_CHUNK} tokens does not fit into what is free here"
         )
         return
     torch.manual_seed(0)
     hidden = torch.randn(tokens, width, dtype=torch.bfloat16, device=setting.device)
     weight = 0.02 * torch.randn(vocabulary, width, dtype=torch.bfloat16, device=setting.device)
-    targets = words(setting, rows=1, length=tokens, vocabulary=vocabulary)[0]
-    right = _passed(_in_chunks, hidden.float(), weight.float(), targets)
-    ours, control = (_passed(head, hidden, weight, targets) for head in (fused, _plain))
+    targets = random_token_ids(setting, rows=1, length=tokens, vocabulary=vocabulary)[0]
+    exact = _logps_and_gradients(_chunked_head, hidden.float(), weight.float(), targets)
+    fused_results = _logps_and_gradients(fused_head, hidden, weight, targets)
+    plain_results = _logps_and_gradients(_plain_head, hidden, weight, targets)
     for number, tensor_name in enumerate(
         ("log-probabilities", "gradient of the hidden states", "gradient of the weight")
     ):
-        found, noise = (apart(way[number], right[number]) for way in (ours, control))
-        yield at_most(
+        error = relative_distance(fused_results[number], exact[number])
+        plain_error = relative_distance(plain_results[number], exact[number])
+        yield at_most_line(
             f"{tensor_name}, from float32",
-            value=found,
-            bound=SLACK * noise,
+            value=error,
+            bound=SLACK * plain_error,
             unit="",
             source=f"{SLACK} times a plain bfloat16 head's error",
         )
-    del right, ours, control
+    del exact, fused_results, plain_results
 
     shape = describe(config)
     # a CPU's bfloat16 products take copies of their own
@@ -68,8 +77,8 @@ def run(setting: Setting) -> Iterator[Line]:
     predicted = head_transient(
         shape, size=size, dtypes=Dtypes(dtype.itemsize, dtype.itemsize), compact=setting.on_gpu
     )
-    peak = peak_bytes(setting.device, lambda: _passed(fused, *inputs))
-    yield at_most(
+    peak = peak_bytes(setting.device, lambda: _logps_and_gradients(fused_head, *inputs))
+    yield at_most_line(
         "peak memory",
         value=peak / GIB,
         bound=1.1 * predicted / GIB,
@@ -79,23 +88,27 @@ def run(setting: Setting) -> Iterator[Line]:
     yield from _speed(setting, hidden=hidden, weight=weight, targets=targets)
 
 
-def tokens_that_fit(free: int, vocabulary: int, width: int) -> int:
-    """Tokens over which a plain head fits into `free` bytes with a tenth to spare: whole chunks, 0
-    if not even one.
+def count_fitting_tokens(free: int, vocabulary: int, width: int) -> int:
+    """Return over how many tokens a plain head fits into `free` bytes, with a tenth to spare.
+
+    These are whole chunks; 0 if not even one fits.
     """
-    room = 0.9 * free - _PER_WEIGHT * vocabulary * width
-    return max(0, min(_TOKENS, int(room / (_PER_LOGIT * vocabulary)) // _CHUNK * _CHUNK))
+    room = 0.9 * free - _BYTES_PER_WEIGHT * vocabulary * width
+    return max(0, min(_TOKENS, int(room / (_BYTES_PER_LOGIT * vocabulary)) // _CHUNK * _CHUNK))
 
 
-def _speed(setting: Setting, hidden: Tensor, weight: Tensor, targets: Tensor) -> Iterator[Line]:
+def _speed(
+    setting: Setting, hidden: Tensor, weight: Tensor, targets: Tensor
+) -> Iterator[CheckLine]:
+    """Time the fused head and a plain one, by turns."""
     ways = {
-        name: lambda head=head: _passed(head, hidden, weight, targets)
+        name: lambda head=head: _logps_and_gradients(head, hidden, weight, targets)
         for name, head in HEADS.items()
     }
     times = by_turns(setting.device, ways, 3 if setting.full else 1)
     figure = ", ".join(f"{name} {spent:.3g} s" for name, spent in times.items())
     if setting.on_gpu:
-        yield at_most(
+        yield at_most_line(
             "fused head, of a plain one's time",
             value=times["fused"] / times["plain"],
             bound=2,
@@ -103,46 +116,50 @@ def _speed(setting: Setting, hidden: Tensor, weight: Tensor, targets: Tensor) ->
             source=f"ours; {figure}",
         )
     else:
-        yield skipped("fused head and a plain one", ON_A_GPU_ONLY, figure)
+        yield skipped_line("fused head and a plain one", JUDGED_ON_GPU_ONLY, figure)
 
 
-def fused(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """TRL's fused head, with the arguments of its `add_fused_lm_head`."""
+def fused_head(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return the log-probabilities of TRL's fused head, called as its `add_fused_lm_head` does."""
     logps: Tensor = ChunkedLogProbFunction.apply(
         hidden, weight, None, targets, 1.0, TILE, None, 1.0, ("log_probs",)
     )[0]
     return logps
 
 
-def _plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """All logits at once in the weights' dtype, and their softmax in float32."""
+def _plain_head(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return the log-probabilities from all logits at once.
+
+    The logits are in the weights' dtype, and their softmax in float32.
+    """
     return -torch.nn.functional.cross_entropy(
         (hidden @ weight.T).float(), targets, reduction="none"
     )
 
 
-def _in_chunks(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """`_plain`, in chunks whose float32 logits fit into memory."""
+def _chunked_head(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return the same as `_plain_head`, in chunks whose float32 logits fit into memory."""
     from torch.utils.checkpoint import checkpoint
 
     parts = zip(hidden.split(_CHUNK), targets.split(_CHUNK), strict=True)
     return torch.cat(
-        [checkpoint(_plain, part, weight, words, use_reentrant=False) for part, words in parts]
+        [checkpoint(_plain_head, part, weight, words, use_reentrant=False) for part, words in parts]
     )
 
 
-HEADS: dict[str, Head] = {"fused": fused, "plain": _plain}
+HEADS: dict[str, Head] = {"fused": fused_head, "plain": _plain_head}
 
 
-def _passed(
+def _logps_and_gradients(
     head: Head, hidden: Tensor, weight: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities and both gradients of their sum, each token weighted differently as
-    advantages do.
+    """Return the log-probabilities of a head, and both gradients of their sum.
+
+    Each token has another weight, as advantages give them.
     """
     inputs = [tensor.detach().requires_grad_() for tensor in (hidden, weight)]
-    own, weights_of_head = inputs
-    logps = head(own, weights_of_head, targets)
-    weights = torch.linspace(-1, 1, len(targets), device=logps.device)
-    hidden_gradient, weight_gradient = torch.autograd.grad((logps * weights).sum(), inputs)
+    hidden_leaf, weight_leaf = inputs
+    logps = head(hidden_leaf, weight_leaf, targets)
+    token_weights = torch.linspace(-1, 1, len(targets), device=logps.device)
+    hidden_gradient, weight_gradient = torch.autograd.grad((logps * token_weights).sum(), inputs)
     return logps.detach(), hidden_gradient, weight_gradient

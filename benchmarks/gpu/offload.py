@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.setting import Setting, apart, process_group, words
-from benchmarks.gpu.table import Line, at_most, holds, skipped
+from benchmarks.gpu.setting import Setting, process_group, random_token_ids, relative_distance
+from benchmarks.gpu.table import CheckLine, at_most_line, skipped_line, verdict_line
 from benchmarks.measure import seconds_of
 
 # What training does before it compiles anything, and what it compiles.
@@ -22,11 +22,11 @@ _STEPS = 3
 SLACK = 2
 
 
-def builds(setting: Setting) -> Iterator[Line]:
+def builds(setting: Setting) -> Iterator[CheckLine]:
     """CPUAdam compiled from nothing, with the environment's programs on PATH and without."""
     import deepspeed
 
-    yield holds("import", f"DeepSpeed {deepspeed.__version__}", "imports", True, "")
+    yield verdict_line("import", f"DeepSpeed {deepspeed.__version__}", "imports", True, "")
     programs = str(Path(sys.executable).parent)
     other_folders = os.pathsep.join(
         part for part in os.environ["PATH"].split(os.pathsep) if part != programs
@@ -48,7 +48,7 @@ def builds(setting: Setting) -> Iterator[Line]:
             else (words[-1][:200] if words else f"exit code {done.returncode}")
         )
         title = f"CPUAdam, the environment's bin {name} PATH"
-        yield holds(
+        yield verdict_line(
             title,
             figure,
             "builds",
@@ -57,7 +57,7 @@ def builds(setting: Setting) -> Iterator[Line]:
         )
 
 
-def run(setting: Setting) -> Iterator[Line]:
+def run(setting: Setting) -> Iterator[CheckLine]:
     """ZeRO-3 with the optimizer in host memory, pinned and not: seconds of a step, and the same
     weights.
 
@@ -73,7 +73,7 @@ def run(setting: Setting) -> Iterator[Line]:
     with process_group(setting):
         for name, pinned in ways.items():
             seconds[name], weights[name], moved = _trained(setting, pinned)
-            yield at_most(
+            yield at_most_line(
                 f"{name}: weights that did not move",
                 value=1 - moved,
                 bound=0.01,
@@ -81,7 +81,7 @@ def run(setting: Setting) -> Iterator[Line]:
                 source="an update of each but few",
             )
     if "pinned" not in seconds:
-        yield skipped(
+        yield skipped_line(
             "pinned",
             "memory is pinned for a GPU only",
             f"unpinned {seconds['unpinned']:.3g} s a step",
@@ -91,7 +91,7 @@ def run(setting: Setting) -> Iterator[Line]:
     unpinned = min(seconds["unpinned"], seconds["unpinned again"])
     ratio = seconds["pinned"] / unpinned
     figure = f"{seconds['pinned']:.3g} and {unpinned:.3g} s"
-    yield at_most(
+    yield at_most_line(
         "pinned, of unpinned's seconds per step",
         value=ratio,
         bound=1.1,
@@ -100,13 +100,13 @@ def run(setting: Setting) -> Iterator[Line]:
     )
 
 
-def same_weights(pinned: Tensor, unpinned: Tensor, again: Tensor) -> Line:
+def same_weights(pinned: Tensor, unpinned: Tensor, again: Tensor) -> CheckLine:
     """Whether pinned memory ended no further from an unpinned run than another unpinned run did."""
-    noise = max(apart(again, unpinned), torch.finfo(torch.float32).eps)
+    noise = max(relative_distance(again, unpinned), torch.finfo(torch.float32).eps)
     source = f"{SLACK} times what two unpinned runs are apart"
-    return at_most(
+    return at_most_line(
         "pinned, from unpinned: weights",
-        value=apart(pinned, unpinned),
+        value=relative_distance(pinned, unpinned),
         bound=SLACK * noise,
         unit="",
         source=source,
@@ -137,7 +137,7 @@ def _trained(setting: Setting, pinned: bool) -> tuple[float, Tensor, float]:
     engine = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=settings
     )[0]
-    ids = words(
+    ids = random_token_ids(
         setting,
         rows=1,
         length=256 if setting.full else 32,

@@ -15,11 +15,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from adora_vl.packing.shared_prompt import Group, SharedPrompts
+from adora_vl.packing.shared_prompt import GroupLayout, SharedPrompts
 from adora_vl.packing.split_attention import attend_in_parts
 from adora_vl.packing.varlen_attention import VarlenAttention, attend_spans, plain_attention
-from benchmarks.gpu.setting import Setting, apart
-from benchmarks.gpu.table import Line, at_most, holds, skipped
+from benchmarks.gpu.setting import Setting, relative_distance
+from benchmarks.gpu.table import CheckLine, at_most_line, skipped_line, verdict_line
 from benchmarks.measure import by_turns
 
 # Queries and keys of a layer, and the size of a head
@@ -33,7 +33,8 @@ _BOUND = 0.02
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def run(setting: Setting) -> Iterator[Line]:
+def run(setting: Setting) -> Iterator[CheckLine]:
+    """Compare attention of shared prompts in one call with that in parts, at several shapes."""
     shapes = _FULL if setting.full else _SMALL
     for size, heads in _HEADS.items():
         for prompt, answers, groups in shapes:
@@ -43,16 +44,18 @@ def run(setting: Setting) -> Iterator[Line]:
 
 
 def _layout(setting: Setting, prompt: int, answers: tuple[int, ...], groups: int) -> SharedPrompts:
+    """Return the layout of equal groups with one prompt and answers of these lengths."""
     # a rollout's last token is no query
-    group = Group(prompt, tuple(length - 1 for length in answers))
+    group = GroupLayout(prompt, tuple(length - 1 for length in answers))
     return SharedPrompts((group,) * groups, torch.zeros(1, dtype=torch.long, device=setting.device))
 
 
 def _compared(
     setting: Setting, name: str, layout: SharedPrompts, heads: tuple[int, int, int]
-) -> Iterator[Line]:
+) -> Iterator[CheckLine]:
+    """Compare the outputs, the gradients and the seconds of both ways of attention."""
     queries, keys, size = heads
-    length = sum(layout.spans)
+    length = sum(layout.span_lengths)
     inputs = [
         torch.randn(1, number, length, size, dtype=torch.bfloat16, device=setting.device)
         for number in (queries, keys, keys)
@@ -65,10 +68,12 @@ def _compared(
     kernel = VarlenAttention()
     if setting.on_gpu:
         works = kernel.supports(inputs[0], inputs[1], 0.0)
-        yield holds(f"{name}: one call", kernel.refused or "used", "used", works, "VarlenAttention")
+        yield verdict_line(
+            f"{name}: one call", kernel.refusal or "used", "used", works, "VarlenAttention"
+        )
     else:
         works = False
-        yield skipped(f"{name}: one call", "torch's kernel needs a GPU")
+        yield skipped_line(f"{name}: one call", "torch's kernel needs a GPU")
     if not works:
         del ways["one call"]
     wide = [tensor.float() for tensor in inputs]
@@ -76,9 +81,11 @@ def _compared(
     for way, attend in ways.items():
         results = _results(attend, inputs)
         names = ("output", "gradient of queries", "of keys", "of values")
-        errors = [apart(result, exact) for result, exact in zip(results, right, strict=True)]
+        errors = [
+            relative_distance(result, exact) for result, exact in zip(results, right, strict=True)
+        ]
         worst = max(range(len(errors)), key=errors.__getitem__)
-        yield at_most(
+        yield at_most_line(
             f"{name}, {way}: from float32",
             value=errors[worst],
             bound=_BOUND,
@@ -90,7 +97,7 @@ def _compared(
     times = by_turns(
         setting.device, {way: partial(_results, attend, inputs) for way, attend in ways.items()}, 5
     )
-    yield at_most(
+    yield at_most_line(
         f"{name}: one call, of the parts' time",
         value=times["one call"] / times["in parts"],
         bound=1.1,

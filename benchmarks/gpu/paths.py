@@ -8,19 +8,19 @@ from pathlib import Path
 from adora_vl.record.metrics import METRICS
 from adora_vl.utils.launch import find_cpu_build
 from benchmarks.gpu.checks import REPOSITORY
-from benchmarks.gpu.engine import GENERATIONS, recipe_words, run_module
+from benchmarks.gpu.engine import GENERATIONS, recipe_arguments, run_module
 from benchmarks.gpu.setting import WRONG_BUILD, Setting
-from benchmarks.gpu.table import Line, at_most, failed, holds, skipped
+from benchmarks.gpu.table import CheckLine, at_most_line, failed_line, skipped_line, verdict_line
 
 LIMIT = 280  # seconds of a training command
 DRIFT = 0.15  # nats per token, in bfloat16
-_CALLS = "tools/call_frequency"
+_CALL_FREQUENCY = "tools/call_frequency"
 
 
-def four_bit(setting: Setting) -> Iterator[Line]:
-    """LoRA on a base in 4 bits, made on the card from 16 bits, for three generations."""
+def four_bit(setting: Setting) -> Iterator[CheckLine]:
+    """Train LoRA on a base in 4 bits, made on the card from 16 bits, for three generations."""
     if not setting.on_gpu:
-        yield skipped("all of it", "a CPU engine has no 4 bits")
+        yield skipped_line("all of it", "a CPU engine has no 4 bits")
         return
     if find_cpu_build():
         yield WRONG_BUILD
@@ -42,23 +42,23 @@ def four_bit(setting: Setting) -> Iterator[Line]:
             "vllm_max_model_length": 2048,
             "dataset_name": "synthetic",
         }
-        words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-        yield from _trained([*words, *recipe_words(setting, folder)], folder / "run")
+        arguments = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+        yield from _training_lines([*arguments, *recipe_arguments(setting, folder)], folder / "run")
 
 
-def tools(setting: Setting) -> Iterator[Line]:
-    """The zoom recipe on the tiny model: what the model calls is answered, and it goes on."""
+def tools(setting: Setting) -> Iterator[CheckLine]:
+    """Train the zoom recipe on the tiny model: what the model calls is answered, and it goes on."""
     if setting.on_gpu and find_cpu_build():
         yield WRONG_BUILD
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        drawn = ["data_prep", "synthetic", "--families", "corners", "--size", "448"]
-        made = run_module(
-            [*drawn, "--rows", "64", "--test-rows", "8", "--output", str(folder / "data")]
+        command = ["data_prep", "synthetic", "--families", "corners", "--size", "448"]
+        outcome = run_module(
+            [*command, "--rows", "64", "--test-rows", "8", "--output", str(folder / "data")]
         )
-        if not made.startswith("exit code 0:"):
-            yield failed("drawn problems", made)
+        if not outcome.startswith("exit code 0:"):
+            yield failed_line("drawn problems", outcome)
             return
         keys = {
             "config": REPOSITORY / "configs" / "train" / "tiny_zoom.yaml",
@@ -69,30 +69,34 @@ def tools(setting: Setting) -> Iterator[Line]:
         }
         if setting.on_gpu:
             keys |= {"use_cpu": "false", "adora_vllm_enforce_eager": "true"}
-        words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-        yield from _trained(words, folder / "run")
-        called = _shares(folder / "run", _CALLS)
-        if called:
-            share = max(called)
-            yield holds("rollouts that called zoom", f"{share:.0%}", "above 0", share > 0, METRICS)
+        arguments = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+        yield from _training_lines(arguments, folder / "run")
+        call_shares = _logged_values(folder / "run", _CALL_FREQUENCY)
+        if call_shares:
+            share = max(call_shares)
+            yield verdict_line(
+                "rollouts that called zoom", f"{share:.0%}", "above 0", share > 0, METRICS
+            )
 
 
-def _trained(words: Sequence[str], run: Path) -> Iterator[Line]:
-    """The lines of a training of three generations: whether it ended, learned, and agreed."""
-    what = f"{GENERATIONS} generations"
-    ended = run_module(["adora_vl.train", *words], seconds=LIMIT)
-    if not ended.startswith("exit code 0:"):
-        yield failed(what, ended)
+def _training_lines(arguments: Sequence[str], run: Path) -> Iterator[CheckLine]:
+    """Train for three generations, and say whether that ended, learned, and agreed."""
+    title = f"{GENERATIONS} generations"
+    outcome = run_module(["adora_vl.train", *arguments], seconds=LIMIT)
+    if not outcome.startswith("exit code 0:"):
+        yield failed_line(title, outcome)
         return
-    norms = _shares(run, "grad_norm")
-    yield holds(f"{what}: steps", str(len(norms)), str(GENERATIONS), len(norms) == GENERATIONS, "")
-    drift = max(_shares(run, "adora/drift"), default=float("nan"))
+    norms = _logged_values(run, "grad_norm")
+    yield verdict_line(
+        f"{title}: steps", str(len(norms)), str(GENERATIONS), len(norms) == GENERATIONS, ""
+    )
+    drift = max(_logged_values(run, "adora/drift"), default=float("nan"))
     source = "weights that do not arrive cost 0.33"
-    yield at_most(f"{what}: drift at most", drift, DRIFT, "nats a token", source)
+    yield at_most_line(f"{title}: drift at most", drift, DRIFT, "nats a token", source)
 
 
-def _shares(run: Path, key: str) -> list[float]:
-    """The values of a figure in the log of a run, by step."""
+def _logged_values(run: Path, key: str) -> list[float]:
+    """Return the values of a figure in the log of a run, by step."""
     lines = (run / METRICS).read_text(encoding="utf-8").splitlines()
     entries = [json.loads(line) for line in lines]
     return [entry[key] for entry in entries if entry.get(key) is not None]

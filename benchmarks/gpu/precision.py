@@ -1,5 +1,6 @@
-"""Constants that a cast may round: the rotary frequencies, and what a model computes far from the
-start.
+"""Checks of constants that a cast may round: the rotary frequencies.
+
+They compare what a model computes far from the start of a text.
 
 The bound is the same bfloat16 weights in a model whose constants no cast has touched, against
 float32. That the check can see rounded constants is a line of its own: the same model with them
@@ -16,23 +17,23 @@ import torch
 from torch import Tensor, nn
 
 from adora_vl.models.precision import ROTARY, restore_buffers, wrong_buffers
-from benchmarks.gpu.setting import Setting, in_float32, process_group, words
-from benchmarks.gpu.table import Line, at_least, at_most, holds
+from benchmarks.gpu.setting import Setting, float32_copy, process_group, random_token_ids
+from benchmarks.gpu.table import CheckLine, at_least_line, at_most_line, verdict_line
 
-WINDOW = 50  # tokens up to each place
+WINDOW = 50  # tokens up to each position whose log-probabilities are compared
 SLACK = 1.25  # the same sums in another order
 
 
-def cast(setting: Setting) -> Iterator[Line]:
-    """Whether buffers are restored after `model.to(torch.bfloat16)`, which casts them too."""
+def cast(setting: Setting) -> Iterator[CheckLine]:
+    """Check that buffers are restored after `model.to(torch.bfloat16)`, which casts them too."""
     exact = _model(setting)
     subject = copy.deepcopy(exact).float().to(torch.bfloat16)
     restore_buffers(subject)
-    yield from judge(setting, exact, subject, subject)
+    yield from buffer_lines(setting, exact, subject, subject)
 
 
-def zero3(setting: Setting) -> Iterator[Line]:
-    """The same for a model that DeepSpeed loads under `zero.Init` and prepares, as in training."""
+def zero3(setting: Setting) -> Iterator[CheckLine]:
+    """Check the same for a model that DeepSpeed loads under `zero.Init` and prepares for training."""
     import deepspeed
     from transformers.integrations import HfDeepSpeedConfig
 
@@ -53,51 +54,59 @@ def zero3(setting: Setting) -> Iterator[Line]:
         engine = deepspeed.initialize(model=sharded, config=settings)[0]
         del deepspeed_config
         engine.eval()
-        yield from judge(setting, exact, engine, sharded)
+        yield from buffer_lines(setting, exact, engine, sharded)
 
 
-def judge(setting: Setting, exact: Any, subject: Any, plain: nn.Module) -> Iterator[Line]:
-    """`subject` computes with `plain`'s buffers; `exact` is the bfloat16 model that nothing was
-    done to.
+def buffer_lines(
+    setting: Setting, exact: Any, subject: Any, plain: nn.Module
+) -> Iterator[CheckLine]:
+    """Compare a model with the same weights in float32, and check its rotary frequencies.
+
+    `subject` computes with the buffers of `plain`; `exact` is the bfloat16 model that nothing was done
+    to.
     """
-    wrong = wrong_buffers(plain)
-    rotary = {str(buffer.dtype) for name, buffer in plain.named_buffers() if ROTARY in name}
-    figure = ", ".join(sorted(rotary)).replace("torch.", "") if not wrong else wrong[0]
-    yield holds(
+    wrong_names = wrong_buffers(plain)
+    rotary_dtypes = {str(buffer.dtype) for name, buffer in plain.named_buffers() if ROTARY in name}
+    figure = ", ".join(sorted(rotary_dtypes)).replace("torch.", "")
+    if wrong_names:
+        figure = wrong_names[0]
+    yield verdict_line(
         "rotary frequencies",
         figure,
         "float32, the config's values",
-        not wrong and rotary == {"torch.float32"},
+        not wrong_names and rotary_dtypes == {"torch.float32"},
         "adora_vl.models.precision",
     )
     ends = (500, 2000, 4000) if setting.full else (500, 1000)
-    right = far_logps(setting, in_float32(exact), ends)
-    ours = far_logps(setting, subject, ends)
-    control = far_logps(setting, exact, ends)
-    coarse = far_logps(setting, with_rounded(exact), ends)
+    exact_logps = logps_at_distance(setting, float32_copy(exact), ends)
+    subject_logps = logps_at_distance(setting, subject, ends)
+    untouched_logps = logps_at_distance(setting, exact, ends)
+    rounded_logps = logps_at_distance(setting, round_rotary_frequencies(exact), ends)
     for end in ends:
-        gap, noise = (_gap(found[end], right[end]) for found in (ours, control))
+        error = _mean_distance(subject_logps[end], exact_logps[end])
+        untouched_error = _mean_distance(untouched_logps[end], exact_logps[end])
         source = f"{SLACK} times what bfloat16 costs with untouched frequencies"
-        yield at_most(
+        yield at_most_line(
             f"from float32 at token {end}",
-            value=gap,
-            bound=SLACK * noise,
+            value=error,
+            bound=SLACK * untouched_error,
             unit="nats",
             source=source,
         )
-    rounded_gap = _gap(coarse[ends[-1]], right[ends[-1]])
-    noise = _gap(control[ends[-1]], right[ends[-1]])
-    yield at_least(
-        f"rounded frequencies, seen at token {ends[-1]}",
-        value=rounded_gap,
-        bound=2 * SLACK * noise,
+    last_end = ends[-1]
+    rounded_error = _mean_distance(rounded_logps[last_end], exact_logps[last_end])
+    untouched_error = _mean_distance(untouched_logps[last_end], exact_logps[last_end])
+    yield at_least_line(
+        f"rounded frequencies, seen at token {last_end}",
+        value=rounded_error,
+        bound=2 * SLACK * untouched_error,
         unit="nats",
         source="else this check would not notice them",
     )
 
 
-def with_rounded(model: Any) -> Any:
-    """A copy whose rotary frequencies went through bfloat16."""
+def round_rotary_frequencies(model: Any) -> Any:
+    """Return a copy of a model whose rotary frequencies went through bfloat16."""
     rounded_model = copy.deepcopy(model)
     for name, buffer in rounded_model.named_buffers():
         if ROTARY in name:
@@ -106,9 +115,9 @@ def with_rounded(model: Any) -> Any:
 
 
 @torch.no_grad()
-def far_logps(setting: Setting, model: Any, ends: tuple[int, ...]) -> dict[int, Tensor]:
-    """Log-probabilities of all tokens, (window, vocabulary), up to each of `ends`."""
-    ids = words(
+def logps_at_distance(setting: Setting, model: Any, ends: tuple[int, ...]) -> dict[int, Tensor]:
+    """Return log-probabilities of all tokens, (window, vocabulary), up to each position of `ends`."""
+    ids = random_token_ids(
         setting,
         rows=1,
         length=ends[-1] + 1,
@@ -127,13 +136,15 @@ def far_logps(setting: Setting, model: Any, ends: tuple[int, ...]) -> dict[int, 
     return dict(zip(ends, logps, strict=True))
 
 
-def _gap(one: Tensor, other: Tensor) -> float:
-    return float((one.double() - other.double()).abs().mean())
+def _mean_distance(logps: Tensor, reference: Tensor) -> float:
+    """Return the mean absolute difference, computed in float64."""
+    return float((logps.double() - reference.double()).abs().mean())
 
 
 def _model(setting: Setting) -> Any:
-    """Queries and keys are scaled so that the scores of attention spread by about 3, as in a
-    trained model: nearly flat attention would not notice an angle.
+    """Return a model whose scores of attention spread by about 3, as in a trained model.
+
+    Queries and keys are scaled for that: nearly flat attention would not notice an angle.
     """
     model = setting.model(setting.config("3B", layers=4), torch.bfloat16).eval()
     with torch.no_grad():

@@ -1,5 +1,6 @@
-"""The policy's pass with each prompt once per group, with rows end to end, and with separate rows
-as stock TRL has it.
+"""Compares the policy's pass with each prompt once per group with that of separate rows.
+
+Stock TRL has separate rows.
 
 Language models of 3B's and 7B's widths with few layers. Shared prompts go through `PolicyPass`, as
 in a training step, so its own rule says whether they are worth it; the check times both and says
@@ -23,28 +24,28 @@ from torch import Tensor
 from transformers.utils import is_flash_attn_2_available
 from trl.trainer.utils import add_fused_lm_head
 
-from adora_vl.packing import policy_pass as packed_pass
+from adora_vl.packing import packed_forward
 from adora_vl.packing.policy_pass import PolicyPass
 from adora_vl.utils.files import GIB
 from benchmarks.gpu.setting import (
-    ON_A_GPU_ONLY,
+    JUDGED_ON_GPU_ONLY,
     Setting,
-    apart,
-    as_far_as_it_fits,
-    gradients,
-    in_float32,
-    words,
+    float32_copy,
+    lines_while_memory_lasts,
+    random_token_ids,
+    relative_distance,
+    take_gradients,
 )
-from benchmarks.gpu.table import Line, at_most, holds, skipped
+from benchmarks.gpu.table import CheckLine, at_most_line, skipped_line, verdict_line
 from benchmarks.measure import by_turns, peak_bytes
 
 SLACK = 2.0
 _VOCABULARY = 32_768  # the LM head has a check of its own
 # Prompt, completion, rows. The first one runs in float32 too, at 7B widths in 17 GiB; the others by
 # what they take
-_EXACT = (512, 256, 4)
-_FULL = ((512, 256, 8), (512, 1024, 8), (1024, 2048, 8), (2048, 256, 4), (256, 64, 16))
-_SMALL = ((48, 12, 4), (24, 96, 4))
+_EXACT_LENGTHS = (512, 256, 4)
+_FULL_LENGTHS = ((512, 256, 8), (512, 1024, 8), (1024, 2048, 8), (2048, 256, 4), (256, 64, 16))
+_SMALL_LENGTHS = ((48, 12, 4), (24, 96, 4))
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,9 @@ class RandomGroup:
     def of(
         cls, setting: Setting, prompt: int, completion: int, rows: int, vocabulary: int
     ) -> RandomGroup:
-        ids = words(setting, rows=rows, length=prompt + completion, vocabulary=vocabulary)
+        ids = random_token_ids(
+            setting, rows=rows, length=prompt + completion, vocabulary=vocabulary
+        )
         ids[:, :prompt] = ids[0, :prompt]
         mask = torch.ones_like(ids)
         for row, length in enumerate(
@@ -69,40 +72,45 @@ class RandomGroup:
         return cls(ids, mask, completion)
 
 
-def run(setting: Setting) -> Iterator[Line]:
+def run(setting: Setting) -> Iterator[CheckLine]:
+    """Compare both ways at the widths of 3B and 7B, and with flash attention where it is there."""
     for size in ("3B", "7B"):
-        yield from as_far_as_it_fits(setting, size, _of_width(setting, size))
-    yield from _with_flash_attention(setting)
+        yield from lines_while_memory_lasts(setting, size, _width_lines(setting, size))
+    yield from _flash_attention_lines(setting)
 
 
-def _of_width(setting: Setting, size: str) -> Iterator[Line]:
+def _width_lines(setting: Setting, size: str) -> Iterator[CheckLine]:
+    """Compare both ways on a model of one width, at several lengths."""
     config = setting.config(size, layers=4 if setting.full else 2, vocabulary=_VOCABULARY)
-    lengths = _FULL if setting.full else _SMALL
+    lengths = _FULL_LENGTHS if setting.full else _SMALL_LENGTHS
     subject = Subject(setting, setting.model(config, torch.bfloat16))
-    exact = _EXACT if setting.full else lengths[0]
+    exact = _EXACT_LENGTHS if setting.full else lengths[0]
     group = RandomGroup.of(setting, *exact, config.text_config.vocab_size)
-    yield from subject.exactness(size, group=group, name="shared", make=subject.shared)
+    yield from subject.exactness_lines(size, group=group, name="shared", make=subject.shared)
     for prompt, completion, rows in lengths:
         where = f"{size}, prompt {prompt}, {rows} x {completion}"
         groups = [  # a new length in every call, as in training
-            RandomGroup.of(setting, prompt + more, completion, rows, config.text_config.vocab_size)
-            for more in range(6 if setting.full else 4)
+            RandomGroup.of(
+                setting, prompt + extra_tokens, completion, rows, config.text_config.vocab_size
+            )
+            for extra_tokens in range(6 if setting.full else 4)
         ]
-        yield from as_far_as_it_fits(setting, where, subject.rule(where, groups))
+        yield from lines_while_memory_lasts(setting, where, subject.rule_lines(where, groups))
         subject.model.zero_grad(set_to_none=True)
 
 
-def _with_flash_attention(setting: Setting) -> Iterator[Line]:
+def _flash_attention_lines(setting: Setting) -> Iterator[CheckLine]:
+    """Compare shared prompts with separate rows under flash attention."""
     if not (setting.on_gpu and is_flash_attn_2_available()):
         reason = (
             "flash attention is not installed" if setting.on_gpu else "flash attention needs a GPU"
         )
-        yield skipped("shared, flash attention", reason)
+        yield skipped_line("shared, flash attention", reason)
         return
     config = setting.config("3B", layers=4, vocabulary=_VOCABULARY)
     subject = Subject(setting, setting.model(config, torch.bfloat16, "flash_attention_2"))
-    group = RandomGroup.of(setting, *_EXACT, config.text_config.vocab_size)
-    yield from subject.exactness(
+    group = RandomGroup.of(setting, *_EXACT_LENGTHS, config.text_config.vocab_size)
+    yield from subject.exactness_lines(
         "3B, flash attention", group=group, name="shared", make=subject.shared
     )
 
@@ -119,7 +127,7 @@ class Subject:
     def separate(
         self, model: Any, ids: Tensor, mask: Tensor, completion: int, *_: Any, **__: Any
     ) -> Any:
-        """The batch as separate rows, as in stock TRL."""
+        """Compute log-probabilities of the batch as separate rows, as stock TRL does."""
         labels = ids.masked_fill(mask == 0, -100)
         labels[:, :-completion] = -100
         logps = model(
@@ -127,8 +135,10 @@ class Subject:
         ).log_probs
         return logps[:, -completion:], None, None
 
-    def through(self, policy: PolicyPass | None, group: RandomGroup, model: Any = None) -> Tensor:
-        """Log-probabilities (B, C); 0 where there is no token."""
+    def logps_through(
+        self, policy: PolicyPass | None, group: RandomGroup, model: Any = None
+    ) -> Tensor:
+        """Return log-probabilities (B, C) through `policy`, or of separate rows; 0 for padding."""
         arguments = (
             model if model is not None else self.model,
             group.ids,
@@ -141,35 +151,36 @@ class Subject:
         return logps * group.mask[:, -group.completion :]
 
     def shared(self) -> PolicyPass:
+        """Return a policy pass that shares prompts."""
         switches: Any = SimpleNamespace(uses=lambda part: True)
         return PolicyPass(self.accelerator, switches)
 
-    def exactness(
+    def exactness_lines(
         self, size: str, group: RandomGroup, name: str, make: Callable[[], PolicyPass]
-    ) -> Iterator[Line]:
-        """Both ways' distance from float32, and the kernels that they use."""
-        reference = in_float32(self.model)
+    ) -> Iterator[CheckLine]:
+        """Compare both ways with float32, and name the attention kernels that they use."""
+        reference = float32_copy(self.model)
         add_fused_lm_head(reference)
-        right = self._both(None, group, reference)
+        exact = self._logps_and_gradients(None, group, reference)
         del reference
-        noise = self._both(None, group)
+        separate = self._logps_and_gradients(None, group)
         policy = make()
-        with _whatever_the_rule_says():
-            results = self._both(policy, group)
-        layout = policy.packed
-        used = layout.passes > 0
-        yield holds(
+        with _sharing_forced():
+            results = self._logps_and_gradients(policy, group)
+        layout = policy.packed_forward
+        is_used = layout.passes > 0
+        yield verdict_line(
             f"{size}, {name}",
-            "used" if used else layout.refused or "not used",
+            "used" if is_used else layout.refusal or "not used",
             "used",
-            used,
+            is_used,
             "PackedForward",
         )
         for number, tensor_name in enumerate(("log-probabilities", "gradients")):
-            value = apart(results[number], right[number])
-            bound = SLACK * apart(noise[number], right[number])
+            value = relative_distance(results[number], exact[number])
+            bound = SLACK * relative_distance(separate[number], exact[number])
             source = f"{SLACK} times separate rows' own error in bfloat16"
-            yield at_most(
+            yield at_most_line(
                 f"{size}, {name}: {tensor_name}, from float32",
                 value=value,
                 bound=bound,
@@ -177,18 +188,18 @@ class Subject:
                 source=source,
             )
         for label, way in (("separate", None), (name, policy)):
-            with _whatever_the_rule_says():
-                kernels = self.kernels(partial(self.through, way, group))
-            slow = any("math" in kernel for kernel in kernels)
-            yield holds(
+            with _sharing_forced():
+                kernels = self.attention_kernels(partial(self.logps_through, way, group))
+            is_slow = any("math" in kernel for kernel in kernels)
+            yield verdict_line(
                 f"{size}, {label}: attention kernel",
                 ", ".join(kernels) or "none of PyTorch's",
                 "not math",
-                not slow,
+                not is_slow,
                 "the math kernel holds every pair of tokens in memory",
             )
 
-    def rule(self, where: str, groups: Sequence[RandomGroup]) -> Iterator[Line]:
+    def rule_lines(self, where: str, groups: Sequence[RandomGroup]) -> Iterator[CheckLine]:
         """Seconds and peak of both ways, and whether the way that training takes is the faster one.
 
         `groups`: of nearly one length. Each way sees a new one in every call, as in training.
@@ -196,20 +207,20 @@ class Subject:
         policy = self.shared()
         group = groups[0]
         with torch.no_grad():
-            self.through(policy, group)
-        chosen = "shared" if policy.packed.passes else "separate"
+            self.logps_through(policy, group)
+        chosen = "shared" if policy.packed_forward.passes else "separate"
         forced = self.shared()
         ways = {
-            name: partial(self._step, way, cycle(groups))
+            name: partial(self._run_step, way, cycle(groups))
             for name, way in (("separate", None), ("shared", forced))
         }
-        with _whatever_the_rule_says():
+        with _sharing_forced():
             times = by_turns(self.setting.device, ways, 3 if self.setting.full else 1)
             peaks = {name: peak_bytes(self.setting.device, way) / GIB for name, way in ways.items()}
         figure = "; ".join(f"{name} {times[name]:.3g} s, {peaks[name]:.2g} GiB" for name in ways)
         if self.setting.on_gpu:
             ratio = times[chosen] / min(times.values())
-            line = at_most(
+            line = at_most_line(
                 f"{where}: {chosen}, of the faster way's time",
                 value=ratio,
                 bound=1.1,
@@ -217,7 +228,7 @@ class Subject:
                 source=f"a tenth is noise; {figure}",
             )
             yield line
-            yield holds(
+            yield verdict_line(
                 f"{where}: both ways",
                 figure,
                 "shared takes no more memory",
@@ -225,10 +236,10 @@ class Subject:
                 "it computes fewer tokens",
             )
         else:
-            yield skipped(f"{where}: the rule says {chosen}", ON_A_GPU_ONLY, figure)
+            yield skipped_line(f"{where}: the rule says {chosen}", JUDGED_ON_GPU_ONLY, figure)
 
-    def kernels(self, run: Callable[[], object]) -> list[str]:
-        """PyTorch's attention operations in one pass."""
+    def attention_kernels(self, run: Callable[[], object]) -> list[str]:
+        """Return the names of PyTorch's attention operations in one pass."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.no_grad(), torch.profiler.profile(activities=activities) as profile:
             run()
@@ -236,24 +247,25 @@ class Subject:
         prefixes = ("aten::_scaled_dot_product_", "aten::_flash_attention_forward", "flash_attn")
         return sorted(name.removeprefix("aten::_") for name in names if name.startswith(prefixes))
 
-    def _step(self, policy: PolicyPass | None, groups: Iterator[RandomGroup]) -> None:
-        self.through(policy, next(groups)).sum().backward()
+    def _run_step(self, policy: PolicyPass | None, groups: Iterator[RandomGroup]) -> None:
+        """Take a forward and a backward pass on the next group."""
+        self.logps_through(policy, next(groups)).sum().backward()
         self.model.zero_grad(set_to_none=True)
 
-    def _both(
+    def _logps_and_gradients(
         self, policy: PolicyPass | None, group: RandomGroup, model: Any = None
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities, and the gradients of a weighted sum of them."""
-        logps = self.through(policy, group, model)
+        """Return log-probabilities, and the gradients of a weighted sum of them."""
+        logps = self.logps_through(policy, group, model)
         weights = torch.linspace(-1, 1, len(logps), device=logps.device)[:, None]
         (logps * weights).sum().backward()
-        return logps.detach(), gradients(model if model is not None else self.model)
+        return logps.detach(), take_gradients(model if model is not None else self.model)
 
 
-def _whatever_the_rule_says() -> AbstractContextManager[Any]:
-    """Share prompts also where the rule would choose separate rows."""
+def _sharing_forced() -> AbstractContextManager[Any]:
+    """Share prompts inside the block, also where the rule would choose separate rows."""
     return (
-        mock.patch.object(packed_pass, "_pays", lambda *_: True)
-        if hasattr(packed_pass, "_pays")
+        mock.patch.object(packed_forward, "_packing_pays", lambda *_: True)
+        if hasattr(packed_forward, "_packing_pays")
         else nullcontext()
     )

@@ -1,5 +1,4 @@
-"""A vLLM server: the recipe's path for three generations, with a sync before each, by files and by
-NCCL.
+"""Checks of a vLLM server: three generations of the recipe, synced by files and by NCCL.
 
 The first sync sends everything, and the later ones rely on it, so a fault shows from the second
 generation on. Files need one card, or none; NCCL needs a second one for the server.
@@ -20,47 +19,54 @@ import torch
 
 from adora_vl.utils.launch import find_cpu_build, free_port
 from benchmarks.gpu.cards import CARDS
-from benchmarks.gpu.engine import COLD, GENERATIONS, arguments, generations, recipe_words
+from benchmarks.gpu.engine import (
+    ENGINE_START_SECONDS,
+    GENERATIONS,
+    generation_lines,
+    recipe_arguments,
+    train_arguments,
+)
 from benchmarks.gpu.setting import WRONG_BUILD, Setting
-from benchmarks.gpu.table import Line, failed, skipped
+from benchmarks.gpu.table import CheckLine, failed_line, skipped_line
 
 _LOOPBACK = "127.0.0.1"
 _LENGTH = "2048"  # of `arguments`
 
 
-def run(setting: Setting) -> Iterator[Line]:
+def run(setting: Setting) -> Iterator[CheckLine]:
+    """Train against a server, with weights by files, and by NCCL where there is a second card."""
     if setting.on_gpu and find_cpu_build():
         yield WRONG_BUILD
         return
     card_count = torch.cuda.device_count() if setting.on_gpu else 0
-    first, second = cards(os.environ, card_count)
-    yield from _synced(setting, way="file", trainer=first, server=second)
+    trainer_card, server_card = cards(os.environ, card_count)
+    yield from _server_lines(setting, way="file", trainer=trainer_card, server=server_card)
     if card_count < CARDS:
-        yield skipped("weights by nccl", f"NCCL needs {CARDS} cards, here is {card_count}")
+        yield skipped_line("weights by nccl", f"NCCL needs {CARDS} cards, here is {card_count}")
         return
-    yield from _synced(setting, way="nccl", trainer=first, server=second)
+    yield from _server_lines(setting, way="nccl", trainer=trainer_card, server=server_card)
 
 
-def _synced(setting: Setting, way: str, trainer: str, server: str) -> Iterator[Line]:
-    """Three generations. `trainer`, `server`: the cards on which each is."""
+def _server_lines(setting: Setting, way: str, trainer: str, server: str) -> Iterator[CheckLine]:
+    """Train three generations against a server, on the cards `trainer` and `server`."""
     title = f"weights by {way}, {GENERATIONS} generations"
     dtype = "bfloat16" if setting.on_gpu else "float32"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         port = free_port()
-        words = [
-            *arguments(setting, dtype, folder),
-            *recipe_words(setting, folder),
+        arguments = [
+            *train_arguments(setting, dtype, folder),
+            *recipe_arguments(setting, folder),
             "--vllm_mode",
             "server",
         ]
-        words += [
+        arguments += [
             "--vllm_server_base_url",
             f"http://{_LOOPBACK}:{port}",
             "--adora_weight_transfer",
             way,
         ]
-        words += ["--vllm_enable_sleep_mode", "false"]
+        arguments += ["--vllm_enable_sleep_mode", "false"]
         address = {"VLLM_HOST_IP": _LOOPBACK}  # where NCCL's weights are handed over
         server_environment = {
             "VLLM_SERVER_DEV_MODE": "1",
@@ -68,30 +74,34 @@ def _synced(setting: Setting, way: str, trainer: str, server: str) -> Iterator[L
             **address,
         }
         try:
-            with serving(
-                server_words(folder / "model", port=port, way=way, dtype=dtype),
+            with running_server(
+                server_arguments(folder / "model", port=port, way=way, dtype=dtype),
                 environment=server_environment,
                 port=port,
-                seconds=COLD[setting.on_gpu],
+                seconds=ENGINE_START_SECONDS[setting.on_gpu],
             ):
                 trainer_environment = {"CUDA_VISIBLE_DEVICES": trainer, **address}
-                yield from generations(
-                    title, words, dtype, folder / "run-server", trainer_environment
+                yield from generation_lines(
+                    title, arguments, dtype, folder / "run-server", trainer_environment
                 )
         except ServerError as error:
-            yield failed(title, str(error))
+            yield failed_line(title, str(error))
 
 
-def cards(environment: Mapping[str, str], found: int) -> tuple[str, str]:
-    """The cards of trainer and server, by the names that `CUDA_VISIBLE_DEVICES` has for them: the
-    same if it is the only one.
+def cards(environment: Mapping[str, str], card_count: int) -> tuple[str, str]:
+    """Return the cards of trainer and server, by the names in `CUDA_VISIBLE_DEVICES`.
+
+    Both are the same card if it is the only one.
     """
-    named = [name.strip() for name in environment.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")]
-    return named[0], named[1 if found >= CARDS else 0]
+    card_names = [
+        name.strip() for name in environment.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    ]
+    server_index = 1 if card_count >= CARDS else 0
+    return card_names[0], card_names[server_index]
 
 
-def server_words(model: Path, port: int, way: str, dtype: str) -> list[str]:
-    """What is started in Python's place for `-m`."""
+def server_arguments(model: Path, port: int, way: str, dtype: str) -> list[str]:
+    """Return the module of the server and its options, which follow `python -m`."""
     keys = {
         "model": model,
         "host": _LOOPBACK,
@@ -102,16 +112,16 @@ def server_words(model: Path, port: int, way: str, dtype: str) -> list[str]:
         "gpu-memory-utilization": 0.3,
         "logprobs-mode": "raw_logprobs",
     }
-    named = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+    options = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
     if way == "nccl":
-        named += ["--weight-transfer-config", '{"backend": "nccl"}']
+        options += ["--weight-transfer-config", '{"backend": "nccl"}']
     if find_cpu_build():
-        # it cannot read a prompt with a seed in parts
-        named += [
+        # It cannot read a prompt with a seed in parts
+        options += [
             "--enforce-eager",
             "--no-enable-chunked-prefill",
         ]
-    return ["vllm.entrypoints.openai.api_server", *named, "--enable-scale-out"]
+    return ["vllm.entrypoints.openai.api_server", *options, "--enable-scale-out"]
 
 
 class ServerError(Exception):
@@ -119,31 +129,33 @@ class ServerError(Exception):
 
 
 @contextmanager
-def serving(
-    words: Sequence[str], environment: Mapping[str, str], port: int, seconds: float
+def running_server(
+    arguments: Sequence[str], environment: Mapping[str, str], port: int, seconds: float
 ) -> Iterator[None]:
-    """Inside, the module answers to `/health`; at the end it is ended. Raises `ServerError`."""
+    """Run a server inside the block, where it answers to `/health`, and end it after.
+
+    Raises `ServerError` where it ends, or does not answer within `seconds`.
+    """
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(
-            [sys.executable, "-m", *words],
+            [sys.executable, "-m", *arguments],
             stdout=log,
             stderr=log,
             env={**os.environ, **environment},
         )
         try:
-            end = time.monotonic() + seconds
-            while not _healthy(port):
-                if server.poll() is not None or time.monotonic() > end:
+            deadline = time.monotonic() + seconds
+            while not _answers(port):
+                if server.poll() is not None or time.monotonic() > deadline:
                     log.seek(0)
-                    last = log.read().decode(errors="replace").strip().splitlines()[-1:] or [
-                        "no output"
-                    ]
+                    printed_lines = log.read().decode(errors="replace").strip().splitlines()
+                    last_line = printed_lines[-1] if printed_lines else "no output"
                     outcome = (
                         f"exit code {server.returncode}"
                         if server.returncode is not None
                         else f"after {seconds:g} s"
                     )
-                    raise ServerError(f"the server does not answer, {outcome}: {last[0][:300]}")
+                    raise ServerError(f"the server does not answer, {outcome}: {last_line[:300]}")
                 time.sleep(0.2)
             yield
         finally:
@@ -151,7 +163,8 @@ def serving(
             server.wait()
 
 
-def _healthy(port: int) -> bool:
+def _answers(port: int) -> bool:
+    """Return whether the server at a port answers to `/health`."""
     try:
         urllib.request.urlopen(f"http://{_LOOPBACK}:{port}/health", timeout=5).close()
     except OSError:

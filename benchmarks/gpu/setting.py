@@ -1,5 +1,6 @@
-"""Where and how large: the device, and models of the published shapes with few layers and random
-weights.
+"""The setting of a check: the device, and models with few layers and random weights.
+
+The models have the published shapes at the full size.
 """
 
 import copy
@@ -19,37 +20,37 @@ from adora_vl.models.load import load_config
 from adora_vl.models.shape import SHAPES
 from adora_vl.packing.split_attention import disable_cudnn_attention
 from adora_vl.utils.files import GIB
-from benchmarks.gpu.table import Line, failed, one_line, skipped
+from benchmarks.gpu.table import CheckLine, failed_line, one_line, skipped_line
 
 SMALL_VOCABULARY = 1000
-_PIECE = 2**24  # elements
-MADE_FOR = 75  # GiB: the sizes of the checks fit a card of 80 GB
-ON_A_GPU_ONLY = "seconds are judged on a GPU only"
-WRONG_BUILD = skipped(
+_PIECE_ELEMENTS = 2**24  # of a tensor that is compared in float64
+INTENDED_CARD_GIB = 75  # the sizes of the checks fit a card of 80 GB
+JUDGED_ON_GPU_ONLY = "seconds are judged on a GPU only"
+WRONG_BUILD = skipped_line(
     "all of it", "the vLLM that is installed is the CPU build; a GPU wants `pip install vllm`"
 )
 
 
 @dataclass(frozen=True)
 class Setting:
-    """`full`: the published widths; else widths that a CPU takes in seconds, with the same size of
-    head.
-    """
+    """Where a check runs, and at which size."""
 
+    # The published widths; else widths that a CPU takes in seconds, with heads of the same size.
     full: bool
     device: torch.device
 
     @property
     def on_gpu(self) -> bool:
+        """Whether the device is a GPU."""
         return self.device.type == "cuda"
 
     def config(
         self, size: str, *, layers: int, eye_layers: int = 1, vocabulary: int | None = None
     ) -> PretrainedConfig:
-        """The config of Qwen2.5-VL-`size` with so many text and vision layers."""
+        """Return the config of Qwen2.5-VL-`size` with so many text and vision layers."""
         config = load_config(str(SHAPES / f"Qwen2.5-VL-{size}-Instruct"))
         text = config.text_config
-        eye = config.vision_config
+        vision = config.vision_config
         if not self.full:
             heads = {"3B": 2, "7B": 4}[size]  # of 128 numbers each, as in the published models
             text.hidden_size = 128 * heads
@@ -58,21 +59,21 @@ class Setting:
             text.num_key_value_heads = heads // 2
             text.vocab_size = SMALL_VOCABULARY
             # heads of 80
-            eye.hidden_size = 160
-            eye.num_heads = 2
-            eye.intermediate_size = 320
-            eye.out_hidden_size = text.hidden_size
+            vision.hidden_size = 160
+            vision.num_heads = 2
+            vision.intermediate_size = 320
+            vision.out_hidden_size = text.hidden_size
         text.num_hidden_layers = layers
         text.layer_types = ["full_attention"] * layers
         text.max_window_layers = layers
-        eye.depth = eye_layers
-        eye.fullatt_block_indexes = [n for n in eye.fullatt_block_indexes if n < eye_layers]
+        vision.depth = eye_layers
+        vision.fullatt_block_indexes = [n for n in vision.fullatt_block_indexes if n < eye_layers]
         if vocabulary is not None and self.full:
             text.vocab_size = vocabulary
         return config
 
     def model(self, config: PretrainedConfig, dtype: torch.dtype, attention: str = "sdpa") -> Any:
-        """A model with random weights, the same for the same config and device.
+        """Build a model with random weights, the same for the same config and device.
 
         The config stays as it is.
         """
@@ -84,9 +85,10 @@ class Setting:
             )
 
 
-def in_float32(model: Any) -> Any:
-    """Another model with the same (rounded) weights, which computes in float32; flash attention
-    cannot.
+def float32_copy(model: Any) -> Any:
+    """Return another model with the same (rounded) weights that computes in float32.
+
+    Flash attention cannot, so the copy has the attention of PyTorch.
     """
     with next(model.parameters()).device:
         copied_model = AutoModelForImageTextToText.from_config(
@@ -96,8 +98,8 @@ def in_float32(model: Any) -> Any:
     return copied_model
 
 
-def here(full: bool) -> Setting:
-    """The first GPU, or the CPU where there is none."""
+def current_setting(full: bool) -> Setting:
+    """Return the setting of the first GPU, or of the CPU where there is none."""
     disable_cudnn_attention()  # as a run does
     return Setting(
         full, torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -105,30 +107,31 @@ def here(full: bool) -> Setting:
 
 
 def free_bytes(setting: Setting) -> int:
-    """What a card, or the host without one, has free."""
+    """Return how many bytes the card has free; those of the host without a card."""
     if setting.on_gpu:
         return torch.cuda.mem_get_info(setting.device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def as_far_as_it_fits(setting: Setting, what: str, lines: Iterator[Line]) -> Iterator[Line]:
-    """The lines.
+def lines_while_memory_lasts(
+    setting: Setting, title: str, lines: Iterator[CheckLine]
+) -> Iterator[CheckLine]:
+    """Yield the lines of a check until memory runs out.
 
-    Where memory runs out, one says so in place of the rest: a failure on a card of 80 GB alone.
+    A last line then says so: a failure on a card of 80 GB, for which the sizes are chosen, else
+    skipped.
     """
     try:
         yield from lines
     except torch.OutOfMemoryError as error:
-        size = (
-            torch.cuda.get_device_properties(setting.device).total_memory / GIB
-            if setting.on_gpu
-            else 0.0
-        )
-        small = f"does not fit into a card of {size:.0f} GiB"
+        card_gib = 0.0
+        if setting.on_gpu:
+            card_gib = torch.cuda.get_device_properties(setting.device).total_memory / GIB
+        too_small = f"does not fit into a card of {card_gib:.0f} GiB"
         line = (
-            failed(f"{what}: the rest", one_line(error))
-            if size >= MADE_FOR
-            else skipped(f"{what}: the rest", small)
+            failed_line(f"{title}: the rest", one_line(error))
+            if card_gib >= INTENDED_CARD_GIB
+            else skipped_line(f"{title}: the rest", too_small)
         )
     else:
         return
@@ -138,17 +141,18 @@ def as_far_as_it_fits(setting: Setting, what: str, lines: Iterator[Line]) -> Ite
     yield line
 
 
-def words(setting: Setting, rows: int, length: int, vocabulary: int) -> Tensor:
-    """Random ids of ordinary tokens, (rows, length)."""
+def random_token_ids(setting: Setting, rows: int, length: int, vocabulary: int) -> Tensor:
+    """Return random ids of ordinary tokens, (rows, length), the same in every call."""
     ids = torch.randint(
         1, min(vocabulary, 150_000), (rows, length), generator=torch.Generator().manual_seed(0)
     )
     return ids.to(setting.device)
 
 
-def gradients(model: nn.Module) -> Tensor:
-    """All gradients as one float32 vector on the CPU, since several of a 7B model's width do not
-    fit a card of 24 GB; the model's own are cleared.
+def take_gradients(model: nn.Module) -> Tensor:
+    """Return all gradients as one float32 vector on the CPU, and clear the model's own.
+
+    Several of a 7B model's width do not fit a card of 24 GB.
     """
     parts = [
         parameter.grad.flatten().float().cpu()
@@ -159,18 +163,27 @@ def gradients(model: nn.Module) -> Tensor:
     return torch.cat(parts)
 
 
-def apart(one: Tensor, other: Tensor) -> float:
-    """The norm of the difference, as a share of the norm of `other`; in float64, a piece at a time."""
-    gap = size = 0.0
-    for part, right in zip(one.flatten().split(_PIECE), other.flatten().split(_PIECE), strict=True):
-        gap += float((part.double() - right.double()).square().sum())
-        size += float(right.double().square().sum())
-    return math.sqrt(gap / size) if size else math.nan
+def relative_distance(values: Tensor, reference: Tensor) -> float:
+    """Return the norm of the difference as a share of the norm of `reference`.
+
+    It is computed in float64, a piece at a time.
+    """
+    squared_distance = 0.0
+    squared_norm = 0.0
+    parts = zip(
+        values.flatten().split(_PIECE_ELEMENTS),
+        reference.flatten().split(_PIECE_ELEMENTS),
+        strict=True,
+    )
+    for part, reference_part in parts:
+        squared_distance += float((part.double() - reference_part.double()).square().sum())
+        squared_norm += float(reference_part.double().square().sum())
+    return math.sqrt(squared_distance / squared_norm) if squared_norm else math.nan
 
 
 @contextmanager
 def process_group(setting: Setting) -> Iterator[None]:
-    """A group of this one process, as DeepSpeed wants it."""
+    """Give a process group of this one process, as DeepSpeed needs it."""
     from adora_vl.utils.launch import prepare_engine_environment
 
     prepare_engine_environment()  # a free port

@@ -17,9 +17,9 @@ from adora_vl.record.metrics import METRICS
 from adora_vl.utils.files import GIB
 from adora_vl.utils.launch import find_cpu_build
 from benchmarks.gpu.checks import REPOSITORY
-from benchmarks.gpu.engine import REWARD, run_module, write
+from benchmarks.gpu.engine import REWARD, run_module, write_random_model
 from benchmarks.gpu.setting import WRONG_BUILD, Setting
-from benchmarks.gpu.table import Line, at_most, failed, holds, skipped
+from benchmarks.gpu.table import CheckLine, at_most_line, failed_line, skipped_line, verdict_line
 from benchmarks.gpu.trainer import shapes
 
 RECIPE = "adora_3b_1gpu_lora"
@@ -43,24 +43,27 @@ ON_A_CPU: dict[str, object] = {
 }
 
 
-def run(setting: Setting) -> Iterator[Line]:
-    """The figures of one generation of the recipe."""
+def run(setting: Setting) -> Iterator[CheckLine]:
+    """Yield the figures of one generation of the recipe."""
     if setting.on_gpu and find_cpu_build():
         yield WRONG_BUILD
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        words = recipe_words(setting, folder)
-        yield from taken(setting, words, folder)
+        arguments = recipe_arguments(setting, folder)
+        yield from dry_run_and_run_lines(setting, arguments, folder)
 
 
-def recipe_words(setting: Setting, folder: Path) -> list[str]:
-    """The arguments of the recipe with a model of random weights, which is written to `folder`."""
+def recipe_arguments(setting: Setting, folder: Path) -> list[str]:
+    """Return the arguments of the recipe.
+
+    Its model has random weights, and is written to `folder`.
+    """
     config = shapes(setting)
     # as published; a CPU engine refuses it
     config.text_config.tie_word_embeddings = setting.on_gpu
     config.tie_word_embeddings = setting.on_gpu
-    write(setting, config, folder / "model")
+    write_random_model(setting, config, folder / "model")
     rewards = folder / "rewards.py"
     rewards.write_text(REWARD, encoding="utf-8")
     keys: dict[str, object] = {
@@ -69,7 +72,7 @@ def recipe_words(setting: Setting, folder: Path) -> list[str]:
         "output_dir": folder / "run",
         "dataset_name": "synthetic",
         "adora_synthetic_rows": 256,
-        # drawn pictures grow to 512 image tokens
+        # Drawn pictures grow to 512 image tokens
         "min_pixels": 401408,
         "adora_reward": f"{rewards}:varied",
         "max_steps": UPDATES,
@@ -84,27 +87,29 @@ def recipe_words(setting: Setting, folder: Path) -> list[str]:
     return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
 
 
-def taken(setting: Setting, words: Sequence[str], folder: Path) -> Iterator[Line]:
-    """The lines of a dry run and of the run itself."""
+def dry_run_and_run_lines(
+    setting: Setting, arguments: Sequence[str], folder: Path
+) -> Iterator[CheckLine]:
+    """Take a dry run and the run itself, and yield their lines."""
     plan = folder / "plan.json"
-    planned = run_module(["adora_vl.train", *words, "--dry-run", "--json", str(plan)])
+    dry_run_outcome = run_module(["adora_vl.train", *arguments, "--dry-run", "--json", str(plan)])
     if not plan.is_file():
-        yield failed("dry run", planned)
+        yield failed_line("dry run", dry_run_outcome)
         return
     prediction = json.loads(plan.read_text(encoding="utf-8"))
-    ended = run_module(["adora_vl.train", *words], seconds=LIMIT)
+    run_outcome = run_module(["adora_vl.train", *arguments], seconds=LIMIT)
     metrics = folder / "run" / METRICS
-    if not ended.startswith("exit code 0:") or not metrics.is_file():
-        yield failed("one generation", ended)
+    if not run_outcome.startswith("exit code 0:") or not metrics.is_file():
+        yield failed_line("one generation", run_outcome)
         return
     steps = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    yield from figures([step for step in steps if "grad_norm" in step], prediction, setting)
+    yield from step_lines([step for step in steps if "grad_norm" in step], prediction, setting)
 
 
-def figures(
+def step_lines(
     steps: Sequence[dict[str, Any]], prediction: dict[str, Any], setting: Setting
-) -> Iterator[Line]:
-    """The lines of the steps of one generation.
+) -> Iterator[CheckLine]:
+    """Yield the lines of the steps of one generation.
 
     Args:
         steps: the steps of `metrics.jsonl`.
@@ -112,24 +117,30 @@ def figures(
         setting: where the run was.
     """
     norms = [step["grad_norm"] for step in steps]
-    shown = ", ".join(f"{norm:.2g}" for norm in norms)
-    learned = len(steps) == UPDATES and all(norm > 0 for norm in norms)
-    yield holds("gradient norms", shown, "above 0", learned, "rewards that differ")
+    norms_in_words = ", ".join(f"{norm:.2g}" for norm in norms)
+    has_learned = len(steps) == UPDATES and all(norm > 0 for norm in norms)
+    yield verdict_line(
+        "gradient norms", norms_in_words, "above 0", has_learned, "rewards that differ"
+    )
     phases = {
         key.removeprefix("seconds/"): sum(step.get(key) or 0.0 for step in steps)
         for key in steps[0]
         if key.startswith("seconds/")
     }
     seconds = ", ".join(f"{name} {value:.1f}" for name, value in phases.items())
-    yield holds("seconds by phase", seconds, "reported", True, METRICS)
+    yield verdict_line("seconds by phase", seconds, "reported", True, METRICS)
     drift = max(step.get("adora/drift") or 0.0 for step in steps)
-    yield at_most("drift at most", drift, DRIFT, "nats a token", "the bound of the recipe's path")
+    yield at_most_line(
+        "drift at most", drift, DRIFT, "nats a token", "the bound of the recipe's path"
+    )
     peak = prediction["peak_bytes"] / GIB
-    for what, key in (("memory, engine awake", ROLLOUT), ("memory, policy step", POLICY)):
+    for title, key in (("memory, engine awake", ROLLOUT), ("memory, policy step", POLICY)):
         values = [step[key] for step in steps if step.get(key) is not None]
         if not setting.on_gpu:
-            yield skipped(what, "a card's memory is measured on a card", f"{peak:.3g} GiB planned")
+            yield skipped_line(
+                title, "a card's memory is measured on a card", f"{peak:.3g} GiB planned"
+            )
         elif values:
-            yield at_most(what, max(values), peak, "GiB", "the dry run's peak")
+            yield at_most_line(title, max(values), peak, "GiB", "the dry run's peak")
         else:
-            yield failed(what, f"{METRICS} has no {key}")
+            yield failed_line(title, f"{METRICS} has no {key}")

@@ -13,7 +13,7 @@ from torch import Tensor
 from adora_vl.rollout.weight_sync import merged_parameters
 from adora_vl.utils.files import GIB
 from benchmarks.gpu.setting import Setting
-from benchmarks.gpu.table import Line, at_most, holds, skipped
+from benchmarks.gpu.table import CheckLine, at_most_line, skipped_line, verdict_line
 from benchmarks.measure import peak_bytes, seconds_of
 
 # of our recipe
@@ -28,7 +28,8 @@ TARGETS = [
 ]
 
 
-def run(setting: Setting) -> Iterator[Line]:
+def run(setting: Setting) -> Iterator[CheckLine]:
+    """Send the weights of an adapted model to a receiver, and look at errors, memory and seconds."""
     model = setting.model(setting.config("3B", layers=36 if setting.full else 2), torch.bfloat16)
     base = dict(model.named_parameters())
     receiver = {name: torch.empty_like(parameter) for name, parameter in base.items()}
@@ -45,7 +46,7 @@ def run(setting: Setting) -> Iterator[Line]:
     largest = max(parameter.numel() for name, parameter in base.items() if _is_adapted(name))
     # float32 weight, float32 product, their sum, and the copy that goes
     bound = (4 + 4 + 4 + 4 + 2) * largest
-    yield at_most(
+    yield at_most_line(
         "memory beside the policy",
         value=peak / GIB,
         bound=1.1 * bound / GIB,
@@ -56,7 +57,7 @@ def run(setting: Setting) -> Iterator[Line]:
     size = sum(tensor.nbytes for tensor in receiver.values())
     figure = f"{spent:.3g} s for {size / GIB:.3g} GiB"
     yield (
-        at_most(
+        at_most_line(
             "seconds of a sync",
             value=spent,
             bound=10,
@@ -64,9 +65,9 @@ def run(setting: Setting) -> Iterator[Line]:
             source=f"ours: small beside a generation's; {figure}",
         )
         if setting.on_gpu
-        else skipped("seconds of a sync", "seconds are judged on a GPU only", figure)
+        else skipped_line("seconds of a sync", "seconds are judged on a GPU only", figure)
     )
-    yield at_most(
+    yield at_most_line(
         "sent weights, from float64",
         value=_error(policy, receiver),
         bound=1.01 * 2**-8,
@@ -74,7 +75,7 @@ def run(setting: Setting) -> Iterator[Line]:
         source="one rounding to bfloat16, and float32's",
     )
     same = sum(parameter.double().sum().item() == before[name] for name, parameter in base.items())
-    yield holds(
+    yield verdict_line(
         "weights that a sync leaves alone",
         f"{same} of {len(base)}",
         "all",
@@ -100,7 +101,7 @@ def send(policy: Any, receiver: dict[str, Tensor]) -> None:
 
 
 def _error(policy: Any, receiver: dict[str, Tensor]) -> float:
-    """The largest relative error of an element in some adapted tensors."""
+    """Return the largest relative error of an element in some adapted tensors."""
     layers = {
         n: m for n, m in policy.named_modules() if hasattr(m, "lora_A") and hasattr(m, "base_layer")
     }

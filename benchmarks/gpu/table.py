@@ -1,4 +1,4 @@
-"""What a check says: lines of figure, bound and verdict; and the table of them."""
+"""Lines of figure, bound and verdict, which checks say, and the table of them."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -7,16 +7,21 @@ from typing import Any
 
 
 class CheckResult(StrEnum):
+    """The verdict of a line."""
+
     OK = "ok"
     FAIL = "FAIL"
     SKIPPED = "skipped"
 
 
 @dataclass(frozen=True)
-class Line:
-    """One figure. `note`: where the bound comes from, why it was skipped, or how it failed."""
+class CheckLine:
+    """One figure with its bound and verdict.
 
-    what: str
+    `note` says where the bound comes from, why the figure was skipped, or how it failed.
+    """
+
+    what: str  # the title of the figure
     figure: str
     bound: str
     verdict: CheckResult
@@ -24,22 +29,29 @@ class Line:
     check: str = ""
 
 
-def at_most(what: str, value: float, bound: float, unit: str, source: str) -> Line:
-    """ok where `value` is at most `bound`; a value that is no number fails."""
+def at_most_line(title: str, value: float, bound: float, unit: str, source: str) -> CheckLine:
+    """Return a line that is ok where `value` is at most `bound`; NaN fails.
+
+    `source` says where the bound comes from.
+    """
     suffix = f" {unit}" if unit else ""
-    return holds(what, f"{value:.3g}{suffix}", f"<= {bound:.3g}{suffix}", value <= bound, source)
+    return verdict_line(
+        title, f"{value:.3g}{suffix}", f"<= {bound:.3g}{suffix}", value <= bound, source
+    )
 
 
-def at_least(what: str, value: float, bound: float, unit: str, source: str) -> Line:
-    """ok where `value` is at least `bound`."""
+def at_least_line(title: str, value: float, bound: float, unit: str, source: str) -> CheckLine:
+    """Return a line that is ok where `value` is at least `bound`; NaN fails."""
     suffix = f" {unit}" if unit else ""
-    return holds(what, f"{value:.3g}{suffix}", f">= {bound:.3g}{suffix}", value >= bound, source)
+    return verdict_line(
+        title, f"{value:.3g}{suffix}", f">= {bound:.3g}{suffix}", value >= bound, source
+    )
 
 
-def holds(what: str, figure: str, bound: str, ok: bool, source: str) -> Line:
-    """ok where the caller found so."""
-    return Line(
-        what=what,
+def verdict_line(title: str, figure: str, bound: str, ok: bool, source: str) -> CheckLine:
+    """Return a line with a figure in words, which the caller has judged already (`ok`)."""
+    return CheckLine(
+        what=title,
         figure=figure,
         bound=bound,
         verdict=CheckResult.OK if ok else CheckResult.FAIL,
@@ -47,41 +59,44 @@ def holds(what: str, figure: str, bound: str, ok: bool, source: str) -> Line:
     )
 
 
-def skipped(what: str, reason: str, figure: str = "-") -> Line:
-    """Not judged. `figure`: what was seen all the same."""
-    return Line(what=what, figure=figure, bound="-", verdict=CheckResult.SKIPPED, note=reason)
+def skipped_line(title: str, reason: str, figure: str = "-") -> CheckLine:
+    """Return a line that is not judged. `figure` is what was measured all the same."""
+    return CheckLine(what=title, figure=figure, bound="-", verdict=CheckResult.SKIPPED, note=reason)
 
 
-def failed(what: str, reason: str) -> Line:
-    """There is no figure because something broke."""
-    return Line(what=what, figure="-", bound="-", verdict=CheckResult.FAIL, note=reason)
+def failed_line(title: str, reason: str) -> CheckLine:
+    """Return the line of a figure that is missing because something broke."""
+    return CheckLine(what=title, figure="-", bound="-", verdict=CheckResult.FAIL, note=reason)
 
 
 def one_line(error: BaseException) -> str:
-    """An exception as a table's note."""
+    """Return an exception as the note of a line, in 300 characters at most."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 _HEADER = ("check", "what", "figure", "bound", "verdict")
 
 
-def table(lines: Sequence[Line]) -> str:
-    """The table for a person: notes below what failed and beside what was skipped, and the counts
-    at the end.
+def table(lines: Sequence[CheckLine]) -> str:
+    """Return the table for a person, with the counts at its end.
+
+    Notes stand below what failed and beside what was skipped.
     """
-    rows = [(line.check, line.what, line.figure, line.bound, str(line.verdict)) for line in lines]
+    rows = []
+    for line in lines:
+        rows.append((line.check, line.what, line.figure, line.bound, str(line.verdict)))
     widths = [max(map(len, column)) for column in zip(_HEADER, *rows, strict=True)]
     printed = [_row(_HEADER, widths)]
     for line, row in zip(lines, rows, strict=True):
-        behind = f" ({line.note})" if line.verdict is CheckResult.SKIPPED else ""
-        printed.append(_row(row, widths) + behind)
+        note = f" ({line.note})" if line.verdict is CheckResult.SKIPPED else ""
+        printed.append(_row(row, widths) + note)
         if line.verdict is CheckResult.FAIL:
             printed.append(f"    -> {line.note}")
     return "\n".join([*printed, "", counts(lines)])
 
 
-def counts(lines: Sequence[Line]) -> str:
-    """The number of lines of each verdict."""
+def counts(lines: Sequence[CheckLine]) -> str:
+    """Return how many lines have each verdict, in words."""
     return ", ".join(
         f"{sum(line.verdict is verdict for line in lines)} {verdict}" for verdict in CheckResult
     )
@@ -91,11 +106,11 @@ def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
-def as_json(lines: Sequence[Line]) -> list[dict[str, Any]]:
-    """For a program: every line with its note."""
+def as_json(lines: Sequence[CheckLine]) -> list[dict[str, Any]]:
+    """Return the lines as objects of JSON, every one with its note."""
     return [asdict(line) for line in lines]
 
 
-def exit_code(lines: Sequence[Line]) -> int:
-    """1 where a line fails or nothing was looked at, else 0."""
+def exit_code(lines: Sequence[CheckLine]) -> int:
+    """Return 1 where a line fails or nothing was looked at, else 0."""
     return int(not lines or any(line.verdict is CheckResult.FAIL for line in lines))

@@ -1,5 +1,6 @@
-"""Whole steps of `trl.GRPOTrainer` beside ours in alternation, without an engine: LoRA, batches of
-8, random weights.
+"""Times whole steps of `trl.GRPOTrainer` beside ours in alternation, without an engine.
+
+Both train LoRA on a model with random weights, in batches of 8.
 
 Both learn from the same recorded rollouts, which take the place of `generate`, so that the policy's
 part is judged by itself and no time goes into sampling. At the full size each turn is a process of
@@ -33,20 +34,25 @@ from adora_vl.config.sharding import Sharding
 from adora_vl.data.prompt_lengths import Measured
 from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import describe
-from adora_vl.planning.dry_run import make_setup
 from adora_vl.planning.memory import CONTEXT, predict
+from adora_vl.planning.plan import make_setup
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.files import GIB
-from benchmarks.gpu.setting import ON_A_GPU_ONLY, Setting
+from benchmarks.gpu.setting import JUDGED_ON_GPU_ONLY, Setting
 from benchmarks.gpu.streaming import TARGETS
-from benchmarks.gpu.table import Line, at_most, holds, skipped
+from benchmarks.gpu.table import CheckLine, at_most_line, skipped_line, verdict_line
 from benchmarks.measure import Clock
 from benchmarks.step_run import problems, reward
 
 ROWS = 8  # one group
-_ORDINARY = (20, 600)  # ids of the tiny model's processor that stand for text
-STEPS = 3  # of a turn; the first is not counted
-_SPECIAL = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+_TEXT_TOKEN_RANGE = (20, 600)  # ids of the tiny model's processor that stand for text
+STEPS = 3  # of a turn; the first warms up and is not counted
+_SPECIAL_TOKEN_KEYS = (
+    "image_token_id",
+    "video_token_id",
+    "vision_start_token_id",
+    "vision_end_token_id",
+)
 
 
 @dataclass
@@ -56,20 +62,21 @@ class Turn:
     seconds: list[float] = field(default_factory=list)
     phases: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     peak: int = 0  # bytes that torch's allocator held on the GPU
-    prompt: int = 0  # tokens
-    finite: bool = True
+    prompt: int = 0  # tokens of the longest prompt
+    finite: bool = True  # all gradient norms are, and not all of them 0
 
 
-def run(setting: Setting) -> Iterator[Line]:
+def run(setting: Setting) -> Iterator[CheckLine]:
+    """Run both trainers by turns, and compare their seconds, their gradients and our memory."""
     config = shapes(setting)
     side = 448 if setting.full else 56
     completion = 1024 if setting.full else 8
     turns: dict[str, list[Turn]] = {"stock": [], "ours": []}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(2 if setting.full else 1):
-            for way, done in turns.items():
+            for way, way_turns in turns.items():
                 turn = partial(
-                    _turn,
+                    _run_turn,
                     setting,
                     config=config,
                     way=way,
@@ -77,19 +84,19 @@ def run(setting: Setting) -> Iterator[Line]:
                     completion=completion,
                     folder=Path(folder),
                 )
-                done.append(apart(turn) if setting.full else turn())
-    for way, done in turns.items():
-        finite = all(turn.finite for turn in done)
+                way_turns.append(run_in_process(turn) if setting.full else turn())
+    for way, way_turns in turns.items():
+        finite = all(turn.finite for turn in way_turns)
         figure = "finite" if finite else "not finite"
-        yield holds(
+        yield verdict_line(
             f"{way}: loss and gradient norm", figure, "finite, not all 0", finite, "trainer's log"
         )
-    yield from _seconds(setting, turns)
+    yield from _second_lines(setting, turns)
     peak = max(turn.peak for turn in turns["ours"])
-    yield from _memory(setting, config, side, completion, turns["ours"][0].prompt, peak)
+    yield from _memory_lines(setting, config, side, completion, turns["ours"][0].prompt, peak)
 
 
-def apart(turn: Callable[[], Turn]) -> Turn:
+def run_in_process(turn: Callable[[], Turn]) -> Turn:
     """Take a turn in a process of its own, which leaves nothing behind on the card."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(turn).result()
@@ -104,26 +111,29 @@ class RecordedRollouts:
         self.calls = 0
 
     def __call__(self, inputs: Tensor | None = None, **options: object) -> Tensor:
-        """The prompts, (B, P), with an answer behind each, (B, P + C)."""
+        """Return the prompts, (B, P), with an answer behind each, (B, P + C)."""
         prompts = options["input_ids"] if inputs is None else inputs
         assert isinstance(prompts, Tensor)
         generator = torch.Generator().manual_seed(self.calls)
         self.calls += 1
         shape = (len(prompts), self.completion)
-        answers = torch.randint(_ORDINARY[0], _ORDINARY[1], shape, generator=generator)
+        answers = torch.randint(
+            _TEXT_TOKEN_RANGE[0], _TEXT_TOKEN_RANGE[1], shape, generator=generator
+        )
         answers[:, -1] = self.last_token
         return torch.cat([prompts, answers.to(prompts.device)], dim=1)
 
 
 def shapes(setting: Setting) -> PretrainedConfig:
-    """The 3B model, with the special tokens of the tiny model's processor: there is no other
-    without a hub.
+    """Return the config of the 3B model with the special tokens of the tiny model's processor.
+
+    There is no other processor without a hub.
     """
     config = setting.config(
         "3B", layers=36 if setting.full else 2, eye_layers=32 if setting.full else 2
     )
     tiny = AutoConfig.from_pretrained(PRETRAINED)
-    for name in _SPECIAL:
+    for name in _SPECIAL_TOKEN_KEYS:
         setattr(config, name, getattr(tiny, name))
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config.text_config, name, getattr(tiny.text_config, name))
@@ -131,16 +141,18 @@ def shapes(setting: Setting) -> PretrainedConfig:
 
 
 def lora(setting: Setting) -> LoraConfig:
-    """The LoRA config of our recipe, on the language model alone."""
+    """Return the LoRA config of our recipe, on the language model alone."""
     targets = rf".*language_model.*\.({'|'.join(TARGETS)})"
     return LoraConfig(
         r=64 if setting.full else 4, lora_alpha=128, target_modules=targets, task_type="CAUSAL_LM"
     )
 
 
-def arguments(setting: Setting, way: str, side: int, completion: int, folder: Path) -> Any:
-    """One group of 8 per step, as `adora_3b_1gpu_lora.yaml` where it says something about a
-    micro-batch.
+def trainer_config(setting: Setting, way: str, side: int, completion: int, folder: Path) -> Any:
+    """Return the config of a trainer: one group of 8 per step.
+
+    It is as `adora_3b_1gpu_lora.yaml` where that says something about a micro-batch. `way` is `stock`
+    or `ours`, and `side` that of the pictures in pixels.
     """
     keys: dict[str, Any] = {
         "output_dir": str(folder / way),
@@ -168,10 +180,10 @@ def arguments(setting: Setting, way: str, side: int, completion: int, folder: Pa
     )
 
 
-def _turn(
+def _run_turn(
     setting: Setting, config: PretrainedConfig, way: str, side: int, completion: int, folder: Path
 ) -> Turn:
-    """A new model and a new trainer of this kind, for a few steps."""
+    """Train a new model with a new trainer for a few steps, and return what they took."""
     processor = AutoProcessor.from_pretrained(
         PRETRAINED, padding_side="left", truncation_side="left"
     )
@@ -183,7 +195,7 @@ def _turn(
     trainer = {"stock": GRPOTrainer, "ours": AdoraGRPOTrainer}[way](
         model=model,
         reward_funcs=reward,
-        args=arguments(setting, way, side, completion, folder),
+        args=trainer_config(setting, way, side, completion, folder),
         train_dataset=problems(4 * STEPS, (side, side)),
         processing_class=processor,
         peft_config=lora(setting),
@@ -191,7 +203,7 @@ def _turn(
     turn = Turn()
     clock = DeviceClock(setting)
     trainer.add_callback(Steps(setting, turn, clock))
-    _note_prompts(trainer, turn)
+    _record_prompt_lengths(trainer, turn)
     clock.around(
         *((trainer, "_generate") if way == "stock" else (trainer.sampler, "sample")), "rollout"
     )
@@ -220,10 +232,10 @@ class DeviceClock(Clock):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        _wait(self.setting)
+        _synchronize(self.setting)
         with super().phase(name):
             yield
-            _wait(self.setting)
+            _synchronize(self.setting)
 
 
 class Steps(TrainerCallback):
@@ -239,12 +251,13 @@ class Steps(TrainerCallback):
             torch.cuda.reset_peak_memory_stats(self.setting.device)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        _wait(self.setting)
+        _synchronize(self.setting)
         self.clock.seconds.clear()
         self.started = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        _wait(self.setting)
+        """Note the seconds of a step and of its phases; the first step warms up."""
+        _synchronize(self.setting)
         if state.global_step == 1:
             return
         total = time.perf_counter() - self.started
@@ -254,15 +267,17 @@ class Steps(TrainerCallback):
             self.turn.phases[name].append(spent)
 
 
-def _wait(setting: Setting) -> None:
+def _synchronize(setting: Setting) -> None:
+    """Wait until the device has done all that it was given."""
     if setting.on_gpu:
         torch.cuda.synchronize(setting.device)
 
 
-def _note_prompts(trainer: Any, turn: Turn) -> None:
-    original = trainer._get_per_token_logps_and_entropies
+def _record_prompt_lengths(trainer: Any, turn: Turn) -> None:
+    """Note the longest prompt that the policy is given, in tokens."""
+    compute_logps = trainer._get_per_token_logps_and_entropies
 
-    def noting(
+    def record_and_compute(
         model: Any,
         input_ids: Any,
         attention_mask: Any,
@@ -271,35 +286,41 @@ def _note_prompts(trainer: Any, turn: Turn) -> None:
         **kwargs: Any,
     ) -> Any:
         turn.prompt = max(turn.prompt, input_ids.size(1) - logits_to_keep)
-        return original(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        return compute_logps(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
 
-    trainer._get_per_token_logps_and_entropies = noting
+    trainer._get_per_token_logps_and_entropies = record_and_compute
 
 
-def _seconds(setting: Setting, turns: dict[str, list[Turn]]) -> Iterator[Line]:
+def _second_lines(setting: Setting, turns: dict[str, list[Turn]]) -> Iterator[CheckLine]:
+    """Compare the medians of both ways' seconds, by phase."""
     medians: dict[str, dict[str, float]] = {}
-    for way, done in turns.items():
-        names = {name for turn in done for name in turn.phases}
+    for way, way_turns in turns.items():
+        names = {name for turn in way_turns for name in turn.phases}
         medians[way] = {
-            name: statistics.median([spent for turn in done for spent in turn.phases[name]])
+            name: statistics.median([spent for turn in way_turns for spent in turn.phases[name]])
             for name in sorted(names)
         }
-        medians[way]["step"] = statistics.median([spent for turn in done for spent in turn.seconds])
+        medians[way]["step"] = statistics.median(
+            [spent for turn in way_turns for spent in turn.seconds]
+        )
         figure = ", ".join(f"{name} {spent:.3g} s" for name, spent in medians[way].items())
-        yield holds(
+        yield verdict_line(
             f"{way}: seconds",
             figure,
             "more than 0",
             medians[way]["step"] > 0,
             "medians of the counted steps",
         )
-    policy = {way: spent["log-probabilities"] + spent["backward"] for way, spent in medians.items()}
-    ratios = {"policy's pass and backward": policy["ours"] / policy["stock"]}
+    policy_seconds = {
+        way: spent["log-probabilities"] + spent["backward"] for way, spent in medians.items()
+    }
+    ratios = {"policy's pass and backward": policy_seconds["ours"] / policy_seconds["stock"]}
     ratios["whole step"] = medians["ours"]["step"] / medians["stock"]["step"]
-    for (part, ratio), bound in zip(ratios.items(), (1.0, 1.1), strict=True):
+    bounds = (1.0, 1.1)  # of the policy's part, and of the whole step, which has more noise
+    for (part, ratio), bound in zip(ratios.items(), bounds, strict=True):
         name = f"ours, of stock's seconds: {part}"
         if setting.on_gpu:
-            yield at_most(
+            yield at_most_line(
                 name,
                 value=ratio,
                 bound=bound,
@@ -307,12 +328,16 @@ def _seconds(setting: Setting, turns: dict[str, list[Turn]]) -> Iterator[Line]:
                 source="else our way costs time; a tenth of a whole step is noise",
             )
         else:
-            yield skipped(name, ON_A_GPU_ONLY, f"{ratio:.2f}")
+            yield skipped_line(name, JUDGED_ON_GPU_ONLY, f"{ratio:.2f}")
 
 
-def _memory(
+def _memory_lines(
     setting: Setting, config: PretrainedConfig, side: int, completion: int, prompt: int, peak: int
-) -> Iterator[Line]:
+) -> Iterator[CheckLine]:
+    """Compare the peak of memory with the prediction of the dry run.
+
+    Lengths are in tokens, `side` in pixels, and `peak` in bytes.
+    """
     predicted = (
         prediction(setting, config=config, side=side, completion=completion, prompt=prompt) / GIB
     )
@@ -321,11 +346,11 @@ def _memory(
             "a process's memory on a CPU is no card's; tests/unit/planning judges the formulas "
             "there"
         )
-        yield skipped("peak memory", reason, f"{predicted:.2g} GiB predicted")
+        yield skipped_line("peak memory", reason, f"{predicted:.2g} GiB predicted")
         return
     source = "the dry run's prediction without the context"
-    yield at_most("peak memory", value=peak / GIB, bound=predicted, unit="GiB", source=source)
-    yield at_most(
+    yield at_most_line("peak memory", value=peak / GIB, bound=predicted, unit="GiB", source=source)
+    yield at_most_line(
         "prediction, of the peak",
         value=predicted / (peak / GIB),
         bound=1.5,
@@ -337,8 +362,8 @@ def _memory(
 def prediction(
     setting: Setting, config: PretrainedConfig, side: int, completion: int, prompt: int
 ) -> int:
-    """Bytes of the worst phase, as the dry run computes them from the configuration."""
-    args = arguments(setting, "ours", side, completion, Path("unused"))
+    """Return the bytes of the worst phase, as the dry run computes them from the configuration."""
+    args = trainer_config(setting, "ours", side, completion, Path("unused"))
     shape = describe(
         config, dtype="bfloat16" if setting.on_gpu else "float32", peft_config=lora(setting)
     )

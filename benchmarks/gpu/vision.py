@@ -18,14 +18,14 @@ from adora_vl.models.precision import restore_buffers
 from adora_vl.packing.vision import batch_windows, window_arguments
 from adora_vl.utils.files import GIB
 from benchmarks.gpu.setting import (
-    ON_A_GPU_ONLY,
+    JUDGED_ON_GPU_ONLY,
     Setting,
-    apart,
-    as_far_as_it_fits,
     free_bytes,
-    gradients,
+    lines_while_memory_lasts,
+    relative_distance,
+    take_gradients,
 )
-from benchmarks.gpu.table import Line, at_most, holds, skipped
+from benchmarks.gpu.table import CheckLine, at_most_line, skipped_line, verdict_line
 from benchmarks.measure import by_turns, peak_bytes
 
 SLACK = 1.5
@@ -38,7 +38,8 @@ _TOWERS = 9
 _SMALL = {"30 tokens": [(10, 12)], "2 x 16": [(8, 8)] * 2, "49": [(14, 14)]}
 
 
-def run(setting: Setting) -> Iterator[Line]:
+def run(setting: Setting) -> Iterator[CheckLine]:
+    """Compare batched attention of the vision tower with the loop over pictures."""
     config = setting.config(
         "7B", layers=1, eye_layers=32 if setting.full else 9
     ).vision_config  # 9: one sees it all
@@ -63,11 +64,11 @@ def run(setting: Setting) -> Iterator[Line]:
             pixels=pixels.to(setting.device),
             grids=grids,
         )
-        yield from as_far_as_it_fits(setting, name, lines)
+        yield from lines_while_memory_lasts(setting, name, lines)
 
 
 def sized(free: int) -> dict[str, list[tuple[int, int]]]:
-    """The images, of which as many are seen at once as there is room for."""
+    """Return the images, of which as many are seen at once as there is room for."""
     several = max(2, min(8, int((free / GIB - _TOWERS) / _IMAGE)))
     return {
         (name if len(sides) == 1 else f"{several} x 300"): sides[:several]
@@ -77,15 +78,16 @@ def sized(free: int) -> dict[str, list[tuple[int, int]]]:
 
 def _image(
     setting: Setting, name: str, tower: Any, exact: Any, pixels: Tensor, grids: Tensor
-) -> Iterator[Line]:
+) -> Iterator[CheckLine]:
+    """Compare features, gradients, seconds and memory for one set of pictures."""
     right = passed(exact, pixels, grids, batched=False)
     loop, batched = (passed(tower, pixels, grids, batched=on) for on in (False, True))
     for number, tensor_name in enumerate(("features", "gradients")):
-        bound = SLACK * apart(loop[number], right[number])
+        bound = SLACK * relative_distance(loop[number], right[number])
         source = f"{SLACK} times the loop's own error in bfloat16"
-        yield at_most(
+        yield at_most_line(
             f"{name}, batched: {tensor_name}, from float32",
-            value=apart(batched[number], right[number]),
+            value=relative_distance(batched[number], right[number]),
             bound=bound,
             unit="",
             source=source,
@@ -97,15 +99,15 @@ def _image(
     }
     times = by_turns(setting.device, ways, 3 if setting.full else 1)
     if not setting.on_gpu:
-        yield skipped(
+        yield skipped_line(
             f"{name}: both ways",
-            ON_A_GPU_ONLY,
+            JUDGED_ON_GPU_ONLY,
             ", ".join(f"{way} {spent:.3g} s" for way, spent in times.items()),
         )
         return
     waits = syncs(ways["batched"])
     source = f"else a block waits for a bound of its windows; the loop {syncs(ways['loop'])}"
-    yield at_most(
+    yield at_most_line(
         f"{name}: waits for the device",
         value=waits,
         bound=len(tower.blocks) - 1,
@@ -114,7 +116,7 @@ def _image(
     )
     peaks = {way: peak_bytes(setting.device, go) / GIB for way, go in ways.items()}
     figure = "; ".join(f"{way} {times[way]:.3g} s, {peaks[way]:.2g} GiB" for way in ways)
-    yield at_most(
+    yield at_most_line(
         f"{name}: batched, of the loop's time",
         value=times["batched"] / times["loop"],
         bound=1.0,
@@ -122,7 +124,7 @@ def _image(
         source=f"else it has no use; {figure}",
     )
     fits = peaks["batched"] <= 1.2 * peaks["loop"]
-    yield holds(
+    yield verdict_line(
         f"{name}: both ways",
         figure,
         "at most 1.2 of the loop's memory",
@@ -132,7 +134,7 @@ def _image(
 
 
 def syncs(go: Callable[[], object]) -> int:
-    """How often the host waits for the GPU, as torch counts it."""
+    """Return how often the host waits for the GPU, as torch counts it."""
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -145,7 +147,7 @@ def syncs(go: Callable[[], object]) -> int:
 
 def passed(tower: Any, pixels: Tensor, grids: Tensor, *, batched: bool) -> tuple[Tensor, Tensor]:
     """Features, and the gradients of a weighted sum of them."""
-    return _seen(tower, pixels, grids, batched=batched).detach(), gradients(tower)
+    return _seen(tower, pixels, grids, batched=batched).detach(), take_gradients(tower)
 
 
 def _seen(tower: Any, pixels: Tensor, grids: Tensor, *, batched: bool) -> Tensor:

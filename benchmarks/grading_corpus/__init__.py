@@ -30,7 +30,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """The corpus, sorted by kind."""
+    """Return the corpus, sorted by kind."""
     all_cases = []
     for path in sorted(Path(__file__).parent.glob("*.jsonl")):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -40,7 +40,7 @@ def cases() -> list[Case]:
                     all_cases.append(
                         _case(
                             path.stem,
-                            place=f"{path.stem}:{number}:{label}:{index}",
+                            location=f"{path.stem}:{number}:{label}:{index}",
                             row=row,
                             label=label,
                             answer=answer,
@@ -49,14 +49,18 @@ def cases() -> list[Case]:
     return all_cases
 
 
-def _case(kind: str, place: str, row: dict[str, Any], label: str, answer: Any) -> Case:
+def _case(kind: str, location: str, row: dict[str, Any], label: str, answer: Any) -> Case:
+    """Return a case of the corpus from its row.
+
+    An answer is put into a box; that of a row with `whole` is pairs of a text and how often it stands.
+    """
     response = (
         "".join(text * count for text, count in answer)
         if row.get("whole")
         else rf"So \boxed{{{answer}}}."
     )
     choices = tuple(row["choices"]) if "choices" in row else None
-    name = f"{place} {response[:40]!r} for {row['gold']!r}"
+    name = f"{location} {response[:40]!r} for {row['gold']!r}"
     return Case(
         kind=kind,
         name=name,

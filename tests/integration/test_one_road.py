@@ -29,7 +29,7 @@ from adora_vl.geometry.text import form_of_text
 from adora_vl.geometry.verdict import verdict
 from adora_vl.models.check import lora_of
 from adora_vl.models.load import PRETRAINED
-from adora_vl.planning.dry_run import make_plan
+from adora_vl.planning.plan import make_plan
 from adora_vl.preflight import run_checks as checks
 from adora_vl.preflight.python_inputs import Datasets
 from adora_vl.preflight.request import ModelSource, RunRequest, model_keys

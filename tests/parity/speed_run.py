@@ -34,8 +34,8 @@ from adora_vl.config import AdoraGRPOConfig  # noqa: E402
 from adora_vl.config.blocks import RolloutOptions  # noqa: E402
 from adora_vl.config.keys import StepPart  # noqa: E402
 from adora_vl.models.load import PRETRAINED  # noqa: E402
-from adora_vl.packing import policy_pass as packed_module  # noqa: E402
-from adora_vl.packing.shared_prompt import Packed, pack, sharing_pays  # noqa: E402
+from adora_vl.packing import packed_forward as packed_module  # noqa: E402
+from adora_vl.packing.shared_prompt import PackedSequence, pack, sharing_pays  # noqa: E402
 from adora_vl.rewards import reward_function  # noqa: E402
 from adora_vl.rollout.rollouts import StepKey  # noqa: E402
 from adora_vl.synthetic.generate import generate  # noqa: E402
@@ -151,7 +151,7 @@ class Switches(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         self.trainer.begun.append(self.trainer.passes)
         name = self.names[state.global_step]
-        self.trainer.packed.append(self.trainer.policy_pass.packed.passes)
+        self.trainer.packed.append(self.trainer.policy_pass.packed_forward.passes)
         pays = (lambda *_: True) if name == "no padding" else sharing_pays
         mock.patch.object(packed_module, "sharing_pays", pays).start()
         args.adora_stock_step = [part for part in PARTS if part not in STEPS[name]]
@@ -191,9 +191,11 @@ def sabotage(names: str) -> None:
     """Break parts, comma-separated, to see that the tests notice."""
     if "positions" in names:  # every rollout one place further on
 
-        def shifted(input_ids: torch.Tensor, **layout: Any) -> Packed:
+        def shifted(input_ids: torch.Tensor, **layout: Any) -> PackedSequence:
             packed = pack(input_ids, **layout)
-            after_the_prompt = torch.arange(packed.ids_NS.size(1)) >= packed.shared.groups[0].prompt
+            after_the_prompt = (
+                torch.arange(packed.ids_NS.size(1)) >= packed.shared.groups[0].prompt_length
+            )
             return dataclasses.replace(packed, positions=packed.positions + after_the_prompt)
 
         mock.patch.object(packed_module, "pack", shifted).start()
@@ -286,14 +288,15 @@ def main() -> None:
             "distances": distances(gradients.steps)
             if gradients.steps and gradients.steps[0]
             else None,
-            "packed": trainer.policy_pass.packed.passes,
+            "packed": trainer.policy_pass.packed_forward.passes,
             "packed_in_step": [
-                b - a for a, b in pairwise([*trainer.packed, trainer.policy_pass.packed.passes])
+                b - a
+                for a, b in pairwise([*trainer.packed, trainer.policy_pass.packed_forward.passes])
             ],
             "micro_batches": [
                 later - before for before, later in pairwise([*trainer.begun, trainer.passes])
             ],
-            "refused": trainer.policy_pass.packed.refused,
+            "refused": trainer.policy_pass.packed_forward.refusal,
         }
         options.output.write_text(json.dumps(result))
     trainer.accelerator.wait_for_everyone()

@@ -69,29 +69,10 @@ class ChatProcessor:
             processor: A trainer's, in place of the model's own.
         """
         # Imported here, because scoring loads no model and should not wait for them.
-        from transformers import AutoProcessor, AutoTokenizer
-
-        from adora_vl.models.load import auto_class, pixel_limits, read_config
+        from adora_vl.models.load import pixel_limits
         from adora_vl.rollout.prompt_tokens import never_sampled_ids
-        from adora_vl.utils.hub import only_here, why_missing
 
-        is_local = only_here(model)
-        try:
-            self.config: Any = read_config("model", model, revision)
-            self.auto_class = auto_class(self.config)
-            self.text_only = not sees_images(self.config)
-            kind: Any = AutoTokenizer if self.text_only else AutoProcessor
-            self.processor: Any = processor or kind.from_pretrained(
-                model, revision=revision, local_files_only=is_local, trust_remote_code=False
-            )
-            self._image_processor: Any = None if self.text_only else self.processor.image_processor
-        except UserError:
-            raise
-        except Exception as error:  # a damaged file raises errors of many kinds
-            reason = why_missing(model, error)
-            raise UserError(
-                f"model: {model!r} cannot be loaded as a (vision-)language model ({reason})"
-            ) from error
+        self._load(model, revision, processor)
         self._template = template or {}
         model_limits = pixel_limits(self._image_processor)
         if not self.text_only and model_limits is None:
@@ -108,11 +89,46 @@ class ChatProcessor:
         self._limits = _limits_of(model_limits or {}, user_limits)
         self.pixel_limits = self._limits if user_limits else {}
         self._tokenizer = self.processor if self.text_only else self.processor.tokenizer
+        # The prompts of a batch end together, so that generation begins at one position.
         self._tokenizer.padding_side = "left"
         self.banned_ids: list[int] = never_sampled_ids(self._tokenizer)
         self.pad_id: int = self._tokenizer.pad_token_id
         self.context: int = self.config.get_text_config().max_position_embeddings
         self.image_id: int | None = getattr(self.processor, "image_token_id", None)
+
+    def _load(
+        self,
+        model: str,
+        revision: str | None,
+        processor: ProcessorMixin | PreTrainedTokenizerBase | None,
+    ) -> None:
+        """Load the configuration, and the processor where no `processor` is given.
+
+        A model that sees no images has a tokenizer in place of a processor. Raises `UserError` for
+        a model that cannot be loaded.
+        """
+        from transformers import AutoProcessor, AutoTokenizer
+
+        from adora_vl.models.load import auto_class, read_config
+        from adora_vl.utils.hub import only_here, why_missing
+
+        is_local = only_here(model)
+        try:
+            self.config: Any = read_config("model", model, revision)
+            self.auto_class = auto_class(self.config)
+            self.text_only = not sees_images(self.config)
+            processor_class: Any = AutoTokenizer if self.text_only else AutoProcessor
+            self.processor: Any = processor or processor_class.from_pretrained(
+                model, revision=revision, local_files_only=is_local, trust_remote_code=False
+            )
+            self._image_processor: Any = None if self.text_only else self.processor.image_processor
+        except UserError:
+            raise  # it says already what is wrong
+        except Exception as error:  # a damaged file raises errors of many kinds
+            reason = why_missing(model, error)
+            raise UserError(
+                f"model: {model!r} cannot be loaded as a (vision-)language model ({reason})"
+            ) from error
 
     @classmethod
     def of(cls, settings: AnswerEngineSettings) -> Self:
@@ -135,11 +151,8 @@ class ChatProcessor:
         problem = misplaced_by_vllm(self.config)
         if problem:
             raise UserError(f"model: {model!r} {problem}")
-        if (
-            find_cpu_build()
-            and self.dtype(dtype) == "float32"
-            and has_linear_attention(self.config)
-        ):
+        is_float32_on_cpu = find_cpu_build() and self.dtype(dtype) == "float32"
+        if is_float32_on_cpu and has_linear_attention(self.config):
             alone = "on a CPU vLLM computes its linear attention in bfloat16 alone"
             raise UserError(
                 f"model: {model!r} is in float32, and {alone}; use --engine transformers"
@@ -163,12 +176,13 @@ class ChatProcessor:
 
         Each placeholder of an image becomes as many image tokens as the model sees of the image.
         """
-        token_ids: list[int] = self._tokenizer(self.render(messages))["input_ids"]
-        ids = list[int]()
-        counts = iter([self.tokens_of(image) for image in images])
-        for token in token_ids:
-            ids += [token] * (next(counts) if token == self.image_id else 1)
-        return ids
+        template_ids: list[int] = self._tokenizer(self.render(messages))["input_ids"]
+        image_token_counts = iter([self.tokens_of(image) for image in images])
+        prompt_ids = list[int]()
+        for token in template_ids:
+            repeats = next(image_token_counts) if token == self.image_id else 1
+            prompt_ids += [token] * repeats
+        return prompt_ids
 
     def tokens_of(self, image: Image.Image) -> int:
         """Return the number of tokens of an image, after it is resized within the pixel limits."""
@@ -247,8 +261,10 @@ class ChatProcessor:
         bound = max_text_bytes + _TEMPLATE_TOKENS + max_tokens
         if not self.text_only:
             # The side of the square of pixels that becomes one token.
-            unit = self._image_processor.patch_size * self._image_processor.merge_size
-            bound += max_images * -(-self._limits["max_pixels"] // unit**2)
+            token_side = self._image_processor.patch_size * self._image_processor.merge_size
+            # Rounded up, in whole numbers: a part of a square needs a token too.
+            tokens_per_image = -(-self._limits["max_pixels"] // token_side**2)
+            bound += max_images * tokens_per_image
         return min(self.context, int(bound))
 
 

@@ -25,10 +25,10 @@ from adora_vl.utils.hashing import content_hash
 from adora_vl.utils.hub import no_hub, why_missing
 
 Row = dict[str, Any]
-_ENDINGS = (".parquet", ".jsonl", ".json")
-_OF_A_SPLIT = re.compile(r"(?:train|test(?:mini)?|val(?:idation)?|dev)[-_.]", re.IGNORECASE)
-_NAMED = 5  # files in a message
-_LONGEST_PATH = 300  # characters; a longer text is Base64
+_DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
+_NAMED_AFTER_SPLIT = re.compile(r"(?:train|test(?:mini)?|val(?:idation)?|dev)[-_.]", re.IGNORECASE)
+_MOST_NAMED_FILES = 5  # in a message
+_MOST_PATH_CHARACTERS = 300  # a longer text is Base64
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,15 @@ class _Rows:
     """The folder in which paths of images lead; None for data from the hub, which has no files."""
 
     def pictures(self, index: int, columns: Sequence[str]) -> list[bytes]:
-        """Return the first usable image of a row.
+        """Return the first usable image of a row, encoded, as a list of one.
 
-        It is stored as bytes, a struct of bytes or path, a path, or base64. Raises `ValueError` for a
-        row without an image.
+        It is stored as bytes, a struct of bytes or path, a path, or base64.
+
+        Args:
+            index: The number of the row, from 0 on.
+            columns: The columns that may hold the image, the preferred one first.
+
+        Raises `ValueError` for a row without an image.
         """
         row = dict(self.rows[index])
         for name, column in self.encoded.items():
@@ -111,7 +116,7 @@ def load_problems(
         UserError: rows lack a column, `check` finds something wrong in them, or they cannot be
             asked; with a line for each, before an answer is paid for and not when it is scored.
     """
-    loaded = _rows_of_split(
+    loaded = _load_split(
         options,
         split=split or options.split,
         image_columns=image_columns,
@@ -123,32 +128,46 @@ def load_problems(
     if renamed:
         loaded = replace(loaded, rows=[_renamed(row, renamed) for row in loaded.rows])
     has_image = bool(image_columns) and not blind
+
+    def fault_of(row: Row) -> str | None:
+        """Return the first thing that is wrong with a row; None where nothing is."""
+        answered_row = _answered_row(row, id_column)
+        return (
+            missing_fields(row, needed)
+            or row_fault(answered_row)
+            or check(answered_row)
+            or unaskable(prompt(row), has_image=has_image)
+            or _fault_of_path_out(row, image_columns, loaded.folder)
+        )
+
+    _refuse_faulty_rows(loaded, fault_of)
+    field_names = stored_columns or [name for name in needed if name != id_column]
+    problems = []
+    for index, row in enumerate(loaded.rows):
+        fields: Row = {"pid": str(row[id_column])}
+        fields |= {name: row.get(name) for name in field_names}
+        if has_image:
+            stored = partial(loaded.pictures, index, image_columns)
+            problem = pictured(fields, prompt=prompt(row), images=1, stored=stored)
+        else:
+            problem = Problem(fields=fields, prompt=prompt(row), n_images=0, images=list)
+        problems.append(problem)
+    return LoadedProblems(problems, _data_hash_with_pictures(loaded, image_columns))
+
+
+def _refuse_faulty_rows(loaded: _Rows, fault_of: Callable[[Row], str | None]) -> None:
+    """Raise `UserError` for rows that have a fault, with a line for each, and for no rows at all.
+
+    `fault_of` returns what is wrong with a row, and None where nothing is.
+    """
     faults: list[str] = []
     for number, row in enumerate(loaded.rows, start=1):
-        as_answered = _as_answered(row, id_column)
-        fault = (
-            missing_fields(row, needed)
-            or row_fault(as_answered)
-            or check(as_answered)
-            or unaskable(prompt(row), has_image=has_image)
-            or _leads_out(row, image_columns, loaded.folder)
-        )
+        fault = fault_of(row)
         if fault:
             faults.append(f"row {number} {fault}")
     refuse_rows(f"data: {loaded.origin}", faults)
     if not loaded.rows:
         raise UserError(f"data: {loaded.origin} has no rows")
-    names = stored_columns or [name for name in needed if name != id_column]
-    problems = []
-    for index, row in enumerate(loaded.rows):
-        fields = {"pid": str(row[id_column]), **{name: row.get(name) for name in names}}
-        stored = partial(loaded.pictures, index, image_columns)
-        if has_image:
-            problem = pictured(fields, prompt=prompt(row), images=1, stored=stored)
-        else:
-            problem = Problem(fields=fields, prompt=prompt(row), n_images=0, images=list)
-        problems.append(problem)
-    return LoadedProblems(problems, _with_pictures(loaded, image_columns))
 
 
 def _renamed(row: Row, renamed: Mapping[str, str]) -> Row:
@@ -156,7 +175,7 @@ def _renamed(row: Row, renamed: Mapping[str, str]) -> Row:
     return {renamed.get(name, name): value for name, value in row.items()}
 
 
-def _as_answered(row: Row, id_column: str) -> Row:
+def _answered_row(row: Row, id_column: str) -> Row:
     """Return a row as predictions have it, with an empty response and its id as a text."""
     stored_id = row.get(id_column)
     is_number = isinstance(stored_id, int) and not isinstance(stored_id, bool)
@@ -164,7 +183,7 @@ def _as_answered(row: Row, id_column: str) -> Row:
     return {**row, "pid": pid, "response": ""}
 
 
-def _rows_of_split(
+def _load_split(
     options: DataOptions,
     *,
     split: str,
@@ -175,10 +194,10 @@ def _rows_of_split(
     """Return the rows of a split of `options.data`: a file or folder here, or a hub id."""
     path = Path(options.data)
     if path.exists():
-        return _local(path, split=split, image_columns=image_columns, id_column=id_column)
+        return _local_rows(path, split=split, image_columns=image_columns, id_column=id_column)
     if HUB_ID.fullmatch(options.data) and not path.parent.is_dir():
         revision = options.data_revision if isinstance(options, HubDataOptions) else None
-        return _hub(
+        return _hub_rows(
             options.data, split=split, revision=revision, image_columns=image_columns, config=config
         )
     raise UserError(
@@ -221,10 +240,11 @@ def _converted(convert: Callable[[bytes], Any], stored: Callable[[], list[bytes]
     return [convert(content) for content in stored()]
 
 
-def _leads_out(row: Row, image_columns: Sequence[str], folder: Path | None) -> str | None:
-    """Return the fault of a row whose image has a path out of the data's folder.
+def _fault_of_path_out(row: Row, image_columns: Sequence[str], folder: Path | None) -> str | None:
+    """Return the fault of a row whose image has a path out of the data's folder; None without one.
 
-    None where none has.
+    Such a path would show a model any file of this machine. Data from the hub have no `folder`, and
+    no files that a path could lead to.
     """
     if folder is None:
         return None
@@ -252,23 +272,23 @@ def unaskable(prompt: object, *, has_image: bool = True) -> str | None:
     return problem_with_row({"id": "-", "problem": text, "answer": "-", "images": []})
 
 
-def _local(path: Path, split: str, image_columns: Sequence[str], id_column: str) -> _Rows:
+def _local_rows(path: Path, split: str, image_columns: Sequence[str], id_column: str) -> _Rows:
     """Return the rows of a file, or of the files of a split in a folder."""
-    files = [path] if path.is_file() else _files(path, split)
+    files = [path] if path.is_file() else _files_of_split(path, split)
     if files[0].suffix == ".parquet":
         folder = path if path.is_dir() else path.parent
         file_hash = content_hash(files)  # before they are read
-        return _from_table(
-            _tables(files),
+        return _rows_from_table(
+            _read_tables(files),
             image_columns=image_columns,
             data_hash=file_hash,
             origin=str(path),
             folder=folder,
         )
-    return _from_json(files[0], id_column)
+    return _rows_from_json(files[0], id_column)
 
 
-def _files(folder: Path, split: str) -> list[Path]:
+def _files_of_split(folder: Path, split: str) -> list[Path]:
     """Return the files of a split.
 
     They are named after it, or are the only Parquet file there is. Parquet comes before JSON.
@@ -283,22 +303,24 @@ def _files(folder: Path, split: str) -> list[Path]:
                 return matches
     data_files = []
     for directory in directories:
-        data_files += [path for path in sorted(directory.iterdir()) if path.suffix in _ENDINGS]
+        data_files += [
+            path for path in sorted(directory.iterdir()) if path.suffix in _DATA_SUFFIXES
+        ]
     tables = [path for path in data_files if path.suffix == ".parquet"]
     # MMStar's only file is named after the benchmark. One that is named after another split is not
     # taken for this one.
-    if len(tables) == 1 and not _OF_A_SPLIT.match(tables[0].name):
+    if len(tables) == 1 and not _NAMED_AFTER_SPLIT.match(tables[0].name):
         return tables
-    contents = ", ".join(path.name for path in data_files[:_NAMED])
-    if len(data_files) > _NAMED:
-        contents += f" and {len(data_files) - _NAMED} more"
+    contents = ", ".join(path.name for path in data_files[:_MOST_NAMED_FILES])
+    if len(data_files) > _MOST_NAMED_FILES:
+        contents += f" and {len(data_files) - _MOST_NAMED_FILES} more"
     raise UserError(
         f"data: {str(folder)!r} has nothing for the split {split!r}; it has "
         f"{contents or 'no Parquet or JSON file'}; see --split"
     )
 
 
-def _tables(files: Iterable[Path]) -> pa.Table:
+def _read_tables(files: Iterable[Path]) -> pa.Table:
     """Return the rows of several Parquet files as one table. Raises `UserError`."""
     tables = []
     for path in files:
@@ -314,7 +336,7 @@ def _tables(files: Iterable[Path]) -> pa.Table:
         raise UserError(f"data: the files of one split have different columns ({error})") from None
 
 
-def _hub(
+def _hub_rows(
     name: str, split: str, revision: str | None, image_columns: Sequence[str], config: str | None
 ) -> _Rows:
     """Return the rows of a dataset on the hub. Raises `UserError` if it cannot be loaded."""
@@ -329,7 +351,7 @@ def _hub(
             f"data: {name!r} split {split!r} cannot be loaded from the hub ({reason})"
         ) from error
     # The library's own fingerprint of the data.
-    return _from_table(
+    return _rows_from_table(
         dataset.with_format("arrow")[:],
         image_columns=image_columns,
         data_hash=str(dataset._fingerprint),
@@ -338,7 +360,7 @@ def _hub(
     )
 
 
-def _from_table(
+def _rows_from_table(
     table: pa.Table, image_columns: Sequence[str], data_hash: str, origin: str, folder: Path | None
 ) -> _Rows:
     """Return the rows of a table, whose encoded images stay in it until they are asked for.
@@ -359,47 +381,51 @@ def _from_table(
     return _Rows(rows=rows, encoded=encoded, hash=data_hash, origin=origin, folder=folder)
 
 
-def _with_pictures(loaded: _Rows, image_columns: Sequence[str]) -> str:
+def _data_hash_with_pictures(loaded: _Rows, image_columns: Sequence[str]) -> str:
     """Return the hash of the rows, and of the files of pictures that they name."""
     folder = loaded.folder
     if folder is None:
         return loaded.hash
-    names = set()
+    picture_names = set()
     for row in loaded.rows:
         for column in image_columns:
             value = row.get(column)
             if _is_path(value):
-                names.add(str(value))
-    pictures = [folder / name for name in names if (folder / name).is_file()]
+                picture_names.add(str(value))
+    pictures = [folder / name for name in picture_names if (folder / name).is_file()]
     if not pictures:
         return loaded.hash
     return f"{loaded.hash}+{content_hash(pictures)}"
 
 
-def _from_json(path: Path, id_column: str) -> _Rows:
+def _rows_from_json(path: Path, id_column: str) -> _Rows:
     """Return the rows of a JSON file: a list, an object of rows by id, or one object per line."""
     location = ""
-    rows = cast(Any, [])
+    rows = cast(Any, [])  # whatever the JSON holds, until it is checked below
     try:
         file_hash = content_hash([path])  # before it is read
         content = path.read_bytes()
         if path.suffix == ".jsonl":
             for number, line in enumerate(content.splitlines(), 1):
                 location = f"line {number} of "
-                rows += [read_json(line)] if line.strip() else []
+                if line.strip():
+                    rows.append(read_json(line))
         else:
             rows = read_json(content)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"data: {location}{str(path)!r} is not JSON ({error})") from None
     if isinstance(rows, dict):
+        # The keys are the ids of the rows; a value that is no row is refused below.
         rows = [
-            {id_column: name, **row} if isinstance(row, dict) else row for name, row in rows.items()
+            {id_column: row_id, **row} if isinstance(row, dict) else row
+            for row_id, row in rows.items()
         ]
-    if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
+    is_list_of_rows = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+    if not is_list_of_rows:
         raise UserError(f"data: {str(path)!r} is not a list of objects, nor an object of them")
     return _Rows(rows=rows, encoded={}, hash=file_hash, origin=str(path), folder=path.parent)
 
 
 def _is_path(value: object) -> bool:
     """Return whether the value of an image column is a path, and not a text of Base64."""
-    return isinstance(value, str) and 0 < len(value) <= _LONGEST_PATH
+    return isinstance(value, str) and 0 < len(value) <= _MOST_PATH_CHARACTERS

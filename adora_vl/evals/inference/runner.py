@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,7 +44,7 @@ from adora_vl.utils.launch import STARTUP_LOG, StartupLog
 
 _PATIENCE = timedelta(days=7)  # how long a rank waits for the slowest one
 # The variables of a launcher. An engine that sees them would wait for the other processes.
-_LAUNCHER = (
+_LAUNCHER_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
@@ -67,11 +66,15 @@ class Ranks:
     run: str = ""
     """A name for each of several runs of one process, so that their barriers differ."""
 
-    def barrier(self, where: str) -> None:
-        """Wait until every process has come to `where`."""
+    def barrier(self, point: str) -> None:
+        """Wait until every process has come to the named point of the run.
+
+        The last process to arrive sets the key for which all of them wait. A single process has no
+        store, and does not wait.
+        """
         if self.store is None:
             return
-        arrivals = f"adora_vl_eval/{self.run}/{where}"
+        arrivals = f"adora_vl_eval/{self.run}/{point}"
         if self.store.add(arrivals, 1) == self.world:
             self.store.set(f"{arrivals}/all", "1")
         self.store.wait([f"{arrivals}/all"], _PATIENCE)
@@ -91,7 +94,7 @@ def ranks() -> Ranks:
 
     store, rank, world = next(rendezvous("env://", timeout=_PATIENCE))
     take_gpu(int(os.environ.get("LOCAL_RANK", "0")))
-    for name in _LAUNCHER:
+    for name in _LAUNCHER_VARIABLES:
         os.environ.pop(name, None)
     return Ranks(rank, world, store)
 
@@ -149,6 +152,75 @@ class Summary:
     """The answers of now whose prompt does not fit the context."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Answering:
+    """What the answers of one run have in common, on every rank."""
+
+    output: Path
+    """The folder of the answers."""
+    settings: AnswerEngineSettings
+    """The engine, with the bounds of all problems of the run (see `bounded`)."""
+    system_prompt: str | None
+    build: Callable[[AnswerEngineSettings], AnswerEngine]
+    """Makes the engine of the settings; called only when an answer is missing."""
+    ranks: Ranks
+    """The rank of this process."""
+
+    def answer_slice(self, asks: Sequence[Ask], done: set[tuple[str, int]]) -> float:
+        """Answer this rank's slice into a file of its own, and return the seconds.
+
+        Args:
+            asks: The asks of all ranks.
+            done: The keys of the answers that are there already.
+        """
+        ranks = self.ranks
+        with PredictionLog(part_path(self.output, ranks.rank)) as part:
+            part.done |= done
+            return self.answer_missing(part, asks[ranks.rank :: ranks.world])
+
+    def answer_missing(self, log: PredictionLog, asks: Sequence[Ask]) -> float:
+        """Answer what the log does not have yet, and return the seconds without those of loading.
+
+        The engine is built only when an answer is missing.
+        """
+        resumed = sum(ask.key in log.done for ask in asks)
+        if resumed == len(asks):
+            return 0.0
+        engine = self._built_engine()
+        batch_size = engine.batch_size
+        start = time.perf_counter()
+        # `disable=None`: no bar where stderr is not a terminal.
+        no_bar = self.ranks.rank > 0 or None
+        with tqdm(total=len(asks), initial=resumed, unit="answer", disable=no_bar) as bar:
+            # The whole list is divided, so that a resumed run has the same batches: rounding can
+            # depend on what is in one.
+            for start_index in range(0, len(asks), batch_size):
+                batch = asks[start_index : start_index + batch_size]
+                missing = [ask for ask in batch if ask.key not in log.done]
+                if not missing:
+                    continue
+                rows = answer(
+                    engine, missing, seed=self.settings.seed, system_prompt=self.system_prompt
+                )
+                log.append(rows)
+                bar.update(len(rows))
+        return time.perf_counter() - start
+
+    def _built_engine(self) -> AnswerEngine:
+        """Return the engine, and store the settings that it took from the model."""
+        is_rank_0 = self.ranks.rank == 0
+        with StartupLog(
+            self.output / STARTUP_LOG, first=is_rank_0
+        ):  # libraries speak while loading
+            engine = self.build(self.settings)
+        resolved = getattr(engine, "resolved", None)  # an engine of a trainer has none
+        if resolved and is_rank_0:
+            fingerprint_path = self.output / FILE_NAME
+            with written_to("output", self.output):
+                write_json(fingerprint_path, {**read(fingerprint_path), "resolved": resolved})
+        return engine
+
+
 def infer(
     problems: Sequence[Problem],
     output: Path,
@@ -183,20 +255,18 @@ def infer(
     refuse_control_tokens(problems, system_prompt)
     make_folder("output", output)
     asks = [Ask(problem, sample) for problem in problems for sample in range(samples)]
-    answer_to = partial(
-        _answer_to, output, bounded(settings, problems, system_prompt), system_prompt, build, ranks
+    answering = _Answering(
+        output=output,
+        settings=bounded(settings, problems, system_prompt),
+        system_prompt=system_prompt,
+        build=build,
+        ranks=ranks,
     )
-
-    def answer_slice(done: set[tuple[str, int]]) -> float:
-        """Answer this rank's slice into a part of its own, and return the seconds."""
-        with PredictionLog(part_path(output, ranks.rank)) as part:
-            part.done |= done
-            return answer_to(part, asks[ranks.rank :: ranks.world])
-
     if ranks.rank:
-        return _answer_with_rank_0(output, ranks, answer_slice, total=len(asks))
-    with PredictionLog(output / PREDICTIONS) as log, _nothing_left(output):
-        absorbed = absorb_parts(output, log)
+        return _answer_with_rank_0(answering, asks)
+    with PredictionLog(output / PREDICTIONS) as log, _removed_if_unanswered(output):
+        # The parts of a run that was killed before its rank 0 could merge them.
+        has_merged_parts = absorb_parts(output, log)
         n_in_data = in_data or len(problems)
         answer_counts = {"answers": len(asks), "in_data": samples * n_in_data}
         with written_to("output", output):
@@ -206,50 +276,51 @@ def infer(
                 has_predictions=bool(log.done),
                 answer_counts=answer_counts,
             )
-        pending = sum(ask.key not in log.done for ask in asks)
+        earlier_keys = set(log.done)
+        pending = sum(ask.key not in earlier_keys for ask in asks)
         resumed = len(asks) - pending
         _refuse_further_predictions(
-            output, predictions=len(log.done), answers=len(asks), resumed=resumed
+            output, predictions=len(earlier_keys), answers=len(asks), resumed=resumed
         )
         _print_size(len(problems), samples, resumed=resumed, pending=pending)
-        before = set(log.done)
+        # The other ranks read which answers are there only after this barrier.
         ranks.barrier("start")
         if ranks.world == 1:
-            seconds = answer_to(log, asks)
+            seconds = answering.answer_missing(log, asks)
         else:
-            seconds = answer_slice(before)
+            seconds = answering.answer_slice(asks, earlier_keys)
+            # Every part is whole only when all ranks have answered.
             ranks.barrier("end")
-            absorbed |= absorb_parts(output, log)
+            has_merged_parts |= absorb_parts(output, log)
         # Answers that were missing, and further samples, are last in the file.
-        late = resumed and pending and (settings.endpoint or samples > 1)
-        if absorbed or late:
+        has_late_rows = resumed and pending and (settings.endpoint or samples > 1)
+        if has_merged_parts or has_late_rows:
             sort_rows(output / PREDICTIONS, [ask.key for ask in asks])
     rows = read_rows(output / PREDICTIONS)
-    ends = Counter(row["finish_reason"] for row in rows if key(row) not in before)
+    finish_reason_counts = Counter(
+        row["finish_reason"] for row in rows if key(row) not in earlier_keys
+    )
     return Summary(
         total=len(asks),
         resumed=resumed,
         pending=pending,
-        image_failed=ends[IMAGE_FAILED],
+        image_failed=finish_reason_counts[IMAGE_FAILED],
         seconds=seconds,
         missing=len(asks) - len(rows),
-        too_long=ends[TOO_LONG],
+        too_long=finish_reason_counts[TOO_LONG],
     )
 
 
-def _answer_with_rank_0(
-    output: Path,
-    ranks: Ranks,
-    answer_slice: Callable[[set[tuple[str, int]]], float],
-    *,
-    total: int,
-) -> Summary:
+def _answer_with_rank_0(answering: _Answering, asks: Sequence[Ask]) -> Summary:
     """Answer a slice between the barriers of rank 0, which merges it and has the real summary."""
+    ranks = answering.ranks
     ranks.barrier("start")
-    done = {key(row) for row in read_rows(output / PREDICTIONS)}
-    answer_slice(done)
+    earlier_keys = {key(row) for row in read_rows(answering.output / PREDICTIONS)}
+    answering.answer_slice(asks, earlier_keys)
     ranks.barrier("end")
-    return Summary(total=total, resumed=len(done), pending=0, image_failed=0, seconds=0.0)
+    return Summary(
+        total=len(asks), resumed=len(earlier_keys), pending=0, image_failed=0, seconds=0.0
+    )
 
 
 def _print_size(problems: int, samples: int, *, resumed: int, pending: int) -> None:
@@ -275,62 +346,23 @@ def _refuse_further_predictions(
 
 
 @contextmanager
-def _nothing_left(output: Path) -> Iterator[None]:
-    """Remove the folder of a run that fails without an answer.
+def _removed_if_unanswered(output: Path) -> Iterator[None]:
+    """Remove the folder of a run that raises `UserError` before it has an answer.
 
-    The caller holds the lock of the file of predictions, so no other run is using the folder.
+    A user who mends the mistake can then use the same folder, with other settings. The caller holds
+    the lock of the file of predictions, so no other run is using the folder.
     """
     try:
         yield
     except UserError:
         with suppress(OSError, KeyError):  # a folder with anything else in it stays
-            files = {path.name: path for path in output.iterdir()}
-            if (
-                files.keys() <= {PREDICTIONS, FILE_NAME, STARTUP_LOG}
-                and not files[PREDICTIONS].stat().st_size
-            ):
-                for path in files.values():
+            path_by_name = {path.name: path for path in output.iterdir()}
+            has_only_our_files = path_by_name.keys() <= {PREDICTIONS, FILE_NAME, STARTUP_LOG}
+            if has_only_our_files and not path_by_name[PREDICTIONS].stat().st_size:
+                for path in path_by_name.values():
                     path.unlink()
                 output.rmdir()
         raise
-
-
-def _answer_to(
-    output: Path,
-    settings: AnswerEngineSettings,
-    system_prompt: str | None,
-    build: Callable[[AnswerEngineSettings], AnswerEngine],
-    ranks: Ranks,
-    log: PredictionLog,
-    asks: Sequence[Ask],
-) -> float:
-    """Answer what the log does not have yet, and return the seconds that it took.
-
-    The engine is built only when an answer is missing.
-    """
-    resumed = sum(ask.key in log.done for ask in asks)
-    if resumed == len(asks):
-        return 0.0
-    with StartupLog(output / STARTUP_LOG, first=ranks.rank == 0):  # libraries speak while they load
-        engine = build(settings)
-    resolved = getattr(engine, "resolved", None)  # an engine of a trainer has none
-    if resolved and ranks.rank == 0:
-        with written_to("output", output):
-            write_json(output / FILE_NAME, {**read(output / FILE_NAME), "resolved": resolved})
-    start = time.perf_counter()
-    size = engine.batch_size
-    # `disable=None`: no bar where stderr is not a terminal.
-    with tqdm(
-        total=len(asks), initial=resumed, unit="answer", disable=ranks.rank > 0 or None
-    ) as bar:
-        # The whole list is divided, so that a resumed run has the same batches: rounding can depend
-        # on what is in one.
-        for first in range(0, len(asks), size):
-            if batch := [ask for ask in asks[first : first + size] if ask.key not in log.done]:
-                rows = answer(engine, batch, seed=settings.seed, system_prompt=system_prompt)
-                log.append(rows)
-                bar.update(len(rows))
-    return time.perf_counter() - start
 
 
 def answer(
@@ -344,39 +376,32 @@ def answer(
     rows: list[Prediction] = []
     asked_rows: list[Prediction] = []
     requests: list[AnswerRequest] = []
-    for problem, sample in batch:
-        row = dict(problem.fields) | ({"sample": sample} if sample else {})
+    for ask in batch:
+        problem, sample = ask
+        row = dict(problem.fields)
+        if sample:
+            row["sample"] = sample
         rows.append(row)
         try:
             images = problem.images()
         except Exception as error:  # a decoder raises whatever it likes on a broken file
-            reason = f"{type(error).__name__}: {error}"
-            row.update(
-                response="", finish_reason=IMAGE_FAILED, n_tokens=0, n_prompt_tokens=0, error=reason
-            )
+            _fill_without_answer(row, IMAGE_FAILED, f"{type(error).__name__}: {error}")
             continue
         if images:
             row["image_size"] = list(images[0].size)
         messages = conversation_with_images(problem.prompt, len(images), system_prompt)
-        # A separate seed for each answer, so that a resumed run samples what an uninterrupted one
-        # would.
-        name = f"{seed}/{problem.pid}" + (f"/{sample}" if sample else "")
-        answer_seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
-        requests.append(AnswerRequest(messages=messages, images=images, seed=answer_seed))
+        requests.append(
+            AnswerRequest(messages=messages, images=images, seed=_answer_seed(ask, seed))
+        )
         asked_rows.append(row)
     for row, generation in zip(asked_rows, engine.generate(requests), strict=True):
         if generation is None:
-            rows = [answered for answered in rows if answered is not row]
+            # By identity: two answers to one problem may be equal so far.
+            rows = [kept_row for kept_row in rows if kept_row is not row]
             continue
         if isinstance(generation, Unanswerable):
             print(f"warning: {row['pid']!r} is not asked: {generation.reason}", file=sys.stderr)
-            row.update(
-                response="",
-                finish_reason=TOO_LONG,
-                n_tokens=0,
-                n_prompt_tokens=0,
-                error=generation.reason,
-            )
+            _fill_without_answer(row, TOO_LONG, generation.reason)
             continue
         row.update(
             response=generation.text,
@@ -389,6 +414,23 @@ def answer(
         if generation.thinking_opened:
             row["thinking_opened"] = True
     return rows
+
+
+def _fill_without_answer(row: Prediction, finish_reason: str, error: str) -> None:
+    """Give a row an empty response, and the reason why its problem could not be asked."""
+    row.update(response="", finish_reason=finish_reason, n_tokens=0, n_prompt_tokens=0, error=error)
+
+
+def _answer_seed(ask: Ask, seed: int) -> int:
+    """Return the 32-bit seed of one answer, from the seed of the run.
+
+    It is a separate one for each answer, so that a resumed run samples what an uninterrupted one
+    would. The first sample's name has no number, which keeps the seeds of runs with one answer.
+    """
+    name = f"{seed}/{ask.problem.pid}"
+    if ask.sample:
+        name += f"/{ask.sample}"
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
 
 
 def refuse_control_tokens(problems: Sequence[Problem], system_prompt: str | None = None) -> None:

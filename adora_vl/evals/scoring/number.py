@@ -4,8 +4,7 @@ import re
 from bisect import bisect_left
 
 from adora_vl.evals.records import Extraction
-from adora_vl.rewards.answer import amount
-from adora_vl.rewards.answer import plain as value_in
+from adora_vl.rewards.answer import amount_of_money, read_value
 from adora_vl.rewards.completion import last_boxed
 from adora_vl.rewards.thinking import final_part
 
@@ -215,7 +214,7 @@ def _value(box: str) -> str:
     It is `8.660254037844386` for `5\sqrt{3}`, 15 for `15 \text{ cm}^2`, and empty where the box has
     no number.
     """
-    answer = amount(value_in(box))
+    answer = amount_of_money(read_value(box))
     if answer.real is None or not answer.real.real:
         return ""
     if _NUMBER.fullmatch(answer.text):

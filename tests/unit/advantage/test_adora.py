@@ -577,7 +577,7 @@ def config(*arguments):
 
 def test_the_key_and_what_does_not_fit_it():
     words = ["--adora_method.adora.assign", "random", "--seed", "7"]
-    assert build_pipeline(config(*words)).judged_by.assign == "random"
+    assert build_pipeline(config(*words)).adora_options.assign == "random"
     assert build_pipeline(config(*words)).seed == 7
     with pytest.raises(
         UserError, match="assign: 'randm' is not one of criterion, random, reversed, rate"
@@ -700,10 +700,12 @@ def test_controls_act_on_weights_by_work_as_on_those_by_length():
     options = Adora(criteria=("working",))
     weighting = weigh_groups(groups, options)
     signal_P = groups.differs_P
-    shuffled = replace(options, assign="random").assigned(weighting, signal_P, seed=1, step=2)
+    shuffled = replace(options, assign="random").assign_weights(weighting, signal_P, seed=1, step=2)
     assert shuffled.weights_P.sum() == pytest.approx(weighting.weights_P.sum())
     assert not torch.equal(shuffled.weights_P, weighting.weights_P)
-    rate = replace(options, assign="rate").assigned(weighting, signal_P, seed=1, step=2)
+    rate = replace(options, assign="rate").assign_weights(weighting, signal_P, seed=1, step=2)
     assert rate.rate == pytest.approx(weighting.weights_P[signal_P].mean().item())
-    backwards = replace(options, assign="reversed").assigned(weighting, signal_P, seed=1, step=2)
+    backwards = replace(options, assign="reversed").assign_weights(
+        weighting, signal_P, seed=1, step=2
+    )
     assert torch.equal(backwards.weights_P < 1, weighting.tas_P)

@@ -184,7 +184,9 @@ def test_trls_token_mean_with_these_advantages_is_the_weighted_sum_of_bin_losses
         return -(torch.min(ratio * values, ratio.clamp(0.8, 1.2) * values) * mask).sum(dim=1)
 
     bins = bins_of(rates, 4)
-    weighed = Daro().weighed(advantages, tokens, bins, weights, rewards >= 0).flatten()[:, None]
+    weighed = (
+        Daro().weigh_advantages(advantages, tokens, bins, weights, rewards >= 0).flatten()[:, None]
+    )
     trl = surrogate(weighed).sum() / mask.sum()
     papers = torch.zeros(())
     for number, weight in enumerate(weights.tolist()):

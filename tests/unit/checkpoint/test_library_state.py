@@ -19,7 +19,7 @@ from adora_vl.checkpoint.trl_state import (
     MovingReference,
     RestoreLossSums,
 )
-from adora_vl.checkpoint.writer import of_a_run
+from adora_vl.checkpoint.writer import run_entries
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.errors import RunError, UserError
 from tests.support.adapters import LORA, adapted, float64_model
@@ -47,7 +47,7 @@ def test_every_adapter_is_read_back_the_trained_one_and_the_reference(base, form
                 parameter += 1
     trained.save_pretrained(tmp_path)
     assert (tmp_path / "ref").is_dir()
-    assert {path.name for path in of_a_run(tmp_path)} >= {"ref"}
+    assert {path.name for path in run_entries(tmp_path)} >= {"ref"}
     moved = [
         name
         for name, now in trained.state_dict().items()

@@ -23,10 +23,10 @@ from adora_vl.checkpoint.writer import (
     ASIDE,
     WRITTEN,
     delete_aside,
-    noted,
-    of_a_run,
-    own_files,
-    refuse_own_files,
+    list_users_files,
+    recording_saved_files,
+    refuse_users_files,
+    run_entries,
     set_aside,
 )
 from adora_vl.export import main as export
@@ -49,7 +49,7 @@ def a_run(folder: Path, *steps: int) -> Path:
     for step in steps:
         write_checkpoint(folder, step)
     folder.mkdir(exist_ok=True)
-    with noted(folder, writes=True):
+    with recording_saved_files(folder, writes=True):
         for name in ("model.safetensors", "README.md", "trainer_state.json"):
             (folder / name).write_text("old")
     (folder / "metrics.jsonl").write_text(OLD)
@@ -137,11 +137,11 @@ def test_a_folder_that_holds_no_run_but_what_a_run_would_write_over_is_refused(t
             UserError,
             match=f"^output_dir: .* holds '{name}', which no run is known to have written ",
         ):
-            refuse_own_files(tmp_path, overwrite)
+            refuse_users_files(tmp_path, overwrite)
         (tmp_path / name).unlink()
         (tmp_path / "manifest.json").write_text(BEGUN)  # a run that came to no checkpoint
         for fine in (tmp_path, tmp_path / "nowhere", tmp_path / "begun"):
-            refuse_own_files(fine, overwrite)
+            refuse_users_files(fine, overwrite)
         (tmp_path / "manifest.json").unlink()
 
 
@@ -337,7 +337,7 @@ def test_a_file_of_the_users_is_refused_by_its_name_and_nothing_moves(finished, 
         before = folder_contents(run.parent)
         # and a late file
         for refuse in (
-            lambda run=run: refuse_own_files(run, True),
+            lambda run=run: refuse_users_files(run, True),
             lambda run=run: set_aside(run),
         ):
             with pytest.raises(UserError, match=REFUSED) as caught:
@@ -372,7 +372,7 @@ def test_the_command_says_what_is_in_its_way_and_what_will_go(run, capsys, monke
     line = capsys.readouterr().err.splitlines()[-1]
     assert "learning_rate" in line
     assert "; set it back, choose another output_dir, or start anew with --" in line
-    count = len(of_a_run(run)) - 5
+    count = len(run_entries(run)) - 5
     goes = (
         "'checkpoint-2', 'checkpoint-4', 'model.safetensors', 'generation_config.json', "
         "'processor_config.json'"
@@ -394,7 +394,7 @@ def test_the_command_says_what_is_in_its_way_and_what_will_go(run, capsys, monke
     assert (run / "eval" / "predictions.jsonl").is_file()
     assert not (run / "checkpoint-4").exists()
     assert not (run / ASIDE).exists()
-    assert own_files(run) == []
+    assert list_users_files(run) == []
 
 
 @pytest.mark.slow
@@ -414,25 +414,25 @@ def test_a_resume_writes_over_nothing_of_the_users(run, tmp_path, capsys):
     for name in ("README.md", "config.json"):
         (run / name).rename(tmp_path / name)
     assert main(arguments(run, max_steps=6)) == 0
-    assert own_files(run) == ["rollouts/_images/mine.png"]
+    assert list_users_files(run) == ["rollouts/_images/mine.png"]
 
     put(killed / "added_tokens.json")
-    with pytest.raises(RuntimeError), noted(killed, writes=True):
+    with pytest.raises(RuntimeError), recording_saved_files(killed, writes=True):
         put(killed / "model.safetensors", "half of an")
         shutil.copy(killed / WRITTEN, tmp_path)
         raise RuntimeError
     shutil.copy(tmp_path / WRITTEN, killed)  # as a kill would leave it
     with pytest.raises(UserError, match="holds 'added_tokens.json', which"):
-        refuse_own_files(killed, False)
+        refuse_users_files(killed, False)
     (killed / "added_tokens.json").unlink()
-    refuse_own_files(killed, False)
+    refuse_users_files(killed, False)
     assert notes["files"].keys() >= {"README.md", "config.json"}
 
 
 def test_a_model_that_is_merged_where_a_run_proposes_it_is_the_runs(run, tmp_path):
     for output in (run / "merged", tmp_path / "merged"):
         assert export([str(run), str(output)]) == 0
-    assert own_files(run) == []
+    assert list_users_files(run) == []
     assert not (tmp_path / WRITTEN).exists()
 
 
@@ -483,9 +483,9 @@ def test_the_flag_is_recommended_with_what_it_would_refuse(tmp_path):
 
 
 def test_a_stopped_a_resumed_and_a_killed_run_are_known_as_a_whole(run, resumed_run):
-    assert own_files(resumed_run.folder) == []
+    assert list_users_files(resumed_run.folder) == []
     mark_stopped(run, 4)
-    for path in of_a_run(run):
+    for path in run_entries(run):
         if not CHECKPOINT.fullmatch(path.name) and path.name not in (
             "metrics.jsonl",
             "manifest.json",
@@ -496,11 +496,11 @@ def test_a_stopped_a_resumed_and_a_killed_run_are_known_as_a_whole(run, resumed_
     (run / "metrics.jsonl").write_bytes((run / "metrics.jsonl").read_bytes() + b'{"step": 5, "ki')
     put(run / "rollouts" / f".rollouts-00000005-00000005.parquet.partial-{'0' * 16}")
     mark_stopped(run, 4)
-    assert own_files(run) == []
-    refuse_own_files(run, True)
+    assert list_users_files(run) == []
+    refuse_users_files(run, True)
     assert set_aside(run)
-    assert of_a_run(run) == []
-    refuse_own_files(run, True)  # what was put aside is known there as well
+    assert run_entries(run) == []
+    refuse_users_files(run, True)  # what was put aside is known there as well
 
 
 def test_a_run_that_was_killed_while_it_put_another_one_aside_can_be_started_again(
@@ -513,7 +513,7 @@ def test_a_run_that_was_killed_while_it_put_another_one_aside_can_be_started_aga
         set_aside(run)
     assert (run / ASIDE / "config.json").is_file()
     assert (run / "README.md").is_file()
-    refuse_own_files(run, True)
+    refuse_users_files(run, True)
 
 
 def test_a_model_without_a_note_of_what_was_written_is_refused_until_it_is_moved(run, tmp_path):
@@ -522,20 +522,20 @@ def test_a_model_without_a_note_of_what_was_written_is_refused_until_it_is_moved
         UserError,
         match=rf"{REFUSED.split(' .*')[0]} .* holds 'model.safetensors', .* and \d more, ",
     ):
-        refuse_own_files(run, True)
-    for name in own_files(run):
+        refuse_users_files(run, True)
+    for name in list_users_files(run):
         shutil.move(run / name, tmp_path)
-    refuse_own_files(run, True)
+    refuse_users_files(run, True)
     put(run / WRITTEN, '{"files": {}}')
-    assert own_files(run) == [WRITTEN]
+    assert list_users_files(run) == [WRITTEN]
 
 
 def test_a_copy_of_a_run_and_a_link_to_one_are_runs(run, tmp_path):
     # as users copy: with other times
     subprocess.run(["cp", "-r", str(run), str(tmp_path / "copy")], check=True)
-    assert own_files(tmp_path / "copy") == []
+    assert list_users_files(tmp_path / "copy") == []
     (tmp_path / "link").symlink_to(run)
-    refuse_own_files(tmp_path / "link", True)
+    refuse_users_files(tmp_path / "link", True)
     assert set_aside(tmp_path / "link")
     assert (run / ASIDE / "checkpoint-4").is_dir()
     assert (tmp_path / "link").is_symlink()
@@ -544,29 +544,29 @@ def test_a_copy_of_a_run_and_a_link_to_one_are_runs(run, tmp_path):
 def test_a_hidden_folder_of_somebody_elses_is_not_cleared(tmp_path):
     put(tmp_path / STAGING / "mine")
     with pytest.raises(UserError, match=REFUSED.replace(".* holds .*", f".* holds '{STAGING}'")):
-        refuse_own_files(tmp_path, False)
+        refuse_users_files(tmp_path, False)
     # of a run that was killed while it saved
     put(tmp_path / "manifest.json", '{"made_by": "adora_vl.train"}')
-    refuse_own_files(tmp_path, False)
+    refuse_users_files(tmp_path, False)
 
 
 def test_what_a_run_saves_is_noted_and_nothing_else(tmp_path):
     put(tmp_path / "merged" / "mine")
     put(tmp_path / "notes.txt")
     (tmp_path / "tokenizer.json").symlink_to(tmp_path / "notes.txt")
-    with noted(tmp_path, writes=True):
+    with recording_saved_files(tmp_path, writes=True):
         put(tmp_path / "config.json", "a run's")
-    with pytest.raises(OSError, match="full"), noted(tmp_path, writes=True):
+    with pytest.raises(OSError, match="full"), recording_saved_files(tmp_path, writes=True):
         put(tmp_path / "README.md", "a run's")
         put(tmp_path / "tokenizer.json", "through the link")
         raise OSError("full")
-    with noted(tmp_path, writes=False):
+    with recording_saved_files(tmp_path, writes=False):
         put(tmp_path / "model.safetensors", "of another process")
     assert json.loads((tmp_path / WRITTEN).read_text())["files"].keys() == {
         "config.json",
         "README.md",
     }
-    assert own_files(tmp_path) == ["merged/mine", "model.safetensors", "tokenizer.json"]
+    assert list_users_files(tmp_path) == ["merged/mine", "model.safetensors", "tokenizer.json"]
 
 
 def test_a_model_that_is_pushed_to_the_hub_on_the_way_is_noted(tmp_path, monkeypatch):
@@ -577,4 +577,4 @@ def test_a_model_that_is_pushed_to_the_hub_on_the_way_is_noted(tmp_path, monkeyp
     trainer.accelerator = Processes()
     trainer._push_from_checkpoint("checkpoint-2")
     assert (tmp_path / "config.json").read_text() == "checkpoint-2"
-    assert own_files(tmp_path) == []
+    assert list_users_files(tmp_path) == []

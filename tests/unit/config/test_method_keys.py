@@ -41,7 +41,7 @@ def test_the_default_is_adora_by_its_own_keys():
     assert isinstance(ours.adora_method, dict)
     assert ours.adora_method["adora"]["factor"] == 0.3
     assert ours.loss_type == "dapo"  # TRL's default is left alone
-    options = build_pipeline(ours).judged_by
+    options = build_pipeline(ours).adora_options
     assert (options.factor, options.tau, options.mode) == (
         Schedule(0.3),
         Schedule(0.4),
@@ -68,7 +68,7 @@ def test_options_come_from_a_yaml_block(tmp_path):
     path = tmp_path / "c.yaml"
     factor = "{start: 0.1, end: 1.0, shape: cosine, steps: [0, 40]}"
     path.write_text(f"adora_method:\n  adora:\n    steps: [0, 50]\n    factor: {factor}\n")
-    options = build_pipeline(parse([*CPU, "--config", str(path)])[1]).judged_by
+    options = build_pipeline(parse([*CPU, "--config", str(path)])[1]).adora_options
     assert options.factor == Schedule(0.1, 1.0, "cosine", (0, 40))
     assert options.steps == (0, 50)
 

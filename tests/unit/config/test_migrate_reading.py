@@ -3,9 +3,12 @@
 import pytest
 import yaml
 
+from adora_vl.config import AdoraGRPOConfig
 from adora_vl.migrate import convert_config, main, yaml_text
+from adora_vl.migrate.config_text import without_counterpart
 from adora_vl.migrate.shell import read_script
 from adora_vl.migrate.source import read_source
+from adora_vl.preflight.check_keys import check_old_logps
 from adora_vl.utils.errors import UserError
 
 SCRIPT = """\
@@ -41,9 +44,9 @@ def test_a_script_gives_its_longest_command_with_its_variables(tmp_path):
         "seed": "$SEED",
     }
     assert source.environment["MAX_PIXELS"] == "1003520"
-    move = convert_config("swift", file)
-    assert any("seed: $SEED is computed" in remark for remark in move.remarks)
-    assert "seed" not in move.keys
+    migration = convert_config("swift", file)
+    assert any("seed: $SEED is computed" in remark for remark in migration.remarks)
+    assert "seed" not in migration.keys
     with pytest.raises(UserError, match="a quote is never closed, from 'python x.py --a"):
         read_script('ls\npython x.py --a "b\n', "run.sh")
     file.write_text("ls\n")
@@ -96,11 +99,11 @@ def test_a_launch_line_is_read_without_the_launchers_own_options(words, tmp_path
 
 def test_a_pasted_command_keeps_the_variables_before_it(tmp_path):
     line = "MAX_PIXELS=1003520 NPROC_PER_NODE=2 swift rlhf --rlhf_type grpo --model m"
-    move = convert_config("swift", None, words=line.split())
-    assert move.keys["max_pixels"][0] == 1003520
-    assert move.source.environment["NPROC_PER_NODE"] == "2"
-    assert set(move.values) >= {"rlhf_type", "model"}
-    assert "MAX_PIXELS" not in move.values
+    migration = convert_config("swift", None, words=line.split())
+    assert migration.keys["max_pixels"][0] == 1003520
+    assert migration.source.environment["NPROC_PER_NODE"] == "2"
+    assert set(migration.values) >= {"rlhf_type", "model"}
+    assert "MAX_PIXELS" not in migration.values
 
 
 def test_a_base_config_that_is_not_here_is_said(tmp_path, monkeypatch, capsys):
@@ -120,9 +123,9 @@ def test_foreign_text_stays_in_its_comment(tmp_path):
     content = {"trainer": names, "worker": {"actor": {"model": {"model_path": "m"}}}}
     file = tmp_path / "c.yaml"
     file.write_text(yaml.safe_dump(content))
-    move = convert_config("easyr1", file)
-    text = yaml_text(move, "easyr1", "a\nb: c.yaml", everything=True)
-    assert yaml.safe_load(text) == {key: value for key, (value, _) in move.keys.items()}
+    migration = convert_config("easyr1", file)
+    text = yaml_text(migration, "easyr1", "a\nb: c.yaml", everything=True)
+    assert yaml.safe_load(text) == {key: value for key, (value, _) in migration.keys.items()}
 
 
 def test_only_what_is_not_a_default_there_is_listed(tmp_path, capsys):
@@ -242,13 +245,58 @@ RARE: dict[str, tuple[str, list[str], dict[str, object], list[str]]] = {
 }
 
 
+@pytest.mark.parametrize("key", ["bypass_mode", "bypass_old_logprob_for_rollout"])
+def test_bypass_mode_of_verl_takes_the_engines_log_probabilities(key, tmp_path, capsys):
+    """The keys go together, and nothing of the mode is left without a counterpart."""
+    section = "algorithm.rollout_correction"
+    scores = "actor_rollout_ref.rollout.calculate_log_probs=True"
+    output = tmp_path / "bypass.yaml"
+    words = [*VERL, scores, f"{section}.{key}=True", f"{section}.loss_type=ppo_clip"]
+    assert main(["verl", *words, "--output", str(output)]) == 0
+    printed = capsys.readouterr().out
+    keys = yaml.safe_load(output.read_text())
+    assert keys["adora_rollouts"] == {"old_logps": "engine"}
+    assert keys["vllm_importance_sampling_correction"] is False
+    assert "vllm_importance_sampling_mode" not in keys
+    assert "rollout_correction" not in printed
+    assert "calculate_log_probs" not in printed
+    config = AdoraGRPOConfig(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        use_vllm=keys["use_vllm"],
+        vllm_mode=keys["vllm_mode"],
+        adora_rollouts=keys["adora_rollouts"],
+        vllm_importance_sampling_correction=keys["vllm_importance_sampling_correction"],
+    )
+    check_old_logps(config)  # raises where two keys contradict each other
+
+
+def test_without_bypass_mode_the_ratio_to_the_engine_is_corrected():
+    for words in ([], ["algorithm.rollout_correction.bypass_mode=False"]):
+        keys = convert_config("verl", None, words=[*VERL, *words]).keys
+        assert "adora_rollouts" not in keys
+        assert "vllm_importance_sampling_correction" not in keys
+        assert keys["vllm_importance_sampling_mode"][0] == "token_truncate"
+
+
+def test_another_loss_of_bypass_mode_is_listed():
+    """verl can learn by REINFORCE in this mode; here it is the clipped loss."""
+    section = "algorithm.rollout_correction"
+    words = [f"{section}.bypass_mode=True", f"{section}.loss_type=reinforce"]
+    migration = convert_config("verl", None, words=[*VERL, *words])
+    assert without_counterpart(migration, everything=False) == [
+        f"  {section}.loss_type: reinforce: no counterpart"
+    ]
+
+
 @pytest.mark.parametrize("case", RARE)
 def test_what_differs_is_converted_or_named(case):
     trainer, words, keys, remarks = RARE[case]
-    move = convert_config(trainer, None, words=words)
-    assert {key: move.keys[key][0] for key in keys} == keys
+    migration = convert_config(trainer, None, words=words)
+    assert {key: migration.keys[key][0] for key in keys} == keys
     for remark in remarks:
-        assert any(remark in text for text in move.remarks), move.remarks
+        assert any(remark in text for text in migration.remarks), migration.remarks
 
 
 def test_another_algorithm_of_swift_is_refused(capsys):

@@ -38,7 +38,7 @@ from adora_vl.data.token_counters import TokenCounter, tokenizer_counter
 from adora_vl.evals.records import Problem
 from adora_vl.evaluation import EvaluationPlan, Task, fitting_evaluations
 from adora_vl.models.load import PRETRAINED, load_config, load_processor
-from adora_vl.planning.dry_run import make_plan
+from adora_vl.planning.plan import make_plan
 from adora_vl.prepare import prepare
 from adora_vl.record.card import model_card
 from adora_vl.record.manifest import facts_of_run

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from adora_vl.conversion.columns import Columns
 from adora_vl.conversion.pictures import FileRoot, PictureError, picture_bytes
-from adora_vl.conversion.pipeline import Cleaned, clean_one
+from adora_vl.conversion.pipeline import CleanedRow, read_and_clean
 from adora_vl.conversion.problem import PixelLimits, RowError
 from adora_vl.conversion.records import Context, read_record
 from adora_vl.conversion.tables import held_out
@@ -525,10 +525,10 @@ def test_whatever_a_record_holds_it_is_sound_or_refused(record, texts_only, tmp_
     columns = Columns("q", "a", ("i",), ("c",), "k", (("own", "x"),))
     files = FileRoot((tmp_path / "in").resolve(), (tmp_path / "in").resolve())
     context = Context("mine", "train", "mine.jsonl", columns, files, texts_only)
-    outcome = clean_one(
+    outcome = read_and_clean(
         lambda: read_record({**GOOD, **record}, "line 1", 0, context), PixelLimits()
     )
-    assert isinstance(outcome, Cleaned | RowError)
+    assert isinstance(outcome, CleanedRow | RowError)
     if isinstance(outcome, RowError):
         assert outcome.kind
         assert len(str(outcome)) < 2000

@@ -17,7 +17,7 @@ from adora_vl.geometry.forms import form_of
 from data_prep.cli import main
 from data_prep.geometry3k import problems_of_folders, readable
 from data_prep.logic_forms import facts_in_words
-from data_prep.redraw import can_be_drawn, drawn
+from data_prep.redraw import can_be_drawn, draw_form
 from tests.support.cases import Case
 from tests.support.geometry3k import (
     HUB_FEATURES,
@@ -97,14 +97,16 @@ FORM: dict[str, Any] = {
 
 def test_every_fact_has_words_and_a_mark_in_the_redrawn_picture() -> None:
     words = facts_in_words(form_of(FORM), "Find x.")
-    full_drawing = drawn(form_of(FORM))
+    full_drawing = draw_form(form_of(FORM))
     assert words is not None
     assert "A, D and B lie on one line" in words.replace("B, D and A", "A, D and B")
     assert "Angle BAC = 2x+1 degrees. Angle ACB = angle 1. " in words
     assert words.endswith("AC is parallel to EB.")
     for fact in FACTS:
         less = form_of({**FORM, "facts": [kept_fact for kept_fact in FACTS if kept_fact != fact]})
-        assert drawn(less).tobytes() != full_drawing.tobytes() or fact.startswith("PointLies"), fact
+        assert draw_form(less).tobytes() != full_drawing.tobytes() or fact.startswith(
+            "PointLies"
+        ), fact
         assert facts_in_words(less, "Find x.") != words, fact
     questions = (
         "Find(AreaOf(Shaded(Shape($))))",

@@ -18,7 +18,7 @@ from PIL import Image
 from adora_vl.data.dataset import Row, read_manifest, stored_rows
 from adora_vl.data.images import diagram_hash
 from adora_vl.rewards import canonical_gold, grade, verify_gold
-from adora_vl.rewards.answer import plain
+from adora_vl.rewards.answer import read_value
 from adora_vl.synthetic import generated as prepare
 from adora_vl.synthetic import knights
 from adora_vl.synthetic.drawing import STYLES, Canvas, Point
@@ -439,7 +439,7 @@ def test_the_picture_with_the_question_determines_the_answer(monkeypatch, subtes
                 problem = KNOWN[family](
                     random.Random(f"{family}{level}{number}"), 224, level, STYLES["plain"]
                 )
-                written = plain(problem.answer).real
+                written = read_value(problem.answer).real
                 assert written is not None
                 recomputed = _recomputed(family, problem.question, pictures[-1])
                 assert math.isclose(float(written.value), recomputed, rel_tol=1e-9), (

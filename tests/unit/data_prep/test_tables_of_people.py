@@ -16,7 +16,7 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
 from PIL import Image
 
-from adora_vl.conversion import formats
+from adora_vl.conversion import json_tables
 from adora_vl.conversion.convert import ensure_converted
 from data_prep.cli import main
 from tests.support.cases import Case
@@ -199,7 +199,7 @@ def test_a_reference_answer_is_read_or_refused_but_never_a_text_of_signs(tmp_pat
 
 
 def test_rows_of_one_json_text_are_found(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "_PIECE", 5)  # so that a list is read in pieces that end anywhere
+    monkeypatch.setattr(json_tables, "_PIECE_CHARACTERS", 5)  # pieces of a list then end anywhere
     rows = [{"q": f"{n}?", "a": n, "more": ["]", {"é": []}]} for n in range(3)]
     for content in (
         rows,

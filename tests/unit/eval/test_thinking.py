@@ -45,11 +45,13 @@ def free_form(pid: str, response: str, **fields: Any) -> dict[str, Any]:
 
 
 def choice(pid: str, response: str, **fields: Any) -> dict[str, Any]:
-    options = {"question_type": "multi_choice", "answer_type": "text", "choices": ANGLES}
+    """A row of a multiple-choice question, whose right answer is A."""
     return free_form(
         pid,
         response,
-        **options,
+        question_type="multi_choice",
+        answer_type="text",
+        choices=ANGLES,
         answer="30",
         **fields,
     )
@@ -72,29 +74,32 @@ def test_all_rules_read_the_answer_behind_the_thinking(rules: str) -> None:
         free_form("plain", "15"),
     ]
     result = scored(rows, rules=rules)
-    right = [item["pid"] for item in result.score["items"] if item["correct"]]
-    assert right == ["right", "exact", "number", "plain"]
+    items = result.score["items"]
+    right_pids = [item["pid"] for item in items if item["correct"]]
+    assert right_pids == ["right", "exact", "number", "plain"]
     assert result.score["thinking"] == {"set_aside": 7, "without_answer": 3}
     line = (
         "thinking set aside: in 7 answers, of which 3 have no answer behind it and count as wrong"
     )
     assert line in table(result)
     assert result.score["empty_responses"] == 0
-    reasons = {item["pid"]: item["how"] for item in result.score["items"]}
-    assert reasons["cut"] == "thinking_without_answer"
-    assert "thinking set aside" not in table(scored([free_form("plain", "15")]))
+    method_by_pid = {item["pid"]: item["how"] for item in items}
+    assert method_by_pid["cut"] == "thinking_without_answer"
+    plain_result = scored([free_form("plain", "15")])
+    assert "thinking set aside" not in table(plain_result)
 
 
 def test_a_prompt_that_opens_the_block_is_known_by_the_row_or_by_the_other_answers() -> None:
-    cut = {"finish_reason": "length"}
-    rows = [choice("cut", "The answer is A, but", **cut), choice("whole", "The answer is A.")]
+    cut_row = choice("cut", "The answer is A, but", finish_reason="length")
+    whole_row = choice("whole", "The answer is A.")
+    rows = [cut_row, whole_row]
     assert scored(rows).score["correct"] == 2
-    rows[0]["thinking_opened"] = True
+    cut_row["thinking_opened"] = True
     assert scored(rows).score["correct"] == 1
     served = [
         choice("one", "Perhaps B.</think>A"),
         choice("two", "Perhaps C.</think>A"),
-        choice("cut", "The answer is A, but", **cut),
+        choice("cut", "The answer is A, but", finish_reason="length"),
     ]
     score = scored(served).score
     assert score["correct"] == 2
@@ -119,10 +124,14 @@ def test_a_judge_reads_and_is_read_behind_the_thinking(tmp_path: Path, serve: An
 
 
 def test_every_reader_takes_a_whole_response() -> None:
-    assert extract_choice("<think>The answer is A.</think> **C**", ANGLES).text == "C"
-    assert extract_number("<think>The answer is 12.</think> 15").text == "15"
-    assert extract_list("<think>[1, 2]</think> [3, 4]").text == "[3, 4]"
-    assert letters_by_rules(r"<think>\boxed{A, B}</think> \boxed{C, D}").text == "C, D"
+    choice_answer = extract_choice("<think>The answer is A.</think> **C**", ANGLES)
+    assert choice_answer.text == "C"
+    number_answer = extract_number("<think>The answer is 12.</think> 15")
+    assert number_answer.text == "15"
+    list_answer = extract_list("<think>[1, 2]</think> [3, 4]")
+    assert list_answer.text == "[3, 4]"
+    letters_answer = letters_by_rules(r"<think>\boxed{A, B}</think> \boxed{C, D}")
+    assert letters_answer.text == "C, D"
     question = Question("integer", "?", (), "<think>12</think>15")
     assert by_rules(question).text == "15"
     assert "12" not in messages_for(question)[1]["content"]
@@ -144,29 +153,41 @@ def test_a_draft_is_wrong_in_every_benchmark(name: str) -> None:
         "knights": lambda: {"answer": "Ada is a knight"},
         "problems": lambda: {"answer": "15"},
     }
-    forms = {"mmmu_pro": "Answer: {}", "dynamath": '{{"short answer": "{}"}}'}
+    # How a benchmark wants the answer to be written, where it is not boxed.
+    answer_templates = {
+        "mmmu_pro": "Answer: {}",
+        "dynamath": '{{"short answer": "{}"}}',
+    }
     fields = {key: value for key, value in makers[name]().items() if "image" not in key}
     answer = str(fields.get("answer", fields.get("ground_truth")))
-    renamed = {"answer": answer, "level": str(fields.get("knowledge_level", fields.get("level")))}
-    final_answer = forms.get(name, r"\boxed{{{}}}").format(answer)
+    level = str(fields.get("knowledge_level", fields.get("level")))
+    final_answer = answer_templates.get(name, r"\boxed{{{}}}").format(answer)
     benchmark = named(name)
-    right: dict[str, Any] = {}
-    for response in (
-        f"<think>Hm.</think>\n\n{final_answer}",
-        f"<think>{final_answer}</think>",
-        f"<think>{final_answer}",
-    ):
-        row = {**fields, **renamed, "pid": "1", "response": response, "finish_reason": "stop"}
-        right[response] = score(benchmark, [row], benchmark.score_options()).score["correct"]
-    assert list(right.values()) == [1, 0, 0]
+    options = benchmark.score_options()
+
+    def count_correct(response: str) -> int:
+        row = {
+            **fields,
+            "answer": answer,
+            "level": level,
+            "pid": "1",
+            "response": response,
+            "finish_reason": "stop",
+        }
+        correct: int = score(benchmark, [row], options).score["correct"]
+        return correct
+
+    assert count_correct(f"<think>Hm.</think>\n\n{final_answer}") == 1
+    assert count_correct(f"<think>{final_answer}</think>") == 0
+    assert count_correct(f"<think>{final_answer}") == 0
 
 
 def test_pass_rates_of_a_filter_count_no_drafts() -> None:
-    rows = [
-        {"pid": "1", "answer": "15", "response": r"<think>\boxed{15}</think> Hm.", "choices": None},
-        {"pid": "1", "answer": "15", "response": r"<think>Hm.</think>\boxed{15}", "choices": None},
-    ]
-    assert tallies(rows)["1"].rate == 0.5
+    row = {"pid": "1", "answer": "15", "choices": None}
+    draft_row = {**row, "response": r"<think>\boxed{15}</think> Hm."}
+    answer_row = {**row, "response": r"<think>Hm.</think>\boxed{15}"}
+    tally = tallies([draft_row, answer_row])["1"]
+    assert tally.rate == 0.5
 
 
 @pytest.mark.parametrize(("prompt", "opened"), [("Find x. <think>\n", True), ("Find x.", False)])

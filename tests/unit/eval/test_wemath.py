@@ -26,14 +26,28 @@ def row(number: int, ID: str, key: str, response: str, **fields: Any) -> dict[st
     return {**row_fields, "option": OPTION, "answer": "B", "response": response, **fields}
 
 
-def composite(ID: str, pattern: str, first: int) -> list[dict[str, Any]]:
+def composite(ID: str, pattern: str, first_number: int) -> list[dict[str, Any]]:
     """The rows of one problem: a letter per step and for the whole, `1` right and `0` wrong."""
     steps = len(pattern) - 1
-    keys = [f"{steps}steps_{step}" for step in [*range(1, steps + 1), "multi"]]
-    return [
-        row(first + i, ID, key, r"\boxed{B}" if hit == "1" else r"\boxed{A}")
-        for i, (key, hit) in enumerate(zip(keys, pattern, strict=True))
-    ]
+    keys = [f"{steps}steps_{step}" for step in range(1, steps + 1)]
+    keys.append(f"{steps}steps_multi")
+    rows = []
+    for number, (key, letter) in enumerate(zip(keys, pattern, strict=True), first_number):
+        response = r"\boxed{B}" if letter == "1" else r"\boxed{A}"
+        rows.append(row(number, ID, key, response))
+    return rows
+
+
+def counts(cells: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """The right answers and all answers of each cell of a score."""
+    return {name: (cell["correct"], cell["total"]) for name, cell in cells.items()}
+
+
+def diagnoses(steps: list[bool], is_whole_right: bool) -> tuple[str, str]:
+    """The strict and the loose diagnosis of a problem with right and wrong steps."""
+    strict = diagnosis(steps, is_whole_right, strict=True)
+    loose = diagnosis(steps, is_whole_right, strict=False)
+    return strict, loose
 
 
 def test_every_pattern_of_steps_has_its_place():
@@ -47,34 +61,25 @@ def test_every_pattern_of_steps_has_its_place():
         "010": ("IK", "IK"),
         "000": ("IK", "IK"),
     }
-    kinds = {}
+    results = {}
     for first_right, second_right, whole_right in product((True, False), repeat=3):
-        pattern = "".join(
-            str(int(is_right)) for is_right in (first_right, second_right, whole_right)
-        )
-        kinds[pattern] = tuple(
-            diagnosis([first_right, second_right], whole_right, strict=strict)
-            for strict in (True, False)
-        )
-    assert kinds == expected
-    assert [diagnosis([True, False, False], True, strict=strict) for strict in (True, False)] == [
-        "RM",
-        "CM",
-    ]
+        bits = [int(first_right), int(second_right), int(whole_right)]
+        pattern = "".join(map(str, bits))
+        results[pattern] = diagnoses([first_right, second_right], whole_right)
+    assert results == expected
+    # three steps
+    assert diagnoses([True, False, False], True) == ("RM", "CM")
     assert diagnosis([False] * 3, True, strict=False) == "RM"
     assert diagnosis([True] * 3, False, strict=True) == "IG"
 
 
 def test_the_scores_of_wemath_are_those_computed_by_hand(tmp_path, capsys):
     patterns = ["111", "101", "001", "110", "100", "1111", "1001", "0001", "1110", "0000"]
-    rows = [
-        step_row
-        for i, pattern in enumerate(patterns)
-        for step_row in composite(f"p{i}", pattern, 10 * i)
-    ]
+    rows = []
+    for index, pattern in enumerate(patterns):
+        rows += composite(f"p{index}", pattern, 10 * index)
     result = scored(tmp_path, rows)
-    cells = {name: (cell["correct"], cell["total"]) for name, cell in result["diagnosis"].items()}
-    assert cells == {
+    assert counts(result["diagnosis"]) == {
         "IK": (2, 10),
         "IG": (2, 10),
         "CM_strict": (2, 10),
@@ -84,10 +89,11 @@ def test_the_scores_of_wemath_are_those_computed_by_hand(tmp_path, capsys):
     }
     assert result["score"]["strict"]["accuracy"] == pytest.approx((2 + 0.5 * 2) / 10)
     assert result["score"]["loose"]["accuracy"] == pytest.approx((4 + 0.5 * 2) / 10)
-    steps = {
-        name: (cell["correct"], cell["total"]) for name, cell in result["groups"]["steps"].items()
+    assert counts(result["groups"]["steps"]) == {
+        "one step": (13, 25),
+        "two steps": (3, 5),
+        "three steps": (3, 5),
     }
-    assert steps == {"one step": (13, 25), "two steps": (3, 5), "three steps": (3, 5)}
     output = capsys.readouterr().out
     assert "We-Math's score, strict: 30.0 % (95 %: " in output
     assert "loose: 50.0 %" in output
@@ -113,7 +119,7 @@ def test_a_problem_that_lacks_a_step_is_left_out_of_the_diagnosis_and_said(tmp_p
 
 
 def test_both_rules_read_the_official_form_and_only_ours_reads_a_box(tmp_path):
-    cases = {
+    cases = {  # response: right by the official rules, and by ours
         "<Thought process>: <<A is 3 < 5>> <Answer>: <<B>>": (True, True),
         "<Answer>: <B. ②>": (True, True),
         "<Thought process>: <<AB is\nthe longer>> <Answer>: <<B. AB > CD>>": (True, True),
@@ -124,12 +130,14 @@ def test_both_rules_read_the_official_form_and_only_ours_reads_a_box(tmp_path):
         "<Thought process>: <<B>> <Answer>: <<C>>": (False, False),
         "": (False, False),
     }
-    rows = [row(i, f"p{i}", "2steps_1", response) for i, response in enumerate(cases)]
+    rows = []
+    for number, response in enumerate(cases):
+        rows.append(row(number, f"p{number}", "2steps_1", response))
     for position, rules in enumerate(("official", "letter")):
         items = scored(tmp_path, rows, "--rules", rules)["items"]
-        assert [item["verdict"] == "correct" for item in items] == [
-            right[position] for right in cases.values()
-        ], rules
+        are_right = [item["verdict"] == "correct" for item in items]
+        expected = [right_by_rules[position] for right_by_rules in cases.values()]
+        assert are_right == expected, rules
     assert official_letter("By the Answer key: I say so") is None, (
         "its first character is no letter from A to H"
     )
@@ -141,13 +149,10 @@ def test_the_data_of_the_hub_and_of_the_repository_are_asked_alike(tmp_path):
         folder = write_wemath(tmp_path / form, rows, form)
         words = ["infer", "--model", "m", "--data", str(folder), "--output", "o"]
         problems = BENCHMARK.load(parse(words, BENCHMARK).ask.data).problems
-        assert [problem.pid for problem in problems] == [str(number) for number in range(1, 8)]
-        assert [problem.fields["key"] for problem in problems][2:5] == [
-            "2steps_multi",
-            "3steps_1",
-            "3steps_2",
-        ]
-        assert (
-            f"Question: {rows[0]['question']}\nOption: {rows[0]['option']}\n" in problems[0].prompt
-        )
+        assert [problem.pid for problem in problems] == ["1", "2", "3", "4", "5", "6", "7"]
+        keys = [problem.fields["key"] for problem in problems]
+        assert keys[2:5] == ["2steps_multi", "3steps_1", "3steps_2"]
+        question = rows[0]["question"]
+        option = rows[0]["option"]
+        assert f"Question: {question}\nOption: {option}\n" in problems[0].prompt
         assert problems[6].images()[0].size == (56, 56)

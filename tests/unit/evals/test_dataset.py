@@ -32,20 +32,26 @@ def star_options(data: Path | str, *, no_image: bool) -> mmstar.MMStarDataOption
     return mmstar.MMStarDataOptions(data=str(data), split="val", no_image=no_image)
 
 
-def shown(problems: list[Problem]) -> list[tuple[Any, ...]]:
-    return [
-        (p.fields, p.prompt, p.n_images, [image.tobytes() for image in p.images()])
-        for p in problems
-    ]
+def asked_contents(problems: list[Problem]) -> list[tuple[Any, ...]]:
+    """What each problem asks: its fields, its prompt, the number of its images, and their pixels."""
+    contents = []
+    for problem in problems:
+        pixels = [image.tobytes() for image in problem.images()]
+        contents.append((problem.fields, problem.prompt, problem.n_images, pixels))
+    return contents
 
 
 def test_mathvista_is_the_same_from_parquet_json_a_file_and_the_hub(tmp_path, monkeypatch):
+    """A user may have the data in any of its published forms, and is asked the same."""
     rows = mathvista_rows()
     parquet = write_mathvista(tmp_path / "p", rows)
-    from_parquet = shown(mathvista.load(options(parquet, "testmini"))[0])
     folder = write_mathvista(tmp_path / "j", rows, "json")
-    assert shown(mathvista.load(options(folder, "testmini"))[0]) == from_parquet
-    assert shown(mathvista.load(options(folder / "testmini.json", "testmini"))[0]) == from_parquet
+    file = folder / "testmini.json"
+    from_parquet = asked_contents(mathvista.load(options(parquet, "testmini")).problems)
+    from_json = asked_contents(mathvista.load(options(folder, "testmini")).problems)
+    from_file = asked_contents(mathvista.load(options(file, "testmini")).problems)
+    assert from_json == from_parquet
+    assert from_file == from_parquet
 
     def hub(name: str, config: str | None, split: str, revision: str | None) -> datasets.Dataset:
         assert name == "AI4Math/MathVista"
@@ -54,14 +60,16 @@ def test_mathvista_is_the_same_from_parquet_json_a_file_and_the_hub(tmp_path, mo
         return datasets.Dataset.from_list(rows, features=MATHVISTA)
 
     monkeypatch.setattr(datasets, "load_dataset", hub)
-    assert shown(mathvista.load(options("AI4Math/MathVista", "testmini"))[0]) == from_parquet
+    hub_problems = mathvista.load(options("AI4Math/MathVista", "testmini")).problems
+    assert asked_contents(hub_problems) == from_parquet
     fields, prompt, n_images, _ = from_parquet[0]
     assert prompt == rows[0]["query"]
     assert prompt.startswith(
         "Hint: Please answer the question and provide the correct option letter"
     )
     assert n_images == 1
-    assert {**fields} == {k: v for k, v in rows[0].items() if k in fields}
+    published_fields = {name: value for name, value in rows[0].items() if name in fields}
+    assert fields == published_fields
     assert fields.keys() == {
         "pid",
         "question",
@@ -78,49 +86,57 @@ def test_mathvista_is_the_same_from_parquet_json_a_file_and_the_hub(tmp_path, mo
 def test_the_datas_own_query_goes_before_a_built_one(tmp_path):
     rows = mathvista_rows(1)
     rows[0]["query"] = "As published."
-    problems = mathvista.load(options(write_mathvista(tmp_path, rows), "testmini")).problems
+    folder = write_mathvista(tmp_path, rows)
+    problems = mathvista.load(options(folder, "testmini")).problems
     assert problems[0].prompt == "As published."
 
 
 def test_mmstar_with_and_without_its_images(tmp_path):
     rows = mmstar_rows()
     folder = write_mmstar(tmp_path, rows)
-    with_images, hash_, _ = mmstar.load(star_options(folder, no_image=False))
-    blind, same, _ = mmstar.load(star_options(folder, no_image=True))
-    assert hash_ == same
-    assert (
-        [p.prompt for p in with_images]
-        == [p.prompt for p in blind]
-        == [row["question"] for row in rows]
-    )
-    assert [len(p.images()) for p in with_images] == [1] * 6
-    assert [(p.n_images, p.images()) for p in blind] == [(0, [])] * 6
-    assert with_images[3].fields == {
-        "pid": "3",
-        **{k: v for k, v in rows[3].items() if k != "image"},
-    }
+    with_images = mmstar.load(star_options(folder, no_image=False))
+    without_images = mmstar.load(star_options(folder, no_image=True))
+    assert with_images.data_hash == without_images.data_hash
+    questions = [row["question"] for row in rows]
+    assert [problem.prompt for problem in with_images.problems] == questions
+    assert [problem.prompt for problem in without_images.problems] == questions
+    for problem in with_images.problems:
+        assert len(problem.images()) == 1
+    for problem in without_images.problems:
+        assert problem.n_images == 0
+        assert problem.images() == []
+    assert len(with_images.problems) == len(without_images.problems) == 6
+    row_fields = {name: value for name, value in rows[3].items() if name != "image"}
+    assert with_images.problems[3].fields == {"pid": "3", **row_fields}
 
 
 def test_other_data_has_another_hash(tmp_path):
+    """A changed answer, another format and a changed picture of the same size are other data."""
     rows = mathvista_rows()
-    hashes = {mathvista.load(options(write_mathvista(tmp_path / "a", rows), "testmini"))[1]}
+
+    def data_hash(name: str, form: str = "parquet") -> str:
+        folder = write_mathvista(tmp_path / name, rows, form)
+        return mathvista.load(options(folder, "testmini")).data_hash
+
+    hashes = {data_hash("a")}
     rows[2]["answer"] = "77"
-    hashes.add(mathvista.load(options(write_mathvista(tmp_path / "b", rows), "testmini"))[1])
-    for name in ("c", "d"):
-        hashes.add(
-            mathvista.load(options(write_mathvista(tmp_path / name, rows, "json"), "testmini"))[1]
-        )
-        # of the same size
-        rows[0]["decoded_image"]["bytes"] = rows[0]["decoded_image"]["bytes"][:-1] + b"?"
+    hashes.add(data_hash("b"))
+    hashes.add(data_hash("c", "json"))
+    picture = rows[0]["decoded_image"]
+    picture["bytes"] = picture["bytes"][:-1] + b"?"
+    hashes.add(data_hash("d", "json"))
     assert len(hashes) == 4
 
 
 def test_each_row_that_lacks_a_field_has_a_line(tmp_path):
     rows = mathvista_rows(4)
     write_mathvista(tmp_path, rows, "json")
-    content = json.loads((tmp_path / "testmini.json").read_text())
-    del content["2"]["answer_type"], content["4"]["metadata"], content["4"]["choices"]
-    (tmp_path / "testmini.json").write_text(json.dumps(content))
+    file = tmp_path / "testmini.json"
+    content = json.loads(file.read_text())
+    del content["2"]["answer_type"]
+    del content["4"]["metadata"]
+    del content["4"]["choices"]
+    file.write_text(json.dumps(content))
     with pytest.raises(UserError) as error:
         mathvista.load(options(tmp_path, "testmini"))
     lines = str(error.value).splitlines()
@@ -133,17 +149,18 @@ def test_a_value_that_could_not_be_scored_is_said_before_anything_is_asked(tmp_p
     rows = mathvista_rows(4)
     rows[0]["choices"] = None
     rows[2]["precision"] = None
+    folder = write_mathvista(tmp_path / "v", rows)
     with pytest.raises(UserError) as error:
-        mathvista.load(options(write_mathvista(tmp_path / "v", rows), "testmini"))
-    assert ["row 1 is multiple choice with" in line for line in str(error.value).splitlines()] == [
-        True,
-        False,
-    ]
-    assert "row 3 has precision = None" in str(error.value)
-    stars = mmstar_rows(2)
-    stars[1]["answer"] = "75"
+        mathvista.load(options(folder, "testmini"))
+    first_line, second_line = str(error.value).splitlines()
+    assert "row 1 is multiple choice with" in first_line
+    assert "row 1 is multiple choice with" not in second_line
+    assert "row 3 has precision = None" in second_line
+    star_rows = mmstar_rows(2)
+    star_rows[1]["answer"] = "75"
+    star_folder = write_mmstar(tmp_path / "s", star_rows)
     with pytest.raises(UserError, match="row 2 has answer = '75', expected a letter"):
-        mmstar.load(star_options(write_mmstar(tmp_path / "s", stars), no_image=False))
+        mmstar.load(star_options(star_folder, no_image=False))
 
 
 def test_a_broken_image_fails_when_it_is_decoded_and_not_before(tmp_path):
@@ -162,37 +179,45 @@ def test_a_path_that_leads_out_of_the_datas_folder_is_refused(tmp_path):
     """A data set from elsewhere must not show a model any file of this machine."""
     data = tmp_path / "data"
     write_mathvista(data, mathvista_rows(4), "json")
-    content = json.loads((data / "testmini.json").read_text())
+    file = data / "testmini.json"
+    content = json.loads(file.read_text())
     secret = tmp_path / "secret.jpg"
     secret.write_bytes((data / "images" / "1.jpg").read_bytes())
     (data / "link.jpg").symlink_to(secret)
-    for pid, name in (("1", "../secret.jpg"), ("2", str(secret)), ("4", "link.jpg")):
-        content[pid]["image"] = name
-    (data / "testmini.json").write_text(json.dumps(content))
+    content["1"]["image"] = "../secret.jpg"
+    content["2"]["image"] = str(secret)
+    content["4"]["image"] = "link.jpg"
+    file.write_text(json.dumps(content))
     with pytest.raises(UserError) as error:
         mathvista.load(options(data, "testmini"))
     lines = str(error.value).splitlines()
-    assert [line.split("row ")[1][0] for line in lines] == ["1", "2", "4"]
-    assert all("leads out of the data's folder; put the picture into it" in line for line in lines)
+    assert len(lines) == 3
+    for line, row_number in zip(lines, ("1", "2", "4"), strict=True):
+        assert f"row {row_number} " in line
+        assert "leads out of the data's folder; put the picture into it" in line
 
 
 def test_images_are_upright_on_white_and_as_large_as_their_header_says(tmp_path):
     rows = mathvista_rows(3)
     folder = write_mathvista(tmp_path, rows, "json")
-    drawn = Image.new("RGBA", (40, 20), (0, 0, 0, 0))
-    drawn.save(tmp_path / "images" / "1.jpg", "PNG")
-    turned = Image.Exif()
-    turned[ExifTags.Base.Orientation] = 6
-    Image.new("RGB", (40, 20)).save(tmp_path / "images" / "2.jpg", exif=turned)
-    frames = [Image.new("RGB", (40, 20), color) for color in ("red", "blue")]
-    frames[0].save(tmp_path / "images" / "3.jpg", "GIF", save_all=True, append_images=frames[1:])
+    images_folder = tmp_path / "images"
+    transparent = Image.new("RGBA", (40, 20), (0, 0, 0, 0))
+    transparent.save(images_folder / "1.jpg", "PNG")
+    quarter_turn = Image.Exif()
+    quarter_turn[ExifTags.Base.Orientation] = 6
+    black = Image.new("RGB", (40, 20))
+    black.save(images_folder / "2.jpg", exif=quarter_turn)
+    red = Image.new("RGB", (40, 20), "red")
+    blue = Image.new("RGB", (40, 20), "blue")
+    red.save(images_folder / "3.jpg", "GIF", save_all=True, append_images=[blue])
     problems = mathvista.load(options(folder, "testmini")).problems
     images = [problem.images()[0] for problem in problems]
     assert [image.size for image in images] == [(40, 20), (20, 40), (40, 20)]
-    assert [problem.sizes() for problem in problems if problem.sizes] == [
-        [image.size] for image in images
-    ]
-    assert [image.getpixel((1, 1)) for image in images] == [(255, 255, 255), (0, 0, 0), (255, 0, 0)]
+    for problem, image in zip(problems, images, strict=True):
+        assert problem.sizes is not None
+        assert problem.sizes() == [image.size]
+    colors = [image.getpixel((1, 1)) for image in images]
+    assert colors == [(255, 255, 255), (0, 0, 0), (255, 0, 0)]
 
 
 def test_a_question_may_stand_in_its_picture(tmp_path):
@@ -230,17 +255,18 @@ def test_wrong_data_is_said_in_a_line(case, monkeypatch):
         ("twice.jsonl", "line 2 of 'twice.jsonl' is not JSON .'a' is given twice"),
         ("bad.parquet", "is not a readable Parquet file"),
     ]
+    file_contents = {
+        "twice.jsonl": '{}\n{"a": 1, "a": 2}',
+        "bad.json": "{",
+        "list.json": "[1]",
+        "empty.json": "[]",
+        "bad.parquet": "x",
+    }
     for data, message in cases:
         with case(data) as folder, monkeypatch.context() as patch:
             patch.chdir(folder)
             Path("folder").mkdir()
-            Path("twice.jsonl").write_text('{}\n{"a": 1, "a": 2}')
-            for name, content in (
-                ("bad.json", "{"),
-                ("list.json", "[1]"),
-                ("empty.json", "[]"),
-                ("bad.parquet", "x"),
-            ):
+            for name, content in file_contents.items():
                 Path(name).write_text(content)
             with pytest.raises(UserError, match=message) as error:
                 mathvista.load(options(data, "testmini"))

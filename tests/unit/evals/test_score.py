@@ -43,25 +43,36 @@ from tests.support.cases import Case
 
 
 def prediction(pid: str, response: str, answer: str = "5", **fields: Any) -> dict[str, Any]:
+    """A row of `predictions.jsonl`: a problem of Geometry3K, and a response of ten tokens."""
     row = {
         "pid": pid,
         "question": "Find x.",
         "answer": answer,
         "choices": None,
         "metadata": {"goal": "Length"},
+        "response": response,
+        "finish_reason": "stop",
+        "n_tokens": 10,
     }
-    return row | {"response": response, "finish_reason": "stop", "n_tokens": 10} | fields
+    return row | fields
+
+
+def counts(cells: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """The right answers and all answers of each cell of a score."""
+    return {name: (cell["correct"], cell["total"]) for name, cell in cells.items()}
 
 
 def test_a_score_says_what_its_problems_are_of(tmp_path: Path) -> None:
-    of_the_set = {"source": "geometry3k", "split": "test"}
-    rows = [prediction("1", r"\boxed{5}", metadata=of_the_set)]
-    write_lines(tmp_path / "p.jsonl", rows)
+    metadata = {"source": "geometry3k", "split": "test"}
+    published_row = prediction("1", r"\boxed{5}", metadata=metadata)
+    user_row = prediction("2", "5", metadata={"source": "mine"})
+    path = tmp_path / "p.jsonl"
     options = GEOMETRY3K.score_options()
-    score = score_file(GEOMETRY3K, tmp_path / "p.jsonl", options).score
+    write_lines(path, [published_row])
+    score = score_file(GEOMETRY3K, path, options).score
     assert score["data_set"] == {"sources": ["geometry3k"], "splits": ["test"], "problems": 1}
-    write_lines(tmp_path / "p.jsonl", [*rows, prediction("2", "5", metadata={"source": "mine"})])
-    score = score_file(GEOMETRY3K, tmp_path / "p.jsonl", options).score
+    write_lines(path, [published_row, user_row])
+    score = score_file(GEOMETRY3K, path, options).score
     assert score["data_set"]["sources"] == ["geometry3k", "mine"]
 
 
@@ -106,20 +117,21 @@ def test_the_tests_of_a_difference_are_those_of_the_textbook() -> None:
 
 
 def test_avg_and_pass_at_k_by_hand_with_intervals_over_problems() -> None:
-    right = {"a": "1100", "b": "0000", "c": "1111"}
-    answers = [
-        (pid, hit == "1", sample) for pid, hits in right.items() for sample, hit in enumerate(hits)
-    ]
-    score = aggregate(
-        [Graded(pid, RowGrade(verdict(hit), None, "r"), sample=at) for pid, hit, at in answers]
-    )
+    hits_by_pid = {"a": "1100", "b": "0000", "c": "1111"}  # a digit per sample: 1 is right
+    graded = []
+    for pid, hits in hits_by_pid.items():
+        for sample, hit in enumerate(hits):
+            grade = RowGrade(verdict(hit == "1"), None, "r")
+            graded.append(Graded(pid, grade, sample=sample))
+    score = aggregate(graded)
     assert score["correct"] == 6
     assert score["total"] == 12
     samples = score["samples"]
     assert samples["k"] == 4
     assert samples["problems"] == 3
     assert samples["incomplete"] == 0
-    assert samples["avg@4"]["value"] == samples["pass@1"]["value"] == pytest.approx(0.5)
+    assert samples["avg@4"]["value"] == samples["pass@1"]["value"]
+    assert samples["avg@4"]["value"] == pytest.approx(0.5)
     assert samples["pass@2"]["value"] == pytest.approx((1 - 1 / 6 + 0 + 1) / 3)
     assert samples["pass@4"]["value"] == pytest.approx(2 / 3)
     assert samples["avg@4"]["interval"] == "bootstrap"
@@ -133,12 +145,11 @@ def test_avg_and_pass_at_k_by_hand_with_intervals_over_problems() -> None:
 
 
 def test_an_answer_in_tags_counts_where_the_prompts_asked_for_them(case: Case) -> None:
-    for where in ["system_prompt", "prompt"]:
-        with case(where) as folder:
-            file = write_lines(
-                folder / "predictions.jsonl",
-                [prediction("1", "<answer>5</answer>"), prediction("2", r"\boxed{5}")],
-            )
+    for prompt_key in ["system_prompt", "prompt"]:
+        with case(prompt_key) as folder:
+            tagged_row = prediction("1", "<answer>5</answer>")
+            boxed_row = prediction("2", r"\boxed{5}")
+            file = write_lines(folder / "predictions.jsonl", [tagged_row, boxed_row])
             score, _ = score_file(BENCHMARK, file, GraderOptions())
             assert score["correct"] == 1
             assert score["rules"] == {"rounding": False}
@@ -146,7 +157,7 @@ def test_an_answer_in_tags_counts_where_the_prompts_asked_for_them(case: Case) -
                 "split": "test",
                 "model": "m",
                 "engine": "vllm",
-                where: "{problem} Put it in <answer> </answer>.",
+                prompt_key: "{problem} Put it in <answer> </answer>.",
             }
             (folder / "fingerprint.json").write_text(json.dumps({"fields": fields}))
             scored = score_file(BENCHMARK, file, GraderOptions())
@@ -156,16 +167,15 @@ def test_an_answer_in_tags_counts_where_the_prompts_asked_for_them(case: Case) -
 
 
 def test_the_aggregated_figures_are_those_counted_by_hand() -> None:
+    angle = {"goal": ["Angle"]}
+    length = {"goal": ["Length"]}
+    circle_angle = {"goal": ["Angle"], "family": ["circle"]}
     graded = [
-        Graded(
-            "a",
-            RowGrade("correct", "5", "same_number", {"goal": ["Angle"], "family": ["circle"]}),
-            10,
-        ),
-        Graded("b", RowGrade("correct", "6", "same_number", {"goal": ["Length"]}), 20),
-        Graded("c", RowGrade("wrong", "7", "different_number", {"goal": ["Angle"]}), 40),
-        Graded("d", RowGrade("unparseable", None, "no_box", {"goal": ["Angle"]}), 50),
-        Graded("e", RowGrade("failed", None, "broken", {"goal": ["Angle"]})),
+        Graded("a", RowGrade("correct", "5", "same_number", circle_angle), 10),
+        Graded("b", RowGrade("correct", "6", "same_number", length), 20),
+        Graded("c", RowGrade("wrong", "7", "different_number", angle), 40),
+        Graded("d", RowGrade("unparseable", None, "no_box", angle), 50),
+        Graded("e", RowGrade("failed", None, "broken", angle)),
         Graded("f", RowGrade("wrong", "1", "gold_not_read")),
     ]
     score = aggregate(graded)
@@ -173,12 +183,7 @@ def test_the_aggregated_figures_are_those_counted_by_hand() -> None:
     assert score["total"] == 6
     assert score["accuracy"] == pytest.approx(1 / 3)
     assert score["wilson_95"] == list(wilson(2, 6))
-    assert {
-        value: (cell["correct"], cell["total"]) for value, cell in score["groups"]["goal"].items()
-    } == {
-        "Angle": (1, 4),
-        "Length": (1, 1),
-    }
+    assert counts(score["groups"]["goal"]) == {"Angle": (1, 4), "Length": (1, 1)}
     assert score["groups"]["family"] == {
         "circle": {"correct": 1, "total": 1, "accuracy": 1.0, "wilson_95": list(wilson(1, 1))}
     }
@@ -189,31 +194,43 @@ def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> No
     rows = [
         prediction("1", r"so \boxed{5}", metadata={"goal": "Angle", "family": "circle"}),
         prediction(
-            "2", r"\boxed{C}", choices=["3", "4", "5", "6"], finish_reason="length", n_tokens=30
+            "2",
+            r"\boxed{C}",
+            choices=["3", "4", "5", "6"],
+            finish_reason="length",
+            n_tokens=30,
         ),
         prediction("3", r"\boxed{8.7}", answer=r"5 \sqrt { 3 }"),
         prediction(
-            "4", "", finish_reason=IMAGE_FAILED, n_tokens=0, error="UnidentifiedImageError: x"
+            "4",
+            "",
+            finish_reason=IMAGE_FAILED,
+            n_tokens=0,
+            error="UnidentifiedImageError: x",
         ),
     ]
     path = write_lines(tmp_path / "p.jsonl", rows)
     scored = score_file(BENCHMARK, path, GraderOptions())
     score: Any = scored.score
-    assert [item["verdict"] for item in score["items"]] == ["correct", "correct", "wrong", "failed"]
+    verdicts = [item["verdict"] for item in score["items"]]
+    assert verdicts == ["correct", "correct", "wrong", "failed"]
     assert score["correct"] == 2
     assert score["total"] == 4
-    reasons = {value: cell["total"] for value, cell in score["groups"]["finish_reason"].items()}
-    assert reasons == {"stop": 2, "length": 1, IMAGE_FAILED: 1}
+    reason_cells = score["groups"]["finish_reason"]
+    assert reason_cells["stop"]["total"] == 2
+    assert reason_cells["length"]["total"] == 1
+    assert reason_cells[IMAGE_FAILED]["total"] == 1
+    assert len(reason_cells) == 3
     assert score["groups"]["answer_form"]["radical"]["total"] == 1
     assert score["fingerprint"] is None
     assert score["image_failed"] == 1
     assert score["tokens"]["correct"] == {"mean": 20.0, "median": 20.0, "p90": 30, "max": 30}
-    assert (
-        score["tokens"]["wrong"]["mean"] == 10.0
-    )  # the problem that was never asked has no length
+    # The problem that was never asked has no length.
+    assert score["tokens"]["wrong"]["mean"] == 10.0
     assert score["truncated"]["count"] == 1
     assert score["truncated"]["total"] == 3
-    assert score_file(BENCHMARK, path, GraderOptions(rounding=True)).score["correct"] == 3
+    rounded = score_file(BENCHMARK, path, GraderOptions(rounding=True))
+    assert rounded.score["correct"] == 3
     printed_table = table(scored)
     assert "2/4" in printed_table
     assert "1 problem not asked" in printed_table
@@ -270,17 +287,19 @@ def test_a_wrong_row_is_named(case: Case) -> None:
 def test_published_forms_of_predictions_are_read(tmp_path: Path) -> None:
     """MathVista's one object by id, a list, and rows with fields of other names and inside others."""
     rows = [prediction(str(number), f"{number}") for number in range(3)]
-    by_id = {row["pid"]: {key: row[key] for key in row if key != "pid"} for row in rows}
-    files = {
-        "by_id": json.dumps(by_id, indent=1),
-        "by_id_in_a_line": json.dumps(by_id),
+    row_by_pid = {}
+    for row in rows:
+        fields = dict(row)
+        row_by_pid[fields.pop("pid")] = fields
+    content_by_form = {
+        "by_id": json.dumps(row_by_pid, indent=1),
+        "by_id_in_a_line": json.dumps(row_by_pid),
         "list": json.dumps(rows),
     }
-    for name, content in files.items():
-        (tmp_path / name).write_text(content)
-        assert read_predictions(tmp_path / name) == [{"pid": row["pid"], **row} for row in rows], (
-            name
-        )
+    for form, content in content_by_form.items():
+        path = tmp_path / form
+        path.write_text(content)
+        assert read_predictions(path) == rows, form
     documents = [
         {"index": number, "prediction": [f"{number}"], "doc": {"answer": "5", "choices": None}}
         for number in range(3)
@@ -288,29 +307,32 @@ def test_published_forms_of_predictions_are_read(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "other.jsonl", documents)
     with pytest.raises(UserError, match="say --columns pid=NAME"):
         read_predictions(path)
-    columns = {"pid": "index", "response": "prediction.0", "answer": "doc.answer"}
-    predictions = read_predictions(path, columns={**columns, "choices": "doc.choices"})
-    assert [(row["pid"], row["response"], row["choices"]) for row in predictions] == [
-        ("0", "0", None),
-        ("1", "1", None),
-        ("2", "2", None),
-    ]
+    columns = {
+        "pid": "index",
+        "response": "prediction.0",
+        "answer": "doc.answer",
+        "choices": "doc.choices",
+    }
+    predictions = read_predictions(path, columns=columns)
+    assert [row["pid"] for row in predictions] == ["0", "1", "2"]
+    assert [row["response"] for row in predictions] == ["0", "1", "2"]
+    assert [row["choices"] for row in predictions] == [None, None, None]
 
 
 def test_missing_empty_and_broken_files_are_the_users_mistake(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    first_line = json.dumps(prediction("1", ""))
     with pytest.raises(UserError, match="no file"):
-        read_predictions(tmp_path / "p.jsonl")
-    (tmp_path / "p.jsonl").write_text("")
+        read_predictions(path)
+    path.write_text("")
     with pytest.raises(UserError, match="has no rows"):
-        read_predictions(tmp_path / "p.jsonl")
-    (tmp_path / "p.jsonl").write_text(json.dumps(prediction("1", "")) + '\n{"pid": "2", "ans\n')
+        read_predictions(path)
+    path.write_text(first_line + '\n{"pid": "2", "ans\n')
     with pytest.raises(UserError, match="row 2 is not JSON"):
-        read_predictions(tmp_path / "p.jsonl")
-    (tmp_path / "p.jsonl").write_text(
-        json.dumps(prediction("1", "")) + '\n{"pid": "2", "pid": "3"}\n'
-    )
+        read_predictions(path)
+    path.write_text(first_line + '\n{"pid": "2", "pid": "3"}\n')
     with pytest.raises(UserError, match=r"row 2 is not JSON \('pid' is given twice"):
-        read_predictions(tmp_path / "p.jsonl")
+        read_predictions(path)
 
 
 def test_a_row_of_another_runner_may_have_a_number_for_its_id_and_null_for_no_answer(
@@ -324,8 +346,11 @@ def test_a_row_of_another_runner_may_have_a_number_for_its_id_and_null_for_no_an
 
 def test_a_line_separator_inside_a_response_does_not_split_its_row(tmp_path: Path) -> None:
     text = "a\u2028b\x85c\x0bd"
-    (tmp_path / "p.jsonl").write_text(json.dumps(prediction("1", text), ensure_ascii=False) + "\n")
-    assert [row["response"] for row in read_predictions(tmp_path / "p.jsonl")] == [text]
+    path = tmp_path / "p.jsonl"
+    line = json.dumps(prediction("1", text), ensure_ascii=False)
+    path.write_text(line + "\n")
+    [row] = read_predictions(path)
+    assert row["response"] == text
 
 
 class Guess:
@@ -334,21 +359,25 @@ class Guess:
     batch_size = 4
 
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
-        def said(seed: int) -> Reply:
-            return Reply(
-                rf"wait, \boxed{{{seed % 90}}}", 7 + seed % 5, "length" if seed % 3 else "stop", 9
-            )
+        return [self._reply(request.seed) for request in requests]
 
-        return [said(request.seed) for request in requests]
+    @staticmethod
+    def _reply(seed: int) -> Reply:
+        response = rf"wait, \boxed{{{seed % 90}}}"
+        finish_reason = "length" if seed % 3 else "stop"
+        return Reply(response, 7 + seed % 5, finish_reason, 9)
 
 
 def test_a_run_with_grey_pictures_says_so_and_is_no_other_run(tmp_path, monkeypatch, capsys):
     class Looks(Guess):
         def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
-            colours = [request.images[0].getcolors() for request in requests]
-            return [
-                Reply(r"\boxed{1}" if c and len(c) == 1 else "seen", 1, "stop", 9) for c in colours
-            ]
+            replies = []
+            for request in requests:
+                colors = request.images[0].getcolors()  # None where there are very many
+                is_one_color = colors is not None and len(colors) == 1
+                response = r"\boxed{1}" if is_one_color else "seen"
+                replies.append(Reply(response, 1, "stop", 9))
+            return replies
 
     data = write_geometry3k(tmp_path / "data", 3)
     monkeypatch.setattr(asking, "build_engine", lambda _: Looks())
@@ -356,14 +385,13 @@ def test_a_run_with_grey_pictures_says_so_and_is_no_other_run(tmp_path, monkeypa
     assert command.main(GEOMETRY3K, [*words, str(tmp_path / "seen")]) == 0
     assert command.main(GEOMETRY3K, [*words, str(tmp_path / "grey"), "--view", "blank"]) == 0
     assert "a grey picture of the same size" in capsys.readouterr().out
-    answers = {
-        name: read_predictions(tmp_path / name / "predictions.jsonl") for name in ("seen", "grey")
-    }
-    assert {row["response"] for row in answers["seen"]} == {"seen"}
-    assert {row["response"] for row in answers["grey"]} == {r"\boxed{1}"}
-    assert [row["image_size"] for row in answers["seen"]] == [
-        row["image_size"] for row in answers["grey"]
-    ]
+    seen_rows = read_predictions(tmp_path / "seen" / "predictions.jsonl")
+    grey_rows = read_predictions(tmp_path / "grey" / "predictions.jsonl")
+    assert {row["response"] for row in seen_rows} == {"seen"}
+    assert {row["response"] for row in grey_rows} == {r"\boxed{1}"}
+    seen_sizes = [row["image_size"] for row in seen_rows]
+    grey_sizes = [row["image_size"] for row in grey_rows]
+    assert seen_sizes == grey_sizes
     for folder, options in (("seen", ["--view", "blank"]), ("grey", [])):
         assert command.main(GEOMETRY3K, [*words, str(tmp_path / folder), *options]) == 2
         assert "view: the predictions in" in capsys.readouterr().err
@@ -372,91 +400,69 @@ def test_a_run_with_grey_pictures_says_so_and_is_no_other_run(tmp_path, monkeypa
 def test_facts_in_words_stand_for_the_picture_where_they_suffice(
     tmp_path, monkeypatch, capsys, geometry3k_raw
 ):
-    asked_by_view: dict[str, list[tuple[int, str]]] = {}
+    n_images_by_view: dict[str, list[int]] = {}
+    texts_by_view: dict[str, list[str]] = {}
 
     class Reads(Guess):
         def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
-            texts = [str(request.messages[-1]["content"]) for request in requests]
-            pairs = zip(requests, texts, strict=True)
-            asked_by_view.setdefault(view, []).extend(
-                (len(request.images), text) for request, text in pairs
-            )
+            n_images = n_images_by_view.setdefault(view, [])
+            texts = texts_by_view.setdefault(view, [])
+            for request in requests:
+                n_images.append(len(request.images))
+                texts.append(str(request.messages[-1]["content"]))
             return [Reply("12", 1, "stop", 9) for _ in requests]
 
     raw = shutil.copytree(geometry3k_raw, tmp_path / "raw")
     (raw / "train").rename(raw / "test")
     (raw / "test" / "12" / "logic_form.json").unlink()
-    code = data_prep(
-        [
-            "geometry3k",
-            "--source",
-            "intergps",
-            "--input",
-            str(raw),
-            "--output",
-            str(tmp_path / "d"),
-        ]
-    )
-    assert code == 0
-    assert (
-        "noted: 1 of the rows have no facts in words, such as geometry3k/test/12"
-        in capsys.readouterr().out
-    )
+    prepared = str(tmp_path / "d")
+    words = ["geometry3k", "--source", "intergps", "--input", str(raw), "--output", prepared]
+    assert data_prep(words) == 0
+    output = capsys.readouterr().out
+    assert "noted: 1 of the rows have no facts in words, such as geometry3k/test/12" in output
     monkeypatch.setattr(asking, "build_engine", lambda _: Reads())
-    words = ["run", "--model", "a/b", "--data", str(tmp_path / "d")]
-    for view in ("image", "text", "both", "blank"):
-        assert (
-            command.main(GEOMETRY3K, [*words, "--view", view, "--output", str(tmp_path / view)])
-            == 0
-        )
-        assert ("without 1 problem whose facts do not suffice" in capsys.readouterr().out) is (
-            view in ("text", "both")
-        )
-    assert {
-        view: {images for images, _ in requests_of_view}
-        for view, requests_of_view in asked_by_view.items()
-    } == {
-        "image": {1},
-        "text": {0},
-        "both": {1},
-        "blank": {1},
+    words = ["run", "--model", "a/b", "--data", prepared]
+    views = ("image", "text", "both", "blank")
+    for view in views:
+        output_words = ["--view", view, "--output", str(tmp_path / view)]
+        assert command.main(GEOMETRY3K, [*words, *output_words]) == 0
+        output = capsys.readouterr().out
+        is_left_out = "without 1 problem whose facts do not suffice" in output
+        assert is_left_out is (view in ("text", "both"))
+    assert n_images_by_view == {
+        "image": [1] * 6,
+        "text": [0] * 5,
+        "both": [1] * 5,
+        "blank": [1] * 6,
     }
-    assert [len(requests_of_view) for requests_of_view in asked_by_view.values()] == [6, 5, 5, 6]
     fact = "Angle ABC = 60 degrees. BC = x. AC is perpendicular to BC."
-    assert [
-        sum(fact in text for _, text in requests_of_view)
-        for requests_of_view in asked_by_view.values()
-    ] == [0, 1, 1, 0]
+    texts_with_fact = {
+        view: [text for text in texts if fact in text] for view, texts in texts_by_view.items()
+    }
+    assert len(texts_with_fact["image"]) == 0
+    assert len(texts_with_fact["text"]) == 1
+    assert len(texts_with_fact["both"]) == 1
+    assert len(texts_with_fact["blank"]) == 0
     config: Any = Namespace(
         eval_strategy="steps",
-        adora_eval=[f"geometry3k={tmp_path / 'd'}:views"],
+        adora_eval=[f"geometry3k={prepared}:views"],
         adora_eval_limit=3,
         eval_steps=1,
         eval_on_start=False,
         eval_delay=0,
     )
     tasks = evaluation.take_evaluations(config, []).tasks
-    assert [task.benchmark.name for task in tasks] == [
-        f"geometry3k_{view}" for view in asked_by_view
-    ]
-    pids = [[problem.pid for problem in task.problems] for task in tasks]
-    assert pids == [[f"geometry3k/test/{number}" for number in (11, 13, 14)]] * 4, (
-        "the same problems in all views"
-    )
+    names = [task.benchmark.name for task in tasks]
+    assert names == [f"geometry3k_{view}" for view in views]
+    shared_pids = ["geometry3k/test/11", "geometry3k/test/13", "geometry3k/test/14"]
+    for task in tasks:
+        pids = [problem.pid for problem in task.problems]
+        assert pids == shared_pids, "the same problems in all views"
     assert [task.problems[0].n_images for task in tasks] == [1, 0, 1, 1]
     plain = write_geometry3k(tmp_path / "plain", 3)
-    without = [
-        "run",
-        "--model",
-        "a/b",
-        "--data",
-        str(plain),
-        "--view",
-        "both",
-        "--output",
-        str(tmp_path / "none"),
-    ]
-    assert command.main(GEOMETRY3K, without) == 2
+    words = ["run", "--model", "a/b", "--data", str(plain)]
+    output_words = ["--view", "both", "--output", str(tmp_path / "none")]
+    assert command.main(GEOMETRY3K, [*words, *output_words]) == 2
     assert "view: both, and no row of the data has facts in words" in capsys.readouterr().err
 
 
@@ -464,18 +470,9 @@ def test_figures_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.Mo
     data = write_geometry3k(tmp_path / "data", 9)
     monkeypatch.setattr(asking, "build_engine", lambda _: Guess())
     output = tmp_path / "out"
-    words = [
-        "run",
-        "--model",
-        "a/b",
-        "--data",
-        str(data),
-        "--output",
-        str(output),
-        "--temperature",
-        "1",
-    ]
-    assert command.main(GEOMETRY3K, [*words, "--samples", "2"]) == 0
+    words = ["run", "--model", "a/b", "--data", str(data), "--output", str(output)]
+    sampling_words = ["--temperature", "1", "--samples", "2"]
+    assert command.main(GEOMETRY3K, [*words, *sampling_words]) == 0
     score = json.loads((output / "score.json").read_text())
 
     options = PreparedDataOptions(data=str(data), split="test", prompt=None)
@@ -488,18 +485,19 @@ def test_figures_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.Mo
     assert logged["geometry3k_avg@2"] == score["samples"]["avg@2"]["value"]
     assert logged["geometry3k_truncated"] == score["truncated"]["share"]
     assert logged["geometry3k_reflective"] == 1.0
-    assert all(isinstance(value, float | int) for value in logged.values())
+    for value in logged.values():
+        assert isinstance(value, float | int)
     tagged = [{**row, "response": f"<answer>{row['answer']}</answer>"} for row in rows]
-    both = [
-        figures(GEOMETRY3K, tagged, answer_tags=with_choices)["geometry3k_accuracy"]
-        for with_choices in (True, False)
-    ]
-    assert both == [1.0, 0.0]
-    drawn = [
-        {**row, "metadata": {**row["metadata"], "family": "crossing", "kind": "vertical"}}
-        for row in rows
-    ]
-    assert figures(GEOMETRY3K, drawn)["geometry3k_crossing_vertical_accuracy"] == score["accuracy"]
+    with_tags = figures(GEOMETRY3K, tagged, answer_tags=True)
+    without_tags = figures(GEOMETRY3K, tagged, answer_tags=False)
+    assert with_tags["geometry3k_accuracy"] == 1.0
+    assert without_tags["geometry3k_accuracy"] == 0.0
+    drawn = []
+    for row in rows:
+        metadata = {**row["metadata"], "family": "crossing", "kind": "vertical"}
+        drawn.append({**row, "metadata": metadata})
+    drawn_figures = figures(GEOMETRY3K, drawn)
+    assert drawn_figures["geometry3k_crossing_vertical_accuracy"] == score["accuracy"]
 
 
 def test_slices_of_several_processes_score_as_one(tmp_path: Path) -> None:
@@ -507,11 +505,9 @@ def test_slices_of_several_processes_score_as_one(tmp_path: Path) -> None:
     options = HubDataOptions(data=str(data), split="testmini")
     problems = MATHVISTA.load(options).problems
     asks = [Ask(problem, 0) for problem in problems]
-    slices = [
-        row
-        for rank in range(2)
-        for row in answer(Guess(), asks[rank::2], seed=0, system_prompt=None)
-    ]
+    slices = []
+    for rank in range(2):
+        slices += answer(Guess(), asks[rank::2], seed=0, system_prompt=None)
     answers = answer(Guess(), asks, seed=0, system_prompt=None)
     assert figures(MATHVISTA, slices) == figures(MATHVISTA, answers)
     assert "mathvista_accuracy_ID" in figures(MATHVISTA, slices)

@@ -23,7 +23,7 @@ from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.models import families
 from adora_vl.models.check import NEEDS_FAMILY, check_family
 from adora_vl.models.load import load_config, load_processor
-from adora_vl.packing.policy_pass import packable
+from adora_vl.packing.packed_forward import can_share_prompts
 from adora_vl.utils.errors import UserError
 from tests.support.families import SEEING, family_config, on_meta
 from tests.support.tiny_run import train
@@ -78,7 +78,7 @@ def test_what_can_share_a_prompt():
     sliding.layer_types = ["full_attention", "sliding_attention"]
     assert not families.shares_prompts(sliding)
     assert not families.shares_prompts(LlamaConfig())
-    assert packable(on_meta(family_config("qwen3_vl")).config)
+    assert can_share_prompts(on_meta(family_config("qwen3_vl")).config)
 
 
 def check(config: Any, **changed: Any) -> list[str]:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from adora_vl.builtin import DEFAULT_FAMILY, TINY_FAMILIES, WarmStart
 from adora_vl.builtin.tiny_vl import build_tiny_model
-from adora_vl.checkpoint.writer import own_files
+from adora_vl.checkpoint.writer import list_users_files
 from adora_vl.export import main as export
 from adora_vl.models.families import COMPONENTS, FAMILIES, component_of
 from benchmarks.kill_and_resume import facts
@@ -165,7 +165,7 @@ def test_the_evaluation_of_a_lora_run(lora_run, data, tmp_path, capsys):
     assert result["total"] == 2
     assert result["fingerprint"]["fields"]["model"] == str(lora_run / "merged")
     assert not [path.name for path in lora_run.iterdir() if "partial" in path.name]
-    assert own_files(lora_run) == [], (
+    assert list_users_files(lora_run) == [], (
         "the run does not know its adapter and its merged model for its own"
     )
 

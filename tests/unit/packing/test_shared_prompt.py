@@ -1,5 +1,6 @@
-"""Prompts shared by split attention give the log-probabilities and gradients of separate rows, in
-float64.
+"""Prompts shared by split attention give what separate rows give.
+
+Log-probabilities and gradients are compared in float64.
 """
 
 import warnings
@@ -24,18 +25,26 @@ from transformers import (
 from transformers.integrations import flash_attention
 from trl.trainer.utils import add_fused_lm_head
 
-from adora_vl.packing import policy_pass as packed_module
+from adora_vl.packing import packed_forward as packed_module
 from adora_vl.packing import split_attention
-from adora_vl.packing.policy_pass import PackedForward, PolicyPass, has_dropout, prompt_positions
+from adora_vl.packing.packed_forward import PackedForward
+from adora_vl.packing.pass_differences import has_dropout
+from adora_vl.packing.policy_pass import PolicyPass
+from adora_vl.packing.row_positions import prompt_positions
 from adora_vl.packing.shared_prompt import (
-    ALIKE,
-    Group,
+    SIMILAR_LENGTH_RATIO,
+    GroupLayout,
     SharedPrompts,
-    groups_of,
+    group_rows_by_prompt,
     pack,
     sharing_pays,
 )
-from adora_vl.packing.split_attention import ARGUMENT, configured_attention, empty_mask, install
+from adora_vl.packing.split_attention import (
+    LAYOUT_ARGUMENT,
+    configured_attention,
+    empty_mask,
+    install_split_attention,
+)
 from tests.support.small_models import (
     BOUND,
     IMAGE,
@@ -51,101 +60,139 @@ from tests.support.varlen import varlen_attn
 def softmax_keeps_its_dtype(monkeypatch):
     """Eager attention asks for a softmax in float32."""
     softmax = torch.nn.functional.softmax
-    monkeypatch.setattr(
-        torch.nn.functional, "softmax", lambda scores, dim, dtype=None: softmax(scores, dim=dim)
-    )
+
+    def softmax_in_dtype_of_scores(scores: Tensor, dim: int, dtype: Any = None) -> Tensor:
+        return softmax(scores, dim=dim)
+
+    monkeypatch.setattr(torch.nn.functional, "softmax", softmax_in_dtype_of_scores)
 
 
 Batch = dict[str, Any]
 
 
+# of an image of 2 x 3 tokens, each of 2 x 2 patches
+IMAGE_GRID = torch.tensor([[1, 4, 6]])
+IMAGE_IDS = torch.tensor([8, *[IMAGE] * 6, 9])
+
+
 def batch(lengths: list[tuple[int, list[int]]], images: bool) -> Batch:
-    """Groups of a prompt's length and its rollouts' lengths, as TRL pads them; an image of 2 x 3
-    tokens per prompt.
+    """Draw rows as TRL pads them.
+
+    Args:
+        lengths: for each group the length of its prompt and those of its rollouts.
+        images: whether each prompt begins with an image.
     """
     generator = torch.Generator().manual_seed(1)
-    longest = max(prompt for prompt, _ in lengths) + (8 if images else 0)
-    completion = max(1, *(length for _, group in lengths for length in group))
-    ids: list[Any] = []
-    mask: list[Any] = []
-    groups: list[Any] = []
-    patches: list[Any] = []
-    for prompt, group in lengths:
-        prompt_ids = torch.randint(10, VOCABULARY, (prompt,), generator=generator)
+    image_length = len(IMAGE_IDS) if images else 0
+    longest_prompt = max(prompt_length for prompt_length, _ in lengths) + image_length
+    all_rollout_lengths = [length for _, rollout_lengths in lengths for length in rollout_lengths]
+    completion = max([1, *all_rollout_lengths])
+    ids: list[Tensor] = []
+    masks: list[Tensor] = []
+    groups: list[list[int]] = []
+    patches: list[Tensor] = []
+    for prompt_length, rollout_lengths in lengths:
+        prompt_ids = torch.randint(10, VOCABULARY, (prompt_length,), generator=generator)
         if images:
-            prompt_ids = torch.cat([torch.tensor([8, *[IMAGE] * 6, 9]), prompt_ids])
+            prompt_ids = torch.cat([IMAGE_IDS, prompt_ids])
             patches.append(torch.randn(24, 16, dtype=torch.float64, generator=generator))
-        pad = longest - len(prompt_ids)
-        groups.append(list(range(len(ids), len(ids) + len(group))))
-        for length in group:
-            row = torch.randint(10, VOCABULARY, (completion,), generator=generator)
-            row[length:] = 0
-            ids.append(torch.cat([prompt_ids.new_zeros(pad), prompt_ids, row]))
-            mask.append(
-                torch.tensor(
-                    [0] * pad + [1] * (len(prompt_ids) + length) + [0] * (completion - length)
-                )
-            )
+        padding = longest_prompt - len(prompt_ids)
+        first_row = len(ids)
+        groups.append(list(range(first_row, first_row + len(rollout_lengths))))
+        for length in rollout_lengths:
+            completion_ids = torch.randint(10, VOCABULARY, (completion,), generator=generator)
+            completion_ids[length:] = 0
+            ids.append(torch.cat([prompt_ids.new_zeros(padding), prompt_ids, completion_ids]))
+            mask = torch.zeros(longest_prompt + completion, dtype=torch.long)
+            mask[padding : longest_prompt + length] = 1
+            masks.append(mask)
     rows: Batch = {
         "ids": torch.stack(ids),
-        "mask": torch.stack(mask),
+        "mask": torch.stack(masks),
         "completion": completion,
         "groups": groups,
     }
     if images:
-        rows |= {
-            "patches": patches,
-            "grid": torch.tensor([[1, 4, 6]]),
-            "types": (rows["ids"] == IMAGE).long(),
-        }
+        rows["patches"] = patches
+        rows["grid"] = IMAGE_GRID
+        rows["types"] = (rows["ids"] == IMAGE).long()
     return rows
 
 
+def group_of_each_row(rows: Batch) -> list[int]:
+    """Return the number of its group for each row."""
+    numbers = []
+    for number, group_rows in enumerate(rows["groups"]):
+        numbers += [number] * len(group_rows)
+    return numbers
+
+
 def prompts_of(model: Any, rows: Batch) -> tuple[Tensor, dict[str, Any]]:
-    """Positions of the groups' prompts, and the model's arguments for their images."""
-    first = [group[0] for group in rows["groups"]]
-    prompt = rows["ids"].size(1) - rows["completion"]
-    grids = rows["grid"].repeat(len(first), 1) if "grid" in rows else None
-    types = rows["types"][first, :prompt] if grids is not None else None
+    """Return positions of the groups' prompts, and the model's arguments for their images."""
+    first_rows = [group_rows[0] for group_rows in rows["groups"]]
+    prompt_width = rows["ids"].size(1) - rows["completion"]
+    grids = None
+    types = None
+    images: dict[str, Any] = {}
+    if "grid" in rows:
+        grids = rows["grid"].repeat(len(first_rows), 1)
+        types = rows["types"][first_rows, :prompt_width]
+        images = {"pixel_values": torch.cat(rows["patches"]), "image_grid_thw": grids}
     positions = prompt_positions(
-        model, rows["ids"][first, :prompt], rows["mask"][first, :prompt], types, grids
+        model,
+        prompt_ids=rows["ids"][first_rows, :prompt_width],
+        prompt_mask=rows["mask"][first_rows, :prompt_width],
+        token_types=types,
+        grids=grids,
     )
-    return positions, {} if grids is None else {
-        "pixel_values": torch.cat(rows["patches"]),
-        "image_grid_thw": grids,
-    }
+    return positions, images
 
 
 def shared(model: Any, rows: Batch) -> Tensor:
-    install(model)
+    """Return the completions' log-probabilities from one packed sequence, (B, C)."""
+    install_split_attention(model)
     positions, images = prompts_of(model, rows)
-    packed = pack(rows["ids"], rows["mask"], rows["completion"], rows["groups"], positions)
-    attention = {"attention_mask": empty_mask(packed.ids_NS.device), ARGUMENT: packed.shared}
-    logits = model(
-        input_ids=packed.ids_NS, position_ids=packed.positions, **attention, **images
-    ).logits
+    packed = pack(
+        rows["ids"],
+        attention_mask=rows["mask"],
+        completion_width=rows["completion"],
+        groups=rows["groups"],
+        positions=positions,
+    )
+    layout = {LAYOUT_ARGUMENT: packed.shared}
+    output = model(
+        input_ids=packed.ids_NS,
+        position_ids=packed.positions,
+        attention_mask=empty_mask(packed.ids_NS.device),
+        **layout,
+        **images,
+    )
+    logits = output.logits
     assert logits.shape[:2] == packed.labels.shape, "the head's work is on scored positions alone"
-    return packed.unpacked(logits.log_softmax(-1).gather(-1, packed.labels.clamp(min=0)[..., None]))
+    labels = packed.labels.clamp(min=0)
+    label_logps = logits.log_softmax(-1).gather(-1, labels[..., None])
+    return packed.spread_over_rows(label_logps)
 
 
 def separate(model: Any, rows: Batch) -> Tensor:
-    images = {}
+    """Return the completions' log-probabilities from padded rows, (B, C)."""
+    further_inputs: dict[str, Any] = {}
     if "grid" in rows:
-        copies = [
-            rows["patches"][number] for number, group in enumerate(rows["groups"]) for _ in group
-        ]
-        images = {
+        copies = [rows["patches"][number] for number in group_of_each_row(rows)]
+        further_inputs = {
             "pixel_values": torch.cat(copies),
             "image_grid_thw": rows["grid"].repeat(len(copies), 1),
+            "mm_token_type_ids": rows["types"],
         }
-        images["mm_token_type_ids"] = rows["types"]
     elif model.config.model_type == "qwen2":
-        images = {"position_ids": (rows["mask"].cumsum(-1) - 1).clamp(min=0)}
-    logits = model(
-        input_ids=rows["ids"], attention_mask=rows["mask"], use_cache=False, **images
-    ).logits[:, :-1]
-    logps = logits.log_softmax(-1).gather(-1, rows["ids"][:, 1:, None])[..., 0]
-    return logps[:, -rows["completion"] :] * rows["mask"][:, -rows["completion"] :]
+        further_inputs = {"position_ids": (rows["mask"].cumsum(-1) - 1).clamp(min=0)}
+    output = model(
+        input_ids=rows["ids"], attention_mask=rows["mask"], use_cache=False, **further_inputs
+    )
+    next_tokens = rows["ids"][:, 1:, None]
+    logps = output.logits[:, :-1].log_softmax(-1).gather(-1, next_tokens)[..., 0]
+    completion = rows["completion"]
+    return logps[:, -completion:] * rows["mask"][:, -completion:]
 
 
 def gradients(model: Any, logps: Tensor) -> dict[str, Tensor]:
@@ -153,21 +200,27 @@ def gradients(model: Any, logps: Tensor) -> dict[str, Tensor]:
     weights = torch.linspace(-1, 2, logps.numel(), dtype=torch.float64).view_as(logps)
     model.zero_grad()
     (logps.exp() * weights).sum().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    gradient_by_name = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradient_by_name[name] = parameter.grad.clone()
+    return gradient_by_name
 
 
 def assert_same(model: Any, rows: Batch) -> None:
-    expected = separate(model, rows)
-    reference = gradients(model, expected)
+    """Assert that shared prompts give the log-probabilities and gradients of separate rows."""
+    expected_logps = separate(model, rows)
+    expected_gradients = gradients(model, expected_logps)
     logps = shared(model, rows)
-    assert (logps - expected).abs().max() <= BOUND * max(float(expected.abs().max()), 1.0)
-    scale = max(tensor.norm() for tensor in reference.values())
+    logps_scale = max(float(expected_logps.abs().max()), 1.0)
+    assert (logps - expected_logps).abs().max() <= BOUND * logps_scale
+    gradient_scale = max(gradient.norm() for gradient in expected_gradients.values())
     shared_gradients = gradients(model, logps)
-    for name, gradient in reference.items():
+    for name, expected in expected_gradients.items():
         bound = VISION_BOUND if "visual" in name else BOUND
-        assert (shared_gradients[name] - gradient).norm() <= bound * max(
-            gradient.norm(), 1e-3 * scale
-        ), name
+        # A gradient that is next to nothing is compared with a thousandth of the largest.
+        scale = max(expected.norm(), 1e-3 * gradient_scale)
+        assert (shared_gradients[name] - expected).norm() <= bound * scale, name
 
 
 # rollouts alone in their call, and with others
@@ -195,13 +248,15 @@ def test_gradient_checkpointing_computes_the_same_attention_again(subtests):
 def test_float32_weights_under_autocast_get_the_kernel_for_bfloat16(monkeypatch):
     """A GPU has flash attention for bfloat16 queries; float32 ones would need a mask in every call."""
     dtypes: list[torch.dtype] = []
-    monkeypatch.setattr(
-        split_attention, "_supports_lower_right_mask", lambda query: dtypes.append(query.dtype)
-    )
+
+    def note_dtype(query: Tensor) -> None:
+        dtypes.append(query.dtype)
+
+    monkeypatch.setattr(split_attention, "_supports_lower_right_mask", note_dtype)
+    model = Qwen2ForCausalLM(Qwen2Config(**TEXT, use_cache=False))
+    rows = batch(TWO_GROUPS, images=False)
     with torch.autocast("cpu", torch.bfloat16):
-        shared(
-            Qwen2ForCausalLM(Qwen2Config(**TEXT, use_cache=False)), batch(TWO_GROUPS, images=False)
-        )
+        shared(model, rows)
     assert set(dtypes) == {torch.bfloat16}
 
 
@@ -209,7 +264,7 @@ def test_float32_weights_under_autocast_get_the_kernel_for_bfloat16(monkeypatch)
 def test_a_model_s_pass_with_one_call_is_as_separate_rows(monkeypatch, checkpointing):
     kernel = Mock(side_effect=varlen_attn)
     monkeypatch.setattr(torch_varlen, "varlen_attn", kernel)
-    monkeypatch.setattr(split_attention.ONE_CALL, "supports", lambda *_: True)
+    monkeypatch.setattr(split_attention.VARLEN_ATTENTION, "supports", lambda *_: True)
     model = small_model("qwen2_5_vl")
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -223,7 +278,7 @@ def test_eager_attention_and_a_cpu_s_stay_in_parts(monkeypatch):
     monkeypatch.setattr(split_attention, "attend_spans", None)
     rows = batch(TWO_GROUPS, images=False)
     shared(small_model("qwen2"), rows)
-    monkeypatch.setattr(split_attention.ONE_CALL, "supports", lambda *_: True)
+    monkeypatch.setattr(split_attention.VARLEN_ATTENTION, "supports", lambda *_: True)
     shared(small_model("qwen2", "eager"), rows)
 
 
@@ -242,9 +297,10 @@ def test_any_lengths_are_as_separate_rows(lengths, attention, block):
 
     `block`: queries that share a mask.
     """
+    has_a_token = any(length for _, rollout_lengths in lengths for length in rollout_lengths)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(split_attention, "_BLOCK", block)
-        if any(length for _, group in lengths for length in group):
+        patched.setattr(split_attention, "_MIN_BLOCK_QUERIES", block)
+        if has_a_token:
             assert_same(MODELS[attention], batch(lengths, images=False))
 
 
@@ -278,39 +334,42 @@ def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(tmp_pat
         with subtests.test(kind):
             model = small_model(kind).eval()
             rows = batch([(5, [4, 2])], images=False)
-
-            def ordinary(model: Any = model, rows: Batch = rows) -> tuple[Tensor, Tensor]:
-                with torch.no_grad():
-                    written = model.generate(
-                        rows["ids"],
-                        attention_mask=rows["mask"],
-                        max_new_tokens=4,
-                        do_sample=False,
-                        pad_token_id=0,
-                    )
-                    return model(rows["ids"], attention_mask=rows["mask"]).logits, written
-
-            before = ordinary()
-            install(model)
-            install(model)
+            logits_before, tokens_before = ordinary_results(model, rows)
+            install_split_attention(model)
+            install_split_attention(model)
+            layout_of_other_rows = pack(
+                rows["ids"], rows["mask"], 4, rows["groups"], torch.arange(5)[None]
+            ).shared
             with pytest.raises(RuntimeError):  # more positions than there are tokens
-                shared_of_another = pack(
-                    rows["ids"], rows["mask"], 4, rows["groups"], torch.arange(5)[None]
-                ).shared
-                mask = empty_mask(torch.device("cpu"))
-                model(rows["ids"][:1, :3], attention_mask=mask, **{ARGUMENT: shared_of_another})
-            assert all(
-                torch.equal(first, second) for first, second in zip(before, ordinary(), strict=True)
-            )
-            assert (
-                configured_attention(model.config)
-                == configured_attention(type(model)(model.config).config)
-                == "sdpa"
-            )
+                model(
+                    rows["ids"][:1, :3],
+                    attention_mask=empty_mask(torch.device("cpu")),
+                    **{LAYOUT_ARGUMENT: layout_of_other_rows},
+                )
+            logits_after, tokens_after = ordinary_results(model, rows)
+            assert torch.equal(logits_after, logits_before)
+            assert torch.equal(tokens_after, tokens_before)
+            assert configured_attention(model.config) == "sdpa"
+            another_model = type(model)(model.config)
+            assert configured_attention(another_model.config) == "sdpa"
             model.config.save_pretrained(tmp_path / kind)
             assert "shared_prompt" not in (tmp_path / kind / "config.json").read_text()
             vision = getattr(model.config, "vision_config", None)
             assert vision is None or vision._attn_implementation == "sdpa"
+
+
+def ordinary_results(model: Any, rows: Batch) -> tuple[Tensor, Tensor]:
+    """Return the logits of a plain pass, and the tokens of greedy generation."""
+    with torch.no_grad():
+        tokens = model.generate(
+            rows["ids"],
+            attention_mask=rows["mask"],
+            max_new_tokens=4,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        output = model(rows["ids"], attention_mask=rows["mask"])
+    return output.logits, tokens
 
 
 @pytest.mark.parametrize("has_references", [True, False], ids=["references", "pixels"])
@@ -320,48 +379,62 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(has_references,
     """
     model = small_model("qwen2_5_vl")
     rows = batch(TWO_GROUPS, images=True)
-    copies = [number for number, group in enumerate(rows["groups"]) for _ in group]
-    pixels = torch.cat([rows["patches"][number] for number in copies])
+    copies = group_of_each_row(rows)
     expected = separate(model, rows).detach()
-    packed_groups: list[Any] = []
     inputs = {
         "image_grid_thw": rows["grid"].repeat(len(copies), 1),
         "num_images": [1] * len(copies),
+        "mm_token_type_ids": rows["types"],
+        "pixel_values": torch.cat([rows["patches"][number] for number in copies]),
     }
-    inputs |= {"mm_token_type_ids": rows["types"], "pixel_values": pixels}
     if has_references:
-        inputs["pixel_values"] = torch.cat(
-            [torch.arange(24)[:, None] + 24 * number for number in copies]
-        )
+        patch_numbers = [torch.arange(24)[:, None] + 24 * number for number in copies]
+        inputs["pixel_values"] = torch.cat(patch_numbers)
         image_features = model.model.get_image_features
         bank = torch.cat(rows["patches"])
-        monkeypatch.setattr(
-            model.model,
-            "get_image_features",
-            lambda references, grid, **kwargs: image_features(bank[references[:, 0]], grid),
-        )
-    add_fused_lm_head(model)
 
-    def packed(*arguments: Any, **named: Any) -> Any:
-        packed_groups.append(named["groups"])
+        def features_of_references(references: Tensor, grid: Tensor, **_: Any) -> Any:
+            return image_features(bank[references[:, 0]], grid)
+
+        monkeypatch.setattr(model.model, "get_image_features", features_of_references)
+    add_fused_lm_head(model)
+    groups_by_chunk: list[Any] = []
+
+    def pack_and_note_groups(*arguments: Any, **named: Any) -> Any:
+        groups_by_chunk.append(named["groups"])
         return pack(*arguments, **named)
 
-    monkeypatch.setattr(packed_module, "pack", packed)
+    monkeypatch.setattr(packed_module, "pack", pack_and_note_groups)
 
-    def alone(first: int, image_features: Any) -> Any:
-        assert (first, *map(len, image_features.values())) == (5, 5, 5, 5, 5 * 24)
-        return expected[:first], None, None
+    def first_separate_rows(row_count: int, columns: dict[str, Any]) -> Any:
+        assert row_count == 5, "the first chunk alone"
+        assert len(columns["image_grid_thw"]) == 5
+        assert len(columns["num_images"]) == 5
+        assert len(columns["mm_token_type_ids"]) == 5
+        assert len(columns["pixel_values"]) == 5 * 24
+        return expected[:row_count], None, None
 
     forward = PackedForward(Accelerator(cpu=True))
-    logps = forward(model, rows["ids"], rows["mask"], rows["completion"], 5, False, inputs, alone)[
-        0
-    ]
-    assert forward.passes == 1
-    assert not forward.refused
-    assert [[*map(len, part)] for part in packed_groups] == (
-        [[5], [5], [3]] if has_references else [[1] * 5] * 2 + [[1] * 3]
+    result = forward(
+        model,
+        input_ids=rows["ids"],
+        attention_mask=rows["mask"],
+        completion_width=rows["completion"],
+        batch_size=5,
+        compute_entropy=False,
+        inputs=inputs,
+        separate=first_separate_rows,
     )
-    assert (logps - expected).abs().max() < 1e-4, "the head computes in float32"
+    assert result is not None
+    assert forward.passes == 1
+    assert not forward.refusal
+    group_sizes = [[len(group_rows) for group_rows in groups] for groups in groups_by_chunk]
+    if has_references:
+        # the check of the first chunk, then both chunks
+        assert group_sizes == [[5], [5], [3]]
+    else:
+        assert group_sizes == [[1] * 5, [1] * 5, [1] * 3]
+    assert (result[0] - expected).abs().max() < 1e-4, "the head computes in float32"
 
 
 @pytest.mark.parametrize(("gap", "shares"), [(0.0, True), (1.0, False)])
@@ -373,26 +446,26 @@ def test_the_check_alone_comes_before_a_generation_is_cut(gap, shares):
     add_fused_lm_head(model)
     switches: Any = SimpleNamespace(uses=lambda part: part == "share_prompt")
     policy = PolicyPass(Accelerator(cpu=True), switches)
-    calls: list[int] = []
+    row_counts: list[int] = []
 
-    def alone(model: Any, ids: Tensor, *_: object, **__: object) -> Any:
-        calls.append(len(ids))
+    def separate_rows(model: Any, ids: Tensor, *_: object, **__: object) -> Any:
+        row_counts.append(len(ids))
         return expected[: len(ids)], None, None
 
-    prompt = rows["ids"].size(1) - rows["completion"]
+    prompt_width = rows["ids"].size(1) - rows["completion"]
     columns: Any = {
-        "prompt_ids": rows["ids"][:, :prompt],
-        "prompt_mask": rows["mask"][:, :prompt],
-        "completion_ids": rows["ids"][:, prompt:],
-        "completion_mask": rows["mask"][:, prompt:],
+        "prompt_ids": rows["ids"][:, :prompt_width],
+        "prompt_mask": rows["mask"][:, :prompt_width],
+        "completion_ids": rows["ids"][:, prompt_width:],
+        "completion_mask": rows["mask"][:, prompt_width:],
     }
     assert policy.check_is_due
     assert not policy.shares_prompts, "nothing is known yet"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        policy.check(columns, partial(policy, alone, model))
-    assert calls == [2]
-    assert policy.packed.passes == 0
+        policy.check(columns, partial(policy, separate_rows, model))
+    assert row_counts == [2]
+    assert policy.packed_forward.passes == 0
     assert not policy.check_is_due
     assert policy.shares_prompts == shares
 
@@ -427,13 +500,14 @@ def test_flash_attention_gets_each_span_with_its_prompt(monkeypatch):
     reference = small_model("qwen2_5_vl")
     model = small_model("qwen2_5_vl")
     model.get_decoder().config._attn_implementation = "flash_attention_2"
-    expected = separate(reference, rows)
+    expected_logps = separate(reference, rows)
     logps = shared(model, rows)
-    assert (logps - expected).abs().max() <= BOUND * expected.abs().max()
-    ours = gradients(reference, expected)
+    assert (logps - expected_logps).abs().max() <= BOUND * expected_logps.abs().max()
+    expected_gradients = gradients(reference, expected_logps)
     flash_gradients = gradients(model, logps)
-    scale = max(tensor.norm() for tensor in ours.values())
-    assert all((flash_gradients[name] - ours[name]).norm() <= VISION_BOUND * scale for name in ours)
+    scale = max(gradient.norm() for gradient in expected_gradients.values())
+    for name, expected in expected_gradients.items():
+        assert (flash_gradients[name] - expected).norm() <= VISION_BOUND * scale, name
 
 
 def test_flash_attention_finds_its_own_name_where_no_prompt_is_shared(monkeypatch):
@@ -446,7 +520,7 @@ def test_flash_attention_finds_its_own_name_where_no_prompt_is_shared(monkeypatc
     monkeypatch.setattr(flash_attention, "_flash_attention_forward", forward)
     model = small_model("qwen2")
     model.config._attn_implementation = "flash_attention_2"
-    install(model)
+    install_split_attention(model)
     model(torch.arange(6)[None])
     assert set(names) == {"flash_attention_2"}
 
@@ -457,9 +531,8 @@ def test_sharing_is_left_where_little_is_shared():
     assert sharing_pays([700], [[1024] * 8])
     assert sharing_pays([64], [[1024] * 8])
     assert not sharing_pays([64], [[4096] * 8])
-    assert sharing_pays([64], [[100, 100, 100, 100, 100, 100, 100, 4096]]), (
-        "separate rows would be mostly padding"
-    )
+    one_long_answer = [*[100] * 7, 4096]
+    assert sharing_pays([64], [one_long_answer]), "separate rows would be mostly padding"
     assert sharing_pays([64, 64], [[400], [100]]), "rows would be padded"
     assert sharing_pays([64, 20], [[100], [100]]), "rows would be padded"
     assert not sharing_pays([64, 64], [[400], [400]])
@@ -471,28 +544,23 @@ def test_little_attention_is_computed_in_vain(subtests):
     for prompt, rollout in cases:
         with subtests.test(f"{prompt} {rollout}"):
             query = torch.zeros(1)
+            keys = prompt + rollout
             needed = rollout * prompt + rollout * rollout / 2
             if split_attention._prompt_queries_pay(prompt, rollout, query):
-                computed = (prompt + rollout) ** 2 / 2
+                computed = keys**2 / 2
             else:
-                computed = sum(
-                    (end - start) * (prompt + end)
-                    for start, end in split_attention._blocks(rollout, prompt + rollout)
-                )
+                computed = 0
+                for start, end in split_attention._query_blocks(rollout, keys):
+                    computed += (end - start) * (prompt + end)
             assert computed <= 1.5 * needed
-            assert computed <= (prompt + rollout) ** 2, (
-                "as many as separate rows would take with a mask"
-            )
+            assert computed <= keys**2, "as many as separate rows would take with a mask"
 
 
 def test_neighbours_with_the_same_prompt_and_images_are_a_group():
     ids = torch.tensor([[1, 2], [1, 2], [1, 2], [1, 3], [1, 2]])
-    assert groups_of(ids, torch.ones_like(ids), ["a", "a", "b", "b", "a"]) == [
-        [0, 1],
-        [2],
-        [3],
-        [4],
-    ]
+    image_keys = ["a", "a", "b", "b", "a"]
+    groups = group_rows_by_prompt(ids, torch.ones_like(ids), image_keys)
+    assert groups == [[0, 1], [2], [3], [4]]
 
 
 def test_groups_as_one_sequence_by_hand():
@@ -507,20 +575,13 @@ def test_groups_as_one_sequence_by_hand():
     packed = pack(ids, mask, 3, [[0, 1], [2]], positions)
     assert packed.ids_NS.tolist() == [[5, 6, 7, 1, 2, 8, 9]]
     assert packed.positions.shape == (3, 1, 7)
-    assert packed.positions[2, 0].tolist() == [
-        0,
-        4,
-        5,
-        6,
-        7,
-        0,
-        1,
-    ]
-    assert packed.shared.groups == (Group(3, (2,)), Group(1, (1,)))
+    assert packed.positions[2, 0].tolist() == [0, 4, 5, 6, 7, 0, 1]
+    assert packed.shared.groups == (GroupLayout(3, (2,)), GroupLayout(1, (1,)))
     assert packed.shared.predicting_K.tolist() == [2, 3, 4, 2, 5, 6]
     assert packed.labels.tolist() == [[1, 2, 4, 3, 9, 1]]
-    unpacked = packed.unpacked(torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]]))
-    assert torch.allclose(unpacked, torch.tensor([[0.4, 0, 0], [0.1, 0.2, 0.3], [0.5, 0.6, 0]]))
+    row_values = packed.spread_over_rows(torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]]))
+    expected_values = torch.tensor([[0.4, 0, 0], [0.1, 0.2, 0.3], [0.5, 0.6, 0]])
+    assert torch.allclose(row_values, expected_values)
 
 
 def test_a_truncated_rollout_that_is_masked_out_takes_no_place():
@@ -529,32 +590,36 @@ def test_a_truncated_rollout_that_is_masked_out_takes_no_place():
     packed = pack(ids, mask, 2, [[0, 1]], torch.arange(2).expand(1, 2))
     assert packed.ids_NS.tolist() == [[5, 6, 2]]
     assert packed.labels.tolist() == [[2, 2]]
-    assert packed.unpacked(torch.tensor([[0.1, 0.2]])).tolist()[0] == [0.0, 0.0]
+    assert packed.spread_over_rows(torch.tensor([[0.1, 0.2]])).tolist()[0] == [0.0, 0.0]
 
 
 def test_a_batch_in_which_nothing_is_scored_keeps_a_position_for_the_head():
     ids = torch.tensor([[5, 6, 1], [5, 6, 1]])
     packed = pack(ids, torch.tensor([[1, 1, 0]] * 2), 1, [[0, 1]], torch.arange(2)[None])
     assert packed.labels.tolist() == [[-100]]
-    assert packed.shared.groups == (Group(2, ()),)
-    assert packed.unpacked(torch.tensor([[9.0]])).tolist() == [[0.0], [0.0]]
+    assert packed.shared.groups == (GroupLayout(2, ()),)
+    assert packed.spread_over_rows(torch.tensor([[9.0]])).tolist() == [[0.0], [0.0]]
 
 
 @given(st.lists(st.integers(1, 2000), min_size=1, max_size=40))
 def test_rollouts_that_share_a_call_are_of_like_length(lengths):
-    group = Group(1, tuple(sorted(lengths, reverse=True)))
-    assert [length for part in group.batches for length in part] == list(group.others)
-    padded = sum(len(part) * part[0] for part in group.batches)
-    assert padded * ALIKE <= sum(group.others)
+    group = GroupLayout(1, tuple(sorted(lengths, reverse=True)))
+    batched_lengths: list[int] = []
+    padded_positions = 0
+    for batch_lengths in group.rollout_batches:
+        batched_lengths += batch_lengths
+        padded_positions += len(batch_lengths) * batch_lengths[0]
+    assert batched_lengths == list(group.later_rollout_lengths)
+    assert padded_positions * SIMILAR_LENGTH_RATIO <= sum(group.later_rollout_lengths)
 
 
 def test_the_longest_rollout_is_one_span_with_its_prompt():
     """Each of the other rollouts has a span; among keys it comes after the prompt once more."""
-    alone = Group(4, (2,))
-    three = Group(3, (5, 2, 1))
-    shared = SharedPrompts((alone, three, Group(2, ())), torch.zeros(1, dtype=torch.long))
-    assert shared.spans == [6, 8, 2, 1, 2]
-    queries, keys, most_queries, most_keys = shared.bounds
+    alone = GroupLayout(4, (2,))
+    three = GroupLayout(3, (5, 2, 1))
+    shared = SharedPrompts((alone, three, GroupLayout(2, ())), torch.zeros(1, dtype=torch.long))
+    assert shared.span_lengths == [6, 8, 2, 1, 2]
+    queries, keys, most_queries, most_keys = shared.span_bounds
     assert queries.tolist() == [0, 6, 14, 16, 17, 19]
     assert keys.tolist() == [0, 6, 14, 19, 23, 25]
     assert most_queries == 8

@@ -29,7 +29,7 @@ from adora_vl.config.keys import AdoraKeys
 from adora_vl.packing.image_store import ImageBanks
 from adora_vl.packing.images import DistinctImages, with_image_columns
 from adora_vl.packing.vision import (
-    BATCHED,
+    BATCHED_ATTENTION,
     SharedVision,
     batch_windows,
     run_tower,
@@ -628,12 +628,12 @@ def test_the_name_is_in_no_saved_model(tmp_path):
     eye.save_pretrained(tmp_path / "eye")
     saved = [path.read_text() for path in tmp_path.rglob("config.json")]
     assert len(saved) == 2
-    assert not any(BATCHED in text for text in saved)
+    assert not any(BATCHED_ATTENTION in text for text in saved)
 
 
 def test_another_tower_can_be_built_from_its_configuration():
     """Transformers looks for a kernel of the implementation's name in it, and would stop."""
     eye = tower()
     assert batch_windows(eye, True)
-    assert all(block.attn.config._attn_implementation == BATCHED for block in eye.blocks)
+    assert all(block.attn.config._attn_implementation == BATCHED_ATTENTION for block in eye.blocks)
     assert type(eye)(eye.config).config._attn_implementation == "sdpa"

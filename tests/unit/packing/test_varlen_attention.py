@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from adora_vl.packing import split_attention
-from adora_vl.packing.shared_prompt import Group, SharedPrompts
+from adora_vl.packing.shared_prompt import GroupLayout, SharedPrompts
 from adora_vl.packing.varlen_attention import (
     VarlenAttention,
     attend_spans,
@@ -29,13 +29,16 @@ SIZE = 8  # of a head
 
 
 def layout(*groups: tuple[int, list[int]]) -> SharedPrompts:
-    spans = tuple(
-        Group(prompt, tuple(sorted(rollouts, reverse=True))) for prompt, rollouts in groups
-    )
-    return SharedPrompts(spans, torch.zeros(1, dtype=torch.long))
+    """Return the layout of groups by the lengths of their prompts and rollouts."""
+    layouts = []
+    for prompt, rollouts in groups:
+        longest_first = tuple(sorted(rollouts, reverse=True))
+        layouts.append(GroupLayout(prompt_length=prompt, rollout_lengths=longest_first))
+    return SharedPrompts(tuple(layouts), torch.zeros(1, dtype=torch.long))
 
 
-def drawn(heads: int, length: int, seed: int) -> Tensor:
+def random_tensor(heads: int, length: int, seed: int) -> Tensor:
+    """Return random queries, keys or values, (1, heads, length, SIZE), that need gradients."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(
         1,
@@ -49,7 +52,7 @@ def drawn(heads: int, length: int, seed: int) -> Tensor:
 
 
 def results(attend: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
-    """The output of (1, S, H, D), and the gradients of a sum in which every number has a weight."""
+    """Return the output, (1, S, H, D), and gradients of a sum in which every number has a weight."""
     output = attend(*inputs)
     weights = torch.linspace(-1, 2, output.numel(), dtype=torch.float64).view_as(output)
     return [output, *torch.autograd.grad((output * weights).sum(), inputs)]
@@ -69,23 +72,27 @@ GROUPS = st.lists(
 def test_one_call_is_the_attention_in_parts(groups, heads):
     """Whatever the lengths: outputs, and the gradients of queries, keys and values."""
     shared = layout(*groups)
-    length = sum(shared.spans)
-    queries, keys = heads
-    inputs = [drawn(queries, length, 0), drawn(keys, length, 1), drawn(keys, length, 2)]
+    length = sum(shared.span_lengths)
+    query_heads, key_heads = heads
+    inputs = [
+        random_tensor(query_heads, length, seed=0),
+        random_tensor(key_heads, length, seed=1),
+        random_tensor(key_heads, length, seed=2),
+    ]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(varlen, "varlen_attn", varlen_attn)
-        one_call = results(partial(attend_spans, shared=shared, scaling=0.3), inputs)
-    parts = results(partial(in_parts, shared=shared), inputs)
-    for name, of_one_call, of_parts in zip(
-        ("output", "queries", "keys", "values"), one_call, parts, strict=True
-    ):
-        assert (of_one_call - of_parts).abs().max() <= BOUND * of_parts.abs().max(), name
+        one_call_results = results(partial(attend_spans, shared=shared, scaling=0.3), inputs)
+    parts_results = results(partial(in_parts, shared=shared), inputs)
+    names = ("output", "queries", "keys", "values")
+    for name, one_call, parts in zip(names, one_call_results, parts_results, strict=True):
+        gap = (one_call - parts).abs().max()
+        assert gap <= BOUND * parts.abs().max(), name
 
 
 def test_each_span_has_the_prompt_s_keys_and_its_own():
     shared = layout((2, [2, 1, 1]), (1, []))
     assert shared.key_positions.tolist() == [0, 1, 2, 3, 0, 1, 4, 0, 1, 5, 6]
-    assert shared.bounds[1].tolist() == [0, 4, 7, 10, 11]
+    assert shared.span_bounds.key_bounds.tolist() == [0, 4, 7, 10, 11]
     keys = torch.arange(7.0).view(1, 1, 7, 1)
     laid_out = keys_of_spans(keys, shared)
     assert laid_out.shape == (1, 1, 11, 1)
@@ -136,18 +143,16 @@ def upper_left(
     ends_k = cu_seq_k.tolist()
     outputs = []
     for number in range(len(ends_q) - 1):
-        queries = query[ends_q[number] : ends_q[number + 1]].transpose(0, 1)
-        keys = slice(ends_k[number], ends_k[number + 1])
-        allowed = torch.ones(queries.size(1), keys.stop - keys.start, dtype=torch.bool).tril()
-        outputs.append(
-            torch.nn.functional.scaled_dot_product_attention(
-                queries,
-                key[keys].transpose(0, 1),
-                value[keys].transpose(0, 1),
-                allowed,
-                enable_gqa=True,
-            )
+        span_q = slice(ends_q[number], ends_q[number + 1])
+        span_k = slice(ends_k[number], ends_k[number + 1])
+        span_query = query[span_q].transpose(0, 1)
+        span_key = key[span_k].transpose(0, 1)
+        span_value = value[span_k].transpose(0, 1)
+        allowed = torch.ones(span_query.size(1), span_key.size(1), dtype=torch.bool).tril()
+        output = torch.nn.functional.scaled_dot_product_attention(
+            span_query, span_key, span_value, allowed, enable_gqa=True
         )
+        outputs.append(output)
     return torch.cat(outputs, dim=1).transpose(0, 1)
 
 
@@ -155,18 +160,24 @@ def test_the_kernel_is_tried_once_for_its_kind_before_it_is_used(monkeypatch):
     kernel = Mock(side_effect=varlen_attn)
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
     one_call = VarlenAttention()
+    query = on_a_gpu()
+    key = on_a_gpu(heads=2)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
-        assert one_call.supports(on_a_gpu(), on_a_gpu(heads=2), 0.0)
-        assert one_call.supports(on_a_gpu(), on_a_gpu(heads=2), 0.0)
+        assert one_call.supports(query, key, 0.0)
+        assert one_call.supports(query, key, 0.0)
     assert kernel.call_count == 1
-    assert one_call.supports(on_a_gpu(size=16), on_a_gpu(heads=2, size=16), 0.0)
+    wider_query = on_a_gpu(size=16)
+    wider_key = on_a_gpu(heads=2, size=16)
+    assert one_call.supports(wider_query, wider_key, 0.0)
     assert kernel.call_count == 2
-    assert not one_call.supports(on_a_gpu(), on_a_gpu(heads=2), 0.1), "it has no dropout"
-    assert not one_call.supports(on_a_gpu(torch.float32), on_a_gpu(torch.float32), 0.0)
-    assert not one_call.supports(on_a_gpu(size=12), on_a_gpu(size=12), 0.0)
-    cpu = torch.zeros(1, 4, 10, SIZE, dtype=torch.bfloat16)
-    assert not one_call.supports(cpu, cpu, 0.0)
+    assert not one_call.supports(query, key, 0.1), "it has no dropout"
+    in_float32 = on_a_gpu(torch.float32)
+    assert not one_call.supports(in_float32, in_float32, 0.0)
+    of_odd_size = on_a_gpu(size=12)
+    assert not one_call.supports(of_odd_size, of_odd_size, 0.0)
+    on_cpu = torch.zeros(1, 4, 10, SIZE, dtype=torch.bfloat16)
+    assert not one_call.supports(on_cpu, on_cpu, 0.0)
 
 
 def test_a_kernel_that_refuses_or_differs_is_not_used_and_a_warning_says_so_once(monkeypatch):
@@ -180,7 +191,7 @@ def test_a_kernel_that_refuses_or_differs_is_not_used_and_a_warning_says_so_once
             assert not one_call.supports(on_a_gpu(), on_a_gpu(heads=2), 0.0)
             assert not one_call.supports(on_a_gpu(), on_a_gpu(heads=2), 0.0)
         assert len(noted) == 1
-        assert reason in one_call.refused
+        assert reason in one_call.refusal
 
 
 def test_a_card_without_memory_says_nothing_of_the_kernel(monkeypatch):
@@ -191,7 +202,7 @@ def test_a_card_without_memory_says_nothing_of_the_kernel(monkeypatch):
     one_call = VarlenAttention()
     with pytest.raises(torch.OutOfMemoryError):
         one_call.supports(on_a_gpu(), on_a_gpu(), 0.0)
-    assert not one_call.refused
+    assert not one_call.refusal
 
 
 def test_a_kernel_with_wrong_gradients_is_found(monkeypatch):

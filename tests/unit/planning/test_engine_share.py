@@ -8,9 +8,10 @@ import pytest
 from adora_vl.config.command import read
 from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.models.check import LOST_UPDATES
-from adora_vl.planning.dry_run import Plan, make_plan
-from adora_vl.planning.memory import HEADROOM, Setup, fits, predict, proposed_utilization
+from adora_vl.planning.memory import Setup, predict
 from adora_vl.planning.memory_report import memory_lines, remedy
+from adora_vl.planning.plan import Plan, make_plan
+from adora_vl.planning.what_fits import HEADROOM, fits, proposed_utilization
 from adora_vl.prepare import prepare
 from adora_vl.utils.files import GIB
 from tests.support.recipes import CONFIGS

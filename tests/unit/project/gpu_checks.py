@@ -9,28 +9,28 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.setting import Setting
-from benchmarks.gpu.table import Line, at_most, skipped
+from benchmarks.gpu.table import CheckLine, at_most_line, skipped_line
 
 
-def fine(setting: Setting) -> Iterator[Line]:
-    yield at_most("one", 1.0, 2.0, "s", "a test")
+def fine(setting: Setting) -> Iterator[CheckLine]:
+    yield at_most_line("one", 1.0, 2.0, "s", "a test")
 
 
-def out_of_memory(setting: Setting) -> Iterator[Line]:
-    yield at_most("one", 1.0, 2.0, "s", "a test")
+def out_of_memory(setting: Setting) -> Iterator[CheckLine]:
+    yield at_most_line("one", 1.0, 2.0, "s", "a test")
     raise torch.OutOfMemoryError("tried to allocate\n 80 GiB")
 
 
-def killed(setting: Setting) -> Iterator[Line]:
-    yield at_most("one", 1.0, 2.0, "s", "a test")
+def killed(setting: Setting) -> Iterator[CheckLine]:
+    yield at_most_line("one", 1.0, 2.0, "s", "a test")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def visible(setting: Setting) -> Iterator[Line]:
-    yield skipped("cards", os.environ.get("CUDA_VISIBLE_DEVICES", "all of them"))
+def visible(setting: Setting) -> Iterator[CheckLine]:
+    yield skipped_line("cards", os.environ.get("CUDA_VISIBLE_DEVICES", "all of them"))
 
 
-def killed_while_it_compiles(setting: Setting) -> Iterator[Line]:
+def killed_while_it_compiles(setting: Setting) -> Iterator[CheckLine]:
     """Leave what torch leaves when it is killed while it compiles an operator.
 
     Beside it stands an operator that another check has compiled.
@@ -42,13 +42,13 @@ def killed_while_it_compiles(setting: Setting) -> Iterator[Line]:
     yield from killed(setting)
 
 
-def finds_compiled(setting: Setting) -> Iterator[Line]:
-    yield skipped(
+def finds_compiled(setting: Setting) -> Iterator[CheckLine]:
+    yield skipped_line(
         "compiled",
         " ".join(sorted(path.name for path in Path(os.environ["TORCH_EXTENSIONS_DIR"]).iterdir())),
     )
 
 
-def hangs(setting: Setting) -> Iterator[Line]:
+def hangs(setting: Setting) -> Iterator[CheckLine]:
     threading.Event().wait()
-    yield at_most("never", 1.0, 2.0, "s", "a test")
+    yield at_most_line("never", 1.0, 2.0, "s", "a test")

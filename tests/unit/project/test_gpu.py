@@ -34,15 +34,15 @@ from benchmarks.gpu.__main__ import limits, main
 from benchmarks.gpu.checks import CHECKS, GPUCheck
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.table import (
+    CheckLine,
     CheckResult,
-    Line,
-    at_least,
-    at_most,
+    at_least_line,
+    at_most_line,
     exit_code,
-    failed,
-    holds,
-    skipped,
+    failed_line,
+    skipped_line,
     table,
+    verdict_line,
 )
 
 slow = pytest.mark.slow  # starts processes, or computes: `make test` has what judges their figures
@@ -60,15 +60,15 @@ def check_named(name: str) -> GPUCheck:
     return check
 
 
-def lines_of(name: str) -> list[Line]:
-    return list(checks.guarded(check_named(name), SMALL))
+def lines_of(name: str) -> list[CheckLine]:
+    return list(checks.lines_until_error(check_named(name), SMALL))
 
 
-def failures(lines: list[Line]) -> list[Line]:
+def failures(lines: list[CheckLine]) -> list[CheckLine]:
     return [line for line in lines if line.verdict is CheckResult.FAIL]
 
 
-def nothing_wrong(lines: list[Line]) -> None:
+def nothing_wrong(lines: list[CheckLine]) -> None:
     print(table(lines))
     assert failures(lines) == []
     assert any(line.verdict is CheckResult.OK for line in lines)
@@ -131,15 +131,15 @@ STEPS = [
 
 def test_a_step_of_a_recipe_is_laid_beside_its_prediction():
     card = Setting(full=True, device=torch.device("cuda"))
-    by_name = {line.what: line for line in step.figures(STEPS, {"peak_bytes": 62.3 * GIB}, card)}
+    by_name = {line.what: line for line in step.step_lines(STEPS, {"peak_bytes": 62.3 * GIB}, card)}
     assert failures(list(by_name.values())) == []
     assert by_name["seconds by phase"].figure == "rollout 40.0, policy 55.0"
     assert by_name["memory, engine awake"].figure == "61 GiB"
     assert by_name["memory, policy step"].figure == "20 GiB"
-    over = list(step.figures(STEPS, {"peak_bytes": 60 * GIB}, card))
+    over = list(step.step_lines(STEPS, {"peak_bytes": 60 * GIB}, card))
     assert [line.what for line in failures(over)] == ["memory, engine awake"]
     blind = [{**entry, "memory/rollout": None, "grad_norm": 0.0} for entry in STEPS]
-    wrong = list(step.figures(blind, {"peak_bytes": 62.3 * GIB}, card))
+    wrong = list(step.step_lines(blind, {"peak_bytes": 62.3 * GIB}, card))
     assert [line.what for line in failures(wrong)] == ["gradient norms", "memory, engine awake"]
 
 
@@ -153,7 +153,7 @@ def test_frequencies_that_a_cast_has_rounded_fail(monkeypatch):
 
 @slow
 def test_a_check_that_would_not_notice_rounding_fails(monkeypatch):
-    monkeypatch.setattr(precision, "with_rounded", lambda model: model)
+    monkeypatch.setattr(precision, "round_rotary_frequencies", lambda model: model)
     assert [line.what for line in failures(lines_of("rounding"))] == [
         "rounded frequencies, seen at token 1000"
     ]
@@ -161,8 +161,8 @@ def test_a_check_that_would_not_notice_rounding_fails(monkeypatch):
 
 @slow
 def test_a_head_that_is_off_by_a_hundredth_fails(monkeypatch):
-    right = lm_head.fused
-    monkeypatch.setattr(lm_head, "fused", lambda *inputs: 1.01 * right(*inputs))
+    right = lm_head.fused_head
+    monkeypatch.setattr(lm_head, "fused_head", lambda *inputs: 1.01 * right(*inputs))
     assert len(failures(lines_of("lm_head"))) == 3
 
 
@@ -218,7 +218,7 @@ def test_a_policy_merged_in_place_fails(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Line]]:
+def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[CheckLine]]:
     """Run checks of which all but one go wrong; return their lines by name."""
     wrong = [
         GPUCheck("killed", f"{BROKEN}:killed", 300),
@@ -229,7 +229,9 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Line]]:
     ]
     output = tmp_path_factory.mktemp("gpu") / "result.json"
     assert main(["--size", "small", "--json", str(output)], wrong) == 1
-    lines = [checks._read(json.dumps(line)) for line in json.loads(output.read_text())["lines"]]
+    lines = [
+        checks._parse_line(json.dumps(line)) for line in json.loads(output.read_text())["lines"]
+    ]
     return {check.name: [line for line in lines if line.check == check.name] for check in wrong}
 
 
@@ -258,7 +260,7 @@ def test_what_was_found_stays_and_the_end_has_its_reason(broken):
 
 @slow
 def test_what_the_time_cuts_off_is_named_with_its_reason(monkeypatch, capsys):
-    monkeypatch.setattr(checks, "LEAST", 0.5)
+    monkeypatch.setattr(checks, "LEAST_SECONDS", 0.5)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     late = GPUCheck("late", f"{BROKEN}:fine", 300)
     cut = GPUCheck("cut", f"{BROKEN}:hangs", 300)
@@ -306,7 +308,7 @@ def test_a_check_for_two_cards_sees_both(monkeypatch, subtests):
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(visible))
             if visible is None:
                 monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-            checks.prepare_for(count)
+            checks.prepare_environment(count)
             assert os.environ.get("CUDA_VISIBLE_DEVICES") == expected
 
 
@@ -340,17 +342,17 @@ def test_wrong_input_ends_with_2():
 
 
 def test_a_figure_is_judged_against_its_bound():
-    assert at_most("x", 1.0, 1.0, "", "").verdict is CheckResult.OK
-    assert at_most("x", 1.01, 1.0, "", "").verdict is CheckResult.FAIL
-    assert at_least("x", 0.99, 1.0, "", "").verdict is CheckResult.FAIL
-    assert at_most("x", math.nan, 1.0, "", "").verdict is CheckResult.FAIL
-    assert at_least("x", math.nan, 1.0, "", "").verdict is CheckResult.FAIL
+    assert at_most_line("x", 1.0, 1.0, "", "").verdict is CheckResult.OK
+    assert at_most_line("x", 1.01, 1.0, "", "").verdict is CheckResult.FAIL
+    assert at_least_line("x", 0.99, 1.0, "", "").verdict is CheckResult.FAIL
+    assert at_most_line("x", math.nan, 1.0, "", "").verdict is CheckResult.FAIL
+    assert at_least_line("x", math.nan, 1.0, "", "").verdict is CheckResult.FAIL
 
 
 def test_the_table_gives_the_reasons_and_the_exit_code_is_that_of_its_worst_line():
-    fine = holds("x", "1", "1", True, "")
-    not_run = skipped("y", "none here", "3 s")
-    bad = failed("z", "broke")
+    fine = verdict_line("x", "1", "1", True, "")
+    not_run = skipped_line("y", "none here", "3 s")
+    bad = failed_line("z", "broke")
     assert exit_code([fine, not_run]) == 0
     assert exit_code([fine, bad, not_run]) == 1
     assert exit_code([]) == 1, "a table without a line accepts nothing"
@@ -371,11 +373,13 @@ def test_what_a_smaller_card_has_no_room_for_is_left_out_and_the_next_goes_on(
     )
 
     def lines():
-        yield holds("first", "1", "1", True, "")
+        yield verdict_line("first", "1", "1", True, "")
         raise torch.OutOfMemoryError("tried to allocate 80 GiB")
 
     results = list(
-        setting.as_far_as_it_fits(replace(SMALL, device=torch.device("cuda", 0)), "7B", lines())
+        setting.lines_while_memory_lasts(
+            replace(SMALL, device=torch.device("cuda", 0)), "7B", lines()
+        )
     )
     assert [line.verdict for line in results] == [CheckResult.OK, verdict]
     assert results[1].what == "7B: the rest"
@@ -387,7 +391,7 @@ def test_the_reference_of_the_vision_tower_has_the_frequencies_of_its_config(mon
 
     def noted(setting, name, tower, exact, **inputs):
         towers.extend((tower, exact))
-        yield skipped(name, "a test")
+        yield skipped_line(name, "a test")
 
     monkeypatch.setattr(vision, "_image", noted)
     assert len(list(vision.run(SMALL))) == 3
@@ -410,12 +414,12 @@ def test_a_server_is_waited_for_and_ended_and_one_that_dies_is_named(tmp_path, m
     (tmp_path / "dies.py").write_text("raise SystemExit('no NCCL here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     port = free_port()
-    with server.serving(["healthy", str(port)], {}, port, seconds=60):
-        assert server._healthy(port)
-    assert not server._healthy(port)
+    with server.running_server(["healthy", str(port)], {}, port, seconds=60):
+        assert server._answers(port)
+    assert not server._answers(port)
     with (
         pytest.raises(server.ServerError, match="exit code 1: no NCCL here"),
-        server.serving(["dies"], {}, port, 60),
+        server.running_server(["dies"], {}, port, 60),
     ):
         pass
 
@@ -428,7 +432,8 @@ def test_the_server_is_started_as_the_page_says():
         "--mm-processor-kwargs"
     }
     options = {
-        way: set(server.server_words(Path("model"), 1, way, "bfloat16")) for way in ("file", "nccl")
+        way: set(server.server_arguments(Path("model"), 1, way, "bfloat16"))
+        for way in ("file", "nccl")
     }
     assert len(options_of_page) > 3
     assert options_of_page <= options["file"]
@@ -460,9 +465,9 @@ def on_a_card(monkeypatch: pytest.MonkeyPatch, free: list[float]) -> Setting:
 def test_sleeps_that_lose_memory_fail(monkeypatch, leak, verdict):
     slept: list[int] = []
     setting = on_a_card(monkeypatch, [60 - leak * sleep for sleep in range(engine.SLEEPS)])
-    assert engine.free_after_sleeps(setting, lambda: slept.append(1)).verdict is verdict
+    assert engine.sleep_memory_line(setting, lambda: slept.append(1)).verdict is verdict
     assert len(slept) == engine.SLEEPS
-    assert engine.free_after_sleeps(SMALL, lambda: None).verdict is CheckResult.SKIPPED
+    assert engine.sleep_memory_line(SMALL, lambda: None).verdict is CheckResult.SKIPPED
 
 
 def test_one_cold_engine_that_hangs_is_stopped(tmp_path, monkeypatch):
@@ -470,7 +475,7 @@ def test_one_cold_engine_that_hangs_is_stopped(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert engine.run_module(["stuck"], {}, seconds=1) == "not done after 1 s; stopped"
     monkeypatch.setattr(engine, "run_module", lambda *_: "not done after 1 s; stopped")
-    (line,) = engine.doctor(SMALL, "float32", tmp_path)
+    (line,) = engine.doctor_lines(SMALL, "float32", tmp_path)
     assert line.verdict is CheckResult.FAIL
     assert "not done after 1 s" in line.note
 
@@ -479,7 +484,9 @@ def test_one_card_is_told_what_two_would_show(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(server, "find_cpu_build", lambda: False)
     monkeypatch.setattr(
-        server, "_synced", lambda setting, way, **_: iter([holds(way, "1", "1", True, "")])
+        server,
+        "_server_lines",
+        lambda setting, way, **_: iter([verdict_line(way, "1", "1", True, "")]),
     )
     for check, before in ((cards, 0), (server, 1)):
         *results, line = check.run(Setting(full=True, device=torch.device("cuda", 0)))
@@ -496,7 +503,7 @@ def test_a_package_that_is_not_here_is_named_and_no_failure(tmp_path, monkeypatc
     (tmp_path / "needs_it.py").write_text(f"import {module}")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "needs_it", raising=False)
-    (line,) = checks.guarded(GPUCheck("x", "needs_it:run", 300), SMALL)
+    (line,) = checks.lines_until_error(GPUCheck("x", "needs_it:run", 300), SMALL)
     assert line.verdict is verdict
     assert module.split(".")[0] in line.note
     assert verdict is CheckResult.FAIL or line.note == "no_such_package not installed"

@@ -98,8 +98,8 @@ def pretended_card(folder, flops, memory):
 def ranks_in_lockstep(folder, rows):
     for case, row in zip(lockstep.REAL, rows, strict=False):
         generation = lockstep.simulate_filled(case)
-        without = lockstep.simulate(case, lockstep.moved)
-        figures = (generation.micro_batches, generation.waited, without)
+        without = lockstep.simulate(case, lockstep.move_groups)
+        figures = (generation.micro_batches, generation.lockstep_ratio, without)
         assert row[0].startswith(f"{case.prompt:,}, {case.mean:,}, {case.longest:,}")
         assert row[1:] == [f"{figure:.2f}" for figure in figures]
 

@@ -21,61 +21,69 @@ from tests.support.recorded_runs import SETTINGS
 Rates = list[list[float]]
 
 
+def recorded_row(step: int, pass_rate: float) -> dict[str, Any]:
+    """A rollout as the record has it, in a group with this pass rate and mean reward."""
+    return {
+        "step": step,
+        "id": "p",
+        "problem": "Find x.",
+        "choices": None,
+        "answer": "7",
+        "images": [],
+        "verdict": "correct",
+        "extracted": "7",
+        "completion": "7",
+        "reason": "same_number",
+        "reward": pass_rate,
+        "advantage_raw": 0.0,
+        "advantage": 0.0,
+        "weight": 1.0,
+        "tds": False,
+        "pass_rate": pass_rate,
+        "longest_right": None,
+        "mean_wrong": None,
+        "length": 10,
+        "truncated": False,
+        "drift": 0.0,
+    }
+
+
 def write_run(folder: Path, rates: Rates) -> Path:
     """A run whose step s has groups of two rollouts with these pass rates and rewards."""
     record = Record(folder, 1, SETTINGS)
     record.start(0)
-    lines: list[dict[str, Any]] = []
-    for step, groups in enumerate(rates, 1):
-        rows: dict[str, list[Any]] = {}
-        for rate in groups:
-            for _ in range(2):
-                row = {
-                    "step": step,
-                    "id": "p",
-                    "problem": "Find x.",
-                    "choices": None,
-                    "answer": "7",
-                    "images": [],
-                    "verdict": "correct",
-                    "extracted": "7",
-                    "completion": "7",
-                    "reason": "same_number",
-                    "reward": rate,
-                    "advantage_raw": 0.0,
-                    "advantage": 0.0,
-                    "weight": 1.0,
-                    "tds": False,
-                    "pass_rate": rate,
-                    "longest_right": None,
-                    "mean_wrong": None,
-                    "length": 10,
-                    "truncated": False,
-                    "drift": 0.0,
-                }
-                for name, value in row.items():
-                    rows.setdefault(name, []).append(value)
-        record.add(rows, 2)
+    metrics_text = ""
+    for step, pass_rates in enumerate(rates, 1):
+        columns: dict[str, list[Any]] = {}
+        for pass_rate in pass_rates:
+            for name, value in recorded_row(step, pass_rate).items():
+                columns.setdefault(name, []).extend([value, value])
+        record.add(columns, generations=2)
         record.flush(step)
-        mean = sum(groups) / len(groups)
-        lines.append({"step": step, "kind": "train", PASS: mean, "reward": mean})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        mean = sum(pass_rates) / len(pass_rates)
+        line = {"step": step, "kind": "train", PASS: mean, "reward": mean}
+        metrics_text += json.dumps(line) + "\n"
+    (folder / "metrics.jsonl").write_text(metrics_text)
     return folder
 
 
-def write_score(file: Path, right: str, **fields: Any) -> None:
-    graded = [
-        Graded(f"mine/{number}", RowGrade(verdict(hit == "1"), None, "r"))
-        for number, hit in enumerate(right)
-    ]
+def write_score(file: Path, digits: str, **fields: Any) -> None:
+    """Write a score file with an answer per digit, which is right where the digit is 1."""
+    graded: list[Graded] = []
+    for number, digit in enumerate(digits):
+        is_right = digit == "1"
+        grade = RowGrade(verdict(is_right), None, "r")
+        graded.append(Graded(f"mine/{number}", grade))
     items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]
     score = {**aggregate(graded), "benchmark": "problems", "rules": {}, "items": items, **fields}
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(score))
 
 
-NOISE: Rates = [[1.0, 0.0, 0.5, 1.0], *[[0.5, 0.5, 0.5, 0.5]] * 8, [0.0, 0.5, 1.0, 0.0]]
-GAIN: Rates = [[0.0, 0.25, 0.0, 0.25], *[[0.5, 0.5, 0.5, 0.5]] * 8, [1.0, 0.75, 1.0, 0.75]]
+# Ten steps of four groups: the pass rates of the first and last one say what the run shows.
+BETWEEN: Rates = [[0.5, 0.5, 0.5, 0.5]] * 8
+NOISE: Rates = [[1.0, 0.0, 0.5, 1.0], *BETWEEN, [0.0, 0.5, 1.0, 0.0]]
+GAIN: Rates = [[0.0, 0.25, 0.0, 0.25], *BETWEEN, [1.0, 0.75, 1.0, 0.75]]
 
 
 @pytest.mark.parametrize(("rates", "noise"), [(NOISE, True), (GAIN, False)])
@@ -86,20 +94,24 @@ def test_a_change_in_training_has_an_interval_over_groups(
     run = write_run(tmp_path / "run", rates)
     log = read_metrics(run / "metrics.jsonl")
     change = training_change(run, log, PASS)
-    first = rates[0] + rates[1]
-    last = rates[-2] + rates[-1]
-    low, high = welch(first, last)
+    first_fifth = rates[0] + rates[1]
+    last_fifth = rates[-2] + rates[-1]
+    low, high = welch(first_fifth, last_fifth)
     assert change is not None
     assert change.over == "8 and 8 groups"
     assert change.low == pytest.approx(low)
     assert change.high == pytest.approx(high)
     assert is_noise(change) is noise
+
     result = result_of(run, log)
     assert result is not None
     assert ("within noise" in result) is noise
     assert result.startswith("pass rate in training ")
     assert "95 % [" in result
-    assert load_run(run, 100).result == result
+
+    page = load_run(run, 100)
+    assert page.result == result
+
     config = AdoraGRPOConfig(output_dir=str(run), use_cpu=True, bf16=False)
     lines = summary_lines(log, config, run, 1)
     assert result in lines
@@ -124,8 +136,9 @@ def test_a_run_without_a_record_has_an_interval_over_its_steps(tmp_path: Path) -
 def test_a_record_that_has_lost_its_beginning_does_not_speak_for_it(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", NOISE)
     log = read_metrics(run / "metrics.jsonl")
-    for part in sorted((run / "rollouts").glob("*.parquet"))[:5]:
-        part.unlink()
+    parts = sorted((run / "rollouts").glob("*.parquet"))
+    for oldest_part in parts[:5]:
+        oldest_part.unlink()
     change = training_change(run, log, PASS)
     assert change is not None
     assert change.over == "2 and 2 logged steps"

@@ -3,6 +3,7 @@ bounded.
 """
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,9 @@ from adora_vl.advantage import Groups
 from adora_vl.advantage.adora import weigh_groups
 from adora_vl.record import recorder as recorder_module
 from adora_vl.record import rollouts
-from adora_vl.record.metrics import METRICS, read_metrics, tool_figures
+from adora_vl.record.metrics import METRICS, read_metrics
 from adora_vl.record.recorder import Recorder
+from adora_vl.record.rollout_figures import tool_figures
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.importance import rollout_drift
 from adora_vl.rollout.rollouts import Call, FinishReason, Picture, Rollout, Segment
@@ -33,31 +35,55 @@ from tests.support.tiny_run import STEPS, train
 NAN = float("nan")
 
 
-def rows(step: int, count: int = 4, **changed: Any) -> dict[str, list[Any]]:
-    columns = {
+def columns_of_step(step: int, count: int = 4, **changed: Any) -> dict[str, list[Any]]:
+    """The columns of a record with a few rollouts of one step."""
+    columns: dict[str, list[Any]] = {
         "step": [step] * count,
         "id": [f"p{step}"] * count,
-        "completion": [f"answer {i}" for i in range(count)],
+        "completion": [f"answer {number}" for number in range(count)],
     }
     return {**columns, **changed}
 
 
-def recorded(folder: Path) -> pa.Table:
-    return rollouts.read_parts(rollouts.parts(folder))
+def write_step(folder: Path, step: int, settings: dict[str, Any] | None = None) -> rollouts.Part:
+    """Write a file of the record with the four rollouts of one step."""
+    columns = columns_of_step(step)
+    table = rollouts.as_table(columns, settings or {})
+    return rollouts.write_part(folder, table, first=step, last=step)
 
 
-def steps(folder: Path) -> list[int]:
-    return recorded(folder)["step"].to_pylist()
+def read_record(folder: Path) -> pa.Table:
+    """Every row of a record, as the report reads it."""
+    parts = rollouts.parts(folder)
+    return rollouts.read_parts(parts)
+
+
+def recorded_steps(folder: Path) -> list[int]:
+    """The step of each recorded rollout, in the order of the rows."""
+    table = read_record(folder)
+    return table["step"].to_pylist()
+
+
+def four_rollouts_of(steps: Iterable[int]) -> list[int]:
+    """What `recorded_steps` gives where each step has its four rollouts, once."""
+    expected: list[int] = []
+    for step in steps:
+        expected += [step] * 4
+    return expected
 
 
 def test_the_criteria_of_groups_by_hand():
     rewards = torch.tensor([[1.0, 0.1, 0.0], [0.0, NAN, 0.0], [1.0, 1.0, 0.1]])
     lengths = torch.tensor([[9.0, 5.0, 8.0], [1.0, 2.0, 3.0], [4.0, 6.0, 50.0]])
-    columns = rollouts.criteria_columns(Groups(rewards, lengths, lengths >= 50))
-    assert columns["pass_rate"][::3] == pytest.approx([1 / 3, 0, 2 / 3])
-    assert columns["longest_right"][::3] == pytest.approx([9, NAN, 6], nan_ok=True)
-    assert columns["mean_wrong"][::3] == pytest.approx([6.5, 2, NAN], nan_ok=True)
-    assert [len(column) for column in columns.values()] == [9, 9, 9]
+    groups = Groups(rewards, lengths, lengths >= 50)
+    columns = rollouts.criteria_columns(groups)
+    # one value per rollout, and the three rollouts of a group have the same one
+    column_lengths = {name: len(column) for name, column in columns.items()}
+    value_of_group = {name: column[::3] for name, column in columns.items()}
+    assert column_lengths == {"pass_rate": 9, "longest_right": 9, "mean_wrong": 9}
+    assert value_of_group["pass_rate"] == pytest.approx([1 / 3, 0, 2 / 3])
+    assert value_of_group["longest_right"] == pytest.approx([9, NAN, 6], nan_ok=True)
+    assert value_of_group["mean_wrong"] == pytest.approx([6.5, 2, NAN], nan_ok=True)
 
 
 def test_a_reward_is_the_weighted_sum_of_the_parts_that_are_there():
@@ -89,7 +115,7 @@ def test_the_text_of_a_message_in_every_form(message, text):
 
 
 def test_a_figure_that_is_not_there_is_null():
-    columns = rows(
+    columns = columns_of_step(
         1,
         2,
         drift=[NAN, 0.5],
@@ -107,12 +133,14 @@ def test_a_figure_that_is_not_there_is_null():
 def test_generations_of_one_step_are_numbered_through(tmp_path):
     record = rollouts.Record(tmp_path, 1, {})
     record.start(0)
-    record.add(rows(1), generations=2)
-    record.add(rows(1), generations=2)
+    record.add(columns_of_step(1), generations=2)
+    record.add(columns_of_step(1), generations=2)
     record.flush(1)
-    table = recorded(record.folder)
-    assert table["group"].to_pylist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert table["rollout"].to_pylist() == [0, 1] * 4
+    table = read_record(record.folder)
+    group_numbers = table["group"].to_pylist()
+    numbers_in_group = table["rollout"].to_pylist()
+    assert group_numbers == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert numbers_in_group == [0, 1, 0, 1, 0, 1, 0, 1]
     record.flush(2)  # a step whose rollouts are those of the one before
     assert len(rollouts.parts(record.folder)) == 1
 
@@ -121,10 +149,11 @@ def test_many_small_files_become_one_and_nothing_is_lost_or_twice(tmp_path):
     record = rollouts.Record(tmp_path, 1, {})
     record.start(0)
     for step in range(1, 101):
-        record.add(rows(step), generations=4)
+        record.add(columns_of_step(step), generations=4)
         record.flush(step)
-    assert len(rollouts.parts(record.folder)) < 40
-    assert steps(record.folder) == [step for step in range(1, 101) for _ in range(4)]
+    files = rollouts.parts(record.folder)
+    assert len(files) < 40
+    assert recorded_steps(record.folder) == four_rollouts_of(range(1, 101))
 
 
 def crash(*_: object, **__: object) -> None:
@@ -133,18 +162,21 @@ def crash(*_: object, **__: object) -> None:
 
 def test_a_crash_between_a_merge_and_its_deletions_leaves_nothing_twice(tmp_path, monkeypatch):
     for step in range(1, 33):
-        rollouts.write_part(tmp_path, rollouts.as_table(rows(step), {}), step, step)
+        write_step(tmp_path, step)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Path, "unlink", crash)
         rollouts.merge_small(tmp_path)
-    assert len(list(tmp_path.glob("*.parquet"))) == 33
-    assert steps(tmp_path) == [step for step in range(1, 33) for _ in range(4)]
+    files = list(tmp_path.glob("*.parquet"))
+    # the 32 small ones and the merged one
+    assert len(files) == 33
+    assert recorded_steps(tmp_path) == four_rollouts_of(range(1, 33))
     rollouts.cut_after(tmp_path, 32)
-    assert len(list(tmp_path.iterdir())) == 1
+    files = list(tmp_path.iterdir())
+    assert len(files) == 1
 
 
 def test_a_crash_while_writing_leaves_only_whole_files(tmp_path, monkeypatch):
-    rollouts.write_part(tmp_path, rollouts.as_table(rows(1), {}), 1, 1)
+    write_step(tmp_path, 1)
 
     def dies(table, stream, **_):
         stream.write(b"PAR1 half a file")
@@ -152,10 +184,11 @@ def test_a_crash_while_writing_leaves_only_whole_files(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(pq, "write_table", dies)
-        rollouts.write_part(tmp_path, rollouts.as_table(rows(2), {}), 2, 2)
-    assert steps(tmp_path) == [1] * 4
+        write_step(tmp_path, 2)
+    assert recorded_steps(tmp_path) == [1, 1, 1, 1]
     rollouts.cut_after(tmp_path, 1)
-    assert [path.name for path in tmp_path.iterdir()] == ["rollouts-00000001-00000001.parquet"]
+    file_names = [path.name for path in tmp_path.iterdir()]
+    assert file_names == ["rollouts-00000001-00000001.parquet"]
 
 
 def test_a_resume_cuts_at_its_step_also_inside_a_merged_file(tmp_path):
@@ -163,64 +196,77 @@ def test_a_resume_cuts_at_its_step_also_inside_a_merged_file(tmp_path):
         folder = tmp_path / str(step)
         folder.mkdir()
         for number in range(1, 41):
-            rollouts.write_part(
-                folder, rollouts.as_table(rows(number), {"kept": 1}), number, number
-            )
+            write_step(folder, number, settings={"kept": 1})
             rollouts.merge_small(folder)
         rollouts.cut_after(folder, step)
-        assert steps(folder) == [number for number in range(1, step + 1) for _ in range(4)]
-        assert rollouts.parts(folder)[-1].last == step
-        assert b"adora_vl" in recorded(folder).schema.metadata
-        (folder / "notes.txt").write_text("somebody else's")
+        newest_file = rollouts.parts(folder)[-1]
+        metadata = read_record(folder).schema.metadata
+        assert recorded_steps(folder) == four_rollouts_of(range(1, step + 1))
+        assert newest_file.last == step
+        assert b"adora_vl" in metadata
+        # a start at 0 deletes the record, and what is no part of it stays
+        notes = folder / "notes.txt"
+        notes.write_text("somebody else's")
         rollouts.cut_after(folder, 0)
-        assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+        assert list(folder.iterdir()) == [notes]
 
 
 def test_the_oldest_go_when_the_bound_is_reached(tmp_path):
     for number in range(1, 11):
-        rollouts.write_part(tmp_path, rollouts.as_table(rows(number), {}), number, number)
-    size = rollouts.parts(tmp_path)[0].path.stat().st_size
-    rollouts.rotate(tmp_path, 3.5 * size)
-    assert sorted(set(steps(tmp_path))) == [8, 9, 10]
+        write_step(tmp_path, number)
+    oldest_file = rollouts.parts(tmp_path)[0].path
+    file_bytes = oldest_file.stat().st_size
+    # room for three files
+    rollouts.rotate(tmp_path, 3.5 * file_bytes)
+    assert recorded_steps(tmp_path) == four_rollouts_of([8, 9, 10])
+    # room for none: the newest one stays
     rollouts.rotate(tmp_path, 1)
-    assert sorted(set(steps(tmp_path))) == [10]
+    assert recorded_steps(tmp_path) == four_rollouts_of([10])
 
 
 def test_rollouts_and_diagrams_have_half_of_the_room_each(tmp_path):
     (tmp_path / "one").mkdir()
-    part = rollouts.write_part(tmp_path / "one", rollouts.as_table(rows(1), {}), 1, 1)
-    size = part.path.stat().st_size
-    record = rollouts.Record(tmp_path, 7 * size / 1e9, {})
+    part = write_step(tmp_path / "one", 1)
+    file_bytes = part.path.stat().st_size
+    limit_gb = 7 * file_bytes / 1e9
+    record = rollouts.Record(tmp_path, limit_gb, {})
     record.start(0)
     for step in range(1, 10):
-        record.add(rows(step), generations=4)
+        record.add(columns_of_step(step), generations=4)
         record.flush(step)
-    assert sorted(set(steps(record.folder))) == [7, 8, 9]
-    assert record.diagrams.limit_bytes == pytest.approx(3.5 * size)
+    assert recorded_steps(record.folder) == four_rollouts_of([7, 8, 9])
+    assert record.diagrams.limit_bytes == pytest.approx(3.5 * file_bytes)
 
 
 def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, monkeypatch, capsys):
     record = rollouts.Record(tmp_path, 1, {})
     record.start(0)
-    record.add(rows(1), generations=4)
+    record.add(columns_of_step(1), generations=4)
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(pq, "write_table", full)
     record.flush(1)
+    warning = capsys.readouterr().err
     assert record.failed
-    assert "step 1: the rollouts are no longer recorded" in capsys.readouterr().err
+    assert "step 1: the rollouts are no longer recorded" in warning
 
 
 def scored_rollouts(
     rows: list[Any], ranks: int, rollouts: list[Rollout] | None = None
 ) -> tuple[Any, Any]:
-    """Built and scored groups of two; every rank has these rows."""
+    """Built and scored groups of two rollouts, all right and 3 tokens long.
+
+    Every rank has these rows.
+    """
     count = ranks * len(rows)
     rewards_NF = torch.ones(count, 1)
     lengths_N = torch.full((count,), 3.0)
-    groups = Groups(rewards_NF.view(-1, 2), lengths_N.view(-1, 2), lengths_N.view(-1, 2) > 9)
+    rewards_PG = rewards_NF.view(-1, 2)
+    lengths_PG = lengths_N.view(-1, 2)
+    is_truncated_PG = lengths_PG > 9
+    groups = Groups(rewards_PG, lengths_PG, is_truncated_PG)
     judged = JudgedGroups(
         groups=groups,
         weighting=weigh_groups(groups),
@@ -235,9 +281,8 @@ def scored_rollouts(
 
 
 def test_a_rollout_with_tools_is_recorded_as_a_conversation(tmp_path):
-    recorder = Recorder(
-        step_context(output_dir=str(tmp_path)), decode=lambda tokens: f"said {[*tokens]}"
-    )
+    context = step_context(output_dir=str(tmp_path))
+    recorder = Recorder(context, decode=lambda tokens: f"said {[*tokens]}")
     recorder.record.start(0)
     image = Image.new("RGB", (8, 8))
     call = Call(
@@ -248,34 +293,37 @@ def test_a_rollout_with_tools_is_recorded_as_a_conversation(tmp_path):
         failed=False,
         span=1,
     )
-    spans = (
-        Segment(tokens=(1, 2), logps=(0.0, 0.0), step=0),
-        Segment(tokens=(5, 6, 7), logps=None, step=0),
-        Segment(tokens=(3,), logps=(0.0,), step=0),
-    )
-    looked = Rollout(
-        segments=spans,
+    asks = Segment(tokens=(1, 2), logps=(0.0, 0.0), step=0)
+    reply = Segment(tokens=(5, 6, 7), logps=None, step=0)
+    answers = Segment(tokens=(3,), logps=(0.0,), step=0)
+    with_tool = Rollout(
+        segments=(asks, reply, answers),
         finish_reason=FinishReason.STOP,
         pictures=(Picture(digest="x", image=image, span=1),),
         calls=(call,),
     )
-    rollouts = [looked, Rollout(segments=spans[:1], finish_reason=FinishReason.STOP)]
-    built, scored = scored_rollouts(
-        [{"id": 7, "problem": "?", "prompt": "?"}] * 2, 1, rollouts=rollouts
-    )
-    recorder.add(0, built, scored, {"completion": ["so 3"] * 2, "extra": {}}, ["accuracy"])
+    without_tool = Rollout(segments=(asks,), finish_reason=FinishReason.STOP)
+    row = {"id": 7, "problem": "?", "prompt": "?"}
+    built, scored = scored_rollouts([row, row], 1, rollouts=[with_tool, without_tool])
+    table = {"completion": ["so 3", "so 3"], "extra": {}}
+
+    recorder.add(0, built, scored, table, ["accuracy"])
     recorder.record.flush(1)
-    first, second = recorded(recorder.record.folder).to_pylist()
+
+    first, second = read_record(recorder.record.folder).to_pylist()
     assert first["calls"] == 1
     assert second["calls"] == 0
     assert len(second["turns"]) == 1
-    turns = [(turn["by"], turn["text"], turn["tokens"], turn["seconds"]) for turn in first["turns"]]
+    columns = ("by", "text", "tokens", "seconds")
+    turns = [tuple(turn[name] for name in columns) for turn in first["turns"]]
     assert turns == [
         ("model", "said [1, 2]", 2, 0.0),
         ("tool", "Picture", 3, 0.5),
         ("model", "said [3]", 1, 0.0),
     ]
-    assert (recorder.record.folder / "_images" / first["turns"][1]["images"][0]).is_file()
+    (image_name,) = first["turns"][1]["images"]
+    image_file = recorder.record.folder / "_images" / image_name
+    assert image_file.is_file()
 
 
 def test_what_a_call_gains_is_counted_within_groups_that_have_both():
@@ -306,13 +354,17 @@ def test_a_problem_is_recorded_with_its_choices(tmp_path):
         "choices": ["3", "4"],
         "prompt": "Which?\nChoices: ...",
     }
-    changes: list[dict[str, Any]] = [{}, {}, {"choices": None}, {"choices": []}]
-    rows = [{**problem, **changed} for changed in changes]
-    built, scored = scored_rollouts(rows, 1)
-    recorder.add(0, built, scored, {"completion": ["so B"] * 4, "extra": {}}, ["accuracy"])
+    no_choices = {**problem, "choices": None}
+    empty_choices = {**problem, "choices": []}
+    built, scored = scored_rollouts([problem, problem, no_choices, empty_choices], 1)
+    table = {"completion": ["so B"] * 4, "extra": {}}
+
+    recorder.add(0, built, scored, table, ["accuracy"])
     recorder.record.flush(1)
-    records = recorded(recorder.record.folder).to_pylist()
-    assert [row["choices"] for row in records] == [["3", "4"], ["3", "4"], None, None]
+
+    records = read_record(recorder.record.folder).to_pylist()
+    recorded_choices = [row["choices"] for row in records]
+    assert recorded_choices == [["3", "4"], ["3", "4"], None, None]
     for row in records:
         assert row["id"] == "7"
         assert row["problem"] == "Which?"
@@ -338,69 +390,104 @@ def test_drift_that_the_policys_pass_finds_stands_beside_its_own_rollout(tmp_pat
     numbers = recorder.number(2)
     drawn_rows = [{"id": "a", "problem": "Which?", "prompt": "Which?"}] * 2
     built, scored = scored_rollouts(drawn_rows, 2)
-    recorder.add(0, built, scored, {"completion": ["so B"] * 4, "extra": {}}, ["accuracy"])
-    learned: Any = {"rollout_number": numbers[1:], "completion_mask": torch.ones(1, 1)}
-    learned["sampling_per_token_logps"] = torch.zeros(1, 1)
-    recorder.measured(learned, torch.tensor([[0.25]]))
+    table = {"completion": ["so B"] * 4, "extra": {}}
+    recorder.add(0, built, scored, table, ["accuracy"])
+    # the second rollout of this rank, with a difference of 0.25 in its only token
+    micro_batch: Any = {
+        "rollout_number": numbers[1:],
+        "completion_mask": torch.ones(1, 1),
+        "sampling_per_token_logps": torch.zeros(1, 1),
+    }
+    policy_logps_BC = torch.tensor([[0.25]])
+    recorder.measured(micro_batch, policy_logps_BC)
     recorder.on_step_end(None, state_of(1), None)
-    assert recorded(recorder.record.folder)["drift"].to_pylist() == [0.75, 0.25, 10.5, 10.25]
+    record = read_record(recorder.record.folder)
+    assert record["drift"].to_pylist() == [0.75, 0.25, 10.5, 10.25]
 
 
 def test_a_diagram_is_stored_once_and_small(tmp_path):
     wide = Image.effect_noise((1000, 100), 50).convert("RGB")
-    diagrams = rollouts.Diagrams(tmp_path / "images", 1e9)
+    folder = tmp_path / "images"
+    diagrams = rollouts.Diagrams(folder, limit_bytes=1e9)
+
     names = diagrams.keep("a", [wide])
-    assert diagrams.keep("b", [wide.copy()]) == names == diagrams.keep("a", [])
+    names_of_copy = diagrams.keep("b", [wide.copy()])
+    names_of_known_row = diagrams.keep("a", [])
+    names_of_turned = diagrams.keep(None, [wide.rotate(90)])
+
+    assert names_of_copy == names
+    assert names_of_known_row == names
+    assert names_of_turned != names
     assert diagrams.keep("c", []) == []
-    assert diagrams.keep(None, [wide.rotate(90)]) != names
-    with Image.open(tmp_path / "images" / names[0]) as stored:
+    with Image.open(folder / names[0]) as stored:
         assert stored.size == (512, 51)
-    full = rollouts.Diagrams(tmp_path / "images", 1)
+
+    # a folder that is full gets no more
+    full = rollouts.Diagrams(folder, limit_bytes=1)
     (name,) = full.keep("d", [Image.new("RGB", (9, 9))])
-    assert not (tmp_path / "images" / name).exists()
+    unwritten = folder / name
+    assert not unwritten.exists()
 
 
 def test_a_real_run_records_what_its_metrics_say(adora_run):
-    table = recorded(adora_run / "rollouts").to_pandas()
-    assert table["step"].tolist() == [step for step in range(1, STEPS + 1) for _ in range(16)]
-    metrics = {
-        line["step"]: line
-        for line in read_metrics(adora_run / "metrics.jsonl")
-        if line["kind"] == "train"
-    }
-    assert sorted(metrics) == list(range(1, STEPS + 1))
-    for step, of_step in table.groupby("step"):
-        groups = of_step.groupby("group")
-        assert len(groups) == 4
-        assert groups["id"].nunique().eq(1).all()
-        assert (groups["weight"].nunique() == 1).all()
-        # float32: a mean of 16 numbers up to 1 is off by 16 x 6e-8 at most, in any order
-        line = metrics[step]
-        assert of_step["reward"].mean() == pytest.approx(line["reward"], abs=1e-6)
-        assert groups["pass_rate"].first().mean() == pytest.approx(
-            line["adora/pass_rate"], abs=1e-6
-        )
-        assert groups["tds"].first().mean() == pytest.approx(line["adora/tds_share"])
-        assert groups["weight"].first().mean() == pytest.approx(line["adora/weight_mean"])
-        assert of_step["length"].mean() == pytest.approx(line["completions/mean_length"])
-        assert (of_step["verdict"] == "correct").mean() == pytest.approx(line["grading/correct"])
-        assert {
-            f"seconds/{phase}" for phase in ("rollout", "grading", "policy", "sync", "other")
-        } <= line.keys()
-        assert line["seconds/rollout"] > 0
-        assert line["seconds/policy"] > 0
-    uneven = table.groupby(["step", "group"])["reward"].transform("nunique") > 1
-    assert uneven.any()
-    # one float32 product of a number below 4: 2.4e-7 at most
-    weighted = table["advantage_raw"] * table["weight"]
-    assert table.loc[uneven, "advantage"].tolist() == pytest.approx(
-        weighted[uneven].tolist(), abs=1e-6
-    )
-    assert (table.loc[~uneven, "advantage"] == 0).all()
+    """A step has 4 groups of 4 rollouts, whose means are the figures of its line."""
+    table = read_record(adora_run / "rollouts").to_pandas()
+    line_by_step: dict[int, dict[str, Any]] = {}
+    for line in read_metrics(adora_run / "metrics.jsonl"):
+        if line["kind"] == "train":
+            line_by_step[line["step"]] = line
+    all_steps = list(range(1, STEPS + 1))
+    assert table["step"].is_monotonic_increasing
+    assert table["step"].unique().tolist() == all_steps
+    assert sorted(line_by_step) == all_steps
+    for step, rollouts_of_step in table.groupby("step"):
+        assert len(rollouts_of_step) == 16
+        check_step(rollouts_of_step, line_by_step[step])
+    check_advantages(table)
     assert (table["reward/adora_reward"] == table["reward"]).all()
-    for names in table["images"]:
-        assert len(names) == 1
-        assert (adora_run / "rollouts" / "_images" / names[0]).is_file()
+    images_folder = adora_run / "rollouts" / "_images"
+    for image_names in table["images"]:
+        (image_name,) = image_names
+        assert (images_folder / image_name).is_file()
+
+
+def check_step(rollouts_of_step: pd.DataFrame, line: dict[str, Any]) -> None:
+    """Compare the rollouts of one step with its line in the metrics."""
+    groups = rollouts_of_step.groupby("group")
+    assert len(groups) == 4
+    assert groups["id"].nunique().eq(1).all()
+    assert groups["weight"].nunique().eq(1).all()
+    is_correct = rollouts_of_step["verdict"] == "correct"
+    # float32: a mean of 16 numbers up to 1 is off by 16 x 6e-8 at most, in any order
+    bound = 1e-6
+    reward = rollouts_of_step["reward"].mean()
+    pass_rate = groups["pass_rate"].first().mean()
+    assert reward == pytest.approx(line["reward"], abs=bound)
+    assert pass_rate == pytest.approx(line["adora/pass_rate"], abs=bound)
+    tds_share = groups["tds"].first().mean()
+    mean_weight = groups["weight"].first().mean()
+    mean_length = rollouts_of_step["length"].mean()
+    assert tds_share == pytest.approx(line["adora/tds_share"])
+    assert mean_weight == pytest.approx(line["adora/weight_mean"])
+    assert mean_length == pytest.approx(line["completions/mean_length"])
+    assert is_correct.mean() == pytest.approx(line["grading/correct"])
+    for phase in ("rollout", "grading", "policy", "sync", "other"):
+        assert f"seconds/{phase}" in line
+    assert line["seconds/rollout"] > 0
+    assert line["seconds/policy"] > 0
+
+
+def check_advantages(table: pd.DataFrame) -> None:
+    """Compare the advantages that the loss got with those before the weights of groups."""
+    distinct_rewards = table.groupby(["step", "group"])["reward"].transform("nunique")
+    has_signal = distinct_rewards > 1
+    weighted = table["advantage_raw"] * table["weight"]
+    with_signal = table.loc[has_signal, "advantage"].tolist()
+    without_signal = table.loc[~has_signal, "advantage"]
+    assert has_signal.any()
+    # one float32 product of a number below 4: 2.4e-7 at most
+    assert with_signal == pytest.approx(weighted[has_signal].tolist(), abs=1e-6)
+    assert without_signal.eq(0).all()
 
 
 def figures_of_steps(run: Path) -> list[tuple[Any, ...]]:
@@ -415,14 +502,17 @@ def figures_of_steps(run: Path) -> list[tuple[Any, ...]]:
 @pytest.mark.core
 def test_a_run_that_went_on_has_every_step_once(adora_run, resumed_run, tmp_path):
     """Figures and rollouts of each step are the same; then every second generation is recorded."""
-    uninterrupted = recorded(adora_run / "rollouts").to_pandas()
-    again = recorded(resumed_run.folder / "rollouts").to_pandas()
-    pd.testing.assert_frame_equal(again, uninterrupted)
+    uninterrupted = read_record(adora_run / "rollouts").to_pandas()
+    resumed = read_record(resumed_run.folder / "rollouts").to_pandas()
+    pd.testing.assert_frame_equal(resumed, uninterrupted)
     # as a stranger reads it
-    pd.testing.assert_frame_equal(pd.read_parquet(resumed_run.folder / "rollouts"), uninterrupted)
+    by_pandas = pd.read_parquet(resumed_run.folder / "rollouts")
+    pd.testing.assert_frame_equal(by_pandas, uninterrupted)
     assert figures_of_steps(resumed_run.folder) == figures_of_steps(adora_run)
     longer = shutil.copytree(resumed_run.folder, tmp_path / "out")
     train(longer, max_steps=STEPS + 2, adora_record_gb=1)
-    assert sorted(set(steps(longer / "rollouts"))) == [1, 2, 3, 4, 5, 6]
+    assert sorted(set(recorded_steps(longer / "rollouts"))) == [1, 2, 3, 4, 5, 6]
     train(longer, max_steps=STEPS + 4, adora_record_gb=0)
-    assert sorted(set(steps(longer / "rollouts"))) == [1, 2, 3, 4, 5, 6], "0 records nothing"
+    assert sorted(set(recorded_steps(longer / "rollouts"))) == [1, 2, 3, 4, 5, 6], (
+        "0 records nothing"
+    )

@@ -37,20 +37,10 @@ from adora_vl.record.manifest import (
     recipe_of,
     write_manifest,
 )
-from adora_vl.record.metrics import (
-    PHASES,
-    MetricsFile,
-    PhaseClock,
-    ProgressLine,
-    TieNotice,
-    adora_metrics,
-    as_line,
-    duration,
-    no_signal,
-    progress_line,
-    read_metrics,
-    resumed_lines,
-)
+from adora_vl.record.metrics import MetricsFile, as_line, read_metrics, resumed_lines
+from adora_vl.record.phases import PHASES, PhaseClock
+from adora_vl.record.progress import ProgressLine, duration, no_signal, progress_line
+from adora_vl.record.rollout_figures import TieNotice, adora_metrics
 from adora_vl.record.summary import evaluate_command, figure_rows, summary_lines, view_command
 from adora_vl.report.__main__ import main as view
 from tests.support.stand_ins import config_of, state_of
@@ -68,7 +58,7 @@ class Clock:
 
 def test_every_second_belongs_to_one_phase_also_where_one_fails():
     clock = Clock()
-    phases = PhaseClock(print, clock, settle=lambda: None)
+    phases = PhaseClock(print, clock, wait=lambda: None)
 
     def spend(seconds: float) -> None:
         clock.now += seconds
@@ -90,7 +80,7 @@ def test_every_second_belongs_to_one_phase_also_where_one_fails():
     assert phases.take() == dict.fromkeys(("rollout", "grading", "policy", "sync", "other"), 0), (
         "none of sleep mode"
     )
-    assert PhaseClock(print, clock, settle=lambda: None, sleep_mode=True).take() == dict.fromkeys(
+    assert PhaseClock(print, clock, wait=lambda: None, sleep_mode=True).take() == dict.fromkeys(
         PHASES, 0
     )
 
@@ -221,7 +211,7 @@ def test_the_time_left_is_that_of_the_steps_left_at_the_pace_of_this_start(
     """
     seconds = iter(range(0, 99, 10))
     monkeypatch.setattr(
-        "adora_vl.record.metrics.time", SimpleNamespace(monotonic=lambda: next(seconds))
+        "adora_vl.record.progress.time", SimpleNamespace(monotonic=lambda: next(seconds))
     )
     line = ProgressLine()
     line.on_train_begin(settings(tmp_path), state_of(4), None)

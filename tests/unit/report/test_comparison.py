@@ -10,14 +10,9 @@ from adora_vl.evals.records import Graded, RowGrade
 from adora_vl.evals.scoring.score import aggregate, verdict
 from adora_vl.evals.scoring.statistics import bootstrap, paired_t, student_95, welch, wilson
 from adora_vl.report.__main__ import main
-from adora_vl.report.compare import (
-    PASS_RATE,
-    at_budget,
-    between_seeds,
-    read_compared,
-    rollouts_per_step,
-)
 from adora_vl.report.compare import main as gain
+from adora_vl.report.compare_runs import at_budget, between_seeds
+from adora_vl.report.comparison_sides import PASS_RATE, read_compared, rollouts_per_step
 from eval.geometry3k import BENCHMARK
 
 CONFIG = {

@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adora_vl.record.metrics import PHASES
+from adora_vl.record.phases import PHASES
 from adora_vl.record.rollouts import parts, read_parts, write_part
 from adora_vl.report import page as module
 from adora_vl.report.__main__ import main

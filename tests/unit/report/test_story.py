@@ -18,39 +18,56 @@ def story_from(folder: Path, steps: list[list[dict[str, Any]]]) -> list[str]:
     record = Record(folder, 1, SETTINGS)
     record.start(0)
     for step, groups in enumerate(steps, 1):
-        rows: dict[str, list[Any]] = {}
+        columns: dict[str, list[Any]] = {}
         for group in groups:
             for position in range(2):
-                row: dict[str, Any] = {"step": step, "tds": False, "weight": 1.0, "id": "p"}
-                row |= {name: values[position] for name, values in group.items()}
-                row["advantage"] = row["advantage_raw"] * row["weight"]
-                for name, value in row.items():
-                    rows.setdefault(name, []).append(value)
-        record.add(rows, 2)
+                rollout = rollout_row(group, position, step)
+                for name, value in rollout.items():
+                    columns.setdefault(name, []).append(value)
+        record.add(columns, 2)
         record.flush(step)
     return story_of(parts(record.folder))
 
 
+def rollout_row(group: dict[str, Any], position: int, step: int) -> dict[str, Any]:
+    """The record of one of the two rollouts of a group (see `pair`)."""
+    row: dict[str, Any] = {
+        "step": step,
+        "tds": False,
+        "weight": 1.0,
+        "id": "p",
+    }
+    for name, values in group.items():
+        row[name] = values[position]
+    row["advantage"] = row["advantage_raw"] * row["weight"]
+    return row
+
+
 def pair(
-    *, rewards: tuple[float, float], weight: float = 1.0, lengths: tuple[int, int] = (10, 10)
+    *,
+    rewards: tuple[float, float],
+    weight: float = 1.0,
+    lengths: tuple[int, int] = (10, 10),
 ) -> dict[str, Any]:
     """A group of a right rollout and a wrong one."""
-    middle = sum(rewards) / 2
+    mean_reward = sum(rewards) / 2
+    is_attenuated = weight < 1
     return {
         "verdict": ("correct", "wrong"),
         "reward": rewards,
         "weight": (weight, weight),
-        "tds": (weight < 1, weight < 1),
-        "advantage_raw": [reward - middle for reward in rewards],
+        "tds": (is_attenuated, is_attenuated),
+        "advantage_raw": [reward - mean_reward for reward in rewards],
         "length": lengths,
     }
 
 
 def test_signal_and_weights_are_those_of_the_groups_whose_rewards_differ(tmp_path: Path) -> None:
-    equal = pair(rewards=(1.0, 1.0), weight=0.1)
-    full = pair(rewards=(1.0, 0.0))
-    tenth = pair(rewards=(1.0, 0.0), weight=0.1)
-    signal, weights = story_from(tmp_path, [[equal, full, full, tenth]])
+    no_signal = pair(rewards=(1.0, 1.0), weight=0.1)
+    full_weight = pair(rewards=(1.0, 0.0))
+    tenth_weight = pair(rewards=(1.0, 0.0), weight=0.1)
+    step = [no_signal, full_weight, full_weight, tenth_weight]
+    signal, weights = story_from(tmp_path, [step])
     assert signal.startswith("Signal: 3 of 4 recorded groups (75 %) ")
     # 1 of 3 in |advantage|; then 0.1 of 2.1
     assert weights == (
@@ -60,15 +77,16 @@ def test_signal_and_weights_are_those_of_the_groups_whose_rewards_differ(tmp_pat
 
 
 def test_a_run_without_signal_or_weights_says_so(tmp_path: Path) -> None:
-    [signal] = story_from(tmp_path / "none", [[pair(rewards=(1.0, 1.0))]])
+    no_signal = pair(rewards=(1.0, 1.0))
+    [signal] = story_from(tmp_path / "none", [[no_signal]])
     assert signal.startswith("Signal: none of 1 recorded group has rewards that differ")
-    [_, weights] = story_from(tmp_path / "plain", [[pair(rewards=(1.0, 0.0))]])
+    full_weight = pair(rewards=(1.0, 0.0))
+    [_, weights] = story_from(tmp_path / "plain", [[full_weight]])
     assert weights == "Weights: all are 1. ADORA's criteria would mark 0 of these groups (0 %)."
     assert story_of([]) == []
-    [_, weights] = story_from(
-        tmp_path / "both",
-        [[pair(rewards=(1.0, 0.0), weight=2.0), pair(rewards=(1.0, 0.0), weight=0.5)]],
-    )
+    amplified = pair(rewards=(1.0, 0.0), weight=2.0)
+    attenuated = pair(rewards=(1.0, 0.0), weight=0.5)
+    [_, weights] = story_from(tmp_path / "both", [[amplified, attenuated]])
     assert "1 of these groups (50 %) were attenuated" in weights
     assert "1 of these groups (50 %) were amplified" in weights
 
@@ -108,37 +126,66 @@ def test_a_call_is_spelled_as_a_person_would(
 def test_where_a_call_looks_is_in_shares_of_the_picture_as_it_was(tmp_path: Path) -> None:
     """Also of a picture that was stored smaller, and of the pictures that tools have shown."""
     diagrams = Diagrams(tmp_path / "rollouts" / "_images", 1e9)
-    [large] = diagrams.keep("p", [Image.new("RGB", (2000, 1000))])
-    assert picture_size(diagrams.folder / large) == (2000, 1000)
-    assert Image.open(diagrams.folder / large).size == (512, 256)
-    view = {"low": 400, "high": 10_000_000, "unit": 20, "relative": False}
-    turn_reader = TurnReader(tmp_path, {"view": view})
-    call = '<tool_call>{{"name": "zoom", "arguments": {}}}</tool_call>'
-    turn = {"images": [], "seconds": 0.0, "failed": False, "tokens": 1, "by": "model"}
-    texts = [
-        call.format('{"x1": 500, "y1": 250, "x2": 1000, "y2": 1000}'),
-        call.format('{"x1": 0, "y1": 0, "x2": 5000, "y2": 5000}'),
-        call.format('{"x1": 0, "y1": 0, "x2": 1, "y2": 1, "picture": 7}'),
+    picture = Image.new("RGB", (2000, 1000))
+    [stored_name] = diagrams.keep("p", [picture])
+    stored_path = diagrams.folder / stored_name
+    assert picture_size(stored_path) == (2000, 1000)
+    assert Image.open(stored_path).size == (512, 256)
+    call_texts = [
+        zoom_call('{"x1": 500, "y1": 250, "x2": 1000, "y2": 1000}'),
+        zoom_call('{"x1": 0, "y1": 0, "x2": 5000, "y2": 5000}'),
+        zoom_call('{"x1": 0, "y1": 0, "x2": 1, "y2": 1, "picture": 7}'),
         "<tool_call>{broken</tool_call>",
     ]
-    row = {"images": [large], "turns": [{**turn, "text": text} for text in texts]}
-    turns = turn_reader.turns(row)
-    assert turns is not None
-    calls = [call for turn in turns for call in turn["calls"]]
+    row = {
+        "images": [stored_name],
+        "turns": [model_turn(text) for text in call_texts],
+    }
+    view = {"low": 400, "high": 10_000_000, "unit": 20, "relative": False}
+
+    reader = TurnReader(tmp_path, {"view": view})
+    calls = tool_calls(reader, row)
     assert calls[0]["points"] == [(0.25, 0.25), (0.5, 1.0)]
-    assert calls[0]["picture"] == large
+    assert calls[0]["picture"] == stored_name
+    # Out of the picture, of a picture that is not there, and no JSON.
     assert [call["points"] for call in calls[1:]] == [None, None, None]
     assert calls[-1]["text"] == "{broken"
-    relative = TurnReader(tmp_path, {"view": {**view, "relative": True}}).turns(row)
-    assert relative is not None
-    assert relative[0]["calls"][0]["points"] == [(0.5, 0.25), (1.0, 1.0)]
-    unplaced = TurnReader(tmp_path, {}).turns(row)
-    assert unplaced is not None
-    assert unplaced[0]["calls"][0]["points"] is None
-    assert turn_reader.turns({"turns": None}) is None
+    assert reader.turns({"turns": None}) is None
+
+    # Numbers of 0 to 1000, whatever the size.
+    relative_view = {**view, "relative": True}
+    relative_calls = tool_calls(TurnReader(tmp_path, {"view": relative_view}), row)
+    assert relative_calls[0]["points"] == [(0.5, 0.25), (1.0, 1.0)]
+
+    unplaced_calls = tool_calls(TurnReader(tmp_path, {}), row)
+    assert unplaced_calls[0]["points"] is None
 
 
-def test_a_page_has_no_placehunplaced_and_no_raw_call(tmp_path: Path) -> None:
+def zoom_call(arguments: str) -> str:
+    """The text of a call of `zoom` with arguments in JSON."""
+    return f'<tool_call>{{"name": "zoom", "arguments": {arguments}}}</tool_call>'
+
+
+def model_turn(text: str) -> dict[str, Any]:
+    """The record of a turn of the model."""
+    return {
+        "images": [],
+        "seconds": 0.0,
+        "failed": False,
+        "tokens": 1,
+        "by": "model",
+        "text": text,
+    }
+
+
+def tool_calls(reader: TurnReader, row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The calls in all turns of a rollout, in order."""
+    turns = reader.turns(row)
+    assert turns is not None
+    return [call for turn in turns for call in turn["calls"]]
+
+
+def test_a_page_has_no_placeholder_and_no_raw_call(tmp_path: Path) -> None:
     settings = {**SETTINGS, "view": VIEW}
     run = write_run(
         tmp_path / "run", 1, settings=settings, turns=looked_turns(), problem="<image>\nFind x."

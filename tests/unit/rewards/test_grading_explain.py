@@ -4,7 +4,7 @@ import ast
 import io
 import re
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -15,19 +15,24 @@ from adora_vl.rewards.numeric import Comparison
 from benchmarks.grading_corpus import cases
 
 REWARDS = Path(explain.__file__).parent
+VERDICTS = {"correct", "wrong", "unparseable"}
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, str], str]:
     """The exit code, the lines by their first word, and standard error."""
     code = explain.main(words)
     printed = capsys.readouterr()
-    return code, dict(line.split(maxsplit=1) for line in printed.out.splitlines()), printed.err
+    text_by_word: dict[str, str] = {}
+    for line in printed.out.splitlines():
+        first_word, text = line.split(maxsplit=1)
+        text_by_word[first_word] = text
+    return code, text_by_word, printed.err
 
 
 def test_both_canonical_forms_the_rule_and_the_rewards(capsys: pytest.CaptureFixture[str]) -> None:
-    code, lines, _ = run(
-        capsys, "--gold", r"2 \sqrt { 221 }", "--response", r"so \boxed{\sqrt{884}\text{ cm}}"
-    )
+    gold = r"2 \sqrt { 221 }"
+    response = r"so \boxed{\sqrt{884}\text{ cm}}"
+    code, lines, _ = run(capsys, "--gold", gold, "--response", response)
     assert code == 0
     assert lines["extracted"] == r"\sqrt{884}\text{ cm}"
     assert lines["answer"] == r"\sqrt{884}  [number, 29.7321375]"
@@ -38,12 +43,15 @@ def test_both_canonical_forms_the_rule_and_the_rewards(capsys: pytest.CaptureFix
 
 
 def test_choices_rounding_and_standard_input(capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO(r"\boxed{8.66}"))
+    response = r"\boxed{8.66}"
     words = ["--gold", r"5\sqrt{3}", "--response", "-", "--choices", "5", r"5 \sqrt { 3 }"]
+
+    monkeypatch.setattr("sys.stdin", io.StringIO(response))
     _, lines, _ = run(capsys, *words)
     assert lines["rule"].startswith("different_number")
     assert lines["rewards"] == "adora 0.1, easyr1 0.1, accuracy 0, format 1"
-    monkeypatch.setattr("sys.stdin", io.StringIO(r"\boxed{8.66}"))
+
+    monkeypatch.setattr("sys.stdin", io.StringIO(response))
     _, lines, _ = run(capsys, *words, "--rounding")
     assert lines["rule"].startswith("rounded")
 
@@ -57,6 +65,7 @@ def test_hidden_characters_are_shown_and_no_box_is_said(capsys: pytest.CaptureFi
     _, lines, _ = run(capsys, "--gold", "12", "--response", "\\boxed{1\u200b2}")
     assert lines["extracted"] == r"1\u200b2"
     assert lines["answer"] == "-  [unreadable: hidden_characters]"
+
     _, lines, _ = run(capsys, "--gold", "12", "--response", "it is 12")
     assert lines["extracted"] == "(no complete box)"
     assert "answer" not in lines
@@ -87,40 +96,53 @@ def test_an_answer_in_its_tags_is_read_where_they_are_asked_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["--gold", "12", "--response", "<answer>12</answer>"]
-    assert run(capsys, *words, "--answer-tags")[1]["verdict"].startswith("correct")
-    assert run(capsys, *words)[1]["verdict"].startswith("unparseable")
+    _, lines_with_tags, _ = run(capsys, *words, "--answer-tags")
+    _, lines_without, _ = run(capsys, *words)
+    assert lines_with_tags["verdict"].startswith("correct")
+    assert lines_without["verdict"].startswith("unparseable")
 
 
 def test_every_reason_in_the_code_is_explained() -> None:
     """Reasons stand behind a verdict, as the first word of an error, or come from the grammar and
     its values.
     """
-    reasons = {*get_args(Comparison), *NO_VALUE, *UNREAD} - {"equal", "different"}
+    reasons: set[Any] = {*get_args(Comparison), *NO_VALUE, *UNREAD}
     for name in ("grade", "compare", "forms", "canonical", "grammar", "numeric"):
-        for node in ast.walk(ast.parse((REWARDS / f"{name}.py").read_text())):
-            words: list[ast.expr] = []
-            if isinstance(node, ast.Tuple):
-                words = node.elts
-            elif isinstance(node, ast.Call):
-                words = node.args
-            values = [word.value for word in words if isinstance(word, ast.Constant)]
-            if len(values) > 1 and values[0] in {"correct", "wrong", "unparseable"}:
-                reasons.add(values[1])
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "NotReadError":
-                reasons.update(values)
-    reasons -= {"correct", "wrong", "unparseable", "beyond"}
-    assert {"no_box", "same_value", "undefined", "letter", "labels"} <= reasons
-    assert {reason.removeprefix("gold_") for reason in reasons} <= explain.RULES.keys()
+        code = (REWARDS / f"{name}.py").read_text()
+        for node in ast.walk(ast.parse(code)):
+            reasons |= reasons_in(node)
+    # `equal` and `different` become other reasons, and `beyond` never leaves the grader
+    reasons -= {"equal", "different", "beyond", *VERDICTS}
+    assert {"no_box", "same_value", "undefined", "letter", "labels"} <= reasons, "they were found"
+    explained = {reason.removeprefix("gold_") for reason in reasons}
+    assert explained <= explain.RULES.keys()
+
+
+def reasons_in(node: ast.AST) -> set[Any]:
+    """The reasons that a node of the grader's code names, if it is a verdict or an error."""
+    elements: list[ast.expr] = []
+    if isinstance(node, ast.Tuple):
+        elements = node.elts
+    elif isinstance(node, ast.Call):
+        elements = node.args
+    constants = [element.value for element in elements if isinstance(element, ast.Constant)]
+    if len(constants) > 1 and constants[0] in VERDICTS:
+        return {constants[1]}
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "NotReadError":
+        return set(constants)
+    return set()
 
 
 def test_what_is_right_is_never_explained_as_never_right() -> None:
     """No case labelled correct is, and each of its parts has a rule that speaks of the same."""
-    for case in (case for case in cases() if case.label == "correct"):
+    never_right = re.compile(r" against -:|: (?!same_|rounded|letter)")
+    correct_cases = [case for case in cases() if case.label == "correct"]
+    for case in correct_cases:
         lines = explanation(case.response, case.gold, case.choices, rounding=case.rounding)
         sides = [line for line in lines if line.startswith(("answer ", "gold "))]
         parts = [line for line in lines if line.startswith("part ")]
+        unread_sides = [line for line in sides if "[unreadable" in line]
+        wrong_parts = [line for line in parts if never_right.search(line)]
         assert len(sides) == 2, lines
-        assert not [line for line in sides if re.search(r"\[unreadable", line)], lines
-        assert not [
-            line for line in parts if re.search(r" against -:|: (?!same_|rounded|letter)", line)
-        ], lines
+        assert unread_sides == [], lines
+        assert wrong_parts == [], lines

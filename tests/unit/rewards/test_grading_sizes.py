@@ -87,8 +87,8 @@ class Work:
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Work:
     work_done = Work()
-    fraction = numeric._fraction
-    computed = numeric._computed
+    fraction = numeric._exact_result
+    computed = numeric._rounded_result
 
     def watched_fraction(value: Fraction) -> Any:
         work_done.digits.append(max(value.numerator.bit_length(), value.denominator.bit_length()))
@@ -103,8 +103,8 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
         work_done.sizes.append((result := computed(value, error)).size)
         return result
 
-    monkeypatch.setattr(numeric, "_fraction", watched_fraction)
-    monkeypatch.setattr(numeric, "_computed", watched_computed)
+    monkeypatch.setattr(numeric, "_exact_result", watched_fraction)
+    monkeypatch.setattr(numeric, "_rounded_result", watched_computed)
     return work_done
 
 
@@ -143,8 +143,8 @@ def test_a_percent_sign_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return text, ""
 
     monkeypatch.setattr(answers, "canonical", counted)
-    assert answers.plain("5" + "%" * 490).reason == "percentage"
-    assert answers.plain(r"5\%").kind == "percentage"
+    assert answers.read_value("5" + "%" * 490).reason == "percentage"
+    assert answers.read_value(r"5\%").kind == "percentage"
     assert len(texts) <= 4
 
 
@@ -238,7 +238,7 @@ def test_threads_find_what_one_finds_alone() -> None:
     drawn_cases = [
         case for case in cases() if case.kind in {"functions", "expressions", "radicals", "pi"}
     ] * 2
-    numeric._contexts.clear()
+    numeric._context_cache.clear()
 
     def one(case: Any) -> Any:
         return grade(case.response, case.gold, choices=case.choices, rounding=case.rounding)

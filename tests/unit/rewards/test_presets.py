@@ -12,7 +12,7 @@ from adora_vl.config.command import read
 from adora_vl.data.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, asks_for_answer_tags
 from adora_vl.prepare import prepare
 from adora_vl.rewards import PRESETS, grade_batch, reward_function, reward_functions
-from adora_vl.rewards.choose import reachable
+from adora_vl.rewards.choose import reward_range
 from adora_vl.rewards.completion import _PATTERNS, REFLECTIVE, last_boxed, reflective_words
 from adora_vl.utils.errors import UserError
 from benchmarks.grading_corpus import cases
@@ -87,11 +87,14 @@ def test_every_preset_is_covered_and_named_for_trl() -> None:
 
 def test_the_sum_that_is_reachable_is_what_the_functions_give() -> None:
     for preset, expected in EXPECTED.items():
-        assert reachable([preset], [1.0]) == (min(expected), max(expected)), preset
-    assert reachable(["adora", "knights_logic_rl", "think_format"], [1.0, -1.0, 0.5]) == (-3.0, 4.5)
-    assert reachable(["adora", "my.py:f"], [1.0, 0.0]) == (0.0, 1.0)
-    assert reachable(["adora", "my.py:f"], [1.0, 0.1]) is None  # nobody knows
-    assert reachable(["judge"], [1.0]) is None
+        assert reward_range([preset], [1.0]) == (min(expected), max(expected)), preset
+    assert reward_range(["adora", "knights_logic_rl", "think_format"], [1.0, -1.0, 0.5]) == (
+        -3.0,
+        4.5,
+    )
+    assert reward_range(["adora", "my.py:f"], [1.0, 0.0]) == (0.0, 1.0)
+    assert reward_range(["adora", "my.py:f"], [1.0, 0.1]) is None  # nobody knows
+    assert reward_range(["judge"], [1.0]) is None
 
 
 def test_the_hooks_get_one_verdict_and_one_extracted_answer_a_completion() -> None:

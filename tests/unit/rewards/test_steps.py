@@ -17,7 +17,7 @@ from adora_vl.geometry.text import form_of_text
 from adora_vl.geometry.verdict import verdict
 from adora_vl.preflight.check_rewards import check_criteria
 from adora_vl.report.run_view import ROLLOUT, load_run
-from adora_vl.rewards.choose import check_sums, choose_rewards, reachable
+from adora_vl.rewards.choose import check_sums, choose_rewards, reward_range
 from adora_vl.rewards.explain import main
 from adora_vl.rewards.steps import StepsReward, work_of, worked_part
 from adora_vl.utils.errors import UserError
@@ -190,7 +190,7 @@ def test_a_run_knows_its_range_and_its_column() -> None:
         "accuracy_reward",
         "steps_reward",
     ]
-    assert reachable(["accuracy", "steps"], [1.0, 0.2]) == (0.0, 1.2)
+    assert reward_range(["accuracy", "steps"], [1.0, 0.2]) == (0.0, 1.2)
     check_sums(["accuracy", "steps"], [1.0, 0.2], 0.5)
     with pytest.raises(UserError, match="needs the column 'figure'"):
         chosen.check_columns({"answer", "problem"})

@@ -16,7 +16,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from adora_vl.config.blocks import RolloutOptions
 from adora_vl.doctor.engine import check_runner
-from adora_vl.record.metrics import PhaseClock
+from adora_vl.record.phases import PhaseClock
 from adora_vl.rollout import engine as engine_module
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import EngineSettings
@@ -129,7 +129,7 @@ def test_the_batches_of_dynamic_sampling_need_one_sync(engine):
 @pytest.mark.parametrize("batches", [0, 3], ids=["each step", "dynamic sampling"])
 def test_the_clock_says_what_waking_syncing_and_sleeping_took(engine, batches, monkeypatch):
     """Each of vLLM's calls takes one second here."""
-    clock = PhaseClock(print, lambda: float(len(engine.did)), settle=lambda: None, sleep_mode=True)
+    clock = PhaseClock(print, lambda: float(len(engine.did)), wait=lambda: None, sleep_mode=True)
     monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda self: None)
     monkeypatch.setattr(engine_module, "refuse_on_cpu", lambda config, sleep_mode: None)
     engine._timed = clock.phase

@@ -26,7 +26,7 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.blocks import RolloutOptions
 from adora_vl.models.load import PRETRAINED
 from adora_vl.packing.prompts import PromptBatch
-from adora_vl.record.metrics import judged_figures, learned_figures
+from adora_vl.record.rollout_figures import judged_figures, learned_figures
 from adora_vl.record.rollouts import criteria_columns
 from adora_vl.record.trackers import add_rows
 from adora_vl.rollout.rollouts import (

@@ -92,7 +92,7 @@ def test_ranks_in_lockstep_gather_weights_a_third_as_often_and_wait_little():
     for case in REAL:
         generation = simulate_filled(case, trials=5)
         assert generation.micro_batches <= bounds[case.longest]
-        assert generation.waited <= 1.1
+        assert generation.lockstep_ratio <= 1.1
 
 
 def test_rows_that_share_nothing_are_as_long_as_the_longest():

@@ -30,7 +30,14 @@ from adora_vl.training.micro_batches import (
 )
 from adora_vl.training.schedule import admitted
 from adora_vl.types import Batch
-from benchmarks.lockstep import CASES, moved, ordered, shuffled, simulate, waited
+from benchmarks.lockstep import (
+    CASES,
+    lockstep_ratio,
+    move_groups,
+    order_by_length,
+    shuffle_each_rank,
+    simulate,
+)
 from tests.support.micro_batch_room import room
 from tests.support.step_context import step_context
 
@@ -478,10 +485,10 @@ def test_a_long_unit_moves_to_where_it_meets_another_long_one():
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_in_lockstep_hardly_wait_for_each_other(case):
     """8 ranks, 16 groups of 8 on each, and where groups cannot move."""
-    assert simulate(case, moved, trials=20) <= 1.16
-    assert simulate(case, ordered, trials=20) <= 1.36
-    assert simulate(case, shuffled, trials=20) >= 1.45
-    assert waited([[4, 2], [3, 3]]) == pytest.approx(7 / 6), "by hand"
+    assert simulate(case, move_groups, trials=20) <= 1.16
+    assert simulate(case, order_by_length, trials=20) <= 1.36
+    assert simulate(case, shuffle_each_rank, trials=20) >= 1.45
+    assert lockstep_ratio([[4, 2], [3, 3]]) == pytest.approx(7 / 6), "by hand"
 
 
 # for each rank the tokens of its units

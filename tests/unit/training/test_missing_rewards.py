@@ -15,7 +15,8 @@ from adora_vl.advantage import METHODS, AdvantagePipeline, Groups, group_advanta
 from adora_vl.advantage.adora import Adora, weigh_groups
 from adora_vl.advantage.grpo import Dapo
 from adora_vl.checkpoint.store import facts_of
-from adora_vl.record.metrics import METRICS, adora_metrics, read_metrics
+from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.record.rollout_figures import adora_metrics
 from adora_vl.report.run_view import load_run
 from adora_vl.train import main
 from adora_vl.training.advantages import AdvantageComputer, Advantages, JudgedGroups

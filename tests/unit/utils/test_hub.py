@@ -24,7 +24,7 @@ from adora_vl.evals.inference.engines import build_engine
 from adora_vl.evals.inference.requests import AnswerEngineSettings
 from adora_vl.models import load
 from adora_vl.models.load import PRETRAINED
-from adora_vl.planning.dry_run import make_plan
+from adora_vl.planning.plan import make_plan
 from adora_vl.prepare import prepare
 from adora_vl.train import build_trainer, main
 from adora_vl.trainer import AdoraGRPOTrainer

@@ -1,0 +1,192 @@
+"""Opens tables of JSON: one object a line, one list of objects, or one object that holds the rows."""
+
+import codecs
+import json
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from adora_vl.conversion.columns import Columns
+from adora_vl.conversion.records import HEAD_RECORDS, BadRecord, Records, Table
+from adora_vl.utils.cli import GivenTwiceError, each_once, read_json
+from adora_vl.utils.errors import UserError, in_one_line
+
+_PIECE_CHARACTERS = 2**16  # of a list, read at once
+_KEEP_ONE = "keep the right value in"  # the remedy for a key that an object has twice
+
+
+def open_json(path: Path, columns: Columns) -> Table:
+    """Open a table of JSON: one object a line, or one text that holds all rows.
+
+    The ending of the file's name does not decide which of the two it is.
+
+    Raises `UserError` for a file in UTF-16.
+    """
+    begin = partial(_records_by_line, path)
+    with path.open("rb") as file:
+        start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+        if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # as PowerShell writes it
+            raise UserError(f"input: {str(path)!r} is JSON in UTF-16; save it as UTF-8")
+        if path.suffix.lower() == ".json" and start[:1] == b"[":
+            begin = partial(_records_of_list, path)
+        elif (
+            path.suffix.lower() == ".json" and start[:1] == b"{" and not _has_object_per_line(file)
+        ):
+            begin = partial(_records_in_object, path, columns)
+    # A key is a column where one of the first records has it; the dict keeps their order.
+    column_names: dict[str, None] = {}
+    for _, record in islice(begin(), HEAD_RECORDS):
+        if isinstance(record, dict):
+            column_names |= dict.fromkeys(record)
+    return Table(list(column_names), format_note="", read_records=begin)
+
+
+def _records_by_line(path: Path) -> Records:
+    """Yield the objects of a file that has one on each line."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if not line.strip():
+                continue
+            remedy = "write one object a line in"
+            try:
+                record = _object_or_fault(read_json(line.decode("utf-8")), remedy)
+            except GivenTwiceError as error:
+                record = BadRecord("given_twice", str(error), _KEEP_ONE)
+            except (ValueError, RecursionError) as error:
+                wrong = f"it is not JSON ({in_one_line(error):.200})"
+                record = BadRecord("not_json", wrong, remedy)
+            if isinstance(record, BadRecord):
+                record = replace(record, original=line)
+            yield f"line {number}", record
+
+
+def _has_object_per_line(file: BinaryIO) -> bool:
+    """Return whether a file that begins with an object has an object on each line.
+
+    It does where the first line is a whole object and another line follows.
+    """
+    file.seek(0)
+    lines = (line for line in file if line.strip())
+    first_line = next(lines, b"")
+    second_line = next(lines, b"")
+    with suppress(ValueError, RecursionError):
+        json.loads(first_line.decode("utf-8-sig"))
+        return bool(second_line)
+    return False
+
+
+def _records_of_list(path: Path) -> Records:
+    """Yield the objects of a JSON list, of which one at a time is in memory.
+
+    The file is read piece by piece. Where an item is not whole yet, the next piece is twice as
+    long, so that a long item is not decoded from its beginning once for every piece.
+
+    Raises `UserError` where the file is not one list.
+    """
+    decoder = json.JSONDecoder(object_pairs_hook=_object_with_unique_keys)
+    number = 1
+    piece_size = _PIECE_CHARACTERS
+    with path.open(encoding="utf-8-sig") as file:
+        text = file.read(_PIECE_CHARACTERS).lstrip()[1:].lstrip()
+        is_end_of_file = False
+        is_list_closed = False
+        while not is_list_closed:
+            if number == 1 and text.startswith("]"):  # an empty list
+                text = text[1:]
+                break
+            try:
+                item, item_end = decoder.raw_decode(text)
+                rest = text[item_end:].lstrip()
+                sign = rest[:1]
+                # A number at the end of a piece may go on, so the sign behind it is awaited.
+                if (sign or is_end_of_file) and sign not in (",", "]"):
+                    raise json.JSONDecodeError("Expecting ',' delimiter", text, item_end)
+            except (ValueError, RecursionError) as error:
+                if is_end_of_file or isinstance(error, RecursionError):
+                    reason = f"item {number}: {getattr(error, 'msg', error)}"
+                    raise UserError(
+                        f"input: {str(path)!r} is not JSON ({reason:.200}); mend it"
+                    ) from error
+                sign = ""
+            if sign:
+                yield f"item {number}", _object_or_fault(item, "make it an object in")
+                number += 1
+                piece_size = _PIECE_CHARACTERS
+                is_list_closed = sign == "]"
+                text = rest[1:].lstrip()
+            else:  # the item may go on behind the text that was read so far
+                piece = file.read(piece_size)
+                piece_size *= 2
+                text = (text + piece).lstrip()
+                is_end_of_file = not piece
+        if (text + file.read()).strip():
+            raise UserError(
+                f"input: {str(path)!r} is not JSON (more stands behind its list); mend it"
+            )
+
+
+def _object_or_fault(item: object, remedy: str) -> dict[str, Any] | BadRecord:
+    """Return an object of JSON as it is, and a bad record for anything else."""
+    if isinstance(item, dict | BadRecord):
+        return item
+    return BadRecord("not_json", f"it is {item!r:.60}", remedy)
+
+
+def _records_in_object(path: Path, columns: Columns) -> Records:
+    """Yield the rows of a file that is one object.
+
+    The object is a row itself, has one list of rows, or has the rows by key.
+
+    Raises `UserError` where it is none of them, or no JSON.
+    """
+    try:
+        content = json.loads(path.read_bytes(), object_pairs_hook=_object_with_unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"input: {str(path)!r} is not JSON ({in_one_line(error):.200}); mend it"
+        ) from error
+    items: Iterable[tuple[object, Any]] = [(1, content)]
+    list_name = ""
+    if isinstance(content, dict) and not columns.to_read(content):
+        keys_of_lists = [name for name, value in content.items() if _is_list_of_objects(value)]
+        if len(keys_of_lists) == 1:
+            items = enumerate(content[keys_of_lists[0]], 1)
+            list_name = f" under {keys_of_lists[0]!r}"
+        elif content and _is_list_of_objects(list(content.values())):
+            items = [(repr(name), value) for name, value in content.items()]
+        else:
+            names = ", ".join(f"{name:.40}" for name in islice(content, 5))
+            raise UserError(
+                f"input: {str(path)!r} is one object of {names or 'nothing'} and not a list of "
+                "rows; write its rows as a list, [{...}, {...}], or one object a line"
+            )
+    for position, item in items:
+        yield f"item {position}{list_name}", _object_or_fault(item, "make it an object in")
+
+
+def _is_list_of_objects(value: object) -> bool:
+    """Return whether a value is a list of objects alone, and not empty."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(item, dict | BadRecord) for item in value)
+    )
+
+
+def _object_with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any] | BadRecord:
+    """Build an object from its pairs; a bad record where it, or an object in it, has a key twice."""
+    try:
+        record = each_once(pairs)
+    except GivenTwiceError as error:
+        return BadRecord("given_twice", str(error), _KEEP_ONE)
+    for value in record.values():
+        items = value if isinstance(value, list) else [value]
+        for item in items:
+            if isinstance(item, BadRecord):
+                return item
+    return record

@@ -1,0 +1,142 @@
+"""The clock of a run: how many seconds of each step go to which phase."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import TrainerCallback
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+
+PHASES = ("rollout", "grading", "policy", "sync", "wake", "sleep", "other")
+# Phases that only an engine in sleep mode has
+_SLEEP_MODE_PHASES = {"wake", "sleep"}
+# Phases of the host: no long GPU work is started in them, so that nobody waits for it
+_HOST_PHASES = {"grading", "other"}
+
+
+def wait_for_gpu() -> None:
+    """Wait for the GPU, so that each phase is charged for its own work.
+
+    It costs little: the next phase would soon wait anyway.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+
+
+class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
+    """Divides the time among phases, and puts the seconds of each phase into the log of a step.
+
+    A phase inside another one pauses it. Inside a step, time that is in no other phase counts as
+    `policy`. The time between two steps (loading data, saving, evaluating) counts as `other` in the
+    later step.
+    """
+
+    def __init__(
+        self,
+        log: Callable[[str, float], None],
+        now: Callable[[], float] = time.perf_counter,
+        wait: Callable[[], None] = wait_for_gpu,
+        *,
+        sleep_mode: bool = False,
+    ) -> None:
+        """Start the clock.
+
+        Args:
+            log: takes the name and the value of a figure of the present step.
+            now: the time in seconds.
+            wait: waits for the GPU to finish what it was given.
+            sleep_mode: whether the engine sleeps between generations; otherwise there are no phases
+                `wake` and `sleep`.
+        """
+        self._log = log
+        self._now = now
+        self._wait = wait
+        self._phases = [phase for phase in PHASES if sleep_mode or phase not in _SLEEP_MODE_PHASES]
+        self._open_phases: list[str] = []
+        self._seconds = dict.fromkeys(self._phases, 0.0)
+        self._last_count_time = now()
+
+    def enter(self, phase: str) -> None:
+        """Begin a phase, which pauses the present one until `leave`."""
+        assert phase in self._phases, phase
+        self._charge_time()
+        self._open_phases.append(phase)
+
+    def leave(self) -> None:
+        """End the present phase; the one around it goes on."""
+        self._charge_time()
+        self._open_phases.pop()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a part of a step.
+
+        Outside of steps it counts as `other`: an evaluation also syncs and samples.
+        """
+        if not self._open_phases or self._open_phases[-1] == name:
+            yield
+            return
+        self.enter(name)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds of every phase since the last call.
+
+        Their sum is the time that has passed.
+        """
+        self._charge_time()
+        seconds = self._seconds
+        self._seconds = dict.fromkeys(self._phases, 0.0)
+        return seconds
+
+    def _charge_time(self) -> None:
+        """Charge the time since the last count to the present phase."""
+        if not self._open_phases or self._open_phases[-1] not in _HOST_PHASES:
+            self._wait()
+        now = self._now()
+        self._seconds[self._open_phases[-1] if self._open_phases else "other"] += (
+            now - self._last_count_time
+        )
+        self._last_count_time = now
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Forget the time before the training."""
+        self.take()
+
+    def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Begin the phase `policy`."""
+        self.enter("policy")
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Log the seconds of each phase."""
+        self.leave()
+        for phase, seconds in self.take().items():
+            self._log(f"seconds/{phase}", seconds)

@@ -1,0 +1,195 @@
+"""The commands `synthetic` and `knights` of `python -m data_prep`, which draw problems."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from adora_vl.synthetic.drawing import STYLES
+from adora_vl.synthetic.families import FAMILIES
+from adora_vl.synthetic.generate import KNOWN, LEVELS, MAX_CHOICES
+from adora_vl.synthetic.generated import (
+    DEFAULT_SIZE,
+    DEFAULT_TEST_ROWS,
+    prepare_drawn,
+    prepare_knights_table,
+    puzzles,
+    synthetic,
+)
+from adora_vl.synthetic.knights import PEOPLE, QUESTIONS
+from adora_vl.utils.cli import (
+    MAX_SEED,
+    Commands,
+    optional,
+    path,
+    whole,
+)
+from adora_vl.utils.errors import UserError
+from data_prep.options import add_output, number_range
+from data_prep.survey import print_counts
+
+MAX_ROWS = 10_000_000  # a typing error of more zeros would draw for days
+SIZES = (28, 1024)  # below, a label is not readable; above, the oversampled canvas takes gigabytes
+
+
+def add_synthetic(commands: Commands) -> None:
+    """Add the command `synthetic`, which draws problems."""
+    command = commands.add_parser(
+        "synthetic", help="drawn geometry problems; equal arguments give equal problems"
+    )
+    _add_drawn(command, _synthetic)
+    add = command.add_argument
+    add(
+        "--size",
+        type=whole(*SIZES),
+        default=DEFAULT_SIZE,
+        metavar="PIXELS",
+        help="side length, default: %(default)s",
+    )
+    add(
+        "--families",
+        type=_names,
+        default=(),
+        metavar="A,B",
+        help=f"of {', '.join(KNOWN)}; default: {', '.join(FAMILIES)}",
+    )
+    add(
+        "--level",
+        type=whole(min(LEVELS), max(LEVELS)),
+        default=1,
+        help="difficulty, 1 to 3, default: %(default)s",
+    )
+    add(
+        "--styles",
+        type=_names,
+        default=("plain",),
+        metavar="A,B",
+        help=f"of {', '.join(STYLES)}; default: plain",
+    )
+    help_text = "answers to choose from, default: 0, an open question"
+    several = whole(2, MAX_CHOICES)  # a single answer would be no choice
+    add(
+        "--choices",
+        type=lambda word: 0 if word == "0" else several(word),
+        default=0,
+        metavar="N",
+        help=help_text,
+    )
+    add(
+        "--figures",
+        action="store_true",
+        default=None,
+        help="add each problem's facts and its solved figure, on which the reward `steps` checks "
+        "what a response says",
+    )
+
+
+def add_knights(commands: Commands) -> None:
+    """Add the command `knights`, which draws puzzles or reads published ones."""
+    command = commands.add_parser(
+        "knights", help="knights-and-knaves puzzles, texts without images, with one solution"
+    )
+    _add_drawn(command, _knights, rows_required=False)
+    add = command.add_argument
+    add(
+        "--people",
+        type=optional(_people_range),
+        metavar="A-B",
+        help="per puzzle, default: {}-{}".format(*PEOPLE),
+    )
+    add("--source", choices=("drawn", "parquet"), default="drawn", help="default: %(default)s")
+    add(
+        "--input",
+        type=optional(path),
+        metavar="PATH",
+        help="parquet: the reference's data/kk, or a file of it",
+    )
+    add(
+        "--question",
+        choices=QUESTIONS,
+        help="parquet: ask for a box (default), or leave that to the system prompt",
+    )
+
+
+def _add_drawn(
+    command: argparse.ArgumentParser,
+    run: Callable[[argparse.Namespace], None],
+    *,
+    rows_required: bool = True,
+) -> None:
+    """Add the options of a data set that is drawn, and the function that runs the command.
+
+    `rows_required`: whether the number of rows has to be given.
+    """
+    add_output(command)
+    add = command.add_argument
+    add(
+        "--rows", type=whole(1, MAX_ROWS), required=rows_required, metavar="N", help="training rows"
+    )
+    add("--test-rows", type=whole(0, MAX_ROWS), metavar="M", help=f"default: {DEFAULT_TEST_ROWS}")
+    add("--seed", type=whole(0, MAX_SEED), metavar="S", help="default: 0")
+    command.set_defaults(run=run)
+
+
+def _names(word: str) -> tuple[str, ...]:
+    """Return the names in a word, which stand with commas between them.
+
+    Raises the error that argparse shows for an empty name.
+    """
+    names = tuple(name.strip() for name in word.split(","))
+    if not all(names):
+        raise argparse.ArgumentTypeError(
+            f"{word!r} has an empty name; write names with commas between them"
+        )
+    return names
+
+
+def _people_range(word: str) -> tuple[int, int]:
+    """Return the least and the largest number of people, from `A-B` or from one number."""
+    both_ends = word if "-" in word else f"{word}-{word}"
+    return number_range(both_ends, separator="-", convert=whole(*PEOPLE))
+
+
+_DRAWN_ONLY = ("rows", "test_rows", "seed", "people")
+_PARQUET_ONLY = ("input", "question")
+
+
+def _knights(arguments: argparse.Namespace) -> None:
+    """Run `knights`: draw puzzles, or read published ones from Parquet.
+
+    Raises `UserError` for an option that belongs to the other source.
+    """
+    is_drawn = arguments.source == "drawn"
+    needed_option = "rows" if is_drawn else "input"
+    options_of_other_source = _PARQUET_ONLY if is_drawn else _DRAWN_ONLY
+    for name, value in given_options(arguments, *options_of_other_source).items():
+        raise UserError(
+            f"{name}: {value} does not go with --source {arguments.source}; leave one of them out"
+        )
+    if getattr(arguments, needed_option) is None:
+        raise UserError(
+            f"{needed_option}: --source {arguments.source} needs it; give --{needed_option}"
+        )
+    if is_drawn:
+        drawn = puzzles(**given_options(arguments, *_DRAWN_ONLY))
+        manifest = prepare_drawn(arguments.output, drawn, overwrite=arguments.overwrite)
+    else:
+        options = given_options(arguments, "question", "overwrite")
+        manifest = prepare_knights_table(arguments.output, arguments.input, **options)
+    print_counts(arguments.output, manifest)
+
+
+def _synthetic(arguments: argparse.Namespace) -> None:
+    """Run `synthetic`: draw the problems, and print how many there are."""
+    names = ("rows", "test_rows", "seed", "size", "families", "level", "styles", "choices")
+    drawn = synthetic(**given_options(arguments, *names, "figures"))
+    manifest = prepare_drawn(arguments.output, drawn, overwrite=arguments.overwrite)
+    print_counts(arguments.output, manifest)
+
+
+def given_options(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return those of the options `names` that the user gave.
+
+    The functions that take them have the default values of the others.
+    """
+    values = {name: getattr(arguments, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}

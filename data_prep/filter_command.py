@@ -1,0 +1,181 @@
+"""The command `filter` of `python -m data_prep`, and its options."""
+
+import argparse
+from typing import Any
+
+from adora_vl.evals.inference.provenance import PROMPTS, settled_prompts, unusual_prompts
+from adora_vl.evals.inference.requests import EngineOptions, SamplingOptions, default_engine
+from adora_vl.evals.options import OF_THE_RUN, add_options, options_from
+from adora_vl.utils.cli import (
+    Commands,
+    number,
+    optional,
+    path,
+    text,
+    whole,
+)
+from adora_vl.utils.errors import UserError
+from data_prep.options import number_range
+
+MAX_SAMPLES = 1024  # answers to a problem; more would say nothing new of its pass rate
+
+
+def add_filter(commands: Commands) -> None:
+    """Add the command `filter`, which keeps the problems that a model solves sometimes."""
+    command = commands.add_parser(
+        "filter", help="keep the problems that a model solves sometimes, by sampling answers"
+    )
+    add = command.add_argument
+    add("--input", type=optional(path), metavar="DIR", help="a folder that data_prep made")
+    add(
+        "--output",
+        type=optional(path),
+        metavar="DIR",
+        help="the answers are kept in DIR.samples, to go on from",
+    )
+    add(
+        "--attenuation",
+        type=optional(path),
+        metavar="PLACE",
+        help="filter nothing: say whether ADORA's attenuation would act on the answers of a run's "
+        "folder, or on stored ones (DIR.samples, or a predictions file)",
+    )
+    add("--overwrite", action="store_true", help="replace another prepared dataset there")
+    add(
+        "--keep",
+        type=_pass_rate_range,
+        default="0.1:0.9",
+        metavar="LOW:HIGH",
+        help="pass rates to keep, default: %(default)s",
+    )
+    add(
+        "--split",
+        type=text,
+        default="train",
+        help="the split to filter, default: %(default)s; others are copied",
+    )
+    _add_answer_options(command)
+    command.set_defaults(run=_filter)
+
+
+def _add_answer_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of `filter` on where the answers come from, and how they are sampled."""
+    add = command.add_argument
+    add("--model", type=optional(text), metavar="M", help="a model folder, a hub id, or tiny")
+    add_options(command, SamplingOptions)
+    add(
+        "--samples",
+        type=whole(1, MAX_SAMPLES),
+        default=8,
+        metavar="N",
+        help="per problem, default: %(default)s",
+    )
+    help_text = (
+        "instead of --model: answers that `python -m eval.problems infer --split train "
+        "--samples N` made"
+    )
+    add("--predictions", type=optional(path), metavar="FILE.jsonl", help=help_text)
+    add(
+        "--prompt",
+        type=optional(text),
+        default=OF_THE_RUN,
+        metavar="TEMPLATE",
+        help="as adora_prompt of the training that the rows are for, or none; default: that of "
+        "the model's own training, else with the choices listed",
+    )
+    add(
+        "--temperature",
+        type=number(0.01, 100),
+        default=1.0,
+        metavar="T",
+        help="default: %(default)s",
+    )
+    add("--rounding", action="store_true", help="accept rounded decimals")
+    add("--engine", choices=("vllm", "transformers"), help="default: vllm where it is installed")
+
+
+def _pass_rate_range(word: str) -> tuple[float, float]:
+    """Return the two shares of `LOW:HIGH`, the range of pass rates to keep.
+
+    Raises the error that argparse shows for anything else.
+    """
+    if ":" not in word:
+        raise argparse.ArgumentTypeError(f"{word!r} has no colon; write LOW:HIGH, such as 0.1:0.9")
+    return number_range(word, separator=":", convert=number(0, 1))
+
+
+def _check_filter_arguments(arguments: argparse.Namespace) -> None:
+    """Raise `UserError` where folders are missing, or answers come from two places or from none."""
+    for name in ("input", "output"):
+        if getattr(arguments, name) is None:
+            raise UserError(f"{name}: give --{name} DIR")
+    has_both_or_neither = (arguments.model is None) == (arguments.predictions is None)
+    if has_both_or_neither:
+        raise UserError(
+            "model: give --model, to sample answers with, or --predictions, answers that are there"
+        )
+    if arguments.predictions is None:
+        return
+    for name in ("prompt", "system_prompt"):
+        # Answers that are stored were sampled with prompts of their own.
+        if getattr(arguments, name) is not OF_THE_RUN:
+            option = name.replace("_", "-")
+            raise UserError(
+                f"{name}: --{option} is for sampling, and --predictions has answers already; "
+                "leave one out"
+            )
+
+
+def _filter(arguments: argparse.Namespace) -> None:
+    """Run `filter`: sample answers, or read stored ones, and write the problems that are kept.
+
+    With `--attenuation` nothing is filtered; it prints what ADORA would do with stored answers.
+    """
+    # the engines of `eval` are imported by this command alone
+    from adora_vl.evals.inference.engines import settings_of
+    from data_prep import filter as filtering
+    from data_prep import forecast
+
+    if arguments.attenuation is not None:
+        print("\n".join(forecast.forecast_at(arguments.attenuation).lines()))
+        return
+    _check_filter_arguments(arguments)
+    filtering.check_input(arguments.input, arguments.split)
+    filtering.check_output(arguments.input, arguments.output)
+    predictions = arguments.predictions
+    # What the manifest records of the answers, beside their hash.
+    answer_facts: dict[str, Any] = {"predictions": str(predictions)}
+    if predictions is None:
+        engine = arguments.engine or default_engine()
+        settings = settings_of(options_from(EngineOptions, arguments, engine=engine))
+        prompt_options = {name: getattr(arguments, name) for name in PROMPTS}
+        prompts = settled_prompts(arguments.model, prompt_options)
+        predictions = filtering.sample(
+            arguments.input,
+            arguments.split,
+            filtering.samples_folder(arguments.output),
+            settings,
+            samples=arguments.samples,
+            system_prompt=prompts["system_prompt"],
+            prompt=prompts["prompt"],
+        )
+        answer_facts = {
+            "model": settings.model,
+            "samples": arguments.samples,
+            "temperature": settings.temperature,
+        }
+        answer_facts |= unusual_prompts(prompts)
+    low, high = arguments.keep
+    manifest = filtering.filter_dataset(
+        arguments.input,
+        arguments.output,
+        predictions,
+        filtering.Keep(low=low, high=high),
+        split=arguments.split,
+        rounding=arguments.rounding,
+        overwrite=arguments.overwrite,
+        arguments=answer_facts,
+    )
+    print(f"{arguments.output}: {filtering.in_words(manifest)}")
+    if arguments.predictions is None and arguments.samples > 1:
+        print("\n".join(["", *forecast.forecast_at(predictions).lines()]))

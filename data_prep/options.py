@@ -1,0 +1,80 @@
+"""Options that several commands of `python -m data_prep` have in common."""
+
+import argparse
+from collections.abc import Callable
+from typing import TypeVar
+
+from adora_vl.conversion.pipeline import MAX_WORKERS, usable_cores
+from adora_vl.conversion.quarantine import MAX_SHARE
+from adora_vl.data.images import DEFAULT_FAMILY, MAX_PIXELS, UNIT, VISIONS
+from adora_vl.utils.cli import (
+    number,
+    optional,
+    path,
+    whole,
+)
+
+Number = TypeVar("Number", int, float)
+
+
+def add_output(command: argparse.ArgumentParser) -> None:
+    """Add the options for the folder that a command writes."""
+    command.add_argument("--output", type=path, required=True, metavar="DIR")
+    command.add_argument(
+        "--overwrite", action="store_true", help="replace another prepared dataset there"
+    )
+
+
+def add_family(command: argparse.ArgumentParser) -> None:
+    """Add the option for the model family whose image tokens are counted."""
+    help_text = "the model_type that counts image tokens, default: %(default)s"
+    command.add_argument("--family", choices=tuple(VISIONS), default=DEFAULT_FAMILY, help=help_text)
+
+
+def add_cleaning(command: argparse.ArgumentParser) -> None:
+    """Add the options on pictures, duplicates and refused rows, which several commands share."""
+    add = command.add_argument
+    pixels = optional(whole(UNIT**2, MAX_PIXELS))  # from one image token on
+    add(
+        "--max-pixels",
+        type=pixels,
+        metavar="N",
+        help="shrink larger images as the model does, default: keep them",
+    )
+    add(
+        "--min-pixels",
+        type=pixels,
+        metavar="N",
+        help="enlarge smaller ones as the model does, default: keep them",
+    )
+    add_family(command)
+    help_text = "cleaning processes, default: the cores, here %(default)s"
+    add(
+        "--workers", type=whole(1, MAX_WORKERS), default=usable_cores(), metavar="N", help=help_text
+    )
+    add(
+        "--keep-leaks",
+        action="store_true",
+        help="keep training rows that also occur in a held-out split",
+    )
+    help_text = "largest share of unusable rows that is not an error, default: %(default)s"
+    add(
+        "--allow-quarantined", type=number(0, 1), default=MAX_SHARE, metavar="SHARE", help=help_text
+    )
+
+
+def number_range(
+    word: str, *, separator: str, convert: Callable[[str], Number]
+) -> tuple[Number, Number]:
+    """Return the two ends of a range such as `2-5`, as `convert` reads each of them.
+
+    Raises the error that argparse shows where the larger number stands first.
+    """
+    low_word, _, high_word = word.partition(separator)
+    low = convert(low_word)
+    high = convert(high_word)
+    if low > high:
+        raise argparse.ArgumentTypeError(
+            f"{word!r} has the larger number first; write {high_word}{separator}{low_word}"
+        )
+    return low, high
