@@ -24,12 +24,12 @@ from adora_vl.data.loading import load_rows
 from adora_vl.data.prompt_lengths import (
     ContextLimit,
     LengthCheck,
-    Limits,
-    Measured,
     OverlongPrompts,
+    PromptLengths,
+    ResizeLimits,
     context_limit,
-    limits_of,
-    measured,
+    measure_prompts,
+    resize_limits_of,
     served_length,
     sizes_in,
 )
@@ -138,21 +138,21 @@ LIMIT = ContextLimit(
 def check_of(prompt: list[int], image: list[int], limit: ContextLimit = LIMIT) -> LengthCheck:
     """Return the check of rows r0, r1, ... with these tokens of prompts and of their images."""
     ids = [f"r{number}" for number in range(len(prompt))]
-    return LengthCheck(limit, Measured(ids, prompt, image))
+    return LengthCheck(limit, PromptLengths(ids, prompt, image))
 
 
 def test_what_is_refused_and_what_is_cut() -> None:
     check = check_of([50, 60, 61, 99, 100, 130], [4] * 6)
-    assert check.refused == [4, 5]
-    assert check.cut == [2, 3]
+    assert check.too_long_numbers == [4, 5]
+    assert check.cut_numbers == [2, 3]
     with pytest.raises(UserError) as error:
-        check.kept("error")
+        check.usable_numbers("error")
     assert str(error.value) == (
         "vllm_max_model_length: 100 is too short for 2 of 6 prompts: row r4 has 100 tokens, 4 of "
         "them for its images, the longest 130; set it to 170, which holds every prompt with its "
         "answer, or leave such rows out with adora_overlong_prompts: drop"
     )
-    assert check.kept("drop") == [0, 1, 2, 3]
+    assert check.usable_numbers("drop") == [0, 1, 2, 3]
     assert check.notes() == [
         "adora_overlong_prompts: drop leaves out 2 of 6 rows, for whose prompts "
         "vllm_max_model_length: 100 is too short (170 would hold all of them)",
@@ -163,7 +163,7 @@ def test_what_is_refused_and_what_is_cut() -> None:
 
 def test_prompts_with_room_for_every_answer_are_kept_without_a_word() -> None:
     check = check_of([50, 60], [4, 4])
-    assert check.kept("error") == [0, 1]
+    assert check.usable_numbers("error") == [0, 1]
     assert not check.notes()
 
 
@@ -171,7 +171,7 @@ def test_a_data_set_without_one_prompt_that_fits_is_refused() -> None:
     check = check_of([100, 130], [4, 4])
     message = r"^adora_overlong_prompts: drop leaves nothing to use: vllm_max_model.*170"
     with pytest.raises(UserError, match=message):
-        check.kept("drop")
+        check.usable_numbers("drop")
 
 
 def test_the_remedy_is_one_that_helps() -> None:
@@ -243,15 +243,15 @@ def test_lengths_are_those_of_the_trainers_own_prompts(tmp_path: Path, processor
         images.append([{"bytes": encoded(picture), "path": None} for picture in pictures])
     folder = write(tmp_path / "mine", problems, images)
     script = parse([*CPU, "--dataset_name", str(folder), "--output_dir", "nowhere"])[0]
-    measurements: list[Measured] = []
-    limits = limits_of(processor, load_config(str(PRETRAINED)), None, None)
+    measurements: list[PromptLengths] = []
+    limits = resize_limits_of(processor, load_config(str(PRETRAINED)), None, None)
 
     def fitting(rows: Dataset, texts: Sequence[str]) -> Sequence[int]:
         counter = tokenizer_counter(processor, script.adora_system_prompt)
         table = rows.data.table
         ids = table["id"].to_pylist()
         texts_and_sizes = zip(ids, texts, sizes_in(table), strict=True)
-        measurements.append(measured(texts_and_sizes, counter, limits, len(ids)))
+        measurements.append(measure_prompts(texts_and_sizes, counter, limits, len(ids)))
         return range(len(rows))
 
     rows = load_rows(script, [str(folder)], 0, fitting)
@@ -296,7 +296,7 @@ def test_an_image_that_cannot_be_read_is_left_to_the_step_that_names_it(tmp_path
     rows_of_text = Dataset.from_dict({"images": [[], []]}, image_features)
     assert list(sizes_in(rows_of_text.data.table)) == [[], []]
     counter = TokenCounter(lambda texts, images: [7 + count for count in images])
-    lengths = measured([("a", "x", [None])], counter, Limits(1, 100, 1), 1)
+    lengths = measure_prompts([("a", "x", [None])], counter, ResizeLimits(1, 100, 1), 1)
     assert lengths.prompt == [7]
     assert lengths.image == [0]
 
@@ -327,9 +327,9 @@ def test_lengths_of_many_rows_are_counted_once_for_the_same_rows_and_tokenizer(
     calls: list[int] = []
 
     def numbers_of(identity: str, source: str, texts: Sequence[str], high: int = 100) -> list[int]:
-        limits = Limits(1, high, 1)
+        limits = ResizeLimits(1, high, 1)
         overlong = OverlongPrompts(limit, counting(identity, calls), limits, "drop", speaks=False)
-        numbers = list(overlong.fitting(rows, texts, [source]))
+        numbers = list(overlong.rows_to_train_on(rows, texts, [source]))
         assert overlong.lengths is not None
         assert overlong.lengths.ids == [rows[number]["id"] for number in numbers]
         return numbers
@@ -523,7 +523,7 @@ def evaluated(limit: int, policy: str, *problems: Problem) -> list[Problem]:
     overlong = OverlongPrompts(
         token_limit,
         counter=TokenCounter(characters),
-        pixels=Limits(1, 100, 1),
+        pixels=ResizeLimits(1, 100, 1),
         policy=policy,
         speaks=True,
     )
