@@ -110,7 +110,7 @@ def fitting_evaluations(plan: EvaluationPlan, overlong: OverlongPrompts) -> Eval
     for task in plan.tasks:
         rows = ((problem.pid, problem.prompt, _image_sizes(problem)) for problem in task.problems)
         evaluation = f" of the evaluation {task.benchmark.name}"
-        numbers = overlong.fits(rows, len(task.problems), evaluation)
+        numbers = overlong.prompts_to_evaluate(rows, len(task.problems), evaluation)
         tasks.append(replace(task, problems=[task.problems[number] for number in numbers]))
     return replace(plan, tasks=tasks)
 

@@ -48,8 +48,11 @@ Rows = Iterable[tuple[str, Any, Sequence[Size | None]]]
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Pixels of an image, and the side of an image token."""
+class ResizeLimits:
+    """The numbers of pixels between which a processor resizes an image.
+
+    `low` and `high`: width times height. `unit`: the side of an image token, in pixels.
+    """
 
     low: int
     high: int
@@ -57,7 +60,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Measured:
+class PromptLengths:
     """Lengths of prompts, one entry per row: its id, all tokens of its prompt, those of images."""
 
     ids: list[str]
@@ -74,9 +77,9 @@ class Measured:
         """Tokens of the longest prompt without its images."""
         return max(prompt - image for prompt, image in zip(self.prompt, self.image, strict=True))
 
-    def only(self, numbers: Sequence[int]) -> Measured:
+    def select_rows(self, numbers: Sequence[int]) -> PromptLengths:
         """Return the lengths of the rows with these numbers."""
-        return Measured(
+        return PromptLengths(
             ids=[self.ids[number] for number in numbers],
             prompt=[self.prompt[number] for number in numbers],
             image=[self.image[number] for number in numbers],
@@ -112,11 +115,11 @@ class LengthCheck:
     """
 
     limit: ContextLimit
-    measured: Measured
+    measured: PromptLengths
     of_dataset: str = ""
 
     @cached_property
-    def refused(self) -> list[int]:
+    def too_long_numbers(self) -> list[int]:
         """Numbers of the prompts without room for one answer token: vLLM raises an error for them."""
         return [
             number
@@ -125,7 +128,7 @@ class LengthCheck:
         ]
 
     @cached_property
-    def cut(self) -> list[int]:
+    def cut_numbers(self) -> list[int]:
         """Numbers of the prompts that fit, but leave less than `max_completion_length`.
 
         vLLM ends longer answers at the limit.
@@ -137,17 +140,18 @@ class LengthCheck:
             if longest_uncut < length < self.limit.tokens
         ]
 
-    def kept(self, policy: str | None) -> list[int]:
+    def usable_numbers(self, policy: str | None) -> list[int]:
         """Return the numbers of the prompts that are used.
 
         `policy`: the value of `adora_overlong_prompts`, None where Python gave the rows. Raises
         `UserError` for prompts that are too long unless it is `drop`, and where none is left.
         """
-        refused = set(self.refused)
-        if refused and policy != "drop":
+        too_long = set(self.too_long_numbers)
+        if too_long and policy != "drop":
             raise UserError(self.refusal(droppable=policy is not None))
-        usable = [number for number in range(len(self.measured.prompt)) if number not in refused]
-        if not usable and refused:
+        total = len(self.measured.prompt)
+        usable = [number for number in range(total) if number not in too_long]
+        if not usable and too_long:
             raise UserError(f"{KEY}: drop leaves nothing to use: {self.refusal(droppable=False)}")
         return usable
 
@@ -165,7 +169,7 @@ class LengthCheck:
         limit = self.limit
         prompt = self.measured.prompt
         image = self.measured.image
-        first = self.refused[0]
+        first = self.too_long_numbers[0]
         longest = max(prompt)
         needed = limit.needed(longest)
         fits_model = limit.model_limit is None or needed <= limit.model_limit
@@ -187,7 +191,7 @@ class LengthCheck:
         longest_note = f", the longest {longest}" if prompt[first] < longest else ""
         *alternatives, last = remedies
         return (
-            f"{limit.name} is too short for {len(self.refused)} of "
+            f"{limit.name} is too short for {len(self.too_long_numbers)} of "
             f"{amount(len(prompt), 'prompt')}{self.of_dataset}: row {self.measured.ids[first]} has "
             f"{prompt[first]} tokens{images}{longest_note}; "
             f"{', '.join(alternatives)}{', or ' if alternatives else ''}{last}"
@@ -198,17 +202,17 @@ class LengthCheck:
         limit = self.limit
         prompt = self.measured.prompt
         lines = []
-        if self.refused:
+        if self.too_long_numbers:
             enough = (
                 f" ({limit.needed(max(prompt))} would hold all of them)" if limit.raised else ""
             )
             lines.append(
-                f"{KEY}: drop leaves out {len(self.refused)} of "
+                f"{KEY}: drop leaves out {len(self.too_long_numbers)} of "
                 f"{amount(len(prompt), 'row')}{self.of_dataset}, for whose prompts {limit.name} is too "
                 f"short{enough}"
             )
-        if self.cut:
-            longest = max(prompt[number] for number in self.cut)
+        if self.cut_numbers:
+            longest = max(prompt[number] for number in self.cut_numbers)
             then = (
                 "are cut off there"
                 if limit.cuts
@@ -216,7 +220,7 @@ class LengthCheck:
             )
             enough = f"; {limit.needed(longest)} would leave room" if limit.raised else ""
             lines.append(
-                f"{limit.name} leaves {len(self.cut)} of {amount(len(prompt), 'prompt')}{self.of_dataset} "
+                f"{limit.name} leaves {len(self.cut_numbers)} of {amount(len(prompt), 'prompt')}{self.of_dataset} "
                 f"less than max_completion_length: {limit.completion}, {limit.tokens - longest} "
                 f"at the least, and longer answers {then}{enough}"
             )
@@ -230,7 +234,7 @@ class OverlongPrompts:
         self,
         limit: ContextLimit | None,
         counter: TokenCounter,
-        pixels: Limits,
+        pixels: ResizeLimits,
         policy: str | None,
         *,
         speaks: bool,
@@ -239,22 +243,22 @@ class OverlongPrompts:
     ) -> None:
         """Create the check of a run.
 
-        `limit`: None where nothing is to be checked. `policy`: as in `LengthCheck.kept`. `speaks`:
+        `limit`: None where nothing is to be checked. `policy`: as in `LengthCheck.usable_numbers`. `speaks`:
         whether to print notes. `paper`: for a dry run, which needs the lengths without a limit too.
         `max_rows`: check at most so many rows.
         """
         self.left_out: list[str] = []  # ids of rows
         self.checks: list[LengthCheck] = []
-        self.lengths: Measured | None = None  # of the rows that are trained on
+        self.lengths: PromptLengths | None = None  # of the rows that are trained on
         self.limit = limit
         self.pixels = pixels
         self._counter = counter
         self._policy = policy
         self._speaks = speaks
-        self._paper = paper
+        self._is_dry_run = paper
         self._max_rows = max_rows
 
-    def fitting(
+    def rows_to_train_on(
         self, rows: Dataset, texts: Sequence[str], sources: Sequence[str] = ()
     ) -> Sequence[int]:
         """Return the numbers of the rows to train on.
@@ -274,18 +278,18 @@ class OverlongPrompts:
                 lengths = self._measure(_rows_of(rows, texts), total)
                 memory.write(lengths.prompt, lengths.image)
             else:
-                lengths = Measured(rows.data.table["id"].to_pylist(), *remembered)
-            return self._chosen(lengths, total)
-        return self.kept_of(_rows_of(rows, texts), total)
+                lengths = PromptLengths(rows.data.table["id"].to_pylist(), *remembered)
+            return self._keep_usable(lengths, total)
+        return self.prompts_to_train_on(_rows_of(rows, texts), total)
 
-    def kept_of(self, rows: Rows, total: int) -> Sequence[int]:
-        """Return the numbers of the rows to train on. `rows`: as for `measured`. Raises `UserError`."""
+    def prompts_to_train_on(self, rows: Rows, total: int) -> Sequence[int]:
+        """Return the numbers of the rows to train on. `rows`: as for `measure_prompts`. Raises `UserError`."""
         if not self._is_needed:
             return range(total)
         count = self._count(total)
-        return self._chosen(self._measure(islice(rows, count), count), total)
+        return self._keep_usable(self._measure(islice(rows, count), count), total)
 
-    def fits(self, rows: Rows, total: int, of_dataset: str) -> Sequence[int]:
+    def prompts_to_evaluate(self, rows: Rows, total: int, of_dataset: str) -> Sequence[int]:
         """Return the numbers of the prompts of an evaluation that are used.
 
         `of_dataset`: as in `LengthCheck`. Raises `UserError`, also for an image that the model's
@@ -293,41 +297,41 @@ class OverlongPrompts:
         """
         if self.limit is None:
             return range(total)
-        return self._usable(self._measure(rows, total), of_dataset)
+        return self._usable_numbers(self._measure(rows, total), of_dataset)
 
     @property
     def _is_needed(self) -> bool:
         """Whether lengths are to be known: they are checked, or a dry run shows them."""
-        return self.limit is not None or self._paper
+        return self.limit is not None or self._is_dry_run
 
     def _count(self, total: int) -> int:
         """Return how many of the rows are measured."""
         return min(total, self._max_rows or total)
 
-    def _measure(self, rows: Rows, total: int) -> Measured:
+    def _measure(self, rows: Rows, total: int) -> PromptLengths:
         """Return the lengths of rows, with a progress bar where one is wanted."""
-        return measured(
+        return measure_prompts(
             rows, counter=self._counter, limits=self.pixels, total=total, show=self._speaks
         )
 
-    def _chosen(self, lengths: Measured, total: int) -> Sequence[int]:
+    def _keep_usable(self, lengths: PromptLengths, total: int) -> Sequence[int]:
         """Return the numbers of the rows to train on, and keep their lengths and what is left out.
 
         `lengths`: of the first rows, all of them unless a dry run measures fewer.
         """
         count = len(lengths.ids)
-        usable = self._usable(lengths)
+        usable = self._usable_numbers(lengths)
         self.left_out = [lengths.ids[number] for number in sorted({*range(count)} - {*usable})]
-        self.lengths = lengths.only(usable)
+        self.lengths = lengths.select_rows(usable)
         return [*usable, *range(count, total)]
 
-    def _usable(self, lengths: Measured, of_dataset: str = "") -> Sequence[int]:
+    def _usable_numbers(self, lengths: PromptLengths, of_dataset: str = "") -> Sequence[int]:
         """Return the numbers of the rows to use; print notes on the rest."""
         if self.limit is None:
             return range(len(lengths.ids))
         check = LengthCheck(self.limit, lengths, of_dataset)
         self.checks.append(check)
-        usable = check.kept(self._policy)
+        usable = check.usable_numbers(self._policy)
         if self._speaks:
             for line in check.notes():
                 print(line, flush=True)
@@ -415,12 +419,12 @@ def served_length(config: GRPOConfig) -> int | None:
     return min(lengths, default=None)
 
 
-def limits_of(
+def resize_limits_of(
     processor: ProcessorMixin,
     model: PretrainedConfig,
     min_pixels: int | None,
     max_pixels: int | None,
-) -> Limits:
+) -> ResizeLimits:
     """Return the pixel limits that images will be resized to.
 
     They are the config's, else the processor's own, else those published for the family of `model`,
@@ -435,10 +439,10 @@ def limits_of(
     vision_config = getattr(model, "vision_config", None)
     if family is not None and vision_config is not None:
         unit = vision_config.patch_size * vision_config.spatial_merge_size
-    return Limits(low, high, unit)
+    return ResizeLimits(low, high, unit)
 
 
-def assumed(limits: Limits, *, sees: bool) -> tuple[Measured, str]:
+def assume_lengths(limits: ResizeLimits, *, sees: bool) -> tuple[PromptLengths, str]:
     """Return assumed lengths for data that are not at hand, and the words that say what is assumed.
 
     The lengths are those of one row of the worst kind, with an image of `max_pixels` if the model
@@ -447,19 +451,20 @@ def assumed(limits: Limits, *, sees: bool) -> tuple[Measured, str]:
     tokens = limits.high // limits.unit**2 if sees else 0
     picture = f"one image of {tokens} tokens and " if sees else ""
     words = f"assumed: {picture}{TEXT_TOKENS} tokens{' of text' if sees else ''} in every prompt"
-    return Measured(["?"], [tokens + TEXT_TOKENS], [tokens]), words
+    return PromptLengths(["?"], [tokens + TEXT_TOKENS], [tokens]), words
 
 
-def measured(
-    rows: Rows, counter: TokenCounter, limits: Limits, total: int, *, show: bool = True
-) -> Measured:
+def measure_prompts(
+    rows: Rows, counter: TokenCounter, limits: ResizeLimits, total: int, *, show: bool = True
+) -> PromptLengths:
     """Return the lengths of rows.
 
     `rows`: id, text and sizes of the images of each; an image of unknown size (None) counts
-    nothing. `show`: a progress bar, on a terminal and where it takes longer. Raises `UserError` for
+    nothing. `total`: the number of rows. `show`: a progress bar, on a terminal and where it takes
+    longer. Raises `UserError` for
     an image that the model's processor refuses.
     """
-    lengths = Measured([], [], [])
+    lengths = PromptLengths([], [], [])
     pixels = (limits.unit, limits.low, limits.high)
     # None: tqdm disables the bar unless it writes to a terminal
     disable = None if show else True
@@ -467,14 +472,16 @@ def measured(
     row_iterator = iter(bar)
     while batch := list(islice(row_iterator, _BATCH_ROWS)):
         texts = [text for _, text, _ in batch]
-        images = [len(sizes) for _, _, sizes in batch]
-        text_tokens = counter.count(texts, images)
-        for (name, _, sizes), tokens, count in zip(batch, text_tokens, images, strict=True):
+        image_counts = [len(sizes) for _, _, sizes in batch]
+        token_counts = counter.count(texts, image_counts)
+        for number, (row_id, _, sizes) in enumerate(batch):
             known_sizes = [size for size in sizes if size is not None]
-            image = sum(image_tokens(size, *pixels, name) for size in known_sizes)
-            lengths.ids.append(name)
-            lengths.prompt.append(tokens - count + image)
-            lengths.image.append(image)
+            row_image_tokens = sum(image_tokens(size, *pixels, row_id) for size in known_sizes)
+            # The counter takes each image for one token.
+            text_tokens = token_counts[number] - image_counts[number]
+            lengths.ids.append(row_id)
+            lengths.prompt.append(text_tokens + row_image_tokens)
+            lengths.image.append(row_image_tokens)
     return lengths
 
 
@@ -490,9 +497,8 @@ def _size(stored: pa.StructScalar) -> Size | None:
     """Return the size of a stored image, None where it cannot be read."""
     try:
         content = stored["bytes"]
-        with open_picture(
-            io.BytesIO(content.as_buffer()) if content.is_valid else stored["path"].as_py()
-        ) as opened:
+        source = io.BytesIO(content.as_buffer()) if content.is_valid else stored["path"].as_py()
+        with open_picture(source) as opened:
             return opened.size
     # Pillow raises what its formats raise, and a null in place of an image has no fields
     except Exception:

@@ -470,7 +470,7 @@ def report_figures(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
         "rows": plan.rows,
         "prompt_tokens": _spread_of(plan.lengths.prompt),
         "image_tokens": _spread_of(plan.lengths.image),
-        "overlong_prompts": sum(len(check.refused) for check in plan.checks),
+        "overlong_prompts": sum(len(check.too_long_numbers) for check in plan.checks),
         "card_bytes": plan.card,
         "phases": prediction.phases,
         "peak_bytes": prediction.peak,

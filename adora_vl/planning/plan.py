@@ -12,7 +12,7 @@ from adora_vl.config.command import CliArgs
 from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.sharding import Sharding
 from adora_vl.data.dataset import row_count
-from adora_vl.data.prompt_lengths import ContextLimit, LengthCheck, Measured, sizes_in
+from adora_vl.data.prompt_lengths import ContextLimit, LengthCheck, PromptLengths, sizes_in
 from adora_vl.models.activations import MicroBatch
 from adora_vl.models.families import family_of, sees_images
 from adora_vl.models.shape import ModelShape
@@ -35,7 +35,7 @@ class Plan:
 
     run: ResolvedRun
     script: AdoraScriptArguments
-    lengths: Measured
+    lengths: PromptLengths
     rows: int | None
     """Rows that the run trains on; None where the dataset is not on this machine."""
     setup: Setup
@@ -173,7 +173,7 @@ def make_setup(
     model: ModelConfig,
     shape: ModelShape,
     sharding: Sharding,
-    lengths: Measured,
+    lengths: PromptLengths,
 ) -> Setup:
     """Collect everything that the memory prediction depends on.
 

@@ -68,7 +68,7 @@ def check_prompts(
         processor = _load_processor(model, context, messages)
     if processor is not None:
         limit_pixels(processor, config.min_pixels, config.max_pixels)
-    pixels = lengths.limits_of(
+    pixels = lengths.resize_limits_of(
         processor,
         model=model.config,
         min_pixels=config.min_pixels,
@@ -271,7 +271,7 @@ def _python_rows(request: RunRequest, model: ModelFacts, prompts: PromptFacts) -
     if python_inputs.is_stored(train):
         any_images = python_inputs.check_prompts(train)
         fits.check_sees(request.model.keys, model.config, has_images=any_images)
-        prompts.lengths.kept_of(python_inputs.prompts_of(train), len(train))
+        prompts.lengths.prompts_to_train_on(python_inputs.prompts_of(train), len(train))
     return _data_facts(train, prompts, evaluated=evaluated)
 
 
@@ -294,7 +294,7 @@ def _assumed_rows(
 ) -> DataFacts:
     """Assume the lengths of prompts for a dry run whose data set is not on this machine."""
     sees = sees_images(model.config)
-    guess, words = lengths.assumed(prompts.lengths.pixels, sees=sees)
+    guess, words = lengths.assume_lengths(prompts.lengths.pixels, sees=sees)
     messages.unknown.append(
         f"the dataset {missing!r} is not here, so rows and prompts are not known; {words}"
     )
@@ -346,13 +346,13 @@ def _fitting(
             f"measured on the first {request.max_rows} of {len(dataset)} rows (--rows)"
         )
     if len(dataset) < lengths.REMEMBERED_ROWS:
-        return prompts.lengths.fitting(dataset, texts)
+        return prompts.lengths.rows_to_train_on(dataset, texts)
     assert request.script is not None, "only a command names folders"
     split = request.script.dataset_train_split
     sources = [data_hash(Path(folder), split) for folder in folders]
     # Collective: the first rank of each machine counts, and the others read what it remembers.
     with request.config.main_process_first(desc="counting the tokens of the prompts"):
-        return prompts.lengths.fitting(dataset, texts, sources)
+        return prompts.lengths.rows_to_train_on(dataset, texts, sources)
 
 
 def check_room(config: AdoraGRPOConfig, prompts: PromptFacts, data: DataFacts) -> None:

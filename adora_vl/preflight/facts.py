@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
     from adora_vl.config.batch_plan import BatchLayout
     from adora_vl.config.run_context import Messages, RunContext
-    from adora_vl.data.prompt_lengths import Measured, OverlongPrompts
+    from adora_vl.data.prompt_lengths import OverlongPrompts, PromptLengths
     from adora_vl.evaluation import EvaluationPlan
     from adora_vl.models.adapter import Adapter
     from adora_vl.preflight.python_inputs import AnyDatasets
@@ -103,7 +103,7 @@ class DataFacts:
     train: Dataset | IterableDataset | None
     evaluated: AnyDatasets | None
     rows: int | None
-    measured: Measured | None
+    measured: PromptLengths | None
     left_out: tuple[str, ...]
 
 

@@ -21,7 +21,7 @@ from adora_vl.data.images import (
     size_within,
     upright_rgb_copy,
 )
-from adora_vl.data.prompt_lengths import Limits
+from adora_vl.data.prompt_lengths import ResizeLimits
 from adora_vl.data.prompts import (
     CONTROL_TOKENS,
     NO_CALLS_LEFT,
@@ -134,7 +134,7 @@ def choose_tools(
     return ToolSet(functions, hashes, environments)
 
 
-def view_of(config: "PreTrainedConfig", pixels: Limits) -> View | None:
+def view_of(config: "PreTrainedConfig", pixels: ResizeLimits) -> View | None:
     """Return the view of a model of this Transformers config.
 
     None for a model that reads text alone. `pixels` are the limits within which the model sees a

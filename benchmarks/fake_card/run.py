@@ -29,7 +29,7 @@ from adora_vl import trainer as our_trainer
 from adora_vl.config.schema import parse
 from adora_vl.config.sharding import Sharding
 from adora_vl.data.dataset import schema
-from adora_vl.data.prompt_lengths import Measured
+from adora_vl.data.prompt_lengths import PromptLengths
 from adora_vl.data.prompts import conversation
 from adora_vl.models.families import freeze
 from adora_vl.models.four_bit import WHOLE, bytes_of
@@ -424,7 +424,7 @@ def _setup(card_run: CardRun, config: Any, model: Any, folder: Path, prompt: int
         model=model,
         shape=shape,
         sharding=Sharding(),
-        lengths=Measured([""], [prompt], [image]),
+        lengths=PromptLengths([""], [prompt], [image]),
     )
 
 

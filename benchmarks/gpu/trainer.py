@@ -31,7 +31,7 @@ from trl import GRPOConfig, GRPOTrainer, ModelConfig
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.sharding import Sharding
-from adora_vl.data.prompt_lengths import Measured
+from adora_vl.data.prompt_lengths import PromptLengths
 from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import describe
 from adora_vl.planning.memory import CONTEXT, predict
@@ -368,7 +368,7 @@ def prediction(
         config, dtype="bfloat16" if setting.on_gpu else "float32", peft_config=lora(setting)
     )
     image = (side // shape.patch // shape.merge) ** 2
-    lengths = Measured(["row"], [prompt], [image])
+    lengths = PromptLengths(["row"], [prompt], [image])
     setup = make_setup(
         args,
         model=ModelConfig(attn_implementation="sdpa"),

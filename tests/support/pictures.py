@@ -8,28 +8,41 @@ from PIL import Image, ImageDraw
 
 
 def noise_picture(seed: int, size: tuple[int, int] = (70, 45), mode: str = "RGB") -> Image.Image:
-    pixels = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+    """Return random pixels, others for each seed. `size`: width and height."""
+    width, height = size
+    random = np.random.default_rng(seed)
+    pixels = random.integers(0, 255, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels).convert(mode)
 
 
 def half_black_picture(size: tuple[int, int] = (30, 20)) -> Image.Image:
-    """Transparent, with a black left half: on white paper its right half is white."""
-    image = Image.new("RGBA", size, (0, 0, 0, 0))
-    image.paste((0, 0, 0, 255), (0, 0, size[0] // 2, size[1]))
+    """Return a transparent picture with a black left half: on white paper the right one is white."""
+    width, height = size
+    nothing = (0, 0, 0, 0)
+    black = (0, 0, 0, 255)
+    left_half = (0, 0, width // 2, height)
+    image = Image.new("RGBA", size, nothing)
+    image.paste(black, left_half)
     return image
 
 
 def drawing(seed: int, size: int = 200) -> Image.Image:
-    """A figure of straight lines, another one for each seed."""
+    """Return a figure of five straight lines, another one for each seed.
+
+    `size`: both sides in pixels.
+    """
     image = Image.new("RGB", (size, size), "white")
-    points = np.random.default_rng(seed).uniform(0.05 * size, 0.95 * size, (6, 2))
-    ImageDraw.Draw(image).line(
-        [tuple(point) for point in points], fill="black", width=max(1, size // 60)
-    )
+    random = np.random.default_rng(seed)
+    lowest = 0.05 * size  # a margin, so that no line is cut
+    highest = 0.95 * size
+    corners = [tuple(point) for point in random.uniform(lowest, highest, (6, 2))]
+    line_width = max(1, size // 60)
+    ImageDraw.Draw(image).line(corners, fill="black", width=line_width)
     return image
 
 
-def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
+def encoded(image: Image.Image, image_format: str = "PNG", **options: Any) -> bytes:
+    """Return the picture as a file. `options`: of Pillow's writer."""
     stream = io.BytesIO()
-    image.save(stream, form, **options)
+    image.save(stream, image_format, **options)
     return stream.getvalue()

@@ -3,8 +3,14 @@
 import torch
 
 
-def mean_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
-    """The mean difference of two models' weights."""
-    return sum((first[name] - second[name]).abs().sum().item() for name in first) / sum(
-        t.numel() for t in first.values()
-    )
+def mean_difference(
+    first_weights: dict[str, torch.Tensor], second_weights: dict[str, torch.Tensor]
+) -> float:
+    """Return the mean absolute difference of two models' weights, which have the same names."""
+    total_difference = 0.0
+    total_count = 0
+    for name, first_weight in first_weights.items():
+        difference = first_weight - second_weights[name]
+        total_difference += difference.abs().sum().item()
+        total_count += first_weight.numel()
+    return total_difference / total_count

@@ -105,7 +105,7 @@ def _toolbox_of(options: EngineOptions, settings: AnswerEngineSettings) -> Toolb
             "out"
         )
     from adora_vl.config.blocks import ToolOptions
-    from adora_vl.data.prompt_lengths import limits_of
+    from adora_vl.data.prompt_lengths import resize_limits_of
     from adora_vl.data.prompts import control_tokens
     from adora_vl.tools.room import Room, refuse_no_room
     from adora_vl.tools.run import Toolbox, choose_tools, view_of
@@ -113,7 +113,7 @@ def _toolbox_of(options: EngineOptions, settings: AnswerEngineSettings) -> Toolb
 
     chosen = choose_tools(options.tools)
     chat = ChatProcessor.of(settings)
-    pixels = limits_of(
+    pixels = resize_limits_of(
         chat.processor,
         model=chat.config,
         min_pixels=settings.min_pixels,

@@ -24,12 +24,12 @@ from adora_vl.data.loading import load_rows
 from adora_vl.data.prompt_lengths import (
     ContextLimit,
     LengthCheck,
-    Limits,
-    Measured,
     OverlongPrompts,
+    PromptLengths,
+    ResizeLimits,
     context_limit,
-    limits_of,
-    measured,
+    measure_prompts,
+    resize_limits_of,
     served_length,
     sizes_in,
 )
@@ -75,25 +75,26 @@ LONG = "Find x. " * 60
 def write(
     folder: Path, problems: Sequence[str], images: Sequence[list[Any]] = (), split: str = "train"
 ) -> Path:
-    """A prepared data set with these problems, each with one picture where nothing else is said."""
-    empty = dict.fromkeys(schema()["meta"], None)
-    pictures = images or [[PICTURE] for _ in problems]
-    rows = [
-        {
+    """Write a prepared data set with these problems, each with one picture where nothing else is said."""
+    empty_meta = dict.fromkeys(schema()["meta"], None)
+    images_by_row = images or [[PICTURE] for _ in problems]
+    rows = []
+    for number, problem in enumerate(problems):
+        row = {
             "id": f"{folder.name}/{split}/{number}",
-            "images": row,
-            "problem": text,
+            "images": images_by_row[number],
+            "problem": problem,
             "answer": "5",
             "answer_raw": "5",
             "choices": None,
             "split": split,
             "source": "own",
-            "meta": empty,
+            "meta": empty_meta,
         }
-        for number, (text, row) in enumerate(zip(problems, pictures, strict=True))
-    ]
+        rows.append(row)
     count = write_split(rows, folder, split)
-    write_manifest(folder, {"source": "own", "input": "x", "revision": None}, {split: count})
+    description = {"source": "own", "input": "x", "revision": None}
+    write_manifest(folder, description, {split: count})
     return folder
 
 
@@ -113,47 +114,64 @@ def processor() -> Any:
 
 
 def counted(processor: Any, problem: str, images: int = 25) -> int:
-    """Tokens of a prompt with one picture."""
-    return tokenizer_counter(processor, SYSTEM_PROMPT).count([problem], [1])[0] - 1 + images
+    """Return the tokens of a prompt with one picture of `images` tokens."""
+    counter = tokenizer_counter(processor, SYSTEM_PROMPT)
+    (tokens,) = counter.count([problem], [1])
+    text_tokens = tokens - 1  # the counter takes an image for one token
+    return text_tokens + images
 
 
 def words_of(data: Path, out: Path, *words: str) -> list[str]:
+    """Return the command line of a run with this data set and output folder."""
     return [*CPU, *BATCH, *ENGINE, "--dataset_name", str(data), "--output_dir", str(out), *words]
 
 
-LIMIT = ContextLimit(100, 40, "vllm_max_model_length: 100", "set it to", 2048)
+LIMIT = ContextLimit(
+    tokens=100,
+    completion=40,
+    name="vllm_max_model_length: 100",
+    raised="set it to",
+    model_limit=2048,
+)
 
 
 def check_of(prompt: list[int], image: list[int], limit: ContextLimit = LIMIT) -> LengthCheck:
-    return LengthCheck(
-        limit, Measured([f"r{number}" for number in range(len(prompt))], prompt, image)
-    )
+    """Return the check of rows r0, r1, ... with these tokens of prompts and of their images."""
+    ids = [f"r{number}" for number in range(len(prompt))]
+    return LengthCheck(limit, PromptLengths(ids, prompt, image))
 
 
 def test_what_is_refused_and_what_is_cut() -> None:
     check = check_of([50, 60, 61, 99, 100, 130], [4] * 6)
-    assert check.refused == [4, 5]
-    assert check.cut == [2, 3]
+    assert check.too_long_numbers == [4, 5]
+    assert check.cut_numbers == [2, 3]
     with pytest.raises(UserError) as error:
-        check.kept("error")
+        check.usable_numbers("error")
     assert str(error.value) == (
         "vllm_max_model_length: 100 is too short for 2 of 6 prompts: row r4 has 100 tokens, 4 of "
         "them for its images, the longest 130; set it to 170, which holds every prompt with its "
         "answer, or leave such rows out with adora_overlong_prompts: drop"
     )
-    assert check.kept("drop") == [0, 1, 2, 3]
+    assert check.usable_numbers("drop") == [0, 1, 2, 3]
     assert check.notes() == [
         "adora_overlong_prompts: drop leaves out 2 of 6 rows, for whose prompts "
         "vllm_max_model_length: 100 is too short (170 would hold all of them)",
         "vllm_max_model_length: 100 leaves 2 of 6 prompts less than max_completion_length: 40, 1 "
         "at the least, and longer answers are cut off there; 139 would leave room",
     ]
-    assert check_of([50, 60], [4, 4]).kept("error") == [0, 1]
-    assert not check_of([50, 60], [4, 4]).notes()
-    with pytest.raises(
-        UserError, match=r"^adora_overlong_prompts: drop leaves nothing to use: vllm_max_model.*170"
-    ):
-        check_of([100, 130], [4, 4]).kept("drop")
+
+
+def test_prompts_with_room_for_every_answer_are_kept_without_a_word() -> None:
+    check = check_of([50, 60], [4, 4])
+    assert check.usable_numbers("error") == [0, 1]
+    assert not check.notes()
+
+
+def test_a_data_set_without_one_prompt_that_fits_is_refused() -> None:
+    check = check_of([100, 130], [4, 4])
+    message = r"^adora_overlong_prompts: drop leaves nothing to use: vllm_max_model.*170"
+    with pytest.raises(UserError, match=message):
+        check.usable_numbers("drop")
 
 
 def test_the_remedy_is_one_that_helps() -> None:
@@ -163,9 +181,14 @@ def test_the_remedy_is_one_that_helps() -> None:
     beyond = check_of([2020], [0]).refusal()
     assert "set it to" not in beyond
     assert "2060 would hold every prompt with its answer, but the model takes 2048" in beyond
-    refusal = check_of(
-        [2050], [0], ContextLimit(2048, 40, "the model's max_position_embeddings: 2048", "", 2048)
-    ).refusal()
+    models_limit = ContextLimit(
+        tokens=2048,
+        completion=40,
+        name="the model's max_position_embeddings: 2048",
+        raised="",
+        model_limit=2048,
+    )
+    refusal = check_of([2050], [0], models_limit).refusal()
     assert refusal.startswith(
         "the model's max_position_embeddings: 2048 is too short for 1 of 1 prompt: row r0"
     )
@@ -214,34 +237,36 @@ def test_lengths_are_those_of_the_trainers_own_prompts(tmp_path: Path, processor
     """Rows have no image, one, two at their places, or images of several sizes."""
     problems = [SHORT, SHORT, "Add <image> to <image>, é.", LONG]
     sizes = [[], [140], [60, 300], [200]]
-    images = [
-        [{"bytes": encoded(drawing(size, size)), "path": None} for size in row] for row in sizes
-    ]
+    images = []
+    for row_sizes in sizes:
+        pictures = [drawing(seed=size, size=size) for size in row_sizes]
+        images.append([{"bytes": encoded(picture), "path": None} for picture in pictures])
     folder = write(tmp_path / "mine", problems, images)
     script = parse([*CPU, "--dataset_name", str(folder), "--output_dir", "nowhere"])[0]
-    measurements: list[Measured] = []
-    limits = limits_of(processor, load_config(str(PRETRAINED)), None, None)
+    measurements: list[PromptLengths] = []
+    limits = resize_limits_of(processor, load_config(str(PRETRAINED)), None, None)
 
     def fitting(rows: Dataset, texts: Sequence[str]) -> Sequence[int]:
-        count = tokenizer_counter(processor, script.adora_system_prompt)
-        ids = rows.data.table["id"].to_pylist()
-        measurements.append(
-            measured(
-                zip(ids, texts, sizes_in(rows.data.table), strict=True), count, limits, len(ids)
-            )
-        )
+        counter = tokenizer_counter(processor, script.adora_system_prompt)
+        table = rows.data.table
+        ids = table["id"].to_pylist()
+        texts_and_sizes = zip(ids, texts, sizes_in(table), strict=True)
+        measurements.append(measure_prompts(texts_and_sizes, counter, limits, len(ids)))
         return range(len(rows))
 
     rows = load_rows(script, [str(folder)], 0, fitting)
-    for row, length, image in zip(rows, measurements[0].prompt, measurements[0].image, strict=True):
+    (lengths,) = measurements
+    for row, length, image_length in zip(rows, lengths.prompt, lengths.image, strict=True):
         messages = prepare_multimodal_messages(row["prompt"], images=row["images"])
         inputs = processor.apply_chat_template(
             [messages], add_generation_prompt=True, tokenize=True, return_dict=True
         )
-        assert length == len(inputs["input_ids"][0])
-        assert image == list(inputs["input_ids"][0]).count(processor.image_token_id)
-    assert measurements[0].ids == [row["id"] for row in rows]
-    assert measurements[0].image[0] == 0 < measurements[0].image[1]
+        token_ids = list(inputs["input_ids"][0])
+        assert length == len(token_ids)
+        assert image_length == token_ids.count(processor.image_token_id)
+    assert lengths.ids == [row["id"] for row in rows]
+    assert lengths.image[0] == 0
+    assert lengths.image[1] > 0
 
 
 def test_a_language_model_is_asked_in_plain_texts(processor: Any) -> None:
@@ -252,33 +277,42 @@ def test_a_language_model_is_asked_in_plain_texts(processor: Any) -> None:
     )
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": SHORT}]
     for options in (None, {"end": "<|im_end|> and so on"}):  # TRL's chat_template_kwargs
-        ids = tokenizer.apply_chat_template(messages, tokenize=True, **(options or {}))
-        assert tokenizer_counter(tokenizer, "Be brief.", options).count([SHORT], [0]) == [
-            len(ids["input_ids"])
-        ]
+        inputs = tokenizer.apply_chat_template(messages, tokenize=True, **(options or {}))
+        counter = tokenizer_counter(tokenizer, "Be brief.", options)
+
+        tokens = counter.count([SHORT], [0])
+
+        assert tokens == [len(inputs["input_ids"])]
 
 
 def test_an_image_that_cannot_be_read_is_left_to_the_step_that_names_it(tmp_path: Path) -> None:
     broken = {"bytes": b"\x89PNG\r\n\x1a\n", "path": None}
-    folder = write(
-        tmp_path / "mine", [SHORT] * 3, [[PICTURE], [broken], [{"bytes": None, "path": "gone.png"}]]
-    )
-    rows = Dataset.from_parquet(str(next(folder.glob("data/*"))), cache_dir=str(tmp_path))
+    missing = {"bytes": None, "path": "gone.png"}
+    folder = write(tmp_path / "mine", [SHORT] * 3, [[PICTURE], [broken], [missing]])
+    (file,) = folder.glob("data/*")
+    rows = Dataset.from_parquet(str(file), cache_dir=str(tmp_path))
     assert list(sizes_in(rows.data.table)) == [[(140, 140)], [None], [None]]
-    texts = Dataset.from_dict({"images": [[], []]}, Features({"images": schema()["images"]}))
-    assert list(sizes_in(texts.data.table)) == [[], []]
+    image_features = Features({"images": schema()["images"]})
+    rows_of_text = Dataset.from_dict({"images": [[], []]}, image_features)
+    assert list(sizes_in(rows_of_text.data.table)) == [[], []]
     counter = TokenCounter(lambda texts, images: [7 + count for count in images])
-    lengths = measured([("a", "x", [None])], counter, Limits(1, 100, 1), 1)
+    lengths = measure_prompts([("a", "x", [None])], counter, ResizeLimits(1, 100, 1), 1)
     assert lengths.prompt == [7]
     assert lengths.image == [0]
 
 
+def characters(texts: Sequence[str], images: Sequence[int]) -> list[int]:
+    """Count a character and an image as one token each."""
+    pairs = zip(texts, images, strict=True)
+    return [len(text) + n_images for text, n_images in pairs]
+
+
 def counting(identity: str, calls: list[int]) -> TokenCounter:
-    """A counter of characters that notes how many texts each of its calls has."""
+    """Return a counter of characters that notes how many texts each of its calls has."""
 
     def count(texts: Sequence[str], images: Sequence[int]) -> list[int]:
         calls.append(len(texts))
-        return [len(text) + n_images for text, n_images in zip(texts, images, strict=True)]
+        return characters(texts, images)
 
     return TokenCounter(count, lambda: identity)
 
@@ -293,9 +327,9 @@ def test_lengths_of_many_rows_are_counted_once_for_the_same_rows_and_tokenizer(
     calls: list[int] = []
 
     def numbers_of(identity: str, source: str, texts: Sequence[str], high: int = 100) -> list[int]:
-        limits = Limits(1, high, 1)
+        limits = ResizeLimits(1, high, 1)
         overlong = OverlongPrompts(limit, counting(identity, calls), limits, "drop", speaks=False)
-        numbers = list(overlong.fitting(rows, texts, [source]))
+        numbers = list(overlong.rows_to_train_on(rows, texts, [source]))
         assert overlong.lengths is not None
         assert overlong.lengths.ids == [rows[number]["id"] for number in numbers]
         return numbers
@@ -323,7 +357,8 @@ def test_lengths_of_many_rows_are_counted_once_for_the_same_rows_and_tokenizer(
 def test_an_image_that_the_processor_refuses_is_named(
     tmp_path: Path, no_weights: None, capsys: Any
 ) -> None:
-    thin = {"bytes": encoded(drawing(1, 900).resize((900, 4))), "path": None}
+    thin_picture = drawing(1, 900).resize((900, 4))
+    thin = {"bytes": encoded(thin_picture), "path": None}
     folder = write(tmp_path / "mine", [SHORT] * 3, [[PICTURE], [thin], [PICTURE]])
     for words in ((), ("--dry-run",)):
         assert main(words_of(folder, tmp_path / "out", *words)) == 2
@@ -357,14 +392,13 @@ def test_the_length_that_is_named_holds_all(
     data: Path, tmp_path: Path, capsys: Any, processor: Any
 ) -> None:
     needed = str(counted(processor, LONG + LONG) + 40)
-    run = prepare(read(words_of(data, tmp_path / "out", "--vllm_max_model_length", needed)), "look")
+    words = words_of(data, tmp_path / "out", "--vllm_max_model_length", needed)
+    run = prepare(read(words), "look")
     assert len(run.data.train) == 12
     assert run.data.left_out == ()
     assert capsys.readouterr().out == ""
     assert "overlong_rows_left_out" not in run.manifest()["data"]
-    assert (
-        main(words_of(data, tmp_path / "out", "--vllm_max_model_length", needed, "--dry-run")) == 0
-    )
+    assert main([*words, "--dry-run"]) == 0
     output = capsys.readouterr().out
     assert f"{needed} leaves all of 12 prompts room for max_completion_length: 40." in output
     assert "It fits" in output
@@ -450,16 +484,14 @@ def test_a_mixture_keeps_its_shares_among_the_rows_that_are_left(tmp_path: Path)
 
     ids = order(range(2))
     assert ids[len(ids) // 2 :] == order(range(1, 2))
-    assert {name for name in ids if name.startswith("small")} == {
-        "small/train/2",
-        "small/train/3",
-    }
-    assert {int(name.rsplit("/", 1)[1]) % 2 for name in ids if name.startswith("large")} == {0}
-    assert sum(name.startswith("small") for name in ids) / len(ids) == pytest.approx(0.4, abs=0.1)
-    with pytest.raises(
-        UserError,
-        match=r"^adora_mixture: small has a share, but adora_overlong_prompts: drop leaves",
-    ):
+    small_ids = [name for name in ids if name.startswith("small")]
+    assert set(small_ids) == {"small/train/2", "small/train/3"}
+    large_numbers = [int(name.rsplit("/", 1)[1]) for name in ids if name.startswith("large")]
+    assert all(number % 2 == 0 for number in large_numbers), "each second row is a short one"
+    small_share = len(small_ids) / len(ids)
+    assert small_share == pytest.approx(0.4, abs=0.1)
+    message = r"^adora_mixture: small has a share, but adora_overlong_prompts: drop leaves"
+    with pytest.raises(UserError, match=message):
         load_rows(script, [str(folder) for folder in sets], 3, lambda rows, texts: range(40))
 
 
@@ -480,39 +512,41 @@ def test_a_dry_run_keeps_the_rows_that_it_has_not_measured(
 
 
 def evaluated(limit: int, policy: str, *problems: Problem) -> list[Problem]:
+    """Return the problems of an evaluation that are asked, with a limit of so many tokens."""
+    token_limit = ContextLimit(
+        tokens=limit,
+        completion=10,
+        name=f"vllm_max_model_length: {limit}",
+        raised="set it to",
+        model_limit=None,
+    )
     overlong = OverlongPrompts(
-        ContextLimit(limit, 10, f"vllm_max_model_length: {limit}", "set it to", None),
-        TokenCounter(
-            lambda texts, images: [
-                len(text) + count for text, count in zip(texts, images, strict=True)
-            ]
-        ),
-        Limits(1, 100, 1),
-        policy,
+        token_limit,
+        counter=TokenCounter(characters),
+        pixels=ResizeLimits(1, 100, 1),
+        policy=policy,
         speaks=True,
     )
-    return (
-        fitting_evaluations(EvaluationPlan([Task(BENCHMARK, list(problems))], 1, True), overlong)
-        .tasks[0]
-        .problems
-    )
+    task = Task(BENCHMARK, list(problems))
+    plan = fitting_evaluations(EvaluationPlan([task], 1, True), overlong)
+    return plan.tasks[0].problems
 
 
 def test_the_problems_of_evaluations_are_measured_too(capsys: Any) -> None:
     def images() -> list[Any]:
         raise AssertionError("an image was decoded")
 
-    small = Problem({"pid": "a"}, "x" * 20, 1, images, lambda: [(3, 3)])
-    large = Problem({"pid": "b"}, "x" * 20, 1, images, lambda: [(10, 10)])
-    with pytest.raises(
-        UserError,
-        match=r"for 1 of 2 prompts of the evaluation geometry3k: row b has 120 tokens, 100",
-    ):
+    question = "x" * 20
+    small = Problem({"pid": "a"}, question, 1, images, lambda: [(3, 3)])
+    large = Problem({"pid": "b"}, question, 1, images, lambda: [(10, 10)])
+    message = r"for 1 of 2 prompts of the evaluation geometry3k: row b has 120 tokens, 100"
+    with pytest.raises(UserError, match=message):
         evaluated(110, "error", small, large)
     assert evaluated(110, "drop", small, large) == [small]
     assert "drop leaves out 1 of 2 rows of the evaluation geometry3k" in capsys.readouterr().out
-    decoded = Problem({"pid": "c"}, "x" * 20, 1, lambda: [drawing(0, 30).resize((10, 10))])
-    broken = Problem({"pid": "d"}, "x" * 20, 1, lambda: [][0])
+    picture = drawing(0, 30).resize((10, 10))
+    decoded = Problem({"pid": "c"}, question, 1, lambda: [picture])
+    broken = Problem({"pid": "d"}, question, 1, lambda: [][0])
     assert evaluated(110, "drop", decoded, broken) == [broken], (
         "the evaluation counts one that cannot be read"
     )

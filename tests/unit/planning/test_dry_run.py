@@ -17,7 +17,7 @@ from adora_vl.config.command import read
 from adora_vl.config.dry_run_options import DryRunOptions, take_options
 from adora_vl.config.schema import parse
 from adora_vl.data.dataset import load_split
-from adora_vl.data.prompt_lengths import Measured, OverlongPrompts, limits_of
+from adora_vl.data.prompt_lengths import OverlongPrompts, PromptLengths, resize_limits_of
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
 from adora_vl.data.token_counters import tokenizer_counter
 from adora_vl.models.load import PRETRAINED, limit_pixels, load_processor
@@ -256,7 +256,7 @@ def _check_lengths(data, family):
     processor = processor_around(load_processor(str(PRETRAINED)).tokenizer, family)
     limit_pixels(processor, None, 9000)  # some images are made smaller
     counter = tokenizer_counter(processor, SYSTEM_PROMPT)
-    limits = limits_of(processor, build_config(processor.tokenizer, family), None, 9000)
+    limits = resize_limits_of(processor, build_config(processor.tokenizer, family), None, 9000)
     rows = load_split(data, "train")
     overlong = OverlongPrompts(
         None,
@@ -266,7 +266,7 @@ def _check_lengths(data, family):
         speaks=False,
         paper=True,
     )
-    assert len(overlong.fitting(rows, rows["problem"])) == len(rows)
+    assert len(overlong.rows_to_train_on(rows, rows["problem"])) == len(rows)
     lengths = overlong.lengths
     assert lengths is not None
     for number in range(0, len(rows), 5):
@@ -282,7 +282,7 @@ def _check_lengths(data, family):
 def test_rows_above_the_prefill_budget_are_counted(data):
     words = ["--config", str(CONFIGS / "train" / "smoke_cpu.yaml"), "--dataset_name", str(data)]
     plan = make_plan(read([*words, "--adora_vllm_max_num_batched_tokens", "90"]), DryRunOptions())
-    plan = replace(plan, lengths=Measured(["a", "b", "c", "d"], [50, 90, 91, 130], [4] * 4))
+    plan = replace(plan, lengths=PromptLengths(["a", "b", "c", "d"], [50, 90, 91, 130], [4] * 4))
     assert (
         length_lines(plan)[-1]
         == "2 prompts exceed adora_vllm_max_num_batched_tokens: 90; raise it to 130."
