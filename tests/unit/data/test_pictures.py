@@ -65,7 +65,7 @@ def test_any_kind_of_picture_becomes_the_same_rgb(
 
             cleaned = clean_image(path.read_bytes())
 
-            expected: Any = (102, 102, 102)
+            expected: object = (102, 102, 102)
             if mode == "1":  # black and white alone, by Pillow's own pattern
                 expected = picture.convert("RGB").getpixel((0, 0))
             assert cleaned.mode == "RGB"
