@@ -35,7 +35,7 @@ from tests.support.tiny_run import STEPS, train
 NAN = float("nan")
 
 
-def columns_of_step(step: int, count: int = 4, **changed: Any) -> dict[str, list[Any]]:
+def columns_of_step(step: int, count: int = 4, **changed: list[Any]) -> dict[str, list[Any]]:
     """The columns of a record with a few rollouts of one step."""
     columns: dict[str, list[Any]] = {
         "step": [step] * count,
