@@ -745,14 +745,22 @@ def test_how_many_begin_and_have_to_be_complete():
         (14, 13, 9),
         (12, 6, 2),
     )
-    begun = [how_many_begin(waiting, complete, 8, left) for waiting, complete, left in waits]
+    begun = []
+    begun_at_least_4 = []
+    for waiting, complete, remaining in waits:
+        begun.append(how_many_begin(waiting, complete, 8, remaining))
+        begun_at_least_4.append(how_many_begin(waiting, complete, 8, remaining, min_begun=4))
     assert begun == [8, 8, 5, 0, 4, 8, 6, 0, 4]
-    begun = [how_many_begin(*wait[:2], 8, wait[2], min_begun=4) for wait in waits]
-    assert begun == [8, 8, 5, 4, 4, 8, 6, 4, 4]
-    assert [
-        groups_to_complete(groups, 8, left, 2)
-        for groups, left in ((8, 9), (8, 1), (11, 2), (16, 2), (1, 9))
-    ] == [2, 8, 3, 8, 1]
+    assert begun_at_least_4 == [8, 8, 5, 4, 4, 8, 6, 4, 4]
+    # groups in progress, remaining generations, and how many groups have to be complete now
+    for groups, remaining, to_complete in (
+        (8, 9, 2),
+        (8, 1, 8),
+        (11, 2, 3),
+        (16, 2, 8),
+        (1, 9, 1),
+    ):
+        assert groups_to_complete(groups, 8, remaining, 2) == to_complete
 
 
 def test_generations_are_counted_and_named_where_an_epochs_last_step_has_fewer():
@@ -766,12 +774,13 @@ def test_generations_are_counted_and_named_where_an_epochs_last_step_has_fewer()
     keys = [StepKey(mode="train", step=step, micro=micro) for step, micro in places]
     ahead = [Generation(key=key, group_size=SIZE) for key in keys]
     assert [run.pool.generations_left(generation) for generation in ahead] == [6, 5, 4, 3, 2, 1]
-    for at, generation in enumerate(ahead):
-        later = [run.pool.generation_after(generation, distance) for distance in range(7 - at)]
+    for first, generation in enumerate(ahead):
+        later = [run.pool.generation_after(generation, distance) for distance in range(7 - first)]
         assert later.pop() is None
-        assert [(one.key, one.number) for one in later if one] == [
-            (key, at + number) for number, key in enumerate(keys[at:])
-        ]
+        for number, following in enumerate(later, start=first):
+            assert following is not None
+            assert following.key == keys[number]
+            assert following.number == number
 
 
 def test_the_automatic_budget_is_the_length_of_nine_answers_of_ten():
