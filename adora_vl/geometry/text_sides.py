@@ -139,23 +139,34 @@ class _Sides:
         return side
 
     def product(self) -> Term:
-        """Return atoms with times, divided by, squared or nothing between them."""
-        side = self.atom()
+        """Return powers with times, divided by or nothing between them."""
+        side = self.power()
         while True:
             sign = self.peek()
             if sign in ("*", "/"):
                 self.next += 1
-                side = term("Mul" if sign == "*" else "Div", side, self.atom())
-            elif sign == "^":
-                self.next += 1
-                if self.next >= len(self.pieces) or self.pieces[self.next][1] != "2":
-                    raise SentenceError("only squares are known behind ^ here")
-                self.next += 1
-                side = term("SquareOf", side)
-            elif sign and sign not in ("+", "-", ")"):
-                side = term("Mul", side, self.atom())
+                side = term("Mul" if sign == "*" else "Div", side, self.power())
+            elif sign and sign not in ("+", "-", ")", "^"):
+                side = term("Mul", side, self.power())
             else:
                 return side
+
+    def power(self) -> Term:
+        """Return an atom, squared as often as `^2` stands behind it.
+
+        A square binds closer than a product or a minus before it: `2 * AB^2` is twice the square.
+        """
+        if self.peek() == "-":
+            self.next += 1
+            return term("Sub", Term(head="0"), self.power())
+        side = self.atom()
+        while self.peek() == "^":
+            self.next += 1
+            if self.next >= len(self.pieces) or self.pieces[self.next][1] != "2":
+                raise SentenceError("only squares are known behind ^ here")
+            self.next += 1
+            side = term("SquareOf", side)
+        return side
 
     def atom(self) -> Term:
         """Return a bracket, a measure or a value."""
@@ -164,8 +175,6 @@ class _Sides:
         kind, text = self.pieces[self.next]
         self.next += 1
         if kind == "sign":
-            if text == "-":
-                return term("Sub", Term(head="0"), self.atom())
             if text != "(":
                 raise SentenceError(f"{text!r} stands where nothing can stand")
             side = self.sum()

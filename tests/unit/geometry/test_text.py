@@ -67,6 +67,27 @@ def test_sentences_are_solved(text: str, answer: str | None) -> None:
         assert (result.status, result.answer) == ("answered", answer), result.why
 
 
+# Equations in a right triangle with BC = 3, each of which AB = 5 fulfils.
+SQUARES = [
+    "2 * AB^2 = 50",
+    "3AB^2 = 75",
+    "AB * BC^2 = 45",
+    "AB / BC^2 = 5/9",
+    "-AB^2 = -25",
+    "100 - AB^2 = 75",
+    "AB^2 + BC^2 = 34",
+    "(2 * AB)^2 = 100",
+    "AB^2^2 = 625",
+]
+
+
+@pytest.mark.parametrize("equation", SQUARES)
+def test_a_square_binds_closer_than_a_product_or_a_minus(equation: str) -> None:
+    result = verdict(form_of_text(f"right angle ABC, BC = 3\n{equation}\nfind AB"))
+    assert result.status == "answered", result.why
+    assert result.value == pytest.approx(5.0)
+
+
 SENTENCES = json.loads(Path(__file__).with_name("sentences.json").read_text())
 
 
