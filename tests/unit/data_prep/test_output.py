@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from adora_vl.data.dataset import (
-    Row,
     file_hashes,
     load_split,
     read_manifest,
@@ -24,7 +23,8 @@ from adora_vl.data.dataset import (
     write_split,
 )
 from adora_vl.data.output import complete_or_absent
-from adora_vl.synthetic.generate import generate
+from adora_vl.synthetic.families import SyntheticProblem
+from adora_vl.synthetic.generate import draw_problems, generate
 from adora_vl.synthetic.generated import prepare_drawn, synthetic
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main
@@ -41,13 +41,15 @@ def _prepare(output: Path, rows: int = 3, *options: str) -> int:
 
 
 def _fail_at_row(monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
-    def failing_generate(rows: int, **options: Any) -> Iterator[Row]:
-        for index, row in enumerate(generate(rows, **options)):
+    """Interrupt the drawing at the problem with this index."""
+
+    def failing_draw(count: int, **options: Any) -> Iterator[SyntheticProblem]:
+        for index, problem in enumerate(draw_problems(count, **options)):
             if index == failing:
                 raise KeyboardInterrupt
-            yield row
+            yield problem
 
-    monkeypatch.setattr("adora_vl.synthetic.generated.generate", failing_generate)
+    monkeypatch.setattr("adora_vl.synthetic.generated.draw_problems", failing_draw)
 
 
 def test_an_interrupted_preparation_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):
