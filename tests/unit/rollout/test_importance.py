@@ -13,37 +13,63 @@ from adora_vl.rollout.engine_logps import engine_logp
 from tests.support.step_context import step_context
 
 
+def drift_sums(trainer: list[float], engine: list[float], mask: list[int]) -> torch.Tensor:
+    """The sums of one rollout's differences, by the log-probabilities of its tokens."""
+    return importance.drift_sums(
+        torch.tensor([trainer]),
+        torch.tensor([engine]),
+        torch.tensor([mask]),
+    )
+
+
 def test_the_mean_is_over_tokens_and_not_over_ranks():
-    one = importance.drift_sums(
-        torch.tensor([[1.0, 1.0, 1.0]]), torch.zeros(1, 3), torch.ones(1, 3)
-    )
-    other = importance.drift_sums(
-        torch.tensor([[5.0, 9.0]]), torch.zeros(1, 2), torch.tensor([[1, 0]])
-    )
-    drift = importance.merge_drift(torch.stack([one, other]))
+    of_rank_0 = drift_sums(trainer=[1.0, 1.0, 1.0], engine=[0.0, 0.0, 0.0], mask=[1, 1, 1])
+    of_rank_1 = drift_sums(trainer=[5.0, 9.0], engine=[0.0, 0.0], mask=[1, 0])
+    drift = importance.merge_drift(torch.stack([of_rank_0, of_rank_1]))
     assert drift.mean == pytest.approx((1 + 1 + 1 + 5) / 4)
     assert drift.largest == 5  # the masked 9 does not count
 
 
-def test_what_one_of_the_two_has_no_score_for(subtests):
-    cases: dict[str, tuple[list[float], list[float], int, float]] = {
-        "a token that the engine was not asked for is left out": (
-            [1.0, 2.0],
-            [math.nan, 1.5],
-            1,
-            0.5,
-        ),
-        "a policy that is NaN is no agreement": ([math.nan, 1.0], [1.0, 1.0], 1, math.inf),
-        "an engine that scores nothing is none": ([1.0, 1.0], [math.nan, math.nan], 1, math.inf),
-        "an engine that gives no number is none": ([1.0, 1.0], [-math.inf, 1.0], 1, math.inf),
-        "nothing sampled is no drift": ([1.0, 1.0], [0.0, 0.0], 0, 0.0),
-    }
-    for name, (trainer, engine, counts, mean) in cases.items():
-        with subtests.test(name):
-            sums = importance.drift_sums(
-                torch.tensor([trainer]), torch.tensor([engine]), torch.full((1, 2), counts)
-            )
-            assert importance.merge_drift(sums[None]).mean == mean
+# Log-probabilities of the trainer and of the engine, the mask, and the mean drift.
+DRIFTS: dict[str, tuple[list[float], list[float], list[int], float]] = {
+    "a token that the engine was not asked for is left out": (
+        [1.0, 2.0],
+        [math.nan, 1.5],
+        [1, 1],
+        0.5,
+    ),
+    "a policy that is NaN is no agreement": (
+        [math.nan, 1.0],
+        [1.0, 1.0],
+        [1, 1],
+        math.inf,
+    ),
+    "an engine that scores nothing is none": (
+        [1.0, 1.0],
+        [math.nan, math.nan],
+        [1, 1],
+        math.inf,
+    ),
+    "an engine that gives no number is none": (
+        [1.0, 1.0],
+        [-math.inf, 1.0],
+        [1, 1],
+        math.inf,
+    ),
+    "nothing sampled is no drift": (
+        [1.0, 1.0],
+        [0.0, 0.0],
+        [0, 0],
+        0.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DRIFTS)
+def test_a_token_without_a_score_on_one_side_is_left_out_or_no_agreement(name):
+    trainer, engine, mask, mean = DRIFTS[name]
+    sums = drift_sums(trainer, engine, mask)
+    assert importance.merge_drift(sums[None]).mean == mean
 
 
 def test_the_message_says_how_far_where_and_why():
@@ -56,24 +82,24 @@ def test_the_message_says_how_far_where_and_why():
     assert all(cause in message for cause in importance.CAUSES)
 
 
-def test_what_an_engine_says_is_never_taken_for_what_it_was_not_asked(subtests):
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf, None])
+def test_a_score_that_is_no_number_is_never_taken_for_one_that_was_not_asked_for(value):
     """vLLM gives NaN where weights overflow, and TRL's client reads that as None."""
-    for value in (math.nan, -math.inf, math.inf, None):
-        with subtests.test(value):
-            said = engine_logp(value)
-            sums = importance.drift_sums(
-                torch.tensor([[-1.0, -1.0]]), torch.tensor([[said, -1.0]]), torch.ones(1, 2)
-            )
-            assert importance.merge_drift(sums[None]).mean == math.inf
-            ratio = importance.importance_ratio(
-                torch.tensor([[-1.0, -1.0]]),
-                torch.tensor([[said, -1.0]]),
-                torch.ones(1, 2),
-                mode="token_mask",
-                clip_min=None,
-                clip_max=2.0,
-            )
-            assert ratio.tolist() == [[0.0, 1.0]], "such a token teaches nothing"
+    logp = engine_logp(value)
+    sums = drift_sums(trainer=[-1.0, -1.0], engine=[logp, -1.0], mask=[1, 1])
+    assert importance.merge_drift(sums[None]).mean == math.inf
+    ratio = importance.importance_ratio(
+        torch.tensor([[-1.0, -1.0]]),
+        torch.tensor([[logp, -1.0]]),
+        torch.ones(1, 2),
+        mode="token_mask",
+        clip_min=None,
+        clip_max=2.0,
+    )
+    assert ratio.tolist() == [[0.0, 1.0]], "such a token teaches nothing"
+
+
+def test_a_finite_score_of_the_engine_stays():
     assert engine_logp(-0.5) == -0.5
 
 
@@ -85,28 +111,31 @@ RATIOS = {
 }
 
 
-def test_the_importance_ratio_by_hand(subtests):
+@pytest.mark.parametrize("mode", RATIOS)
+def test_the_importance_ratio_by_hand(mode):
     """Row 0 is 8, 0.5, (masked): its product is 4. Row 1 is (not asked for), 0.25, 1."""
-    for mode, expected in RATIOS.items():
-        with subtests.test(mode):
-            log = torch.log(torch.tensor([[8.0, 0.5, 9.0], [5.0, 0.25, 1.0]]))
-            sampling = torch.tensor([[0.0, 0, 0], [math.nan, 0, 0]])
-            mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
-            ratio = importance.importance_ratio(
-                log, sampling, mask, mode=mode, clip_min=None, clip_max=2.0
-            )
-            assert torch.allclose(ratio, torch.tensor(expected))
+    logps_BC = torch.log(torch.tensor([[8.0, 0.5, 9.0], [5.0, 0.25, 1.0]]))
+    sampling_BC = torch.tensor([[0.0, 0, 0], [math.nan, 0, 0]])
+    mask_BC = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    ratio = importance.importance_ratio(
+        logps_BC,
+        sampling_BC,
+        mask_BC,
+        mode=mode,
+        clip_min=None,
+        clip_max=2.0,
+    )
+    assert torch.allclose(ratio, torch.tensor(RATIOS[mode]))
 
 
 def test_the_ratio_of_a_micro_batch_has_the_bounds_of_the_run_and_is_logged():
     """Row 1 was sampled on another image: its tokens have no score, and it is in no figure."""
-    bounds: dict[str, Any] = {
+    keys: dict[str, Any] = {
+        "vllm_importance_sampling_mode": "token_mask",
         "vllm_importance_sampling_clip_min": 0.3,
         "vllm_importance_sampling_clip_max": 2.0,
     }
-    ratio = importance.ImportanceRatio(
-        step_context(vllm_importance_sampling_mode="token_mask", **bounds)
-    )
+    ratio = importance.ImportanceRatio(step_context(**keys))
     logps = torch.log(torch.tensor([[8.0, 0.5, 0.25, 9.0], [1.0, 1.0, 1.0, 1.0]]))
     sampling = torch.zeros(2, 4)
     sampling[1] = math.nan
@@ -117,9 +146,9 @@ def test_the_ratio_of_a_micro_batch_has_the_bounds_of_the_run_and_is_logged():
     assert ratio.is_due(micro)
     log = ratio.complete(micro, logps)
     assert not ratio.is_due(micro)
-    found = micro["importance_sampling_ratio"]
-    assert torch.allclose(found[0, :3], torch.tensor([0.0, 0.5, 0.0]))
-    assert (found[1] == 1).all()
+    ratio_BC = micro["importance_sampling_ratio"]
+    assert torch.allclose(ratio_BC[0, :3], torch.tensor([0.0, 0.5, 0.0]))
+    assert (ratio_BC[1] == 1).all()
     figures = {name.removeprefix("sampling/"): value for name, value in log.items()}
     assert figures["importance_sampling_ratio/max"] == pytest.approx(0.5)
     assert len(figures) == 5
@@ -127,4 +156,4 @@ def test_the_ratio_of_a_micro_batch_has_the_bounds_of_the_run_and_is_logged():
     for stale in ([0, 0], [3, 4]):  # the ratio corrects for earlier weights as well
         again: Any = {**micro, "stale_tokens": torch.tensor(stale)}
         ratio.complete(again, logps)
-        assert torch.equal(again["importance_sampling_ratio"], found)
+        assert torch.equal(again["importance_sampling_ratio"], ratio_BC)

@@ -1,6 +1,7 @@
 """Limits within which a tool can never answer are refused, and those with just enough room are not."""
 
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,24 +46,63 @@ def drawing() -> Image.Image:
     return Image.new("RGB", (56, 56))
 
 
-@pytest.mark.parametrize(
-    ("tools", "options", "changed", "line"),
-    [
-        ([drawing], {"images": 2}, {"pictures": 3}, "adora_tool_options.images: 2 leaves no"),
-        (["zoom"], {}, {"completion": 10}, "max_completion_length: 10 leaves no room for an ans"),
-        (["calculate"], {}, {"completion": 40}, "max_completion_length: 40 leaves no room"),
-        (["calculate"], {}, {"key": "max_tokens", "completion": 9}, "max_tokens: 9 leaves no ro"),
-        (["zoom"], {}, {"context": 150}, "vllm_max_model_length: 150 leaves no room for an answ"),
-        (["zoom"], {"turn_tokens": 5}, {}, "adora_tool_options.turn_tokens: 5 is too short for"),
-        (["measure"], {"max_text": 20}, {}, "adora_tool_options.max_text: 20 is less than any"),
-    ],
-)
-def test_a_limit_within_which_a_tool_can_never_answer_is_refused(
-    processor, tools, options, changed, line
-):
+@dataclass(kw_only=True)
+class TooSmall:
+    """A limit within which a tool can never answer, and how its refusal begins."""
+
+    tool: Any
+    line: str
+    options: dict[str, Any] = field(default_factory=dict)
+    room: dict[str, Any] = field(default_factory=dict)
+
+
+TOO_SMALL = {
+    "pictures": TooSmall(
+        tool=drawing,
+        options={"images": 2},
+        room={"pictures": 3},
+        line="adora_tool_options.images: 2 leaves no",
+    ),
+    "completion for a picture": TooSmall(
+        tool="zoom",
+        room={"completion": 10},
+        line="max_completion_length: 10 leaves no room for an ans",
+    ),
+    "completion": TooSmall(
+        tool="calculate",
+        room={"completion": 40},
+        line="max_completion_length: 40 leaves no room",
+    ),
+    "completion by another key": TooSmall(
+        tool="calculate",
+        room={"key": "max_tokens", "completion": 9},
+        line="max_tokens: 9 leaves no ro",
+    ),
+    "context": TooSmall(
+        tool="zoom",
+        room={"context": 150},
+        line="vllm_max_model_length: 150 leaves no room for an answ",
+    ),
+    "turn": TooSmall(
+        tool="zoom",
+        options={"turn_tokens": 5},
+        line="adora_tool_options.turn_tokens: 5 is too short for",
+    ),
+    "text": TooSmall(
+        tool="measure",
+        options={"max_text": 20},
+        line="adora_tool_options.max_text: 20 is less than any",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOO_SMALL)
+def test_a_limit_within_which_a_tool_can_never_answer_is_refused(processor, name):
+    case = TOO_SMALL[name]
+    tools = toolbox(case.tool, **case.options)
     with pytest.raises(UserError) as refused:
-        refuse_no_room(toolbox(*tools, **options), processor, {}, room(**changed))
-    assert str(refused.value).startswith(line)
+        refuse_no_room(tools, processor, {}, room(**case.room))
+    assert str(refused.value).startswith(case.line)
 
 
 def test_limits_that_leave_room_are_taken(processor):
@@ -82,10 +122,20 @@ def test_the_smallest_limit_that_is_taken_holds_a_call_with_its_answer(processor
     refuse_no_room(box, processor, {}, room(completion=smallest))
     with pytest.raises(UserError):
         refuse_no_room(box, processor, {}, room(completion=smallest - 1))
-    turns = ToolLoop(box, processor, {}, lambda image: 0, 3, processor.tokenizer.decode)
-    call = turns.count('<tool_call>{"name": "calculate", "arguments": {"expression": ""}}') + 1
-    assert turns.around == len(turns._ids(["<tool_response>\n\n</tool_response>"], [], [-1])) - 1
-    assert call + turns.around < smallest <= call + turns.around + 16
+    turns = ToolLoop(
+        tools=box,
+        processor=processor,
+        template={},
+        tokens_of=lambda image: 0,
+        max_answers=3,
+        decode=processor.tokenizer.decode,
+    )
+    call_text = '<tool_call>{"name": "calculate", "arguments": {"expression": ""}}'
+    call_tokens = turns.count(call_text) + 1
+    empty_answer = turns._ids(["<tool_response>\n\n</tool_response>"], [], [-1])
+    assert turns.around == len(empty_answer) - 1
+    needed = call_tokens + turns.around
+    assert needed < smallest <= needed + 16
 
 
 @pytest.mark.parametrize("seconds", [0.001, 1e9])
