@@ -27,8 +27,10 @@ from benchmarks.step import answer_lengths
 
 
 def test_a_chain_is_what_its_form_asks_for():
+    no_slips = [False] * 5
     for problem in task.problems(200, task.Regime(5), "x"):
-        text, digit = task.chain_text(*task.read_form(problem.prompt), [False] * 5)
+        form = task.read_form(problem.prompt)
+        text, digit = task.chain_text(*form, no_slips)
         assert text == problem.chain
         assert digit == problem.answer
         assert task.is_right(problem.chain, problem)
@@ -36,51 +38,61 @@ def test_a_chain_is_what_its_form_asks_for():
 
 def test_families_differ_in_the_answer_alone():
     """The prompts of both are drawn from one distribution in front of the last operand."""
-    drawn = {family: task.problems(4000, task.Regime(2), family, family) for family in "AB"}
-    assert {p.answer for p in drawn["A"]} == set(task.OPTIONS)
-    assert set(Counter(p.answer for p in drawn["B"])) == set(range(10))
+    count = 4000
+    of_a = task.problems(count, task.Regime(2), "A", "A")
+    of_b = task.problems(count, task.Regime(2), "B", "B")
+    assert {problem.answer for problem in of_a} == set(task.OPTIONS)
+    assert {problem.answer for problem in of_b} == set(range(10))
     for position in (5, 6, 7, 12, 13):  # every sign and operand, the last one too
-        characters = {family: Counter(p.prompt[position] for p in drawn[family]) for family in "AB"}
-        for character in characters["A"] | characters["B"]:
-            assert abs(characters["A"][character] - characters["B"][character]) / 4000 < 0.05, (
-                position,
-                character,
-            )
+        counts_a = Counter(problem.prompt[position] for problem in of_a)
+        counts_b = Counter(problem.prompt[position] for problem in of_b)
+        for character in counts_a | counts_b:
+            difference = abs(counts_a[character] - counts_b[character])
+            assert difference / count < 0.05, (position, character)
 
 
 def test_a_label_tells_the_family_where_the_regime_says_so():
+    labels = {"A": "two: ", "B": "ten: "}
     for problem in task.problems(50, task.Regime(3, labelled=True), "x"):
-        assert problem.prompt.startswith({"A": "two: ", "B": "ten: "}[problem.family])
-    assert all(p.prompt.startswith("any: ") for p in task.problems(50, task.Regime(3), "x"))
+        label = labels[problem.family]
+        assert problem.prompt.startswith(label)
+    for problem in task.problems(50, task.Regime(3), "x"):
+        assert problem.prompt.startswith("any: ")
 
 
 def test_the_teacher_guesses_half_of_the_time_and_slips_as_often_as_it_should():
     rng = random.Random(0)
     regime = task.Regime(5)
-    taught = [(problem := draw(rng, regime), task.teacher(rng, problem)) for _ in range(6000)]
-    chains = [(problem, text) for problem, text in taught if task.is_chain(text)]
-    right: dict[bool, list[tuple[str, bool]]] = {True: [], False: []}
-    for problem, text in taught:
-        right[task.is_chain(text)].append((problem.family, task.is_right(text, problem)))
-    assert len(chains) / 6000 == pytest.approx(0.5, abs=0.03)
-    assert statistics.fmean(ok for _, ok in right[True]) == pytest.approx(
-        (1 - task.SLIP) ** 5, abs=0.02
-    )
-    assert statistics.fmean(ok for family, ok in right[False] if family == "A") == pytest.approx(
-        0.5, abs=0.04
-    )
-    assert statistics.fmean(ok for family, ok in right[False] if family == "B") == pytest.approx(
-        0.1, abs=0.04
-    )
+    count = 6000
+    rights_of_chains = []
+    rights_of_guesses: dict[str, list[bool]] = {"A": [], "B": []}
+    for _ in range(count):
+        problem = draw(rng, regime)
+        text = task.teacher(rng, problem)
+        is_right = task.is_right(text, problem)
+        if task.is_chain(text):
+            rights_of_chains.append(is_right)
+        else:
+            rights_of_guesses[problem.family].append(is_right)
+    no_slip_in_five = (1 - task.SLIP) ** 5
+    assert len(rights_of_chains) / count == pytest.approx(0.5, abs=0.03)
+    assert statistics.fmean(rights_of_chains) == pytest.approx(no_slip_in_five, abs=0.02)
+    assert statistics.fmean(rights_of_guesses["A"]) == pytest.approx(0.5, abs=0.04)
+    assert statistics.fmean(rights_of_guesses["B"]) == pytest.approx(0.1, abs=0.04)
 
 
 def test_where_short_is_right_chains_cannot_be_relied_on():
-    hidden = task.problems(2000, task.Regime(5, first_option=0.8, hidden_slips=True), "x", "A")
-    assert statistics.fmean(p.answer == task.OPTIONS[0] for p in hidden) == pytest.approx(
-        0.8, abs=0.03
-    )
-    honest = [task.chain_text(*task.read_form(p.prompt), [False] * 5)[0] == p.chain for p in hidden]
-    assert statistics.fmean(honest) == pytest.approx((1 - task.SLIP) ** 5, abs=0.03)
+    regime = task.Regime(5, first_option=0.8, hidden_slips=True)
+    problems = task.problems(2000, regime, "x", "A")
+    has_first_option = [problem.answer == task.OPTIONS[0] for problem in problems]
+    assert statistics.fmean(has_first_option) == pytest.approx(0.8, abs=0.03)
+    no_slips = [False] * 5
+    is_honest = []
+    for problem in problems:
+        form = task.read_form(problem.prompt)
+        text, _ = task.chain_text(*form, no_slips)
+        is_honest.append(text == problem.chain)
+    assert statistics.fmean(is_honest) == pytest.approx((1 - task.SLIP) ** 5, abs=0.03)
 
 
 def test_a_chain_that_ends_right_after_a_wrong_step_is_wrong():
@@ -88,7 +100,8 @@ def test_a_chain_that_ends_right_after_a_wrong_step_is_wrong():
     broken = problem.chain.replace("=", "=0", 1)
     assert not task.is_right(broken, problem)
     assert task.is_right(broken, problem, "digit")
-    wrong_end = problem.chain[:-1] + str((problem.answer + 1) % 10)
+    wrong_digit = (problem.answer + 1) % 10
+    wrong_end = problem.chain[:-1] + str(wrong_digit)
     for reward in task.REWARDS:
         assert not task.is_right(wrong_end, problem, reward)
         assert task.is_right(f"guess: {problem.answer}", problem, reward)
@@ -140,18 +153,24 @@ def test_a_run_of_the_experiment_ends_with_a_figure_for_each_step(tmp_path):
     assert train(replace(settings, steps=9), job, tmp_path) == result, "what is there stays"
 
 
+def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    """Whether two models have the same weights."""
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
 def test_every_start_is_made_of_the_model_that_can_compute(tmp_path):
     plan = PLAN
     arithmetic = tmp_path / "arithmetic"
     starts = [tmp_path / str(seed) for seed in (0, 1)]
     build_arithmetic(arithmetic, plan)
-    for seed, folder in enumerate(starts):
-        build_start(folder, arithmetic, replace(plan, learning_rate=0.0) if seed else plan, seed)
+    without_learning = replace(plan, learning_rate=0.0)
+    build_start(starts[0], arithmetic, plan, 0)
+    build_start(starts[1], arithmetic, without_learning, 1)
     base = load_file(arithmetic / "model.safetensors")
     taught = load_file(starts[0] / "model.safetensors")
     untaught = load_file(starts[1] / "model.safetensors")
-    assert all(torch.equal(base[name], untaught[name]) for name in base)
-    assert any(not torch.equal(base[name], taught[name]) for name in base)
+    assert are_equal(base, untaught)
+    assert not are_equal(base, taught)
     before = (arithmetic / "model.safetensors").stat().st_mtime_ns
     build_arithmetic(tmp_path / "another", plan, 1)
     assert fingerprint(tmp_path / "another") != fingerprint(arithmetic)
@@ -160,9 +179,7 @@ def test_every_start_is_made_of_the_model_that_can_compute(tmp_path):
     assert (arithmetic / "model.safetensors").stat().st_mtime_ns == before, "what is there stays"
     build_start(starts[0], arithmetic, replace(plan, steps=4), 0)
     longer = load_file(starts[0] / "model.safetensors")
-    assert any(not torch.equal(longer[name], taught[name]) for name in taught), (
-        "of another plan it is made anew"
-    )
+    assert not are_equal(longer, taught), "of another plan it is made anew"
 
 
 STEPS = {1: {"loss": 0.5, "reward": 0.1}, 2: {"loss": 0.4}}
@@ -190,7 +207,13 @@ def test_a_killed_run_with_tools_is_compared_by_what_is_recorded_of_its_rollouts
     """Such a run has no table of TRL's, and where nothing was recorded nothing would be compared."""
 
     def digest(seconds: float, text: str) -> dict[str, str]:
-        turn = {"by": "tool", "text": text, "tokens": 3, "images": [], "seconds": seconds}
+        turn = {
+            "by": "tool",
+            "text": text,
+            "tokens": 3,
+            "images": [],
+            "seconds": seconds,
+        }
         columns: dict[str, list[Any]] = {
             "step": [1, 1],
             "completion": ["a", "b"],
@@ -230,17 +253,21 @@ def test_answers_have_the_median_and_some_are_at_the_limit():
     assert answer_lengths(400, 1024, 8, equal=True) == [400] * 8
 
 
-def scanned_run(arm, accuracy):
-    held_out = [
-        {"step": step, "accuracy": a, "usual": a, "any": a}
-        for step, a in ((0, 0.4), (40, accuracy))
-    ]
-    facts = {"commit": "abc", "processor_seconds": 30.0, "held_out": held_out}
-    steps = [{"step": 40, "worked": 0.5, "every_step": 0.5, "tokens": 20.0}]
+def scanned_run(place, accuracy):
+    """A run as it is stored: at a place of the plan, with 40 % right at first and this at the end."""
+    case, start, seed, arm = place
+    held_out = []
+    for step, share in ((0, 0.4), (40, accuracy)):
+        held_out.append({"step": step, "accuracy": share, "usual": share, "any": share})
     return {
-        **dict(zip(("case", "start", "seed", "arm"), arm, strict=True)),
-        **facts,
-        "steps": steps,
+        "case": case,
+        "start": start,
+        "seed": seed,
+        "arm": arm,
+        "commit": "abc",
+        "processor_seconds": 30.0,
+        "held_out": held_out,
+        "steps": [{"step": 40, "worked": 0.5, "every_step": 0.5, "tokens": 20.0}],
     }
 
 
@@ -248,38 +275,46 @@ def test_a_seed_of_the_scanned_digits_counts_if_it_is_whole():
     """Seeds are the unit: what two starts differ in is no spread of a seed."""
     plan = yaml.safe_load(scanned.PLAN.read_text())
     order = scanned.places(plan, pilot=False)
-    assert [arm[2] for arm in order] == sorted(arm[2] for arm in order), "a seed after the other"
-    assert not {arm[2] for arm in scanned.places(plan, pilot=True)} & set(plan["seeds"])
-    two = [arm for arm in order if arm[2] < 2]
+    seeds = [seed for _, _, seed, _ in order]
+    assert seeds == sorted(seeds), "a seed after the other"
+    pilot_seeds = {seed for _, _, seed, _ in scanned.places(plan, pilot=True)}
+    assert pilot_seeds.isdisjoint(plan["seeds"])
     runs = []
-    for case, start, seed, method in two:
-        gain = 0.1 if method == "adora" else 0.0
-        accuracy = 0.4 + seed / 10 + start / 100 + gain
-        runs.append(scanned_run((case, start, seed, method), accuracy))
-    tables = scanned.tables(plan, [*runs, scanned_run(order[len(two)], 0.0)])
-    assert tables.startswith(f"{len(two)} runs of commit abc; ")
+    for case, start, seed, method in order:
+        if seed < 2:
+            gain = 0.1 if method == "adora" else 0.0
+            accuracy = 0.4 + seed / 10 + start / 100 + gain
+            runs.append(scanned_run((case, start, seed, method), accuracy))
+    whole_runs = len(runs)
+    of_a_seed_that_is_not_whole = scanned_run(order[whole_runs], 0.0)
+    tables = scanned.tables(plan, [*runs, of_a_seed_that_is_not_whole])
+    assert tables.startswith(f"{whole_runs} runs of commit abc; ")
     assert "\nlong is better: 2 of 5 seeds are whole" in tables
     assert "| `grpo`, GRPO | 4 | 46.5 (41.5 to 51.5) | 46.0 / 47.0 |" in tables
-    assert (
+    difference = (
         "| `grpo`, ADORA 0.1 - `grpo`, GRPO | 2 | +0.0 [+0.0, +0.0] | **+10.0 [+10.0, +10.0]** |"
-        in tables
     )
+    assert difference in tables
 
 
 def test_no_scanned_picture_is_in_both_splits(monkeypatch):
-    loaded = SimpleNamespace(
-        images=torch.arange(640).view(10, 8, 8).numpy() % 17, target=[n // 5 + 3 for n in range(10)]
-    )
-    monkeypatch.setitem(
-        sys.modules, "sklearn.datasets", SimpleNamespace(load_digits=lambda: loaded)
-    )
-    train = {d: {p.tobytes() for p in ps} for d, ps in scanned.scanned_digits("train", 8).items()}
-    test = {d: {p.tobytes() for p in ps} for d, ps in scanned.scanned_digits("test", 8).items()}
-    assert {digit: (len(train[digit]), len(test[digit])) for digit in train} == {
-        "3": (4, 1),
-        "4": (4, 1),
-    }
-    assert not any(train[digit] & test[digit] for digit in train)
+    images = torch.arange(640).view(10, 8, 8).numpy() % 17
+    digits = SimpleNamespace(images=images, target=[3] * 5 + [4] * 5)
+    datasets = SimpleNamespace(load_digits=lambda: digits)
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", datasets)
+
+    def pictures_by_digit(split: str) -> dict[str, set[bytes]]:
+        """The different pictures of each digit."""
+        pictures = scanned.scanned_digits(split, 8)
+        return {digit: {picture.tobytes() for picture in pictures[digit]} for digit in pictures}
+
+    train = pictures_by_digit("train")
+    test = pictures_by_digit("test")
+    assert train.keys() == test.keys() == {"3", "4"}
+    for digit in train:
+        assert len(train[digit]) == 4
+        assert len(test[digit]) == 1
+        assert train[digit].isdisjoint(test[digit])
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(SystemExit, match="pip install scikit-learn"):
         scanned.scanned_digits("train", 8)
@@ -290,7 +325,8 @@ def test_a_killed_run_is_judged_by_the_distance_of_two_others(tmp_path, capsys):
     folders = {name: tmp_path / name for name in weights}
     for name, value in weights.items():
         folders[name].mkdir()
-        save_file({"weight": torch.full((4,), value)}, folders[name] / "model.safetensors")
+        tensors = {"weight": torch.full((4,), value)}
+        save_file(tensors, folders[name] / "model.safetensors")
     references = [folders["first"], folders["second"]]
     assert judge_by_noise(folders["near"], references)
     assert "are 1.00e-03 apart, the killed run 2.00e-03: within 3 times" in capsys.readouterr().out
