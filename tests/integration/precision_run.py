@@ -82,7 +82,10 @@ class Look(TrainerCallback):
                 f"{role}/built/{position}": value for position, value in far_logps(model).items()
             }
             exact = text_frequencies(model)
-            for which, frequencies in (("float32", exact), ("rounded", exact.bfloat16())):
+            for which, frequencies in (
+                ("float32", exact),
+                ("rounded", exact.bfloat16()),
+            ):
                 model.get_decoder().rotary_emb.inv_freq.data = frequencies
                 tensors |= {
                     f"{role}/{which}/{position}": value

@@ -106,7 +106,10 @@ def test_a_few_steps_teach_to_look_again_and_none_where_nothing_is_shown(tmp_pat
     ]
     run([sys.executable, "-m", "data_prep", *preparation, "--test-rows", "1"])
     rewards = {}
-    for name, tool in (("shown", "zoom"), ("withheld", f"{tmp_path}/own.py:zoom")):
+    for name, tool in (
+        ("shown", "zoom"),
+        ("withheld", f"{tmp_path}/own.py:zoom"),
+    ):
         launch(
             "cpu",
             "-m",

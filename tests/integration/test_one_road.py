@@ -96,7 +96,11 @@ def here(tmp_path_factory):
     )
     index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
     (folder / "shards" / "model.safetensors.index.json").write_text(json.dumps(index))
-    few = {"id": ["a", "a"], "problem": ["x", "y"], "answer": ["1", "2"]}
+    few = {
+        "id": ["a", "a"],
+        "problem": ["x", "y"],
+        "answer": ["1", "2"],
+    }
     for name, columns in {"few": few, "twice": {**few, "images": [[], []]}}.items():
         (folder / name / "data").mkdir(parents=True)
         Dataset.from_dict(columns).to_parquet(folder / name / "data" / "train-00000.parquet")

@@ -179,7 +179,10 @@ def test_a_run_that_drifts_between_two_micro_batches_goes_on_with_their_whole_st
         if len(passes) == 4:
             raise RolloutError(str(guard.save()))
 
-    for generations, changed in (("one", {}), ("two", {"steps_per_generation": 1})):
+    for generations, changed in (
+        ("one", {}),
+        ("two", {"steps_per_generation": 1}),
+    ):
         keys = {
             "adora_rollouts.ahead": 0,
             "gradient_accumulation_steps": 2,

@@ -114,7 +114,11 @@ def test_each_model_is_called_what_it_is(
         return engine
 
     verdicts = {}
-    for name, folder in (("able", "able"), ("blind", "able"), ("reads", "reads")):
+    for name, folder in (
+        ("able", "able"),
+        ("blind", "able"),
+        ("reads", "reads"),
+    ):
         monkeypatch.setattr(
             asking, "build_engine", blind if name == "blind" else TransformersEngine
         )

@@ -27,7 +27,12 @@ from tests.support.pictures import noise_picture
 pytestmark = [pytest.mark.slow, pytest.mark.core]
 GROUPS = 4
 SIZE = 4
-IMAGES = {"text": (0, 0, 0, 0), "one": (1, 1, 1, 1), "several": (2, 1, 3, 1), "mixed": (0, 2, 0, 1)}
+IMAGES = {
+    "text": (0, 0, 0, 0),
+    "one": (1, 1, 1, 1),
+    "several": (2, 1, 3, 1),
+    "mixed": (0, 2, 0, 1),
+}
 # Means that are summed in another order, without a mask as an index.
 ROUNDED = {"sampling/sampling_logp_difference/mean", "sampling/importance_sampling_ratio/mean"}
 

@@ -394,7 +394,10 @@ def test_the_key_reaches_the_criterion():
     tie = Groups(
         torch.tensor([[1.0, 0.0]]), torch.tensor([[5.0, 5.0]]), torch.zeros(1, 2, dtype=torch.bool)
     )
-    for words, weight in (([], 0.1), (["--adora_method.adora.ties", "keep"], 1.0)):
+    for words, weight in (
+        ([], 0.1),
+        (["--adora_method.adora.ties", "keep"], 1.0),
+    ):
         options = config(*words)
         assert build_pipeline(options).weigh(tie).weights_P.tolist() == [pytest.approx(weight)]
 
@@ -502,7 +505,11 @@ def test_reversed_gives_the_factor_to_the_other_side(subtests):
 
 def test_a_control_gives_the_factor_of_the_step_and_is_off_outside_its_steps():
     factor = Schedule(0.1, 0.5, "linear", (0, 4))
-    for step, expected in ((0, 0.1), (2, 0.3), (9, 0.5)):
+    for step, expected in (
+        (0, 0.1),
+        (2, 0.3),
+        (9, 0.5),
+    ):
         weights_P = judged("reversed", groups(step=step), factor=factor).weights_P
         assert sorted({round(weight, 6) for weight in weights_P.tolist()}) == [expected, 1.0]
         assert bool((judged("random", groups(step=step), steps=(0, 2)).weights_P < 1).any()) is (
@@ -668,7 +675,10 @@ def test_ties_of_work_are_kept_if_asked_for():
 
 def test_a_problem_without_a_figure_goes_by_length_or_keeps_its_weight():
     rewards = [[1.0, 1.0, 0.1, 0.0]] * 2
-    lengths = [[3, 5, 6, 8], [3, 9, 4, 8]]  # disadvantageous and advantageous by length
+    lengths = [
+        [3, 5, 6, 8],
+        [3, 9, 4, 8],
+    ]  # disadvantageous and advantageous by length
     nothing = [[NAN] * 4] * 2
     groups = with_work(groups_of_rewards(rewards, lengths), nothing)
     by_length = weigh_groups(groups, Adora(criteria=("working",)))

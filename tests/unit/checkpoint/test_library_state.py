@@ -135,5 +135,9 @@ def test_each_rank_gets_its_own_sum_of_losses_and_another_number_of_ranks_their_
     restore.on_train_begin(None, None, None)
     (sums,) = put  # once
     assert (sums.logged, sums.since) == (2.25, 4)
-    for rank, ranks, rest in ((0, 2, 0.1), (1, 2, 0.5), (0, 1, 0.3)):
+    for rank, ranks, rest in (
+        (0, 2, 0.1),
+        (1, 2, 0.5),
+        (0, 1, 0.3),
+    ):
         assert sums.of_rank(rank, ranks) == pytest.approx(rest)

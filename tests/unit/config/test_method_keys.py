@@ -280,7 +280,11 @@ def test_python_passes_a_function_or_a_class_in_place_of_a_name():
     rewards_PG = torch.tensor([[0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
     expected_PG = group_advantages(rewards_PG)
     method: Any
-    for method, factor in ((halved, 0.5), (Doubled, 2.0), ({"grpo": {}, halved: {}}, 0.5)):
+    for method, factor in (
+        (halved, 0.5),
+        (Doubled, 2.0),
+        ({"grpo": {}, halved: {}}, 0.5),
+    ):
         ours = AdoraGRPOConfig("x", adora_method=method, **keys)
         check_methods(ours)
         name, applied = list(ours.methods.chosen.items())[-1]

@@ -152,7 +152,11 @@ def test_what_cannot_be_moved_is_one_line(tmp_path, capsys):
         "data.train_batch_size: ${a.b} is computed; write the value itself"
         in capsys.readouterr().out
     )
-    for text, name in ((EASYR1, "EasyR1"), (VERL, "verl"), (SWIFT, "ms-swift")):
+    for text, name in (
+        (EASYR1, "EasyR1"),
+        (VERL, "verl"),
+        (SWIFT, "ms-swift"),
+    ):
         (tmp_path / "f.yaml").write_text(text)
         with pytest.raises(UserError, match=rf"is a config of {name}; `python -m adora_vl.migrate"):
             read(["--config", str(tmp_path / "f.yaml")])

@@ -409,7 +409,10 @@ def test_an_adapter_on_one_of_two_tied_embeddings_is_refused_by_its_key() -> Non
     tied, untied = (
         Setting(False, torch.device("cpu")).config(size, layers=1) for size in ("3B", "7B")
     )
-    places = [("embed_tokens", "target_modules"), ("lm_head", "modules_to_save")]
+    places = [
+        ("embed_tokens", "target_modules"),
+        ("lm_head", "modules_to_save"),
+    ]
     for name, key in places:
         lists = {
             "lora_target_modules": ["q_proj", "v_proj"],

@@ -52,7 +52,10 @@ COLUMNS = ("problem=q", "answer=a")
 def sets(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two prepared folders: 30 rows with a column of their own, and 6; both with a test split."""
     root = tmp_path_factory.mktemp("sets")
-    for name, count, further_columns in (("large", 30, {"tip": "think"}), ("small", 6, {})):
+    for name, count, further_columns in (
+        ("large", 30, {"tip": "think"}),
+        ("small", 6, {}),
+    ):
         rows = [
             {"q": f"{name} {number}?", "a": number, **further_columns} for number in range(count)
         ]
@@ -474,7 +477,10 @@ def test_the_chat_template_gets_the_arguments_that_it_had_in_the_training(tmp_pa
     run = shutil.copytree(PRETRAINED, tmp_path / "run")
     (run / "chat_template.jinja").write_text("{{ 'brief' if brief else 'long' }}")
     config = {"chat_template_kwargs": {"brief": True}}
-    for made_by, rendered in (("adora_vl.train", "brief"), ("another", "long")):
+    for made_by, rendered in (
+        ("adora_vl.train", "brief"),
+        ("another", "long"),
+    ):
         (run / "manifest.json").write_text(json.dumps({"made_by": made_by, "config": config}))
         arguments = ["infer", "--model", str(run), "--data", "d", "--output", "o"]
         settings = settings_of(parse_evaluation(arguments, BENCHMARK).ask)

@@ -351,8 +351,18 @@ def _gradient(width: int, height: int) -> bytes:
     return png_bytes(gradient.convert("RGB"))
 
 
-SIZES = [(900, 40), (40, 900), (33, 57), (640, 480), (5, 5)]
-PIXEL_LIMITS = [(784, 1000), (3136, 100_000), (50_000, 60_000)]
+SIZES = [
+    (900, 40),
+    (40, 900),
+    (33, 57),
+    (640, 480),
+    (5, 5),
+]
+PIXEL_LIMITS = [
+    (784, 1000),
+    (3136, 100_000),
+    (50_000, 60_000),
+]
 TOKEN_SIDES = [28, 32]
 
 
@@ -396,7 +406,12 @@ def test_tokens_are_those_of_the_models_own_processor() -> None:
     low = 56 * 56
     high = 16384 * 28 * 28
     processor = Qwen2VLImageProcessor(size={"shortest_edge": low, "longest_edge": high})
-    for size in ((20, 30), (56, 56), (250, 251), (1000, 70)):
+    for size in (
+        (20, 30),
+        (56, 56),
+        (250, 251),
+        (1000, 70),
+    ):
         inputs = processor(images=[Image.new("RGB", size)], return_tensors="pt")
         patches = int(inputs["image_grid_thw"][0].prod())
 

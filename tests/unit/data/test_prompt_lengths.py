@@ -275,7 +275,10 @@ def test_a_language_model_is_asked_in_plain_texts(processor: Any) -> None:
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.content + (end or '.') }}{% endfor %}"
     )
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": SHORT}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": SHORT},
+    ]
     for options in (None, {"end": "<|im_end|> and so on"}):  # TRL's chat_template_kwargs
         inputs = tokenizer.apply_chat_template(messages, tokenize=True, **(options or {}))
         counter = tokenizer_counter(tokenizer, "Be brief.", options)

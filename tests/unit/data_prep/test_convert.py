@@ -68,7 +68,11 @@ def test_files_named_after_splits_are_these_splits_and_a_leak_between_them_is_dr
     folder = tmp_path / "in"
     rows = with_images([f"../pics/{n}.png" for n in range(4)])
     new = {**rows[0], "key": None, "question": "New?"}
-    for name, part in (("train-0", rows), ("train-1", [new]), ("test", rows[:1])):
+    for name, part in (
+        ("train-0", rows),
+        ("train-1", [new]),
+        ("test", rows[:1]),
+    ):
         write_jsonl(folder / "tables", part).rename(folder / "tables" / f"{name}.jsonl")
     (folder / "tables" / "pics").rename(folder / "pics")
     (folder / "tables").rename(folder / "data")

@@ -21,7 +21,10 @@ GUESS = ([1.0, 0.0, 0.0], [2, 9, 9])  # only the shortest is right: TDS
 WORKED = ([0.0, 1.0, 0.0], [2, 9, 4])  # the longest is right: TAS
 TIED = ([1.0, 0.0, 0.0], [6, 9, 3])  # TDS by an equal length
 SILENT = ([1.0, 1.0, 1.0], [1, 2, 3])
-LOST = ([1.0, math.nan, 0.0], [2, 99, 9])  # a rollout without a reward counts nowhere
+LOST = (
+    [1.0, math.nan, 0.0],
+    [2, 99, 9],
+)  # a rollout without a reward counts nowhere
 
 
 def test_the_shares_of_groups_by_hand():

@@ -369,7 +369,10 @@ def test_the_authors_zip_files_give_the_rows_of_the_folders(tmp_path: Path) -> N
 
 
 def test_the_diagram_with_lettered_points(geometry3k_raw: Path, tmp_path: Path) -> None:
-    for diagram, name in (("plain", "img_diagram.png"), ("point", "img_diagram_point.png")):
+    for diagram, name in (
+        ("plain", "img_diagram.png"),
+        ("point", "img_diagram_point.png"),
+    ):
         assert prepare("intergps", geometry3k_raw, tmp_path / diagram, "--diagram", diagram) == 0
         for row, folder in zip(
             stored_rows(tmp_path / diagram, "train"),

@@ -99,7 +99,12 @@ def test_numbered_images_reach_the_row_in_the_order_of_their_places(tmp_path, ca
 
 
 def test_nothing_in_a_cell_is_no_image_and_no_choices(case: Case) -> None:
-    nothing: list[tuple[Any, Any]] = [("", ""), (None, None), ([], []), (" ", " ")]
+    nothing: list[tuple[Any, Any]] = [
+        ("", ""),
+        (None, None),
+        ([], []),
+        (" ", " "),
+    ]
     for form in ("jsonl", "csv"):
         with case(form) as folder:
             rows = [

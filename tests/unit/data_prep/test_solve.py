@@ -26,7 +26,11 @@ from tests.support.geometry_forms import form
 
 ROOT = Path(__file__).parents[3]
 SIDES = ["AB", "BC", "CA"]
-PLACES = {"A": [0.0, 200.0], "B": [300.0, 200.0], "C": [0.0, 10.0]}
+PLACES = {
+    "A": [0.0, 200.0],
+    "B": [300.0, 200.0],
+    "C": [0.0, 10.0],
+}
 
 
 def _form(facts: list[str], *question: str, **changed: object) -> dict[str, object]:
@@ -198,7 +202,11 @@ def test_variants_are_decided_by_seed_and_number_and_solved_by_their_own_facts(
     ]
     assert main([*source, "--workers", "1", "--keep-leaks"]) == 0
     rows = {}
-    for name, options in (("all", []), ("some", ["--limit", "3"]), ("two", ["--workers", "2"])):
+    for name, options in (
+        ("all", []),
+        ("some", ["--limit", "3"]),
+        ("two", ["--workers", "2"]),
+    ):
         output = tmp_path / name
         arguments = ["variants", str(folder), "--output", str(output), "--per", "4", "--seed", "5"]
         assert main([*arguments, *(["--workers", "1"] if name != "two" else []), *options]) == 0

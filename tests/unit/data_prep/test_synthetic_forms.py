@@ -179,7 +179,12 @@ def test_the_last_digit_of_a_perimeter_is_that_of_the_figure(drawing: Drawing, l
     assert problem.answer == solved(problem.sentences)[-1]
 
 
-KITE = {"A": (0.0, 1.0), "B": (0.6, 0.0), "C": (0.0, -1.2), "D": (-0.6, 0.0)}
+KITE = {
+    "A": (0.0, 1.0),
+    "B": (0.6, 0.0),
+    "C": (0.0, -1.2),
+    "D": (-0.6, 0.0),
+}
 
 
 def test_a_form_that_no_family_has_is_drawn_as_it_is_said(drawing: Drawing) -> None:

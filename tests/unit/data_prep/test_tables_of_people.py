@@ -248,7 +248,11 @@ def test_a_picture_is_found_under_another_spelling_of_its_path_and_never_outside
             (folder / "in" / "Fotos").mkdir(parents=True)
             (folder / "in" / "Fotos" / name).write_bytes(PICTURES[0])
             (folder / "secret.png").write_bytes(PICTURES[1])
-            pairs = (("?", path), ("!", "..\\SECRET.png"), (".", name))
+            pairs = (
+                ("?", path),
+                ("!", "..\\SECRET.png"),
+                (".", name),
+            )
             rows = [{"q": question, "a": 1, "i": image} for question, image in pairs]
             source = write_jsonl(folder / "in", rows)
             columns = ("problem=q", "answer=a", "images=i")
@@ -364,7 +368,11 @@ def test_a_shard_of_webdataset_is_a_table(tmp_path: Path) -> None:
     with tarfile.open(shard, "w") as tar:
         for number, gold in enumerate(("50", "65", "72")):
             row = json.dumps({"question": f"Angle {number}?", "answer": gold}).encode()
-            for ending, content in (("png", PICTURES[number]), ("json", row), ("mp3", b"?")):
+            for ending, content in (
+                ("png", PICTURES[number]),
+                ("json", row),
+                ("mp3", b"?"),
+            ):
                 member = tarfile.TarInfo(f"train/{number:03}.{ending}")
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))

@@ -272,7 +272,10 @@ def test_a_row_whose_image_tokens_are_not_as_many_as_its_features_fails():
 
 
 def test_without_a_colocated_engine_only_the_prompts_are_looked_at(subtests):
-    for engine, why in [(None, "samples itself"), (SimpleNamespace(), "server")]:
+    for engine, why in [
+        (None, "samples itself"),
+        (SimpleNamespace(), "server"),
+    ]:
         with subtests.test(why):
             checks = examine(examination_of(engine, vllm_mode="server"), merge=2)
             assert [check.status for check in checks] == [
@@ -387,7 +390,10 @@ def test_the_table_has_the_remedy_below_the_failure():
 
 
 def test_the_exit_code_and_the_json_say_whether_a_check_failed(monkeypatch, tmp_path, capsys):
-    for checks, code in (([passed("a", "b")], 0), ([failed("a", "b", "c")], 1)):
+    for checks, code in (
+        ([passed("a", "b")], 0),
+        ([failed("a", "b", "c")], 1),
+    ):
         monkeypatch.setattr(command, "diagnose", lambda words, checks=checks: checks)
         assert (
             command.main(["--model_name_or_path", "tiny", "--json", str(tmp_path / "d.json")])

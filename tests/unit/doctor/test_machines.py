@@ -478,7 +478,10 @@ def test_both_scripts_divide_the_cores_among_the_processes_of_a_machine(slurm):
         assert done.stdout.split() == ["threads", str(threads)] * 2, done.stderr
     stub(slurm, "ssh", 'shift 3; eval "$*"')
     stub(slurm, "nproc", "echo 64")
-    for changed, threads in (({}, 16), ({"ENVIRONMENT": "OMP_NUM_THREADS=3"}, 3)):
+    for changed, threads in (
+        ({}, 16),
+        ({"ENVIRONMENT": "OMP_NUM_THREADS=3"}, 3),
+    ):
         environment = {"HOSTS": "one", "LAUNCH": "./launch", "PROCESSES_PER_NODE": "4", **changed}
         done = script(
             "ssh/train.sh",

@@ -187,7 +187,10 @@ def test_a_file_of_the_model_that_is_missing_cut_off_or_nonsense(data, case, cap
 def test_a_model_that_vllm_would_run_otherwise(data, case, capsys):
     """vLLM places images otherwise than Transformers without the key, and nothing else shows it."""
     lacks = "has no mrope_interleaved in the rope_parameters"
-    for kind, why in (("qwen3_vl", lacks), ("qwen3_5", "use --engine transformers")):
+    for kind, why in (
+        ("qwen3_vl", lacks),
+        ("qwen3_5", "use --engine transformers"),
+    ):
         with case(kind) as folder:
             model = folder / "model"
             build_tiny_model(model, WarmStart(steps=0), kind)

@@ -165,7 +165,10 @@ def test_a_backbone_answers_without_the_image_and_refuses_one(tmp_path, backbone
     assert main(BENCHMARK, command(tmp_path, backbone, "--no-image")) == 0
     assert json.loads((tmp_path / "out" / "score.json").read_text())["total"] == 3
     blind = "it sees no images, and the problems have some"
-    for options, message in (([], blind), (["--max-pixels", "784"], "max_pixels: ")):
+    for options, message in (
+        ([], blind),
+        (["--max-pixels", "784"], "max_pixels: "),
+    ):
         assert main(BENCHMARK, command(tmp_path / "eyes", backbone, *options)) == 2
         lines = [
             line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")

@@ -126,7 +126,10 @@ def test_an_adapter_of_the_hub_is_that_of_its_revision_and_so_is_its_base(
     after = load_file(run / "adapter_model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
     pinned = f"{'3' * 40} on {'1' * 40}"
-    for folder, base in ((run, ("somebody/tiny", "1" * 40)), (new, ("somebody/sft", "3" * 40))):
+    for folder, base in (
+        (run, ("somebody/tiny", "1" * 40)),
+        (new, ("somebody/sft", "3" * 40)),
+    ):
         manifest = json.loads((folder / "manifest.json").read_text())
         assert manifest["model"]["fingerprint"] == pinned
         assert manifest["model"]["base"] == "somebody/tiny"

@@ -542,7 +542,14 @@ def test_sharing_is_left_where_little_is_shared():
 
 def test_little_attention_is_computed_in_vain(subtests):
     """The keys of a rollout's queries are compared with the causal half that has to be computed."""
-    cases = [(64, 400), (64, 1024), (700, 400), (700, 1024), (1, 1), (1000, 16)]
+    cases = [
+        (64, 400),
+        (64, 1024),
+        (700, 400),
+        (700, 1024),
+        (1, 1),
+        (1000, 16),
+    ]
     for prompt, rollout in cases:
         with subtests.test(f"{prompt} {rollout}"):
             query = torch.zeros(1)

@@ -184,7 +184,10 @@ def test_a_kernel_that_refuses_or_differs_is_not_used_and_a_warning_says_so_once
     def refusing(*_: object, **__: object) -> Tensor:
         raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
 
-    for kernel, reason in ((refusing, "Ampere"), (upper_left, "differs from plain attention")):
+    for kernel, reason in (
+        (refusing, "Ampere"),
+        (upper_left, "differs from plain attention"),
+    ):
         monkeypatch.setattr(varlen, "varlen_attn", kernel)
         one_call = VarlenAttention()
         with pytest.warns(UserWarning, match=reason) as noted:

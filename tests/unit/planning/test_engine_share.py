@@ -108,7 +108,11 @@ def test_no_recipe_trains_weights_whose_updates_rounding_swallows():
 
 def test_a_run_whose_updates_rounding_swallows_says_so_at_its_start(tmp_path, capsys):
     # the tiny model's own is float32
-    for dtype, warns in (("bfloat16", True), ("float32", False), ("auto", False)):
+    for dtype, warns in (
+        ("bfloat16", True),
+        ("float32", False),
+        ("auto", False),
+    ):
         prepare(read(arguments(tmp_path / dtype, dtype=dtype)))
         assert (LOST_UPDATES in capsys.readouterr().out) == warns
 

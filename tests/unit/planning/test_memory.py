@@ -343,7 +343,13 @@ def test_a_group_has_one_image_where_its_rollouts_are_together(recipe):
     assert after["pixels"] * 8 * 8 == before["pixels"]
     assert after["vision"] * 8 == before["vision"]
     assert after["activations"] < before["activations"], "the prompt of a group is computed once"
-    for sequences, images in ((2, 1), (4, 1), (7, 7), (12, 3), (16, 2)):
+    for sequences, images in (
+        (2, 1),
+        (4, 1),
+        (7, 7),
+        (12, 3),
+        (16, 2),
+    ):
         batch = replace(shared, batch=replace(shared.batch, sequences=sequences)).micro_batch
         assert batch.patches(2) == images * 1280 * 4
 

@@ -121,7 +121,11 @@ def at_step(step: int) -> Generation:
 def test_noisy_rollouts_fade_as_in_the_authors_repository():
     """Their Geometry3K run has 60 generations, half of the strength at the 40th, and steepness 30."""
     annealing = example("noisy_rollouts.py:sigmoid_annealing")
-    for generation, share in ((0, 1.0), (40, 0.5), (44, 1 / (1 + math.exp(2)))):
+    for generation, share in (
+        (0, 1.0),
+        (40, 0.5),
+        (44, 1 / (1 + math.exp(2))),
+    ):
         factor = annealing(generation / 60, middle=40 / 60, steepness=30)
         assert factor == pytest.approx(share, abs=1e-6)
     assert annealing(0.0, middle=1.0, steepness=1e300) == 1.0, "nothing overflows"
@@ -249,7 +253,11 @@ def test_visual_tokens_weigh_a_batch_by_hand():
     advantages: Any = SimpleNamespace(has_signal_N=torch.ones(3, dtype=torch.bool))
     visual.after_weighing(at_step(0), batch, advantages)
     # Two rollouts, at 0 and 1 of the range: 0.9 and 0.9 + 0.1 / 0.5.
-    expected = [[1.1, 0, 1.1, 0], [-1.8, 0, 0, -1.8], [3, 3, 3, 3]]
+    expected = [
+        [1.1, 0, 1.1, 0],
+        [-1.8, 0, 0, -1.8],
+        [3, 3, 3, 3],
+    ]
     assert [row.tolist() for row in batch["advantages"]] == [pytest.approx(row) for row in expected]
     # A token that lost n nats depends on the image by exp(-n) + n - 1: two lost one nat, one two.
     of_one_nat = math.exp(-1)

@@ -255,7 +255,11 @@ def test_metrics_are_appended_and_cut_back_to_the_resumed_step(tmp_path):
     file.on_train_begin(settings(tmp_path), state_of(0), None)
     assert path.read_text() == ""
 
-    history = [{"step": 2, "reward": 0.2}, {"step": 2, "eval_a": 1.0}, {"step": 4, "reward": 0.4}]
+    history = [
+        {"step": 2, "reward": 0.2},
+        {"step": 2, "eval_a": 1.0},
+        {"step": 4, "reward": 0.4},
+    ]
     ended = as_line({"train_runtime": 9.0}, 3, "then")  # a run that goes on has not ended there
     lines = resumed_lines([as_line({"reward": 0.25}, 2, "then"), ended], history, 3)
     assert [(line["step"], line["kind"]) for line in lines] == [(2, "eval"), (2, "train")]
@@ -421,7 +425,10 @@ def test_the_summary_compares_the_first_and_the_last_fifth(tmp_path):
 
     # A run shorter than its logging interval: `Trainer` then logs once, and everything stands in
     # that entry.
-    history = [{"step": 2, "train_runtime": 1.0, "reward": 0.25}, {"step": 2, "eval_reward": 0.75}]
+    history = [
+        {"step": 2, "train_runtime": 1.0, "reward": 0.25},
+        {"step": 2, "eval_reward": 0.75},
+    ]
     text = "\n".join(summary_lines(history, config, tmp_path / "merged", 90))
     assert "Trained 2 steps" in text
     assert "reward                     0.250       0.250" in text

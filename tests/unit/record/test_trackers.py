@@ -136,7 +136,11 @@ def test_a_tracker_that_is_not_installed_is_one_line_before_anything_is_loaded(
         "adora_vl.preflight.check_model.resolve_model",
         lambda name: pytest.fail("a model was looked for"),
     )
-    for name, package in (("wandb", "wandb"), ("mlflow", "mlflow"), ("flyte", "flytekit")):
+    for name, package in (
+        ("wandb", "wandb"),
+        ("mlflow", "mlflow"),
+        ("flyte", "flytekit"),
+    ):
         assert main(arguments(tmp_path / "run", report_to=name)) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(

@@ -453,7 +453,11 @@ def test_a_call_is_drawn_on_the_picture_and_spelled_as_a_person_would(browser, t
         assert browser.js(box.format(boxes)) == ["0", "50", "50", "50"]
     width = "document.querySelector('.problem {}').getBoundingClientRect().width"
     assert browser.js(width.format(".places")) == browser.js(width.format("img"))
-    for choice, expected in (("called", 4), ("none", 0), ("failed", 0)):
+    for choice, expected in (
+        ("called", 4),
+        ("none", 0),
+        ("failed", 0),
+    ):
         browser.put("#filter-calls", choice)
         assert browser.text("#count").startswith(f"{expected} of 4"), choice
     browser.open(make_page(tmp_path / "blind.html", tmp_path / "blind"))
@@ -566,7 +570,11 @@ def test_two_real_runs_over_each_other(browser, adora_run, grpo_run, tmp_path):
 
 def test_claims_are_coloured_and_a_legend_says_what_the_colours_mean(browser, tmp_path):
     """A person on a telephone has no pointer to hold over a colour."""
-    claims = [[0, 6, "false"], [8, 15, "new"], [17, 31, "answer"]]
+    claims = [
+        [0, 6, "false"],
+        [8, 15, "new"],
+        [17, 31, "answer"],
+    ]
     texts: dict[str, Any] = {
         "completion": "AD = 6. BD = 12. the area is 60",
         "new": 1,

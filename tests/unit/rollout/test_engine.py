@@ -187,7 +187,12 @@ def built_with(monkeypatch: pytest.MonkeyPatch, settings: EngineSettings, ranks:
 
 
 def test_by_default_the_engine_compiles_on_a_card_alone(monkeypatch, subtests):
-    cases = [(None, True, True), (None, False, False), (False, True, False), (True, False, True)]
+    cases = [
+        (None, True, True),
+        (None, False, False),
+        (False, True, False),
+        (True, False, True),
+    ]
     for wanted, on_cpu, eager in cases:
         with subtests.test(f"{wanted} {on_cpu}"):
             monkeypatch.setattr(sync, "engine_runs_on_cpu", lambda on_cpu=on_cpu: on_cpu)

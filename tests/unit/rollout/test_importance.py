@@ -153,7 +153,10 @@ def test_the_ratio_of_a_micro_batch_has_the_bounds_of_the_run_and_is_logged():
     assert figures["importance_sampling_ratio/max"] == pytest.approx(0.5)
     assert len(figures) == 5
     assert figures["sampling_logp_difference/max"] == pytest.approx(math.log(8))
-    for stale in ([0, 0], [3, 4]):  # the ratio corrects for earlier weights as well
+    for stale in (
+        [0, 0],
+        [3, 4],
+    ):  # the ratio corrects for earlier weights as well
         again: Any = {**micro, "stale_tokens": torch.tensor(stale)}
         ratio.complete(again, logps)
         assert torch.equal(again["importance_sampling_ratio"], ratio_BC)

@@ -87,7 +87,11 @@ def test_a_card_that_is_taken_is_named_before_weights_are_loaded(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * GIB, 80 * GIB))
     with pytest.raises(UserError, match=r"0.65 is 52 of 80 GiB, and 40 GiB of this card are free"):
         refuse_taken_card(config)
-    for key, value in (("use_vllm", False), ("vllm_mode", "server"), ("use_cpu", True)):
+    for key, value in (
+        ("use_vllm", False),
+        ("vllm_mode", "server"),
+        ("use_cpu", True),
+    ):
         other_config: Any = SimpleNamespace(**{**vars(config), key: value})
         refuse_taken_card(other_config)
 

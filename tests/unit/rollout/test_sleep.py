@@ -228,6 +228,9 @@ def test_what_qwen3_vl_adds_to_its_layers_is_zero_again_after_sleep():
 def test_the_model_runner_is_told_by_its_class():
     assert runner_version(around(object.__new__(RunnerV2))) == "V2"
     assert runner_version(around(object.__new__(CPUModelRunner))) == "V1"
-    for version, hint in [("V2", "V2, VLLM_USE_V2_MODEL_RUNNER=0 chooses V1"), ("V1", "V1")]:
+    for version, hint in [
+        ("V2", "V2, VLLM_USE_V2_MODEL_RUNNER=0 chooses V1"),
+        ("V1", "V1"),
+    ]:
         pair = SimpleNamespace(engine=SimpleNamespace(model_runner=version))
         assert check_runner(cast("Any", pair)).detail == hint

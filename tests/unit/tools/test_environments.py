@@ -77,7 +77,10 @@ def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_ali
     environments = environments_of(Doors, 10.0)
     toolbox = Toolbox(choose_tools(["calculate"], environments), ToolOptions(), None)
     assert [schema["function"]["name"] for schema in toolbox.schemas] == ["calculate", "open"]
-    parts = [{"type": "image", "text": None}, {"type": "text", "text": "Which?"}]
+    parts = [
+        {"type": "image", "text": None},
+        {"type": "text", "text": "Which?"},
+    ]
     groups_asked = [group(0, "Which?"), group(1, parts), group(2, "Which?", answer="")]
     first, second, third = entered_groups = environments.entered(groups_asked, 7, anew=True)
     (first_rollout, second_rollout) = first.rollouts

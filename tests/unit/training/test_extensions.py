@@ -143,7 +143,10 @@ def test_a_rollout_that_saw_other_images_cannot_be_compared_at_any_token():
         max_length=9,
     )
     answer = SamplingResult(tokens=[5, 6], logps=[-0.1, -0.2])
-    for compared, logps, stale in ((True, [-0.1, -0.2], 0), (False, [None, None], 2)):
+    for compared, logps, stale in (
+        (True, [-0.1, -0.2], 0),
+        (False, [None, None], 2),
+    ):
         rollout = append_result(
             Rollout(), ask, answer, step=4, max_turn=None, stop=None, compared=compared
         )

@@ -156,7 +156,11 @@ def test_a_ratio_above_the_bound_makes_the_loss_nan_and_is_told_once(subtests):
     old_BC = torch.zeros(2, 2)
     mask_BC = torch.tensor([[1, 1], [1, 0]])
     logps_BC = torch.tensor([[0.0, math.log(4)], [-1.0, 9.0]])  # the 9 is padding
-    for bound, exploded in ((5.0, None), (3.0, 4.0), (None, None)):
+    for bound, exploded in (
+        (5.0, None),
+        (3.0, 4.0),
+        (None, None),
+    ):
         with subtests.test(f"bound {bound}"):
             log: dict[str, float] = {}
             guard = RatioGuard(step_context(log, adora_max_ratio=bound))

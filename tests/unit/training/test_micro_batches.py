@@ -107,7 +107,13 @@ def rank_batch(banks: ImageBanks, images: str, completion: int, first: int) -> B
 
 
 # rows of a micro-batch, rollouts of a group, rows of a unit
-UNIT_SIZES = [(128, 8, 8), (8, 8, 8), (4, 8, 4), (12, 8, 4), (6, 4, 2)]
+UNIT_SIZES = [
+    (128, 8, 8),
+    (8, 8, 8),
+    (4, 8, 4),
+    (12, 8, 4),
+    (6, 4, 2),
+]
 
 
 @pytest.mark.parametrize(("rows", "generations", "unit"), UNIT_SIZES)
@@ -246,7 +252,10 @@ def test_chosen_groups_of_two_batches_are_padded_to_the_wider():
     assert whole["advantages"].tolist() == [1, -1, -1]
 
 
-RATIOS_JOINED = [([[2.0, 3]], [[4.0]], [[2, 3], [4, 1]]), ([[2.0]], [[4.0]], [[2], [4]])]
+RATIOS_JOINED = [
+    ([[2.0, 3]], [[4.0]], [[2, 3], [4, 1]]),
+    ([[2.0]], [[4.0]], [[2], [4]]),
+]
 
 
 @pytest.mark.parametrize(("own", "further", "expected"), RATIOS_JOINED)

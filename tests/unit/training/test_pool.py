@@ -770,7 +770,14 @@ def test_generations_are_counted_and_named_where_an_epochs_last_step_has_fewer()
     run = Run(4)
     run.pool.layout = replace(run.pool.layout, gradient_accumulation_steps=2)
     run.pool.rows = range(3 * PLACES)  # type: ignore[assignment]
-    places = ((0, 0), (0, 1), (1, 0), (2, 0), (2, 1), (3, 0))
+    places = (
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (2, 0),
+        (2, 1),
+        (3, 0),
+    )
     keys = [StepKey(mode="train", step=step, micro=micro) for step, micro in places]
     ahead = [Generation(key=key, group_size=SIZE) for key in keys]
     assert [run.pool.generations_left(generation) for generation in ahead] == [6, 5, 4, 3, 2, 1]
@@ -785,7 +792,10 @@ def test_generations_are_counted_and_named_where_an_epochs_last_step_has_fewer()
 
 def test_the_automatic_budget_is_the_length_of_nine_answers_of_ten():
     assert automatic_budget([], 7) is None
-    tailed = [[*range(1, 50), 180], [*range(50, 99), 180]]  # nine of ten had 90 at most
+    tailed = [
+        [*range(1, 50), 180],
+        [*range(50, 99), 180],
+    ]  # nine of ten had 90 at most
     assert automatic_budget(tailed, 7) == automatic_budget(tailed, 90) == 90
     run = Run(20, budget="auto").go_on()
     budgets = [figures["adora/rollout_budget"] for figures in run.figures]

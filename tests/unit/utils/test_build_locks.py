@@ -110,7 +110,11 @@ def test_the_other_ranks_leave_the_removal_to_the_first(
 
 def test_only_a_run_with_deepspeed_looks(lock: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED", raising=False)
-    for under_deepspeed, stays in ((None, True), ("false", True), ("true", False)):
+    for under_deepspeed, stays in (
+        (None, True),
+        ("false", True),
+        ("true", False),
+    ):
         if under_deepspeed:
             monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", under_deepspeed)
         launch.prepare_engine_environment()

@@ -115,7 +115,11 @@ def test_a_mistake_that_one_rank_alone_finds_is_said_by_it(monkeypatch, capsys):
 
     monkeypatch.setattr("adora_vl.train.time.sleep", sleep)
     for rank, suffix in (("0", ""), ("1", " (rank 1 of 2)")):
-        for name, value in (("LOCAL_RANK", rank), ("RANK", rank), ("WORLD_SIZE", "2")):
+        for name, value in (
+            ("LOCAL_RANK", rank),
+            ("RANK", rank),
+            ("WORLD_SIZE", "2"),
+        ):
             monkeypatch.setenv(name, value)
         assert train(["--learning_rte", "1"]) == 2
         assert capsys.readouterr().err.startswith(f"error{suffix}: ")

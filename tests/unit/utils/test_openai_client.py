@@ -229,7 +229,11 @@ def test_the_time_out_bounds_the_whole_call(dribble):
     and more.
     """
     body = completion("hi" + 100 * " ")[1]
-    for at_once, slowly in ((HEAD, body), (b"", HEAD + body), (b"HTTP/1.0 400 no\r\n\r\n", body)):
+    for at_once, slowly in (
+        (HEAD, body),
+        (b"", HEAD + body),
+        (b"HTTP/1.0 400 no\r\n\r\n", body),
+    ):
         began = time.monotonic()
         with pytest.raises(EndpointError, match=r"TimeoutError|HTTP 400 \("):
             ChatClient(Endpoint(dribble(at_once, slowly), "m", timeout_s=0.4, attempts=1)).chat(

@@ -21,7 +21,10 @@ def parameters(function):
 
 
 def test_every_override_has_stocks_parameters_and_says_what_stock_does():
-    for ours, theirs in ((AdoraGRPOTrainer, GRPOTrainer), (AdoraVLLMGeneration, VLLMGeneration)):
+    for ours, theirs in (
+        (AdoraGRPOTrainer, GRPOTrainer),
+        (AdoraVLLMGeneration, VLLMGeneration),
+    ):
         layers = ours.__mro__[: ours.__mro__.index(theirs)]
         overrides = {
             function: getattr(theirs, name)

@@ -405,7 +405,11 @@ def mode_of(path: Path) -> int:
 
 
 def test_others_may_read_saved_weights_as_the_umask_says(tmp_path):
-    for umask, expected_mode in ((0o022, 0o644), (0o027, 0o640), (0o077, 0o600)):
+    for umask, expected_mode in (
+        (0o022, 0o644),
+        (0o027, 0o640),
+        (0o077, 0o600),
+    ):
         before = os.umask(umask)
         try:
             with replacing_folder(tmp_path / "model") as folder:
