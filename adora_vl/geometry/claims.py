@@ -35,7 +35,7 @@ from adora_vl.geometry.sides import (
     equation,
 )
 from adora_vl.geometry.signature import signature
-from adora_vl.geometry.signs import signs_of
+from adora_vl.geometry.signs import Sign, signs_of
 from adora_vl.geometry.stance import is_stood_by
 
 ClaimKind = Literal["length", "angle", "variable", "relation", "unread"]
@@ -289,14 +289,15 @@ class _ClaimReader:
         first side with a name is, and so does what stands behind a side that was not read.
         """
         claims: list[Claim] = []
-        head: _Link | None = None
-        before: _Link | None = None
+        head: _Link | None = None  # the first side with a name: what the whole chain is about
+        before: _Link | None = None  # the side that the next one is compared with
         end = number
         for link in self._links(number):
             if link is None:
                 before = head
                 continue
             partner = before
+            # In "AB = 3 + 4 = 7" the 7 says what AB is; that 3 + 4 is 7 says nothing of a figure.
             if link.side.is_number and before is not None and before.side.is_number:
                 partner = head
             if partner is not None:
@@ -321,6 +322,8 @@ class _ClaimReader:
             try:
                 side, end = self._side_behind(start, behind)
             except NoSideError:
+                # A side that was not read is passed over only behind a sign: behind a word, such
+                # as "is", a sentence goes on that may say anything.
                 following = self._next_equal(start)
                 is_sign = self.sides.at(start - 1).text in _EQUALS
                 if following is None or not is_sign:
@@ -378,10 +381,12 @@ class _ClaimReader:
         if self.sides.word(cursor) == "in" and self.sides.word(cursor + 1) in ("the", "this"):
             cursor += 3  # "x in the figure is 5"
         words: list[str] = []
+        # Phrases of equality are short, so that nine words behind the name are enough to look at.
         while self.sides.at(cursor + len(words)).kind == "word" and len(words) < 9:
             words.append(self.sides.word(cursor + len(words)))
         phrase = " ".join(words)
         match = _IS.match(phrase) or _EQUAL_TO.match(phrase)
+        # A match has to end where a word ends: "is" is no part of "isosceles".
         if match is None or (match.end() < len(phrase) and phrase[match.end()] != " "):
             return None
         cursor += len(match[0].split())
@@ -390,8 +395,14 @@ class _ClaimReader:
         return cursor
 
     def _next_equal(self, number: int) -> int | None:
-        """The next `=` of the same clause, behind a side that was not read."""
+        """The place of the next `=` of the same clause, behind a side that was not read.
+
+        None where the clause ends, or turns from a formula into words, before one stands. Words in
+        brackets only explain, and are passed over.
+        """
         depth = 0
+        # A side is shorter than 60 signs; without a bound long texts would be gone through anew
+        # for each of their sides.
         for cursor in range(number, min(number + 60, len(self.signs))):
             sign = self.signs[cursor]
             depth += _BRACKETS.get(sign.text, 0)
@@ -466,33 +477,37 @@ class _ClaimReader:
         yield from self._unread_clause(clause, spans)
 
     def _unread_clause(self, clause: list[int], spans: list[tuple[int, int]]) -> Iterator[Claim]:
-        """One unread claim for a clause with a relation of which nothing was read."""
-        relations = [
-            number
+        """One unread claim for a clause with a relation of which nothing was read.
+
+        `clause` holds the numbers of its signs, `spans` the places in the text that claims cover.
+        A clause that names nothing of a figure, such as "3 = 3", is no claim.
+        """
+        has_relation = any(
+            self.signs[number].text in ("=", "≈", "≅", "∥", "⊥") and self.stands[number]
             for number in clause
-            if self.signs[number].text in ("=", "≈", "≅", "∥", "⊥") and self.stands[number]
-        ]
-        if not relations:
+        )
+        if not has_relation:
             return
         start = self.signs[clause[0]].start
         end = self.signs[clause[-1]].end
-        if any(first < end and start < last for first, last in spans):
+        # Another claim overlaps the clause, so that something of it was read.
+        if any(claim_start < end and start < claim_end for claim_start, claim_end in spans):
             return
-        has_names = any(
-            self.signs[number].kind == "points"
-            or re.fullmatch("[a-z]", self.signs[number].text)
-            or self.signs[number].text in ("angle", "arc")
-            for number in clause
-        )
-        if has_names:
-            first = next(
-                number
-                for number in clause
-                if self.signs[number].kind != "word"
-                or len(self.signs[number].text) == 1
-                or self.signs[number].text in _JOINS
-            )
-            yield self._claim(first, clause[-1] + 1, "unread", why="it was not understood")
+        if not any(self._is_name(self.signs[number]) for number in clause):
+            return
+        # The words that lead up to a formula, such as "so we have", are no part of the claim.
+        first = next(number for number in clause if self._is_of_formula(self.signs[number]))
+        yield self._claim(first, clause[-1] + 1, "unread", why="it was not understood")
+
+    def _is_name(self, sign: Sign) -> bool:
+        """Whether a sign names something of a figure: points, a letter, an angle or an arc."""
+        if sign.kind == "points" or sign.text in ("angle", "arc"):
+            return True
+        return re.fullmatch("[a-z]", sign.text) is not None
+
+    def _is_of_formula(self, sign: Sign) -> bool:
+        """Whether a sign can begin a formula: any but a word, or a word that stands for one."""
+        return sign.kind != "word" or len(sign.text) == 1 or sign.text in _JOINS
 
 
 def _kind_of(left_side: EquationSide, right_side: EquationSide) -> ClaimKind:

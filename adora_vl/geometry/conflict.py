@@ -52,9 +52,12 @@ class Conflict:
 
 
 def conflict_of(form: Form, reading: Reading, budget: Budget) -> Conflict:
-    """Leave out facts until figures fit.
+    """Leave out facts until figures fit, and say which facts contradict each other.
 
-    All lengths beside angles go first, or the other way round, then one fact at a time.
+    All lengths beside angles go first, or the other way round, then one fact at a time: first
+    the values that facts give, then the relations of the figure, and last what the question itself
+    supposes. `budget` counts evaluations for all trials together; a
+    trial that finds it spent counts as one that does not fit.
     """
     terms = reading.drawing.terms
     used = {source for source in reading.sources if source is not None}
@@ -67,6 +70,7 @@ def conflict_of(form: Form, reading: Reading, budget: Budget) -> Conflict:
     involved = _involved(FigureProblem(reading), budget)
     groups: list[list[tuple[int, ...]]] = [_other_kind(reading, values)]
     for numbers in (value_facts, relation_facts, question_facts):
+        # Facts that the nearest figure misses come first, since only so many are tried.
         likely = [number for number in numbers if number in involved]
         rest = [number for number in numbers if number not in involved]
         groups.append([(number,) for number in [*likely, *rest][:_MOST_TRIED]])
@@ -78,6 +82,7 @@ def conflict_of(form: Form, reading: Reading, budget: Budget) -> Conflict:
         fitting = [repair for repair in attempts if repair is not None]
         repairs += fitting
         answered = [repair for repair in fitting if repair.outcome.status == "answered"]
+        # The first kind of fact that helps decides; later ones are named, but answer nothing.
         if answered and not is_settled:
             is_settled = True
             first = answered[0].outcome.value

@@ -46,7 +46,12 @@ class Regions(DrawnLines):
         return faces
 
     def _face(self, start: str, end: str, visited: set[tuple[str, str]]) -> list[str]:
-        """Return the region to one side of a drawn edge; its edges are added to `visited`."""
+        """Return the region to one side of a drawn edge; its edges are added to `visited`.
+
+        At each point the walk takes the edge that turns furthest from the one it came by, and so
+        keeps to the border of the same region. The list is empty where another walk has taken the
+        edge in this direction already.
+        """
         face: list[str] = []
         while (start, end) not in visited and len(face) < _MOST_FACES:
             visited.add((start, end))
@@ -76,6 +81,7 @@ class Regions(DrawnLines):
     def polygons(self) -> list[list[str]]:
         """The corners of all regions, of pairs of them that share a side, and of the outline."""
         polygons = [self.corners(face) for face in self.faces]
+        # Pairs grow with the square of the regions; a picture with more than 60 regions is rare.
         for first, second in combinations(self.faces[:60], 2):
             joined = _joined(first, second)
             if joined:
@@ -85,19 +91,28 @@ class Regions(DrawnLines):
             polygons.append(outline)
         return polygons
 
-    def outline(self) -> list[str]:
-        """Return the corners of the outer boundary, without dead ends.
+    def _borders_without_dead_ends(self) -> dict[str, set[str]]:
+        """Return the neighbours of all points from which at least two drawn edges lead on.
 
-        Empty where there is none that is simple.
+        A point that goes may leave its neighbour as a dead end, so this goes on until none is left.
         """
         borders = {name: set(near) for name, near in self._borders.items()}
         while True:
-            dead = sorted(name for name, near in borders.items() if len(near) < 2)
-            if not dead:
-                break
-            for name in dead:
+            dead_ends = sorted(name for name, near in borders.items() if len(near) < 2)
+            if not dead_ends:
+                return borders
+            for name in dead_ends:
                 for neighbour in borders.pop(name):
+                    # The neighbour may be gone already, as the other end of a single edge.
                     borders.get(neighbour, set()).discard(name)
+
+    def outline(self) -> list[str]:
+        """Return the corners of the outer boundary, without dead ends.
+
+        Empty where there is none that is simple, as where the boundary meets itself at a point.
+        The walk begins at an outermost point of the picture, which lies on the boundary for sure.
+        """
+        borders = self._borders_without_dead_ends()
         if len(borders) < 3:
             return []
         first = min(
@@ -122,7 +137,10 @@ class Regions(DrawnLines):
 
 
 def _joined(first: Sequence[str], second: Sequence[str]) -> list[str]:
-    """Return the boundary of two regions together; empty where they share no side."""
+    """Return the boundary of two regions together; empty where they share no side.
+
+    Both go against the clock, so that a common side goes one way in one and back in the other.
+    """
     edges = set(sides_of(first))
     second_edges = set(sides_of(second))
     shared = {(start, end) for start, end in edges if (end, start) in second_edges}

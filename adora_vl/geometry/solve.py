@@ -98,7 +98,9 @@ class FigureProblem:
     def _size(self) -> tuple[float, float]:
         """Return the length of the figure's larger side, and that side in pixels.
 
-        The length goes by the lengths that the facts give.
+        The length goes by the lengths that the facts give: by their scale to the picture where
+        their ends have places there, else by their own middle value. Also notes in `is_scaled`
+        whether there is any such length.
         """
         places = self.drawing.places
         values = list(places.values())
@@ -117,19 +119,29 @@ class FigureProblem:
             lengths.append(length)
             start = relation.left.start
             end = relation.left.end
-            if start in places and end in places and abs(places[start] - places[end]) > 1e-6 * span:
-                scales.append(length / abs(places[start] - places[end]))
+            if start not in places or end not in places:
+                continue
+            drawn_length = abs(places[start] - places[end])
+            # Two points in one place of the picture would give a scale without bound.
+            if drawn_length > 1e-6 * span:
+                scales.append(length / drawn_length)
         self.is_scaled = bool(lengths)
+        # A median, since one wrong or badly drawn length must not stretch the whole figure.
         if scales:
             return float(np.median(scales)) * span, span
         if lengths:
+            # A side is often shorter than the whole figure, by how much nobody knows.
             return 1.5 * float(np.median(lengths)), span
         return _DEFAULT_SIZE, span
 
     # Starts
 
     def start(self, number: int) -> Vector:
-        """Return the unknowns to begin with, ever further from the picture."""
+        """Return the unknowns to begin with, ever further from the picture.
+
+        `number` is that of the start; it seeds the noise, so that a start is always the same. The
+        order of the draws from it must not change, or other figures would be found.
+        """
         random = np.random.default_rng(number)
         system = self.system
         v = np.zeros(system.count)
@@ -303,12 +315,16 @@ class FigureProblem:
         flattest without being flat.
         """
         _, jacobian = self.system.residuals(v)
+        # Each unknown is scaled by its own column, so that a letter in degrees and a place in
+        # shares of the figure's size count alike in the rank.
         lengths = np.sqrt(np.einsum("ij,ij->j", jacobian, jacobian))
         scales = 1 / np.maximum(lengths, 1e-9)
         slope = gradient * scales
         steepness = float(np.linalg.norm(slope))
+        # A goal that does not depend on the unknowns at all is fixed by every figure.
         if steepness < 1e-12:
             return 0.0, np.zeros_like(v), 1.0
+        # Without any equation nothing holds the goal.
         if not len(jacobian):
             return 1.0, slope, 1.0
         try:
@@ -345,6 +361,7 @@ class FigureProblem:
             starts = STARTS if has_places else STARTS_WITHOUT_PLACES
         max_starts = starts if self.places else max(starts, _MOST_STARTS)
         solutions: list[Solution] = []
+        # In the order of the starts: the ones nearest to the picture are the likeliest.
         for number in range(max_starts):
             flawless = sum(1 for solution in solutions if solution.faults == 0)
             if budget.remaining <= 0 or (number >= starts and flawless >= _WANTED):
