@@ -29,7 +29,12 @@ def is_region(term: Term) -> bool:
 
 
 def extent(measures: Measures, term: Term) -> Quantity:
-    """Return `AreaOf` or `PerimeterOf` a shape, a circle, a sector or a region."""
+    """Return `AreaOf` or `PerimeterOf` a shape, a circle, a sector or a region.
+
+    The order of trial matters: a coloured region may be written as a shape, and a shape in a drawing
+    with circles may have round sides, so the plain polygon comes last. Raises `UnreadError` where
+    the form does not say which region is meant.
+    """
     inner = term.arguments[0]
     shape = unwrapped(inner)
     if shape.head in DISC and not is_region(inner):
@@ -66,8 +71,10 @@ def _sector_of(measures: Measures, circle: Circle, angle: Quantity) -> Quantity:
 def _marked_angle(measures: Measures, circle: Circle) -> Quantity:
     """Return the one angle at a centre whose size a fact gives.
 
-    It is over 180 degrees where the fact says so.
+    It is over 180 degrees where the fact says so. Raises `UnreadError` where facts mark no angle at
+    this centre, or several.
     """
+    # The size that a fact gives each angle, by its three points; None where it is no number.
     marked: dict[tuple[str, ...], float | None] = {}
     for fact in measures.drawing.facts:
         if (
@@ -84,7 +91,10 @@ def _marked_angle(measures: Measures, circle: Circle) -> Quantity:
     (corners,) = marked
     size = marked[corners]
     angle = measures.corner(corners[0], corners[1], corners[2])
-    return minus(Constant(360.0), angle) if size is not None and size > 180 else angle
+    # `corner` measures the inner angle, so the way round the other side is the rest of the turn.
+    if size is not None and size > 180:
+        return minus(Constant(360.0), angle)
+    return angle
 
 
 def _rounded(measures: Measures, term: Term, shape: Term) -> Quantity:
@@ -93,6 +103,7 @@ def _rounded(measures: Measures, term: Term, shape: Term) -> Quantity:
     It is the marked sector, the disc, or a polygon with half discs on it.
     """
     drawing = measures.drawing
+    # `Shape(A)` does not list its corners; where one angle at the centre is marked, it is a sector.
     if shape.names == ["A"]:
         try:
             return _sector_of(measures, drawing.circle(), _marked_angle(measures, drawing.circle()))
@@ -201,6 +212,8 @@ def _is_within(measures: Measures, circle: Circle, outline: Sequence[str]) -> bo
     radius = measures.drawing.drawn_radius(circle)
     if radius is None or not set(outline) <= places.keys():
         return False
+    # The cross product is the distance from a side times its length, positive on the inner side of
+    # an outline against the clock; for one with the clock the sign is turned.
     around = 1 if measures.drawing.signed_area(outline) > 0 else -1
     for i in range(len(outline)):
         start = places[outline[i - 1]]

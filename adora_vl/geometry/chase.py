@@ -40,7 +40,10 @@ _NO_PLACE = 1e-9
 
 @dataclass(frozen=True)
 class _Sum:
-    """A constant in degrees, and factors of unknowns."""
+    """A constant in degrees plus unknowns times factors.
+
+    `factors` has letters by their names, and directions by the name of their line behind "line ".
+    """
 
     constant: float = 0.0
     factors: dict[str, float] = field(default_factory=dict)
@@ -62,7 +65,11 @@ class _NotLinearError(ValueError):
 
 
 class Chase:
-    """The linear equations of a reading."""
+    """The linear equations between the directions of lines that a reading comes to.
+
+    Relations that say nothing of directions are passed over, apart from equal lengths, which make
+    triangles isosceles. `value` solves them for the goal.
+    """
 
     def __init__(self, reading: Reading) -> None:
         self.places = reading.drawing.places
@@ -82,13 +89,19 @@ class Chase:
                 ):
                     if isinstance(side, Distance):
                         equal_lengths.setdefault(length, []).append(side)
+        # Only after all relations, since two sides may be equal to a third by different facts.
         for length, sides in equal_lengths.items():
             equal_sides = [*sides, length] if isinstance(length, Distance) else sides
             for first, second in combinations(equal_sides, 2):
                 self._add_isosceles(first, second)
 
     def value(self) -> float | None:
-        """Return the goal where angles alone fix it and do not contradict each other; else None."""
+        """Return the goal where angles alone fix it and do not contradict each other; else None.
+
+        The equations are M x = r and the goal is t x + c. The goal is fixed where its row t is a sum
+        of rows of M, whatever else stays open; the equations are consistent where some x fulfils
+        all of them. Both are asked by least squares, since M has no full rank as a rule.
+        """
         if self.goal is None:
             return None
         try:
@@ -115,7 +128,9 @@ class Chase:
             return None
         is_fixed = np.abs(matrix.T @ weights - target).max() < _FIXED
         is_fulfilled = np.abs(matrix @ solution - right_side).max() < _FULFILLED
-        return float(target @ solution + goal.constant) if is_fixed and is_fulfilled else None
+        if not is_fixed or not is_fulfilled:
+            return None
+        return float(target @ solution + goal.constant)
 
     # Directions and angles
 

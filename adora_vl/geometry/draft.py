@@ -51,13 +51,19 @@ class Draft:
     sentence: str = ""
 
     def line(self, start: str, end: str) -> Term:
-        """Return the segment between two points, which is drawn."""
+        """Return the segment between two points, and note it as drawn.
+
+        It is noted once, in whichever order its ends are named first.
+        """
         if (end, start) not in self.lines and start != end:
             self.lines[start, end] = None
         return term("Line", start, end)
 
     def polygon(self, head: str, names: Sequence[str]) -> Term:
-        """Return a shape with these corners, whose sides are drawn."""
+        """Return a shape with these corners, and note its sides as drawn.
+
+        The shape becomes the last one, which a later "the triangle" means.
+        """
         for i in range(len(names)):
             self.line(names[i - 1], names[i])
         shape = term(head, *names)
@@ -196,6 +202,7 @@ def split_names(names: str) -> list[str]:
 
 def kind_of(names: str) -> str:
     """Return what a shape with these corners is called that has no other name."""
+    # From three corners on; shapes with more than eight have no name that pupils use.
     kinds = ("triangle", "quadrilateral", "pentagon", "hexagon", "heptagon", "octagon")
     count = len(split_names(names))
     return kinds[count - 3] if 3 <= count <= 8 else "polygon"

@@ -87,15 +87,21 @@ class KindOfFigure:
         rows = [set(row) for row in self.drawing.rows]
         for segment, second_segment in combinations(placed, 2):
             ends = (*segment, *second_segment)
-            shares = len(set(ends)) < 4 or any(len(set(ends) & row) >= 3 for row in rows)
-            if not shares and not cross_each_other([self.places[name] for name in ends]):
+            has_common_end = len(set(ends)) < 4
+            # Where three of four ends lie on one line, a segment may touch the other one.
+            has_common_line = any(len(set(ends) & row) >= 3 for row in rows)
+            if has_common_end or has_common_line:
+                continue
+            if not cross_each_other([self.places[name] for name in ends]):
                 apart.append(ends)
         return apart
 
     def faults(self, v: Vector) -> int:
-        """Count how much a figure differs in kind: order on lines, turns, crossings.
+        """Count how much the figure at `v` differs in kind: order on lines, turns, crossings.
 
-        A figure that has collapsed counts `COLLAPSED`.
+        Each difference counts one. A figure that has collapsed counts `COLLAPSED` for each reason,
+        so that it is worse than any that is merely drawn otherwise in a few places. 0 without
+        anything that is drawn, since nothing is there to compare.
         """
         if not self.used:
             return 0
@@ -110,6 +116,7 @@ class KindOfFigure:
             count += COLLAPSED
         count += len(self.disordered(v))
         for first, corner, last, bend in self.turns:
+            # Opposite signs: the corner bends to the other side than in the picture.
             if bend * sine(at[first] - at[corner], at[last] - at[corner]) < 0:
                 count += 1
         for ends in self.apart:
@@ -131,6 +138,7 @@ class KindOfFigure:
         corners = [self.system.location(v, name) for name in names]
         sides = [corners[i] - corners[i - 1] for i in range(len(corners))]
         turns = [phase(sides[i] * sides[i - 1].conjugate()) for i in range(len(sides))]
+        # Once round is a full turn; a pentagram, which also bends to one side alone, goes round twice.
         bends_alike = min(turns) > _LEAST_BEND or max(turns) < -_LEAST_BEND
         return bends_alike and abs(sum(turns)) < 1.5 * math.tau
 
@@ -141,6 +149,7 @@ class KindOfFigure:
             (self.system.location(v, start), self.system.location(v, end))
             for start, end in sides_of(names)
         ]
+        # Positive to the left of a side. A point on a side itself does not lie inside.
         beside = [cross(end - start, location - start) for start, end in ends]
         return min(beside) > 0 or max(beside) < 0
 
@@ -172,7 +181,10 @@ class KindOfFigure:
         return lines
 
     def _is_flat(self, places: Sequence[complex]) -> bool:
-        """Tell whether all points lie on one line, which the picture's do not."""
+        """Tell whether all points lie on one line, which the picture's do not.
+
+        The picture's limit is ten times that of the figure: pixels are rounded, figures are not.
+        """
         if any(set(self.used) <= set(row) for row in self.drawing.lines):
             return False
         if (
@@ -187,6 +199,7 @@ class KindOfFigure:
 
         The figure is turned, shifted and scaled to fit as well as it can.
         """
+        # Imagined points have places that nobody drew, so they say nothing of the picture.
         names = [name for name in sorted(self.places) if name not in self.drawing.imagined]
         if len(names) < 2:
             return 0.0
@@ -194,6 +207,8 @@ class KindOfFigure:
         reached = np.array([self.system.location(v, name) for name in names])
         target = target - target.mean()
         reached = reached - reached.mean()
+        # The complex factor of least squares: its angle turns the figure, its size scales it. The
+        # small number keeps a figure that has collapsed into one point from a division by zero.
         turn = np.vdot(reached, target) / (np.vdot(reached, reached) + 1e-30)
         return float(np.linalg.norm(target - turn * reached) / (np.linalg.norm(target) + 1e-12))
 

@@ -125,7 +125,10 @@ def signs_of(text: str) -> list[Sign]:
 
 
 class _Splitter:
-    """Goes through a text once."""
+    """Goes through a text once, from left to right, and keeps what the next sign has to know.
+
+    `is_apart` and `is_math` are those of the next sign.
+    """
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -135,7 +138,10 @@ class _Splitter:
         self.open_braces: list[bool] = []  # for each open brace, whether it shows nothing
 
     def run(self) -> None:
-        """Fill `signs`."""
+        """Fill `signs`: at each place the first pattern of the table that fits is taken.
+
+        The number or bullet before an item of a list is passed over; it is no value.
+        """
         position = 0
         numbered = {match.start(): match.end() for match in _NUMBERED_LINE.finditer(self.text)}
         while position < len(self.text) and len(self.signs) < MAX_SIGNS:
@@ -152,7 +158,11 @@ class _Splitter:
             position = match.end()
 
     def _take(self, kind: str, spelling: str, match: re.Match[str]) -> None:
-        """Add what one pattern stands for."""
+        """Add what one pattern stands for: no sign, one, or several.
+
+        `kind` and `spelling` are those of the table's row, with the text itself where the row has no
+        spelling of its own.
+        """
         start = match.start()
         end = match.end()
         if kind in ("skip", "space", "edge"):
@@ -165,6 +175,7 @@ class _Splitter:
             return
         if spelling in _BRACES and self._is_silent(spelling):
             return
+        # `\frac12` is one half: the two digits behind the command are its two parts.
         if kind == "digits":
             digits = re.findall(r"\d", match[0])
             self._add("word", "frac", start, end - 2)
@@ -203,6 +214,7 @@ class _Splitter:
         return self.open_braces.pop() if self.open_braces else False
 
     def _add(self, kind: SignKind, text: str, start: int, end: int) -> None:
+        """Add a sign; the next one stands close to it unless a space comes between them."""
         self.signs.append(
             Sign(
                 kind=kind,

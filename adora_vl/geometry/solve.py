@@ -297,7 +297,7 @@ class FigureProblem:
         )
 
     def _faults(self, v: Vector, value: float) -> int:
-        """Return the faults of a figure in kind, and whether its answer can be one.
+        """Return the faults of a figure in kind, and of an answer that cannot be one.
 
         A length, an angle or an area is positive; a letter or a cosine may be anything.
         """

@@ -328,7 +328,7 @@ class System:
         return int(((angles < -1e-6) & (self._turn_signs != 0)).sum())
 
     def residuals(self, v: Vector, *, slopes: bool = True) -> tuple[Vector, Vector]:
-        """Return the residuals at `v` and their derivatives.
+        """Return the residuals of all relations at `v` and their derivatives by the unknowns.
 
         Shapes: (rows,) and (rows, unknowns). Without `slopes` the derivatives are empty.
 
@@ -337,6 +337,7 @@ class System:
         values, gradient = self.atoms(v, slopes=slopes)
         parts: list[Vector] = []
         derivatives: list[Vector] = []
+        # In the order of `residual_relations`, which says whose each row is.
         if len(self._is_perpendicular):
             self._directions(v, parts=parts, derivatives=derivatives, slopes=slopes)
         if len(self._order_points[0]):
@@ -346,6 +347,7 @@ class System:
             derivatives.append(self._means)
         if len(self._linear_rows):
             difference = self._linear_rows @ values + self._linear_constants
+            # A sweep of 359 degrees and one of 1 differ by 2, not by 358.
             far = self._linear_wraps & (np.abs(difference) > _WRAPPED)
             difference = np.where(far, (difference + 180) % 360 - 180, difference)
             parts.append(difference * self._linear_weights)
