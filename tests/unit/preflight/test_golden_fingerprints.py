@@ -51,6 +51,8 @@ def of_config(name: str, data: Path) -> dict[str, str]:
     """The fingerprint of a shipped config as a dry run on this machine resolves it."""
     words = ["--config", str(CONFIGS / "train" / f"{name}.yaml")]
     words += ["--model_name_or_path", TINY.get(name, "tiny"), "--dataset_name", str(data)]
+    # The recipe's own folder holds a finished run where somebody has tried it here.
+    words += ["--output_dir", str(data.parent / "runs")]
     launcher = CONFIGS / "accelerate" / f"{PAIRS[name]}.yaml"
     run = prepare_on_paper(read(words), DryRunOptions(accelerate_config=launcher))
     return settings_of(run)
