@@ -5,6 +5,9 @@ The last digit of a quadrilateral's perimeter is asked for. Two sides stand at t
 the question. In three quarters of the problems, the kind `usual`, the sides make the answer one of
 two digits, so that a guess is right half of the time; in the kind `any` it is right a tenth of the
 time. Only the worked sum tells the kinds apart.
+
+A problem has its text form, and its picture is drawn by code all the same, as in `families.py`: it has
+no letters, and the demo's model has learned to read it.
 """
 
 import random
