@@ -148,7 +148,6 @@ def test_lora_of_another_family_reaches_the_engine(qwen3_vl):
 LONG = ["--prompt-repeats", "9", "per_device_train_batch_size=16"]
 
 
-@pytest.mark.core
 def test_prompts_that_come_again_and_fill_cache_blocks(tmp_path):
     """The tiny model puts up to 0.2 % of its mass on tokens that are never sampled here: no gap may
     come of that.
@@ -197,7 +196,6 @@ def test_without_the_collapsing_the_drift_guard_stops_the_run(tmp_path):
     assert (tmp_path / "run" / "checkpoint-0" / "model.safetensors").is_file()
 
 
-@pytest.mark.core
 def test_other_pixel_limits_stop_the_step_with_the_row(tmp_path):
     result = run_parity(
         tmp_path, "cpu", "--sabotage", "pixel_limits", "per_device_train_batch_size=8", check=False

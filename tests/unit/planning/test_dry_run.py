@@ -237,14 +237,14 @@ def test_the_written_config_is_the_run_again(tmp_path, data, capsys):
         pairs = {key: (getattr(before, key), getattr(after, key)) for key in vars(before)}
         differing = {
             key
-            for key, (written, original) in pairs.items()
+            for key, (original, written) in pairs.items()
             if written != original and str(written) != str(original)
         }
         # The methods are built from adora_method, which is compared.
         derived = {"distributed_state", "_n_gpu", "logging_dir", "deepspeed_plugin", "methods"}
         assert differing <= derived, differing
     assert file.read_text().splitlines()[0].startswith(("dataset_name", "output_dir")), (
-        "what differs comes first"
+        "what differs from the defaults comes first"
     )
 
 
