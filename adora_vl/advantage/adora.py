@@ -206,6 +206,10 @@ class Adora(Method):
 def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) -> AdoraWeighting:
     """Return the weights of the group-normalised advantages of each prompt, and why.
 
+    A group is temporarily advantageous to learn from (TAS) if it is judged and its criteria hold,
+    and temporarily disadvantageous (TDS) if it is judged and they do not. With
+    `no_correct: keep`, a group without a correct rollout is not TDS.
+
     Args:
         groups: whole groups. A rollout is correct if its reward is above `groups.correct_above`;
             NaN marks a rollout that was not scored.

@@ -178,15 +178,16 @@ class RolloutFacts:
         """Return the facts with what reward functions showed of the rollouts of all ranks.
 
         Args:
-            extra: columns of N values; of `new` and `false` follows the work.
+            extra: columns of N values. Where they hold `new` (new claims that are true) and
+                `false` (claims that are not), a rollout's work is `new` less `false`, at least 0.
             logged: figures for the log.
         """
         nothing = [None] * len(self.length_N)
         work = []
-        for right, wrong in zip(
+        for new_claims, false_claims in zip(
             extra.get("new", nothing), extra.get("false", nothing), strict=True
         ):
-            is_known = right is not None and wrong is not None
-            work.append(max(0.0, float(right - wrong)) if is_known else torch.nan)
+            is_known = new_claims is not None and false_claims is not None
+            work.append(max(0.0, float(new_claims - false_claims)) if is_known else torch.nan)
         work_N = torch.tensor(work, dtype=torch.float32)
         return replace(self, extra=extra, logged=logged, work_N=work_N)
