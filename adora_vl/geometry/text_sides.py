@@ -146,7 +146,7 @@ class _Sides:
             if sign in ("*", "/"):
                 self.next += 1
                 side = term("Mul" if sign == "*" else "Div", side, self.power())
-            elif sign and sign not in ("+", "-", ")", "^"):
+            elif sign and sign not in ("+", "-", ")"):
                 side = term("Mul", side, self.power())
             else:
                 return side
