@@ -34,12 +34,16 @@ def combine(quantity: Combined, parts: Sequence[Differentiated]) -> Differentiat
         return Differentiated(value=sum(part.value for part in parts), slope=np.sum(slopes, axis=0))
     if quantity.function == "*":
         return _product(parts)
-    left, right = parts[0], parts[1]
+    first_part = parts[0]
+    second_part = parts[1]
     if quantity.function == "-":
-        return Differentiated(value=left.value - right.value, slope=left.slope - right.slope)
+        return Differentiated(
+            value=first_part.value - second_part.value,
+            slope=first_part.slope - second_part.slope,
+        )
     if quantity.function == "/":
-        return _quotient(left, right)
-    return _power(left, right)
+        return _quotient(first_part, second_part)
+    return _power(first_part, second_part)
 
 
 def _trigonometric(function: Function, angle: Differentiated) -> Differentiated:

@@ -156,9 +156,9 @@ class Judgement:
         values = self.atom_values
         if is_world:
             values, _ = self.system.atoms.evaluated(v, slopes=False)
-        left = self.system.evaluated(relation.left, values, gradient=None)
-        right = self.system.evaluated(relation.right, values, gradient=None)
-        return is_equal(left.value, right.value, decimals)
+        left_side = self.system.evaluated(relation.left, values, gradient=None)
+        right_side = self.system.evaluated(relation.right, values, gradient=None)
+        return is_equal(left_side.value, right_side.value, decimals)
 
     def _distance(self, relation: Relation) -> float:
         """How far the figure is from one in which a relation holds, along its gradient."""
