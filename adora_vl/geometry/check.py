@@ -18,6 +18,7 @@ from adora_vl.geometry.claims import Claim, claims_in
 from adora_vl.geometry.fact_kinds import gives_expression, gives_value, joins_names
 from adora_vl.geometry.figure import Figure, figure_from
 from adora_vl.geometry.judgement import Judgement
+from adora_vl.geometry.layout import Vector
 from adora_vl.geometry.quantities import (
     Constant,
     Equal,
@@ -29,7 +30,6 @@ from adora_vl.geometry.reading import read
 from adora_vl.geometry.signature import relation_signature, signature, without_means
 from adora_vl.geometry.solve import FigureProblem
 from adora_vl.geometry.spans import IN_SPAN
-from adora_vl.geometry.system import Vector
 
 _RANK = 1e-6  # singular values below this share of the largest count as none
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from adora_vl.geometry.system import System, Vector
+from adora_vl.geometry.layout import Vector
+from adora_vl.geometry.system import System
 
 _TRIALS = 7  # dampings that one step tries
 _SOFTER = 8.0  # a step that went downhill lets the next one be so much bolder

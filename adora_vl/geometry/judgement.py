@@ -17,6 +17,7 @@ from adora_vl.geometry.fact_kinds import (
     is_radius,
     names_angle,
 )
+from adora_vl.geometry.layout import Vector
 from adora_vl.geometry.quantities import (
     Distance,
     Equal,
@@ -32,7 +33,7 @@ from adora_vl.geometry.quantities import (
 )
 from adora_vl.geometry.signature import relation_signature, signature
 from adora_vl.geometry.spans import are_in_span, is_in_span, is_parallel_to_any, outside
-from adora_vl.geometry.system import System, Vector
+from adora_vl.geometry.system import System
 
 if TYPE_CHECKING:
     from adora_vl.geometry.check import CheckedFigure
@@ -92,7 +93,7 @@ class Judgement:
         )
         assert self.system.count == base.count, "claims have no unknowns of their own"
         self.measured = self._measured(figure.v)
-        self.atom_values, _ = self.system.atoms(figure.v, slopes=False)
+        self.atom_values, _ = self.system.atoms.evaluated(figure.v, slopes=False)
         self.direction_rows = [row for fact in self.directions for row in self.rows(fact)]
         # Angles at a straight line, also by the numbers that stand for them.
         lines = [fact for fact in self.directions if is_collinear(fact)]
@@ -106,7 +107,7 @@ class Judgement:
             row for fact in figure.known if fact not in radial for row in self.rows(fact)
         ]
         self.true_rows = list(self.known_rows)
-        names_of_atoms = dict.fromkeys(signature(atom) for atom in self.system.row)
+        names_of_atoms = dict.fromkeys(signature(atom) for atom in self.system.atoms.row)
         self.columns = {name: number for number, name in enumerate(names_of_atoms)}
         self.arithmetic_rows = [self._partials(fact) for fact in figure.plain_equations]
         self.false_rows: list[Vector] = []
@@ -152,10 +153,12 @@ class Judgement:
         if not isinstance(relation, Equal):
             measured = self._measured(v) if is_world else self.measured
             return all(abs(residual) <= _DIRECTION for residual, _ in measured[relation])
-        values = self.system.atoms(v, slopes=False)[0] if is_world else self.atom_values
-        left_value, _ = self.system.evaluated(relation.left, values, None)
-        right_value, _ = self.system.evaluated(relation.right, values, None)
-        return is_equal(left_value, right_value, decimals)
+        values = self.atom_values
+        if is_world:
+            values, _ = self.system.atoms.evaluated(v, slopes=False)
+        left_side = self.system.evaluated(relation.left, values, gradient=None)
+        right_side = self.system.evaluated(relation.right, values, gradient=None)
+        return is_equal(left_side.value, right_side.value, decimals)
 
     def _distance(self, relation: Relation) -> float:
         """How far the figure is from one in which a relation holds, along its gradient."""
@@ -249,10 +252,10 @@ class Judgement:
 
     def _moving_atoms(self, relation: Equal) -> Iterator[Quantity]:
         """The names in an equation that matter for it, and that are not known themselves."""
-        _, gradient = self.system.atoms(self.figure.v, slopes=True)
+        _, gradient = self.system.atoms.evaluated(self.figure.v, slopes=True)
         assert gradient is not None, "slopes were asked for"
         partials = self._partials(relation)
-        for atom, number in self.system.row.items():
+        for atom, number in self.system.atoms.row.items():
             if abs(partials[self.columns[signature(atom)]]) > _FLAT:
                 row = self._unit_row(gradient[number])
                 if not is_in_span(row, self.known_rows):
@@ -265,15 +268,15 @@ class Judgement:
         the figure. `AB` and `BA` are one name.
         """
         partials = np.zeros(len(self.columns))
-        slopes = np.zeros((len(self.system.row), self.system.count))
+        slopes = np.zeros((len(self.system.atoms.row), self.system.count))
         for side, sign in ((relation.left, 1.0), (relation.right, -1.0)):
             for atom in dict.fromkeys(atoms_of(side)):
                 if constant_of(atom) is not None:
                     continue
-                number = self.system.row[atom]
+                number = self.system.atoms.row[atom]
                 slopes[number, 0] = 1.0
-                _, change = self.system.evaluated(side, self.atom_values, slopes)
-                slope = float(np.nan_to_num(change[0]))
+                change = self.system.evaluated(side, self.atom_values, slopes)
+                slope = float(np.nan_to_num(change.slope[0]))
                 slopes[number, 0] = 0.0
                 partials[self.columns[signature(atom)]] += sign * slope
         length = float(np.linalg.norm(partials))

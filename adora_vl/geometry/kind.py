@@ -13,8 +13,9 @@ from itertools import combinations, pairwise
 import numpy as np
 
 from adora_vl.geometry.drawing import Drawing
+from adora_vl.geometry.layout import Vector
 from adora_vl.geometry.shapes import sides_of
-from adora_vl.geometry.system import System, Vector
+from adora_vl.geometry.system import System
 from adora_vl.geometry.vectors import cross, cross_each_other, dot, extent_of, sine
 
 COLLAPSED = 10  # faults of a figure in which points fall together
@@ -130,7 +131,7 @@ class KindOfFigure:
         for i, name in enumerate(self.system.unknowns, start=self.system.first_unknown):
             if name.startswith("radius ") and v[i] <= 0:
                 count += COLLAPSED
-        count += self.system.mirrored_corners(v)
+        count += self.system.atoms.mirrored_corners(v)
         return count
 
     def _is_convex(self, v: Vector, names: Sequence[str]) -> bool:

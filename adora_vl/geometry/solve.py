@@ -13,9 +13,10 @@ import numpy as np
 
 from adora_vl.geometry.descent import Budget, descend
 from adora_vl.geometry.kind import COLLAPSED, KindOfFigure
+from adora_vl.geometry.layout import Vector
 from adora_vl.geometry.quantities import Distance, Equal, constant_of
 from adora_vl.geometry.reading import Reading
-from adora_vl.geometry.system import System, Vector
+from adora_vl.geometry.system import System
 from adora_vl.geometry.vectors import extent_of
 
 TIGHT = 1e-7  # largest residual of a figure that fulfils its facts

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from adora_vl.geometry.system import Vector
+from adora_vl.geometry.layout import Vector
 
 IN_SPAN = 1e-5  # share of a gradient that may lie outside of a span
 

@@ -1,0 +1,199 @@
+"""Values and exact derivatives of atoms: the quantities of a figure that no arithmetic combines.
+
+An atom is a distance, an angle, an area, or an unknown with a name. Derivatives are by the unknowns
+of `UnknownsLayout`. Lengths count in the problem's own unit, angles in degrees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from adora_vl.geometry.layout import PointNumbers, UnknownsLayout, Vector, add_point_slopes
+from adora_vl.geometry.quantities import (
+    Angle,
+    Area,
+    Distance,
+    LineDistance,
+    Quantity,
+    Sweep,
+    Unknown,
+)
+
+# Keeps the direction from a point to another in the same place finite. The square root of it is
+# still far below the rounding of any coordinate.
+TINY = 1e-150
+
+
+class Atoms:
+    """All atoms of a figure, numbered and prepared so that they are evaluated together.
+
+    `row` has the number of each atom. Atoms of a kind stand together, in the order distances,
+    angles, distances from lines and areas, named unknowns.
+
+    Args:
+        atoms: The atoms, each once.
+        layout: The unknowns that the derivatives are by.
+        size: The length of one unit of the points' places.
+    """
+
+    def __init__(self, atoms: Sequence[Quantity], layout: UnknownsLayout, size: float) -> None:
+        self.layout = layout
+        self.size = size
+        self.distances = [atom for atom in atoms if isinstance(atom, Distance)]
+        self.angles = [atom for atom in atoms if isinstance(atom, Angle | Sweep)]
+        self.line_distances_and_areas = [
+            atom for atom in atoms if isinstance(atom, LineDistance | Area)
+        ]
+        ordered: list[Quantity] = [
+            *self.distances,
+            *self.angles,
+            *self.line_distances_and_areas,
+            *(Unknown(name) for name in layout.unknowns),
+        ]
+        self.row = {atom: number for number, atom in enumerate(ordered)}
+        self._distance_starts = self._point_numbers([atom.start for atom in self.distances])
+        self._distance_ends = self._point_numbers([atom.end for atom in self.distances])
+        self._angle_firsts = self._point_numbers([atom.first for atom in self.angles])
+        self._angle_corners = self._point_numbers([atom.corner for atom in self.angles])
+        self._angle_lasts = self._point_numbers([atom.last for atom in self.angles])
+        self._turn_signs = np.array([atom.turn for atom in self.angles], dtype=float)
+        self._is_sweep = np.array([isinstance(atom, Sweep) for atom in self.angles], dtype=bool)
+
+    def _point_numbers(self, names: Sequence[str]) -> PointNumbers:
+        """Return the numbers of points in the layout."""
+        return np.array([self.layout.position[name] for name in names], dtype=int)
+
+    def evaluated(self, v: Vector, *, slopes: bool) -> tuple[Vector, Vector | None]:
+        """Return the values of all atoms at `v`, and with `slopes` their derivatives.
+
+        Shapes: (atoms,) and (atoms, unknowns). Without `slopes` the derivatives are None.
+        """
+        values = np.empty(len(self.row))
+        gradient = np.zeros((len(self.row), self.layout.count)) if slopes else None
+        places = self.layout.places(v)
+        first_angle = len(self.distances)
+        first_line_distance = first_angle + len(self.angles)
+        if self.distances:
+            rows = None if gradient is None else gradient[:first_angle]
+            values[:first_angle] = self._distance_values(places, rows)
+        if self.angles:
+            rows = None if gradient is None else gradient[first_angle:first_line_distance]
+            values[first_angle:first_line_distance] = self._angle_values(places, rows)
+        for number, atom in enumerate(self.line_distances_and_areas, start=first_line_distance):
+            if isinstance(atom, Area):
+                value, slope = self._area(atom, places)
+            else:
+                value, slope = self._line_distance(atom, places)
+            values[number] = value
+            if gradient is not None:
+                gradient[number] = slope
+        unknown_count = len(self.layout.unknowns)
+        if unknown_count:
+            first_unknown = self.layout.first_unknown
+            values[-unknown_count:] = v[first_unknown:]
+            if gradient is not None:
+                gradient[-unknown_count:, first_unknown:] = np.eye(unknown_count)
+        return values, gradient
+
+    def angle_values(self, v: Vector) -> Vector:
+        """Return the angles at `v` in degrees, in the order of `angles`."""
+        return self._angle_values(self.layout.places(v), rows=None)
+
+    def mirrored_corners(self, v: Vector) -> int:
+        """Return how many of the angles lie on the other side than in the picture."""
+        is_mirrored = (self.angle_values(v) < -1e-6) & (self._turn_signs != 0)
+        return int(is_mirrored.sum())
+
+    def _distance_values(self, places: Vector, rows: Vector | None) -> Vector:
+        """Return all distances, and add their derivatives to `rows` unless it is None."""
+        difference = places[self._distance_ends] - places[self._distance_starts]
+        length = np.sqrt(np.einsum("ij,ij->i", difference, difference) + TINY)
+        if rows is not None:
+            slope_end = self.size * difference / length[:, None]
+            add_point_slopes(rows, self._distance_ends, slope_end)
+            add_point_slopes(rows, self._distance_starts, -slope_end)
+        distances: Vector = self.size * length
+        return distances
+
+    def _angle_values(self, places: Vector, rows: Vector | None) -> Vector:
+        """Return all angles in degrees, and add their derivatives to `rows` unless it is None.
+
+        An angle whose side the picture shows is negative in a mirrored figure. A sweep goes from 0
+        to 360.
+        """
+        u = places[self._angle_firsts] - places[self._angle_corners]
+        w = places[self._angle_lasts] - places[self._angle_corners]
+        # The sum makes 0 of -0, of which the arctangent would make -180 degrees.
+        cross = u[:, 0] * w[:, 1] - u[:, 1] * w[:, 0] + 0.0
+        dot = np.einsum("ij,ij->i", u, w)
+        # Where the picture does not show the side, the angle counts as positive on either side.
+        seen_sign = np.where(cross < 0, -1.0, 1.0)
+        sign = np.where(self._turn_signs == 0, seen_sign, self._turn_signs)
+        if rows is not None:
+            slope_u, slope_w = angle_slopes(u, w, np.degrees(sign))
+            add_point_slopes(rows, self._angle_firsts, slope_u)
+            add_point_slopes(rows, self._angle_lasts, slope_w)
+            add_point_slopes(rows, self._angle_corners, -slope_u - slope_w)
+        angle = np.degrees(np.arctan2(sign * cross, dot))
+        return np.where(self._is_sweep, angle % 360.0, angle)
+
+    def _area(self, area: Area, places: Vector) -> tuple[float, Vector]:
+        """Return the area of a polygon and its derivatives, by the shoelace formula.
+
+        The formula gives twice the area, negative where the corners go clockwise.
+        """
+        corners = [self.layout.position[name] for name in area.corners]
+        x = places[corners, 0]
+        y = places[corners, 1]
+        doubled = float(np.dot(np.roll(x, 1), y) - np.dot(x, np.roll(y, 1)))
+        factor = math.copysign(0.5 * self.size**2, doubled)
+        slope = np.zeros(self.layout.count)
+        for number, corner in enumerate(corners):
+            before = number - 1
+            behind = (number + 1) % len(corners)
+            slope[2 * corner] += factor * (y[behind] - y[before])
+            slope[2 * corner + 1] += factor * (x[before] - x[behind])
+        return factor * doubled, slope
+
+    def _line_distance(self, atom: LineDistance, places: Vector) -> tuple[float, Vector]:
+        """Return how far a point is from a line, and the derivatives of that."""
+        point = self.layout.position[atom.point]
+        start = self.layout.position[atom.start]
+        end = self.layout.position[atom.end]
+        along_line = places[end] - places[start]
+        to_point = places[point] - places[start]
+        length = math.sqrt(float(along_line @ along_line) + TINY)
+        cross = float(along_line[0] * to_point[1] - along_line[1] * to_point[0])
+        signed_distance = cross / length
+        sign = math.copysign(self.size, signed_distance)
+        slope_point = np.array([-along_line[1], along_line[0]]) / length
+        slope_line = (
+            np.array([to_point[1], -to_point[0]]) / length
+            - signed_distance * along_line / length**2
+        )
+        slope = np.zeros(self.layout.count)
+        slope[2 * point : 2 * point + 2] += sign * slope_point
+        slope[2 * end : 2 * end + 2] += sign * slope_line
+        slope[2 * start : 2 * start + 2] -= sign * (slope_point + slope_line)
+        return sign * signed_distance, slope
+
+
+def angle_slopes(u: Vector, w: Vector, factor: Vector) -> tuple[Vector, Vector]:
+    """Return the derivatives of the angle from `u` to `w` by each of them.
+
+    Args:
+        u: The directions at which the angles begin, shape (rows, 2).
+        w: The directions at which they end, shape (rows, 2).
+        factor: What each row's derivatives are multiplied by, shape (rows,).
+
+    Returns:
+        The derivatives by `u` and by `w`, of shape (rows, 2) each.
+    """
+    square_u = np.einsum("ij,ij->i", u, u) + TINY
+    square_w = np.einsum("ij,ij->i", w, w) + TINY
+    slope_u = np.stack([u[:, 1], -u[:, 0]], axis=1) * (factor / square_u)[:, None]
+    slope_w = np.stack([-w[:, 1], w[:, 0]], axis=1) * (factor / square_w)[:, None]
+    return slope_u, slope_w

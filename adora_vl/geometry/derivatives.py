@@ -1,0 +1,97 @@
+"""Arithmetic on values together with their derivatives (forward differentiation)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from adora_vl.geometry.layout import Vector
+from adora_vl.geometry.quantities import Combined, Function
+
+
+class Differentiated(NamedTuple):
+    """A number, and its derivatives by all unknowns of a figure, shape (unknowns,)."""
+
+    value: float
+    slope: Vector
+
+
+def combine(quantity: Combined, parts: Sequence[Differentiated]) -> Differentiated:
+    """Do the arithmetic of a combined quantity on the values of its parts.
+
+    Powers and logarithms are of the absolute value, as `Combined` says. Raises what Python's
+    arithmetic raises: `ZeroDivisionError`, `OverflowError` or `ValueError`.
+    """
+    if quantity.function in ("sin", "cos", "tan"):
+        return _trigonometric(quantity.function, parts[0])
+    if quantity.function == "log":
+        return _logarithm(parts[0])
+    if quantity.function == "+":
+        slopes = [part.slope for part in parts]
+        return Differentiated(value=sum(part.value for part in parts), slope=np.sum(slopes, axis=0))
+    if quantity.function == "*":
+        return _product(parts)
+    first_part = parts[0]
+    second_part = parts[1]
+    if quantity.function == "-":
+        return Differentiated(
+            value=first_part.value - second_part.value,
+            slope=first_part.slope - second_part.slope,
+        )
+    if quantity.function == "/":
+        return _quotient(first_part, second_part)
+    return _power(first_part, second_part)
+
+
+def _trigonometric(function: Function, angle: Differentiated) -> Differentiated:
+    """Return the sine, cosine or tangent of an angle in degrees."""
+    radians = math.radians(angle.value)
+    if function == "sin":
+        value = math.sin(radians)
+        slope = math.radians(math.cos(radians)) * angle.slope
+    elif function == "cos":
+        value = math.cos(radians)
+        slope = -math.radians(math.sin(radians)) * angle.slope
+    else:
+        value = math.tan(radians)
+        slope = math.radians(1 / math.cos(radians) ** 2) * angle.slope
+    return Differentiated(value=value, slope=slope)
+
+
+def _logarithm(part: Differentiated) -> Differentiated:
+    """Return the natural logarithm of an absolute value."""
+    return Differentiated(value=math.log(abs(part.value)), slope=part.slope / part.value)
+
+
+def _product(parts: Sequence[Differentiated]) -> Differentiated:
+    """Return the product of any number of parts, by the product rule from left to right."""
+    value = 1.0
+    slope = np.zeros_like(parts[0].slope)
+    for part in parts:
+        slope = slope * part.value + value * part.slope
+        value *= part.value
+    return Differentiated(value=value, slope=slope)
+
+
+def _quotient(numerator: Differentiated, denominator: Differentiated) -> Differentiated:
+    """Return the quotient of two parts, by the quotient rule."""
+    x, dx = numerator
+    y, dy = denominator
+    return Differentiated(value=x / y, slope=dx / y - (x / y**2) * dy)
+
+
+def _power(base: Differentiated, exponent: Differentiated) -> Differentiated:
+    """Return the absolute value of a base to an exponent.
+
+    At base 0 the derivatives are taken as 0: the formula would divide by zero there.
+    """
+    x = abs(base.value)
+    y = exponent.value
+    value = x**y
+    slope_base = y * x ** (y - 1) * math.copysign(1.0, base.value) if x else 0.0
+    slope_exponent = value * math.log(x) if x else 0.0
+    slope = slope_base * base.slope + slope_exponent * exponent.slope
+    return Differentiated(value=float(value), slope=slope)
