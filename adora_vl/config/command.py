@@ -17,7 +17,7 @@ from typing import Any
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.config.trl_keys import Key, read_keys
 from adora_vl.config.trl_ranges import RANGES
-from adora_vl.config.values import convert, declared, takes
+from adora_vl.config.values import annotations_of_keys, convert, takes
 from adora_vl.utils.cli import is_null, read_mapping, yaml_line, yaml_value
 from adora_vl.utils.errors import UserError, nearest
 from adora_vl.utils.own_files import search_files_beside
@@ -97,7 +97,11 @@ def read(arguments: Sequence[str], *, needs_model: bool = True) -> CliArgs:
     for dotted_key, words in words_by_key:
         if dotted_key != "config":
             _lay_over(values, dotted_key=dotted_key, words=words, keys=keys)
-    hints = {**RANGES, **declared(AdoraScriptArguments), **declared(AdoraKeys)}
+    hints = {
+        **RANGES,
+        **annotations_of_keys(AdoraScriptArguments),
+        **annotations_of_keys(AdoraKeys),
+    }
     unread = {key: value for key, value in values.items() if key not in hints}
     values = {
         key: read_value(key, value, hints[key]) for key, value in values.items() if key in hints

@@ -17,7 +17,7 @@ from trl import GRPOConfig, ModelConfig
 from adora_vl.config.command import CliArgs, read, read_value
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.config.methods import name_functions, settle_methods
-from adora_vl.config.values import convert_fields, declared
+from adora_vl.config.values import annotations_of_keys, convert_fields
 from adora_vl.utils.cli import plain, spelled
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.secrets import HIDDEN, masked
@@ -253,7 +253,7 @@ def _kwargs_of(kind: Any, cli_args: CliArgs, values: dict[str, Any]) -> dict[str
     Unread ones are converted into `values`, once, though two dataclasses may have a key in common.
     """
     kwargs: dict[str, Any] = {}
-    for key, hint in declared(kind).items():
+    for key, hint in annotations_of_keys(kind).items():
         if key in cli_args.unread and key not in values:
             values[key] = read_value(key, cli_args.unread[key], hint)
         if key in values:
