@@ -15,11 +15,16 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
 from adora_vl.data.prompts import asks_for_answer_tags
-from adora_vl.evals.benchmark import data_options, for_data, loaded, named
+from adora_vl.evals.benchmark import (
+    benchmark_name_for,
+    data_options,
+    find_benchmark,
+    load_checked_problems,
+)
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.local import Conversations
 from adora_vl.evals.inference.runner import Ask, answer, refuse_control_tokens
-from adora_vl.evals.inference.views import VIEWS, shown_as
+from adora_vl.evals.inference.views import VIEWS, problems_in_view
 from adora_vl.evals.scoring.files import figures_in_training
 from adora_vl.rollout.stopping import StopCriteria
 from adora_vl.utils.cli import amount
@@ -82,7 +87,9 @@ def take_evaluations(
             "adora_eval: [] with eval_strategy: steps has nothing to evaluate on; name a "
             "BENCHMARK=DATA, or give the trainer an eval_dataset"
         )
-    entries = config.adora_eval or [f"{for_data(Path(folder))}={folder}" for folder in folders]
+    entries = config.adora_eval or [
+        f"{benchmark_name_for(Path(folder))}={folder}" for folder in folders
+    ]
     tasks: list[Task] = []
     entries_of_tasks: list[str] = []
     for entry in entries:
@@ -167,10 +174,10 @@ def _load(entry: str, limit: int | None, prompt: str | None) -> list[Task]:
             f"adora_eval: {entry!r} is not BENCHMARK=DATA; write what it is to be asked, "
             "problems=DIR"
         )
-    benchmark = named(name, "adora_eval")
+    benchmark = find_benchmark(name, "adora_eval")
     options = data_options(benchmark, path, prompt)
     try:
-        problems = loaded(benchmark, options).problems
+        problems = load_checked_problems(benchmark, options).problems
     except UserError as error:
         if Path(path).exists():
             raise
@@ -184,7 +191,7 @@ def _load(entry: str, limit: int | None, prompt: str | None) -> list[Task]:
     return [
         Task(
             benchmark=replace(benchmark, name=f"{benchmark.name}_{view}"),
-            problems=shown_as(with_facts, view),
+            problems=problems_in_view(with_facts, view),
             in_data=len(problems),
         )
         for view in VIEWS

@@ -25,7 +25,7 @@ from adora_vl.data.dataset import (
 )
 from adora_vl.data.output import complete_or_absent, refuse_foreign
 from adora_vl.data.prompts import SYSTEM_PROMPT, asks_for_answer_tags
-from adora_vl.evals.benchmark import named
+from adora_vl.evals.benchmark import find_benchmark
 from adora_vl.evals.inference.engines import build_engine
 from adora_vl.evals.inference.predictions import PREDICTIONS, read_predictions
 from adora_vl.evals.inference.provenance import FINGERPRINT_FILE, read_fingerprint
@@ -75,7 +75,7 @@ def tallies(
     rows: Sequence[Prediction], *, rounding: bool = False, answer_tags: bool = False
 ) -> dict[str, Tally]:
     """Return the tally of each problem by its id, graded as in training."""
-    benchmark = named("geometry3k")
+    benchmark = find_benchmark("geometry3k")
     options = GraderOptions(rounding=rounding, answer_tags=answer_tags)
     right: Counter[str] = Counter()
     answers: Counter[str] = Counter()

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from adora_vl.evals.inference.provenance import PROMPTS, settled_prompts, unusual_prompts
+from adora_vl.evals.inference.provenance import PROMPTS, resolve_prompts, unusual_prompts
 from adora_vl.evals.inference.requests import EngineOptions, SamplingOptions, default_engine
 from adora_vl.evals.options import OF_THE_RUN, add_options, options_from
 from adora_vl.utils.cli import (
@@ -149,7 +149,7 @@ def _filter(arguments: argparse.Namespace) -> None:
         engine = arguments.engine or default_engine()
         settings = settings_of(options_from(EngineOptions, arguments, engine=engine))
         prompt_options = {name: getattr(arguments, name) for name in PROMPTS}
-        prompts = settled_prompts(arguments.model, prompt_options)
+        prompts = resolve_prompts(arguments.model, prompt_options)
         predictions = filtering.sample(
             arguments.input,
             arguments.split,

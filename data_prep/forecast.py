@@ -17,7 +17,7 @@ from pyarrow.dataset import dataset
 
 from adora_vl.advantage import Groups
 from adora_vl.advantage.adora import weigh_groups
-from adora_vl.evals.benchmark import named
+from adora_vl.evals.benchmark import find_benchmark
 from adora_vl.evals.inference.predictions import PREDICTIONS, read_predictions
 from adora_vl.evals.prepared import GraderOptions
 from adora_vl.evals.scoring.score import graded_rows
@@ -202,7 +202,7 @@ def sampled_groups(predictions: Path) -> Groups:
 
     Raises `UserError` where there is but one answer to a problem, or lengths are not known.
     """
-    benchmark = named("geometry3k")
+    benchmark = find_benchmark("geometry3k")
     options = GraderOptions(answer_tags=asked_for_tags(predictions))
     rows_of_problem = defaultdict(list)
     for row in read_predictions(predictions):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from adora_vl.evals.benchmark import NAMES, named
+from adora_vl.evals.benchmark import NAMES, find_benchmark
 from adora_vl.utils.cli import exit_code_of, imports
 from adora_vl.utils.errors import UserError
 
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return command(rest)
     try:
         with imports():
-            benchmark = named(name, extra_names=tuple(_OTHERS))
+            benchmark = find_benchmark(name, extra_names=tuple(_OTHERS))
             from eval.command import main as run
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

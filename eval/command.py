@@ -8,17 +8,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from adora_vl.evals.asking import AskOptions, ask, check_options, check_output, questions
+from adora_vl.evals.asking import (
+    AskOptions,
+    answer_problems,
+    check_options,
+    check_output,
+    problems_to_ask,
+)
 from adora_vl.evals.inference.engines import tool_options_of
 from adora_vl.evals.inference.predictions import PREDICTIONS
-from adora_vl.evals.inference.provenance import PROMPTS, settled_prompts
-from adora_vl.evals.inference.runner import ranks
+from adora_vl.evals.inference.provenance import PROMPTS, resolve_prompts
+from adora_vl.evals.inference.runner import join_ranks
 from adora_vl.evals.options import ScoreOptions, add_options, option_names, options_from
 from adora_vl.evals.records import Benchmark
 from adora_vl.evals.scoring.files import write_score
 from adora_vl.utils.cli import Parser, exit_code_of, optional, path, read_mapping, text
 from adora_vl.utils.errors import UserError, did_you_mean
-from adora_vl.utils.own_files import look_beside
+from adora_vl.utils.own_files import search_files_beside
 
 VERBS = {"infer": "answer the problems", "score": "score answers", "run": "both"}
 _NEEDED = {
@@ -51,7 +57,7 @@ def parse(argv: Sequence[str] | None, benchmark: Benchmark) -> Command:
     options = parser.parse_args(words)
     config: Path | None = getattr(options, "config", None)
     if config is not None:
-        look_beside(config)
+        search_files_beside(config)
         # The options of the file come first, because argparse keeps the last of two equal options.
         # `infer` ignores options for the score, so that one file serves `infer` and `run`.
         unused = set(option_names(benchmark.score_options)) if options.verb == "infer" else set()
@@ -70,7 +76,7 @@ def parse(argv: Sequence[str] | None, benchmark: Benchmark) -> Command:
             predictions=options.predictions,
         )
     prompts = {name: getattr(options, name) for name in PROMPTS if hasattr(options, name)}
-    vars(options).update(settled_prompts(options.model, prompts))
+    vars(options).update(resolve_prompts(options.model, prompts))
     data = options_from(benchmark.data_options, options)
     return Command(
         verb=options.verb,
@@ -191,13 +197,13 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
         assert command.ask is not None
         # Every mistake that can be found without the model is found before it is loaded.
         check_output(command.ask.output)
-        processes = ranks()
+        processes = join_ranks()
         settings = check_options(command.ask)
-        ask(
+        answer_problems(
             benchmark=benchmark,
             options=command.ask,
             settings=settings,
-            selection=questions(benchmark, command.ask),
+            selection=problems_to_ask(benchmark, command.ask),
             processes=processes,
         )
         # The first rank has gathered the answers of all.

@@ -26,7 +26,12 @@ with imports():
         Problem,
         RowGrade,
     )
-    from adora_vl.evals.scoring.score import by_problem, counted, extraction_item, verdict
+    from adora_vl.evals.scoring.score import (
+        cell_from_counts,
+        correct_by_problem,
+        extraction_item,
+        verdict_of,
+    )
 
 SPLITS = tuple(f"sample_variant{number}" for number in range(1, 11))
 COLUMNS = dict.fromkeys(("question", "answer", "answer_type", "subject", "level"), TEXT)
@@ -74,7 +79,7 @@ def short_answer(response: str) -> tuple[str, str]:
     return str(content.get("short answer")), "json"
 
 
-def official_hit(answer: str, reference: str, kind: str) -> bool:
+def is_officially_right(answer: str, reference: str, kind: str) -> bool:
     """Return whether an answer is right by the official rule.
 
     A number is met to within a thousandth, in multiples of π too, a letter by one among the first
@@ -97,7 +102,7 @@ def grade(row: Prediction, options: ScoreOptions) -> RowGrade:
     answer, rule = short_answer(row["response"])
     groups = {name: [row[name]] for name in ("subject", "level", "answer_type")}
     return RowGrade(
-        verdict=verdict(official_hit(answer, row["answer"], row["answer_type"])),
+        verdict=verdict_of(is_officially_right(answer, row["answer"], row["answer_type"])),
         extracted=answer,
         reason=rule,
         groups=groups,
@@ -117,8 +122,8 @@ def _summary(
         problem = item.pid.rpartition("/")[2]
         variants[problem, item.sample].append(item.correct)
     all_right = sum(map(all, variants.values()))
-    answers_each = max(map(len, by_problem(graded).values()))
-    worst = counted(all_right, len(variants), answers_each)
+    answers_each = max(map(len, correct_by_problem(graded).values()))
+    worst = cell_from_counts(all_right, len(variants), answers_each)
     accuracy = sum(item.correct for item in graded) / len(graded)
     robustness = worst["accuracy"] / accuracy if worst and accuracy else None
     n_variants = max(map(len, variants.values()))

@@ -20,7 +20,7 @@ with imports():
         extraction_rules,
         with_extractions,
     )
-    from adora_vl.evals.scoring.score import verdict
+    from adora_vl.evals.scoring.score import verdict_of
     from adora_vl.rewards.completion import answer_block, last_boxed
     from adora_vl.rewards.thinking import final_part
 
@@ -76,7 +76,7 @@ def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
     named = letters_of(read.text)
     right = letters_of(row["answer"])
     return RowGrade(
-        verdict=verdict(named == right),
+        verdict=verdict_of(named == right),
         extracted=", ".join(named),
         reason=read.method,
         groups={"skill": row["skill"]},

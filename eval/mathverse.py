@@ -31,13 +31,13 @@ with imports():
         ExtractionOptions,
         Question,
         extraction_rules,
-        judge_of,
-        reported,
-        reports,
+        judge_client,
+        judge_reports,
+        report_in,
         with_extractions,
     )
     from adora_vl.evals.scoring.number import extract_number, plain
-    from adora_vl.evals.scoring.score import cell, metadata_groups, verdict
+    from adora_vl.evals.scoring.score import accuracy_cell, metadata_groups, verdict_of
     from adora_vl.rewards.completion import last_boxed
     from adora_vl.rewards.grade import grade as graded_answer
     from adora_vl.rewards.thinking import final_part
@@ -188,14 +188,14 @@ def _prepare(rows: Sequence[Prediction], options: ExtractionOptions) -> list[Pre
 
     With a judge, its word on whether the answer is right stands under the key `same`.
     """
-    judge = judge_of(options) if options.extraction == "judge" else None
+    judge = judge_client(options) if options.extraction == "judge" else None
     read = with_extractions(
         rows, options=options, question_of=question_of, rules=by_rules, judge=judge
     )
     if judge is None:
         return read
     conversations = [_judge_messages(row) if _is_left_to_judge(row) else None for row in read]
-    words = reports(conversations, judge, _one_or_zero)
+    words = judge_reports(conversations, judge, _one_or_zero)
     return [{**row, "same": word} for row, word in zip(read, words, strict=True)]
 
 
@@ -233,7 +233,7 @@ def _judge_messages(row: Prediction) -> list[dict[str, str]]:
 
 def _one_or_zero(reply: str) -> str:
     """Return the report of the judge. Raises `EndpointError` if it is neither 1 nor 0."""
-    word = reported(reply)
+    word = report_in(reply)
     if word not in ("0", "1"):
         raise EndpointError(f"the report is {word!r:.60}, neither 1 nor 0")
     return word
@@ -281,7 +281,7 @@ def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
     if judge_reply is not None:
         judged = judge_reply if judge_reply.method == JUDGE_FAILED else extraction
         return RowGrade(
-            verdict=verdict(judge_reply.text == "1"),
+            verdict=verdict_of(judge_reply.text == "1"),
             extracted=answer,
             reason="judge",
             groups=groups,
@@ -290,7 +290,7 @@ def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
     if row["question_type"] == "free-form":
         right, reason = same_answer(answer, row["answer"])
         return RowGrade(
-            verdict=verdict(right),
+            verdict=verdict_of(right),
             extracted=answer,
             reason=reason,
             groups=groups,
@@ -302,14 +302,14 @@ def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
     # A reference with several letters cannot be matched by one, so that nobody gets it right.
     if right_letter is None:
         return RowGrade(
-            verdict=verdict(False),
+            verdict=verdict_of(False),
             extracted=letter,
             reason="gold_several_letters",
             groups=groups,
             extraction=extraction,
         )
     return RowGrade(
-        verdict=verdict(letter == right_letter),
+        verdict=verdict_of(letter == right_letter),
         extracted=letter,
         reason="letter",
         groups=groups,
@@ -347,7 +347,9 @@ def _summary(
             f"note: {options.judge_model} was the judge; the official score's own may say otherwise"
         ]
     return OwnFigures(
-        {"overall": {"five_versions": cell(five) if five else None}}, lines=lines, warnings=warnings
+        {"overall": {"five_versions": accuracy_cell(five) if five else None}},
+        lines=lines,
+        warnings=warnings,
     )
 
 

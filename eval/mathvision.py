@@ -35,7 +35,7 @@ with imports():
         with_extractions,
     )
     from adora_vl.evals.scoring.number import extract_number
-    from adora_vl.evals.scoring.score import extraction_item, verdict
+    from adora_vl.evals.scoring.score import extraction_item, verdict_of
     from adora_vl.rewards import grade as graded_as_in_training
     from adora_vl.rewards.completion import last_boxed
     from adora_vl.utils.cli import amount
@@ -233,7 +233,7 @@ def _tuple_of_numbers(answer: str) -> str:
     return answer[0] + ",".join(texts) + answer[-1]
 
 
-def official_hit(answer: str, reference: str, options: Sequence[str]) -> bool:
+def is_officially_right(answer: str, reference: str, options: Sequence[str]) -> bool:
     """Return whether an answer is the reference answer, or the option whose letter that is."""
     value = options[ord(reference) - ord("A")] if options else ""
     return officially_equal(reference, answer) or officially_equal(value, answer)
@@ -303,13 +303,17 @@ def grade(row: Prediction, options: MathVisionScoreOptions) -> RowGrade:
     read = row["read"]
     answer = str(read.text or "")
     if options.rules == "official":
-        hit = official_hit(answer, row["answer"], row["options"])
+        hit = is_officially_right(answer, row["answer"], row["options"])
     else:
         boxed = rf"\boxed{{{answer}}}"
         result = graded_as_in_training(boxed, row["answer"], choices=row["options"] or None)
         hit = result.verdict == CORRECT
     return RowGrade(
-        verdict=verdict(hit), extracted=answer, reason=read.method, groups=groups, extraction=read
+        verdict=verdict_of(hit),
+        extracted=answer,
+        reason=read.method,
+        groups=groups,
+        extraction=read,
     )
 
 

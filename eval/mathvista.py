@@ -30,7 +30,12 @@ with imports():
         extraction_rules,
         with_extractions,
     )
-    from adora_vl.evals.scoring.score import by_problem, counted, metadata_groups, verdict
+    from adora_vl.evals.scoring.score import (
+        cell_from_counts,
+        correct_by_problem,
+        metadata_groups,
+        verdict_of,
+    )
 
 _NUMBER = "requiring a floating-point number with {} and provide the final value, e.g., {}"
 _ASKED_FOR = {
@@ -268,7 +273,7 @@ def grade(row: Prediction, options: MathVistaScoreOptions) -> RowGrade:
     groups = {"question_type": [row["question_type"]], "answer_type": [row["answer_type"]]}
     groups |= metadata_groups(row, METADATA_GROUPS)
     return RowGrade(
-        verdict=verdict(hit.correct),
+        verdict=verdict_of(hit.correct),
         extracted=hit.prediction,
         reason=extraction.method,
         groups=groups,
@@ -298,12 +303,12 @@ def _summary(
         id_total += count
         if item.correct:
             id_correct += count
-    answers_each = max(map(len, by_problem(graded).values()))
-    id_cell = counted(id_correct, id_total, answers_each)
+    answers_each = max(map(len, correct_by_problem(graded).values()))
+    id_cell = cell_from_counts(id_correct, id_total, answers_each)
     # By the double count, ID of a small set can have more answers than there are; then OOD has no
     # figure.
     all_correct = sum(item.correct for item in graded)
-    ood_cell = counted(all_correct - id_correct, len(graded) - id_total, answers_each)
+    ood_cell = cell_from_counts(all_correct - id_correct, len(graded) - id_total, answers_each)
     return OwnFigures(figures={"id_ood": {"definition": ID_OOD, "ID": id_cell, "OOD": ood_cell}})
 
 

@@ -23,7 +23,7 @@ with imports():
         RowGrade,
     )
     from adora_vl.evals.scoring.choice import extract_choice
-    from adora_vl.evals.scoring.score import extraction_item, rule_set, verdict
+    from adora_vl.evals.scoring.score import extraction_item, rule_set, verdict_of
     from adora_vl.utils.cli import amount
 
 RULE_SETS = ("official", "letter")
@@ -121,7 +121,7 @@ def grade(row: Prediction, options: MMMUProScoreOptions) -> RowGrade:
     else:
         letter, rule = extract_choice(row["response"], choices)
     return RowGrade(
-        verdict=verdict(letter == row["answer"]),
+        verdict=verdict_of(letter == row["answer"]),
         extracted=letter,
         reason=rule if letter else "drawn",
         groups={"subject": [row["subject"]]},

@@ -31,14 +31,14 @@ with imports():
     )
     from adora_vl.evals.scoring.choice import extract_choice, lettered_options
     from adora_vl.evals.scoring.score import (
-        by_problem,
+        correct_by_problem,
         extraction_item,
         graded_rows,
         rule_set,
-        verdict,
+        verdict_of,
     )
     from adora_vl.evals.scoring.statistics import bootstrap
-    from adora_vl.evals.scoring.table import percent
+    from adora_vl.evals.scoring.table import percent_with_interval
     from adora_vl.utils.cli import optional, path
     from adora_vl.utils.errors import UserError
 
@@ -85,7 +85,7 @@ class MMStarScoreOptions(ScoreOptions):
     )
 
 
-def official_hit(response: str, answer: str) -> bool:
+def is_officially_right(response: str, answer: str) -> bool:
     """Return whether a response is right by the official rule.
 
     The letter has to stand at one of four places. The rule (MMStar-Benchmark/MMStar,
@@ -110,13 +110,16 @@ def grade(row: Prediction, options: MMStarScoreOptions) -> RowGrade:
     """Return the verdict on a row by `options.rules`, and the groups that it counts in."""
     groups = {"category": [row["category"]], "l2_category": [row["l2_category"]]}
     if options.rules == "official":
-        hit = official_hit(row["response"], row["answer"])
+        hit = is_officially_right(row["response"], row["answer"])
         return RowGrade(
-            verdict=verdict(hit), extracted=row["response"][:20], reason="official", groups=groups
+            verdict=verdict_of(hit),
+            extracted=row["response"][:20],
+            reason="official",
+            groups=groups,
         )
     extracted, rule = extract_choice(row["response"], options_of(row["question"]))
     return RowGrade(
-        verdict=verdict(extracted == row["answer"].strip().upper()),
+        verdict=verdict_of(extracted == row["answer"].strip().upper()),
         extracted=extracted,
         reason=rule,
         groups=groups,
@@ -130,12 +133,12 @@ def _summary(
     leakage = _leakage(rows, graded, options)
     lines = []
     if leakage is not None:
-        figure = percent(leakage["MG"], leakage["MG_bootstrap_95"])
+        figure = percent_with_interval(leakage["MG"], leakage["MG_bootstrap_95"])
         lines.append(
             f"multi-modal gain MG: {figure}, S_v {leakage['S_v']:.3f}, S_wv {leakage['S_wv']:.3f}"
         )
         if "ML" in leakage:
-            figure = percent(leakage["ML"], leakage["ML_bootstrap_95"])
+            figure = percent_with_interval(leakage["ML"], leakage["ML_bootstrap_95"])
             lines.append(f"leakage ML: {figure}, S_t {leakage['S_t']:.3f}")
     return OwnFigures(notes={"leakage": leakage}, lines=lines)
 
@@ -188,7 +191,7 @@ def _shares_of_run(
 
 def _shares(graded: Sequence[Graded]) -> list[float]:
     """Return the share of right answers to each problem."""
-    return [sum(right) / len(right) for right in by_problem(graded).values()]
+    return [sum(right) / len(right) for right in correct_by_problem(graded).values()]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -8,11 +8,17 @@ from functools import cache
 from adora_vl.utils.cli import imports
 
 with imports():
-    from adora_vl.evals.asking import AskOptions, ask, check_options, check_output, questions
-    from adora_vl.evals.benchmark import named
+    from adora_vl.evals.asking import (
+        AskOptions,
+        answer_problems,
+        check_options,
+        check_output,
+        problems_to_ask,
+    )
+    from adora_vl.evals.benchmark import find_benchmark
     from adora_vl.evals.inference.engines import build_engine
     from adora_vl.evals.inference.predictions import PREDICTIONS
-    from adora_vl.evals.inference.runner import bounded, ranks
+    from adora_vl.evals.inference.runner import join_ranks, with_engine_bounds
     from adora_vl.evals.options import ScoreOptions
     from adora_vl.evals.records import Benchmark
     from adora_vl.evals.score_differences import Difference, between_problems
@@ -95,7 +101,7 @@ def _run(suite_options: Namespace, benchmark_words: Sequence[str]) -> None:
     """
     tasks: list[tuple[Benchmark, AskOptions, ScoreOptions]] = []
     for name, on_the_hub in SUITES[suite_options.suite].items():
-        benchmark = named(name)
+        benchmark = find_benchmark(name)
         folder = suite_options.data / name if suite_options.data else None
         if folder is not None and not folder.exists():
             raise UserError(
@@ -124,14 +130,14 @@ def _run(suite_options: Namespace, benchmark_words: Sequence[str]) -> None:
     # The options of the engine are the same for all benchmarks.
     first_options = tasks[0][1]
     settings = check_options(first_options)
-    selections = [questions(benchmark, options) for benchmark, options, _ in tasks]
+    selections = [problems_to_ask(benchmark, options) for benchmark, options, _ in tasks]
     problems = [problem for selection in selections for problem in selection.problems]
     system_prompt = settings.with_tool_prompt(first_options.system_prompt)
     # The engine is built at the first call, for the longest text and the most images of all.
-    engine = cache(lambda: build_engine(bounded(settings, problems, system_prompt)))
-    processes = ranks()
+    engine = cache(lambda: build_engine(with_engine_bounds(settings, problems, system_prompt)))
+    processes = join_ranks()
     for (benchmark, options, score_options), selection in zip(tasks, selections, strict=True):
-        ask(
+        answer_problems(
             benchmark=benchmark,
             options=options,
             settings=settings,

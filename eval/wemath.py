@@ -18,13 +18,13 @@ with imports():
     from adora_vl.evals.records import Benchmark, Graded, OwnFigures, Prediction, RowGrade
     from adora_vl.evals.scoring.choice import extract_choice, lettered_options
     from adora_vl.evals.scoring.score import (
-        by_problem,
-        counted,
+        cell_from_counts,
+        correct_by_problem,
         mean_with_interval,
         rule_set,
-        verdict,
+        verdict_of,
     )
-    from adora_vl.evals.scoring.table import percent
+    from adora_vl.evals.scoring.table import percent_with_interval
     from adora_vl.utils.cli import amount
 
 RULE_SETS = ("official", "letter")
@@ -102,7 +102,7 @@ def grade(row: Prediction, options: WeMathScoreOptions) -> RowGrade:
     if not is_whole:
         groups["concept"] = [row["knowledge concept"]]
     return RowGrade(
-        verdict=verdict(letter == row["answer"]), extracted=letter, reason=rule, groups=groups
+        verdict=verdict_of(letter == row["answer"]), extracted=letter, reason=rule, groups=groups
     )
 
 
@@ -157,7 +157,7 @@ def _summary(
     if not complete:
         no_score: dict[str, Any] = {"strict": None, "loose": None, "definition": _DEFINITION}
         return OwnFigures(figures={"score": no_score}, warnings=warnings)
-    answers_each = max(map(len, by_problem(graded).values()))
+    answers_each = max(map(len, correct_by_problem(graded).values()))
     cells: dict[str, Any] = {}
     scores: dict[str, Any] = {"definition": _DEFINITION}
     lines = []
@@ -169,13 +169,19 @@ def _summary(
             kinds.append(diagnosis(steps, is_whole_right, strict=name == "strict"))
         counts = Counter(kinds)
         if name == "strict":  # the loose counts of IK and IG are the same
-            cells = {kind: counted(counts[kind], len(kinds), answers_each) for kind in ("IK", "IG")}
-        cells[f"CM_{name}"] = counted(counts["CM"], len(kinds), answers_each)
-        cells[f"RM_{name}"] = counted(counts["RM"], counts["CM"] + counts["RM"], answers_each)
+            cells = {
+                kind: cell_from_counts(counts[kind], len(kinds), answers_each)
+                for kind in ("IK", "IG")
+            }
+        cells[f"CM_{name}"] = cell_from_counts(counts["CM"], len(kinds), answers_each)
+        cells[f"RM_{name}"] = cell_from_counts(
+            counts["RM"], counts["CM"] + counts["RM"], answers_each
+        )
         credits = [{"CM": 1.0, "IG": 0.5}.get(kind, 0.0) for kind in kinds]
         figure = mean_with_interval(credits)
         scores[name] = figure["value"]
-        lines.append(f"We-Math's score, {name}: {percent(figure['value'], figure['interval_95'])}")
+        accuracy = percent_with_interval(figure["value"], figure["interval_95"])
+        lines.append(f"We-Math's score, {name}: {accuracy}")
     return OwnFigures({"score": scores, "diagnosis": cells}, lines=lines, warnings=warnings)
 
 

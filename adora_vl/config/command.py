@@ -20,7 +20,7 @@ from adora_vl.config.trl_ranges import RANGES
 from adora_vl.config.values import convert, declared, takes
 from adora_vl.utils.cli import is_null, read_mapping, yaml_line, yaml_value
 from adora_vl.utils.errors import UserError, nearest
-from adora_vl.utils.own_files import look_beside
+from adora_vl.utils.own_files import search_files_beside
 
 # A key of another trainer's configs: the trainer's name, and its word for `adora_vl.migrate`.
 OTHERS = {
@@ -91,7 +91,7 @@ def read(arguments: Sequence[str], *, needs_model: bool = True) -> CliArgs:
     keys = read_keys()
     words_by_key = _by_key(arguments)
     file = _config_file(words_by_key)
-    look_beside(file)
+    search_files_beside(file)
     values = read_file(file) if file else {}
     _set_environment(values.pop("env", {}), str(file))
     for dotted_key, words in words_by_key:

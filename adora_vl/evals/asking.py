@@ -1,7 +1,7 @@
 """Asks a model the problems of a benchmark, as the verb `infer` does.
 
 The commands, `eval.suite` and an evaluation during a training come through here: `check_options`
-finds mistakes before anything is loaded, `questions` loads the problems, and `ask` writes the
+finds mistakes before anything is loaded, `problems_to_ask` loads the problems, and `answer_problems` writes the
 answers into a folder.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from adora_vl.evals.benchmark import loaded
+from adora_vl.evals.benchmark import load_checked_problems
 from adora_vl.evals.checklist import DESCRIPTION, VIEW, checklist
 from adora_vl.evals.inference.engines import build_engine, check_loadable, settings_of
 from adora_vl.evals.inference.predictions import PREDICTIONS
@@ -22,7 +22,7 @@ from adora_vl.evals.inference.requests import (
     EngineOptions,
 )
 from adora_vl.evals.inference.runner import Ranks, infer
-from adora_vl.evals.inference.views import VIEWS, shown_as
+from adora_vl.evals.inference.views import VIEWS, problems_in_view
 from adora_vl.evals.options import DataOptions, option
 from adora_vl.evals.records import Benchmark, Problem
 from adora_vl.models.load import model_hash
@@ -107,13 +107,13 @@ class AskedProblems(NamedTuple):
     """The data options that changed nothing; see `LoadedProblems`."""
 
 
-def questions(benchmark: Benchmark, options: AskOptions) -> AskedProblems:
+def problems_to_ask(benchmark: Benchmark, options: AskOptions) -> AskedProblems:
     """Return the problems of a benchmark as `options.view` shows them.
 
     They are not yet cut by `options.limit`. Raises `UserError` for data that cannot be loaded or
     asked.
     """
-    everything = loaded(benchmark, options.data)
+    everything = load_checked_problems(benchmark, options.data)
     if options.view == VIEW:
         return AskedProblems(
             problems=checklist(everything.problems),
@@ -121,7 +121,7 @@ def questions(benchmark: Benchmark, options: AskOptions) -> AskedProblems:
             data_hash=everything.data_hash,
             unused_options=everything.unused_options,
         )
-    problems = shown_as(everything.problems, options.view)
+    problems = problems_in_view(everything.problems, options.view)
     return AskedProblems(
         problems=problems,
         left_out=len(everything.problems) - len(problems),
@@ -130,7 +130,7 @@ def questions(benchmark: Benchmark, options: AskOptions) -> AskedProblems:
     )
 
 
-def ask(
+def answer_problems(
     benchmark: Benchmark,
     options: AskOptions,
     settings: AnswerEngineSettings,
@@ -144,7 +144,7 @@ def ask(
         benchmark: The benchmark, whose name and options are a part of the fingerprint.
         options: How the model is asked, and where the answers go.
         settings: The engine, as `check_options` returned it.
-        selection: The problems, as `questions` returned them.
+        selection: The problems, as `problems_to_ask` returned them.
         processes: The rank of this process; only rank 0 prints.
         build: Makes the engine in place of `build_engine`.
 

@@ -36,7 +36,7 @@ _PACKAGE = "adora_vl_benchmarks"  # the name in `sys.modules`; no file has it
 _OF_SOURCES = {"knights": "knights", "geometry3k": "geometry3k"}
 
 
-def named(name: str, key: str = "benchmark", extra_names: Sequence[str] = ()) -> Benchmark:
+def find_benchmark(name: str, key: str = "benchmark", extra_names: Sequence[str] = ()) -> Benchmark:
     """Return the benchmark of a name in `NAMES`, or of a user's own `FILE.py:NAME`.
 
     Args:
@@ -47,7 +47,7 @@ def named(name: str, key: str = "benchmark", extra_names: Sequence[str] = ()) ->
     Raises `UserError` for any other name, and for a file without such a benchmark.
     """
     if name in NAMES:
-        benchmark = shipped(name)
+        benchmark = load_shipped_benchmark(name)
     elif is_own(name):
         user_file = from_file(
             key, name, noun="benchmark", fits=lambda value: isinstance(value, Benchmark)
@@ -60,7 +60,7 @@ def named(name: str, key: str = "benchmark", extra_names: Sequence[str] = ()) ->
     return benchmark
 
 
-def shipped(name: str) -> Benchmark:
+def load_shipped_benchmark(name: str) -> Benchmark:
     """Return one of our benchmarks, from its file `eval/NAME.py` beside this package.
 
     The file is found by where it lies, and imported under a name of our own. Under the name `eval`
@@ -80,7 +80,7 @@ def shipped(name: str) -> Benchmark:
     return benchmark
 
 
-def loaded(benchmark: Benchmark, options: DataOptions) -> LoadedProblems:
+def load_checked_problems(benchmark: Benchmark, options: DataOptions) -> LoadedProblems:
     """Return the problems of a benchmark, a user's own too, and a hash of their data.
 
     Raises `UserError` where two have the same id, by which answers are found, or where a text
@@ -110,7 +110,7 @@ def data_options(benchmark: Benchmark, data: str, prompt: str | None) -> DataOpt
     return benchmark.data_options(data=data, split=benchmark.split, **kwargs)
 
 
-def for_data(folder: Path) -> str:
+def benchmark_name_for(folder: Path) -> str:
     """Return the name of the benchmark that scores the held-out split of a data set.
 
     The source in the manifest of the folder decides; without one it is `problems`.

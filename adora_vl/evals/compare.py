@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from adora_vl.evals.benchmark import NAMES, named
+from adora_vl.evals.benchmark import NAMES, find_benchmark
 from adora_vl.evals.compare_views import (
     FIELDS_OF_A_VIEW,
     FIELDS_OF_TOOLS,
@@ -158,7 +158,7 @@ def _published(runs: Sequence[ScoreFile]) -> Published | None:
     benchmark = names.pop()
     if names or benchmark not in NAMES:
         return None
-    published = named(benchmark).published
+    published = find_benchmark(benchmark).published
     if published is None or any(share_of_the_data(run.score) for run in runs):
         return None
     applies = published.applies

@@ -14,7 +14,7 @@ from adora_vl.evals.score_differences import (
 from adora_vl.evals.score_files import ScoreFile, fingerprint_part
 from adora_vl.evals.scoring.score import mean_with_interval
 from adora_vl.evals.scoring.statistics import bootstrap_ratio
-from adora_vl.evals.scoring.table import percent
+from adora_vl.evals.scoring.table import percent_with_interval
 from adora_vl.utils.cli import amount
 
 # The fields of a fingerprint in which runs with other views, or other tools, may differ.
@@ -56,7 +56,7 @@ def sees_or_reasons(run_of_view: Mapping[str, ScoreFile]) -> list[str]:
     lines = ["", f"what it was shown, {amount(len(common), 'common problem')}:"]
     for view, values in shares.items():
         figure = mean_with_interval(values)
-        accuracy = percent(figure["value"], figure["interval_95"])
+        accuracy = percent_with_interval(figure["value"], figure["interval_95"])
         lines.append(f"  {view:<6} {accuracy}  {VIEWS[view]}")
     if {"text", "image"} <= shares.keys():
         in_both = [
@@ -130,7 +130,7 @@ def _share(part: Sequence[float], total: Sequence[float]) -> str:
     """
     if not sum(total):
         return "nothing of nothing,"
-    return percent(sum(part) / sum(total), list(bootstrap_ratio(part, total)))
+    return percent_with_interval(sum(part) / sum(total), list(bootstrap_ratio(part, total)))
 
 
 def _sees_or_reasons_verdict(right: Mapping[str, Sequence[float]]) -> str:

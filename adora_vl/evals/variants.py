@@ -15,7 +15,7 @@ from pathlib import Path
 from adora_vl.evals.options import DataOptions
 from adora_vl.evals.prepared import load as load_prepared
 from adora_vl.evals.records import Graded, LoadedProblems
-from adora_vl.evals.scoring.score import cell
+from adora_vl.evals.scoring.score import accuracy_cell
 from adora_vl.evals.scoring.statistics import bootstrap
 from adora_vl.utils.errors import UserError
 
@@ -93,7 +93,7 @@ def variant_lines(graded: Sequence[Graded]) -> list[str]:
 
 def _share(items: Sequence[Graded]) -> float:
     """The share of right answers."""
-    return float(cell(items)["accuracy"])
+    return float(accuracy_cell(items)["accuracy"])
 
 
 def _percent(values: Sequence[float]) -> str:

@@ -17,7 +17,7 @@ from adora_vl.evals.score_differences import Difference, between_problems
 from adora_vl.evals.score_files import ScoreFile, read_run
 from adora_vl.evals.scoring.score import share_of_the_data
 from adora_vl.evals.scoring.statistics import welch
-from adora_vl.evals.scoring.table import name_of_data, percent
+from adora_vl.evals.scoring.table import name_of_data, percent_with_interval
 from adora_vl.record.figures import PASS
 from adora_vl.record.metrics import kind_of
 from adora_vl.record.rollouts import ROLLOUTS, parts, read_part
@@ -133,7 +133,8 @@ def _held_out_result(folder: Path) -> str | None:
     if score_before is not None and score_before.score["benchmark"] == score["benchmark"]:
         change = between_problems([score_before], [score_after])
     if change is None:
-        return f"{title} {percent(score['accuracy'], score['wilson_95'])} of {problems} ({AFTER})"
+        accuracy = percent_with_interval(score["accuracy"], score["wilson_95"])
+        return f"{title} {accuracy} of {problems} ({AFTER})"
     return f"{title} {_share_change_text(change)} ({change.over}, of {problems}; {BEFORE}, {AFTER})"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from adora_vl.checkpoint.store import checkpoints
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.blocks import ToolOptions
-from adora_vl.evals.benchmark import BENCHMARK_FILES, for_data
+from adora_vl.evals.benchmark import BENCHMARK_FILES, benchmark_name_for
 from adora_vl.models.load import ADAPTER, MERGED
 from adora_vl.record.figures import ACCURACY, FIGURES, PASS, SUMMARY
 from adora_vl.record.manifest import interpreter
@@ -33,7 +33,7 @@ def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> s
     """
     has_held_out_split = any(Path(data).glob("data/test-*.parquet"))
     if has_held_out_split:
-        benchmark = for_data(Path(data))
+        benchmark = benchmark_name_for(Path(data))
         folder = data
         limit = ["--max-tokens", str(max_tokens)]
     else:

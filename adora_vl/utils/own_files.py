@@ -89,7 +89,7 @@ def source_hash(function: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def look_beside(config: Path | None) -> None:
+def search_files_beside(config: Path | None) -> None:
     """Look for files beside this config first, from now on.
 
     `config` is the one that the process was started with; None is none.

@@ -22,7 +22,7 @@ PROMPTS = {
 }
 
 
-def settled_prompts(model: str | None, prompts: Mapping[str, Any]) -> dict[str, str | None]:
+def resolve_prompts(model: str | None, prompts: Mapping[str, Any]) -> dict[str, str | None]:
     """Return the prompts with which a model is asked, by name.
 
     Args:

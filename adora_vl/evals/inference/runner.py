@@ -89,7 +89,7 @@ class Ranks:
 ALONE = Ranks()
 
 
-def ranks() -> Ranks:
+def join_ranks() -> Ranks:
     """Return the rank of this process.
 
     The launcher's variables are removed, and the process takes a GPU of its own.
@@ -165,7 +165,7 @@ class _Answering:
     output: Path
     """The folder of the answers."""
     settings: AnswerEngineSettings
-    """The engine, with the bounds of all problems of the run (see `bounded`)."""
+    """The engine, with the bounds of all problems of the run (see `with_engine_bounds`)."""
     system_prompt: str | None
     build: Callable[[AnswerEngineSettings], AnswerEngine]
     """Makes the engine of the settings; called only when an answer is missing."""
@@ -265,7 +265,7 @@ def infer(
     asks = [Ask(problem, sample) for problem in problems for sample in range(samples)]
     answering = _Answering(
         output=output,
-        settings=bounded(settings, problems, system_prompt),
+        settings=with_engine_bounds(settings, problems, system_prompt),
         system_prompt=system_prompt,
         build=build,
         ranks=ranks,
@@ -461,7 +461,7 @@ def refuse_control_tokens(problems: Sequence[Problem], system_prompt: str | None
             )
 
 
-def bounded(
+def with_engine_bounds(
     settings: AnswerEngineSettings, problems: Sequence[Problem], system_prompt: str | None
 ) -> AnswerEngineSettings:
     """Return the settings with the bounds that an engine needs for these problems.

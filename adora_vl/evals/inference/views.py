@@ -22,7 +22,7 @@ VIEWS = {
 }
 
 
-def shown_as(problems: Sequence[Problem], view: str) -> list[Problem]:
+def problems_in_view(problems: Sequence[Problem], view: str) -> list[Problem]:
     """Return the problems as one of the `VIEWS` shows them.
 
     In `text` and `both` those without facts are left out. Raises `UserError` where no problem has

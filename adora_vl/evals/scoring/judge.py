@@ -100,7 +100,7 @@ def with_extractions(
         for row in rows:
             was_asked = row.get("finish_reason") not in NOT_ASKED
             questions.append(question_of(row) if was_asked else None)
-        extractions = judged(questions, judge or judge_of(options))
+        extractions = extract_with_judge(questions, judge or judge_client(options))
     elif options.extraction == "rules":
         extractions = [rules(row) if rules else by_rules(question_of(row)) for row in rows]
     else:
@@ -179,7 +179,7 @@ _FORMS = {
 }
 
 
-def judge_of(options: ExtractionOptions) -> ChatClient:
+def judge_client(options: ExtractionOptions) -> ChatClient:
     """Return the judge that the options name.
 
     Raises `UserError` where the address or the model is missing.
@@ -207,7 +207,7 @@ def judge_of(options: ExtractionOptions) -> ChatClient:
     return ChatClient(endpoint, cache=cache, budget=options.judge_budget)
 
 
-def judged(questions: Sequence[Question | None], judge: ChatClient) -> list[Extraction]:
+def extract_with_judge(questions: Sequence[Question | None], judge: ChatClient) -> list[Extraction]:
     """Return one extraction for each question; the judge is asked where the official code asks one.
 
     A question is None for a problem that was never asked.
@@ -224,7 +224,7 @@ def judged(questions: Sequence[Question | None], judge: ChatClient) -> list[Extr
         conversations.append(messages_for(question) if extraction is None else None)
     extractions: list[Extraction] = []
     for quick_extraction, report in zip(
-        quick, reports(conversations, judge, reported), strict=True
+        quick, judge_reports(conversations, judge, report_in), strict=True
     ):
         settled = quick_extraction or report
         if settled is not None:
@@ -232,7 +232,7 @@ def judged(questions: Sequence[Question | None], judge: ChatClient) -> list[Extr
     return extractions
 
 
-def reports(
+def judge_reports(
     conversations: Sequence[Messages | None], judge: ChatClient, read: Callable[[str], str]
 ) -> list[Extraction | None]:
     """Return the judge's reports on conversations, in order, from the cache if possible.
@@ -290,7 +290,7 @@ def messages_for(question: Question) -> list[dict[str, str]]:
     ]
 
 
-def reported(text: object) -> str:
+def report_in(text: object) -> str:
     """Return the report in the final part of a judge's reply, empty for no answer.
 
     Raises `EndpointError` where there is no report.

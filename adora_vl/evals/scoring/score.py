@@ -217,7 +217,7 @@ def rule_set(options: HasRules) -> dict[str, Any]:
     return {"rules": options.rules}
 
 
-def verdict(right: bool) -> str:
+def verdict_of(right: bool) -> str:
     """Return the verdict on an answer that could be judged."""
     return CORRECT if right else WRONG
 
@@ -344,9 +344,9 @@ def aggregate(graded: Sequence[Graded]) -> dict[str, Any]:
             for value in values:
                 members[key][value].append(item)
     counts: dict[str, Any] = {
-        **cell(graded),
+        **accuracy_cell(graded),
         "groups": {
-            key: {value: cell(members[key][value]) for value in sorted(members[key])}
+            key: {value: accuracy_cell(members[key][value]) for value in sorted(members[key])}
             for key in members
         },
         "verdicts": dict(Counter(item.grade.verdict for item in graded).most_common()),
@@ -397,7 +397,7 @@ def answers(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[str, A
     }
 
 
-def cell(items: Sequence[Graded]) -> Cell:
+def accuracy_cell(items: Sequence[Graded]) -> Cell:
     """Return the number of correct answers, their total, and the Wilson interval of the accuracy.
 
     Answers to one problem are not independent, so the interval is that of as many answers as there
@@ -413,7 +413,7 @@ def cell(items: Sequence[Graded]) -> Cell:
     return {"correct": correct, "total": total, "accuracy": correct / total, "wilson_95": interval}
 
 
-def counted(correct: int, total: int, answers: int = 1) -> Cell | None:
+def cell_from_counts(correct: int, total: int, answers: int = 1) -> Cell | None:
     """Return a cell from counts, with `answers` answers per problem.
 
     None if there is nothing to count.
@@ -424,7 +424,7 @@ def counted(correct: int, total: int, answers: int = 1) -> Cell | None:
     return {"correct": correct, "total": total, "accuracy": correct / total, "wilson_95": interval}
 
 
-def by_problem(items: Iterable[Graded]) -> dict[str, list[bool]]:
+def correct_by_problem(items: Iterable[Graded]) -> dict[str, list[bool]]:
     """Return for each problem whether each of its answers is right."""
     verdicts: dict[str, list[bool]] = {}
     for item in items:
@@ -437,7 +437,7 @@ def _samples(graded: Sequence[Graded]) -> dict[str, Any]:
 
     There are none if each problem has one answer.
     """
-    problems = list(by_problem(graded).values())
+    problems = list(correct_by_problem(graded).values())
     k = max(map(len, problems))
     if k == 1:
         return {}

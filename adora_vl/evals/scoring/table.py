@@ -41,7 +41,7 @@ def table(scored: Scored) -> str:
     lines.append("")
     for name, figure in score.get("samples", {}).items():
         if "@" in name:  # pass@2, and the like
-            lines.append(f"{name}: {percent(figure['value'], figure['interval_95'])}")
+            lines.append(f"{name}: {percent_with_interval(figure['value'], figure['interval_95'])}")
     lines += [*summary.lines, *_answers(score), *_warnings(score, summary)]
     return "\n".join(lines)
 
@@ -107,7 +107,7 @@ def _cell(cell: Cell) -> str:
     return f"{text}  (95 %: {100 * low:.1f} to {100 * high:.1f})"
 
 
-def percent(value: float, interval: list[float]) -> str:
+def percent_with_interval(value: float, interval: list[float]) -> str:
     """Return a share with its interval in percent, such as `61.2 % (95 %: 57.9 to 64.4)`."""
     return f"{100 * value:.1f} % (95 %: {100 * interval[0]:.1f} to {100 * interval[1]:.1f})"
 

@@ -10,7 +10,7 @@ import pytest
 
 from adora_vl.evals.records import Graded, RowGrade
 from adora_vl.evals.score_files import read_run
-from adora_vl.evals.scoring.score import aggregate, verdict
+from adora_vl.evals.scoring.score import aggregate, verdict_of
 from adora_vl.report.compare import main as gain
 from eval.compare import main
 from eval.suite import row
@@ -18,7 +18,7 @@ from eval.suite import row
 
 def score_file(path: Path, right: str, benchmark: str = "mathvista", **fields: Any) -> str:
     graded = [
-        Graded(str(i), RowGrade(verdict(hit == "1"), None, "r", {"task": ["ab"[i % 2]]}))
+        Graded(str(i), RowGrade(verdict_of(hit == "1"), None, "r", {"task": ["ab"[i % 2]]}))
         for i, hit in enumerate(right)
     ]
     items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]

@@ -19,13 +19,18 @@ from transformers import IntervalStrategy, Trainer
 from adora_vl import evaluation
 from adora_vl.config.keys import AdoraKeys
 from adora_vl.data.dataset import MADE_BY, MANIFEST_NAME
-from adora_vl.evals.benchmark import NAMES, for_data, loaded, named
+from adora_vl.evals.benchmark import (
+    NAMES,
+    benchmark_name_for,
+    find_benchmark,
+    load_checked_problems,
+)
 from adora_vl.evals.inference.requests import AnswerRequest
-from adora_vl.evals.inference.views import shown_as
+from adora_vl.evals.inference.views import problems_in_view
 from adora_vl.evals.options import DataOptions, ScoreOptions
 from adora_vl.evals.records import Benchmark, Cell, LoadedProblems, OwnFigures, Problem
 from adora_vl.evals.scoring.files import figures_in_training as figures
-from adora_vl.evals.scoring.score import cell, score
+from adora_vl.evals.scoring.score import accuracy_cell, score
 from adora_vl.utils import own_files
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import Reply
@@ -55,12 +60,12 @@ def problems_of(benchmark: Benchmark, data: Path) -> list[Problem]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
-    benchmark = named(name)
+    benchmark = find_benchmark(name)
     assert benchmark.name == name
     problems = problems_of(benchmark, WRITERS[name](tmp_path))
     count = 10 if name == "dynamath" else 4
     assert len({problem.pid for problem in problems}) == len(problems) == count
-    all_grey = shown_as(problems, "blank") if problems[0].n_images else problems
+    all_grey = problems_in_view(problems, "blank") if problems[0].n_images else problems
     for problem, blank_problem in zip(problems, all_grey, strict=True):
         assert problem.prompt
         assert len(problem.images()) == problem.n_images
@@ -122,7 +127,7 @@ def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
 def test_a_row_that_cannot_be_scored_is_named_before_the_model_is_asked(
     name, changed, message, tmp_path
 ):
-    benchmark = named(name)
+    benchmark = find_benchmark(name)
     problem = problems_of(benchmark, WRITERS[name](tmp_path))[0]
     row = {**problem.fields, "response": "B"}
     assert benchmark.check is not None
@@ -149,7 +154,7 @@ def test_the_list_stands_once(capsys):
 
 
 def test_a_data_set_says_which_benchmark_scores_it(tmp_path):
-    assert for_data(tmp_path) == "problems", "rows of the user's own"
+    assert benchmark_name_for(tmp_path) == "problems", "rows of the user's own"
     name_by_source = {
         "knights": "knights",
         "geometry3k/hub": "geometry3k",
@@ -159,7 +164,7 @@ def test_a_data_set_says_which_benchmark_scores_it(tmp_path):
     for source, name in name_by_source.items():
         manifest = {"made_by": MADE_BY, "source": source}
         (tmp_path / MANIFEST_NAME).write_text(json.dumps(manifest))
-        assert for_data(tmp_path) == name
+        assert benchmark_name_for(tmp_path) == name
 
 
 def test_every_benchmark_stands_in_the_help_of_a_training_and_on_the_pages():
@@ -238,7 +243,9 @@ def test_the_benchmark_of_the_page_runs_from_its_file_in_a_command_and_in_a_trai
     (beside / "mine.py").write_text(Path("lengths.py").read_text())
     monkeypatch.setattr(own_files, "_beside", [beside])
     (task,) = evaluation.take_evaluations(config, []).tasks
-    assert named("mine.py:LENGTHS").name == "lengths", "what is named next is beside the config too"
+    assert find_benchmark("mine.py:LENGTHS").name == "lengths", (
+        "what is named next is beside the config too"
+    )
     assert task.benchmark.name == "lengths"
     assert [problem.prompt for problem in task.problems] == ["Side 7", "Side 1.5"]
 
@@ -262,15 +269,15 @@ def test_the_benchmark_of_the_page_runs_from_its_file_in_a_command_and_in_a_trai
 def test_problems_that_ones_own_benchmark_makes_are_checked(of_the_page, second, fault):
     problems = [Problem({"pid": pid}, text, 0, list) for pid, text in (("a", "Side 7"), second)]
     benchmark = replace(
-        named("lengths.py:LENGTHS"), load=lambda options: LoadedProblems(problems, "hash")
+        find_benchmark("lengths.py:LENGTHS"), load=lambda options: LoadedProblems(problems, "hash")
     )
     with pytest.raises(UserError, match=fault):
-        loaded(benchmark, DataOptions(data="lengths", split="test"))
+        load_checked_problems(benchmark, DataOptions(data="lengths", split="test"))
 
 
 def _summary(rows: Sequence[Any], graded: Sequence[Any], options: ScoreOptions) -> OwnFigures:
     halves: dict[str, Cell | float | str | None] = {
-        "first": cell(graded[:2]),
+        "first": accuracy_cell(graded[:2]),
         "mean": 0.25,
         "empty": None,
         "definition": "two halves",
@@ -284,7 +291,7 @@ def _summary(rows: Sequence[Any], graded: Sequence[Any], options: ScoreOptions) 
 
 
 def test_figures_of_a_new_benchmark_are_printed_compared_and_logged(of_the_page, capsys):
-    new = replace(named("lengths.py:LENGTHS"), name="new", summary=_summary)
+    new = replace(find_benchmark("lengths.py:LENGTHS"), name="new", summary=_summary)
     rows = []
     for row in of_the_page:
         response = r"\boxed{7}" if row["id"] else r"\boxed{8}"
@@ -358,7 +365,7 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
     )
     rollouts: Any = Namespace(groups=groups, guard=Namespace(watching=nullcontext))
     plan = evaluation.EvaluationPlan(
-        [evaluation.Task(named("geometry3k"), problems, in_data=9)],
+        [evaluation.Task(find_benchmark("geometry3k"), problems, in_data=9)],
         every=2,
         at_start=False,
         prompt=None,

@@ -14,7 +14,13 @@ from adora_vl.evals.options import HubDataOptions
 from adora_vl.evals.scoring.files import figures_in_training as figures
 from adora_vl.evaluation import _load as task
 from eval.command import main
-from eval.mathvision import BENCHMARK, build_query, official_answer, official_hit, officially_equal
+from eval.mathvision import (
+    BENCHMARK,
+    build_query,
+    is_officially_right,
+    official_answer,
+    officially_equal,
+)
 from eval.mathvision_value import latex_value
 from tests.support import benchmark_data
 from tests.support.benchmark_data import mathvision_rows, to_score, write_mathvision
@@ -55,7 +61,8 @@ def test_a_sample_of_published_verdicts_is_reproduced():
         (row["model"], row["id"])
         for row in sample
         if official_answer(row["response"]) != row["model_answer"]
-        or official_hit(row["model_answer"], row["answer"], row["options"]) is not row["correct"]
+        or is_officially_right(row["model_answer"], row["answer"], row["options"])
+        is not row["correct"]
     ]
     assert wrong == []
 
@@ -140,9 +147,9 @@ def test_the_official_score_compares_as_text_as_tuples_and_as_numbers(subtests):
             assert (
                 officially_equal(answer, reference) is equal is officially_equal(reference, answer)
             )
-    assert official_hit("b", "B", ["1", "2"])
-    assert official_hit("2", "B", ["1", "2"])
-    assert not official_hit("1", "B", ["1", "2"])
+    assert is_officially_right("b", "B", ["1", "2"])
+    assert is_officially_right("2", "B", ["1", "2"])
+    assert not is_officially_right("1", "B", ["1", "2"])
 
 
 def test_latex_has_the_value_that_the_official_score_computes(subtests):

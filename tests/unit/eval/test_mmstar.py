@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from adora_vl.models.load import PRETRAINED
 from eval.command import main
-from eval.mmstar import BENCHMARK, official_hit, options_of
+from eval.mmstar import BENCHMARK, is_officially_right, options_of
 from tests.support import benchmark_data
 from tests.support.benchmark_data import mmstar_rows, to_score, write_lines, write_mmstar
 from tests.support.paths import SHARED
@@ -72,7 +72,7 @@ def test_the_official_rule_looks_at_four_places(subtests):
     ]
     for response, hit in cases:
         with subtests.test(f"{response!r:.80}"):
-            assert official_hit(response, "B") is hit
+            assert is_officially_right(response, "B") is hit
 
 
 def test_options_are_read_out_of_the_question():

@@ -61,7 +61,7 @@ def test_the_letters_of_logicvista_are_read_out_of_a_response(response, letters)
     ],
 )
 def test_the_short_answer_of_dynamath(response, answer, kind, hit):
-    assert dynamath.official_hit(dynamath.short_answer(response)[0], answer, kind) is hit
+    assert dynamath.is_officially_right(dynamath.short_answer(response)[0], answer, kind) is hit
 
 
 def test_the_worst_case_of_dynamath_is_over_all_variants(tmp_path):

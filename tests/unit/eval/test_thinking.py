@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from adora_vl.evals.benchmark import NAMES, named
+from adora_vl.evals.benchmark import NAMES, find_benchmark
 from adora_vl.evals.inference.local import Conversations
 from adora_vl.evals.inference.requests import AnswerRequest
 from adora_vl.evals.records import Scored
 from adora_vl.evals.scoring.choice import extract_choice
-from adora_vl.evals.scoring.judge import Question, by_rules, messages_for, reported
+from adora_vl.evals.scoring.judge import Question, by_rules, messages_for, report_in
 from adora_vl.evals.scoring.number import extract_list, extract_number
 from adora_vl.evals.scoring.score import score
 from adora_vl.evals.scoring.table import table
@@ -120,7 +120,7 @@ def test_a_judge_reads_and_is_read_behind_the_thinking(tmp_path: Path, serve: An
     assert len(server.requests) == 1
     assert "draft" not in server.requests[0]["messages"][1]["content"]
     with pytest.raises(Exception, match="no <answer>"):
-        reported("<think><answer>15</answer></think>")
+        report_in("<think><answer>15</answer></think>")
 
 
 def test_every_reader_takes_a_whole_response() -> None:
@@ -162,7 +162,7 @@ def test_a_draft_is_wrong_in_every_benchmark(name: str) -> None:
     answer = str(fields.get("answer", fields.get("ground_truth")))
     level = str(fields.get("knowledge_level", fields.get("level")))
     final_answer = answer_templates.get(name, r"\boxed{{{}}}").format(answer)
-    benchmark = named(name)
+    benchmark = find_benchmark(name)
     options = benchmark.score_options()
 
     def count_correct(response: str) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from adora_vl.evals.asking import AskOptions
-from adora_vl.evals.benchmark import NAMES, data_options, named
+from adora_vl.evals.benchmark import NAMES, data_options, find_benchmark
 from adora_vl.evals.options import DataOptions, ScoreOptions, add_options, option, options_from
 from eval.command import parse
 
@@ -35,7 +35,7 @@ def test_a_parser_reads_the_options_of_a_dataclass_with_its_defaults() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_command_and_a_training_have_the_same_defaults(name: str) -> None:
-    benchmark = named(name)
+    benchmark = find_benchmark(name)
     command = parse(["run", "--model", "M", "--data", "D", "--output", "O"], benchmark)
     assert isinstance(command.ask, AskOptions)
     assert command.score is not None
@@ -45,6 +45,6 @@ def test_the_command_and_a_training_have_the_same_defaults(name: str) -> None:
 
 
 def test_an_option_without_a_default_is_refused_where_the_benchmark_is_made() -> None:
-    benchmark = named("knights")
+    benchmark = find_benchmark("knights")
     with pytest.raises(TypeError, match=r"Demanding\.level has no default"):
         replace(benchmark, data_options=Demanding)

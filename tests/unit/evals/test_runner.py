@@ -23,7 +23,7 @@ from adora_vl.evals.inference.predictions import (
 )
 from adora_vl.evals.inference.provenance import Fields
 from adora_vl.evals.inference.requests import AnswerEngine, AnswerEngineSettings, AnswerRequest
-from adora_vl.evals.inference.runner import ALONE, Ranks, Summary, infer, ranks, take_gpu
+from adora_vl.evals.inference.runner import ALONE, Ranks, Summary, infer, join_ranks, take_gpu
 from adora_vl.evals.prepared import problems as geometry3k_problems
 from adora_vl.evals.records import Prediction, Problem
 from adora_vl.models.load import model_hash
@@ -374,8 +374,8 @@ def test_each_process_takes_one_of_the_gpus_that_it_sees(monkeypatch, subtests):
             take_gpu(local_rank)
             assert os.environ["CUDA_VISIBLE_DEVICES"] == gpu
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert ranks().rank == 0
-    assert ranks().world == 1
+    assert join_ranks().rank == 0
+    assert join_ranks().world == 1
 
 
 ANSWERS = killed_infer.PROBLEMS * killed_infer.SAMPLES

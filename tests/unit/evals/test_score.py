@@ -22,7 +22,7 @@ from adora_vl.evals.prepared_benchmark import PreparedDataOptions
 from adora_vl.evals.records import Graded, RowGrade
 from adora_vl.evals.scoring.files import figures_in_training as figures
 from adora_vl.evals.scoring.files import score_file
-from adora_vl.evals.scoring.score import aggregate, grade_row, verdict
+from adora_vl.evals.scoring.score import aggregate, grade_row, verdict_of
 from adora_vl.evals.scoring.statistics import bootstrap, mcnemar, pass_at, wilson
 from adora_vl.evals.scoring.table import table
 from adora_vl.utils.errors import UserError
@@ -121,7 +121,7 @@ def test_avg_and_pass_at_k_by_hand_with_intervals_over_problems() -> None:
     graded = []
     for pid, hits in hits_by_pid.items():
         for sample, hit in enumerate(hits):
-            grade = RowGrade(verdict(hit == "1"), None, "r")
+            grade = RowGrade(verdict_of(hit == "1"), None, "r")
             graded.append(Graded(pid, grade, sample=sample))
     score = aggregate(graded)
     assert score["correct"] == 6

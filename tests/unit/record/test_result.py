@@ -8,7 +8,7 @@ import pytest
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.evals.records import Graded, RowGrade
-from adora_vl.evals.scoring.score import aggregate, verdict
+from adora_vl.evals.scoring.score import aggregate, verdict_of
 from adora_vl.evals.scoring.statistics import welch
 from adora_vl.record.figures import PASS
 from adora_vl.record.metrics import read_metrics
@@ -72,7 +72,7 @@ def write_score(file: Path, digits: str, **fields: Any) -> None:
     graded: list[Graded] = []
     for number, digit in enumerate(digits):
         is_right = digit == "1"
-        grade = RowGrade(verdict(is_right), None, "r")
+        grade = RowGrade(verdict_of(is_right), None, "r")
         graded.append(Graded(f"mine/{number}", grade))
     items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]
     score = {**aggregate(graded), "benchmark": "problems", "rules": {}, "items": items, **fields}

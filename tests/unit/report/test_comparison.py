@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from adora_vl.evals.records import Graded, RowGrade
-from adora_vl.evals.scoring.score import aggregate, verdict
+from adora_vl.evals.scoring.score import aggregate, verdict_of
 from adora_vl.evals.scoring.statistics import bootstrap, paired_t, student_95, welch, wilson
 from adora_vl.report.__main__ import main
 from adora_vl.report.compare import main as gain
@@ -60,7 +60,7 @@ def run(
     ]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     if right is not None:
-        graded = [Graded(str(i), RowGrade(verdict(i < right), None, "r")) for i in range(20)]
+        graded = [Graded(str(i), RowGrade(verdict_of(i < right), None, "r")) for i in range(20)]
         items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]
         score = aggregate(graded) | {"benchmark": "geometry3k", "rules": {}, "items": items}
         (folder / "eval").mkdir()
@@ -288,7 +288,7 @@ def score_file(path: Path, right: str, **fields: Any) -> str:
         Graded(
             str(number),
             RowGrade(
-                verdict(hit == "1"),
+                verdict_of(hit == "1"),
                 None,
                 "r",
                 {
