@@ -137,13 +137,13 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             context=context,
             images=self.images,
             processor=self.processing_class,
-            ends=stop,
+            stop_criteria=stop,
             to_device=to_device,
-            scored=self.sampler.scores,
-            multiple=self.pad_to_multiple_of,
-            tools=self.toolbox is not None,
+            has_engine_logps=self.sampler.scores,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            has_tools=self.toolbox is not None,
             has_stale=self.pool.has_stale,
-            other_images=any(extension.changes_images for extension in self.extensions),
+            shows_other_images=any(extension.changes_images for extension in self.extensions),
         )
 
     def _make_models_parts(self, context: StepContext, models: list[Any]) -> None:

@@ -107,7 +107,7 @@ def add_rows(
     assessment = scored.assessment
     group_size = assessment.trl_advantages_PG.shape[1]
     table["prompt"].extend(gather_texts(built.prompts.messages))
-    table["completion"].extend(gather_object(built.answers))
+    table["completion"].extend(gather_object(built.completions))
     table["images"].extend(gather_object(images))
     in_one_form(table["prompt"])
     for name, rewards_N in zip(functions, facts.rewards_NF.unbind(dim=1), strict=True):

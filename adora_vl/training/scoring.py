@@ -201,8 +201,10 @@ def measured_facts(built: BuiltGroups, rewards_BF: Tensor) -> RolloutFacts:
         counted_NF=rewards_BF,
         prompt_length_N=column(len(ids) for ids in built.prompts.ids),
         length_N=column(len(rollout.policy_tokens) for rollout in rollouts),
-        cut_off_N=torch.tensor([not has_end for has_end in built.has_end]),
-        reflective_N=column(sum(reflective_words(text).values()) for text in built.texts),
+        cut_off_N=torch.tensor([not has_end for has_end in built.ended_by_itself]),
+        reflective_N=column(
+            sum(reflective_words(text).values()) for text in built.completion_texts
+        ),
         surprisal_N=surprisal(built.batch).float().cpu(),
         calls_N=column(len(rollout.calls) for rollout in rollouts),
         failed_calls_N=column(sum(call.failed for call in rollout.calls) for rollout in rollouts),

@@ -83,9 +83,9 @@ def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
     built = BuiltGroups(
         groups=[RolloutGroup(problem=problem, row=Row(), began=0, rollouts=tuple(rollouts))],
         prompts=PromptBatch([], [[1] * 9] * 4, None, {}),
-        answers=texts,
-        texts=texts,
-        has_end=ended,
+        completions=texts,
+        completion_texts=texts,
+        ended_by_itself=ended,
         thinking_opened=[False] * 4,
         batch={"completion_mask": torch.ones(4, 3)},
     )
@@ -433,7 +433,7 @@ def test_the_table_shows_what_each_function_said_and_advantages_of_trl_and_of_th
         extra={"verdict": [*"abcd"]},
     )
     built: Any = SimpleNamespace(
-        prompts=SimpleNamespace(messages=["a problem"] * 4), answers=[*"wxyz"]
+        prompts=SimpleNamespace(messages=["a problem"] * 4), completions=[*"wxyz"]
     )
     for size in (4, 3):
         column: Any = partial(deque, maxlen=size)
