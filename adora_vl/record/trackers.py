@@ -122,7 +122,7 @@ def add_rows(
         "adora_tds": assessment.weighting.tds_P.repeat_interleave(group_size),
         "adora_length": assessment.groups.lengths_PG.flatten(),
     }
-    for name, values in facts.extra.items():
+    for name, values in facts.extra_columns.items():
         table["extra"][name].extend(values)
     for name, values_N in columns.items():
         table["extra"][name].extend(values_N.tolist())
