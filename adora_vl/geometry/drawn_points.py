@@ -28,7 +28,10 @@ _FAR_BESIDE = 1.0  # the same share, of a point that cannot be meant to be on th
 
 
 def _names_corners(term: Term) -> bool:
-    """Whether a term is a shape with all its corners; a `Polygon` may have any number of them."""
+    """Tell whether a term is a shape with all its corners.
+
+    A `Polygon` may have any number of them.
+    """
     if term.head == "Polygon":
         return len(term.names) > 2
     return len(term.names) == CORNERS.get(term.head)

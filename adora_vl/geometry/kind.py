@@ -195,7 +195,7 @@ class KindOfFigure:
             return False
         return _flatness(places) < 1e-3
 
-    def far(self, v: Vector) -> float:
+    def picture_distance(self, v: Vector) -> float:
         """Return how far the points lie from those of the picture; 0 is not at all.
 
         The figure is turned, shifted and scaled to fit as well as it can.

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from adora_vl.advantage import Adora, AdoraWeighting
 from adora_vl.advantage.grpo import deviation
-from adora_vl.training.advantages import Advantages, JudgedGroups
+from adora_vl.training.advantages import Advantages, GroupAssessment
 from adora_vl.training.rollout_facts import RolloutFacts
 
 
@@ -97,24 +97,26 @@ class TieNotice:
 
 def learned_figures(advantages: Advantages) -> dict[str, float]:
     """Return the figures of the rollouts that the loss uses, by their names in the log."""
-    learned_reward = torch.nanmean(advantages.judged.groups.rewards_PG).item()
+    learned_reward = torch.nanmean(advantages.assessment.groups.rewards_PG).item()
     figures = {"learned_reward": learned_reward, **advantages.figures}
     return {f"adora/{name}": value for name, value in figures.items()}
 
 
-def judged_figures(
-    judged: JudgedGroups, facts: RolloutFacts, functions: Sequence[str]
+def assessment_figures(
+    assessment: GroupAssessment, facts: RolloutFacts, functions: Sequence[str]
 ) -> dict[str, float]:
     """Return the figures of all rollouts that were graded, by their names in the log.
 
     They are TRL's, ADORA's, and those that the reward functions log.
 
     Args:
-        judged: the groups of all ranks, weighed by ADORA's criteria.
+        assessment: the groups of all ranks, weighed by ADORA's criteria.
         facts: rewards and lengths of the same rollouts.
         functions: the names of the reward functions.
     """
-    figures = {f"adora/{name}": value for name, value in adora_metrics(judged.weighting).items()}
+    figures = {
+        f"adora/{name}": value for name, value in adora_metrics(assessment.weighting).items()
+    }
     figures["adora/reflective_per_1000_tokens"] = facts.reflective_per_1000_tokens
     figures["rewards/missing"] = facts.missing_share
     figures["completions/clipped_ratio"] = facts.cut_off_N.float().mean().item()
@@ -128,10 +130,10 @@ def judged_figures(
         mean, std = _mean_and_deviation(rewards_N)
         figures[f"rewards/{name}/mean"] = mean
         figures[f"rewards/{name}/std"] = std
-    mean, std = _mean_and_deviation(judged.groups.rewards_PG.flatten())
+    mean, std = _mean_and_deviation(assessment.groups.rewards_PG.flatten())
     figures["reward"] = mean
     figures["reward_std"] = std
-    figures["frac_reward_zero_std"] = judged.equal_reward_share
+    figures["frac_reward_zero_std"] = assessment.equal_reward_share
     return {**figures, **facts.logged}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from adora_vl.packing.prompts import PromptBatch
 from adora_vl.rollout.rollouts import Rollout, RolloutGroup, StepKey
-from adora_vl.training.advantages import JudgedGroups
+from adora_vl.training.advantages import GroupAssessment
 from adora_vl.training.batch_rows import chosen_groups
 from adora_vl.training.rollout_facts import RolloutFacts
 from adora_vl.types import Batch, Row
@@ -64,9 +64,7 @@ class ScoredGroups:
     groups: Sequence[RolloutGroup]
     batch: Batch
     facts: RolloutFacts
-    judged: JudgedGroups
-    was_exchanged: bool = False
-    """Whether these groups were scored in several batches, so that they have to be judged again."""
+    assessment: GroupAssessment
 
     def exchanged(
         self, refill: ScoredGroups, chosen_by_rank: Sequence[Sequence[int]], pad_id: int, rank: int
@@ -106,7 +104,6 @@ class ScoredGroups:
             groups=[candidates[group_number] for group_number in chosen_by_rank[rank]],
             batch=batch,
             facts=self.facts.joined(refill.facts).selected(rollout_rows),
-            was_exchanged=True,
         )
 
 

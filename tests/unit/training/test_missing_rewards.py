@@ -19,7 +19,7 @@ from adora_vl.record.metrics import METRICS, read_metrics
 from adora_vl.record.rollout_figures import adora_metrics
 from adora_vl.report.run_view import load_run
 from adora_vl.train import main
-from adora_vl.training.advantages import AdvantageComputer, Advantages, JudgedGroups
+from adora_vl.training.advantages import AdvantageComputer, Advantages, GroupAssessment
 from adora_vl.training.guards import RewardGuard
 from adora_vl.training.rollout_facts import RolloutFacts, weighted_sum
 from adora_vl.utils.errors import RunError, SharedUserError, UserError
@@ -184,16 +184,16 @@ def test_figures_and_tokens_by_the_image_leave_them_out():
     assert figures["tds_share"] == 1.0
     assert (figures["length_correct"], figures["length_wrong"]) == (5.0, 7.0)
     advantages_PG = group_advantages(groups.rewards_PG)
-    judged = JudgedGroups(
+    assessment = GroupAssessment(
         groups=groups,
         weighting=weighting,
-        raw_PG=advantages_PG,
-        signal_P=torch.tensor([True, False]),
+        trl_advantages_PG=advantages_PG,
+        has_signal_P=torch.tensor([True, False]),
         equal_reward_share=0.0,
-        ranks=1,
+        num_ranks=1,
     )
     weighed = Advantages(
-        judged=judged,
+        assessment=assessment,
         weighting=weighting,
         final_PG=advantages_PG,
         figures={},
@@ -207,8 +207,8 @@ def test_trls_share_of_equal_rewards_is_of_the_groups_that_are_there():
     """
     rewards_BF = torch.tensor([[1.0, 0.0, 1.0, 1.0, 0.0, 1.0, NAN, NAN]]).T
     computer = AdvantageComputer(step_context(), AdvantagePipeline({}), torch.ones(1))
-    judged = computer.judge(rollout_facts(rewards_BF, length_N=torch.ones(8)), 2, 0)
-    assert judged.equal_reward_share == pytest.approx(1 / 3)
+    assessment = computer.assess(rollout_facts(rewards_BF, length_N=torch.ones(8)), 2, 0)
+    assert assessment.equal_reward_share == pytest.approx(1 / 3)
 
 
 def failing(completions: list[Any], **columns: Any) -> list[Any]:
