@@ -52,7 +52,7 @@ from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.old_logps import OldLogps
 from adora_vl.training.optimizer_steps import ScaledRate, SkipBadSteps
 from adora_vl.training.pool import Pool
-from adora_vl.training.recompute import layers_of, learner_of
+from adora_vl.training.recompute import activation_memory_of, layers_of
 from adora_vl.training.scoring import RewardFunctions, Scorer
 from adora_vl.training.unfinished import UnfinishedGeneration
 from adora_vl.types import StepContext
@@ -222,7 +222,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         )
         attention = configured_attention(self.model.config)
         room = MicroBatchRoom(
-            learner=lambda: learner_of(
+            activation_memory=lambda: activation_memory_of(
                 args,
                 shape=self.run.shape,
                 sharding=self.run.context.sharding,
