@@ -375,7 +375,7 @@ class MetricsLogger:
                 figures[name].append(value)
         images: list[Any] = []
         if self.images:
-            images = built.prompts.images or [None] * len(built.answers)
+            images = built.prompts.images or [None] * len(built.completions)
         add_rows(
             self.table,
             built=built,
@@ -386,7 +386,7 @@ class MetricsLogger:
             texts=self.texts,
         )
         if training:
-            scored.batch["rollout_number"] = self.recorder.number(len(built.answers))
+            scored.batch["rollout_number"] = self.recorder.number(len(built.completions))
             self.recorder.add(generation.key.step, built, scored, self.table, self.functions)
 
     def weighed(self, batch: Batch, advantages: Advantages) -> None:
