@@ -6,7 +6,7 @@ The figures are in bytes, by how the run is spread over processes.
 from dataclasses import dataclass
 
 from adora_vl.config.sharding import Sharding
-from adora_vl.models.activations import FLOAT, Dtypes
+from adora_vl.models.activations import FLOAT, DtypeBytes
 from adora_vl.models.shape import ModelShape
 
 # reduce_bucket_size, in parameters: allocated whole, however small the model is
@@ -114,7 +114,7 @@ def _states_without_deepspeed(shape: ModelShape, processes: int, *, reference: b
     )
 
 
-def dtypes_of(shape: ModelShape, sharding: Sharding, *, mixed: bool) -> Dtypes:
+def dtypes_of(shape: ModelShape, sharding: Sharding, *, mixed: bool) -> DtypeBytes:
     """Return the bytes per number in a forward and backward pass.
 
     `mixed`: whether the run computes in bf16 or fp16.
@@ -122,7 +122,7 @@ def dtypes_of(shape: ModelShape, sharding: Sharding, *, mixed: bool) -> Dtypes:
     # DeepSpeed casts the weights, and so the residual stream, to the 16 bit dtype. torch's autocast
     # leaves both as they are.
     is_cast = sharding.stage is not None and mixed
-    return Dtypes(
+    return DtypeBytes(
         compute=2 if mixed else shape.weight_bytes,
-        stream=2 if is_cast else shape.weight_bytes,
+        residual=2 if is_cast else shape.weight_bytes,
     )
