@@ -332,7 +332,7 @@ def _build_training_config(
     Raises `UndividedError` if the generation of all processes does not divide into groups either.
     """
 
-    def build(**changed_kwargs: Any) -> AdoraGRPOConfig:
+    def build(**changed_kwargs: int) -> AdoraGRPOConfig:
         all_kwargs = {**kwargs, **changed_kwargs}
         if gpu_key is None:
             return AdoraGRPOConfig(**all_kwargs, converted=frozenset(all_kwargs))
