@@ -21,7 +21,6 @@ from adora_vl.models.families import shares_prompts
 from adora_vl.packing.image_store import first_patches
 from adora_vl.packing.pass_differences import computing_dtype, evaluation_mode, rounding_bound
 from adora_vl.packing.row_positions import (
-    RowImages,
     completion_images,
     completion_positions,
     prompt_images,
@@ -40,7 +39,7 @@ from adora_vl.packing.split_attention import (
     empty_mask,
     install_split_attention,
 )
-from adora_vl.types import HostRows
+from adora_vl.types import HostRows, RowImages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -346,8 +345,8 @@ def _inputs_of_first_rows(rows: int, inputs: dict[str, Any], host: HostRows) -> 
     """
     images = [row_images for row_images in host.images[:rows] if row_images is not None]
     entry_counts = {
-        "pixel_values": sum(len(pixels) for pixels, _ in images),
-        "image_grid_thw": sum(len(grids) for _, grids in images),
+        "pixel_values": sum(len(row_images.pixels) for row_images in images),
+        "image_grid_thw": sum(len(row_images.grids) for row_images in images),
     }
     first_inputs = {}
     for name, values in inputs.items():
