@@ -350,8 +350,10 @@ def _inputs_of_first_rows(rows: int, inputs: dict[str, Any], host: HostRows) -> 
     }
     first_inputs = {}
     for name, values in inputs.items():
-        entries = entry_counts.get(name, rows)
-        first_inputs[name] = None if values is None else values[:entries]
+        first_inputs[name] = None
+        if values is not None:
+            entries = entry_counts.get(name, rows)
+            first_inputs[name] = values[:entries]
     return first_inputs
 
 
