@@ -339,9 +339,14 @@ def _images_in_order(host: HostRows, groups: RowGroups) -> list[RowImages]:
 
 
 def _inputs_of_first_rows(rows: int, inputs: dict[str, Any], host: HostRows) -> dict[str, Any]:
-    """Return the inputs of the first `rows` rows.
+    """Return the model's inputs of the first `rows` rows alone.
 
     `pixel_values` has an entry per patch and `image_grid_thw` one per image, not one per row.
+
+    Args:
+        rows: how many rows are kept.
+        inputs: the model's keyword arguments for all rows, some of which may be None.
+        host: says which images each row has.
     """
     images = [row_images for row_images in host.images[:rows] if row_images is not None]
     entry_counts = {
