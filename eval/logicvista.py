@@ -72,7 +72,7 @@ def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
 
     It is right if its letters are those of the reference answer, and no others.
     """
-    read: Extraction = row["read"]
+    read: Extraction = row["parsed_answer"]
     named = letters_of(read.text)
     right = letters_of(row["answer"])
     return RowGrade(

@@ -266,7 +266,7 @@ def question_of(row: Prediction) -> Question:
 
 def grade(row: Prediction, options: MathVistaScoreOptions) -> RowGrade:
     """Return the verdict on a row by `options.rules`, and the groups that it counts in."""
-    extraction: Extraction = row["read"]
+    extraction: Extraction = row["parsed_answer"]
     hit = Hit(False, None)
     if str(extraction.text or "").strip() or not options.ignore_empty_extractions:
         hit = judge_extraction(row, extraction.text, options.rules)
@@ -285,7 +285,7 @@ def _item(row: Prediction, graded: Graded) -> dict[str, Any]:
     """Return the entry of an answer in the score file."""
     grade = graded.grade
     fields = {"correct": graded.correct, "answer": row["answer"]}
-    read = {"extraction": row["read"].text, "prediction": grade.extracted}
+    read = {"extraction": row["parsed_answer"].text, "prediction": grade.extracted}
     return {"verdict": grade.verdict, **fields, **read, "how": grade.reason}
 
 
