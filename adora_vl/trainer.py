@@ -459,7 +459,7 @@ class AdoraGRPOTrainer(TrainerParts):
                     for row, rollout in zip(built.rows, built.rollouts, strict=True)
                 ],
                 built.prompts.messages,
-                built.answers,
+                built.completions,
                 [rollout.policy_tokens for rollout in built.rollouts],
                 thinking_opened=built.thinking_opened,
                 state=self.state,
@@ -469,8 +469,8 @@ class AdoraGRPOTrainer(TrainerParts):
             self.first_answers.look(built.rows, facts)
         if is_training:
             self.drift_guard.check_batch(built.batch, step)
-        judged = self.advantages.judge(facts, generation.group_size, step)
-        scored = ScoredGroups(groups=groups, batch=built.batch, facts=facts, judged=judged)
+        assessment = self.advantages.assess(facts, generation.group_size, step)
+        scored = ScoredGroups(groups=groups, batch=built.batch, facts=facts, assessment=assessment)
         with self.clock.phase("other"):
             self.generation_log.scored(generation, built, scored)
         return scored
@@ -485,9 +485,9 @@ class AdoraGRPOTrainer(TrainerParts):
         rounds = pool.options.refill
         lengths = scored.facts.length_N.int().tolist()
         replaced = 0
-        share = pool.note_signal_share(scored.judged) if rounds else 0.0
+        share = pool.note_signal_share(scored.assessment) if rounds else 0.0
         for attempt in range(1, rounds + 1):
-            missing = pool.most_missing(scored.judged)
+            missing = pool.most_missing(scored.assessment)
             if not missing:
                 break
             retry = generation.attempt(attempt)
@@ -504,15 +504,17 @@ class AdoraGRPOTrainer(TrainerParts):
             # different columns, and no rank exchanges any.
             if not all(gather_object([refill.batch.keys() == scored.batch.keys()])):
                 continue
-            chosen = pool.chosen_groups(scored.judged, refill.judged)
+            chosen = pool.chosen_groups(scored.assessment, refill.assessment)
             for numbers in chosen:  # of every rank, since the figure is that of all
                 for slot, number in enumerate(numbers[: len(scored.groups)]):
                     if number != slot:
                         replaced += 1
             rank = self.accelerator.process_index
             scored = scored.exchanged(refill, chosen, pad_id=self.context.pad_id, rank=rank)
-            judged = self.advantages.judge(scored.facts, generation.group_size, generation.key.step)
-            scored = replace(scored, judged=judged)
+            assessment = self.advantages.assess(
+                scored.facts, generation.group_size, generation.key.step
+            )
+            scored = replace(scored, assessment=assessment)
         if rounds:
             groups_of_ranks = len(scored.groups) * self.accelerator.num_processes
             self.log_figure("adora/refilled_groups", replaced / groups_of_ranks)
@@ -522,7 +524,7 @@ class AdoraGRPOTrainer(TrainerParts):
     def _evaluated(self, scored: ScoredGroups) -> Batch:
         """Return the batch of an evaluation, with the advantages that TRL would give it."""
         batch = scored.batch
-        batch["advantages"] = self._rows_on_device(scored.judged.raw_PG)
+        batch["advantages"] = self._rows_on_device(scored.assessment.trl_advantages_PG)
         batch["num_items_in_batch"] = self._loss_tokens(batch)
         return batch
 
@@ -531,7 +533,7 @@ class AdoraGRPOTrainer(TrainerParts):
 
         Collective.
         """
-        advantages = self.advantages.compute(scored.judged)
+        advantages = self.advantages.compute(scored.assessment)
         batch = scored.batch
         batch["advantages"] = self._rows_on_device(advantages.final_PG)
         batch["num_items_in_batch"] = self._loss_tokens(batch)

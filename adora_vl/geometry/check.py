@@ -35,13 +35,16 @@ _RANK = 1e-6  # singular values below this share of the largest count as none
 
 
 def checked(claims: Sequence[Claim], figure: Figure) -> list[Checked]:
-    """The claims with their verdicts, in their order."""
+    """Return the claims with their verdicts, in their order."""
     return CheckedFigure(figure).judge(claims)
 
 
 @lru_cache(maxsize=256)
 def figure_at(text: str) -> CheckedFigure:
-    """The figure that a row stores, made ready for checks. Raises `ValueError` where it is none."""
+    """Return the figure that a row stores, made ready for checks.
+
+    Raises `ValueError` where the text is no figure.
+    """
     return CheckedFigure(figure_from(text))
 
 
@@ -67,7 +70,7 @@ class CheckedFigure:
         self.reading = read(figure.form, without_words=figure.left_out)
         problem = FigureProblem(self.reading)
         self.system = problem.system
-        self.v = problem.start(0)
+        self.v = problem.starts.near_picture(0)
         # Places are stored to scale, and stand in the vector as shares of the figure's size.
         for name, (x, y) in figure.at.items():
             position = self.system.position.get(name)
@@ -99,7 +102,7 @@ class CheckedFigure:
         self.goals = self._goal_names()
 
     def _free_movements(self, jacobian: Vector) -> Vector:
-        """The movements that all facts allow, as rows; shape (movements, unknowns)."""
+        """Return the movements that all facts allow, as rows; shape (movements, unknowns)."""
         if not len(jacobian):
             return np.eye(self.system.count)
         _, sizes, directions = np.linalg.svd(np.nan_to_num(jacobian), full_matrices=True)
@@ -107,7 +110,7 @@ class CheckedFigure:
         return np.asarray(directions[rank:])
 
     def _goal_names(self) -> set[str]:
-        """What is asked for, also under the other name that a fact gives it."""
+        """Return what is asked for, also under the other name that a fact gives it."""
         goal = self.reading.goal
         if goal is None:
             return set()
@@ -120,7 +123,7 @@ class CheckedFigure:
         return names
 
     def _measured_names(self) -> set[str]:
-        """The names whose numbers the facts give."""
+        """Return the names whose numbers the facts give."""
         sides = [
             side
             for relation in self.known
@@ -143,16 +146,16 @@ class CheckedFigure:
         return max(0, movable - rank)
 
     def claims(self, text: str) -> list[Checked]:
-        """The claims of a text with their verdicts."""
+        """Return the claims of a text with their verdicts."""
         return self.judge(claims_in(text, self.reading))
 
     def judge(self, claims: Sequence[Claim]) -> list[Checked]:
-        """The claims with their verdicts, in their order."""
+        """Return the claims with their verdicts, in their order."""
         with np.errstate(all="ignore"):
             return Judgement(self, claims).results()
 
     def says_answer(self, claim: Claim) -> bool:
-        """Whether a claim says by its form what is asked for.
+        """Tell whether a claim says by its form what is asked for.
 
         It has the goal alone on one side and a number on the other (`x = 35`), or arithmetic on
         the goal and given names and a plain number (`2x = 70`, `x + AB = 48` where AB is given).

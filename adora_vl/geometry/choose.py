@@ -96,7 +96,7 @@ def _outcome(
 
 def _unlikeness(solution: Solution) -> tuple[float, int]:
     """Return how unlike the picture a figure is; of equals the earlier start comes first."""
-    return round(solution.far + _FAULT * solution.faults, 6), solution.start
+    return round(solution.picture_distance + _FAULT * solution.faults, 6), solution.start
 
 
 def _is_rival(solution: Solution, best: Solution, share: float) -> bool:

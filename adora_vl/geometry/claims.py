@@ -115,12 +115,12 @@ class Claim:
 
 
 def claims_of(text: str, form: Form) -> list[Claim]:
-    """The claims of a text on the figure of a form, in their order."""
+    """Return the claims of a text on the figure of a form, in their order."""
     return claims_in(text, read(form))
 
 
 def claims_in(text: str, reading: Reading) -> list[Claim]:
-    """The claims of a text, where the form has been read before."""
+    """Return the claims of a text, where the form has been read before."""
     return _ClaimReader(text, reading).claims()
 
 
@@ -146,7 +146,7 @@ class _ClaimReader:
         self.subject: tuple[Term, int] | None = None
 
     def claims(self) -> list[Claim]:
-        """All claims of the text."""
+        """Return all claims of the text."""
         claims: list[Claim] = []
         passed: list[Claim] = []  # read, and not stood by
         number = 0
@@ -165,7 +165,10 @@ class _ClaimReader:
         return sorted(claims, key=lambda claim: (claim.start, claim.end))[:MAX_CLAIMS]
 
     def _claims_at(self, number: int) -> tuple[list[Claim], int]:
-        """The claims that begin at a place, and the place behind them; the same place for none."""
+        """Return the claims that begin at a place, and the place behind them.
+
+        Without a claim it is the same place.
+        """
         row = self._table_row(number)
         if row is not None:
             return row
@@ -200,7 +203,7 @@ class _ClaimReader:
         )
 
     def _continues(self, number: int) -> bool:
-        """Whether what begins here belongs to something before it that was not read."""
+        """Tell whether what begins here belongs to something before it that was not read."""
         before = self.sides.at(number - 1)
         if number == 0 or before.kind == "line":
             return False
@@ -223,13 +226,13 @@ class _ClaimReader:
         return False
 
     def _is_spelt_out(self, number: int) -> bool:
-        """Whether a letter goes on with points that are spelt with spaces between: `Q L M`."""
+        """Tell whether a letter goes on with points that are spelt with spaces between: `Q L M`."""
         before = self.signs[number - 1]
         sign = self.signs[number]
         return before.kind == sign.kind == "points" and len(before.text) == len(sign.text) == 1
 
     def _is_position(self, number: int) -> bool:
-        """Whether what stands here only says where something lies: "the side opposite angle A"."""
+        """Tell whether what stands here only says where a part lies: "the side opposite angle A"."""
         before = [self.sides.word(number - step) for step in range(1, 8)]
         if before[0] == "to" and "distance" in before:
             return True  # "the distance from O to AB"
@@ -241,7 +244,7 @@ class _ClaimReader:
         return False
 
     def _is_alternative(self, number: int, behind: int, claims: Sequence[Claim]) -> bool:
-        """Whether `or` stands before or behind: one of several values is no claim.
+        """Tell whether `or` stands before or behind: one of several values is no claim.
 
         Behind a comma "or" may put an equation in other words: "AB/BC = DE/EF, or 5/x = 3/4".
         """
@@ -254,7 +257,9 @@ class _ClaimReader:
         return is_followed and is_name_with_number
 
     def _table_row(self, number: int) -> tuple[list[Claim], int] | None:
-        """The claim of a table's row that begins here, `| AB | 13 |`, and the place behind it.
+        """Return the claim of a table's row that begins here, and the place behind it.
+
+        Such a row is `| AB | 13 |`.
 
         The first cell is a name and the second its value; cells behind these have words alone.
         None where the row says something else.
@@ -283,7 +288,7 @@ class _ClaimReader:
     # Chains
 
     def _chain(self, number: int) -> tuple[list[Claim], int]:
-        """The claims of a chain of sides: `AB = 5x - 2 = 13`, `angle B measures 40 degrees`.
+        """Return the claims of a chain of sides: `AB = 5x - 2 = 13`, `angle B measures 40 degrees`.
 
         Each side is compared with the one before it. Arithmetic on numbers alone says what the
         first side with a name is, and so does what stands behind a side that was not read.
@@ -309,7 +314,7 @@ class _ClaimReader:
         return claims, end
 
     def _links(self, number: int) -> Iterator[_Link | None]:
-        """The sides of the chain that begins at a place; None for one that was not read."""
+        """Yield the sides of the chain that begins at a place; None for one that was not read."""
         try:
             side, behind = self.sides.side(number)
         except NoSideError:
@@ -335,7 +340,10 @@ class _ClaimReader:
             yield _Link(side=side, first=start, behind=behind)
 
     def _side_behind(self, number: int, relation: int) -> tuple[EquationSide, int]:
-        """The side behind `=` or `is`. Raises `NoSideError` where it is only a part of one."""
+        """Return the side behind `=` or `is`.
+
+        Raises `NoSideError` where it is only a part of a side.
+        """
         side, behind = self.sides.side(number)
         word = self.sides.word(behind)
         if word in _DIFFERS and side.is_number and self.sides.word(behind + 1) == "than":
@@ -354,7 +362,7 @@ class _ClaimReader:
     def _difference(
         self, amount: EquationSide, number: int, *, sign: float
     ) -> tuple[EquationSide, int]:
-        """What is so much more or less than the side that begins here: "5 more than AB"."""
+        """Return what is so much more or less than the side that begins here: "5 more than AB"."""
         while self.sides.word(number) in ("the", "length", "measure", "of"):
             number += 1
         side, behind = self.sides.side(number)
@@ -364,11 +372,11 @@ class _ClaimReader:
         return EquationSide(quantity=quantity, decimals=max(decimals, default=None)), behind
 
     def _is_noun_of_several(self, word: str) -> bool:
-        """Whether a number before this word counts things: "the ratio is 3 to 4"."""
+        """Tell whether a number before this word counts things: "the ratio is 3 to 4"."""
         return word in ("to", "out", "of", "by")
 
     def _is_equal(self, number: int) -> int | None:
-        """The place behind `=`, `is`, `measures` and the like; None where none stands here."""
+        """Return the place behind `=`, `is` or `measures`; None where none of them stands here."""
         cursor = number
         while self.sides.at(cursor).kind == "line":
             cursor += 1
@@ -395,7 +403,7 @@ class _ClaimReader:
         return cursor
 
     def _next_equal(self, number: int) -> int | None:
-        """The place of the next `=` of the same clause, behind a side that was not read.
+        """Return the place of the next `=` of the same clause, behind a side that was not read.
 
         None where the clause ends, or turns from a formula into words, before one stands. Words in
         brackets only explain, and are passed over.
@@ -416,7 +424,7 @@ class _ClaimReader:
         return None
 
     def _equation(self, before: _Link, link: _Link) -> Claim:
-        """The claim that two sides of a chain are equal."""
+        """Return the claim that two sides of a chain are equal."""
         sides = (before.side, link.side)
         decimals = [side.decimals for side in sides if side.decimals is not None]
         return self._claim(
@@ -455,7 +463,7 @@ class _ClaimReader:
             self.sides.hidden.add(sign.text)
 
     def _is_named_so(self, quantity: Quantity, letter: str) -> bool:
-        """Whether a fact says that the quantity is this letter."""
+        """Tell whether a fact says that the quantity is this letter."""
         name = signature(quantity)
         for relation in self.reading.relations:
             if isinstance(relation, Equal):
@@ -465,7 +473,7 @@ class _ClaimReader:
         return False
 
     def _unread(self, claims: list[Claim]) -> Iterator[Claim]:
-        """What stands around a sign of a relation that no claim has read."""
+        """Yield what stands around a sign of a relation that no claim has read."""
         spans = [(claim.start, claim.end) for claim in claims]
         clause: list[int] = []
         for number, sign in enumerate(self.signs):
@@ -477,7 +485,7 @@ class _ClaimReader:
         yield from self._unread_clause(clause, spans)
 
     def _unread_clause(self, clause: list[int], spans: list[tuple[int, int]]) -> Iterator[Claim]:
-        """One unread claim for a clause with a relation of which nothing was read.
+        """Yield one unread claim for a clause with a relation of which nothing was read.
 
         `clause` holds the numbers of its signs, `spans` the places in the text that claims cover.
         A clause that names nothing of a figure, such as "3 = 3", is no claim.
@@ -500,18 +508,21 @@ class _ClaimReader:
         yield self._claim(first, clause[-1] + 1, "unread", why="it was not understood")
 
     def _is_name(self, sign: Sign) -> bool:
-        """Whether a sign names something of a figure: points, a letter, an angle or an arc."""
+        """Tell whether a sign names something of a figure: points, a letter, an angle or an arc."""
         if sign.kind == "points" or sign.text in ("angle", "arc"):
             return True
         return re.fullmatch("[a-z]", sign.text) is not None
 
     def _is_of_formula(self, sign: Sign) -> bool:
-        """Whether a sign can begin a formula: any but a word, or a word that stands for one."""
+        """Tell whether a sign can begin a formula.
+
+        Every sign but a word can, and a word only if it stands for a name or a sign.
+        """
         return sign.kind != "word" or len(sign.text) == 1 or sign.text in _JOINS
 
 
 def _kind_of(left_side: EquationSide, right_side: EquationSide) -> ClaimKind:
-    """What an equation is about: one name with a number, or a relation."""
+    """Return what an equation is about: one name with a number, or a relation."""
     for side, partner in ((left_side, right_side), (right_side, left_side)):
         if not partner.is_number:
             continue

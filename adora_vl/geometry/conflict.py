@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from adora_vl.geometry.choose import Outcome, outcome
-from adora_vl.geometry.descent import Budget
+from adora_vl.geometry.descent import Budget, descend
 from adora_vl.geometry.forms import Form, Term, points_of
 from adora_vl.geometry.measures import unit_of
 from adora_vl.geometry.quantities import Constant
@@ -177,7 +177,9 @@ def _involved(problem: FigureProblem, budget: Budget) -> list[int]:
     """
     best: np.ndarray | None = None
     for number in (0, 1):
-        v, _ = problem.improved(problem.start(number), budget, steps=60)
+        v, _ = descend(
+            problem.system, v=problem.starts.near_picture(number), budget=budget, steps=60
+        )
         residuals, _ = problem.system.residuals(v, slopes=False)
         if np.isfinite(residuals).all() and (best is None or residuals @ residuals < best @ best):
             best = residuals

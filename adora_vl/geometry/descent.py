@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -69,13 +70,32 @@ class _Position:
         return float(np.abs(self.residuals).max()) if len(self.residuals) else 0.0
 
 
-def descend(
-    system: System, v: Vector, budget: Budget, *, steps: int, first: int, pull: float
-) -> tuple[Vector, float]:
-    """Go downhill from `v` in the unknowns from `first` on.
+class Descent(NamedTuple):
+    """Where a search has ended: the unknowns, and the largest residual there."""
 
-    `pull` holds the points near where they began: the squares of their ways count so much beside the
-    residuals. The result are the unknowns, and the largest residual there.
+    v: Vector
+    residual: float
+
+
+def descend(
+    system: System,
+    *,
+    v: Vector,
+    budget: Budget,
+    steps: int,
+    first: int = 0,
+    pull: float = 0.0,
+) -> Descent:
+    """Search downhill from `v` for unknowns with small residuals.
+
+    Args:
+        system: The equations.
+        v: The unknowns to begin with.
+        budget: How many evaluations of the equations are left; each step takes one.
+        steps: How many steps the search may take.
+        first: The unknowns before this one stay as they are.
+        pull: Holds the points near where they began: the squares of their ways count so much
+            beside the squares of the residuals.
     """
     weights = np.zeros(system.count)
     weights[: system.first_unknown] = pull
@@ -98,7 +118,7 @@ def descend(
         # A pulled search is only to bring the points near; the next one goes on.
         if pull and before - after < 1e-3 * before:
             break
-    return position.v, position.largest
+    return Descent(v=position.v, residual=position.largest)
 
 
 def _step(slope: _Slope, position: _Position) -> _Position | None:

@@ -23,7 +23,7 @@ from adora_vl.geometry.quantities import (
 
 
 def gives_value(relation: Relation) -> bool:
-    """Whether a fact says of one name which number it is."""
+    """Tell whether a fact says of one name which number it is."""
     if not isinstance(relation, Equal):
         return False
     sides = (relation.left, relation.right)
@@ -32,12 +32,12 @@ def gives_value(relation: Relation) -> bool:
 
 
 def joins_names(relation: Equal) -> bool:
-    """Whether a fact says that two names are equal: `AB = BC`, `angle 1 = angle ABC`."""
+    """Tell whether a fact says that two names are equal: `AB = BC`, `angle 1 = angle ABC`."""
     return not isinstance(relation.left, Combined) and not isinstance(relation.right, Combined)
 
 
 def gives_expression(relation: Relation) -> bool:
-    """Whether a fact says of one name which expression of letters it is: `AB = 2x + 1`.
+    """Tell whether a fact says of one name which expression of letters it is: `AB = 2x + 1`.
 
     What a letter's value makes of it is arithmetic on what is known.
     """
@@ -51,21 +51,21 @@ def gives_expression(relation: Relation) -> bool:
 
 
 def _has_letters_alone(quantity: Quantity) -> bool:
-    """Whether a quantity is made of letters and numbers, with a letter among them."""
+    """Tell whether a quantity is made of letters and numbers, with a letter among them."""
     atoms = list(atoms_of(quantity))
     has_letter = any(isinstance(atom, Unknown) for atom in atoms)
     return has_letter and all(isinstance(atom, Unknown | Constant) for atom in atoms)
 
 
 def is_collinear(relation: Relation) -> bool:
-    """Whether a fact says that three points lie on one line."""
+    """Tell whether a fact says that three points lie on one line."""
     return isinstance(relation, Parallel) and bool(
         {relation.a, relation.b} & {relation.c, relation.d}
     )
 
 
 def names_angle(relation: Relation) -> bool:
-    """Whether a fact only says which angle a number in the picture stands for."""
+    """Tell whether a fact only says which angle a number in the picture stands for."""
     if not isinstance(relation, Equal):
         return False
     sides = (relation.left, relation.right)
@@ -75,7 +75,7 @@ def names_angle(relation: Relation) -> bool:
 
 
 def is_radial(relation: Relation) -> bool:
-    """Whether a fact says that a point lies on a circle."""
+    """Tell whether a fact says that a point lies on a circle."""
     if not isinstance(relation, Equal):
         return False
     sides = (relation.left, relation.right)
@@ -85,12 +85,15 @@ def is_radial(relation: Relation) -> bool:
 
 
 def is_radius(quantity: Quantity) -> bool:
-    """Whether a quantity is the radius of a circle."""
+    """Tell whether a quantity is the radius of a circle."""
     return isinstance(quantity, Unknown) and quantity.name.startswith("radius ")
 
 
 def is_direction(relation: Relation) -> bool:
-    """Whether it says that lines are parallel or perpendicular, also as an angle of 90 or 180."""
+    """Tell whether a relation says that lines are parallel or perpendicular.
+
+    It may also do so by an angle of 90 or 180 degrees.
+    """
     if not isinstance(relation, Equal):
         return isinstance(relation, Parallel | Perpendicular)
     sides = (relation.left, relation.right)

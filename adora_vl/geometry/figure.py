@@ -143,7 +143,7 @@ def residual_of(figure: Figure) -> float:
     """
     reading = read(figure.form, without_words=figure.left_out)
     problem = FigureProblem(reading)
-    v = problem.start(0)
+    v = problem.starts.near_picture(0)
     for name, (x, y) in figure.at.items():
         if name in problem.system.position:
             i = 2 * problem.system.position[name]

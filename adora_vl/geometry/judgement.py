@@ -117,7 +117,7 @@ class Judgement:
         self.said: set[str] = set()
 
     def results(self) -> list[Checked]:
-        """All claims with their verdicts."""
+        """Return all claims with their verdicts."""
         return [self._result(claim) for claim in self.claims]
 
     # Measures
@@ -131,24 +131,24 @@ class Judgement:
         return rows
 
     def rows(self, relation: Relation) -> list[Vector]:
-        """The gradients of a relation, each scaled like the unknowns and of length 1 or 0."""
+        """Return the gradients of a relation, scaled like the unknowns, each of length 1 or 0."""
         return [self._unit_row(gradient) for _, gradient in self.measured[relation]]
 
     def _unit_row(self, gradient: Vector) -> Vector:
-        """A gradient, scaled like the unknowns and of length 1, or 0 where it is flat."""
+        """Return a gradient, scaled like the unknowns and of length 1, or 0 where it is flat."""
         scaled = np.nan_to_num(gradient) * self.figure.scales
         length = float(np.linalg.norm(scaled))
         return scaled / length if length > _FLAT else np.zeros_like(scaled)
 
     def _is_determined(self, rows: Iterable[Vector]) -> bool:
-        """Whether the facts say whether the claim holds, and do not leave it free."""
+        """Tell whether the facts say whether the claim holds, and do not leave it free."""
         return all(
             not len(self.figure.free) or float(np.linalg.norm(self.figure.free @ row)) <= _FREE
             for row in rows
         )
 
     def _holds(self, relation: Relation, decimals: int | None, v: Vector) -> bool:
-        """Whether a relation holds in the figure at `v`, up to rounding."""
+        """Tell whether a relation holds in the figure at `v`, up to rounding."""
         is_world = v is not self.figure.v
         if not isinstance(relation, Equal):
             measured = self._measured(v) if is_world else self.measured
@@ -161,7 +161,7 @@ class Judgement:
         return is_equal(left_side.value, right_side.value, decimals)
 
     def _distance(self, relation: Relation) -> float:
-        """How far the figure is from one in which a relation holds, along its gradient."""
+        """Return how far the figure is from one in which a relation holds, along its gradient."""
         distances = [0.0]
         for residual, gradient in self.measured[relation]:
             length = float(np.linalg.norm(np.nan_to_num(gradient) * self.figure.scales))
@@ -186,7 +186,7 @@ class Judgement:
         return Checked(claim=claim, verdict=verdict, is_answer=self.figure.says_answer(claim))
 
     def _state(self, way: Sequence[Relation], decimals: int | None) -> str:
-        """Whether relations are true, false or open."""
+        """Tell whether relations are true, false or open."""
         holds = True
         for relation in way:
             if not self._is_determined(self.rows(relation)):
@@ -196,7 +196,7 @@ class Judgement:
         return "true" if holds else "false"
 
     def _of_true(self, way: Sequence[Relation]) -> ClaimVerdict:
-        """What kind of truth a claim is; a new one is known from then on.
+        """Return what kind of truth a claim is; a new one is known from then on.
 
         The order of the questions matters: what stands in the facts is `given` also where it was
         said before, and what was said before is `again` also where it has become arithmetic.
@@ -237,7 +237,7 @@ class Judgement:
         return "new"
 
     def _is_of_lengths(self, way: Sequence[Relation]) -> bool:
-        """Whether a claim is about lengths alone, apart from what is known.
+        """Tell whether a claim is about lengths alone, apart from what is known.
 
         That points lie on a circle makes distances from its centre known. That a quadrilateral's
         angles are supplementary follows from it too, but has to be found out. A name that cancels
@@ -251,7 +251,7 @@ class Judgement:
         )
 
     def _moving_atoms(self, relation: Equal) -> Iterator[Quantity]:
-        """The names in an equation that matter for it, and that are not known themselves."""
+        """Yield the names in an equation that matter for it, and that are not known themselves."""
         _, gradient = self.system.atoms.evaluated(self.figure.v, slopes=True)
         assert gradient is not None, "slopes were asked for"
         partials = self._partials(relation)
@@ -262,7 +262,9 @@ class Judgement:
                     yield atom
 
     def _partials(self, relation: Equal) -> Vector:
-        """How the difference of the sides changes with each name, of length 1 or 0; (names,).
+        """Return how the difference of the sides changes with each name, shape (names,).
+
+        The result has length 1, or 0 where the difference does not change.
 
         The names count as independent of each other here, as in arithmetic that knows nothing of
         the figure. `AB` and `BA` are one name.
@@ -283,7 +285,9 @@ class Judgement:
         return partials / length if length > _FLAT else np.zeros_like(partials)
 
     def _is_arithmetic(self, way: Sequence[Relation]) -> bool:
-        """Whether a claim follows by arithmetic from given values, equal names and earlier claims.
+        """Tell whether a claim follows by arithmetic alone.
+
+        It may follow from given values, equal names and earlier claims.
 
         `BC = 13` does where `AB = BC` and `AB = 13` are given.
         """
@@ -294,7 +298,7 @@ class Judgement:
         )
 
     def _of_false(self, claim: Claim, way: Sequence[Relation]) -> ClaimVerdict:
-        """Whether a false claim is an error of its own, or follows from an earlier one.
+        """Tell whether a false claim is an error of its own, or follows from an earlier one.
 
         A slip at the beginning makes every later number wrong. It counts once, so that a long
         working with one slip is worth more than as many guesses.
@@ -312,7 +316,7 @@ class Judgement:
         return "false"
 
     def _follows(self, claim: Claim, way: Sequence[Relation], rows: Sequence[Vector]) -> bool:
-        """Whether false relations hold where the earlier false claims of the text do.
+        """Tell whether false relations hold where the earlier false claims of the text do.
 
         They have to be bound by these and by what is true. Other values for the same name, guessed
         one by one, hold in no figure in which the first of them does.
@@ -340,7 +344,10 @@ class Judgement:
                 yield world
 
     def _moved_to(self, relations: Sequence[Relation]) -> Vector | None:
-        """The figure, moved as little as it takes for the relations to hold; None for none."""
+        """Return the figure, moved as little as it takes for the relations to hold.
+
+        None where no such figure is near.
+        """
         v = self.figure.v.copy()
         for _ in range(_WORLD_STEPS):
             measured = self._measured(v)
@@ -357,7 +364,7 @@ class Judgement:
 
 
 def is_equal(left_value: float, right_value: float, decimals: int | None) -> bool:
-    """Whether two values are equal up to rounding.
+    """Tell whether two values are equal up to rounding.
 
     Half a unit of the last digit as written, or 0.6 % where decimals are written, since values are
     rounded on the way; 0.1 % else.
@@ -372,5 +379,5 @@ def is_equal(left_value: float, right_value: float, decimals: int | None) -> boo
 
 
 def _names_of(way: Sequence[Relation]) -> str:
-    """A text that is the same for claims that are the same by their form."""
+    """Return a text that is the same for claims that are the same by their form."""
     return " and ".join(sorted(relation_signature(relation) for relation in way))

@@ -228,36 +228,18 @@ def points_in(relation: Relation) -> Iterator[str]:
 
 
 def constant_of(quantity: Quantity) -> float | None:
-    """Return the value of a quantity that is written as a number; None for any other."""
-    if isinstance(quantity, Constant):
-        return quantity.value
-    if not isinstance(quantity, Combined):
-        return None
-    values = [constant_of(part) for part in quantity.parts]
-    numbers = [value for value in values if value is not None]
-    if len(numbers) < len(values):
-        return None
-    try:
-        if quantity.function == "+":
-            return sum(numbers)
-        if quantity.function == "-":
-            return numbers[0] - numbers[1]
-        if quantity.function == "*":
-            return numbers[0] * numbers[1]
-        if quantity.function == "/":
-            return numbers[0] / numbers[1]
-        if quantity.function == "^":
-            return float(abs(numbers[0]) ** numbers[1])
-    except (ZeroDivisionError, OverflowError):
-        return None
-    return None
+    """Return the value of arithmetic on numbers alone.
+
+    None where a name stands in it, or where the arithmetic has no value.
+    """
+    number = number_of_quantity(quantity)
+    return None if number is None or math.isnan(number) else number
 
 
 def number_of_quantity(quantity: Quantity) -> float | None:
     """Return the value of arithmetic on numbers alone; None where a name stands in it.
 
-    It is NaN where the arithmetic has no value, as a division by zero. Unlike `constant_of` it also
-    computes sines and logarithms.
+    It is NaN where the arithmetic has no value, as a division by zero.
     """
     if isinstance(quantity, Constant):
         return quantity.value

@@ -26,7 +26,7 @@ from adora_vl.geometry.quantities import (
 
 
 def without_means(relations: Iterable[Relation]) -> Iterator[Relation]:
-    """The relations, with a midpoint as two equal lengths.
+    """Yield the relations, with a midpoint as two equal lengths.
 
     How far a point is from the middle turns with the figure, so that its gradient is not that of
     the claim where the claim is false.
@@ -43,7 +43,7 @@ def without_means(relations: Iterable[Relation]) -> Iterator[Relation]:
 
 
 def signature(quantity: Quantity) -> str:
-    """A text that is the same for quantities that are the same by their form.
+    """Return a text that is the same for quantities that are the same by their form.
 
     `AB` and `BA`, angles ABC and CBA, sums and products in any order are the same.
     """
@@ -66,7 +66,7 @@ def signature(quantity: Quantity) -> str:
 
 
 def relation_signature(relation: Relation) -> str:
-    """A text that is the same for relations that are the same by their form."""
+    """Return a text that is the same for relations that are the same by their form."""
     if isinstance(relation, Equal):
         return " = ".join(sorted((signature(relation.left), signature(relation.right))))
     if isinstance(relation, Parallel | Perpendicular):

@@ -205,7 +205,7 @@ class _Splitter:
         self.is_apart = is_chinese
 
     def _is_silent(self, brace: str) -> bool:
-        """Whether a brace belongs to a command of LaTeX that shows nothing itself."""
+        """Tell whether a brace belongs to a command of LaTeX that shows nothing itself."""
         if brace == "{":
             # The brace of `\widehat{AB}`, whose command has been read as a word.
             is_silent = bool(self.signs) and self.signs[-1].text == "arc"

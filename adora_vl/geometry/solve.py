@@ -8,292 +8,149 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from adora_vl.geometry.descent import Budget, descend
 from adora_vl.geometry.kind import COLLAPSED, KindOfFigure
 from adora_vl.geometry.layout import Vector
-from adora_vl.geometry.quantities import Distance, Equal, constant_of
 from adora_vl.geometry.reading import Reading
+from adora_vl.geometry.scale import scale_of
+from adora_vl.geometry.starts import Starts
 from adora_vl.geometry.system import System
-from adora_vl.geometry.vectors import extent_of
 
 TIGHT = 1e-7  # largest residual of a figure that fulfils its facts
 # Each start costs a search; with a picture the first two figures that agree end it.
 STARTS = 8
 # Without a picture all have to agree, so two figures that fit are to be found, not one.
 STARTS_WITHOUT_PLACES = 12
-# of a form without places, until so many figures are found that are as its facts say
-_MOST_STARTS = 40
-_WANTED = 4
-_DEFAULT_SIZE = 15.0  # of a figure with no given length
-# The noise of the starts, in shares of the figure's size.
-_NOISE = (0.002, 0.03, 0.03, 0.1, 0.15, 0.3)
-# How much larger than the picture the figure begins; without a given length nobody knows.
-_STRETCHES = (1.0, 1.0, 1.5, 1.0, 1.0, 1.0)
-_WIDE_STRETCHES = (1.0, 4.0, 2.0, 0.4, 1.0, 8.0)
+# A form without places is searched from more starts, until so many figures without a fault fit.
+_MAX_STARTS = 40
+_FLAWLESS_ENOUGH = 4
 # First the points are held near the picture, ever less, so that small contradictions do not carry
-# them away.
+# them away: how much the squares of their ways count beside the residuals, in turn.
 _PULLS = (1e-1, 1e-3)
 _PULLED_STEPS = 8
 _LETTER_STEPS = 25  # steps of the letters while the points are held
 _STEPS = 80
-# Without a picture points are moved onto their lines so often, and so far inside them.
-_SWEEPS = 60
-_INNER = 0.15
 _RANK = 1e-6  # singular values below this share of the largest count as none
 _FREE = 1e-4  # share of its gradient with which a goal may move while the facts hold
-_LEAST = 1e-6  # share of the figure's size; an answer below it is none
+_MIN_MEASURE = 1e-6  # share of the figure's size; a measure below it is none
 _SAME = 1e-5  # share by which equal answers may differ
+
+
+class Freedom(NamedTuple):
+    """How far the relations of a figure leave its goal open.
+
+    `share` is the part of the goal's gradient along movements that all relations allow, from 0
+    (determined) to 1. `movement` is the one of these movements that changes the goal most.
+    `min_slope` says how steep the equations are in the direction where they are flattest without
+    being flat; it is small at a double root, which no computer finds to many digits.
+    """
+
+    share: float
+    movement: Vector
+    min_slope: float
 
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """A figure that fulfils the relations: its unknowns, its answer, and how well it is meant.
+    """A figure that fulfils the relations, its answer, and how much it is like the picture.
 
-    `residual`: the largest. `free`: the share of the goal's gradient along which the facts let it
-    move. `flattest`: how steep the equations are where they are flattest; small at a double root,
-    which no computer finds to many digits. `faults`: how much the figure differs in kind from the
-    picture. `far`: how far its points lie from the picture's.
+    `v` are the unknowns, `value` is the goal's value there, and `residual` the largest residual.
+    `freedom` and `min_slope` are `share` and `min_slope` of `Freedom`. `faults` counts how much the
+    figure differs in kind from the picture, and `picture_distance` is how far its points lie from
+    the picture's. `start` is the number of the start that led to it.
     """
 
     v: Vector
     value: float
     residual: float
-    free: float
-    flattest: float
+    freedom: float
+    min_slope: float
     faults: int
-    far: float
+    picture_distance: float
     start: int
 
 
 class FigureProblem:
-    """The relations of a reading as a system, with starts from the picture.
+    """The relations of a reading as a system, and the search for figures that fulfil them.
 
-    `kind` is the kind of figure that is meant; `size` the length of the figure's larger side, and
-    `pixels` that side in the picture.
+    `places` are the places of points in the picture, `scale` says how large figure and picture are,
+    and `kind` what kind of figure is meant.
     """
 
     def __init__(self, reading: Reading) -> None:
         self.reading = reading
         self.drawing = reading.drawing
-        self.is_scaled = False  # whether a given length says how large the figure is
-        self.size, self.pixels = self._size()
+        self.scale = scale_of(reading.relations, self.drawing.places)
         self.system = System(
             points=self.drawing.points,
             relations=reading.relations,
             goal=reading.goal,
-            size=self.size,
+            size=self.scale.size,
         )
         self.places = {
             name: self.drawing.places[name]
             for name in self.drawing.points
             if name in self.drawing.places
         }
-        names = sorted(self.places)
-        values = [self.places[name] for name in names]
-        self.middle = sum(values) / len(values) if values else 0j
         self.kind = KindOfFigure(self.drawing, self.system, self.places)
+        self.starts = Starts(
+            system=self.system,
+            drawing=self.drawing,
+            scale=self.scale,
+            places=self.places,
+            convex=self.kind.convex,
+        )
 
-    def _size(self) -> tuple[float, float]:
-        """Return the length of the figure's larger side, and that side in pixels.
+    @property
+    def size(self) -> float:
+        """The length of the figure's larger side, in the problem's unit."""
+        return self.scale.size
 
-        The length goes by the lengths that the facts give: by their scale to the picture where
-        their ends have places there, else by their own middle value. Also notes in `is_scaled`
-        whether there is any such length.
-        """
-        places = self.drawing.places
-        values = list(places.values())
-        span = 1.0
-        if values:
-            wide, high = extent_of(values)
-            span = max(wide, high, 1e-9)
-        scales = []
-        lengths = []
-        for relation in self.reading.relations:
-            if not isinstance(relation, Equal) or not isinstance(relation.left, Distance):
-                continue
-            length = constant_of(relation.right)
-            if length is None or length <= 0:
-                continue
-            lengths.append(length)
-            start = relation.left.start
-            end = relation.left.end
-            if start not in places or end not in places:
-                continue
-            drawn_length = abs(places[start] - places[end])
-            # Two points in one place of the picture would give a scale without bound.
-            if drawn_length > 1e-6 * span:
-                scales.append(length / drawn_length)
-        self.is_scaled = bool(lengths)
-        # A median, since one wrong or badly drawn length must not stretch the whole figure.
-        if scales:
-            return float(np.median(scales)) * span, span
-        if lengths:
-            # A side is often shorter than the whole figure, by how much nobody knows.
-            return 1.5 * float(np.median(lengths)), span
-        return _DEFAULT_SIZE, span
-
-    # Starts
-
-    def start(self, number: int) -> Vector:
-        """Return the unknowns to begin with, ever further from the picture.
-
-        `number` is that of the start; it seeds the noise, so that a start is always the same. The
-        order of the draws from it must not change, or other figures would be found.
-        """
-        random = np.random.default_rng(number)
-        system = self.system
-        v = np.zeros(system.count)
-        noise = _NOISE[number % len(_NOISE)]
-        stretches = _STRETCHES if self.is_scaled else _WIDE_STRETCHES
-        stretch = stretches[number % len(_NOISE)]
-        on_circle = {circle.centre: circle.points for circle in self.drawing.circles}
-        for point in system.points:
-            if point in self.places:
-                location = self._from_picture(point) * stretch
-            else:
-                location = complex(*random.normal(0, 0.4, 2))
-                around = on_circle.get(point, ())
-                if len(around) > 1 and set(around) <= self.places.keys():
-                    location = sum(self._from_picture(name) for name in around) / len(around)
-            shift = random.normal(0, noise, 2)
-            i = 2 * system.position[point]
-            v[i] = location.real + shift[0]
-            v[i + 1] = location.imag + shift[1]
-        radii = {circle.radius: circle for circle in self.drawing.circles}
-        for i, name in enumerate(system.unknowns, start=system.first_unknown):
-            v[i] = random.uniform(1, 30)
-            if number == 0:
-                v[i] = 10.0
-            elif number == 1:
-                v[i] = 1.0
-            if name.startswith("angle "):
-                v[i] = 60.0
-            circle = radii.get(name)
-            if name.startswith("radius "):
-                v[i] = 0.3 * self.size
-            if circle is not None and circle.points:
-                centre = self.system.location(v, circle.centre)
-                v[i] = self.size * float(
-                    np.mean(
-                        [abs(self.system.location(v, point) - centre) for point in circle.points]
-                    )
-                )
-        return v
-
-    def _on_lines(self, v: Vector, number: int) -> Vector:
-        """Return the start `v` with points moved onto the lines and circles that they are on.
-
-        Points without a place have to begin so, else they come to lie in another order. Each fact in
-        turn moves its points a little, as often as is needed; those with a place stay.
-        """
-        random = np.random.default_rng(number)
-        position = self.system.position
-        places = v[: self.system.first_unknown].reshape(-1, 2).copy()
-        is_placed: set[str] = set()
-        is_free = np.array([float(name not in self.places) for name in self.system.points])
-        for names in self.kind.convex:
-            way_round = random.permutation(len(names))[0] + np.arange(len(names))
-            for name, step in zip(names, way_round, strict=True):
-                if name not in is_placed:
-                    turn = math.tau * (step + random.uniform(-0.2, 0.2)) / len(names)
-                    places[position[name]] = 0.5 * np.array([math.cos(turn), math.sin(turn)])
-            is_placed.update(names)
-        segments = [
-            (position[point], position[first], position[last], random.uniform(0.25, 0.75))
-            for (first, last), points in sorted(self.drawing.on_segment.items())
-            for point in sorted(points)
-        ]
-        rounds = [
-            (position[circle.centre], [position[point] for point in circle.points])
-            for circle in self.drawing.circles
-            if circle.points
-        ]
-        for _ in range(_SWEEPS):
-            for point, first, last, share in segments:
-                way = places[last] - places[first]
-                along = float((places[point] - places[first]) @ way) / (float(way @ way) + 1e-9)
-                share = min(max(along, _INNER), 1 - _INNER)
-                gap = places[first] + share * way - places[point]
-                places[point] += 0.5 * is_free[point] * gap
-                places[first] -= 0.5 * is_free[first] * (1 - share) * gap
-                places[last] -= 0.5 * is_free[last] * share * gap
-            for centre, points in rounds:
-                ways = places[points] - places[centre]
-                lengths = np.linalg.norm(ways, axis=1, keepdims=True) + 1e-9
-                places[points] += (
-                    0.5 * is_free[points, None] * (lengths.mean() / lengths - 1) * ways
-                )
-        v = v.copy()
-        v[: self.system.first_unknown] = places.reshape(-1)
-        radii = {circle.radius: circle for circle in self.drawing.circles}
-        for i, name in enumerate(self.system.unknowns, start=self.system.first_unknown):
-            circle = radii.get(name)
-            if circle is not None and circle.points:
-                ways = (
-                    places[[position[point] for point in circle.points]]
-                    - places[position[circle.centre]]
-                )
-                v[i] = self.size * float(np.linalg.norm(ways, axis=1).mean())
-        return v
-
-    def _from_picture(self, point: str) -> complex:
-        """Return a point's place in the picture, from the middle, in shares of its size."""
-        return (self.places[point] - self.middle) / self.pixels
-
-    # Levenberg and Marquardt
-
-    def improved(
-        self,
-        v: Vector,
-        budget: Budget,
-        *,
-        steps: int,
-        first: int = 0,
-        pull: float = 0.0,
-    ) -> tuple[Vector, float]:
-        """Go downhill from `v` in the unknowns from `first` on, as `descend` does.
-
-        The unknowns, and the largest residual there.
-        """
-        return descend(self.system, v=v, budget=budget, steps=steps, first=first, pull=pull)
+    # The search
 
     def solution(self, number: int, budget: Budget, loose: float) -> Solution | None:
-        """Return the figure that one start leads to.
+        """Return the figure that the start of this number leads to.
 
-        None where it does not fulfil the relations up to `loose`.
+        None where it does not fulfil the relations up to a residual of `loose`.
         """
-        v = self.start(number)
+        v = self.starts.near_picture(number)
         if len(self.places) < len(self.system.points):
-            v = self._on_lines(v, number)
+            v = self.starts.moved_onto_lines(v, number)
         if self.system.unknowns:
-            v, _ = self.improved(
-                v, budget=budget, steps=_LETTER_STEPS, first=self.system.first_unknown
+            # First the letters alone, since they begin anywhere.
+            v, _ = descend(
+                self.system,
+                v=v,
+                budget=budget,
+                steps=_LETTER_STEPS,
+                first=self.system.first_unknown,
             )
         if self.places:
             for pull in _PULLS:
-                v, _ = self.improved(v, budget=budget, steps=_PULLED_STEPS, pull=pull)
-        v, residual = self.improved(v, budget, steps=_STEPS)
+                v, _ = descend(self.system, v=v, budget=budget, steps=_PULLED_STEPS, pull=pull)
+        v, residual = descend(self.system, v=v, budget=budget, steps=_STEPS)
         if not math.isfinite(residual) or residual > loose:
             return None
-        return self.judged(v, residual, number)
+        return self._solution_at(v, residual=residual, start=number)
 
-    def judged(self, v: Vector, residual: float, start: int) -> Solution | None:
+    def _solution_at(self, v: Vector, *, residual: float, start: int) -> Solution | None:
         """Return the solution at `v` with its answer; None where that is not finite."""
-        value, gradient = self.system.goal_at(v)
-        if not math.isfinite(value):
+        goal = self.system.goal_at(v)
+        if not math.isfinite(goal.value):
             return None
-        free, _, flattest = self.freedom(v, gradient)
+        freedom = self._freedom(v, goal.slope)
         return Solution(
             v=v,
-            value=value,
+            value=goal.value,
             residual=residual,
-            free=free,
-            flattest=flattest,
-            faults=self._faults(v, value),
-            far=self.kind.far(v),
+            freedom=freedom.share,
+            min_slope=freedom.min_slope,
+            faults=self._faults(v, goal.value),
+            picture_distance=self.kind.picture_distance(v),
             start=start,
         )
 
@@ -305,15 +162,14 @@ class FigureProblem:
         count = self.kind.faults(v)
         goal = self.reading.goal_term
         is_measure = goal is not None and bool(goal.arguments) and self.reading.unit != "plain"
-        if self.kind.used and is_measure and value <= _LEAST * self.size:
+        if self.kind.used and is_measure and value <= _MIN_MEASURE * self.size:
             count += COLLAPSED
         return count
 
-    def freedom(self, v: Vector, gradient: Vector) -> tuple[float, Vector, float]:
-        """Return how much of the goal's gradient lies along movements that all relations allow.
+    def _freedom(self, v: Vector, gradient: Vector) -> Freedom:
+        """Return how far the relations leave the goal open at `v`.
 
-        Also the strongest of these movements, and how steep the equations are where they are
-        flattest without being flat.
+        `gradient` has the goal's derivatives by all unknowns, shape (unknowns,).
         """
         _, jacobian = self.system.residuals(v)
         # Each unknown is scaled by its own column, so that a letter in degrees and a place in
@@ -324,27 +180,28 @@ class FigureProblem:
         steepness = float(np.linalg.norm(slope))
         # A goal that does not depend on the unknowns at all is fixed by every figure.
         if steepness < 1e-12:
-            return 0.0, np.zeros_like(v), 1.0
+            return Freedom(share=0.0, movement=np.zeros_like(v), min_slope=1.0)
         # Without any equation nothing holds the goal.
         if not len(jacobian):
-            return 1.0, slope, 1.0
+            return Freedom(share=1.0, movement=slope, min_slope=1.0)
+        scaled_jacobian = np.nan_to_num(jacobian * scales)
         try:
-            _, sizes, directions = np.linalg.svd(
-                np.nan_to_num(jacobian * scales), full_matrices=True
-            )
+            _, sizes, directions = np.linalg.svd(scaled_jacobian, full_matrices=True)
         except np.linalg.LinAlgError:
-            return 1.0, slope, 1.0
+            return Freedom(share=1.0, movement=slope, min_slope=1.0)
         largest = max(float(sizes[0]), 1e-9)
         rank = int((sizes > _RANK * largest).sum())
-        flattest = float(sizes[rank - 1]) / largest if rank else 1.0
+        min_slope = float(sizes[rank - 1]) / largest if rank else 1.0
         # A letter whose own equation is flat, as x^2 - 6x + 9 at 3, is scaled to be as steep as
-        # any.
+        # any, so its unscaled column counts as well.
         letters = lengths[self.system.first_unknown :] * max(self.size, 1.0)
-        flattest = min([flattest, *(float(length) for length in letters if length > 0)])
+        min_slope = min([min_slope, *(float(length) for length in letters if length > 0)])
+        # The directions behind the rank are those along which no relation changes.
         allowed = directions[rank:]
         shares = allowed @ slope
         movement = (shares @ allowed) * scales
-        return float(np.linalg.norm(shares)) / steepness, movement, flattest
+        share = float(np.linalg.norm(shares)) / steepness
+        return Freedom(share=share, movement=movement, min_slope=min_slope)
 
     # Which figure
 
@@ -355,17 +212,15 @@ class FigureProblem:
 
         A form without places goes through all its starts.
         """
-        has_places = all(name in self.places for name in self.drawing.neighbours) and bool(
-            self.places
-        )
         if starts is None:
-            starts = STARTS if has_places else STARTS_WITHOUT_PLACES
-        max_starts = starts if self.places else max(starts, _MOST_STARTS)
+            starts = STARTS if self._is_wholly_drawn() else STARTS_WITHOUT_PLACES
+        max_starts = starts if self.places else max(starts, _MAX_STARTS)
         solutions: list[Solution] = []
         # In the order of the starts: the ones nearest to the picture are the likeliest.
         for number in range(max_starts):
             flawless = sum(1 for solution in solutions if solution.faults == 0)
-            if budget.remaining <= 0 or (number >= starts and flawless >= _WANTED):
+            has_enough = number >= starts and flawless >= _FLAWLESS_ENOUGH
+            if budget.remaining <= 0 or has_enough:
                 break
             solution = self.solution(number, budget, loose)
             if solution is None:
@@ -381,20 +236,25 @@ class FigureProblem:
                 break
         return solutions
 
+    def _is_wholly_drawn(self) -> bool:
+        """Tell whether the picture shows every point that has a line."""
+        return bool(self.places) and all(name in self.places for name in self.drawing.neighbours)
+
     def stays(self, solution: Solution, budget: Budget) -> bool:
         """Tell whether the goal keeps its value when the figure is pushed along free movements.
 
         At a double root the equations look as if they left the goal open, and do not.
         """
-        _, gradient = self.system.goal_at(solution.v)
-        _, movement, _ = self.freedom(solution.v, gradient)
-        length = float(np.linalg.norm(movement))
+        goal = self.system.goal_at(solution.v)
+        freedom = self._freedom(solution.v, goal.slope)
+        length = float(np.linalg.norm(freedom.movement))
         if length == 0:
             return True
         for push in (0.05, -0.05):
-            v, residual = self.improved(solution.v + push * movement / length, budget, steps=_STEPS)
-            value, _ = self.system.goal_at(v)
-            if residual > TIGHT or not is_same(value, solution.value, 1e-3):
+            pushed = solution.v + push * freedom.movement / length
+            v, residual = descend(self.system, v=pushed, budget=budget, steps=_STEPS)
+            goal = self.system.goal_at(v)
+            if residual > TIGHT or not is_same(goal.value, solution.value, share=1e-3):
                 return False
         return True
 
@@ -411,4 +271,4 @@ def is_collapsed(solution: Solution) -> bool:
 
 def is_free(solution: Solution) -> bool:
     """Tell whether the facts let the goal move in this figure."""
-    return solution.free > _FREE
+    return solution.freedom > _FREE

@@ -16,22 +16,25 @@ IN_SPAN = 1e-5  # share of a gradient that may lie outside of a span
 
 
 def is_parallel_to_any(row: Vector, rows: Sequence[Vector]) -> bool:
-    """Whether one of the rows, all of length 1, has the same direction or the opposite one."""
+    """Tell whether one of the rows, all of length 1, has the same direction or the opposite one."""
     return any(abs(float(row @ candidate)) > 1 - IN_SPAN**2 for candidate in rows)
 
 
 def are_in_span(rows: Sequence[Vector], span: Sequence[Vector]) -> bool:
-    """Whether each row, of length 1 or 0, is a sum of multiples of the known ones."""
+    """Tell whether each row, of length 1 or 0, is a sum of multiples of the known ones."""
     return all(is_in_span(row, span) for row in rows)
 
 
 def is_in_span(row: Vector, rows: Sequence[Vector]) -> bool:
-    """Whether a row of length 1 or 0 is a sum of multiples of the rows."""
+    """Tell whether a row of length 1 or 0 is a sum of multiples of the rows."""
     return not row.any() or outside(row, rows) < IN_SPAN
 
 
 def outside(row: Vector, rows: Sequence[Vector]) -> float:
-    """The length of the part of a row that is no sum of multiples of the rows, by least squares."""
+    """Return how much of a row is no sum of multiples of the rows, by least squares.
+
+    It is the length of that part.
+    """
     if not rows:
         return float(np.linalg.norm(row))
     matrix = np.stack(rows, axis=1)

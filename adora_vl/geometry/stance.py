@@ -158,14 +158,14 @@ class _Sentence:
         return stands
 
     def _announces(self, number: int) -> bool:
-        """Whether the colon at this place stands behind words alone that announce a check."""
+        """Tell whether the colon at this place stands behind words alone that announce a check."""
         before = set(self.words[:number])
         has_value = any(sign.kind != "word" for sign in self.signs[:number])
         supposes_more = bool(before & (_SUPPOSES - _CHECKS - _DEFINES))
         return bool(_CHECKS & before) and not has_value and not supposes_more
 
     def _supposes(self, number: int) -> bool:
-        """Whether the word at this place begins a supposition."""
+        """Tell whether the word at this place begins a supposition."""
         word = self.words[number]
         if number == 0 and word in _CHOICES:
             return True  # "Option B: AB = 5"
@@ -176,7 +176,7 @@ class _Sentence:
         return not (word in ("say", "verify", "check") and behind == "that")
 
     def _aims(self, number: int) -> bool:
-        """Whether the word says what is to be found, and not what is."""
+        """Tell whether the word says what is to be found, and not what is."""
         word = self.words[number]
         if word in _WISHES:
             return True
@@ -187,7 +187,7 @@ class _Sentence:
         return before not in _DOES and behind != "that"
 
     def _refutes(self, number: int) -> bool:
-        """Whether the word says of what stands before it that it is not so."""
+        """Tell whether the word says of what stands before it that it is not so."""
         word = self.words[number]
         before = self.words[number - 1] if number else ""
         if word in _REFUTES:

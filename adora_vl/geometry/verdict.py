@@ -166,7 +166,7 @@ def _answered(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
     assert result.solution is not None, "an answer has a figure"
     value = _plain(result.value)
     answer = answer_of(result.value, problem.reading)
-    is_doubled = result.doubled or result.solution.flattest < _FLAT
+    is_doubled = result.doubled or result.solution.min_slope < _FLAT
     if answer is None and is_doubled:
         answer = answer_of(result.value, problem.reading, share=_DOUBLE_ROOT)
     if is_doubled and answer is not None and re.fullmatch(r"-?\d+", answer):

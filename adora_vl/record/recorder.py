@@ -15,12 +15,17 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from adora_vl.data.rows import images_of
-from adora_vl.record.rollout_figures import TieNotice, judged_figures, learned_figures, tool_figures
+from adora_vl.record.rollout_figures import (
+    TieNotice,
+    assessment_figures,
+    learned_figures,
+    tool_figures,
+)
 from adora_vl.record.rollouts import Columns, Record, criteria_columns, turns_of
 from adora_vl.record.trackers import add_rows, logs_images, logs_tables, set_weighed
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.importance import rollout_drift
-from adora_vl.training.advantages import Advantages, JudgedGroups
+from adora_vl.training.advantages import Advantages, GroupAssessment
 from adora_vl.training.generation import BuiltGroups, Generation, ScoredGroups
 from adora_vl.training.rollout_facts import RolloutFacts
 from adora_vl.types import Batch, Row, StepContext, compared_mask
@@ -144,12 +149,12 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
                 values["turns"] = turns_of(rollout, self.decode, keep)
         gathered = gather_object(row_columns)
         if self.accelerator.is_main_process and not self.record.failed:
-            columns = _graded_columns(scored.facts, scored.judged, table, functions)
+            columns = _graded_columns(scored.facts, scored.assessment, table, functions)
             columns["step"] = [step + 1] * len(gathered)
             columns["drift"] = drift or [math.nan] * len(gathered)
             columns |= optional
             columns |= {name: [values[name] for values in gathered] for name in gathered[0]}
-            self.record.add(columns, scored.judged.groups.rewards_PG.shape[1])
+            self.record.add(columns, scored.assessment.groups.rewards_PG.shape[1])
 
     def weighed(self, batch: Batch, advantages: Advantages, table: Mapping[str, Any]) -> None:
         """Put the final advantages of the rollouts that the loss uses into the record and `table`.
@@ -158,10 +163,10 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         keeps an advantage of 0. Collective: the numbers of the rollouts are gathered.
         """
         gather = self.accelerator.gather
-        raw_PG = advantages.judged.raw_PG
-        group_size = raw_PG.shape[1]
+        trl_advantages_PG = advantages.assessment.trl_advantages_PG
+        group_size = trl_advantages_PG.shape[1]
         columns = {
-            "advantage_raw": raw_PG.flatten(),
+            "advantage_raw": trl_advantages_PG.flatten(),
             "advantage": advantages.final_PG.flatten(),
             "weight": advantages.weighting.weights_P.repeat_interleave(group_size),
         }
@@ -272,14 +277,17 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
 
 
 def _graded_columns(
-    facts: RolloutFacts, judged: JudgedGroups, table: Mapping[str, Any], functions: Sequence[str]
+    facts: RolloutFacts,
+    assessment: GroupAssessment,
+    table: Mapping[str, Any],
+    functions: Sequence[str],
 ) -> Columns:
     """The columns of the rollouts of all ranks, from which nothing is learned yet.
 
     `table` is TRL's table of completions, whose last rows are these rollouts.
     """
-    groups = judged.groups
-    weighting = judged.weighting
+    groups = assessment.groups
+    weighting = assessment.weighting
     rewards_NF = facts.rewards_NF
     count = len(rewards_NF)
     generations = groups.rewards_PG.shape[1]
@@ -292,7 +300,7 @@ def _graded_columns(
         **rewards,
         "missing": facts.why_left,
         **extra,
-        "advantage_raw": judged.raw_PG.flatten().tolist(),
+        "advantage_raw": assessment.trl_advantages_PG.flatten().tolist(),
         "advantage": [0.0] * count,
         "weight": weighting.weights_P.repeat_interleave(generations).tolist(),
         "tds": weighting.tds_P.repeat_interleave(generations).tolist(),
@@ -351,7 +359,7 @@ class MetricsLogger:
             scored: what is known of the rollouts of all ranks.
         """
         facts = scored.facts
-        judged = scored.judged
+        assessment = scored.assessment
         training = generation.key.mode == "train"
         figures = self.figures[generation.key.mode]
         state = self.state()
@@ -360,14 +368,14 @@ class MetricsLogger:
         if training and self.bytes_sent is not None:
             self.log("adora/sync_mb", self.bytes_sent() / 2**20)
         figures["num_tokens"][:] = [state.num_input_tokens_seen]
-        for name, value in judged_figures(judged, facts, self.functions).items():
+        for name, value in assessment_figures(assessment, facts, self.functions).items():
             figures[name].append(value)
         if self.recorder.decode is not None:
-            for name, value in tool_figures(judged.groups.rewards_PG, facts).items():
+            for name, value in tool_figures(assessment.groups.rewards_PG, facts).items():
                 figures[name].append(value)
         images: list[Any] = []
         if self.images:
-            images = built.prompts.images or [None] * len(built.answers)
+            images = built.prompts.images or [None] * len(built.completions)
         add_rows(
             self.table,
             built=built,
@@ -378,7 +386,7 @@ class MetricsLogger:
             texts=self.texts,
         )
         if training:
-            scored.batch["rollout_number"] = self.recorder.number(len(built.answers))
+            scored.batch["rollout_number"] = self.recorder.number(len(built.completions))
             self.recorder.add(generation.key.step, built, scored, self.table, self.functions)
 
     def weighed(self, batch: Batch, advantages: Advantages) -> None:

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from adora_vl.advantage import Adora, AdoraWeighting
 from adora_vl.advantage.grpo import deviation
-from adora_vl.training.advantages import Advantages, JudgedGroups
+from adora_vl.training.advantages import Advantages, GroupAssessment
 from adora_vl.training.rollout_facts import RolloutFacts
 
 
@@ -97,42 +97,44 @@ class TieNotice:
 
 def learned_figures(advantages: Advantages) -> dict[str, float]:
     """Return the figures of the rollouts that the loss uses, by their names in the log."""
-    learned_reward = torch.nanmean(advantages.judged.groups.rewards_PG).item()
+    learned_reward = torch.nanmean(advantages.assessment.groups.rewards_PG).item()
     figures = {"learned_reward": learned_reward, **advantages.figures}
     return {f"adora/{name}": value for name, value in figures.items()}
 
 
-def judged_figures(
-    judged: JudgedGroups, facts: RolloutFacts, functions: Sequence[str]
+def assessment_figures(
+    assessment: GroupAssessment, facts: RolloutFacts, functions: Sequence[str]
 ) -> dict[str, float]:
     """Return the figures of all rollouts that were graded, by their names in the log.
 
     They are TRL's, ADORA's, and those that the reward functions log.
 
     Args:
-        judged: the groups of all ranks, weighed by ADORA's criteria.
+        assessment: the groups of all ranks, weighed by ADORA's criteria.
         facts: rewards and lengths of the same rollouts.
         functions: the names of the reward functions.
     """
-    figures = {f"adora/{name}": value for name, value in adora_metrics(judged.weighting).items()}
+    figures = {
+        f"adora/{name}": value for name, value in adora_metrics(assessment.weighting).items()
+    }
     figures["adora/reflective_per_1000_tokens"] = facts.reflective_per_1000_tokens
     figures["rewards/missing"] = facts.missing_share
-    figures["completions/clipped_ratio"] = facts.cut_off_N.float().mean().item()
-    ended = facts.length_N[~facts.cut_off_N]
+    figures["completions/clipped_ratio"] = facts.has_no_end_N.float().mean().item()
+    ended = facts.length_N[~facts.has_no_end_N]
     for name, reduce in (("mean", torch.mean), ("min", torch.amin), ("max", torch.amax)):
         figures[f"completions/{name}_length"] = reduce(facts.length_N).item()
         figures[f"completions/{name}_terminated_length"] = (
             reduce(ended).item() if len(ended) else 0.0
         )
-    for name, rewards_N in zip(functions, facts.counted_NF.unbind(dim=1), strict=True):
+    for name, rewards_N in zip(functions, facts.counted_rewards_NF.unbind(dim=1), strict=True):
         mean, std = _mean_and_deviation(rewards_N)
         figures[f"rewards/{name}/mean"] = mean
         figures[f"rewards/{name}/std"] = std
-    mean, std = _mean_and_deviation(judged.groups.rewards_PG.flatten())
+    mean, std = _mean_and_deviation(assessment.groups.rewards_PG.flatten())
     figures["reward"] = mean
     figures["reward_std"] = std
-    figures["frac_reward_zero_std"] = judged.equal_reward_share
-    return {**figures, **facts.logged}
+    figures["frac_reward_zero_std"] = assessment.equal_reward_share
+    return {**figures, **facts.logged_metrics}
 
 
 def tool_figures(rewards_PG: Tensor, facts: RolloutFacts) -> dict[str, float]:
@@ -146,15 +148,15 @@ def tool_figures(rewards_PG: Tensor, facts: RolloutFacts) -> dict[str, float]:
         rewards_PG: the rewards of all rollouts, (P, G), NaN where a rollout has none.
         facts: of the same rollouts, P x G of them.
     """
-    called_PG = facts.calls_N.view_as(rewards_PG) > 0
+    called_PG = facts.tool_calls_N.view_as(rewards_PG) > 0
     has_both_P = called_PG.any(1) & ~called_PG.all(1)
     nan = torch.tensor(torch.nan)
     mean_with_call_P = torch.where(called_PG, rewards_PG, nan).nanmean(1)
     mean_without_call_P = torch.where(~called_PG, rewards_PG, nan).nanmean(1)
     gain = (mean_with_call_P - mean_without_call_P)[has_both_P].nanmean().item()
-    failure_frequency = facts.failed_calls_N.sum() / facts.calls_N.sum().clamp(min=1)
+    failure_frequency = facts.failed_calls_N.sum() / facts.tool_calls_N.sum().clamp(min=1)
     figures = {
-        "tools/call_frequency": facts.calls_N.mean().item(),
+        "tools/call_frequency": facts.tool_calls_N.mean().item(),
         "tools/failure_frequency": failure_frequency.item(),
         "adora/called": called_PG.float().mean().item(),
         "adora/unanswered_calls": facts.unanswered_N.float().mean().item(),

@@ -104,25 +104,25 @@ def add_rows(
             images.
     """
     facts = scored.facts
-    judged = scored.judged
-    group_size = judged.raw_PG.shape[1]
+    assessment = scored.assessment
+    group_size = assessment.trl_advantages_PG.shape[1]
     table["prompt"].extend(gather_texts(built.prompts.messages))
-    table["completion"].extend(gather_object(built.answers))
+    table["completion"].extend(gather_object(built.completions))
     table["images"].extend(gather_object(images))
     in_one_form(table["prompt"])
     for name, rewards_N in zip(functions, facts.rewards_NF.unbind(dim=1), strict=True):
         table["rewards"][name].extend(rewards_N.tolist())
-    advantages: list[float] = judged.raw_PG.flatten().tolist()
+    advantages: list[float] = assessment.trl_advantages_PG.flatten().tolist()
     if learned:
         advantages = [0.0] * len(advantages)
     table["advantages"].extend(advantages)
     columns = {
-        "advantage_raw": judged.raw_PG.flatten(),
-        "adora_weight": judged.weighting.weights_P.repeat_interleave(group_size),
-        "adora_tds": judged.weighting.tds_P.repeat_interleave(group_size),
-        "adora_length": judged.groups.lengths_PG.flatten(),
+        "advantage_raw": assessment.trl_advantages_PG.flatten(),
+        "adora_weight": assessment.weighting.weights_P.repeat_interleave(group_size),
+        "adora_tds": assessment.weighting.tds_P.repeat_interleave(group_size),
+        "adora_length": assessment.groups.lengths_PG.flatten(),
     }
-    for name, values in facts.extra.items():
+    for name, values in facts.extra_columns.items():
         table["extra"][name].extend(values)
     for name, values_N in columns.items():
         table["extra"][name].extend(values_N.tolist())

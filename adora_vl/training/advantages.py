@@ -1,8 +1,9 @@
-"""Turns the facts of rollouts into the advantages that the loss gets.
+"""Turns rewards and lengths of rollouts into the advantages that the loss gets.
 
-Each batch of rollouts is judged when it is scored. The groups that are learned from are weighed
-once, when none of them is replaced any more: some methods weigh a group by all the others. The
-mathematics is in `adora_vl.advantage`.
+`AdvantageComputer.assess` says which groups are worth learning from. It is called as soon as a
+batch is scored. `compute` returns the final advantages. It is called once in a generation, when no
+group is replaced any more, because some methods weigh a group by all the others. The mathematics
+is in `adora_vl.advantage`.
 """
 
 from dataclasses import dataclass
@@ -19,34 +20,42 @@ from adora_vl.types import StepContext
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JudgedGroups:
-    """The groups of all ranks, judged: P groups of G rollouts."""
+class GroupAssessment:
+    """What is known of the groups of all ranks before the final advantages are computed.
+
+    There are P groups of G rollouts.
+    """
 
     groups: Groups
     weighting: AdoraWeighting
     """ADORA's weights and their reasons."""
-    raw_PG: Tensor
-    """The advantages as TRL makes them."""
-    signal_P: Tensor
-    """Which groups have something to teach, bool."""
+    trl_advantages_PG: Tensor
+    """TRL's advantages, before any method of this package changes them."""
+    has_signal_P: Tensor
+    """Which groups have something to teach, bool: a group of equal rewards has not."""
     equal_reward_share: float
     """TRL's share of groups whose rewards do not differ."""
-    ranks: int
-    """Processes, which have equally many of the rollouts each."""
+    num_ranks: int
+    """Processes. Each has equally many of the groups."""
 
     def signal_of(self, rank: int) -> list[bool]:
-        """Return whether each group of a rank has signal. Each rank has whole groups."""
-        per_rank, rest = divmod(len(self.signal_P), self.ranks)
-        assert rest == 0, "groups are spread over ranks"
-        has_signal: list[bool] = self.signal_P[rank * per_rank : (rank + 1) * per_rank].tolist()
-        return has_signal
+        """Return whether each group of a rank has signal, that is, an advantage other than 0.
+
+        The groups of all ranks stand behind each other in `has_signal_P`, equally many of each.
+        """
+        groups_per_rank, remainder = divmod(len(self.has_signal_P), self.num_ranks)
+        assert remainder == 0, "every rank has equally many whole groups"
+        first_group = rank * groups_per_rank
+        has_signal_of_rank = self.has_signal_P[first_group : first_group + groups_per_rank]
+        flags: list[bool] = has_signal_of_rank.tolist()
+        return flags
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advantages:
-    """The final advantages of the groups that the loss uses, of all ranks."""
+    """The final advantages of all ranks' groups that the loss uses: P groups of G rollouts."""
 
-    judged: JudgedGroups
+    assessment: GroupAssessment
     weighting: AdoraWeighting
     """The weights that were applied, and their reasons."""
     final_PG: Tensor
@@ -56,16 +65,19 @@ class Advantages:
 
     @property
     def has_signal_N(self) -> Tensor:
-        """Which rollouts are of groups with signal, and have not left them, bool, (P x G,)."""
+        """Which rollouts teach something, bool, (P x G,).
+
+        Their group has an advantage other than 0, and they have a reward.
+        """
         has_signal_P1 = self.final_PG.bool().any(dim=1, keepdim=True)
-        return (has_signal_P1 & self.judged.groups.scored_PG).flatten()
+        return (has_signal_P1 & self.assessment.groups.scored_PG).flatten()
 
 
 class AdvantageComputer:
-    """Judges and weighs whole groups by the run's methods.
+    """Computes the advantages of whole groups by the run's methods (`adora_methods`).
 
-    All ranks compute the same from the facts that they hold. They do so on the host: the figures
-    are few, and whatever looks at a number on a device waits for the device.
+    Every rank computes those of all ranks' groups, from the same facts. It does so on the CPU: the
+    numbers are few, and reading one from a GPU waits for the GPU.
     """
 
     def __init__(
@@ -80,101 +92,124 @@ class AdvantageComputer:
 
         Args:
             context: what every part of a training step is built from.
-            methods: weigh the groups.
+            methods: change TRL's advantages one after the other, for example by ADORA's weights.
             reward_weights_F: the weight of each reward function in the sum.
-            tools: whether the run has tools. What they answer takes room, so an answer without an
-                end is truncated, however few tokens it has.
+            tools: whether the run has tools. Their answers take up part of a completion, so the
+                number of sampled tokens does not tell whether it was truncated. With tools every
+                answer without an end counts as truncated.
         """
         config = context.config
-        self.scale = str(config.scale_rewards)
-        self.ranks = context.accelerator.num_processes
+        self.scale_rewards = str(config.scale_rewards)
+        self.num_ranks = context.accelerator.num_processes
         self.correct_above = config.adora_correct_above
         self.methods = methods
         self.reward_weights_F = reward_weights_F
-        # An answer of at least this many tokens is truncated; None: an answer without an end.
+        # A rollout of at least this many tokens is truncated; None: a rollout without an end is.
         self.truncated_at = None if tools else config.truncated_at
-        self.masked = config.mask_truncated_completions
+        self.masks_truncated = config.mask_truncated_completions
 
-    def judge(self, facts: RolloutFacts, group_size: int, step: int) -> JudgedGroups:
-        """Judge groups by the methods' criteria. This changes no state.
+    def assess(self, facts: RolloutFacts, group_size: int, step: int) -> GroupAssessment:
+        """Return what the methods say of each group, so that groups can be selected by it.
+
+        This changes no state of the methods.
 
         Args:
-            facts: of all ranks' rollouts.
+            facts: rewards and lengths of all ranks' rollouts.
             group_size: rollouts of a group, G.
             step: optimizer steps that have been made.
         """
-        groups, raw_PG = self._groups(facts, group_size, step)
-        return JudgedGroups(
+        groups = self._groups(facts, group_size, step)
+        trl_advantages_PG = stock_advantages(
+            facts.counted_rewards_NF.view(len(groups.rewards_PG), group_size, -1),
+            weights=self.reward_weights_F,
+            scale=self.scale_rewards,
+            sums_rewards=self.methods.sums_rewards,
+        )
+        return GroupAssessment(
             groups=groups,
             weighting=self.methods.weigh(groups),
-            raw_PG=raw_PG,
-            signal_P=self.methods.signal(groups),
-            equal_reward_share=self._equal_share(groups, raw_PG),
-            ranks=self.ranks,
+            trl_advantages_PG=trl_advantages_PG,
+            has_signal_P=self.methods.signal(groups),
+            equal_reward_share=self._equal_reward_share(groups, trl_advantages_PG),
+            num_ranks=self.num_ranks,
         )
 
-    def compute(self, judged: JudgedGroups) -> Advantages:
+    def compute(self, assessment: GroupAssessment) -> Advantages:
         """Compute the final advantages of the groups that the loss uses.
 
-        Call it once in a generation: some methods learn from it.
+        Call it once in a generation: DARO learns its weights from every call.
         """
-        final_PG = self.methods(judged.groups, judged.raw_PG)
-        assert self.methods.weighting is not None
+        final_PG = self.methods(assessment.groups, assessment.trl_advantages_PG)
+        assert self.methods.weighting is not None, "the call above has set it"
         return Advantages(
-            judged=judged,
+            assessment=assessment,
             weighting=self.methods.weighting,
             final_PG=final_PG,
             figures=dict(self.methods.figures),
         )
 
-    def _equal_share(self, groups: Groups, raw_PG: Tensor) -> float:
-        """TRL's share of groups whose rewards do not differ, of the groups that have a reward.
+    def _equal_reward_share(self, groups: Groups, trl_advantages_PG: Tensor) -> float:
+        """Return TRL's share of groups whose rewards do not differ, for the log.
 
-        The difference is measured in the unit by which rewards are scaled.
+        Groups without any reward are left out. As in TRL a group's rewards do not differ where the
+        standard deviation by which they are scaled is 0, so with `scale_rewards: batch` either all
+        groups count or none does.
         """
         rewards_PG = groups.rewards_PG
-        if not self.methods.sums_rewards:  # the deviation of normalised sums, over itself and 1e-4
-            spread = deviation(raw_PG.flatten(), raw_PG.mean()) / 1e4
-        elif self.scale == "batch":
+        if not self.methods.sums_rewards:
+            # TRL divides these advantages by their own standard deviation plus 1e-4, and looks at
+            # that standard deviation.
+            spread = deviation(trl_advantages_PG.flatten(), trl_advantages_PG.mean()) / 1e4
+        elif self.scale_rewards == "batch":
             spread = deviation(rewards_PG.flatten(), torch.nanmean(rewards_PG))
         else:
             spread = deviation(rewards_PG, torch.nanmean(rewards_PG, dim=1, keepdim=True))
-        equal_P = torch.isclose(spread, torch.zeros_like(spread)).expand(len(rewards_PG), 1)
-        return equal_P[groups.scored_PG.any(dim=1)].float().mean().item()
+        # One deviation for each group, or one for the whole batch.
+        is_equal_P1 = torch.isclose(spread, torch.zeros_like(spread)).expand(len(rewards_PG), 1)
+        has_reward_P = groups.scored_PG.any(dim=1)
+        return is_equal_P1[has_reward_P].float().mean().item()
 
-    def _groups(self, facts: RolloutFacts, group_size: int, step: int) -> tuple[Groups, Tensor]:
-        """Return the groups, and the advantages that TRL would give them, (P, G)."""
-        rewards_NF = facts.counted_NF
+    def _groups(self, facts: RolloutFacts, group_size: int, step: int) -> Groups:
+        """Return the rollouts' rewards, lengths and further facts as tensors of whole groups."""
+        rewards_NF = facts.counted_rewards_NF
+        rewards_PG = weighted_sum(rewards_NF, self.reward_weights_F).view(-1, group_size)
         lengths_PG = facts.length_N.view(-1, group_size)
-        cut_off_PG = facts.cut_off_N.view(-1, group_size)
-        surprisal_PG = facts.surprisal_N.view(-1, group_size)
-        rewards_PGF = rewards_NF.view(len(lengths_PG), group_size, -1)
-        work_PG = facts.work_N.view(-1, group_size)
-        is_work_known = self.methods.compares_work or not bool(work_PG.isnan().all())
-        varied_P = None
-        if not self.methods.sums_rewards:  # a group has signal where any weighed function varies
-            is_weighed_F = self.reward_weights_F.to(rewards_NF.device) != 0
-            weighed_PFG = rewards_PGF[:, :, is_weighed_F].transpose(1, 2)
-            constant_PF = is_constant(weighed_PFG.flatten(0, 1)).view(len(lengths_PG), -1)
-            varied_P = ~constant_PF.all(dim=1)
-        raw_PG = stock_advantages(
-            rewards_PGF,
-            weights=self.reward_weights_F,
-            scale=self.scale,
-            sums_rewards=self.methods.sums_rewards,
-        )
-        truncated_PG = cut_off_PG if self.truncated_at is None else lengths_PG >= self.truncated_at
+        has_no_end_PG = facts.has_no_end_N.view(-1, group_size)
+        is_truncated_PG = has_no_end_PG
+        if self.truncated_at is not None:
+            is_truncated_PG = lengths_PG >= self.truncated_at
         # With `mask_truncated_completions` the loss counts no token of an answer without an end.
-        tokens_PG = torch.where(cut_off_PG, 0.0, lengths_PG) if self.masked else lengths_PG
-        groups = Groups(
-            rewards_PG=weighted_sum(rewards_NF, self.reward_weights_F).view(-1, group_size),
+        loss_tokens_PG = lengths_PG
+        if self.masks_truncated:
+            loss_tokens_PG = torch.where(has_no_end_PG, 0.0, lengths_PG)
+        # NaN: the engine gives no log-probabilities.
+        surprisal_PG = facts.surprisal_N.view(-1, group_size)
+        has_surprisal = not surprisal_PG.isnan().any()
+        # Work: true claims of a rollout less its errors. NaN: nothing has counted them.
+        work_PG = facts.work_N.view(-1, group_size)
+        is_work_known = self.methods.compares_work or not work_PG.isnan().all()
+        return Groups(
+            rewards_PG=rewards_PG,
             lengths_PG=lengths_PG,
-            truncated_PG=truncated_PG,
-            tokens_PG=tokens_PG,
-            surprisal_PG=None if surprisal_PG.isnan().any() else surprisal_PG,
+            truncated_PG=is_truncated_PG,
+            tokens_PG=loss_tokens_PG,
+            surprisal_PG=surprisal_PG if has_surprisal else None,
             correct_above=self.correct_above,
             step=step,
-            varied_P=varied_P,
+            varied_P=self._rewards_vary(rewards_NF, group_size),
             work_PG=work_PG if is_work_known else None,
         )
-        return groups, raw_PG
+
+    def _rewards_vary(self, rewards_NF: Tensor, group_size: int) -> Tensor | None:
+        """Return whether any reward function tells the rollouts of a group apart, bool, (P,).
+
+        None where TRL sums the rewards of the functions first: then the sums are compared. Functions
+        of weight 0 do not count.
+        """
+        if self.methods.sums_rewards:
+            return None
+        has_weight_F = self.reward_weights_F.to(rewards_NF.device) != 0
+        rewards_PGF = rewards_NF.view(-1, group_size, rewards_NF.size(1))
+        rewards_PFG = rewards_PGF[:, :, has_weight_F].transpose(1, 2)
+        is_constant_PF = is_constant(rewards_PFG.flatten(0, 1)).view(len(rewards_PFG), -1)
+        return ~is_constant_PF.all(dim=1)

@@ -28,7 +28,7 @@ from adora_vl.config.blocks import RolloutOptions
 from adora_vl.data.dataloader import ROW_NUMBER, DistinctRows
 from adora_vl.rollout.rollouts import Rollout, RolloutGroup, StepKey
 from adora_vl.training import schedule
-from adora_vl.training.advantages import JudgedGroups
+from adora_vl.training.advantages import GroupAssessment
 from adora_vl.training.generation import Generation
 from adora_vl.training.pool_state import PendingGeneration, PoolState, TokenLimits
 from adora_vl.types import Batch, Row, StepContext
@@ -358,20 +358,22 @@ class Pool:
         self.state = replace(self.state, waiting=tuple(waiting), min_complete=min_complete - count)
         return [groups[number] for number in complete[:count]]
 
-    def most_missing(self, judged: JudgedGroups) -> int:
+    def most_missing(self, assessment: GroupAssessment) -> int:
         """Return how many groups with signal are missing on the rank that lacks most.
 
         Slots that stayed empty count as missing too. Only a run that keeps rollouts over generations
         has any: all others fill their slots at once.
         """
         missing = 0
-        for rank in range(judged.ranks):
-            has_signal = judged.signal_of(rank)
+        for rank in range(assessment.num_ranks):
+            has_signal = assessment.signal_of(rank)
             free_slots = self.slots - len(has_signal) if self.has_stale else 0
             missing = max(missing, has_signal.count(False) + free_slots)
         return missing
 
-    def chosen_groups(self, judged: JudgedGroups, refill: JudgedGroups) -> list[list[int]]:
+    def chosen_groups(
+        self, assessment: GroupAssessment, refill: GroupAssessment
+    ) -> list[list[int]]:
         """Return, for each rank, the numbers of the groups that are learned from.
 
         Groups without signal give their slots to those of a refill that have signal, whose numbers
@@ -379,15 +381,15 @@ class Pool:
         """
         slots = self.slots if self.has_stale else 0
         return [
-            schedule.admitted(judged.signal_of(rank), refill.signal_of(rank), slots)
-            for rank in range(judged.ranks)
+            schedule.admitted(assessment.signal_of(rank), refill.signal_of(rank), slots)
+            for rank in range(assessment.num_ranks)
         ]
 
     # --------------------------------------------------------------- what is noted of generations
 
-    def note_signal_share(self, judged: JudgedGroups) -> float:
+    def note_signal_share(self, assessment: GroupAssessment) -> float:
         """Remember and return the share of groups with signal, the mean over all ranks."""
-        has_signal = [judged.signal_of(rank) for rank in range(judged.ranks)]
+        has_signal = [assessment.signal_of(rank) for rank in range(assessment.num_ranks)]
         shares_R = torch.tensor([groups.count(True) / len(groups) for groups in has_signal])
         share = float(shares_R.mean())
         remembered = (*self.state.signal_shares, share)[-schedule.REMEMBERED :]

@@ -62,7 +62,7 @@ class Reading:
 
 
 def unmarked(marked: str) -> tuple[str, list[tuple[int, int, str]]]:
-    """The text without marks, and for each mark its first and last place and its letter."""
+    """Return the text without marks, and for each mark its first and last place and its letter."""
     text = ""
     spans = []
     position = 0
@@ -114,7 +114,7 @@ def _compare(
 
 
 def _mark_of(checked: Checked, spans: list[tuple[int, int, str]]) -> int | None:
-    """The mark that a claim overlaps most, by more than half of the shorter of both."""
+    """Return the mark that a claim overlaps most, by more than half of the shorter of both."""
     claim = checked.claim
     best: tuple[int, int] | None = None
     for number, (start, end, _) in enumerate(spans):

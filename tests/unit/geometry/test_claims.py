@@ -59,24 +59,24 @@ find AC
 
 @lru_cache
 def stored(facts: str) -> str:
-    """The figure of facts in words, as a row stores it."""
+    """Return the figure of facts in words, as a row stores it."""
     result = verdict(form_of_text(facts))
     assert result.figure is not None, result.why
     return written(result.figure)
 
 
 def figure(facts: str) -> CheckedFigure:
-    """The figure of facts in words, made ready for checks."""
+    """Return the figure of facts in words, made ready for checks."""
     return figure_at(stored(facts))
 
 
 def verdicts(facts: str, text: str) -> list[str]:
-    """The verdicts of the claims of a text, in order."""
+    """Return the verdicts of the claims of a text, in order."""
     return [claim.verdict for claim in figure(facts).claims(text)]
 
 
 def steps(claims: list[Checked]) -> int:
-    """How many claims count as steps."""
+    """Return how many claims count as steps."""
     return sum(claim.is_step for claim in claims)
 
 

@@ -37,6 +37,17 @@ def _length(line: str, size: str) -> str:
             10.0,
         ),
         (["Complementary(Angle(A), Angle(C))"], "Find(MeasureOf(Angle(B)))", 90.0),
+        # Products and sums of more than two numbers.
+        (
+            [_length("AB", "Mul(2, 3, 2)"), _length("BC", "5")],
+            "Find(LengthOf(Line(A, C)))",
+            13.0,
+        ),
+        (
+            [_length("AB", "Add(2, 4, 6)"), _length("BC", "Mul(2, Div(5, 2))")],
+            "Find(LengthOf(Line(A, C)))",
+            13.0,
+        ),
     ],
 )
 def test_a_right_triangle_by_seldom_facts(facts: list[str], question: str, value: float) -> None:

@@ -89,7 +89,7 @@ def test_an_older_processor_says_the_same(records: dict, step: int) -> None:
 
 
 def _broken(record: dict, rng: random.Random) -> dict:
-    """An annotation with facts lost, doubled, swapped, cut or of another kind, and places that are none."""
+    """Return an annotation with facts lost, doubled, swapped or cut, and places that are none."""
     record = copy.deepcopy(record)
     facts = record["facts"]
     for _ in range(rng.choice((1, 1, 2, 4))):

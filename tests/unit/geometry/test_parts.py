@@ -119,7 +119,9 @@ def test_derivatives_are_those_of_the_residuals(start: int) -> None:
     reading = read(form(at, ["AB", "BC", "CA", "CE"], FACTS, "Find(x)", ["O"]))
     assert not reading.unread
     problem = FigureProblem(reading)
-    v = problem.start(start) + np.random.default_rng(start).normal(0, 0.01, problem.system.count)
+    v = problem.starts.near_picture(start) + np.random.default_rng(start).normal(
+        0, 0.01, problem.system.count
+    )
     _, slopes = problem.system.residuals(v)
     for number in range(len(v)):
         step = 1e-6 * max(1.0, abs(v[number]))

@@ -25,7 +25,7 @@ from adora_vl.record.rollout_figures import tool_figures
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.importance import rollout_drift
 from adora_vl.rollout.rollouts import Call, FinishReason, Picture, Rollout, Segment
-from adora_vl.training.advantages import JudgedGroups
+from adora_vl.training.advantages import GroupAssessment
 from adora_vl.training.rollout_facts import weighted_sum
 from tests.support.facts import counted_facts, rollout_facts
 from tests.support.stand_ins import Processes, state_of
@@ -267,17 +267,17 @@ def scored_rollouts(
     lengths_PG = lengths_N.view(-1, 2)
     is_truncated_PG = lengths_PG > 9
     groups = Groups(rewards_PG, lengths_PG, is_truncated_PG)
-    judged = JudgedGroups(
+    assessment = GroupAssessment(
         groups=groups,
         weighting=weigh_groups(groups),
-        raw_PG=groups.rewards_PG,
-        signal_P=torch.ones(len(groups.rewards_PG), dtype=torch.bool),
+        trl_advantages_PG=groups.rewards_PG,
+        has_signal_P=torch.ones(len(groups.rewards_PG), dtype=torch.bool),
         equal_reward_share=0.0,
-        ranks=ranks,
+        num_ranks=ranks,
     )
     facts = counted_facts(rewards_NF, 2, length_N=lengths_N)
     built = SimpleNamespace(rows=rows, rollouts=rollouts or [])
-    return built, SimpleNamespace(batch={}, facts=facts, judged=judged)
+    return built, SimpleNamespace(batch={}, facts=facts, assessment=assessment)
 
 
 def test_a_rollout_with_tools_is_recorded_as_a_conversation(tmp_path):
@@ -330,7 +330,7 @@ def test_what_a_call_gains_is_counted_within_groups_that_have_both():
     rewards_PG = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
     facts = rollout_facts(
         rewards_PG.view(-1, 1),
-        calls_N=torch.tensor([1.0, 0, 2, 1, 0, 0]),
+        tool_calls_N=torch.tensor([1.0, 0, 2, 1, 0, 0]),
         failed_calls_N=torch.tensor([0.0, 0, 1, 0, 0, 0]),
         tool_seconds_N=torch.tensor([0.5, 0, 0.5, 0, 0, 0]),
         unanswered_N=torch.tensor([False, False, False, True, False, False]),

@@ -261,10 +261,10 @@ def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(wide):
         context=context,
         images=images,
         processor=PROCESSOR,
-        ends=ends,
+        stop_criteria=ends,
         to_device=lambda batch: batch,
-        scored=True,
-        tools=True,
+        has_engine_logps=True,
+        has_tools=True,
     )
     scorer = Scorer(context, RewardGuard(context), weights, ["accuracy"])
     computer = AdvantageComputer(
@@ -280,19 +280,19 @@ def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(wide):
     scores = functions(
         built.rows,
         built.prompts.messages,
-        built.answers,
+        built.completions,
         [rollout.policy_tokens for rollout in built.rollouts],
         built.thinking_opened,
         TrainerState(),
     )
-    judged = computer.judge(scorer.score(built, scores, 3, 0), 3, 0)
+    assessment = computer.assess(scorer.score(built, scores, 3, 0), 3, 0)
     batch = built.batch
-    assert judged.groups.rewards_PG.tolist() == [[0, 1, 0]]
-    own, right, _ = judged.groups.lengths_PG[0].tolist()
+    assert assessment.groups.rewards_PG.tolist() == [[0, 1, 0]]
+    own, right, _ = assessment.groups.lengths_PG[0].tolist()
     assert own == len(ids_of(CALLED)) + 1 + len(ids_of("so 3")) + 1
     assert own < right < len(rollouts[0].tokens)
-    assert judged.groups.truncated_PG.tolist() == [[False, False, True]]
-    assert judged.weighting.weights_P.tolist() == [1]
+    assert assessment.groups.truncated_PG.tolist() == [[False, False, True]]
+    assert assessment.weighting.weights_P.tolist() == [1]
     shown = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1) == IMAGE
     grids = batch["image_grid_thw"].prod(dim=1) // 4
     assert shown.sum(dim=1).tolist() == [one.sum() for one in grids.split(batch["num_images"])]

@@ -26,7 +26,7 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.blocks import RolloutOptions
 from adora_vl.models.load import PRETRAINED
 from adora_vl.packing.prompts import PromptBatch
-from adora_vl.record.rollout_figures import judged_figures, learned_figures
+from adora_vl.record.rollout_figures import assessment_figures, learned_figures
 from adora_vl.record.rollouts import criteria_columns
 from adora_vl.record.trackers import add_rows
 from adora_vl.rollout.rollouts import (
@@ -39,7 +39,7 @@ from adora_vl.rollout.rollouts import (
 )
 from adora_vl.rollout.stopping import StopCriteria
 from adora_vl.trainer import AdoraGRPOTrainer
-from adora_vl.training.advantages import AdvantageComputer, Advantages, JudgedGroups
+from adora_vl.training.advantages import AdvantageComputer, Advantages, GroupAssessment
 from adora_vl.training.generation import BuiltGroups, ScoredGroups
 from adora_vl.training.guards import RewardGuard
 from adora_vl.training.micro_batches import MicroBatcher
@@ -83,9 +83,9 @@ def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
     built = BuiltGroups(
         groups=[RolloutGroup(problem=problem, row=Row(), began=0, rollouts=tuple(rollouts))],
         prompts=PromptBatch([], [[1] * 9] * 4, None, {}),
-        answers=texts,
-        texts=texts,
-        has_end=ended,
+        completions=texts,
+        completion_texts=texts,
+        ended_by_itself=ended,
         thinking_opened=[False] * 4,
         batch={"completion_mask": torch.ones(4, 3)},
     )
@@ -93,10 +93,14 @@ def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
     scores = FunctionScores(torch.zeros(4, 1), {"note": [*"abcd"]}, {"own": [0.5, 1.5]})
     facts = scorer.score(built, scores, 4, 0)
     assert facts.length_N.tolist() == [3, 2, 0, 2]
-    assert facts.cut_off_N.tolist() == [False, True, False, True]
-    assert facts.reflective_N.tolist() == [2, 0, 0, 1]
+    assert facts.has_no_end_N.tolist() == [False, True, False, True]
+    assert facts.reflective_words_N.tolist() == [2, 0, 0, 1]
     assert facts.reflective_per_1000_tokens == pytest.approx(1000 * 3 / 7)
-    assert (facts.tokens, facts.extra, facts.logged) == (43, {"note": [*"abcd"]}, {"own": 1.0})
+    assert (facts.tokens, facts.extra_columns, facts.logged_metrics) == (
+        43,
+        {"note": [*"abcd"]},
+        {"own": 1.0},
+    )
     assert len(calls) == 1, "rewards, lengths, ends, words and calls are gathered together"
 
 
@@ -181,8 +185,8 @@ def test_how_sure_the_policy_was_is_known_of_the_rollouts_of_all_ranks():
     measured = rollout_facts(torch.tensor([[1.0], [0.0]]), surprisal_N=surprisal(batch))
     facts = RolloutFacts.gathered(measured, two)
     assert facts.length_N.tolist() == [0, 0, -1, -1]
-    assert facts.cut_off_N.dtype == torch.bool
-    groups = computer.judge(facts, 2, 0).groups
+    assert facts.has_no_end_N.dtype == torch.bool
+    groups = computer.assess(facts, 2, 0).groups
     assert groups.surprisal_PG is not None
     assert groups.surprisal_PG.tolist() == [[1.5, 2.0], [0.5, 1.0]]
 
@@ -193,14 +197,14 @@ def test_work_that_the_reward_steps_counts_reaches_the_groups():
     methods = AdvantagePipeline({"adora": Adora(criteria=("working",))})
     computer = AdvantageComputer(step_context(accelerator=lone), methods, torch.ones(1))
     counts = {"new": [3, 1, None, None], "false": [1, 2, None, None]}
-    facts = rollout_facts(torch.tensor([[1.0], [0.0], [1.0], [0.0]])).with_shown(counts, {})
-    judged = computer.judge(facts, 2, 0)
-    groups = judged.groups
+    facts = rollout_facts(torch.tensor([[1.0], [0.0], [1.0], [0.0]])).with_logged(counts, {})
+    assessment = computer.assess(facts, 2, 0)
+    groups = assessment.groups
     assert groups.work_PG is not None
     assert groups.work_PG[0].tolist() == [2.0, 0.0]
     assert groups.work_PG[1].isnan().all()
     assert groups.has_work_P.tolist() == [True, False]
-    assert judged.weighting.tas_P.tolist() == [True, False]  # the second by length
+    assert assessment.weighting.tas_P.tolist() == [True, False]  # the second by length
     columns = criteria_columns(groups)
     assert columns["work_right"][0] == 2.0
     assert math.isnan(columns["work_right"][2])
@@ -213,7 +217,7 @@ def test_a_run_without_the_reward_steps_has_no_work():
         step_context(accelerator=lone), AdvantagePipeline({}), torch.ones(1)
     )
     facts = rollout_facts(torch.tensor([[1.0], [0.0], [1.0], [0.0]]))
-    groups = computer.judge(facts, 2, 0).groups
+    groups = computer.assess(facts, 2, 0).groups
     assert groups.work_PG is None
     assert "work_right" not in criteria_columns(groups)
 
@@ -246,12 +250,12 @@ def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_on
         batch: Any = {"prompt_ids": ids, "completion_ids": ids, "prompt_mask": ids * 0 + 1}
         batch |= {"completion_mask": ids * 0 + 1}
         members: Any = [SimpleNamespace(rollouts=(None,) * 4)] * 8
-        judged = computer.judge(facts, 4, 0)
+        assessment = computer.assess(facts, 4, 0)
         return ScoredGroups(
             groups=members,
             batch=batch,
             facts=facts,
-            judged=judged,
+            assessment=assessment,
         )
 
     for name, options in CASES:
@@ -266,12 +270,12 @@ def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_on
             refilled, at_once = (AdvantageComputer(context, run, torch.ones(2)) for run in runs)
             before = scored(refilled, first)
             refill = scored(refilled, second)
-            chosen = admitted(before.judged.signal_of(0), refill.judged.signal_of(0), 8)
+            chosen = admitted(before.assessment.signal_of(0), refill.assessment.signal_of(0), 8)
             both = before.exchanged(refill, [chosen], pad_id=0, rank=0)
             ids = torch.tensor([number % 8 for number in chosen]).repeat_interleave(4) * 4
             assert torch.equal(both.batch["prompt_ids"][:, 0], ids + torch.arange(4).repeat(8))
-            learned = refilled.compute(refilled.judge(both.facts, 4, 0))
-            expected = at_once.compute(scored(at_once, [mixed] * 8).judged)
+            learned = refilled.compute(refilled.assess(both.facts, 4, 0))
+            expected = at_once.compute(scored(at_once, [mixed] * 8).assessment)
             assert torch.equal(learned.final_PG, expected.final_PG)
             assert expected.final_PG.any()
             assert runs[0].state() == runs[1].state()
@@ -282,20 +286,20 @@ def test_advantages_before_the_methods_are_trls_to_the_bit(tmp_path, subtests, m
     """They are made again of the groups that are learned from; without a refill these are those
     that TRL had.
     """
-    judged = list[JudgedGroups]()
+    assessment = list[GroupAssessment]()
     learned = list[Advantages]()
     compute = AdvantageComputer.compute
-    judge = AdvantageComputer.judge
+    assess = AdvantageComputer.assess
 
-    def noted(self: Any, *args: Any) -> JudgedGroups:
-        judged.append(judge(self, *args))
-        return judged[-1]
+    def noted(self: Any, *args: Any) -> GroupAssessment:
+        assessment.append(assess(self, *args))
+        return assessment[-1]
 
     def computed(self: Any, *args: Any) -> Advantages:
         learned.append(compute(self, *args))
         return learned[-1]
 
-    monkeypatch.setattr(AdvantageComputer, "judge", noted)
+    monkeypatch.setattr(AdvantageComputer, "assess", noted)
     monkeypatch.setattr(AdvantageComputer, "compute", computed)
     for scale, how in product(
         ("group", "batch", "none"), ("sum_then_normalize", "normalize_then_sum")
@@ -304,9 +308,9 @@ def test_advantages_before_the_methods_are_trls_to_the_bit(tmp_path, subtests, m
             run_from_python(
                 tmp_path, scale_rewards=scale, multi_objective_aggregation=how, adora_method="grpo"
             )
-            raw_PG = learned[-1].judged.raw_PG
-            assert torch.equal(raw_PG, judged[-1].raw_PG)
-            assert raw_PG.any()
+            trl_advantages_PG = learned[-1].assessment.trl_advantages_PG
+            assert torch.equal(trl_advantages_PG, assessment[-1].trl_advantages_PG)
+            assert trl_advantages_PG.any()
 
 
 def test_a_refilled_generation_reaches_the_loss_the_record_and_the_log_as_it_is_learned_from(
@@ -406,19 +410,19 @@ def weighed() -> Advantages:
         step=0,
     )
     weighting = weigh_groups(replace(groups, truncated_PG=torch.zeros_like(groups.truncated_PG)))
-    raw_PG = torch.tensor([[0.7, -0.7], [0.0, 0.0]])
-    judged = JudgedGroups(
+    trl_advantages_PG = torch.tensor([[0.7, -0.7], [0.0, 0.0]])
+    assessment = GroupAssessment(
         groups=groups,
         weighting=weighting,
-        raw_PG=raw_PG,
-        signal_P=torch.tensor([True, False]),
+        trl_advantages_PG=trl_advantages_PG,
+        has_signal_P=torch.tensor([True, False]),
         equal_reward_share=0.5,
-        ranks=1,
+        num_ranks=1,
     )
     return Advantages(
-        judged=judged,
+        assessment=assessment,
         weighting=weighting,
-        final_PG=raw_PG * weighting.weights_P[:, None],
+        final_PG=trl_advantages_PG * weighting.weights_P[:, None],
         figures={"own": 3.0},
     )
 
@@ -429,23 +433,25 @@ def test_the_table_shows_what_each_function_said_and_advantages_of_trl_and_of_th
     """
     facts = rollout_facts(
         torch.tensor([[1.0], [0.0], [0.25], [0.0]]),
-        counted_NF=torch.full((4, 1), torch.nan),
-        extra={"verdict": [*"abcd"]},
+        counted_rewards_NF=torch.full((4, 1), torch.nan),
+        extra_columns={"verdict": [*"abcd"]},
     )
     built: Any = SimpleNamespace(
-        prompts=SimpleNamespace(messages=["a problem"] * 4), answers=[*"wxyz"]
+        prompts=SimpleNamespace(messages=["a problem"] * 4), completions=[*"wxyz"]
     )
     for size in (4, 3):
         column: Any = partial(deque, maxlen=size)
         shown: Any = {name: column() for name in ("prompt", "completion", "images", "advantages")}
         shown |= {name: defaultdict(column) for name in ("extra", "rewards")}
         of_the_loss = weighed()
-        raw_PG = of_the_loss.judged.raw_PG
-        scored: Any = SimpleNamespace(facts=facts, judged=of_the_loss.judged)
+        trl_advantages_PG = of_the_loss.assessment.trl_advantages_PG
+        scored: Any = SimpleNamespace(facts=facts, assessment=of_the_loss.assessment)
         add_rows(shown, built, scored, [], ["accuracy"], learned=size == 3)
-        expected = torch.zeros(4) if size == 3 else raw_PG.flatten()
+        expected = torch.zeros(4) if size == 3 else trl_advantages_PG.flatten()
         assert list(shown["advantages"]) == expected.tolist()[-size:]
-        assert torch.equal(torch.tensor(shown["extra"]["advantage_raw"]), raw_PG.flatten()[-size:])
+        assert torch.equal(
+            torch.tensor(shown["extra"]["advantage_raw"]), trl_advantages_PG.flatten()[-size:]
+        )
         assert list(shown["extra"]["adora_length"]) == [10, 20, 30, 40][-size:]
         weights = of_the_loss.weighting.weights_P.repeat_interleave(2).tolist()
         assert list(shown["extra"]["adora_weight"]) == weights[-size:]
@@ -457,10 +463,10 @@ def test_the_table_shows_what_each_function_said_and_advantages_of_trl_and_of_th
 def test_the_log_has_the_figures_of_adora_and_of_the_method():
     lengths_B = torch.tensor([10.0, 20.0, 30.0, 40.0])
     facts = rollout_facts(
-        torch.zeros(4, 1), length_N=lengths_B, reflective_N=torch.tensor([0.0, 1.0, 0.0, 1.0])
+        torch.zeros(4, 1), length_N=lengths_B, reflective_words_N=torch.tensor([0.0, 1.0, 0.0, 1.0])
     )
     assert learned_figures(weighed()) == {"adora/learned_reward": 0.25, "adora/own": 3.0}
-    figures = judged_figures(weighed().judged, facts, ["accuracy"])
+    figures = assessment_figures(weighed().assessment, facts, ["accuracy"])
     assert figures["adora/reflective_per_1000_tokens"] == 20.0
     assert figures["adora/pass_rate"] == 0.25
     assert figures["rewards/missing"] == 0.0

@@ -40,7 +40,7 @@ from adora_vl.rollout.rollouts import (
 )
 from adora_vl.rollout.samplers import AsyncServerSampler, PendingSamples
 from adora_vl.trainer import AdoraGRPOTrainer
-from adora_vl.training.advantages import JudgedGroups
+from adora_vl.training.advantages import GroupAssessment
 from adora_vl.training.generation import Generation, ScoredGroups
 from adora_vl.training.generation_sampler import GenerationSampler, LateDriftCheck
 from adora_vl.training.group_sampler import GroupSampler, PromptReader
@@ -254,26 +254,26 @@ class Judges:
         ranks = torch.full((len(rollouts),), float(self.accelerator.process_index))
         facts = rollout_facts(wide.float(), length_N=lengths, prompt_length_N=ranks)
         facts = RolloutFacts.gathered(facts, self.accelerator)
-        facts = replace(facts, missing=(None,) * len(facts.rewards_NF))
-        judged = self.judge(facts, SIZE, 0)
+        facts = replace(facts, missing_reasons=(None,) * len(facts.rewards_NF))
+        assessment = self.assess(facts, SIZE, 0)
         return ScoredGroups(
             groups=groups,
             batch=batch,
             facts=facts,
-            judged=judged,
+            assessment=assessment,
         )
 
-    def judge(self, facts: RolloutFacts, group_size: int, step: int) -> JudgedGroups:
+    def assess(self, facts: RolloutFacts, group_size: int, step: int) -> GroupAssessment:
         numbers = facts.rewards_NF[::group_size, 0].int().tolist()
         ranks = facts.prompt_length_N[::group_size].int().tolist()
         nothing: Any = None
-        return JudgedGroups(
+        return GroupAssessment(
             groups=nothing,
             weighting=nothing,
-            raw_PG=nothing,
-            signal_P=torch.tensor(list(map(self.has_signal, numbers, ranks))),
+            trl_advantages_PG=nothing,
+            has_signal_P=torch.tensor(list(map(self.has_signal, numbers, ranks))),
             equal_reward_share=0.0,
-            ranks=self.accelerator.num_processes,
+            num_ranks=self.accelerator.num_processes,
         )
 
 

@@ -1,0 +1,227 @@
+"""Where the search for a figure begins: near the picture, and ever further from it.
+
+Random shifts have fixed seeds, so a start is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from adora_vl.geometry.drawing import Drawing
+from adora_vl.geometry.layout import Vector
+from adora_vl.geometry.scale import Scale
+from adora_vl.geometry.shapes import Circle
+from adora_vl.geometry.system import System
+
+# The spread of the random shifts of each start, in shares of the figure's size.
+_SHIFTS = (0.002, 0.03, 0.03, 0.1, 0.15, 0.3)
+# How much larger than the picture the figure begins at each start.
+_STRETCHES = (1.0, 1.0, 1.5, 1.0, 1.0, 1.0)
+# The same where no length is given, so that nobody knows how large the figure is.
+_WIDE_STRETCHES = (1.0, 4.0, 2.0, 0.4, 1.0, 8.0)
+# Points without a place are moved onto their lines in so many rounds.
+_ROUNDS = 60
+# They keep this share of a segment between themselves and its ends.
+_INNER = 0.15
+
+
+class _PointOnSegment(NamedTuple):
+    """The numbers of a point and of the ends of the segment that it lies on."""
+
+    point: int
+    start: int
+    end: int
+
+
+class _PointsOnCircle(NamedTuple):
+    """The numbers of a centre and of the points on its circle."""
+
+    centre: int
+    points: list[int]
+
+
+class Starts:
+    """The unknowns that a search may begin with.
+
+    Args:
+        system: The equations, which say where each unknown stands.
+        drawing: Which points lie on which lines and circles.
+        scale: How large the figure is, and the picture.
+        places: The places of points in the picture, as x + iy in pixels.
+        convex: Polygons that go round once, as the names of their corners; only where the form has
+            no places.
+    """
+
+    def __init__(
+        self,
+        system: System,
+        drawing: Drawing,
+        scale: Scale,
+        places: Mapping[str, complex],
+        convex: Sequence[tuple[str, ...]],
+    ) -> None:
+        self.system = system
+        self.drawing = drawing
+        self.scale = scale
+        self.places = places
+        self.convex = convex
+        drawn = [places[name] for name in sorted(places)]
+        self.middle = sum(drawn) / len(drawn) if drawn else 0j
+        self.circle_by_radius = {circle.radius: circle for circle in drawing.circles}
+
+    def near_picture(self, number: int) -> Vector:
+        """Return the unknowns of one start; a higher number begins further from the picture.
+
+        `number` also seeds the random shifts. The order of the draws must not change, or other
+        figures would be found.
+        """
+        random = np.random.default_rng(number)
+        system = self.system
+        v = np.zeros(system.count)
+        stretches = _STRETCHES if self.scale.is_given else _WIDE_STRETCHES
+        stretch = stretches[number % len(stretches)]
+        for point in system.points:
+            location = self._location(point, stretch, random)
+            shift = random.normal(0, _SHIFTS[number % len(_SHIFTS)], 2)
+            i = 2 * system.position[point]
+            v[i] = location.real + shift[0]
+            v[i + 1] = location.imag + shift[1]
+        for i, name in enumerate(system.unknowns, start=system.first_unknown):
+            # Drawn for every unknown, also where the value is not used.
+            random_value = random.uniform(1, 30)
+            v[i] = self._unknown(name, number=number, random_value=random_value, v=v)
+        return v
+
+    def _location(self, point: str, stretch: float, random: np.random.Generator) -> complex:
+        """Return where a point begins, before its random shift.
+
+        A centre without a place begins in the middle of its circle's points, any other point
+        without a place anywhere.
+        """
+        if point in self.places:
+            return self._from_picture(point) * stretch
+        anywhere = complex(*random.normal(0, 0.4, 2))
+        points_by_centre = {circle.centre: circle.points for circle in self.drawing.circles}
+        on_circle = points_by_centre.get(point, ())
+        if len(on_circle) > 1 and set(on_circle) <= self.places.keys():
+            return sum(self._from_picture(name) for name in on_circle) / len(on_circle)
+        return anywhere
+
+    def _from_picture(self, point: str) -> complex:
+        """Return a point's place in the picture, from the middle, in shares of its size."""
+        return (self.places[point] - self.middle) / self.scale.pixels
+
+    def _unknown(self, name: str, *, number: int, random_value: float, v: Vector) -> float:
+        """Return where a letter, a radius or a numbered angle begins.
+
+        A radius begins as its circle's points in `v` lie. The first two starts try round numbers
+        for letters, later ones random numbers.
+        """
+        circle = self.circle_by_radius.get(name)
+        if circle is not None and circle.points:
+            return self._mean_radius(circle, v)
+        if name.startswith("radius "):
+            return 0.3 * self.scale.size
+        if name.startswith("angle "):
+            return 60.0
+        if number == 0:
+            return 10.0
+        if number == 1:
+            return 1.0
+        return random_value
+
+    def _mean_radius(self, circle: Circle, v: Vector) -> float:
+        """Return the mean distance of a circle's points from its centre at `v`."""
+        centre = self.system.location(v, circle.centre)
+        distances = [abs(self.system.location(v, point) - centre) for point in circle.points]
+        return self.scale.size * float(np.mean(distances))
+
+    def moved_onto_lines(self, v: Vector, number: int) -> Vector:
+        """Return the start `v` with points moved onto the lines and circles that they are on.
+
+        Points without a place have to begin so, or they come to lie in another order. In each round
+        every line and circle moves its points half the way; points with a place stay.
+        """
+        random = np.random.default_rng(number)
+        position = self.system.position
+        places = self.system.places(v).copy()
+        self._spread_polygons(places, random)
+        on_segments = [
+            _PointOnSegment(point=position[point], start=position[start], end=position[end])
+            for (start, end), points in sorted(self.drawing.on_segment.items())
+            for point in sorted(points)
+        ]
+        on_circles = [
+            _PointsOnCircle(
+                centre=position[circle.centre],
+                points=[position[point] for point in circle.points],
+            )
+            for circle in self.drawing.circles
+            if circle.points
+        ]
+        movable = np.array([float(name not in self.places) for name in self.system.points])
+        for _ in range(_ROUNDS):
+            for segment in on_segments:
+                _pull_onto_segment(places, segment, movable)
+            for circle in on_circles:
+                _pull_onto_circle(places, circle, movable)
+        v = v.copy()
+        v[: self.system.first_unknown] = places.reshape(-1)
+        self._fit_radii(v, places)
+        return v
+
+    def _spread_polygons(self, places: Vector, random: np.random.Generator) -> None:
+        """Lay the corners of convex polygons round a circle, each corner once; changes `places`.
+
+        The polygon begins at a random corner, and each corner is shifted along the circle a little.
+        """
+        is_placed: set[str] = set()
+        for names in self.convex:
+            first_step = random.permutation(len(names))[0]
+            for offset, name in enumerate(names):
+                if name not in is_placed:
+                    step = first_step + offset
+                    turn = math.tau * (step + random.uniform(-0.2, 0.2)) / len(names)
+                    direction = np.array([math.cos(turn), math.sin(turn)])
+                    places[self.system.position[name]] = 0.5 * direction
+            is_placed.update(names)
+
+    def _fit_radii(self, v: Vector, places: Vector) -> None:
+        """Set the radii in `v` to the mean distance of their points from the centre."""
+        position = self.system.position
+        for i, name in enumerate(self.system.unknowns, start=self.system.first_unknown):
+            circle = self.circle_by_radius.get(name)
+            if circle is not None and circle.points:
+                on_circle = places[[position[point] for point in circle.points]]
+                distances = np.linalg.norm(on_circle - places[position[circle.centre]], axis=1)
+                v[i] = self.scale.size * float(distances.mean())
+
+
+def _pull_onto_segment(places: Vector, segment: _PointOnSegment, movable: Vector) -> None:
+    """Move a point and the ends of its segment half the way to where they fit; changes `places`.
+
+    `movable` is 1 for points that may move and 0 for those that the picture shows.
+    """
+    start = segment.start
+    end = segment.end
+    along_segment = places[end] - places[start]
+    from_start = places[segment.point] - places[start]
+    # The small number keeps a segment without length from a division by zero.
+    share = float(from_start @ along_segment) / (float(along_segment @ along_segment) + 1e-9)
+    share = min(max(share, _INNER), 1 - _INNER)
+    gap = places[start] + share * along_segment - places[segment.point]
+    places[segment.point] += 0.5 * movable[segment.point] * gap
+    places[start] -= 0.5 * movable[start] * (1 - share) * gap
+    places[end] -= 0.5 * movable[end] * share * gap
+
+
+def _pull_onto_circle(places: Vector, circle: _PointsOnCircle, movable: Vector) -> None:
+    """Move the points of a circle half the way to their mean distance; changes `places`."""
+    from_centre = places[circle.points] - places[circle.centre]
+    lengths = np.linalg.norm(from_centre, axis=1, keepdims=True) + 1e-9
+    stretch = lengths.mean() / lengths - 1
+    places[circle.points] += 0.5 * movable[circle.points, None] * stretch * from_centre
