@@ -111,7 +111,10 @@ def with_extractions(
                 f"first is pid {without[0]!r}; use --extraction rules"
             )
         extractions = [Extraction(row["extraction"], "stored") for row in rows]
-    return [{**row, "parsed_answer": extraction} for row, extraction in zip(rows, extractions, strict=True)]
+    return [
+        {**row, "parsed_answer": extraction}
+        for row, extraction in zip(rows, extractions, strict=True)
+    ]
 
 
 def extraction_rules(options: ExtractionOptions) -> dict[str, Any]:
