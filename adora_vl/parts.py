@@ -52,7 +52,7 @@ from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.old_logps import OldLogps
 from adora_vl.training.optimizer_steps import ScaledRate, SkipBadSteps
 from adora_vl.training.pool import Pool
-from adora_vl.training.recompute import layers_of, learner_of
+from adora_vl.training.recompute import activation_memory_of, layers_of
 from adora_vl.training.scoring import RewardFunctions, Scorer
 from adora_vl.training.unfinished import UnfinishedGeneration
 from adora_vl.types import StepContext
@@ -137,13 +137,13 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             context=context,
             images=self.images,
             processor=self.processing_class,
-            ends=stop,
+            stop_criteria=stop,
             to_device=to_device,
-            scored=self.sampler.scores,
-            multiple=self.pad_to_multiple_of,
-            tools=self.toolbox is not None,
+            has_engine_logps=self.sampler.scores,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            has_tools=self.toolbox is not None,
             has_stale=self.pool.has_stale,
-            other_images=any(extension.changes_images for extension in self.extensions),
+            shows_other_images=any(extension.changes_images for extension in self.extensions),
         )
 
     def _make_models_parts(self, context: StepContext, models: list[Any]) -> None:
@@ -222,7 +222,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         )
         attention = configured_attention(self.model.config)
         room = MicroBatchRoom(
-            learner=lambda: learner_of(
+            activation_memory=lambda: activation_memory_of(
                 args,
                 shape=self.run.shape,
                 sharding=self.run.context.sharding,

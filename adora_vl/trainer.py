@@ -459,7 +459,7 @@ class AdoraGRPOTrainer(TrainerParts):
                     for row, rollout in zip(built.rows, built.rollouts, strict=True)
                 ],
                 built.prompts.messages,
-                built.answers,
+                built.completions,
                 [rollout.policy_tokens for rollout in built.rollouts],
                 thinking_opened=built.thinking_opened,
                 state=self.state,

@@ -47,7 +47,7 @@ Push = Callable[[str, Tensors], None]
 
 
 def write_model(folder: str, width: int, layers: int) -> None:
-    """The tiny model with a larger language model of random weights."""
+    """Write the tiny model with a larger language model of random weights."""
     config = Qwen2_5_VLConfig.from_pretrained(PRETRAINED)
     text = config.text_config
     text.hidden_size = config.vision_config.out_hidden_size = width
@@ -153,7 +153,7 @@ def compare(policy: Any, push: Push, turns: int) -> None:
     sent = 0
 
     def counted(way: str) -> Iterator[tuple[str, Any]]:
-        """What a run on a CPU sends: the adapter, or every tensor of the part that is trained."""
+        """Yield what a run on a CPU sends: the adapter, or every tensor that is trained."""
         nonlocal sent
         includes = lambda name: component_of(name) == LANGUAGE_MODEL  # noqa: E731
         gather = lambda parameters: nullcontext()  # noqa: E731

@@ -228,7 +228,7 @@ def right_working(rng: random.Random, problem: AngleProblem) -> str:
 
 
 def guess(rng: random.Random, problem: AngleProblem) -> str:
-    """A response as long as a working that repeats two given numbers, and guesses the answer."""
+    """Return a response that repeats two given numbers and guesses, as long as a working."""
     value = rng.choice(USUAL)
     names = problem.kind.labels[:2]
     angles = {name: problem.labels[name] for name in names}
@@ -367,7 +367,7 @@ def _ids(tokenizer: PreTrainedTokenizerFast, text: str) -> Tensor:
 
 
 def build_angles_start(folder: Path, plan: AnglesStart) -> None:
-    """The model of a plan in a folder, and beside it the one of the first lesson for all seeds.
+    """Write the model of a plan, and beside it the one of the first lesson for all seeds.
 
     What is there by the same plan stays.
     """

@@ -129,7 +129,7 @@ def works(rollouts: int, length: int) -> list[Work]:
 
 
 def work_of_images(side: int = 1036) -> Work:
-    """The work for an image of about a megapixel, from the cache to the policy's vision tower.
+    """Return the work for a megapixel image, from the cache to the policy's vision tower.
 
     The baseline makes all of its numbers on the host, as Transformers does. Ours copies the bytes,
     and the card makes the numbers of them.

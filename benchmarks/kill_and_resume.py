@@ -106,7 +106,7 @@ def launch(folder: Path, options: argparse.Namespace, kill: str = "") -> int:
 
 
 def child(arguments: list[str]) -> int:
-    """The training command, with a timer that kills it after a given phase of a step begins."""
+    """Return the training command with a timer that kills it once a phase of a step has begun."""
     from adora_vl.train import main
 
     if os.environ.get(KILL):
@@ -156,8 +156,10 @@ _TABLE = ("step", "prompt", "completion", "advantage", "adora_weight")
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    """What has to be equal: the figures and rollouts of each step, TRL's tables of completions where
-    the run writes them, and the bytes of the final weights.
+    """Return what has to be equal in two runs.
+
+    That is the figures and rollouts of each step, TRL's tables of completions where the run writes
+    them, and the bytes of the final weights.
     """
     import pandas as pd
 
@@ -183,8 +185,9 @@ def facts(folder: Path) -> dict[str, Any]:
 
 
 def recorded(folder: Path) -> dict[str, str]:
-    """A hash of all that the record of a run says of each step's rollouts, but for the seconds that
-    tools took. Empty where nothing was recorded.
+    """Return a hash of each file of rollouts that a run has recorded.
+
+    The seconds that tools took do not count. Empty where nothing was recorded.
     """
     files = parts(folder / ROLLOUTS)
     digests: dict[str, Any] = {}
@@ -197,7 +200,7 @@ def recorded(folder: Path) -> dict[str, str]:
 
 
 def compare(reference: dict[str, Any], killed: dict[str, Any]) -> list[str]:
-    """One line per difference."""
+    """Return one line per difference."""
     lines = []
     for step, figures in reference["steps"].items():
         killed_step = killed["steps"].get(step, {})
@@ -222,7 +225,7 @@ def compare(reference: dict[str, Any], killed: dict[str, Any]) -> list[str]:
 
 
 def weight_distance(folder: Path, reference: Path) -> float:
-    """The norm of the difference of the final weights, as a share of the norm of `reference`."""
+    """Return the norm of the final weights' difference as a share of the norm of `reference`."""
     gap = 0.0
     size = 0.0
     for file in sorted(reference.glob("*.safetensors")):

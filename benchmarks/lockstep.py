@@ -19,7 +19,7 @@ from itertools import zip_longest
 
 import torch
 
-from adora_vl.models.activations import Dtypes, Learner
+from adora_vl.models.activations import ActivationMemory, DtypeBytes
 from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import config_for_planning, describe
 from adora_vl.training.micro_batch_room import MicroBatchRoom, UnitSize
@@ -56,10 +56,10 @@ class DrawnLengths:
         )
 
 
-SEVEN_BILLION = Learner(
+SEVEN_BILLION = ActivationMemory(
     describe(config_for_planning("Qwen/Qwen2.5-VL-7B-Instruct")[0]),
-    Dtypes(compute=2, stream=2),
-    features=True,
+    DtypeBytes(compute=2, residual=2),
+    reads_features=True,
 )
 CASES = (DrawnLengths(0.3, 0.4), DrawnLengths(0.5, 0.5), DrawnLengths(0.7, 0.6))
 # The prompts and answers of docs/speed.md, with the limits of the 3B and the 7B recipe
@@ -128,7 +128,7 @@ def fill_micro_batches(groups: Sequence[Sequence[UnitSize]], longest: int) -> Fi
         for rank_groups in by_number
     ]
     room = MicroBatchRoom(
-        learner=lambda: SEVEN_BILLION,
+        activation_memory=lambda: SEVEN_BILLION,
         longest_answer=longest,
         shares_prompts=lambda: True,
         masked=True,

@@ -125,15 +125,17 @@ def machine_keys(size: ModelSize | None, device: str) -> dict[str, bool]:
 
 
 def commit() -> str:
-    """The commit that the runs are made from, with a plus sign where files differ from it."""
+    """Return the commit that the runs are made from, with a plus sign if files differ from it."""
     command = ["git", "describe", "--always", "--abbrev=10", "--dirty=+", "--exclude=*"]
     described = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     return described.stdout.strip() or "unknown"
 
 
 def sign_flips(differences: Sequence[float]) -> float:
-    """The exact two-sided p of the sign-flip test: the share of all 2^n ways to give the n paired
-    differences a sign whose sum is as far from 0 as that of the signs they have.
+    """Return the exact two-sided p of the sign-flip test for paired differences.
+
+    Of all 2^n ways to give n differences a sign, it is the share whose sum is at least as far from 0
+    as the sum of the differences as they are.
     """
     size = abs(sum(differences)) * (1 - 1e-12)  # what differs by rounding counts as equal
     flips = product(*((difference, -difference) for difference in differences))
@@ -453,7 +455,7 @@ def place_of(run: Run) -> Place:
 
 
 def whole(plan: Plan, runs: Sequence[Run]) -> list[Run]:
-    """The runs that count: those of the plan, of a case's seed of which every run is there."""
+    """Return the runs that count: those of the plan whose case and seed have every run."""
     expected = places(plan, pilot=False)
     present = {place_of(run) for run in runs}
     missing = {
@@ -543,8 +545,9 @@ def levels(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
 
 
 def differences(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
-    """A Markdown table of paired differences with the seed as the unit, and the exact sign-flip
-    test of the end.
+    """Return a Markdown table of paired differences with the seed as the unit.
+
+    It has the exact sign-flip test of the last evaluation.
     """
     lines = [
         f"| {case}: difference in points [95 %] | seeds | accuracy, half way | end | workings | p "

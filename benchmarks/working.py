@@ -361,7 +361,7 @@ def paired(runs: Sequence[Run], first: str, second: str, key: str) -> list[float
 
 
 def differences(runs: Sequence[Run]) -> list[str]:
-    """A Markdown table of paired differences, with the exact sign-flip test of the accuracy."""
+    """Return a Markdown table of paired differences, with the accuracy's sign-flip test."""
     lines = [
         "| work or length: difference in points [95 %] | seeds | accuracy, end | lucky of the right | p |",
         "|---" * 5 + "|",

@@ -38,7 +38,7 @@ Places = dict[str, dict[str, list[str]]]  # by room and kind
 
 
 def is_truth(node: ast.AST | None) -> bool:
-    """Whether an expression is surely a truth value."""
+    """Tell whether an expression is surely a truth value."""
     if isinstance(node, ast.Call):
         name = getattr(node.func, "id", getattr(node.func, "attr", ""))
         return name in TRUTHS
@@ -75,7 +75,7 @@ def bool_arithmetic(node: ast.AST) -> bool:
 
 
 def hidden_if(node: ast.AST) -> bool:
-    """A conditional expression in another one, called, or looped over."""
+    """Tell whether a node is a conditional expression in another one, called, or looped over."""
     if isinstance(node, ast.IfExp):
         return isinstance(node.orelse, ast.IfExp)
     if isinstance(node, ast.Call):
@@ -97,7 +97,7 @@ def any_argument(node: ast.AST) -> bool:
 
 
 def vague_name(node: ast.AST) -> bool:
-    """A pronoun or participle as a name."""
+    """Tell whether a name is a pronoun or a participle."""
     if isinstance(node, ast.arg):
         return bool(VAGUE.fullmatch(node.arg))
     is_set = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
@@ -105,12 +105,12 @@ def vague_name(node: ast.AST) -> bool:
 
 
 def no_subject(node: ast.AST) -> bool:
-    """A docstring that begins with Of, As, By, ..."""
+    """Tell whether a docstring begins with Of, As, By, ..."""
     return isinstance(node, DOCUMENTED) and bool(NO_SUBJECT.match(ast.get_docstring(node) or ""))
 
 
 def long_summary(node: ast.AST) -> bool:
-    """A docstring whose first sentence takes more than a line (pydocstyle's D205)."""
+    """Tell whether a docstring's first sentence takes more than a line (pydocstyle's D205)."""
     doc = ast.get_docstring(node) or "" if isinstance(node, DOCUMENTED) else ""
     return "\n" in doc.partition("\n\n")[0]
 
@@ -140,7 +140,7 @@ def room_of(path: Path) -> str:
 
 
 def read(path: Path, text: str) -> Iterator[tuple[str, int, int]]:
-    """What a file has, as (kind, how many, line)."""
+    """Yield what a file has, as (kind, how many, line)."""
     yield "lines", text.count("\n"), 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT and "fmt: skip" in token.string:
@@ -158,7 +158,7 @@ def read(path: Path, text: str) -> Iterator[tuple[str, int, int]]:
 
 
 def count(folder: Path) -> tuple[Rooms, Places]:
-    """The counts of every room, of the Python files that git knows or does not ignore."""
+    """Return the counts of every room, of the Python files that git knows or does not ignore."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
     listed = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)  # noqa: S603
     rooms: Rooms = defaultdict(Counter)
@@ -177,7 +177,7 @@ def count(folder: Path) -> tuple[Rooms, Places]:
 
 
 def too_many(rooms: Rooms, places: Places, limits: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """A line for each count above its limit; a room that is not known may have nothing."""
+    """Return a line for each count above its limit; a room that is not known may have nothing."""
     lines = []
     for room, counts in sorted(rooms.items()):
         for kind in COUNTED:
@@ -189,7 +189,7 @@ def too_many(rooms: Rooms, places: Places, limits: Mapping[str, Mapping[str, int
 
 
 def table(rooms: Rooms) -> str:
-    """A line for each room; the words are of prose for 1,000 tokens."""
+    """Return a line for each room; the words are of prose for 1,000 tokens."""
     columns = (*SHOWN, *COUNTED)
     lines = [f"{'room':24}" + "".join(f"{name.replace('_', ' ')[:9]:>10}" for name in columns)]
     for room, counts in sorted(rooms.items()):
@@ -202,7 +202,7 @@ def table(rooms: Rooms) -> str:
 def lowered(
     rooms: Rooms, limits: Mapping[str, Mapping[str, int]], allowed: str | None
 ) -> dict[str, dict[str, int]]:
-    """The limits of the rooms that are there: none rises, but of a new or an `allowed` room."""
+    """Return the limits of the present rooms; only a new or an `allowed` room's may rise."""
     new = {}
     for room, counts in sorted(rooms.items()):
         before = None if room == allowed else limits.get(room)

@@ -6,7 +6,7 @@ The figures are in bytes, by how the run is spread over processes.
 from dataclasses import dataclass
 
 from adora_vl.config.sharding import Sharding
-from adora_vl.models.activations import FLOAT, Dtypes
+from adora_vl.models.activations import FLOAT, DtypeBytes
 from adora_vl.models.shape import ModelShape
 
 # reduce_bucket_size, in parameters: allocated whole, however small the model is
@@ -95,10 +95,10 @@ def _plain(shape: ModelShape, processes: int, reference: bool) -> States:
     )
 
 
-def dtypes_of(shape: ModelShape, sharding: Sharding, *, mixed: bool) -> Dtypes:
+def dtypes_of(shape: ModelShape, sharding: Sharding, *, mixed: bool) -> DtypeBytes:
     """Return the sizes of the dtypes of a pass; `mixed`: bf16 or fp16."""
     # DeepSpeed casts the weights, and the residual stream with them; else they stay as they are
     cast = sharding.stage is not None and mixed
-    return Dtypes(
-        compute=2 if mixed else shape.weight_bytes, stream=2 if cast else shape.weight_bytes
+    return DtypeBytes(
+        compute=2 if mixed else shape.weight_bytes, residual=2 if cast else shape.weight_bytes
     )

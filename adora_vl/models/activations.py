@@ -5,6 +5,7 @@ They are counted layer by layer, and in the LM head.
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from adora_vl.models.shape import ModelShape, Tower
 
@@ -15,15 +16,11 @@ TILE_VOCABULARY = 32768
 
 
 @dataclass(frozen=True)
-class Dtypes:
-    """Bytes of a number.
+class DtypeBytes:
+    """Bytes of a number in each of the two dtypes of a forward pass."""
 
-    `compute` is that of matrix products (autocast), `stream` that of the residual stream and the
-    weights.
-    """
-
-    compute: int
-    stream: int
+    compute: int  # of matrix products, which is autocast's dtype
+    residual: int  # of the residual stream and the weights
 
 
 @dataclass(frozen=True)
@@ -31,323 +28,391 @@ class PassSize:
     """The numbers of one forward pass that its memory depends on."""
 
     rows: int
-    length: int  # tokens of a row, with its padding
-    scored: int  # completion tokens
-    # keys that the rollouts of shared prompts attend to: each has the prompt's, repeated, and its own
-    repeated: int = 0
+    row_length: int  # tokens of a row, with its padding
+    scored_tokens: int  # completion tokens
+    # keys that attention reads in a packed pass: every rollout has a copy of its prompt's keys
+    repeated_keys: int = 0
     patches: int = 0  # of the distinct images
-    masked: bool = False  # attention with a padding mask (SDPA)
+    has_padding_mask: bool = False  # attention with a padding mask (SDPA)
 
     @property
     def tokens(self) -> int:
         """The number of tokens of the pass."""
-        return self.rows * self.length
+        return self.rows * self.row_length
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass: every sequence is as long as the longest, since they are padded."""
+    """The sequences of one forward pass as they are planned: all as long as the longest."""
 
     sequences: int
     prompt_tokens: int  # with the image tokens
     completion_tokens: int
     image_tokens: int = 0  # per sequence
-    unit: int = 1  # sequences of one problem, for which its image is looked at once
-    # and which are one row, with their prompt once (`adora_vl.packing.shared_prompt`)
+    # rollouts of one problem, whose image passes the vision tower once; 1: each has a copy
+    sequences_per_problem: int = 1
+    # whether they are also one row with their prompt once (`adora_vl.packing.shared_prompt`)
     packed: bool = False
 
     @property
     def rows(self) -> int:
         """The number of rows of the pass."""
-        return self.sequences // self.unit if self.packed else self.sequences
+        return self.sequences // self.sequences_per_problem if self.packed else self.sequences
 
     @property
-    def length(self) -> int:
+    def row_length(self) -> int:
         """The number of tokens of a row."""
         if self.packed:
-            return self.prompt_tokens + self.unit * (self.completion_tokens - 1)
+            # The last token of a completion predicts nothing and is left out of a packed row.
+            return self.prompt_tokens + self.sequences_per_problem * (self.completion_tokens - 1)
         return self.prompt_tokens + self.completion_tokens
 
-    def patches(self, merge: int) -> int:
+    def patches(self, merge_size: int) -> int:
         """Return the number of patches of the distinct images.
 
-        `merge`: the patches of one side of an image token.
+        An image token covers `merge_size` x `merge_size` patches.
         """
-        return self.sequences // self.unit * self.image_tokens * merge**2
+        images = self.sequences // self.sequences_per_problem
+        return images * self.image_tokens * merge_size**2
 
-    def size(self, merge: int, *, masked: bool) -> PassSize:
+    def pass_size(self, merge_size: int, *, has_padding_mask: bool) -> PassSize:
         """Return the numbers that the memory of this pass depends on.
 
-        `merge`: as in `patches`. `masked`: whether attention takes a padding mask where rows have
-        padding, as SDPA does; shared prompts have none.
+        Args:
+            merge_size: patches of an image token's side.
+            has_padding_mask: whether attention takes a padding mask where rows have padding, as
+                SDPA does. A packed pass has no padding and needs none.
         """
         keys = self.sequences * (self.prompt_tokens + self.completion_tokens)
         return PassSize(
             rows=self.rows,
-            length=self.length,
-            scored=self.sequences * self.completion_tokens,
-            repeated=keys if self.packed else 0,
-            patches=self.patches(merge),
-            masked=masked and not self.packed,
+            row_length=self.row_length,
+            scored_tokens=self.sequences * self.completion_tokens,
+            repeated_keys=keys if self.packed else 0,
+            patches=self.patches(merge_size),
+            has_padding_mask=has_padding_mask and not self.packed,
         )
 
 
-def _norms(width: int, dtypes: Dtypes) -> int:
-    """Return two RMS norms, in bytes per token.
+def _rms_norm_bytes(width: int, dtypes: DtypeBytes) -> int:
+    """Return what the two RMS norms of a layer save for the backward pass, in bytes per token.
 
-    Each keeps its input in float32, the normalised values, and what the next product reads.
+    Each saves its input in float32, the normalised values, and the input of the next product.
     """
-    return 2 * width * (FLOAT + dtypes.stream + dtypes.compute)
+    return 2 * width * (FLOAT + dtypes.residual + dtypes.compute)
 
 
-def _layer_norms(width: int, dtypes: Dtypes) -> int:
-    """Return two layer norms, in bytes per token.
+def _layer_norm_bytes(width: int, dtypes: DtypeBytes) -> int:
+    """Return what the two layer norms of a block save for the backward pass, in bytes per token.
 
-    Each keeps its input, mean and deviation, and what the next product reads.
+    Each saves its input, its mean and deviation, and the input of the next product.
     """
-    return 2 * (width * (dtypes.stream + dtypes.compute) + 2 * FLOAT)
+    return 2 * (width * (dtypes.residual + dtypes.compute) + 2 * FLOAT)
 
 
-def _mlp(tower: Tower, dtypes: Dtypes) -> int:
-    """Return an MLP, in bytes per token.
+def _mlp_bytes(tower: Tower, dtypes: DtypeBytes) -> int:
+    """Return what an MLP saves for the backward pass, in bytes per token.
 
-    SwiGLU keeps the gate, its activation, the up projection and their product; a plain MLP the
-    input and the output of its GELU.
+    SwiGLU saves the gate, its activation, the up projection and their product. A plain MLP saves
+    the input and the output of its GELU.
     """
-    return (4 if tower.swiglu else 2) * tower.mlp_width * dtypes.compute
+    saved_tensors = 4 if tower.swiglu else 2
+    return saved_tensors * tower.mlp_width * dtypes.compute
 
 
-def text_layer(tower: Tower, size: PassSize, dtypes: Dtypes) -> int:
-    """Return what one decoder layer saves, in bytes.
+def decoder_layer_bytes(tower: Tower, size: PassSize, dtypes: DtypeBytes) -> int:
+    """Return what one decoder layer saves for the backward pass, in bytes.
 
-    With a padding mask keys and values are repeated for every head (one head is a view), and each
-    layer turns the boolean mask into numbers of its own, (B, 1, T, T).
+    Args:
+        tower: the sizes of the language model's layers.
+        size: of the pass.
+        dtypes: bytes of its numbers.
     """
-    queries = tower.heads * tower.head_size
-    keys = queries if size.masked and tower.kv_heads > 1 else tower.kv_heads * tower.head_size
-    # q, out, k, v, logsumexp
-    attention = 2 * (queries + keys) * dtypes.compute + tower.heads * FLOAT
-    # their input in float32 and the normalised one; the queries may be fewer than repeated keys
+    query_width = tower.heads * tower.head_size
+    key_width = tower.kv_heads * tower.head_size
+    # SDPA with a mask repeats keys and values for every head; a single one is expanded as a view.
+    if size.has_padding_mask and tower.kv_heads > 1:
+        key_width = query_width
+    # queries and outputs, keys and values; logsumexp in float32
+    attention = 2 * (query_width + key_width) * dtypes.compute + tower.heads * FLOAT
     if tower.head_norms:
-        attention += (tower.heads + tower.kv_heads) * (
-            tower.head_size * (FLOAT + dtypes.stream) + FLOAT
-        )
-    mask = size.rows * size.length**2 * dtypes.compute if size.masked else 0
-    # keys and values of shared prompts, laid out once more for each rollout
-    repeated_keys = size.repeated * 2 * tower.kv_heads * tower.head_size * dtypes.compute
-    per_token = _norms(tower.width, dtypes) + attention + _mlp(tower, dtypes)
+        # For each head of queries and keys: the input in float32, the normalised values and their
+        # deviation. These are computed before keys are repeated, so they count `kv_heads`.
+        bytes_per_head = tower.head_size * (FLOAT + dtypes.residual) + FLOAT
+        attention += (tower.heads + tower.kv_heads) * bytes_per_head
+    # Each layer converts the boolean mask into numbers of its own, (B, 1, T, T).
+    mask = size.rows * size.row_length**2 * dtypes.compute if size.has_padding_mask else 0
+    # Keys and values of a shared prompt are copied for each of its rollouts.
+    repeated_keys = size.repeated_keys * 2 * tower.kv_heads * tower.head_size * dtypes.compute
+    norms = _rms_norm_bytes(tower.width, dtypes)
+    per_token = norms + attention + _mlp_bytes(tower, dtypes)
     return size.tokens * per_token + mask + repeated_keys
 
 
-def mask_bytes(size: PassSize, dtypes: Dtypes, *, accelerator: bool) -> int:
-    """Return a padding mask in bytes, beside what the layers save of it.
+def mask_bytes(size: PassSize, dtypes: DtypeBytes, *, on_gpu: bool) -> int:
+    """Return the bytes of a padding mask that no layer saves; 0 for a pass without a mask.
 
-    The boolean mask lasts as long as the pass; without one the result is 0. On a GPU there are also
-    the numbers of the present layer once more, in rows of a multiple of 16 as the memory-efficient
-    kernel wants them.
+    The boolean mask, (B, 1, T, T), lasts as long as the pass. On a GPU the present layer also has a
+    copy of its numbers whose rows are padded to a multiple of 16, as the memory-efficient kernel
+    wants them.
     """
-    if not size.masked:
+    if not size.has_padding_mask:
         return 0
-    pairs = size.rows * size.length**2
-    if not accelerator:
+    pairs = size.rows * size.row_length**2
+    if not on_gpu:
         return pairs
-    aligned_length = -(-size.length // 16) * 16  # rounded up
-    aligned_pairs = size.rows * size.length * aligned_length
+    aligned_length = -(-size.row_length // 16) * 16  # rounded up
+    aligned_pairs = size.rows * size.row_length * aligned_length
     return pairs + aligned_pairs * dtypes.compute
 
 
-def vision_layer(tower: Tower, patches: int, dtypes: Dtypes) -> int:
-    """Return what one block of the vision tower saves, in bytes.
+def vision_block_bytes(tower: Tower, patches: int, dtypes: DtypeBytes) -> int:
+    """Return what one block of the vision tower saves for the backward pass, in bytes."""
+    # The families whose MLP is SwiGLU have RMS norms, the others layer norms.
+    norm_bytes = _rms_norm_bytes if tower.swiglu else _layer_norm_bytes
+    norms = norm_bytes(tower.width, dtypes)
+    # In widths of the tower: the fused q, k and v; rotated q and k; the windows' outputs, and these
+    # joined. The v of attention is a view into the fused tensor.
+    saved_widths = 3 + 2 + 1 + 1
+    logsumexp = tower.heads * FLOAT
+    attention = saved_widths * tower.width * dtypes.compute + logsumexp
+    return patches * (norms + attention + _mlp_bytes(tower, dtypes))
 
-    Attention keeps the fused q/k/v (v is a view into it), rotated q and k, the output of each
-    window and all of them joined.
+
+def projector_bytes(
+    tower: Tower, patches: int, dtypes: DtypeBytes, deepstack_layers: int = 0
+) -> int:
+    """Return what a trained projector saves for the backward pass, in bytes.
+
+    It saves the input of its norm over patches, and the inputs of two products and of the GELU
+    between them. The projector of each of the `deepstack_layers` saves the same three inputs; the
+    input of its norm is counted with the vision block that reads it too.
     """
-    norms = _norms(tower.width, dtypes) if tower.swiglu else _layer_norms(tower.width, dtypes)
-    # q/k/v, rotated q and k, the windows' outputs and these joined; logsumexp
-    attention = (3 + 2 + 1 + 1) * tower.width * dtypes.compute + tower.heads * FLOAT
-    return patches * (norms + attention + _mlp(tower, dtypes))
-
-
-def merger(tower: Tower, patches: int, dtypes: Dtypes, deepstack: int = 0) -> int:
-    """Return what the projector saves, in bytes.
-
-    It saves its norm over patches, and the inputs of two products and of the GELU between them. The
-    mergers of deepstack features save the same, but for the input of their norm, which the next
-    block keeps.
-    """
-    norm = (FLOAT if tower.swiglu else 0) + dtypes.stream
-    return patches * tower.width * (norm + 3 * (1 + deepstack) * dtypes.compute)
+    norm = (FLOAT if tower.swiglu else 0) + dtypes.residual
+    projectors = 1 + deepstack_layers
+    return patches * tower.width * (norm + 3 * projectors * dtypes.compute)
 
 
 @dataclass(frozen=True)
-class Saved:
-    """Bytes that stay from the forward to the backward pass.
+class SavedBytes:
+    """Bytes that a micro-batch saves from the forward to the backward pass.
 
-    Beside them stands the most that one layer adds during its backward.
+    Gradient checkpointing saves only a layer's input and recomputes its other values ("inner
+    values") in the backward pass, one layer at a time.
     """
 
-    text: int
-    vision: int
-    streams: int  # of `text`: the inputs of the layers that are recomputed
-    layer: int  # one layer's own, where the backward pass recomputes it; else 0
-    block: int  # one block's own of the vision tower, likewise
-    layer_gradients: int  # of one layer's inner values, while they are alive
+    text: int  # the language model, without its head
+    vision: int  # the vision tower and the projector
+    layer_inputs: int  # part of `text`: the inputs of the recomputed layers
+    recomputed_layer: int  # inner values of one recomputed layer; 0 if none is recomputed
+    recomputed_block: int  # likewise of one block of the vision tower
+    layer_gradients: int  # gradients of one layer's inner values while it goes back
 
     @property
-    def recomputed(self) -> int:
-        """The most that one layer or block has of its own, where it is recomputed."""
-        return max(self.layer, self.block)
+    def largest_recomputed(self) -> int:
+        """The inner values of the largest recomputed layer or block; 0 if none is recomputed."""
+        return max(self.recomputed_layer, self.recomputed_block)
 
 
-def saved(
+def saved_bytes(
     shape: ModelShape,
     size: PassSize,
-    dtypes: Dtypes,
+    dtypes: DtypeBytes,
     *,
     checkpointing: bool,
     recomputed: int | None = None,
-) -> Saved:
-    """Return what is kept of one micro-batch.
+) -> SavedBytes:
+    """Return what one micro-batch saves for its backward pass.
 
-    A frozen vision tower keeps nothing, unless gradient checkpointing is on. `recomputed`: the
-    number of layers of the language model that gradient checkpointing recomputes; None: all.
+    Args:
+        shape: the sizes of the model, and which parameters are trained.
+        size: of the pass.
+        dtypes: bytes of its numbers.
+        checkpointing: whether gradient checkpointing is on.
+        recomputed: the number of layers of the language model that gradient checkpointing
+            recomputes; None for all.
     """
     text = shape.text
     layers = text.layers if recomputed is None else recomputed
     if not checkpointing:
         layers = 0
-    # Adapters are in float32, and peft casts what they read; beside a layer in 4 bits it leaves
-    # that to autocast
-    casts = shape.adapters and dtypes.compute < FLOAT and not shape.four_bit
-    # Each then keeps an input of its own. Two norms' outputs and SwiGLU's product are counted by
-    # `text_layer` already.
-    adapter_inputs = 0
-    if casts:
-        adapter_inputs = max(0, shape.adapted - 2 * text.width - text.mlp_width)
-    layer = text_layer(text, size, dtypes) + size.tokens * adapter_inputs * dtypes.compute
-    streams = layers * size.tokens * text.width * dtypes.stream
-    final_norm = size.tokens * text.width * (FLOAT + dtypes.stream)
-    # SwiGLU goes back with the gradients of its product, of one factor and of the residual stream,
-    # after its product is released. An adapter that reads the product holds it beside a copy in
-    # float32.
-    products = 3 if casts else 2
-    gradients = size.tokens * (products * text.mlp_width + text.width) * dtypes.compute
-    # base and adapter each have a gradient of the product, then there is the sum; or a whole weight
-    if shape.four_bit:
-        product = size.tokens * text.mlp_width * dtypes.compute
-        whole_weight = (size.tokens + text.mlp_width) * text.width * dtypes.compute
-        gradients = product + max(product, whole_weight)
-    vision, block = _vision_saved(shape, size.patches, dtypes, checkpointing=checkpointing)
-    return Saved(
-        text=streams + (text.layers - layers) * layer + final_norm,
-        vision=vision,
-        streams=streams,
-        layer=layer if layers else 0,
-        block=block if checkpointing else 0,
-        layer_gradients=gradients,
+    casts_inputs = _adapters_cast_inputs(shape, dtypes)
+    layer = decoder_layer_bytes(text, size, dtypes)
+    if casts_inputs:
+        # `decoder_layer_bytes` counts the outputs of two norms and SwiGLU's product already.
+        cast_values = max(0, shape.adapted - 2 * text.width - text.mlp_width)
+        layer += size.tokens * cast_values * dtypes.compute
+    layer_inputs = layers * size.tokens * text.width * dtypes.residual
+    final_norm = size.tokens * text.width * (FLOAT + dtypes.residual)
+    vision = _saved_by_vision(shape, size.patches, dtypes, checkpointing=checkpointing)
+    return SavedBytes(
+        text=layer_inputs + (text.layers - layers) * layer + final_norm,
+        vision=vision.saved,
+        layer_inputs=layer_inputs,
+        recomputed_layer=layer if layers else 0,
+        recomputed_block=vision.block if checkpointing else 0,
+        layer_gradients=_layer_gradient_bytes(shape, size, dtypes, casts_inputs=casts_inputs),
     )
 
 
-def _vision_saved(
-    shape: ModelShape, patches: int, dtypes: Dtypes, *, checkpointing: bool
-) -> tuple[int, int]:
-    """Return what the vision tower and the projector keep, and what one block does, in bytes."""
+def _adapters_cast_inputs(shape: ModelShape, dtypes: DtypeBytes) -> bool:
+    """Return whether an adapter saves a float32 copy of its own of what it reads.
+
+    Adapters are in float32, and peft casts their inputs. Beside a layer in 4 bits it leaves the
+    cast to autocast.
+    """
+    computes_in_16_bits = dtypes.compute < FLOAT
+    return shape.adapters and computes_in_16_bits and not shape.four_bit
+
+
+def _layer_gradient_bytes(
+    shape: ModelShape, size: PassSize, dtypes: DtypeBytes, *, casts_inputs: bool
+) -> int:
+    """Return the most bytes of gradients of a decoder layer's inner values at one time.
+
+    That is in the backward pass of its MLP. `casts_inputs`: result of `_adapters_cast_inputs`.
+    """
+    text = shape.text
+    product = size.tokens * text.mlp_width * dtypes.compute  # SwiGLU's, or one of its factors
+    if shape.four_bit:
+        # The base and the adapter each have a gradient of the product, and then comes their sum; or
+        # a whole weight is converted from 4 bits.
+        whole_weight = (size.tokens + text.mlp_width) * text.width * dtypes.compute
+        return product + max(product, whole_weight)
+    # SwiGLU holds the gradients of its product, of one factor and of the residual stream, after its
+    # product is released. An adapter that reads the product holds it beside its copy.
+    products = 3 if casts_inputs else 2
+    residual_stream = size.tokens * text.width * dtypes.compute
+    return products * product + residual_stream
+
+
+class _VisionBytes(NamedTuple):
+    """What vision tower and projector save for the backward pass, in bytes."""
+
+    saved: int  # all that they save together
+    block: int  # what one block of the tower saves if it is not recomputed; 0 without a backward
+
+
+def _saved_by_vision(
+    shape: ModelShape, patches: int, dtypes: DtypeBytes, *, checkpointing: bool
+) -> _VisionBytes:
+    """Return what the vision tower and the projector save for the backward pass.
+
+    A frozen tower saves nothing, unless gradient checkpointing is on.
+    """
     tower = shape.vision
     if tower is None or not patches:
-        return 0, 0
-    saved_bytes = 0
+        return _VisionBytes(saved=0, block=0)
+    saved = 0
     block = 0
     is_trained = shape.trainable["vision_tower"] > 0
-    # Transformers makes the patch embeddings require a gradient where it checkpoints, frozen or
-    # not
+    # Where Transformers checkpoints, it makes the patch embeddings require a gradient, even those
+    # of a frozen tower.
     has_backward = is_trained or checkpointing
     if has_backward:
-        block = vision_layer(tower, patches, dtypes)
-        residual_stream = patches * tower.width * dtypes.stream
-        saved_bytes = tower.layers * (residual_stream if checkpointing else block)
-    # the pixels themselves are an input; a copy in another dtype is not
+        block = vision_block_bytes(tower, patches, dtypes)
+        block_input = patches * tower.width * dtypes.residual
+        saved = tower.layers * (block_input if checkpointing else block)
+    # The first product saves a copy of the pixels if it computes in another dtype than theirs. The
+    # float32 pixels themselves are the batch's.
     if is_trained and dtypes.compute != FLOAT:
-        saved_bytes += patches * shape.patch_values * dtypes.compute
+        saved += patches * shape.patch_values * dtypes.compute
     if shape.trainable["projector"]:
-        saved_bytes += merger(tower, patches=patches, dtypes=dtypes, deepstack=shape.deepstack)
-        if not has_backward:  # then no block keeps what the norms of the deepstack features read
-            saved_bytes += shape.deepstack * patches * tower.width * dtypes.stream
-    elif has_backward:  # the norm's input and the GELU's
-        saved_bytes += patches * tower.width * (FLOAT + dtypes.compute)
-    return saved_bytes, block
+        saved += projector_bytes(
+            tower, patches=patches, dtypes=dtypes, deepstack_layers=shape.deepstack
+        )
+        if not has_backward:  # no block then saves the inputs of the deepstack projectors' norms
+            saved += shape.deepstack * patches * tower.width * dtypes.residual
+    elif has_backward:  # a frozen projector saves the inputs of its norm and of its GELU
+        saved += patches * tower.width * (FLOAT + dtypes.compute)
+    return _VisionBytes(saved=saved, block=block)
 
 
-def head_saved(shape: ModelShape, size: PassSize, dtypes: Dtypes, *, compact: bool) -> int:
-    """Return what TRL's fused LM head saves, in bytes.
+def head_saved_bytes(
+    shape: ModelShape, size: PassSize, dtypes: DtypeBytes, *, compact: bool
+) -> int:
+    """Return what TRL's fused LM head saves for the backward pass, in bytes.
 
-    It is the hidden states of the tokens that it scores, never the logits.
+    It saves the hidden state, the label (int64) and two float32 results of each token that it
+    scores, never the logits. `compact`: whether it scores completion tokens alone, as on a GPU.
     """
-    return _scored_tokens(size, compact) * (shape.text.width * dtypes.stream + 8 + 2 * FLOAT)
+    hidden_state = shape.text.width * dtypes.residual
+    label = 8
+    return _scored_tokens(size, compact) * (hidden_state + label + 2 * FLOAT)
 
 
-def head_transient(shape: ModelShape, size: PassSize, dtypes: Dtypes, *, compact: bool) -> int:
-    """Return the most that the LM head's backward pass holds on top, in bytes.
+def head_transient_bytes(
+    shape: ModelShape, size: PassSize, dtypes: DtypeBytes, *, compact: bool
+) -> int:
+    """Return the most that the LM head's backward pass holds beside what it has saved, in bytes.
 
-    It holds one tile of logits, the float32 gradients of hidden states and, where the head is
-    trained, of its weight, with their copies in the model's dtype. `compact`: on a GPU only
-    completion tokens are scored, and a kernel works in the tile itself; elsewhere all tokens are
-    scored, and torch's own operations hold eight float32 values of the tile at once.
+    It holds one tile of logits, the float32 gradients of the hidden states and, where the head is
+    trained, of its weight, with their copies in the model's dtype.
+
+    `compact`: whether it runs on a GPU. There it scores completion tokens alone, and a kernel works
+    in the tile itself. Elsewhere it scores all tokens, and torch's own operations hold eight
+    float32 values for each logit of the tile at once.
     """
     tokens = _scored_tokens(size, compact)
     width = shape.text.width
-    rows = min(tokens, TILE_TOKENS)
-    tile = rows * TILE_VOCABULARY * dtypes.compute
+    tile_rows = min(tokens, TILE_TOKENS)
+    tile = tile_rows * TILE_VOCABULARY * dtypes.compute
     if not compact:
-        tile += 8 * rows * min(shape.vocabulary, TILE_VOCABULARY) * FLOAT
-    copy_bytes = dtypes.stream if dtypes.stream != FLOAT else 0  # float32 needs no copy
-    hidden = tokens * width * (FLOAT + copy_bytes)
-    weight = shape.vocabulary * width * (FLOAT + copy_bytes) if shape.head_is_trained else 0
-    return tile + hidden + weight
+        tile += 8 * tile_rows * min(shape.vocabulary, TILE_VOCABULARY) * FLOAT
+    copy_bytes = dtypes.residual if dtypes.residual != FLOAT else 0  # float32 needs no copy
+    hidden_gradients = tokens * width * (FLOAT + copy_bytes)
+    weight_gradients = 0
+    if shape.head_is_trained:
+        weight_gradients = shape.vocabulary * width * (FLOAT + copy_bytes)
+    return tile + hidden_gradients + weight_gradients
 
 
 def _scored_tokens(size: PassSize, compact: bool) -> int:
     """Return how many tokens the LM head scores: completion tokens, or all where not `compact`."""
-    return size.scored if compact else size.rows * (size.length - 1)
+    return size.scored_tokens if compact else size.rows * (size.row_length - 1)
 
 
-# of the card: what choosing the recomputed layers leaves free, since the allocator loses some of it
-# between its blocks, and a prediction is a few per cent off
-KEPT_FREE = 0.1
+# The share of a card that stays free when the recomputed layers are chosen: the allocator loses
+# some memory between its blocks, and a prediction is a few per cent off.
+RESERVED_SHARE = 0.1
 
 
-def room_on(card: int, free: int) -> int:
-    """Return the bytes of a pass on a card that has so many free, less what is left free."""
-    return free - int(KEPT_FREE * card)
+def usable_bytes(card: int, free: int) -> int:
+    """Return the bytes that a pass may take on a card of `card` bytes, of which `free` are free.
+
+    A share of the card is left free (`RESERVED_SHARE`).
+    """
+    return free - int(RESERVED_SHARE * card)
 
 
 @dataclass(frozen=True)
-class Moment:
-    """A candidate for the peak of a forward and backward pass, in bytes."""
+class PeakCandidate:
+    """A moment of a forward and backward pass at which its memory may be largest, in bytes."""
 
     name: str
-    transient: int  # of what is at work
-    text: int  # what the language model and its head keep until then
-    # share of the language model's layers that have gone back, so that their gradients are there
-    back: float = 0.0
+    transient_bytes: int  # what is held for this moment only
+    kept_bytes: int  # what the language model and its head still keep for the backward pass
+    # share of the language model's layers whose backward pass is over, so that their gradients exist
+    backward_share: float = 0.0
 
 
-LAYER_BACK = "one layer going back"
+LAYER_BACKWARD = "one layer going back"
 
 
 @dataclass(frozen=True)
-class Learner:
-    """A model as it learns: what the memory of its pass depends on, besides the pass's size."""
+class ActivationMemory:
+    """Predicts the activation memory of a model's training pass from the pass's size."""
 
     shape: ModelShape
-    dtypes: Dtypes
+    dtypes: DtypeBytes
     checkpointing: bool = True
     # whether a frozen vision tower sees each image before, so that a pass reads features alone
-    features: bool = False
-    accelerator: bool = True  # a GPU: its kernels
+    reads_features: bool = False
+    on_gpu: bool = True  # with its kernels
 
     @property
     def head_gradient(self) -> int:
-        """Bytes of the gradient of the head's weight, where that is trained."""
+        """Bytes of the gradient of the LM head's weight; 0 where it is not trained."""
         shape = self.shape
         if not shape.head_is_trained:
             return 0
@@ -355,68 +420,86 @@ class Learner:
 
     @property
     def tied_head_gradient(self) -> int:
-        """Bytes of the gradient of a weight that head and embedding share.
+        """Bytes of the gradient of a weight that head and embedding share; 0 if they are not tied.
 
-        What the head adds to it waits for the embedding's part, at the end; there both and their
-        sum are held.
+        The head's part of this gradient waits for the embedding's part until the end of the
+        backward pass. There both parts and their sum are held.
         """
         return self.head_gradient if self.shape.tied else 0
 
-    def moments(self, size: PassSize, recomputed: int) -> list[Moment]:
-        """Return the moments of which one is the peak; gradients of weights are not in them.
+    def peak_candidates(self, size: PassSize, recomputed: int) -> list[PeakCandidate]:
+        """Return the moments of a pass at which its memory may be largest.
 
-        `recomputed`: the first so many layers of the language model are recomputed. They go back
-        last, when the others have released what they saved_sizes. So where some are not recomputed, a
-        layer that is stands beside the inputs of the recomputed ones alone.
+        Gradients of weights are not counted, except those of a weight that head and embedding
+        share. `recomputed`: gradient checkpointing recomputes the first so many layers of the
+        language model. The first layers go back last, when the other layers have released what
+        they saved.
         """
         layers = self.shape.text.layers
-        saved_sizes = self._saved(size, recomputed)
-        head_kept = head_saved(self.shape, size, self.dtypes, compact=self.accelerator)
-        head = head_transient(self.shape, size, self.dtypes, compact=self.accelerator)
-        text = saved_sizes.text + head_kept
+        saved = self._saved_bytes(size, recomputed)
+        head_saved = head_saved_bytes(self.shape, size, self.dtypes, compact=self.on_gpu)
+        head_transient = head_transient_bytes(self.shape, size, self.dtypes, compact=self.on_gpu)
+        all_kept = saved.text + head_saved
         tied_head = self.tied_head_gradient
-        gradients = saved_sizes.layer_gradients + tied_head
-        moments = [Moment("logits", head, text)]
+        gradients = saved.layer_gradients + tied_head
+        in_head = PeakCandidate("logits", head_transient, all_kept)
         if recomputed == layers:
-            one_layer = saved_sizes.recomputed + gradients
-            moments.append(Moment(LAYER_BACK, max(one_layer, 3 * tied_head), text))
-            return moments
-        moments.append(Moment(LAYER_BACK, gradients, text))
+            one_layer = saved.largest_recomputed + gradients
+            # 3: both parts of a tied gradient and their sum
+            in_layer = PeakCandidate(LAYER_BACKWARD, max(one_layer, 3 * tied_head), all_kept)
+            return [in_head, in_layer]
+        candidates = [in_head, PeakCandidate(LAYER_BACKWARD, gradients, all_kept)]
         if recomputed:
-            back_share = (layers - recomputed) / layers
-            recomputed_layer = saved_sizes.layer + gradients
-            moments.append(Moment(LAYER_BACK, recomputed_layer, saved_sizes.streams, back_share))
-        moments.append(Moment(LAYER_BACK, saved_sizes.block + gradients, 0, 1.0))
-        moments.append(Moment(LAYER_BACK, 3 * tied_head, 0, 1.0))
-        return moments
+            # The layers that are not recomputed have gone back, and have released their values.
+            first_recomputed = PeakCandidate(
+                LAYER_BACKWARD,
+                transient_bytes=saved.recomputed_layer + gradients,
+                kept_bytes=saved.layer_inputs,
+                backward_share=(layers - recomputed) / layers,
+            )
+            candidates.append(first_recomputed)
+        # Behind all layers come the vision tower's blocks and the embedding.
+        vision_block = saved.recomputed_block + gradients
+        for transient_bytes in (vision_block, 3 * tied_head):
+            candidates.append(
+                PeakCandidate(LAYER_BACKWARD, transient_bytes, kept_bytes=0, backward_share=1.0)
+            )
+        return candidates
 
     def mask_and_vision(self, size: PassSize, recomputed: int) -> tuple[int, int]:
-        """Return the bytes of the attention mask and of the vision tower, held all the time."""
-        mask = mask_bytes(size, self.dtypes, accelerator=self.accelerator)
-        vision = 0 if self.features else self._saved(size, recomputed).vision
+        """Return the bytes of the attention mask and of the vision tower, held during the pass."""
+        mask = mask_bytes(size, self.dtypes, on_gpu=self.on_gpu)
+        vision = 0 if self.reads_features else self._saved_bytes(size, recomputed).vision
         return mask, vision
 
-    def needed(self, size: PassSize, recomputed: int) -> int:
-        """Return the most bytes that a pass takes beside weights and gradients."""
+    def peak_bytes(self, size: PassSize, recomputed: int) -> int:
+        """Return the most bytes that a pass takes beside the weights and their gradients.
+
+        `recomputed`: how many layers gradient checkpointing recomputes.
+        """
         mask, vision = self.mask_and_vision(size, recomputed)
-        peak = max(moment.transient + moment.text for moment in self.moments(size, recomputed))
+        candidates = self.peak_candidates(size, recomputed)
+        peak = max(candidate.transient_bytes + candidate.kept_bytes for candidate in candidates)
         return peak + mask + vision
 
-    def fewest(self, size: PassSize, room: int) -> int:
-        """Return the fewest layers to recompute with which a pass takes at most `room` bytes.
+    def fewest_recomputed_layers(self, size: PassSize, limit_bytes: int) -> int:
+        """Return the fewest layers to recompute so that a pass takes at most `limit_bytes`.
 
-        They are all layers where no number is few enough.
+        They are all layers where no smaller number is enough.
         """
-        layers = self.shape.text.layers
-        # Each layer more takes less, but for the very last, which goes back first: its own values
-        # are there either way.
-        return bisect_left(
-            range(layers), True, key=lambda number: self.needed(size, number) <= room
-        )
 
-    def _saved(self, size: PassSize, recomputed: int) -> Saved:
-        """Return what a pass of this size keeps with so many recomputed layers."""
-        return saved(
+        def fits(recomputed: int) -> bool:
+            """Return whether the pass fits with so many recomputed layers."""
+            return self.peak_bytes(size, recomputed) <= limit_bytes
+
+        # A binary search, since each further recomputed layer takes memory off the peak. The number
+        # of all layers is outside of its range: the last one takes nothing off, because it goes back
+        # first, when its values are there either way.
+        return bisect_left(range(self.shape.text.layers), True, key=fits)
+
+    def _saved_bytes(self, size: PassSize, recomputed: int) -> SavedBytes:
+        """Return what a pass of this size saves if so many layers are recomputed."""
+        return saved_bytes(
             self.shape,
             size,
             self.dtypes,

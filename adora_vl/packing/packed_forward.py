@@ -302,9 +302,9 @@ def packed_size(packed: PackedSequence, pixels: Tensor | None) -> PassSize:
     rows, length = packed.ids_NS.shape
     return PassSize(
         rows=rows,
-        length=length,
-        scored=packed.labels.numel(),
-        repeated=key_count,
+        row_length=length,
+        scored_tokens=packed.labels.numel(),
+        repeated_keys=key_count,
         patches=0 if pixels is None else len(pixels),
     )
 

@@ -55,10 +55,10 @@ def separate_size(input_ids: Tensor, completion_width: int, pixels: Tensor | Non
     rows, length = input_ids.shape
     return PassSize(
         rows=rows,
-        length=length,
-        scored=rows * completion_width,
+        row_length=length,
+        scored_tokens=rows * completion_width,
         patches=0 if pixels is None else len(pixels),
-        masked=True,
+        has_padding_mask=True,
     )
 
 

@@ -13,13 +13,13 @@ from adora_vl.config.states import States, dtypes_of, states
 from adora_vl.models import activations
 from adora_vl.models.activations import (
     FLOAT,
-    LAYER_BACK,
-    Dtypes,
-    Learner,
+    LAYER_BACKWARD,
+    ActivationMemory,
+    DtypeBytes,
     MicroBatch,
-    Moment,
     PassSize,
-    room_on,
+    PeakCandidate,
+    usable_bytes,
 )
 from adora_vl.models.families import LANGUAGE_MODEL
 from adora_vl.models.shape import PATCHES_A_PASS, ModelShape
@@ -149,7 +149,7 @@ class Setup:
             self.sharing.prompts and unit > 1 and sharing_pays(prompt_lengths, completion_lengths)
         )
         shares_anything = self.sharing.vision or packed
-        return replace(batch, unit=unit if shares_anything else 1, packed=packed)
+        return replace(batch, sequences_per_problem=unit if shares_anything else 1, packed=packed)
 
     @property
     def images(self) -> int:
@@ -167,25 +167,25 @@ class Setup:
         return bool(self.shape.four_bit and self.engine and self.engine.sleep)
 
     @property
-    def dtypes(self) -> Dtypes:
+    def dtypes(self) -> DtypeBytes:
         """The sizes of the dtypes in which a pass computes and keeps its residual stream."""
         return dtypes_of(self.shape, self.sharding, mixed=self.mixed)
 
     @property
-    def learner(self) -> Learner:
+    def activation_memory(self) -> ActivationMemory:
         """The model as it learns."""
-        return Learner(
+        return ActivationMemory(
             shape=self.shape,
             dtypes=self.dtypes,
             checkpointing=self.checkpointing,
-            features=frozen_tower(self).pass_bytes > 0,
-            accelerator=self.accelerator,
+            reads_features=frozen_tower(self).pass_bytes > 0,
+            on_gpu=self.accelerator,
         )
 
     @property
     def size(self) -> PassSize:
         """The size of the pass over a micro-batch."""
-        return self.micro_batch.size(self.shape.merge, masked=self.masked)
+        return self.micro_batch.pass_size(self.shape.merge, has_padding_mask=self.masked)
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ def predict(setup: Setup, card: int) -> Prediction:
     patches = setup.images * setup.batch.image_tokens * shape.merge**2
     pixels = patches * _stored_patch_bytes(setup)
     # Under ZeRO-3 a tensor is gathered whole before it is sent to the engine.
-    synced = shape.largest_tensor * setup.dtypes.stream if setup.sharding.stage == 3 else 0
+    synced = shape.largest_tensor * setup.dtypes.residual if setup.sharding.stage == 3 else 0
     # DeepSpeed allocates its gradients once; torch gives them back after each step
     lasting_gradients = training.gradients if setup.sharding.stage is not None else 0
     held_while_learning = {
@@ -310,7 +310,7 @@ def recomputed_layers(setup: Setup, card: int, held_bytes: int) -> int:
     if setup.recompute == "all" or not setup.accelerator:
         return layers
     free = card - CONTEXT - held_bytes
-    return setup.learner.fewest(setup.size, room_on(card, free))
+    return setup.activation_memory.fewest_recomputed_layers(setup.size, usable_bytes(card, free))
 
 
 class FrozenTowerMemory(NamedTuple):
@@ -338,7 +338,7 @@ def frozen_tower(setup: Setup) -> FrozenTowerMemory:
     # A pass has at least one whole image.
     patches = min(setup.images * patches_per_image, max(PATCHES_A_PASS, patches_per_image))
     inputs = patches * shape.patch_values * (_PIXEL_VALUE_BYTES + setup.dtypes.compute)
-    block = activations.vision_layer(tower, patches, setup.dtypes)
+    block = activations.vision_block_bytes(tower, patches, setup.dtypes)
     return FrozenTowerMemory(feature_bytes=features, pass_bytes=inputs + block)
 
 
@@ -348,53 +348,54 @@ def _learning_memory(setup: Setup, gradients: int, recomputed: int) -> dict[str,
     The peak is in the LM head or in the costliest layer, whichever holds more. `recomputed`: the
     layers of the language model that gradient checkpointing recomputes.
     """
-    learner = setup.learner
+    activation_memory = setup.activation_memory
     size = setup.size
-    moments = learner.moments(size, recomputed)
+    candidates = activation_memory.peak_candidates(size, recomputed)
     # Mostly all gradients are there from the beginning; else they come as the layers go back.
-    moments_and_gradients = [(moment, gradients) for moment in moments]
+    candidates_and_gradients = [(candidate, gradients) for candidate in candidates]
     if setup.sharding.stage is None and setup.micro_batches == 1:
-        moments_and_gradients = _with_first_gradients(setup, moments, gradients, recomputed)
+        candidates_and_gradients = _with_first_gradients(setup, candidates, gradients, recomputed)
     peak, gradient_bytes = max(
-        moments_and_gradients, key=lambda pair: pair[0].transient + pair[0].text + pair[1]
+        candidates_and_gradients,
+        key=lambda pair: pair[0].transient_bytes + pair[0].kept_bytes + pair[1],
     )
-    mask, vision = learner.mask_and_vision(size, recomputed)
+    mask, vision = activation_memory.mask_and_vision(size, recomputed)
     return {
         "gradients": gradient_bytes,
-        "activations": peak.text,
+        "activations": peak.kept_bytes,
         "attention mask": mask,
         "vision": vision,
-        peak.name: peak.transient,
+        peak.name: peak.transient_bytes,
     }
 
 
 def _with_first_gradients(
-    setup: Setup, moments: list[Moment], gradients: int, recomputed: int
-) -> list[tuple[Moment, int]]:
-    """Return moments of an optimizer step's first micro-batch, with the gradients held at each.
+    setup: Setup, candidates: list[PeakCandidate], gradients: int, recomputed: int
+) -> list[tuple[PeakCandidate, int]]:
+    """Return the moments where an optimizer step's first micro-batch may peak, with its gradients.
 
     Gradients come as the layers go back, and activations go. So the peak may lie where the first
     layer goes back, where one in between does, or at the end.
 
     Args:
         setup: the run, which computes one micro-batch per optimizer step, without DeepSpeed.
-        moments: those of the pass, without gradients.
+        candidates: those of the pass, without gradients.
         gradients: bytes of all gradients, as they are at the end of the pass.
         recomputed: layers of the language model that gradient checkpointing recomputes.
     """
     shape = setup.shape
-    learner = setup.learner
-    tied_head = learner.tied_head_gradient
-    head = learner.head_gradient
+    activation_memory = setup.activation_memory
+    tied_head = activation_memory.tied_head_gradient
+    head = activation_memory.head_gradient
     parameter_bytes = FLOAT if shape.adapters else shape.weight_bytes
     layers = shape.text.layers
     # Whatever is counted beyond one number per trained parameter is there from the start. The head's
-    # gradient comes first; one that waits for the embedding's is counted with each moment instead.
+    # gradient comes first; one that waits for the embedding's is in each candidate instead.
     at_start = gradients - shape.trained * parameter_bytes
     after_head = at_start + head - tied_head
     # The embedding's gradient comes at the end; it is as large as an untied head's.
     of_layers = shape.trainable[LANGUAGE_MODEL] * parameter_bytes - head - (head - tied_head)
-    parts = activations.saved(
+    parts = activations.saved_bytes(
         shape,
         setup.size,
         setup.dtypes,
@@ -402,25 +403,25 @@ def _with_first_gradients(
         recomputed=recomputed,
     )
     layer_transient = parts.layer_gradients + tied_head
-    moments_and_gradients = [(moments[0], at_start)]
+    candidates_and_gradients = [(candidates[0], at_start)]
     if recomputed == layers:
-        layer_transient += parts.recomputed
-    first_layer = Moment(LAYER_BACK, layer_transient, parts.text)
-    moments_and_gradients.append((first_layer, after_head))
-    for moment in moments[2:]:
-        gradients_so_far = after_head + int(of_layers * moment.back)
-        moments_and_gradients.append((moment, gradients_so_far))
+        layer_transient += parts.largest_recomputed
+    first_layer = PeakCandidate(LAYER_BACKWARD, layer_transient, parts.text)
+    candidates_and_gradients.append((first_layer, after_head))
+    for candidate in candidates[2:]:
+        gradients_so_far = after_head + int(of_layers * candidate.backward_share)
+        candidates_and_gradients.append((candidate, gradients_so_far))
     kept_by_last_layer = parts.text // layers
     if 0 < recomputed < layers:
-        kept_by_last_layer = parts.streams // recomputed
-        layer_transient += parts.layer
-    last_layer = Moment(LAYER_BACK, layer_transient, kept_by_last_layer)
+        kept_by_last_layer = parts.layer_inputs // recomputed
+        layer_transient += parts.recomputed_layer
+    last_layer = PeakCandidate(LAYER_BACKWARD, layer_transient, kept_by_last_layer)
     before_last_layer = after_head + of_layers * (layers - 1) // layers
-    moments_and_gradients.append((last_layer, before_last_layer))
+    candidates_and_gradients.append((last_layer, before_last_layer))
     # At the end head and embedding add up: both parts of the gradient and their sum.
-    end = Moment(LAYER_BACK, 3 * tied_head, 0)
-    moments_and_gradients.append((end, gradients - tied_head))
-    return moments_and_gradients
+    end = PeakCandidate(LAYER_BACKWARD, 3 * tied_head, 0)
+    candidates_and_gradients.append((end, gradients - tied_head))
+    return candidates_and_gradients
 
 
 def _engine_parts(

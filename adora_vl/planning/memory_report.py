@@ -118,12 +118,14 @@ def sharing_lines(plan: Plan) -> list[str]:
     unshared = replace(setup, sharing=Sharing())
     ours = sum(predict(setup, plan.card).phases[phase].values())
     alone = sum(predict(unshared, plan.card).phases[phase].values())
-    shared = ["the image"] if batch.image_tokens and setup.sharing.images and batch.unit > 1 else []
+    has_shared_image = batch.image_tokens > 0 and batch.sequences_per_problem > 1
+    shared = ["the image"] if has_shared_image and setup.sharing.images else []
     shared += ["the prompt"] if batch.packed else []
     lines = []
     if shared:
         lines = [
-            f"Computed once for {batch.unit} rollouts of a micro-batch: {' and '.join(shared)}. "
+            f"Computed once for {batch.sequences_per_problem} rollouts of a micro-batch: "
+            f"{' and '.join(shared)}. "
             f"With one for each {phase} would take {alone / GIB:.3g} GiB instead of "
             f"{ours / GIB:.3g}{', all layers recomputed' if setup.checkpointing else ''}."
         ]

@@ -456,7 +456,7 @@ class MetricsLogger:
         images: list[Any] = []
         if self.logs_images:
             # A rank without images gives None for each row, since the table has a row of each.
-            images = built.prompts.images or [None] * len(built.answers)
+            images = built.prompts.images or [None] * len(built.completions)
         add_rows(
             self.table,
             built=built,
@@ -467,7 +467,7 @@ class MetricsLogger:
             as_plain_text=self.logs_tables,
         )
         if is_training:
-            scored.batch["rollout_number"] = self.recorder.next_numbers(len(built.answers))
+            scored.batch["rollout_number"] = self.recorder.next_numbers(len(built.completions))
             self.recorder.add(
                 step=generation.key.step,
                 built=built,

@@ -112,7 +112,7 @@ def add_rows(
     assessment = scored.assessment
     group_size = assessment.trl_advantages_PG.shape[1]
     table["prompt"].extend(gather_texts(built.prompts.messages))
-    table["completion"].extend(gather_object(built.answers))
+    table["completion"].extend(gather_object(built.completions))
     table["images"].extend(gather_object(images))
     unify_message_contents(table["prompt"])
     for name, rewards_N in zip(function_names, facts.rewards_NF.unbind(dim=1), strict=True):
@@ -127,7 +127,7 @@ def add_rows(
         "adora_tds": assessment.weighting.tds_P.repeat_interleave(group_size),
         "adora_length": assessment.groups.lengths_PG.flatten(),
     }
-    for name, values in facts.extra.items():
+    for name, values in facts.extra_columns.items():
         table["extra"][name].extend(values)
     for name, values_N in adora_columns.items():
         table["extra"][name].extend(values_N.tolist())

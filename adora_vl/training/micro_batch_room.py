@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from adora_vl.models.activations import Learner, PassSize
+from adora_vl.models.activations import ActivationMemory, PassSize
 from adora_vl.packing.shared_prompt import MAX_TOKEN_RATIO
 from adora_vl.types import HostRows
 
@@ -77,17 +77,17 @@ def size_of_pass(units: Sequence[UnitSize], *, shares_prompts: bool, masked: boo
     if shares_prompts and packed_tokens <= MAX_TOKEN_RATIO * rows * row_length:
         return PassSize(
             rows=1,
-            length=packed_tokens,
-            scored=sum(unit.answers for unit in units),
-            repeated=sum(unit.rows * unit.prompt + unit.predicting for unit in units),
+            row_length=packed_tokens,
+            scored_tokens=sum(unit.answers for unit in units),
+            repeated_keys=sum(unit.rows * unit.prompt + unit.predicting for unit in units),
             patches=patch_count,
         )
     return PassSize(
         rows=rows,
-        length=row_length,
-        scored=rows * longest_answer,
+        row_length=row_length,
+        scored_tokens=rows * longest_answer,
         patches=patch_count,
-        masked=masked,
+        has_padding_mask=masked,
     )
 
 
@@ -112,7 +112,7 @@ class MicroBatchRoom:
 
     def __init__(
         self,
-        learner: Callable[[], Learner],
+        activation_memory: Callable[[], ActivationMemory],
         longest_answer: int,
         shares_prompts: Callable[[], bool],
         *,
@@ -121,19 +121,19 @@ class MicroBatchRoom:
         """Build the object.
 
         Args:
-            learner: returns the model as it learns.
+            activation_memory: returns what predicts the memory of a pass.
             longest_answer: tokens of the longest answer that can be, `max_completion_length`.
             shares_prompts: returns whether passes share prompts where that is less work.
             masked: whether attention takes a padding mask where rows have padding.
         """
-        self._make_learner = learner
+        self._make_activation_memory = activation_memory
         self._longest_answer = longest_answer
         self._shares_prompts = shares_prompts
         self._masked = masked
 
     @cached_property
-    def _learner(self) -> Learner:
-        return self._make_learner()
+    def _activation_memory(self) -> ActivationMemory:
+        return self._make_activation_memory()
 
     def cut(
         self, sizes_by_rank: Sequence[Sequence[UnitSize]], positions: Sequence[int], max_units: int
@@ -183,6 +183,9 @@ class MicroBatchRoom:
         With any number between them it takes no more where both are no more.
         """
         pass_size = size_of_pass(units, shares_prompts=self._shares_prompts(), masked=self._masked)
-        layers = self._learner.shape.text.layers
-        recomputed_layers = [layers, 0] if self._learner.checkpointing else [0]
-        return [self._learner.needed(pass_size, recomputed) for recomputed in recomputed_layers]
+        layers = self._activation_memory.shape.text.layers
+        recomputed_layers = [layers, 0] if self._activation_memory.checkpointing else [0]
+        return [
+            self._activation_memory.peak_bytes(pass_size, recomputed)
+            for recomputed in recomputed_layers
+        ]

@@ -21,7 +21,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.sharding import Sharding
 from adora_vl.config.states import dtypes_of, states
-from adora_vl.models.activations import Learner, PassSize, room_on
+from adora_vl.models.activations import ActivationMemory, PassSize, usable_bytes
 from adora_vl.models.families import LANGUAGE_MODEL, component_of
 from adora_vl.models.shape import ModelShape
 from adora_vl.packing.split_attention import configured_attention
@@ -101,18 +101,20 @@ class RecomputedLayers:
         # Another number would compile the layer again
         switches = config.gradient_checkpointing and not config.torch_compile
         self._fixed = min(key, self.number) if switches and isinstance(key, int) else None
-        self._learner: Learner | None = None
+        self._activation_memory: ActivationMemory | None = None
         if switches and key == "auto" and card is not None:
-            self._learner = self._learner_of(shape(), config)
+            self._activation_memory = self._activation_memory_of(shape(), config)
         # TRL's adaptive coefficient sums entropies in a pass, and would count a retried one twice
         alone = self._accelerator.num_processes == 1 and sharding.stage is None
         self._can_retry = alone and not config.use_adaptive_entropy
 
-    def _learner_of(self, shape: ModelShape, config: AdoraGRPOConfig) -> Learner | None:
+    def _activation_memory_of(
+        self, shape: ModelShape, config: AdoraGRPOConfig
+    ) -> ActivationMemory | None:
         """Return what the formulas read; None where they do not know these layers."""
         if shape.text.layers != len(self._layers):
             return None
-        return learner_of(config, shape, self._sharding)
+        return activation_memory_of(config, shape, self._sharding)
 
     @contextmanager
     def chosen(self, size: PassSize) -> Iterator[None]:
@@ -141,11 +143,11 @@ class RecomputedLayers:
         """Return the layers to recompute in a pass; None leaves them as they are."""
         if self._fixed is not None:
             return self._fixed
-        if self._learner is None:
+        if self._activation_memory is None:
             return None
         # flash attention reads lengths where others read a mask
-        size = replace(size, masked=size.masked and not self._flash)
-        number = self._learner.fewest(size, self._room())
+        size = replace(size, has_padding_mask=size.has_padding_mask and not self._flash)
+        number = self._activation_memory.fewest_recomputed_layers(size, self._room())
         if self._accelerator.num_processes == 1:
             return number
         # Collective: under ZeRO-3 a recomputed layer gathers its weights twice, so the ranks, which
@@ -157,11 +159,11 @@ class RecomputedLayers:
     def _room(self) -> int:
         """Return the bytes that the activations of a pass may take."""
         assert self._card is not None
-        assert self._learner is not None
+        assert self._activation_memory is not None
         free, total = self._card()
-        return room_on(total, free) - self._coming(self._learner)
+        return usable_bytes(total, free) - self._coming(self._activation_memory)
 
-    def _coming(self, learner: Learner) -> int:
+    def _coming(self, activation_memory: ActivationMemory) -> int:
         """Return the bytes of gradients, and of gathered weights, that the pass brings."""
         if self._sharding.stage is None:
             missing = [parameter.nbytes for parameter in self._trained if parameter.grad is None]
@@ -169,10 +171,10 @@ class RecomputedLayers:
         # DeepSpeed allocates some of its buffers in the first backward pass and holds them, so that
         # they may be counted twice: a few layers more are then recomputed than need be.
         buffers = states(
-            learner.shape,
+            activation_memory.shape,
             sharding=self._sharding,
             reference=False,
-            mixed=learner.dtypes.compute == 2,
+            mixed=activation_memory.dtypes.compute == 2,
         )
         return buffers.gradients + buffers.gathered
 
@@ -199,7 +201,7 @@ class RecomputedLayers:
             step: computes a micro-batch forward and backward, and returns its loss, ().
             figures: the lists of figures for the log, to which `step` appends.
         """
-        if self._learner is None or not self._can_retry:
+        if self._activation_memory is None or not self._can_retry:
             return step()
         assert self._card is not None
         _, total_bytes = self._card()
@@ -224,7 +226,7 @@ class RecomputedLayers:
             "so from the beginning",
             flush=True,
         )
-        self._learner = None
+        self._activation_memory = None
         self._fixed = len(self._layers)
         gc.collect()
         if self._accelerator.device.type == "cuda":
@@ -264,19 +266,19 @@ class Gradients:
         return True
 
 
-def learner_of(
+def activation_memory_of(
     config: AdoraGRPOConfig, shape: ModelShape, sharding: Sharding, *, accelerator: bool = True
-) -> Learner:
+) -> ActivationMemory:
     """Return the policy of a run as it learns; `accelerator`: on a GPU."""
     mixed = bool(config.bf16 or config.fp16)
     tower_is_frozen = not (shape.trainable["vision_tower"] or shape.trainable["projector"])
     shared = config.uses("cache_images") and config.uses("share_vision")
-    return Learner(
+    return ActivationMemory(
         shape=shape,
         dtypes=dtypes_of(shape, sharding, mixed=mixed),
         checkpointing=config.gradient_checkpointing,
-        features=shared and tower_is_frozen,
-        accelerator=accelerator,
+        reads_features=shared and tower_is_frozen,
+        on_gpu=accelerator,
     )
 
 

@@ -42,7 +42,7 @@ def train(settings: Settings, job: Trial, output: Path) -> dict[str, Any]:
 
 
 def lines_of(result: dict[str, Any]) -> list[str]:
-    """A line for each evaluation: accuracy, by family, and the share of answers that are chains."""
+    """Return a line for each evaluation: accuracy by family, and the share of chains."""
     lines = [f"{result['arm']}:"]
     for point in result["held_out"]:
         figures = ("accuracy", "accuracy_A", "accuracy_B", "chains")

@@ -34,7 +34,7 @@ LOGGED = (
 
 
 def keep_one_engine() -> None:
-    """The next trainer of this process takes over the engine.
+    """Let the next trainer of this process take over the engine.
 
     The first sync of a run sends every weight, and every rollout has a seed of its own, so nothing
     of an earlier run is left.

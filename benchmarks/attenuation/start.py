@@ -38,8 +38,9 @@ def _problem(rng: random.Random, start: Teaching) -> ChainProblem:
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """Every word, digit and sign is one token, so a step takes as many tokens in the form as in the
-    chain.
+    """Return a tokenizer in which every word, digit and sign is one token.
+
+    So a step takes as many tokens in the form as in the chain.
     """
     return build_tokenizer(["any\n", "two\n", "ten\n", "guess\n"])
 
@@ -95,7 +96,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def build_arithmetic(folder: Path, start: Teaching, number: int = 0) -> None:
-    """A model that writes every chain without a slip, which starts are made of.
+    """Train a model that writes every chain without a slip, which starts are made of.
 
     One of this plan that is there stays.
 

@@ -70,8 +70,9 @@ def chain_text(
 
 
 def form(start: int, operations: Sequence[tuple[str, int]]) -> str:
-    """The chain as a form to fill in: `4+7=?;?-5=?`, with `_` for the steps that a shorter chain
-    lacks.
+    """Return the chain as a form to fill in: `4+7=?;?-5=?`.
+
+    It has `_` for the steps that a shorter chain lacks.
     """
     steps = [
         f"{'?' if number else start}{sign}{operand}=?"
@@ -89,7 +90,7 @@ def read_form(prompt: str) -> tuple[int, list[tuple[str, int]]]:
 def draw(
     rng: random.Random, regime: Regime, share_a: float = 0.75, family: str | None = None
 ) -> ChainProblem:
-    """One problem.
+    """Return one problem.
 
     The last operand makes the answer what the family asks for, and all else is drawn alike in both
     families, so that nothing but the computed answer tells them apart.
@@ -207,7 +208,7 @@ class Settings:
     arms: dict[str, dict[str, Any]]
 
     def training(self, job: Trial) -> dict[str, Any]:
-        """The keys of the config that a run's recipe sets, on top of those of the first recipe."""
+        """Return the config keys that a run's recipe sets, on top of those of the first recipe."""
         return {
             "max_steps": self.steps,
             **next(iter(self.recipes.values())),

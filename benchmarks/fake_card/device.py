@@ -205,7 +205,7 @@ _KERNELS = torch.library.Library("aten", "IMPL")  # registrations last as long a
 
 
 def _mend_what_fakes_lack() -> None:
-    """What torch does with a tensor that a fake one does not take."""
+    """Teach fake tensors what torch does with real ones and fake ones lack."""
     import torch.cuda.amp.common as amp
 
     has = torch._C._dispatch_has_kernel_for_dispatch_key

@@ -154,7 +154,7 @@ def _attend(card: Card, stock: Any) -> Any:
 
 
 def _added(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """A mask as the efficient kernel takes it: added to the scores, its rows padded to 16 places."""
+    """Return a mask as the efficient kernel adds it to the scores: rows padded to 16 places."""
     if mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=query.dtype, device=query.device)
         mask = torch.where(mask, zero, float("-inf")).to(query.dtype)
@@ -204,9 +204,10 @@ def gemm_4bit(
     absmax_code: Tensor | None = None,
     absmax_offset: Tensor | None = None,
 ) -> Tensor:
-    """What bitsandbytes 0.50 does on CUDA with more than 1,536 rows (backends/cuda/ops.py): the
-    scales, the whole weight, then a product as of any layer. Fewer rows may take a kernel that
-    holds no whole weight.
+    """Compute a 4-bit layer as bitsandbytes 0.50 does on CUDA with more than 1,536 rows.
+
+    That is the scales, the whole weight, then a product as of any layer (backends/cuda/ops.py).
+    Fewer rows may take a kernel that holds no whole weight.
     """
     if absmax_8bit is not None:
         scales = bits.dequantize_blockwise(absmax_8bit, absmax, absmax_code, 256, torch.float32)

@@ -78,7 +78,7 @@ class CardRun:
 
 
 def with_updates(card_run: CardRun) -> CardRun:
-    """The same run with the recipe's updates a generation, where it has no number of them."""
+    """Return the run with the recipe's updates a generation unless it has a number of its own."""
     keys = yaml.safe_load(Path(card_run.config).read_text(encoding="utf-8"))
     accumulated = keys.get("gradient_accumulation_steps", 1)
     recipes_updates = max(1, keys.get("steps_per_generation", accumulated) // accumulated)
@@ -268,8 +268,9 @@ def run(card_run: CardRun, folder: Path) -> CardRunResult:
 
 
 def make_model_folder(folder: Path, published: str, layers: int | None, blocks: int | None) -> None:
-    """The published shape with the tokenizer and the processor of the tiny model, whose special
-    tokens it gets.
+    """Write a model folder of a published shape with the tiny model's tokenizer and processor.
+
+    Its config gets the special tokens of the tiny model.
     """
     config = json.loads((SHAPES / published / "config.json").read_text(encoding="utf-8"))
     processor = AutoProcessor.from_pretrained(PRETRAINED)

@@ -80,7 +80,7 @@ def _memory_cells(ran: Figures) -> list[str]:
 
 
 def flops_of(row: Sequence[Figures]) -> dict[str, Any]:
-    """What a row of the table of FLOPs is made of, from its four runs: TFLOP with all layers."""
+    """Return what a row of the table of FLOPs shows, from its four runs: TFLOP with all layers."""
     stock_shallow, stock_deep, ours_shallow, ours_deep = row
     layers = layers_of(ours_shallow["config"])
     check_shallow = ours_shallow["flops"]["check"] / TERA

@@ -11,7 +11,7 @@ from torch import Tensor
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as TILE
 
-from adora_vl.models.activations import Dtypes, PassSize, head_transient
+from adora_vl.models.activations import DtypeBytes, PassSize, head_transient_bytes
 from adora_vl.models.shape import describe
 from adora_vl.utils.files import GIB
 from benchmarks.gpu.setting import (
@@ -73,9 +73,9 @@ def run(setting: Setting) -> Iterator[CheckLine]:
     dtype = torch.bfloat16 if setting.on_gpu else torch.float32
     inputs = hidden.to(dtype), weight.to(dtype), targets
     # elsewhere all but the last position are scored
-    size = PassSize(rows=1, length=tokens + 1, scored=tokens)
-    predicted = head_transient(
-        shape, size=size, dtypes=Dtypes(dtype.itemsize, dtype.itemsize), compact=setting.on_gpu
+    size = PassSize(rows=1, row_length=tokens + 1, scored_tokens=tokens)
+    predicted = head_transient_bytes(
+        shape, size=size, dtypes=DtypeBytes(dtype.itemsize, dtype.itemsize), compact=setting.on_gpu
     )
     peak = peak_bytes(setting.device, lambda: _logps_and_gradients(fused_head, *inputs))
     yield at_most_line(

@@ -101,7 +101,7 @@ def run(setting: Setting) -> Iterator[CheckLine]:
 
 
 def same_weights(pinned: Tensor, unpinned: Tensor, again: Tensor) -> CheckLine:
-    """Whether pinned memory ended no further from an unpinned run than another unpinned run did."""
+    """Tell whether a pinned run ended as near to an unpinned one as another unpinned run did."""
     noise = max(relative_distance(again, unpinned), torch.finfo(torch.float32).eps)
     source = f"{SLACK} times what two unpinned runs are apart"
     return at_most_line(

@@ -108,7 +108,7 @@ def _compared(
 
 
 def _results(attend: Attend, inputs: list[Tensor]) -> list[Tensor]:
-    """The output, (1, S, H, D), and the gradients of a sum of it in which every place has a weight."""
+    """Return the output, (1, S, H, D), and the gradients of its weighted sum."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     output = attend(*leaves)
     weights = torch.linspace(-1, 1, output.size(1), device=output.device)[None, :, None, None]

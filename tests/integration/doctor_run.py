@@ -143,7 +143,7 @@ STEPS: dict[str, tuple[Any, Callable[[Examination], list[Check]]]] = {
 
 
 def fingerprint(trainer: Any) -> str:
-    """All that a run could notice: weights, random states, counters, what is to be logged.
+    """Return all that a run could notice: weights, random states, counters, what is to be logged.
 
     That the engine has the weights of this step by then saves a sync and changes nothing.
     """

@@ -51,7 +51,7 @@ def faults(words: str) -> Iterator[None]:
 
 
 def _nan(patches: Any, due: Callable[[], bool]) -> None:
-    """A loss that is not a number."""
+    """Make a loss that is not a number."""
     from trl import GRPOTrainer
 
     stock = GRPOTrainer._compute_loss
@@ -61,7 +61,7 @@ def _nan(patches: Any, due: Callable[[], bool]) -> None:
 
 
 def _ratio(patches: Any, due: Callable[[], bool]) -> None:
-    """A policy that has run away from the one that sampled."""
+    """Make a policy that has run away from the one that sampled."""
     from adora_vl.training import guards
 
     stock = guards.largest_ratio
@@ -69,7 +69,7 @@ def _ratio(patches: Any, due: Callable[[], bool]) -> None:
 
 
 def _drift(patches: Any, due: Callable[[], bool]) -> None:
-    """An engine that does not have the trainer's weights."""
+    """Make an engine that does not have the trainer's weights."""
     from adora_vl.rollout.importance import drift_sums
     from adora_vl.training import guards
 
@@ -81,7 +81,7 @@ def _drift(patches: Any, due: Callable[[], bool]) -> None:
 
 
 def _generate(patches: Any, due: Callable[[], bool]) -> None:
-    """An engine that dies over its requests."""
+    """Make an engine that dies over its requests."""
     from adora_vl.utils.launch import prepare_engine_environment
 
     prepare_engine_environment()  # the next module imports vLLM
@@ -92,7 +92,7 @@ def _generate(patches: Any, due: Callable[[], bool]) -> None:
 
 
 def _sync(patches: Any, due: Callable[[], bool]) -> None:
-    """An engine that dies over new weights."""
+    """Make an engine that dies over new weights."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     stock = GPUModelRunner.reload_weights
@@ -119,7 +119,7 @@ def _disk(patches: Any, due: Callable[[], bool]) -> None:
 
 
 def _reward(patches: Any, due: Callable[[], bool]) -> None:
-    """A reward function that raises."""
+    """Make a reward function that raises."""
     from adora_vl.rewards import safe_call
 
     stock = safe_call.checked
@@ -144,10 +144,10 @@ KNOWN: dict[str, Fault] = {
 
 
 def several(arguments: list[str], starts: list[str]) -> int:
-    """One start of the command for each entry of `starts` (`FAULTS [argument ...]`), all with the
-    first one's engine.
+    """Start the command once for each entry of `starts`, all with the first one's engine.
 
-    Prints `start N ended with CODE` for each; returns the last code.
+    An entry is `FAULTS [argument ...]`. Prints `start N ended with CODE` for each, and returns the
+    last code.
     """
     from adora_vl import train
 

@@ -29,8 +29,9 @@ class LookedAt(Exception):  # noqa: N818  # ends a training that was never meant
 
 
 def constants(model: nn.Module) -> dict[str, Tensor]:
-    """Every tensor of the model that is not a parameter: buffers, and plain attributes of its
-    modules.
+    """Return every tensor of the model that is not a parameter.
+
+    These are buffers, and plain attributes of its modules.
     """
     values = {name: buffer.clone() for name, buffer in model.named_buffers()}
     for prefix, module in model.named_modules():
@@ -40,7 +41,7 @@ def constants(model: nn.Module) -> dict[str, Tensor]:
 
 
 def text_frequencies(model: Any) -> Tensor:
-    """The text's rotary frequencies, (head size / 2,), by RoPE's own formula in float32."""
+    """Return the text's rotary frequencies, (head size / 2,), by RoPE's own formula in float32."""
     config = model.config.get_text_config()
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
     return 1.0 / config.rope_parameters["rope_theta"] ** exponents

@@ -75,7 +75,7 @@ def own_files(folder: Path, kind: str) -> None:
 
 
 def training(output: Path, data: str) -> list[str]:
-    """One step, with an evaluation before it and one behind it."""
+    """Return one step, with an evaluation before it and one behind it."""
     words = arguments(
         output,
         use_vllm="true",  # which evaluations during training need

@@ -25,7 +25,7 @@ LORA = {"use_peft": "true", "lora_r": 8, "lora_target_modules": "all-linear"}
 
 
 def by_server(server: StandIn, folder: Path) -> dict[str, object]:
-    """The keys of a run that a stand-in samples for, whose numbers are no policy's."""
+    """Return the keys of a run that a stand-in samples for, whose numbers are no policy's."""
     (folder / "mine.py").write_text(
         "def reward(completions, **_):\n"
         "    return [float(len(str(one)) % 9 == 0) for one in completions]\n"

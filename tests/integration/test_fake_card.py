@@ -96,7 +96,7 @@ def test_fewer_layers_recomputed_take_the_memory_that_is_predicted(recipes, tmp_
 
 
 def by_the_recipe(folder: Path, way: str) -> dict[str, Any]:
-    """The figures of a generation of the 3B recipe, which two updates learn from."""
+    """Return the figures of a generation of the 3B recipe, which two updates learn from."""
     file = folder / f"{way}.json"
     recipe = str(CONFIGS / "adora_3b_1gpu_lora.yaml")
     command = [sys.executable, "-m", "benchmarks.fake_card", recipe, *SMALL, "--groups", "1"]

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def documented() -> str:
-    """The Python block of the quickstart."""
+    """Return the Python block of the quickstart."""
     text = (ROOT / "docs" / "quickstart.md").read_text()
     (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     return str(block)

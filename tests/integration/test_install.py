@@ -109,7 +109,7 @@ def indexes(everything_else: list[Wheel]) -> Iterator[Indexes]:
 
 
 def interpreter(version: str) -> str:
-    """A Python of this version that can make environments, on PATH or pyenv's."""
+    """Return a Python of this version that can make environments, on PATH or pyenv's."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     on_path = shutil.which(f"python{version}")
     candidates = [on_path] if on_path else []

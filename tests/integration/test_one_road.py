@@ -144,7 +144,7 @@ def says(content: Any) -> list[dict[str, Any]]:
 
 
 def from_python(words: list[str], dataset: Dataset | None = None) -> None:
-    """The command's keys as objects."""
+    """Start a run from Python with the command's keys as objects."""
     script, config, model = parse(words)
     init = {"attn_implementation": model.attn_implementation} if model.attn_implementation else {}
     init |= {"dtype": model.dtype} if model.dtype != "float32" else {}

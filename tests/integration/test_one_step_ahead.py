@@ -130,7 +130,7 @@ def _length(body: dict[str, Any]) -> int:
 
 
 def _with_each_weights(server: StandIn, limit: int) -> list[int]:
-    """How many groups of answers of this limit were asked of the first weights, the second, ..."""
+    """Return how many groups with this limit were asked of the first weights, the second, ..."""
     counts: list[int] = []
     for path, body in server.asked:
         if path == "/collective_rpc":

@@ -137,7 +137,7 @@ def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
 
 
 def recorded(folder: Path, steps: int, rollouts: int) -> pd.DataFrame:
-    """The record of a run, complete: every step once in it and in the metrics, whole groups,
+    """Return the record of a run, complete: every step once in it and in the metrics, whole groups,
     weights applied.
     """
     table = pd.read_parquet(folder / "rollouts")

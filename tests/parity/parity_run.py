@@ -115,7 +115,7 @@ class Recorder(AdoraGRPOTrainer):
 
 
 def last_table(folder: str) -> dict[str, list[Any]]:
-    """The newest completion table, with the length of each completion in tokens."""
+    """Return the newest completion table, with the length of each completion in tokens."""
     table = pd.read_parquet(sorted(Path(folder).glob("completions/*.parquet"))[-1])
     columns = {
         name: table[name].tolist()

@@ -106,7 +106,7 @@ class SameAgain(AdoraGRPOTrainer):
     loss = 0.0
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
-        """The Trainer adds the losses of a step up in float32, so they are added up here too."""
+        """Add up the losses of a step in float32, as the Trainer does."""
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.loss += loss.item()
         return loss
@@ -177,7 +177,7 @@ def distances(gradients: list[dict[str, torch.Tensor]]) -> list[float]:
 
 
 def reward_without_signal(ids: set[str]) -> Any:
-    """The preset, but every rollout of these problems gets 0.1, as if boxed and wrong."""
+    """Return the preset, but every rollout of these problems gets 0.1, as if boxed and wrong."""
     preset = reward_function("adora")
 
     def reward(completions: list[Any], id: list[str], **columns: Any) -> list[float]:

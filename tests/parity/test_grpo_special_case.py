@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.core]
 def reward_with_a_constant_group(
     completions: list[Any], answer: list[str], **columns: Any
 ) -> list[float]:
-    """The preset, but for the batch's first two groups, whatever the tiny model says.
+    """Return the preset, but for the batch's first two groups, whatever the tiny model says.
 
     The first group is boxed and wrong throughout: stock TRL's mean of 0.1 is not exact. Of the
     second, two rollouts are right: it has signal, and an easy problem's pass rate.

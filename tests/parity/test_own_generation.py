@@ -48,7 +48,9 @@ def by_tokens(
 async def of_some_groups(
     completions: list[Any], level: list[int], **columns: Any
 ) -> list[float | None]:
-    """One that says nothing of every other problem, as TRL's examples for several tasks do."""
+    """Reward every other problem by its length, and say nothing of the rest.
+
+    TRL's examples for several tasks do so."""
     return [
         None if is_scored % 2 else len(completion[0]["content"]) / 7
         for is_scored, completion in zip(level, completions, strict=True)

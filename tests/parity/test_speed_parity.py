@@ -47,7 +47,7 @@ def one_process(tmp_path_factory):
 
 
 def each(result: dict[str, Any], figure: str) -> dict[str, Any]:
-    """The figure of each step that learns from the same rollouts."""
+    """Return the figure of each step that learns from the same rollouts."""
     figures = dict(zip(result["steps"], result[figure], strict=True))
     return {name: value for name, value in figures.items() if name != "refill"}
 

@@ -39,7 +39,7 @@ SILENT = (
 
 
 def reward(completions: list[Any], **columns: Any) -> list[float]:
-    """Every second rollout is right, whatever it says, but in the silent groups."""
+    """Call every second rollout right, whatever it says, but in the silent groups."""
     return [0.0 if row // GROUP in SILENT else float(row % 2) for row in range(len(completions))]
 
 

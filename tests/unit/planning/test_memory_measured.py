@@ -17,7 +17,13 @@ from trl.trainer import utils as trl_utils
 
 from adora_vl.builtin.tiny_vl import build_config
 from adora_vl.models import activations
-from adora_vl.models.activations import Dtypes, MicroBatch, head_saved, head_transient, saved
+from adora_vl.models.activations import (
+    DtypeBytes,
+    MicroBatch,
+    head_saved_bytes,
+    head_transient_bytes,
+    saved_bytes,
+)
 from adora_vl.models.families import freeze
 from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import describe
@@ -79,8 +85,8 @@ class Policy:
         self.shape = describe(
             config, dtype=str(dtype).removeprefix("torch."), frozen=frozen, peft_config=adapter
         )
-        self.dtypes = Dtypes(dtype.itemsize, dtype.itemsize)
-        self.measures = size.size(self.shape.merge, masked=padded)
+        self.dtypes = DtypeBytes(dtype.itemsize, dtype.itemsize)
+        self.measures = size.pass_size(self.shape.merge, has_padding_mask=padded)
         self.inputs, self.labels = self._batch(config)
 
     def _batch(self, config: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -114,11 +120,13 @@ class Policy:
 
     def kept(self) -> int:
         """Return the bytes that the formulas expect to be kept."""
-        parts = saved(self.shape, self.measures, self.dtypes, checkpointing=self.checkpointing)
+        parts = saved_bytes(
+            self.shape, self.measures, self.dtypes, checkpointing=self.checkpointing
+        )
         return (
             parts.text
             + parts.vision
-            + head_saved(self.shape, self.measures, self.dtypes, compact=False)
+            + head_saved_bytes(self.shape, self.measures, self.dtypes, compact=False)
         )
 
     def measured_kept(self) -> int:
@@ -214,9 +222,11 @@ def _check_peak(size, checkpointing, tile, monkeypatch):
             policy.forward().sum().backward()
         measured = sum(device["Total"] for device in tracker.get_tracker_snapshot("peak").values())
         sizes = policy.measures
-        parts = saved(policy.shape, sizes, policy.dtypes, checkpointing=checkpointing)
-        head = head_transient(policy.shape, sizes, policy.dtypes, compact=False)
+        parts = saved_bytes(policy.shape, sizes, policy.dtypes, checkpointing=checkpointing)
+        head = head_transient_bytes(policy.shape, sizes, policy.dtypes, compact=False)
     input_bytes = policy.shape.total * 4 + sum(t.nbytes for t in policy.inputs.values())
-    predicted = input_bytes + policy.kept() + max(head, parts.recomputed + parts.layer_gradients)
+    predicted = (
+        input_bytes + policy.kept() + max(head, parts.largest_recomputed + parts.layer_gradients)
+    )
     print(f"{predicted / measured - 1:+.1%}")
     assert predicted == pytest.approx(measured, rel=0.02), f"{predicted / measured - 1:+.1%}"

@@ -154,7 +154,7 @@ def test_a_run_of_the_experiment_ends_with_a_figure_for_each_step(tmp_path):
 
 
 def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    """Whether two models have the same weights."""
+    """Tell whether two models have the same weights."""
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -254,7 +254,7 @@ def test_answers_have_the_median_and_some_are_at_the_limit():
 
 
 def scanned_run(place, accuracy):
-    """A run as it is stored: at a place of the plan, with 40 % right at first and this at the end."""
+    """Return a run as it is stored: at a place of the plan, 40 % right at first, `accuracy` later."""
     case, start, seed, arm = place
     held_out = []
     for step, share in ((0, 0.4), (40, accuracy)):
@@ -304,7 +304,7 @@ def test_no_scanned_picture_is_in_both_splits(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", datasets)
 
     def pictures_by_digit(split: str) -> dict[str, set[bytes]]:
-        """The different pictures of each digit."""
+        """Return the different pictures of each digit."""
         pictures = scanned.scanned_digits(split, 8)
         return {digit: {picture.tobytes() for picture in pictures[digit]} for digit in pictures}
 

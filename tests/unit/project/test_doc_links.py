@@ -18,7 +18,7 @@ OURS = "adora_vl|benchmarks|configs|data_prep|docs|eval|notebooks|setup|tests"
 
 @cache
 def _anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     titles = [
         re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title)

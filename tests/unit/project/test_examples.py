@@ -86,7 +86,7 @@ def test_ngrpo_gives_groups_that_are_wrong_throughout_negative_advantages():
 
 
 def started(name: str, log: dict[str, float] | None = None, **options: Any) -> Any:
-    """An extension as a trainer starts it; `images` and `keys` are the context's."""
+    """Return an extension as a trainer starts it; `images` and `keys` are the context's."""
     images = options.pop("images", SimpleNamespace(image_processor=None))
     keys = options.pop("keys", {})
     extension = example(name)(**options)
@@ -103,7 +103,7 @@ def noisy_at(progress: float, log: dict[str, float] | None = None, **options: An
 
 
 def part(number: int, members: int = 8, first: int = 0, step: int = 0) -> RolloutGroup:
-    """A group, or the part of it that a rank has."""
+    """Return a group, or the part of it that a rank has."""
     drawn = DrawnProblem(row_number=5, key=StepKey(mode="train", step=step, micro=0), slot=number)
     return RolloutGroup(
         problem=drawn,

@@ -30,7 +30,7 @@ def test_the_package_lists_its_commands(capsys):
 
 
 def _is_package(name: str) -> bool:
-    """Whether a module is a folder, which runs by its `__main__`."""
+    """Tell whether a module is a folder, which runs by its `__main__`."""
     spec = find_spec(name)
     return spec is not None and spec.submodule_search_locations is not None
 

@@ -450,7 +450,7 @@ def test_the_server_is_started_as_the_page_says():
 
 
 def on_a_card(monkeypatch: pytest.MonkeyPatch, free: list[float]) -> Setting:
-    """A card that has so many GiB free, one after the other."""
+    """Return a card that has so many GiB free, one after the other."""
     free_gib = iter(free)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(

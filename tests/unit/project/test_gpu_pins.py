@@ -10,7 +10,7 @@ PINNED = check.pins(check.CONSTRAINTS.read_text())
 
 
 def report(**needs: list[str]) -> dict[str, object]:
-    """A report of pip's with every pin, and what some of the packages need."""
+    """Return a report of pip's with every pin, and what some of the packages need."""
     packages = {**PINNED, "cuda-toolkit": "13.0.3"}
     requires = {"torch": ["cuda-toolkit==13.0.3; platform_system == 'Linux'"], **needs}
     items = [

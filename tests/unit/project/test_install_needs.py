@@ -36,7 +36,7 @@ exec {python} "$@"
 def install(
     folder: Path, device: str, python: str, *programs: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """The script in a folder of its own, with these programs alone on PATH, and this Python."""
+    """Return the script in its own folder, with these programs alone on PATH, and this Python."""
     (folder / "setup").mkdir()
     for file in ("install.sh", "constraints-cpu.txt", "constraints-gpu.txt"):
         shutil.copy(REPOSITORY / "setup" / file, folder / "setup")

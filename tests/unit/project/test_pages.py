@@ -34,7 +34,7 @@ def _place(path: str) -> Path | None:
 
 
 def _defined(path: Path) -> set[str]:
-    """The classes, functions and variables of a file, at any depth."""
+    """Return the classes, functions and variables of a file, at any depth."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
     named = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     return named | {

@@ -330,7 +330,7 @@ def test_what_a_call_gains_is_counted_within_groups_that_have_both():
     rewards_PG = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
     facts = rollout_facts(
         rewards_PG.view(-1, 1),
-        calls_N=torch.tensor([1.0, 0, 2, 1, 0, 0]),
+        tool_calls_N=torch.tensor([1.0, 0, 2, 1, 0, 0]),
         failed_calls_N=torch.tensor([0.0, 0, 1, 0, 0, 0]),
         tool_seconds_N=torch.tensor([0.5, 0, 0.5, 0, 0, 0]),
         unanswered_N=torch.tensor([False, False, False, True, False, False]),

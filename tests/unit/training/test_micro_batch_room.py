@@ -16,7 +16,7 @@ from adora_vl.training.micro_batch_room import (
 )
 from adora_vl.types import HostRows
 from benchmarks.lockstep import REAL, simulate_filled
-from tests.support.micro_batch_room import LEARNERS, LONGEST, SHAPE, room
+from tests.support.micro_batch_room import ACTIVATION_MEMORIES, LONGEST, SHAPE, room
 
 # Of a group of 8 rollouts as the speed page has it: 468 tokens an answer on average
 ANSWERS = (1024, 760, 520, 430, 380, 300, 210, 117)
@@ -42,24 +42,26 @@ UNITS = st.builds(
         )
     ),
     st.integers(1, 2),
-    st.sampled_from(sorted(LEARNERS)),
+    st.sampled_from(sorted(ACTIVATION_MEMORIES)),
     st.booleans(),
 )
 def test_a_filled_micro_batch_takes_no_more_memory_than_is_planned(
-    ranks, max_units, learner, shares_prompts
+    ranks, max_units, activation_memory, shares_prompts
 ):
     """Whatever the lengths, however many layers are recomputed, on every rank.
 
     A micro-batch of the planned number of units is as it was without filling.
     """
     count = len(ranks[0])
-    parts = room(learner, shares_prompts=shares_prompts).cut(ranks, range(count), max_units)
+    parts = room(activation_memory, shares_prompts=shares_prompts).cut(
+        ranks, range(count), max_units
+    )
     assert [number for part in parts for number in part] == list(range(count))
     assert all(len(part) >= max_units for part in parts[:-1])
     everything = [unit for units in ranks for unit in units]
     sized = partial(size_of_pass, shares_prompts=shares_prompts, masked=True)
     planned = sized([full_unit(everything, LONGEST)] * max_units)
-    model = LEARNERS[learner]
+    model = ACTIVATION_MEMORIES[activation_memory]
     numbers = (0, 7, SHAPE.text.layers) if model.checkpointing else (0,)
     for part in parts:
         if len(part) <= max_units:
@@ -67,7 +69,7 @@ def test_a_filled_micro_batch_takes_no_more_memory_than_is_planned(
         for units in ranks:
             size = sized(units[part.start : part.stop])
             for recomputed in numbers:
-                assert model.needed(size, recomputed) <= model.needed(planned, recomputed)
+                assert model.peak_bytes(size, recomputed) <= model.peak_bytes(planned, recomputed)
 
 
 def test_groups_of_real_lengths_need_a_third_of_the_micro_batches():
@@ -110,7 +112,7 @@ def test_the_planned_pass_is_that_of_the_dry_run():
         1079,
         LONGEST,
         image_tokens=256,
-        unit=8,
+        sequences_per_problem=8,
         packed=True,
     )
     size = size_of_pass(
@@ -118,15 +120,21 @@ def test_the_planned_pass_is_that_of_the_dry_run():
         shares_prompts=True,
         masked=True,
     )
-    dry = planned.size(merge=2, masked=True)
-    assert (size.rows, size.length, size.scored, size.patches, size.masked) == (
+    dry = planned.pass_size(merge_size=2, has_padding_mask=True)
+    assert (
+        size.rows,
+        size.row_length,
+        size.scored_tokens,
+        size.patches,
+        size.has_padding_mask,
+    ) == (
         dry.rows,
-        dry.length,
-        dry.scored,
+        dry.row_length,
+        dry.scored_tokens,
         dry.patches,
-        dry.masked,
+        dry.has_padding_mask,
     )
-    assert size.repeated == dry.repeated - 8, "a rollout's last token is no key"
+    assert size.repeated_keys == dry.repeated_keys - 8, "a rollout's last token is no key"
 
 
 def test_sizes_of_units_by_hand():

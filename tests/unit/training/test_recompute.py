@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from adora_vl.config.sharding import Sharding
-from adora_vl.models.activations import KEPT_FREE, Dtypes, Learner, PassSize
+from adora_vl.models.activations import RESERVED_SHARE, ActivationMemory, DtypeBytes, PassSize
 from adora_vl.models.shape import ModelShape, config_for_planning, describe
 from adora_vl.training.recompute import FIGURE, Gradients, RecomputedLayers, language_layers
 from tests.support.small_models import TEXT, small_model
@@ -21,9 +21,9 @@ from tests.support.step_context import step_context
 LAYERS = 4
 SIZE = PassSize(
     rows=1,
-    length=4800,
-    scored=3744,
-    repeated=12_400,
+    row_length=4800,
+    scored_tokens=3744,
+    repeated_keys=12_400,
 )
 THREE = "Qwen/Qwen2.5-VL-3B-Instruct"
 GIB = 2**30
@@ -136,17 +136,17 @@ def test_a_run_without_gradient_checkpointing_gets_none():
 
 
 def test_as_few_layers_as_leave_a_tenth_of_the_card_free():
-    learner = Learner(three_billion(), Dtypes(compute=2, stream=2))
-    layers = learner.shape.text.layers
+    activation_memory = ActivationMemory(three_billion(), DtypeBytes(compute=2, residual=2))
+    layers = activation_memory.shape.text.layers
     numbers = []
     for gigabytes in range(1, 60):
         room = gigabytes * GIB
-        number = learner.fewest(SIZE, room)
+        number = activation_memory.fewest_recomputed_layers(SIZE, room)
         numbers.append(number)
         if number < layers:
-            assert learner.needed(SIZE, number) <= room
+            assert activation_memory.peak_bytes(SIZE, number) <= room
         if number:
-            assert learner.needed(SIZE, number - 1) > room
+            assert activation_memory.peak_bytes(SIZE, number - 1) > room
     assert numbers == sorted(numbers, reverse=True)
     assert numbers[0] == layers
     assert numbers[-1] == 0
@@ -158,12 +158,12 @@ def test_the_number_follows_the_tokens_and_the_free_memory(capsys):
     model = language_model()
     free = [0]
     shape = shape_of(model)
-    learner = Learner(shape(), Dtypes(compute=4, stream=4))
+    activation_memory = ActivationMemory(shape(), DtypeBytes(compute=4, residual=4))
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    card = learner.needed(SIZE, 0) * 4
+    card = activation_memory.peak_bytes(SIZE, 0) * 4
 
     def room_for(number: int) -> None:
-        free[0] = learner.needed(SIZE, number) + int(KEPT_FREE * card) + weights
+        free[0] = activation_memory.peak_bytes(SIZE, number) + int(RESERVED_SHARE * card) + weights
 
     switch = recomputed(
         model, shape=shape, card=lambda: (free[0], card), log=log, adora_recompute="auto"
@@ -176,7 +176,7 @@ def test_the_number_follows_the_tokens_and_the_free_memory(capsys):
             flags = [layer.gradient_checkpointing for layer in language_layers(model)]
         assert sum(flags) == switch.number == log[FIGURE] == number
     room_for(2)
-    with switch.chosen(PassSize(rows=1, length=240, scored=187)):
+    with switch.chosen(PassSize(rows=1, row_length=240, scored_tokens=187)):
         assert switch.number == 0, "fewer tokens keep less"
     gradients_of(model, "all")
     room_for(2)
