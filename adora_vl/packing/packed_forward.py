@@ -21,7 +21,6 @@ from adora_vl.models.families import shares_prompts
 from adora_vl.packing.image_store import first_patches
 from adora_vl.packing.pass_differences import computing_dtype, evaluation_mode, rounding_bound
 from adora_vl.packing.row_positions import (
-    RowImages,
     completion_images,
     completion_positions,
     prompt_images,
@@ -40,7 +39,7 @@ from adora_vl.packing.split_attention import (
     empty_mask,
     install_split_attention,
 )
-from adora_vl.types import HostRows
+from adora_vl.types import HostRows, RowImages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -340,19 +339,26 @@ def _images_in_order(host: HostRows, groups: RowGroups) -> list[RowImages]:
 
 
 def _inputs_of_first_rows(rows: int, inputs: dict[str, Any], host: HostRows) -> dict[str, Any]:
-    """Return the inputs of the first `rows` rows.
+    """Return the model's inputs of the first `rows` rows alone.
 
     `pixel_values` has an entry per patch and `image_grid_thw` one per image, not one per row.
+
+    Args:
+        rows: how many rows are kept.
+        inputs: the model's keyword arguments for all rows, some of which may be None.
+        host: says which images each row has.
     """
     images = [row_images for row_images in host.images[:rows] if row_images is not None]
     entry_counts = {
-        "pixel_values": sum(len(pixels) for pixels, _ in images),
-        "image_grid_thw": sum(len(grids) for _, grids in images),
+        "pixel_values": sum(len(row_images.pixels) for row_images in images),
+        "image_grid_thw": sum(len(row_images.grids) for row_images in images),
     }
     first_inputs = {}
     for name, values in inputs.items():
-        entries = entry_counts.get(name, rows)
-        first_inputs[name] = None if values is None else values[:entries]
+        first_inputs[name] = None
+        if values is not None:
+            entries = entry_counts.get(name, rows)
+            first_inputs[name] = values[:entries]
     return first_inputs
 
 

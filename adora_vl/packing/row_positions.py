@@ -3,23 +3,16 @@
 All of it is computed on the host, from `HostRows`, before a row is packed.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from adora_vl.packing.vision import vision_model
-from adora_vl.types import HostRows
+from adora_vl.types import HostRows, RowImages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-class RowImages(NamedTuple):
-    """The images of a row's prompt or completion, one after the other."""
-
-    pixels: Tensor  # references into an image bank (patches, 1), or pixels (patches, D)
-    grids: Tensor  # (images, 3): each image's (temporal, height, width) in patches
 
 
 def prompt_images(host: HostRows, row: int) -> RowImages | None:
@@ -99,7 +92,7 @@ def completion_positions(
     completion_mask = torch.arange(host.answer_types.size(1)) < lengths[:, None]
     row_mask = torch.cat([prompt_mask, completion_mask.to(prompt_mask.dtype)], dim=1)
     all_images = [host.images[row] for row in rows]
-    grids = torch.cat([row_images[1] for row_images in all_images if row_images is not None])
+    grids = torch.cat([row_images.grids for row_images in all_images if row_images is not None])
     # The model counts a whole row as if it were a prompt.
     positions = prompt_positions(
         model,
