@@ -203,9 +203,9 @@ def _diagnoses(problems: Sequence[dict[str, bool]], *, strict: bool) -> list[str
     diagnoses: list[str] = []
     for correct_by_key in problems:
         # `3steps_multi`, the whole problem, sorts behind the numbers of the steps.
-        *steps, whole = sorted(correct_by_key)
-        are_steps_right = [correct_by_key[key] for key in steps]
-        diagnoses.append(diagnosis(are_steps_right, correct_by_key[whole], strict=strict))
+        *step_keys, whole_key = sorted(correct_by_key)
+        are_steps_right = [correct_by_key[key] for key in step_keys]
+        diagnoses.append(diagnosis(are_steps_right, correct_by_key[whole_key], strict=strict))
     return diagnoses
 
 
