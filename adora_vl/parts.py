@@ -266,17 +266,17 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
 
     def _metrics_logger(self, context: StepContext) -> MetricsLogger:
         """The logger of a generation's figures and of its record."""
-        bytes_sent = (lambda: self.vllm_generation.bytes_sent) if self.use_vllm else None
+        synced_bytes = (lambda: self.vllm_generation.bytes_sent) if self.use_vllm else None
         return MetricsLogger(
             context=context,
             recorder=self.recorder,
-            figures=self._metrics,
+            metrics_by_mode=self._metrics,
             table=self._logs,
-            functions=self.reward_func_names,
-            notice=rollout_figures.TieNotice(
+            function_names=self.reward_func_names,
+            tie_notice=rollout_figures.TieNotice(
                 self.methods.adora_options, speaks=self.accelerator.is_main_process
             ),
-            bytes_sent=bytes_sent,
+            synced_bytes=synced_bytes,
         )
 
     def _generation_sampler(self, context: StepContext, stop: StopCriteria) -> GenerationSampler:
