@@ -42,7 +42,7 @@ def adora_metrics(weighting: AdoraWeighting) -> dict[str, float]:
         "length_correct": _mean_where(lengths_PG, groups.correct_PG),
         "length_wrong": _mean_where(lengths_PG, groups.wrong_PG),
         "pass_rate": _mean_where(groups.pass_rate_P, judged_P),
-        "ties": _mean_where(weighting.ties_P.float(), _comparable_groups_P(weighting)),
+        "ties": _mean_where(weighting.tds_by_tie_P.float(), _comparable_groups_P(weighting)),
     }
 
 
@@ -80,7 +80,7 @@ class TieNotice:
         if self._is_silent:
             return
         self._comparable_count += int(_comparable_groups_P(weighting).sum())
-        self._tie_count += int(weighting.ties_P.sum())
+        self._tie_count += int(weighting.tds_by_tie_P.sum())
         if (
             self._comparable_count >= self.GROUPS
             and self._tie_count > self.SHARE * self._comparable_count
