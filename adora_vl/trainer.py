@@ -750,7 +750,10 @@ class AdoraGRPOTrainer(TrainerParts):
         """Return the log-probabilities of a generation's completions by the policy, (B, C)."""
         policy = partial(self._get_per_token_logps_and_entropies, self.model)
         return generation_logps(
-            batch, policy=policy, rows=self.args.per_device_train_batch_size, pixels=pixels
+            batch,
+            model_pass=policy,
+            rows_per_pass=self.args.per_device_train_batch_size,
+            pixels=pixels,
         )
 
     # ------------------------------------------------------------------------------ 3. a checkpoint

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import Any, NamedTuple, Protocol, TypedDict
 
 import torch
 from accelerate import Accelerator
@@ -66,26 +66,32 @@ class Batch(TypedDict, total=False):
     rollout_number: Tensor  # (B,), adora_vl.record.recorder
     share_of_rows: float  # rows of this micro-batch over per_device_train_batch_size
     share_of_tokens: Tensor  # (), its tokens over those of a micro-batch on average
-    host: HostRows  # of a micro-batch; left out of checkpoints
+    host_rows: HostRows  # of a micro-batch; left out of checkpoints
+
+
+class RowImages(NamedTuple):
+    """The images of a row, or of its prompt or completion alone, one after the other."""
+
+    pixels: Tensor  # references into an image bank (patches, 1), or pixels (patches, D)
+    grids: Tensor  # (images, 3): each image's (temporal, height, width) in patches
 
 
 @dataclass(frozen=True)
 class HostRows:
-    """What the host knows of B rows, so that a pass does not wait for the device.
+    """Copies of B rows on the CPU, so that the host need not wait for the device to read them.
 
-    Tensors are on the CPU. The rows have P prompt and C completion tokens.
+    The rows have P prompt and C completion tokens. The ids of the completions are not copied.
     """
 
     prompt_ids: Tensor  # (B, P)
     prompt_mask: Tensor  # (B, P)
-    token_types: Tensor | None  # (B, P), 1 at the tokens of images
-    lengths: list[int]  # completion tokens of each row
-    # of each row: references (patches, 1) or pixels, and grids (images, 3)
-    images: list[tuple[Tensor, Tensor] | None]
-    # (B, C), not 0 where the policy has sampled; None: everywhere
+    prompt_token_types: Tensor | None  # (B, P), 1 at the tokens of images
+    completion_lengths: list[int]  # (B,), in tokens
+    images: list[RowImages | None]  # (B,), of prompt and completion; all None where no row has any
+    # (B, C), not 0 where the policy has sampled the token; None: everywhere
     policy_mask: Tensor | None = None
-    # (B, C), as `token_types`; None where completions have no images
-    answer_types: Tensor | None = None
+    # (B, C), 1 at the tokens of images; None where no completion has images
+    completion_token_types: Tensor | None = None
 
     @classmethod
     def of(
@@ -102,87 +108,110 @@ class HostRows:
             prompt_mask: (B, P).
             completion_mask: (B, C).
             columns: the batch's columns of images and tools by their names. Pixels that are not
-                references stay where they are.
+                references into an image bank stay where they are.
         """
-        types = columns.get("mm_token_type_ids")
-        grids = columns.get("image_grid_thw")
-        counts = columns.get("num_images")
-        pixels: Any = columns.get("pixel_values")
+        token_types = columns.get("mm_token_type_ids")
+        pixels: Tensor | None = columns.get("pixel_values")
         policy_mask = columns.get("tool_mask")
-        width = prompt_ids.size(1)
-        # Without tools no completion has images.
-        has_answer_types = types is not None and policy_mask is not None
-        answer_types = types[:, width:] if types is not None and has_answer_types else None
-        types = types[:, :width] if types is not None else None
-        references = pixels if pixels is not None and not pixels.is_floating_point() else None
-        tensors = {
-            "prompt_ids": prompt_ids,
-            "prompt_mask": prompt_mask,
-            "lengths": completion_mask.sum(dim=1),
-            "types": types,
-            "grids": grids,
-            "references": references,
-            "policy_mask": policy_mask,
-            "answer_types": answer_types,
-        }
-        host = _on_host(tensors)
-        answer_types = host["answer_types"]
-        if answer_types is not None and not answer_types.any():
-            answer_types = None
-        images = list[tuple[Tensor, Tensor] | None]([None] * len(prompt_ids))
-        grids = host["grids"]
-        if pixels is not None and grids is not None and counts is not None:
-            grids_by_row = torch.split(grids, counts)
-            sizes = [int(grid.prod(dim=-1).sum()) for grid in grids_by_row]
-            if references is not None:
-                pixels = host["references"]
-            images = list(zip(torch.split(pixels, sizes), grids_by_row, strict=True))
-        lengths = host["lengths"]
-        ids = host["prompt_ids"]
-        mask = host["prompt_mask"]
-        assert ids is not None
-        assert mask is not None
-        assert lengths is not None
+        prompt_token_types = None
+        completion_token_types = None
+        if token_types is not None:
+            prompt_width = prompt_ids.size(1)
+            prompt_token_types = token_types[:, :prompt_width]
+            if policy_mask is not None:  # only tools put images into completions
+                completion_token_types = token_types[:, prompt_width:]
+        has_references = pixels is not None and not pixels.is_floating_point()
+        host = _on_host(
+            {
+                "prompt_ids": prompt_ids,
+                "prompt_mask": prompt_mask,
+                "completion_lengths": completion_mask.sum(dim=1),
+                "prompt_token_types": prompt_token_types,
+                "grids": columns.get("image_grid_thw"),
+                "references": pixels if has_references else None,
+                "policy_mask": policy_mask,
+                "completion_token_types": completion_token_types,
+            }
+        )
+        completion_token_types = host.get("completion_token_types")
+        if completion_token_types is not None and not completion_token_types.any():
+            completion_token_types = None
+        images: list[RowImages | None] = [None] * len(prompt_ids)
+        image_counts = columns.get("num_images")
+        if pixels is not None and "grids" in host and image_counts is not None:
+            pixels = host.get("references", pixels)
+            images = list(split_images_by_row(pixels, host["grids"], image_counts))
         return cls(
-            prompt_ids=ids,
-            prompt_mask=mask,
-            token_types=host["types"],
-            lengths=lengths.tolist(),
+            prompt_ids=host["prompt_ids"],
+            prompt_mask=host["prompt_mask"],
+            prompt_token_types=host.get("prompt_token_types"),
+            completion_lengths=host["completion_lengths"].tolist(),
             images=images,
-            policy_mask=host["policy_mask"],
-            answer_types=answer_types,
+            policy_mask=host.get("policy_mask"),
+            completion_token_types=completion_token_types,
         )
 
-    def images_of_prompt(self, row: int) -> int:
-        """How many images the prompt of a row has.
+    def prompt_image_count(self, row: int) -> int:
+        """Return how many images the prompt of a row has.
 
-        They are counted as runs of image tokens, which never touch.
+        They are counted as runs of image tokens. The runs of two images never touch, since each
+        image has a start and an end token around it.
         """
-        if self.token_types is None:
+        if self.prompt_token_types is None:
             return 0
-        shows = (self.token_types[row] == 1).int()
-        return int(shows[0] + (shows.diff() == 1).sum())
+        is_image_P = (self.prompt_token_types[row] == 1).int()
+        begins_at_first_token = is_image_P[0]
+        later_beginnings = (is_image_P.diff() == 1).sum()
+        return int(begins_at_first_token + later_beginnings)
 
-    def taken(self, rows: Sequence[int], first: int = 0) -> HostRows:
-        """The facts of these rows, with the columns of their prompts from `first` on."""
+    def select(self, rows: Sequence[int], first_column: int = 0) -> HostRows:
+        """Return the copies of these rows, with the prompts' columns from `first_column` on."""
         rows = list(rows)
+        prompt_token_types = None
+        policy_mask = None
+        completion_token_types = None
+        if self.prompt_token_types is not None:
+            prompt_token_types = self.prompt_token_types[rows, first_column:]
+        if self.policy_mask is not None:
+            policy_mask = self.policy_mask[rows]
+        if self.completion_token_types is not None:
+            completion_token_types = self.completion_token_types[rows]
         return HostRows(
-            prompt_ids=self.prompt_ids[rows, first:],
-            prompt_mask=self.prompt_mask[rows, first:],
-            token_types=self.token_types[rows, first:] if self.token_types is not None else None,
-            lengths=[self.lengths[row] for row in rows],
+            prompt_ids=self.prompt_ids[rows, first_column:],
+            prompt_mask=self.prompt_mask[rows, first_column:],
+            prompt_token_types=prompt_token_types,
+            completion_lengths=[self.completion_lengths[row] for row in rows],
             images=[self.images[row] for row in rows],
-            policy_mask=self.policy_mask[rows] if self.policy_mask is not None else None,
-            answer_types=self.answer_types[rows] if self.answer_types is not None else None,
+            policy_mask=policy_mask,
+            completion_token_types=completion_token_types,
         )
 
 
-def _on_host(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """Copy tensors of whole numbers to the host, in one piece, so that the host waits once."""
+def split_images_by_row(
+    pixels: Tensor, grids: Tensor, image_counts: Sequence[int]
+) -> list[RowImages]:
+    """Split the pixels (patches, D) and grids (images, 3) of a batch by row.
+
+    `image_counts`: the number of images of each row.
+    """
+    grids_by_row = torch.split(grids, list(image_counts))
+    patch_counts = [int(row_grids.prod(dim=-1).sum()) for row_grids in grids_by_row]
+    pixels_by_row = torch.split(pixels, patch_counts)
+    return [
+        RowImages(pixels=row_pixels, grids=row_grids)
+        for row_pixels, row_grids in zip(pixels_by_row, grids_by_row, strict=True)
+    ]
+
+
+def _on_host(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Copy tensors of whole numbers to the host in one transfer, so that the host waits once.
+
+    Entries that are None are left out of the result.
+    """
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     joined = torch.cat([tensor.reshape(-1).long() for tensor in present.values()]).cpu()
     parts = torch.split(joined, [tensor.numel() for tensor in present.values()])
-    on_host = dict[str, Tensor | None](dict.fromkeys(tensors))
+    on_host = {}
     for (name, tensor), part in zip(present.items(), parts, strict=True):
         on_host[name] = part.view(tensor.shape).to(tensor.dtype)
     return on_host

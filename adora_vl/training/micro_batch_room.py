@@ -41,7 +41,7 @@ def unit_sizes(host: HostRows, rows_per_unit: int, *, shares_vision: bool) -> li
     sizes = []
     for first_row in range(0, len(prompts), rows_per_unit):
         rows = range(first_row, first_row + rows_per_unit)
-        answer_lengths = [host.lengths[row] for row in rows]
+        answer_lengths = [host.completion_lengths[row] for row in rows]
         patches = [_patches(host, row) for row in rows]
         sizes.append(
             UnitSize(
@@ -58,7 +58,7 @@ def unit_sizes(host: HostRows, rows_per_unit: int, *, shares_vision: bool) -> li
 def _patches(host: HostRows, row: int) -> int:
     """Return the number of patches of a row's images."""
     images_of_row = host.images[row]
-    return 0 if images_of_row is None else len(images_of_row[0])
+    return 0 if images_of_row is None else len(images_of_row.pixels)
 
 
 def size_of_pass(units: Sequence[UnitSize], *, shares_prompts: bool, masked: bool) -> PassSize:

@@ -350,7 +350,9 @@ class MicroBatcher:
         host = HostRows.of(
             batch["prompt_ids"], batch["prompt_mask"], batch["completion_mask"], columns
         )
-        tokens_by_unit = self._tokens(host.prompt_mask.sum(dim=1), torch.tensor(host.lengths))
+        tokens_by_unit = self._tokens(
+            host.prompt_mask.sum(dim=1), torch.tensor(host.completion_lengths)
+        )
         # Every optimizer step needs at least one unit: an empty one would reduce no gradients.
         units = choose_units(has_signal, max(most_live, optimizer_steps), tokens_by_unit)
         self.log("adora/skipped_groups", 1 - len(units) / unit_count)
@@ -412,10 +414,10 @@ class MicroBatcher:
         rows_per_unit = self.layout.rows_per_unit
         rows = [rows_per_unit * unit + row for unit in units for row in range(rows_per_unit)]
         used_column_range = used_columns(
-            host.prompt_mask[rows], [host.lengths[row] for row in rows]
+            host.prompt_mask[rows], [host.completion_lengths[row] for row in rows]
         )
         micro = cast("Batch", without_padding(dict(reader.take(rows)), used_column_range))
-        micro["host"] = host.taken(rows, used_column_range[0])
+        micro["host_rows"] = host.select(rows, used_column_range[0])
         micro["share_of_rows"] = len(rows) / self.layout.micro_batch_rows / filled_share
         if self._by_tokens:
             tokens = loss_mask(micro).sum()
