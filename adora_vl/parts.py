@@ -137,13 +137,13 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             context=context,
             images=self.images,
             processor=self.processing_class,
-            ends=stop,
+            stop_criteria=stop,
             to_device=to_device,
-            scored=self.sampler.scores,
-            multiple=self.pad_to_multiple_of,
-            tools=self.toolbox is not None,
+            has_engine_logps=self.sampler.scores,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            has_tools=self.toolbox is not None,
             has_stale=self.pool.has_stale,
-            other_images=any(extension.changes_images for extension in self.extensions),
+            shows_other_images=any(extension.changes_images for extension in self.extensions),
         )
 
     def _make_models_parts(self, context: StepContext, models: list[Any]) -> None:
@@ -266,17 +266,17 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
 
     def _metrics_logger(self, context: StepContext) -> MetricsLogger:
         """The logger of a generation's figures and of its record."""
-        bytes_sent = (lambda: self.vllm_generation.bytes_sent) if self.use_vllm else None
+        synced_bytes = (lambda: self.vllm_generation.bytes_sent) if self.use_vllm else None
         return MetricsLogger(
             context=context,
             recorder=self.recorder,
-            figures=self._metrics,
+            metrics_by_mode=self._metrics,
             table=self._logs,
-            functions=self.reward_func_names,
-            notice=rollout_figures.TieNotice(
+            function_names=self.reward_func_names,
+            tie_notice=rollout_figures.TieNotice(
                 self.methods.adora_options, speaks=self.accelerator.is_main_process
             ),
-            bytes_sent=bytes_sent,
+            synced_bytes=synced_bytes,
         )
 
     def _generation_sampler(self, context: StepContext, stop: StopCriteria) -> GenerationSampler:

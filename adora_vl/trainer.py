@@ -459,7 +459,7 @@ class AdoraGRPOTrainer(TrainerParts):
                     for row, rollout in zip(built.rows, built.rollouts, strict=True)
                 ],
                 built.prompts.messages,
-                built.answers,
+                built.completions,
                 [rollout.policy_tokens for rollout in built.rollouts],
                 thinking_opened=built.thinking_opened,
                 state=self.state,
@@ -472,7 +472,7 @@ class AdoraGRPOTrainer(TrainerParts):
         assessment = self.advantages.assess(facts, generation.group_size, step)
         scored = ScoredGroups(groups=groups, batch=built.batch, facts=facts, assessment=assessment)
         with self.clock.phase("other"):
-            self.generation_log.scored(generation, built, scored)
+            self.generation_log.log_scored(generation, built, scored)
         return scored
 
     def _refill(self, generation: Generation, scored: ScoredGroups) -> ScoredGroups:
@@ -541,7 +541,7 @@ class AdoraGRPOTrainer(TrainerParts):
             for extension in self.extensions:
                 extension.after_weighing(generation, batch, advantages)
         with self.clock.phase("other"):
-            self.generation_log.weighed(batch, advantages)
+            self.generation_log.log_learned(batch, advantages)
         return batch
 
     def _rows_on_device(self, values_PG: Tensor) -> Tensor:
@@ -631,7 +631,7 @@ class AdoraGRPOTrainer(TrainerParts):
         `logps_BC`: those of the policy that has sampled it, detached.
         """
         self.drift_guard.check_batch(micro, self.state.global_step, logps_BC)
-        self.recorder.measured(micro, logps_BC)
+        self.recorder.add_measured_drift(micro, logps_BC)
         if self.old_logps.corrects_engine:
             for name, value in self.ratio.complete(micro, logps_BC).items():
                 self.log_figure(name, value)

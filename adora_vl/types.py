@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypedDict
+from typing import Any, NamedTuple, Protocol, TypedDict, cast
 
 import torch
 from accelerate import Accelerator
@@ -78,17 +78,17 @@ class RowImages(NamedTuple):
 
 @dataclass(frozen=True)
 class HostRows:
-    """Copies of B rows on the CPU, so that the host need not wait for the device to read them.
+    """A copy of what a pass has to know of B rows on the CPU, so that it never waits for the GPU.
 
-    The rows have P prompt and C completion tokens. The ids of the completions are not copied.
+    The rows have P prompt and C completion tokens.
     """
 
     prompt_ids: Tensor  # (B, P)
     prompt_mask: Tensor  # (B, P)
     prompt_token_types: Tensor | None  # (B, P), 1 at the tokens of images
     completion_lengths: list[int]  # (B,), in tokens
-    images: list[RowImages | None]  # (B,), of prompt and completion; all None where no row has any
-    # (B, C), not 0 where the policy has sampled the token; None: everywhere
+    images: list[RowImages | None]  # of each row, prompt and completion together
+    # (B, C), not 0 where the policy has sampled; None: everywhere
     policy_mask: Tensor | None = None
     # (B, C), 1 at the tokens of images; None where no completion has images
     completion_token_types: Tensor | None = None
@@ -101,71 +101,65 @@ class HostRows:
         completion_mask: Tensor,
         columns: Mapping[str, Any],
     ) -> HostRows:
-        """Copy rows to the host.
+        """Copy what a pass has to know of a batch's rows to the CPU, with a single wait for the GPU.
 
         Args:
             prompt_ids: (B, P).
             prompt_mask: (B, P).
             completion_mask: (B, C).
-            columns: the batch's columns of images and tools by their names. Pixels that are not
-                references into an image bank stay where they are.
+            columns: the batch's columns of images and tools by their names. Pixels are large and
+                stay on their device. References to an image bank are copied.
         """
-        token_types = columns.get("mm_token_type_ids")
-        pixels: Tensor | None = columns.get("pixel_values")
-        policy_mask = columns.get("tool_mask")
-        prompt_token_types = None
-        completion_token_types = None
-        if token_types is not None:
-            prompt_width = prompt_ids.size(1)
-            prompt_token_types = token_types[:, :prompt_width]
-            if policy_mask is not None:  # only tools put images into completions
-                completion_token_types = token_types[:, prompt_width:]
+        pixels: Any = columns.get("pixel_values")
         has_references = pixels is not None and not pixels.is_floating_point()
-        host = _on_host(
-            {
-                "prompt_ids": prompt_ids,
-                "prompt_mask": prompt_mask,
-                "completion_lengths": completion_mask.sum(dim=1),
-                "prompt_token_types": prompt_token_types,
-                "grids": columns.get("image_grid_thw"),
-                "references": pixels if has_references else None,
-                "policy_mask": policy_mask,
-                "completion_token_types": completion_token_types,
-            }
-        )
-        completion_token_types = host.get("completion_token_types")
-        if completion_token_types is not None and not completion_token_types.any():
-            completion_token_types = None
-        images: list[RowImages | None] = [None] * len(prompt_ids)
-        image_counts = columns.get("num_images")
-        if pixels is not None and "grids" in host and image_counts is not None:
-            pixels = host.get("references", pixels)
-            images = list(split_images_by_row(pixels, host["grids"], image_counts))
+        prompt_types, completion_types = _split_token_types(columns, prompt_ids.size(1))
+        device_tensors = {
+            "prompt_ids": prompt_ids,
+            "prompt_mask": prompt_mask,
+            "lengths": completion_mask.sum(dim=1),
+            "prompt_types": prompt_types,
+            "completion_types": completion_types,
+            "policy_mask": columns.get("tool_mask"),
+            "grids": columns.get("image_grid_thw"),
+            "references": pixels if has_references else None,
+        }
+        host = _on_host(device_tensors)
+        completion_types = host["completion_types"]
+        if completion_types is not None and not completion_types.any():
+            completion_types = None  # no completion has an image
         return cls(
-            prompt_ids=host["prompt_ids"],
-            prompt_mask=host["prompt_mask"],
-            prompt_token_types=host.get("prompt_token_types"),
-            completion_lengths=host["completion_lengths"].tolist(),
-            images=images,
-            policy_mask=host.get("policy_mask"),
-            completion_token_types=completion_token_types,
+            prompt_ids=cast("Tensor", host["prompt_ids"]),
+            prompt_mask=cast("Tensor", host["prompt_mask"]),
+            prompt_token_types=host["prompt_types"],
+            completion_lengths=cast("Tensor", host["lengths"]).tolist(),
+            images=_images_of_rows(
+                len(prompt_ids),
+                pixels=host["references"] if has_references else pixels,
+                grids=host["grids"],
+                num_images=columns.get("num_images"),
+            ),
+            policy_mask=host["policy_mask"],
+            completion_token_types=completion_types,
         )
 
     def prompt_image_count(self, row: int) -> int:
         """Return how many images the prompt of a row has.
 
-        They are counted as runs of image tokens. The runs of two images never touch, since each
-        image has a start and an end token around it.
+        An image is a run of image tokens. Runs never touch, since tokens that mark the beginning
+        and the end of an image stand between them.
         """
         if self.prompt_token_types is None:
             return 0
-        is_image_P = (self.prompt_token_types[row] == 1).int()
-        begins_at_first_token = is_image_P[0]
-        later_beginnings = (is_image_P.diff() == 1).sum()
-        return int(begins_at_first_token + later_beginnings)
+        is_image_token = (self.prompt_token_types[row] == 1).int()
+        # A run begins at the first token, or where the difference to the token before is 1.
+        begins_run = is_image_token.diff() == 1
+        return int(is_image_token[0] + begins_run.sum())
 
     def select(self, rows: Sequence[int], first_column: int = 0) -> HostRows:
-        """Return the copies of these rows, with the prompts' columns from `first_column` on."""
+        """Return what is known of these rows alone.
+
+        Their prompts lose the columns before `first_column`, which are padding in all of these rows.
+        """
         rows = list(rows)
         prompt_token_types = None
         policy_mask = None
@@ -187,6 +181,42 @@ class HostRows:
         )
 
 
+def _split_token_types(
+    columns: Mapping[str, Any], prompt_width: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the token types of prompts, (B, P), and of completions, (B, C): 1 at image tokens.
+
+    They are None for a batch without images. Those of completions are None without tools too: only
+    a tool puts an image into a completion.
+    """
+    types = columns.get("mm_token_type_ids")
+    if types is None:
+        return None, None
+    prompt_types = types[:, :prompt_width]
+    if columns.get("tool_mask") is None:
+        return prompt_types, None
+    return prompt_types, types[:, prompt_width:]
+
+
+def _images_of_rows(
+    rows: int, pixels: Tensor | None, grids: Tensor | None, num_images: list[int] | None
+) -> list[RowImages | None]:
+    """Divide the images of a batch among its rows.
+
+    Args:
+        rows: number of rows, B.
+        pixels: one entry for each patch of all images.
+        grids: (images, 3), each image's patches in time, height and width.
+        num_images: images of each row, (B,).
+
+    Returns:
+        The images of each row; None for each in a batch without images.
+    """
+    if pixels is None or grids is None or num_images is None:
+        return [None] * rows
+    return list(split_images_by_row(pixels, grids, num_images))
+
+
 def split_images_by_row(
     pixels: Tensor, grids: Tensor, image_counts: Sequence[int]
 ) -> list[RowImages]:
@@ -195,31 +225,32 @@ def split_images_by_row(
     `image_counts`: the number of images of each row.
     """
     grids_by_row = torch.split(grids, list(image_counts))
-    patch_counts = [int(row_grids.prod(dim=-1).sum()) for row_grids in grids_by_row]
-    pixels_by_row = torch.split(pixels, patch_counts)
+    patches_by_row = [int(row_grids.prod(dim=-1).sum()) for row_grids in grids_by_row]
+    pixels_by_row = torch.split(pixels, patches_by_row)
     return [
         RowImages(pixels=row_pixels, grids=row_grids)
         for row_pixels, row_grids in zip(pixels_by_row, grids_by_row, strict=True)
     ]
 
 
-def _on_host(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Copy tensors of whole numbers to the host in one transfer, so that the host waits once.
+def _on_host(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Copy tensors of whole numbers to the CPU, by their names; None stays None.
 
-    Entries that are None are left out of the result.
+    They travel as one tensor, so that the CPU waits for the GPU once.
     """
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     joined = torch.cat([tensor.reshape(-1).long() for tensor in present.values()]).cpu()
     parts = torch.split(joined, [tensor.numel() for tensor in present.values()])
-    on_host = {}
+    on_host = dict[str, Tensor | None](dict.fromkeys(tensors))
     for (name, tensor), part in zip(present.items(), parts, strict=True):
         on_host[name] = part.view(tensor.shape).to(tensor.dtype)
     return on_host
 
 
-# the checkpoint of the present step, written by all ranks unless it is there
+# Returns the checkpoint of the present step, which all ranks write together unless it is there.
 SaveNow = Callable[[], Path]
-LogFigure = Callable[[str, float], None]  # name and value, for the next log; the same on every rank
+# Gets name and value of a figure for the next log; the same on every rank.
+LogFigure = Callable[[str, float], None]
 
 
 class PolicyLogps(Protocol):
@@ -246,15 +277,18 @@ class StepContext:
 
 
 def loss_mask(batch: Batch) -> Tensor:
-    """The completion tokens that the loss counts, (B, C)."""
+    """Return 1 at the completion tokens that the loss counts, else 0, (B, C)."""
     mask_BC = batch["completion_mask"]
-    return mask_BC * batch["tool_mask"] if "tool_mask" in batch else mask_BC
+    if "tool_mask" in batch:
+        mask_BC = mask_BC * batch["tool_mask"]  # 0 at the tokens of tools
+    return mask_BC
 
 
 def compared_mask(batch: Batch) -> Tensor:
-    """The tokens of the loss on which the engine can be compared with the policy, (B, C).
+    """Return 1 at the tokens of the loss whose engine log-probabilities must match the policy's.
 
-    Both have seen the same prompt there, and the present weights have sampled the tokens.
+    (B, C). Elsewhere, at the first `stale_tokens` of a rollout, earlier weights have sampled the
+    tokens, or the engine has seen other images than the policy.
     """
     mask_BC = loss_mask(batch)
     if "stale_tokens" in batch:

@@ -193,8 +193,10 @@ def probe_error(query: Tensor, key: Tensor) -> float:
         half_inputs = [wave.to(query.dtype).requires_grad_() for wave in waves]
         # The same rounded numbers in float32, so that only the kernel's own error is measured.
         full_inputs = [tensor.detach().float().requires_grad_() for tensor in half_inputs]
-        kernel_output = attend_spans(*half_inputs, layout=layout, scaling=scaling)
-        plain_output = plain_attention(*full_inputs, layout=layout, scaling=scaling)
+        half_query, half_key, half_value = half_inputs
+        kernel_output = attend_spans(half_query, half_key, half_value, layout, scaling)
+        full_query, full_key, full_value = full_inputs
+        plain_output = plain_attention(full_query, full_key, full_value, layout, scaling)
         kernel_gradients = torch.autograd.grad((kernel_output * loss_weights).sum(), half_inputs)
         plain_gradients = torch.autograd.grad((plain_output * loss_weights).sum(), full_inputs)
     kernel_results = (kernel_output, *kernel_gradients)

@@ -119,14 +119,14 @@ def assessment_figures(
     }
     figures["adora/reflective_per_1000_tokens"] = facts.reflective_per_1000_tokens
     figures["rewards/missing"] = facts.missing_share
-    figures["completions/clipped_ratio"] = facts.cut_off_N.float().mean().item()
-    ended = facts.length_N[~facts.cut_off_N]
+    figures["completions/clipped_ratio"] = facts.has_no_end_N.float().mean().item()
+    ended = facts.length_N[~facts.has_no_end_N]
     for name, reduce in (("mean", torch.mean), ("min", torch.amin), ("max", torch.amax)):
         figures[f"completions/{name}_length"] = reduce(facts.length_N).item()
         figures[f"completions/{name}_terminated_length"] = (
             reduce(ended).item() if len(ended) else 0.0
         )
-    for name, rewards_N in zip(functions, facts.counted_NF.unbind(dim=1), strict=True):
+    for name, rewards_N in zip(functions, facts.counted_rewards_NF.unbind(dim=1), strict=True):
         mean, std = _mean_and_deviation(rewards_N)
         figures[f"rewards/{name}/mean"] = mean
         figures[f"rewards/{name}/std"] = std
@@ -134,7 +134,7 @@ def assessment_figures(
     figures["reward"] = mean
     figures["reward_std"] = std
     figures["frac_reward_zero_std"] = assessment.equal_reward_share
-    return {**figures, **facts.logged}
+    return {**figures, **facts.logged_metrics}
 
 
 def tool_figures(rewards_PG: Tensor, facts: RolloutFacts) -> dict[str, float]:
@@ -148,15 +148,15 @@ def tool_figures(rewards_PG: Tensor, facts: RolloutFacts) -> dict[str, float]:
         rewards_PG: the rewards of all rollouts, (P, G), NaN where a rollout has none.
         facts: of the same rollouts, P x G of them.
     """
-    called_PG = facts.calls_N.view_as(rewards_PG) > 0
+    called_PG = facts.tool_calls_N.view_as(rewards_PG) > 0
     has_both_P = called_PG.any(1) & ~called_PG.all(1)
     nan = torch.tensor(torch.nan)
     mean_with_call_P = torch.where(called_PG, rewards_PG, nan).nanmean(1)
     mean_without_call_P = torch.where(~called_PG, rewards_PG, nan).nanmean(1)
     gain = (mean_with_call_P - mean_without_call_P)[has_both_P].nanmean().item()
-    failure_frequency = facts.failed_calls_N.sum() / facts.calls_N.sum().clamp(min=1)
+    failure_frequency = facts.failed_calls_N.sum() / facts.tool_calls_N.sum().clamp(min=1)
     figures = {
-        "tools/call_frequency": facts.calls_N.mean().item(),
+        "tools/call_frequency": facts.tool_calls_N.mean().item(),
         "tools/failure_frequency": failure_frequency.item(),
         "adora/called": called_PG.float().mean().item(),
         "adora/unanswered_calls": facts.unanswered_N.float().mean().item(),

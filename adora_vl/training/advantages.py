@@ -120,7 +120,7 @@ class AdvantageComputer:
         """
         groups = self._groups(facts, group_size, step)
         trl_advantages_PG = stock_advantages(
-            facts.counted_NF.view(len(groups.rewards_PG), group_size, -1),
+            facts.counted_rewards_NF.view(len(groups.rewards_PG), group_size, -1),
             weights=self.reward_weights_F,
             scale=self.scale_rewards,
             sums_rewards=self.methods.sums_rewards,
@@ -171,10 +171,10 @@ class AdvantageComputer:
 
     def _groups(self, facts: RolloutFacts, group_size: int, step: int) -> Groups:
         """Return the rollouts' rewards, lengths and further facts as tensors of whole groups."""
-        rewards_NF = facts.counted_NF
+        rewards_NF = facts.counted_rewards_NF
         rewards_PG = weighted_sum(rewards_NF, self.reward_weights_F).view(-1, group_size)
         lengths_PG = facts.length_N.view(-1, group_size)
-        has_no_end_PG = facts.cut_off_N.view(-1, group_size)
+        has_no_end_PG = facts.has_no_end_N.view(-1, group_size)
         is_truncated_PG = has_no_end_PG
         if self.truncated_at is not None:
             is_truncated_PG = lengths_PG >= self.truncated_at

@@ -22,26 +22,30 @@ from adora_vl.rollout.stopping import StopCriteria
 from adora_vl.training.generation import BuiltGroups, Generation
 from adora_vl.types import Batch, StepContext
 
-_BY_TOKEN = ("token_type_ids", "mm_token_type_ids")  # fields of prompts with a value for each token
+# Fields of a processor's output that have a value for each token of the prompt.
+_TOKEN_TYPE_FIELDS = ("token_type_ids", "mm_token_type_ids")
 
 
-def answers_of(processor: Any, prompts: PromptBatch, completions: Sequence[list[int]]) -> list[Any]:
-    """Return the answers of these completions, (B,).
+def decoded_completions(
+    processor: Any, prompts: PromptBatch, completion_ids: Sequence[list[int]]
+) -> list[Any]:
+    """Decode completions into what reward functions get as `completions`, (B,).
 
-    They are lists of messages where the prompts are messages, else texts. A tokenizer with a
-    template or schema of responses takes a message apart as TRL does, for example into thinking
-    and content.
+    As in TRL a completion is a list with one message where the prompts are messages, and a text
+    where they are texts. A tokenizer with `response_template` or `response_schema` parses the
+    message, for example into thinking and content.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
-    conversational = not isinstance(prompts.messages[0], str)
-    parses_messages = conversational and any(
-        getattr(tokenizer, f"response_{kind}", None) is not None for kind in ("template", "schema")
-    )
-    if parses_messages:
-        pairs = zip(completions, prompts.ids, strict=True)
-        return [[parse_response(tokenizer, ids, prefix=prompt)] for ids, prompt in pairs]
-    texts: list[str] = processor.batch_decode(completions, skip_special_tokens=True)
-    if conversational:
+    is_conversational = not isinstance(prompts.messages[0], str)
+    has_template = getattr(tokenizer, "response_template", None) is not None
+    has_schema = getattr(tokenizer, "response_schema", None) is not None
+    if is_conversational and (has_template or has_schema):
+        return [
+            [parse_response(tokenizer, ids, prefix=prompt_ids)]
+            for ids, prompt_ids in zip(completion_ids, prompts.ids, strict=True)
+        ]
+    texts: list[str] = processor.batch_decode(completion_ids, skip_special_tokens=True)
+    if is_conversational:
         return [[{"role": "assistant", "content": text}] for text in texts]
     return texts
 
@@ -56,57 +60,64 @@ class BatchBuilder:
     context: StepContext
     images: DistinctImages
     processor: Any
-    ends: StopCriteria
+    stop_criteria: StopCriteria
     to_device: Callable[[Any], Any]  # Transformers' way there, which may round pixels
-    scored: bool  # whether the sampler returns log-probabilities
-    multiple: int | None = None  # the widths of columns are multiples of it; None for any width
-    tools: bool = False  # whether some tokens may be those of tools
+    has_engine_logps: bool  # whether the sampler returns log-probabilities
+    pad_to_multiple_of: int | None = None  # of the widths of columns; None for any width
+    has_tools: bool = False  # whether some tokens may be those of tools
     has_stale: bool = False  # whether rollouts of a training may be older than their generation
-    other_images: bool = False  # whether some rollouts see other images than the trainer
+    shows_other_images: bool = False  # whether an extension shows the engine other images
 
     def build(
         self, generation: Generation, groups: Sequence[RolloutGroup], prompts: PromptBatch
     ) -> BuiltGroups:
-        """Return the groups as a batch, with what the reward functions get.
+        """Make complete groups into a batch, and decode what the reward functions get.
 
         Args:
-            generation: that the groups are built for.
-            groups: of this rank, complete.
-            prompts: of all rollouts in their order.
+            generation: the present one. Its mode and optimizer step decide which columns the batch
+                gets, and which tokens earlier weights have sampled.
+            groups: this rank's groups, whose rollouts have all ended.
+            prompts: the prompt of each rollout, (B,).
         """
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        # What is graded is the last turn.
-        answers = answers_of(
+        # With tools a rollout has several turns. The last one is graded.
+        completions = decoded_completions(
             self.processor, prompts, [rollout.last_turn_tokens for rollout in rollouts]
         )
-        texts = [completion_text(answer) for answer in answers]
-        has_end = list(map(self.ends.has_end, rollouts, texts))
+        # A completion may be a list of messages; its text is what they say.
+        completion_texts = [completion_text(completion) for completion in completions]
+        ended_by_itself = [
+            self.stop_criteria.has_end(rollout, text)
+            for rollout, text in zip(rollouts, completion_texts, strict=True)
+        ]
         return BuiltGroups(
             groups=groups,
             prompts=prompts,
-            answers=answers,
-            texts=texts,
-            has_end=has_end,
-            thinking_opened=self.thinking_opened(prompts, rollouts, texts),
-            batch=self.columns(generation, groups, prompts, has_end),
+            completions=completions,
+            completion_texts=completion_texts,
+            ended_by_itself=ended_by_itself,
+            thinking_opened=self.thinking_opened(prompts, rollouts, completion_texts),
+            batch=self.columns(generation, groups, prompts, ended_by_itself),
         )
 
     def thinking_opened(
-        self, prompts: PromptBatch, rollouts: Sequence[Rollout], texts: Sequence[str]
+        self, prompts: PromptBatch, rollouts: Sequence[Rollout], completion_texts: Sequence[str]
     ) -> list[bool]:
         """Return whether the last turn of each rollout began inside a block of thinking, (B,).
 
-        Templates of thinking models end the prompt with `<think>`. Where the tokenizer has parsed a
-        closed block out of the message, `texts` is the answer alone, and begins outside.
+        The chat templates of thinking models end the prompt with `<think>`. Some tokenizers parse
+        the completion and remove the block of thinking. The text that is left does not begin inside
+        a block.
         """
         opened: list[bool] = []
-        for prompt, rollout, text in zip(prompts.ids, rollouts, texts, strict=True):
-            last_turn = rollout.last_turn_tokens
-            earlier_tokens = rollout.tokens[: len(rollout.tokens) - len(last_turn)]
-            is_open = opens_thinking([*prompt, *earlier_tokens], self.ends.decode)
-            if is_open:
-                was_parsed = not closes_block(text) and closes_block(self.ends.decode(last_turn))
-                is_open = not was_parsed
+        decode = self.stop_criteria.decode
+        for prompt_ids, rollout, text in zip(prompts.ids, rollouts, completion_texts, strict=True):
+            last_turn_ids = rollout.last_turn_tokens
+            earlier_ids = rollout.tokens[: len(rollout.tokens) - len(last_turn_ids)]
+            is_open = opens_thinking([*prompt_ids, *earlier_ids], decode)
+            if is_open and closes_block(decode(last_turn_ids)):
+                # The tokens close the block. If the text does not, it lacks the block.
+                is_open = closes_block(text)
             opened.append(is_open)
         return opened
 
@@ -115,56 +126,73 @@ class BatchBuilder:
         generation: Generation,
         groups: Sequence[RolloutGroup],
         prompts: PromptBatch,
-        has_end: Sequence[bool],
+        ended_by_itself: Sequence[bool],
     ) -> Batch:
-        """Return the columns that follow from how the rollouts were sampled.
+        """Return the columns of a batch that are known before the rollouts are graded.
 
-        `has_end` says for each rollout whether it has an end, (B,). Where rollouts may be older
-        than their generation, the batch gets the columns `stale_tokens`, `segments` and `age`.
+        With `mask_truncated_completions` the loss counts no rollout that has not ended by itself.
+
+        Args:
+            generation: the present one.
+            groups: this rank's groups, with B rollouts.
+            prompts: the prompt of each rollout.
+            ended_by_itself: whether a token or string of the stop criteria ended each rollout.
         """
-        config = self.context.config
-        is_training = generation.key.mode == "train"
-        has_aged_rollouts = is_training and self.has_stale
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        logps = [rollout.logps for rollout in rollouts] if self.scored else None
-        counts_in_loss = (
-            list(has_end) if config.mask_truncated_completions else [True] * len(rollouts)
-        )
+        counts_in_loss = [True] * len(rollouts)
+        if self.context.config.mask_truncated_completions:
+            counts_in_loss = list(ended_by_itself)
         policy_mask = None
-        if self.tools:
+        if self.has_tools:
             policy_mask = [rollout.policy_mask for rollout in rollouts]
-            # Masked-out rollouts get no image tokens, so their images are not needed.
+            # A rollout that the loss does not count gets no image tokens, so it needs no images.
             tool_images = [
                 [picture.image for picture in rollout.pictures if is_counted]
                 for rollout, is_counted in zip(rollouts, counts_in_loss, strict=True)
             ]
             prompts = self.images.with_tool_images(prompts, tool_images, generation.key.mode)
-        sampled = self.collated(
+        batch = self.collated(
             prompts,
             completions=[rollout.tokens for rollout in rollouts],
-            logps=logps,
+            logps=[rollout.logps for rollout in rollouts] if self.has_engine_logps else None,
             counts_in_loss=counts_in_loss,
             policy_mask=policy_mask,
         )
-        extra_values: dict[str, list[int]] = {}
-        if has_aged_rollouts or (is_training and self.other_images):
-            extra_values["stale_tokens"] = [
+        age_columns: dict[str, Tensor] = {}
+        if generation.key.mode == "train":
+            age_columns = self._age_columns(generation, groups)
+        return self.images.completed(cast("Batch", {**batch, **age_columns}))
+
+    def _age_columns(
+        self, generation: Generation, groups: Sequence[RolloutGroup]
+    ) -> dict[str, Tensor]:
+        """Return columns that say how old rollouts are, (B,) each, on the device.
+
+        A rollout may have begun in an earlier generation (`adora_rollouts`). Then `stale_tokens`
+        is how many of its tokens earlier weights have sampled, `segments` in how many parts it was
+        sampled, and `age` how many generations ago its group began. Without such rollouts there are
+        no columns, except `stale_tokens` where an extension shows the engine other images.
+        """
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        values_by_column: dict[str, list[int]] = {}
+        if self.has_stale or self.shows_other_images:
+            values_by_column["stale_tokens"] = [
                 rollout.stale_tokens(generation.key.step) for rollout in rollouts
             ]
-        if has_aged_rollouts:
-            extra_values["segments"] = [
+        if self.has_stale:
+            # A segment without log-probabilities is what a tool has answered.
+            values_by_column["segments"] = [
                 sum(segment.logps is not None for segment in rollout.segments)
                 for rollout in rollouts
             ]
-            extra_values["age"] = [
+            values_by_column["age"] = [
                 generation.number - group.began for group in groups for _ in group.rollouts
             ]
         device = self.context.accelerator.device
-        extra_columns = {
+        return {
             name: torch.tensor(values).to(device, non_blocking=True)
-            for name, values in extra_values.items()
+            for name, values in values_by_column.items()
         }
-        return self.images.completed(cast("Batch", {**sampled, **extra_columns}))
 
     def collated(
         self,
@@ -174,19 +202,21 @@ class BatchBuilder:
         counts_in_loss: Sequence[bool],
         policy_mask: Sequence[list[bool]] | None = None,
     ) -> Batch:
-        """Return the rollouts of this rank as padded columns, B rows.
+        """Return prompts and completions of B rollouts as padded columns on the device.
 
         Args:
-            prompts: with the images of the completions behind their own.
+            prompts: the images of each prompt are followed by those of its completion.
             completions: token ids, those of tools included.
-            logps: the engine's; None for a token that it was not asked for, which becomes NaN.
-            counts_in_loss: whether the loss counts a rollout.
+            logps: the engine's log-probabilities of the completions; None for a token that it was
+                not asked for, which becomes NaN.
+            counts_in_loss: whether the loss counts a rollout; if not, its `completion_mask` is 0.
             policy_mask: which tokens the policy has sampled; None: all of them.
         """
         pad_id = self.context.pad_id
         image_id = getattr(self.processor, "image_token_id", None)
 
-        # Positions are counted by the mask, so a rollout that it leaves out has no image tokens.
+        # The model computes the positions of image tokens from the mask. Where the mask leaves out
+        # a completion, image tokens in it would have none, so they become padding.
         completions = [
             ids if is_counted else [pad_id if token == image_id else token for token in ids]
             for ids, is_counted in zip(completions, counts_in_loss, strict=True)
@@ -201,17 +231,8 @@ class BatchBuilder:
             "completion_ids": self._padded(completions, pad_id, "right"),
             "completion_mask": self._padded(completion_mask, 0, "right"),
         }
-        fields = prompts.fields if prompts.images is not None else {}
-        for name, values in fields.items():
-            batch[name] = values
-            if name in _BY_TOKEN:
-                # Only this field tells the tokens of images from others.
-                if name == "mm_token_type_ids" and image_id is not None:
-                    is_image_in_completion = batch["completion_ids"] == image_id
-                else:
-                    is_image_in_completion = torch.zeros_like(batch["completion_ids"])
-                types_of_prompts = self._padded(values, 0, "left")
-                batch[name] = torch.cat([types_of_prompts, is_image_in_completion.long()], dim=1)
+        if prompts.images is not None:
+            batch |= self._image_fields(prompts, batch["completion_ids"], image_id)
         if policy_mask is not None:
             batch["tool_mask"] = self._padded(policy_mask, 1, "right")
         on_device: Batch = self.to_device(batch)
@@ -224,16 +245,36 @@ class BatchBuilder:
             on_device["num_images"] = prompts.num_images
         return on_device
 
+    def _image_fields(
+        self, prompts: PromptBatch, completion_ids_BC: Tensor, image_id: int | None
+    ) -> dict[str, Any]:
+        """Return the processor's fields of the images, such as `pixel_values`.
+
+        Fields with a token type for each token of the prompts are continued over the completions,
+        (B, P + C). In `mm_token_type_ids` the type is 1 at image tokens, which have the id
+        `image_id`, and 0 elsewhere.
+        """
+        fields = dict[str, Any](prompts.fields)
+        for name in _TOKEN_TYPE_FIELDS:
+            if name not in fields:
+                continue
+            types_of_completions_BC = torch.zeros_like(completion_ids_BC)
+            if name == "mm_token_type_ids" and image_id is not None:
+                types_of_completions_BC = (completion_ids_BC == image_id).long()
+            types_of_prompts_BP = self._padded(fields[name], 0, "left")
+            fields[name] = torch.cat([types_of_prompts_BP, types_of_completions_BC], dim=1)
+        return fields
+
     def _padded(
         self, values: Sequence[Any], fill: float, side: str, dtype: type[np.generic] = np.int64
     ) -> Tensor:
-        """Return rows of unequal lengths as one tensor, padded with `fill` on a side.
+        """Return rows of unequal lengths as one tensor, (B, longest row).
 
-        A None among numbers becomes NaN.
+        Shorter rows are padded with `fill` on the `side`, "left" or "right". None becomes NaN.
         """
         # NumPy reads a list of numbers a few times as fast as torch.
         rows = [torch.from_numpy(np.array(row, dtype=dtype)) for row in values]
         padded: Tensor = pad(
-            rows, padding_value=fill, padding_side=side, pad_to_multiple_of=self.multiple
+            rows, padding_value=fill, padding_side=side, pad_to_multiple_of=self.pad_to_multiple_of
         )
         return padded

@@ -44,11 +44,11 @@ def warning_lines(rows: Sequence[Row], facts: RolloutFacts) -> list[str]:
 
     It is empty if one is, or if no reward function shows its verdicts and what it has extracted.
     """
-    verdicts = facts.extra.get("verdict")
-    extracted_answers = facts.extra.get("extracted")
+    verdicts = facts.extra_columns.get("verdict")
+    extracted_answers = facts.extra_columns.get("extracted")
     if not verdicts or extracted_answers is None or "correct" in verdicts:
         return []
-    reasons = facts.extra.get("reason", [""] * len(verdicts))
+    reasons = facts.extra_columns.get("reason", [""] * len(verdicts))
     read_by_reference: dict[str, str] = {}
     for row, extracted_answer, reason in zip(rows, extracted_answers, reasons, strict=False):
         reference_answer = shown(row.get("answer"), _SHOWN_CHARS)

@@ -16,16 +16,19 @@ from adora_vl.types import Batch, Row
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
-    """The address of a generation: where in the run it is sampled."""
+    """Where in a run some groups are sampled: mode, optimizer step, and generation."""
 
     key: StepKey
     group_size: int
     """Rollouts of a group, G."""
     number: int = 0
-    """Index among the generations of a training, where rollouts may be older than theirs."""
+    """Its index among the generations of a training; 0 where all rollouts are sampled at once."""
 
     def attempt(self, number: int) -> Generation:
-        """This generation at the round `number` of further problems."""
+        """Return this generation in a later round, in which further problems are sampled.
+
+        The number of the round is part of the seeds of its rollouts.
+        """
         return replace(self, key=replace(self.key, attempt=number))
 
 
@@ -35,13 +38,13 @@ class BuiltGroups:
 
     groups: Sequence[RolloutGroup]
     prompts: PromptBatch
-    """The prompts of all rollouts."""
-    answers: list[Any]
-    """The last turns, as messages or texts."""
-    texts: list[str]
-    """The last turns, as texts."""
-    has_end: list[bool]
-    """Whether each rollout came to its end by itself."""
+    """The prompt of each rollout."""
+    completions: list[Any]
+    """The last turn of each rollout as reward functions get it: a list of messages, or a text."""
+    completion_texts: list[str]
+    """The last turn of each rollout as a text."""
+    ended_by_itself: list[bool]
+    """Whether a token or string of the stop criteria ended each rollout."""
     thinking_opened: list[bool]
     """Whether each last turn began inside a block of thinking."""
     batch: Batch
@@ -69,14 +72,16 @@ class ScoredGroups:
     def exchanged(
         self, refill: ScoredGroups, chosen_by_rank: Sequence[Sequence[int]], pad_id: int, rank: int
     ) -> ScoredGroups:
-        """Return the chosen groups of both, which are judged anew later.
+        """Return the chosen ones of these groups and of those of a refill.
+
+        Their `assessment` is still that of these groups; the caller replaces it.
 
         Args:
-            refill: groups of further problems.
-            chosen_by_rank: for each rank the numbers of its chosen groups; those of `refill` are counted
-                on from this rank's own.
-            pad_id: fills columns of token ids.
-            rank: this one.
+            refill: groups of further problems, which replace groups without signal.
+            chosen_by_rank: for each rank the numbers of its chosen groups. Groups 0 to n - 1 are
+                the n groups of that rank in `self`, and those from n on are its groups in `refill`.
+            pad_id: the token that fills shorter rows.
+            rank: the number of this process.
         """
         group_size = len(self.groups[0].rollouts)
         batch = chosen_groups(
@@ -86,24 +91,25 @@ class ScoredGroups:
             group_size=group_size,
             pad_id=pad_id,
         )
-        candidates = [*self.groups, *refill.groups]
-        # All ranks have equally many groups in each of the two batches.
-        first_of_refill = len(self.groups) * len(chosen_by_rank)
-        rollout_rows: list[int] = []
-        for source_rank, chosen_groups_of_rank in enumerate(chosen_by_rank):
-            for group_number in chosen_groups_of_rank:
-                global_group = source_rank * len(self.groups) + group_number
-                if group_number >= len(self.groups):
-                    number_in_refill = group_number - len(self.groups)
-                    global_group = (
-                        first_of_refill + source_rank * len(refill.groups) + number_in_refill
-                    )
-                rollout_rows += range(global_group * group_size, (global_group + 1) * group_size)
+        groups_of_rank = [*self.groups, *refill.groups]
+        # The joined facts have the rollouts of all ranks: first those of `self`, rank by rank, then
+        # those of `refill`, rank by rank. Every rank has equally many groups in each of the two.
+        groups_here = len(self.groups)
+        first_group_of_refill = groups_here * len(chosen_by_rank)
+        chosen_rollouts: list[int] = []
+        for source_rank, group_numbers in enumerate(chosen_by_rank):
+            for number in group_numbers:
+                group_in_facts = source_rank * groups_here + number
+                if number >= groups_here:
+                    groups_before = source_rank * len(refill.groups) + number - groups_here
+                    group_in_facts = first_group_of_refill + groups_before
+                first_rollout = group_in_facts * group_size
+                chosen_rollouts += range(first_rollout, first_rollout + group_size)
         return replace(
             self,
-            groups=[candidates[group_number] for group_number in chosen_by_rank[rank]],
+            groups=[groups_of_rank[number] for number in chosen_by_rank[rank]],
             batch=batch,
-            facts=self.facts.joined(refill.facts).selected(rollout_rows),
+            facts=self.facts.joined(refill.facts).selected(chosen_rollouts),
         )
 
 

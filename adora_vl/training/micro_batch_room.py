@@ -57,8 +57,8 @@ def unit_sizes(host: HostRows, rows_per_unit: int, *, shares_vision: bool) -> li
 
 def _patches(host: HostRows, row: int) -> int:
     """Return the number of patches of a row's images."""
-    images_of_row = host.images[row]
-    return 0 if images_of_row is None else len(images_of_row.pixels)
+    row_images = host.images[row]
+    return 0 if row_images is None else len(row_images.pixels)
 
 
 def size_of_pass(units: Sequence[UnitSize], *, shares_prompts: bool, masked: bool) -> PassSize:

@@ -16,48 +16,54 @@ from torch import Tensor
 
 from adora_vl.advantage.groups import lacking_scores, rollouts_that_leave, rollouts_without_reward
 
-_ALONE = "no other rollout of its group has a reward"
+_LEFT_ALONE = "no other rollout of its group has a reward"
 
 
 def rows_of_rank(values_N: Tensor, accelerator: Accelerator) -> Tensor:
-    """Return the part of this rank, (B,), of values of all ranks' rollouts, (N,).
+    """Return this rank's part, (B,), of the values of all ranks' rollouts, (N,).
 
-    Every rank has B = N / processes rollouts, and the ranks follow each other.
+    Every rank has B = N / processes rollouts. Those of the first rank come first.
     """
-    rows = len(values_N) // accelerator.num_processes
-    first = accelerator.process_index * rows
-    return values_N[first : first + rows]
+    rows_per_rank = len(values_N) // accelerator.num_processes
+    first_row = accelerator.process_index * rows_per_rank
+    return values_N[first_row : first_row + rows_per_rank]
 
 
 def weighted_sum(rewards_BF: Tensor, weights_F: Tensor) -> Tensor:
-    """One reward per rollout, (B,), as TRL sums them; NaN where no function scored it."""
+    """Return one reward per rollout, (B,), as TRL sums those of F functions.
+
+    It is NaN where no function scored the rollout.
+    """
     rewards_B = (rewards_BF * weights_F.to(rewards_BF.device)).nansum(dim=1)
-    return torch.where(torch.isnan(rewards_BF).all(dim=1), torch.nan, rewards_B)
+    is_unscored_B = torch.isnan(rewards_BF).all(dim=1)
+    return torch.where(is_unscored_B, torch.nan, rewards_B)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutFacts:
-    """The facts of N rollouts of all ranks, on the host. There are F reward functions.
+    """What is known of N graded rollouts of all ranks, on the CPU. There are F reward functions.
 
-    Whole groups are neighbours, as everywhere in a training.
+    The rollouts of a group stand next to each other.
     """
 
     rewards_NF: Tensor
     """The reward of each function, float32; NaN where it gave no score."""
-    counted_NF: Tensor
-    """The rewards as they count: NaN throughout for rollouts that have left their group, which is
-    known once `counting` has looked at whole groups."""
+    counted_rewards_NF: Tensor
+    """The rewards that count: those of `rewards_NF`, but NaN for a rollout without a reward.
+
+    `without_unrewarded` fills it. Before, it equals `rewards_NF`.
+    """
     prompt_length_N: Tensor
     """Tokens of the prompt."""
     length_N: Tensor
     """Tokens that the policy has sampled."""
-    cut_off_N: Tensor
+    has_no_end_N: Tensor
     """Whether the rollout has no end, by `StopCriteria`, bool."""
-    reflective_N: Tensor
+    reflective_words_N: Tensor
     """Reflective words in the text of the last turn."""
     surprisal_N: Tensor
     """Mean surprisal in nats per token; NaN where the sampler gives no log-probabilities."""
-    calls_N: Tensor
+    tool_calls_N: Tensor
     """Calls of tools."""
     failed_calls_N: Tensor
     """Calls of tools that failed."""
@@ -68,18 +74,23 @@ class RolloutFacts:
     work_N: Tensor
     """True and new claims of the rollout less its errors, at least 0, as `steps` counts them. NaN
     where a row has no figure, and where nothing counts them."""
-    missing: tuple[str | None, ...] = ()
-    """Why a rollout has no reward; None where it has one."""
-    extra: Mapping[str, list[Any]] = field(default_factory=dict)
-    """Columns of N values that reward functions asked to show."""
-    logged: Mapping[str, float] = field(default_factory=dict)
-    """Figures that reward functions asked to log."""
+    missing_reasons: tuple[str | None, ...] = ()
+    """Why a rollout has no reward; None where it has one. `without_unrewarded` fills it."""
+    extra_columns: Mapping[str, list[Any]] = field(default_factory=dict)
+    """Columns of N values that reward functions have given to TRL's `log_extra`."""
+    logged_metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics that reward functions have given to TRL's `log_metric`."""
 
     @classmethod
     def gathered(cls, measured: RolloutFacts, accelerator: Accelerator) -> RolloutFacts:
-        """Return the facts of all ranks, from those that each has measured.
+        """Return the facts of all ranks' rollouts, from those that each rank has measured.
 
-        Collective: one gather, for which all facts are columns of one tensor.
+        Collective, with a single gather: the rewards and all other facts are packed as float32
+        columns of one tensor, (B, K), and unpacked to their own dtypes afterwards.
+
+        Args:
+            measured: the facts of this rank's B rollouts.
+            accelerator: that of the trainer.
         """
         if accelerator.num_processes == 1:
             return measured
@@ -87,61 +98,82 @@ class RolloutFacts:
         columns = [getattr(measured, name).float()[:, None] for name in names]
         packed_BK = torch.cat([measured.rewards_NF, *columns], dim=1)
         packed_NK = accelerator.gather(packed_BK.to(accelerator.device, non_blocking=True)).cpu()
-        functions = measured.rewards_NF.size(1)
-        rewards_NF = packed_NK[:, :functions]
-        unpacked: dict[str, Any] = {"rewards_NF": rewards_NF, "counted_NF": rewards_NF}
-        for name, values_N in zip(names, packed_NK[:, functions:].unbind(dim=1), strict=True):
-            unpacked[name] = values_N.to(getattr(measured, name).dtype)
-        return cls(**unpacked)
+        function_count = measured.rewards_NF.size(1)
+        rewards_NF = packed_NK[:, :function_count]
+        other_columns = packed_NK[:, function_count:].unbind(dim=1)
+        facts: dict[str, Any] = {"rewards_NF": rewards_NF, "counted_rewards_NF": rewards_NF}
+        for name, values_N in zip(names, other_columns, strict=True):
+            facts[name] = values_N.to(getattr(measured, name).dtype)
+        return cls(**facts)
 
-    def counting(
+    def without_unrewarded(
         self,
         failed: Mapping[tuple[int, int], str],
         weights_F: Tensor,
         names: Sequence[str],
         generations: int,
     ) -> RolloutFacts:
-        """Return the facts, with the rollouts taken out of their groups that lack a reward.
+        """Take rollouts that lack a reward out of their groups, and note why they lack it.
+
+        A rollout lacks a reward where a function that applies to its problem failed or returned
+        None. It does not count in its group's mean, and its advantage is 0. If a single rollout
+        remains in its group, that one leaves too.
 
         Args:
-            failed: why a function failed, by the numbers of the rollout and of the function.
-            weights_F: of the functions.
-            names: of the functions.
+            failed: the reason of each call that failed, by the number of the rollout over all ranks
+                and the number of the reward function.
+            weights_F: weights of the reward functions.
+            names: names of the reward functions.
             generations: rollouts of a group.
         """
-        failed_NF = torch.zeros_like(self.rewards_NF, dtype=torch.bool)
         weights_F = weights_F.to(self.rewards_NF.device)
+        has_failed_NF = torch.zeros_like(self.rewards_NF, dtype=torch.bool)
         for rollout, function in failed:
-            failed_NF[rollout, function] = True
-        lacks_NF = lacking_scores(
-            self.rewards_NF, failed_BF=failed_NF, weights_F=weights_F, generations=generations
+            has_failed_NF[rollout, function] = True
+        lacks_score_NF = lacking_scores(
+            self.rewards_NF, failed_BF=has_failed_NF, weights_F=weights_F, generations=generations
         )
-        unrewarded_N = rollouts_without_reward(self.rewards_NF, lacks_NF, weights_F)
-        missing: list[str | None] = [None] * len(self.rewards_NF)
-        for row in unrewarded_N.nonzero().flatten().tolist():
-            lacks = lacks_NF[row].nonzero().flatten().tolist()
-            reasons = [f"{names[number]}: {failed.get((row, number), 'None')}" for number in lacks]
-            missing[row] = "; ".join(reasons) or "no reward function scored it"
-        has_left_N = rollouts_that_leave(unrewarded_N, generations)
-        counted_NF = torch.where(has_left_N[:, None], torch.nan, self.rewards_NF)
-        return replace(self, counted_NF=counted_NF, missing=tuple(missing))
+        is_unrewarded_N = rollouts_without_reward(self.rewards_NF, lacks_score_NF, weights_F)
+        missing_reasons: list[str | None] = [None] * len(self.rewards_NF)
+        for rollout in is_unrewarded_N.nonzero().flatten().tolist():
+            reasons = []
+            for function in lacks_score_NF[rollout].nonzero().flatten().tolist():
+                # A function that has not failed has returned None.
+                reason = failed.get((rollout, function), "None")
+                reasons.append(f"{names[function]}: {reason}")
+            missing_reasons[rollout] = "; ".join(reasons) or "no reward function scored it"
+        leaves_group_N = rollouts_that_leave(is_unrewarded_N, generations)
+        return replace(
+            self,
+            counted_rewards_NF=torch.where(leaves_group_N[:, None], torch.nan, self.rewards_NF),
+            missing_reasons=tuple(missing_reasons),
+        )
 
-    def selected(self, rows: Sequence[int]) -> RolloutFacts:
-        """Return the facts of these rollouts, without what reward functions showed."""
-        selected: dict[str, Any] = {
-            name: values[list(rows)] for name, values in self._tensors().items()
+    def selected(self, rollouts: Sequence[int]) -> RolloutFacts:
+        """Return the facts of the rollouts with these numbers, without extra columns and metrics."""
+        selected_tensors: dict[str, Any] = {
+            name: values[list(rollouts)] for name, values in self._tensors().items()
         }
-        missing = tuple(self.missing[row] for row in rows)
-        return replace(self, **selected, missing=missing, extra={}, logged={})
+        return replace(
+            self,
+            **selected_tensors,
+            missing_reasons=tuple(self.missing_reasons[number] for number in rollouts),
+            extra_columns={},
+            logged_metrics={},
+        )
 
     def joined(self, appended: RolloutFacts) -> RolloutFacts:
-        """Return the facts of these rollouts, and of the appended ones behind them."""
+        """Return the facts of these rollouts followed by those of the appended ones."""
         appended_tensors = appended._tensors()
-        joined: dict[str, Any] = {
+        joined_tensors: dict[str, Any] = {
             name: torch.cat([values, appended_tensors[name]])
             for name, values in self._tensors().items()
         }
-        return replace(self, **joined, missing=(*self.missing, *appended.missing))
+        return replace(
+            self,
+            **joined_tensors,
+            missing_reasons=(*self.missing_reasons, *appended.missing_reasons),
+        )
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return the tensors by the names of their fields."""
@@ -150,44 +182,59 @@ class RolloutFacts:
 
     @property
     def why_left(self) -> list[str | None]:
-        """Why each rollout has left its group; None where it has not."""
-        gone = torch.isnan(self.counted_NF).all(dim=1).tolist()
+        """Why each rollout has left its group; None where it has not.
+
+        A rollout with a reward leaves where no other rollout of its group has one.
+        """
+        has_left_N = torch.isnan(self.counted_rewards_NF).all(dim=1).tolist()
         return [
-            reason or (_ALONE if is_gone else None)
-            for reason, is_gone in zip(self.missing, gone, strict=True)
+            _LEFT_ALONE if has_left and reason is None else reason
+            for reason, has_left in zip(self.missing_reasons, has_left_N, strict=True)
         ]
 
     @property
     def missing_share(self) -> float:
         """Share of the rollouts without a reward."""
-        return sum(reason is not None for reason in self.missing) / len(self.missing)
+        lack_reward = [reason is not None for reason in self.missing_reasons]
+        return lack_reward.count(True) / len(lack_reward)
 
     @property
     def reflective_per_1000_tokens(self) -> float:
         """Reflective words per 1,000 tokens of all rollouts; NaN where no rollout has a token."""
-        return (1000 * self.reflective_N.sum() / self.length_N.sum()).item()
+        return (1000 * self.reflective_words_N.sum() / self.length_N.sum()).item()
 
     @property
     def tokens(self) -> int:
         """Tokens of all prompts and completions."""
         return int(self.prompt_length_N.double().sum() + self.length_N.double().sum())
 
-    def with_shown(
-        self, extra: Mapping[str, list[Any]], logged: Mapping[str, float]
+    def with_logged(
+        self, extra_columns: Mapping[str, list[Any]], logged_metrics: Mapping[str, float]
     ) -> RolloutFacts:
-        """Return the facts with what reward functions showed of the rollouts of all ranks.
+        """Add what reward functions logged beside the rewards, and compute each rollout's work.
+
+        The work of a rollout is how many new true claims it makes about the figure, less its false
+        claims, at least 0. The reward function `steps` counts both into the columns `new` and
+        `false`. The work is NaN where it has not.
 
         Args:
-            extra: columns of N values. Where they hold `new` (new claims that are true) and
-                `false` (claims that are not), a rollout's work is `new` less `false`, at least 0.
-            logged: figures for the log.
+            extra_columns: values of TRL's `log_extra` for all N rollouts, by the column's name.
+            logged_metrics: values of TRL's `log_metric`, by the metric's name.
         """
-        nothing = [None] * len(self.length_N)
+        not_counted: list[Any] = [None] * len(self.length_N)
+        true_claims_by_rollout = extra_columns.get("new", not_counted)
+        false_claims_by_rollout = extra_columns.get("false", not_counted)
         work = []
-        for new_claims, false_claims in zip(
-            extra.get("new", nothing), extra.get("false", nothing), strict=True
+        for true_claims, false_claims in zip(
+            true_claims_by_rollout, false_claims_by_rollout, strict=True
         ):
-            is_known = new_claims is not None and false_claims is not None
-            work.append(max(0.0, float(new_claims - false_claims)) if is_known else torch.nan)
-        work_N = torch.tensor(work, dtype=torch.float32)
-        return replace(self, extra=extra, logged=logged, work_N=work_N)
+            if true_claims is None or false_claims is None:
+                work.append(torch.nan)
+            else:
+                work.append(max(0.0, float(true_claims - false_claims)))
+        return replace(
+            self,
+            extra_columns=extra_columns,
+            logged_metrics=logged_metrics,
+            work_N=torch.tensor(work, dtype=torch.float32),
+        )

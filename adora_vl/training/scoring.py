@@ -1,4 +1,4 @@
-"""Scores rollouts: calls the reward functions, and gathers the facts of all ranks once."""
+"""Scores rollouts: calls the reward functions, and gathers what is known of all ranks' rollouts."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ from adora_vl.training.guards import RewardGuard
 from adora_vl.training.rollout_facts import RolloutFacts
 from adora_vl.types import Batch, Row, StepContext, loss_mask
 
-_RENAMED = ("prompt", "completion", "completion_ids")  # columns that functions get by other names
+# Columns of a row that functions do not get: `prompts`, `completions` and `completion_ids` of the
+# rollouts take their place.
+_RENAMED = ("prompt", "completion", "completion_ids")
 
 
 @dataclass(frozen=True)
 class FunctionScores:
-    """What the reward functions return for B rollouts of one rank."""
+    """What the F reward functions return for B rollouts of one rank."""
 
-    rewards_BF: Tensor  # float32 on the host; NaN where a function gave no score
-    extra: Mapping[str, list[Any]]  # columns that they asked to show
-    logged: Mapping[str, list[float]]  # figures that they asked to log
+    rewards_BF: Tensor  # float32 on the CPU; NaN where a function gave no score
+    extra_columns: Mapping[str, list[Any]]  # what they gave to `log_extra`, by the column's name
+    logged_metrics: Mapping[str, list[float]]  # what they gave to `log_metric`, by its name
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class RewardFunctions:
     tokenizers: Sequence[Any]  # of the reward models, None for the others
     template: Mapping[str, Any]  # arguments of their chat templates
     to_device: Callable[[Any], Any]  # moves the inputs of a reward model
-    # where coroutines run, on a thread of its own
+    # returns the event loop in which coroutines run, on a thread of its own
     loop: Callable[[], asyncio.AbstractEventLoop]
 
     def __call__(
@@ -52,77 +54,95 @@ class RewardFunctions:
         rows: Sequence[Row],
         prompts: list[Any],
         completions: list[Any],
-        ids: list[list[int]],
+        completion_ids: list[list[int]],
         thinking_opened: list[bool],
         state: TrainerState,
     ) -> FunctionScores:
-        """Call every function on this rank's rollouts.
+        """Call every reward function on this rank's rollouts, and return what they give.
 
-        There is no collective call inside, so each rank may have another number of rollouts.
+        There is no collective call inside, so the ranks may have unequal numbers of rollouts.
 
         Args:
-            rows: of the rollouts; their columns become keyword arguments.
-            prompts: as messages or texts.
-            completions: as messages or texts.
-            ids: token ids of the completions.
-            thinking_opened: whether each completion begins inside a block of thinking, which stock
-                TRL does not tell.
-            state: the trainer's, which functions get too.
+            rows: the row of the data set for each rollout; its columns become keyword arguments.
+            prompts: messages or texts.
+            completions: messages or texts.
+            completion_ids: token ids of the completions.
+            thinking_opened: whether each completion begins inside a block of thinking. Stock TRL
+                does not pass this.
+            state: the trainer's state, which functions get too.
         """
-        extra = defaultdict[str, list[Any]](list)
-        logged = defaultdict[str, list[float]](list)
-        columns = {
-            name: [row.get(name) for row in rows] for name in rows[0] if name not in _RENAMED
-        }
-        kwargs: dict[str, Any] = {
+        extra_columns = defaultdict[str, list[Any]](list)
+        logged_metrics = defaultdict[str, list[float]](list)
+        arguments: dict[str, Any] = {
             "prompts": prompts,
             "completions": completions,
-            "completion_ids": ids,
-            **columns,
+            "completion_ids": completion_ids,
         }
-        kwargs["thinking_opened"] = thinking_opened
-        kwargs["trainer_state"] = state
-        kwargs["log_extra"] = lambda column, values: extra[column].extend(values)
-        kwargs["log_metric"] = lambda name, value: logged[name].append(value)
-        rewards: dict[int, Any] = {}  # by the number of the function
-        coroutines = []
+        for name in rows[0]:
+            if name not in _RENAMED:
+                arguments[name] = [row.get(name) for row in rows]
+        # Behind the columns of the rows, so that these arguments win over columns of their names.
+        arguments["thinking_opened"] = thinking_opened
+        arguments["trainer_state"] = state
+        arguments["log_extra"] = lambda column, values: extra_columns[column].extend(values)
+        arguments["log_metric"] = lambda name, value: logged_metrics[name].append(value)
+        rewards_by_function = self._call_all(arguments, prompts, completions)
+        rewards_FB = [
+            [torch.nan if reward is None else reward for reward in rewards]
+            for rewards in rewards_by_function
+        ]
+        return FunctionScores(
+            rewards_BF=torch.tensor(rewards_FB, dtype=torch.float32).T,
+            extra_columns=extra_columns,
+            logged_metrics=logged_metrics,
+        )
+
+    def _call_all(
+        self, arguments: Mapping[str, Any], prompts: list[Any], completions: list[Any]
+    ) -> list[list[float | None]]:
+        """Call each function with the same keyword arguments, and return its rewards.
+
+        Coroutine functions run concurrently, after the others. Reward models get prompts and
+        completions alone.
+        """
+        rewards_by_number: dict[int, Any] = {}
+        coroutine_numbers = []
         for number, function in enumerate(self.functions):
             if isinstance(function, nn.Module):
-                rewards[number] = self._of_model(
+                rewards_by_number[number] = self._of_model(
                     function,
                     tokenizer=self.tokenizers[number],
                     prompts=prompts,
                     completions=completions,
                 )
             elif is_async(function):
-                coroutines.append(number)
+                coroutine_numbers.append(number)
             else:
-                rewards[number] = function(**kwargs)
-        if coroutines:
+                rewards_by_number[number] = function(**arguments)
+        if coroutine_numbers:
 
             async def run_together() -> list[Any]:
-                calls = (self.functions[number](**kwargs) for number in coroutines)
+                calls = (self.functions[number](**arguments) for number in coroutine_numbers)
                 return await asyncio.gather(*calls)
 
             results = asyncio.run_coroutine_threadsafe(run_together(), self.loop()).result()
-            rewards.update(zip(coroutines, results, strict=True))
-        values = [
-            [torch.nan if reward is None else reward for reward in rewards[number]]
-            for number in range(len(rewards))
-        ]
-        return FunctionScores(torch.tensor(values, dtype=torch.float32).T, extra, logged)
+            rewards_by_number.update(zip(coroutine_numbers, results, strict=True))
+        return [rewards_by_number[number] for number in range(len(self.functions))]
 
     def _of_model(
         self, model: nn.Module, tokenizer: Any, prompts: list[Any], completions: list[Any]
     ) -> list[float]:
-        """Rewards of a reward model: its first logit for prompt and completion together."""
-        texts = [
+        """Return the rewards of a reward model: its first logit for each prompt and completion.
+
+        Prompts and completions are both texts, or both lists of messages.
+        """
+        conversations = [
             prompt + completion for prompt, completion in zip(prompts, completions, strict=True)
         ]
+        texts = conversations
         if not isinstance(prompts[0], str):
-            conversations = ({"messages": messages} for messages in texts)
             texts = [
-                apply_chat_template(messages, tokenizer, **self.template)["text"]
+                apply_chat_template({"messages": messages}, tokenizer, **self.template)["text"]
                 for messages in conversations
             ]
         inputs = tokenizer(
@@ -139,7 +159,7 @@ class RewardFunctions:
 
 
 class Scorer:
-    """Makes the scores of this rank's rollouts the facts of all ranks'.
+    """Gathers the rewards and other facts of all ranks' rollouts, after this rank's are scored.
 
     A call is collective.
     """
@@ -155,9 +175,9 @@ class Scorer:
 
         Args:
             context: what every part of a training step is built from.
-            guard: knows which calls failed, and ends the run.
-            weights_F: of the reward functions.
-            names: of the reward functions.
+            guard: knows which calls of reward functions failed, and ends the run for them.
+            weights_F: weights of the reward functions.
+            names: names of the reward functions.
         """
         self.accelerator = context.accelerator
         self.guard = guard
@@ -165,32 +185,37 @@ class Scorer:
         self.names = names
 
     def score(
-        self, built: BuiltGroups, scores: FunctionScores, generations: int, step: int
+        self, built: BuiltGroups, scores: FunctionScores, group_size: int, step: int
     ) -> RolloutFacts:
-        """Return the facts of the rollouts of all ranks.
+        """Return rewards, lengths and further facts of the rollouts of all ranks. Collective.
 
         Args:
             built: this rank's rollouts and their batch.
             scores: what the reward functions return for them.
-            generations: rollouts of a group.
+            group_size: rollouts of a group.
             step: optimizer steps that have been made.
 
         Raises:
-            RunError: a function failed, or no rollout has a reward.
+            RunError: a function failed for all of its completions, or no rollout has a reward.
         """
         self.guard.check(step)
-        failed = self.guard.take_failed_calls(len(built.rollouts))
-        facts = RolloutFacts.gathered(measured_facts(built, scores.rewards_BF), self.accelerator)
-        facts = facts.counting(
-            failed, weights_F=self.weights_F, names=self.names, generations=generations
+        # A function may also have failed for single completions. Those have no reward.
+        failed_calls = self.guard.take_failed_calls(len(built.rollouts))
+        measured = measured_facts(built, scores.rewards_BF)
+        facts = RolloutFacts.gathered(measured, self.accelerator).without_unrewarded(
+            failed_calls, weights_F=self.weights_F, names=self.names, generations=group_size
         )
-        self.guard.check_scored(facts.missing, step)
-        extra, logged = _of_all_ranks(scores, len(built.rollouts))
-        return facts.with_shown(extra, logged)
+        self.guard.check_scored(facts.missing_reasons, step)
+        extra_columns, logged_metrics = _logged_on_all_ranks(scores, len(built.rollouts))
+        return facts.with_logged(extra_columns, logged_metrics)
 
 
 def measured_facts(built: BuiltGroups, rewards_BF: Tensor) -> RolloutFacts:
-    """Return the facts of this rank's B rollouts, whose reward functions gave `rewards_BF`."""
+    """Return the facts of this rank's B rollouts.
+
+    `rewards_BF` are what the F reward functions gave them. The work of a rollout is not known yet:
+    `RolloutFacts.with_logged` fills it.
+    """
 
     def column(values: Iterable[float]) -> Tensor:
         return torch.tensor([*values], dtype=torch.float32)
@@ -198,13 +223,15 @@ def measured_facts(built: BuiltGroups, rewards_BF: Tensor) -> RolloutFacts:
     rollouts = built.rollouts
     return RolloutFacts(
         rewards_NF=rewards_BF,
-        counted_NF=rewards_BF,
+        counted_rewards_NF=rewards_BF,
         prompt_length_N=column(len(ids) for ids in built.prompts.ids),
         length_N=column(len(rollout.policy_tokens) for rollout in rollouts),
-        cut_off_N=torch.tensor([not has_end for has_end in built.has_end]),
-        reflective_N=column(sum(reflective_words(text).values()) for text in built.texts),
+        has_no_end_N=torch.tensor([not has_ended for has_ended in built.ended_by_itself]),
+        reflective_words_N=column(
+            sum(reflective_words(text).values()) for text in built.completion_texts
+        ),
         surprisal_N=surprisal(built.batch).float().cpu(),
-        calls_N=column(len(rollout.calls) for rollout in rollouts),
+        tool_calls_N=column(len(rollout.calls) for rollout in rollouts),
         failed_calls_N=column(sum(call.failed for call in rollout.calls) for rollout in rollouts),
         tool_seconds_N=column(sum(call.seconds for call in rollout.calls) for rollout in rollouts),
         work_N=torch.full((len(rollouts),), torch.nan),
@@ -215,7 +242,8 @@ def measured_facts(built: BuiltGroups, rewards_BF: Tensor) -> RolloutFacts:
 def surprisal(batch: Batch) -> Tensor:
     """Return the mean surprisal of each rollout of this rank in nats per token, (B,).
 
-    NaN where the batch lacks the engine's log-probabilities.
+    It is the mean of -log p over the tokens of the loss, by the engine that sampled them. NaN where
+    the batch lacks the engine's log-probabilities.
     """
     logps_BC = batch.get("sampling_per_token_logps")
     mask_BC = loss_mask(batch)
@@ -225,24 +253,26 @@ def surprisal(batch: Batch) -> Tensor:
     return -total_B / mask_BC.sum(dim=1).clamp(min=1)
 
 
-def _of_all_ranks(
-    scores: FunctionScores, rows: int
+def _logged_on_all_ranks(
+    scores: FunctionScores, rows_per_rank: int
 ) -> tuple[dict[str, list[Any]], dict[str, float]]:
-    """Return the columns that functions of any rank asked to show, and the means of their figures.
+    """Gather what reward functions logged on all ranks: extra columns, and means of metrics.
 
-    Each rank has `rows` rollouts; a rank whose functions show no such column gets None in it.
+    Collective. A rank whose functions did not log a column gets None in all of its `rows_per_rank`
+    rollouts.
     """
-    gathered = gather_object([(dict(scores.extra), dict(scores.logged))])
-    extra_of_ranks = [extra for extra, _ in gathered]
-    logged_of_ranks = [logged for _, logged in gathered]
+    gathered = gather_object([(dict(scores.extra_columns), dict(scores.logged_metrics))])
+    columns_of_ranks = [extra_columns for extra_columns, _ in gathered]
+    metrics_of_ranks = [logged_metrics for _, logged_metrics in gathered]
     columns: dict[str, list[Any]] = {}
-    for name in sorted({name for extra in extra_of_ranks for name in extra}):
+    for name in sorted({name for extra_columns in columns_of_ranks for name in extra_columns}):
         columns[name] = []
-        for extra in extra_of_ranks:
-            columns[name] += extra.get(name, [None] * rows)
+        for extra_columns in columns_of_ranks:
+            columns[name] += extra_columns.get(name, [None] * rows_per_rank)
     means = {}
-    for name in sorted({name for logged in logged_of_ranks for name in logged}):
-        values_of_ranks = [logged.get(name, []) for logged in logged_of_ranks]
+    for name in sorted({name for logged_metrics in metrics_of_ranks for name in logged_metrics}):
+        values_of_ranks = [logged_metrics.get(name, []) for logged_metrics in metrics_of_ranks]
+        # As TRL sums them: in float32, rank by rank.
         sums_R = torch.tensor([sum(values) for values in values_of_ranks], dtype=torch.float32)
         means[name] = sums_R.sum().item() / sum(map(len, values_of_ranks))
     return columns, means

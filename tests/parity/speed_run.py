@@ -126,7 +126,7 @@ class SameAgain(AdoraGRPOTrainer):
 
     def _build_collaborators(self, *args: Any) -> None:
         super()._build_collaborators(*args)
-        log_scored = self.generation_log.scored
+        log_scored = self.generation_log.log_scored
 
         def noted(generation: Generation, built: Any, scored: Any) -> None:
             log_scored(generation, built, scored)
@@ -137,7 +137,7 @@ class SameAgain(AdoraGRPOTrainer):
                 )
                 self.sampled.append(scored.batch["completion_ids"].tolist())
 
-        self.generation_log.scored = noted  # type: ignore[method-assign]
+        self.generation_log.log_scored = noted  # type: ignore[method-assign]
 
 
 class Switches(TrainerCallback):
@@ -196,7 +196,7 @@ def sabotage(names: str) -> None:
             after_the_prompt = (
                 torch.arange(packed.ids_NS.size(1)) >= packed.layout.groups[0].prompt_length
             )
-            return dataclasses.replace(packed, positions=packed.positions + after_the_prompt)
+            return dataclasses.replace(packed, position_ids=packed.position_ids + after_the_prompt)
 
         mock.patch.object(packed_module, "pack", shifted).start()
     if "rows" in names:  # micro-batches weigh alike however many rows they have

@@ -13,18 +13,18 @@ def rollout_facts(rewards_NF: Tensor, **columns: Any) -> RolloutFacts:
     """Facts of rollouts with these rewards; `columns` are those that are not 0, false or unknown."""
     zeros_N = torch.zeros(len(rewards_NF))
     fields: dict[str, Any] = {
-        "counted_NF": rewards_NF,
+        "counted_rewards_NF": rewards_NF,
         "prompt_length_N": zeros_N,
         "length_N": zeros_N,
-        "cut_off_N": zeros_N.bool(),
-        "reflective_N": zeros_N,
+        "has_no_end_N": zeros_N.bool(),
+        "reflective_words_N": zeros_N,
         "surprisal_N": torch.full_like(zeros_N, torch.nan),
-        "calls_N": zeros_N,
+        "tool_calls_N": zeros_N,
         "failed_calls_N": zeros_N,
         "tool_seconds_N": zeros_N,
         "unanswered_N": zeros_N.bool(),
         "work_N": torch.full_like(zeros_N, torch.nan),
-        "missing": (None,) * len(rewards_NF),
+        "missing_reasons": (None,) * len(rewards_NF),
     }
     return RolloutFacts(rewards_NF=rewards_NF, **{**fields, **columns})
 
@@ -43,6 +43,6 @@ def counted_facts(
     """
     weights_F = torch.ones(rewards_NF.size(1)) if weights is None else torch.tensor(weights)
     facts = rollout_facts(rewards_NF, **columns)
-    return facts.counting(
+    return facts.without_unrewarded(
         failed or {}, weights_F=weights_F, names=["accuracy", "judge"], generations=generations
     )

@@ -176,7 +176,7 @@ def test_a_training_knows_which_prompts_open_the_block() -> None:
         ("Find x. <think>\n", sampled("a</think>x"), "a</think>x", True),
     ]
     prompts: Any = SimpleNamespace(ids=[list(ids_of(prompt)) for prompt, *_ in cases])
-    judge = cast("BatchBuilder", SimpleNamespace(ends=SimpleNamespace(decode=decode)))
+    judge = cast("BatchBuilder", SimpleNamespace(stop_criteria=SimpleNamespace(decode=decode)))
     rollouts = [rollout for _, rollout, *_ in cases]
     texts = [text for _, _, text, _ in cases]
     assert BatchBuilder.thinking_opened(judge, prompts, rollouts, texts) == [

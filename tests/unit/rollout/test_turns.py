@@ -261,10 +261,10 @@ def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(wide):
         context=context,
         images=images,
         processor=PROCESSOR,
-        ends=ends,
+        stop_criteria=ends,
         to_device=lambda batch: batch,
-        scored=True,
-        tools=True,
+        has_engine_logps=True,
+        has_tools=True,
     )
     scorer = Scorer(context, RewardGuard(context), weights, ["accuracy"])
     computer = AdvantageComputer(
@@ -280,7 +280,7 @@ def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(wide):
     scores = functions(
         built.rows,
         built.prompts.messages,
-        built.answers,
+        built.completions,
         [rollout.policy_tokens for rollout in built.rollouts],
         built.thinking_opened,
         TrainerState(),

@@ -83,9 +83,9 @@ def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
     built = BuiltGroups(
         groups=[RolloutGroup(problem=problem, row=Row(), began=0, rollouts=tuple(rollouts))],
         prompts=PromptBatch([], [[1] * 9] * 4, None, {}),
-        answers=texts,
-        texts=texts,
-        has_end=ended,
+        completions=texts,
+        completion_texts=texts,
+        ended_by_itself=ended,
         thinking_opened=[False] * 4,
         batch={"completion_mask": torch.ones(4, 3)},
     )
@@ -93,10 +93,14 @@ def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
     scores = FunctionScores(torch.zeros(4, 1), {"note": [*"abcd"]}, {"own": [0.5, 1.5]})
     facts = scorer.score(built, scores, 4, 0)
     assert facts.length_N.tolist() == [3, 2, 0, 2]
-    assert facts.cut_off_N.tolist() == [False, True, False, True]
-    assert facts.reflective_N.tolist() == [2, 0, 0, 1]
+    assert facts.has_no_end_N.tolist() == [False, True, False, True]
+    assert facts.reflective_words_N.tolist() == [2, 0, 0, 1]
     assert facts.reflective_per_1000_tokens == pytest.approx(1000 * 3 / 7)
-    assert (facts.tokens, facts.extra, facts.logged) == (43, {"note": [*"abcd"]}, {"own": 1.0})
+    assert (facts.tokens, facts.extra_columns, facts.logged_metrics) == (
+        43,
+        {"note": [*"abcd"]},
+        {"own": 1.0},
+    )
     assert len(calls) == 1, "rewards, lengths, ends, words and calls are gathered together"
 
 
@@ -181,7 +185,7 @@ def test_how_sure_the_policy_was_is_known_of_the_rollouts_of_all_ranks():
     measured = rollout_facts(torch.tensor([[1.0], [0.0]]), surprisal_N=surprisal(batch))
     facts = RolloutFacts.gathered(measured, two)
     assert facts.length_N.tolist() == [0, 0, -1, -1]
-    assert facts.cut_off_N.dtype == torch.bool
+    assert facts.has_no_end_N.dtype == torch.bool
     groups = computer.assess(facts, 2, 0).groups
     assert groups.surprisal_PG is not None
     assert groups.surprisal_PG.tolist() == [[1.5, 2.0], [0.5, 1.0]]
@@ -193,7 +197,7 @@ def test_work_that_the_reward_steps_counts_reaches_the_groups():
     methods = AdvantagePipeline({"adora": Adora(criteria=("working",))})
     computer = AdvantageComputer(step_context(accelerator=lone), methods, torch.ones(1))
     counts = {"new": [3, 1, None, None], "false": [1, 2, None, None]}
-    facts = rollout_facts(torch.tensor([[1.0], [0.0], [1.0], [0.0]])).with_shown(counts, {})
+    facts = rollout_facts(torch.tensor([[1.0], [0.0], [1.0], [0.0]])).with_logged(counts, {})
     assessment = computer.assess(facts, 2, 0)
     groups = assessment.groups
     assert groups.work_PG is not None
@@ -429,11 +433,11 @@ def test_the_table_shows_what_each_function_said_and_advantages_of_trl_and_of_th
     """
     facts = rollout_facts(
         torch.tensor([[1.0], [0.0], [0.25], [0.0]]),
-        counted_NF=torch.full((4, 1), torch.nan),
-        extra={"verdict": [*"abcd"]},
+        counted_rewards_NF=torch.full((4, 1), torch.nan),
+        extra_columns={"verdict": [*"abcd"]},
     )
     built: Any = SimpleNamespace(
-        prompts=SimpleNamespace(messages=["a problem"] * 4), answers=[*"wxyz"]
+        prompts=SimpleNamespace(messages=["a problem"] * 4), completions=[*"wxyz"]
     )
     for size in (4, 3):
         column: Any = partial(deque, maxlen=size)
@@ -442,7 +446,7 @@ def test_the_table_shows_what_each_function_said_and_advantages_of_trl_and_of_th
         of_the_loss = weighed()
         trl_advantages_PG = of_the_loss.assessment.trl_advantages_PG
         scored: Any = SimpleNamespace(facts=facts, assessment=of_the_loss.assessment)
-        add_rows(shown, built, scored, [], ["accuracy"], learned=size == 3)
+        add_rows(shown, built, scored, [], ["accuracy"], is_training=size == 3)
         expected = torch.zeros(4) if size == 3 else trl_advantages_PG.flatten()
         assert list(shown["advantages"]) == expected.tolist()[-size:]
         assert torch.equal(
@@ -459,7 +463,7 @@ def test_the_table_shows_what_each_function_said_and_advantages_of_trl_and_of_th
 def test_the_log_has_the_figures_of_adora_and_of_the_method():
     lengths_B = torch.tensor([10.0, 20.0, 30.0, 40.0])
     facts = rollout_facts(
-        torch.zeros(4, 1), length_N=lengths_B, reflective_N=torch.tensor([0.0, 1.0, 0.0, 1.0])
+        torch.zeros(4, 1), length_N=lengths_B, reflective_words_N=torch.tensor([0.0, 1.0, 0.0, 1.0])
     )
     assert learned_figures(weighed()) == {"adora/learned_reward": 0.25, "adora/own": 3.0}
     figures = assessment_figures(weighed().assessment, facts, ["accuracy"])

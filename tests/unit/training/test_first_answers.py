@@ -19,7 +19,7 @@ def scores(verdicts: list[str]) -> RolloutFacts:
         "extracted": ["B", "A", None, "49"],
         "reason": ["letter_without_choice", "not_a_number", "no_box", "different_number"],
     }
-    return rollout_facts(torch.zeros(4, 1), extra=extra)
+    return rollout_facts(torch.zeros(4, 1), extra_columns=extra)
 
 
 def test_reference_answers_stand_beside_what_was_read_where_nothing_is_right(

@@ -143,7 +143,7 @@ def test_sizes_of_units_by_hand():
         prompt_mask=torch.tensor([[0, 1, 1]] * 2 + [[1, 1, 1]] * 2),
         prompt_token_types=None,
         completion_lengths=[4, 1, 0, 2],
-        images=[RowImages(torch.zeros(8, 1), torch.ones(1, 3))] * 2 + [None] * 2,
+        images=[RowImages(pixels=torch.zeros(8, 1), grids=torch.ones(1, 3))] * 2 + [None] * 2,
     )
     assert unit_sizes(host, 2, shares_vision=True) == [
         UnitSize(2, 2, 4, 5, 8),

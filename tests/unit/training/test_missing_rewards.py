@@ -45,7 +45,7 @@ def rewards(
 
 
 def sums(found: RolloutFacts, weights: Any = (1.0, 1.0)) -> list[float | None]:
-    values = weighted_sum(found.counted_NF, torch.tensor(weights)).tolist()
+    values = weighted_sum(found.counted_rewards_NF, torch.tensor(weights)).tolist()
     return [None if value != value else value for value in values]
 
 
@@ -55,7 +55,7 @@ def test_a_failed_call_is_no_zero_and_one_who_is_left_alone_has_nobody_to_be_com
     """
     found = rewards([0.0] * 4, [0.5, NAN, NAN, NAN], failed=[1, 2, 3])
     assert sums(found) == [None] * 4
-    assert found.missing == (None, *["judge: HTTP 503"] * 3)
+    assert found.missing_reasons == (None, *["judge: HTTP 503"] * 3)
     assert found.missing_share == 0.75
     assert found.why_left[0] == "no other rollout of its group has a reward"
 
@@ -73,7 +73,7 @@ def test_none_beside_a_score_in_the_same_group_is_missing_and_none_throughout_do
     """
     found = rewards([1.0, 0.0, 1.0, 0.0] * 2, [NAN] * 4 + [1.0, 1.0, 0.0, NAN])
     assert sums(found) == [1.0, 0.0, 1.0, 0.0, 2.0, 1.0, 1.0, None]
-    assert found.missing[7] == "judge: None"
+    assert found.missing_reasons[7] == "judge: None"
     assert found.missing_share == 1 / 8
 
 
@@ -90,10 +90,10 @@ def test_only_functions_with_a_weight_count():
     unweighted = (1.0, 0.0)
     found = rewards([1.0, 0.0, 1.0, 0.0], [NAN, 1.0, 0.0, 1.0], unweighted, failed=[0])
     assert sums(found, unweighted) == [1.0, 0.0, 1.0, 0.0]
-    assert found.missing == (None,) * 4
+    assert found.missing_reasons == (None,) * 4
     found = rewards([NAN] * 4, [1.0] * 4, unweighted)
     assert sums(found, unweighted) == [None] * 4
-    assert set(found.missing) == {"no reward function scored it"}
+    assert set(found.missing_reasons) == {"no reward function scored it"}
 
 
 def test_a_group_of_one_is_whole():
@@ -103,7 +103,7 @@ def test_a_group_of_one_is_whole():
 
 def test_where_nothing_is_missing_trl_gets_what_it_gathered():
     both_BF = torch.rand(32, 2)
-    assert torch.equal(counted_facts(both_BF, 8).counted_NF, both_BF)
+    assert torch.equal(counted_facts(both_BF, 8).counted_rewards_NF, both_BF)
 
 
 # The tokens of those who have left still stand in the number by which TRL divides. These methods
@@ -272,9 +272,9 @@ def test_a_mistake_of_the_user_on_one_rank_ends_all(monkeypatch, tmp_path):
 
 def test_a_generation_without_one_reward_ends_the_run_in_one_line(tmp_path):
     guard = RewardGuard(step_context(save_now=lambda: tmp_path))
-    guard.check_scored(rewards([0.0] * 4, [1.0, NAN, NAN, NAN]).missing, 2)
+    guard.check_scored(rewards([0.0] * 4, [1.0, NAN, NAN, NAN]).missing_reasons, 2)
     with pytest.raises(RunError) as error:
-        guard.check_scored(rewards([0.0] * 4, [NAN] * 4, failed=range(4)).missing, 2)
+        guard.check_scored(rewards([0.0] * 4, [NAN] * 4, failed=range(4)).missing_reasons, 2)
     assert str(error.value) == (
         "step 3: not one of 4 rollouts has a reward (judge: HTTP 503). Nothing of this step was "
         f"applied. Repair the reward, and go on with --resume_from_checkpoint {tmp_path}"

@@ -254,7 +254,7 @@ class Judges:
         ranks = torch.full((len(rollouts),), float(self.accelerator.process_index))
         facts = rollout_facts(wide.float(), length_N=lengths, prompt_length_N=ranks)
         facts = RolloutFacts.gathered(facts, self.accelerator)
-        facts = replace(facts, missing=(None,) * len(facts.rewards_NF))
+        facts = replace(facts, missing_reasons=(None,) * len(facts.rewards_NF))
         assessment = self.assess(facts, SIZE, 0)
         return ScoredGroups(
             groups=groups,
