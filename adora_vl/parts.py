@@ -228,7 +228,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
                 sharding=self.run.context.sharding,
                 accelerator=self.accelerator.device.type == "cuda",
             ),
-            longest_answer=args.max_completion_length,
+            longest_completion=args.max_completion_length,
             shares_prompts=lambda: self.policy_pass.shares_prompts and not self.aux_loss_enabled,
             masked=not is_flash_attention_requested(requested_attention_implementation=attention),
         )

@@ -190,7 +190,7 @@ class AdoraGRPOTrainer(TrainerParts):
             return self.clock.phase
         self.card_memory = CardMemory(
             self.log_figure,
-            largest=self._largest_of_ranks,
+            largest_of_ranks=self._largest_of_ranks,
             device=args.device,
             sleep_mode=sleeps,
         )
@@ -715,7 +715,7 @@ class AdoraGRPOTrainer(TrainerParts):
             loss = super()._compute_loss(model, micro)
         if model.training:
             loss = self.ratio_guard.loss(loss, logps[0] if logps else None, micro)
-        loss = self.batcher.scaled(loss, micro)
+        loss = loss * self.batcher.weight(micro)
         if model.training and self.entropy_bonus.is_on:
             accumulated = self.current_gradient_accumulation_steps
             (entropies_BC,) = entropies
