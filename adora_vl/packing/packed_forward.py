@@ -353,7 +353,7 @@ def _inputs_of_first_rows(rows: int, inputs: dict[str, Any], host: HostRows) -> 
         "pixel_values": sum(len(row_images.pixels) for row_images in images),
         "image_grid_thw": sum(len(row_images.grids) for row_images in images),
     }
-    first_inputs = {}
+    first_inputs: dict[str, Any] = {}
     for name, values in inputs.items():
         first_inputs[name] = None
         if values is not None:
