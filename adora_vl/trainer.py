@@ -190,7 +190,7 @@ class AdoraGRPOTrainer(TrainerParts):
             return self.clock.phase
         self.card_memory = CardMemory(
             self.log_figure,
-            largest=self._largest_of_ranks,
+            largest_of_ranks=self._largest_of_ranks,
             device=args.device,
             sleep_mode=sleeps,
         )
