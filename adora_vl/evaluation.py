@@ -305,7 +305,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
             template=args.chat_template_kwargs,
             processor=self.pair.processor,
         )
-        engine = SamplerEngine(self.pair, self.rollouts.groups, chat, self.end_tokens)
+        engine = SamplerEngine(self.pair, self.rollouts.group_sampler, chat, self.end_tokens)
         rows: list[dict[str, Any]] = []
         share = task.problems[accelerator.process_index :: accelerator.num_processes]
         largest_share = math.ceil(len(task.problems) / accelerator.num_processes)

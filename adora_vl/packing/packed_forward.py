@@ -355,10 +355,12 @@ def _columns_of_first_rows(
         "pixel_values": sum(len(row_images.pixels) for row_images in images),
         "image_grid_thw": sum(len(row_images.grids) for row_images in images),
     }
-    first_columns = {}
+    first_columns: dict[str, Any] = {}
     for name, values in columns.items():
-        entries = entry_counts.get(name, rows)
-        first_columns[name] = None if values is None else values[:entries]
+        first_columns[name] = None
+        if values is not None:
+            entries = entry_counts.get(name, rows)
+            first_columns[name] = values[:entries]
     return first_columns
 
 
