@@ -190,7 +190,7 @@ class AdoraGRPOTrainer(TrainerParts):
             return self.clock.phase
         self.card_memory = CardMemory(
             self.log_figure,
-            largest=self._largest_of_ranks,
+            largest_of_ranks=self._largest_of_ranks,
             device=args.device,
             sleep_mode=sleeps,
         )
@@ -472,7 +472,7 @@ class AdoraGRPOTrainer(TrainerParts):
         assessment = self.advantages.assess(facts, generation.group_size, step)
         scored = ScoredGroups(groups=groups, batch=built.batch, facts=facts, assessment=assessment)
         with self.clock.phase("other"):
-            self.generation_log.scored(generation, built, scored)
+            self.generation_log.log_scored(generation, built, scored)
         return scored
 
     def _refill(self, generation: Generation, scored: ScoredGroups) -> ScoredGroups:
@@ -541,7 +541,7 @@ class AdoraGRPOTrainer(TrainerParts):
             for extension in self.extensions:
                 extension.after_weighing(generation, batch, advantages)
         with self.clock.phase("other"):
-            self.generation_log.weighed(batch, advantages)
+            self.generation_log.log_learned(batch, advantages)
         return batch
 
     def _rows_on_device(self, values_PG: Tensor) -> Tensor:
@@ -631,7 +631,7 @@ class AdoraGRPOTrainer(TrainerParts):
         `logps_BC`: those of the policy that has sampled it, detached.
         """
         self.drift_guard.check_batch(micro, self.state.global_step, logps_BC)
-        self.recorder.measured(micro, logps_BC)
+        self.recorder.add_measured_drift(micro, logps_BC)
         if self.old_logps.corrects_engine:
             for name, value in self.ratio.complete(micro, logps_BC).items():
                 self.log_figure(name, value)
@@ -715,7 +715,7 @@ class AdoraGRPOTrainer(TrainerParts):
             loss = super()._compute_loss(model, micro)
         if model.training:
             loss = self.ratio_guard.loss(loss, logps[0] if logps else None, micro)
-        loss = self.batcher.scaled(loss, micro)
+        loss = loss * self.batcher.weight(micro)
         if model.training and self.entropy_bonus.is_on:
             accumulated = self.current_gradient_accumulation_steps
             (entropies_BC,) = entropies
@@ -750,7 +750,10 @@ class AdoraGRPOTrainer(TrainerParts):
         """Return the log-probabilities of a generation's completions by the policy, (B, C)."""
         policy = partial(self._get_per_token_logps_and_entropies, self.model)
         return generation_logps(
-            batch, policy=policy, rows=self.args.per_device_train_batch_size, pixels=pixels
+            batch,
+            model_pass=policy,
+            rows_per_pass=self.args.per_device_train_batch_size,
+            pixels=pixels,
         )
 
     # ------------------------------------------------------------------------------ 3. a checkpoint
