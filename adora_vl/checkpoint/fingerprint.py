@@ -126,26 +126,26 @@ def fingerprint(
     values = _values_by_dotted_key(settings)
     has_user_tools = any(name.startswith("tool ") for name in code_hashes or ())
     ignored_keys = _ignored_keys(values, has_user_tools=has_user_tools)
-    result: dict[str, str] = {}
+    text_by_name: dict[str, str] = {}
     for key, value in values.items():
         top_key = key.partition(".")[0]
         is_ignored = key in ignored_keys or top_key in ignored_keys
         if not is_ignored and not key.startswith(_IGNORED_PREFIXES):
-            result[key] = json.dumps(value, default=str, sort_keys=True)
-    result |= code_hashes or {}
+            text_by_name[key] = json.dumps(value, default=str, sort_keys=True)
+    text_by_name.update(code_hashes or {})
     if left_out:
         digest = hashlib.sha256(json.dumps(list(left_out)).encode()).hexdigest()
-        result["rows left out"] = f"{len(left_out)} ({digest[:16]})"
-    result["processes"] = str(processes)
-    result["sharding"] = sharding
+        text_by_name["rows left out"] = f"{len(left_out)} ({digest[:16]})"
+    text_by_name["processes"] = str(processes)
+    text_by_name["sharding"] = sharding
     # `Path.is_dir` raises for a text that is too long for a path, such as the columns of a stream.
-    result["dataset"] = "+".join(
+    text_by_name["dataset"] = "+".join(
         data_hash(Path(text)) if os.path.isdir(text) else str(text)  # noqa: PTH112
         for text in data
     )
     # The hash is None where neither the model's files nor its commit are known.
-    result["model"] = model_hash(str(model), revision) or f"{model}@{revision}"
-    return result
+    text_by_name["model"] = model_hash(str(model), revision) or f"{model}@{revision}"
+    return text_by_name
 
 
 def _values_by_dotted_key(settings: Sequence[Any]) -> dict[str, Any]:
@@ -286,9 +286,9 @@ def problem_among(views: Sequence[RankView], output_dir: Path) -> str | None:
             return f"output_dir: {str(output_dir)!r} {where} is not {folder_of_first}; {remedy}"
         if view.differences:
             further_count = len(view.differences) - 1
-            further = f" (and {further_count} more)" if further_count > 0 else ""
+            remaining = f" (and {further_count} more)" if further_count > 0 else ""
             return (
-                f"{where} the run is not the one of rank 0: {view.differences[0]}{further}; start "
+                f"{where} the run is not the one of rank 0: {view.differences[0]}{remaining}; start "
                 "every machine with the same arguments, data and model"
             )
     return None

@@ -138,8 +138,8 @@ def recording_saved_files(output_dir: Path, writes: bool) -> Iterator[None]:
         return
     versions_before = _model_file_versions(output_dir)
     recorded_files = _read_notes(output_dir).get("files", {})
-    others = [name for name in versions_before if name not in recorded_files]
-    _write_notes(output_dir, others=others)
+    unknown_names = [name for name in versions_before if name not in recorded_files]
+    _write_notes(output_dir, others=unknown_names)
     try:
         yield
     finally:
