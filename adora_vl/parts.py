@@ -156,7 +156,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             device=self.accelerator.device,
             config=args,
             dataset=self.train_dataset,
-            draws=has_tools,
+            tools_show_images=has_tools,
         )
         self.methods = build_pipeline(args)
         self.advantages = AdvantageComputer(
@@ -218,7 +218,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             self.accelerator,
             args,
             may_have_images=self.images.shown,
-            learning_block=self.recompute.chosen,
+            checkpointing_context=self.recompute.chosen,
         )
         attention = configured_attention(self.model.config)
         room = MicroBatchRoom(
@@ -228,7 +228,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
                 sharding=self.run.context.sharding,
                 accelerator=self.accelerator.device.type == "cuda",
             ),
-            longest_answer=args.max_completion_length,
+            longest_completion=args.max_completion_length,
             shares_prompts=lambda: self.policy_pass.shares_prompts and not self.aux_loss_enabled,
             masked=not is_flash_attention_requested(requested_attention_implementation=attention),
         )
@@ -266,22 +266,22 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
 
     def _metrics_logger(self, context: StepContext) -> MetricsLogger:
         """The logger of a generation's figures and of its record."""
-        bytes_sent = (lambda: self.vllm_generation.bytes_sent) if self.use_vllm else None
+        synced_bytes = (lambda: self.vllm_generation.bytes_sent) if self.use_vllm else None
         return MetricsLogger(
             context=context,
             recorder=self.recorder,
-            figures=self._metrics,
+            metrics_by_mode=self._metrics,
             table=self._logs,
-            functions=self.reward_func_names,
-            notice=rollout_figures.TieNotice(
+            function_names=self.reward_func_names,
+            tie_notice=rollout_figures.TieNotice(
                 self.methods.adora_options, speaks=self.accelerator.is_main_process
             ),
-            bytes_sent=bytes_sent,
+            synced_bytes=synced_bytes,
         )
 
     def _generation_sampler(self, context: StepContext, stop: StopCriteria) -> GenerationSampler:
         """What draws, schedules and samples the groups of each generation."""
-        groups = GroupSampler(
+        group_sampler = GroupSampler(
             context=context,
             prompts=self.prompts,
             sampler=self.sampler,
@@ -292,12 +292,12 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         return GenerationSampler(
             context=context,
             pool=self.pool,
-            groups=groups,
+            group_sampler=group_sampler,
             guard=GenerationGuard(context, control_tokens(self.processing_class)),
             phase=self.clock.phase,
             environments=self.run.tools.environments,
             rows_ahead=self.rows_ahead.after,
-            late_drift=LateDriftCheck(self.engine_pair, self.drift_guard.check),
+            drift_check=LateDriftCheck(self.engine_pair, self.drift_guard.check),
         )
 
     def _tool_loop(self) -> ToolLoop | None:

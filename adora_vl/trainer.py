@@ -38,7 +38,7 @@ from trl.trainer import grpo_trainer
 from trl.trainer.utils import use_adapter
 
 from adora_vl.checkpoint.store import facts_of
-from adora_vl.checkpoint.trl_state import LossSums
+from adora_vl.checkpoint.trl_state import LossSums, SavedLossSums
 from adora_vl.checkpoint.universal import expect_universal, is_universal, load_shards
 from adora_vl.checkpoint.writer import recording_saved_files, set_aside
 from adora_vl.config import AdoraGRPOConfig
@@ -190,7 +190,7 @@ class AdoraGRPOTrainer(TrainerParts):
             return self.clock.phase
         self.card_memory = CardMemory(
             self.log_figure,
-            largest=self._largest_of_ranks,
+            largest_of_ranks=self._largest_of_ranks,
             device=args.device,
             sleep_mode=sleeps,
         )
@@ -472,7 +472,7 @@ class AdoraGRPOTrainer(TrainerParts):
         assessment = self.advantages.assess(facts, generation.group_size, step)
         scored = ScoredGroups(groups=groups, batch=built.batch, facts=facts, assessment=assessment)
         with self.clock.phase("other"):
-            self.generation_log.scored(generation, built, scored)
+            self.generation_log.log_scored(generation, built, scored)
         return scored
 
     def _refill(self, generation: Generation, scored: ScoredGroups) -> ScoredGroups:
@@ -541,7 +541,7 @@ class AdoraGRPOTrainer(TrainerParts):
             for extension in self.extensions:
                 extension.after_weighing(generation, batch, advantages)
         with self.clock.phase("other"):
-            self.generation_log.weighed(batch, advantages)
+            self.generation_log.log_learned(batch, advantages)
         return batch
 
     def _rows_on_device(self, values_PG: Tensor) -> Tensor:
@@ -631,7 +631,7 @@ class AdoraGRPOTrainer(TrainerParts):
         `logps_BC`: those of the policy that has sampled it, detached.
         """
         self.drift_guard.check_batch(micro, self.state.global_step, logps_BC)
-        self.recorder.measured(micro, logps_BC)
+        self.recorder.add_measured_drift(micro, logps_BC)
         if self.old_logps.corrects_engine:
             for name, value in self.ratio.complete(micro, logps_BC).items():
                 self.log_figure(name, value)
@@ -715,7 +715,7 @@ class AdoraGRPOTrainer(TrainerParts):
             loss = super()._compute_loss(model, micro)
         if model.training:
             loss = self.ratio_guard.loss(loss, logps[0] if logps else None, micro)
-        loss = self.batcher.scaled(loss, micro)
+        loss = loss * self.batcher.weight(micro)
         if model.training and self.entropy_bonus.is_on:
             accumulated = self.current_gradient_accumulation_steps
             (entropies_BC,) = entropies
@@ -750,7 +750,10 @@ class AdoraGRPOTrainer(TrainerParts):
         """Return the log-probabilities of a generation's completions by the policy, (B, C)."""
         policy = partial(self._get_per_token_logps_and_entropies, self.model)
         return generation_logps(
-            batch, policy=policy, rows=self.args.per_device_train_batch_size, pixels=pixels
+            batch,
+            model_pass=policy,
+            rows_per_pass=self.args.per_device_train_batch_size,
+            pixels=pixels,
         )
 
     # ------------------------------------------------------------------------------ 3. a checkpoint
@@ -776,7 +779,7 @@ class AdoraGRPOTrainer(TrainerParts):
                 present = self._generation
                 micro_batches = None if present is None else present.micro_batches
             unfinished = self.unfinished.save(folder, self._step_began, micro_batches, table)
-            return {**LossSums.of_all_ranks(facts), **unfinished}
+            return {**LossSums.with_all_ranks(facts), **unfinished}
 
         self.checkpoints.write(self.state.global_step, save)
 
@@ -861,17 +864,19 @@ class AdoraGRPOTrainer(TrainerParts):
         if not hasattr(self, "_tr_loss"):
             return None
         # It stays a tensor until it is written, because its value would have to wait for the device.
-        rest = self._tr_loss.detach().clone()
+        unlogged_sum = self._tr_loss.detach().clone()
         return LossSums(
-            logged=self._total_loss_scalar, since=self._globalstep_last_logged, rest=rest
+            logged_sum=self._total_loss_scalar,
+            last_log_step=self._globalstep_last_logged,
+            unlogged_sum=unlogged_sum,
         )
 
-    def _put_loss_sums(self, sums: LossSums) -> None:
+    def _put_loss_sums(self, sums: SavedLossSums) -> None:
         """Let Transformers go on from the sums of losses of a checkpoint."""
         rank = self.accelerator.process_index
-        self._tr_loss += sums.of_rank(rank, self.accelerator.num_processes)
-        self._total_loss_scalar = sums.logged
-        self._globalstep_last_logged = sums.since
+        self._tr_loss += sums.unlogged_sum_of(rank, ranks=self.accelerator.num_processes)
+        self._total_loss_scalar = sums.logged_sum
+        self._globalstep_last_logged = sums.last_log_step
 
     @property
     def _step_began(self) -> int:

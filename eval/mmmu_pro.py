@@ -27,6 +27,7 @@ with imports():
     from adora_vl.utils.cli import amount
 
 RULE_SETS = ("official", "letter")
+# The columns that each row has, and what their values have to be.
 COLUMNS = {"options": ANY, "answer": TEXT, "subject": TEXT}
 _LAST_LINE = (
     "The last line of your response should be of the following format: 'Answer: $LETTER' (without "
@@ -58,9 +59,10 @@ class MMMUProScoreOptions(ScoreOptions):
 
 
 def options_of(row: Prediction) -> list[str]:
-    """Return the options, which the hub has as the text of a Python list.
+    """Return the texts of the options of a row.
 
-    Raises `ValueError` and `SyntaxError` for a text that is none, and `TypeError` for no list.
+    On the hub the column is a text in the form of a Python list. Raises `ValueError` or
+    `SyntaxError` for a text of another form, and `TypeError` for a value that is no list.
     """
     stored = row["options"]
     if isinstance(stored, str):
@@ -69,51 +71,67 @@ def options_of(row: Prediction) -> list[str]:
 
 
 def official_letter(response: str, options: Sequence[str]) -> str | None:
-    """Return the letter by the official extraction (mmmu-pro/evaluate.py in MMMU-Benchmark/MMMU).
+    """Extract the letter of a response as the official score does.
 
-    It is the only letter behind the last `Answer:`, else the last of the letters in brackets, before
-    a space or before a full stop, else that of the option whose text comes last. None where the
-    official code would draw a letter at random.
+    Source: mmmu-pro/evaluate.py in MMMU-Benchmark/MMMU. The first of these that applies decides:
+
+    1. The only letter behind the last `Answer:`.
+    2. The last letter in brackets, else the last before a space, else the last before a full stop.
+    3. In a response of more than five words, the letter of the option whose text comes last.
+
+    None where none applies; the official code draws a letter at random there.
     """
     letters = ascii_uppercase[: len(options)]
-    # The prompt asks for the letter behind this mark.
-    _, mark, tail = response.rpartition("Answer:")
+    _, mark, behind_mark = response.rpartition("Answer:")
     if mark:
-        in_tail = [letter for letter in letters if letter in tail]
-        if len(in_tail) == 1:
-            return in_tail[0]
+        letters_behind_mark = [letter for letter in letters if letter in behind_mark]
+        if len(letters_behind_mark) == 1:
+            return letters_behind_mark[0]
     for sign in ",.!?;:'":
         response = response.strip(sign)
     response = f" {response} "
-    # The official code looks for one form, and takes the position of another.
-    for form, position in (("({})", "({})"), ("{} ", " {} "), ("{}.", " {} ")):
-        in_form = [letter for letter in letters if form.format(letter) in response]
-        if in_form:
-            return max(in_form, key=lambda letter: response.rfind(position.format(letter)))
-    # The official code looks for the text of an option in longer answers only.
+    # The official code looks for a letter in one form, and for its last position in another. A
+    # letter before a space may so have no position, which counts as -1.
+    for form, position_form in (("({})", "({})"), ("{} ", " {} "), ("{}.", " {} ")):
+        letters_in_form = [letter for letter in letters if form.format(letter) in response]
+        if letters_in_form:
+            position_by_letter = {
+                letter: response.rfind(position_form.format(letter)) for letter in letters_in_form
+            }
+            return max(letters_in_form, key=position_by_letter.__getitem__)
     if len(response.split()) <= 5:
         return None
     lowered = response.lower()
-    texts = dict(zip(letters, map(str.lower, options), strict=True))
-    by_text = [letter for letter in letters if texts[letter] in lowered]
-    return max(by_text, key=lambda letter: lowered.rfind(texts[letter]), default=None)
+    text_by_letter = {letter: text.lower() for letter, text in zip(letters, options, strict=True)}
+    position_by_letter = {
+        letter: lowered.rfind(text) for letter, text in text_by_letter.items() if text in lowered
+    }
+    return max(position_by_letter, key=position_by_letter.__getitem__, default=None)
 
 
 def check(row: Prediction) -> str | None:
-    """Return what is wrong with the fields of a row; None where nothing is."""
+    """Return what is wrong with the fields of a row; None where nothing is.
+
+    The options have to be a list, and the answer the letter of one of them.
+    """
     fault = wrong_fields(row, COLUMNS)
+    if fault:
+        return fault
     try:
-        letters = ascii_uppercase[: 0 if fault else len(options_of(row))]
+        letters = ascii_uppercase[: len(options_of(row))]
     except (ValueError, SyntaxError, TypeError):
         return f"has options = {row['options']!r:.60}, expected a list"
     expected = f"a letter from A to {letters[-1:]}"
-    return fault or wrong_fields(
-        row, {"answer": ((lambda answer: answer in (*letters,)), expected)}
-    )
+    is_letter_of_option = (lambda answer: answer in (*letters,)), expected
+    return wrong_fields(row, {"answer": is_letter_of_option})
 
 
 def grade(row: Prediction, options: MMMUProScoreOptions) -> RowGrade:
-    """Return the verdict on a row by `options.rules`; an answer without a letter is wrong."""
+    """Grade one answer by the rules of `options.rules`.
+
+    An answer without a letter is wrong. Its reason is `drawn`, because the official score draws a
+    letter for it.
+    """
     choices = options_of(row)
     if options.rules == "official":
         letter = official_letter(row["response"], choices)
@@ -131,19 +149,22 @@ def grade(row: Prediction, options: MMMUProScoreOptions) -> RowGrade:
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: MMMUProScoreOptions
 ) -> OwnFigures:
-    """Return how many answers name no letter, for which the official score draws one."""
-    drawn = sum(item.grade.reason == "drawn" for item in graded)
-    line = (
-        f"note: {amount(drawn, 'answer')} without a letter, wrong here; the official score draws "
-        "one at random"
-    )
-    return OwnFigures(
-        notes={"drawn": drawn}, lines=[line] if drawn and options.rules == "official" else []
-    )
+    """Count the answers without a letter, for which the official score draws one at random."""
+    n_drawn = sum(item.grade.reason == "drawn" for item in graded)
+    lines: list[str] = []
+    if n_drawn and options.rules == "official":
+        lines.append(
+            f"note: {amount(n_drawn, 'answer')} without a letter, wrong here; the official score "
+            "draws one at random"
+        )
+    return OwnFigures(notes={"drawn": n_drawn}, lines=lines)
 
 
 def load(options: MMMUProDataOptions) -> LoadedProblems:
-    """Return the problems of a split, the same question for each, and a hash of the data."""
+    """Load the problems of a split.
+
+    Each is asked the same text, since its question and options stand in its picture.
+    """
     return load_problems(
         options,
         needed=("id", *COLUMNS),
@@ -151,7 +172,7 @@ def load(options: MMMUProDataOptions) -> LoadedProblems:
         prompt=lambda row: QUERIES[options.query],
         check=check,
         id_column="id",
-        config="vision",
+        config="vision",  # the part of the data on the hub
     )
 
 

@@ -35,7 +35,8 @@ Question: {question}
 Option: {option}
 Regarding the format, please answer following the template below, and be sure to include two <> symbols:
 <Thought process>: <<your thought process>> <Answer>: <<your option>>"""
-_OPTION = re.compile(r"(?:^|[;\s])\s*([A-H])[.．]")
+_OPTION_MARK = re.compile(r"(?:^|[;\s])\s*([A-H])[.．]")
+_UNKNOWN_OPTIONS = [""] * 5  # of a question whose options have no text; no question has more
 COLUMNS = {
     "ID": TEXT,
     "key": matching(
@@ -47,28 +48,26 @@ COLUMNS = {
     "answer": matching("[A-H]", "a letter from A to H"),
 }
 check = partial(wrong_fields, kinds=COLUMNS)
-_TEMPLATE = re.compile(
+# The brackets of the official form of an answer; its group is what stands inside them.
+_TEMPLATE_BRACKETS = re.compile(
     r"<\s*(Answer|Thought process)\s*>|<<\s*((?:(?!<<)(?s:.))*?)\s*>>|<\s*([A-H](?:[.:][^<>]*)?)>"
 )
-_STEPS = {"2": "two steps", "3": "three steps"}
+_STEPS_GROUP = {"2": "two steps", "3": "three steps"}
 
 
 def prompt(row: dict[str, Any]) -> str:
-    """Return the official prompt for a row.
-
-    It is the question, its options, and the form of the answer.
-    """
+    """Build the official prompt of a row: the question, its options, and the form of the answer."""
     return _PROMPT.format(question=row["question"], option=row["option"])
 
 
 def official_letter(response: str) -> str | None:
-    """Return the letter by the official extraction, or None.
+    """Extract the letter of a response by the official rule; None where it finds none.
 
-    It is the first character behind the last `Answer`, without `<`, `>`, `:` and `.`, where that is
-    one from A to H. The rule is made for answers in the form of the official prompt; `boxed{B}` has
-    no letter.
+    It is the first character behind the last `Answer`, apart from `<`, `>`, `:` and `.`. The rule
+    is made for answers in the form of the official prompt, and does not know `boxed{B}`.
     """
-    tail = re.sub(r"[<>:.]", "", response.split("Answer")[-1].strip()).strip()
+    behind_last_answer = response.split("Answer")[-1].strip()
+    tail = re.sub(r"[<>:.]", "", behind_last_answer).strip()
     return tail[0] if tail and tail[0] in "ABCDEFGH" else None
 
 
@@ -82,44 +81,58 @@ class WeMathScoreOptions(ScoreOptions):
 
 
 def grade(row: Prediction, options: WeMathScoreOptions) -> RowGrade:
-    """Return the verdict on a row by `options.rules`, and the groups that it counts in.
+    """Grade one answer by the rules of `options.rules`.
 
-    They are the number of steps, and for a single step its concept.
+    It is counted in groups by the number of steps of its question, and for a question of one step
+    also by the concept that the step needs.
     """
     if options.rules == "official":
         letter = official_letter(row["response"])
         rule = "official"
     else:
-        without_template = _TEMPLATE.sub(
-            lambda match: match[1] or match[2] or match[3] or "", row["response"]
-        )
-        letter, rule = extract_choice(
-            without_template, lettered_options(row["option"], _OPTION) or [""] * 5
-        )
-    steps, _, step = row["key"].partition("steps_")  # `3steps_2`; `3steps_multi` is the whole
-    is_whole = step == "multi"
-    groups = {"steps": [_STEPS[steps] if is_whole else "one step"]}
-    if not is_whole:
-        groups["concept"] = [row["knowledge concept"]]
+        choices = lettered_options(row["option"], _OPTION_MARK) or _UNKNOWN_OPTIONS
+        letter, rule = extract_choice(_without_template(row["response"]), choices)
+    # The key says which part of a problem is asked: `3steps_2` is the second of three steps, and
+    # `3steps_multi` the whole problem.
+    n_steps, _, step = row["key"].partition("steps_")
+    if step == "multi":
+        groups = {"steps": [_STEPS_GROUP[n_steps]]}
+    else:
+        groups = {"steps": ["one step"], "concept": [row["knowledge concept"]]}
     return RowGrade(
         verdict=verdict_of(letter == row["answer"]), extracted=letter, reason=rule, groups=groups
     )
 
 
-def diagnosis(steps: Sequence[bool], whole_right: bool, *, strict: bool) -> str:
-    """Return the diagnosis of the answers to the steps of a problem and to the whole.
+def _without_template(response: str) -> str:
+    """Remove the brackets of the official form of an answer, and keep what stands inside them.
 
-    The kinds are those of Qiao et al. 2024, We-Math, section 3.3:
-
-    - IK, insufficient knowledge: the whole is wrong, and a step is.
-    - IG, inadequate generalisation: the whole is wrong, and no step is.
-    - CM, complete mastery: the whole is right, and every step is; loose: any step is.
-    - RM, rote memorisation: the whole is right, and a step is wrong; loose: all are.
+    `<Answer>: <<B>>` becomes `Answer: B`.
     """
-    if not whole_right:
-        return "IG" if all(steps) else "IK"
-    mastered = all(steps) if strict else any(steps)
-    return "CM" if mastered else "RM"
+
+    def content_of(match: re.Match[str]) -> str:
+        """Return the group that has matched; each kind of bracket has one of its own."""
+        return match[1] or match[2] or match[3] or ""
+
+    return _TEMPLATE_BRACKETS.sub(content_of, response)
+
+
+def diagnosis(are_steps_right: Sequence[bool], is_whole_right: bool, *, strict: bool) -> str:
+    """Diagnose a problem by the answers to its single steps and to the whole problem.
+
+    The diagnoses are those of Qiao et al. 2024, We-Math, section 3.3:
+
+    - IK, insufficient knowledge: the whole is wrong, and so is a step.
+    - IG, inadequate generalisation: the whole is wrong, though all steps are right.
+    - CM, complete mastery: the whole is right, and so are all steps (loose: at least one).
+    - RM, rote memorisation: the whole is right, though a step is wrong (loose: all are).
+
+    `strict` chooses between the strict and the loose reading of CM and RM.
+    """
+    if not is_whole_right:
+        return "IG" if all(are_steps_right) else "IK"
+    is_mastered = all(are_steps_right) if strict else any(are_steps_right)
+    return "CM" if is_mastered else "RM"
 
 
 _DEFINITION = (
@@ -133,56 +146,67 @@ _DEFINITION = (
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: WeMathScoreOptions
 ) -> OwnFigures:
-    """Return the strict and the loose score, and the shares of each kind of diagnosis.
+    """Compute We-Math's strict and loose score, and the share of each diagnosis.
 
-    Only problems with an answer to every step and to the whole are diagnosed, each sample apart.
+    A problem is diagnosed if each of its steps and the whole were answered. With several samples
+    each of them is diagnosed on its own.
     """
-    # Whether each answer of a problem's sample is right, by the key of its step.
-    answers: dict[tuple[str, int], dict[str, bool]] = defaultdict(dict)
+    # Whether the answer to each part of a problem is right. The outer key is the problem and the
+    # sample, the inner one the part, such as `3steps_2`.
+    correct_by_part: dict[tuple[str, int], dict[str, bool]] = defaultdict(dict)
     for row, item in zip(rows, graded, strict=True):
-        answers[row["ID"], item.sample][row["key"]] = item.correct
+        correct_by_part[row["ID"], item.sample][row["key"]] = item.correct
     complete = {}
-    for problem, correct_by_key in answers.items():
-        # The key of any step, such as `3steps_2`, says how many steps there are beside the whole.
-        n_steps = int(next(iter(correct_by_key))[0])
-        if len(correct_by_key) == n_steps + 1:
-            complete[problem] = correct_by_key
-    incomplete = {ID for ID, _ in answers} - {ID for ID, _ in complete}
-    warnings = []
-    if incomplete:
+    for problem_and_sample, parts in correct_by_part.items():
+        # The first character of each key is the number of steps.
+        n_steps = int(next(iter(parts))[0])
+        if len(parts) == n_steps + 1:  # the steps and the whole
+            complete[problem_and_sample] = parts
+    complete_ids = {problem_id for problem_id, _ in complete}
+    incomplete_ids = {problem_id for problem_id, _ in correct_by_part} - complete_ids
+    warnings: list[str] = []
+    if incomplete_ids:
+        problems = amount(len(incomplete_ids), "problem")
         warnings.append(
-            f"{amount(len(incomplete), 'problem')} without an answer to every step and the whole, "
-            "left out of the diagnosis"
+            f"{problems} without an answer to every step and the whole, left out of the diagnosis"
         )
     if not complete:
         no_score: dict[str, Any] = {"strict": None, "loose": None, "definition": _DEFINITION}
         return OwnFigures(figures={"score": no_score}, warnings=warnings)
-    answers_each = max(map(len, correct_by_problem(graded).values()))
+    n_samples = max(len(verdicts) for verdicts in correct_by_problem(graded).values())
     cells: dict[str, Any] = {}
     scores: dict[str, Any] = {"definition": _DEFINITION}
-    lines = []
+    lines: list[str] = []
     for name in ("strict", "loose"):
-        kinds = []
-        for correct_by_key in complete.values():
-            # The whole comes last: `multi` sorts behind the numbers.
-            *steps, is_whole_right = [correct_by_key[key] for key in sorted(correct_by_key)]
-            kinds.append(diagnosis(steps, is_whole_right, strict=name == "strict"))
-        counts = Counter(kinds)
-        if name == "strict":  # the loose counts of IK and IG are the same
-            cells = {
-                kind: cell_from_counts(counts[kind], len(kinds), answers_each)
-                for kind in ("IK", "IG")
-            }
-        cells[f"CM_{name}"] = cell_from_counts(counts["CM"], len(kinds), answers_each)
-        cells[f"RM_{name}"] = cell_from_counts(
-            counts["RM"], counts["CM"] + counts["RM"], answers_each
-        )
-        credits = [{"CM": 1.0, "IG": 0.5}.get(kind, 0.0) for kind in kinds]
-        figure = mean_with_interval(credits)
+        diagnoses = _diagnoses(list(complete.values()), strict=name == "strict")
+        counts = Counter(diagnoses)
+        if name == "strict":  # IK and IG do not depend on it
+            for kind in ("IK", "IG"):
+                cells[kind] = cell_from_counts(counts[kind], len(diagnoses), n_samples)
+        cells[f"CM_{name}"] = cell_from_counts(counts["CM"], len(diagnoses), n_samples)
+        # RM is a share of the problems whose whole is right.
+        cells[f"RM_{name}"] = cell_from_counts(counts["RM"], counts["CM"] + counts["RM"], n_samples)
+        points = [_POINTS_OF_DIAGNOSIS[kind] for kind in diagnoses]
+        figure = mean_with_interval(points)
         scores[name] = figure["value"]
         accuracy = percent_with_interval(figure["value"], figure["interval_95"])
         lines.append(f"We-Math's score, {name}: {accuracy}")
     return OwnFigures({"score": scores, "diagnosis": cells}, lines=lines, warnings=warnings)
+
+
+# What each diagnosis counts in We-Math's score.
+_POINTS_OF_DIAGNOSIS = {"CM": 1.0, "IG": 0.5, "IK": 0.0, "RM": 0.0}
+
+
+def _diagnoses(problems: Sequence[dict[str, bool]], *, strict: bool) -> list[str]:
+    """Diagnose problems, each given as whether the answer to each of its parts is right, by key."""
+    diagnoses: list[str] = []
+    for correct_by_key in problems:
+        # `3steps_multi`, the whole problem, sorts behind the numbers of the steps.
+        *step_keys, whole_key = sorted(correct_by_key)
+        are_steps_right = [correct_by_key[key] for key in step_keys]
+        diagnoses.append(diagnosis(are_steps_right, correct_by_key[whole_key], strict=strict))
+    return diagnoses
 
 
 # The rows are every step of a composite problem, and the whole.

@@ -84,7 +84,7 @@ def with_extractions(
     rules: Callable[[Prediction], Extraction] | None = None,
     judge: ChatClient | None = None,
 ) -> list[Prediction]:
-    """Return the rows, each with its `Extraction` by `--extraction` under the key `read`.
+    """Return the rows, each with its `Extraction` by `--extraction` under the key `parsed_answer`.
 
     Args:
         rows: The predictions.
@@ -111,7 +111,10 @@ def with_extractions(
                 f"first is pid {without[0]!r}; use --extraction rules"
             )
         extractions = [Extraction(row["extraction"], "stored") for row in rows]
-    return [{**row, "read": extraction} for row, extraction in zip(rows, extractions, strict=True)]
+    return [
+        {**row, "parsed_answer": extraction}
+        for row, extraction in zip(rows, extractions, strict=True)
+    ]
 
 
 def extraction_rules(options: ExtractionOptions) -> dict[str, Any]:

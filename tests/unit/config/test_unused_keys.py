@@ -9,7 +9,7 @@ from trl import ModelConfig
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import batch_plan
 from adora_vl.config.trl_keys import OURS, read_keys
-from adora_vl.config.unused_keys import GROUPS, RunSettings, refuse_unused, unused_keys
+from adora_vl.config.unused_keys import _UNUSED_KEYS, RunSettings, refuse_unused, unused_keys
 from adora_vl.utils.errors import UserError
 
 # Those that a run reads, or that are refused by another check. Before a key of a new version of TRL
@@ -72,7 +72,7 @@ def lines(model: ModelConfig | None = None, adapted: bool = False, **keys: Any) 
 
 
 def test_every_key_of_the_libraries_is_read_named_or_refused():
-    named = {key for group in GROUPS for key in group.keys}
+    named = {key for group in _UNUSED_KEYS for key in group.keys}
     refused = {key for keys, _ in REFUSED for key in keys} | {"parallelism_config"}
     read = set(READ.split())
     theirs = {key.name for key in read_keys().values() if key.library != OURS}
@@ -93,7 +93,7 @@ def other_value(default: Any) -> Any:
 
 
 def keys_that_may_be_unused() -> Iterator[tuple[str, str]]:
-    for group in GROUPS:
+    for group in _UNUSED_KEYS:
         for key in group.keys:
             yield key, group.reason
 

@@ -446,7 +446,7 @@ def test_the_table_shows_what_each_function_said_and_advantages_of_trl_and_of_th
         of_the_loss = weighed()
         trl_advantages_PG = of_the_loss.assessment.trl_advantages_PG
         scored: Any = SimpleNamespace(facts=facts, assessment=of_the_loss.assessment)
-        add_rows(shown, built, scored, [], ["accuracy"], learned=size == 3)
+        add_rows(shown, built, scored, [], ["accuracy"], is_training=size == 3)
         expected = torch.zeros(4) if size == 3 else trl_advantages_PG.flatten()
         assert list(shown["advantages"]) == expected.tolist()[-size:]
         assert torch.equal(

@@ -274,7 +274,7 @@ def test_a_generation_without_one_reward_ends_the_run_in_one_line(tmp_path):
     guard = RewardGuard(step_context(save_now=lambda: tmp_path))
     guard.check_scored(rewards([0.0] * 4, [1.0, NAN, NAN, NAN]).missing_reasons, 2)
     with pytest.raises(RunError) as error:
-        guard.check_scored(rewards([0.0] * 4, [NAN] * 4, failed=range(4)).missing, 2)
+        guard.check_scored(rewards([0.0] * 4, [NAN] * 4, failed=range(4)).missing_reasons, 2)
     assert str(error.value) == (
         "step 3: not one of 4 rollouts has a reward (judge: HTTP 503). Nothing of this step was "
         f"applied. Repair the reward, and go on with --resume_from_checkpoint {tmp_path}"
