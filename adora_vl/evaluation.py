@@ -23,7 +23,7 @@ from adora_vl.evals.benchmark import (
 )
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.local import Conversations
-from adora_vl.evals.inference.runner import Ask, answer, refuse_control_tokens
+from adora_vl.evals.inference.runner import AnswerSample, answer, refuse_control_tokens
 from adora_vl.evals.inference.views import VIEWS, problems_in_view
 from adora_vl.evals.scoring.files import figures_in_training
 from adora_vl.rollout.stopping import StopCriteria
@@ -305,12 +305,14 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
             template=args.chat_template_kwargs,
             processor=self.pair.processor,
         )
-        engine = SamplerEngine(self.pair, self.rollouts.groups, chat, self.end_tokens)
+        engine = SamplerEngine(self.pair, self.rollouts.group_sampler, chat, self.end_tokens)
         rows: list[dict[str, Any]] = []
         share = task.problems[accelerator.process_index :: accelerator.num_processes]
         largest_share = math.ceil(len(task.problems) / accelerator.num_processes)
         for start in range(0, largest_share, engine.batch_size):
-            batch = [Ask(problem, 0) for problem in share[start : start + engine.batch_size]]
+            batch = [
+                AnswerSample(problem, 0) for problem in share[start : start + engine.batch_size]
+            ]
             rows += answer(engine, batch, seed=0, system_prompt=self.system_prompt)
         return rows
 

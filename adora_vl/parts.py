@@ -156,7 +156,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             device=self.accelerator.device,
             config=args,
             dataset=self.train_dataset,
-            draws=has_tools,
+            tools_show_images=has_tools,
         )
         self.methods = build_pipeline(args)
         self.advantages = AdvantageComputer(
@@ -218,7 +218,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             self.accelerator,
             args,
             may_have_images=self.images.shown,
-            learning_block=self.recompute.chosen,
+            checkpointing_context=self.recompute.chosen,
         )
         attention = configured_attention(self.model.config)
         room = MicroBatchRoom(
@@ -281,7 +281,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
 
     def _generation_sampler(self, context: StepContext, stop: StopCriteria) -> GenerationSampler:
         """What draws, schedules and samples the groups of each generation."""
-        groups = GroupSampler(
+        group_sampler = GroupSampler(
             context=context,
             prompts=self.prompts,
             sampler=self.sampler,
@@ -292,12 +292,12 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         return GenerationSampler(
             context=context,
             pool=self.pool,
-            groups=groups,
+            group_sampler=group_sampler,
             guard=GenerationGuard(context, control_tokens(self.processing_class)),
             phase=self.clock.phase,
             environments=self.run.tools.environments,
             rows_ahead=self.rows_ahead.after,
-            late_drift=LateDriftCheck(self.engine_pair, self.drift_guard.check),
+            drift_check=LateDriftCheck(self.engine_pair, self.drift_guard.check),
         )
 
     def _tool_loop(self) -> ToolLoop | None:

@@ -18,7 +18,7 @@ from adora_vl.evals.asking import (
 from adora_vl.evals.inference.engines import tool_options_of
 from adora_vl.evals.inference.predictions import PREDICTIONS
 from adora_vl.evals.inference.provenance import PROMPTS, resolve_prompts
-from adora_vl.evals.inference.runner import join_ranks
+from adora_vl.evals.inference.ranks import join_ranks
 from adora_vl.evals.options import ScoreOptions, add_options, option_names, options_from
 from adora_vl.evals.records import Benchmark
 from adora_vl.evals.scoring.files import write_score

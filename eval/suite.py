@@ -23,7 +23,8 @@ with imports():
     from adora_vl.evals.benchmark import find_benchmark
     from adora_vl.evals.inference.engines import build_engine
     from adora_vl.evals.inference.predictions import PREDICTIONS
-    from adora_vl.evals.inference.runner import join_ranks, with_engine_bounds
+    from adora_vl.evals.inference.ranks import join_ranks
+    from adora_vl.evals.inference.runner import with_engine_bounds
     from adora_vl.evals.options import ScoreOptions
     from adora_vl.evals.records import Benchmark
     from adora_vl.evals.score_differences import Difference, between_problems

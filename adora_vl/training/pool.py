@@ -57,15 +57,15 @@ class Pool:
         self.options: RolloutOptions = context.config.adora_rollouts
         self.layout = BatchLayout.of(context.config)
         # Generations that servers sample before the policy learns from the present one.
-        self.ahead = self.options.ahead
+        self.generations_ahead = self.options.ahead
         # Whether a rollout may pause, so that a generation may begin more groups than it learns
         # from.
         self.allows_partial = self.options.budget is not None
         # Whether rollouts may be older than the generation that learns from them.
-        self.has_stale = self.allows_partial or self.ahead > 0
+        self.has_stale = self.allows_partial or self.generations_ahead > 0
         # Whether later turns, or the ends of rollouts, are sampled after a pending generation's
         # samples have arrived.
-        self.continues = self.allows_partial or tools
+        self.samples_in_parts = self.allows_partial or tools
         # Groups that one rank learns from in a full generation.
         self.slots = (
             self.layout.micro_batch_rows
@@ -178,8 +178,8 @@ class Pool:
         if budget is None or isinstance(budget, int):
             return budget
         parts = self.options.staleness + 1  # generations that a rollout may take
-        if self.ahead:
-            parts = math.ceil(self.options.staleness / self.ahead)
+        if self.generations_ahead:
+            parts = math.ceil(self.options.staleness / self.generations_ahead)
         min_budget = math.ceil(self.config.max_completion_length / parts)
         return schedule.automatic_budget(self.state.lengths, min_budget)
 
@@ -233,7 +233,7 @@ class Pool:
         groups that are complete now keep problems from beginning, and may be used up before its
         turn. Collective with `ahead` and a budget.
         """
-        if not self.ahead:
+        if not self.generations_ahead:
             return 0
         if not self.allows_partial:
             return self.min_groups
@@ -252,7 +252,9 @@ class Pool:
         if budget is None:
             return limits
         # With `ahead` it is known only later how many have to end.
-        if not self.ahead and self._groups_needed(generation, len(groups)) == len(groups):
+        if not self.generations_ahead and self._groups_needed(generation, len(groups)) == len(
+            groups
+        ):
             return limits
         for number, group in enumerate(groups):
             if generation.number - group.began < self.options.staleness:
@@ -266,7 +268,7 @@ class Pool:
         """
         needed = min(len(groups), self._groups_needed(generation, len(groups)))
         # In the last generations no later request continues a group that pauses, so all end.
-        if self.generations_left(generation) <= self.ahead:
+        if self.generations_left(generation) <= self.generations_ahead:
             needed = len(groups)
         missing = needed - sum(group.complete for group in groups)
         incomplete = [number for number, group in enumerate(groups) if not group.complete]

@@ -27,6 +27,8 @@ REQUIRED_FIELDS = ("pid", "answer", "response")
 IMAGE_FAILED = "image_failed"
 TOO_LONG = "prompt_too_long"
 NOT_ASKED = (IMAGE_FAILED, TOO_LONG)
+# The id of a problem, and the number of an answer among those to it, from 0 on.
+RowKey = tuple[str, int]
 
 
 def score_path(output: Path) -> Path:
@@ -39,8 +41,8 @@ def score_path(output: Path) -> Path:
     return output / SCORE
 
 
-def key(row: Prediction) -> tuple[str, int]:
-    """Return the key of a row, unique in its file: the problem, and the number of the sample."""
+def key(row: Prediction) -> RowKey:
+    """Return the key of a row, unique in its file: the problem, and the number of its answer."""
     return row["pid"], row.get("sample", 0)
 
 
@@ -63,7 +65,7 @@ def read_predictions(
     """
     if not path.is_file():
         raise UserError(f"predictions: no file {str(path)!r}; make it with the `infer` verb")
-    rows: dict[tuple[str, int], tuple[int, Prediction]] = {}
+    rows: dict[RowKey, tuple[int, Prediction]] = {}
     faults: list[str] = []
     for number, parsed in enumerate(_objects(path), start=1):
         row = _completed(parsed, id_column, columns or {}) if isinstance(parsed, dict) else parsed
@@ -275,7 +277,7 @@ class PredictionLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.done: set[tuple[str, int]] = set()
+        self.done: set[RowKey] = set()
 
     def __enter__(self) -> Self:
         """Open and lock the file, cut off a half line at its end, and read which rows are done."""
@@ -355,7 +357,7 @@ def absorb_parts(folder: Path, log: PredictionLog) -> bool:
     return bool(parts)
 
 
-def sort_rows(path: Path, order: Sequence[tuple[str, int]]) -> None:
+def sort_rows(path: Path, order: Sequence[RowKey]) -> None:
     """Rewrite a predictions file in this order. The new file replaces the old one at once."""
     rows = {key(row): row for row in read_rows(path)}
     text = "".join(json.dumps(rows[at]) + "\n" for at in order if at in rows)

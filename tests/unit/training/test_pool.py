@@ -386,12 +386,12 @@ class Run:
         self.rollouts = GenerationSampler(
             context=context,
             pool=self.pool,
-            groups=groups,
+            group_sampler=groups,
             guard=guard,
             phase=lambda _: nullcontext(),
             environments=None,
             rows_ahead=rows_after,
-            late_drift=LateDriftCheck(pair, check=lambda *_: None),
+            drift_check=LateDriftCheck(pair, check=lambda *_: None),
         )
         self.trainer = stages(self, context, judges)
         self.learned: list[Learned] = []
@@ -552,9 +552,9 @@ def test_a_run_with_tools_that_is_killed_within_a_turn_goes_on_to_the_bit(tmp_pa
 
 def test_where_nothing_is_called_a_run_with_tools_is_the_run_without():
     runs = [Run(4, tools=True, budget=None) for _ in range(2)]
-    runs[0].rollouts.groups.tool_loop = None
+    runs[0].rollouts.group_sampler.tool_loop = None
     silent: Any = Silent()
-    runs[1].rollouts.groups.tool_loop = silent
+    runs[1].rollouts.group_sampler.tool_loop = silent
     assert runs[0].go_on().answers == runs[1].go_on().answers
     assert runs[0].engine.asked == runs[1].engine.asked
 
@@ -564,7 +564,7 @@ def test_processes_whose_rollouts_have_other_numbers_of_turns_make_the_same_call
         run = Run(4, accelerator, tools=True, budget=None)
         if rank:
             silent: Any = Silent()
-            run.rollouts.groups.tool_loop = silent
+            run.rollouts.group_sampler.tool_loop = silent
         run.go_on()
         return [len(asks) for asks in run.engine.asked]
 
