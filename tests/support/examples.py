@@ -1,5 +1,6 @@
 """The files of docs/examples, loaded as a run loads them, and other files beside packages."""
 
+from collections.abc import Mapping
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,16 +24,21 @@ def example(name: str) -> Any:
     return from_file("adora_method", entry(name), fits=callable).value
 
 
-def started_extension(name: str, log: dict[str, float] | None = None, **options: Any) -> Any:
+def started_extension(
+    name: str,
+    log: dict[str, float] | None = None,
+    images: object = None,
+    keys: Mapping[str, Any] | None = None,
+    **options: object,
+) -> Any:
     """Return an extension of docs/examples as a trainer starts it.
 
-    `log` gets its figures. `images` and `keys` among the options are the context's, all others the
-    extension's own.
+    `log` gets its figures, `images` are the run's images (by default without a processor), `keys`
+    are attributes of the context, and `options` are the extension's own.
     """
-    images = options.pop("images", SimpleNamespace(image_processor=None))
-    keys = options.pop("keys", {})
     extension = example(name)(**options)
-    extension.start(step_context(log, **keys), images)
+    run_images = images or SimpleNamespace(image_processor=None)
+    extension.start(step_context(log, **(keys or {})), run_images)
     return extension
 
 
