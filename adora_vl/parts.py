@@ -156,7 +156,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             device=self.accelerator.device,
             config=args,
             dataset=self.train_dataset,
-            draws=has_tools,
+            tools_show_images=has_tools,
         )
         self.methods = build_pipeline(args)
         self.advantages = AdvantageComputer(
@@ -218,7 +218,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             self.accelerator,
             args,
             may_have_images=self.images.shown,
-            learning_block=self.recompute.chosen,
+            checkpointing_context=self.recompute.chosen,
         )
         attention = configured_attention(self.model.config)
         room = MicroBatchRoom(

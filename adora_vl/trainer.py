@@ -38,7 +38,7 @@ from trl.trainer import grpo_trainer
 from trl.trainer.utils import use_adapter
 
 from adora_vl.checkpoint.store import facts_of
-from adora_vl.checkpoint.trl_state import LossSums
+from adora_vl.checkpoint.trl_state import LossSums, SavedLossSums
 from adora_vl.checkpoint.universal import expect_universal, is_universal, load_shards
 from adora_vl.checkpoint.writer import recording_saved_files, set_aside
 from adora_vl.config import AdoraGRPOConfig
@@ -750,7 +750,10 @@ class AdoraGRPOTrainer(TrainerParts):
         """Return the log-probabilities of a generation's completions by the policy, (B, C)."""
         policy = partial(self._get_per_token_logps_and_entropies, self.model)
         return generation_logps(
-            batch, policy=policy, rows=self.args.per_device_train_batch_size, pixels=pixels
+            batch,
+            model_pass=policy,
+            rows_per_pass=self.args.per_device_train_batch_size,
+            pixels=pixels,
         )
 
     # ------------------------------------------------------------------------------ 3. a checkpoint
@@ -776,7 +779,7 @@ class AdoraGRPOTrainer(TrainerParts):
                 present = self._generation
                 micro_batches = None if present is None else present.micro_batches
             unfinished = self.unfinished.save(folder, self._step_began, micro_batches, table)
-            return {**LossSums.of_all_ranks(facts), **unfinished}
+            return {**LossSums.with_all_ranks(facts), **unfinished}
 
         self.checkpoints.write(self.state.global_step, save)
 
@@ -861,17 +864,19 @@ class AdoraGRPOTrainer(TrainerParts):
         if not hasattr(self, "_tr_loss"):
             return None
         # It stays a tensor until it is written, because its value would have to wait for the device.
-        rest = self._tr_loss.detach().clone()
+        unlogged_sum = self._tr_loss.detach().clone()
         return LossSums(
-            logged=self._total_loss_scalar, since=self._globalstep_last_logged, rest=rest
+            logged_sum=self._total_loss_scalar,
+            last_log_step=self._globalstep_last_logged,
+            unlogged_sum=unlogged_sum,
         )
 
-    def _put_loss_sums(self, sums: LossSums) -> None:
+    def _put_loss_sums(self, sums: SavedLossSums) -> None:
         """Let Transformers go on from the sums of losses of a checkpoint."""
         rank = self.accelerator.process_index
-        self._tr_loss += sums.of_rank(rank, self.accelerator.num_processes)
-        self._total_loss_scalar = sums.logged
-        self._globalstep_last_logged = sums.since
+        self._tr_loss += sums.unlogged_sum_of(rank, ranks=self.accelerator.num_processes)
+        self._total_loss_scalar = sums.logged_sum
+        self._globalstep_last_logged = sums.last_log_step
 
     @property
     def _step_began(self) -> int:

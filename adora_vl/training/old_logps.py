@@ -29,8 +29,8 @@ class OldPass:
         if len(self.rows) == len(self.micro["completion_ids"]):
             return self.micro
         part = RowReader(self.micro).take(self.rows)
-        if "host" in self.micro:
-            part["host"] = self.micro["host"].taken(self.rows)
+        if "host_rows" in self.micro:
+            part["host_rows"] = self.micro["host_rows"].select(self.rows)
         return part
 
     def store(self, part: Batch) -> None:

@@ -83,7 +83,7 @@ class UnfinishedGeneration:
         if not done or micro_batches is None:
             return {}
         remaining = [
-            cast("Batch", {name: column for name, column in micro.items() if name != "host"})
+            cast("Batch", {name: column for name, column in micro.items() if name != "host_rows"})
             for micro in micro_batches
         ]
         # With several passes over a generation, those that are done will be learned from again.
