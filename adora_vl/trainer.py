@@ -409,7 +409,7 @@ class AdoraGRPOTrainer(TrainerParts):
         if training and self._step == self._step_began:
             self.unfinished.begins(self._step, self._facts())
         group_size = self.num_generations if training else self.num_generations_eval
-        generation = self.pool.generation_at(self._step_key, group_size, inputs)
+        generation = self.pool.generations.at(self._step_key, group_size, inputs)
         # 1. Draw: images can be read, environments are reset.
         drawn = self.rollouts.draw(generation, inputs)
         if not training:
@@ -504,7 +504,7 @@ class AdoraGRPOTrainer(TrainerParts):
             # different columns, and no rank exchanges any.
             if not all(gather_object([refill.batch.keys() == scored.batch.keys()])):
                 continue
-            chosen = pool.chosen_groups(scored.assessment, refill.assessment)
+            chosen = pool.choose_groups(scored.assessment, refill.assessment)
             for numbers in chosen:  # of every rank, since the figure is that of all
                 for slot, number in enumerate(numbers[: len(scored.groups)]):
                     if number != slot:

@@ -100,7 +100,7 @@ load = partial(
     prompt=itemgetter("question"),
     check=check,
     id_column="id",
-    pictures="images",
+    image_folder="images",
 )
 BENCHMARK = Benchmark(
     name="logicvista",
