@@ -19,17 +19,20 @@ def checkpoint_bytes(
     that moves (`sync_ref_model`). DeepSpeed writes, beside the model for `from_pretrained`, its own
     float32 master weights, the moments and, for ZeRO-2 and below, the module's weights once more.
     """
-    saved_parameters = shape.trained if shape.adapters else shape.total
-    reference_bytes = shape.total * shape.weight_bytes if reference else 0
+    saved_parameters = shape.trained_parameters if shape.has_adapters else shape.total_parameters
+    reference_bytes = shape.total_parameters * shape.weight_bytes if reference else 0
     if sharding.stage is None:
-        parameter_bytes = FLOAT if shape.adapters else shape.weight_bytes
+        parameter_bytes = FLOAT if shape.has_adapters else shape.weight_bytes
         model = saved_parameters * parameter_bytes
-        return model + MOMENTS * shape.trained * parameter_bytes + reference_bytes + _SMALL_FILES
+        optimizer = MOMENTS * shape.trained_parameters * parameter_bytes
+        return model + optimizer + reference_bytes + _SMALL_FILES
     parameter_bytes = 2 if mixed else shape.weight_bytes
     model = saved_parameters * parameter_bytes
-    optimizer = shape.trained * (MOMENTS + 1) * FLOAT
+    optimizer = shape.trained_parameters * (MOMENTS + 1) * FLOAT
     # Under ZeRO-3 the module's file has only the weights that are not trained.
-    module_parameters = shape.total if sharding.stage < 3 else shape.total - shape.trained
+    module_parameters = shape.total_parameters
+    if sharding.stage >= 3:
+        module_parameters -= shape.trained_parameters
     module = module_parameters * parameter_bytes
     return model + optimizer + module + reference_bytes + _SMALL_FILES
 

@@ -71,8 +71,8 @@ def cache_bytes_per_token(shape: ModelShape, dtype_bytes: int, tensor_parallel: 
 def engine_memory(shape: ModelShape, engine: Engine, card: int) -> EngineMemory:
     """Return how vLLM divides its share of a card of `card` bytes."""
     weights = shape.base_bytes(engine.dtype_bytes) // engine.tensor_parallel
-    if shape.four_bit:  # beside its base it holds the adapter
-        weights += shape.trained * engine.dtype_bytes
+    if shape.four_bit_parameters:  # beside its base it holds the adapter
+        weights += shape.trained_parameters * engine.dtype_bytes
     if engine.cpu_cache is None:  # on a GPU the cache is what the share has left
         workspace = WORKSPACE
         cache = int(engine.utilization * card) - weights - workspace
@@ -164,7 +164,7 @@ class Setup:
 
         Then the card holds one copy of it, and not two.
         """
-        return bool(self.shape.four_bit and self.engine and self.engine.sleep)
+        return bool(self.shape.four_bit_parameters and self.engine and self.engine.sleep)
 
     @property
     def dtypes(self) -> DtypeBytes:
@@ -185,7 +185,7 @@ class Setup:
     @property
     def size(self) -> PassSize:
         """The size of the pass over a micro-batch."""
-        return self.micro_batch.pass_size(self.shape.merge, has_padding_mask=self.masked)
+        return self.micro_batch.pass_size(self.shape.merge_size, has_padding_mask=self.masked)
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def predict(setup: Setup, card: int) -> Prediction:
     awake, asleep = _engine_parts(setup, engine)
     if setup.swaps:
         awake["weights"] = training.weights - shape.base_bytes(shape.weight_bytes)
-    patches = setup.images * setup.batch.image_tokens * shape.merge**2
+    patches = setup.images * setup.batch.image_tokens * shape.merge_size**2
     pixels = patches * _stored_patch_bytes(setup)
     # Under ZeRO-3 a tensor is gathered whole before it is sent to the engine.
     synced = shape.largest_tensor * setup.dtypes.residual if setup.sharding.stage == 3 else 0
@@ -328,13 +328,17 @@ def frozen_tower(setup: Setup) -> FrozenTowerMemory:
     """
     shape = setup.shape
     tower = shape.vision
-    is_trained = shape.trainable["vision_tower"] or shape.trainable["projector"]
+    is_trained = (
+        shape.trained_by_component["vision_tower"] or shape.trained_by_component["projector"]
+    )
     if tower is None or not setup.sharing.vision or is_trained:
         return FrozenTowerMemory(feature_bytes=0, pass_bytes=0)
     image_tokens = setup.images * setup.batch.image_tokens
-    entered_layers = 1 + shape.deepstack  # a token has features for each layer that it enters at
+    entered_layers = (
+        1 + shape.deepstack_layers
+    )  # a token has features for each layer that it enters at
     features = image_tokens * shape.text.width * entered_layers * setup.dtypes.compute
-    patches_per_image = setup.batch.image_tokens * shape.merge**2
+    patches_per_image = setup.batch.image_tokens * shape.merge_size**2
     # A pass has at least one whole image.
     patches = min(setup.images * patches_per_image, max(PATCHES_A_PASS, patches_per_image))
     inputs = patches * shape.patch_values * (_PIXEL_VALUE_BYTES + setup.dtypes.compute)
@@ -387,14 +391,16 @@ def _with_first_gradients(
     activation_memory = setup.activation_memory
     tied_head = activation_memory.tied_head_gradient
     head = activation_memory.head_gradient
-    parameter_bytes = FLOAT if shape.adapters else shape.weight_bytes
+    parameter_bytes = FLOAT if shape.has_adapters else shape.weight_bytes
     layers = shape.text.layers
     # Whatever is counted beyond one number per trained parameter is there from the start. The head's
     # gradient comes first; one that waits for the embedding's is in each candidate instead.
-    at_start = gradients - shape.trained * parameter_bytes
+    at_start = gradients - shape.trained_parameters * parameter_bytes
     after_head = at_start + head - tied_head
     # The embedding's gradient comes at the end; it is as large as an untied head's.
-    of_layers = shape.trainable[LANGUAGE_MODEL] * parameter_bytes - head - (head - tied_head)
+    of_layers = (
+        shape.trained_by_component[LANGUAGE_MODEL] * parameter_bytes - head - (head - tied_head)
+    )
     parts = activations.saved_bytes(
         shape,
         setup.size,

@@ -45,7 +45,7 @@ def memory_lines(plan: Plan) -> list[str]:
     phases = prediction.phases
     title = f"Memory, predicted, on {plan.card_name}"
     lines = [
-        f"{_number(setup.shape.total)} parameters, {_number(setup.shape.trained)} trained; "
+        f"{_number(setup.shape.total_parameters)} parameters, {_number(setup.shape.trained_parameters)} trained; "
         f"{setup.sharding.describe()}.",
         f"Micro-batch: {setup.batch.sequences} x ({setup.batch.prompt_tokens} + "
         f"{setup.batch.completion_tokens}) tokens, {setup.batch.image_tokens} of each an image.",
@@ -210,7 +210,11 @@ def verdict_lines(plan: Plan) -> list[str]:
             "vllm_gpu_memory_utilization, or lower vllm_max_model_length."
         ]
     # Without DeepSpeed nothing keeps a float32 copy of weights in 16 bits.
-    if setup.sharding.stage is None and not setup.shape.adapters and setup.shape.weight_bytes == 2:
+    if (
+        setup.sharding.stage is None
+        and not setup.shape.has_adapters
+        and setup.shape.weight_bytes == 2
+    ):
         lines.append(LOST_UPDATES)
     batch = largest_batch(setup, card)
     batch_text = str(batch or "none")
@@ -246,7 +250,7 @@ def remedy(plan: Plan) -> str:
     setup = plan.setup
     share = proposed_utilization(plan.setup, plan.card)
     sharding = setup.sharding
-    adapters = setup.shape.adapters
+    adapters = setup.shape.has_adapters
     learning = "forward and backward"
     wishes = (
         # with which it fits; how many rollouts run at once then, `share_lines` says
