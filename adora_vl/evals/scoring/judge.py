@@ -20,7 +20,8 @@ from adora_vl.evals.inference.predictions import NOT_ASKED, score_path
 from adora_vl.evals.options import ScoreOptions, option
 from adora_vl.evals.records import JUDGE_FAILED, Extraction, Prediction
 from adora_vl.evals.scoring.choice import extract_choice
-from adora_vl.evals.scoring.number import MAX_CHARS, extract_list, extract_number
+from adora_vl.evals.scoring.number import extract_list, extract_number
+from adora_vl.evals.scoring.response_text import MAX_CHARS
 from adora_vl.rewards.completion import answer_block, last_boxed
 from adora_vl.rewards.thinking import final_part
 from adora_vl.utils.cli import amount, number, optional, path, text, whole
