@@ -229,7 +229,7 @@ def _prepare(rows: Sequence[Prediction], options: ExtractionOptions) -> list[Pre
     """
     judge = judge_client(options) if options.extraction == "judge" else None
     extracted_rows = with_extractions(
-        rows, options=options, question_of=question_of, rules=by_rules, judge=judge
+        rows, options=options, question_of=question_of, extract=extract_by_rules, judge=judge
     )
     if judge is None:
         return extracted_rows
@@ -292,7 +292,7 @@ def _one_or_zero(reply: str) -> str:
     return report
 
 
-def by_rules(row: Prediction) -> Extraction:
+def extract_by_rules(row: Prediction) -> Extraction:
     """Extract the answer of a response by rules, without a judge.
 
     The answer to a multiple-choice question is a letter. A free-form answer is, in this order: the
