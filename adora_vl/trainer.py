@@ -409,7 +409,7 @@ class AdoraGRPOTrainer(TrainerParts):
         if training and self._step == self._step_began:
             self.unfinished.begins(self._step, self._facts())
         group_size = self.num_generations if training else self.num_generations_eval
-        generation = self.pool.generation_at(self._step_key, group_size, inputs)
+        generation = self.pool.generations.at(self._step_key, group_size, inputs)
         # 1. Draw: images can be read, environments are reset.
         drawn = self.rollouts.draw(generation, inputs)
         if not training:
@@ -450,7 +450,7 @@ class AdoraGRPOTrainer(TrainerParts):
         """
         is_training = generation.key.mode == "train"
         step = generation.key.step
-        built = self.builder.build(generation, groups, self.prompts.take(groups, generation))
+        built = self.builder.build(generation, groups, self.prompt_reader.take(groups, generation))
         self._add_logps(built.batch, generation.key.mode)
         with self.clock.phase("grading"):
             function_scores = self.rewards(
@@ -504,7 +504,7 @@ class AdoraGRPOTrainer(TrainerParts):
             # different columns, and no rank exchanges any.
             if not all(gather_object([refill.batch.keys() == scored.batch.keys()])):
                 continue
-            chosen = pool.chosen_groups(scored.assessment, refill.assessment)
+            chosen = pool.choose_groups(scored.assessment, refill.assessment)
             for numbers in chosen:  # of every rank, since the figure is that of all
                 for slot, number in enumerate(numbers[: len(scored.groups)]):
                     if number != slot:
@@ -616,7 +616,7 @@ class AdoraGRPOTrainer(TrainerParts):
         )
         with checkpointing:
             for old_pass in self.old_logps.due(micro_batches):
-                part = old_pass.part()
+                part = old_pass.batch()
                 rows = len(part["completion_ids"])
                 with self.policy_pass.watch(None, part):
                     logps_BC = generation_logps(part, policy, rows)
@@ -691,7 +691,7 @@ class AdoraGRPOTrainer(TrainerParts):
         micro = cast("Batch", {**inputs})
         micro_step = self._step - self._first_micro_step
         if model.training:
-            self.old_logps.for_loss(micro, micro_step)
+            self.old_logps.prepare_loss(micro, micro_step)
         logps: list[Tensor] = []
         entropies: list[Tensor] = []
         coefficient = self._entropy_coefficient
@@ -705,8 +705,8 @@ class AdoraGRPOTrainer(TrainerParts):
                 return
             if self.ratio.is_due(micro) and self.old_logps.compares_engine(micro_step):
                 self._compare_with_engine(micro, logps_BC)
-            self.old_logps.fill(micro, logps_BC)
-            self.old_logps.keep(inputs, micro, logps_BC, micro_step)
+            self.old_logps.fill_missing(micro, logps_BC)
+            self.old_logps.keep_for_next_iteration(inputs, micro, logps_BC, micro_step)
 
         rank = self.accelerator.process_index
         seed = f"micro-batch/{self.args.seed}/{self._step_key.position}/{rank}"
@@ -766,7 +766,7 @@ class AdoraGRPOTrainer(TrainerParts):
         the result, renames it, and then deletes older ones.
         """
         stock = super()._save_checkpoint
-        facts = self.unfinished.rewind(self._step_began, self._facts())
+        facts = self.unfinished.facts_to_save(self._step_began, self._facts())
 
         def save(folder: Path) -> dict[str, Any]:
             """Write all parts into the folder; returns the facts for its manifest."""
@@ -831,11 +831,12 @@ class AdoraGRPOTrainer(TrainerParts):
         self.pool.load(Path(checkpoint))
         unfinished = self.unfinished.load(Path(checkpoint))
         if unfinished is not None:
-            self._step, self._buffered_inputs, table = unfinished
+            self._step = unfinished.micro_step
+            self._buffered_inputs = unfinished.micro_batches
             self._generation = PresentGeneration(
                 first_micro_step=self._first_micro_step, micro_batches=self._buffered_inputs
             )
-            trackers.from_json(table, self._logs)
+            trackers.from_json(unfinished.table, self._logs)
         for name, values in facts.get("metrics", {}).items():
             self._metrics["train"][name] = list(values)
 

@@ -170,7 +170,7 @@ def load(options: HubDataOptions) -> LoadedProblems:
             check=check,
             id_column="id",
             split=split,
-            renamed={"ground_truth": "answer", "knowledge_level": "level"},
+            our_names={"ground_truth": "answer", "knowledge_level": "level"},
         )
         for problem in loaded.problems:
             fields = {**problem.fields, "pid": f"{split}/{problem.pid}"}

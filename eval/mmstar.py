@@ -244,7 +244,7 @@ def load(options: MMStarDataOptions) -> LoadedProblems:
         check=check,
         id_column="index",
         stored_columns=("index", *COLUMNS, "meta_info"),
-        blind=options.no_image,
+        without_images=options.no_image,
     )
 
 
