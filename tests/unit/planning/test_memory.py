@@ -404,7 +404,7 @@ def test_a_packed_group_has_its_prompt_once(recipe):
     short = replace(recipe, batch=MicroBatch(8, 1580, 200, 1280), group_size=8)
     packed = replace(short, sharing=SHARED)
     assert packed.micro_batch.packed
-    assert packed.size.tokens == 1580 + 8 * 199 < short.size.tokens
+    assert packed.pass_size.tokens == 1580 + 8 * 199 < short.pass_size.tokens
     before = predict(short, 80 * GIB).phases["forward and backward"]
     after = predict(packed, 80 * GIB).phases["forward and backward"]
     assert after["activations"] < before["activations"] / 2
