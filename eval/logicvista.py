@@ -54,7 +54,7 @@ def letters_of(value: object) -> list[str]:
     return sorted(word for word in words if word)
 
 
-def by_rules(response: str) -> Extraction:
+def extract_letters(response: str) -> Extraction:
     """Extract the letters that a response names as its answer, by rules of our own.
 
     A question may have several right options. The letters stand in the last box, or they are stated
@@ -118,7 +118,7 @@ BENCHMARK = Benchmark(
         question_of=lambda row: Question(
             kind="text", text=row["question"], choices=(), response=row["response"]
         ),
-        rules=lambda row: by_rules(row["response"]),
+        extract=lambda row: extract_letters(row["response"]),
     ),
 )
 if __name__ == "__main__":

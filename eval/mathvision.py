@@ -30,7 +30,7 @@ with imports():
     from adora_vl.evals.scoring.judge import (
         ExtractionOptions,
         Question,
-        by_rules,
+        extract_by_rules,
         extraction_rules,
         with_extractions,
     )
@@ -315,7 +315,7 @@ def _prepare(rows: Sequence[Prediction], options: MathVisionScoreOptions) -> lis
             "extraction"
         )
     extract = _by_official_rules if is_official else _by_our_rules
-    return with_extractions(rows, options=options, question_of=question_of, rules=extract)
+    return with_extractions(rows, options=options, question_of=question_of, extract=extract)
 
 
 def question_of(row: Prediction) -> Question:
@@ -341,7 +341,7 @@ def _by_our_rules(row: Prediction) -> Extraction:
     """
     has_box = last_boxed(row["response"]) is not None
     if row["options"] or has_box:
-        return by_rules(question_of(row))
+        return extract_by_rules(question_of(row))
     return extract_number(row["response"], row["question"])
 
 
