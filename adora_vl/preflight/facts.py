@@ -158,7 +158,7 @@ class ResolvedRun:
     @property
     def fingerprint(self) -> Fingerprint:
         """Every setting that influences the steps, by which a checkpoint is compared."""
-        return self.folder.now
+        return self.folder.fingerprint
 
     @property
     def user_code_hashes(self) -> dict[str, str]:

@@ -173,8 +173,8 @@ class RecomputedLayers:
         buffers = states(
             activation_memory.shape,
             sharding=self._sharding,
-            reference=False,
-            mixed=activation_memory.dtypes.compute == 2,
+            has_reference=False,
+            mixed_precision=activation_memory.dtypes.compute == 2,
         )
         return buffers.gradients + buffers.gathered
 
@@ -277,7 +277,7 @@ def activation_memory_of(
     shared = config.uses("cache_images") and config.uses("share_vision")
     return ActivationMemory(
         shape=shape,
-        dtypes=dtypes_of(shape, sharding, mixed=mixed),
+        dtypes=dtypes_of(shape, sharding, mixed_precision=mixed),
         checkpointing=config.gradient_checkpointing,
         reads_features=shared and tower_is_frozen,
         on_gpu=accelerator,
