@@ -371,9 +371,9 @@ class Run:
         self.pool = Pool(context, rows, tools=tools)
         groups = GroupSampler(
             context=context,
-            prompts=PromptReader(images),
+            prompt_reader=PromptReader(images),
             sampler=self.engine,  # type: ignore[arg-type]
-            stop=stop,
+            stop_criteria=stop,
             extensions=[],
             tool_loop=tool_loop,
         )
