@@ -114,7 +114,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             view=toolbox.view if toolbox is not None else None,
         )
         self.pool = Pool(context, self.train_dataset, tools=self.toolbox is not None)
-        self.prompts = PromptReader(self.images)
+        self.prompt_reader = PromptReader(self.images)
         self.rows_ahead = RowsAhead()
         self.builder = self._batch_builder(context, stop, to_device)
         self.engine_pair = self._engine_pair(context)
@@ -283,9 +283,9 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         """What draws, schedules and samples the groups of each generation."""
         group_sampler = GroupSampler(
             context=context,
-            prompts=self.prompts,
+            prompt_reader=self.prompt_reader,
             sampler=self.sampler,
-            stop=stop,
+            stop_criteria=stop,
             extensions=self.extensions,
             tool_loop=self._tool_loop(),
         )

@@ -12,7 +12,7 @@ from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import ANY, TEXT, one_of, or_null, wrong_fields
+    from adora_vl.evals.inference.predictions import ANY, TEXT, fault_of_fields, one_of, or_null
     from adora_vl.evals.inference.views import without_images
     from adora_vl.evals.options import HubDataOptions, option
     from adora_vl.evals.records import (
@@ -36,7 +36,8 @@ with imports():
         report_in,
         with_extractions,
     )
-    from adora_vl.evals.scoring.number import extract_number, plain
+    from adora_vl.evals.scoring.number import extract_number
+    from adora_vl.evals.scoring.response_text import without_markup
     from adora_vl.evals.scoring.score import accuracy_cell, metadata_groups, verdict_of
     from adora_vl.rewards.completion import last_boxed
     from adora_vl.rewards.grade import grade as graded_answer
@@ -98,8 +99,8 @@ def value_of(answer: str) -> str:
     answer = answer.replace("掳", "°")
     # A unit such as `\mathrm{~cm}` becomes ` cm`, which the pattern of units knows.
     with_plain_units = re.sub(r"\\mathrm\s*\{~?\s*([A-Za-z]+)\s*\}", r" \1", answer)
-    without_markup = plain(with_plain_units).replace("\\quad", " ").replace("$", "")
-    normalised = re.sub(r"\s+", " ", without_markup).strip().rstrip(".")
+    without_commands = without_markup(with_plain_units).replace("\\quad", " ").replace("$", "")
+    normalised = re.sub(r"\s+", " ", without_commands).strip().rstrip(".")
     value = _NAME.sub("", normalised).strip()
     with_unit = _UNIT.fullmatch(value)
     return (with_unit[1] if with_unit else value).strip()
@@ -186,11 +187,11 @@ COLUMNS = {
 
 def check(row: Prediction) -> str | None:
     """Return what is wrong with the fields of a row; None where nothing is."""
-    fault = wrong_fields(row, COLUMNS)
+    fault = fault_of_fields(row, COLUMNS)
     if fault:
         return fault
     # A row without the optional column is checked as one in which it is null.
-    return wrong_fields({"question_for_eval": None, **row}, _OPTIONAL_COLUMNS)
+    return fault_of_fields({"question_for_eval": None, **row}, _OPTIONAL_COLUMNS)
 
 
 _OPTIONAL_COLUMNS = {"question_for_eval": or_null(TEXT)}
@@ -228,7 +229,7 @@ def _prepare(rows: Sequence[Prediction], options: ExtractionOptions) -> list[Pre
     """
     judge = judge_client(options) if options.extraction == "judge" else None
     extracted_rows = with_extractions(
-        rows, options=options, question_of=question_of, rules=by_rules, judge=judge
+        rows, options=options, question_of=question_of, extract=extract_by_rules, judge=judge
     )
     if judge is None:
         return extracted_rows
@@ -291,7 +292,7 @@ def _one_or_zero(reply: str) -> str:
     return report
 
 
-def by_rules(row: Prediction) -> Extraction:
+def extract_by_rules(row: Prediction) -> Extraction:
     """Extract the answer of a response by rules, without a judge.
 
     The answer to a multiple-choice question is a letter. A free-form answer is, in this order: the

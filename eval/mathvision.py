@@ -15,7 +15,7 @@ from adora_vl.utils.cli import imports
 with imports():
     from adora_vl.data.prompts import PLACEHOLDER, lettered
     from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import ANY, TEXT, TEXTS, one_of, wrong_fields
+    from adora_vl.evals.inference.predictions import ANY, TEXT, TEXTS, fault_of_fields, one_of
     from adora_vl.evals.options import HubDataOptions, option
     from adora_vl.evals.records import (
         CORRECT,
@@ -30,7 +30,7 @@ with imports():
     from adora_vl.evals.scoring.judge import (
         ExtractionOptions,
         Question,
-        by_rules,
+        extract_by_rules,
         extraction_rules,
         with_extractions,
     )
@@ -287,11 +287,11 @@ def check(row: Prediction) -> str | None:
 
     The answer to a multiple-choice question has to be the letter of one of its options.
     """
-    fault = wrong_fields(row, COLUMNS)
+    fault = fault_of_fields(row, COLUMNS)
     if fault or not row["options"]:
         return fault
     letters = ascii_uppercase[: len(row["options"])]
-    return wrong_fields(row, {"answer": one_of(*letters)})
+    return fault_of_fields(row, {"answer": one_of(*letters)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,7 +315,7 @@ def _prepare(rows: Sequence[Prediction], options: MathVisionScoreOptions) -> lis
             "extraction"
         )
     extract = _by_official_rules if is_official else _by_our_rules
-    return with_extractions(rows, options=options, question_of=question_of, rules=extract)
+    return with_extractions(rows, options=options, question_of=question_of, extract=extract)
 
 
 def question_of(row: Prediction) -> Question:
@@ -341,7 +341,7 @@ def _by_our_rules(row: Prediction) -> Extraction:
     """
     has_box = last_boxed(row["response"]) is not None
     if row["options"] or has_box:
-        return by_rules(question_of(row))
+        return extract_by_rules(question_of(row))
     return extract_number(row["response"], row["question"])
 
 

@@ -29,8 +29,8 @@ with imports():
     from adora_vl.evals.records import Benchmark
     from adora_vl.evals.score_differences import Difference, between_problems
     from adora_vl.evals.score_files import ScoreFile, read_run
+    from adora_vl.evals.scoring.coverage import share_of_the_data
     from adora_vl.evals.scoring.files import write_score
-    from adora_vl.evals.scoring.score import share_of_the_data
     from adora_vl.utils.cli import Parser, exit_code_of, optional, path
     from adora_vl.utils.errors import UserError
     from eval.command import parse

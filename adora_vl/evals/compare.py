@@ -21,7 +21,7 @@ from adora_vl.evals.compare_views import (
 from adora_vl.evals.records import Published
 from adora_vl.evals.score_differences import between_problems, common_problems, paired_test
 from adora_vl.evals.score_files import ScoreFile, check_one_benchmark, fingerprint_part
-from adora_vl.evals.scoring.score import partial_notes, share_of_the_data
+from adora_vl.evals.scoring.coverage import partial_notes, share_of_the_data
 from adora_vl.evals.scoring.steps import step_lines
 from adora_vl.evals.scoring.table import name_of_data
 from adora_vl.utils.cli import amount

@@ -10,7 +10,7 @@ from typing import Any
 
 from adora_vl.evals.inference.predictions import SCORE
 from adora_vl.evals.records import Score
-from adora_vl.evals.scoring.score import own_cells
+from adora_vl.evals.scoring.score import cells_of_benchmark
 from adora_vl.utils.errors import UserError
 
 # The keys that a score file has to have.
@@ -42,7 +42,7 @@ class ScoreFile:
     def cells(self) -> dict[str, Any]:
         """The figures that get a column: all answers, the benchmark's own, and avg@k and pass@k."""
         cell_by_name: dict[str, Any] = {"all": self.score}
-        for benchmark_cells in own_cells(self.score).values():
+        for benchmark_cells in cells_of_benchmark(self.score).values():
             cell_by_name |= benchmark_cells
         samples = self.score.get("samples") or {}
         n_samples = samples.get("k")

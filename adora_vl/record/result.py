@@ -15,7 +15,7 @@ import pyarrow as pa
 from adora_vl.evals.inference.predictions import SCORE
 from adora_vl.evals.score_differences import Difference, between_problems
 from adora_vl.evals.score_files import ScoreFile, read_run
-from adora_vl.evals.scoring.score import share_of_the_data
+from adora_vl.evals.scoring.coverage import share_of_the_data
 from adora_vl.evals.scoring.statistics import welch
 from adora_vl.evals.scoring.table import name_of_data, percent_with_interval
 from adora_vl.record.figures import PASS

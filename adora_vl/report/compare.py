@@ -12,7 +12,7 @@ from typing import Any
 from adora_vl.evals.compare import cautions
 from adora_vl.evals.score_differences import between_problems
 from adora_vl.evals.score_files import ScoreFile, check_one_benchmark, read_run
-from adora_vl.evals.scoring.score import missing_answers
+from adora_vl.evals.scoring.coverage import missing_answers
 from adora_vl.utils.cli import Parser, exit_code_of, text
 from adora_vl.utils.errors import UserError
 

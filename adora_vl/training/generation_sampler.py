@@ -364,7 +364,7 @@ class GenerationSampler:
         """
         if distance == 0:
             return DrawnGeneration(generation=generation, groups=drawn)
-        later = self.pool.generation_after(generation, distance)
+        later = self.pool.generations.after(generation, distance)
         if later is None:
             return None
         rows: list[Row] = []

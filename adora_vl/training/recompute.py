@@ -173,8 +173,8 @@ class RecomputedLayers:
         buffers = states(
             activation_memory.shape,
             sharding=self._sharding,
-            reference=False,
-            mixed=activation_memory.dtypes.compute == 2,
+            has_reference=False,
+            mixed_precision=activation_memory.dtypes.compute == 2,
         )
         return buffers.gradients + buffers.gathered
 
@@ -271,11 +271,13 @@ def activation_memory_of(
 ) -> ActivationMemory:
     """Return the policy of a run as it learns; `accelerator`: on a GPU."""
     mixed = bool(config.bf16 or config.fp16)
-    tower_is_frozen = not (shape.trainable["vision_tower"] or shape.trainable["projector"])
+    tower_is_frozen = not (
+        shape.trained_by_component["vision_tower"] or shape.trained_by_component["projector"]
+    )
     shared = config.uses("cache_images") and config.uses("share_vision")
     return ActivationMemory(
         shape=shape,
-        dtypes=dtypes_of(shape, sharding, mixed=mixed),
+        dtypes=dtypes_of(shape, sharding, mixed_precision=mixed),
         checkpointing=config.gradient_checkpointing,
         reads_features=shared and tower_is_frozen,
         on_gpu=accelerator,

@@ -13,13 +13,13 @@ from adora_vl.evals.inference.local import Conversations
 from adora_vl.evals.inference.requests import AnswerRequest
 from adora_vl.evals.records import Scored
 from adora_vl.evals.scoring.choice import extract_choice
-from adora_vl.evals.scoring.judge import Question, by_rules, messages_for, report_in
+from adora_vl.evals.scoring.judge import Question, extract_by_rules, extraction_messages, report_in
 from adora_vl.evals.scoring.number import extract_list, extract_number
 from adora_vl.evals.scoring.score import score
 from adora_vl.evals.scoring.table import table
 from adora_vl.rollout.rollouts import FinishReason, SamplingResult
 from data_prep.filter import tallies
-from eval.logicvista import by_rules as letters_by_rules
+from eval.logicvista import extract_letters
 from eval.mathvista import BENCHMARK as MATHVISTA
 from tests.support import benchmark_data
 from tests.support.endpoint_server import completion
@@ -130,11 +130,11 @@ def test_every_reader_takes_a_whole_response() -> None:
     assert number_answer.text == "15"
     list_answer = extract_list("<think>[1, 2]</think> [3, 4]")
     assert list_answer.text == "[3, 4]"
-    letters_answer = letters_by_rules(r"<think>\boxed{A, B}</think> \boxed{C, D}")
+    letters_answer = extract_letters(r"<think>\boxed{A, B}</think> \boxed{C, D}")
     assert letters_answer.text == "C, D"
     question = Question("integer", "?", (), "<think>12</think>15")
-    assert by_rules(question).text == "15"
-    assert "12" not in messages_for(question)[1]["content"]
+    assert extract_by_rules(question).text == "15"
+    assert "12" not in extraction_messages(question)[1]["content"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -44,7 +44,7 @@ from adora_vl.training.generation import BuiltGroups, ScoredGroups
 from adora_vl.training.guards import RewardGuard
 from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.rollout_facts import RolloutFacts
-from adora_vl.training.schedule import admitted
+from adora_vl.training.schedule import fill_slots
 from adora_vl.training.scoring import FunctionScores, Scorer, surprisal
 from adora_vl.types import Row
 from tests.support.examples import example
@@ -270,7 +270,7 @@ def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_on
             refilled, at_once = (AdvantageComputer(context, run, torch.ones(2)) for run in runs)
             before = scored(refilled, first)
             refill = scored(refilled, second)
-            chosen = admitted(before.assessment.signal_of(0), refill.assessment.signal_of(0), 8)
+            chosen = fill_slots(before.assessment.signal_of(0), refill.assessment.signal_of(0), 8)
             both = before.exchanged(refill, [chosen], pad_id=0, rank=0)
             ids = torch.tensor([number % 8 for number in chosen]).repeat_interleave(4) * 4
             assert torch.equal(both.batch["prompt_ids"][:, 0], ids + torch.arange(4).repeat(8))
