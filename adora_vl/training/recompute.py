@@ -301,7 +301,9 @@ def activation_memory_of(
 ) -> ActivationMemory:
     """Return what predicts how much memory the policy's activations take in a pass."""
     is_mixed_precision = bool(config.bf16 or config.fp16)
-    tower_is_frozen = not (shape.trainable["vision_tower"] or shape.trainable["projector"])
+    tower_is_frozen = not (
+        shape.trained_by_component["vision_tower"] or shape.trained_by_component["projector"]
+    )
     shares_vision = config.uses("cache_images") and config.uses("share_vision")
     return ActivationMemory(
         shape=shape,
