@@ -329,7 +329,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         self.bad_steps = SkipBadSteps(context, self.ratio_guard, deepspeed)
         callbacks: list[TrainerCallback] = [
             self.loss_sums,
-            ScaledRate(lambda: self.methods.rate),
+            ScaledRate(lambda: self.methods.learning_rate_factor),
             self.clock,
             self.recorder,
             progress.ProgressLine(),
