@@ -166,7 +166,7 @@ def paper_checks(run: ResolvedRun) -> list[Check]:
     checks.append(check_writable(folder))
     shape = run.shape
     checkpoint_bytes = checkpoint_of(config, shape, run.context.sharding)
-    needed = shape.total * shape.weight_bytes
+    needed = shape.total_parameters * shape.weight_bytes
     checkpoints = 0
     if config.save_strategy == "steps":
         checkpoints = config.save_total_limit or 1
