@@ -15,7 +15,7 @@ from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import TEXT, wrong_fields
+    from adora_vl.evals.inference.predictions import TEXT, fault_of_fields
     from adora_vl.evals.options import HubDataOptions, ScoreOptions
     from adora_vl.evals.records import (
         Benchmark,
@@ -37,7 +37,7 @@ with imports():
 SPLITS = tuple(f"sample_variant{number}" for number in range(1, 11))
 # The columns that each row has, and what their values have to be.
 COLUMNS = dict.fromkeys(("question", "answer", "answer_type", "subject", "level"), TEXT)
-check = partial(wrong_fields, kinds=COLUMNS)
+check = partial(fault_of_fields, kinds=COLUMNS)
 _TOLERANCE = 0.001  # by which the official score lets a number differ
 _GUIDE = """
 ## Answer Instruction Please provide an answer to the question outlined above. Your response should adhere \

@@ -10,7 +10,7 @@ from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import TEXT, TEXTS, wrong_fields
+    from adora_vl.evals.inference.predictions import TEXT, TEXTS, fault_of_fields
     from adora_vl.evals.options import HubDataOptions
     from adora_vl.evals.records import Benchmark, Extraction, Prediction, RowGrade
     from adora_vl.evals.scoring.choice import extract_choice
@@ -26,7 +26,7 @@ with imports():
 
 # The columns that each row has, and what their values have to be.
 COLUMNS = {"question": TEXT, "answer": TEXT, "skill": TEXTS}
-check = partial(wrong_fields, kinds=COLUMNS)
+check = partial(fault_of_fields, kinds=COLUMNS)
 _LETTERS = "ABCDEFGHI"  # letters that an option may have; the options stand in the picture
 # One letter, or several with commas, `&` or `and` between them.
 _LETTERS_PATTERN = r"[A-I](?:(?:\s*(?:,|&|and)\s*)+[A-I])*"

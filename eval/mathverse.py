@@ -12,7 +12,7 @@ from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import ANY, TEXT, one_of, or_null, wrong_fields
+    from adora_vl.evals.inference.predictions import ANY, TEXT, fault_of_fields, one_of, or_null
     from adora_vl.evals.inference.views import without_images
     from adora_vl.evals.options import HubDataOptions, option
     from adora_vl.evals.records import (
@@ -187,11 +187,11 @@ COLUMNS = {
 
 def check(row: Prediction) -> str | None:
     """Return what is wrong with the fields of a row; None where nothing is."""
-    fault = wrong_fields(row, COLUMNS)
+    fault = fault_of_fields(row, COLUMNS)
     if fault:
         return fault
     # A row without the optional column is checked as one in which it is null.
-    return wrong_fields({"question_for_eval": None, **row}, _OPTIONAL_COLUMNS)
+    return fault_of_fields({"question_for_eval": None, **row}, _OPTIONAL_COLUMNS)
 
 
 _OPTIONAL_COLUMNS = {"question_for_eval": or_null(TEXT)}

@@ -15,7 +15,7 @@ from adora_vl.utils.cli import imports
 with imports():
     from adora_vl.data.prompts import PLACEHOLDER, lettered
     from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import ANY, TEXT, TEXTS, one_of, wrong_fields
+    from adora_vl.evals.inference.predictions import ANY, TEXT, TEXTS, fault_of_fields, one_of
     from adora_vl.evals.options import HubDataOptions, option
     from adora_vl.evals.records import (
         CORRECT,
@@ -287,11 +287,11 @@ def check(row: Prediction) -> str | None:
 
     The answer to a multiple-choice question has to be the letter of one of its options.
     """
-    fault = wrong_fields(row, COLUMNS)
+    fault = fault_of_fields(row, COLUMNS)
     if fault or not row["options"]:
         return fault
     letters = ascii_uppercase[: len(row["options"])]
-    return wrong_fields(row, {"answer": one_of(*letters)})
+    return fault_of_fields(row, {"answer": one_of(*letters)})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from adora_vl.utils.cli import imports
 with imports():
     from adora_vl.data.prompts import lettered
     from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import ANY, TEXT, one_of, wrong_fields
+    from adora_vl.evals.inference.predictions import ANY, TEXT, fault_of_fields, one_of
     from adora_vl.evals.options import HubDataOptions, option
     from adora_vl.evals.records import (
         Benchmark,
@@ -281,7 +281,7 @@ def check(row: Prediction) -> str | None:
 
     A multiple-choice question needs choices that have letters, and a number its decimal places.
     """
-    fault = wrong_fields(row, COLUMNS)
+    fault = fault_of_fields(row, COLUMNS)
     if fault:
         return fault
     if row["question_type"] == "multi_choice":

@@ -12,7 +12,7 @@ from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import ANY, TEXT, wrong_fields
+    from adora_vl.evals.inference.predictions import ANY, TEXT, FieldKind, fault_of_fields
     from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
     from adora_vl.evals.records import (
         Benchmark,
@@ -114,7 +114,7 @@ def check(row: Prediction) -> str | None:
 
     The options have to be a list, and the answer the letter of one of them.
     """
-    fault = wrong_fields(row, COLUMNS)
+    fault = fault_of_fields(row, COLUMNS)
     if fault:
         return fault
     try:
@@ -122,8 +122,8 @@ def check(row: Prediction) -> str | None:
     except (ValueError, SyntaxError, TypeError):
         return f"has options = {row['options']!r:.60}, expected a list"
     expected = f"a letter from A to {letters[-1:]}"
-    is_letter_of_option = (lambda answer: answer in (*letters,)), expected
-    return wrong_fields(row, {"answer": is_letter_of_option})
+    letter_of_option = FieldKind(lambda answer: answer in (*letters,), expected)
+    return fault_of_fields(row, {"answer": letter_of_option})
 
 
 def grade(row: Prediction, options: MMMUProScoreOptions) -> RowGrade:

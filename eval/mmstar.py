@@ -14,10 +14,10 @@ with imports():
     from adora_vl.evals.inference.dataset import load_problems
     from adora_vl.evals.inference.predictions import (
         TEXT,
+        fault_of_fields,
         key,
         matching,
         read_predictions,
-        wrong_fields,
     )
     from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
     from adora_vl.evals.records import (
@@ -51,7 +51,7 @@ COLUMNS = {
     "l2_category": TEXT,
 }
 _OPTION_MARK = re.compile(r"(?:^|[\s,])([A-Z]): ")
-check = partial(wrong_fields, kinds=COLUMNS)
+check = partial(fault_of_fields, kinds=COLUMNS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import TEXT, matching, wrong_fields
+    from adora_vl.evals.inference.predictions import TEXT, fault_of_fields, matching
     from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
     from adora_vl.evals.records import Benchmark, Graded, OwnFigures, Prediction, RowGrade
     from adora_vl.evals.scoring.choice import extract_choice, lettered_options
@@ -47,7 +47,7 @@ COLUMNS = {
     "option": TEXT,
     "answer": matching("[A-H]", "a letter from A to H"),
 }
-check = partial(wrong_fields, kinds=COLUMNS)
+check = partial(fault_of_fields, kinds=COLUMNS)
 # The brackets of the official form of an answer; its group is what stands inside them.
 _TEMPLATE_BRACKETS = re.compile(
     r"<\s*(Answer|Thought process)\s*>|<<\s*((?:(?!<<)(?s:.))*?)\s*>>|<\s*([A-H](?:[.:][^<>]*)?)>"

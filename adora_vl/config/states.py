@@ -56,11 +56,11 @@ def states(
     gradient_ranks = ranks if sharding.stage >= 2 else 1
     weight_ranks = ranks if sharding.stage >= 3 else 1
 
-    weights = shape.total * bytes_per_weight // weight_ranks
-    keeps_reference = has_reference and not shape.adapters
+    weights = shape.total_parameters * bytes_per_weight // weight_ranks
+    keeps_reference = has_reference and not shape.has_adapters
     gathered = 0
     if sharding.stage == 3 and ranks > 1:
-        gathered = min(shape.total, LIVE_PARAMETERS) * bytes_per_weight
+        gathered = min(shape.total_parameters, LIVE_PARAMETERS) * bytes_per_weight
     gradient_bucket = BUCKET * bytes_per_weight if sharding.stage >= 2 else 0
 
     if sharding.offload_optimizer:
@@ -70,15 +70,15 @@ def states(
         # DeepSpeed's optimizer on the host keeps float32 weights and gradients of its own beside
         # the moments, whatever dtype the model has, and one buffer in that dtype.
         host_bytes = (MOMENTS + 2) * FLOAT + bytes_per_weight
-        host_optimizer = shape.trained * host_bytes // optimizer_ranks
+        host_optimizer = shape.trained_parameters * host_bytes // optimizer_ranks
     else:
-        gradients = shape.trained * bytes_per_weight // gradient_ranks
+        gradients = shape.trained_parameters * bytes_per_weight // gradient_ranks
         master_bytes = FLOAT if mixed_precision else 0
-        optimizer = shape.trained * (MOMENTS * FLOAT + master_bytes) // optimizer_ranks
+        optimizer = shape.trained_parameters * (MOMENTS * FLOAT + master_bytes) // optimizer_ranks
         step = 0
         if mixed_precision:
             # Float32 copies of the gradients. ZeRO-3 makes them for one sub-group at a time.
-            copied_gradients = shape.trained // optimizer_ranks
+            copied_gradients = shape.trained_parameters // optimizer_ranks
             if weight_ranks > 1:
                 copied_gradients = min(copied_gradients, SUB_GROUP)
             step = FLOAT * copied_gradients
@@ -102,17 +102,17 @@ def _states_without_deepspeed(shape: ModelShape, processes: int, *, has_referenc
     """
     weights = shape.base_bytes(shape.weight_bytes)
     bytes_per_trained = shape.weight_bytes
-    if shape.adapters:
+    if shape.has_adapters:
         # PEFT makes LoRA matrices in float32, beside the frozen weights.
         bytes_per_trained = FLOAT
-        weights += shape.trained * FLOAT
+        weights += shape.trained_parameters * FLOAT
     gradient_copies = 2 if processes > 1 else 1  # DDP's buckets are a second copy
-    keeps_reference = has_reference and not shape.adapters
+    keeps_reference = has_reference and not shape.has_adapters
     return States(
         weights=weights,
-        gradients=shape.trained * bytes_per_trained * gradient_copies,
-        optimizer=MOMENTS * shape.trained * bytes_per_trained,
-        reference=shape.total * shape.weight_bytes if keeps_reference else 0,
+        gradients=shape.trained_parameters * bytes_per_trained * gradient_copies,
+        optimizer=MOMENTS * shape.trained_parameters * bytes_per_trained,
+        reference=shape.total_parameters * shape.weight_bytes if keeps_reference else 0,
     )
 
 

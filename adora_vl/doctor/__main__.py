@@ -177,7 +177,7 @@ def _room_check(run: ResolvedRun) -> Check:
 
     config = run.config
     checkpoint_bytes = checkpoint_of(config, run.shape, run.context.sharding)
-    model_bytes = run.shape.total * run.shape.weight_bytes
+    model_bytes = run.shape.total_parameters * run.shape.weight_bytes
     checkpoints = 0
     needed_bytes = model_bytes
     if config.save_strategy == "steps":

@@ -19,7 +19,7 @@ from adora_vl.models.families import (
     misplaced_by_vllm,
     sees_images,
 )
-from adora_vl.models.shape import describe, is_dtype, language_layers, layers_pattern
+from adora_vl.models.shape import is_dtype, language_layers, layers_pattern, model_shape
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.secrets import masked
 
@@ -146,7 +146,7 @@ def check_parts(
     if adapted is None and not frozen:
         return
     try:
-        describe(config, dtype=model.dtype, frozen=frozen, peft_config=adapted)
+        model_shape(config, dtype=model.dtype, frozen=frozen, peft_config=adapted)
     except UserError:
         raise
     except (ValueError, KeyError) as error:
@@ -157,7 +157,7 @@ def check_parts(
         if isinstance(targets, str) and targets.isidentifier():
             ending = replace(peft_config, target_modules=f".*{targets}")
             with suppress(ValueError, KeyError):
-                describe(config, dtype=model.dtype, frozen=frozen, peft_config=ending)
+                model_shape(config, dtype=model.dtype, frozen=frozen, peft_config=ending)
                 remedy = (
                     f"; a single name is a regular expression over whole names: write '.*{targets}'"
                 )

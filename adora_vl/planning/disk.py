@@ -29,18 +29,20 @@ def checkpoint_bytes(
         mixed_precision: Whether DeepSpeed computes in bf16 or fp16.
         saves_reference: Whether it has a reference model too, one that moves (`sync_ref_model`).
     """
-    saved_parameters = shape.trained if shape.adapters else shape.total
-    reference_bytes = shape.total * shape.weight_bytes if saves_reference else 0
+    saved_parameters = shape.trained_parameters if shape.has_adapters else shape.total_parameters
+    reference_bytes = shape.total_parameters * shape.weight_bytes if saves_reference else 0
     if sharding.stage is None:
-        bytes_per_parameter = FLOAT if shape.adapters else shape.weight_bytes
+        bytes_per_parameter = FLOAT if shape.has_adapters else shape.weight_bytes
         model_bytes = saved_parameters * bytes_per_parameter
-        optimizer_bytes = MOMENTS * shape.trained * bytes_per_parameter
+        optimizer_bytes = MOMENTS * shape.trained_parameters * bytes_per_parameter
         return model_bytes + optimizer_bytes + reference_bytes + _SMALL_FILES
     bytes_per_parameter = 2 if mixed_precision else shape.weight_bytes
     model_bytes = saved_parameters * bytes_per_parameter
-    optimizer_bytes = shape.trained * (MOMENTS + 1) * FLOAT  # 1: the master weights
+    optimizer_bytes = shape.trained_parameters * (MOMENTS + 1) * FLOAT  # 1: the master weights
     # Under ZeRO-3 the module's file has only the weights that are not trained.
-    module_parameters = shape.total if sharding.stage < 3 else shape.total - shape.trained
+    module_parameters = shape.total_parameters
+    if sharding.stage >= 3:
+        module_parameters -= shape.trained_parameters
     module_bytes = module_parameters * bytes_per_parameter
     return model_bytes + optimizer_bytes + module_bytes + reference_bytes + _SMALL_FILES
 

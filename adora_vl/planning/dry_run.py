@@ -313,7 +313,7 @@ def disk_lines(plan: Plan) -> list[str]:
         checkpoints = limit
         if checkpoints is None:
             checkpoints = math.ceil((total_steps or 0) / int(config.save_steps))
-        model_bytes = setup.shape.total * setup.shape.weight_bytes
+        model_bytes = setup.shape.total_parameters * setup.shape.weight_bytes
         folder_bytes = disk.run_bytes(checkpoint_bytes, model=model_bytes, checkpoints=checkpoints)
         lines = [
             f"{checkpoint_bytes / GIB:.3g} GiB per checkpoint, {folder_bytes / GIB:.3g} GiB for the "

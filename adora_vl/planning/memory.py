@@ -73,9 +73,9 @@ def cache_bytes_per_token(shape: ModelShape, dtype_bytes: int, tensor_parallel: 
 def engine_memory(shape: ModelShape, engine: Engine, card_bytes: int) -> EngineMemory:
     """Predict how vLLM divides its share of a GPU with `card_bytes` of memory."""
     weights = shape.base_bytes(engine.dtype_bytes) // engine.tensor_parallel
-    if shape.four_bit:
+    if shape.four_bit_parameters:
         # The adapter cannot be merged into a base in 4 bits, so the engine holds it beside.
-        weights += shape.trained * engine.dtype_bytes
+        weights += shape.trained_parameters * engine.dtype_bytes
     if engine.cpu_cache is None:
         # On a GPU the cache gets what is left of the engine's share.
         workspace = WORKSPACE
@@ -172,7 +172,7 @@ class Setup:
 
         Engine and trainer have a copy each, and then only one of them is on the GPU.
         """
-        return bool(self.shape.four_bit and self.engine and self.engine.sleep)
+        return bool(self.shape.four_bit_parameters and self.engine and self.engine.sleep)
 
     @property
     def dtypes(self) -> DtypeBytes:
@@ -193,7 +193,9 @@ class Setup:
     @property
     def pass_size(self) -> PassSize:
         """The numbers of tokens and patches of a pass over a micro-batch."""
-        return self.micro_batch.pass_size(self.shape.merge, has_padding_mask=self.has_padding_mask)
+        return self.micro_batch.pass_size(
+            self.shape.merge_size, has_padding_mask=self.has_padding_mask
+        )
 
 
 @dataclass(frozen=True)
@@ -312,7 +314,7 @@ def _pixel_bytes(setup: Setup) -> int:
     float32 numbers otherwise.
     """
     shape = setup.shape
-    patches = setup.images * setup.batch.image_tokens * shape.merge**2
+    patches = setup.images * setup.batch.image_tokens * shape.merge_size**2
     bytes_per_patch = shape.patch_values * _PIXEL_VALUE_BYTES
     if setup.sharing.images:
         bytes_per_patch = shape.patch_values // shape.frames
@@ -359,14 +361,16 @@ def frozen_tower(setup: Setup) -> FrozenTowerMemory:
     """
     shape = setup.shape
     tower = shape.vision
-    is_trained = shape.trainable["vision_tower"] or shape.trainable["projector"]
+    is_trained = (
+        shape.trained_by_component["vision_tower"] or shape.trained_by_component["projector"]
+    )
     if tower is None or not setup.sharing.vision or is_trained:
         return FrozenTowerMemory(feature_bytes=0, pass_bytes=0)
     image_tokens = setup.images * setup.batch.image_tokens
     # With DeepStack (Qwen3-VL) an image token also has features for several deeper layers.
-    features_per_token = 1 + shape.deepstack
+    features_per_token = 1 + shape.deepstack_layers
     feature_bytes = image_tokens * shape.text.width * features_per_token * setup.dtypes.compute
-    patches_per_image = setup.batch.image_tokens * shape.merge**2
+    patches_per_image = setup.batch.image_tokens * shape.merge_size**2
     # A pass has so many patches, or else one larger image.
     most_patches = max(PATCHES_A_PASS, patches_per_image)
     patches = min(setup.images * patches_per_image, most_patches)
@@ -438,13 +442,15 @@ def _moments_with_first_gradients(
     tied_head = activation_memory.tied_head_gradient
     head = activation_memory.head_gradient
     untied_head = head - tied_head
-    bytes_per_parameter = FLOAT if shape.adapters else shape.weight_bytes
+    bytes_per_parameter = FLOAT if shape.has_adapters else shape.weight_bytes
     layers = shape.text.layers
     # DDP's buckets are allocated before; they are counted beyond one number per parameter.
-    at_start = gradient_bytes - shape.trained * bytes_per_parameter
+    at_start = gradient_bytes - shape.trained_parameters * bytes_per_parameter
     after_head = at_start + untied_head
     # The embedding's gradient comes at the end. It is as large as an untied head's.
-    of_all_layers = shape.trainable[LANGUAGE_MODEL] * bytes_per_parameter - head - untied_head
+    of_all_layers = (
+        shape.trained_by_component[LANGUAGE_MODEL] * bytes_per_parameter - head - untied_head
+    )
     saved = activations.saved_bytes(
         shape,
         setup.pass_size,

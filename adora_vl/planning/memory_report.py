@@ -46,8 +46,8 @@ def memory_lines(plan: Plan) -> list[str]:
     prediction = predict(setup, plan.card_bytes)
     title = f"Memory, predicted, on {plan.card_name}"
     lines = [
-        f"{_parameter_count(setup.shape.total)} parameters, "
-        f"{_parameter_count(setup.shape.trained)} trained; {setup.sharding.describe()}.",
+        f"{_parameter_count(setup.shape.total_parameters)} parameters, "
+        f"{_parameter_count(setup.shape.trained_parameters)} trained; {setup.sharding.describe()}.",
         f"Micro-batch: {setup.batch.sequences} x ({setup.batch.prompt_tokens} + "
         f"{setup.batch.completion_tokens}) tokens, {setup.batch.image_tokens} of each an image.",
         *recomputed_lines(plan),
@@ -217,7 +217,11 @@ def verdict_lines(plan: Plan) -> list[str]:
     setup = plan.setup
     lines = [_verdict_line(plan)]
     # Without DeepSpeed nothing keeps a float32 copy of weights in 16 bits.
-    if setup.sharding.stage is None and not setup.shape.adapters and setup.shape.weight_bytes == 2:
+    if (
+        setup.sharding.stage is None
+        and not setup.shape.has_adapters
+        and setup.shape.weight_bytes == 2
+    ):
         lines.append(LOST_UPDATES)
     largest_size = largest_batch(setup, plan.card_bytes)
     if largest_size == 0:
@@ -284,7 +288,7 @@ def remedy(plan: Plan) -> str:
     """
     setup = plan.setup
     sharding = setup.sharding
-    trains_all_weights = not setup.shape.adapters
+    trains_all_weights = not setup.shape.has_adapters
     utilization = proposed_utilization(plan.setup, plan.card_bytes)
     changes: list[str] = []
     if utilization is not None:

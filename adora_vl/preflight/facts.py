@@ -12,7 +12,7 @@ from adora_vl.checkpoint.store import facts_of
 from adora_vl.config.methods import method_overheads
 from adora_vl.models.adapter import load_merged, load_policy
 from adora_vl.models.four_bit import bytes_of, four_bit_folder, is_four_bit, keep_gradients
-from adora_vl.models.shape import ModelShape, describe
+from adora_vl.models.shape import ModelShape, model_shape
 from adora_vl.preflight.check_sampling import sampling_overheads
 from adora_vl.record.manifest import run_manifest
 from adora_vl.training.extensions import Extension, extension_costs, extension_hashes
@@ -170,7 +170,7 @@ class ResolvedRun:
         """Parameters and layers of the policy as it will be trained."""
         keys = self.request.model.keys
         four_bit_bytes = bytes_of(keys.use_bnb_nested_quant) if self.model.four_bit else 0.0
-        return describe(
+        return model_shape(
             self.model.config,
             dtype=keys.dtype,
             frozen=self.config.adora_freeze,
@@ -264,7 +264,7 @@ class ResolvedRun:
         return checkpoint if is_over else None
 
     def first_lines(self) -> list[str]:
-        """Return the lines that describe the run before it starts."""
+        """Return the lines that model_shape the run before it starts."""
         problems = "a stream of problems"
         if self.data.rows is not None:
             problems = amount(self.data.rows, "training problem")

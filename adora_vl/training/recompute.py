@@ -271,7 +271,9 @@ def activation_memory_of(
 ) -> ActivationMemory:
     """Return the policy of a run as it learns; `accelerator`: on a GPU."""
     mixed = bool(config.bf16 or config.fp16)
-    tower_is_frozen = not (shape.trainable["vision_tower"] or shape.trainable["projector"])
+    tower_is_frozen = not (
+        shape.trained_by_component["vision_tower"] or shape.trained_by_component["projector"]
+    )
     shared = config.uses("cache_images") and config.uses("share_vision")
     return ActivationMemory(
         shape=shape,

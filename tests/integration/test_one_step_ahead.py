@@ -177,7 +177,7 @@ def test_a_run_that_drifts_between_two_micro_batches_goes_on_with_their_whole_st
         check(guard, *args)
         passes.append(args[-1])
         if len(passes) == 4:
-            raise RolloutError(str(guard.save()))
+            raise RolloutError(str(guard.save_now()))
 
     for generations, changed in (
         ("one", {}),

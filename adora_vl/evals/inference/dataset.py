@@ -15,7 +15,7 @@ from PIL import Image
 from adora_vl.data.images import UnreadableImageError, decoded_image, file_within, image_size
 from adora_vl.data.prompts import PLACEHOLDER
 from adora_vl.data.rows import problem_with_row
-from adora_vl.evals.inference.predictions import missing_fields, refuse_rows, row_fault
+from adora_vl.evals.inference.predictions import fault_of_row, missing_fields, refuse_rows
 from adora_vl.evals.inference.requests import HUB_ID
 from adora_vl.evals.options import DataOptions, HubDataOptions
 from adora_vl.evals.records import LoadedProblems, Problem
@@ -138,7 +138,7 @@ def load_problems(
         answered_row = _as_answered(row, id_column)
         return (
             missing_fields(row, needed)
-            or row_fault(answered_row)
+            or fault_of_row(answered_row)
             or check(answered_row)
             or unaskable(prompt(row), has_image=has_image)
             or _path_fault(row, image_columns, loaded.folder)

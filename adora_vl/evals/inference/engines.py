@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.endpoint import EndpointEngine, endpoint_of
-from adora_vl.evals.inference.provenance import trained_with
+from adora_vl.evals.inference.provenance import training_config_of
 from adora_vl.evals.inference.requests import (
     HUB_ID,
     AnswerEngine,
@@ -61,7 +61,7 @@ def settings_of(options: EngineOptions) -> AnswerEngineSettings:
     endpoint = endpoint_of(options)
     model = check_model(options.model) if endpoint is None else options.model
     # A model that was trained with options of the chat template is asked with the same ones.
-    template = trained_with(model).get("chat_template_kwargs") or {}
+    template = training_config_of(model).get("chat_template_kwargs") or {}
     if template:
         print(f"chat_template_kwargs: those of the model's training, {template}", file=sys.stderr)
     settings = AnswerEngineSettings(

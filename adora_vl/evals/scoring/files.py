@@ -10,7 +10,7 @@ from pathlib import Path
 
 from adora_vl.data.prompts import asks_for_answer_tags
 from adora_vl.evals.inference.predictions import (
-    columns_of,
+    parse_columns,
     read_predictions,
     score_path,
 )
@@ -55,7 +55,7 @@ def score_file(benchmark: Benchmark, predictions: Path, options: ScoreOptions) -
     The fingerprint says how the answers were made; it is None, null in the file, where there is
     none. Raises `UserError` for a file with faults.
     """
-    columns = columns_of(options.columns)
+    columns = parse_columns(options.columns)
     rows = read_predictions(predictions, benchmark.check, benchmark.id_column, columns)
     path = predictions.parent / FINGERPRINT_FILE
     fingerprint = read_fingerprint(path) if path.is_file() else None

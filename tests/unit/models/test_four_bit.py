@@ -22,7 +22,7 @@ from adora_vl.export import main as export
 from adora_vl.models.adapter import load_merged
 from adora_vl.models.four_bit import FrozenBase, bytes_of, four_bit_folder, keep_gradients
 from adora_vl.models.load import PRETRAINED, load_processor
-from adora_vl.models.shape import config_for_planning, describe
+from adora_vl.models.shape import config_for_planning, model_shape
 from adora_vl.rollout.llm import PolicyLLM
 from tests.support.adapters import TEXT, sft_adapter
 from tests.support.launch import run as in_a_process
@@ -61,10 +61,10 @@ def test_gradients_come_through_4_bits_after_a_pass_without_them_and_vision_and_
     assert len(four) == 7 * 3
     assert not any("visual" in name or "lm_head" in name for name in four)
     config = config_for_planning(str(PRETRAINED))[0]
-    shape = describe(config, dtype="bfloat16", four_bit_bytes=bytes_of(nested=True))
+    shape = model_shape(config, dtype="bfloat16", four_bit_bytes=bytes_of(nested=True))
     parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
     assert shape.base_bytes(2) == pytest.approx(parameter_bytes, rel=0.01)
-    assert shape.base_bytes(2) < 2 * shape.total
+    assert shape.base_bytes(2) < 2 * shape.total_parameters
     policy = PeftModel.from_pretrained(model, sft, is_trainable=True)
     ids = torch.arange(20, 40)[None]
     policy.eval()

@@ -265,7 +265,7 @@ def test_an_engine_that_drifts_ends_the_run_before_the_first_update():
     """Also where its rollouts are those of the second update alone."""
     keys = {**TWO_UPDATES, **ENGINE, "adora_max_drift": 0.01}
     trainer = trainer_of(table(), **keys)
-    trainer.drift_guard.save = lambda: "none"
+    trainer.drift_guard.save_now = lambda: "none"
     micro_batches = trainer.batcher.split(generation(), "0/0")
     with pytest.raises(RolloutError, match="adora_max_drift is 0.01"):
         trainer._add_old_logps(micro_batches)

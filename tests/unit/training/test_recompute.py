@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from adora_vl.config.sharding import Sharding
 from adora_vl.models.activations import RESERVED_SHARE, ActivationMemory, DtypeBytes, PassSize
-from adora_vl.models.shape import ModelShape, config_for_planning, describe
+from adora_vl.models.shape import ModelShape, config_for_planning, model_shape
 from adora_vl.training.recompute import FIGURE, Gradients, RecomputedLayers, language_layers
 from tests.support.small_models import TEXT, small_model
 from tests.support.stand_ins import Processes
@@ -41,7 +41,7 @@ def language_model(**keys: Any) -> Any:
 def three_billion() -> ModelShape:
     """Return the shape of the 3B model with adapters."""
     adapters = LoraConfig(r=64, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"])
-    return describe(config_for_planning(THREE)[0], peft_config=adapters)
+    return model_shape(config_for_planning(THREE)[0], peft_config=adapters)
 
 
 def recomputed(model: PreTrainedModel, **keys: Any) -> RecomputedLayers:
@@ -63,7 +63,7 @@ def recomputed(model: PreTrainedModel, **keys: Any) -> RecomputedLayers:
 
 def shape_of(model: PreTrainedModel) -> Callable[[], ModelShape]:
     """Return the shape of a language model of the tests."""
-    return lambda: describe(model.config, dtype="float32")
+    return lambda: model_shape(model.config, dtype="float32")
 
 
 def gradients_of(model: Any, number: int | str) -> list[Tensor]:
