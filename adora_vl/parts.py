@@ -52,7 +52,7 @@ from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.old_logps import OldLogps
 from adora_vl.training.optimizer_steps import ScaledRate, SkipBadSteps
 from adora_vl.training.pool import Pool
-from adora_vl.training.recompute import activation_memory_of, layers_of
+from adora_vl.training.recompute import activation_memory_of, recomputed_layers
 from adora_vl.training.scoring import RewardFunctions, Scorer
 from adora_vl.training.unfinished import UnfinishedGeneration
 from adora_vl.types import StepContext
@@ -208,7 +208,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         )
         self.prefetch = NoPrefetch()  # until there is a loader
         self.unfinished = UnfinishedGeneration(context, self.images.banks)
-        self.recompute = layers_of(
+        self.recompute = recomputed_layers(
             context,
             model=self.model,
             shape=lambda: self.run.shape,
@@ -218,7 +218,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             self.accelerator,
             args,
             may_have_images=self.images.shown,
-            checkpointing_context=self.recompute.chosen,
+            checkpointing_context=self.recompute.switched,
         )
         attention = configured_attention(self.model.config)
         room = MicroBatchRoom(
@@ -226,7 +226,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
                 args,
                 shape=self.run.shape,
                 sharding=self.run.context.sharding,
-                accelerator=self.accelerator.device.type == "cuda",
+                on_gpu=self.accelerator.device.type == "cuda",
             ),
             longest_completion=args.max_completion_length,
             shares_prompts=lambda: self.policy_pass.shares_prompts and not self.aux_loss_enabled,
@@ -329,7 +329,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         self.bad_steps = SkipBadSteps(context, self.ratio_guard, deepspeed)
         callbacks: list[TrainerCallback] = [
             self.loss_sums,
-            ScaledRate(lambda: self.methods.rate),
+            ScaledRate(lambda: self.methods.learning_rate_factor),
             self.clock,
             self.recorder,
             progress.ProgressLine(),
