@@ -174,9 +174,12 @@ def check_features(prompts: Prompts, image_token_id: int | None, merge: int) -> 
                 f"{name}: {tokens} image tokens in the prompt, {features} features of its images",
                 f"the processor expands images in its own way; {PIXELS}",
             )
-    fewest = min(features_per_prompt)
-    most = max(features_per_prompt)
-    return passed(FEATURES, f"{fewest} to {most} per prompt, in {len(features_per_prompt)} prompts")
+    smallest_count = min(features_per_prompt)
+    largest_count = max(features_per_prompt)
+    return passed(
+        FEATURES,
+        f"{smallest_count} to {largest_count} per prompt, in {len(features_per_prompt)} prompts",
+    )
 
 
 def check_buffers(models: Mapping[str, nn.Module | None]) -> Check:
