@@ -698,7 +698,7 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         self._current_train_step_time += time.perf_counter() - started
         if has_rows:
             stock_step = partial(super().training_step, model, inputs, num_items_in_batch)
-            loss = self.recompute.retried(stock_step, self._metrics["train"])
+            loss = self.recompute.run_with_retry(stock_step, self._metrics["train"])
         else:
             loss = torch.zeros((), device=self.args.device)
             self._step += 1  # TRL counts the others
