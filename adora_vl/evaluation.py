@@ -22,7 +22,7 @@ from adora_vl.evals.benchmark import (
     load_checked_problems,
 )
 from adora_vl.evals.inference.chat import ChatProcessor
-from adora_vl.evals.inference.local import Conversations
+from adora_vl.evals.inference.local import ConversationEngine
 from adora_vl.evals.inference.runner import AnswerSample, answer, refuse_control_tokens
 from adora_vl.evals.inference.views import VIEWS, problems_in_view
 from adora_vl.evals.scoring.files import figures_in_training
@@ -198,7 +198,7 @@ def _load(entry: str, limit: int | None, prompt: str | None) -> list[Task]:
     ]
 
 
-class SamplerEngine(Conversations):
+class SamplerEngine(ConversationEngine):
     """An engine for the evaluators that answers greedily, with the trainer's sampler.
 
     Collective: all ranks call it together, even with no problem left.
@@ -222,7 +222,7 @@ class SamplerEngine(Conversations):
             stop=StopCriteria(frozenset(end_tokens)),
             any_rank=groups.any_rank_continues,
         )
-        self.turns = groups.tool_loop
+        self.tool_loop = groups.tool_loop
 
 
 class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
