@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
     from adora_vl.config import AdoraGRPOConfig
-    from adora_vl.data.prompt_lengths import OverlongPrompts, Size
+    from adora_vl.data.overlong_prompts import OverlongPrompts
+    from adora_vl.data.prompt_lengths import Size
     from adora_vl.evals.records import Benchmark, Problem
     from adora_vl.rollout.engine_pair import EnginePair
     from adora_vl.training.generation_sampler import GenerationSampler

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
     from adora_vl.config.batch_plan import BatchLayout
     from adora_vl.config.run_context import Messages, RunContext
-    from adora_vl.data.prompt_lengths import OverlongPrompts, PromptLengths
+    from adora_vl.data.overlong_prompts import OverlongPrompts
+    from adora_vl.data.prompt_lengths import PromptLengths
     from adora_vl.evaluation import EvaluationPlan
     from adora_vl.models.adapter import Adapter
     from adora_vl.preflight.python_inputs import AnyDatasets
