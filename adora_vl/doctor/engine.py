@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from adora_vl.models.families import LANGUAGE_MODEL, component_of, seeing_families
-from adora_vl.models.precision import REMEDY, ModelsByRole, wrong_in
+from adora_vl.models.precision import REMEDY, ModelsByRole, wrong_buffers_of_models
 from adora_vl.rollout import agreement
 from adora_vl.rollout.agreement import (
     COLD,
@@ -188,7 +188,7 @@ def check_buffers(models: Mapping[str, nn.Module | None]) -> Check:
     A model that is built in bfloat16 may have rounded them. `models`: policy and reference model by
     name; None for one that the run does not have.
     """
-    faults = wrong_in(models)
+    faults = wrong_buffers_of_models(models)
     if faults:
         return failed(BUFFERS, "; ".join(faults), REMEDY)
     return passed(BUFFERS, "rotary frequencies in float32")

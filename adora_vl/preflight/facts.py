@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 from adora_vl.checkpoint.store import facts_of
 from adora_vl.config.methods import method_overheads
 from adora_vl.models.adapter import load_merged, load_policy
-from adora_vl.models.four_bit import bytes_of, four_bit_folder, is_four_bit, keep_gradients
+from adora_vl.models.four_bit import (
+    four_bit_folder,
+    four_bit_parameter_bytes,
+    is_four_bit,
+    keep_gradients,
+)
 from adora_vl.models.shape import ModelShape, model_shape
 from adora_vl.preflight.check_sampling import sampling_overheads
 from adora_vl.record.manifest import run_manifest
@@ -29,7 +34,8 @@ if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
     from adora_vl.config.batch_plan import BatchLayout
     from adora_vl.config.run_context import Messages, RunContext
-    from adora_vl.data.prompt_lengths import OverlongPrompts, PromptLengths
+    from adora_vl.data.overlong_prompts import OverlongPrompts
+    from adora_vl.data.prompt_lengths import PromptLengths
     from adora_vl.evaluation import EvaluationPlan
     from adora_vl.models.adapter import Adapter
     from adora_vl.preflight.python_inputs import AnyDatasets
@@ -173,7 +179,9 @@ class ResolvedRun:
     def shape(self) -> ModelShape:
         """Parameters and layers of the policy as it will be trained."""
         keys = self.request.model.keys
-        four_bit_bytes = bytes_of(keys.use_bnb_nested_quant) if self.model.four_bit else 0.0
+        four_bit_bytes = (
+            four_bit_parameter_bytes(keys.use_bnb_nested_quant) if self.model.four_bit else 0.0
+        )
         return model_shape(
             self.model.config,
             dtype=keys.dtype,
