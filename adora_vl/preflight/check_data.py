@@ -14,8 +14,10 @@ from datasets import Dataset, IterableDataset
 from adora_vl.builtin.builtin_data import KNIGHTS_DATA, STARTS, SYNTHETIC_DATA, data_folders
 from adora_vl.config.batch_plan import check_row_count
 from adora_vl.data import prompt_lengths as lengths
+from adora_vl.data.context_limit import ContextLimit, context_limit, served_length, uncountable
 from adora_vl.data.dataset import data_hash, read_manifest, refuse_for_evaluation
 from adora_vl.data.loading import load_rows
+from adora_vl.data.overlong_prompts import REMEMBERED_ROWS, OverlongPrompts
 from adora_vl.data.prompts import control_token_in, control_tokens, with_tools
 from adora_vl.data.rows import has_images
 from adora_vl.data.token_counters import (
@@ -114,7 +116,7 @@ def _overlong_prompts(
     processor: ProcessorMixin | None,
     system_prompt: str | None,
     pixels: lengths.ResizeLimits,
-) -> lengths.OverlongPrompts:
+) -> OverlongPrompts:
     """Return what finds the prompts that leave no room for an answer. Collective with a server.
 
     If there is no limit on the length, or the model's image tokens cannot be counted, a line says
@@ -125,7 +127,7 @@ def _overlong_prompts(
     is_speaking = request.is_main_process and not context.dry_run
     # Why image tokens cannot be counted; empty if they can. All ranks have the same model, so that
     # either all of them ask for the limit below or none does.
-    uncountable_reason = lengths.uncountable(model.config)
+    uncountable_reason = uncountable(model.config)
     limit = None
     if not uncountable_reason:
         limit = _context_limit(request, model, context)
@@ -136,13 +138,13 @@ def _overlong_prompts(
     error_or_drop = None
     if request.script is not None:
         error_or_drop = request.script.adora_overlong_prompts
-    return lengths.OverlongPrompts(
+    return OverlongPrompts(
         limit,
         _token_counter(request, processor, system_prompt),
         pixels,
         error_or_drop,
         speaks=is_speaking,
-        paper=context.dry_run,
+        is_dry_run=context.dry_run,
         max_rows=request.max_rows,
     )
 
@@ -204,7 +206,7 @@ def _token_counter(
 
 def _context_limit(
     request: RunRequest, model: ModelFacts, context: RunContext
-) -> lengths.ContextLimit | None:
+) -> ContextLimit | None:
     """Return the limit on the tokens of a prompt with its answer; None if nothing limits them.
 
     A vLLM server has a limit of its own. Collective then: rank 0 asks the server, and broadcasts
@@ -213,17 +215,17 @@ def _context_limit(
     config = request.config
     uses_server = config.use_vllm and config.vllm_mode == "server"
     # None without a server, and if it does not answer.
-    served_length = None
+    server_tokens = None
     if uses_server and context.local:
         if request.is_main_process:
-            served_length = lengths.served_length(config)
+            server_tokens = served_length(config)
         if config.world_size > 1:
-            broadcast_list = [served_length]
+            broadcast_list = [server_tokens]
             broadcast_object_list(broadcast_list)
-            served_length = broadcast_list[0]
-    limit = lengths.context_limit(config, model.config, served_length)
+            server_tokens = broadcast_list[0]
+    limit = context_limit(config, model.config, server_tokens)
     is_speaking = request.is_main_process and not context.dry_run
-    if uses_server and served_length is None and is_speaking:
+    if uses_server and server_tokens is None and is_speaking:
         limit_name = limit.name if limit is not None else None
         print(f"the vLLM server does not answer yet, so prompts are held against {limit_name}")
     return limit
@@ -421,7 +423,7 @@ def _rows_with_room(
             f"measured on the first {request.max_rows} of {len(dataset)} rows (--rows)"
         )
     # Counting the tokens of few rows is fast, so that nothing is remembered on disk.
-    if len(dataset) < lengths.REMEMBERED_ROWS:
+    if len(dataset) < REMEMBERED_ROWS:
         return prompts.lengths.rows_to_train_on(dataset, texts)
     assert request.script is not None, "only a command names folders"
     split = request.script.dataset_train_split
@@ -441,7 +443,7 @@ def check_room(config: AdoraGRPOConfig, prompts: PromptFacts, data: DataFacts) -
     # Without a data set the lengths are only assumed, and no limit is checked by them.
     prompt_lengths: Sequence[int] = []
     if data.measured is not None and data.train is not None:
-        prompt_lengths = data.measured.prompt
+        prompt_lengths = data.measured.prompt_tokens
     limits = Room(
         key="max_completion_length",
         completion=config.max_completion_length,
