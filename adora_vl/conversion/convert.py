@@ -194,9 +194,9 @@ def ensure_converted(location: str, mapping: Mapping[str, Any], cache: Path) -> 
     """
     columns = columns_from(mapping, "adora_columns")
     path = Path(location)
-    place = str(path.resolve()) if path.exists() else location
+    resolved_location = str(path.resolve()) if path.exists() else location
     # The same data with other columns gets a folder of its own.
-    identity = json.dumps([place, columns.described()], sort_keys=True)
+    identity = json.dumps([resolved_location, columns.described()], sort_keys=True)
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]
     folder = cache / f"own-{key}"
     hashes_file = cache / f"own-{key}.files.json"
