@@ -66,7 +66,7 @@ class Batch(TypedDict, total=False):
     rollout_number: Tensor  # (B,), adora_vl.record.recorder
     share_of_rows: float  # rows of this micro-batch over per_device_train_batch_size
     share_of_tokens: Tensor  # (), its tokens over those of a micro-batch on average
-    host: HostRows  # of a micro-batch; left out of checkpoints
+    host_rows: HostRows  # of a micro-batch; left out of checkpoints
 
 
 class RowImages(NamedTuple):
@@ -85,13 +85,13 @@ class HostRows:
 
     prompt_ids: Tensor  # (B, P)
     prompt_mask: Tensor  # (B, P)
-    token_types: Tensor | None  # (B, P), 1 at the tokens of images
-    lengths: list[int]  # completion tokens of each row
+    prompt_token_types: Tensor | None  # (B, P), 1 at the tokens of images
+    completion_lengths: list[int]  # (B,), in tokens
     images: list[RowImages | None]  # of each row, prompt and completion together
     # (B, C), not 0 where the policy has sampled; None: everywhere
     policy_mask: Tensor | None = None
-    # (B, C), as `token_types`; None where completions have no images
-    answer_types: Tensor | None = None
+    # (B, C), 1 at the tokens of images; None where no completion has images
+    completion_token_types: Tensor | None = None
 
     @classmethod
     def of(
@@ -130,8 +130,8 @@ class HostRows:
         return cls(
             prompt_ids=cast("Tensor", host["prompt_ids"]),
             prompt_mask=cast("Tensor", host["prompt_mask"]),
-            token_types=host["prompt_types"],
-            lengths=cast("Tensor", host["lengths"]).tolist(),
+            prompt_token_types=host["prompt_types"],
+            completion_lengths=cast("Tensor", host["lengths"]).tolist(),
             images=_images_of_rows(
                 len(prompt_ids),
                 pixels=host["references"] if has_references else pixels,
@@ -139,36 +139,45 @@ class HostRows:
                 num_images=columns.get("num_images"),
             ),
             policy_mask=host["policy_mask"],
-            answer_types=completion_types,
+            completion_token_types=completion_types,
         )
 
-    def images_of_prompt(self, row: int) -> int:
+    def prompt_image_count(self, row: int) -> int:
         """Return how many images the prompt of a row has.
 
         An image is a run of image tokens. Runs never touch, since tokens that mark the beginning
         and the end of an image stand between them.
         """
-        if self.token_types is None:
+        if self.prompt_token_types is None:
             return 0
-        is_image_token = (self.token_types[row] == 1).int()
+        is_image_token = (self.prompt_token_types[row] == 1).int()
         # A run begins at the first token, or where the difference to the token before is 1.
         begins_run = is_image_token.diff() == 1
         return int(is_image_token[0] + begins_run.sum())
 
-    def taken(self, rows: Sequence[int], first: int = 0) -> HostRows:
+    def select(self, rows: Sequence[int], first_column: int = 0) -> HostRows:
         """Return what is known of these rows alone.
 
-        Their prompts lose the columns before `first`, which are padding in all of these rows.
+        Their prompts lose the columns before `first_column`, which are padding in all of these rows.
         """
         rows = list(rows)
+        prompt_token_types = None
+        policy_mask = None
+        completion_token_types = None
+        if self.prompt_token_types is not None:
+            prompt_token_types = self.prompt_token_types[rows, first_column:]
+        if self.policy_mask is not None:
+            policy_mask = self.policy_mask[rows]
+        if self.completion_token_types is not None:
+            completion_token_types = self.completion_token_types[rows]
         return HostRows(
-            prompt_ids=self.prompt_ids[rows, first:],
-            prompt_mask=self.prompt_mask[rows, first:],
-            token_types=self.token_types[rows, first:] if self.token_types is not None else None,
-            lengths=[self.lengths[row] for row in rows],
+            prompt_ids=self.prompt_ids[rows, first_column:],
+            prompt_mask=self.prompt_mask[rows, first_column:],
+            prompt_token_types=prompt_token_types,
+            completion_lengths=[self.completion_lengths[row] for row in rows],
             images=[self.images[row] for row in rows],
-            policy_mask=self.policy_mask[rows] if self.policy_mask is not None else None,
-            answer_types=self.answer_types[rows] if self.answer_types is not None else None,
+            policy_mask=policy_mask,
+            completion_token_types=completion_token_types,
         )
 
 
@@ -205,7 +214,17 @@ def _images_of_rows(
     """
     if pixels is None or grids is None or num_images is None:
         return [None] * rows
-    grids_by_row = torch.split(grids, num_images)
+    return list(split_images_by_row(pixels, grids, num_images))
+
+
+def split_images_by_row(
+    pixels: Tensor, grids: Tensor, image_counts: Sequence[int]
+) -> list[RowImages]:
+    """Split the pixels (patches, D) and grids (images, 3) of a batch by row.
+
+    `image_counts`: the number of images of each row.
+    """
+    grids_by_row = torch.split(grids, list(image_counts))
     patches_by_row = [int(row_grids.prod(dim=-1).sum()) for row_grids in grids_by_row]
     pixels_by_row = torch.split(pixels, patches_by_row)
     return [

@@ -21,7 +21,7 @@ import torch
 
 from adora_vl.models.activations import ActivationMemory, DtypeBytes
 from adora_vl.models.load import PRETRAINED
-from adora_vl.models.shape import config_for_planning, describe
+from adora_vl.models.shape import config_for_planning, model_shape
 from adora_vl.training.micro_batch_room import MicroBatchRoom, UnitSize
 from adora_vl.training.micro_batches import by_length
 from adora_vl.training.rank_balance import plan_moves
@@ -61,7 +61,7 @@ class DrawnLengths:
 
 
 SEVEN_BILLION = ActivationMemory(
-    describe(config_for_planning("Qwen/Qwen2.5-VL-7B-Instruct")[0]),
+    model_shape(config_for_planning("Qwen/Qwen2.5-VL-7B-Instruct")[0]),
     DtypeBytes(compute=2, residual=2),
     reads_features=True,
 )

@@ -18,7 +18,7 @@ from adora_vl.evals.asking import (
 from adora_vl.evals.inference.engines import tool_options_of
 from adora_vl.evals.inference.predictions import PREDICTIONS
 from adora_vl.evals.inference.provenance import PROMPTS, resolve_prompts
-from adora_vl.evals.inference.runner import join_ranks
+from adora_vl.evals.inference.ranks import join_ranks
 from adora_vl.evals.options import ScoreOptions, add_options, option_names, options_from
 from adora_vl.evals.records import Benchmark
 from adora_vl.evals.scoring.files import write_score
@@ -120,8 +120,7 @@ def _fill_in_training_prompts(options: Namespace) -> None:
     gets the default prompt. Not every benchmark has both options, `system_prompt` and `prompt`.
     """
     parsed_prompts = {name: getattr(options, name) for name in PROMPTS if hasattr(options, name)}
-    for name, prompt in resolve_prompts(options.model, parsed_prompts).items():
-        setattr(options, name, prompt)
+    vars(options).update(resolve_prompts(options.model, parsed_prompts))
 
 
 def build_parser(benchmark: Benchmark) -> Parser:

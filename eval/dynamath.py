@@ -15,7 +15,7 @@ from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import TEXT, wrong_fields
+    from adora_vl.evals.inference.predictions import TEXT, fault_of_fields
     from adora_vl.evals.options import HubDataOptions, ScoreOptions
     from adora_vl.evals.records import (
         Benchmark,
@@ -37,7 +37,7 @@ with imports():
 SPLITS = tuple(f"sample_variant{number}" for number in range(1, 11))
 # The columns that each row has, and what their values have to be.
 COLUMNS = dict.fromkeys(("question", "answer", "answer_type", "subject", "level"), TEXT)
-check = partial(wrong_fields, kinds=COLUMNS)
+check = partial(fault_of_fields, kinds=COLUMNS)
 _TOLERANCE = 0.001  # by which the official score lets a number differ
 _GUIDE = """
 ## Answer Instruction Please provide an answer to the question outlined above. Your response should adhere \
@@ -61,9 +61,9 @@ def prompt(row: dict[str, Any]) -> str:
 def short_answer(response: str) -> tuple[str, str]:
     """Extract the answer of a response as the official score does.
 
-    It is the value of `short answer` in the JSON of the response. The last line counts where that
-    cannot be parsed, without its last character. Source: evaluation/opensource_json_eval.py in
-    DynaMath/DynaMath.
+    The prompt asks for JSON with the key `short answer`. For a response without such JSON the
+    official code takes the last line, but drops its last character. Source:
+    evaluation/opensource_json_eval.py in DynaMath/DynaMath.
 
     Returns the answer, and how it was found: `json`, `last_line`, or `no_object` for JSON that is
     not an object.
@@ -151,10 +151,10 @@ def _summary(
 
 
 def load(options: HubDataOptions) -> LoadedProblems:
-    """Load the problems of a split, or with `all` of every split.
+    """Load the problems of one split, or of all splits for `--split all`.
 
-    The splits have the same ids, so each id gets the name of its split as a prefix here. A single
-    file has no splits, and its rows are asked as they are.
+    Each split has a variant of every problem under the same id, so that ids get the name of their
+    split as a prefix here. A single file has no splits, and is loaded once.
     """
     problems: list[Problem] = []
     hashes: list[str] = []
@@ -170,7 +170,7 @@ def load(options: HubDataOptions) -> LoadedProblems:
             check=check,
             id_column="id",
             split=split,
-            renamed={"ground_truth": "answer", "knowledge_level": "level"},
+            our_names={"ground_truth": "answer", "knowledge_level": "level"},
         )
         for problem in loaded.problems:
             fields = {**problem.fields, "pid": f"{split}/{problem.pid}"}

@@ -10,7 +10,7 @@ from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import TEXT, TEXTS, wrong_fields
+    from adora_vl.evals.inference.predictions import TEXT, TEXTS, fault_of_fields
     from adora_vl.evals.options import HubDataOptions
     from adora_vl.evals.records import Benchmark, Extraction, Prediction, RowGrade
     from adora_vl.evals.scoring.choice import extract_choice
@@ -26,7 +26,7 @@ with imports():
 
 # The columns that each row has, and what their values have to be.
 COLUMNS = {"question": TEXT, "answer": TEXT, "skill": TEXTS}
-check = partial(wrong_fields, kinds=COLUMNS)
+check = partial(fault_of_fields, kinds=COLUMNS)
 _LETTERS = "ABCDEFGHI"  # letters that an option may have; the options stand in the picture
 # One letter, or several with commas, `&` or `and` between them.
 _LETTERS_PATTERN = r"[A-I](?:(?:\s*(?:,|&|and)\s*)+[A-I])*"
@@ -54,7 +54,7 @@ def letters_of(value: object) -> list[str]:
     return sorted(word for word in words if word)
 
 
-def by_rules(response: str) -> Extraction:
+def extract_letters(response: str) -> Extraction:
     """Extract the letters that a response names as its answer, by rules of our own.
 
     A question may have several right options. The letters stand in the last box, or they are stated
@@ -100,7 +100,7 @@ load = partial(
     prompt=itemgetter("question"),
     check=check,
     id_column="id",
-    pictures="images",
+    image_folder="images",
 )
 BENCHMARK = Benchmark(
     name="logicvista",
@@ -118,7 +118,7 @@ BENCHMARK = Benchmark(
         question_of=lambda row: Question(
             kind="text", text=row["question"], choices=(), response=row["response"]
         ),
-        rules=lambda row: by_rules(row["response"]),
+        extract=lambda row: extract_letters(row["response"]),
     ),
 )
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ def adora_metrics(weighting: AdoraWeighting) -> dict[str, float]:
         "length_correct": _mean_where(lengths_PG, groups.correct_PG),
         "length_wrong": _mean_where(lengths_PG, groups.wrong_PG),
         "pass_rate": _mean_where(groups.pass_rate_P, has_reward_P),
-        "ties": _mean_where(weighting.ties_P.float(), _may_tie_P(weighting)),
+        "ties": _mean_where(weighting.tds_by_tie_P.float(), _may_tie_P(weighting)),
     }
 
 
@@ -91,7 +91,7 @@ class TieNotice:
         if self._is_silent:
             return
         self._groups_that_may_tie += int(_may_tie_P(weighting).sum())
-        self._tied_groups += int(weighting.ties_P.sum())
+        self._tied_groups += int(weighting.tds_by_tie_P.sum())
         has_enough_groups = self._groups_that_may_tie >= self.GROUPS
         has_many_ties = self._tied_groups > self.SHARE * self._groups_that_may_tie
         if has_enough_groups and has_many_ties:
@@ -134,7 +134,11 @@ def assessment_figures(
     figures["rewards/missing"] = facts.missing_share
     figures["completions/clipped_ratio"] = facts.has_no_end_N.float().mean().item()
     terminated_lengths = facts.length_N[~facts.has_no_end_N]
-    reductions = {"mean": torch.mean, "min": torch.amin, "max": torch.amax}
+    reductions: dict[str, Callable[[Tensor], Tensor]] = {
+        "mean": torch.mean,
+        "min": torch.amin,
+        "max": torch.amax,
+    }
     for name, reduce in reductions.items():
         figures[f"completions/{name}_length"] = reduce(facts.length_N).item()
         # 0 where no rollout came to its end, as in TRL

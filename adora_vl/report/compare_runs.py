@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from adora_vl.evals.compare import cautions, shortened
-from adora_vl.evals.score_differences import Difference, between_problems
+from adora_vl.evals.compare import caution_lines, shortened
+from adora_vl.evals.score_differences import Difference, difference_between
 from adora_vl.evals.scoring.statistics import paired_t, welch
 from adora_vl.report.comparison_sides import PASS_RATE, Axis, Side, make_sides, read_compared
 from adora_vl.utils.errors import UserError
@@ -140,7 +140,7 @@ def held_out_rows(a: Side, b: Side) -> list[ComparedFigure]:
     """
     rows: list[ComparedFigure] = []
     for benchmark in _shared_benchmarks(a, b):
-        over_problems = between_problems(
+        over_problems = difference_between(
             [run.scores[benchmark] for run in a.runs],
             [run.scores[benchmark] for run in b.runs],
         )
@@ -371,7 +371,7 @@ def _caution_lines(a: Side, b: Side) -> list[str]:
     runs = (*a.runs, *b.runs)
     lines = [f"warning: {note}" for run in runs for note in run.notes]
     for benchmark in _shared_benchmarks(a, b):
-        lines += cautions([run.scores[benchmark] for run in runs])
+        lines += caution_lines([run.scores[benchmark] for run in runs])
     seeds_of_a = {run.seed for run in a.runs}
     seeds_of_b = {run.seed for run in b.runs}
     if seeds_of_a != seeds_of_b:

@@ -66,7 +66,7 @@ def unit_sizes(host: HostRows, rows_per_unit: int, *, shares_vision: bool) -> li
     sizes = []
     for first_row in range(0, len(prompt_lengths), rows_per_unit):
         rows = range(first_row, first_row + rows_per_unit)
-        completion_lengths = [host.lengths[row] for row in rows]
+        completion_lengths = [host.completion_lengths[row] for row in rows]
         patches_by_row = [_patches(host, row) for row in rows]
         sizes.append(
             UnitSize(

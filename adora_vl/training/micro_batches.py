@@ -231,7 +231,7 @@ class MicroBatcher:
             columns=dict[str, Any](batch),
         )
         tokens_by_unit = self._tokens_of_units(
-            host.prompt_mask.sum(dim=1), torch.tensor(host.lengths)
+            host.prompt_mask.sum(dim=1), torch.tensor(host.completion_lengths)
         )
         # Every optimizer step needs at least one unit: an empty one would reduce no gradients.
         units = choose_units(has_signal, max(min_units, optimizer_steps), tokens_by_unit)
@@ -307,9 +307,9 @@ class MicroBatcher:
             return {}
         rows_per_unit = self.layout.rows_per_unit
         rows = [rows_per_unit * unit + row for unit in units for row in range(rows_per_unit)]
-        used = used_columns(host.prompt_mask[rows], [host.lengths[row] for row in rows])
+        used = used_columns(host.prompt_mask[rows], [host.completion_lengths[row] for row in rows])
         micro = cast("Batch", without_padding(dict(reader.take(rows)), used))
-        micro["host"] = host.taken(rows, used.first_of_prompts)
+        micro["host_rows"] = host.select(rows, used.first_of_prompts)
         # Over the rows of a full micro-batch, as there would be without empty places.
         micro["share_of_rows"] = len(rows) / self.layout.micro_batch_rows / filled_share
         if self._weighs_by_tokens:

@@ -14,13 +14,13 @@ from adora_vl.evals.scoring.choice_matcher import (
     is_called_wrong,
     text_key,
 )
-from adora_vl.evals.scoring.number import (
+from adora_vl.evals.scoring.number import concluding_number
+from adora_vl.evals.scoring.response_text import (
     MAX_CHARS,
-    concluding_number,
-    json_answer,
-    plain,
-    refuses,
-    sentences,
+    answer_in_json,
+    is_refusal,
+    split_sentences,
+    without_markup,
 )
 from adora_vl.rewards.completion import answer_block, last_boxed
 from adora_vl.rewards.thinking import final_part
@@ -96,11 +96,11 @@ def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
     """
     response = final_part(response)
     response = (answer_block(response) or response)[-MAX_CHARS:].strip()
-    response = json_answer(response) or response
+    response = answer_in_json(response) or response
     if not response:
         return Extraction("", "empty")
     matcher = ChoiceMatcher(choices)
-    text = matcher.without_options(_REMARK.sub(" ", plain(response))).strip()
+    text = matcher.without_options(_REMARK.sub(" ", without_markup(response))).strip()
     if not text:
         return Extraction("", "no_answer")
     value_of_no_choice = _boxed_value_of_no_choice(matcher, response)
@@ -114,16 +114,16 @@ def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
             return Extraction(matcher.letters[index], name)
     if value_of_no_choice:
         return Extraction(value_of_no_choice, "nearest")
-    box = plain(last_boxed(response) or "")
+    box = without_markup(last_boxed(response) or "")
     if matcher.states_several_letters(text) or matcher.states_several_letters(box):
         return Extraction("", "several_letters")
-    if refuses(text):
+    if is_refusal(text):
         return Extraction("", "refusal")
     number = None
     choices_are_numbers = all(re.match(r"-?[\d.]", key) for key in matcher.keys)
     if choices_are_numbers:
         number = concluding_number(text)
-    last_sentence = (sentences(text) or [text])[-1]
+    last_sentence = (split_sentences(text) or [text])[-1]
     return Extraction(number or last_sentence, "nearest")
 
 
@@ -138,7 +138,7 @@ def _boxed_value_of_no_choice(matcher: ChoiceMatcher, response: str) -> str:
     choices_are_values = all(has_value(key) and not _WORD.search(key) for key in matcher.keys)
     if not choices_are_values or matcher.choice_of_short_text(box) is not None:
         return ""
-    return plain(box).strip()
+    return without_markup(box).strip()
 
 
 def _exact(matcher: ChoiceMatcher, text: str) -> int | None:
@@ -184,7 +184,7 @@ def _stated_text(matcher: ChoiceMatcher, text: str) -> int | None:
 
     The last sentence with such a statement that names exactly one choice counts.
     """
-    for sentence in reversed(sentences(text)):
+    for sentence in reversed(split_sentences(text)):
         statements = list(_ANSWER_WORDS.finditer(sentence))
         if not statements:
             continue
@@ -290,7 +290,7 @@ def _mentioned(matcher: ChoiceMatcher, text: str) -> int | None:
 
 def _conclusions_first(text: str) -> list[str]:
     """Return the sentences of a text from the last to the first, those that conclude before all."""
-    from_last = sentences(text)[::-1]
+    from_last = split_sentences(text)[::-1]
     conclusions = [sentence for sentence in from_last if _CONCLUSION.search(sentence)]
     return [*conclusions, *from_last]
 
@@ -300,7 +300,7 @@ def _all_words(matcher: ChoiceMatcher, text: str) -> int | None:
 
     Only choices of several words count.
     """
-    for sentence in reversed(sentences(text)):
+    for sentence in reversed(split_sentences(text)):
         words = set(re.findall(r"\w+", sentence.lower()))
         indices: list[int] = []
         for index, key in enumerate(matcher.keys):
@@ -317,9 +317,9 @@ def _negation(matcher: ChoiceMatcher, text: str) -> int | None:
 
     The last conclusion decides, or the first sentence of a text without one.
     """
-    if set(matcher.keys) != {"yes", "no"} or refuses(text):
+    if set(matcher.keys) != {"yes", "no"} or is_refusal(text):
         return None
-    text_sentences = sentences(text) or [text]
+    text_sentences = split_sentences(text) or [text]
     conclusions = [sentence for sentence in text_sentences if _CONCLUSION.search(sentence)]
     decisive_sentence = conclusions[-1] if conclusions else text_sentences[0]
     return matcher.keys.index("no" if _NEGATION.search(decisive_sentence) else "yes")

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 
 from adora_vl.data.prompts import without_letters
-from adora_vl.evals.scoring.number import plain
+from adora_vl.evals.scoring.response_text import without_markup
 from adora_vl.rewards import grade
 
 # Words that say that the next letter is the answer. `option B` alone does not say so, since it may
@@ -187,7 +187,7 @@ class ChoiceMatcher:
         It is found by the text of the choice, by a letter, by its value, because the text mentions
         it, or by its number without a unit, in this order. None where a step finds several.
         """
-        stripped = plain(text)
+        stripped = without_markup(text)
         key = text_key(stripped)
         if key and key in self.keys:
             return self.keys.index(key)
@@ -270,7 +270,7 @@ class ChoiceMatcher:
             count_denied: Whether a choice behind a word such as `not` counts, as the circle in `not
                 a circle but a kite`.
         """
-        text = text_key(plain(text), keep_end=True)
+        text = text_key(without_markup(text), keep_end=True)
         mentions: list[tuple[int, int]] = []  # the position of each, and the index of its choice
         # A longer choice is taken out of the text before a shorter one is looked for.
         longest_first = sorted(range(len(self.keys)), key=lambda index: -len(self.keys[index]))
@@ -314,7 +314,7 @@ def _pattern_of_options(choices: Sequence[str], letters: str) -> re.Pattern[str]
         return None
     options: list[str] = []
     for letter, choice in zip(letters, choices, strict=True):
-        words = [re.escape(word) for word in plain(choice).split()]
+        words = [re.escape(word) for word in without_markup(choice).split()]
         option_text = r"\s*".join(words)
         options.append(rf"[(（]?{letter}[)）]?\s*[.:：、)]?\s*{option_text}")
     return re.compile(r"(?<![A-Za-z0-9])" + r"[\s,;.，；。]*".join(options))
@@ -329,7 +329,7 @@ def text_key(text: str, *, keep_end: bool = False) -> str:
         text: A choice, or a text that may mention one.
         keep_end: Whether to keep full stops at the end, as a text of several sentences needs them.
     """
-    text = plain(text).lower().replace("\\sqrt", "√").replace("\\pi", "π")
+    text = without_markup(text).lower().replace("\\sqrt", "√").replace("\\pi", "π")
     text = re.sub(r" *([{}]) *", r"\1", text)
     text = re.sub(r"\\frac\{([^{}]*)\}\{([^{}]*)\}", r"\1/\2", text)
     text = re.sub(r"√\{(\w+)\}", r"√\1", text)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from adora_vl.evals.inference.predictions import read_predictions
-from adora_vl.evals.scoring.judge import by_rules
+from adora_vl.evals.scoring.judge import extract_by_rules
 from adora_vl.evals.scoring.score import score as score_of
 from eval.command import main
 from eval.mathvista import (
@@ -103,7 +103,9 @@ def test_rules_agree_with_the_stored_extraction_in_hit_or_miss(subtests: pytest.
         with subtests.test(f"{model} {half}"):
             rows = read_predictions(DATA / f"{model}.jsonl")[half::2]
             agree = sum(
-                compare_with_reference(row, by_rules(question_of(row)).text, "official").is_right
+                compare_with_reference(
+                    row, extract_by_rules(question_of(row)).text, "official"
+                ).is_right
                 == compare_with_reference(row, row["extraction"], "official").is_right
                 for row in rows
             )

@@ -141,8 +141,8 @@ def test_sizes_of_units_by_hand():
     host = HostRows(
         prompt_ids=torch.zeros(4, 3, dtype=torch.long),
         prompt_mask=torch.tensor([[0, 1, 1]] * 2 + [[1, 1, 1]] * 2),
-        token_types=None,
-        lengths=[4, 1, 0, 2],
+        prompt_token_types=None,
+        completion_lengths=[4, 1, 0, 2],
         images=[RowImages(pixels=torch.zeros(8, 1), grids=torch.ones(1, 3))] * 2 + [None] * 2,
     )
     assert unit_sizes(host, 2, shares_vision=True) == [

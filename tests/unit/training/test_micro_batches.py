@@ -26,7 +26,7 @@ from adora_vl.training.micro_batches import (
     tokens_of_units,
 )
 from adora_vl.training.rank_balance import Move, plan_moves, rebalanced
-from adora_vl.training.schedule import admitted
+from adora_vl.training.schedule import fill_slots
 from adora_vl.types import Batch
 from benchmarks.lockstep import (
     CASES,
@@ -224,7 +224,7 @@ ADMITTED = [
 def test_groups_without_signal_give_their_slots_to_further_ones_with_it(
     has_signal, further_has_signal, slots, groups
 ):
-    assert admitted(has_signal, further_has_signal, slots) == groups
+    assert fill_slots(has_signal, further_has_signal, slots) == groups
 
 
 def test_chosen_groups_of_two_batches_are_padded_to_the_wider():
