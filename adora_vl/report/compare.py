@@ -115,13 +115,13 @@ def _gain_row(title: str, scores: Sequence[dict[str, Any] | None]) -> str:
     `scores`: before and after the training, and perhaps that of another training, which may be None
     where it lacks these problems.
     """
-    before, after, *others = scores
+    before, after, *extra_scores = scores
     assert before is not None
     assert after is not None
     gain = 100 * (after["accuracy"] - before["accuracy"])
     line = f"{title:<18}{before['total']:>6}  {_gain_cell(before)} {_gain_cell(after)} {gain:+7.1f}"
-    for other in others:
-        line += f"  {_gain_cell(other)}"
+    for extra_score in extra_scores:
+        line += f"  {_gain_cell(extra_score)}"
     return line.rstrip()
 
 
