@@ -141,7 +141,7 @@ def test_tools_of_a_file_beside_the_config(tmp_path, monkeypatch):
         str(tmp_path / "c.yaml"),
     ]
     settings = check_options(parse([*arguments, "--engine", "transformers"], BENCHMARK).ask)
-    description = settings.described
+    description = settings.fingerprint_fields
     assert description["tools"] == ["line", "two"]
     assert description["tool_options"]["images"] == 3
     assert [*description["tool_files"]] == ["own.py"]
