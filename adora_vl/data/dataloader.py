@@ -270,13 +270,14 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
         try:
             generation_start = order.index(rows[0]) // size * size
             generation_end = generation_start + size
-            places = [order.index(row, generation_start, generation_end) for row in rows]
+            indices = [order.index(row, generation_start, generation_end) for row in rows]
         except (IndexError, ValueError):
             return []
         later_start = generation_start + generations * size
         epochs_later, start_in_epoch = divmod(later_start, len(order))
         later_order = self._order(epoch + epochs_later)
-        return [later_order[start_in_epoch + place - generation_start] for place in places]
+        offset = start_in_epoch - generation_start
+        return [later_order[index + offset] for index in indices]
 
     def _order(self, epoch: int) -> list[int]:
         """Return the distinct rows of an epoch in their order, whole generations only."""
