@@ -43,7 +43,7 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import regroup_obstacle, regroups
 from adora_vl.config.run_context import RunContext
 from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler
-from adora_vl.models.adapter import begin_with, in_float32, name_base
+from adora_vl.models.adapter import cast_trained_to_float32, load_adapter_weights, record_base
 from adora_vl.models.check import with_own_layers
 from adora_vl.models.families import freeze, sees_images
 from adora_vl.models.lora_branch import compute_branches_first
@@ -190,16 +190,16 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         parts of the model are frozen (`adora_freeze`).
         """
         if run.model.continued is not None:
-            begin_with(self.model, run.model.continued)
+            load_adapter_weights(self.model, run.model.continued)
         elif run.model.four_bit:
-            in_float32(self.model)
+            cast_trained_to_float32(self.model)
         models = [self.model]
         if self.ref_model is not None:
             models.append(self.ref_model)
         for model in models:
             restore_buffers(model)
         if is_peft_model(self.model):
-            name_base(self.model, run.model.merged)
+            record_base(self.model, run.model.merged)
             if run.config.gradient_checkpointing:
                 compute_branches_first(self.model)
             if not self._dist.is_fsdp and not run.model.four_bit:
@@ -698,7 +698,7 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         self._current_train_step_time += time.perf_counter() - started
         if has_rows:
             stock_step = partial(super().training_step, model, inputs, num_items_in_batch)
-            loss = self.recompute.retried(stock_step, self._metrics["train"])
+            loss = self.recompute.run_with_retry(stock_step, self._metrics["train"])
         else:
             loss = torch.zeros((), device=self.args.device)
             self._step += 1  # TRL counts the others

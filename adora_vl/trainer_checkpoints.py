@@ -7,10 +7,10 @@ from typing import Any
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
 
-from adora_vl.checkpoint.store import facts_of
+from adora_vl.checkpoint.store import manifest_of
 from adora_vl.checkpoint.trl_state import LossSums, SavedLossSums
 from adora_vl.checkpoint.writer import recording_saved_files
-from adora_vl.models.adapter import trained_alone
+from adora_vl.models.adapter import without_reference_adapter
 from adora_vl.models.load import restore_weights
 from adora_vl.parts import TrainerParts
 from adora_vl.record import trackers
@@ -157,7 +157,7 @@ class CheckpointedTrainer(TrainerParts):
         and the metrics since the last log.
         """
         folder = Path(checkpoint)
-        facts = facts_of(folder)
+        facts = manifest_of(folder)
         self.checkpoints.began_at = checkpoint
         self.methods.load(facts.get("methods", {}))
         self.pool.load(folder)
@@ -186,7 +186,7 @@ class CheckpointedTrainer(TrainerParts):
         if is_final_model:
             notes_files = recording_saved_files(folder, self.args.should_save)
         with notes_files:
-            with trained_alone(self.model) if lacks_reference else nullcontext():
+            with without_reference_adapter(self.model) if lacks_reference else nullcontext():
                 super().save_model(output_dir, _internal_call)
             if self.args.should_save:
                 usual_modes(folder)

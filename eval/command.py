@@ -120,8 +120,7 @@ def _fill_in_training_prompts(options: Namespace) -> None:
     gets the default prompt. Not every benchmark has both options, `system_prompt` and `prompt`.
     """
     parsed_prompts = {name: getattr(options, name) for name in PROMPTS if hasattr(options, name)}
-    for name, prompt in resolve_prompts(options.model, parsed_prompts).items():
-        setattr(options, name, prompt)
+    vars(options).update(resolve_prompts(options.model, parsed_prompts))
 
 
 def build_parser(benchmark: Benchmark) -> Parser:

@@ -61,9 +61,9 @@ def prompt(row: dict[str, Any]) -> str:
 def short_answer(response: str) -> tuple[str, str]:
     """Extract the answer of a response as the official score does.
 
-    It is the value of `short answer` in the JSON of the response. The last line counts where that
-    cannot be parsed, without its last character. Source: evaluation/opensource_json_eval.py in
-    DynaMath/DynaMath.
+    The prompt asks for JSON with the key `short answer`. For a response without such JSON the
+    official code takes the last line, but drops its last character. Source:
+    evaluation/opensource_json_eval.py in DynaMath/DynaMath.
 
     Returns the answer, and how it was found: `json`, `last_line`, or `no_object` for JSON that is
     not an object.
@@ -151,10 +151,10 @@ def _summary(
 
 
 def load(options: HubDataOptions) -> LoadedProblems:
-    """Load the problems of a split, or with `all` of every split.
+    """Load the problems of one split, or of all splits for `--split all`.
 
-    The splits have the same ids, so each id gets the name of its split as a prefix here. A single
-    file has no splits, and its rows are asked as they are.
+    Each split has a variant of every problem under the same id, so that ids get the name of their
+    split as a prefix here. A single file has no splits, and is loaded once.
     """
     problems: list[Problem] = []
     hashes: list[str] = []

@@ -80,8 +80,7 @@ _UNIT = re.compile(
 def choices_of(row: Prediction) -> list[str]:
     """Return the options of a multiple-choice question, in the order of their letters.
 
-    The list is empty where the options are only drawn in the picture. The column
-    `question_for_eval` has them as text even then, where the data have that column.
+    The list is empty where the question does not list them, since they are drawn in its picture.
     """
     question = _question_text(row)
     if "Choice" not in question:
@@ -93,27 +92,27 @@ def choices_of(row: Prediction) -> list[str]:
 def value_of(answer: str) -> str:
     r"""Strip an answer to its value, without a name before it or a unit behind it.
 
-    It is `9` for `Area $=9 \mathrm{~cm}^{2}$`.
+    `Area $=9 \mathrm{~cm}^{2}$` becomes `9`.
     """
-    # Some reference answers have a degree sign that was decoded as Chinese.
+    # Some reference answers have a degree sign that was decoded as a Chinese character.
     answer = answer.replace("掳", "°")
     # A unit such as `\mathrm{~cm}` becomes ` cm`, which the pattern of units knows.
     with_plain_units = re.sub(r"\\mathrm\s*\{~?\s*([A-Za-z]+)\s*\}", r" \1", answer)
     without_commands = without_markup(with_plain_units).replace("\\quad", " ").replace("$", "")
     normalised = re.sub(r"\s+", " ", without_commands).strip().rstrip(".")
     value = _NAME.sub("", normalised).strip()
-    with_unit = _UNIT.fullmatch(value)
-    return (with_unit[1] if with_unit else value).strip()
+    number_with_unit = _UNIT.fullmatch(value)  # its first group is the number
+    return (number_with_unit[1] if number_with_unit else value).strip()
 
 
 def same_answer(answer: str, reference: str) -> tuple[bool, str]:
-    """Compare two free-form answers by value.
+    """Compare a free-form answer with its reference by value.
 
-    The rules are those of the grader of a training, with three additions. Points and intervals are
-    compared value by value, and equations by the difference of their sides. A decimal reference is
-    also met by a value that rounds to it.
+    The grader of a training compares two values. Points and intervals are compared value by value
+    here, and equations by the difference of their sides. A reference that is a rounded decimal is
+    also met by the exact value.
 
-    Returns whether they are the same, and the name of the rule that decided.
+    Returns whether both are the same, and the name of the rule that decided.
     """
     value = value_of(answer)
     target = value_of(reference)
@@ -125,7 +124,7 @@ def same_answer(answer: str, reference: str) -> tuple[bool, str]:
     target_pair = _PAIR.fullmatch(target)
     if pair and target_pair:
         return _is_same_pair(pair, target_pair), "pair"
-    if value.count("=") == 1 == target.count("="):
+    if value.count("=") == 1 and target.count("=") == 1:
         value = _difference_of_sides(value)
         target = _difference_of_sides(target)
     result = graded_answer(rf"\boxed{{{value}}}", target)
@@ -140,12 +139,13 @@ def same_answer(answer: str, reference: str) -> tuple[bool, str]:
 
 
 def _is_same_pair(pair: re.Match[str], target_pair: re.Match[str]) -> bool:
-    """Return whether two points or intervals, as `_PAIR` matches them, are the same.
+    """Return whether two points or intervals are the same, value by value.
 
-    Their brackets count too, since `(1, 2)` and `[1, 2]` are different intervals.
+    Their brackets count too, since `(1, 2)` and `[1, 2]` are different intervals. The arguments are
+    matches of `_PAIR`, with the groups `opening`, `first`, `second` and `closing`.
     """
-    for name in ("first", "second"):
-        is_same_value, _ = same_answer(pair[name], target_pair[name])
+    for group_name in ("first", "second"):
+        is_same_value, _ = same_answer(pair[group_name], target_pair[group_name])
         if not is_same_value:
             return False
     brackets = (pair["opening"], pair["closing"])
@@ -159,16 +159,17 @@ def _difference_of_sides(equation: str) -> str:
 
 
 def reference_letter(row: Prediction, choices: Sequence[str]) -> str | None:
-    """Return the letter of the right option.
+    """Return the letter of the right option of a multiple-choice question.
 
-    Some rows give it as `C` or `(C)`, others give the text of the option. None where the reference
-    is neither a single letter nor the text of exactly one option.
+    The reference answer of a row is a letter, such as `C` or `(C)`, or the text of an option. None
+    where it is neither, as for a question with several right options.
     """
-    letter = re.fullmatch(r"\s*\(?([A-H])\)?\s*", row["answer"])
+    reference = row["answer"]
+    letter = re.fullmatch(r"\s*\(?([A-H])\)?\s*", reference)
     if letter:
         return letter[1]
     choice_values = [value_of(choice).lower() for choice in choices]
-    reference_value = value_of(row["answer"]).lower()
+    reference_value = value_of(reference).lower()
     if choice_values.count(reference_value) != 1:
         return None
     return chr(ord("A") + choice_values.index(reference_value))
@@ -200,8 +201,7 @@ _OPTIONAL_COLUMNS = {"question_for_eval": or_null(TEXT)}
 def question_of(row: Prediction) -> Question:
     """Build the question from which an answer is extracted, with the response of the model.
 
-    A multiple-choice question whose options are only drawn in the picture counts as one that asks
-    for a text, since there are no options to extract by.
+    Without the texts of its options a multiple-choice question counts as one that asks for a text.
     """
     choices = choices_of(row) if row["question_type"] == "multi-choice" else []
     return Question(
@@ -213,19 +213,20 @@ def question_of(row: Prediction) -> Question:
 
 
 def _question_text(row: Prediction) -> str:
-    """Return the full question with its options where the data have it, else that of the version.
+    """Return the question of a row, with as much text as the data have of it.
 
-    Some versions of a problem say less in words, since their picture says it.
+    A problem has several versions, of which some say less in words because the picture says it. The
+    optional column `question_for_eval` has the full question with its options.
     """
     return str(row.get("question_for_eval") or row["question"] or "")
 
 
 def _prepare(rows: Sequence[Prediction], options: ExtractionOptions) -> list[Prediction]:
-    """Extract the answers of all rows before `grade` gets them one by one.
+    """Extract the answers of all rows, before `grade` gets them one by one.
 
-    Returns the rows, each with its `Extraction` under the key `parsed_answer`. With a judge, each
-    also has the judge's reply on whether that answer is right under the key `judge_reply`: an
-    `Extraction` with the text `1` or `0`, or None where our rules decide.
+    Each row gets its `Extraction` under the key `parsed_answer`. With a judge it also gets the key
+    `judge_reply`: an `Extraction` whose text is `1` if the judge says that the answer is right and
+    `0` if not, or None where our rules decide without the judge.
     """
     judge = judge_client(options) if options.extraction == "judge" else None
     extracted_rows = with_extractions(
@@ -241,11 +242,11 @@ def _prepare(rows: Sequence[Prediction], options: ExtractionOptions) -> list[Pre
 
 
 def _needs_judge(row: Prediction) -> bool:
-    """Return whether a judge has to say if the answer of a row is right.
+    """Return whether our rules cannot decide if the extracted answer of a row is right.
 
-    It has to for a free-form answer that our rules do not find equal to the reference, and for any
-    answer to a multiple-choice question whose reference names no single letter. An empty answer is
-    wrong without a judge.
+    They cannot say that a free-form answer is wrong, since it may be written in another way than
+    the reference. They cannot grade an answer to a multiple-choice question whose reference is no
+    single letter. An empty answer is wrong in any case.
     """
     answer = row["parsed_answer"].text
     if not answer:
@@ -322,7 +323,7 @@ def extract_by_rules(row: Prediction) -> Extraction:
 
 
 def _letter_of(answer: str, choices: Sequence[str]) -> str:
-    """Return the letter of an extracted answer, or of the option that its text means."""
+    """Return the letter that an extracted answer is, or that of the option whose text it means."""
     lone_letter = re.fullmatch(r"\W*([A-H])\W*", answer)
     if lone_letter:
         return lone_letter[1]
@@ -330,13 +331,12 @@ def _letter_of(answer: str, choices: Sequence[str]) -> str:
 
 
 def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
-    """Grade one answer, as `_prepare` has extracted it.
+    """Grade the answer that `_prepare` has extracted from a response.
 
     Where a judge was asked, its reply decides. Otherwise a free-form answer is compared by value,
     and an answer to a multiple-choice question by its letter.
     """
-    groups = {"version": [row["problem_version"]], "question_type": [row["question_type"]]}
-    groups |= metadata_groups(row, ("subject", "subfield"))
+    reference = row["answer"]
     extraction: Extraction = row["parsed_answer"]
     answer = "" if extraction.text is None else str(extraction.text)
     # Only rows that needed a judge have a reply (see `_prepare`).
@@ -344,18 +344,20 @@ def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
     if judge_reply is not None:
         is_right = judge_reply.text == "1"
         reason = "judge"
-        # The score counts the failures of the judge by the method of the extraction.
+        # A score counts the failures of the judge by the method of the extraction.
         if judge_reply.method == JUDGE_FAILED:
             extraction = judge_reply
     elif row["question_type"] == "free-form":
-        is_right, reason = same_answer(answer, row["answer"])
+        is_right, reason = same_answer(answer, reference)
     else:
         choices = choices_of(row)
         answer = _letter_of(answer, choices)
         right_letter = reference_letter(row, choices)
         is_right = answer == right_letter
-        # No letter can meet a reference that has several of them.
+        # No letter is right for a reference with several letters.
         reason = "letter" if right_letter is not None else "gold_several_letters"
+    groups = {"version": [row["problem_version"]], "question_type": [row["question_type"]]}
+    groups |= metadata_groups(row, ("subject", "subfield"))
     return RowGrade(
         verdict=verdict_of(is_right),
         extracted=answer,
@@ -378,9 +380,10 @@ def _rules(options: ExtractionOptions) -> dict[str, Any]:
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: ExtractionOptions
 ) -> OwnFigures:
-    """Compute the figure that the benchmark quotes: the accuracy over its versions with images.
+    """Compute the figure that papers quote: the accuracy over the five versions with images.
 
-    A warning counts the reference answers that have several letters, since no answer meets them.
+    A note says that the score is not the official one. A warning counts the reference answers with
+    several letters, since no answer is right for them.
     """
     with_images = [
         item for row, item in zip(rows, graded, strict=True) if row["problem_version"] != TEXT_ONLY
@@ -409,10 +412,10 @@ class MathVerseDataOptions(HubDataOptions):
 
 
 def load(options: MathVerseDataOptions) -> LoadedProblems:
-    """Load the problems of a split, or of both with the split `all`.
+    """Load the problems of one split, or of both splits for `--split all`.
 
-    One split has the five versions with images, the other the version without. The latter counts
-    its samples from 1 again, so their ids get a prefix here.
+    One split has the five versions with images, the other the version without. The second split
+    counts its samples from 1 again, so their ids get a prefix here.
     """
     problems: list[Problem] = []
     hashes: list[str] = []

@@ -113,16 +113,18 @@ def official_answer(response: str) -> str:
     - All of a long response counts as the answer where it has neither a box nor such words.
     """
     answer = response.strip()
+    # The letter of an option at the end or at the beginning.
     for letter in _LETTERS:
         endings = (f" {letter}.", f" ({letter}).")
         beginnings = (f"{letter}\n", f"({letter})\n", f"({letter}) {letter}\n")
         if answer.endswith(endings) or answer.startswith(beginnings):
             answer = letter
-    behind_last_is = answer.split("is ")[-1].rstrip(".")
-    with suppress(ValueError):  # it counts only where it is a number
-        float(behind_last_is)
-        answer = behind_last_is
-    # The official code looks for `oxed{`, which finds both `\boxed{` and `\fboxed{`.
+    # A number behind the last `is`.
+    text_behind_is = answer.split("is ")[-1].rstrip(".")
+    with suppress(ValueError):
+        float(text_behind_is)
+        answer = text_behind_is
+    # The last box, or else a statement. The official code looks for the part `oxed{` of `\boxed{`.
     if "oxed{" not in answer:
         for phrase in _ANSWER_PHRASES:
             answer = _behind_phrase(answer, phrase)
@@ -130,6 +132,7 @@ def official_answer(response: str) -> str:
     elif answer.count("oxed{") > 1:
         answer = "\\boxed{" + answer.split("oxed{")[-1]
     answer = _without_latex(answer)
+    # Letters in brackets, now in lower case, lose their brackets.
     for letter in _LETTERS.lower():
         answer = answer.replace(f"({letter})", letter)
     for letter in _LETTERS.lower():
@@ -138,18 +141,18 @@ def official_answer(response: str) -> str:
 
 
 def _behind_phrase(answer: str, phrase: str) -> str:
-    """Return the rest of the sentence behind the last occurrence of a phrase.
+    """Return the rest of the sentence behind the last occurrence of a phrase in an answer.
 
-    An answer without the phrase is returned as it is, without outer spaces.
+    An answer without the phrase only loses its outer spaces.
     """
     if phrase not in answer:
         return answer.strip()
-    behind_phrase = answer.split(phrase)[-1].strip()
-    return behind_phrase.split("\n")[0].split(". ")[0]
+    text_behind_phrase = answer.split(phrase)[-1].strip()
+    return text_behind_phrase.split("\n")[0].split(". ")[0]
 
 
 def _without_latex(answer: str) -> str:
-    """Reduce an answer to what the official score compares.
+    """Reduce an answer to the plain expression that the official score compares.
 
     Only the content of a box counts, and of an equation only what stands behind the last `=` or
     `\\approx`. Capitals, spaces, units and dollars are removed. The steps and their order are those
@@ -158,7 +161,7 @@ def _without_latex(answer: str) -> str:
     answer = answer.lower().replace("{}", "")
     boxes = re.findall(r"oxed{(.*)}", answer, flags=re.DOTALL)
     answer = boxes[-1] if boxes else answer
-    # A closing brace before any opening one belongs to what stood around the answer.
+    # The answer ends at a closing brace that has no opening one before it.
     first_closing = answer.find("}")
     first_opening = answer.find("{")
     has_opening = first_opening != -1
@@ -173,6 +176,7 @@ def _without_latex(answer: str) -> str:
     answer = answer.replace("\\\\", "\\").replace("tfrac", "frac").replace("dfrac", "frac")
     for part in _LAST_REMOVED_PARTS:
         answer = answer.replace(part, "")
+    # Decimals get their zero: `.5` becomes `0.5`.
     answer = answer.replace("{.", "{0.")
     if answer.startswith("."):
         answer = "0" + answer
@@ -180,36 +184,40 @@ def _without_latex(answer: str) -> str:
 
 
 def _with_latex_fractions(answer: str) -> str:
-    r"""Spell fractions and roots of an answer as the official score does.
+    r"""Spell the roots and fractions of an answer in the one way that the official score compares.
 
-    `3/4` and `0.5` become `\frac{3}{4}` and `\frac{1}{2}`, and `\sqrt2` becomes `\sqrt{2}`. Only an
-    answer with a root also gets braces at a `\frac` that has none.
+    `\sqrt2` becomes `\sqrt{2}`, `3/4` becomes `\frac{3}{4}`, and `0.5` becomes `\frac{1}{2}`. As in
+    the official code, a `\frac12` gets its braces only in an answer that has a root too.
     """
     if "sqrt" in answer:
-        before_first, *roots = answer.split("\\sqrt")
-        answer = before_first + "".join("\\sqrt" + _with_braces(root, 1) for root in roots)
-        before_first, *fractions = answer.split("\\frac")
+        before_first_root, *roots = answer.split("\\sqrt")
+        spelled_roots = ["\\sqrt" + _with_braces(root, n_arguments=1) for root in roots]
+        answer = before_first_root + "".join(spelled_roots)
+        before_first_fraction, *fractions = answer.split("\\frac")
+        # A lone character behind `\frac` cannot be its two arguments.
         if all(fraction.startswith("{") or len(fraction) > 1 for fraction in fractions):
-            spelled = ["\\frac" + _with_braces(fraction, 2) for fraction in fractions]
-            answer = before_first + "".join(spelled)
-    # The official code knows this decimal alone.
+            spelled_fractions = [
+                "\\frac" + _with_braces(fraction, n_arguments=2) for fraction in fractions
+            ]
+            answer = before_first_fraction + "".join(spelled_fractions)
+    # The official code knows no other decimal.
     if answer == "0.5":
         return "\\frac{1}{2}"
     numerator, slash, denominator = answer.partition("/")
     are_integers = (
         numerator.removeprefix("-").isdecimal() and denominator.removeprefix("-").isdecimal()
     )
-    # A number with leading zeros stays as it is.
+    # A number with leading zeros, such as `03/4`, stays as it is.
     if slash and are_integers and answer == f"{int(numerator)}/{int(denominator)}":
         return f"\\frac{{{int(numerator)}}}{{{int(denominator)}}}"
     return answer
 
 
 def _with_braces(text: str, n_arguments: int) -> str:
-    """Put the first characters behind a LaTeX command into braces, one for each of its arguments.
+    """Put the arguments of a LaTeX command into braces, where each is a single character.
 
-    `2+x` becomes `{2}+x` for one argument, and `12` becomes `{1}{2}` for two. A text that begins
-    with a brace has its arguments in braces already.
+    `text` is what stands behind the command. For one argument `2+x` becomes `{2}+x`, and for two
+    `12` becomes `{1}{2}`. A text that begins with a brace has its arguments in braces already.
     """
     if not text or text.startswith("{"):
         return text
@@ -249,8 +257,8 @@ def officially_equal(first: str, second: str) -> bool:
 def _with_evaluated_parts(answer: str) -> str:
     """Replace the parts of a tuple or an interval by their values: `(2/4,3)` becomes `(0.5,3)`.
 
-    Infinity and the letter `a` stay as they are. Any other text, and a tuple with a part that has
-    no value, is returned unchanged.
+    Infinity and the letter `a` stay as they are. An answer that is no tuple is returned unchanged,
+    and so is one with a part that has no value.
     """
     parts = answer[1:-1].split(",")
     if len(parts) < 2 or answer[0] + answer[-1] not in ("()", "[]"):
@@ -268,14 +276,17 @@ def _with_evaluated_parts(answer: str) -> str:
     return answer[0] + ",".join(evaluated_parts) + answer[-1]
 
 
-def is_officially_right(answer: str, reference: str, options: Sequence[str]) -> bool:
+def is_officially_right(answer: str, reference: str, choices: Sequence[str]) -> bool:
     """Return whether an extracted answer is right by the official score.
 
-    An answer to a multiple-choice question may be the letter of the right option, which is the
-    reference, or the text of that option. `options` is empty for a free-form question.
+    Args:
+        answer: The extracted answer.
+        reference: The reference answer. For a multiple-choice question it is the letter of the
+            right option, and the text of that option is right too.
+        choices: The texts of the options; empty for a free-form question.
     """
-    option_text = options[ord(reference) - ord("A")] if options else ""
-    return officially_equal(reference, answer) or officially_equal(option_text, answer)
+    text_of_right_choice = choices[ord(reference) - ord("A")] if choices else ""
+    return officially_equal(reference, answer) or officially_equal(text_of_right_choice, answer)
 
 
 # The columns that each row has, and what their values have to be.
@@ -304,9 +315,10 @@ class MathVisionScoreOptions(ExtractionOptions):
 
 
 def _prepare(rows: Sequence[Prediction], options: MathVisionScoreOptions) -> list[Prediction]:
-    """Extract the answers of all rows, as an `Extraction` under the key `parsed_answer` of each.
+    """Extract the answers of all rows, before `grade` gets them one by one.
 
-    Raises `UserError` where the official rules are combined with another extraction than theirs.
+    Each row gets its `Extraction` under the key `parsed_answer`. Raises `UserError` for the
+    official rules with another extraction than their own.
     """
     is_official = options.rules == "official"
     if is_official and options.extraction != "rules":
@@ -334,10 +346,10 @@ def _by_official_rules(row: Prediction) -> Extraction:
 
 
 def _by_our_rules(row: Prediction) -> Extraction:
-    """Extract the answer of a response by our rules.
+    """Extract the answer of a response by our own rules.
 
-    The answer to a free-form question without a box is the number that the response states. The
-    general rules would take all of the response, since the question may ask for a text.
+    They read a choice, a box, or else the number that a free-form response states. The general
+    rules would take the whole response as the answer there, since a question may ask for a text.
     """
     has_box = last_boxed(row["response"]) is not None
     if row["options"] or has_box:
@@ -346,16 +358,17 @@ def _by_our_rules(row: Prediction) -> Extraction:
 
 
 def grade(row: Prediction, options: MathVisionScoreOptions) -> RowGrade:
-    """Grade one answer, as `_prepare` has extracted it, by the rules of `options.rules`."""
-    question_form = "multiple choice" if row["options"] else "free form"
+    """Grade the answer that `_prepare` has extracted from a response, by `options.rules`."""
+    reference = row["answer"]
+    choices = row["options"]  # empty for a free-form question
     extraction: Extraction = row["parsed_answer"]
     answer = str(extraction.text or "")
     if options.rules == "official":
-        is_right = is_officially_right(answer, row["answer"], row["options"])
+        is_right = is_officially_right(answer, reference, choices)
     else:
         # The grader of a training reads the answer out of a box.
         boxed_answer = rf"\boxed{{{answer}}}"
-        result = graded_as_in_training(boxed_answer, row["answer"], choices=row["options"] or None)
+        result = graded_as_in_training(boxed_answer, reference, choices=choices or None)
         is_right = result.verdict == CORRECT
     return RowGrade(
         verdict=verdict_of(is_right),
@@ -364,7 +377,7 @@ def grade(row: Prediction, options: MathVisionScoreOptions) -> RowGrade:
         groups={
             "level": [str(row["level"])],
             "subject": [row["subject"]],
-            "form": [question_form],
+            "form": ["multiple choice" if choices else "free form"],
         },
         extraction=extraction,
     )
@@ -373,20 +386,18 @@ def grade(row: Prediction, options: MathVisionScoreOptions) -> RowGrade:
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: MathVisionScoreOptions
 ) -> OwnFigures:
-    """Count the questions that refer to several images, though each row has one picture.
+    """Count the questions that number several images, though each row has one picture.
 
-    Their images are parts of that picture (see `build_query`).
+    Their images are parts of that picture.
     """
-    pids_with_several_images = set()
-    for row in rows:
-        if len(_IMAGE_TAG.findall(row["question"])) > 1:
-            pids_with_several_images.add(row["pid"])
-    count = len(pids_with_several_images)
-    line = (
-        f"{amount(count, 'question')} with several numbered images, which are the parts of one "
-        "picture"
-    )
-    return OwnFigures(notes={"several_parts": count}, lines=[line] if count else [])
+    pids = {row["pid"] for row in rows if len(_IMAGE_TAG.findall(row["question"])) > 1}
+    lines: list[str] = []
+    if pids:
+        lines.append(
+            f"{amount(len(pids), 'question')} with several numbered images, which are the parts of "
+            "one picture"
+        )
+    return OwnFigures(notes={"several_parts": len(pids)}, lines=lines)
 
 
 def _rules(options: MathVisionScoreOptions) -> dict[str, Any]:

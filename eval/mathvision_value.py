@@ -67,7 +67,8 @@ _NAMES = (
     "arc?(?:sin|cos|tan)h|[bpv]?matrix|ceil|cols|diag|eig|eye|floor|gcd|lcm|norm|nullspace|ones|orth|[hv]stack|rank|"
     "rows|rref|svd|tr|zeros"
 )
-_STOPS = re.compile(rf"[)\]}}.&_]|\\(?:}}|right|rbrace|rfloor).*|\\\\|{_NAMES}|")
+# Tokens that may follow a whole expression; the official grammar ignores them and the rest.
+_MAY_FOLLOW = re.compile(rf"[)\]}}.&_]|\\(?:}}|right|rbrace|rfloor).*|\\\\|{_NAMES}|")
 # A command is the longest known one that the text starts with: in `\pix` it is `\pi`.
 _KNOWN = {
     r"\frac",
@@ -95,7 +96,7 @@ def latex_value(text: str) -> Number | None:
         parser = _Parser(text)
         value = parser.parse_sum()
         # What follows the expression is ignored if it begins as the official grammar allows it.
-        ends_well = _STOPS.fullmatch(parser.tokens[0]) is not None
+        ends_well = _MAY_FOLLOW.fullmatch(parser.tokens[0]) is not None
         # `isfinite` raises for an integer that is too large for a float.
         return value if ends_well and math.isfinite(value) else None
     except (_NoValueError, ArithmeticError, ValueError, RecursionError):
@@ -163,7 +164,7 @@ class _Parser:
         has none.
         """
         symbol = self.tokens[0]
-        if _STOPS.fullmatch(symbol) or symbol in (*_TIMES, *_DIVIDED):
+        if _MAY_FOLLOW.fullmatch(symbol) or symbol in (*_TIMES, *_DIVIDED):
             return False
         if symbol in _FUNCTIONS:
             return allow_functions

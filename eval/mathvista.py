@@ -50,11 +50,14 @@ _REQUEST_BY_KIND = {
 
 
 def build_query(row: dict[str, Any]) -> str:
-    """Build the official prompt of a row: a hint, the question with its unit, and the choices."""
+    """Build the official prompt of a row: a hint, the question with its unit, and the choices.
+
+    The hint says which form the answer should have.
+    """
     kind = "choice" if row["question_type"] == "multi_choice" else row["answer_type"]
-    # The official code asks for two places wherever it is not one, also for a text.
     if kind not in ("choice", "integer", "list"):
-        kind = "one place" if row["precision"] == 1 else "two places"  # a float on the hub
+        # A number with decimal places. A text gets the hint for two places in the official code.
+        kind = "one place" if row["precision"] == 1 else "two places"
     hint = f"Hint: Please answer the question {_REQUEST_BY_KIND[kind]}, at the end."
     question = f"Question: {row['question']}"
     if row.get("unit"):
@@ -107,27 +110,27 @@ def compare_with_reference(row: dict[str, Any], extraction: object, rules: RuleS
     """Bring an extracted answer into the form of the reference answer, and compare both.
 
     Args:
-        row: The prediction, with the question and the reference answer.
+        row: The question, its choices and the reference answer.
         extraction: The extracted answer, which may be any value of JSON.
-        rules: The rules of the comparison. They differ in what a choice and an integer may look
-            like.
+        rules: The name of the rules to compare by.
     """
     if rules in _VLMEVALKIT_RULES:
         return _compare_as_vlmevalkit(row, extraction, compare_lists=rules == "vlmevalkit_1680")
     if row["question_type"] == "multi_choice":
-        prediction = row["choices"][official_choice(extraction, row["choices"])]
+        choices = row["choices"]
+        prediction = choices[official_choice(extraction, choices)]
     else:
-        # The code of 2023 did not take `5.0` for an integer.
+        # The official code of 2023 did not take `5.0` for an integer.
         strict_int = rules == "published_2023"
         prediction = _in_reference_form(row, extraction, strict_int=strict_int)
-    return Comparison(prediction == row["answer"], prediction)
+    return Comparison(is_right=prediction == row["answer"], prediction=prediction)
 
 
 def official_choice(extraction: object, choices: Sequence[str]) -> int:
     """Return the index of the choice that an extracted answer means by the official rules.
 
-    It is the choice of a letter. Any other text means the choice with the smallest edit distance to
-    it, however large that is.
+    A letter alone, or the first one in brackets, means its choice. Any other text means the choice
+    with the smallest edit distance to it, however large that is.
     """
     text = extraction.strip() if isinstance(extraction, str) else str(extraction)
     letter_in_brackets = _LETTER_IN_BRACKETS.search(text)
@@ -144,11 +147,11 @@ def official_choice(extraction: object, choices: Sequence[str]) -> int:
 def vlmevalkit_choice(extraction: object, choices: Sequence[str]) -> int | None:
     """Return the index of the choice that an extracted answer means by VLMEvalKit's rules, or None.
 
-    The first of these that applies decides (vlmeval/utils/matching_util.py):
+    The first of these rules that applies decides (vlmeval/utils/matching_util.py):
 
-    1. The only letter of a choice among the words, if it is one of the last four words.
-    2. The letter behind `answer is`.
-    3. The only choice whose text stands in a short answer.
+    1. One letter of a choice is among the words, and it is one of the last four words.
+    2. A letter stands behind `answer is`.
+    3. The text of one choice stands in the answer, which is short.
 
     Unlike the official rules these never guess the nearest choice.
     """
@@ -160,11 +163,12 @@ def vlmevalkit_choice(extraction: object, choices: Sequence[str]) -> int | None:
     letters = [chr(ord("A") + index) for index in range(len(choices))]
     letters_in_text = [letter for letter in letters if letter in words]
     if len(letters_in_text) == 1:
+        letter = letters_in_text[0]
         # Further ahead a letter may be a word, as `A` is.
-        is_near_end = words.index(letters_in_text[0]) > len(words) - 5
+        is_near_end = words.index(letter) > len(words) - 5
         if is_near_end:
-            return letters.index(letters_in_text[0])
-    # VLMEvalKit asks the extracting model for `Z` where no choice is meant.
+            return letters.index(letter)
+    # The extracting model is asked to write `Z` where no choice is meant.
     if not letters_in_text and "Z" in words:
         return None
     stated = _STATED_LETTER.search(text)
@@ -179,11 +183,10 @@ def vlmevalkit_choice(extraction: object, choices: Sequence[str]) -> int | None:
 
 
 def edit_distance(first: str, second: str) -> int:
-    """Compute Levenshtein's distance between two texts.
+    """Compute Levenshtein's distance: the fewest characters to insert, delete or replace.
 
-    It is the least number of characters to insert, delete or replace. Only two rows of the table of
-    distances are kept: `previous[j]` is the distance of the first `i - 1` characters of `first` from
-    the first `j` of `second`, and `current[j]` that of the first `i`.
+    Two rows of the table of distances are kept. `current[j]` is the distance between the first `i`
+    characters of `first` and the first `j` of `second`; `previous` is the row of `i - 1`.
     """
     previous = list(range(len(second) + 1))
     for i, first_char in enumerate(first, start=1):
@@ -200,21 +203,21 @@ def edit_distance(first: str, second: str) -> int:
 
 
 def _in_reference_form(row: dict[str, Any], extraction: Any, *, strict_int: bool) -> str | None:
-    """Return an extracted answer as a text in the form of the reference answer.
+    """Write an extracted answer as the reference answer is written, as a text.
 
-    Numbers are rounded as the row asks for. None if the answer is no number where one is needed, or
-    if there is no answer.
+    Numbers are rounded as the row asks for. None for an answer that is not a number where one is
+    asked for, and for no answer.
 
     Args:
-        row: The prediction, whose `answer_type` and `precision` say the form.
+        row: Its `answer_type` says what is asked for, and `precision` the decimal places.
         extraction: The extracted answer, which may be any value of JSON.
-        strict_int: Whether `5.0` counts as no integer.
+        strict_int: Refuse `5.0` as an integer.
     """
     try:
         if row["answer_type"] == "integer":
             return str(int(extraction) if strict_int else int(float(extraction)))
         if row["answer_type"] == "float":
-            # `round` needs an integer here, and pandas makes a float of it.
+            # `round` needs an `int` here. In a file that pandas wrote it is a float.
             places = int(float(row["precision"]))
             return str(round(float(extraction), places))
     except _NOT_A_NUMBER:
@@ -228,30 +231,30 @@ def _compare_as_vlmevalkit(
     """Compare an extracted answer with the reference answer by the rules of VLMEvalKit.
 
     Args:
-        row: The prediction, with the question and the reference answer.
+        row: The question, its choices and the reference answer.
         extraction: The extracted answer, which may be any value of JSON.
         compare_lists: Whether a list is right if it has the text of the reference. Before pull
-            request 1680 a list never was right.
+            request 1680 of VLMEvalKit a list never was right.
     """
     reference = row["answer"]
     if row["question_type"] == "multi_choice":
         choices = row["choices"]
         index = vlmevalkit_choice(extraction, choices)
         if index is None:
-            return Comparison(False, None)
+            return Comparison(is_right=False, prediction=None)
         text = choices[index]
         # VLMEvalKit compares letters, so only the first of two equal choices is right.
         is_first_of_equal = choices.index(text) == index
-        return Comparison(text == reference and is_first_of_equal, text)
+        return Comparison(is_right=text == reference and is_first_of_equal, prediction=text)
     convert = {"integer": int, "float": float}.get(row["answer_type"])
-    if convert is None:
+    if convert is None:  # a text or a list
         prediction = None if extraction is None or not compare_lists else str(extraction)
-        return Comparison(prediction == reference, prediction)
+        return Comparison(is_right=prediction == reference, prediction=prediction)
     try:
         value = convert(extraction)
-        return Comparison(value == convert(reference), str(value))
+        return Comparison(is_right=value == convert(reference), prediction=str(value))
     except _NOT_A_NUMBER:
-        return Comparison(False, None)
+        return Comparison(is_right=False, prediction=None)
 
 
 METADATA_GROUPS = ("language", "source", "category", "task", "context", "grade", "skills")
@@ -308,15 +311,15 @@ def question_of(row: Prediction) -> Question:
 
 
 def grade(row: Prediction, options: MathVistaScoreOptions) -> RowGrade:
-    """Grade one answer by the rules of `options.rules`.
+    """Grade the answer that was extracted from a response, by `options.rules`.
 
-    The extracted answer stands in the row under `parsed_answer`. An empty one means the nearest
-    choice by the official rules, unless `options.ignore_empty_extractions` says that it is wrong.
+    The extraction stands in the row under `parsed_answer`. An empty one means the nearest choice by
+    the official rules, unless `options.ignore_empty_extractions` says that it is wrong.
     """
     extraction: Extraction = row["parsed_answer"]
     is_empty = not str(extraction.text or "").strip()
     if is_empty and options.ignore_empty_extractions:
-        comparison = Comparison(False, None)
+        comparison = Comparison(is_right=False, prediction=None)
     else:
         comparison = compare_with_reference(row, extraction.text, options.rules)
     groups = {"question_type": [row["question_type"]], "answer_type": [row["answer_type"]]}

@@ -58,7 +58,7 @@ class MMMUProScoreOptions(ScoreOptions):
     )
 
 
-def options_of(row: Prediction) -> list[str]:
+def choices_of(row: Prediction) -> list[str]:
     """Return the texts of the options of a row.
 
     On the hub the column is a text in the form of a Python list. Raises `ValueError` or
@@ -67,46 +67,57 @@ def options_of(row: Prediction) -> list[str]:
     stored = row["options"]
     if isinstance(stored, str):
         stored = ast.literal_eval(stored)
-    return [str(option) for option in stored]
+    return [str(choice) for choice in stored]
 
 
-def official_letter(response: str, options: Sequence[str]) -> str | None:
+def official_letter(response: str, choices: Sequence[str]) -> str | None:
     """Extract the letter of a response as the official score does.
 
-    Source: mmmu-pro/evaluate.py in MMMU-Benchmark/MMMU. The first of these that applies decides:
+    Source: mmmu-pro/evaluate.py in MMMU-Benchmark/MMMU. The first of these rules that finds a letter
+    decides:
 
     1. The only letter behind the last `Answer:`.
-    2. The last letter in brackets, else the last before a space, else the last before a full stop.
+    2. The last letter in a form such as `(B)` (see `_last_letter_in_form`).
     3. In a response of more than five words, the letter of the option whose text comes last.
 
-    None where none applies; the official code draws a letter at random there.
+    None where no rule finds one; the official code draws a letter at random there.
     """
-    letters = ascii_uppercase[: len(options)]
-    _, mark, behind_mark = response.rpartition("Answer:")
+    letters = ascii_uppercase[: len(choices)]
+    _, mark, text_behind_mark = response.rpartition("Answer:")
     if mark:
-        letters_behind_mark = [letter for letter in letters if letter in behind_mark]
+        letters_behind_mark = [letter for letter in letters if letter in text_behind_mark]
         if len(letters_behind_mark) == 1:
             return letters_behind_mark[0]
     for sign in ",.!?;:'":
         response = response.strip(sign)
     response = f" {response} "
-    # The official code looks for a letter in one form, and for its last position in another. A
-    # letter before a space may so have no position, which counts as -1.
-    for form, position_form in (("({})", "({})"), ("{} ", " {} "), ("{}.", " {} ")):
-        letters_in_form = [letter for letter in letters if form.format(letter) in response]
-        if letters_in_form:
-            position_by_letter = {
-                letter: response.rfind(position_form.format(letter)) for letter in letters_in_form
-            }
-            return max(letters_in_form, key=position_by_letter.__getitem__)
-    if len(response.split()) <= 5:
-        return None
+    letter = _last_letter_in_form(response, letters)
+    if letter is not None or len(response.split()) <= 5:
+        return letter
     lowered = response.lower()
-    text_by_letter = {letter: text.lower() for letter, text in zip(letters, options, strict=True)}
-    position_by_letter = {
-        letter: lowered.rfind(text) for letter, text in text_by_letter.items() if text in lowered
-    }
-    return max(position_by_letter, key=position_by_letter.__getitem__, default=None)
+    position_by_letter: dict[str, int] = {}
+    for choice_letter, choice in zip(letters, choices, strict=True):
+        position = lowered.rfind(choice.lower())
+        if position >= 0:
+            position_by_letter[choice_letter] = position
+    return max(position_by_letter, key=lambda letter: position_by_letter[letter], default=None)
+
+
+def _last_letter_in_form(response: str, letters: str) -> str | None:
+    """Return the letter that comes last in the first of three forms that the response has.
+
+    The forms are a letter in brackets, before a space, and before a full stop. The official code
+    looks for the last position of a letter in another form than for the letter itself. A letter may
+    so have no position, which counts as the first. None where no letter has any of the forms.
+    """
+    for form, form_of_position in (("({})", "({})"), ("{} ", " {} "), ("{}.", " {} ")):
+        position_by_letter: dict[str, int] = {}
+        for letter in letters:
+            if form.format(letter) in response:
+                position_by_letter[letter] = response.rfind(form_of_position.format(letter))
+        if position_by_letter:
+            return max(position_by_letter, key=lambda letter: position_by_letter[letter])
+    return None
 
 
 def check(row: Prediction) -> str | None:
@@ -118,7 +129,7 @@ def check(row: Prediction) -> str | None:
     if fault:
         return fault
     try:
-        letters = ascii_uppercase[: len(options_of(row))]
+        letters = ascii_uppercase[: len(choices_of(row))]
     except (ValueError, SyntaxError, TypeError):
         return f"has options = {row['options']!r:.60}, expected a list"
     expected = f"a letter from A to {letters[-1:]}"
@@ -127,12 +138,12 @@ def check(row: Prediction) -> str | None:
 
 
 def grade(row: Prediction, options: MMMUProScoreOptions) -> RowGrade:
-    """Grade one answer by the rules of `options.rules`.
+    """Grade the response of a row by its letter, which `options.rules` says how to find.
 
-    An answer without a letter is wrong. Its reason is `drawn`, because the official score draws a
-    letter for it.
+    A response without a letter is wrong. Its reason is `drawn`, because the official score draws a
+    letter at random for it.
     """
-    choices = options_of(row)
+    choices = choices_of(row)
     if options.rules == "official":
         letter = official_letter(row["response"], choices)
         rule = "official"

@@ -89,9 +89,9 @@ class MMStarScoreOptions(ScoreOptions):
 def is_officially_right(response: str, answer: str) -> bool:
     """Return whether a response is right by the official rule.
 
-    The letter of the answer has to be at the beginning of the response, alone or behind one of
-    three phrases. The rule is made for such responses. In a chain of thought it takes the first
-    letter of a word for the answer: `Based on` is B.
+    The letter of the right answer has to stand at the beginning of the response, alone or behind
+    one of three phrases. In a longer response the rule takes the first letter of a word for the
+    answer: `Based on` is B.
 
     Source: eval/mmstar_eval/evaluate in MMStar-Benchmark/MMStar.
     """
@@ -101,7 +101,7 @@ def is_officially_right(response: str, answer: str) -> bool:
     return text.startswith(beginnings)
 
 
-def options_of(question: str) -> list[str]:
+def choices_of(question: str) -> list[str]:
     """Return the texts of the options in a question such as `... Options: A: a park, B: a dam`.
 
     Every question has four options. They are empty texts where the question does not list them.
@@ -111,15 +111,16 @@ def options_of(question: str) -> list[str]:
 
 
 def grade(row: Prediction, options: MMStarScoreOptions) -> RowGrade:
-    """Grade one answer by the rules of `options.rules`."""
+    """Grade the response of a row by `options.rules`: by its beginning, or by its letter."""
+    right_letter = row["answer"]
     if options.rules == "official":
-        is_right = is_officially_right(row["response"], row["answer"])
+        is_right = is_officially_right(row["response"], right_letter)
         # The official rule extracts no letter, so the score file shows the beginning it looks at.
         extracted = row["response"][:20]
         rule = "official"
     else:
-        extracted, rule = extract_choice(row["response"], options_of(row["question"]))
-        is_right = extracted == row["answer"].strip().upper()
+        extracted, rule = extract_choice(row["response"], choices_of(row["question"]))
+        is_right = extracted == right_letter.strip().upper()
     return RowGrade(
         verdict=verdict_of(is_right),
         extracted=extracted,
@@ -131,7 +132,10 @@ def grade(row: Prediction, options: MMStarScoreOptions) -> RowGrade:
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: MMStarScoreOptions
 ) -> OwnFigures:
-    """Compute the multi-modal gain and the leakage, if there are other runs to compare with."""
+    """Compute the multi-modal gain MG and the leakage ML (see `_leakage`).
+
+    Both need other runs to compare with, and are None without one.
+    """
     leakage = _leakage(rows, graded, options)
     lines: list[str] = []
     if leakage is not None:
@@ -167,23 +171,31 @@ def _leakage(
     shares_without_image = _shares_of_run(
         options.without_image, rows=rows, options=options, option_name="without_image"
     )
-    shares_of_text_model = _shares_of_run(
+    shares_of_language_model = _shares_of_run(
         options.text_only, rows=rows, options=options, option_name="text_only"
     )
     if shares_without_image is None:
         return None
     shares_with_image = _shares(graded)
-    gains = [a - b for a, b in zip(shares_with_image, shares_without_image, strict=True)]
+    gains = [
+        with_image - without_image
+        for with_image, without_image in zip(shares_with_image, shares_without_image, strict=True)
+    ]
     figures: dict[str, Any] = {
         "S_v": _mean(shares_with_image),
         "S_wv": _mean(shares_without_image),
         "MG": _mean(gains),
         "MG_bootstrap_95": bootstrap(gains),
     }
-    if shares_of_text_model is not None:
-        leaks = [a - b for a, b in zip(shares_without_image, shares_of_text_model, strict=True)]
+    if shares_of_language_model is not None:
+        leaks = [
+            without_image - language_model
+            for without_image, language_model in zip(
+                shares_without_image, shares_of_language_model, strict=True
+            )
+        ]
         low, high = bootstrap(leaks)
-        figures["S_t"] = _mean(shares_of_text_model)
+        figures["S_t"] = _mean(shares_of_language_model)
         figures["ML"] = max(0.0, _mean(leaks))
         figures["ML_bootstrap_95"] = (max(0.0, low), max(0.0, high))
     return figures
@@ -192,12 +204,12 @@ def _leakage(
 def _shares_of_run(
     file: Path | None, rows: Sequence[Prediction], options: MMStarScoreOptions, option_name: str
 ) -> list[float] | None:
-    """Grade the predictions of another run, and return its share of right answers to each problem.
+    """Grade another run on the same problems, and return its share of right answers to each.
 
     Args:
         file: The predictions of the other run; None where the option was not given.
-        rows: The predictions of this run. The other run has to have the same problems and samples,
-            and its shares are in the order of this one.
+        rows: The predictions of this run, in whose order the shares are. The other run has to have
+            the same problems and samples.
         options: The score options, by which the answers are graded.
         option_name: The option that names the file, for messages.
 
@@ -223,7 +235,8 @@ def _shares_of_run(
 
 def _shares(graded: Sequence[Graded]) -> list[float]:
     """Return the share of right answers to each problem, which may have several answers."""
-    return [sum(right) / len(right) for right in correct_by_problem(graded).values()]
+    are_right_of_problems = correct_by_problem(graded).values()
+    return [sum(are_right) / len(are_right) for are_right in are_right_of_problems]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -27,7 +27,7 @@ with imports():
     from adora_vl.evals.inference.runner import with_engine_bounds
     from adora_vl.evals.options import ScoreOptions
     from adora_vl.evals.records import Benchmark
-    from adora_vl.evals.score_differences import Difference, between_problems
+    from adora_vl.evals.score_differences import Difference, difference_between
     from adora_vl.evals.score_files import ScoreFile, read_run
     from adora_vl.evals.scoring.coverage import share_of_the_data
     from adora_vl.evals.scoring.files import write_score
@@ -217,7 +217,7 @@ def table_lines(runs: Sequence[ScoreFile], beside_runs: Sequence[ScoreFile] = ()
             rows.append((model_runs[0].name, [_quoted_accuracy(run) for run in model_runs]))
     if beside_runs:
         differences = [
-            _difference_text(between_problems([beside_run], [run]))
+            _difference_text(difference_between([beside_run], [run]))
             for beside_run, run in zip(beside_runs, runs, strict=True)
         ]
         rows.append(("difference of accuracy", differences))

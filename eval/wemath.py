@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from adora_vl.utils.cli import imports
 
@@ -61,14 +61,17 @@ def prompt(row: dict[str, Any]) -> str:
 
 
 def official_letter(response: str) -> str | None:
-    """Extract the letter of a response by the official rule; None where it finds none.
+    """Extract the letter of a response by the official rule; None where there is none.
 
-    It is the first character behind the last `Answer`, apart from `<`, `>`, `:` and `.`. The rule
-    is made for answers in the form of the official prompt, and does not know `boxed{B}`.
+    The letter is the first character behind the last word `Answer`, where `<`, `>`, `:` and `.` do
+    not count. The rule is made for answers in the form of the official prompt. It does not find the
+    letter of `boxed{B}`.
     """
-    behind_last_answer = response.split("Answer")[-1].strip()
-    tail = re.sub(r"[<>:.]", "", behind_last_answer).strip()
-    return tail[0] if tail and tail[0] in "ABCDEFGH" else None
+    text_behind_answer = response.split("Answer")[-1].strip()
+    without_signs = re.sub(r"[<>:.]", "", text_behind_answer).strip()
+    if not without_signs or without_signs[0] not in "ABCDEFGH":
+        return None
+    return without_signs[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +84,10 @@ class WeMathScoreOptions(ScoreOptions):
 
 
 def grade(row: Prediction, options: WeMathScoreOptions) -> RowGrade:
-    """Grade one answer by the rules of `options.rules`.
+    """Grade the response of a row by its letter, which `options.rules` says how to find.
 
-    It is counted in groups by the number of steps of its question, and for a question of one step
-    also by the concept that the step needs.
+    The answer is counted in groups by the number of steps of its question. An answer to a single
+    step is also counted by the concept of that step.
     """
     if options.rules == "official":
         letter = official_letter(row["response"])
@@ -105,16 +108,16 @@ def grade(row: Prediction, options: WeMathScoreOptions) -> RowGrade:
 
 
 def _without_template(response: str) -> str:
-    """Remove the brackets of the official form of an answer, and keep what stands inside them.
+    """Remove the brackets of the official answer template, and keep what stands inside them.
 
     `<Answer>: <<B>>` becomes `Answer: B`.
     """
 
-    def content_of(match: re.Match[str]) -> str:
-        """Return the group that has matched; each kind of bracket has one of its own."""
+    def text_inside(match: re.Match[str]) -> str:
+        """Return the one group that has matched, which is what stands inside the brackets."""
         return match[1] or match[2] or match[3] or ""
 
-    return _TEMPLATE_BRACKETS.sub(content_of, response)
+    return _TEMPLATE_BRACKETS.sub(text_inside, response)
 
 
 def diagnosis(are_steps_right: Sequence[bool], is_whole_right: bool, *, strict: bool) -> str:
@@ -148,22 +151,17 @@ def _summary(
 ) -> OwnFigures:
     """Compute We-Math's strict and loose score, and the share of each diagnosis.
 
-    A problem is diagnosed if each of its steps and the whole were answered. With several samples
-    each of them is diagnosed on its own.
+    A problem is diagnosed by the answers to its steps and to the whole (see `diagnosis`). Problems
+    that lack one of these answers are left out, with a warning.
     """
-    # Whether the answer to each part of a problem is right. The outer key is the problem and the
-    # sample, the inner one the part, such as `3steps_2`.
-    correct_by_part: dict[tuple[str, int], dict[str, bool]] = defaultdict(dict)
-    for row, item in zip(rows, graded, strict=True):
-        correct_by_part[row["ID"], item.sample][row["key"]] = item.correct
-    complete = {}
-    for problem_and_sample, parts in correct_by_part.items():
-        # The first character of each key is the number of steps.
-        n_steps = int(next(iter(parts))[0])
-        if len(parts) == n_steps + 1:  # the steps and the whole
-            complete[problem_and_sample] = parts
-    complete_ids = {problem_id for problem_id, _ in complete}
-    incomplete_ids = {problem_id for problem_id, _ in correct_by_part} - complete_ids
+    answers_by_problem = _answers_by_problem(rows, graded)
+    complete = {
+        problem: answers
+        for problem, answers in answers_by_problem.items()
+        if _has_all_answers(answers)
+    }
+    ids = {problem.id for problem in answers_by_problem}
+    incomplete_ids = ids - {problem.id for problem in complete}
     warnings: list[str] = []
     if incomplete_ids:
         problems = amount(len(incomplete_ids), "problem")
@@ -180,7 +178,7 @@ def _summary(
     for name in ("strict", "loose"):
         diagnoses = _diagnoses(list(complete.values()), strict=name == "strict")
         counts = Counter(diagnoses)
-        if name == "strict":  # IK and IG do not depend on it
+        if name == "strict":  # IK and IG are the same for both
             for kind in ("IK", "IG"):
                 cells[kind] = cell_from_counts(counts[kind], len(diagnoses), n_samples)
         cells[f"CM_{name}"] = cell_from_counts(counts["CM"], len(diagnoses), n_samples)
@@ -194,18 +192,53 @@ def _summary(
     return OwnFigures({"score": scores, "diagnosis": cells}, lines=lines, warnings=warnings)
 
 
+class _ProblemSample(NamedTuple):
+    """One sample of the answers to a problem; with several samples each is diagnosed on its own."""
+
+    id: str
+    sample: int
+
+
+def _answers_by_problem(
+    rows: Sequence[Prediction], graded: Sequence[Graded]
+) -> dict[_ProblemSample, dict[str, bool]]:
+    """Collect the answers to the parts of each problem, and of each sample apart.
+
+    The inner keys are those of the parts, such as `3steps_1` for a step and `3steps_multi` for the
+    whole. The values say whether the answers are right.
+    """
+    answers_by_problem: dict[_ProblemSample, dict[str, bool]] = defaultdict(dict)
+    for row, item in zip(rows, graded, strict=True):
+        problem = _ProblemSample(row["ID"], item.sample)
+        answers_by_problem[problem][row["key"]] = item.correct
+    return answers_by_problem
+
+
+def _has_all_answers(is_right_by_key: dict[str, bool]) -> bool:
+    """Return whether a problem has an answer to each of its steps and to the whole."""
+    # Each key begins with the number of steps, such as `3steps_1`.
+    n_steps = int(next(iter(is_right_by_key))[0])
+    return len(is_right_by_key) == n_steps + 1
+
+
 # What each diagnosis counts in We-Math's score.
 _POINTS_OF_DIAGNOSIS = {"CM": 1.0, "IG": 0.5, "IK": 0.0, "RM": 0.0}
 
 
 def _diagnoses(problems: Sequence[dict[str, bool]], *, strict: bool) -> list[str]:
-    """Diagnose problems, each given as whether the answer to each of its parts is right, by key."""
+    """Return the diagnosis of each problem, such as `CM` (see `diagnosis`).
+
+    Args:
+        problems: For each problem, whether the answer to each of its parts is right. The keys are
+            those of the parts, such as `3steps_1` for a step and `3steps_multi` for the whole.
+        strict: Whether to use the strict diagnosis.
+    """
     diagnoses: list[str] = []
-    for correct_by_key in problems:
-        # `3steps_multi`, the whole problem, sorts behind the numbers of the steps.
-        *step_keys, whole_key = sorted(correct_by_key)
-        are_steps_right = [correct_by_key[key] for key in step_keys]
-        diagnoses.append(diagnosis(are_steps_right, correct_by_key[whole_key], strict=strict))
+    for is_right_by_key in problems:
+        # In alphabetic order the whole comes last.
+        *step_keys, whole_key = sorted(is_right_by_key)
+        are_steps_right = [is_right_by_key[key] for key in step_keys]
+        diagnoses.append(diagnosis(are_steps_right, is_right_by_key[whole_key], strict=strict))
     return diagnoses
 
 

@@ -206,7 +206,7 @@ def _fingerprint(
         fields[name] = None if is_unused else getattr(options.data, name)
     if options.view != "image":
         fields["view"] = options.view
-    fields |= settings.described
+    fields |= settings.fingerprint_fields
     if selection.left_out:
         fields["left_out"] = selection.left_out
     if benchmark.file:

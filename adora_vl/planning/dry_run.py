@@ -260,12 +260,12 @@ def length_lines(plan: Plan) -> list[str]:
     config = plan.run.config
     lines = [f"{'tokens':14}{'min':>9}{'median':>9}{'95 %':>9}{'max':>9}"]
     lines += [
-        _length_table_line("prompt", lengths.prompt),
-        _length_table_line("image", lengths.image),
+        _length_table_line("prompt", lengths.prompt_tokens),
+        _length_table_line("image", lengths.image_tokens),
         *limit_lines(plan),
     ]
     token_budget = config.adora_vllm_max_num_batched_tokens
-    longer_lengths = [length for length in lengths.prompt if length > token_budget]
+    longer_lengths = [length for length in lengths.prompt_tokens if length > token_budget]
     if config.use_vllm and longer_lengths:
         lines.append(
             f"{len(longer_lengths)} prompts exceed adora_vllm_max_num_batched_tokens: "
@@ -273,7 +273,7 @@ def length_lines(plan: Plan) -> list[str]:
         )
     title = "Prompts (assumed)"
     if plan.rows:
-        title = f"Prompts ({amount(len(lengths.prompt), 'row')})"
+        title = f"Prompts ({amount(len(lengths.prompt_tokens), 'row')})"
     return section(title, lines)
 
 
@@ -283,13 +283,13 @@ def limit_lines(plan: Plan) -> list[str]:
     if limit is None:
         return ["Whether they leave room for an answer is not known for this model."]
     if plan.rows is None:
-        longest_prompt, _ = plan.lengths.longest
+        longest_prompt = plan.lengths.longest_prompt
         answer_tokens = max(0, limit.tokens - longest_prompt)
         return [f"{limit.name} leaves such a prompt {answer_tokens} tokens for its answer."]
     lines: list[str] = []
     for check in plan.checks:
         # A check without notes says that all prompts leave enough room.
-        notes = check.notes() or [check.enough]
+        notes = check.notes() or [check.all_fit_line]
         lines += [f"{note}." for note in notes]
     return lines
 
@@ -503,8 +503,8 @@ def report_figures(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
         },
         "learning_rate": {"schedule": schedule, **learning_rates(plan.run.config, steps.total)},
         "rows": plan.rows,
-        "prompt_tokens": _spread_of(plan.lengths.prompt),
-        "image_tokens": _spread_of(plan.lengths.image),
+        "prompt_tokens": _spread_of(plan.lengths.prompt_tokens),
+        "image_tokens": _spread_of(plan.lengths.image_tokens),
         "overlong_prompts": sum(len(check.too_long_numbers) for check in plan.checks),
         "card_bytes": plan.card_bytes,
         "phases": prediction.phases,

@@ -272,7 +272,7 @@ def largest_image_line(plan: Plan) -> str:
         return (
             "No max_pixels leaves room for a whole answer: text of up to "
             f"{plan.lengths.longest_text} tokens and max_completion_length: "
-            f"{plan.limit.completion} together exceed {plan.limit.name}."
+            f"{plan.limit.completion_tokens} together exceed {plan.limit.name}."
         )
     tokens = largest_image_tokens(plan.setup, plan.card_bytes, plan.image_room)
     if tokens == 0:

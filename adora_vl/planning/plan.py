@@ -12,8 +12,10 @@ from adora_vl.config.batch_plan import regroup_obstacle
 from adora_vl.config.command import CliArgs
 from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.sharding import Sharding
+from adora_vl.data.context_limit import ContextLimit
 from adora_vl.data.dataset import row_count
-from adora_vl.data.prompt_lengths import ContextLimit, LengthCheck, PromptLengths, sizes_in
+from adora_vl.data.overlong_prompts import LengthCheck
+from adora_vl.data.prompt_lengths import PromptLengths, sizes_in
 from adora_vl.models.activations import MicroBatch
 from adora_vl.models.families import family_of, sees_images
 from adora_vl.models.shape import ModelShape
@@ -69,7 +71,7 @@ class Plan:
         """
         if self.limit is None:
             return MOST_IMAGE_TOKENS
-        return self.limit.tokens - self.limit.needed(self.lengths.longest_text)
+        return self.limit.tokens - self.limit.tokens_for(self.lengths.longest_text)
 
 
 def make_plan(command: CliArgs, options: DryRunOptions, *, with_few_rows: bool = False) -> Plan:
@@ -209,7 +211,8 @@ def make_setup(
         sharding: How the run is spread over processes.
         lengths: The lengths of the prompts.
     """
-    longest_prompt, image_tokens = lengths.longest
+    longest_prompt = lengths.longest_prompt
+    image_tokens = lengths.most_image_tokens
     sequences = config.per_device_train_batch_size
     sequences_per_generation = sequences * config.steps_per_generation
     stores_images_once = config.uses("cache_images")

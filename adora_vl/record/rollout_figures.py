@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -134,7 +134,11 @@ def assessment_figures(
     figures["rewards/missing"] = facts.missing_share
     figures["completions/clipped_ratio"] = facts.has_no_end_N.float().mean().item()
     terminated_lengths = facts.length_N[~facts.has_no_end_N]
-    reductions = {"mean": torch.mean, "min": torch.amin, "max": torch.amax}
+    reductions: dict[str, Callable[[Tensor], Tensor]] = {
+        "mean": torch.mean,
+        "min": torch.amin,
+        "max": torch.amax,
+    }
     for name, reduce in reductions.items():
         figures[f"completions/{name}_length"] = reduce(facts.length_N).item()
         # 0 where no rollout came to its end, as in TRL

@@ -204,7 +204,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             kwargs |= {"max_loras": 1, **self.lora}
             if self.enable_sleep_mode:
                 frozen_base = FrozenBase(self.model)
-                frozen_base.leave()
+                frozen_base.move_to_host()
         elif self.enable_sleep_mode and not has_copied_head(self.model, kwargs["revision"]):
             # TRL puts it to sleep at once, which discards the weights, so none are read. But vLLM
             # gives a tied head weights of its own where the checkpoint has a copy of them, until it
@@ -388,7 +388,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         llm.llm_engine.engine_core.shutdown()
         if llm.base is not None:
             # the frozen base was away while the engine was awake
-            llm.base.come_back()
+            llm.base.move_to_device()
         self.llm: Any = None
         del llm
         # the engine's parts refer to each other

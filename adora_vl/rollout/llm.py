@@ -211,13 +211,13 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
         with self.timed("sleep"):
             super().sleep(level=level if self.adapter is None else 1, **kwargs)
             if self.base is not None:
-                self.base.come_back()
+                self.base.move_to_device()
 
     def wake_up(self, *args: Any, **kwargs: Any) -> None:
         """Take the engine's memory back, and count the seconds."""
         with self.timed("wake"):
             if self.base is not None:
-                self.base.leave()
+                self.base.move_to_host()
             super().wake_up(*args, **kwargs)
 
     def sample(

@@ -25,7 +25,7 @@ from adora_vl.rollout.rollouts import (
 from adora_vl.rollout.samplers import AsyncServerSampler, PendingSamples, Sampler
 from adora_vl.rollout.stopping import StopCriteria
 from adora_vl.rollout.turns import ToolLoop, append_result, run_turns
-from adora_vl.training.extensions import Extension, other_images
+from adora_vl.training.extensions import Extension, replaced_images
 from adora_vl.training.generation import Generation
 from adora_vl.training.pool_state import PendingGeneration, TokenLimits
 from adora_vl.types import StepContext
@@ -212,11 +212,11 @@ class GroupSampler:
             prompts = self.prompt_reader.read(group_of_rollout, generation)
             trainer_images = prompts.images or [None] * len(unfinished)
             is_training = generation.key.mode == "train"
-            replacements = other_images(
+            replacements = replaced_images(
                 self.extensions if is_training else (),
                 groups=groups,
-                group_and_member=[*unfinished],
-                images=trainer_images,
+                keys=[*unfinished],
+                trainer_images=trainer_images,
             )
             for key, prompt_ids, images, replacement in zip(
                 unfinished, prompts.ids, trainer_images, replacements, strict=True

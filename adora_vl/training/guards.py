@@ -163,7 +163,7 @@ class RewardGuard:
         """
         # For each function its own dict, which its wrapper fills.
         self._unscored = [{} for _ in functions]
-        wrapped = []
+        wrapped: list[Any] = []
         for function, name, unscored in zip(functions, names, self._unscored, strict=True):
             if isinstance(function, torch.nn.Module):
                 wrapped.append(function)

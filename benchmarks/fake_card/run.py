@@ -32,7 +32,7 @@ from adora_vl.data.dataset import schema
 from adora_vl.data.prompt_lengths import PromptLengths
 from adora_vl.data.prompts import conversation
 from adora_vl.models.families import freeze
-from adora_vl.models.four_bit import WHOLE, bytes_of
+from adora_vl.models.four_bit import WHOLE, four_bit_parameter_bytes
 from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import SHAPES, model_shape
 from adora_vl.planning.memory import CONTEXT, Prediction, Setup, predict
@@ -419,7 +419,9 @@ def _setup(card_run: CardRun, config: Any, model: Any, folder: Path, prompt: int
         dtype=model.dtype,
         frozen=config.adora_freeze,
         peft_config=peft,
-        four_bit_bytes=bytes_of(model.use_bnb_nested_quant) if model.load_in_4bit else 0.0,
+        four_bit_bytes=four_bit_parameter_bytes(model.use_bnb_nested_quant)
+        if model.load_in_4bit
+        else 0.0,
     )
     image = card_run.image_tokens if shape.vision else 0
     return make_setup(

@@ -28,7 +28,7 @@ from adora_vl.builtin.tiny_text import TextStart
 from adora_vl.checkpoint import fingerprint as ranks
 from adora_vl.checkpoint import store
 from adora_vl.checkpoint.fingerprint import RankView, check_ranks, leave_token, problem_among
-from adora_vl.checkpoint.store import facts_of, publish
+from adora_vl.checkpoint.store import manifest_of, publish
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.run_context import RunContext
@@ -119,7 +119,7 @@ def test_machines_are_known_from_what_the_launcher_tells(monkeypatch):
     assert from_environment(environment) == Sharding(16, 2, machines=4)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UserError, match="FSDP"):
-        RunContext.of_dry_run(DryRunOptions(), local=True)
+        RunContext.of_dry_run(DryRunOptions(), on_this_machine=True)
 
 
 ONE_MACHINE = ["--num_machines", "2", "--num_processes", "16", "--main_process_port", "29500"]
@@ -337,7 +337,7 @@ def test_a_file_of_another_machine_that_shows_late_is_sealed_too(tmp_path, monke
     late.start()
     publish(checkpoint, tmp_path / "checkpoint-3", {"step": 3}, {"mine", "theirs"})
     late.join()
-    assert facts_of(tmp_path / "checkpoint-3")["files"].keys() == {"mine", "theirs"}
+    assert manifest_of(tmp_path / "checkpoint-3")["files"].keys() == {"mine", "theirs"}
 
 
 def test_a_checkpoint_without_the_part_of_a_machine_never_gets_its_name(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from adora_vl.evals.benchmark import NAMES, find_benchmark
-from adora_vl.evals.inference.local import Conversations
+from adora_vl.evals.inference.local import ConversationEngine
 from adora_vl.evals.inference.requests import AnswerRequest
 from adora_vl.evals.records import Scored
 from adora_vl.evals.scoring.choice import extract_choice
@@ -196,12 +196,12 @@ def test_an_engine_in_this_process_says_whether_the_prompt_opens_the_block(
 ) -> None:
     chat: Any = SimpleNamespace(
         context=100,
-        ids_of=lambda messages, images: [ord(character) for character in prompt],
-        overlong=lambda ids, context: None,
+        prompt_ids=lambda messages, images: [ord(character) for character in prompt],
+        why_too_long=lambda ids, context: None,
         decode=lambda ids: "".join(map(chr, ids)),
     )
     answer = SamplingResult(tokens=[ord("5")], logps=[None], finish_reason=FinishReason.STOP)
-    engine = Conversations(chat, lambda asks: [answer for _ in asks], 10, 4)
+    engine = ConversationEngine(chat, lambda asks: [answer for _ in asks], 10, 4)
     (reply,) = engine.generate([AnswerRequest([], [])])
     assert not isinstance(reply, tuple)
     assert reply.text == "5"
