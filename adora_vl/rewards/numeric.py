@@ -274,9 +274,9 @@ class _ValuePair(NamedTuple):
         """Whether both are real and surely not 0."""
         return all(ball.is_real and ball.least_magnitude > 0 for ball in self)
 
-    def is_proportional_to(self, other: _ValuePair) -> bool:
+    def is_proportional_to(self, base: _ValuePair) -> bool:
         """Return whether the answer is the same multiple of the reference answer in both pairs."""
-        return _is_same_product(self.answer, b=other.reference, c=other.answer, d=self.reference)
+        return _is_same_product(self.answer, b=base.reference, c=base.answer, d=self.reference)
 
 
 def factor_between(answer: Tree, reference: Tree) -> int:
