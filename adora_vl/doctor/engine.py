@@ -22,7 +22,7 @@ from adora_vl.rollout.agreement import (
     PROMPTS,
     EngineProbe,
 )
-from adora_vl.rollout.engine_pair import EnginePair, Prompts, Rollouts
+from adora_vl.rollout.engine_pair import EnginePair, Prompts, SampledRollouts
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.utils.checks import Check, Status, failed, passed, skipped
 
@@ -204,31 +204,31 @@ class Examination(EngineProbe):
             with changed(parameter, self.pair.config.seed) as change:
                 # the same prompts as before, so that whatever is left of them in a cache would be
                 # used
-                rollouts = self.sampled(name)
+                rollouts = self.sample(name)
                 moved = self._move(change, rollouts)
                 if moved < LEAST_MOVE:
                     return skipped(
                         name, f"a change of {moving} moves these answers by {moved:.2g} nats only"
                     )
                 engine.sync_weights()
-                drift, _, _ = self.drift(name)
+                drift = self.compare(name).drift
         finally:
             engine.sync_weights()
-        return agreement.judge(
+        return agreement.check_drift(
             name, drift, self.bound, remedy, f"; the change moved the policy by {moved:.2g}"
         )
 
-    def _move(self, change: Callable[[float], None], rollouts: Rollouts) -> float:
+    def _move(self, change: Callable[[float], None], rollouts: SampledRollouts) -> float:
         """Change the weight until the policy moves by far more than the bound.
 
         Returns by how many nats per token.
         """
-        before_BC = self.pair.score(rollouts)
+        before_BC = self.pair.policy_logps(rollouts)
         moved = 0.0
         for scale in SCALES:
             change(scale)
-            now_BC = self.pair.score(rollouts)
-            moved = self.pair.difference(now_BC, before_BC, rollouts.mask_BC).mean
+            now_BC = self.pair.policy_logps(rollouts)
+            moved = self.pair.drift_over_ranks(now_BC, before_BC, rollouts.mask_BC).mean
             if moved > max(3 * self.bound, LEAST_MOVE):
                 break
         return moved
@@ -245,8 +245,8 @@ class Examination(EngineProbe):
             return skipped(SLEEP, "vllm_enable_sleep_mode: false, the engine never sleeps")
         if not engine._llm_weights_sleeping:
             engine.put_to_sleep()
-        drift, _, _ = self.drift("sleep")
-        return agreement.judge(SLEEP, drift, self.bound, WAKING)
+        drift = self.compare("sleep").drift
+        return agreement.check_drift(SLEEP, drift, self.bound, WAKING)
 
     def banned(self) -> Check:
         """Check that the engine never samples a banned token.
@@ -257,7 +257,7 @@ class Examination(EngineProbe):
         if not banned:
             return skipped(BANNED, "this tokenizer has none of them")
         only = [*banned, self._least_likely(banned)]
-        rollouts = self.sampled("banned", tokens=1, temperature=0.0, allowed_token_ids=only)
+        rollouts = self.sample("banned", max_tokens=1, temperature=0.0, allowed_token_ids=only)
         chosen = {token for row in rollouts.completion_ids for token in row}
         caught = sorted(chosen & set(banned))
         names = self.pair.tokenizer.convert_ids_to_tokens(caught or banned)
@@ -270,7 +270,10 @@ class Examination(EngineProbe):
         pair = self.pair
         policy = pair.policy()
         first = pair.collate(
-            agreement.head(self.prompts, 1), completions=[[]], logps=None, counts_in_loss=[True]
+            agreement.first_prompts(self.prompts, 1),
+            completions=[[]],
+            logps=None,
+            counts_in_loss=[True],
         )
         columns: dict[str, Any] = {**first}
         fields = {name: columns[name] for name in self.prompts.fields if name in columns}
@@ -315,12 +318,12 @@ def _steps_of(examination: Examination, merge: int) -> list[_Step]:
         _Step(
             names=(PROMPTS, COLD),
             remedy=PIXELS,
-            run=examination.cold,
+            run=examination.check_agreement,
         ),
         _Step(
             names=(DISTANT,),
             remedy=POSITIONS,
-            run=lambda: [examination.distant()],
+            run=lambda: [examination.check_distant_agreement()],
         ),
         _Step(
             names=(LANGUAGE,),
@@ -406,7 +409,7 @@ class ExamineBeforeStepOne(TrainerCallback):  # type: ignore[misc]  # transforme
     ) -> None:
         """Run all examinations, and leave the training."""
         pair = self.pair
-        prompts = pair.read(pair.first_rows(self.rows))
+        prompts = pair.read_prompts(pair.first_rows(self.rows))
         merge = getattr(getattr(pair.processor, "image_processor", None), "merge_size", 1)
         self.checks = examine(Examination(pair, prompts, models=self.models), merge)
         raise Examined

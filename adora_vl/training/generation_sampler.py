@@ -92,8 +92,10 @@ class LateDriftCheck:
         """
         if self._requested is not None:
             return
-        prompts = self._pair.read(rows[:CHECK_ROWS])
-        pending = self._pair.begin(prompts, tokens=CHECK_TOKENS, where=f"drift/{step}")
+        prompts = self._pair.read_prompts(rows[:CHECK_ROWS])
+        pending = self._pair.begin_sampling(
+            prompts, max_tokens=CHECK_TOKENS, check_name=f"drift/{step}"
+        )
         self._requested = _RequestedDrift(step=step, prompts=prompts, pending=pending)
 
     @property
@@ -108,10 +110,10 @@ class LateDriftCheck:
         self._requested = None
         if requested is None:
             return
-        rollouts = self._pair.join(requested.prompts, requested.pending)
+        rollouts = self._pair.join_sampling(requested.prompts, requested.pending)
         # One rank may have an image among its rows where another has none.
         with self._pair.images.vision.unshared():
-            logps_BC = self._pair.score(rollouts)
+            logps_BC = self._pair.policy_logps(rollouts)
             self._check(logps_BC, rollouts.logps_BC, rollouts.mask_BC, requested.step)
 
 
@@ -213,7 +215,7 @@ class GenerationSampler:
     def _give_weights(self, generation: Generation, drawn: list[RolloutGroup]) -> None:
         """Queue the present weights for the servers, and request what measures their drift."""
         assert isinstance(self.sampler, AsyncServerSampler)
-        self.sampler.give_weights()
+        self.sampler.sync_weights()
         if self.pool.pending_is_older_than(generation.key.step):
             self.late_drift.request([group.row for group in drawn], generation.key.step)
 
@@ -234,7 +236,7 @@ class GenerationSampler:
             groups = self._request(generation, drawn, groups, self.ahead + 1)
         self.pool.pop()
         if isinstance(self.sampler, AsyncServerSampler):
-            for name, seconds in self.sampler.waited().items():
+            for name, seconds in self.sampler.pop_seconds_waited().items():
                 self.log(f"adora/{name}_waited_s", max(gather_object([seconds])))
         return groups
 

@@ -176,7 +176,7 @@ class EngineAhead(Engine, AsyncServerSampler):
         Engine.__init__(self)
         self.ahead = ahead
 
-    def give_weights(self, *, anew: bool = False) -> None:
+    def sync_weights(self, *, force: bool = False) -> None:
         pass
 
     def begin(self, asks: Any, settings: Any = None) -> PendingSamples:
@@ -186,7 +186,7 @@ class EngineAhead(Engine, AsyncServerSampler):
     def sample(self, asks: Any, prompts: Any = None, settings: Any = None) -> list[SamplingResult]:
         return Engine.sample(self, [*asks], prompts)
 
-    def waited(self) -> dict[str, float]:
+    def pop_seconds_waited(self) -> dict[str, float]:
         return {}
 
 
