@@ -377,10 +377,10 @@ class Run:
             tool_loop=tool_loop,
         )
         pair: Any = SimpleNamespace(
-            read=list,
-            begin=lambda *_, **__: None,
-            join=lambda *_: SimpleNamespace(logps_BC=None, mask_BC=None),
-            score=lambda _: None,
+            read_prompts=list,
+            begin_sampling=lambda *_, **__: None,
+            join_sampling=lambda *_: SimpleNamespace(logps_BC=None, mask_BC=None),
+            policy_logps=lambda _: None,
             images=SimpleNamespace(vision=SimpleNamespace(unshared=nullcontext)),
         )
         self.rollouts = GenerationSampler(
