@@ -22,8 +22,8 @@ from adora_vl.evals.benchmark import (
     load_checked_problems,
 )
 from adora_vl.evals.inference.chat import ChatProcessor
-from adora_vl.evals.inference.local import Conversations
-from adora_vl.evals.inference.runner import Ask, answer, refuse_control_tokens
+from adora_vl.evals.inference.local import ConversationEngine
+from adora_vl.evals.inference.runner import AnswerSample, answer, refuse_control_tokens
 from adora_vl.evals.inference.views import VIEWS, problems_in_view
 from adora_vl.evals.scoring.files import figures_in_training
 from adora_vl.rollout.stopping import StopCriteria
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
     from adora_vl.config import AdoraGRPOConfig
-    from adora_vl.data.prompt_lengths import OverlongPrompts, Size
+    from adora_vl.data.overlong_prompts import OverlongPrompts
+    from adora_vl.data.prompt_lengths import Size
     from adora_vl.evals.records import Benchmark, Problem
     from adora_vl.rollout.engine_pair import EnginePair
     from adora_vl.training.generation_sampler import GenerationSampler
@@ -43,42 +44,44 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Task:
-    """One benchmark with its problems.
-
-    `in_data`: the number of problems in the data, of which `problems` may be a part; None: no more
-    than `problems`.
-    """
+    """One benchmark with its problems."""
 
     benchmark: Benchmark
     problems: list[Problem]
+    # Problems in the data, of which `problems` may be a part; None: no more than `problems`.
     in_data: int | None = None
 
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """What to evaluate, and when.
-
-    `every`: optimizer steps between evaluations. `at_start`: also before the first step. `prompt`:
-    the template of the training (`adora_prompt`). `delay`: optimizer steps before which there is no
-    evaluation (`eval_delay`).
-    """
+    """What to evaluate during a training, and when."""
 
     tasks: list[Task]
-    every: int
-    at_start: bool
-    prompt: str | None = None
-    delay: float = 0
+    every: int  # optimizer steps between evaluations
+    at_start: bool  # whether to evaluate before the first step too
+    prompt: str | None = None  # the template of the training (`adora_prompt`)
+    delay: float = 0  # optimizer steps before which there is no evaluation (`eval_delay`)
 
 
 def take_evaluations(
     config: AdoraGRPOConfig, folders: Sequence[str], prompt: str | None = None
 ) -> EvaluationPlan | None:
-    """Take the evaluations that `config` asks for out of it; None if it asks for none.
+    """Load the evaluations that the keys ask for, and switch Transformers' own evaluation off.
 
-    `folders`: those of the training data, whose held-out splits are evaluated where `adora_eval`
-    names nothing. `prompt`: the template of the training (`adora_prompt`). Evaluation is switched
-    off in `config` itself, because Transformers has its own way of evaluating, and would want a
-    second data set. Raises `UserError`.
+    Transformers has its own way of evaluating, and would want a second data set, so `config` is
+    changed.
+
+    Args:
+        config: the training arguments; `adora_eval` names benchmarks and their data.
+        folders: the folders of the training data, whose held-out splits are evaluated where
+            `adora_eval` names nothing.
+        prompt: the template of the training (`adora_prompt`).
+
+    Returns:
+        What to evaluate; None if the keys ask for no evaluation.
+
+    Raises:
+        UserError: there is nothing to evaluate on, or it cannot be loaded.
     """
     if config.eval_strategy == IntervalStrategy.NO:
         return None
@@ -112,18 +115,22 @@ def take_evaluations(
 
 
 def fitting_evaluations(plan: EvaluationPlan, overlong: OverlongPrompts) -> EvaluationPlan:
-    """The plan with the problems that leave the engine room for an answer. Raises `UserError`."""
+    """Leave out the problems whose prompts are too long to leave the engine room for an answer.
+
+    `overlong` decides by the keys of the run which those are, and may raise `UserError` for them.
+    """
     tasks = []
     for task in plan.tasks:
+        # A generator: reading the sizes of images takes time.
         rows = ((problem.pid, problem.prompt, _image_sizes(problem)) for problem in task.problems)
         evaluation = f" of the evaluation {task.benchmark.name}"
-        numbers = overlong.prompts_to_evaluate(rows, len(task.problems), evaluation)
-        tasks.append(replace(task, problems=[task.problems[number] for number in numbers]))
+        kept_numbers = overlong.prompts_to_evaluate(rows, len(task.problems), evaluation)
+        tasks.append(replace(task, problems=[task.problems[number] for number in kept_numbers]))
     return replace(plan, tasks=tasks)
 
 
 def _image_sizes(problem: Problem) -> Sequence[Size | None]:
-    """The sizes of a problem's images; None for each where one of them cannot be read."""
+    """Return the sizes of a problem's images; None for each if one of them cannot be read."""
     try:
         if problem.sizes is not None:
             return problem.sizes()
@@ -134,24 +141,30 @@ def _image_sizes(problem: Problem) -> Sequence[Size | None]:
 
 
 def _with_different_names(tasks: list[Task], entries: Sequence[str]) -> list[Task]:
-    """The tasks with different names for the log.
+    """Give each task a name of its own for the log.
 
-    A benchmark that is evaluated on several data sets gets the name of their folder behind its
-    own. `entries`: the entry of `adora_eval` of each task. Raises `UserError` where two tasks have
-    the same name even so.
+    A benchmark that is evaluated on several data sets gets the name of the folder behind its own.
+
+    Args:
+        tasks: the tasks, some of which may have the same benchmark.
+        entries: for each task its entry in the key `adora_eval`, `BENCHMARK=DATA`.
+
+    Raises:
+        UserError: two tasks have the same name even so.
     """
     names = [task.benchmark.name for task in tasks]
     renamed: list[Task] = []
     for task, name, entry in zip(tasks, names, entries, strict=True):
         if names.count(name) > 1:
-            folder = Path(entry.partition("=")[2].removesuffix(":views")).name
-            longer = f"{name}_{re.sub(r'[^0-9A-Za-z]+', '_', folder)}"
-            if any(longer == earlier.benchmark.name for earlier in renamed):
+            _, _, data = entry.partition("=")
+            folder_name = Path(data.removesuffix(":views")).name
+            longer_name = f"{name}_{re.sub(r'[^0-9A-Za-z]+', '_', folder_name)}"
+            if any(longer_name == earlier.benchmark.name for earlier in renamed):
                 raise UserError(
-                    f"adora_eval: {entry!r} has the name {longer!r} of another one; rename its "
+                    f"adora_eval: {entry!r} has the name {longer_name!r} of another one; rename its "
                     "folder"
                 )
-            task = replace(task, benchmark=replace(task.benchmark, name=longer))
+            task = replace(task, benchmark=replace(task.benchmark, name=longer_name))
         renamed.append(task)
     return renamed
 
@@ -161,10 +174,17 @@ class DataMissingError(UserError):
 
 
 def _load(entry: str, limit: int | None, prompt: str | None) -> list[Task]:
-    """Load the benchmark of an entry, of its first `limit` problems.
+    """Load the benchmark and the problems that an entry of the key `adora_eval` names.
 
-    An entry that ends in `:views` is loaded once for each view, with the same problems. Raises
-    `UserError`, which is a `DataMissingError` where the data are not on this machine.
+    Args:
+        entry: `BENCHMARK=DATA`. One that ends in `:views` becomes a task for each view: a way to
+            show the same problems, such as the facts of the figure as text.
+        limit: the most problems; None for all.
+        prompt: the template of the training.
+
+    Raises:
+        DataMissingError: the data are not on this machine.
+        UserError: the entry names no benchmark, or its data have no problems.
     """
     name, _, data = entry.partition("=")
     path = data.removesuffix(":views")
@@ -198,7 +218,7 @@ def _load(entry: str, limit: int | None, prompt: str | None) -> list[Task]:
     ]
 
 
-class SamplerEngine(Conversations):
+class SamplerEngine(ConversationEngine):
     """An engine for the evaluators that answers greedily, with the trainer's sampler.
 
     Collective: all ranks call it together, even with no problem left.
@@ -207,9 +227,13 @@ class SamplerEngine(Conversations):
     def __init__(
         self, pair: EnginePair, groups: GroupSampler, chat: ChatProcessor, end_tokens: Iterable[int]
     ) -> None:
-        """Begin with the trainer's own engine, greedy, and with the tools of its groups.
+        """Build an engine from the trainer's own engine and tools.
 
-        An answer ends at `end_tokens` alone, whatever strings end a rollout of the training.
+        Args:
+            pair: the engine of the trainer, and its policy.
+            groups: the trainer's sampler of rollouts, which has the tools.
+            chat: makes the prompts of problems.
+            end_tokens: end an answer. Strings that end a rollout of the training do not.
         """
         assert pair.engine is not None
         sample = partial(pair.sampler.sample, settings=pair.engine.greedy)
@@ -222,7 +246,7 @@ class SamplerEngine(Conversations):
             stop=StopCriteria(frozenset(end_tokens)),
             any_rank=groups.any_rank_continues,
         )
-        self.turns = groups.tool_loop
+        self.tool_loop = groups.tool_loop
 
 
 class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
@@ -249,10 +273,10 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
             pair: the policy, and the engine that answers.
             rollouts: the trainer's own; has its tools, and the guard of its servers.
             plan: what is evaluated, and when.
-            end_tokens: that end an answer.
+            end_tokens: the tokens that end an answer.
             log_evaluation: logs figures by their names, as an entry of its own.
-            system_prompt: of the training; None: the data's own.
-            revision: of the base model on the hub.
+            system_prompt: the system prompt of the training; None: the data's own.
+            revision: the revision of the base model on the hub.
         """
         self.pair = pair
         self.rollouts = rollouts
@@ -290,10 +314,9 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         accelerator.wait_for_everyone()
 
     def _answer(self, task: Task) -> list[dict[str, Any]]:
-        """Sample the answers to this rank's share of a task.
+        """Sample the answers to this rank's share of a task's problems.
 
-        Collective: every rank goes through the same number of batches, though its last ones may be
-        empty.
+        Collective: every rank samples equally many batches. Its last ones may be empty.
         """
         args = self.pair.config
         accelerator = self.pair.accelerator
@@ -305,17 +328,27 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
             template=args.chat_template_kwargs,
             processor=self.pair.processor,
         )
-        engine = SamplerEngine(self.pair, self.rollouts.groups, chat, self.end_tokens)
+        engine = SamplerEngine(self.pair, self.rollouts.group_sampler, chat, self.end_tokens)
         rows: list[dict[str, Any]] = []
+        # Rank r answers the problems r, r + ranks, r + 2 ranks and so on.
         share = task.problems[accelerator.process_index :: accelerator.num_processes]
         largest_share = math.ceil(len(task.problems) / accelerator.num_processes)
         for start in range(0, largest_share, engine.batch_size):
-            batch = [Ask(problem, 0) for problem in share[start : start + engine.batch_size]]
+            batch = [
+                AnswerSample(problem, 0) for problem in share[start : start + engine.batch_size]
+            ]
             rows += answer(engine, batch, seed=0, system_prompt=self.system_prompt)
         return rows
 
     def _log(self, task: Task, step: int, values: dict[str, float], total: int) -> None:
-        """Log the figures of a task whose `total` problems were answered, and print its accuracy."""
+        """Log the figures of a task, and print its accuracy with a confidence interval.
+
+        Args:
+            task: the benchmark and its problems.
+            step: optimizer steps that have been made.
+            values: the figures by name; accuracies are shares.
+            total: problems that were answered, by all ranks.
+        """
         name = task.benchmark.name
         self.log_evaluation({f"eval_{key}": value for key, value in values.items()})
         accuracy = 100 * values[f"{name}_accuracy"]

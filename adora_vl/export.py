@@ -60,15 +60,24 @@ _PROCESSOR = (
 
 
 def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = False) -> Path:
-    """Write the folder `output`, whole or not at all.
+    """Export a run's weights into the folder `output`, which is written whole or not at all.
 
-    `adapter`: leave a LoRA adapter as it is. `universal`: write a checkpoint for another number of
-    processes. Returns the folder that was exported. Raises `UserError` where there is nothing to
-    export, its weights are damaged, or `output` exists already.
+    Args:
+        run: a checkpoint, or the `output_dir` of a run.
+        output: a folder that does not exist yet.
+        adapter: whether a LoRA adapter stays an adapter. Otherwise it is merged into its base.
+        universal: whether a checkpoint is written with which another number of processes goes on.
+
+    Returns:
+        The folder that was exported.
+
+    Raises:
+        UserError: there is nothing to export, its weights are damaged, or `output` exists already.
     """
     source = find_weights(run)
-    # Without these files the weights are still in the parts of the ranks.
-    if list(source.glob("*.safetensors")):
+    # Without these files the weights are in the parts that DeepSpeed wrote for each rank.
+    has_whole_weights = any(source.glob("*.safetensors"))
+    if has_whole_weights:
         check_weights("RUN", str(source))
     _refuse_existing(output)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -77,17 +86,18 @@ def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = 
 
         write_universal(source, output)
         return source
-    # a folder that the last lines of a run propose, which belongs to the run
-    is_of_run = output.resolve() == run.resolve() / MERGED and has_begun(run)
-    with recording_saved_files(run, writes=is_of_run), replacing_folder(output) as staged:
+    # The last lines of a run propose this folder. Its files are recorded as those of the run.
+    belongs_to_run = output.resolve() == run.resolve() / MERGED and has_begun(run)
+    # All is written into `staged`, which becomes `output` when the block ends.
+    with recording_saved_files(run, writes=belongs_to_run), replacing_folder(output) as staged:
         if (source / ADAPTER).is_file() and not adapter:
             _merge(source, staged)
-        elif list(source.glob("*.safetensors")):
+        elif has_whole_weights:
             copy_model(source, staged)
         else:
             _gather(source, staged)
         _copy(source, staged, _PROCESSOR)
-        # Somebody may have made it meanwhile, because merging takes long.
+        # Again: merging takes long, and somebody may have made the folder meanwhile.
         _refuse_existing(output)
     return source
 
@@ -103,11 +113,14 @@ def save_merged(
 ) -> bool:
     """Write a PEFT model with its adapter merged in, and the processor, into `folder`.
 
-    Returns whether anything was written. A model without LoRA is whole already. Under ZeRO-3 and
-    FSDP the weights are in pieces, and a base in 4 bits would become a larger one: there merging is
-    left to the user (`python -m adora_vl.export`). The evaluators look for `folder`, so it is
-    written whole or not at all. The model itself is used up: its adapter is gone afterwards.
-    Collective: all ranks call this together.
+    Nothing is written for a model without an adapter, which is whole already. Under ZeRO-3 and FSDP
+    the weights are divided among ranks, and a base in 4 bits would become a larger one: there
+    merging is left to the user (`python -m adora_vl.export`). The evaluators look for `folder`, so
+    it is written whole or not at all. Afterwards the model has no adapter any more. Collective: all
+    ranks call this together.
+
+    Returns:
+        Whether anything was written.
     """
     from accelerate.utils import is_peft_model
     from trl.distributed import DistributedBackend
@@ -127,15 +140,16 @@ def save_merged(
 def copy_model(checkpoint: Path, output: Path) -> None:
     """Copy the weights (or the adapter) and the processor of a checkpoint into `output`.
 
-    What only a resume needs is left out.
+    The state of the optimizer, and what else only a resumed run needs, is left out.
     """
     _copy(checkpoint, output, ("adapter_*.json", *_MODEL, *_PROCESSOR))
 
 
 def find_weights(run: Path) -> Path:
-    """The folder to export: a checkpoint itself, or a run's newest whole one, or its final model.
+    """Return the folder whose weights are exported.
 
-    Raises `UserError` where there is none.
+    That is `run` itself if it is a checkpoint, else the newest whole checkpoint of the run, else its
+    final model. Raises `UserError` where there is none.
     """
     if not run.is_dir():
         raise UserError(f"RUN: no folder {str(run)!r}")
@@ -153,68 +167,73 @@ def find_weights(run: Path) -> Path:
 
 
 def _copy(source: Path, target: Path, patterns: Sequence[str]) -> None:
-    """Copy the files that match the patterns, each whole or not at all."""
-    for path in sorted({path for pattern in patterns for path in source.glob(pattern)}):
+    """Copy the files of a folder whose names match a pattern, each whole or not at all."""
+    paths = {path for pattern in patterns for path in source.glob(pattern)}
+    for path in sorted(paths):
         with replacing(target / path.name, durable=False) as copy, path.open("rb") as original:
             shutil.copyfileobj(original, copy, _CHUNK)
 
 
 def _merge(source: Path, target: Path) -> None:
-    """Write the base model with the adapter added to its weights, in the base model's dtype."""
-    adapters = adapters_of("RUN", str(source))
+    """Merge the adapter of a checkpoint into its base model, in the base model's dtype.
+
+    The base of an adapter may be an adapter itself. All of them are merged.
+    """
+    adapters = adapters_of("RUN", str(source))  # the last one lies on the base model
     base = local_model(adapters[-1].base)
+    init_kwargs = {
+        "revision": adapters[-1].revision,
+        "dtype": "auto",
+        "device_map": None,
+        "trust_remote_code": False,
+    }
     try:
-        init = {
-            "revision": adapters[-1].revision,
-            "dtype": "auto",
-            "device_map": None,
-            "trust_remote_code": False,
-        }
-        model = load_merged(base, adapters, init)
+        model = load_merged(base, adapters, init_kwargs)
     except OSError as error:
         reason = why_missing(base, error)
         raise UserError(
             f"RUN: the adapter's base model {base!r} cannot be loaded ({reason})"
         ) from error
     processor = processor_folder(adapters, base, sees=sees_images(model.config))
-    # the processor's files in `source` itself are copied by `export`
+    # The processor's files in `source` itself are copied by `export`.
     if processor != str(source):
         load_processor(processor, adapters[-1].revision).save_pretrained(target)
     model.save_pretrained(target)
 
 
 def serve_command(output: Path) -> str:
-    """The command by which vLLM serves what was exported.
+    """Return the command by which vLLM serves what was exported, or why there is none.
 
-    From files vLLM takes a plain LoRA adapter alone, and only one; any other has to be merged.
+    vLLM serves a single plain LoRA adapter from files. Any other adapter has to be merged.
     """
     if not (output / ADAPTER).is_file():
         return shlex.join(["vllm", "serve", str(output), *_SERVE_FLAGS])
-    first, *beneath = adapters_of("OUT", str(output))
-    config = first.config
+    adapter, *adapters_beneath = adapters_of("OUT", str(output))
+    config = adapter.config
     is_lora = getattr(config.peft_type, "value", "") == "LORA"
     has_variant = config.bias != "none" or config.use_dora
     has_exceptions = config.modules_to_save or config.rank_pattern or config.alpha_pattern
-    if beneath or not is_lora or has_variant or has_exceptions:
+    if adapters_beneath or not is_lora or has_variant or has_exceptions:
         return f"not as an adapter: vLLM serves it merged alone (export {output} without --adapter)"
-    revision: list[str] = []
-    if first.revision is not None and not Path(first.base).is_dir():
-        revision = ["--revision", first.revision]
-    words = [
-        *revision,
+    revision_flags: list[str] = []
+    base_is_on_hub = not Path(adapter.base).is_dir()
+    if adapter.revision is not None and base_is_on_hub:
+        revision_flags = ["--revision", adapter.revision]
+    lora_flags = [
         "--enable-lora",
         "--max-lora-rank",
         str(served_rank(config)),
         "--lora-modules",
         f"policy={output}",
     ]
-    return shlex.join(["vllm", "serve", first.base, *_SERVE_FLAGS, *words])
+    return shlex.join(["vllm", "serve", adapter.base, *_SERVE_FLAGS, *revision_flags, *lora_flags])
 
 
 def _gather(source: Path, target: Path) -> None:
-    """Gather the weights of a checkpoint of ZeRO-3 without `zero3_save_16bit_model`.
+    """Write the whole weights of a ZeRO-3 checkpoint that has only the parts of each rank.
 
-    The float32 weights are read from the parts of all ranks, and written in the model's dtype.
+    DeepSpeed writes such a checkpoint without `zero3_save_16bit_model`. The parts are float32, and
+    are written in the model's dtype.
     """
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -238,7 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
 
     def command() -> None:
-        """Export what the words name, and print where it is."""
+        """Export by the words of the command line, and print where the weights are."""
         options = parser.parse_args(arguments)
         from safetensors import SafetensorError
 
@@ -249,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 adapter=options.adapter,
                 universal=options.universal,
             )
-        # safetensors has an exception of its own for a full disk
+        # A full disk is an exception of its own in safetensors.
         except (OSError, SafetensorError) as error:
             raise unwritable("OUT", options.output, error) from error
         print(f"{source} -> {options.output}")

@@ -52,7 +52,7 @@ from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.old_logps import OldLogps
 from adora_vl.training.optimizer_steps import ScaledRate, SkipBadSteps
 from adora_vl.training.pool import Pool
-from adora_vl.training.recompute import activation_memory_of, layers_of
+from adora_vl.training.recompute import activation_memory_of, recomputed_layers
 from adora_vl.training.scoring import RewardFunctions, Scorer
 from adora_vl.training.unfinished import UnfinishedGeneration
 from adora_vl.types import StepContext
@@ -69,10 +69,12 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
     _step: int  # TRL's count of micro-batches
 
     def _build_collaborators(self, args: AdoraGRPOConfig, models: list[Any]) -> None:
-        """Make the objects of a training step.
+        """Make the objects that a training step consists of, once TRL has loaded the models.
+
+        The order matters: a part may be built from earlier ones.
 
         Args:
-            args: of the run.
+            args: the training arguments.
             models: the policy, and the reference model where there is one.
         """
         context = StepContext(
@@ -88,11 +90,12 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         self.layout = BatchLayout.of(args)
         self._make_models_parts(context, models)
         self._make_guards(context)
+        # Transformers' own method, which moves a batch to the device: TRL overrides it.
         to_device = super(GRPOTrainer, self)._prepare_inputs
         reward_guard = RewardGuard(context)
         self.rewards = self._reward_functions(reward_guard, to_device)
         decode = partial(self._tokenizer.decode, skip_special_tokens=True)
-        stop = StopCriteria.of(
+        stop_criteria = StopCriteria.of(
             {*self.eos_token_ids, context.pad_id}, args.generation_kwargs or {}, decode
         )
         self.scorer = Scorer(
@@ -114,13 +117,14 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             view=toolbox.view if toolbox is not None else None,
         )
         self.pool = Pool(context, self.train_dataset, tools=self.toolbox is not None)
-        self.prompts = PromptReader(self.images)
+        self.prompt_reader = PromptReader(self.images)
         self.rows_ahead = RowsAhead()
-        self.builder = self._batch_builder(context, stop, to_device)
+        self.builder = self._batch_builder(context, stop_criteria, to_device)
         self.engine_pair = self._engine_pair(context)
-        self.rollouts = self._generation_sampler(context, stop)
+        self.rollouts = self._generation_sampler(context, stop_criteria)
         self.generation_log = self._metrics_logger(context)
         self.first_answers = FirstAnswers()
+        # The generation that is learned from; the trainer fills it when it samples the first one.
         self._generation: PresentGeneration | None = None
         self.log_multimodal = trackers.logs_images(args)
         if not self.use_vllm:
@@ -130,14 +134,17 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         self._add_callbacks(context, args)
 
     def _batch_builder(
-        self, context: StepContext, stop: StopCriteria, to_device: Callable[[Any], Any]
+        self, context: StepContext, stop_criteria: StopCriteria, to_device: Callable[[Any], Any]
     ) -> BatchBuilder:
-        """Return what makes the rollouts of complete groups into a batch."""
+        """Return what makes the rollouts of complete groups into a batch.
+
+        `to_device`: moves a batch to the device as Transformers does.
+        """
         return BatchBuilder(
             context=context,
             images=self.images,
             processor=self.processing_class,
-            stop_criteria=stop,
+            stop_criteria=stop_criteria,
             to_device=to_device,
             has_engine_logps=self.sampler.scores,
             pad_to_multiple_of=self.pad_to_multiple_of,
@@ -147,7 +154,10 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         )
 
     def _make_models_parts(self, context: StepContext, models: list[Any]) -> None:
-        """Make what reads images, weighs groups, writes checkpoints and moves the reference."""
+        """Make what processes images, computes advantages and writes checkpoints.
+
+        `models`: the policy, and the reference model where there is one.
+        """
         args = context.config
         has_tools = self.toolbox is not None
         self.images = DistinctImages(
@@ -156,7 +166,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             device=self.accelerator.device,
             config=args,
             dataset=self.train_dataset,
-            draws=has_tools,
+            tools_show_images=has_tools,
         )
         self.methods = build_pipeline(args)
         self.advantages = AdvantageComputer(
@@ -180,7 +190,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         self.loss_sums = RestoreLossSums(self._put_loss_sums)
 
     def _make_guards(self, context: StepContext) -> None:
-        """Make what ends the run, or skips a step, when something goes wrong while learning."""
+        """Make what ends the run, or skips a step, where log-probabilities are not as they must be."""
         self.drift_guard = DriftGuard(context)
         self.ratio_guard = RatioGuard(context)
         self.reference_guard = ReferenceGuard(
@@ -190,7 +200,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
     def _reward_functions(
         self, guard: RewardGuard, to_device: Callable[[Any], Any]
     ) -> RewardFunctions:
-        """The run's reward functions, watched by the guard."""
+        """Return what calls the run's reward functions; the guard notes their failures."""
         return RewardFunctions(
             functions=guard.around(self.reward_funcs, self.reward_func_names),
             tokenizers=self.reward_processing_classes,
@@ -200,15 +210,16 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         )
 
     def _make_learning_parts(self, context: StepContext) -> None:
-        """Make what divides a generation, and computes the policy's pass and its loss."""
+        """Make what cuts a generation into micro-batches, and computes the policy's pass and loss."""
         args = context.config
-        # With these terms a row adds to the loss even if its advantage is 0.
+        # With a KL term, an entropy bonus or an auxiliary loss of experts a row adds to the loss even
+        # if its advantage is 0.
         every_row_counts = bool(
             self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled
         )
-        self.prefetch = NoPrefetch()  # until there is a loader
+        self.prefetch = NoPrefetch()  # until the trainer makes the data loader
         self.unfinished = UnfinishedGeneration(context, self.images.banks)
-        self.recompute = layers_of(
+        self.recompute = recomputed_layers(
             context,
             model=self.model,
             shape=lambda: self.run.shape,
@@ -218,7 +229,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             self.accelerator,
             args,
             may_have_images=self.images.shown,
-            learning_block=self.recompute.chosen,
+            checkpointing_context=self.recompute.switched,
         )
         attention = configured_attention(self.model.config)
         room = MicroBatchRoom(
@@ -226,9 +237,9 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
                 args,
                 shape=self.run.shape,
                 sharding=self.run.context.sharding,
-                accelerator=self.accelerator.device.type == "cuda",
+                on_gpu=self.accelerator.device.type == "cuda",
             ),
-            longest_answer=args.max_completion_length,
+            longest_completion=args.max_completion_length,
             shares_prompts=lambda: self.policy_pass.shares_prompts and not self.aux_loss_enabled,
             masked=not is_flash_attention_requested(requested_attention_implementation=attention),
         )
@@ -239,7 +250,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         self.old_logps = OldLogps(context, has_dropout=has_dropout(self.model))
 
     def _sampler(self, context: StepContext) -> Sampler:
-        """The sampler of the rollouts: Transformers, vLLM, or servers that sample ahead."""
+        """Return the sampler of the rollouts: Transformers, vLLM, or servers that sample ahead."""
         if not self.use_vllm:
             return TransformersSampler(self._turn)
         samples_ahead = context.config.adora_rollouts.ahead
@@ -247,7 +258,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         return sampler_class(context, self.images, self.vllm_generation)
 
     def _engine_pair(self, context: StepContext) -> EnginePair:
-        """The engine and the policy, for the checks that compare them and for evaluations."""
+        """Return the engine and the policy as a pair, for checks that compare them, and evaluations."""
         return EnginePair(
             context=context,
             policy=lambda: self.model,
@@ -261,47 +272,49 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         )
 
     def models_by_role(self) -> dict[str, Any]:
-        """Return the policy and the reference model, None without one, as they are at this moment."""
+        """Return the present policy, and the reference model; None in a run without one."""
         return {"policy": self.model, "reference": self.ref_model}
 
     def _metrics_logger(self, context: StepContext) -> MetricsLogger:
-        """The logger of a generation's figures and of its record."""
-        bytes_sent = (lambda: self.vllm_generation.bytes_sent) if self.use_vllm else None
+        """Return what logs the metrics of a generation, and records its rollouts."""
+        synced_bytes = (lambda: self.vllm_generation.bytes_sent) if self.use_vllm else None
         return MetricsLogger(
             context=context,
             recorder=self.recorder,
-            figures=self._metrics,
+            metrics_by_mode=self._metrics,
             table=self._logs,
-            functions=self.reward_func_names,
-            notice=rollout_figures.TieNotice(
+            function_names=self.reward_func_names,
+            tie_notice=rollout_figures.TieNotice(
                 self.methods.adora_options, speaks=self.accelerator.is_main_process
             ),
-            bytes_sent=bytes_sent,
+            synced_bytes=synced_bytes,
         )
 
-    def _generation_sampler(self, context: StepContext, stop: StopCriteria) -> GenerationSampler:
-        """What draws, schedules and samples the groups of each generation."""
-        groups = GroupSampler(
+    def _generation_sampler(
+        self, context: StepContext, stop_criteria: StopCriteria
+    ) -> GenerationSampler:
+        """Return what draws, schedules and samples the groups of each generation."""
+        group_sampler = GroupSampler(
             context=context,
-            prompts=self.prompts,
+            prompt_reader=self.prompt_reader,
             sampler=self.sampler,
-            stop=stop,
+            stop_criteria=stop_criteria,
             extensions=self.extensions,
             tool_loop=self._tool_loop(),
         )
         return GenerationSampler(
             context=context,
             pool=self.pool,
-            groups=groups,
+            group_sampler=group_sampler,
             guard=GenerationGuard(context, control_tokens(self.processing_class)),
             phase=self.clock.phase,
             environments=self.run.tools.environments,
             rows_ahead=self.rows_ahead.after,
-            late_drift=LateDriftCheck(self.engine_pair, self.drift_guard.check),
+            drift_check=LateDriftCheck(self.engine_pair, self.drift_guard.check),
         )
 
     def _tool_loop(self) -> ToolLoop | None:
-        """What answers the policy's calls; None without tools."""
+        """Return what runs the tools that the policy calls; None in a run without tools."""
         options = self.args.adora_tool_options
         toolbox = self.toolbox
         if toolbox is None:
@@ -319,17 +332,18 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         )
 
     def _add_callbacks(self, context: StepContext, args: AdoraGRPOConfig) -> None:
-        """Add our callbacks, in the order in which they act at a step.
+        """Add this package's callbacks, in the order in which Transformers calls them at a step.
 
-        Transformers' own output goes.
+        The callbacks of Transformers that print are removed.
         """
-        for noisy in (ProgressCallback, PrinterCallback):
-            self.remove_callback(noisy)
+        for printing_callback in (ProgressCallback, PrinterCallback):
+            self.remove_callback(printing_callback)
+        # A function, since DeepSpeed's engine exists only when the training begins.
         deepspeed = (lambda: self.model_wrapped) if self.is_deepspeed_enabled else None
         self.bad_steps = SkipBadSteps(context, self.ratio_guard, deepspeed)
         callbacks: list[TrainerCallback] = [
             self.loss_sums,
-            ScaledRate(lambda: self.methods.rate),
+            ScaledRate(lambda: self.methods.learning_rate_factor),
             self.clock,
             self.recorder,
             progress.ProgressLine(),

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def prepare(cli_args: CliArgs, output_dir: OutputDirMode = "take") -> ResolvedRun:
-    """Check the run of a command. Raises `UserError`.
+    """Make all checks of a command's run, before a weight is loaded, and return what they found.
 
-    `output_dir`: whether the folder is locked for the run, which then prints its first lines, or
-    only looked at.
+    `output_dir`: `take` locks the folder for the run and prints its first lines; other modes only
+    look at the folder. Raises `UserError` for what a check refuses.
     """
     prepare_engine_environment()
     use_expandable_segments()
@@ -32,14 +32,18 @@ def prepare(cli_args: CliArgs, output_dir: OutputDirMode = "take") -> ResolvedRu
 
 
 def prepare_on_paper(cli_args: CliArgs, options: DryRunOptions) -> ResolvedRun:
-    """Check the command as a dry run, on this machine or for another one. Raises `UserError`."""
+    """Make the checks of a command as a dry run, on this machine or for another one.
+
+    `options`: those of `--dry-run`, such as another number of GPUs. Raises `UserError` for what a
+    check refuses.
+    """
     prepare_engine_environment()
     from adora_vl.config.run_context import RunContext
     from adora_vl.preflight.request import request_from_command
     from adora_vl.preflight.run_checks import run_checks
 
-    processes = RunContext.of_dry_run(options, local=False).sharding.processes
+    processes = RunContext.of_dry_run(options, on_this_machine=False).sharding.processes
     request = request_from_command(
         cli_args, any_machine=True, max_rows=options.rows, processes=processes
     )
-    return run_checks(request, RunContext.of_dry_run(options, local=request.runs_here))
+    return run_checks(request, RunContext.of_dry_run(options, on_this_machine=request.runs_here))

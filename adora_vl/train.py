@@ -41,7 +41,7 @@ _ALONE_S = 20.0
 
 
 def build_trainer(run: ResolvedRun) -> AdoraGRPOTrainer:
-    """Build the trainer of a resolved run. This loads the weights; nothing before does."""
+    """Build the trainer of a checked run, which loads the weights; nothing before does."""
     from adora_vl.trainer import AdoraGRPOTrainer
 
     config = run.config
@@ -61,11 +61,12 @@ def build_trainer(run: ResolvedRun) -> AdoraGRPOTrainer:
 
 
 def load(run: ResolvedRun, log: Path) -> AdoraGRPOTrainer:
-    """Build the trainer, with the output of the libraries in the file `log`.
+    """Build the trainer, while what libraries print goes into the file `log`.
 
     Raises `UserError` for an entry of `model_init_kwargs` that the model refuses, and `RunError`
     for anything else that cannot be loaded.
     """
+    # As the user has set it: `build_trainer` adds entries.
     init_kwargs = dict(run.config.model_init_kwargs or {})
     if run.request.is_main_process:
         print(f"Loading model and engine; what the libraries say is in {log}", flush=True)
@@ -76,12 +77,13 @@ def load(run: ResolvedRun, log: Path) -> AdoraGRPOTrainer:
         raise
     # Model, engine, optimizer and trackers each raise exceptions of their own.
     except Exception as error:
-        refused = next((key for key in init_kwargs if key in str(error)), None)
-        if refused is not None and isinstance(error, TypeError | ValueError):
-            value = f"{masked(init_kwargs)[refused]!r:.60}"
+        refused_keys = [key for key in init_kwargs if key in str(error)]
+        if refused_keys and isinstance(error, TypeError | ValueError):
+            key = refused_keys[0]
+            value = f"{masked(init_kwargs)[key]!r:.60}"
             reason = errors.in_one_line(error)
             raise UserError(
-                f"model_init_kwargs: {refused}: {value} is refused by the model ({reason})"
+                f"model_init_kwargs: {key}: {value} is refused by the model ({reason})"
             ) from error
         raise RunError(
             f"the model or the engine could not be loaded ({errors.in_one_line(error)})"
@@ -89,11 +91,14 @@ def load(run: ResolvedRun, log: Path) -> AdoraGRPOTrainer:
 
 
 def speak_from_the_first_step(trainer: AdoraGRPOTrainer, startup: StartupLog) -> None:
-    """Give the screen back when the training begins, before any other callback prints."""
+    """End the redirection of the output when the training begins, before any callback prints.
+
+    `startup`: sends what is printed until then into a file.
+    """
     from transformers import TrainerCallback
     from transformers.utils.logging import disable_progress_bar
 
-    class Speak(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
+    class ReleaseOutput(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
         def on_train_begin(
             self,
             args: TrainingArguments,
@@ -101,20 +106,23 @@ def speak_from_the_first_step(trainer: AdoraGRPOTrainer, startup: StartupLog) ->
             control: TrainerControl,
             **kwargs: Any,
         ) -> None:
-            """Release the output of the start, since the steps come next."""
+            """Let later output go to the terminal again."""
             startup.release()
 
-    trainer.callback_handler.callbacks.insert(0, Speak())
-    # Else every checkpoint would show one for its files, between the lines of the steps.
+    trainer.callback_handler.callbacks.insert(0, ReleaseOutput())
+    # Otherwise every checkpoint would show one for its files, between the lines of the steps.
     disable_progress_bar()
 
 
 def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
     """Save the model and the trainer's state into `output_dir`.
 
-    Returns the folder of the whole model. With LoRA that is `output_dir/merged`: `output_dir` has
-    the adapter alone, which neither vLLM nor the evaluators load. Collective: every rank calls it.
-    Raises `RunError` where the files cannot be written.
+    With LoRA `output_dir` gets the adapter alone, which neither vLLM nor the evaluators load, and
+    `output_dir/merged` the whole model. Collective: every rank calls it. Raises `RunError` where
+    the files cannot be written.
+
+    Returns:
+        The folder of the whole model.
     """
     from adora_vl.checkpoint.writer import recording_saved_files
     from adora_vl.export import save_merged
@@ -123,20 +131,21 @@ def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
 
     is_main = trainer.accelerator.is_main_process
     try:
-        # notes its files itself
+        # It records its files itself.
         trainer.save_model(str(output_dir))
         with recording_saved_files(output_dir, is_main):
             trainer.save_state()
-            merged = output_dir / MERGED
-            if not save_merged(
+            merged_folder = output_dir / MERGED
+            is_merged = save_merged(
                 trainer.model,
                 processing_class=trainer.processing_class,
-                folder=merged,
+                folder=merged_folder,
                 accelerator=trainer.accelerator,
-            ):
+            )
+            if not is_merged:
                 return output_dir
             if is_main:
-                write_card(trainer.manifest, merged, trainer.state)
+                write_card(trainer.manifest, merged_folder, trainer.state)
     except Exception as error:
         remedy = trainer.checkpoints.where_to_go_on()
         if disk_is_full(error):
@@ -147,11 +156,11 @@ def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
         raise RunError(
             f"the model could not be written into {str(output_dir)!r} ({error}); {remedy}"
         ) from error
-    return merged
+    return merged_folder
 
 
 def copy_finished(checkpoint: Path, output_dir: Path) -> None:
-    """Copy the model of a run's last checkpoint into `output_dir`.
+    """Copy the model of a finished run's last checkpoint into `output_dir`, in place of training.
 
     Raises `UserError` where it cannot be written.
     """
@@ -164,7 +173,7 @@ def copy_finished(checkpoint: Path, output_dir: Path) -> None:
 
 
 def note_stop(manifest: dict[str, Any], output_dir: Path, step: int) -> None:
-    """Record that a signal stopped the run after this step, and print how it goes on."""
+    """Record that a signal stopped the run after this step, and print the command to go on."""
     from adora_vl.checkpoint.stop import mark_stopped
     from adora_vl.record.manifest import end_manifest
 
@@ -178,7 +187,11 @@ def note_stop(manifest: dict[str, Any], output_dir: Path, step: int) -> None:
 
 
 def train(cli_args: CliArgs) -> int:
-    """Train, save the model into `output_dir`, and print a summary. Returns the exit code."""
+    """Train, save the model into `output_dir`, print a summary, and return the exit code.
+
+    A run that has made its last step already is not trained; its model is copied. A run that a
+    signal stops saves a checkpoint and no model.
+    """
     from adora_vl.checkpoint.stop import EXIT_STOPPED, StopOnSignal
     from adora_vl.checkpoint.writer import delete_aside
     from adora_vl.record.manifest import end_manifest, failure_noted
@@ -246,8 +259,11 @@ def print_summary(
 def report_stop(error: Exception, cause: BaseException | None = None) -> None:
     """Print an error of the run in one line, after the traceback of its cause if it has one.
 
-    `cause`: by default the error that `error` was raised from. An error without a cause stops all
-    ranks together, and only the first one prints it.
+    An error without a cause is raised on all ranks together, and only the first rank prints it.
+
+    Args:
+        error: the error; its text is the line.
+        cause: the exception behind it; None: the one that `error` was raised from, if any.
     """
     rank = os.environ.get("RANK", "0")
     ranks = os.environ.get("WORLD_SIZE", "1")
@@ -262,17 +278,18 @@ def report_stop(error: Exception, cause: BaseException | None = None) -> None:
 
 
 def report_mistake(error: UserError) -> None:
-    """Print a user's mistake in one line.
+    """Print a user's mistake in one line, once for each machine.
 
-    Most mistakes are found by every rank: the first rank of each machine reports them, and the
+    Most mistakes are found by every rank: the first rank of each machine prints them, and the
     launcher ends the others. A rank that has not been ended after some seconds has found its
-    mistake alone, and reports it itself.
+    mistake alone, and prints it itself. A `SharedUserError` is known to be raised on all ranks; only
+    the first rank of all prints it.
     """
     rank_note = ""
     if isinstance(error, errors.SharedUserError) and os.environ.get("RANK", "0") != "0":
         return
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(_ALONE_S)
+        time.sleep(_ALONE_S)  # the launcher ends this process meanwhile if the mistake is shared
         rank_note = f" (rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')})"
     print(f"error{rank_note}: {error}", file=sys.stderr, flush=True)
 
@@ -280,9 +297,9 @@ def report_mistake(error: UserError) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
 
-    0: done. 2: the user's input is wrong (one line). 75: stopped by a signal, with a checkpoint.
-    130: interrupted outside the training. 1: anything else, in one line with the step and the
-    checkpoint to go on from, after the traceback of its cause; or a dry run that does not fit.
+    0: done. 1: the run failed, or a dry run does not fit; one line names the step and the checkpoint
+    to go on from, after the traceback of its cause. 2: the user's input is wrong, in one line.
+    75: stopped by a signal, with a checkpoint. 130: interrupted outside the training.
     """
     words = sys.argv[1:] if arguments is None else arguments
     watch_launcher()
@@ -291,6 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(help_text(words))
             return 0
         check_versions(use_vllm=False)
+        # Without `--dry-run` the options are None, and all words are those of the training.
         options, training_arguments = take_options(words)
         cli_args = read(words if options is None else training_arguments)
         announce_reading(READING_S)

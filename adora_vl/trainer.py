@@ -2,18 +2,18 @@
 can be trusted.
 
     1. a generation   sample, grade, record; resample, weigh; then rebalance, cut into micro-batches,
-                      and score those of later updates
+                      and compute the old log-probabilities of those of later updates
     2. a micro-batch  the policy's pass, its ratio to the engine, the loss
-    3. a checkpoint   written beside its place, sealed, renamed
 
 The parts of a step are objects that `parts.py` makes; this file has the order in which they work.
+Checkpoints are in `trainer_checkpoints.py`.
 Where a method of stock TRL is overridden, the docstring says what TRL does there and why that is
 not enough.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,18 +37,15 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import use_adapter
 
-from adora_vl.checkpoint.store import facts_of
-from adora_vl.checkpoint.trl_state import LossSums
 from adora_vl.checkpoint.universal import expect_universal, is_universal, load_shards
-from adora_vl.checkpoint.writer import recording_saved_files, set_aside
+from adora_vl.checkpoint.writer import set_aside
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import regroup_obstacle, regroups
 from adora_vl.config.run_context import RunContext
 from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler
-from adora_vl.models.adapter import begin_with, in_float32, name_base, trained_alone
+from adora_vl.models.adapter import cast_trained_to_float32, load_adapter_weights, record_base
 from adora_vl.models.check import with_own_layers
 from adora_vl.models.families import freeze, sees_images
-from adora_vl.models.load import restore_weights
 from adora_vl.models.lora_branch import compute_branches_first
 from adora_vl.models.precision import restore_buffers
 from adora_vl.models.reference import copied_policy
@@ -56,7 +53,6 @@ from adora_vl.packing.pass_differences import evaluation_mode
 from adora_vl.packing.policy_pass import generation_logps
 from adora_vl.packing.prompts import PromptBatch
 from adora_vl.packing.split_attention import disable_cudnn_attention
-from adora_vl.parts import TrainerParts
 from adora_vl.preflight.facts import ResolvedRun
 from adora_vl.preflight.python_inputs import Datasets
 from adora_vl.preflight.request import (
@@ -68,7 +64,6 @@ from adora_vl.preflight.request import (
 )
 from adora_vl.preflight.run_checks import run_checks
 from adora_vl.record import phases, trackers
-from adora_vl.record.card import write_card
 from adora_vl.record.card_memory import CardMemory
 from adora_vl.record.manifest import end_manifest, failure_noted, write_manifest
 from adora_vl.rollout.engine import AdoraVLLMGeneration
@@ -77,6 +72,7 @@ from adora_vl.rollout.prompt_tokens import folder_settings_left_out
 from adora_vl.rollout.rollouts import RolloutGroup, StepKey, row_for_rewards
 from adora_vl.rollout.samplers import AsyncServerSampler
 from adora_vl.rollout.weight_sync import refuse_unmergeable
+from adora_vl.trainer_checkpoints import CheckpointedTrainer
 from adora_vl.training.batch_rows import RowReader
 from adora_vl.training.generation import Generation, PresentGeneration, ScoredGroups
 from adora_vl.training.guards import errors_with_step
@@ -85,11 +81,10 @@ from adora_vl.training.schedule import OVERSAMPLE, groups_for
 from adora_vl.types import Batch, Row, loss_mask
 from adora_vl.utils import compat
 from adora_vl.utils.errors import RunError, UserError
-from adora_vl.utils.files import usual_modes
 from adora_vl.utils.seeding import drawn_at
 
 
-class AdoraGRPOTrainer(TrainerParts):
+class AdoraGRPOTrainer(CheckpointedTrainer):
     """A trainer like `trl.GRPOTrainer`, whose `args` is an `AdoraGRPOConfig`."""
 
     def __init__(
@@ -114,10 +109,10 @@ class AdoraGRPOTrainer(TrainerParts):
         """Take the parameters of stock TRL 1.16.
 
         Stock TRL loads the weights first and builds its own generation class. Ours makes every
-        check of `adora_vl/preflight/run_checks.py` before, unless `run` has made them, and puts its
-        own class in place.
+        check of `adora_vl/preflight/run_checks.py` before, and puts its own class in place.
 
-        Raises `UserError`, in one line, for what cannot work.
+        `run`: a run that the command has checked already; its data and rewards are taken. Raises
+        `UserError`, in one line, for what cannot work.
         """
         if run is None:
             refuse_objects(
@@ -128,17 +123,15 @@ class AdoraGRPOTrainer(TrainerParts):
             )
             config = config_of(args, model)
             peft_config = with_own_layers(peft_config)
-            source = ModelSource(
-                keys=model_keys(
-                    model, config=config, peft_config=peft_config, quantised=quantization_config
-                ),
-                peft_config=peft_config,
-                loaded=None if isinstance(model, str) else model,
-                processor=processing_class,
-            )
             request = RunRequest(
                 config=config,
-                model=source,
+                model=_model_source(
+                    model,
+                    config=config,
+                    peft_config=peft_config,
+                    quantization_config=quantization_config,
+                    processor=processing_class,
+                ),
                 rows=Datasets(train_dataset, eval_dataset),
                 rewards=reward_funcs,
                 tools=tools or (),
@@ -147,28 +140,20 @@ class AdoraGRPOTrainer(TrainerParts):
             run = run_checks(request, RunContext.of_launch("leave"))
             train_dataset = run.data.train
             eval_dataset = run.data.evaluated
-        args = run.config
         self.run = run
         self.toolbox = run.prompts.toolbox or self.toolbox
+        self.run_facts = {}  # filled in `train`
+        self.manifest = {}  # filled in `train`
         disable_cudnn_attention()
-        self.run_facts: dict[str, Any] = {}  # into the manifest of every checkpoint
-        self.manifest: dict[str, Any] = {}  # of the run, from the beginning of `train` on
-        trackers.prepare_trackers(args.report_to, args.output_dir)
-        engine = partial(
-            AdoraVLLMGeneration,
-            settings=engine_settings(args, run.model.revision),
-            timed=self._start_clock(args),
-        )
+        trackers.prepare_trackers(run.config.report_to, run.config.output_dir)
+        timed_phase = self._start_clock(run.config)
         compat.SHARD_LOADING.install(load_shards, on=transformers_trainer)
         policy = run.policy() if isinstance(model, str) else model
-        with (
-            compat.GENERATION_CLASS.replaced_by(engine, on=grpo_trainer),
-            self._reference_of(policy),
-        ):
+        with _own_classes_in_trl(run, policy, timed_phase):
             super().__init__(
                 model=policy,
                 reward_funcs=list(run.rewards.functions),
-                args=args,
+                args=run.config,
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
                 processing_class=run.prompts.processor,
@@ -177,59 +162,50 @@ class AdoraGRPOTrainer(TrainerParts):
                 optimizers=optimizers,
                 peft_config=peft_config,
             )
-        self._build_collaborators(args, self._prepared_models(run, args))
+        self._build_collaborators(run.config, self._prepared_models(run))
 
     def _start_clock(self, args: AdoraGRPOConfig) -> Callable[[str], AbstractContextManager[None]]:
-        """Begin to measure seconds by phase, and on a card its memory.
+        """Begin to measure the seconds of each phase of a step, and on a GPU its memory.
 
-        Returns a context for a named phase, which the engine enters too.
+        Returns a function from the name of a phase to the context that measures it. The engine
+        enters such contexts too.
         """
-        sleeps = args.use_vllm and args.vllm_enable_sleep_mode
-        self.clock = phases.PhaseClock(self.log_figure, sleep_mode=sleeps)
+        engine_sleeps = args.use_vllm and args.vllm_enable_sleep_mode
+        self.clock = phases.PhaseClock(self.log_figure, sleep_mode=engine_sleeps)
         if args.device.type != "cuda":
             return self.clock.phase
         self.card_memory = CardMemory(
             self.log_figure,
-            largest=self._largest_of_ranks,
+            largest_of_ranks=self._largest_of_ranks,
             device=args.device,
-            sleep_mode=sleeps,
+            sleep_mode=engine_sleeps,
         )
+        # Its context measures the seconds of the phase too.
         return partial(self.card_memory.phase, clock=self.clock.phase)
 
-    def _prepared_models(self, run: ResolvedRun, args: AdoraGRPOConfig) -> list[Any]:
-        """Prepare the loaded policy and its reference for training, and return them.
+    def _prepared_models(self, run: ResolvedRun) -> list[Any]:
+        """Prepare the loaded policy and the reference model for training, and return them.
 
-        The adapter begins with its weights, buffers have their precision, and parts are frozen.
+        An adapter that a run continues gets its weights, buffers get their precision back, and
+        parts of the model are frozen (`adora_freeze`).
         """
         if run.model.continued is not None:
-            begin_with(self.model, run.model.continued)
+            load_adapter_weights(self.model, run.model.continued)
         elif run.model.four_bit:
-            in_float32(self.model)
+            cast_trained_to_float32(self.model)
         models = [self.model]
         if self.ref_model is not None:
             models.append(self.ref_model)
         for model in models:
             restore_buffers(model)
         if is_peft_model(self.model):
-            name_base(self.model, run.model.merged)
-            if args.gradient_checkpointing:
+            record_base(self.model, run.model.merged)
+            if run.config.gradient_checkpointing:
                 compute_branches_first(self.model)
             if not self._dist.is_fsdp and not run.model.four_bit:
                 refuse_unmergeable(self.model, self._dist.gather_params)
-        freeze(self.model, args.adora_freeze)
+        freeze(self.model, run.config.adora_freeze)
         return models
-
-    @staticmethod
-    def _reference_of(policy: str | PreTrainedModel) -> AbstractContextManager[None]:
-        """Inside, the reference beside a model object is a copy of it.
-
-        Stock TRL reads the folder that the object's config names, whatever has become of the
-        weights since, and fails where there is no folder.
-        """
-        if isinstance(policy, str):
-            return nullcontext()
-        copied = partial(copied_policy, policy)
-        return compat.REFERENCE_MODEL.replaced_by(copied, on=grpo_trainer)
 
     def train(
         self,
@@ -245,8 +221,8 @@ class AdoraGRPOTrainer(TrainerParts):
         `manifest.json` how it ends.
 
         From Python `resume_from_checkpoint` is True, "auto", or a folder; None and False begin
-        anew. A command's run has its folder already. Raises `UserError` for a folder of another
-        run, and `RunError` where a step fails.
+        anew. A run of the command has claimed its folder, and chosen a checkpoint, before. Raises
+        `UserError` for a folder of another run, and `RunError` where a step fails.
         """
         run = self.run
         output_dir = Path(self.args.output_dir)
@@ -259,7 +235,7 @@ class AdoraGRPOTrainer(TrainerParts):
             if from_python and is_main:
                 print("\n".join(run.first_lines()), flush=True)
             if from_python and run.finished is not None:
-                return self._nothing_left(run.finished)
+                return self._load_finished(run.finished)
             self._begin_run(output_dir)
             with failure_noted(
                 self.manifest,
@@ -286,9 +262,9 @@ class AdoraGRPOTrainer(TrainerParts):
                 run.folder.release()
 
     def _begin_run(self, output_dir: Path) -> None:
-        """Write the manifest, set an older run aside, and restore the checkpoint's state.
+        """Write the manifest of the run, and restore what TRL does not from its checkpoint.
 
-        The state is all that the checkpoint has besides weights and optimizer.
+        An older run in the folder that this one replaces is set aside before.
         """
         run = self.run
         self.run_facts = {"fingerprint": run.fingerprint}
@@ -300,17 +276,22 @@ class AdoraGRPOTrainer(TrainerParts):
             self.vllm_generation.model_runner if self.use_vllm else None
         )
         if self.accelerator.is_main_process:
+            # Not earlier: until here the new run could still have failed.
             if run.output.start.replaces:
-                set_aside(output_dir)  # now that all that is known of the new run is in order
+                set_aside(output_dir)
             write_manifest(self.manifest, output_dir)
         self.accelerator.wait_for_everyone()
-        if run.output.start.checkpoint:
-            self.restore(run.output.start.checkpoint)
-            if is_universal(Path(run.output.start.checkpoint)):
+        checkpoint = run.output.start.checkpoint
+        if checkpoint:
+            self.restore(checkpoint)
+            if is_universal(Path(checkpoint)):
                 expect_universal(self)
 
-    def _nothing_left(self, checkpoint: Path) -> TrainOutput:
-        """Return the end of a run of Python's that has made its last step: weights and state."""
+    def _load_finished(self, checkpoint: Path) -> TrainOutput:
+        """Load weights and state of a finished run's last checkpoint, in place of training.
+
+        This is for a run from Python, whose caller goes on with the model.
+        """
         if self.is_deepspeed_enabled:
             raise UserError(
                 f"{checkpoint} is the last step: nothing left to train; `python -m "
@@ -330,52 +311,57 @@ class AdoraGRPOTrainer(TrainerParts):
         its longest row. Ours keeps groups together, leaves out those without signal, and cuts
         padding.
         """
-        if not self.model.training or not self._cuts:
+        if not self.model.training or not self._cuts_generations:
             micro_batch = super()._prepare_inputs(generation_batch)
         else:
-            present = self._generation
-            if (
-                present is None
-                or not 0
-                <= self._step - present.first_micro_step
-                < self.layout.micro_batches_per_generation
-            ):
-                present = self._generation = self._sample(generation_batch)
-            micro_batch = present.micro_batches[self._step % self.layout.steps_per_generation]
-            if micro_batch:  # of a checkpoint, which was cut in another process
-                self._check_shared_prompts(micro_batch)
+            if not self._is_in_generation():
+                self._generation = self._sample(generation_batch)
+            assert self._generation is not None
+            number = self._step % self.layout.steps_per_generation
+            micro_batch = self._generation.micro_batches[number]
+            if micro_batch:
+                # Due again where a checkpoint had the generation: another process has checked it.
+                self._check_packed_rows(micro_batch)
         if self.model.training and self.accelerator.sync_gradients:
             self.rollouts.before_weights_change()
         return micro_batch
 
-    @property
-    def _cuts(self) -> bool:
-        """Whether a generation is divided here.
+    def _is_in_generation(self) -> bool:
+        """Return whether the next micro-batch belongs to the generation that was sampled last."""
+        if self._generation is None:
+            return False
+        first = self._generation.first_micro_step
+        return self._step in range(first, first + self.layout.micro_batches_per_generation)
 
-        Otherwise TRL divides it, into `_buffered_inputs`.
+    @property
+    def _cuts_generations(self) -> bool:
+        """Whether generations are cut into micro-batches here.
+
+        Otherwise TRL cuts them, into `_buffered_inputs`.
         """
         return regroups(self.args) and not regroup_obstacle(self.args)
 
     def _sample(self, rows: list[Row]) -> PresentGeneration:
-        """Return a generation from these rows, ready to be learned from."""
+        """Sample a generation of rollouts from these rows, and make it ready to be learned from."""
         key = self._step_key
         with self._engine_awake():
-            # TRL's name for it, which a subclass may override
+            # TRL's method, which a subclass may override.
             batch = self._generate_and_score_completions(rows)
-        self._check_shared_prompts(batch)
-        # 9. Cut: groups without signal are left out.
+        self._check_packed_rows(batch)
+        # 9. Cut into micro-batches; groups without signal are left out.
         micro_batches = self.batcher.split(batch, key.position)
-        # 10. Score what is learned from after the weights have changed.
+        # 10. Compute the old log-probabilities of what is learned from after a weight update.
         self._add_old_logps(micro_batches)
         return PresentGeneration(
             first_micro_step=self._first_micro_step, micro_batches=micro_batches
         )
 
-    def _check_shared_prompts(self, batch: Batch) -> None:
-        """Compare packed rows with separate ones, once in a run. Collective.
+    def _check_packed_rows(self, batch: Batch) -> None:
+        """Compare the policy's pass with and without shared prompts, once in a run. Collective.
 
-        It comes before a generation is cut: how much a micro-batch may hold depends on whether its
-        rows share their prompts. Separate rows are as many as memory is planned for.
+        If they disagree, prompts are not shared from then on. It comes before a generation is cut,
+        since more rows fit into a micro-batch if they share their prompts. As many rows are
+        compared as memory is planned for without.
         """
         if not self.policy_pass.check_is_due:
             return
@@ -384,12 +370,14 @@ class AdoraGRPOTrainer(TrainerParts):
         self.policy_pass.check(RowReader(batch).take(rows), policy)
 
     def _engine_awake(self) -> AbstractContextManager[None]:
-        """Inside, the engine stays awake from the first batch of dynamic sampling to the last.
+        """Return the context in which a generation is sampled.
 
-        It does not where the policy makes a pass after each batch and needs the engine's memory.
+        With `refill` (dynamic sampling) an engine that sleeps between calls stays awake from the
+        first batch to the last, unless the policy makes a pass after each batch and needs the
+        engine's memory.
         """
-        passes = self.beta != 0.0 or self.old_logps.needs_pass_over_generation
-        if passes or not self.args.adora_rollouts.refill:
+        policy_makes_passes = self.beta != 0.0 or self.old_logps.needs_pass_over_generation
+        if policy_makes_passes or not self.args.adora_rollouts.refill:
             return nullcontext()
         return self.sampler.awake()
 
@@ -403,149 +391,179 @@ class AdoraGRPOTrainer(TrainerParts):
         the stages together.
         """
         self.prefetch.finish()
-        training = self.model.training
-        if training:
+        is_training = self.model.training
+        if is_training:
             trackers.empty(self._logs)
-        if training and self._step == self._step_began:
+        if is_training and self._step == self._step_began:
             self.unfinished.begins(self._step, self._facts())
-        group_size = self.num_generations if training else self.num_generations_eval
-        generation = self.pool.generation_at(self._step_key, group_size, inputs)
-        # 1. Draw: images can be read, environments are reset.
+        group_size = self.num_generations if is_training else self.num_generations_eval
+        generation = self.pool.generations.at(self._step_key, group_size, inputs)
+        # 1. Draw: rows become groups; an image that cannot be read ends the run.
         drawn = self.rollouts.draw(generation, inputs)
-        if not training:
+        if not is_training:
             with self.rollouts.sampling():
                 groups = self.rollouts.sample_all(generation, drawn)
             return self._evaluated(self._score(generation, groups))
-        # From here a run that dies before it learns goes on.
+        # A run that dies before it learns from this generation goes on from here.
         self.pool.begin_step(generation)
         with self.rollouts.sampling():
-            # 2. Schedule: which groups begin or go on, and how far.
+            # 2. Schedule: which groups begin or go on, and for how many tokens.
             self.rollouts.schedule(generation, drawn)
-            # 3. Sample, with all turns.
+            # 3. Sample their rollouts, with all turns.
             groups = self.rollouts.sample(generation, drawn)
-        # 4. Select: complete groups, equally many on every rank; the others wait.
-        selected = self.pool.select(groups, self.pool.slots)
-        assert selected, "a generation has groups that are complete on every rank"
-        # 5. Build, and 6. score.
-        scored = self._score(generation, selected)
-        # 7. Refill: groups without signal give their slots to further problems.
-        scored = self._refill(generation, scored)
-        # 8. Weigh, once.
-        batch = self._weigh(generation, scored)
+        # 4. Select complete groups, equally many on every rank; the others wait.
+        complete_groups = self.pool.select(groups, self.pool.slots)
+        assert complete_groups, "stage 3 has completed some on every rank"
+        # 5. Build the batch, and 6. score it.
+        scored_groups = self._score(generation, complete_groups)
+        # 7. Refill: groups of further problems replace those without signal.
+        scored_groups = self._refill(generation, scored_groups)
+        # 8. Weigh the groups, once.
+        batch = self._weigh(generation, scored_groups)
         self.prefetch.start()
         return batch
 
     def _score(self, generation: Generation, groups: Sequence[RolloutGroup]) -> ScoredGroups:
-        """Stages 5 and 6: make complete groups into a batch, score it, and judge all ranks' groups.
+        """Stages 5 and 6: make groups into a batch, call the reward functions, compute advantages.
 
-        Collective: every rank has equally many groups.
+        The advantages are TRL's; `_weigh` computes the final ones. Collective: every rank has
+        equally many groups.
 
         Args:
-            generation: that the groups are scored for.
-            groups: of this rank, complete.
+            generation: where in the run the groups are sampled.
+            groups: this rank's groups, whose rollouts have all ended.
 
         Raises:
             RunError: a reward function failed, or no rollout has a reward.
-            RolloutError: the engine and the policy drift apart.
+            RolloutError: the log-probabilities of engine and policy are too far apart.
         """
         is_training = generation.key.mode == "train"
         step = generation.key.step
-        built = self.builder.build(generation, groups, self.prompts.take(groups, generation))
-        self._add_logps(built.batch, generation.key.mode)
+        prompts = self.prompt_reader.take(groups, generation)
+        built_groups = self.builder.build(generation, groups, prompts)
+        rollouts = built_groups.rollouts
+        self._add_logps(built_groups.batch, generation.key.mode)
         with self.clock.phase("grading"):
+            rows = [
+                row_for_rewards(row, rollout)
+                for row, rollout in zip(built_groups.rows, rollouts, strict=True)
+            ]
             function_scores = self.rewards(
-                [
-                    row_for_rewards(row, rollout)
-                    for row, rollout in zip(built.rows, built.rollouts, strict=True)
-                ],
-                built.prompts.messages,
-                built.completions,
-                [rollout.policy_tokens for rollout in built.rollouts],
-                thinking_opened=built.thinking_opened,
+                rows,
+                prompts=built_groups.prompts.messages,
+                completions=built_groups.completions,
+                completion_ids=[rollout.policy_tokens for rollout in rollouts],
+                thinking_opened=built_groups.thinking_opened,
                 state=self.state,
             )
-        facts = self.scorer.score(built, function_scores, generation.group_size, step)
+        facts = self.scorer.score(built_groups, function_scores, generation.group_size, step)
         if is_training and self.accelerator.is_main_process:
-            self.first_answers.look(built.rows, facts)
+            self.first_answers.look(built_groups.rows, facts)
         if is_training:
-            self.drift_guard.check_batch(built.batch, step)
-        assessment = self.advantages.assess(facts, generation.group_size, step)
-        scored = ScoredGroups(groups=groups, batch=built.batch, facts=facts, assessment=assessment)
+            self.drift_guard.check_batch(built_groups.batch, step)
+        scored_groups = ScoredGroups(
+            groups=groups,
+            batch=built_groups.batch,
+            facts=facts,
+            assessment=self.advantages.assess(facts, generation.group_size, step),
+        )
         with self.clock.phase("other"):
-            self.generation_log.scored(generation, built, scored)
-        return scored
+            self.generation_log.log_scored(generation, built_groups, scored_groups)
+        return scored_groups
 
-    def _refill(self, generation: Generation, scored: ScoredGroups) -> ScoredGroups:
-        """Stage 7: exchange groups without signal for groups of further problems. Collective.
+    def _refill(self, generation: Generation, scored_groups: ScoredGroups) -> ScoredGroups:
+        """Stage 7: replace groups without signal by groups of further problems. Collective.
 
-        Rounds of further problems follow as long as any rank lacks groups with signal, `refill` of
-        them at most: DAPO's dynamic sampling (arXiv 2503.14476).
+        A group has signal if its rollouts' rewards differ. While any rank lacks such groups, a
+        further round of problems is sampled, `refill` rounds at most: DAPO's dynamic sampling
+        (arXiv 2503.14476).
         """
         pool = self.pool
         rounds = pool.options.refill
-        lengths = scored.facts.length_N.int().tolist()
-        replaced = 0
-        share = pool.note_signal_share(scored.assessment) if rounds else 0.0
+        lengths = scored_groups.facts.length_N.int().tolist()
+        replaced_groups = 0
+        signal_share = pool.note_signal_share(scored_groups.assessment) if rounds else 0.0
         for attempt in range(1, rounds + 1):
-            missing = pool.most_missing(scored.assessment)
+            missing = pool.most_missing(scored_groups.assessment)
             if not missing:
                 break
-            retry = generation.attempt(attempt)
-            max_groups = groups_for(OVERSAMPLE * missing, [share], pool.slots)
-            further_groups = self.rollouts.sample_further(
-                retry, max_groups - pool.state.min_complete
-            )
-            selected = pool.select([*pool.state.waiting, *further_groups], max_groups)
-            if not selected:  # on no rank: none has ended within the budget
+            refill = self._sample_refill(generation.attempt(attempt), missing, signal_share)
+            if refill is None:
                 continue
-            refill = self._score(retry, selected)
             lengths += refill.facts.length_N.int().tolist()
-            # Collective: where only one of the two batches has images on some rank, their rows have
-            # different columns, and no rank exchanges any.
-            if not all(gather_object([refill.batch.keys() == scored.batch.keys()])):
+            # Where one of the two batches has no images on some rank, their columns differ, and
+            # rows cannot be joined. Collective: then no rank joins any.
+            has_same_columns = refill.batch.keys() == scored_groups.batch.keys()
+            if not all(gather_object([has_same_columns])):
                 continue
-            chosen = pool.chosen_groups(scored.assessment, refill.assessment)
-            for numbers in chosen:  # of every rank, since the figure is that of all
-                for slot, number in enumerate(numbers[: len(scored.groups)]):
-                    if number != slot:
-                        replaced += 1
-            rank = self.accelerator.process_index
-            scored = scored.exchanged(refill, chosen, pad_id=self.context.pad_id, rank=rank)
-            assessment = self.advantages.assess(
-                scored.facts, generation.group_size, generation.key.step
+            chosen_by_rank = pool.choose_groups(scored_groups.assessment, refill.assessment)
+            replaced_groups += _replaced_groups(chosen_by_rank, len(scored_groups.groups))
+            scored_groups = scored_groups.exchanged(
+                refill,
+                chosen_by_rank=chosen_by_rank,
+                pad_id=self.context.pad_id,
+                rank=self.accelerator.process_index,
             )
-            scored = replace(scored, assessment=assessment)
+            assessment = self.advantages.assess(
+                scored_groups.facts, generation.group_size, generation.key.step
+            )
+            scored_groups = replace(scored_groups, assessment=assessment)
         if rounds:
-            groups_of_ranks = len(scored.groups) * self.accelerator.num_processes
-            self.log_figure("adora/refilled_groups", replaced / groups_of_ranks)
-        pool.note_learned(scored.batch, lengths)
-        return scored
+            groups_of_all_ranks = len(scored_groups.groups) * self.accelerator.num_processes
+            self.log_figure("adora/refilled_groups", replaced_groups / groups_of_all_ranks)
+        pool.note_learned(scored_groups.batch, lengths)
+        return scored_groups
 
-    def _evaluated(self, scored: ScoredGroups) -> Batch:
+    def _sample_refill(
+        self, generation: Generation, missing: int, signal_share: float
+    ) -> ScoredGroups | None:
+        """Sample and score groups of further problems. Collective.
+
+        Groups that wait from earlier generations are taken first.
+
+        Args:
+            generation: the present one, in the round of this refill.
+            missing: how many groups with signal are missing on the rank that lacks most.
+            signal_share: the share of groups with signal in this generation.
+
+        Returns:
+            The groups; None on all ranks where none is complete within the token budget.
+        """
+        pool = self.pool
+        max_groups = groups_for(OVERSAMPLE * missing, [signal_share], pool.slots)
+        further_groups = self.rollouts.sample_further(
+            generation, max_groups - pool.state.min_complete
+        )
+        complete_groups = pool.select([*pool.state.waiting, *further_groups], max_groups)
+        if not complete_groups:
+            return None
+        return self._score(generation, complete_groups)
+
+    def _evaluated(self, scored_groups: ScoredGroups) -> Batch:
         """Return the batch of an evaluation, with the advantages that TRL would give it."""
-        batch = scored.batch
-        batch["advantages"] = self._rows_on_device(scored.assessment.trl_advantages_PG)
+        batch = scored_groups.batch
+        batch["advantages"] = self._rows_on_device(scored_groups.assessment.trl_advantages_PG)
         batch["num_items_in_batch"] = self._loss_tokens(batch)
         return batch
 
-    def _weigh(self, generation: Generation, scored: ScoredGroups) -> Batch:
-        """Stage 8: the batch with its final advantages, once no group is exchanged any more.
+    def _weigh(self, generation: Generation, scored_groups: ScoredGroups) -> Batch:
+        """Stage 8: return the batch with its final advantages. Collective.
 
-        Collective.
+        They may weigh a group by all others, so this comes when no group is replaced any more.
         """
-        advantages = self.advantages.compute(scored.assessment)
-        batch = scored.batch
+        advantages = self.advantages.compute(scored_groups.assessment)
+        batch = scored_groups.batch
         batch["advantages"] = self._rows_on_device(advantages.final_PG)
         batch["num_items_in_batch"] = self._loss_tokens(batch)
         with self.clock.phase("policy"):
             for extension in self.extensions:
                 extension.after_weighing(generation, batch, advantages)
         with self.clock.phase("other"):
-            self.generation_log.weighed(batch, advantages)
+            self.generation_log.log_learned(batch, advantages)
         return batch
 
     def _rows_on_device(self, values_PG: Tensor) -> Tensor:
-        """Return the part of this rank, (B,), of values of all ranks' groups, on the device."""
+        """Return this rank's part, (B,), of values of all ranks' groups, on the device."""
         values_B = rows_of_rank(values_PG.flatten(), self.accelerator)
         return values_B.to(self.accelerator.device, non_blocking=True)
 
@@ -555,90 +573,103 @@ class AdoraGRPOTrainer(TrainerParts):
         return tokens
 
     def _turn(self, prompts: PromptBatch) -> list[list[int]]:
-        """Sample one turn by the policy itself, with Transformers: token ids, (B,).
+        """Sample one turn with Transformers, from the policy itself: token ids, (B,).
 
-        Stock TRL takes settings of the model's folder where no key says another, and samples with
-        dropout, which the log-probabilities of the answers do not have.
+        Stock TRL takes settings from the model's folder where no key of the run sets them, and
+        samples with dropout. Log-probabilities are computed without dropout, and would not be those
+        of the samples.
         """
         with folder_settings_left_out(self.model), evaluation_mode(self.model):
-            turn = self._generate_single_turn(prompts.ids, prompts.images, prompts.fields, 1)
-        return cast("list[list[int]]", turn[0])
+            completion_ids, *_ = self._generate_single_turn(
+                prompts.ids, prompts.images, prompts.fields, 1
+            )
+        return cast("list[list[int]]", completion_ids)
 
     def _add_logps(self, batch: Batch, mode: str) -> None:
-        """Put those log-probabilities into a batch that the loss compares its own with.
+        """Add the log-probabilities to a batch that the loss compares the new policy's with.
 
-        They are of the policy that has sampled, unless only some micro-batches need them, and of
-        the reference model.
+        They are those of the policy that has sampled the batch (old), unless later passes compute
+        them, and with a KL term those of the reference model.
+
+        Args:
+            batch: the generation of this rank.
+            mode: "train" or "eval".
         """
         args = self.args
-        training = mode == "train"
-        corrects = self.old_logps.corrects_engine
-        has_old_pass = corrects or not self.layout.has_one_step
-        if training and not self.old_logps.needs_pass_over_generation:
-            has_old_pass = False
-        rows = args.per_device_train_batch_size if training else args.per_device_eval_batch_size
+        is_training = mode == "train"
+        corrects_engine = self.old_logps.corrects_engine
+        has_old_pass = corrects_engine or not self.layout.has_one_step
+        rows_per_pass = args.per_device_eval_batch_size
+        if is_training:
+            has_old_pass = has_old_pass and self.old_logps.needs_pass_over_generation
+            rows_per_pass = args.per_device_train_batch_size
 
-        def scored(model: PreTrainedModel) -> Tensor:
-            """Log-probabilities of the batch's completions by a model, (B, C)."""
-            return generation_logps(
-                batch, partial(self._get_per_token_logps_and_entropies, model), rows
-            )
+        def logps_of(model: PreTrainedModel) -> Tensor:
+            """Return the log-probabilities of the batch's completions by a model, (B, C)."""
+            model_pass = partial(self._get_per_token_logps_and_entropies, model)
+            return generation_logps(batch, model_pass=model_pass, rows_per_pass=rows_per_pass)
 
         with disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs):
             if has_old_pass:
-                batch["old_per_token_logps"] = scored(self.model)
-            if has_old_pass and corrects:
-                for name, value in self.ratio.complete(batch, batch["old_per_token_logps"]).items():
-                    self._metrics[mode][name].append(value)
+                old_logps_BC = logps_of(self.model)
+                batch["old_per_token_logps"] = old_logps_BC
+                if corrects_engine:
+                    for name, value in self.ratio.complete(batch, old_logps_BC).items():
+                        self._metrics[mode][name].append(value)
             if self.beta != 0.0 and self.ref_model is not None:
-                batch["ref_per_token_logps"] = scored(self.ref_model)
-            elif self.beta != 0.0:  # the base model of an adapter, or the adapter as it was
+                batch["ref_per_token_logps"] = logps_of(self.ref_model)
+            elif self.beta != 0.0:
+                # The reference is the adapter as it was at the start, or the base model without.
                 policy = self.accelerator.unwrap_model(self.model)
-                with use_adapter(
-                    policy, adapter_name="ref" if "ref" in policy.peft_config else None
-                ):
-                    batch["ref_per_token_logps"] = scored(self.model)
-                # PEFT has made all of the adapter trainable again
+                reference_adapter = "ref" if "ref" in policy.peft_config else None
+                with use_adapter(policy, adapter_name=reference_adapter):
+                    batch["ref_per_token_logps"] = logps_of(self.model)
+                # PEFT has made all of the adapter trainable again.
                 freeze(policy, args.adora_freeze)
-            if training and self.reference_guard.is_due(self.state.global_step):
+            if is_training and self.reference_guard.is_due(self.state.global_step):
                 self.reference_guard.check(batch, self._policy_logps)
 
     def _add_old_logps(self, micro_batches: Sequence[Batch]) -> None:
-        """Stage 10: put the old log-probabilities into the micro-batches that need a pass for them.
+        """Stage 10: compute old log-probabilities for micro-batches that need a pass for them.
 
-        Groups without signal need none, even where a KL term learns from them. It comes before the
-        first update, which changes the weights. Collective: every rank makes equally many passes.
-        Raises `RolloutError` where the engine drifts.
+        Those are learned from after the first optimizer step on the generation has changed the
+        weights. Groups whose advantages are all 0 need none, even where a KL term learns from them.
+        Collective: every rank makes equally many passes. Raises `RolloutError` where the engine's
+        log-probabilities are too far from the policy's.
         """
         policy = partial(self._get_per_token_logps_and_entropies, self.model)
-        checkpointing = disable_gradient_checkpointing(
+        without_checkpointing = disable_gradient_checkpointing(
             self.model, self.args.gradient_checkpointing_kwargs
         )
-        with checkpointing:
+        with without_checkpointing:
             for old_pass in self.old_logps.due(micro_batches):
-                part = old_pass.part()
-                rows = len(part["completion_ids"])
-                with self.policy_pass.watch(None, part):
-                    logps_BC = generation_logps(part, policy, rows)
-                part["old_per_token_logps"] = logps_BC
+                batch = old_pass.batch()
+                with self.policy_pass.watch(observer=None, micro_batch=batch):
+                    logps_BC = generation_logps(
+                        batch, model_pass=policy, rows_per_pass=len(batch["completion_ids"])
+                    )
+                batch["old_per_token_logps"] = logps_BC
                 if self.old_logps.corrects_engine:
-                    self._compare_with_engine(part, logps_BC)
-                old_pass.store(part)
+                    self._compare_with_engine(batch, logps_BC)
+                old_pass.store(batch)
 
     def _compare_with_engine(self, micro: Batch, logps_BC: Tensor) -> None:
-        """Measure the drift of a micro-batch, and complete its ratio to the engine. Collective.
+        """Compare policy and engine on the tokens of a micro-batch, and add their ratio. Collective.
 
-        `logps_BC`: those of the policy that has sampled it, detached.
+        The importance ratio of the policy to the engine is added where it corrects the loss. Raises
+        `RolloutError` where the two are too far apart.
+
+        `logps_BC`: log-probabilities by the weights that have sampled the micro-batch, detached.
         """
         self.drift_guard.check_batch(micro, self.state.global_step, logps_BC)
-        self.recorder.measured(micro, logps_BC)
+        self.recorder.add_measured_drift(micro, logps_BC)
         if self.old_logps.corrects_engine:
             for name, value in self.ratio.complete(micro, logps_BC).items():
                 self.log_figure(name, value)
 
     @property
     def _step_key(self) -> StepKey:
-        """Where the run stands."""
+        """The step and micro-batch at which the run stands; seeds are made of it."""
         return StepKey(
             mode="train" if self.model.training else "eval",
             step=self.state.global_step,
@@ -647,35 +678,37 @@ class AdoraGRPOTrainer(TrainerParts):
 
     @property
     def _first_micro_step(self) -> int:
-        """TRL's `_step` where the present generation begins."""
+        """TRL's `_step`, its count of micro-batches, where the present generation begins."""
         return int(self._step - self._step % self.layout.micro_batches_per_generation)
 
     # ----------------------------------------------------------------------------- 2. a micro-batch
 
     def training_step(self, model: PreTrainedModel, inputs: Any, num_items_in_batch: Any) -> Tensor:
-        """One micro-batch forward and backward; returns its loss, ().
+        """Run one micro-batch forward and backward, and return its loss, ().
 
         Stock TRL runs every micro-batch, and counts them through all epochs. Ours skips those that
-        are empty, which they are on all ranks alike. Where several generations make a step and an
-        epoch's last step has fewer, the next one begins at its own first micro-batch, as in a run
-        that resumes from there. One that runs out of a card's memory is made once more, with all
-        layers recomputed.
+        are empty, on all ranks alike. It counts as if every optimizer step had all of its
+        micro-batches, as a run does that resumes after a shorter one. A micro-batch that runs out
+        of a GPU's memory is run once more, with all layers recomputed.
         """
         started = time.perf_counter()
         model.train()
-        has_work = not self._cuts or bool(self._prepare_inputs(inputs))
+        has_rows = not self._cuts_generations or bool(self._prepare_inputs(inputs))
+        # TRL's own time of the step, of which this was a part.
         self._current_train_step_time += time.perf_counter() - started
-        loss = torch.zeros((), device=self.args.device)
-        if has_work:
-            step = partial(super().training_step, model, inputs, num_items_in_batch)
-            loss = self.recompute.retried(step, self._metrics["train"])
-        if not has_work:  # TRL counts the others
-            self._step += 1
+        if has_rows:
+            stock_step = partial(super().training_step, model, inputs, num_items_in_batch)
+            loss = self.recompute.run_with_retry(stock_step, self._metrics["train"])
+        else:
+            loss = torch.zeros((), device=self.args.device)
+            self._step += 1  # TRL counts the others
         if self.layout.has_one_step and self.accelerator.sync_gradients:
-            # The next step begins at its own first micro-batch, however few this one had.
-            begun = self._step % self.layout.gradient_accumulation_steps
-            if begun:
-                self._step += self.layout.gradient_accumulation_steps - begun
+            # The last step of an epoch may have fewer micro-batches. The next step begins at the
+            # count that it would have behind a full one.
+            micro_batches_per_step = self.layout.gradient_accumulation_steps
+            excess = self._step % micro_batches_per_step
+            if excess:
+                self._step += micro_batches_per_step - excess
         return loss
 
     def _compute_loss(self, model: PreTrainedModel, inputs: Any) -> Tensor:
@@ -688,57 +721,68 @@ class AdoraGRPOTrainer(TrainerParts):
         explodes. Random numbers of a micro-batch, such as those of dropout, are seeded by its
         position alone, so that a resumed run draws the same.
         """
-        micro = cast("Batch", {**inputs})
+        micro = cast("Batch", {**inputs})  # columns are added for this loss alone
         micro_step = self._step - self._first_micro_step
         if model.training:
-            self.old_logps.for_loss(micro, micro_step)
-        logps: list[Tensor] = []
-        entropies: list[Tensor] = []
-        coefficient = self._entropy_coefficient
+            self.old_logps.prepare_loss(micro, micro_step)
+        # Read before TRL's loss, which changes an adaptive one at the end of a step.
+        entropy_coefficient = self._entropy_coefficient
+        # What the policy's pass inside TRL's loss computes, (B, C); filled by `observe`.
+        observed_logps: list[Tensor] = []
+        observed_entropies: list[Tensor] = []
 
-        def note_pass(logps_BC: Tensor, entropies_BC: Tensor | None) -> None:
+        def observe(logps_BC: Tensor, entropies_BC: Tensor | None) -> None:
             """Keep what the policy's pass computed, and compare it with the engine's."""
-            logps.append(logps_BC)
+            observed_logps.append(logps_BC)
             if entropies_BC is not None:
-                entropies.append(entropies_BC)
+                observed_entropies.append(entropies_BC)
             if not model.training:
                 return
             if self.ratio.is_due(micro) and self.old_logps.compares_engine(micro_step):
                 self._compare_with_engine(micro, logps_BC)
-            self.old_logps.fill(micro, logps_BC)
-            self.old_logps.keep(inputs, micro, logps_BC, micro_step)
+            self.old_logps.fill_missing(micro, logps_BC)
+            self.old_logps.keep_for_next_iteration(inputs, micro, logps_BC, micro_step)
 
         rank = self.accelerator.process_index
         seed = f"micro-batch/{self.args.seed}/{self._step_key.position}/{rank}"
-        draws = drawn_at(seed) if model.training else nullcontext()
-        with self.policy_pass.watch(note_pass, micro), draws:
-            loss = super()._compute_loss(model, micro)
+        seeded = drawn_at(seed) if model.training else nullcontext()
+        with self.policy_pass.watch(observe, micro), seeded:
+            loss: Tensor = super()._compute_loss(model, micro)
         if model.training:
-            loss = self.ratio_guard.loss(loss, logps[0] if logps else None, micro)
-        loss = self.batcher.scaled(loss, micro)
+            logps_BC = observed_logps[0] if observed_logps else None
+            loss = self.ratio_guard.loss(loss, logps_BC, micro)
+        loss = loss * self.batcher.weight(micro)
         if model.training and self.entropy_bonus.is_on:
-            accumulated = self.current_gradient_accumulation_steps
-            (entropies_BC,) = entropies
-            loss = loss + self.entropy_bonus.missing(micro, entropies_BC, coefficient, accumulated)
+            loss = loss + self.entropy_bonus.missing(
+                micro,
+                entropies_BC=observed_entropies[0],
+                coefficient=entropy_coefficient,
+                micro_batches_per_step=self.current_gradient_accumulation_steps,
+            )
         return loss
 
     @property
     def _entropy_coefficient(self) -> float:
-        """The coefficient of TRL's bonus in this step; an adaptive one changes at the step's end."""
-        too_high = self._last_world_entropy > self.args.entropy_target
-        return 0.0 if self.use_adaptive_entropy and too_high else float(self.entropy_coef)
+        """The coefficient of TRL's entropy bonus in this step.
+
+        An adaptive one changes at the end of a step, and is 0 while the entropy is above its target.
+        """
+        is_above_target = self._last_world_entropy > self.args.entropy_target
+        if self.use_adaptive_entropy and is_above_target:
+            return 0.0
+        return float(self.entropy_coef)
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
-        """Return the tokens of the highest entropy, (B, C).
+        """Return 1 at the tokens of the highest entropy, (B, C).
 
-        Stock TRL chooses them for the policy's loss. Ours keeps its choice for the entropy bonus too.
+        Stock TRL learns from these tokens alone. Ours also keeps its choice for the entropy bonus.
         """
         chosen_BC: Tensor = super().get_high_entropy_mask(entropies, mask, threshold)
         self.entropy_bonus.chosen_BC = chosen_BC
         return chosen_BC
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        """Log-probabilities of completions, and entropies where they are asked for.
+        """Compute log-probabilities of completions, and entropies where they are asked for.
 
         Stock TRL computes the prompt again with every rollout, and pads rows to one length. Ours
         computes it once per group and without padding where that is less work and the model's
@@ -747,175 +791,17 @@ class AdoraGRPOTrainer(TrainerParts):
         return self.policy_pass(super()._get_per_token_logps_and_entropies, *args, **kwargs)
 
     def _policy_logps(self, batch: Batch, pixels: Tensor | None = None) -> Tensor:
-        """Return the log-probabilities of a generation's completions by the policy, (B, C)."""
+        """Return the log-probabilities of a generation's completions by the policy, (B, C).
+
+        `pixels`: used in place of the batch's own images, if there are any.
+        """
         policy = partial(self._get_per_token_logps_and_entropies, self.model)
         return generation_logps(
-            batch, policy=policy, rows=self.args.per_device_train_batch_size, pixels=pixels
+            batch,
+            model_pass=policy,
+            rows_per_pass=self.args.per_device_train_batch_size,
+            pixels=pixels,
         )
-
-    # ------------------------------------------------------------------------------ 3. a checkpoint
-
-    def _save_checkpoint(self, model: PreTrainedModel, trial: object) -> None:
-        """Write the checkpoint of the present step.
-
-        Stock TRL writes into `checkpoint-N` itself and deletes older ones on the way, so a crash
-        can leave an incomplete checkpoint, or none. Ours lets it write into another folder, seals
-        the result, renames it, and then deletes older ones.
-        """
-        stock = super()._save_checkpoint
-        facts = self.unfinished.rewind(self._step_began, self._facts())
-
-        def save(folder: Path) -> dict[str, Any]:
-            """Write all parts into the folder; returns the facts for its manifest."""
-            stock(model, trial)
-            self.reference.save(folder)
-            table = trackers.to_json(self._logs)
-            self.pool.save(folder)
-            micro_batches: list[Batch] | None = self._buffered_inputs
-            if self._cuts:
-                present = self._generation
-                micro_batches = None if present is None else present.micro_batches
-            unfinished = self.unfinished.save(folder, self._step_began, micro_batches, table)
-            return {**LossSums.of_all_ranks(facts), **unfinished}
-
-        self.checkpoints.write(self.state.global_step, save)
-
-    def _get_output_dir(self, trial: object) -> str:
-        """Return the folder to write into: while a checkpoint is written, its staging folder.
-
-        Stock TRL returns `output_dir`, which ours returns otherwise.
-        """
-        staging = self.checkpoints.staging
-        return str(staging) if staging is not None else str(super()._get_output_dir(trial))
-
-    def _load_from_checkpoint(
-        self, resume_from_checkpoint: str, model: PreTrainedModel | None = None
-    ) -> None:
-        """Load the weights of a checkpoint.
-
-        Stock TRL leaves this to Transformers 5.17, which loads weights by their names in the
-        file. Qwen2.5-VL's modules have other names, so a resumed run would only print a warning and
-        start from the untrained weights. Of several adapters it reads those in folders alone, and
-        not the one that is trained.
-        """
-        model = self.model if model is None else model
-        folder = Path(resume_from_checkpoint)
-        if self._dist.is_fsdp or not list(folder.glob("*.safetensors")):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        else:
-            restore_weights(model, folder)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Restore optimizer and scheduler, and what no library saves.
-
-        Stock TRL restores these and the coefficient of the entropy. Ours also restores a moving
-        reference and the sums of the loss.
-        """
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            self.reference.load(Path(checkpoint))
-            self.loss_sums.load(Path(checkpoint))
-
-    def restore(self, checkpoint: str) -> None:
-        """Restore what a checkpoint holds besides weights and optimizer, which `train` restores.
-
-        It is what the methods remember, the rollouts that are still to be learned from, and the
-        figures since the last log.
-        """
-        facts = facts_of(Path(checkpoint))
-        self.checkpoints.began_at = checkpoint
-        self.methods.load(facts.get("methods", {}))
-        self.pool.load(Path(checkpoint))
-        unfinished = self.unfinished.load(Path(checkpoint))
-        if unfinished is not None:
-            self._step, self._buffered_inputs, table = unfinished
-            self._generation = PresentGeneration(
-                first_micro_step=self._first_micro_step, micro_batches=self._buffered_inputs
-            )
-            trackers.from_json(table, self._logs)
-        for name, values in facts.get("metrics", {}).items():
-            self._metrics["train"][name] = list(values)
-
-    def save_here(self) -> Path:
-        """Return the checkpoint of the present step, written unless it is there already.
-
-        All ranks call this together.
-        """
-        return self.checkpoints.at(
-            self.state.global_step, lambda: self._save_checkpoint(self.model, None)
-        )
-
-    def _facts(self) -> dict[str, Any]:
-        """Return the present facts of the run, for a checkpoint's manifest."""
-        figures = {name: list(values) for name, values in self._metrics["train"].items()}
-        sums = self._loss_sums()
-        return {
-            **self.run_facts,
-            **({} if sums is None else sums.facts()),
-            "methods": self.methods.state(),
-            "metrics": figures,
-        }
-
-    def _loss_sums(self) -> LossSums | None:
-        """Return Transformers' sums of losses, of this rank; None before the training begins."""
-        if not hasattr(self, "_tr_loss"):
-            return None
-        # It stays a tensor until it is written, because its value would have to wait for the device.
-        rest = self._tr_loss.detach().clone()
-        return LossSums(
-            logged=self._total_loss_scalar, since=self._globalstep_last_logged, rest=rest
-        )
-
-    def _put_loss_sums(self, sums: LossSums) -> None:
-        """Let Transformers go on from the sums of losses of a checkpoint."""
-        rank = self.accelerator.process_index
-        self._tr_loss += sums.of_rank(rank, self.accelerator.num_processes)
-        self._total_loss_scalar = sums.logged
-        self._globalstep_last_logged = sums.since
-
-    @property
-    def _step_began(self) -> int:
-        """TRL's `_step` where the present optimizer step began.
-
-        A run that goes on from a checkpoint makes it whole.
-        """
-        return int(self._step - self._step % self.args.gradient_accumulation_steps)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save weights, processor and model card.
-
-        Stock TRL saves weights and processor. Ours also writes the card, in checkpoints too, and
-        lets others read the weights where the umask does.
-        """
-        folder = Path(output_dir or self.args.output_dir)
-        final = folder == Path(self.args.output_dir)
-        lacks_reference = self._dist.is_zero3 and is_peft_model(self.model)
-        with recording_saved_files(folder, self.args.should_save) if final else nullcontext():
-            with trained_alone(self.model) if lacks_reference else nullcontext():
-                super().save_model(output_dir, _internal_call)
-            if self.args.should_save:
-                usual_modes(folder)
-                write_card(self.manifest, folder, self.state)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Push the model of a checkpoint.
-
-        Stock TRL copies the model into `output_dir` to push it. Ours also notes that a run wrote
-        it.
-        """
-        with recording_saved_files(Path(self.args.output_dir), self.accelerator.is_main_process):
-            super()._push_from_checkpoint(checkpoint_folder)
-
-    def create_model_card(
-        self,
-        model_name: str | None = None,
-        dataset_name: str | list[str] | None = None,
-        tags: str | list[str] | None = None,
-    ) -> None:
-        """Write nothing.
-
-        Stock TRL writes a card at every save, which would replace ours.
-        """
 
     # -------------------------------------------------------------- data, log, and the engine's end
 
@@ -933,27 +819,23 @@ class AdoraGRPOTrainer(TrainerParts):
         Stock TRL reads and decodes every copy of a row. Ours reads each row of a training batch
         once, if possible while the policy learns from the batch before.
         """
-        options = self.args.adora_rollouts
-        share = self.args.uses("cache_images")
-        numbered = options.budget is not None or options.ahead > 0
-        if not is_training or not (share or numbered) or not hasattr(dataset, "__len__"):
-            return super()._get_dataloader(
-                dataset,
-                description=description,
-                batch_size=batch_size,
-                sampler_fn=sampler_fn,
-                is_training=is_training,
-                dataloader_key=dataloader_key,
-            )
-        rows = DistinctRows(dataset, numbered=numbered, share=share)
-        loader = super()._get_dataloader(
-            rows,
+        stock_loader = partial(
+            super()._get_dataloader,
             description=description,
             batch_size=batch_size,
             sampler_fn=sampler_fn,
             is_training=is_training,
             dataloader_key=dataloader_key,
         )
+        options = self.args.adora_rollouts
+        shares_rows = self.args.uses("cache_images")
+        # Problems that wait for a later generation are read again by their numbers.
+        needs_numbers = options.budget is not None or options.ahead > 0
+        has_length = hasattr(dataset, "__len__")  # a streamed data set has none
+        if not is_training or not has_length or not (shares_rows or needs_numbers):
+            return stock_loader(dataset)
+        rows = DistinctRows(dataset, numbered=needs_numbers, share=shares_rows)
+        loader = stock_loader(rows)
         self.rows_ahead.rows = rows
         self.rows_ahead.order = self._row_order
         self.prefetch = self.images.prefetch(rows, self._row_order, dataset)
@@ -977,24 +859,26 @@ class AdoraGRPOTrainer(TrainerParts):
     def log_evaluation(self, figures: dict[str, float]) -> None:
         """Log the figures of an evaluation, as an entry of its own.
 
-        TRL's `log` would add averages of the training's figures so far, so this is Transformers'.
+        TRL's `log` would add averages of the training's figures so far, so this calls that of
+        Transformers.
         """
-        # Transformers takes this entry for the log of the step, and would leave that out.
+        # Transformers would take this entry for the log of the step, and leave that one out.
         should_log = self.control.should_log
         Trainer.log(self, figures)
         self.control.should_log = should_log
 
     def log_figure(self, name: str, value: float) -> None:
-        """Add a value of this step to the next log, which averages them.
+        """Add a value of this step to the next log, which averages the values of its steps.
 
-        It is the same on every rank.
+        The value has to be the same on every rank.
         """
         self._metrics["train"][name].append(value)
 
     def close(self) -> None:
-        """Shut a colocated engine down while its process groups still exist.
+        """End what the trainer has started: threads, the lock of the folder, a colocated engine.
 
-        Nothing can be sampled after this.
+        The engine is shut down while its process groups still exist. Nothing can be sampled after
+        this.
         """
         self.prefetch.finish()
         self.run.folder.release()
@@ -1002,3 +886,77 @@ class AdoraGRPOTrainer(TrainerParts):
             self.sampler.close()
         if self.use_vllm and self.vllm_mode == "colocate":
             self.vllm_generation.shut_down()
+
+
+def _model_source(
+    model: str | PreTrainedModel,
+    config: AdoraGRPOConfig,
+    *,
+    peft_config: object,
+    quantization_config: object,
+    processor: ProcessorMixin | None,
+) -> ModelSource:
+    """Return the description of the model that the preflight checks look at.
+
+    The arguments are those of the trainer.
+    """
+    return ModelSource(
+        keys=model_keys(
+            model, config=config, peft_config=peft_config, quantised=quantization_config
+        ),
+        peft_config=peft_config,
+        loaded=None if isinstance(model, str) else model,
+        processor=processor,
+    )
+
+
+@contextmanager
+def _own_classes_in_trl(
+    run: ResolvedRun,
+    policy: str | PreTrainedModel,
+    timed_phase: Callable[[str], AbstractContextManager[None]],
+) -> Iterator[None]:
+    """Let TRL's `__init__`, called inside the block, build our vLLM class and our reference model.
+
+    Beside a model object stock TRL loads the reference from the folder that the object's config
+    names, whatever has become of the weights since, and fails where there is no folder. Ours is a
+    copy of the object.
+
+    Args:
+        run: the checked run.
+        policy: a name, or a model object.
+        timed_phase: makes the context in which the seconds of a phase are measured.
+    """
+    engine_class = partial(
+        AdoraVLLMGeneration,
+        settings=engine_settings(run.config, run.model.revision),
+        timed=timed_phase,
+    )
+    with ExitStack() as replacements:
+        replacements.enter_context(
+            compat.GENERATION_CLASS.replaced_by(engine_class, on=grpo_trainer)
+        )
+        if not isinstance(policy, str):
+            copy_of_policy = partial(copied_policy, policy)
+            replacements.enter_context(
+                compat.REFERENCE_MODEL.replaced_by(copy_of_policy, on=grpo_trainer)
+            )
+        yield
+
+
+def _replaced_groups(chosen_by_rank: Sequence[Sequence[int]], groups_per_rank: int) -> int:
+    """Return how many groups of all ranks a refill has replaced.
+
+    Slots that were free before do not count.
+
+    Args:
+        chosen_by_rank: for each rank the number of the group in each slot: its own number where
+            the group stays.
+        groups_per_rank: groups that each rank had before.
+    """
+    replaced = 0
+    for chosen_groups in chosen_by_rank:
+        for slot, group in enumerate(chosen_groups[:groups_per_rank]):
+            if group != slot:
+                replaced += 1
+    return replaced

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import Any, NamedTuple, Protocol, TypedDict, cast
 
 import torch
 from accelerate import Accelerator
@@ -66,26 +66,32 @@ class Batch(TypedDict, total=False):
     rollout_number: Tensor  # (B,), adora_vl.record.recorder
     share_of_rows: float  # rows of this micro-batch over per_device_train_batch_size
     share_of_tokens: Tensor  # (), its tokens over those of a micro-batch on average
-    host: HostRows  # of a micro-batch; left out of checkpoints
+    host_rows: HostRows  # of a micro-batch; left out of checkpoints
+
+
+class RowImages(NamedTuple):
+    """The images of a row, or of its prompt or completion alone, one after the other."""
+
+    pixels: Tensor  # references into an image bank (patches, 1), or pixels (patches, D)
+    grids: Tensor  # (images, 3): each image's (temporal, height, width) in patches
 
 
 @dataclass(frozen=True)
 class HostRows:
-    """What the host knows of B rows, so that a pass does not wait for the device.
+    """A copy of what a pass has to know of B rows on the CPU, so that it never waits for the GPU.
 
-    Tensors are on the CPU. The rows have P prompt and C completion tokens.
+    The rows have P prompt and C completion tokens.
     """
 
     prompt_ids: Tensor  # (B, P)
     prompt_mask: Tensor  # (B, P)
-    token_types: Tensor | None  # (B, P), 1 at the tokens of images
-    lengths: list[int]  # completion tokens of each row
-    # of each row: references (patches, 1) or pixels, and grids (images, 3)
-    images: list[tuple[Tensor, Tensor] | None]
+    prompt_token_types: Tensor | None  # (B, P), 1 at the tokens of images
+    completion_lengths: list[int]  # (B,), in tokens
+    images: list[RowImages | None]  # of each row, prompt and completion together
     # (B, C), not 0 where the policy has sampled; None: everywhere
     policy_mask: Tensor | None = None
-    # (B, C), as `token_types`; None where completions have no images
-    answer_types: Tensor | None = None
+    # (B, C), 1 at the tokens of images; None where no completion has images
+    completion_token_types: Tensor | None = None
 
     @classmethod
     def of(
@@ -95,90 +101,143 @@ class HostRows:
         completion_mask: Tensor,
         columns: Mapping[str, Any],
     ) -> HostRows:
-        """Copy rows to the host.
+        """Copy what a pass has to know of a batch's rows to the CPU, with a single wait for the GPU.
 
         Args:
             prompt_ids: (B, P).
             prompt_mask: (B, P).
             completion_mask: (B, C).
-            columns: the batch's columns of images and tools by their names. Pixels that are not
-                references stay where they are.
+            columns: the batch's columns of images and tools by their names. Pixels are large and
+                stay on their device. References to an image bank are copied.
         """
-        types = columns.get("mm_token_type_ids")
-        grids = columns.get("image_grid_thw")
-        counts = columns.get("num_images")
         pixels: Any = columns.get("pixel_values")
-        policy_mask = columns.get("tool_mask")
-        width = prompt_ids.size(1)
-        # Without tools no completion has images.
-        has_answer_types = types is not None and policy_mask is not None
-        answer_types = types[:, width:] if types is not None and has_answer_types else None
-        types = types[:, :width] if types is not None else None
-        references = pixels if pixels is not None and not pixels.is_floating_point() else None
-        tensors = {
+        has_references = pixels is not None and not pixels.is_floating_point()
+        prompt_types, completion_types = _split_token_types(columns, prompt_ids.size(1))
+        device_tensors = {
             "prompt_ids": prompt_ids,
             "prompt_mask": prompt_mask,
             "lengths": completion_mask.sum(dim=1),
-            "types": types,
-            "grids": grids,
-            "references": references,
-            "policy_mask": policy_mask,
-            "answer_types": answer_types,
+            "prompt_types": prompt_types,
+            "completion_types": completion_types,
+            "policy_mask": columns.get("tool_mask"),
+            "grids": columns.get("image_grid_thw"),
+            "references": pixels if has_references else None,
         }
-        host = _on_host(tensors)
-        answer_types = host["answer_types"]
-        if answer_types is not None and not answer_types.any():
-            answer_types = None
-        images = list[tuple[Tensor, Tensor] | None]([None] * len(prompt_ids))
-        grids = host["grids"]
-        if pixels is not None and grids is not None and counts is not None:
-            grids_by_row = torch.split(grids, counts)
-            sizes = [int(grid.prod(dim=-1).sum()) for grid in grids_by_row]
-            if references is not None:
-                pixels = host["references"]
-            images = list(zip(torch.split(pixels, sizes), grids_by_row, strict=True))
-        lengths = host["lengths"]
-        ids = host["prompt_ids"]
-        mask = host["prompt_mask"]
-        assert ids is not None
-        assert mask is not None
-        assert lengths is not None
+        host = _on_host(device_tensors)
+        completion_types = host["completion_types"]
+        if completion_types is not None and not completion_types.any():
+            completion_types = None  # no completion has an image
         return cls(
-            prompt_ids=ids,
-            prompt_mask=mask,
-            token_types=host["types"],
-            lengths=lengths.tolist(),
-            images=images,
+            prompt_ids=cast("Tensor", host["prompt_ids"]),
+            prompt_mask=cast("Tensor", host["prompt_mask"]),
+            prompt_token_types=host["prompt_types"],
+            completion_lengths=cast("Tensor", host["lengths"]).tolist(),
+            images=_images_of_rows(
+                len(prompt_ids),
+                pixels=host["references"] if has_references else pixels,
+                grids=host["grids"],
+                num_images=columns.get("num_images"),
+            ),
             policy_mask=host["policy_mask"],
-            answer_types=answer_types,
+            completion_token_types=completion_types,
         )
 
-    def images_of_prompt(self, row: int) -> int:
-        """How many images the prompt of a row has.
+    def prompt_image_count(self, row: int) -> int:
+        """Return how many images the prompt of a row has.
 
-        They are counted as runs of image tokens, which never touch.
+        An image is a run of image tokens. Runs never touch, since tokens that mark the beginning
+        and the end of an image stand between them.
         """
-        if self.token_types is None:
+        if self.prompt_token_types is None:
             return 0
-        shows = (self.token_types[row] == 1).int()
-        return int(shows[0] + (shows.diff() == 1).sum())
+        is_image_token = (self.prompt_token_types[row] == 1).int()
+        # A run begins at the first token, or where the difference to the token before is 1.
+        begins_run = is_image_token.diff() == 1
+        return int(is_image_token[0] + begins_run.sum())
 
-    def taken(self, rows: Sequence[int], first: int = 0) -> HostRows:
-        """The facts of these rows, with the columns of their prompts from `first` on."""
+    def select(self, rows: Sequence[int], first_column: int = 0) -> HostRows:
+        """Return what is known of these rows alone.
+
+        Their prompts lose the columns before `first_column`, which are padding in all of these rows.
+        """
         rows = list(rows)
+        prompt_token_types = None
+        policy_mask = None
+        completion_token_types = None
+        if self.prompt_token_types is not None:
+            prompt_token_types = self.prompt_token_types[rows, first_column:]
+        if self.policy_mask is not None:
+            policy_mask = self.policy_mask[rows]
+        if self.completion_token_types is not None:
+            completion_token_types = self.completion_token_types[rows]
         return HostRows(
-            prompt_ids=self.prompt_ids[rows, first:],
-            prompt_mask=self.prompt_mask[rows, first:],
-            token_types=self.token_types[rows, first:] if self.token_types is not None else None,
-            lengths=[self.lengths[row] for row in rows],
+            prompt_ids=self.prompt_ids[rows, first_column:],
+            prompt_mask=self.prompt_mask[rows, first_column:],
+            prompt_token_types=prompt_token_types,
+            completion_lengths=[self.completion_lengths[row] for row in rows],
             images=[self.images[row] for row in rows],
-            policy_mask=self.policy_mask[rows] if self.policy_mask is not None else None,
-            answer_types=self.answer_types[rows] if self.answer_types is not None else None,
+            policy_mask=policy_mask,
+            completion_token_types=completion_token_types,
         )
+
+
+def _split_token_types(
+    columns: Mapping[str, Any], prompt_width: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the token types of prompts, (B, P), and of completions, (B, C): 1 at image tokens.
+
+    They are None for a batch without images. Those of completions are None without tools too: only
+    a tool puts an image into a completion.
+    """
+    types = columns.get("mm_token_type_ids")
+    if types is None:
+        return None, None
+    prompt_types = types[:, :prompt_width]
+    if columns.get("tool_mask") is None:
+        return prompt_types, None
+    return prompt_types, types[:, prompt_width:]
+
+
+def _images_of_rows(
+    rows: int, pixels: Tensor | None, grids: Tensor | None, num_images: list[int] | None
+) -> list[RowImages | None]:
+    """Divide the images of a batch among its rows.
+
+    Args:
+        rows: number of rows, B.
+        pixels: one entry for each patch of all images.
+        grids: (images, 3), each image's patches in time, height and width.
+        num_images: images of each row, (B,).
+
+    Returns:
+        The images of each row; None for each in a batch without images.
+    """
+    if pixels is None or grids is None or num_images is None:
+        return [None] * rows
+    return list(split_images_by_row(pixels, grids, num_images))
+
+
+def split_images_by_row(
+    pixels: Tensor, grids: Tensor, image_counts: Sequence[int]
+) -> list[RowImages]:
+    """Split the pixels (patches, D) and grids (images, 3) of a batch by row.
+
+    `image_counts`: the number of images of each row.
+    """
+    grids_by_row = torch.split(grids, list(image_counts))
+    patches_by_row = [int(row_grids.prod(dim=-1).sum()) for row_grids in grids_by_row]
+    pixels_by_row = torch.split(pixels, patches_by_row)
+    return [
+        RowImages(pixels=row_pixels, grids=row_grids)
+        for row_pixels, row_grids in zip(pixels_by_row, grids_by_row, strict=True)
+    ]
 
 
 def _on_host(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """Copy tensors of whole numbers to the host, in one piece, so that the host waits once."""
+    """Copy tensors of whole numbers to the CPU, by their names; None stays None.
+
+    They travel as one tensor, so that the CPU waits for the GPU once.
+    """
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     joined = torch.cat([tensor.reshape(-1).long() for tensor in present.values()]).cpu()
     parts = torch.split(joined, [tensor.numel() for tensor in present.values()])
@@ -188,9 +247,10 @@ def _on_host(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
     return on_host
 
 
-# the checkpoint of the present step, written by all ranks unless it is there
+# Returns the checkpoint of the present step, which all ranks write together unless it is there.
 SaveNow = Callable[[], Path]
-LogFigure = Callable[[str, float], None]  # name and value, for the next log; the same on every rank
+# Gets name and value of a figure for the next log; the same on every rank.
+LogFigure = Callable[[str, float], None]
 
 
 class PolicyLogps(Protocol):
@@ -217,15 +277,18 @@ class StepContext:
 
 
 def loss_mask(batch: Batch) -> Tensor:
-    """The completion tokens that the loss counts, (B, C)."""
+    """Return 1 at the completion tokens that the loss counts, else 0, (B, C)."""
     mask_BC = batch["completion_mask"]
-    return mask_BC * batch["tool_mask"] if "tool_mask" in batch else mask_BC
+    if "tool_mask" in batch:
+        mask_BC = mask_BC * batch["tool_mask"]  # 0 at the tokens of tools
+    return mask_BC
 
 
 def compared_mask(batch: Batch) -> Tensor:
-    """The tokens of the loss on which the engine can be compared with the policy, (B, C).
+    """Return 1 at the tokens of the loss whose engine log-probabilities must match the policy's.
 
-    Both have seen the same prompt there, and the present weights have sampled the tokens.
+    (B, C). Elsewhere, at the first `stale_tokens` of a rollout, earlier weights have sampled the
+    tokens, or the engine has seen other images than the policy.
     """
     mask_BC = loss_mask(batch)
     if "stale_tokens" in batch:

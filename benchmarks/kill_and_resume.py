@@ -86,6 +86,8 @@ def launch(folder: Path, options: argparse.Namespace, kill: str = "") -> int:
     ]
     command += settings(folder, options.steps, options.extra)
     environment = {**os.environ, KILL: kill, "TOKENIZERS_PARALLELISM": "false"}
+    # Several threads of a busy machine add numbers in another order from run to run.
+    environment.setdefault("OMP_NUM_THREADS", "1")
     log = folder.with_suffix(".log")
     with log.open("a") as stream:
         process = subprocess.Popen(

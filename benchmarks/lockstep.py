@@ -21,9 +21,10 @@ import torch
 
 from adora_vl.models.activations import ActivationMemory, DtypeBytes
 from adora_vl.models.load import PRETRAINED
-from adora_vl.models.shape import config_for_planning, describe
+from adora_vl.models.shape import config_for_planning, model_shape
 from adora_vl.training.micro_batch_room import MicroBatchRoom, UnitSize
-from adora_vl.training.micro_batches import by_length, plan_moves
+from adora_vl.training.micro_batches import by_length
+from adora_vl.training.rank_balance import plan_moves
 
 # The tokens of each rank's units, in the order in which they are learned from
 Ranks = list[list[int]]
@@ -42,7 +43,7 @@ class DrawnLengths:
     def draw(self, rng: random.Random, rollouts: int) -> int:
         """Return the tokens of one group: its prompt and all of its rollouts."""
         group = self.draw_group(rng, rollouts)
-        return group.prompt + group.answers
+        return group.prompt_tokens + group.completion_tokens
 
     def draw_group(self, rng: random.Random, rollouts: int) -> UnitSize:
         """Return the sizes of one group."""
@@ -52,12 +53,15 @@ class DrawnLengths:
             for _ in range(rollouts)
         ]
         return UnitSize(
-            rows=rollouts, prompt=self.prompt, longest=max(answers), answers=sum(answers)
+            rows=rollouts,
+            prompt_tokens=self.prompt,
+            longest_completion=max(answers),
+            completion_tokens=sum(answers),
         )
 
 
 SEVEN_BILLION = ActivationMemory(
-    describe(config_for_planning("Qwen/Qwen2.5-VL-7B-Instruct")[0]),
+    model_shape(config_for_planning("Qwen/Qwen2.5-VL-7B-Instruct")[0]),
     DtypeBytes(compute=2, residual=2),
     reads_features=True,
 )
@@ -118,18 +122,23 @@ def fill_micro_batches(groups: Sequence[Sequence[UnitSize]], longest: int) -> Fi
 
     `groups`: those of each rank, equally many.
     """
-    tokens = [[group.prompt + group.answers for group in rank_groups] for rank_groups in groups]
+    tokens = [
+        [group.prompt_tokens + group.completion_tokens for group in rank_groups]
+        for rank_groups in groups
+    ]
     by_number = [dict(enumerate(rank_groups)) for rank_groups in groups]
     tokens_by_number = [dict(enumerate(rank_groups)) for rank_groups in tokens]
     for number, (source, unit, target) in enumerate(plan_moves(tokens_by_number)):
         by_number[target][-1 - number] = by_number[source].pop(unit)
     ordered_groups = [
-        sorted(rank_groups.values(), key=lambda group: -group.prompt - group.answers)
+        sorted(
+            rank_groups.values(), key=lambda group: -group.prompt_tokens - group.completion_tokens
+        )
         for rank_groups in by_number
     ]
     room = MicroBatchRoom(
         activation_memory=lambda: SEVEN_BILLION,
-        longest_answer=longest,
+        longest_completion=longest,
         shares_prompts=lambda: True,
         masked=True,
     )
@@ -138,7 +147,10 @@ def fill_micro_batches(groups: Sequence[Sequence[UnitSize]], longest: int) -> Fi
     seconds = 0
     for part in parts:
         seconds += max(
-            sum(group.prompt + group.answers for group in rank_groups[part.start : part.stop])
+            sum(
+                group.prompt_tokens + group.completion_tokens
+                for group in rank_groups[part.start : part.stop]
+            )
             for rank_groups in ordered_groups
         )
     ideal = sum(map(sum, tokens)) / len(groups)

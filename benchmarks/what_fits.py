@@ -54,7 +54,10 @@ def longest(setup: Setup, card: int) -> tuple[Setup, Prediction] | None:
                 continue
             longer_setup = replace(longer_setup, engine=replace(engine, utilization=share))
             prediction = predict(longer_setup, card)
-            if prediction.engine is not None and prediction.engine.concurrent >= LEAST_AT_ONCE:
+            if (
+                prediction.engine is not None
+                and prediction.engine.concurrent_rollouts >= LEAST_AT_ONCE
+            ):
                 return longer_setup, prediction
     return None
 
@@ -87,7 +90,7 @@ def rows(cards_gb: Sequence[int] = CARDS_GB) -> Iterator[str]:
                 fitting_setup.batch.prompt_tokens,
                 fitting_setup.batch.completion_tokens,
                 fitting_setup.batch.sequences,
-                f"{prediction.engine.concurrent} of {fitting_setup.generation}",
+                f"{prediction.engine.concurrent_rollouts} of {fitting_setup.sequences_per_generation}",
                 f"{fitting_setup.engine.utilization:g}",
                 f"{prediction.peak / GIB:.1f}",
             )

@@ -136,7 +136,7 @@ def sample(
         "max_pixels",
         "batch_size",
     )
-    fingerprint |= {name: getattr(settings, name) for name in names} | settings.described
+    fingerprint |= {name: getattr(settings, name) for name in names} | settings.fingerprint_fields
     infer(
         loaded.problems,
         output=folder,

@@ -140,7 +140,7 @@ def forecast(groups: Groups) -> Forecast:
     return Forecast(
         groups=len(signal_P),
         tds=Share(tds, int(signal_P.sum())),
-        ties=Share(int((weighing.ties_P & signal_P).sum()), tds),
+        ties=Share(int((weighing.tds_by_tie_P & signal_P).sum()), tds),
         short_only=Share(int(short_P.sum()), tds),
         longest=Share(round(right_longest), len(pairs)),
         shortest=Share(round(right_shortest), len(pairs)),

@@ -14,9 +14,10 @@ from adora_vl.evals.benchmark import NAMES, find_benchmark
 from adora_vl.utils.cli import exit_code_of, imports
 from adora_vl.utils.errors import UserError
 
-_OTHERS = {"all": "eval.suite", "compare": "eval.compare"}
+# Names that are not benchmarks, with the module of each command.
+_OTHER_COMMANDS = {"all": "eval.suite", "compare": "eval.compare"}
 _USAGE = (
-    f"usage: python -m eval {{{','.join((*NAMES, *_OTHERS))},FILE.py:NAME}} ...\n"
+    f"usage: python -m eval {{{','.join((*NAMES, *_OTHER_COMMANDS))},FILE.py:NAME}} ...\n"
     "       adora-vl-eval does the same, where a folder eval/ of your own is in the way"
 )
 _EXAMPLES = """
@@ -27,44 +28,51 @@ examples:
 
 
 def _description_of(benchmark: str) -> str:
-    """Return the description of a benchmark in the first sentence of its module.
+    """Return what `--help` says of a benchmark: the text behind the colon in its module docstring.
 
-    The file is parsed and not imported, since importing all of them takes long.
+    The file is parsed and not imported, since importing all benchmarks takes long.
     """
     source = Path(__file__).with_name(f"{benchmark}.py").read_bytes()
     docstring = ast.get_docstring(ast.parse(source)) or ""
-    sentence = docstring.partition("\n\n")[0].replace("\n", " ")
-    return sentence.partition(": ")[2]
+    first_paragraph = docstring.partition("\n\n")[0].replace("\n", " ")
+    _, _, description = first_paragraph.partition(": ")
+    return description
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a benchmark's command, `all` of a suite, or `compare`.
+    """Run the command of a benchmark, `all` for a suite of benchmarks, or `compare`.
 
-    Returns its exit code, or 2 for an unknown name.
+    Args:
+        arguments: The words of the command line, of which the first names the command; None: those
+            of this process. Without any the help is printed.
+
+    Returns the exit code of the command, or 2 for an unknown name.
     """
-    name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    name, *command_words = words or ["--help"]
     if name in ("-h", "--help"):
-        lines = [
-            _USAGE,
-            "",
-            *(
-                f"  {benchmark_name:<12}{_description_of(benchmark_name)}"
-                for benchmark_name in NAMES
-            ),
-            _EXAMPLES,
-        ]
-        return exit_code_of(lambda: print("\n".join(lines)), "nothing was done")
-    if name in _OTHERS:
-        command: Callable[[list[str]], int] = import_module(_OTHERS[name]).main
-        return command(rest)
+        return exit_code_of(_print_help, "nothing was done")
+    if name in _OTHER_COMMANDS:
+        # Each command is imported only when it is run, since its imports take long.
+        run_command: Callable[[list[str]], int] = import_module(_OTHER_COMMANDS[name]).main
+        return run_command(command_words)
     try:
         with imports():
-            benchmark = find_benchmark(name, extra_names=tuple(_OTHERS))
-            from eval.command import main as run
+            benchmark = find_benchmark(name, extra_names=tuple(_OTHER_COMMANDS))
+            from eval.command import main as run_benchmark
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return run(benchmark, rest)
+    return run_benchmark(benchmark, command_words)
+
+
+def _print_help() -> None:
+    """Print the usage, a line for each benchmark, and examples."""
+    lines = [_USAGE, ""]
+    for name in NAMES:
+        lines.append(f"  {name:<12}{_description_of(name)}")
+    lines.append(_EXAMPLES)
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

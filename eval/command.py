@@ -18,7 +18,7 @@ from adora_vl.evals.asking import (
 from adora_vl.evals.inference.engines import tool_options_of
 from adora_vl.evals.inference.predictions import PREDICTIONS
 from adora_vl.evals.inference.provenance import PROMPTS, resolve_prompts
-from adora_vl.evals.inference.runner import join_ranks
+from adora_vl.evals.inference.ranks import join_ranks
 from adora_vl.evals.options import ScoreOptions, add_options, option_names, options_from
 from adora_vl.evals.records import Benchmark
 from adora_vl.evals.scoring.files import write_score
@@ -27,7 +27,8 @@ from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.own_files import search_files_beside
 
 VERBS = {"infer": "answer the problems", "score": "score answers", "run": "both"}
-_NEEDED = {
+# The options without which a verb cannot run.
+_NEEDED_OPTIONS = {
     "infer": ("model", "data", "output"),
     "score": ("predictions", "output"),
     "run": ("model", "data", "output"),
@@ -36,37 +37,37 @@ _NEEDED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command that was read: its verb, with the options of the verb."""
+    """A command line of a benchmark, read into the options of its verb."""
 
     verb: str
+    """`infer`, `score` or `run`."""
     ask: AskOptions | None = None
-    """The options of `infer` and `run`."""
+    """The options of asking the model, for `infer` and `run`."""
     score: ScoreOptions | None = None
-    """The options of `score` and `run`: an instance of the benchmark's own `score_options`."""
+    """The options of scoring, for `score` and `run`, as the benchmark's own `score_options`."""
     predictions: Path | None = None
-    """The file that `score` scores; `run` scores the answers that it has asked for."""
+    """The file that `score` scores. `run` scores the answers that it has asked for itself."""
 
 
 def parse(argv: Sequence[str] | None, benchmark: Benchmark) -> Command:
-    """Read a benchmark's command: the command line goes over the `--config` file.
+    """Read the command line of a benchmark into the options of its verb.
 
-    Raises `UserError`.
+    The verbs that ask a model, `infer` and `run`, may name a YAML file of options with `--config`.
+    An option of the command line takes precedence over one of the file.
+
+    Args:
+        argv: The words of the command line; None: those of this process.
+        benchmark: The benchmark, which adds options of its own.
+
+    Raises `UserError` for a mistake in the file or a missing option.
     """
     parser = build_parser(benchmark)
     words = list(sys.argv[1:] if argv is None else argv)
-    options = parser.parse_args(words)
-    config: Path | None = getattr(options, "config", None)
-    if config is not None:
-        search_files_beside(config)
-        # The options of the file come first, because argparse keeps the last of two equal options.
-        # `infer` ignores options for the score, so that one file serves `infer` and `run`.
-        unused = set(option_names(benchmark.score_options)) if options.verb == "infer" else set()
-        options = parser.parse_args(
-            [options.verb, *_file_options(config, options, unused), *words[1:]]
-        )
+    options = _parse_with_config_file(parser, words, benchmark)
+    # Only the verbs that ask a model have this option.
     if getattr(options, "tool_options", None) is not None:
         options.tool_options = tool_options_of(options.tools, options.tool_options)
-    for name in _NEEDED[options.verb]:
+    for name in _NEEDED_OPTIONS[options.verb]:
         if getattr(options, name) is None:
             raise UserError(f"--{name} is missing; see {parser.prog} {options.verb} --help")
     if options.verb == "score":
@@ -75,58 +76,99 @@ def parse(argv: Sequence[str] | None, benchmark: Benchmark) -> Command:
             score=options_from(benchmark.score_options, options),
             predictions=options.predictions,
         )
-    prompts = {name: getattr(options, name) for name in PROMPTS if hasattr(options, name)}
-    vars(options).update(resolve_prompts(options.model, prompts))
-    data = options_from(benchmark.data_options, options)
+    _fill_in_training_prompts(options)
+    score_options: ScoreOptions | None = None
+    if options.verb == "run":
+        score_options = options_from(benchmark.score_options, options)
+    data_options = options_from(benchmark.data_options, options)
     return Command(
         verb=options.verb,
-        ask=options_from(AskOptions, options, data=data),
-        score=options_from(benchmark.score_options, options) if options.verb == "run" else None,
+        ask=options_from(AskOptions, options, data=data_options),
+        score=score_options,
     )
 
 
+def _parse_with_config_file(
+    parser: Parser, words: Sequence[str], benchmark: Benchmark
+) -> Namespace:
+    """Parse a command line together with the options of its `--config` file, if it names one.
+
+    Args:
+        parser: The parser of the benchmark's command.
+        words: The words of the command line; the first is the verb.
+        benchmark: The benchmark, whose score options `infer` ignores.
+    """
+    options = parser.parse_args(words)
+    config_file: Path | None = getattr(options, "config", None)  # `score` has no such option
+    if config_file is None:
+        return options
+    # A file of the user's own that an option names may lie in the folder of the config file.
+    search_files_beside(config_file)
+    # `infer` ignores the options of scoring, so that one file serves `infer` and `run`.
+    ignored_keys: set[str] = set()
+    if options.verb == "infer":
+        ignored_keys.update(option_names(benchmark.score_options))
+    file_words = _words_of_config_file(config_file, options, ignored_keys)
+    # argparse keeps the last of two equal options, so those of the file come first.
+    return parser.parse_args([options.verb, *file_words, *words[1:]])
+
+
+def _fill_in_training_prompts(options: Namespace) -> None:
+    """Set the prompts that no option gives to those that the model was trained with.
+
+    Without an option a prompt is `OF_THE_RUN` here. A model that was not trained by this package
+    gets the default prompt. Not every benchmark has both options, `system_prompt` and `prompt`.
+    """
+    parsed_prompts = {name: getattr(options, name) for name in PROMPTS if hasattr(options, name)}
+    vars(options).update(resolve_prompts(options.model, parsed_prompts))
+
+
 def build_parser(benchmark: Benchmark) -> Parser:
-    """Return the parser of a benchmark's command, with the options that its dataclasses have."""
+    """Build the parser of a benchmark's command, with a subcommand for each verb.
+
+    The options come from the dataclasses `AskOptions`, `data_options` and `score_options`.
+    """
+    # A benchmark in a file of the user's own is named on the command line by that file.
     name = " FILE.py:NAME" if benchmark.file else f".{benchmark.name}"
     parser = Parser(prog=f"python -m eval{name}")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="{infer,score,run}")
+    verb_parsers = parser.add_subparsers(dest="verb", required=True, metavar="{infer,score,run}")
     for verb, help_text in VERBS.items():
-        sub = verbs.add_parser(verb, help=help_text)
+        verb_parser = verb_parsers.add_parser(verb, help=help_text)
         if verb == "score":
-            sub.add_argument(
-                "--predictions",
-                type=optional(path),
-                metavar="FILE.jsonl",
-                help="needed: answers that `infer` or another program made",
-            )
-            sub.add_argument(
-                "--columns",
-                nargs="+",
-                type=_column,
-                default=(),
-                metavar="OURS=THEIRS",
-                help="fields under another name: pid=index response=prediction",
-            )
-            where = "needed: a folder for score.json, or a file whose name ends in .json"
+            _add_prediction_options(verb_parser)
+            output_help = "needed: a folder for score.json, or a file whose name ends in .json"
         else:
-            _add_inference(sub, benchmark)
-            sub.add_argument(
-                "--config",
-                type=optional(path),
-                metavar="FILE.yaml",
-                help="these options, with _ for -",
-            )
-            where = "needed: a folder; a run that is there is resumed"
-        sub.add_argument("--output", type=optional(path), help=where)
+            _add_ask_options(verb_parser, benchmark)
+            output_help = "needed: a folder; a run that is there is resumed"
+        verb_parser.add_argument("--output", type=optional(path), help=output_help)
         if verb != "infer":
-            add_options(sub, benchmark.score_options)
+            add_options(verb_parser, benchmark.score_options)
     return parser
 
 
-def _column(word: str) -> str:
-    """Return a word `OURS=THEIRS` as it is.
+def _add_prediction_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `score` that say where the answers are and how their fields are named."""
+    parser.add_argument(
+        "--predictions",
+        type=optional(path),
+        metavar="FILE.jsonl",
+        help="needed: answers that `infer` or another program made",
+    )
+    parser.add_argument(
+        "--columns",
+        nargs="+",
+        type=_column_word,
+        default=(),
+        metavar="OURS=THEIRS",
+        help="fields under another name: pid=index response=prediction",
+    )
 
-    Raises `ArgumentTypeError` for another, of which argparse makes a line that names the option.
+
+def _column_word(word: str) -> str:
+    """Check a word of `--columns` and return it unchanged.
+
+    Raises `ArgumentTypeError` for a word that is not `OURS=THEIRS`; argparse adds the name of the
+    option to the message.
     """
     ours, sign, theirs = text(word).partition("=")
     if not (ours and sign and theirs):
@@ -134,56 +176,86 @@ def _column(word: str) -> str:
     return word
 
 
-def _add_inference(parser: argparse.ArgumentParser, benchmark: Benchmark) -> None:
-    """The options of `infer` and `run`."""
+def _add_ask_options(parser: argparse.ArgumentParser, benchmark: Benchmark) -> None:
+    """Add the options of asking a model, which `infer` and `run` have in common."""
     split = benchmark.split
     parser.add_argument("--data", type=optional(text), help="needed: a folder or file, or a hub id")
     parser.add_argument("--split", type=text, default=split, help=f"default {split}")
     add_options(parser, AskOptions)
     add_options(parser, benchmark.data_options)
+    parser.add_argument(
+        "--config",
+        type=optional(path),
+        metavar="FILE.yaml",
+        help="these options, with _ for -",
+    )
 
 
-def _file_options(file: Path, options: Namespace, unused: set[str]) -> list[str]:
-    """Return the keys of a YAML file as words of a command line, so that the same code checks both.
+def _words_of_config_file(
+    config_file: Path, options: Namespace, ignored_keys: set[str]
+) -> list[str]:
+    """Turn the keys of a YAML file into words of a command line, so that argparse checks both.
 
-    Keys in `unused` are left out; `options` has the options of the verb. Raises `UserError` for an
-    unknown key, and for a value that is a list or a mapping where one value is expected.
+    Args:
+        config_file: The YAML file, with an option under each key.
+        options: The options of the verb as argparse read them, with their defaults. Their names are
+            the keys that the file may have.
+        ignored_keys: Options of another verb, which are left out.
+
+    Raises `UserError` for an unknown key, and for a list or a mapping where an option takes one
+    value.
     """
-    content = read_mapping("config", file)
-    names = set(vars(options)) - {"verb", "config"}
-    words = []
+    content = read_mapping("config", config_file)
+    known_keys = set(vars(options)) - {"verb", "config"}
+    words: list[str] = []
     for key, value in content.items():
-        if key in unused:
+        if key in ignored_keys:
             continue
-        if key not in names:
-            raise UserError(
-                f"config: {str(file)!r} has the unknown key {key!r}{did_you_mean(str(key), names)}"
-            )
-        option = "--" + str(key).replace("_", "-")
-        if (
-            key == "tools"
-            and isinstance(value, list)
-            and all(isinstance(name, str) for name in value)
-        ):
-            words += [option, *value]
-            continue
-        if key == "tool_options" and isinstance(value, dict):
-            value = json.dumps(value)
-        if isinstance(value, list | dict):
-            fault = "no list of names; write one" if key == "tools" else "not one value; write one"
-            raise UserError(f"config: {key}: {value!r:.60} in {str(file)!r} is {fault}")
+        if key not in known_keys:
+            suggestion = did_you_mean(str(key), known_keys)
+            raise UserError(f"config: {str(config_file)!r} has the unknown key {key!r}{suggestion}")
+        # A switch without a value on the command line has a truth value as its default.
         is_switch = isinstance(getattr(options, key), bool)
-        if (value is False and str(key).startswith("no_")) or (value is None and is_switch):
-            continue
-        if isinstance(value, bool) and is_switch:
-            words.append(option if value else option.replace("--", "--no-", 1))
-        else:
-            words.append(f"{option}={'null' if value is None else value}")
+        words += _words_of_key(str(key), value, is_switch=is_switch, config_file=config_file)
     return words
 
 
+def _words_of_key(key: str, value: object, *, is_switch: bool, config_file: Path) -> list[str]:
+    """Turn one key of the config file into words of the command line.
+
+    Args:
+        key: The name of the option, with `_` for `-`.
+        value: Its value in the file.
+        is_switch: Whether the option is `--name` or `--no-name`, without a value.
+        config_file: The file, for messages.
+    """
+    option = "--" + key.replace("_", "-")
+    is_list_of_names = isinstance(value, list) and all(isinstance(name, str) for name in value)
+    # Two options may be more than one value in YAML: a list of tools, and a mapping of their
+    # limits, which the command line takes as one text.
+    if key == "tools" and isinstance(value, list) and is_list_of_names:
+        return [option, *value]
+    if key == "tool_options" and isinstance(value, dict):
+        value = json.dumps(value)
+    if isinstance(value, list | dict):
+        fault = "no list of names; write one" if key == "tools" else "not one value; write one"
+        raise UserError(f"config: {key}: {value!r:.60} in {str(config_file)!r} is {fault}")
+    # A switch named `no_...` is off where it is not given, and argparse has no word that says so.
+    if value is False and key.startswith("no_"):
+        return []
+    if is_switch and value is None:
+        return []
+    if is_switch and isinstance(value, bool):
+        return [option if value else option.replace("--", "--no-", 1)]
+    return [f"{option}={'null' if value is None else value}"]
+
+
 def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
-    """Run the command of a benchmark, with the words of `argv` or of the process.
+    """Run the command of a benchmark.
+
+    Args:
+        benchmark: The benchmark.
+        argv: The words of the command line; None: those of this process.
 
     Returns the exit code: 0 for success, 2 for wrong input, 130 after Ctrl-C.
     """
@@ -194,7 +266,7 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
         if command.predictions is not None and command.score is not None:
             write_score(benchmark, command.predictions, command.score)
             return
-        assert command.ask is not None
+        assert command.ask is not None  # every verb but `score` has these options
         # Every mistake that can be found without the model is found before it is loaded.
         check_output(command.ask.output)
         processes = join_ranks()
@@ -206,7 +278,7 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
             selection=problems_to_ask(benchmark, command.ask),
             processes=processes,
         )
-        # The first rank has gathered the answers of all.
+        # Rank 0 has gathered the answers of all ranks into one file.
         if command.score is not None and processes.rank == 0:
             write_score(benchmark, command.ask.output / PREDICTIONS, command.score)
 

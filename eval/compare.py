@@ -11,22 +11,24 @@ from adora_vl.utils.cli import Parser, exit_code_of, text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
+    """Compare the scores that the command line names, and print a table with tests.
 
     Returns the exit code: 0 for success, 2 for wrong input, 130 after Ctrl-C.
     """
     parser = build_parser()
 
     def command() -> None:
+        """Read the score files and print their comparison."""
         options = parser.parse_args(argv)
         runs = [read_run(path) for path in options.runs]
-        print("\n".join(comparison(runs, options.by, published=not options.no_published)))
+        lines = comparison(runs, by=options.by, published=not options.no_published)
+        print("\n".join(lines))
 
     return exit_code_of(command, "nothing was written")
 
 
 def build_parser() -> Parser:
-    """Return the parser of the command."""
+    """Build the parser of the command."""
     parser = Parser(prog="python -m eval.compare", description="Scores side by side, with tests.")
     add = parser.add_argument
     add("runs", nargs="+", type=text, metavar="RUN", help="a score file, or the folder of a `run`")

@@ -15,7 +15,7 @@ from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import TEXT, wrong_fields
+    from adora_vl.evals.inference.predictions import TEXT, fault_of_fields
     from adora_vl.evals.options import HubDataOptions, ScoreOptions
     from adora_vl.evals.records import (
         Benchmark,
@@ -33,10 +33,12 @@ with imports():
         verdict_of,
     )
 
+# Each split has one variant of every problem.
 SPLITS = tuple(f"sample_variant{number}" for number in range(1, 11))
+# The columns that each row has, and what their values have to be.
 COLUMNS = dict.fromkeys(("question", "answer", "answer_type", "subject", "level"), TEXT)
-check = partial(wrong_fields, kinds=COLUMNS)
-_TOLERANCE = 0.001
+check = partial(fault_of_fields, kinds=COLUMNS)
+_TOLERANCE = 0.001  # by which the official score lets a number differ
 _GUIDE = """
 ## Answer Instruction Please provide an answer to the question outlined above. Your response should adhere \
 to the following JSON format, which includes two keys: 'solution' and 'short answer'. The 'solution' key can contain \
@@ -51,96 +53,111 @@ _EXAMPLE = {"solution": "[Detailed step-by-step explanation]", "short answer": "
 
 
 def prompt(row: dict[str, Any]) -> str:
-    """Return the official prompt for a row.
-
-    It is the question, and the form of the answer, an object of JSON.
-    """
+    """Build the official prompt of a row: the question, and the form of the answer in JSON."""
     number = "Please answer in a floating-point number." if row["answer_type"] == "float" else ""
     return f"## Question\n{row['question']}{number}{_GUIDE}{json.dumps(_EXAMPLE, indent=4)}"
 
 
 def short_answer(response: str) -> tuple[str, str]:
-    """Return the answer by the official extraction, and how it was found.
+    """Extract the answer of a response as the official score does.
 
-    It is the key `short answer` of the JSON in a response, whose backslashes are removed; else the
-    last line without its last sign (evaluation/opensource_json_eval.py in DynaMath/DynaMath).
+    The prompt asks for JSON with the key `short answer`. For a response without such JSON the
+    official code takes the last line, but drops its last character. Source:
+    evaluation/opensource_json_eval.py in DynaMath/DynaMath.
+
+    Returns the answer, and how it was found: `json`, `last_line`, or `no_object` for JSON that is
+    not an object.
     """
     start = response.find("{")
     end = response.rfind("}")
     text = response
     if 0 <= start < end:
+        # The official code removes backslashes, since those of LaTeX are not valid in JSON.
         text = response[start : end + 1].replace("\\", "")
     try:
         content = json.loads(text, strict=False)
     except (ValueError, RecursionError):
-        return text.split("\n")[-1][:-1], "last_line"
+        last_line = text.split("\n")[-1]
+        return last_line[:-1], "last_line"
     if not isinstance(content, dict):
         return "", "no_object"
     return str(content.get("short answer")), "json"
 
 
-def is_officially_right(answer: str, reference: str, kind: str) -> bool:
-    """Return whether an answer is right by the official rule.
+def is_officially_right(answer: str, reference: str, answer_type: str) -> bool:
+    """Return whether an extracted answer is right by the official rule.
 
-    A number is met to within a thousandth, in multiples of π too, a letter by one among the first
-    three signs, and a text by an answer that contains it.
+    Args:
+        answer: The extracted answer.
+        reference: The reference answer.
+        answer_type: What decides how both are compared. A `float` may differ by a thousandth, and
+            may be a multiple of π such as `2π`. For `multiple choice` the letter has to be among
+            the first three characters. Any other answer has to contain the reference.
     """
-    if kind == "float":
+    if answer_type == "float":
         word = answer if answer.isdigit() else answer.split(" ")[0]
         number, pi, _ = word.partition("π")
+        unit = math.pi if pi else 1
         try:
-            return abs(float(number) * (math.pi if pi else 1) - float(reference)) <= _TOLERANCE
+            return abs(float(number) * unit - float(reference)) <= _TOLERANCE
         except ValueError:
             return False
-    if kind == "multiple choice":
+    if answer_type == "multiple choice":
         return answer == reference if len(answer) == 1 else reference in answer[:3]
     return reference in answer
 
 
 def grade(row: Prediction, options: ScoreOptions) -> RowGrade:
-    """Return the verdict on a row by the official rule, and the groups that it counts in."""
+    """Grade one answer by the official rule."""
     answer, rule = short_answer(row["response"])
-    groups = {name: [row[name]] for name in ("subject", "level", "answer_type")}
+    is_right = is_officially_right(answer, row["answer"], row["answer_type"])
     return RowGrade(
-        verdict=verdict_of(is_officially_right(answer, row["answer"], row["answer_type"])),
+        verdict=verdict_of(is_right),
         extracted=answer,
         reason=rule,
-        groups=groups,
+        groups={name: [row[name]] for name in ("subject", "level", "answer_type")},
     )
 
 
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: ScoreOptions
 ) -> OwnFigures:
-    """Return the worst case, and the robustness.
+    """Compute the worst case and the robustness.
 
-    The worst case is the share of problems of which every variant is right. Divided by the accuracy
-    it is the robustness.
+    The worst case is the share of problems whose variants are all right. The robustness is the
+    worst case divided by the accuracy over all variants.
     """
-    variants: dict[tuple[str, int], list[bool]] = defaultdict(list)
+    # Whether each variant is right, by problem and sample.
+    correct_by_variant: dict[tuple[str, int], list[bool]] = defaultdict(list)
     for item in graded:
-        problem = item.pid.rpartition("/")[2]
-        variants[problem, item.sample].append(item.correct)
-    all_right = sum(map(all, variants.values()))
-    answers_each = max(map(len, correct_by_problem(graded).values()))
-    worst = cell_from_counts(all_right, len(variants), answers_each)
+        problem_id = item.pid.rpartition("/")[2]  # the id begins with the split of the variant
+        correct_by_variant[problem_id, item.sample].append(item.correct)
+    n_all_right = sum(all(variants) for variants in correct_by_variant.values())
+    n_samples = max(len(verdicts) for verdicts in correct_by_problem(graded).values())
+    worst_case = cell_from_counts(n_all_right, len(correct_by_variant), n_samples)
     accuracy = sum(item.correct for item in graded) / len(graded)
-    robustness = worst["accuracy"] / accuracy if worst and accuracy else None
-    n_variants = max(map(len, variants.values()))
-    warnings = []
+    robustness = None
+    if worst_case and accuracy:
+        robustness = worst_case["accuracy"] / accuracy
+    n_variants = max(len(variants) for variants in correct_by_variant.values())
+    warnings: list[str] = []
     if n_variants < len(SPLITS):
         warnings.append(
             f"the worst case is over {n_variants} of the {len(SPLITS)} variants; --split all"
         )
     return OwnFigures(
-        {"variants": {"worst_case": worst, "robustness": robustness}}, warnings=warnings
+        {"variants": {"worst_case": worst_case, "robustness": robustness}}, warnings=warnings
     )
 
 
 def load(options: HubDataOptions) -> LoadedProblems:
-    """Return the problems of a split, or with `all` of every variant, and a hash of the data."""
-    problems = list[Problem]()
-    hashes = list[str]()
+    """Load the problems of one split, or of all splits for `--split all`.
+
+    Each split has a variant of every problem under the same id, so that ids get the name of their
+    split as a prefix here. A single file has no splits, and is loaded once.
+    """
+    problems: list[Problem] = []
+    hashes: list[str] = []
     splits: Sequence[str] = (options.split,)
     if options.split == "all" and not Path(options.data).is_file():
         splits = SPLITS
@@ -153,12 +170,11 @@ def load(options: HubDataOptions) -> LoadedProblems:
             check=check,
             id_column="id",
             split=split,
-            renamed={"ground_truth": "answer", "knowledge_level": "level"},
+            our_names={"ground_truth": "answer", "knowledge_level": "level"},
         )
-        problems += [
-            replace(problem, fields={**problem.fields, "pid": f"{split}/{problem.pid}"})
-            for problem in loaded.problems
-        ]
+        for problem in loaded.problems:
+            fields = {**problem.fields, "pid": f"{split}/{problem.pid}"}
+            problems.append(replace(problem, fields=fields))
         hashes.append(loaded.data_hash)
     return LoadedProblems(problems=problems, data_hash="+".join(hashes))
 

@@ -12,32 +12,40 @@ with imports():
 
 
 def _caution(score: Mapping[str, Any]) -> str | None:
-    """Return why a score is not comparable with the published rows: its prompts showed the choices.
+    """Say why a score cannot be compared with the published figures; None where it can.
 
-    None where they did not.
+    The published figures are of open questions. A prompt whose template has a placeholder for the
+    choices shows them to the model.
     """
-    prompt = ((score.get("fingerprint") or {}).get("fields") or {}).get("prompt")
-    if not any(f"{{{name}}}" in (prompt or "") for name in NAMES_OF_CHOICES):
+    fingerprint = score.get("fingerprint") or {}
+    prompt = (fingerprint.get("fields") or {}).get("prompt") or ""
+    shows_choices = any(f"{{{name}}}" in prompt for name in NAMES_OF_CHOICES)
+    if not shows_choices:
         return None
     return (
         "the quoted rows are of open questions, and here choices were shown; --prompt none asks so"
     )
 
 
-_TEST_PROBLEMS = 601  # the problems of Geometry3K's test split
-# The share of them that makes a whole split: preparing it may leave out some whose answers nobody
-# can meet.
-_WHOLE_SPLIT = 0.95
+_TEST_PROBLEMS = 601  # in Geometry3K's test split
+# A score over this share of them counts as one of the whole split. Preparing the data leaves out
+# problems whose reference answers cannot be read.
+_WHOLE_SPLIT_SHARE = 0.95
 
 
 def _is_the_test_split(score: Mapping[str, Any]) -> bool:
-    """Return whether a score is of the whole test split of Geometry3K, with its own pictures."""
+    """Return whether a score is of Geometry3K's whole test split, asked with its pictures.
+
+    Only such a score is shown beside the published figures. `view` is what the model was shown: the
+    picture, its facts in words, both, or a grey picture.
+    """
     data_set = score.get("data_set") or {}
-    view = ((score.get("fingerprint") or {}).get("fields") or {}).get("view", "image")
+    fingerprint = score.get("fingerprint") or {}
+    view = (fingerprint.get("fields") or {}).get("view", "image")
     return (
         data_set.get("sources") == ["geometry3k"]
         and data_set.get("splits") == ["test"]
-        and data_set.get("problems", 0) >= _WHOLE_SPLIT * _TEST_PROBLEMS
+        and data_set.get("problems", 0) >= _WHOLE_SPLIT_SHARE * _TEST_PROBLEMS
         and view == "image"
     )
 

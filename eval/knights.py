@@ -10,21 +10,30 @@ with imports():
 
 
 def grade(row: Prediction, options: ScoreOptions) -> RowGrade:
-    """Return the verdict on a row, in the groups of its number of people."""
+    """Grade one answer, which is right if it names everyone's role as knight or knave.
+
+    Answers are counted by the number of people in the puzzle, and in two halves: the numbers that
+    the published model was trained on (ID), and larger ones (OOD).
+    """
     verdict, extracted = knights_verdict(row["response"], row["answer"])
-    reason = {"correct": "everyone_right", "wrong": "someone_wrong"}.get(verdict, "no_whole_answer")
-    family = str((row.get("metadata") or {}).get("family") or "")
+    reason_by_verdict = {"correct": "everyone_right", "wrong": "someone_wrong"}
+    metadata = row.get("metadata") or {}
+    family = str(metadata.get("family") or "")  # such as `3 people`
     groups = {}
-    number, _, word = family.partition(" ")
-    # The published model was trained on at most 5 people, which are its ID.
-    if word == "people" and number.isdecimal():
+    number, _, noun = family.partition(" ")
+    if noun == "people" and number.isdecimal():
         half = "2 to 5 people (ID)" if int(number) <= 5 else "6 to 8 people (OOD)"
         groups = {"people": [family], "half": [half]}
-    return RowGrade(verdict=verdict, extracted=extracted, reason=reason, groups=groups)
+    return RowGrade(
+        verdict=verdict,
+        extracted=extracted,
+        reason=reason_by_verdict.get(verdict, "no_whole_answer"),
+        groups=groups,
+    )
 
 
 def _check(row: Prediction) -> str | None:
-    """Return what makes a row unusable: a reference answer without roles; else None."""
+    """Return what is wrong with a row: its reference answer names no role; None where it does."""
     if not roles_in(row["answer"]):
         return f"has answer = {row['answer']!r:.60}, which names nobody as a knight or a knave"
     return None

@@ -10,7 +10,7 @@ from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import TEXT, TEXTS, wrong_fields
+    from adora_vl.evals.inference.predictions import TEXT, TEXTS, fault_of_fields
     from adora_vl.evals.options import HubDataOptions
     from adora_vl.evals.records import Benchmark, Extraction, Prediction, RowGrade
     from adora_vl.evals.scoring.choice import extract_choice
@@ -24,63 +24,71 @@ with imports():
     from adora_vl.rewards.completion import answer_block, last_boxed
     from adora_vl.rewards.thinking import final_part
 
+# The columns that each row has, and what their values have to be.
 COLUMNS = {"question": TEXT, "answer": TEXT, "skill": TEXTS}
-check = partial(wrong_fields, kinds=COLUMNS)
+check = partial(fault_of_fields, kinds=COLUMNS)
 _LETTERS = "ABCDEFGHI"  # letters that an option may have; the options stand in the picture
-_JOINED = r"[A-I](?:(?:\s*(?:,|&|and)\s*)+[A-I])*"
-_SEVERAL = re.compile(
+# One letter, or several with commas, `&` or `and` between them.
+_LETTERS_PATTERN = r"[A-I](?:(?:\s*(?:,|&|and)\s*)+[A-I])*"
+# Such letters behind words like `the answers are`, or on a line of their own.
+_STATED_LETTERS = re.compile(
     r"(?:\b(?i:answers?|choices?|options?)\b[^.\n"
-    rf"]{{0,40}}?(?i:\b(?:is|are)\b|[:：])\W*|^\W*)({_JOINED})\W*(?=$|\n"
+    rf"]{{0,40}}?(?i:\b(?:is|are)\b|[:：])\W*|^\W*)({_LETTERS_PATTERN})\W*(?=$|\n"
     r"|\.)"
 )
 
 
 def letters_of(value: object) -> list[str]:
-    """Return the options that an answer or an extraction names, in lower case and sorted.
+    """Return the letters of the options that an answer names, in lower case and sorted.
 
-    They are equal for `A, C`, `AC` and `['c', 'a']`.
+    `A, C`, `AC` and `['c', 'a']` all give `['a', 'c']`.
     """
-    words = value if isinstance(value, list) else re.split(r"[\s,;&]+|\band\b", str(value or ""))
-    words = [str(word).strip().strip("'\"[](). ").lower() for word in words]
+    if isinstance(value, list):
+        words = [str(word) for word in value]
+    else:
+        words = re.split(r"[\s,;&]+|\band\b", str(value or ""))
+    words = [word.strip().strip("'\"[](). ").lower() for word in words]
+    # Several letters may be written as one word.
     if len(words) == 1 and re.fullmatch("[a-i]{2,4}", words[0]):
         words = list(words[0])
     return sorted(word for word in words if word)
 
 
-def by_rules(response: str) -> Extraction:
-    """Return the letters in a response behind its thinking, and the rule that found them.
+def extract_letters(response: str) -> Extraction:
+    """Extract the letters that a response names as its answer, by rules of our own.
 
-    They stand in a box, or are stated together, such as `B and D`; else the one letter by our rules
-    counts.
+    A question may have several right options. The letters stand in the last box, or they are stated
+    together, such as `B and D`. Where neither is so, the response names one letter at most.
     """
-    response = final_part(response)
+    response = final_part(response)  # without a block of thinking
     response = answer_block(response) or response
-    several = list(_SEVERAL.finditer(response.strip()))
+    stated_letters = list(_STATED_LETTERS.finditer(response.strip()))
     candidates = (
         (last_boxed(response) or "", "box"),
-        (several[-1][1] if several else "", "stated_letters"),
+        (stated_letters[-1][1] if stated_letters else "", "stated_letters"),
     )
     for text, rule in candidates:
-        plain = re.sub(r"\\text\{([^{}]*)\}|[()\s]+$|^[(\s]+", r"\1", text)
-        if re.fullmatch(_JOINED, plain):
-            return Extraction(plain, rule)
-    return extract_choice(response, [""] * len(_LETTERS))
+        # `\text{B}` becomes `B`, and brackets and spaces around the letters are removed.
+        letters = re.sub(r"\\text\{([^{}]*)\}|[()\s]+$|^[(\s]+", r"\1", text)
+        if re.fullmatch(_LETTERS_PATTERN, letters):
+            return Extraction(letters, rule)
+    letter, rule = extract_choice(response, [""] * len(_LETTERS))
+    return Extraction(letter, rule)
 
 
 def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
-    """Return the verdict on a row.
+    """Grade one answer, whose extraction stands in the row under `parsed_answer`.
 
-    It is right if its letters are those of the reference answer, and no others.
+    It is right if it names the letters of the reference answer and no others.
     """
-    read: Extraction = row["read"]
-    named = letters_of(read.text)
-    right = letters_of(row["answer"])
+    extraction: Extraction = row["parsed_answer"]
+    letters = letters_of(extraction.text)
     return RowGrade(
-        verdict=verdict_of(named == right),
-        extracted=", ".join(named),
-        reason=read.method,
+        verdict=verdict_of(letters == letters_of(row["answer"])),
+        extracted=", ".join(letters),
+        reason=extraction.method,
         groups={"skill": row["skill"]},
-        extraction=read,
+        extraction=extraction,
     )
 
 
@@ -92,7 +100,7 @@ load = partial(
     prompt=itemgetter("question"),
     check=check,
     id_column="id",
-    pictures="images",
+    image_folder="images",
 )
 BENCHMARK = Benchmark(
     name="logicvista",
@@ -110,7 +118,7 @@ BENCHMARK = Benchmark(
         question_of=lambda row: Question(
             kind="text", text=row["question"], choices=(), response=row["response"]
         ),
-        rules=lambda row: by_rules(row["response"]),
+        extract=lambda row: extract_letters(row["response"]),
     ),
 )
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import ANY, TEXT, one_of, or_null, wrong_fields
+    from adora_vl.evals.inference.predictions import ANY, TEXT, fault_of_fields, one_of, or_null
     from adora_vl.evals.inference.views import without_images
     from adora_vl.evals.options import HubDataOptions, option
     from adora_vl.evals.records import (
@@ -36,7 +36,8 @@ with imports():
         report_in,
         with_extractions,
     )
-    from adora_vl.evals.scoring.number import extract_number, plain
+    from adora_vl.evals.scoring.number import extract_number
+    from adora_vl.evals.scoring.response_text import without_markup
     from adora_vl.evals.scoring.score import accuracy_cell, metadata_groups, verdict_of
     from adora_vl.rewards.completion import last_boxed
     from adora_vl.rewards.grade import grade as graded_answer
@@ -54,16 +55,21 @@ VERSIONS = (
     TEXT_ONLY,
 )
 _SPLITS = ("testmini", "testmini_text_only")  # the five versions with images, and the one without
-_MOST_CHOICES = 6
-_OPTION = re.compile(r"(?:^|\s)([A-H])\s*[:.]")
-_STATED = re.compile(r"(?:\banswer\b[^.\n:=]{0,40}?(?:\bis\b|[:：=]))\s*:?\s*", re.IGNORECASE)
+# Options that stand in the picture alone have no text, only letters; no question has more of them.
+_UNKNOWN_CHOICES = [""] * 6
+_OPTION_MARK = re.compile(r"(?:^|\s)([A-H])\s*[:.]")
+# Words that announce the answer, such as `the answer is`.
+_ANSWER_ANNOUNCED = re.compile(
+    r"(?:\banswer\b[^.\n:=]{0,40}?(?:\bis\b|[:：=]))\s*:?\s*", re.IGNORECASE
+)
 # What an answer may have around its value: a name before it, as in `Area = 9` and `f(x) = 3x`, and
 # a unit behind it.
 _NAME = re.compile(
     r"^\s*(?:[A-Za-z][A-Za-z. ]*|[A-Za-z](?:_\d)?\s*\([a-z]\)|\(x, ?y\))?\s*=(?!.*=)\s*"
 )
-_PAIR = re.compile(r"([(\[])([^,]+),([^,]+)([)\]])")  # a point or an interval
-_BARE_WORDS = 4  # an answer on a single line with at most so many words is not a sentence
+# A point or an interval: its brackets and its two values.
+_PAIR = re.compile(r"(?P<opening>[(\[])(?P<first>[^,]+),(?P<second>[^,]+)(?P<closing>[)\]])")
+_MOST_BARE_WORDS = 4  # a single line with at most so many words is an answer, and not a sentence
 _UNIT_WORD = r"(?:[cdkm]?m|[ck]?g|km/h|square|cubic|units?|met(?:er|re)s?|lit(?:er|re)s?|inch(?:es)?|feet|degrees?|T)"
 _UNIT = re.compile(
     rf"(.*(?:[\d)}}]|\\pi))\s*{_UNIT_WORD}(?:\s+{_UNIT_WORD})*\s*(?:\^\s*\{{?[23]\}}?|[²³])?",
@@ -72,35 +78,41 @@ _UNIT = re.compile(
 
 
 def choices_of(row: Prediction) -> list[str]:
-    """Return the options of a question, [] where they stand in its picture alone.
+    """Return the options of a multiple-choice question, in the order of their letters.
 
-    `question_for_eval` has them even so.
+    The list is empty where the question does not list them, since they are drawn in its picture.
     """
     question = _question_text(row)
     if "Choice" not in question:
         return []
-    return lettered_options(re.split(r"Choices?:", question)[-1], _OPTION)
+    text_of_options = re.split(r"Choices?:", question)[-1]
+    return lettered_options(text_of_options, _OPTION_MARK)
 
 
 def value_of(answer: str) -> str:
-    r"""Return the value in an answer, without a name before it or a unit behind it.
+    r"""Strip an answer to its value, without a name before it or a unit behind it.
 
-    It is `9` for `Area $=9 \mathrm{~cm}^{2}$`.
+    `Area $=9 \mathrm{~cm}^{2}$` becomes `9`.
     """
-    spaced = re.sub(r"\\mathrm\s*\{~?\s*([A-Za-z]+)\s*\}", r" \1", answer.replace("掳", "°"))
-    unmarked = plain(spaced).replace("\\quad", " ").replace("$", "")
-    normalised = re.sub(r"\s+", " ", unmarked).strip().rstrip(".")
+    # Some reference answers have a degree sign that was decoded as a Chinese character.
+    answer = answer.replace("掳", "°")
+    # A unit such as `\mathrm{~cm}` becomes ` cm`, which the pattern of units knows.
+    with_plain_units = re.sub(r"\\mathrm\s*\{~?\s*([A-Za-z]+)\s*\}", r" \1", answer)
+    without_commands = without_markup(with_plain_units).replace("\\quad", " ").replace("$", "")
+    normalised = re.sub(r"\s+", " ", without_commands).strip().rstrip(".")
     value = _NAME.sub("", normalised).strip()
-    with_unit = _UNIT.fullmatch(value)
-    return (with_unit[1] if with_unit else value).strip()
+    number_with_unit = _UNIT.fullmatch(value)  # its first group is the number
+    return (number_with_unit[1] if number_with_unit else value).strip()
 
 
 def same_answer(answer: str, reference: str) -> tuple[bool, str]:
-    """Return whether two free answers have the same value, and the rule that decided.
+    """Compare a free-form answer with its reference by value.
 
-    The rules are those of the training's grader. Beside it a decimal is met by a value that is
-    rounded to it, points and intervals are compared by their ends, equations by their difference,
-    and anything else as text.
+    The grader of a training compares two values. Points and intervals are compared value by value
+    here, and equations by the difference of their sides. A reference that is a rounded decimal is
+    also met by the exact value.
+
+    Returns whether both are the same, and the name of the rule that decided.
     """
     value = value_of(answer)
     target = value_of(reference)
@@ -111,41 +123,59 @@ def same_answer(answer: str, reference: str) -> tuple[bool, str]:
     pair = _PAIR.fullmatch(value)
     target_pair = _PAIR.fullmatch(target)
     if pair and target_pair:
-        same = all(same_answer(pair[i], target_pair[i])[0] for i in (2, 3))
-        return same and (pair[1], pair[4]) == (target_pair[1], target_pair[4]), "pair"
-    if value.count("=") == 1 == target.count("="):
+        return _is_same_pair(pair, target_pair), "pair"
+    if value.count("=") == 1 and target.count("=") == 1:
         value = _difference_of_sides(value)
         target = _difference_of_sides(target)
     result = graded_answer(rf"\boxed{{{value}}}", target)
-    if (
-        result.verdict != "correct"
-        and graded_answer(rf"\boxed{{{target}}}", value, rounding=True).reason == "rounded"
-    ):
+    if result.verdict == "correct":
+        return True, result.reason
+    # The grader accepts a rounded answer to an exact reference. Here the reference may be the
+    # rounded one, so the two change places.
+    swapped_result = graded_answer(rf"\boxed{{{target}}}", value, rounding=True)
+    if swapped_result.reason == "rounded":
         return True, "rounded"
-    return result.verdict == "correct", result.reason
+    return False, result.reason
+
+
+def _is_same_pair(pair: re.Match[str], target_pair: re.Match[str]) -> bool:
+    """Return whether two points or intervals are the same, value by value.
+
+    Their brackets count too, since `(1, 2)` and `[1, 2]` are different intervals. The arguments are
+    matches of `_PAIR`, with the groups `opening`, `first`, `second` and `closing`.
+    """
+    for group_name in ("first", "second"):
+        is_same_value, _ = same_answer(pair[group_name], target_pair[group_name])
+        if not is_same_value:
+            return False
+    brackets = (pair["opening"], pair["closing"])
+    return brackets == (target_pair["opening"], target_pair["closing"])
 
 
 def _difference_of_sides(equation: str) -> str:
-    """Return the left side of an equation minus the right one, by which equations are compared."""
-    first_side, second_side = equation.split("=")
-    return f"({first_side})-({second_side})"
+    """Turn an equation `a=b` into the expression `(a)-(b)`, so that the grader can compare it."""
+    left_side, right_side = equation.split("=")
+    return f"({left_side})-({right_side})"
 
 
 def reference_letter(row: Prediction, choices: Sequence[str]) -> str | None:
-    """Return the letter of the right option, which some rows name as `(C)` or by its text.
+    """Return the letter of the right option of a multiple-choice question.
 
-    None where a row names several.
+    The reference answer of a row is a letter, such as `C` or `(C)`, or the text of an option. None
+    where it is neither, as for a question with several right options.
     """
-    letter = re.fullmatch(r"\s*\(?([A-H])\)?\s*", row["answer"])
+    reference = row["answer"]
+    letter = re.fullmatch(r"\s*\(?([A-H])\)?\s*", reference)
     if letter:
         return letter[1]
-    texts = [value_of(choice).lower() for choice in choices]
-    text = value_of(row["answer"]).lower()
-    if texts.count(text) != 1:
+    choice_values = [value_of(choice).lower() for choice in choices]
+    reference_value = value_of(reference).lower()
+    if choice_values.count(reference_value) != 1:
         return None
-    return chr(ord("A") + texts.index(text))
+    return chr(ord("A") + choice_values.index(reference_value))
 
 
+# The columns that each row has, and what their values have to be.
 COLUMNS = {
     "problem_index": ANY,
     "problem_version": one_of(*VERSIONS),
@@ -158,16 +188,20 @@ COLUMNS = {
 
 def check(row: Prediction) -> str | None:
     """Return what is wrong with the fields of a row; None where nothing is."""
-    return wrong_fields(row, COLUMNS) or wrong_fields({"question_for_eval": None, **row}, _MAY_HAVE)
+    fault = fault_of_fields(row, COLUMNS)
+    if fault:
+        return fault
+    # A row without the optional column is checked as one in which it is null.
+    return fault_of_fields({"question_for_eval": None, **row}, _OPTIONAL_COLUMNS)
 
 
-_MAY_HAVE = {"question_for_eval": or_null(TEXT)}
+_OPTIONAL_COLUMNS = {"question_for_eval": or_null(TEXT)}
 
 
 def question_of(row: Prediction) -> Question:
-    """Return the question of a row for an extraction.
+    """Build the question from which an answer is extracted, with the response of the model.
 
-    It is a choice where its options stand in the text.
+    Without the texts of its options a multiple-choice question counts as one that asks for a text.
     """
     choices = choices_of(row) if row["question_type"] == "multi-choice" else []
     return Question(
@@ -179,41 +213,51 @@ def question_of(row: Prediction) -> Question:
 
 
 def _question_text(row: Prediction) -> str:
-    """Return the question with its options, if the data have it, else that of the version."""
+    """Return the question of a row, with as much text as the data have of it.
+
+    A problem has several versions, of which some say less in words because the picture says it. The
+    optional column `question_for_eval` has the full question with its options.
+    """
     return str(row.get("question_for_eval") or row["question"] or "")
 
 
 def _prepare(rows: Sequence[Prediction], options: ExtractionOptions) -> list[Prediction]:
-    """Return the rows, each with its `Extraction` under the key `read`.
+    """Extract the answers of all rows, before `grade` gets them one by one.
 
-    With a judge, its word on whether the answer is right stands under the key `same`.
+    Each row gets its `Extraction` under the key `parsed_answer`. With a judge it also gets the key
+    `judge_reply`: an `Extraction` whose text is `1` if the judge says that the answer is right and
+    `0` if not, or None where our rules decide without the judge.
     """
     judge = judge_client(options) if options.extraction == "judge" else None
-    read = with_extractions(
-        rows, options=options, question_of=question_of, rules=by_rules, judge=judge
+    extracted_rows = with_extractions(
+        rows, options=options, question_of=question_of, extract=extract_by_rules, judge=judge
     )
     if judge is None:
-        return read
-    conversations = [_judge_messages(row) if _is_left_to_judge(row) else None for row in read]
-    words = judge_reports(conversations, judge, _one_or_zero)
-    return [{**row, "same": word} for row, word in zip(read, words, strict=True)]
+        return extracted_rows
+    conversations = [_judge_messages(row) if _needs_judge(row) else None for row in extracted_rows]
+    replies = judge_reports(conversations, judge, _one_or_zero)
+    return [
+        {**row, "judge_reply": reply} for row, reply in zip(extracted_rows, replies, strict=True)
+    ]
 
 
-def _is_left_to_judge(row: Prediction) -> bool:
-    """Return whether a row has an answer that our rules cannot decide on.
+def _needs_judge(row: Prediction) -> bool:
+    """Return whether our rules cannot decide if the extracted answer of a row is right.
 
-    It is a free answer that has not the value of the reference, or any answer to a question of
-    which the reference names no letter.
+    They cannot say that a free-form answer is wrong, since it may be written in another way than
+    the reference. They cannot grade an answer to a multiple-choice question whose reference is no
+    single letter. An empty answer is wrong in any case.
     """
-    answer = row["read"].text
+    answer = row["parsed_answer"].text
     if not answer:
         return False
     if row["question_type"] == "free-form":
-        return not same_answer(str(answer), row["answer"])[0]
+        is_same, _ = same_answer(str(answer), row["answer"])
+        return not is_same
     return reference_letter(row, choices_of(row)) is None
 
 
-_SAME = (
+_JUDGE_INSTRUCTION = (
     "You are given a question, its reference answer, and the answer of somebody else. Say whether "
     "the two answers mean the same: 1 if they do, though written otherwise or in another unit, as "
     "0.5 m and 50 cm; 0 if they differ or one has less in it. Put 1 or 0 between <answer> and "
@@ -222,135 +266,140 @@ _SAME = (
 
 
 def _judge_messages(row: Prediction) -> list[dict[str, str]]:
-    """Return the conversation with the judge about an answer and its reference.
+    """Build the conversation that asks the judge whether an answer means the same as its reference.
 
-    The official score has such a one too.
+    The official score asks such a question too.
     """
-    parts = {"question": _question_text(row), "reference": row["answer"], "other": row["read"].text}
-    lines = [f"<{name}>\n{value}\n</{name}>" for name, value in parts.items()]
-    return [{"role": "system", "content": _SAME}, {"role": "user", "content": "\n".join(lines)}]
+    text_by_tag = {
+        "question": _question_text(row),
+        "reference": row["answer"],
+        "other": row["parsed_answer"].text,
+    }
+    lines = [f"<{tag}>\n{text}\n</{tag}>" for tag, text in text_by_tag.items()]
+    return [
+        {"role": "system", "content": _JUDGE_INSTRUCTION},
+        {"role": "user", "content": "\n".join(lines)},
+    ]
 
 
 def _one_or_zero(reply: str) -> str:
-    """Return the report of the judge. Raises `EndpointError` if it is neither 1 nor 0."""
-    word = report_in(reply)
-    if word not in ("0", "1"):
-        raise EndpointError(f"the report is {word!r:.60}, neither 1 nor 0")
-    return word
+    """Return the `1` or `0` that a judge reports in its reply.
 
-
-def by_rules(row: Prediction) -> Extraction:
-    """Return the answer in a response behind its thinking, and the rule that found it.
-
-    It is the letter of an option, or else a box, a stated answer, a bare value or a number.
+    Raises `EndpointError` for any other report, so that the judge is asked again.
     """
-    response = final_part(row["response"])
+    report = report_in(reply)
+    if report not in ("0", "1"):
+        raise EndpointError(f"the report is {report!r:.60}, neither 1 nor 0")
+    return report
+
+
+def extract_by_rules(row: Prediction) -> Extraction:
+    """Extract the answer of a response by rules, without a judge.
+
+    The answer to a multiple-choice question is a letter. A free-form answer is, in this order: the
+    content of the last box, what follows words such as `the answer is`, the whole of a response
+    that is short, or the number that the response states.
+    """
+    response = final_part(row["response"])  # without a block of thinking
     if row["question_type"] == "multi-choice":
-        return Extraction(*extract_choice(response, choices_of(row) or [""] * _MOST_CHOICES))
+        letter, rule = extract_choice(response, choices_of(row) or _UNKNOWN_CHOICES)
+        return Extraction(letter, rule)
     box = last_boxed(response)
     if box is not None:
         return Extraction(box, "box")
-    stated = list(_STATED.finditer(response))
-    if stated:
-        line = response[stated[-1].end() :].split("\n")[0]
+    announcements = list(_ANSWER_ANNOUNCED.finditer(response))
+    if announcements:
+        behind_last = response[announcements[-1].end() :]
+        line = behind_last.split("\n")[0]
+        # The sentence ends at a full stop, which in `3.5` is none.
         statement = re.split(r"\.(?:\s|$)", line)[0]
         if re.search(r"\w", statement):
             return Extraction(statement.strip(), "stated")
-    words = re.findall(r"[A-Za-z]{2,}", re.sub(r"\\[a-z]+", "", response))
-    if "\n" not in response.strip() and len(words) <= _BARE_WORDS:
+    without_commands = re.sub(r"\\[a-z]+", "", response)
+    words = re.findall(r"[A-Za-z]{2,}", without_commands)
+    if "\n" not in response.strip() and len(words) <= _MOST_BARE_WORDS:
         return Extraction(response.strip(), "whole")
     return extract_number(response, _question_text(row))
 
 
 def _letter_of(answer: str, choices: Sequence[str]) -> str:
-    """Return the letter that an answer is, or else that of the choice that it means."""
+    """Return the letter that an extracted answer is, or that of the option whose text it means."""
     lone_letter = re.fullmatch(r"\W*([A-H])\W*", answer)
     if lone_letter:
         return lone_letter[1]
-    return str(extract_choice(answer, choices or [""] * _MOST_CHOICES).text)
+    return str(extract_choice(answer, choices or _UNKNOWN_CHOICES).text)
 
 
 def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
-    """Return the verdict on a row: by the judge if it was asked, else by value or letter."""
-    groups = {"version": [row["problem_version"]], "question_type": [row["question_type"]]}
-    extraction = row["read"]
-    groups = groups | metadata_groups(row, ("subject", "subfield"))
+    """Grade the answer that `_prepare` has extracted from a response.
+
+    Where a judge was asked, its reply decides. Otherwise a free-form answer is compared by value,
+    and an answer to a multiple-choice question by its letter.
+    """
+    reference = row["answer"]
+    extraction: Extraction = row["parsed_answer"]
     answer = "" if extraction.text is None else str(extraction.text)
-    # Where a judge was asked, its 1 or 0 decides; a judge that failed counts as wrong.
-    judge_reply: Extraction | None = row.get("same")
+    # Only rows that needed a judge have a reply (see `_prepare`).
+    judge_reply: Extraction | None = row.get("judge_reply")
     if judge_reply is not None:
-        judged = judge_reply if judge_reply.method == JUDGE_FAILED else extraction
-        return RowGrade(
-            verdict=verdict_of(judge_reply.text == "1"),
-            extracted=answer,
-            reason="judge",
-            groups=groups,
-            extraction=judged,
-        )
-    if row["question_type"] == "free-form":
-        right, reason = same_answer(answer, row["answer"])
-        return RowGrade(
-            verdict=verdict_of(right),
-            extracted=answer,
-            reason=reason,
-            groups=groups,
-            extraction=extraction,
-        )
-    choices = choices_of(row)
-    right_letter = reference_letter(row, choices)
-    letter = _letter_of(answer, choices)
-    # A reference with several letters cannot be matched by one, so that nobody gets it right.
-    if right_letter is None:
-        return RowGrade(
-            verdict=verdict_of(False),
-            extracted=letter,
-            reason="gold_several_letters",
-            groups=groups,
-            extraction=extraction,
-        )
+        is_right = judge_reply.text == "1"
+        reason = "judge"
+        # A score counts the failures of the judge by the method of the extraction.
+        if judge_reply.method == JUDGE_FAILED:
+            extraction = judge_reply
+    elif row["question_type"] == "free-form":
+        is_right, reason = same_answer(answer, reference)
+    else:
+        choices = choices_of(row)
+        answer = _letter_of(answer, choices)
+        right_letter = reference_letter(row, choices)
+        is_right = answer == right_letter
+        # No letter is right for a reference with several letters.
+        reason = "letter" if right_letter is not None else "gold_several_letters"
+    groups = {"version": [row["problem_version"]], "question_type": [row["question_type"]]}
+    groups |= metadata_groups(row, ("subject", "subfield"))
     return RowGrade(
-        verdict=verdict_of(letter == right_letter),
-        extracted=letter,
-        reason="letter",
+        verdict=verdict_of(is_right),
+        extracted=answer,
+        reason=reason,
         groups=groups,
         extraction=extraction,
     )
 
 
 def _rules(options: ExtractionOptions) -> dict[str, Any]:
-    """Return the rules of a score, and whether a judge was asked."""
-    ours = "in place of the official judge"
-    judged = "and a judge where they do not find a free answer right"
+    """Describe the rules of a score, and the judge where one was asked."""
     extraction = extraction_rules(options)
-    return {"rules": f"ours, {judged if extraction['judge'] else ours}", **extraction}
+    if extraction["judge"]:
+        rules = "ours, and a judge where they do not find a free answer right"
+    else:
+        rules = "ours, in place of the official judge"
+    return {"rules": rules, **extraction}
 
 
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: ExtractionOptions
 ) -> OwnFigures:
-    """Return the overall figure, which the benchmark takes over its five versions with images.
+    """Compute the figure that papers quote: the accuracy over the five versions with images.
 
-    A warning counts the reference answers with several letters, which no answer meets.
+    A note says that the score is not the official one. A warning counts the reference answers with
+    several letters, since no answer is right for them.
     """
-    five = [
+    with_images = [
         item for row, item in zip(rows, graded, strict=True) if row["problem_version"] != TEXT_ONLY
     ]
-    several = sum(item.grade.reason == "gold_several_letters" for item in graded)
-    warnings = (
-        [f"{amount(several, 'reference answer')} with several letters, which no answer meets"]
-        if several
-        else []
-    )
-    lines = ["note: not the official score, which asks a judge whether an answer is right"]
+    overall = accuracy_cell(with_images) if with_images else None
+    unmet_references = sum(item.grade.reason == "gold_several_letters" for item in graded)
+    warnings: list[str] = []
+    if unmet_references:
+        references = amount(unmet_references, "reference answer")
+        warnings.append(f"{references} with several letters, which no answer meets")
+    note = "note: not the official score, which asks a judge whether an answer is right"
     if options.extraction == "judge":
-        lines = [
+        note = (
             f"note: {options.judge_model} was the judge; the official score's own may say otherwise"
-        ]
-    return OwnFigures(
-        {"overall": {"five_versions": accuracy_cell(five) if five else None}},
-        lines=lines,
-        warnings=warnings,
-    )
+        )
+    return OwnFigures({"overall": {"five_versions": overall}}, lines=[note], warnings=warnings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,13 +412,13 @@ class MathVerseDataOptions(HubDataOptions):
 
 
 def load(options: MathVerseDataOptions) -> LoadedProblems:
-    """Return the problems of a split, or with `all` of both, and a hash of the data.
+    """Load the problems of one split, or of both splits for `--split all`.
 
-    One split has the five versions with images, the other the version without. That one counts its
-    samples from 1 again, so its ids say that they are of text only.
+    One split has the five versions with images, the other the version without. The second split
+    counts its samples from 1 again, so their ids get a prefix here.
     """
-    problems = list[Problem]()
-    hashes = list[str]()
+    problems: list[Problem] = []
+    hashes: list[str] = []
     splits = _SPLITS if options.split == "all" else (options.split,)
     for split in splits:
         loaded = load_problems(
@@ -379,16 +428,15 @@ def load(options: MathVerseDataOptions) -> LoadedProblems:
             check=check,
             split=split,
             prompt=itemgetter(f"query_{options.query}"),
-            stored_columns=(*COLUMNS, *_MAY_HAVE),
+            stored_columns=(*COLUMNS, *_OPTIONAL_COLUMNS),
             id_column="sample_index",
-            config=split,
+            config=split,  # on the hub each split is a configuration of its own
         )
         for problem in loaded.problems:
-            if problem.fields["problem_version"] != TEXT_ONLY:
-                problems.append(problem)
-                continue
-            fields = {**problem.fields, "pid": f"text_only_{problem.pid}"}
-            problems.append(replace(without_images(problem), fields=fields))
+            if problem.fields["problem_version"] == TEXT_ONLY:
+                fields = {**problem.fields, "pid": f"text_only_{problem.pid}"}
+                problem = replace(without_images(problem), fields=fields)
+            problems.append(problem)
         hashes.append(loaded.data_hash)
     return LoadedProblems(problems=problems, data_hash="+".join(hashes))
 

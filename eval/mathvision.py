@@ -15,7 +15,7 @@ from adora_vl.utils.cli import imports
 with imports():
     from adora_vl.data.prompts import PLACEHOLDER, lettered
     from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import ANY, TEXT, TEXTS, one_of, wrong_fields
+    from adora_vl.evals.inference.predictions import ANY, TEXT, TEXTS, fault_of_fields, one_of
     from adora_vl.evals.options import HubDataOptions, option
     from adora_vl.evals.records import (
         CORRECT,
@@ -30,7 +30,7 @@ with imports():
     from adora_vl.evals.scoring.judge import (
         ExtractionOptions,
         Question,
-        by_rules,
+        extract_by_rules,
         extraction_rules,
         with_extractions,
     )
@@ -48,153 +48,194 @@ _INSTRUCTION = (
     'multiple choice question, only one letter is allowed in the "\\boxed{}".'
 )
 _LETTERS = "ABCDE"  # options that are only these are drawn in the picture
-_PLACE = re.compile(r"<image(\d*)>")
+_IMAGE_TAG = re.compile(r"<image(\d*)>")
 
 
 def build_query(row: dict[str, Any]) -> str:
-    """Return the instruction, question and options of one item.
+    """Build the official prompt of a row: the instruction, the question and its options.
 
-    `<image>` is where its picture stands. Every row has one picture, whose parts the question
-    numbers. It stands at the place of the first number, and the others become the words `image 2`.
+    Every row has one picture, whose parts the question may number as `<image1>`, `<image2>` and so
+    on. The first of these tags becomes the placeholder of the picture, and later ones become words
+    such as `image 2`.
     """
     is_first = True
 
-    def place_image(match: re.Match[str]) -> str:
-        """Return the marker of the image at its first place, and its name at all later ones."""
+    def replace_tag(match: re.Match[str]) -> str:
+        """Return the placeholder for the first tag, and words for all others."""
         nonlocal is_first
         if is_first:
             is_first = False
             return PLACEHOLDER
         return f"image {match[1]}".strip()
 
-    question = _PLACE.sub(place_image, row["question"])
-    options = [] if "".join(row["options"]) == _LETTERS else lettered(row["options"])
+    question = _IMAGE_TAG.sub(replace_tag, row["question"])
+    options_are_drawn = "".join(row["options"]) == _LETTERS
+    options = [] if options_are_drawn else lettered(row["options"])
     return "\n".join([_INSTRUCTION, question, *options]) + "\n"
 
 
 RULE_SETS = ("official", "strict")
-_STATED = ("the final answer is", "the answer is", "the correct answer is", "the answer should be")
+# The words by which the official score finds a stated answer.
+_ANSWER_PHRASES = (
+    "the final answer is",
+    "the answer is",
+    "the correct answer is",
+    "the answer should be",
+)
 # The parts that the official score removes from an answer, in this order.
-_REMOVED = (
-    *("\\text", "\\mbox"),
-    *(
-        "\\left",
-        "\\right",
-        "^{\\circ}",
-        "^\\circ",
-        "{m}^3",
-        "m^3",
-        "{units}",
-        "units",
-        "{km}",
-        "km",
-    ),
+_REMOVED_PARTS = (
+    "\\text",
+    "\\mbox",
+    "\\left",
+    "\\right",
+    "^{\\circ}",
+    "^\\circ",
+    "{m}^3",
+    "m^3",
+    "{units}",
+    "units",
+    "{km}",
+    "km",
     "\\!",
 )
+# The parts that it removes last, behind the renaming of fractions.
+_LAST_REMOVED_PARTS = ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$", "$", "\\%")
 
 
 def official_answer(response: str) -> str:
-    """Return the answer that the official score reads out of a response.
+    """Extract the answer of a response as the official score does, with the faults of its code.
 
-    The faults of its code (evaluation/evaluate.py in mathllm/MATH-V) are kept. `is` anywhere before
-    a number counts as a statement; a choice is known as such only where the response ends with
-    ` (B).` or begins with a line `(B)`; of a long answer without a box all of it is the answer.
+    Source: evaluation/evaluate.py in mathllm/MATH-V. Its faults are:
+
+    - The word `is` anywhere before a number counts as a statement of the answer.
+    - The letter of an option is only known where the response ends with ` (B).` or begins with a
+      line `(B)`.
+    - All of a long response counts as the answer where it has neither a box nor such words.
     """
     answer = response.strip()
+    # The letter of an option at the end or at the beginning.
     for letter in _LETTERS:
-        if answer.endswith((f" {letter}.", f" ({letter}).")) or answer.startswith(
-            (f"{letter}\n", f"({letter})\n", f"({letter}) {letter}\n")
-        ):
+        endings = (f" {letter}.", f" ({letter}).")
+        beginnings = (f"{letter}\n", f"({letter})\n", f"({letter}) {letter}\n")
+        if answer.endswith(endings) or answer.startswith(beginnings):
             answer = letter
-    tail = answer.split("is ")[-1].rstrip(".")
+    # A number behind the last `is`.
+    text_behind_is = answer.split("is ")[-1].rstrip(".")
     with suppress(ValueError):
-        float(tail)
-        answer = tail
+        float(text_behind_is)
+        answer = text_behind_is
+    # The last box, or else a statement. The official code looks for the part `oxed{` of `\boxed{`.
     if "oxed{" not in answer:
-        statements = [form for stated in _STATED for form in (stated, stated.replace("the", "The"))]
-        for statement in statements:
-            if statement in answer:
-                answer = answer.split(statement)[-1].strip().split("\n")[0].split(". ")[0]
-            else:
-                answer = answer.strip()
+        for phrase in _ANSWER_PHRASES:
+            answer = _behind_phrase(answer, phrase)
+            answer = _behind_phrase(answer, phrase.replace("the", "The"))
     elif answer.count("oxed{") > 1:
         answer = "\\boxed{" + answer.split("oxed{")[-1]
     answer = _without_latex(answer)
-    for opening, closing in ("()", "{}"):
-        for letter in _LETTERS.lower():
-            answer = answer.replace(opening + letter + closing, letter)
+    # Letters in brackets, now in lower case, lose their brackets.
+    for letter in _LETTERS.lower():
+        answer = answer.replace(f"({letter})", letter)
+    for letter in _LETTERS.lower():
+        answer = answer.replace(f"{{{letter}}}", letter)
     return answer.rstrip(".").lstrip(":").strip()
 
 
-def _without_latex(answer: str) -> str:
-    """Return an answer in lower case, without spaces, units and dollars.
+def _behind_phrase(answer: str, phrase: str) -> str:
+    """Return the rest of the sentence behind the last occurrence of a phrase in an answer.
 
-    Of a box the content counts, and of an equation what stands behind the last `=` or `\\approx`.
+    An answer without the phrase only loses its outer spaces.
+    """
+    if phrase not in answer:
+        return answer.strip()
+    text_behind_phrase = answer.split(phrase)[-1].strip()
+    return text_behind_phrase.split("\n")[0].split(". ")[0]
+
+
+def _without_latex(answer: str) -> str:
+    """Reduce an answer to the plain expression that the official score compares.
+
+    Only the content of a box counts, and of an equation only what stands behind the last `=` or
+    `\\approx`. Capitals, spaces, units and dollars are removed. The steps and their order are those
+    of the official code.
     """
     answer = answer.lower().replace("{}", "")
-    boxed = re.findall(r"oxed{(.*)}", answer, flags=re.DOTALL)
-    answer = boxed[-1] if boxed else answer
-    closed = answer.find("}")
-    opened = answer.find("{")
-    if closed != -1 and (opened == -1 or closed < opened):
-        answer = answer[:closed]
+    boxes = re.findall(r"oxed{(.*)}", answer, flags=re.DOTALL)
+    answer = boxes[-1] if boxes else answer
+    # The answer ends at a closing brace that has no opening one before it.
+    first_closing = answer.find("}")
+    first_opening = answer.find("{")
+    has_opening = first_opening != -1
+    if first_closing != -1 and (not has_opening or first_closing < first_opening):
+        answer = answer[:first_closing]
     answer = answer.split("=")[-1].split("\\approx")[-1]
-    answer = (
-        answer.replace(" ", "")
-        .replace("\\,", "")
-        .replace("∞", "\\infty")
-        .replace("+\\infty", "\\infty")
-    )
+    answer = answer.replace(" ", "").replace("\\,", "")
+    answer = answer.replace("∞", "\\infty").replace("+\\infty", "\\infty")
     answer = answer.replace("\\\\", "\\").replace("\n", "")
-    for part in _REMOVED:
+    for part in _REMOVED_PARTS:
         answer = answer.replace(part, "")
     answer = answer.replace("\\\\", "\\").replace("tfrac", "frac").replace("dfrac", "frac")
-    for part in ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$", "$", "\\%"):
+    for part in _LAST_REMOVED_PARTS:
         answer = answer.replace(part, "")
+    # Decimals get their zero: `.5` becomes `0.5`.
     answer = answer.replace("{.", "{0.")
-    return _respelt("0" + answer if answer.startswith(".") else answer)
+    if answer.startswith("."):
+        answer = "0" + answer
+    return _with_latex_fractions(answer)
 
 
-def _respelt(answer: str) -> str:
-    """Return an answer with braces at roots and fractions, and fractions for `3/4` and `0.5`."""
+def _with_latex_fractions(answer: str) -> str:
+    r"""Spell the roots and fractions of an answer in the one way that the official score compares.
+
+    `\sqrt2` becomes `\sqrt{2}`, `3/4` becomes `\frac{3}{4}`, and `0.5` becomes `\frac{1}{2}`. As in
+    the official code, a `\frac12` gets its braces only in an answer that has a root too.
+    """
     if "sqrt" in answer:
-        head, *roots = answer.split("\\sqrt")
-        answer = head + "".join("\\sqrt" + _braced(root, 1) for root in roots)
-        head, *fractions = answer.split("\\frac")
+        before_first_root, *roots = answer.split("\\sqrt")
+        spelled_roots = ["\\sqrt" + _with_braces(root, n_arguments=1) for root in roots]
+        answer = before_first_root + "".join(spelled_roots)
+        before_first_fraction, *fractions = answer.split("\\frac")
+        # A lone character behind `\frac` cannot be its two arguments.
         if all(fraction.startswith("{") or len(fraction) > 1 for fraction in fractions):
-            answer = head + "".join("\\frac" + _braced(fraction, 2) for fraction in fractions)
-    # The official code knows this decimal alone.
+            spelled_fractions = [
+                "\\frac" + _with_braces(fraction, n_arguments=2) for fraction in fractions
+            ]
+            answer = before_first_fraction + "".join(spelled_fractions)
+    # The official code knows no other decimal.
     if answer == "0.5":
         return "\\frac{1}{2}"
     numerator, slash, denominator = answer.partition("/")
-    are_numbers = (
+    are_integers = (
         numerator.removeprefix("-").isdecimal() and denominator.removeprefix("-").isdecimal()
     )
-    if slash and are_numbers and answer == f"{int(numerator)}/{int(denominator)}":
+    # A number with leading zeros, such as `03/4`, stays as it is.
+    if slash and are_integers and answer == f"{int(numerator)}/{int(denominator)}":
         return f"\\frac{{{int(numerator)}}}{{{int(denominator)}}}"
     return answer
 
 
-def _braced(part: str, arguments: int) -> str:
-    """Return a part whose first characters, the arguments of its command, are put in braces.
+def _with_braces(text: str, n_arguments: int) -> str:
+    """Put the arguments of a LaTeX command into braces, where each is a single character.
 
-    It is as before where it begins with a brace.
+    `text` is what stands behind the command. For one argument `2+x` becomes `{2}+x`, and for two
+    `12` becomes `{1}{2}`. A text that begins with a brace has its arguments in braces already.
     """
-    if not part or part.startswith("{"):
-        return part
-    braced = ""
-    for _ in range(arguments):
-        if part.startswith("{"):
+    if not text or text.startswith("{"):
+        return text
+    arguments = ""
+    rest = text
+    for _ in range(n_arguments):
+        if rest.startswith("{"):
             break
-        braced = braced + f"{{{part[0]}}}"
-        part = part[1:]
-    return braced + part
+        arguments += f"{{{rest[0]}}}"
+        rest = rest[1:]
+    return arguments + rest
 
 
 def officially_equal(first: str, second: str) -> bool:
-    """Return whether two answers are equal as text without capitals, as tuples, or as numbers.
+    """Compare two answers as the official score does.
 
-    Numbers are rounded to two places.
+    They are equal as texts without regard to capitals, as tuples of numbers, or as numbers. Numbers
+    are rounded to two places. An empty answer equals nothing.
     """
     first = first.lower()
     second = second.lower()
@@ -202,8 +243,8 @@ def officially_equal(first: str, second: str) -> bool:
         return False
     if first.strip() == second.strip():
         return True
-    first = _tuple_of_numbers(first)
-    second = _tuple_of_numbers(second)
+    first = _with_evaluated_parts(first)
+    second = _with_evaluated_parts(second)
     if first == second:
         return True
     first_value = latex_value(first)
@@ -213,41 +254,55 @@ def officially_equal(first: str, second: str) -> bool:
     return round(first_value, 2) == round(second_value, 2)
 
 
-def _tuple_of_numbers(answer: str) -> str:
-    """Return a tuple with the values of its parts, `(0.5,3)` for `(2/4,3)`.
+def _with_evaluated_parts(answer: str) -> str:
+    """Replace the parts of a tuple or an interval by their values: `(2/4,3)` becomes `(0.5,3)`.
 
-    The text is as before where a part has no value, is not infinite, and is not `a`.
+    Infinity and the letter `a` stay as they are. An answer that is no tuple is returned unchanged,
+    and so is one with a part that has no value.
     """
     parts = answer[1:-1].split(",")
     if len(parts) < 2 or answer[0] + answer[-1] not in ("()", "[]"):
         return answer
-    texts = []
+    evaluated_parts: list[str] = []
     for part in parts:
         if "infty" in part or part in ("a", "-a"):
-            texts.append(part)
+            evaluated_parts.append(part)
             continue
         value = latex_value(part)
         if value is None:
             return answer
-        texts.append(str(round(value or 0, 2)))
-    return answer[0] + ",".join(texts) + answer[-1]
+        # `or 0` turns -0.0 into 0.
+        evaluated_parts.append(str(round(value or 0, 2)))
+    return answer[0] + ",".join(evaluated_parts) + answer[-1]
 
 
-def is_officially_right(answer: str, reference: str, options: Sequence[str]) -> bool:
-    """Return whether an answer is the reference answer, or the option whose letter that is."""
-    value = options[ord(reference) - ord("A")] if options else ""
-    return officially_equal(reference, answer) or officially_equal(value, answer)
+def is_officially_right(answer: str, reference: str, choices: Sequence[str]) -> bool:
+    """Return whether an extracted answer is right by the official score.
+
+    Args:
+        answer: The extracted answer.
+        reference: The reference answer. For a multiple-choice question it is the letter of the
+            right option, and the text of that option is right too.
+        choices: The texts of the options; empty for a free-form question.
+    """
+    text_of_right_choice = choices[ord(reference) - ord("A")] if choices else ""
+    return officially_equal(reference, answer) or officially_equal(text_of_right_choice, answer)
 
 
+# The columns that each row has, and what their values have to be.
 COLUMNS = {"question": TEXT, "options": TEXTS, "answer": TEXT, "level": ANY, "subject": TEXT}
 
 
 def check(row: Prediction) -> str | None:
-    """Return what is wrong with the fields of a row; None where nothing is."""
-    fault = wrong_fields(row, COLUMNS)
+    """Return what is wrong with the fields of a row; None where nothing is.
+
+    The answer to a multiple-choice question has to be the letter of one of its options.
+    """
+    fault = fault_of_fields(row, COLUMNS)
     if fault or not row["options"]:
         return fault
-    return wrong_fields(row, {"answer": one_of(*ascii_uppercase[: len(row["options"])])})
+    letters = ascii_uppercase[: len(row["options"])]
+    return fault_of_fields(row, {"answer": one_of(*letters)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,19 +315,23 @@ class MathVisionScoreOptions(ExtractionOptions):
 
 
 def _prepare(rows: Sequence[Prediction], options: MathVisionScoreOptions) -> list[Prediction]:
-    """Return the rows, each with its `Extraction` under the key `read`. Raises `UserError`."""
-    official = options.rules == "official"
-    if official and options.extraction != "rules":
+    """Extract the answers of all rows, before `grade` gets them one by one.
+
+    Each row gets its `Extraction` under the key `parsed_answer`. Raises `UserError` for the
+    official rules with another extraction than their own.
+    """
+    is_official = options.rules == "official"
+    if is_official and options.extraction != "rules":
         raise UserError(
             f"extraction: {options.extraction} needs --rules strict; official has its own "
             "extraction"
         )
-    extract = _by_official_rules if official else _by_our_rules
-    return with_extractions(rows, options=options, question_of=question_of, rules=extract)
+    extract = _by_official_rules if is_official else _by_our_rules
+    return with_extractions(rows, options=options, question_of=question_of, extract=extract)
 
 
 def question_of(row: Prediction) -> Question:
-    """Return the question of a row for an extraction."""
+    """Build the question from which an answer is extracted, with the response of the model."""
     return Question(
         kind="choice" if row["options"] else "text",
         text=row["question"],
@@ -287,50 +346,62 @@ def _by_official_rules(row: Prediction) -> Extraction:
 
 
 def _by_our_rules(row: Prediction) -> Extraction:
-    """Return the answer by our rules.
+    """Extract the answer of a response by our own rules.
 
-    A free-form response without a box gives the number that it states, and not all of its text.
+    They read a choice, a box, or else the number that a free-form response states. The general
+    rules would take the whole response as the answer there, since a question may ask for a text.
     """
-    if row["options"] or last_boxed(row["response"]) is not None:
-        return by_rules(question_of(row))
+    has_box = last_boxed(row["response"]) is not None
+    if row["options"] or has_box:
+        return extract_by_rules(question_of(row))
     return extract_number(row["response"], row["question"])
 
 
 def grade(row: Prediction, options: MathVisionScoreOptions) -> RowGrade:
-    """Return the verdict on a row by `options.rules`, and the groups that it counts in."""
-    form = "multiple choice" if row["options"] else "free form"
-    groups = {"level": [str(row["level"])], "subject": [row["subject"]], "form": [form]}
-    read = row["read"]
-    answer = str(read.text or "")
+    """Grade the answer that `_prepare` has extracted from a response, by `options.rules`."""
+    reference = row["answer"]
+    choices = row["options"]  # empty for a free-form question
+    extraction: Extraction = row["parsed_answer"]
+    answer = str(extraction.text or "")
     if options.rules == "official":
-        hit = is_officially_right(answer, row["answer"], row["options"])
+        is_right = is_officially_right(answer, reference, choices)
     else:
-        boxed = rf"\boxed{{{answer}}}"
-        result = graded_as_in_training(boxed, row["answer"], choices=row["options"] or None)
-        hit = result.verdict == CORRECT
+        # The grader of a training reads the answer out of a box.
+        boxed_answer = rf"\boxed{{{answer}}}"
+        result = graded_as_in_training(boxed_answer, reference, choices=choices or None)
+        is_right = result.verdict == CORRECT
     return RowGrade(
-        verdict=verdict_of(hit),
+        verdict=verdict_of(is_right),
         extracted=answer,
-        reason=read.method,
-        groups=groups,
-        extraction=read,
+        reason=extraction.method,
+        groups={
+            "level": [str(row["level"])],
+            "subject": [row["subject"]],
+            "form": ["multiple choice" if choices else "free form"],
+        },
+        extraction=extraction,
     )
 
 
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: MathVisionScoreOptions
 ) -> OwnFigures:
-    """Return the number of questions that number parts of a picture which they have as a whole."""
-    parts = len({row["pid"] for row in rows if len(_PLACE.findall(row["question"])) > 1})
-    line = (
-        f"{amount(parts, 'question')} with several numbered images, which are the parts of one "
-        "picture"
-    )
-    return OwnFigures(notes={"several_parts": parts}, lines=[line] if parts else [])
+    """Count the questions that number several images, though each row has one picture.
+
+    Their images are parts of that picture.
+    """
+    pids = {row["pid"] for row in rows if len(_IMAGE_TAG.findall(row["question"])) > 1}
+    lines: list[str] = []
+    if pids:
+        lines.append(
+            f"{amount(len(pids), 'question')} with several numbered images, which are the parts of "
+            "one picture"
+        )
+    return OwnFigures(notes={"several_parts": len(pids)}, lines=lines)
 
 
 def _rules(options: MathVisionScoreOptions) -> dict[str, Any]:
-    """Return the rules of a score; the official ones extract no answer."""
+    """Describe the rules of a score; the official ones have an extraction of their own."""
     if options.rules == "official":
         return {"rules": options.rules}
     return {"rules": options.rules, **extraction_rules(options)}
@@ -347,7 +418,7 @@ load = partial(
 
 
 def _caution(score: Mapping[str, Any]) -> str | None:
-    """Return why a score is not comparable with the published rows; None where it is."""
+    """Say why a score cannot be compared with the published figures; None where it can."""
     if score["rules"].get("rules") == "official":
         return None
     return "the quoted rows are by the rules `official`"

@@ -17,10 +17,9 @@ from collections.abc import Callable
 from fractions import Fraction
 
 Number = int | float
-# Bounds of a power in bits, and of an argument of a factorial. The official score has none and
-# would be busy for hours.
-_MOST_BITS = 100_000
-_MOST_FACTORIAL = 5_000
+# The official score has no such bounds, and would compute for hours.
+_MOST_BITS = 100_000  # of a power
+_MOST_FACTORIAL = 5_000  # the largest argument of a factorial
 
 
 class _NoValueError(Exception):
@@ -28,22 +27,27 @@ class _NoValueError(Exception):
 
 
 def _exp(exponent: Number) -> Number:
-    """Return a power of e. Raises `_NoValueError` for e itself."""
-    if exponent == 1:  # printed as `E`, which `math` does not know
+    """Return a power of e.
+
+    Raises `_NoValueError` for e itself, which the official code prints as `E` and cannot evaluate.
+    """
+    if exponent == 1:
         raise _NoValueError
     return math.exp(exponent)
 
 
 _TRIGONOMETRIC = ("sin", "cos", "tan", "sinh", "cosh", "tanh")
-_CALLED: dict[str, Callable[[float], Number]] = {
+# The function of each command. Commands that take more than an argument are in `_function`.
+_FUNCTION_OF_COMMAND: dict[str, Callable[[float], Number]] = {
     **{rf"\{name}": getattr(math, name) for name in _TRIGONOMETRIC},
     **{rf"\arc{name}": getattr(math, f"a{name}") for name in _TRIGONOMETRIC},
     **{rf"\ar{name}": getattr(math, f"a{name}") for name in _TRIGONOMETRIC[3:]},
     r"\log": lambda value: math.log(value, 10),
     r"\exp": _exp,
 }
-_FUNCTIONS = {*_CALLED, r"\ln", r"\sqrt", r"\lfloor"}
+_FUNCTIONS = {*_FUNCTION_OF_COMMAND, r"\ln", r"\sqrt", r"\lfloor"}
 _CONSTANTS = {r"\pi": math.pi, r"\tau": math.tau}
+# The closing bracket of each opening one.
 _CLOSING = {
     "(": ")",
     "[": "]",
@@ -63,7 +67,8 @@ _NAMES = (
     "arc?(?:sin|cos|tan)h|[bpv]?matrix|ceil|cols|diag|eig|eye|floor|gcd|lcm|norm|nullspace|ones|orth|[hv]stack|rank|"
     "rows|rref|svd|tr|zeros"
 )
-_STOPS = re.compile(rf"[)\]}}.&_]|\\(?:}}|right|rbrace|rfloor).*|\\\\|{_NAMES}|")
+# Tokens that may follow a whole expression; the official grammar ignores them and the rest.
+_MAY_FOLLOW = re.compile(rf"[)\]}}.&_]|\\(?:}}|right|rbrace|rfloor).*|\\\\|{_NAMES}|")
 # A command is the longest known one that the text starts with: in `\pix` it is `\pi`.
 _KNOWN = {
     r"\frac",
@@ -83,185 +88,224 @@ _TOKEN = re.compile(
 
 
 def latex_value(text: str) -> Number | None:
-    """Return the value of a text in lower case, or None if it has none.
+    """Evaluate a LaTeX expression in lower case; None if it has no value.
 
-    It is an `int` where Python would print one.
+    The value is an `int` where Python would print one.
     """
     try:
-        reader = _Reader(text)
-        value = reader.sum()
-        return value if _STOPS.fullmatch(reader.tokens[0]) and math.isfinite(value) else None
+        parser = _Parser(text)
+        value = parser.parse_sum()
+        # What follows the expression is ignored if it begins as the official grammar allows it.
+        ends_well = _MAY_FOLLOW.fullmatch(parser.tokens[0]) is not None
+        # `isfinite` raises for an integer that is too large for a float.
+        return value if ends_well and math.isfinite(value) else None
     except (_NoValueError, ArithmeticError, ValueError, RecursionError):
         return None
 
 
-class _Reader:
-    """Evaluates an expression while it reads its tokens, one method for each rule of the grammar."""
+class _Parser:
+    """Evaluates an expression by recursive descent, with one method for each rule of the grammar.
+
+    Each method takes its tokens from the front of `tokens`, and returns their value. The last token
+    is an empty text, so that there always is a next one.
+    """
 
     def __init__(self, text: str) -> None:
-        """Begin before the first token."""
-        text = text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
-        text = _SIDES.sub("", _ASSIGNS.sub("", text, count=1) if _ASSIGNS.match(text) else text)
-        self.tokens = deque([*filter(None, _TOKEN.findall(text)), ""])
+        r"""Split the expression into tokens.
 
-    def sum(self) -> Number:
-        """Return the value of products with signs of plus and minus between them."""
-        value = self._product()
-        while sign := self._taken("+", "-"):
-            value = value + self._product() if sign == "+" else value - self._product()
+        Names of fractions become one, `\left` and `\right` are left out, and so is an assignment
+        such as `x=` at the beginning.
+        """
+        text = text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
+        if _ASSIGNS.match(text):
+            text = _ASSIGNS.sub("", text, count=1)
+        text = _SIDES.sub("", text)
+        # A match of skipped space has an empty group.
+        tokens = [symbol for symbol in _TOKEN.findall(text) if symbol]
+        self.tokens = deque([*tokens, ""])
+
+    def parse_sum(self) -> Number:
+        """Evaluate products with plus and minus signs between them."""
+        value = self._parse_product()
+        while sign := self._take("+", "-"):
+            term = self._parse_product()
+            value = value + term if sign == "+" else value - term
         return value
 
-    def _product(self, *, functions: bool = True) -> Number:
-        r"""Return the value of factors with signs of times or division between them.
+    def _parse_product(self, *, allow_functions: bool = True) -> Number:
+        r"""Evaluate factors with signs of multiplication or division between them.
 
-        `functions`: whether one like `\sin` may follow a factor without a sign.
+        `allow_functions`: whether a function such as `\sin` may follow a factor without a sign.
         """
-        value = self._signed(functions)
-        while sign := self._taken(*_TIMES, *_DIVIDED):
-            factor = self._signed(functions)
+        value = self._parse_signed_factors(allow_functions=allow_functions)
+        while sign := self._take(*_TIMES, *_DIVIDED):
+            factor = self._parse_signed_factors(allow_functions=allow_functions)
             value = value * factor if sign in _TIMES else value / factor
         return value
 
-    def _signed(self, functions: bool) -> Number:
-        """Return the value of factors without signs between them, after any number of signs."""
-        if sign := self._taken("+", "-"):
-            return self._signed(functions) if sign == "+" else -self._signed(functions)
-        value = self._raised()
-        while self._starts(functions):
-            value *= self._raised()
+    def _parse_signed_factors(self, *, allow_functions: bool) -> Number:
+        """Evaluate any number of plus and minus signs, and the factors behind them.
+
+        The factors have no signs between them, as in `2x` and `3(4)`.
+        """
+        sign = self._take("+", "-")
+        if sign:
+            value = self._parse_signed_factors(allow_functions=allow_functions)
+            return value if sign == "+" else -value
+        value = self._parse_factor()
+        while self._is_at_factor(allow_functions=allow_functions):
+            value *= self._parse_factor()
         return value
 
-    def _starts(self, functions: bool) -> bool:
-        """Return whether another factor follows without a sign.
+    def _is_at_factor(self, *, allow_functions: bool) -> bool:
+        """Return whether the next token begins another factor, without a sign before it.
 
-        A letter and an unknown command do too, and have no value.
+        A letter and an unknown command begin one too. They have no value, so that the expression
+        has none.
         """
-        word = self.tokens[0]
-        if _STOPS.fullmatch(word) or word in (*_TIMES, *_DIVIDED):
+        symbol = self.tokens[0]
+        if _MAY_FOLLOW.fullmatch(symbol) or symbol in (*_TIMES, *_DIVIDED):
             return False
-        if word in _FUNCTIONS:
-            return functions
-        return word[-1].isalnum() or word in (*_CLOSING, "|") or word.endswith(r"\%")
+        if symbol in _FUNCTIONS:
+            return allow_functions
+        is_word_or_number = symbol[-1].isalnum() or symbol.endswith(r"\%")
+        return is_word_or_number or symbol in (*_CLOSING, "|")
 
-    def _raised(self) -> Number:
-        """Read one factor with its exponents, `2^3^2` from the left, and factorials."""
-        value = self._base()
-        while self._taken("^"):
-            value = _power(value, self._exponent())
-        while self._taken("!"):
+    def _parse_factor(self) -> Number:
+        """Evaluate one factor with its exponents and factorials.
+
+        `2^3^2` is `(2^3)^2`, as in the official grammar.
+        """
+        value = self._parse_base()
+        while self._take("^"):
+            value = _power(value, self._parse_exponent())
+        while self._take("!"):
             if not isinstance(value, int) or not 0 <= value <= _MOST_FACTORIAL:
                 raise _NoValueError
             value = math.factorial(value)
         return value
 
-    def _exponent(self) -> Number:
-        """Return the value of what stands behind `^`: braces, a number or a constant."""
-        return self._group("{") if self.tokens[0] == "{" else self._atom()
+    def _parse_exponent(self) -> Number:
+        """Evaluate what stands behind `^`: an expression in braces, a number or a constant."""
+        if self.tokens[0] == "{":
+            return self._parse_group("{")
+        return self._parse_atom()
 
-    def _base(self) -> Number:
-        """Read brackets, a power of e, a fraction, a binomial, a function or an atom."""
-        word = self.tokens[0]
-        if word in _CLOSING:
-            value = self._group(word)
-            return math.floor(value) if word == r"\lfloor" else value
-        if self._taken("e"):
-            self._expect("^")
-            return _exp(self._exponent())
-        if self._taken(r"\frac"):
-            numerator = self._group("{")
-            denominator = self._group("{")
+    def _parse_base(self) -> Number:
+        """Evaluate a factor without its exponents, by the kind of its first token.
+
+        It is an expression in brackets, a power of e, a fraction, a binomial coefficient, a
+        function, or an atom: a number or a constant.
+        """
+        symbol = self.tokens[0]
+        if symbol in _CLOSING:
+            value = self._parse_group(symbol)
+            return math.floor(value) if symbol == r"\lfloor" else value
+        if self._take("e"):
+            self._expect("^")  # e itself has no value in the official code
+            return _exp(self._parse_exponent())
+        if self._take(r"\frac"):
+            numerator = self._parse_group("{")
+            denominator = self._parse_group("{")
             return numerator / denominator
-        if self._taken(r"\binom"):
-            n = self._group("{")
-            k = self._group("{")
+        if self._take(r"\binom"):
+            n = self._parse_group("{")
+            k = self._parse_group("{")
             return _binomial(n, k)
-        return self._function(word) if self._taken(*_FUNCTIONS) else self._atom()
+        if self._take(*_FUNCTIONS):
+            return self._parse_function(symbol)
+        return self._parse_atom()
 
-    def _function(self, name: str) -> Number:
-        """Return the value of a function, whose name was read."""
+    def _parse_function(self, name: str) -> Number:
+        r"""Evaluate a function whose name, such as `\sin`, has just been taken."""
         if name == r"\sqrt":
-            root = self._group("[") if self.tokens[0] == "[" else None
-            value = self._group("{")
-            return math.sqrt(value) if root is None else _power(value, 1 / root)
-        if name == r"\log" and self._taken("_"):  # the base stands below it: `\log_2 8`
-            base = self._exponent()
-            return math.log(self._argument(), base)
+            degree = self._parse_group("[") if self.tokens[0] == "[" else None
+            radicand = self._parse_group("{")
+            return math.sqrt(radicand) if degree is None else _power(radicand, 1 / degree)
+        if name == r"\log" and self._take("_"):  # `\log_2 8` has the base 2
+            base = self._parse_exponent()
+            return math.log(self._parse_argument(), base)
         # `\sin^2 x` is the square of the sine, while `\sin^{-1} x` is its inverse function.
-        exponent = self._exponent() if self._taken("^") else None
-        value = self._argument()
-        if name == r"\ln":
+        exponent = self._parse_exponent() if self._take("^") else None
+        argument = self._parse_argument()
+        if name == r"\ln":  # the official code has no value for it
             raise _NoValueError
-        if exponent == -1 and name[1:] in _TRIGONOMETRIC:
-            return _CALLED[rf"\arc{name[1:]}"](value)
-        value = _CALLED[name](value)
+        name_without_backslash = name[1:]
+        if exponent == -1 and name_without_backslash in _TRIGONOMETRIC:
+            inverse_function = _FUNCTION_OF_COMMAND[rf"\arc{name_without_backslash}"]
+            return inverse_function(argument)
+        value = _FUNCTION_OF_COMMAND[name](argument)
         return value if exponent is None else _power(value, exponent)
 
-    def _argument(self) -> Number:
-        """Read an argument: brackets, or the factors up to the next function or sum."""
-        return self._group("(") if self.tokens[0] == "(" else self._product(functions=False)
+    def _parse_argument(self) -> Number:
+        """Evaluate the argument of a function.
 
-    def _atom(self) -> Number:
-        """Return the value of a number or a constant."""
-        word = self.tokens.popleft()
-        if word in _CONSTANTS:
-            return _CONSTANTS[word]
-        if not re.fullmatch(_NUMBER, word):
+        It is an expression in round brackets, or the factors up to the next function, plus or
+        minus.
+        """
+        if self.tokens[0] == "(":
+            return self._parse_group("(")
+        return self._parse_product(allow_functions=False)
+
+    def _parse_atom(self) -> Number:
+        """Evaluate a number, which may be in percent, or a constant such as pi."""
+        symbol = self.tokens.popleft()
+        if symbol in _CONSTANTS:
+            return _CONSTANTS[symbol]
+        if not re.fullmatch(_NUMBER, symbol):
             raise _NoValueError
-        exact = Fraction(word.rstrip(r"\%").replace(",", ""))
-        if word[-1] == "%":
+        exact = Fraction(symbol.rstrip(r"\%").replace(",", ""))
+        if symbol[-1] == "%":
             exact /= 100
         if exact.denominator == 1:
             return exact.numerator
         return exact.numerator / exact.denominator
 
-    def _group(self, opening: str) -> Number:
-        """Return the value of an expression in brackets.
+    def _parse_group(self, opening: str) -> Number:
+        """Evaluate the expression between an opening bracket and its closing one.
 
-        Raises `_NoValueError` if they do not close.
+        Raises `_NoValueError` if either is missing.
         """
         self._expect(opening)
-        value = self.sum()
+        value = self.parse_sum()
         self._expect(_CLOSING[opening])
         return value
 
-    def _taken(self, *tokens: str) -> str:
-        """Return the next token, removed, where it is one of these; else an empty text."""
+    def _take(self, *tokens: str) -> str:
+        """Remove the next token if it is one of `tokens`, and return it; else return an empty text."""
         return self.tokens.popleft() if self.tokens[0] in tokens else ""
 
-    def _expect(self, token: str) -> None:
-        """Remove the next token. Raises `_NoValueError` if it is another one."""
-        if not self._taken(token):
+    def _expect(self, symbol: str) -> None:
+        """Remove the next token, which has to be `symbol`. Raises `_NoValueError` for another."""
+        if not self._take(symbol):
             raise _NoValueError
 
 
 def _power(base: Number, exponent: Number) -> Number:
-    """Return the value of a power.
+    """Return `base ** exponent`.
 
-    Raises `_NoValueError` for one too large to print, or complex.
+    Raises `_NoValueError` for a power that is too large to compute, or complex: the official score
+    has no value for either.
     """
-    if (
-        isinstance(base, int)
-        and isinstance(exponent, int)
-        and base.bit_length() * exponent > _MOST_BITS
-    ):
+    if isinstance(base, int) and isinstance(exponent, int):
+        n_bits = base.bit_length() * exponent
+        if n_bits > _MOST_BITS:
+            raise _NoValueError
+    power = base**exponent
+    # A negative base with a broken exponent, such as (-8)^(1/3).
+    if isinstance(power, complex):
         raise _NoValueError
-    value = base**exponent
-    if isinstance(value, complex):
-        raise _NoValueError
-    real: Number = value
-    return real
+    real_power: Number = power
+    return real_power
 
 
-def _binomial(above: Number, below: Number) -> Number:
-    """Return the value of a binomial of integers within bounds.
+def _binomial(n: Number, k: Number) -> Number:
+    """Return the number of ways to choose `k` of `n` things.
 
-    Raises `_NoValueError` for any other.
+    Raises `_NoValueError` for numbers that are negative, not whole, or too large to compute with.
     """
-    if not (
-        isinstance(above, int)
-        and isinstance(below, int)
-        and 0 <= above <= _MOST_FACTORIAL
-        and below >= 0
-    ):
+    if not isinstance(n, int) or not isinstance(k, int):
         raise _NoValueError
-    return math.comb(above, below)
+    if not 0 <= n <= _MOST_FACTORIAL or k < 0:
+        raise _NoValueError
+    return math.comb(n, k)

@@ -12,7 +12,7 @@ from adora_vl.utils.cli import imports
 with imports():
     from adora_vl.data.prompts import lettered
     from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import ANY, TEXT, one_of, wrong_fields
+    from adora_vl.evals.inference.predictions import ANY, TEXT, fault_of_fields, one_of
     from adora_vl.evals.options import HubDataOptions, option
     from adora_vl.evals.records import (
         Benchmark,
@@ -38,7 +38,8 @@ with imports():
     )
 
 _NUMBER = "requiring a floating-point number with {} and provide the final value, e.g., {}"
-_ASKED_FOR = {
+# What the hint of the official prompt asks for, by the kind of answer.
+_REQUEST_BY_KIND = {
     "choice": "and provide the correct option letter, e.g., A, B, C, D",
     "integer": "requiring an integer answer and provide the final value, e.g., 1, 2, 3",
     "list": "requiring a Python list as an answer and provide the final list, e.g., [1, 2, 3], [1.2, "
@@ -49,17 +50,19 @@ _ASKED_FOR = {
 
 
 def build_query(row: dict[str, Any]) -> str:
-    """Return the official prompt of one item: a hint, the question with its unit, and the choices.
+    """Build the official prompt of a row: a hint, the question with its unit, and the choices.
 
-    `row` has `question_type` and the other fields of the data.
+    The hint says which form the answer should have.
     """
     kind = "choice" if row["question_type"] == "multi_choice" else row["answer_type"]
     if kind not in ("choice", "integer", "list"):
-        kind = "one place" if row["precision"] == 1 else "two places"  # a float on the hub
-    hint = f"Hint: Please answer the question {_ASKED_FOR[kind]}, at the end."
-    lines = [hint, f"Question: {row['question']}"]
+        # A number with decimal places. A text gets the hint for two places in the official code.
+        kind = "one place" if row["precision"] == 1 else "two places"
+    hint = f"Hint: Please answer the question {_REQUEST_BY_KIND[kind]}, at the end."
+    question = f"Question: {row['question']}"
     if row.get("unit"):
-        lines[-1] += f" (Unit: {row['unit']})"
+        question += f" (Unit: {row['unit']})"
+    lines = [hint, question]
     if row["choices"]:
         lines += ["Choices:", *lettered(row["choices"])]
     return "\n".join(lines).strip()
@@ -67,9 +70,9 @@ def build_query(row: dict[str, Any]) -> str:
 
 RuleSet = Literal["official", "published_2023", "vlmevalkit", "vlmevalkit_1680"]
 RULE_SETS: tuple[RuleSet, ...] = get_args(RuleSet)
-_OF_VLMEVALKIT = ("vlmevalkit", "vlmevalkit_1680")  # before and after its pull request 1680
+_VLMEVALKIT_RULES = ("vlmevalkit", "vlmevalkit_1680")  # before and after its pull request 1680
 # The texts that VLMEvalKit takes for no answer at all.
-_REFUSED = (
+_REFUSALS = (
     "Failed to obtain answer via API",
     "Sorry, I can't help with images of people yet.",
     "I can't process this file.",
@@ -95,126 +98,163 @@ class MathVistaScoreOptions(ExtractionOptions):
     )
 
 
-class Hit(NamedTuple):
-    """Whether an extraction is right, and the text that was compared."""
+class Comparison(NamedTuple):
+    """Whether an extracted answer is right, and the text that was compared."""
 
-    correct: bool
+    is_right: bool
     prediction: str | None
-    """The normalised extraction; None if there is none."""
+    """The extracted answer in the form of the reference answer; None if it has no such form."""
 
 
-def judge_extraction(row: dict[str, Any], extraction: object, rules: RuleSet) -> Hit:
-    """Normalise the extraction of a row, and compare it with the reference answer.
+def compare_with_reference(row: dict[str, Any], extraction: object, rules: RuleSet) -> Comparison:
+    """Bring an extracted answer into the form of the reference answer, and compare both.
 
-    `rules` is one of `RULE_SETS`.
+    Args:
+        row: The question, its choices and the reference answer.
+        extraction: The extracted answer, which may be any value of JSON.
+        rules: The name of the rules to compare by.
     """
-    if rules in _OF_VLMEVALKIT:
-        return _vlmevalkit(row, extraction, lists=rules == "vlmevalkit_1680")
+    if rules in _VLMEVALKIT_RULES:
+        return _compare_as_vlmevalkit(row, extraction, compare_lists=rules == "vlmevalkit_1680")
     if row["question_type"] == "multi_choice":
-        text = row["choices"][chosen(extraction, row["choices"])]
-        return Hit(text == row["answer"], text)
-    prediction = _normalised(row, extraction, strict_int=rules == "published_2023")
-    return Hit(prediction == row["answer"], prediction)
+        choices = row["choices"]
+        prediction = choices[official_choice(extraction, choices)]
+    else:
+        # The official code of 2023 did not take `5.0` for an integer.
+        strict_int = rules == "published_2023"
+        prediction = _in_reference_form(row, extraction, strict_int=strict_int)
+    return Comparison(is_right=prediction == row["answer"], prediction=prediction)
 
 
-def chosen(extraction: object, choices: Sequence[str]) -> int:
-    """Return the position of the choice that an extraction means.
+def official_choice(extraction: object, choices: Sequence[str]) -> int:
+    """Return the index of the choice that an extracted answer means by the official rules.
 
-    If none matches, the one with the smallest edit distance.
+    A letter alone, or the first one in brackets, means its choice. Any other text means the choice
+    with the smallest edit distance to it, however large that is.
     """
     text = extraction.strip() if isinstance(extraction, str) else str(extraction)
-    in_brackets = _LETTER_IN_BRACKETS.search(text)
-    if in_brackets:
-        text = in_brackets[1].upper()
-    if len(text) == 1 and 0 <= ord(text) - ord("A") < len(choices):
-        return ord(text) - ord("A")
+    letter_in_brackets = _LETTER_IN_BRACKETS.search(text)
+    if letter_in_brackets:
+        text = letter_in_brackets[1].upper()
+    if len(text) == 1:
+        index = ord(text) - ord("A")
+        if 0 <= index < len(choices):
+            return index
     distances = [edit_distance(text, choice) for choice in choices]
     return distances.index(min(distances))
 
 
-def inferred(extraction: object, choices: Sequence[str]) -> int | None:
-    """Return the position of the choice that VLMEvalKit reads out of an extraction, or None.
+def vlmevalkit_choice(extraction: object, choices: Sequence[str]) -> int | None:
+    """Return the index of the choice that an extracted answer means by VLMEvalKit's rules, or None.
 
-    The rules are those of vlmeval/utils/matching_util.py. The position is that of the one letter
-    among the words, if it is one of the last four; else of a letter behind `answer is`, else of the
-    choice whose text stands in the extraction. It never is the nearest one.
+    The first of these rules that applies decides (vlmeval/utils/matching_util.py):
+
+    1. One letter of a choice is among the words, and it is one of the last four words.
+    2. A letter stands behind `answer is`.
+    3. The text of one choice stands in the answer, which is short.
+
+    Unlike the official rules these never guess the nearest choice.
     """
     text = str(extraction)
-    # The extracting model said that there is no answer.
-    if any(phrase in text for phrase in _REFUSED):
+    # The model that extracted the answer said that there is none.
+    if any(phrase in text for phrase in _REFUSALS):
         return None
     words = re.sub(r"[.()\[\],:;!*#{}]", " ", text).split()
     letters = [chr(ord("A") + index) for index in range(len(choices))]
     letters_in_text = [letter for letter in letters if letter in words]
-    # A letter that stands further ahead may be a word, as `A` is.
-    if len(letters_in_text) == 1 and words.index(letters_in_text[0]) > len(words) - 5:
-        return letters.index(letters_in_text[0])
-    if not letters_in_text and "Z" in words:  # its word for none of them
+    if len(letters_in_text) == 1:
+        letter = letters_in_text[0]
+        # Further ahead a letter may be a word, as `A` is.
+        is_near_end = words.index(letter) > len(words) - 5
+        if is_near_end:
+            return letters.index(letter)
+    # The extracting model is asked to write `Z` where no choice is meant.
+    if not letters_in_text and "Z" in words:
         return None
     stated = _STATED_LETTER.search(text)
     if stated and stated[1].upper() in letters:
         return letters.index(stated[1].upper())
     # In a long text the words of a choice may stand for any reason.
-    if len(text) > 2 * sum(map(len, choices)):
+    n_choice_characters = sum(len(choice) for choice in choices)
+    if len(text) > 2 * n_choice_characters:
         return None
     contained = [index for index, choice in enumerate(choices) if choice.lower() in text.lower()]
     return contained[0] if len(contained) == 1 else None
 
 
 def edit_distance(first: str, second: str) -> int:
-    """Return Levenshtein's distance.
+    """Compute Levenshtein's distance: the fewest characters to insert, delete or replace.
 
-    Insertions, deletions and substitutions of a character count 1 each.
+    Two rows of the table of distances are kept. `current[j]` is the distance between the first `i`
+    characters of `first` and the first `j` of `second`; `previous` is the row of `i - 1`.
     """
     previous = list(range(len(second) + 1))
     for i, first_char in enumerate(first, start=1):
         current = [i]
         for j, second_char in enumerate(second, start=1):
-            substitution = previous[j - 1]
+            insertion = current[j - 1] + 1
+            deletion = previous[j] + 1
+            replacement = previous[j - 1]
             if first_char != second_char:
-                substitution += 1
-            current.append(min(previous[j] + 1, current[-1] + 1, substitution))
+                replacement += 1
+            current.append(min(deletion, insertion, replacement))
         previous = current
     return previous[-1]
 
 
-def _normalised(row: dict[str, Any], extraction: Any, *, strict_int: bool) -> str | None:
-    """Return an extraction in the form of the reference answer, as text; None if it cannot be.
+def _in_reference_form(row: dict[str, Any], extraction: Any, *, strict_int: bool) -> str | None:
+    """Write an extracted answer as the reference answer is written, as a text.
 
-    `strict_int`: `5.0` is no integer. `extraction` may be any value of JSON.
+    Numbers are rounded as the row asks for. None for an answer that is not a number where one is
+    asked for, and for no answer.
+
+    Args:
+        row: Its `answer_type` says what is asked for, and `precision` the decimal places.
+        extraction: The extracted answer, which may be any value of JSON.
+        strict_int: Refuse `5.0` as an integer.
     """
     try:
         if row["answer_type"] == "integer":
             return str(int(extraction) if strict_int else int(float(extraction)))
         if row["answer_type"] == "float":
-            # `round` takes no float as its precision, and pandas makes one of it.
-            return str(round(float(extraction), int(float(row["precision"]))))
+            # `round` needs an `int` here. In a file that pandas wrote it is a float.
+            places = int(float(row["precision"]))
+            return str(round(float(extraction), places))
     except _NOT_A_NUMBER:
         return None
     return None if extraction is None else str(extraction)
 
 
-def _vlmevalkit(row: dict[str, Any], extraction: Any, *, lists: bool) -> Hit:
-    """Compare an extraction with the reference answer by the rules of VLMEvalKit.
+def _compare_as_vlmevalkit(
+    row: dict[str, Any], extraction: Any, *, compare_lists: bool
+) -> Comparison:
+    """Compare an extracted answer with the reference answer by the rules of VLMEvalKit.
 
-    `lists`: a list is right if it is the same text. Before pull request 1680 it never was, whatever
-    the extraction.
+    Args:
+        row: The question, its choices and the reference answer.
+        extraction: The extracted answer, which may be any value of JSON.
+        compare_lists: Whether a list is right if it has the text of the reference. Before pull
+            request 1680 of VLMEvalKit a list never was right.
     """
-    # VLMEvalKit compares letters, so only the first of two equal choices is right.
+    reference = row["answer"]
     if row["question_type"] == "multi_choice":
         choices = row["choices"]
-        index = inferred(extraction, choices)
-        text = None if index is None else choices[index]
-        return Hit(text == row["answer"] and choices.index(text) == index, text)
+        index = vlmevalkit_choice(extraction, choices)
+        if index is None:
+            return Comparison(is_right=False, prediction=None)
+        text = choices[index]
+        # VLMEvalKit compares letters, so only the first of two equal choices is right.
+        is_first_of_equal = choices.index(text) == index
+        return Comparison(is_right=text == reference and is_first_of_equal, prediction=text)
     convert = {"integer": int, "float": float}.get(row["answer_type"])
-    if convert is None:
-        text = None if extraction is None or not lists else str(extraction)
-        return Hit(text == row["answer"], text)
+    if convert is None:  # a text or a list
+        prediction = None if extraction is None or not compare_lists else str(extraction)
+        return Comparison(is_right=prediction == reference, prediction=prediction)
     try:
         value = convert(extraction)
-        return Hit(value == convert(row["answer"]), str(value))
+        return Comparison(is_right=value == convert(reference), prediction=str(value))
     except _NOT_A_NUMBER:
-        return Hit(False, None)
+        return Comparison(is_right=False, prediction=None)
 
 
 METADATA_GROUPS = ("language", "source", "category", "task", "context", "grade", "skills")
@@ -226,6 +266,7 @@ ID_OOD = (
     "items minus ID's. The split of ADORA's table, inferred from its figures; because of the "
     "double count the intervals are a little too narrow."
 )
+# The columns that each row has, and what their values have to be.
 COLUMNS = {
     "question": TEXT,
     "question_type": one_of("multi_choice", "free_form"),
@@ -239,42 +280,53 @@ _MOST_PLACES = 15  # decimal places that a float holds
 
 
 def check(row: Prediction) -> str | None:
-    """Return what is wrong with the fields of a row; None where nothing is."""
-    fault = wrong_fields(row, COLUMNS)
+    """Return what is wrong with the fields of a row; None where nothing is.
+
+    A multiple-choice question needs choices that have letters, and a number its decimal places.
+    """
+    fault = fault_of_fields(row, COLUMNS)
     if fault:
         return fault
-    if row["question_type"] == "multi_choice" and not 1 <= len(row["choices"] or []) <= 26:
-        return f"is multiple choice with choices = {row['choices']!r}, expected 1 to 26 of them"
-    precision = row["precision"]
-    if row["answer_type"] == "float" and not (
-        isinstance(precision, int | float) and 0 <= precision <= _MOST_PLACES
-    ):
-        return (
-            f"has precision = {precision!r}, expected a number from 0 to {_MOST_PLACES} for a "
-            "float answer"
-        )
+    if row["question_type"] == "multi_choice":
+        choices = row["choices"]
+        if not 1 <= len(choices or []) <= 26:
+            return f"is multiple choice with choices = {choices!r}, expected 1 to 26 of them"
+    if row["answer_type"] == "float":
+        places = row["precision"]
+        if not isinstance(places, int | float) or not 0 <= places <= _MOST_PLACES:
+            return (
+                f"has precision = {places!r}, expected a number from 0 to {_MOST_PLACES} for a "
+                "float answer"
+            )
     return None
 
 
 def question_of(row: Prediction) -> Question:
-    """Return the question of a row for an extraction."""
-    kind: Kind = "choice" if row["question_type"] == "multi_choice" else row["answer_type"]
+    """Build the question from which an answer is extracted, with the response of the model."""
+    is_choice = row["question_type"] == "multi_choice"
+    kind: Kind = "choice" if is_choice else row["answer_type"]
     return Question(
         kind=kind, text=row["question"], choices=row["choices"] or (), response=row["response"]
     )
 
 
 def grade(row: Prediction, options: MathVistaScoreOptions) -> RowGrade:
-    """Return the verdict on a row by `options.rules`, and the groups that it counts in."""
-    extraction: Extraction = row["read"]
-    hit = Hit(False, None)
-    if str(extraction.text or "").strip() or not options.ignore_empty_extractions:
-        hit = judge_extraction(row, extraction.text, options.rules)
+    """Grade the answer that was extracted from a response, by `options.rules`.
+
+    The extraction stands in the row under `parsed_answer`. An empty one means the nearest choice by
+    the official rules, unless `options.ignore_empty_extractions` says that it is wrong.
+    """
+    extraction: Extraction = row["parsed_answer"]
+    is_empty = not str(extraction.text or "").strip()
+    if is_empty and options.ignore_empty_extractions:
+        comparison = Comparison(is_right=False, prediction=None)
+    else:
+        comparison = compare_with_reference(row, extraction.text, options.rules)
     groups = {"question_type": [row["question_type"]], "answer_type": [row["answer_type"]]}
     groups |= metadata_groups(row, METADATA_GROUPS)
     return RowGrade(
-        verdict=verdict_of(hit.correct),
-        extracted=hit.prediction,
+        verdict=verdict_of(comparison.is_right),
+        extracted=comparison.prediction,
         reason=extraction.method,
         groups=groups,
         extraction=extraction,
@@ -282,17 +334,24 @@ def grade(row: Prediction, options: MathVistaScoreOptions) -> RowGrade:
 
 
 def _item(row: Prediction, graded: Graded) -> dict[str, Any]:
-    """Return the entry of an answer in the score file."""
-    grade = graded.grade
-    fields = {"correct": graded.correct, "answer": row["answer"]}
-    read = {"extraction": row["read"].text, "prediction": grade.extracted}
-    return {"verdict": grade.verdict, **fields, **read, "how": grade.reason}
+    """Describe one answer for the score file, before and after it was brought into form."""
+    return {
+        "verdict": graded.grade.verdict,
+        "correct": graded.correct,
+        "answer": row["answer"],
+        "extraction": row["parsed_answer"].text,
+        "prediction": graded.grade.extracted,
+        "how": graded.grade.reason,
+    }
 
 
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: MathVistaScoreOptions
 ) -> OwnFigures:
-    """Return ID and OOD as ADORA's table has them (docs/evaluation.md)."""
+    """Compute the accuracies ID and OOD of ADORA's table, as `ID_OOD` defines them.
+
+    ID is over problems like those of the training, which are geometry, and OOD over all others.
+    """
     id_total = 0
     id_correct = 0
     for item in graded:
@@ -303,19 +362,22 @@ def _summary(
         id_total += count
         if item.correct:
             id_correct += count
-    answers_each = max(map(len, correct_by_problem(graded).values()))
-    id_cell = cell_from_counts(id_correct, id_total, answers_each)
-    # By the double count, ID of a small set can have more answers than there are; then OOD has no
-    # figure.
+    n_samples = max(len(verdicts) for verdicts in correct_by_problem(graded).values())
+    id_cell = cell_from_counts(id_correct, id_total, n_samples)
+    # In a small set ID may have more answers than there are, since some count twice. OOD is None
+    # then.
     all_correct = sum(item.correct for item in graded)
-    ood_cell = cell_from_counts(all_correct - id_correct, len(graded) - id_total, answers_each)
+    ood_cell = cell_from_counts(all_correct - id_correct, len(graded) - id_total, n_samples)
     return OwnFigures(figures={"id_ood": {"definition": ID_OOD, "ID": id_cell, "OOD": ood_cell}})
 
 
 def _rules(options: MathVistaScoreOptions) -> dict[str, Any]:
-    """Return the rules of a score, and how answers were extracted."""
-    empty = options.ignore_empty_extractions
-    return {"rules": options.rules, "ignore_empty_extractions": empty, **extraction_rules(options)}
+    """Describe the rules of a score, and how its answers were extracted."""
+    return {
+        "rules": options.rules,
+        "ignore_empty_extractions": options.ignore_empty_extractions,
+        **extraction_rules(options),
+    }
 
 
 # The column `query` is the official prompt where the data has it.
@@ -344,7 +406,7 @@ _BY_OTHER_RULES = (
 
 
 def _caution(score: Mapping[str, Any]) -> str | None:
-    """Return why a score is not comparable with the published rows; None where it is."""
+    """Say why a score cannot be compared with the published figures; None where it can."""
     if score["rules"].get("rules") == "vlmevalkit":
         return None
     return _BY_OTHER_RULES

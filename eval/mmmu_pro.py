@@ -12,7 +12,7 @@ from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import ANY, TEXT, wrong_fields
+    from adora_vl.evals.inference.predictions import ANY, TEXT, FieldKind, fault_of_fields
     from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
     from adora_vl.evals.records import (
         Benchmark,
@@ -27,6 +27,7 @@ with imports():
     from adora_vl.utils.cli import amount
 
 RULE_SETS = ("official", "letter")
+# The columns that each row has, and what their values have to be.
 COLUMNS = {"options": ANY, "answer": TEXT, "subject": TEXT}
 _LAST_LINE = (
     "The last line of your response should be of the following format: 'Answer: $LETTER' (without "
@@ -57,64 +58,92 @@ class MMMUProScoreOptions(ScoreOptions):
     )
 
 
-def options_of(row: Prediction) -> list[str]:
-    """Return the options, which the hub has as the text of a Python list.
+def choices_of(row: Prediction) -> list[str]:
+    """Return the texts of the options of a row.
 
-    Raises `ValueError` and `SyntaxError` for a text that is none, and `TypeError` for no list.
+    On the hub the column is a text in the form of a Python list. Raises `ValueError` or
+    `SyntaxError` for a text of another form, and `TypeError` for a value that is no list.
     """
     stored = row["options"]
     if isinstance(stored, str):
         stored = ast.literal_eval(stored)
-    return [str(option) for option in stored]
+    return [str(choice) for choice in stored]
 
 
-def official_letter(response: str, options: Sequence[str]) -> str | None:
-    """Return the letter by the official extraction (mmmu-pro/evaluate.py in MMMU-Benchmark/MMMU).
+def official_letter(response: str, choices: Sequence[str]) -> str | None:
+    """Extract the letter of a response as the official score does.
 
-    It is the only letter behind the last `Answer:`, else the last of the letters in brackets, before
-    a space or before a full stop, else that of the option whose text comes last. None where the
-    official code would draw a letter at random.
+    Source: mmmu-pro/evaluate.py in MMMU-Benchmark/MMMU. The first of these rules that finds a letter
+    decides:
+
+    1. The only letter behind the last `Answer:`.
+    2. The last letter in a form such as `(B)` (see `_last_letter_in_form`).
+    3. In a response of more than five words, the letter of the option whose text comes last.
+
+    None where no rule finds one; the official code draws a letter at random there.
     """
-    letters = ascii_uppercase[: len(options)]
-    # The prompt asks for the letter behind this mark.
-    _, mark, tail = response.rpartition("Answer:")
+    letters = ascii_uppercase[: len(choices)]
+    _, mark, text_behind_mark = response.rpartition("Answer:")
     if mark:
-        in_tail = [letter for letter in letters if letter in tail]
-        if len(in_tail) == 1:
-            return in_tail[0]
+        letters_behind_mark = [letter for letter in letters if letter in text_behind_mark]
+        if len(letters_behind_mark) == 1:
+            return letters_behind_mark[0]
     for sign in ",.!?;:'":
         response = response.strip(sign)
     response = f" {response} "
-    # The official code looks for one form, and takes the position of another.
-    for form, position in (("({})", "({})"), ("{} ", " {} "), ("{}.", " {} ")):
-        in_form = [letter for letter in letters if form.format(letter) in response]
-        if in_form:
-            return max(in_form, key=lambda letter: response.rfind(position.format(letter)))
-    # The official code looks for the text of an option in longer answers only.
-    if len(response.split()) <= 5:
-        return None
+    letter = _last_letter_in_form(response, letters)
+    if letter is not None or len(response.split()) <= 5:
+        return letter
     lowered = response.lower()
-    texts = dict(zip(letters, map(str.lower, options), strict=True))
-    by_text = [letter for letter in letters if texts[letter] in lowered]
-    return max(by_text, key=lambda letter: lowered.rfind(texts[letter]), default=None)
+    position_by_letter: dict[str, int] = {}
+    for choice_letter, choice in zip(letters, choices, strict=True):
+        position = lowered.rfind(choice.lower())
+        if position >= 0:
+            position_by_letter[choice_letter] = position
+    return max(position_by_letter, key=lambda letter: position_by_letter[letter], default=None)
+
+
+def _last_letter_in_form(response: str, letters: str) -> str | None:
+    """Return the letter that comes last in the first of three forms that the response has.
+
+    The forms are a letter in brackets, before a space, and before a full stop. The official code
+    looks for the last position of a letter in another form than for the letter itself. A letter may
+    so have no position, which counts as the first. None where no letter has any of the forms.
+    """
+    for form, form_of_position in (("({})", "({})"), ("{} ", " {} "), ("{}.", " {} ")):
+        position_by_letter: dict[str, int] = {}
+        for letter in letters:
+            if form.format(letter) in response:
+                position_by_letter[letter] = response.rfind(form_of_position.format(letter))
+        if position_by_letter:
+            return max(position_by_letter, key=lambda letter: position_by_letter[letter])
+    return None
 
 
 def check(row: Prediction) -> str | None:
-    """Return what is wrong with the fields of a row; None where nothing is."""
-    fault = wrong_fields(row, COLUMNS)
+    """Return what is wrong with the fields of a row; None where nothing is.
+
+    The options have to be a list, and the answer the letter of one of them.
+    """
+    fault = fault_of_fields(row, COLUMNS)
+    if fault:
+        return fault
     try:
-        letters = ascii_uppercase[: 0 if fault else len(options_of(row))]
+        letters = ascii_uppercase[: len(choices_of(row))]
     except (ValueError, SyntaxError, TypeError):
         return f"has options = {row['options']!r:.60}, expected a list"
     expected = f"a letter from A to {letters[-1:]}"
-    return fault or wrong_fields(
-        row, {"answer": ((lambda answer: answer in (*letters,)), expected)}
-    )
+    letter_of_option = FieldKind(lambda answer: answer in (*letters,), expected)
+    return fault_of_fields(row, {"answer": letter_of_option})
 
 
 def grade(row: Prediction, options: MMMUProScoreOptions) -> RowGrade:
-    """Return the verdict on a row by `options.rules`; an answer without a letter is wrong."""
-    choices = options_of(row)
+    """Grade the response of a row by its letter, which `options.rules` says how to find.
+
+    A response without a letter is wrong. Its reason is `drawn`, because the official score draws a
+    letter at random for it.
+    """
+    choices = choices_of(row)
     if options.rules == "official":
         letter = official_letter(row["response"], choices)
         rule = "official"
@@ -131,19 +160,22 @@ def grade(row: Prediction, options: MMMUProScoreOptions) -> RowGrade:
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: MMMUProScoreOptions
 ) -> OwnFigures:
-    """Return how many answers name no letter, for which the official score draws one."""
-    drawn = sum(item.grade.reason == "drawn" for item in graded)
-    line = (
-        f"note: {amount(drawn, 'answer')} without a letter, wrong here; the official score draws "
-        "one at random"
-    )
-    return OwnFigures(
-        notes={"drawn": drawn}, lines=[line] if drawn and options.rules == "official" else []
-    )
+    """Count the answers without a letter, for which the official score draws one at random."""
+    n_drawn = sum(item.grade.reason == "drawn" for item in graded)
+    lines: list[str] = []
+    if n_drawn and options.rules == "official":
+        lines.append(
+            f"note: {amount(n_drawn, 'answer')} without a letter, wrong here; the official score "
+            "draws one at random"
+        )
+    return OwnFigures(notes={"drawn": n_drawn}, lines=lines)
 
 
 def load(options: MMMUProDataOptions) -> LoadedProblems:
-    """Return the problems of a split, the same question for each, and a hash of the data."""
+    """Load the problems of a split.
+
+    Each is asked the same text, since its question and options stand in its picture.
+    """
     return load_problems(
         options,
         needed=("id", *COLUMNS),
@@ -151,7 +183,7 @@ def load(options: MMMUProDataOptions) -> LoadedProblems:
         prompt=lambda row: QUERIES[options.query],
         check=check,
         id_column="id",
-        config="vision",
+        config="vision",  # the part of the data on the hub
     )
 
 

@@ -14,10 +14,10 @@ with imports():
     from adora_vl.evals.inference.dataset import load_problems
     from adora_vl.evals.inference.predictions import (
         TEXT,
+        fault_of_fields,
         key,
         matching,
         read_predictions,
-        wrong_fields,
     )
     from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
     from adora_vl.evals.records import (
@@ -43,14 +43,15 @@ with imports():
     from adora_vl.utils.errors import UserError
 
 RULE_SETS = ("official", "letter")
+# The columns that each row has, and what their values have to be.
 COLUMNS = {
     "question": TEXT,
     "answer": matching(r"\s*[A-Za-z]\s*", "a letter"),
     "category": TEXT,
     "l2_category": TEXT,
 }
-_OPTION = re.compile(r"(?:^|[\s,])([A-Z]): ")
-check = partial(wrong_fields, kinds=COLUMNS)
+_OPTION_MARK = re.compile(r"(?:^|[\s,])([A-Z]): ")
+check = partial(fault_of_fields, kinds=COLUMNS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,110 +89,154 @@ class MMStarScoreOptions(ScoreOptions):
 def is_officially_right(response: str, answer: str) -> bool:
     """Return whether a response is right by the official rule.
 
-    The letter has to stand at one of four places. The rule (MMStar-Benchmark/MMStar,
-    eval/mmstar_eval/evaluate) is made for answers that start with the letter. It reads the first
-    letter of a chain of thought: `Based on` is B.
+    The letter of the right answer has to stand at the beginning of the response, alone or behind
+    one of three phrases. In a longer response the rule takes the first letter of a word for the
+    answer: `Based on` is B.
+
+    Source: eval/mmstar_eval/evaluate in MMStar-Benchmark/MMStar.
     """
     letter = answer.lower().strip().replace("\n", " ")
     text = response.lower().strip().replace("\n", " ")
-    beginnings = [f"{before}{letter}" for before in ("", "(", "option ", "the answer is ")]
-    return text.startswith(tuple(beginnings))
+    beginnings = (letter, f"({letter}", f"option {letter}", f"the answer is {letter}")
+    return text.startswith(beginnings)
 
 
-def options_of(question: str) -> list[str]:
-    """Return the texts of the options in `... Options: A: a park, B: a dam`.
+def choices_of(question: str) -> list[str]:
+    """Return the texts of the options in a question such as `... Options: A: a park, B: a dam`.
 
-    They are four empty ones where the question has none.
+    Every question has four options. They are empty texts where the question does not list them.
     """
-    return lettered_options(question.rpartition("Options:")[2], _OPTION) or [""] * 4
+    _, _, text_of_options = question.rpartition("Options:")
+    return lettered_options(text_of_options, _OPTION_MARK) or [""] * 4
 
 
 def grade(row: Prediction, options: MMStarScoreOptions) -> RowGrade:
-    """Return the verdict on a row by `options.rules`, and the groups that it counts in."""
-    groups = {"category": [row["category"]], "l2_category": [row["l2_category"]]}
+    """Grade the response of a row by `options.rules`: by its beginning, or by its letter."""
+    right_letter = row["answer"]
     if options.rules == "official":
-        hit = is_officially_right(row["response"], row["answer"])
-        return RowGrade(
-            verdict=verdict_of(hit),
-            extracted=row["response"][:20],
-            reason="official",
-            groups=groups,
-        )
-    extracted, rule = extract_choice(row["response"], options_of(row["question"]))
+        is_right = is_officially_right(row["response"], right_letter)
+        # The official rule extracts no letter, so the score file shows the beginning it looks at.
+        extracted = row["response"][:20]
+        rule = "official"
+    else:
+        extracted, rule = extract_choice(row["response"], choices_of(row["question"]))
+        is_right = extracted == right_letter.strip().upper()
     return RowGrade(
-        verdict=verdict_of(extracted == row["answer"].strip().upper()),
+        verdict=verdict_of(is_right),
         extracted=extracted,
         reason=rule,
-        groups=groups,
+        groups={"category": [row["category"]], "l2_category": [row["l2_category"]]},
     )
 
 
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: MMStarScoreOptions
 ) -> OwnFigures:
-    """Return the multi-modal gain and the leakage, if there are runs to compare with."""
+    """Compute the multi-modal gain MG and the leakage ML (see `_leakage`).
+
+    Both need other runs to compare with, and are None without one.
+    """
     leakage = _leakage(rows, graded, options)
-    lines = []
+    lines: list[str] = []
     if leakage is not None:
-        figure = percent_with_interval(leakage["MG"], leakage["MG_bootstrap_95"])
+        gain = percent_with_interval(leakage["MG"], leakage["MG_bootstrap_95"])
         lines.append(
-            f"multi-modal gain MG: {figure}, S_v {leakage['S_v']:.3f}, S_wv {leakage['S_wv']:.3f}"
+            f"multi-modal gain MG: {gain}, S_v {leakage['S_v']:.3f}, S_wv {leakage['S_wv']:.3f}"
         )
         if "ML" in leakage:
-            figure = percent_with_interval(leakage["ML"], leakage["ML_bootstrap_95"])
-            lines.append(f"leakage ML: {figure}, S_t {leakage['S_t']:.3f}")
+            leaked = percent_with_interval(leakage["ML"], leakage["ML_bootstrap_95"])
+            lines.append(f"leakage ML: {leaked}, S_t {leakage['S_t']:.3f}")
     return OwnFigures(notes={"leakage": leakage}, lines=lines)
 
 
 def _leakage(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: MMStarScoreOptions
 ) -> dict[str, Any] | None:
-    """Return the multi-modal gain MG = S_v - S_wv and the leakage ML = max(0, S_wv - S_t).
+    """Compute the multi-modal gain MG = S_v - S_wv and the leakage ML = max(0, S_wv - S_t).
 
-    They are differences of shares of right answers to the same items (Chen et al. 2024, MMStar,
-    section 3.3): S_v is that of this run, S_wv without the image, S_t of the language backbone.
-    None where there is no run without the image.
+    Source: Chen et al. 2024, MMStar, section 3.3. Each S is an accuracy on the same problems: S_v
+    with the images, S_wv without them, and S_t that of the language model which the model was built
+    from. Both differences have a bootstrap interval over the problems.
+
+    Args:
+        rows: The predictions of this run.
+        graded: Their grades.
+        options: The score options, which name the predictions without images and, for the leakage,
+            those of the language model.
+
+    Returns the figures by name; None where no predictions without images are named.
     """
     if options.text_only and not options.without_image:
         raise UserError("text_only: the leakage needs --without-image too (ML = S_wv - S_t)")
-    blind = _shares_of_run(options.without_image, rows=rows, options=options, name="without_image")
-    text = _shares_of_run(options.text_only, rows=rows, options=options, name="text_only")
-    if blind is None:
+    shares_without_image = _shares_of_run(
+        options.without_image, rows=rows, options=options, option_name="without_image"
+    )
+    shares_of_language_model = _shares_of_run(
+        options.text_only, rows=rows, options=options, option_name="text_only"
+    )
+    if shares_without_image is None:
         return None
-    with_image = _shares(graded)
-    gains = [a - b for a, b in zip(with_image, blind, strict=True)]
-    leakage: dict[str, Any] = {"S_v": _mean(with_image), "S_wv": _mean(blind)}
-    leakage |= {"MG": _mean(gains), "MG_bootstrap_95": bootstrap(gains)}
-    if text is not None:
-        leaks = [a - b for a, b in zip(blind, text, strict=True)]
+    shares_with_image = _shares(graded)
+    gains = [
+        with_image - without_image
+        for with_image, without_image in zip(shares_with_image, shares_without_image, strict=True)
+    ]
+    figures: dict[str, Any] = {
+        "S_v": _mean(shares_with_image),
+        "S_wv": _mean(shares_without_image),
+        "MG": _mean(gains),
+        "MG_bootstrap_95": bootstrap(gains),
+    }
+    if shares_of_language_model is not None:
+        leaks = [
+            without_image - language_model
+            for without_image, language_model in zip(
+                shares_without_image, shares_of_language_model, strict=True
+            )
+        ]
         low, high = bootstrap(leaks)
-        leakage |= {"S_t": _mean(text), "ML": max(0.0, _mean(leaks))}
-        leakage["ML_bootstrap_95"] = (max(0.0, low), max(0.0, high))
-    return leakage
+        figures["S_t"] = _mean(shares_of_language_model)
+        figures["ML"] = max(0.0, _mean(leaks))
+        figures["ML_bootstrap_95"] = (max(0.0, low), max(0.0, high))
+    return figures
 
 
 def _shares_of_run(
-    path: Path | None, rows: Sequence[Prediction], options: MMStarScoreOptions, name: str
+    file: Path | None, rows: Sequence[Prediction], options: MMStarScoreOptions, option_name: str
 ) -> list[float] | None:
-    """Return another run's shares of right answers to these problems, in their order."""
-    if path is None:
+    """Grade another run on the same problems, and return its share of right answers to each.
+
+    Args:
+        file: The predictions of the other run; None where the option was not given.
+        rows: The predictions of this run, in whose order the shares are. The other run has to have
+            the same problems and samples.
+        options: The score options, by which the answers are graded.
+        option_name: The option that names the file, for messages.
+
+    Returns None without a file. Raises `UserError` where the other run has other problems.
+    """
+    if file is None:
         return None
-    row_of_key = {key(row): row for row in read_predictions(path, check, BENCHMARK.id_column)}
-    absent = [row["pid"] for row in rows if key(row) not in row_of_key]
-    if absent or len(row_of_key) != len(rows):
-        fault = f"it has {len(row_of_key)} rows and this run {len(rows)}"
-        if absent:
-            fault = f"pid {absent[0]!r} is missing"
+    other_rows = read_predictions(file, check, BENCHMARK.id_column)
+    other_row_by_key = {key(row): row for row in other_rows}
+    missing_pids = [row["pid"] for row in rows if key(row) not in other_row_by_key]
+    if missing_pids or len(other_row_by_key) != len(rows):
+        fault = f"it has {len(other_row_by_key)} rows and this run {len(rows)}"
+        if missing_pids:
+            fault = f"pid {missing_pids[0]!r} is missing"
         raise UserError(
-            f"{name}: {path} does not have the items of this run ({fault}); run it on the same data"
+            f"{option_name}: {file} does not have the items of this run ({fault}); run it on the "
+            "same data"
         )
-    _, graded = graded_rows(BENCHMARK, [row_of_key[key(row)] for row in rows], options)
+    rows_in_order = [other_row_by_key[key(row)] for row in rows]
+    _, graded = graded_rows(BENCHMARK, rows_in_order, options)
     return _shares(graded)
 
 
 def _shares(graded: Sequence[Graded]) -> list[float]:
-    """Return the share of right answers to each problem."""
-    return [sum(right) / len(right) for right in correct_by_problem(graded).values()]
+    """Return the share of right answers to each problem, which may have several answers."""
+    are_right_of_problems = correct_by_problem(graded).values()
+    return [sum(are_right) / len(are_right) for are_right in are_right_of_problems]
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -200,9 +245,9 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def load(options: MMStarDataOptions) -> LoadedProblems:
-    """Return the problems of a split, and a hash of the data.
+    """Load the problems of a split, with their images or, with `--no-image`, without them.
 
-    The question is asked as it is, since its options are in it.
+    The question is asked as it is, since it lists its options.
     """
     return load_problems(
         options,
@@ -212,7 +257,7 @@ def load(options: MMStarDataOptions) -> LoadedProblems:
         check=check,
         id_column="index",
         stored_columns=("index", *COLUMNS, "meta_info"),
-        blind=options.no_image,
+        without_images=options.no_image,
     )
 
 

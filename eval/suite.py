@@ -1,9 +1,14 @@
-"""The command `python -m eval all`: a row of a table of benchmarks, with one start of the engine."""
+"""The command `python -m eval all`: asks a model several benchmarks, and prints a row of a table.
+
+All benchmarks share one engine, so that the model is loaded once.
+"""
 
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from typing import NamedTuple
 
 from adora_vl.utils.cli import imports
 
@@ -18,18 +23,20 @@ with imports():
     from adora_vl.evals.benchmark import find_benchmark
     from adora_vl.evals.inference.engines import build_engine
     from adora_vl.evals.inference.predictions import PREDICTIONS
-    from adora_vl.evals.inference.runner import join_ranks, with_engine_bounds
+    from adora_vl.evals.inference.ranks import join_ranks
+    from adora_vl.evals.inference.runner import with_engine_bounds
     from adora_vl.evals.options import ScoreOptions
     from adora_vl.evals.records import Benchmark
-    from adora_vl.evals.score_differences import Difference, between_problems
+    from adora_vl.evals.score_differences import Difference, difference_between
     from adora_vl.evals.score_files import ScoreFile, read_run
+    from adora_vl.evals.scoring.coverage import share_of_the_data
     from adora_vl.evals.scoring.files import write_score
-    from adora_vl.evals.scoring.score import share_of_the_data
     from adora_vl.utils.cli import Parser, exit_code_of, optional, path
     from adora_vl.utils.errors import UserError
     from eval.command import parse
 
-# The columns of the tables of autumn 2026, each with the place of its data on the hub.
+# The benchmarks of each suite, in the order of its columns, with the hub id of their data. They are
+# those of the tables of autumn 2026.
 SUITES = {
     "reasoning": {
         "mathvista": "AI4Math/MathVista",
@@ -41,15 +48,24 @@ SUITES = {
         "logicvista": "lscpku/LogicVista",
     }
 }
-# The figures that papers quote, where it is not the accuracy of all answers.
-_FIGURE = {
+# The name of the figure that papers quote, for benchmarks where it is not the accuracy of all
+# answers.
+_QUOTED_FIGURE = {
     "mathverse": "five_versions",
     "wemath": "strict",
 }
 
 
+class _Task(NamedTuple):
+    """One benchmark of the suite, with the options of its own command."""
+
+    benchmark: Benchmark
+    ask_options: AskOptions
+    score_options: ScoreOptions
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
+    """Run the command on the words of `argv`, or on those of the process.
 
     Returns the exit code: 0 for success, 2 for wrong input, 130 after Ctrl-C.
     """
@@ -57,14 +73,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     interrupted = "what was answered is kept, and the same command goes on from there"
 
     def command() -> None:
+        """Parse the options of the suite, and hand all others to the benchmarks."""
         suite_options, benchmark_words = build_parser().parse_known_args(argv)
-        _run(suite_options, benchmark_words)
+        _run_suite(suite_options, benchmark_words)
 
     return exit_code_of(command, interrupted)
 
 
 def build_parser() -> Parser:
-    """Return the parser of `eval all`; all other options are passed on to the benchmarks."""
+    """Build the parser of `eval all`, for the options of the suite alone.
+
+    Options that it does not know are parsed by each benchmark.
+    """
     parser = Parser(
         prog="python -m eval all",
         description="A row of a table. Other options, such as --model, --engine, --max-tokens, --limit, "
@@ -94,89 +114,120 @@ def build_parser() -> Parser:
     return parser
 
 
-def _run(suite_options: Namespace, benchmark_words: Sequence[str]) -> None:
-    """Ask all benchmarks, and print the row.
+def _run_suite(suite_options: Namespace, benchmark_words: Sequence[str]) -> None:
+    """Ask all benchmarks of a suite with one engine, score the answers, and print the table.
 
-    Raises `UserError`, where it can before anything is asked.
+    Args:
+        suite_options: The options that `build_parser` parsed.
+        benchmark_words: The other words of the command line, the same for each benchmark.
+
+    Raises `UserError` for wrong input, wherever possible before anything is asked.
     """
-    tasks: list[tuple[Benchmark, AskOptions, ScoreOptions]] = []
-    for name, on_the_hub in SUITES[suite_options.suite].items():
-        benchmark = find_benchmark(name)
-        folder = suite_options.data / name if suite_options.data else None
-        if folder is not None and not folder.exists():
+    tasks: list[_Task] = []
+    for name, hub_id in SUITES[suite_options.suite].items():
+        tasks.append(_task_of(name, hub_id, suite_options, benchmark_words))
+    beside_runs: list[ScoreFile] = []
+    if suite_options.beside:
+        beside_runs = _read_runs(suite_options.beside, tasks)
+    # The options of the engine are the same for all benchmarks.
+    first_options = tasks[0].ask_options
+    settings = check_options(first_options)
+    selections = [problems_to_ask(task.benchmark, task.ask_options) for task in tasks]
+    all_problems = [problem for selection in selections for problem in selection.problems]
+    system_prompt = settings.with_tool_prompt(first_options.system_prompt)
+    # The engine has to fit the longest text and the most images of all benchmarks. It is built at
+    # the first answer that is missing, and kept from then on.
+    engine_settings = with_engine_bounds(settings, all_problems, system_prompt)
+    shared_engine = cache(lambda: build_engine(engine_settings))
+    processes = join_ranks()
+    for task, selection in zip(tasks, selections, strict=True):
+        answer_problems(
+            benchmark=task.benchmark,
+            options=task.ask_options,
+            settings=settings,
+            selection=selection,
+            # With the name of the benchmark, the barriers of one run differ from those of another.
+            processes=replace(processes, run=task.benchmark.name),
+            build=lambda _: shared_engine(),
+        )
+        if processes.rank == 0:
+            predictions_file = task.ask_options.output / PREDICTIONS
+            write_score(task.benchmark, predictions_file, task.score_options)
+    if processes.rank == 0:
+        runs = [
+            read_run(str(task.ask_options.output), name=str(suite_options.output)) for task in tasks
+        ]
+        print("\n".join(["", *table_lines(runs, beside_runs)]))
+
+
+def _task_of(
+    name: str, hub_id: str, suite_options: Namespace, benchmark_words: Sequence[str]
+) -> _Task:
+    """Parse the command of one benchmark of the suite, and check its data and output folders.
+
+    Args:
+        name: The name of the benchmark. Its folders below `--data` and `--output` have that name.
+        hub_id: Where its data are on the hub, for a suite without `--data`.
+        suite_options: The options of the suite.
+        benchmark_words: The options of the command line that all benchmarks get.
+
+    Raises `UserError` for wrong input.
+    """
+    benchmark = find_benchmark(name)
+    data = hub_id
+    if suite_options.data:
+        folder = suite_options.data / name
+        if not folder.exists():
             raise UserError(
                 f"data: {str(suite_options.data)!r} has no {name!r}; put it there, or leave --data "
                 "out for the hub"
             )
-        words = [
-            "run",
-            "--data",
-            str(folder or on_the_hub),
-            "--output",
-            str(suite_options.output / name),
-            *benchmark_words,
-        ]
-        command = parse(words, benchmark)
-        assert command.ask is not None
-        assert command.score is not None
-        tasks.append((benchmark, command.ask, command.score))
-        check_output(command.ask.output)
-    beside_runs: list[ScoreFile] = []
-    if suite_options.beside:
-        beside_runs = [
-            read_run(str(suite_options.beside / benchmark.name), str(suite_options.beside))
-            for benchmark, _, _ in tasks
-        ]
-    # The options of the engine are the same for all benchmarks.
-    first_options = tasks[0][1]
-    settings = check_options(first_options)
-    selections = [problems_to_ask(benchmark, options) for benchmark, options, _ in tasks]
-    problems = [problem for selection in selections for problem in selection.problems]
-    system_prompt = settings.with_tool_prompt(first_options.system_prompt)
-    # The engine is built at the first call, for the longest text and the most images of all.
-    engine = cache(lambda: build_engine(with_engine_bounds(settings, problems, system_prompt)))
-    processes = join_ranks()
-    for (benchmark, options, score_options), selection in zip(tasks, selections, strict=True):
-        answer_problems(
-            benchmark=benchmark,
-            options=options,
-            settings=settings,
-            selection=selection,
-            processes=replace(processes, run=benchmark.name),
-            build=lambda _: engine(),
-        )
-        if processes.rank == 0:
-            write_score(benchmark, options.output / PREDICTIONS, score_options)
-    if processes.rank == 0:
-        runs = [read_run(str(options.output), str(suite_options.output)) for _, options, _ in tasks]
-        print("\n".join(["", *row(runs, beside_runs)]))
+        data = str(folder)
+    output = str(suite_options.output / name)
+    words = ["run", "--data", data, "--output", output, *benchmark_words]
+    command = parse(words, benchmark)
+    assert command.ask is not None  # the verb `run` has both kinds of options
+    assert command.score is not None
+    check_output(command.ask.output)
+    return _Task(benchmark, ask_options=command.ask, score_options=command.score)
 
 
-def row(runs: Sequence[ScoreFile], beside_runs: Sequence[ScoreFile] = ()) -> list[str]:
-    """Return the lines of the table, with a column for each benchmark.
+def _read_runs(suite_output: Path, tasks: Sequence[_Task]) -> list[ScoreFile]:
+    """Read the scores that another run of the suite has in its output folder, in the order of tasks.
+
+    All of them are named after that folder. Raises `UserError` where one is missing.
+    """
+    return [
+        read_run(str(suite_output / task.benchmark.name), name=str(suite_output)) for task in tasks
+    ]
+
+
+def table_lines(runs: Sequence[ScoreFile], beside_runs: Sequence[ScoreFile] = ()) -> list[str]:
+    """Format the table of a suite, with a column for each benchmark.
 
     Args:
-        runs: The runs of the model, one for each benchmark.
-        beside_runs: Those of another model in the same order. They get a row of their own, and a
-            row of paired differences.
+        runs: The scores of the model, one for each benchmark.
+        beside_runs: The scores of another model in the same order. They get a row of their own, and
+            a row of the paired differences between the models.
     """
-    rows = [("", [run.score["benchmark"] for run in runs])]
-    for side in (beside_runs, runs):
-        if side:
-            rows.append((side[0].name, [_figure(run) for run in side]))
+    # Each row is its name, and a cell for each benchmark.
+    rows: list[tuple[str, list[str]]] = [("", [run.score["benchmark"] for run in runs])]
+    for model_runs in (beside_runs, runs):
+        if model_runs:
+            rows.append((model_runs[0].name, [_quoted_accuracy(run) for run in model_runs]))
     if beside_runs:
         differences = [
-            _difference(between_problems([beside], [run]))
-            for beside, run in zip(beside_runs, runs, strict=True)
+            _difference_text(difference_between([beside_run], [run]))
+            for beside_run, run in zip(beside_runs, runs, strict=True)
         ]
         rows.append(("difference of accuracy", differences))
     # All cells are as wide as the widest, so that the columns stand below each other.
     name_width = max(len(name) for name, _ in rows)
     cell_width = max(len(cell) for _, cells in rows for cell in cells)
-    lines = [
-        " ".join([f"{name:<{name_width}}", *(f"{cell:>{cell_width}}" for cell in cells)])
-        for name, cells in rows
-    ]
+    lines: list[str] = []
+    for name, cells in rows:
+        padded_cells = [f"{cell:>{cell_width}}" for cell in cells]
+        lines.append(" ".join([f"{name:<{name_width}}", *padded_cells]))
     caption = "in %, with 95 % intervals; mathverse over its five versions, wemath its strict score"
     if any(share_of_the_data(run.score) for run in (*runs, *beside_runs)):
         caption += "; (n of N): over a part of the problems"
@@ -185,8 +236,11 @@ def row(runs: Sequence[ScoreFile], beside_runs: Sequence[ScoreFile] = ()) -> lis
     return [*lines, caption]
 
 
-def _difference(difference: Difference | None) -> str:
-    """Return a difference in points with its interval, or `-` where no problem is common."""
+def _difference_text(difference: Difference | None) -> str:
+    """Format a difference in percentage points with its interval.
+
+    It is `-` for None, which stands for two runs without a common problem.
+    """
     if difference is None:
         return "-"
     low = difference.low or 0
@@ -194,15 +248,20 @@ def _difference(difference: Difference | None) -> str:
     return f"{100 * difference.value:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
 
 
-def _figure(run: ScoreFile) -> str:
-    """Return the figure of a run that papers quote, with its interval and the part of the data."""
-    cell = run.cells.get(_FIGURE.get(run.score["benchmark"], "all")) or {"accuracy": float("nan")}
-    text = f"{100 * cell['accuracy']:.1f}"
-    if "wilson_95" in cell:
-        low, high = cell["wilson_95"]
+def _quoted_accuracy(run: ScoreFile) -> str:
+    """Format the figure of a run that papers quote, such as `61.2 [57.9, 64.4] (60 of 512)`.
+
+    The interval is left out for a figure that has none, and the last part for a score of all the
+    data. A figure that is missing is `nan`.
+    """
+    figure_name = _QUOTED_FIGURE.get(run.score["benchmark"], "all")
+    figure = run.cells.get(figure_name) or {"accuracy": float("nan")}
+    text = f"{100 * figure['accuracy']:.1f}"
+    if "wilson_95" in figure:
+        low, high = figure["wilson_95"]
         text += f" [{100 * low:.1f}, {100 * high:.1f}]"
-    part = share_of_the_data(run.score)
-    return f"{text} ({part})" if part else text
+    scored_part = share_of_the_data(run.score)
+    return f"{text} ({scored_part})" if scored_part else text
 
 
 if __name__ == "__main__":

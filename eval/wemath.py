@@ -7,13 +7,13 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import TEXT, matching, wrong_fields
+    from adora_vl.evals.inference.predictions import TEXT, fault_of_fields, matching
     from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
     from adora_vl.evals.records import Benchmark, Graded, OwnFigures, Prediction, RowGrade
     from adora_vl.evals.scoring.choice import extract_choice, lettered_options
@@ -35,7 +35,8 @@ Question: {question}
 Option: {option}
 Regarding the format, please answer following the template below, and be sure to include two <> symbols:
 <Thought process>: <<your thought process>> <Answer>: <<your option>>"""
-_OPTION = re.compile(r"(?:^|[;\s])\s*([A-H])[.．]")
+_OPTION_MARK = re.compile(r"(?:^|[;\s])\s*([A-H])[.．]")
+_UNKNOWN_OPTIONS = [""] * 5  # of a question whose options have no text; no question has more
 COLUMNS = {
     "ID": TEXT,
     "key": matching(
@@ -46,30 +47,31 @@ COLUMNS = {
     "option": TEXT,
     "answer": matching("[A-H]", "a letter from A to H"),
 }
-check = partial(wrong_fields, kinds=COLUMNS)
-_TEMPLATE = re.compile(
+check = partial(fault_of_fields, kinds=COLUMNS)
+# The brackets of the official form of an answer; its group is what stands inside them.
+_TEMPLATE_BRACKETS = re.compile(
     r"<\s*(Answer|Thought process)\s*>|<<\s*((?:(?!<<)(?s:.))*?)\s*>>|<\s*([A-H](?:[.:][^<>]*)?)>"
 )
-_STEPS = {"2": "two steps", "3": "three steps"}
+_STEPS_GROUP = {"2": "two steps", "3": "three steps"}
 
 
 def prompt(row: dict[str, Any]) -> str:
-    """Return the official prompt for a row.
-
-    It is the question, its options, and the form of the answer.
-    """
+    """Build the official prompt of a row: the question, its options, and the form of the answer."""
     return _PROMPT.format(question=row["question"], option=row["option"])
 
 
 def official_letter(response: str) -> str | None:
-    """Return the letter by the official extraction, or None.
+    """Extract the letter of a response by the official rule; None where there is none.
 
-    It is the first character behind the last `Answer`, without `<`, `>`, `:` and `.`, where that is
-    one from A to H. The rule is made for answers in the form of the official prompt; `boxed{B}` has
-    no letter.
+    The letter is the first character behind the last word `Answer`, where `<`, `>`, `:` and `.` do
+    not count. The rule is made for answers in the form of the official prompt. It does not find the
+    letter of `boxed{B}`.
     """
-    tail = re.sub(r"[<>:.]", "", response.split("Answer")[-1].strip()).strip()
-    return tail[0] if tail and tail[0] in "ABCDEFGH" else None
+    text_behind_answer = response.split("Answer")[-1].strip()
+    without_signs = re.sub(r"[<>:.]", "", text_behind_answer).strip()
+    if not without_signs or without_signs[0] not in "ABCDEFGH":
+        return None
+    return without_signs[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,44 +84,58 @@ class WeMathScoreOptions(ScoreOptions):
 
 
 def grade(row: Prediction, options: WeMathScoreOptions) -> RowGrade:
-    """Return the verdict on a row by `options.rules`, and the groups that it counts in.
+    """Grade the response of a row by its letter, which `options.rules` says how to find.
 
-    They are the number of steps, and for a single step its concept.
+    The answer is counted in groups by the number of steps of its question. An answer to a single
+    step is also counted by the concept of that step.
     """
     if options.rules == "official":
         letter = official_letter(row["response"])
         rule = "official"
     else:
-        without_template = _TEMPLATE.sub(
-            lambda match: match[1] or match[2] or match[3] or "", row["response"]
-        )
-        letter, rule = extract_choice(
-            without_template, lettered_options(row["option"], _OPTION) or [""] * 5
-        )
-    steps, _, step = row["key"].partition("steps_")  # `3steps_2`; `3steps_multi` is the whole
-    is_whole = step == "multi"
-    groups = {"steps": [_STEPS[steps] if is_whole else "one step"]}
-    if not is_whole:
-        groups["concept"] = [row["knowledge concept"]]
+        choices = lettered_options(row["option"], _OPTION_MARK) or _UNKNOWN_OPTIONS
+        letter, rule = extract_choice(_without_template(row["response"]), choices)
+    # The key says which part of a problem is asked: `3steps_2` is the second of three steps, and
+    # `3steps_multi` the whole problem.
+    n_steps, _, step = row["key"].partition("steps_")
+    if step == "multi":
+        groups = {"steps": [_STEPS_GROUP[n_steps]]}
+    else:
+        groups = {"steps": ["one step"], "concept": [row["knowledge concept"]]}
     return RowGrade(
         verdict=verdict_of(letter == row["answer"]), extracted=letter, reason=rule, groups=groups
     )
 
 
-def diagnosis(steps: Sequence[bool], whole_right: bool, *, strict: bool) -> str:
-    """Return the diagnosis of the answers to the steps of a problem and to the whole.
+def _without_template(response: str) -> str:
+    """Remove the brackets of the official answer template, and keep what stands inside them.
 
-    The kinds are those of Qiao et al. 2024, We-Math, section 3.3:
-
-    - IK, insufficient knowledge: the whole is wrong, and a step is.
-    - IG, inadequate generalisation: the whole is wrong, and no step is.
-    - CM, complete mastery: the whole is right, and every step is; loose: any step is.
-    - RM, rote memorisation: the whole is right, and a step is wrong; loose: all are.
+    `<Answer>: <<B>>` becomes `Answer: B`.
     """
-    if not whole_right:
-        return "IG" if all(steps) else "IK"
-    mastered = all(steps) if strict else any(steps)
-    return "CM" if mastered else "RM"
+
+    def text_inside(match: re.Match[str]) -> str:
+        """Return the one group that has matched, which is what stands inside the brackets."""
+        return match[1] or match[2] or match[3] or ""
+
+    return _TEMPLATE_BRACKETS.sub(text_inside, response)
+
+
+def diagnosis(are_steps_right: Sequence[bool], is_whole_right: bool, *, strict: bool) -> str:
+    """Diagnose a problem by the answers to its single steps and to the whole problem.
+
+    The diagnoses are those of Qiao et al. 2024, We-Math, section 3.3:
+
+    - IK, insufficient knowledge: the whole is wrong, and so is a step.
+    - IG, inadequate generalisation: the whole is wrong, though all steps are right.
+    - CM, complete mastery: the whole is right, and so are all steps (loose: at least one).
+    - RM, rote memorisation: the whole is right, though a step is wrong (loose: all are).
+
+    `strict` chooses between the strict and the loose reading of CM and RM.
+    """
+    if not is_whole_right:
+        return "IG" if all(are_steps_right) else "IK"
+    is_mastered = all(are_steps_right) if strict else any(are_steps_right)
+    return "CM" if is_mastered else "RM"
 
 
 _DEFINITION = (
@@ -133,56 +149,97 @@ _DEFINITION = (
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: WeMathScoreOptions
 ) -> OwnFigures:
-    """Return the strict and the loose score, and the shares of each kind of diagnosis.
+    """Compute We-Math's strict and loose score, and the share of each diagnosis.
 
-    Only problems with an answer to every step and to the whole are diagnosed, each sample apart.
+    A problem is diagnosed by the answers to its steps and to the whole (see `diagnosis`). Problems
+    that lack one of these answers are left out, with a warning.
     """
-    # Whether each answer of a problem's sample is right, by the key of its step.
-    answers: dict[tuple[str, int], dict[str, bool]] = defaultdict(dict)
-    for row, item in zip(rows, graded, strict=True):
-        answers[row["ID"], item.sample][row["key"]] = item.correct
-    complete = {}
-    for problem, correct_by_key in answers.items():
-        # The key of any step, such as `3steps_2`, says how many steps there are beside the whole.
-        n_steps = int(next(iter(correct_by_key))[0])
-        if len(correct_by_key) == n_steps + 1:
-            complete[problem] = correct_by_key
-    incomplete = {ID for ID, _ in answers} - {ID for ID, _ in complete}
-    warnings = []
-    if incomplete:
+    answers_by_problem = _answers_by_problem(rows, graded)
+    complete = {
+        problem: answers
+        for problem, answers in answers_by_problem.items()
+        if _has_all_answers(answers)
+    }
+    ids = {problem.id for problem in answers_by_problem}
+    incomplete_ids = ids - {problem.id for problem in complete}
+    warnings: list[str] = []
+    if incomplete_ids:
+        problems = amount(len(incomplete_ids), "problem")
         warnings.append(
-            f"{amount(len(incomplete), 'problem')} without an answer to every step and the whole, "
-            "left out of the diagnosis"
+            f"{problems} without an answer to every step and the whole, left out of the diagnosis"
         )
     if not complete:
         no_score: dict[str, Any] = {"strict": None, "loose": None, "definition": _DEFINITION}
         return OwnFigures(figures={"score": no_score}, warnings=warnings)
-    answers_each = max(map(len, correct_by_problem(graded).values()))
+    n_samples = max(len(verdicts) for verdicts in correct_by_problem(graded).values())
     cells: dict[str, Any] = {}
     scores: dict[str, Any] = {"definition": _DEFINITION}
-    lines = []
+    lines: list[str] = []
     for name in ("strict", "loose"):
-        kinds = []
-        for correct_by_key in complete.values():
-            # The whole comes last: `multi` sorts behind the numbers.
-            *steps, is_whole_right = [correct_by_key[key] for key in sorted(correct_by_key)]
-            kinds.append(diagnosis(steps, is_whole_right, strict=name == "strict"))
-        counts = Counter(kinds)
-        if name == "strict":  # the loose counts of IK and IG are the same
-            cells = {
-                kind: cell_from_counts(counts[kind], len(kinds), answers_each)
-                for kind in ("IK", "IG")
-            }
-        cells[f"CM_{name}"] = cell_from_counts(counts["CM"], len(kinds), answers_each)
-        cells[f"RM_{name}"] = cell_from_counts(
-            counts["RM"], counts["CM"] + counts["RM"], answers_each
-        )
-        credits = [{"CM": 1.0, "IG": 0.5}.get(kind, 0.0) for kind in kinds]
-        figure = mean_with_interval(credits)
+        diagnoses = _diagnoses(list(complete.values()), strict=name == "strict")
+        counts = Counter(diagnoses)
+        if name == "strict":  # IK and IG are the same for both
+            for kind in ("IK", "IG"):
+                cells[kind] = cell_from_counts(counts[kind], len(diagnoses), n_samples)
+        cells[f"CM_{name}"] = cell_from_counts(counts["CM"], len(diagnoses), n_samples)
+        # RM is a share of the problems whose whole is right.
+        cells[f"RM_{name}"] = cell_from_counts(counts["RM"], counts["CM"] + counts["RM"], n_samples)
+        points = [_POINTS_OF_DIAGNOSIS[kind] for kind in diagnoses]
+        figure = mean_with_interval(points)
         scores[name] = figure["value"]
         accuracy = percent_with_interval(figure["value"], figure["interval_95"])
         lines.append(f"We-Math's score, {name}: {accuracy}")
     return OwnFigures({"score": scores, "diagnosis": cells}, lines=lines, warnings=warnings)
+
+
+class _ProblemSample(NamedTuple):
+    """One sample of the answers to a problem; with several samples each is diagnosed on its own."""
+
+    id: str
+    sample: int
+
+
+def _answers_by_problem(
+    rows: Sequence[Prediction], graded: Sequence[Graded]
+) -> dict[_ProblemSample, dict[str, bool]]:
+    """Collect the answers to the parts of each problem, and of each sample apart.
+
+    The inner keys are those of the parts, such as `3steps_1` for a step and `3steps_multi` for the
+    whole. The values say whether the answers are right.
+    """
+    answers_by_problem: dict[_ProblemSample, dict[str, bool]] = defaultdict(dict)
+    for row, item in zip(rows, graded, strict=True):
+        problem = _ProblemSample(row["ID"], item.sample)
+        answers_by_problem[problem][row["key"]] = item.correct
+    return answers_by_problem
+
+
+def _has_all_answers(is_right_by_key: dict[str, bool]) -> bool:
+    """Return whether a problem has an answer to each of its steps and to the whole."""
+    # Each key begins with the number of steps, such as `3steps_1`.
+    n_steps = int(next(iter(is_right_by_key))[0])
+    return len(is_right_by_key) == n_steps + 1
+
+
+# What each diagnosis counts in We-Math's score.
+_POINTS_OF_DIAGNOSIS = {"CM": 1.0, "IG": 0.5, "IK": 0.0, "RM": 0.0}
+
+
+def _diagnoses(problems: Sequence[dict[str, bool]], *, strict: bool) -> list[str]:
+    """Return the diagnosis of each problem, such as `CM` (see `diagnosis`).
+
+    Args:
+        problems: For each problem, whether the answer to each of its parts is right. The keys are
+            those of the parts, such as `3steps_1` for a step and `3steps_multi` for the whole.
+        strict: Whether to use the strict diagnosis.
+    """
+    diagnoses: list[str] = []
+    for is_right_by_key in problems:
+        # In alphabetic order the whole comes last.
+        *step_keys, whole_key = sorted(is_right_by_key)
+        are_steps_right = [is_right_by_key[key] for key in step_keys]
+        diagnoses.append(diagnosis(are_steps_right, is_right_by_key[whole_key], strict=strict))
+    return diagnoses
 
 
 # The rows are every step of a composite problem, and the whole.

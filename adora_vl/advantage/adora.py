@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AdoraWeighting:
-    """The weights of one batch and the reasons for them.
+    """The weights of the groups of one batch, and the verdicts that they follow from.
 
-    A group without a correct rollout may be neither TDS nor TAS.
+    A group may be neither TDS nor TAS: one without a correct rollout, or one to which no criterion
+    applies.
     """
 
     weights_P: Tensor
@@ -35,15 +36,15 @@ class AdoraWeighting:
     """Whether a group is temporarily advantageous, bool."""
     groups: Groups
     """The groups that were weighed."""
-    ties_P: Tensor
-    """Whether a group is TDS and fails a criterion of length or work by an equal measure, bool."""
-    rate: float = 1.0
-    """The factor of the learning rate for this batch."""
+    tds_by_tie_P: Tensor
+    """Whether a group is TDS, and its correct and wrong rollouts compare as equal, bool."""
+    learning_rate_factor: float = 1.0
+    """What the learning rate is multiplied with for this batch."""
 
 
 @dataclass(frozen=True)
 class Adora(Method):
-    """ADORA's weighting as a method.
+    """ADORA's weighting of groups as a method, with its options.
 
     Raises `ValueError` for an unknown word, or a factor on the wrong side of 1.
     """
@@ -105,17 +106,19 @@ class Adora(Method):
                 "criteria: [] is empty; name one or more of length, difficulty, working"
             )
         # A schedule stays between its first and its last value.
-        low, high = sorted(scheduled(self.factor).values)
-        if self.mode == "attenuation" and not 0 < low <= high <= 1:
-            wrong = high if high > 1 else low
+        lowest_factor, highest_factor = sorted(scheduled(self.factor).values)
+        if self.mode == "attenuation" and not 0 < lowest_factor <= highest_factor <= 1:
+            refused_factor = highest_factor if highest_factor > 1 else lowest_factor
             raise ValueError(
-                f"factor: {wrong:g} must be above 0 and at most 1 with mode: attenuation"
+                f"factor: {refused_factor:g} must be above 0 and at most 1 with mode: attenuation"
             )
-        if self.mode == "amplification" and low < 1:
-            raise ValueError(f"factor: {low:g} must be at least 1 with mode: amplification")
-        lowest, highest = sorted(scheduled(self.tau).values)
-        if not 0 < lowest <= highest <= 1:
-            raise ValueError(f"tau: {lowest} to {highest} must be above 0 and at most 1")
+        if self.mode == "amplification" and lowest_factor < 1:
+            raise ValueError(
+                f"factor: {lowest_factor:g} must be at least 1 with mode: amplification"
+            )
+        lowest_tau, highest_tau = sorted(scheduled(self.tau).values)
+        if not 0 < lowest_tau <= highest_tau <= 1:
+            raise ValueError(f"tau: {lowest_tau} to {highest_tau} must be above 0 and at most 1")
         if self.steps is not None and not 0 <= self.steps[0] < self.steps[1]:
             raise ValueError(
                 f"steps: {list(self.steps)} must be a half-open range [first, end] with 0 <= "
@@ -123,7 +126,10 @@ class Adora(Method):
             )
 
     def is_on(self, step: int) -> bool:
-        """Return whether groups get other weights than 1 in a step, counted from 0."""
+        """Return whether groups can get other weights than 1 at an optimizer step.
+
+        `step` is counted from 0.
+        """
         if self.mode == "off":
             return False
         if self.steps is None:
@@ -133,17 +139,20 @@ class Adora(Method):
 
     @property
     def plain(self) -> bool:
-        return self.mode == "off" or set(scheduled(self.factor).values) == {1.0}
+        is_factor_one = set(scheduled(self.factor).values) == {1.0}
+        return self.mode == "off" or is_factor_one
 
     def assign_weights(
         self, weighting: AdoraWeighting, signal_P: Tensor, *, seed: int, step: int
     ) -> AdoraWeighting:
-        """Return the weighting with the weights that `assign` says; the criteria are not changed.
+        """Return the weighting with its weights given to the groups that `assign` says.
+
+        All values of `assign` but `criterion` are controls for experiments: they show what it
+        matters which groups are weighed. The verdicts (TAS, TDS) stay as they are.
 
         - `criterion` leaves the weights as they are.
         - `random` shuffles the weights among the groups with signal, so that as many groups are
-          attenuated as by the criteria. Seed and step alone decide the order, so that all ranks
-          shuffle alike.
+          attenuated as by the criteria.
         - `reversed` gives the factor to the opposite side: to TAS groups under attenuation, to TDS
           groups under amplification.
         - `rate` gives every group the weight 1, and multiplies the learning rate by the mean of the
@@ -151,7 +160,8 @@ class Adora(Method):
 
         Args:
             weighting: the weights by the criteria.
-            signal_P: which groups of all ranks have signal, bool.
+            signal_P: which groups of all ranks have signal, that is an advantage other than 0;
+                bool.
             seed: that of the run.
             step: the optimizer step, counted from 0.
         """
@@ -159,43 +169,45 @@ class Adora(Method):
         if self.assign == "criterion" or not self.is_on(step):
             return weighting
         if self.assign == "reversed":
-            reweighted_P = weighting.tas_P if self.mode == "attenuation" else weighting.tds_P
+            is_reweighted_P = weighting.tas_P if self.mode == "attenuation" else weighting.tds_P
             factor = scheduled(self.factor).at(step)
-            reversed_P = torch.where(reweighted_P, factor, torch.ones_like(weights_P))
+            reversed_P = torch.where(is_reweighted_P, factor, torch.ones_like(weights_P))
             return replace(weighting, weights_P=reversed_P)
         if self.assign == "random":
-            digest = hashlib.sha256(f"{seed}/{step}".encode()).digest()
-            step_seed = int.from_bytes(digest[:8], "big") >> 1  # below 2^63, as torch wants it
-            generator = torch.Generator().manual_seed(step_seed)
-            signal_weights = weights_P[signal_P]
-            order = torch.randperm(len(signal_weights), generator=generator)
             shuffled_P = weights_P.clone()
-            shuffled_P[signal_P] = signal_weights[order.to(signal_weights.device)]
+            shuffled_P[signal_P] = _shuffled(weights_P[signal_P], seed=seed, step=step)
             return replace(weighting, weights_P=shuffled_P)
-        rate = 1.0
+        learning_rate_factor = 1.0  # where no group has signal, nothing is learned anyway
         if bool(signal_P.any()):
-            rate = weights_P[signal_P].mean().item()
-        return replace(weighting, weights_P=torch.ones_like(weights_P), rate=rate)
+            learning_rate_factor = weights_P[signal_P].mean().item()
+        return replace(
+            weighting,
+            weights_P=torch.ones_like(weights_P),
+            learning_rate_factor=learning_rate_factor,
+        )
 
     def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
+        # The pipeline computes the weighting before it applies the methods.
         assert run.weighting is not None
         return advantages_PG * run.weighting.weights_P[:, None]
 
     def check(self, keys: RunKeys) -> None:
         """Raise `ValueError` where `assign: rate` cannot scale the learning rate.
 
-        It needs optimizer steps that belong to one generation each.
+        The factor is computed once in a generation (one sampling of rollouts). So no optimizer step
+        may accumulate micro-batches of two generations.
         """
         if self.assign != "rate":
             return
-        accumulated = keys.gradient_accumulation_steps
-        micro_batches = keys.steps_per_generation * keys.num_iterations  # of one generation
-        if micro_batches % accumulated:
+        accumulation_steps = keys.gradient_accumulation_steps
+        micro_batches_per_generation = keys.steps_per_generation * keys.num_iterations
+        if micro_batches_per_generation % accumulation_steps != 0:
             raise ValueError(
                 f"steps_per_generation: {keys.steps_per_generation} with assign: rate, which "
                 "needs optimizer steps of one generation each; make steps_per_generation x "
-                f"num_iterations a multiple of gradient_accumulation_steps: {accumulated}"
+                f"num_iterations a multiple of gradient_accumulation_steps: {accumulation_steps}"
             )
+        # transformers sets `deepspeed_plugin` where `accelerate launch` configures DeepSpeed.
         if keys.deepspeed is not None or getattr(keys, "deepspeed_plugin", None) is not None:
             raise ValueError(
                 "assign: rate does not work with DeepSpeed, which takes its optimizer step before "
@@ -203,12 +215,27 @@ class Adora(Method):
             )
 
 
-def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) -> AdoraWeighting:
-    """Return the weights of the group-normalised advantages of each prompt, and why.
+def _shuffled(weights: Tensor, *, seed: int, step: int) -> Tensor:
+    """Return a vector of weights in a random order that the seed and the step alone decide.
 
-    A group is temporarily advantageous to learn from (TAS) if it is judged and its criteria hold,
-    and temporarily disadvantageous (TDS) if it is judged and they do not. With
-    `no_correct: keep`, a group without a correct rollout is not TDS.
+    All ranks so shuffle alike, and the global random state is not touched.
+    """
+    digest = hashlib.sha256(f"{seed}/{step}".encode()).digest()
+    step_seed = int.from_bytes(digest[:8], "big") >> 1  # below 2^63, as torch wants it
+    generator = torch.Generator().manual_seed(step_seed)
+    order = torch.randperm(len(weights), generator=generator)
+    return weights[order.to(weights.device)]
+
+
+def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) -> AdoraWeighting:
+    """Compute the weight with which ADORA multiplies the advantages of each group, and the reasons.
+
+    Each criterion holds for a group or not, or does not apply to it. A group is temporarily
+    advantageous to learn from (TAS) if the criteria that apply to it hold: any or all of them, as
+    `options.combine` says. It is temporarily disadvantageous (TDS) if they do not. A group to which
+    no criterion applies is neither, and keeps the weight 1.
+
+    Attenuation multiplies TDS groups with the factor, amplification multiplies TAS groups.
 
     Args:
         groups: whole groups. A rollout is correct if its reward is above `groups.correct_above`;
@@ -216,8 +243,8 @@ def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) ->
         options: None is the reference's attenuation by length.
         step: the number of optimizer steps so far, for options that change during training.
 
-    Raises `ValueError` if rewards and lengths are not both (P, G), or if work is a criterion and was
-    not measured.
+    Raises `ValueError` if rewards and lengths are not both (P, G), or if `criteria` has `working`
+    and the work of the rollouts was not measured.
     """
     options = Adora() if options is None else options
     rewards_PG = groups.rewards_PG
@@ -230,27 +257,33 @@ def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) ->
     if "working" in options.criteria and groups.work_PG is None:
         raise ValueError("criteria: working needs the work of each rollout, which is not measured")
     verdicts = [_verdict_of_criterion(groups, options, name, step) for name in options.criteria]
-    # (criteria, P)
+    # (K, P) for K criteria
     holds_KP = torch.stack([verdict.holds_P for verdict in verdicts])
     applies_KP = torch.stack([verdict.applies_P for verdict in verdicts])
-    is_judged_P = applies_KP.any(dim=0)
+    is_tie_KP = torch.stack([verdict.is_tie_P for verdict in verdicts])
+    any_applies_P = applies_KP.any(dim=0)
     if options.combine == "any":
         tas_P = (holds_KP & applies_KP).any(dim=0)
-    else:  # all of those that say anything
-        tas_P = (holds_KP | ~applies_KP).all(dim=0) & is_judged_P
-    # A group of which no criterion says anything keeps its weight.
-    tds_P = ~tas_P & is_judged_P
+    else:
+        # A criterion that does not apply must not stop the others. Without one that applies
+        # `all` would be true.
+        holds_or_does_not_apply_KP = holds_KP | ~applies_KP
+        tas_P = any_applies_P & holds_or_does_not_apply_KP.all(dim=0)
+    tds_P = any_applies_P & ~tas_P
     if options.no_correct == "keep":
-        tds_P = tds_P & groups.correct_PG.any(dim=1)
-    reweighted_P = tds_P if options.mode == "attenuation" else tas_P
-    ones_P = torch.ones(len(rewards_PG), dtype=torch.float32, device=rewards_PG.device)
-    weights_P = ones_P
+        # A group without a correct rollout keeps the weight 1.
+        has_correct_P = groups.correct_PG.any(dim=1)
+        tds_P = tds_P & has_correct_P
+    is_reweighted_P = tds_P if options.mode == "attenuation" else tas_P
+    weights_P = torch.ones(len(rewards_PG), dtype=torch.float32, device=rewards_PG.device)
     if options.is_on(step):
-        weights_P = torch.where(reweighted_P, scheduled(options.factor).at(step), ones_P)
-    tied_P = torch.stack([verdict.tied_P for verdict in verdicts]).any(dim=0)
-    ties_P = tds_P & tied_P
+        weights_P = torch.where(is_reweighted_P, scheduled(options.factor).at(step), weights_P)
     return AdoraWeighting(
-        weights_P=weights_P, tds_P=tds_P, tas_P=tas_P, groups=groups, ties_P=ties_P
+        weights_P=weights_P,
+        tds_P=tds_P,
+        tas_P=tas_P,
+        groups=groups,
+        tds_by_tie_P=tds_P & is_tie_KP.any(dim=0),
     )
 
 
@@ -262,64 +295,80 @@ class _CriterionVerdict:
     """Whether the group is advantageous by this criterion."""
     applies_P: Tensor
     """Whether the criterion says anything of the group."""
-    tied_P: Tensor
-    """Whether it compares two equal measures."""
+    is_tie_P: Tensor
+    """Whether its correct and wrong rollouts compare as equal by this criterion."""
 
 
 def _verdict_of_criterion(
     groups: Groups, options: Adora, criterion: str, step: int
 ) -> _CriterionVerdict:
-    """Return what a criterion says of each group at a step.
+    """Decide for each group whether one criterion holds, at an optimizer step.
 
-    `criterion`: a word of the option `criteria`.
+    - `difficulty` holds where the pass rate is at most `tau` (Eq. 6 of the paper).
+    - `length` holds where the longest correct rollout is longer than the mean wrong one.
+    - `working` compares the work of rollouts instead, that is their true and new claims about the
+      figure less their false ones. The work of a problem without a figure is unknown; such groups
+      are compared by length, or with `no_figure: keep` not at all.
     """
     all_groups_P = torch.ones_like(groups.scored_PG[:, 0])
     if criterion == "difficulty":
-        # Paper, Eq. 6, includes a pass rate of 0. `needs_correct` excludes it, so that TAS means
-        # hard now, but solvable. A group without a scored rollout has no pass rate, so it is not
-        # TAS.
+        # Eq. 6 includes a pass rate of 0; `needs_correct` excludes it, so that TAS means hard, but
+        # solvable. A group without a scored rollout has no pass rate, so it is not TAS.
         required_PG = groups.correct_PG if options.needs_correct else groups.scored_PG
         is_hard_P = groups.pass_rate_P <= scheduled(options.tau).at(step)
         return _CriterionVerdict(
             holds_P=required_PG.any(dim=1) & is_hard_P,
             applies_P=all_groups_P,
-            tied_P=torch.zeros_like(all_groups_P),
+            is_tie_P=torch.zeros_like(all_groups_P),
         )
-    by_length = _compare_by_measure(groups, options, groups.lengths_PG, all_groups_P)
+    by_length = _compare_correct_with_wrong(
+        groups, options, measure_PG=groups.lengths_PG, applies_P=all_groups_P
+    )
     if criterion == "length":
         return by_length
-    assert groups.work_PG is not None, "weigh_groups has looked"
-    # The paper's inequality with another measure: work that is true and new in place of length.
-    by_work = _compare_by_measure(groups, options, groups.work_PG, groups.has_work_P)
+    assert groups.work_PG is not None, "weigh_groups refuses groups without it"
+    by_work = _compare_correct_with_wrong(
+        groups, options, measure_PG=groups.work_PG, applies_P=groups.has_work_P
+    )
     if options.no_figure == "keep":
         return by_work
     return _CriterionVerdict(
         holds_P=torch.where(groups.has_work_P, by_work.holds_P, by_length.holds_P),
         applies_P=all_groups_P,
-        tied_P=torch.where(groups.has_work_P, by_work.tied_P, by_length.tied_P),
+        is_tie_P=torch.where(groups.has_work_P, by_work.is_tie_P, by_length.is_tie_P),
     )
 
 
-def _compare_by_measure(
+def _compare_correct_with_wrong(
     groups: Groups, options: Adora, measure_PG: Tensor, applies_P: Tensor
 ) -> _CriterionVerdict:
-    """Return whether the largest measure of a correct rollout is above the mean of the wrong ones.
+    """Decide for each group whether its largest correct measure exceeds its mean wrong one.
 
-    Without an untruncated wrong rollout there is no mean to compare with: the VLM reference takes
-    it as +inf, so the group is TDS, the LLM reference as -inf, so it is TAS.
+    Truncated wrong rollouts are left out of the mean. Where no wrong rollout remains there is no
+    mean, and the option `empty_wrong` decides:
+
+    - `attenuate` takes the mean as +inf, as the reference for vision-language models does. The
+      criterion does not hold, so the group is disadvantageous.
+    - `keep` takes it as -inf, as the reference for language models does. The criterion holds if the
+      group has a correct rollout.
+
+    Where both sides are equal, the criterion holds with `ties: keep` alone.
 
     Args:
         groups: whole groups.
-        options: what decides ties, and groups without an untruncated wrong rollout.
-        measure_PG: what is compared: the lengths of rollouts, or their work.
-        applies_P: the groups that have such a measure.
+        options: those of the method; `empty_wrong` and `ties` are read.
+        measure_PG: what is compared, one number a rollout: its length, or its work.
+        applies_P: the groups whose measure is known, bool; passed on.
     """
-    missing_mean = torch.inf if options.empty_wrong == "attenuate" else -torch.inf
+    mean_of_none = torch.inf if options.empty_wrong == "attenuate" else -torch.inf
     has_finished_wrong_P = groups.finished_wrong_PG.any(dim=1)
     mean_wrong_P = torch.where(
-        has_finished_wrong_P, groups.mean_of_finished_wrong_P(measure_PG), missing_mean
+        has_finished_wrong_P, groups.mean_of_finished_wrong_P(measure_PG), mean_of_none
     )
-    is_above_P = groups.largest_correct_P(measure_PG) > mean_wrong_P
-    tied_P = groups.ties_P(measure_PG)
-    holds_P = is_above_P | tied_P if options.ties == "keep" else is_above_P
-    return _CriterionVerdict(holds_P=holds_P, applies_P=applies_P, tied_P=tied_P)
+    largest_correct_P = groups.largest_correct_P(measure_PG)
+    holds_P = largest_correct_P > mean_wrong_P
+    # -inf without a correct rollout is no tie with -inf without a wrong one.
+    is_tie_P = has_finished_wrong_P & (largest_correct_P == mean_wrong_P)
+    if options.ties == "keep":
+        holds_P = holds_P | is_tie_P
+    return _CriterionVerdict(holds_P=holds_P, applies_P=applies_P, is_tie_P=is_tie_P)

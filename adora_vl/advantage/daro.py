@@ -38,95 +38,100 @@ OUTSIDE = -1  # the bin of prompts whose rollouts are all right or all wrong
 
 
 def bins_of(pass_rates: Tensor, generations: int) -> Tensor:
-    """Return the bin of each prompt: int64, (P,), 0 to G - 2.
+    """Return the index of each prompt's bin, by its pass rate: int64, (P,), 0 to G - 2.
 
-    It is the number of right rollouts minus one. Prompts without a right rollout, and prompts with
-    only right ones, are `OUTSIDE`. If some rollouts are unscored, the pass rate may lie between two
-    bins; the nearer one is taken.
+    The index is the number of right rollouts minus one. Prompts without a right rollout, and
+    prompts with only right ones, belong to no bin and get `OUTSIDE`. If some rollouts are unscored,
+    the pass rate may lie between two bins; the nearer one is taken.
     """
     right_P = (pass_rates * generations).round().long().clamp(1, generations - 1)
     is_mixed_P = (pass_rates > 0) & (pass_rates < 1)
     return torch.where(is_mixed_P, right_P - 1, OUTSIDE)
 
 
-def bin_sums(values_PG: Tensor, bins_P: Tensor, bins: int) -> Tensor:
-    """Return the sum of the values in each bin: float64, (bins,).
+def bin_sums(values_PG: Tensor, bins_P: Tensor, bin_count: int) -> Tensor:
+    """Return the sum of the values in each bin of prompts: float64, (bin_count,).
 
-    `values_PG`: (P, G). `bins_P`: the bin of each prompt; values `OUTSIDE` of all bins are left out.
+    `values_PG`: (P, G). `bins_P`: the index of each prompt's bin; the values of prompts with
+    `OUTSIDE` are left out.
     """
-    inside_P = bins_P != OUTSIDE
+    is_inside_P = bins_P != OUTSIDE
     prompt_sums_P = values_PG.to(torch.float64).sum(dim=1)
-    zeros_M = torch.zeros(bins, dtype=torch.float64, device=values_PG.device)
-    return zeros_M.index_add(0, bins_P[inside_P], prompt_sums_P[inside_P])
+    zeros_M = torch.zeros(bin_count, dtype=torch.float64, device=values_PG.device)
+    return zeros_M.index_add(0, bins_P[is_inside_P], prompt_sums_P[is_inside_P])
 
 
 def bin_losses(
-    advantages_PG: Tensor, tokens_PG: Tensor, bins_P: Tensor, bins: int, measure: str
+    advantages_PG: Tensor, tokens_PG: Tensor, bins_P: Tensor, bin_count: int, bin_loss: str
 ) -> Tensor:
-    """Return the loss L_mu of each bin, 0 for an empty bin: float64, (bins,).
+    """Return the loss L_mu of each bin of prompts, 0 for an empty bin: float64, (bin_count,).
+
+    It is the sum of advantage times tokens over the rollouts of the bin, divided by their tokens.
 
     Args:
         advantages_PG: the advantages, normalised by group.
         tokens_PG: the number of tokens that the loss counts.
-        bins_P: the bin of each prompt, from `bins_of`.
-        bins: the number of bins.
-        measure: the option `bin_loss`.
+        bins_P: the index of each prompt's bin, from `bins_of`.
+        bin_count: the number of bins.
+        bin_loss: DARO's option. `magnitude` sums the absolute advantages; `surrogate` sums the
+            signed ones and takes the absolute value of the result.
     """
-    terms_PG = advantages_PG.abs() if measure == "magnitude" else advantages_PG
-    terms_M = bin_sums(terms_PG.to(torch.float64) * tokens_PG, bins_P, bins)
-    tokens_M = bin_sums(tokens_PG, bins_P, bins).clamp(min=1)  # an empty bin divides 0 by 1
+    terms_PG = advantages_PG.abs() if bin_loss == "magnitude" else advantages_PG
+    terms_M = bin_sums(terms_PG.to(torch.float64) * tokens_PG, bins_P, bin_count)
+    tokens_M = bin_sums(tokens_PG, bins_P, bin_count).clamp(min=1)  # an empty bin divides 0 by 1
     return terms_M.abs() / tokens_M
 
 
 class DaroWeights:
-    """The learnable weights of the bins, and their optimizer (Adam)."""
+    """The learnable weights w_mu of the bins of prompts, and their optimizer (Adam)."""
 
-    def __init__(self, bins: int, learning_rate: float, floor: float = 1e-2) -> None:
-        """All weights start at 1.
+    def __init__(self, bin_count: int, learning_rate: float, floor: float = 1e-2) -> None:
+        """Create the weights, all 1, and Adam for their logarithms.
 
         Args:
-            bins: the number of bins.
+            bin_count: the number of bins.
             learning_rate: that of Adam.
             floor: the smallest loss of a bin that counts, so that no weight grows beyond 1 / floor.
         """
         self.floor = floor
-        # v_mu of each bin, a parameter of its own, so that Adam can leave a bin alone
+        # One parameter for each bin, so that Adam can skip those that a batch does not have.
         self.log_weights = [
-            torch.zeros((), dtype=torch.float64, requires_grad=True) for _ in range(bins)
+            torch.zeros((), dtype=torch.float64, requires_grad=True) for _ in range(bin_count)
         ]
         self.optimizer = torch.optim.Adam(self.log_weights, lr=learning_rate)
 
     @property
     def weights_M(self) -> Tensor:
-        """The weights: positive, float64, (bins,)."""
+        """The weights: positive, float64, (bin_count,)."""
         return torch.stack([log_weight.detach().exp() for log_weight in self.log_weights])
 
-    def update(self, losses_M: Tensor, present_M: Tensor) -> None:
-        """Take one optimizer step on `sum w_mu L_mu - ln w_mu`.
+    def update(self, losses_M: Tensor, is_present_M: Tensor) -> None:
+        """Update the weights by one optimizer step on `sum w_mu L_mu - ln w_mu`.
 
         Args:
-            losses_M: the loss of each bin.
-            present_M: which bins occur in the batch, bool; the sum is over these alone.
+            losses_M: the loss L_mu of each bin.
+            is_present_M: which bins occur in the batch, bool; the sum is over these alone.
         """
         for log_weight, loss, is_present in zip(
-            self.log_weights, losses_M.tolist(), present_M.tolist(), strict=True
+            self.log_weights, losses_M.tolist(), is_present_M.tolist(), strict=True
         ):
-            # the derivative of exp(v) L - v by v; Adam leaves a bin without a gradient, and its
-            # moments, alone
+            # Adam changes neither a parameter without a gradient nor its moments.
             log_weight.grad = None
             if is_present:
+                # With v = ln w this is the derivative of exp(v) L - v by v.
                 log_weight.grad = log_weight.detach().exp() * max(loss, self.floor) - 1
         self.optimizer.step()
 
     def state(self) -> dict[str, Any]:
-        """Return the state as plain numbers, for the JSON of a checkpoint.
+        """Return the weights and Adam's state as plain numbers, for the JSON of a checkpoint.
 
         `load` restores it exactly.
         """
         adam_states = []
         for log_weight in self.log_weights:
+            # Adam has no state of a parameter before its first gradient.
             tensors = self.optimizer.state.get(log_weight, {})
-            adam_states.append({name: float(value) for name, value in tensors.items()})
+            adam_states.append({name: float(tensor) for name, tensor in tensors.items()})
         return {
             "log_weights": [log_weight.item() for log_weight in self.log_weights],
             "adam": adam_states,
@@ -139,13 +144,13 @@ class DaroWeights:
                 f"DARO: {len(state['log_weights'])} saved weights, but {len(self.log_weights)} bins"
             )
         with torch.no_grad():
-            for log_weight, value, adam_state in zip(
+            for log_weight, saved_log_weight, saved_adam_state in zip(
                 self.log_weights, state["log_weights"], state["adam"], strict=True
             ):
-                log_weight.fill_(value)
+                log_weight.fill_(saved_log_weight)
                 tensors = {}
-                for name, number in adam_state.items():
-                    # as Adam keeps them: its count of steps is in float32
+                for name, number in saved_adam_state.items():
+                    # Adam keeps its count of steps in float32, its moments as the parameter.
                     dtype = torch.float32 if name == "step" else torch.float64
                     tensors[name] = torch.tensor(number, dtype=dtype)
                 self.optimizer.state[log_weight] = tensors
@@ -153,7 +158,7 @@ class DaroWeights:
 
 @dataclass(frozen=True)
 class Daro(Method):
-    """DARO as a method. Its state is that of the weights, which the pipeline saves."""
+    """DARO as a method with its options. The pipeline holds its learnable weights."""
 
     settings: ClassVar[Settings] = {"loss_type": "dapo"}
     source = "arXiv 2510.09001"
@@ -190,27 +195,29 @@ class Daro(Method):
     ) -> Tensor:
         """Return the advantages with which TRL's token-mean loss becomes `sum w_mu L_mu`: (P, G).
 
-        TRL's loss (`loss_type: dapo`) divides the sum over all tokens by their number T. With
-        advantages multiplied by `w_mu T / T_mu` the part of a bin is divided by T_mu, the number of
-        tokens of its rollouts that have not left their group. With weights of 1 and both options
-        off this is GRPO. Without `drop_outside` a prompt without a right rollout has a signal if
-        rewards are 0.0 and 0.1.
+        TRL's loss (`loss_type: dapo`) divides the sum over all tokens by their number T. L_mu is
+        divided by T_mu, the number of tokens of the scored rollouts in the bin. So the advantages
+        of a bin are multiplied by `w_mu T / T_mu`. With weights of 1 and both options off this is
+        GRPO.
 
         Args:
             advantages_PG: normalised by group. With rewards of 0 and 1 the weights absorb any scale
                 per group.
             tokens_PG: the number of tokens that the loss counts.
-            bins_P: the bin of each prompt.
-            weights_M: the weight of each bin.
-            scored_PG: which rollouts have not left their group, bool.
+            bins_P: the index of each prompt's bin, or `OUTSIDE` for a prompt without a right
+                rollout or with only right ones.
+            weights_M: the weight w_mu of each bin.
+            scored_PG: which rollouts have a reward, bool.
         """
         factors_M = weights_M
         if self.by_bin_tokens:
-            tokens_M = bin_sums(torch.where(scored_PG, tokens_PG, 0.0), bins_P, len(weights_M))
+            scored_tokens_PG = torch.where(scored_PG, tokens_PG, 0.0)
+            tokens_M = bin_sums(scored_tokens_PG, bins_P, len(weights_M))
             factors_M = weights_M * tokens_PG.to(torch.float64).sum() / tokens_M.clamp(min=1)
+        # A prompt outside of all bins may have advantages too, if its rewards are 0.0 and 0.1.
         outside_factor = 0.0 if self.drop_outside else 1.0
-        factors_P = factors_M[bins_P.clamp(min=0)]
-        factors_P = torch.where(bins_P == OUTSIDE, outside_factor, factors_P)
+        is_outside_P = bins_P == OUTSIDE
+        factors_P = torch.where(is_outside_P, outside_factor, factors_M[bins_P.clamp(min=0)])
         return advantages_PG * factors_P.to(advantages_PG.dtype)[:, None]
 
     def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
@@ -220,40 +227,49 @@ class Daro(Method):
         the bit.
         """
         generations = advantages_PG.shape[1]
-        bins = max(1, generations - 1)
-        grpo_advantages_PG = advantages_PG.cpu()
+        bin_count = max(1, generations - 1)
+        unweighted_PG = advantages_PG.cpu()
         tokens_PG = groups.loss_tokens_PG.cpu()
         scored_PG = groups.scored_PG.cpu()
         bins_P = bins_of(groups.pass_rate_P.cpu(), generations)
-        weights = run.daro_weights(bins, self)
-        weights_M = weights.weights_M
+        daro_weights = run.daro_weights(bin_count, options=self)
+        weights_M = daro_weights.weights_M
         weighted_PG = self.weigh_advantages(
-            grpo_advantages_PG, tokens_PG, bins_P, weights_M, scored_PG
+            unweighted_PG,
+            tokens_PG=tokens_PG,
+            bins_P=bins_P,
+            weights_M=weights_M,
+            scored_PG=scored_PG,
         )
         losses_M = bin_losses(
-            grpo_advantages_PG,
+            unweighted_PG,
             tokens_PG=torch.where(scored_PG, tokens_PG, 0.0),
             bins_P=bins_P,
-            bins=bins,
-            measure=self.bin_loss,
+            bin_count=bin_count,
+            bin_loss=self.bin_loss,
         )
-        present_M = bin_sums(torch.ones_like(tokens_PG), bins_P, bins) > 0
-        for index in range(bins):
+        is_present_M = bin_sums(torch.ones_like(tokens_PG), bins_P, bin_count) > 0
+        for index in range(bin_count):
+            # The bin with this index has `index + 1` right rollouts.
             bin_name = f"{index + 1}_of_{generations}"
             run.figures[f"daro/weight_{bin_name}"] = weights_M[index].item()
-            if present_M[index]:  # an empty bin has no loss
+            if is_present_M[index]:  # an empty bin has no loss
                 run.figures[f"daro/loss_{bin_name}"] = losses_M[index].item()
-        weights.update(losses_M, present_M)
+        daro_weights.update(losses_M, is_present_M)
         return weighted_PG.to(advantages_PG.device)
 
     def signal(self, groups: Groups, signal_P: Tensor, run: AdvantagePipeline) -> Tensor:
-        inside_P = bins_of(groups.pass_rate_P, groups.rewards_PG.shape[1]) != OUTSIDE
-        return signal_P & inside_P if self.drop_outside else signal_P
+        if not self.drop_outside:
+            return signal_P
+        bins_P = bins_of(groups.pass_rate_P, groups.rewards_PG.shape[1])
+        return signal_P & (bins_P != OUTSIDE)
 
     def check(self, keys: RunKeys) -> None:
         if self.by_bin_tokens and keys.loss_type != "dapo":
-            needs = "whose normalisation by bin needs loss_type: dapo"
-            raise ValueError(f"loss_type: {keys.loss_type} with adora_method: daro, {needs}")
+            raise ValueError(
+                f"loss_type: {keys.loss_type} with adora_method: daro, whose normalisation by bin "
+                "needs loss_type: dapo"
+            )
 
     def costs(self, keys: RunKeys) -> str:
         return f"{keys.num_generations - 1} learned weights, saved in every checkpoint"

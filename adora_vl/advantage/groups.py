@@ -14,11 +14,11 @@ SHAPES = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True)
 class Schedule:
-    """A value that changes during training.
+    """A value that changes during training, or a constant.
 
-    It is `start` up to step `steps[0]` and `end` from step `steps[1]` on, with a line or half a
-    cosine between them. ADORA's authors suggest to change lambda and tau during training (arXiv
-    2602.10019) without a formula; the shapes are the usual ones.
+    With `steps: (first, last)` it is `start` up to the first step and `end` from the last step on.
+    Between them it follows a line or half a cosine. ADORA's authors suggest to change lambda and
+    tau during training (arXiv 2602.10019) without a formula; the shapes are the usual ones.
 
     Raises `ValueError` if the fields contradict each other.
     """
@@ -31,7 +31,10 @@ class Schedule:
     steps: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` if the fields contradict each other."""
+        """Raise `ValueError` if the fields contradict each other.
+
+        A constant takes no other `end`; the other shapes need `end` and a range of steps.
+        """
         if self.shape not in SHAPES:
             raise ValueError(f"shape: {self.shape!r} is not one of {', '.join(SHAPES)}")
         if self.shape == "constant" and self.end not in (None, self.start):
@@ -39,10 +42,12 @@ class Schedule:
                 f"end: {self.end} needs shape: linear or cosine, a constant stays at {self.start}"
             )
         first_step, last_step = self.steps
-        has_range = self.end is not None and 0 <= first_step < last_step
-        if self.shape != "constant" and not has_range:
-            steps = "steps: [first, last] with 0 <= first < last"
-            raise ValueError(f"shape: {self.shape} needs end: a number, and {steps}")
+        has_end_and_range = self.end is not None and 0 <= first_step < last_step
+        if self.shape != "constant" and not has_end_and_range:
+            raise ValueError(
+                f"shape: {self.shape} needs end: a number, and steps: [first, last] with 0 <= "
+                "first < last"
+            )
 
     def __str__(self) -> str:
         return f"{self.start:g}" if self.end is None else f"{self.start:g} to {self.end:g}"
@@ -70,10 +75,13 @@ def scheduled(value: Schedule | float) -> Schedule:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of one generation, all of them complete."""
+    """The groups of one generation, each with all its G rollouts.
+
+    A generation is one sampling of rollouts, which is learned from in one or more optimizer steps.
+    """
 
     rewards_PG: Tensor
-    """NaN for a rollout that has left its group: its advantage is 0, and it counts in no mean."""
+    """NaN for a rollout without a reward: its advantage is 0, and it counts in no mean."""
     lengths_PG: Tensor
     """The number of completion tokens."""
     truncated_PG: Tensor
@@ -96,7 +104,7 @@ class Groups:
 
     @property
     def scored_PG(self) -> Tensor:
-        """Which rollouts are scored and in their group, bool."""
+        """Which rollouts have a reward, bool."""
         return ~torch.isnan(self.rewards_PG)
 
     @property
@@ -107,8 +115,8 @@ class Groups:
     @property
     def loss_tokens_PG(self) -> Tensor:
         """The number of tokens that the loss counts, float32."""
-        tokens = self.lengths_PG if self.tokens_PG is None else self.tokens_PG
-        return tokens.to(torch.float32)
+        tokens_PG = self.lengths_PG if self.tokens_PG is None else self.tokens_PG
+        return tokens_PG.to(torch.float32)
 
     @property
     def pass_rate_P(self) -> Tensor:
@@ -141,13 +149,8 @@ class Groups:
         return self.mean_of_finished_wrong_P(self.lengths_PG)
 
     @property
-    def tied_P(self) -> Tensor:
-        """Whether the longest correct rollout has exactly the mean untruncated wrong length."""
-        return self.ties_P(self.lengths_PG)
-
-    @property
     def has_work_P(self) -> Tensor:
-        """Which groups have a figure, so that their work is measured, bool."""
+        """Which groups have a problem with a figure, so that their work is known, bool."""
         if self.work_PG is None:
             return torch.zeros(len(self.rewards_PG), dtype=torch.bool)
         return ~torch.isnan(self.work_PG).any(dim=1)
@@ -163,45 +166,52 @@ class Groups:
         total_P = torch.where(self.finished_wrong_PG, measure_PG, 0.0).sum(dim=1)
         return total_P / self.finished_wrong_PG.sum(dim=1)
 
-    def ties_P(self, measure_PG: Tensor) -> Tensor:
-        """Return whether the largest correct measure is exactly the mean untruncated wrong one, bool."""
-        return self.largest_correct_P(measure_PG) == self.mean_of_finished_wrong_P(measure_PG)
-
 
 def lacking_scores(
     rewards_BF: Tensor, failed_BF: Tensor, weights_F: Tensor, generations: int
 ) -> Tensor:
-    """Return which scores of functions that apply to its problem a rollout lacks: bool, (B, F).
+    """Return for each rollout and reward function whether a score is missing: bool, (B, F).
 
-    A function does not apply where it returned None for a whole group and no call of it failed: by
-    TRL's convention for several tasks such a function is left out of the sum. A function with the
-    weight 0 is never lacking.
+    None from a reward function has two meanings. If it returns None for a whole group, without a
+    failed call, it does not apply to the problem: TRL then leaves it out of the sum. Any other None
+    is a missing score. A function with the weight 0 is never missed.
 
     Args:
         rewards_BF: the scores, group by group, NaN where a function returned None.
-        failed_BF: where the call failed, bool.
+        failed_BF: where the call of the function failed, bool.
         weights_F: TRL's `reward_weights`.
         generations: the number of rollouts in a group, G.
     """
     has_no_score_BF = torch.isnan(rewards_BF)
-    was_scored_PGF = (~has_no_score_BF | failed_BF).view(-1, generations, len(weights_F))
-    applies_BF = was_scored_PGF.any(dim=1).repeat_interleave(generations, dim=0)
+    shows_it_applies_BF = ~has_no_score_BF | failed_BF
+    shows_it_applies_PGF = shows_it_applies_BF.view(-1, generations, len(weights_F))
+    applies_PF = shows_it_applies_PGF.any(dim=1)
+    applies_BF = applies_PF.repeat_interleave(generations, dim=0)
     return has_no_score_BF & applies_BF & (weights_F != 0)
 
 
 def rollouts_without_reward(rewards_BF: Tensor, lacks_BF: Tensor, weights_F: Tensor) -> Tensor:
-    """Return which rollouts lack a score, or one of a function with a weight: bool, (B,)."""
-    scored_BF = ~torch.isnan(rewards_BF) & (weights_F != 0)
-    return lacks_BF.any(dim=1) | ~scored_BF.any(dim=1)
+    """Return which rollouts have no complete reward: bool, (B,).
 
+    Such a rollout lacks a score, or no function with a weight other than 0 has scored it.
 
-def rollouts_that_leave(unrewarded_B: Tensor, generations: int) -> Tensor:
-    """Return which rollouts leave their group: bool, (B,).
-
-    These are the rollouts without a reward, and a single rollout that would remain, since a group
-    of one has no signal.
+    Args:
+        rewards_BF: the score of each reward function, NaN where it returned None.
+        lacks_BF: which scores are missing, from `lacking_scores`.
+        weights_F: TRL's `reward_weights`.
     """
-    remaining_P = (~unrewarded_B).view(-1, generations).sum(dim=1)
-    # A group that is of one rollout by the run's settings has lost none.
-    is_dissolved_P = (remaining_P < 2) & (remaining_P < generations)
-    return unrewarded_B | is_dissolved_P.repeat_interleave(generations)
+    counts_BF = ~torch.isnan(rewards_BF) & (weights_F != 0)
+    return lacks_BF.any(dim=1) | ~counts_BF.any(dim=1)
+
+
+def rollouts_that_leave(is_unrewarded_B: Tensor, generations: int) -> Tensor:
+    """Return which rollouts are left out of their group: bool, (B,).
+
+    These are the rollouts without a reward. If that leaves a single rollout in a group, it is left
+    out too, since a group of one has no signal.
+    """
+    remaining_P = (~is_unrewarded_B).view(-1, generations).sum(dim=1)
+    # With `num_generations: 1` a group has one rollout and has lost none.
+    has_lost_rollouts_P = remaining_P < generations
+    is_dissolved_P = has_lost_rollouts_P & (remaining_P < 2)
+    return is_unrewarded_B | is_dissolved_P.repeat_interleave(generations)

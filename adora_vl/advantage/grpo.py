@@ -18,9 +18,10 @@ SCALES = ("group", "batch", "none")
 
 
 def is_constant(rewards_PG: Tensor) -> Tensor:
-    """Return which groups carry no signal because all their scored rewards are equal: bool, (P,).
+    """Return which groups have equal rewards, so that all their advantages are 0: bool, (P,).
 
-    NaN marks an unscored rollout. A group without a scored rollout is constant too.
+    NaN marks an unscored rollout, which does not count. A group without a scored rollout is
+    constant too.
     """
     scored_PG = ~torch.isnan(rewards_PG)
     highest_P = torch.where(scored_PG, rewards_PG, -torch.inf).amax(dim=1)
@@ -29,14 +30,14 @@ def is_constant(rewards_PG: Tensor) -> Tensor:
 
 
 def deviation(rewards: Tensor, mean: Tensor) -> Tensor:
-    """Return the sample standard deviation about `mean` along the last dimension, which is kept with size 1.
+    """Return the sample standard deviation of rewards about `mean`, along the last dimension.
 
-    NaN is ignored, and fewer than two values give 0. The order of operations is that of TRL
-    (`trl.trainer.utils.nanstd`), so that both agree to the bit.
+    The last dimension is kept with size 1. NaN is ignored, and fewer than two values give 0. The
+    order of operations is that of TRL (`trl.trainer.utils.nanstd`), so that both agree to the bit.
     """
     count = (~torch.isnan(rewards)).sum(dim=-1, keepdim=True)
-    bessel = count / (count - 1).clamp(min=1)
-    variance = torch.nanmean((rewards - mean) ** 2, dim=-1, keepdim=True) * bessel
+    bessel_correction = count / (count - 1).clamp(min=1)
+    variance = torch.nanmean((rewards - mean) ** 2, dim=-1, keepdim=True) * bessel_correction
     return torch.where(count > 1, variance, 0.0).sqrt()
 
 
@@ -63,9 +64,11 @@ def group_advantages(rewards: Tensor, *, scale: str = "group", eps: float = 1e-4
 
 
 def _normalised(rewards: Tensor, scale: str, eps: float) -> Tensor:
-    """Return the rewards minus the mean along the last dimension, divided as `scale` says.
+    """Return the rewards minus the mean of their group, divided as TRL's `scale_rewards` says.
 
-    NaN stays NaN. The order of operations is that of TRL, so that both agree to the bit.
+    A group is the last dimension. `group` divides by the standard deviation of the group plus
+    `eps`, `batch` by that of all rewards, and `none` does not divide. NaN stays NaN. The order of
+    operations is that of TRL, so that both agree to the bit.
     """
     mean = torch.nanmean(rewards, dim=-1, keepdim=True)
     centred = rewards - mean
@@ -80,10 +83,10 @@ def _normalised(rewards: Tensor, scale: str, eps: float) -> Tensor:
 def stock_advantages(
     rewards: Tensor, weights: Tensor, *, scale: str, sums_rewards: bool, eps: float = 1e-4
 ) -> Tensor:
-    """Return the advantages that TRL's `_generate_and_score_completions` computes: (P, G).
+    """Compute the advantages as TRL's `_generate_and_score_completions` does: (P, G).
 
     Args:
-        rewards: (P, G, F), NaN where a function returned no reward.
+        rewards: (P, G, F) for F reward functions, NaN where a function returned no reward.
         weights: (F,), TRL's `reward_weights`.
         scale: TRL's `scale_rewards`.
         sums_rewards: whether the weighted sum is normalised (`sum_then_normalize`). If not, each
@@ -93,24 +96,27 @@ def stock_advantages(
     """
     terms_PGF = rewards
     if not sums_rewards:
-        terms_PGF = _normalised(rewards.transpose(1, 2), "group", eps).transpose(1, 2)
+        # The rollouts of a group have to be the last dimension.
+        rewards_PFG = rewards.transpose(1, 2)
+        terms_PGF = _normalised(rewards_PFG, "group", eps).transpose(1, 2)
     sums_PG = (terms_PGF * weights.to(rewards.device)).nansum(dim=2)
+    # `nansum` gives 0 where no function scored a rollout.
     is_unscored_PG = torch.isnan(rewards).all(dim=2)
     sums_PG = torch.where(is_unscored_PG, torch.nan, sums_PG)
     if sums_rewards:
         advantages = _normalised(sums_PG, scale, eps)
     else:
-        whole_batch = sums_PG.view(1, -1)  # as one group
-        advantages = _normalised(whole_batch, "group", eps)
+        batch_as_one_group = sums_PG.view(1, -1)
+        advantages = _normalised(batch_as_one_group, "group", eps)
     return torch.nan_to_num(advantages, nan=0.0).view(rewards.shape[:2])
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, cache: int) -> Tensor:
-    """Return the penalty for length that DAPO adds to the reward (arXiv 2503.14476, equation 13).
+    """Return DAPO's penalty for long completions, which is added to the reward.
 
-    It is 0 up to `max_length - cache` tokens and falls linearly from there to -1 at `max_length`.
-    It has the shape of `lengths`. Raises `ValueError` for a `cache` that is not above 0 and at most
-    `max_length`.
+    It is 0 up to `max_length - cache` tokens and falls linearly from there to -1 at `max_length`
+    (arXiv 2503.14476, equation 13). It has the shape of `lengths`. Raises `ValueError` for a
+    `cache` that is not above 0 and at most `max_length`.
     """
     if not 0 < cache <= max_length:
         raise ValueError(
@@ -173,27 +179,32 @@ class Dapo(Method):
         return not self.drop_constant and self.overlong_cache is None
 
     def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
+        """Return the advantages with the penalty, for a token mean without constant groups."""
         if self.overlong_cache is not None:
-            advantages_PG = group_advantages(self._penalized_rewards(groups, run), scale=run.scale)
+            penalized_PG = self._penalized_rewards(groups, run, self.overlong_cache)
+            advantages_PG = group_advantages(penalized_PG, scale=run.scale)
         if self.drop_constant:
-            has_no_signal_PG = ~advantages_PG.any(dim=1, keepdim=True) | ~groups.scored_PG
+            has_signal_P1 = advantages_PG.any(dim=1, keepdim=True)
+            remains_PG = has_signal_P1 & groups.scored_PG
             tokens_PG = groups.loss_tokens_PG
-            remaining_tokens = torch.where(has_no_signal_PG, 0.0, tokens_PG).sum()
+            remaining_tokens = torch.where(remains_PG, tokens_PG, 0.0).sum()
             if bool(remaining_tokens > 0):
-                # TRL divides by all tokens of the loss; this makes it a mean over the remaining
-                # ones
+                # TRL divides the loss by all its tokens. This factor makes it a mean over those
+                # that remain.
                 advantages_PG = advantages_PG * (tokens_PG.sum() / remaining_tokens)
         return advantages_PG
 
     def signal(self, groups: Groups, signal_P: Tensor, run: AdvantagePipeline) -> Tensor:
-        return (
-            ~is_constant(self._penalized_rewards(groups, run)) if self.overlong_cache else signal_P
-        )
+        if self.overlong_cache is None:
+            return signal_P
+        return ~is_constant(self._penalized_rewards(groups, run, self.overlong_cache))
 
-    def _penalized_rewards(self, groups: Groups, run: AdvantagePipeline) -> Tensor:
+    def _penalized_rewards(
+        self, groups: Groups, run: AdvantagePipeline, overlong_cache: int
+    ) -> Tensor:
         """Return the rewards with the penalty for overlong completions, (P, G)."""
         return groups.rewards_PG + overlong_penalty(
-            groups.lengths_PG, run.max_length, self.overlong_cache or 0
+            groups.lengths_PG, max_length=run.max_length, cache=overlong_cache
         )
 
     def check(self, keys: RunKeys) -> None:

@@ -41,9 +41,10 @@ class RunKeys(Protocol):
 
 
 def option(default: object, help: str) -> Any:
-    """Return an option of a method: a field of its dataclass.
+    """Declare an option of a method: a field of its dataclass with a help text.
 
-    What it takes is its annotation; `Literal["length", "difficulty"]` is one of these words.
+    The annotation of the field says what values it takes. `Literal["length", "difficulty"]` takes
+    one of these words.
 
     Args:
         default: the value if a run does not set the option.
@@ -52,8 +53,11 @@ def option(default: object, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
-def _words_of(annotation: object) -> tuple[str, ...]:
-    """The words of a `Literal`, or of a tuple of them; none for another annotation."""
+def _allowed_words(annotation: object) -> tuple[str, ...]:
+    """Return the words that an annotation `Literal[...]` or `tuple[Literal[...], ...]` allows.
+
+    Any other annotation gives an empty tuple.
+    """
     if get_origin(annotation) is tuple:
         annotation = get_args(annotation)[0]
     if get_origin(annotation) is not Literal:
@@ -64,32 +68,34 @@ def _words_of(annotation: object) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Method:
-    """A method with its options, which are the fields of its class.
+    """A method that computes advantages, or changes those of the methods before it.
 
-    Each option has a default, and `option` gives it a help. A method of a user's own in a file
-    (`adora_method: FILE.py:NAME`) is a subclass too. Its `__post_init__` may raise `ValueError` for
-    a value that fits its annotation alone; the text begins with the option. `settings` has the keys
-    of TRL that belong to the method, `source` its paper.
+    The fields of its dataclass are its options, each declared by `option`. Users write subclasses
+    too (`adora_method: FILE.py:NAME`). A subclass may check further in `__post_init__`, and raises
+    a `ValueError` that begins with the name of the option. `settings` has the keys of TRL that
+    belong to the method, `source` its paper.
     """
 
     settings: ClassVar[Settings] = {}  # TRL's keys that belong to it
     source: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` for a word that is none of the `Literal` of its option.
+        """Raise `ValueError` for a word that the `Literal` annotation of its option does not list.
 
-        The text begins with the name of the option. Python code may build a method by itself, where
-        nothing has converted its options.
+        The text begins with the name of the option. A config file is checked when it is read; this
+        is for Python code that builds a method itself.
         """
-        hints = get_type_hints(type(self))
-        for parameter in fields(self):
-            allowed = _words_of(hints[parameter.name])
-            value = getattr(self, parameter.name)
-            words = value if isinstance(parameter.default, tuple) else (value,)
+        annotations = get_type_hints(type(self))
+        for option_field in fields(self):
+            allowed_words = _allowed_words(annotations[option_field.name])
+            if not allowed_words:
+                continue
+            value = getattr(self, option_field.name)
+            words = value if isinstance(option_field.default, tuple) else (value,)
             for word in words:
-                if allowed and word not in allowed:
+                if word not in allowed_words:
                     raise ValueError(
-                        f"{parameter.name}: {word!r} is not one of {', '.join(allowed)}"
+                        f"{option_field.name}: {word!r} is not one of {', '.join(allowed_words)}"
                     )
 
     @property
@@ -113,16 +119,20 @@ class Method:
         return advantages_PG
 
     def signal(self, groups: Groups, signal_P: Tensor, run: AdvantagePipeline) -> Tensor:
-        """Return which groups have something to teach: bool, (P,).
+        """Return which groups get an advantage other than 0, so that they can be learned from.
 
         Args:
-            groups: some groups; each is judged alone.
-            signal_P: the answer of the earlier methods, bool, (P,).
+            groups: some groups. The answer for one must not depend on the others.
+            signal_P: what the earlier methods returned, bool, (P,).
             run: the scale and lengths of the run.
+
+        Returns a bool tensor, (P,).
         """
-        if self.remakes:
-            return self.apply(groups, torch.zeros_like(groups.rewards_PG), run).any(dim=1)
-        return signal_P
+        if not self.remakes:
+            return signal_P
+        # Such a method ignores the advantages before it, so zeros serve as well as any.
+        ignored_PG = torch.zeros_like(groups.rewards_PG)
+        return self.apply(groups, ignored_PG, run).any(dim=1)
 
     def check(self, keys: RunKeys) -> None:
         """Raise `ValueError` where the method does not fit the keys of the run.

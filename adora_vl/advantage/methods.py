@@ -22,7 +22,7 @@ METHODS: Mapping[str, type[Method]] = {
 
 
 class AdvantagePipeline:
-    """Applies the methods of a run in order, with their state and the last figures."""
+    """Applies the methods of a run in order, and keeps their state."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class AdvantagePipeline:
         sums_rewards: bool = True,
         seed: int = 0,
     ) -> None:
-        """Set up the methods of a run.
+        """Store the methods of a run and the settings that they read.
 
         Args:
             methods: those of the run by name, in order.
@@ -51,12 +51,15 @@ class AdvantagePipeline:
         self.max_length = max_length
         self.sums_rewards = sums_rewards
         self.seed = seed
-        # The factor of the learning rate in the optimizer steps of the current generation.
-        self.rate = 1.0
+        # Each call sets these three: what the learning rate of the generation's optimizer steps is
+        # multiplied with, the metrics to log by name, and ADORA's weights.
+        self.learning_rate_factor = 1.0
         self.figures: dict[str, float] = {}
-        self.weighting: AdoraWeighting | None = None  # of the last batch
-        self._daro: DaroWeights | None = None
-        self._saved_daro_state: dict[str, Any] | None = None  # until DARO weighs a batch
+        self.weighting: AdoraWeighting | None = None
+        # DARO's weights are created at its first batch, from the state of the checkpoint if there
+        # is one.
+        self._daro_weights: DaroWeights | None = None
+        self._saved_daro_state: dict[str, Any] | None = None
 
     @property
     def compares_work(self) -> bool:
@@ -65,11 +68,11 @@ class AdvantagePipeline:
 
     @property
     def is_plain(self) -> bool:
-        """Whether TRL's advantages stay unchanged, to the bit."""
+        """Whether no method changes TRL's advantages, so that they stay equal to the bit."""
         return all(method.plain for method in self.methods.values())
 
     def weigh(self, groups: Groups) -> AdoraWeighting:
-        """Return ADORA's weights and their reasons.
+        """Return ADORA's weight of each group and the verdicts that it follows from.
 
         All weights are 1 without ADORA among the methods.
         """
@@ -79,10 +82,10 @@ class AdvantagePipeline:
         )
 
     def signal(self, groups: Groups) -> Tensor:
-        """Return which groups have something to teach: bool, (P,).
+        """Return which groups get an advantage other than 0, so that they can be learned from.
 
-        Each group is judged alone, independent of the rest of the batch, so that groups can be
-        selected by it before they are weighed. The call changes no state.
+        The answer for a group does not depend on the rest of the batch. So groups can be selected
+        by it before they are weighed. The call changes no state. Returns a bool tensor, (P,).
         """
         signal_P = groups.differs_P
         for method in self.methods.values():
@@ -93,48 +96,53 @@ class AdvantagePipeline:
         """Turn TRL's advantages of whole groups into the advantages to learn from, both (P, G).
 
         Call it once in a generation, with exactly the groups that are learned from: some methods
-        weigh a group by the rest, and DARO learns. Afterwards `weighting` holds the weights that
-        were applied and their reasons, and `figures` the figures to log.
+        weigh a group by the rest, and DARO updates its weights. Afterwards `weighting` has ADORA's
+        weights, `learning_rate_factor` what the learning rate is multiplied with, and `figures` the
+        metrics to log.
         """
         self.weighting = self.weigh(groups)
+        self.learning_rate_factor = self.weighting.learning_rate_factor
         self.figures = {}
-        self.rate = self.weighting.rate
         if self.adora_options.assign == "rate":
-            self.figures["rate_scale"] = self.rate
+            self.figures["rate_scale"] = self.learning_rate_factor
         if self.is_plain:
             return advantages_PG
-        # TRL's float32 mean leaves up to 6e-4 in a constant group
+        # In a group of equal rewards the rounding of TRL's float32 mean leaves advantages of up to
+        # 6e-4, which a method could scale up.
         advantages_PG = torch.where(groups.differs_P[:, None], advantages_PG, 0.0)
         for method in self.methods.values():
             advantages_PG = method.apply(groups, advantages_PG, self)
         return advantages_PG
 
     def daro_weights(self, bins: int, options: Daro) -> DaroWeights:
-        """Return DARO's learnable weights.
+        """Return DARO's learnable weights, one for each bin of prompts by pass rate.
 
-        They are created, or restored, at the first batch.
+        The first call creates them, and restores those of a checkpoint that `load` has read.
         """
-        if self._daro is None:
-            self._daro = DaroWeights(bins, options.learning_rate, options.floor)
+        if self._daro_weights is None:
+            self._daro_weights = DaroWeights(bins, options.learning_rate, options.floor)
             if self._saved_daro_state is not None:
-                self._daro.load(self._saved_daro_state)
-        return self._daro
+                self._daro_weights.load(self._saved_daro_state)
+        return self._daro_weights
 
     def state(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs, as JSON can hold it.
+        """Return the state that a checkpoint saves for a resumed run, as JSON can hold it.
 
         It is empty for methods without any state.
         """
         state: dict[str, Any] = {}
-        daro = self._daro.state() if self._daro is not None else self._saved_daro_state
-        if daro is not None:
-            state["daro"] = daro
+        # Before the first batch of a resumed run, DARO's state is still that of the checkpoint.
+        daro_state = self._saved_daro_state
+        if self._daro_weights is not None:
+            daro_state = self._daro_weights.state()
+        if daro_state is not None:
+            state["daro"] = daro_state
         if self.adora_options.assign == "rate":
-            state["rate"] = self.rate
+            state["rate"] = self.learning_rate_factor
         return state
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned. Call it before the first batch."""
         self._saved_daro_state = state.get("daro")
-        self._daro = None
-        self.rate = float(state.get("rate", 1.0))
+        self._daro_weights = None
+        self.learning_rate_factor = float(state.get("rate", 1.0))

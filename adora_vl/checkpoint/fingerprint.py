@@ -28,7 +28,7 @@ from adora_vl.utils.secrets import masked
 
 # These keys may differ between a run and its continuation: where it writes, what it shows, how long
 # it goes on.
-_FREE_KEYS = {
+_IGNORED_KEYS = {
     "output_dir",
     "overwrite_output_dir",
     "resume_from_checkpoint",
@@ -70,7 +70,7 @@ _FREE_KEYS = {
     "num_generations_eval",
     "per_device_eval_batch_size",
 }
-_FREE_PREFIXES = (
+_IGNORED_PREFIXES = (
     "hub_",
     "push_to_hub",
     "eval_",
@@ -108,56 +108,82 @@ def fingerprint(
     code_hashes: Mapping[str, str] | None = None,
     left_out: Sequence[str] = (),
 ) -> Fingerprint:
-    """Return every key that influences the steps, with its value as text.
+    """Return everything that influences the steps of a run, as text by name.
 
-    `settings`: the run's dataclasses. `data`: the folders of its data sets in their order. `model`:
-    a folder or hub id. `sharding`: from `sharding_of`. `code_hashes`: the hash of each file of the
-    user's code, by what it is for. `left_out`: the ids of rows that are not trained on.
+    Two runs with equal fingerprints take the same steps.
+
+    Args:
+        settings: The dataclasses with the run's config keys.
+        data: The folders of its data sets in their order, or other texts that identify the data.
+        model: The folder or hub id of the model.
+        revision: The model's revision on the hub.
+        processes: The number of processes.
+        sharding: How the model is divided over them, from `sharding_of`.
+        code_hashes: A hash of each file of the user's code, by a name that begins with what the
+            code is for, such as `tool my_tools.py`.
+        left_out: The ids of rows that are not trained on.
+    """
+    values = _values_by_dotted_key(settings)
+    has_user_tools = any(name.startswith("tool ") for name in code_hashes or ())
+    ignored_keys = _ignored_keys(values, has_user_tools=has_user_tools)
+    text_by_name: dict[str, str] = {}
+    for key, value in values.items():
+        top_key = key.partition(".")[0]
+        is_ignored = key in ignored_keys or top_key in ignored_keys
+        if not is_ignored and not key.startswith(_IGNORED_PREFIXES):
+            text_by_name[key] = json.dumps(value, default=str, sort_keys=True)
+    text_by_name.update(code_hashes or {})
+    if left_out:
+        digest = hashlib.sha256(json.dumps(list(left_out)).encode()).hexdigest()
+        text_by_name["rows left out"] = f"{len(left_out)} ({digest[:16]})"
+    text_by_name["processes"] = str(processes)
+    text_by_name["sharding"] = sharding
+    # `Path.is_dir` raises for a text that is too long for a path, such as the columns of a stream.
+    text_by_name["dataset"] = "+".join(
+        data_hash(Path(text)) if os.path.isdir(text) else str(text)  # noqa: PTH112
+        for text in data
+    )
+    # The hash is None where neither the model's files nor its commit are known.
+    text_by_name["model"] = model_hash(str(model), revision) or f"{model}@{revision}"
+    return text_by_name
+
+
+def _values_by_dotted_key(settings: Sequence[Any]) -> dict[str, Any]:
+    """Return the values of config dataclasses by key, those in a mapping under dotted names.
+
+    Secrets are masked, and the judge's address is removed from the rewards: it may change in the
+    middle of a run.
     """
     values: dict[str, Any] = {}
     for section in settings:
         for field in dataclasses.fields(section):
-            values |= dotted(field.name, masked(plain(getattr(section, field.name))))
+            plain_value = masked(plain(getattr(section, field.name)))
+            values |= dotted(field.name, plain_value)
     rewards = values.get("adora_reward")
     if isinstance(rewards, list):
         values["adora_reward"] = [without_address(entry) for entry in rewards]
-    constant = spelled(values.get("lr_scheduler_type")) == "constant"
-    extended = any(key.startswith("adora_extensions.") for key in values)
-    has_tools = values.get("tools") or any(name.startswith("tool ") for name in code_hashes or ())
-    free = set(_FREE_KEYS)
-    if constant and not extended:
-        free |= _LENGTH_KEYS
+    return values
+
+
+def _ignored_keys(values: Mapping[str, Any], *, has_user_tools: bool) -> set[str]:
+    """Return the keys that do not influence the steps of a run with these values.
+
+    `has_user_tools`: whether the run has tools from a file of the user's.
+    """
+    ignored = set(_IGNORED_KEYS)
+    rate_is_constant = spelled(values.get("lr_scheduler_type")) == "constant"
+    has_extensions = any(key.startswith("adora_extensions.") for key in values)
+    if rate_is_constant and not has_extensions:
+        ignored |= _LENGTH_KEYS
     if not values.get("adora_rollouts.ahead"):
-        free.add("adora_rollouts.ahead")
+        ignored.add("adora_rollouts.ahead")
     if not values.get("environment_factory"):
-        free.add("environment_factory")
-    if not has_tools:
-        free |= _TOOL_KEYS
+        ignored.add("environment_factory")
+    if not values.get("tools") and not has_user_tools:
+        ignored |= _TOOL_KEYS
     if values.get("adora_rollouts.budget") is None:
-        free |= _BUDGET_KEYS
-    compared = {
-        key: json.dumps(value, default=str, sort_keys=True)
-        for key, value in values.items()
-        if not {key, key.partition(".")[0]} & free and not key.startswith(_FREE_PREFIXES)
-    }
-    rows_left_out: dict[str, str] = {}
-    if left_out:
-        digest = hashlib.sha256(json.dumps(list(left_out)).encode()).hexdigest()
-        rows_left_out["rows left out"] = f"{len(left_out)} ({digest[:16]})"
-    return {
-        **compared,
-        **(code_hashes or {}),
-        **rows_left_out,
-        "processes": str(processes),
-        "sharding": sharding,
-        # `Path.is_dir` raises for a text that is too long for a path, such as the columns of a
-        # stream.
-        "dataset": "+".join(
-            data_hash(Path(text)) if os.path.isdir(text) else str(text)  # noqa: PTH112
-            for text in data
-        ),
-        "model": model_hash(str(model), revision) or f"{model}@{revision}",
-    }
+        ignored |= _BUDGET_KEYS
+    return ignored
 
 
 def sharding_of(config: TrainingArguments) -> str:
@@ -167,42 +193,45 @@ def sharding_of(config: TrainingArguments) -> str:
 
 
 def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
-    """Return `key: before -> now` for every key that differs.
+    """Return a line `key: before -> now` for every key that differs between two fingerprints.
 
-    Keys that the user sets come first.
+    The keys of this project come first, as the user has more likely set one of these.
     """
-    changed = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
-    changed.sort(key=lambda key: (not key.startswith("adora_"), key))
-    lines = []
-    for key in changed:
+    different_keys = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
+    different_keys.sort(key=lambda key: (not key.startswith("adora_"), key))
+    lines: list[str] = []
+    for key in different_keys:
         lines.append(f"{key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}")
     return lines
 
 
-_PREFIX = ".seen-by-all-"
+# The beginning of the name of an empty file by which the ranks recognise a shared folder.
+_SHARED_FILE_PREFIX = ".seen-by-all-"
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What one rank sees of a run.
+@dataclass(frozen=True, kw_only=True)
+class RankView:
+    """What one rank sees of a distributed run.
 
-    `machine`: its host name. `shares`: whether its `output_dir` is that of the first rank.
-    `differs`: the settings that differ from those of the first rank.
+    `machine`: its host name. `shares_folder`: whether its `output_dir` is the folder of the first
+    rank. `differences`: lines about the settings that differ from those of the first rank.
     """
 
     machine: str
-    shares: bool
-    differs: list[str]
+    shares_folder: bool
+    differences: list[str]
 
 
 def leave_token(output_dir: Path) -> str:
-    """Leave a file that the other ranks look for, and return its name.
+    """Make an empty file with a random name in `output_dir`, and return the name.
 
-    The first rank calls this. Raises `OSError`.
+    The first rank calls this. Ranks that see the file have the same folder, on a shared disk.
+    Raises `OSError`.
     """
-    for forgotten in output_dir.glob(f"{_PREFIX}*"):
-        forgotten.unlink(missing_ok=True)
-    name = f"{_PREFIX}{secrets.token_hex(8)}"
+    for old_token in output_dir.glob(f"{_SHARED_FILE_PREFIX}*"):
+        # of a start that was killed
+        old_token.unlink(missing_ok=True)
+    name = f"{_SHARED_FILE_PREFIX}{secrets.token_hex(8)}"
     (output_dir / name).touch()
     return name
 
@@ -217,16 +246,22 @@ def check_ranks(
 ) -> None:
     """Raise `UserError` on all ranks if they do not share a folder, or do not have the same run.
 
-    `token`: a file that the first rank has left in `output_dir`. `first`, `mine`: the fingerprints
-    of the first rank and of this one. `patience_s`: seconds to wait for the file. Collective: all
-    ranks call this together.
+    Collective: all ranks call this together.
+
+    Args:
+        output_dir: The run's folder, as this rank sees it.
+        token: The name of a file that the first rank has made in it (`leave_token`).
+        first: The fingerprint of the first rank, its settings that influence the steps.
+        mine: The fingerprint of this rank.
+        patience_s: Seconds to wait for the file, which a network disk may show late.
     """
-    view = Seen(
+    view = RankView(
         machine=socket.gethostname(),
-        shares=appears(output_dir / token, patience_s),
-        differs=differences(first, mine),
+        shares_folder=appears(output_dir / token, patience_s),
+        differences=differences(first, mine),
     )
-    views: list[Seen] = gather_object([view])
+    views: list[RankView] = gather_object([view])
+    # The rank that comes first deletes it; all have looked for it before they gathered.
     with contextlib.suppress(OSError):
         (output_dir / token).unlink(missing_ok=True)
     problem = problem_among(views, output_dir)
@@ -234,10 +269,11 @@ def check_ranks(
         raise UserError(problem)
 
 
-def problem_among(views: Sequence[Seen], output_dir: Path) -> str | None:
-    """Return the first problem in what the ranks see, listed in their order.
+def problem_among(views: Sequence[RankView], output_dir: Path) -> str | None:
+    """Return an error line for the first rank that cannot take part in a run; None if all can.
 
-    None if there is none.
+    A rank cannot if it has another folder or other settings than rank 0. `views`: what the ranks
+    see, by rank. `output_dir`: the run's folder, for the line.
     """
     remedy = (
         "all machines write into one checkpoint, so name a folder on a disk that they share, by "
@@ -245,13 +281,14 @@ def problem_among(views: Sequence[Seen], output_dir: Path) -> str | None:
     )
     for rank, view in enumerate(views):
         where = f"on {view.machine} (rank {rank})"
-        first = f"the folder that rank 0 has on {views[0].machine}"
-        if not view.shares:
-            return f"output_dir: {str(output_dir)!r} {where} is not {first}; {remedy}"
-        if view.differs:
-            remaining = f" (and {len(view.differs) - 1} more)" if len(view.differs) > 1 else ""
+        if not view.shares_folder:
+            folder_of_first = f"the folder that rank 0 has on {views[0].machine}"
+            return f"output_dir: {str(output_dir)!r} {where} is not {folder_of_first}; {remedy}"
+        if view.differences:
+            further_count = len(view.differences) - 1
+            remaining = f" (and {further_count} more)" if further_count > 0 else ""
             return (
-                f"{where} the run is not the one of rank 0: {view.differs[0]}{remaining}; start "
+                f"{where} the run is not the one of rank 0: {view.differences[0]}{remaining}; start "
                 "every machine with the same arguments, data and model"
             )
     return None

@@ -1,14 +1,15 @@
 """Which checkpoint a run resumes from, or why it does not start."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
+from typing import NamedTuple
 
 from filelock import FileLock, Timeout
 
 from adora_vl.checkpoint.fingerprint import Fingerprint, differences
-from adora_vl.checkpoint.store import STAGING, clear_staging, facts_of, newest_valid, problem_of
+from adora_vl.checkpoint.store import STAGING, clear_staging, manifest_of, newest_valid, problem_of
 from adora_vl.checkpoint.universal import shards_of
 from adora_vl.checkpoint.writer import (
     ASIDE,
@@ -24,14 +25,16 @@ LOCK = ".lock"  # in output_dir
 
 
 def lock_output_dir(output_dir: Path) -> FileLock:
-    """Lock `output_dir` while this process lives.
+    """Lock `output_dir` against other runs until the lock is released or this process ends.
 
-    Raises `UserError` if another process has locked it, or if it cannot be made.
+    The folder is made if it does not exist. Raises `UserError` if another process has locked it,
+    or if it cannot be made.
     """
     refuse_dangling("output_dir", output_dir)
     name = repr(str(output_dir))
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
+        # A singleton: locking the folder again in this process returns the same lock.
         lock = FileLock(output_dir / LOCK, is_singleton=True)
         lock.acquire(blocking=False)
     except Timeout as error:
@@ -49,13 +52,21 @@ def lock_output_dir(output_dir: Path) -> FileLock:
 class StartPoint:
     """Where a run begins.
 
-    `checkpoint`: its folder; None for the first step. `notes`: lines about it for the user.
-    `replaces`: whether an old run in `output_dir` is put aside when this one begins.
+    `checkpoint`: the folder of the checkpoint that it resumes from; None: it begins at the first
+    step. `notes`: lines about this for the user. `replaces`: whether an old run in `output_dir` is
+    moved aside when this one begins.
     """
 
-    checkpoint: str | None
-    notes: list[str]
+    checkpoint: str | None = None
+    notes: Sequence[str] = ()
     replaces: bool = False
+
+
+class InputFolder(NamedTuple):
+    """A folder that a run reads: the config key that names it, and its path or hub id."""
+
+    key: str
+    name: str
 
 
 def choose_start(
@@ -63,36 +74,76 @@ def choose_start(
     resume_from_checkpoint: object,
     overwrite: bool,
     current: Fingerprint,
-    inputs: Sequence[tuple[str, str]] = (),
+    inputs: Sequence[InputFolder] = (),
     *,
     clear: bool = True,
 ) -> StartPoint:
-    """Choose where a run starts.
+    """Choose where a run starts: at the first step or from a checkpoint. Nothing is started yet.
 
-    `resume_from_checkpoint`: a folder, `true`, `false`, or `auto` (None too). `auto` resumes if
-    `output_dir` holds a run with the same fingerprint, and starts at the first step if it holds
-    none. `current`: the fingerprint of this run. `inputs`: keys, each with a folder that it names and
-    the run reads. `clear`: delete what a killed run has left half written. Raises `UserError` for
-    another run, and for a checkpoint that is not whole. One process calls this.
+    In a distributed run one process alone calls this.
+
+    Args:
+        output_dir: The folder that the run writes to.
+        resume_from_checkpoint: The folder of a checkpoint, or one of the words `true`, `false` and
+            `auto`. None is `auto`: the run resumes if `output_dir` has checkpoints of the same
+            run, and starts at the first step if it has none.
+        overwrite: Whether the run replaces an older one in `output_dir`.
+        current: The run's fingerprint: every setting that influences its steps. A checkpoint with
+            another fingerprint is of another run.
+        inputs: Folders that the run reads, which it must not delete.
+        clear: Whether to delete the half-written files of a run that was killed.
+
+    Raises `UserError` if `output_dir` has another run, or a checkpoint is damaged.
     """
-    word = str(resume_from_checkpoint).lower()
-    named = _named_checkpoint(resume_from_checkpoint)
-    for cleared_folder in (output_dir / ASIDE, output_dir / STAGING):
-        if named is not None and cleared_folder.resolve() in named.resolve().parents:
-            raise UserError(
-                f"resume_from_checkpoint: {str(named)!r} is in {str(cleared_folder)!r}, which a "
-                "run clears; move it out of there"
-            )
+    user_checkpoint = _named_checkpoint(resume_from_checkpoint)
+    if user_checkpoint is not None:
+        _refuse_cleared_folder(user_checkpoint, output_dir)
     if clear:
         clear_staging(output_dir)
+    word = str(resume_from_checkpoint).lower()
     if overwrite:
         _refuse_to_replace(inputs, output_dir)
-        return _start_over(output_dir, named=named, word=word, current=current)
-    if named is not None:
-        return _start_at(named, current)
-    newest, damaged = newest_valid(output_dir)
+        return _start_over(output_dir, user_checkpoint, word=word, current=current)
+    if user_checkpoint is not None:
+        return _start_at(user_checkpoint, current)
+    return _start_in(output_dir, word=word, current=current)
+
+
+def _named_checkpoint(resume_from_checkpoint: object) -> Path | None:
+    """Return the folder that `resume_from_checkpoint` names, or None if it names none.
+
+    The words `auto`, `true` and `false`, and None, leave it to the run to find a checkpoint.
+    """
+    word = str(resume_from_checkpoint).lower()
+    if resume_from_checkpoint is None or word in ("auto", "true", "false"):
+        return None
+    return Path(str(resume_from_checkpoint))
+
+
+def _refuse_cleared_folder(checkpoint: Path, output_dir: Path) -> None:
+    """Raise `UserError` for a checkpoint in one of the hidden folders that a run deletes."""
+    for cleared_folder in (output_dir / ASIDE, output_dir / STAGING):
+        if cleared_folder.resolve() in checkpoint.resolve().parents:
+            raise UserError(
+                f"resume_from_checkpoint: {str(checkpoint)!r} is in {str(cleared_folder)!r}, which "
+                "a run clears; move it out of there"
+            )
+
+
+def _start_in(output_dir: Path, *, word: str, current: Fingerprint) -> StartPoint:
+    """Return the start of a run that resumes from the newest checkpoint in its folder, if any.
+
+    Args:
+        output_dir: The run's folder.
+        word: `true`: there has to be a checkpoint. `false`: there must be none. Anything else
+            allows both.
+        current: The run's fingerprint, its settings that influence the steps.
+
+    Raises `UserError` if these do not fit, or the folder has another run.
+    """
     name = repr(str(output_dir))
-    skipped = [f"skipped {path}: {reason}" for path, reason in damaged]
+    newest, damaged_checkpoints = newest_valid(output_dir)
+    skipped = [f"skipped {damaged.path}: {damaged.problem}" for damaged in damaged_checkpoints]
     if newest is None:
         if skipped:
             raise UserError(
@@ -107,60 +158,61 @@ def choose_start(
             raise UserError(
                 f"output_dir: {name} holds a finished run; {_remedies_for_old_run(output_dir)}"
             )
-        return StartPoint(None, [])
+        return StartPoint(checkpoint=None)
     holds = f"{name} holds {newest.name}"
     if word == "false":
         raise UserError(
             f"resume_from_checkpoint: false, but {holds}; {_remedies_for_old_run(output_dir)}"
         )
-    saved: Fingerprint = facts_of(newest).get("fingerprint", {})
+    saved: Fingerprint = manifest_of(newest).get("fingerprint", {})
     changed_keys = differences(saved, current)
     if changed_keys:
+        # Another number of processes has an error of its own, with the command that converts.
         _refuse_other_shards(newest, saved, current)
         remaining = f" (and {len(changed_keys) - 1} more)" if len(changed_keys) > 1 else ""
         raise UserError(
             f"output_dir: {holds} of another run: {changed_keys[0]}{remaining}; set it back, "
             f"{_remedies_for_old_run(output_dir)}"
         )
-    return StartPoint(str(newest), [*skipped, f"going on from {newest}"])
-
-
-def _named_checkpoint(resume_from_checkpoint: object) -> Path | None:
-    """Return the folder that the key names; None for `auto`, `true`, `false` and None."""
-    word = str(resume_from_checkpoint).lower()
-    if resume_from_checkpoint is None or word in ("auto", "true", "false"):
-        return None
-    return Path(str(resume_from_checkpoint))
+    return StartPoint(checkpoint=str(newest), notes=[*skipped, f"going on from {newest}"])
 
 
 def _remedies_for_old_run(output_dir: Path) -> str:
-    """Return the remedies for a folder that holds a run, which are another folder or a new start.
+    """Return the end of an error about a folder that has a run: what the user can do about it.
 
-    They name what a new start would delete, and which files of the user's it would refuse.
+    That is to choose another folder, or to replace the run. The text names what would be deleted
+    then, and the user's own files in the folder, which have to be moved away first.
     """
     with written_to("output_dir", output_dir):
         users_files = list_users_files(output_dir)
         deleted = [path.name for path in run_entries(output_dir) if path.name not in users_files]
-    first = ""
+    move_away = ""
     if users_files:
-        first = f"move away {first_names(users_files)}, which no run is known to have written, and "
+        move_away = (
+            f"move away {first_names(users_files)}, which no run is known to have written, and "
+        )
     deletes = ""
     if deleted:
         deletes = f", which deletes {first_names(deleted)} once the new run has a whole checkpoint"
     return (
-        f"choose another output_dir, or {first}start anew with --overwrite_output_dir true{deletes}"
+        f"choose another output_dir, or {move_away}start anew with --overwrite_output_dir "
+        f"true{deletes}"
     )
 
 
-def _refuse_to_replace(inputs: Sequence[tuple[str, str]], output_dir: Path) -> None:
-    """Raise `UserError` for a folder that the run reads and `overwrite_output_dir` would delete."""
-    doomed = {output_dir.resolve(), *(path.resolve() for path in run_entries(output_dir))}
+def _refuse_to_replace(inputs: Sequence[InputFolder], output_dir: Path) -> None:
+    """Raise `UserError` for a folder that the run reads and `overwrite_output_dir` would delete.
+
+    `inputs`: folders that the run reads, such as a model that an earlier run has left here.
+    """
+    resolved_dir = output_dir.resolve()
+    deleted_paths = {path.resolve() for path in run_entries(output_dir)}
     for key, name in inputs:
         folder = Path(name).resolve()
-        inside = [
-            path for path in (folder, *folder.parents) if output_dir.resolve() in path.parents
-        ]
-        if doomed & {folder, *inside}:
+        # A parent outside of output_dir is the target of a link; the link alone would be deleted.
+        parents_inside = [parent for parent in folder.parents if resolved_dir in parent.parents]
+        is_below_deleted = any(parent in deleted_paths for parent in parents_inside)
+        if folder == resolved_dir or folder in deleted_paths or is_below_deleted:
             raise UserError(
                 f"{key}: {name!r} is in {str(output_dir)!r}, whose run overwrite_output_dir: true "
                 "replaces; copy it to another place, or choose another output_dir"
@@ -168,38 +220,47 @@ def _refuse_to_replace(inputs: Sequence[tuple[str, str]], output_dir: Path) -> N
 
 
 def _start_over(
-    output_dir: Path, named: Path | None, word: str, current: Fingerprint
+    output_dir: Path, user_checkpoint: Path | None, *, word: str, current: Fingerprint
 ) -> StartPoint:
-    """Return the start with `overwrite_output_dir`.
+    """Return the start of a run that replaces the one in its folder (`overwrite_output_dir`).
 
-    A checkpoint that the user named is used or refused, but never deleted.
+    Args:
+        output_dir: The run's folder.
+        user_checkpoint: The checkpoint that the user named; None: start at the first step.
+        word: `resume_from_checkpoint` as a word.
+        current: The run's fingerprint, its settings that influence the steps.
+
+    Raises `UserError` for a checkpoint of the run that would be replaced, so that none is deleted
+    which the user named.
     """
-    is_replaced = word == "true" or (
-        named is not None and output_dir.resolve() in named.resolve().parents
+    is_in_output_dir = (
+        user_checkpoint is not None and output_dir.resolve() in user_checkpoint.resolve().parents
     )
-    if is_replaced:
+    if word == "true" or is_in_output_dir:
+        value = word if user_checkpoint is None else str(user_checkpoint)
         raise UserError(
-            f"resume_from_checkpoint: {word if named is None else str(named)!r} is of the run that "
-            "overwrite_output_dir: true replaces; leave out one of "
-            "the two, or choose another output_dir"
+            f"resume_from_checkpoint: {value!r} is of the run that overwrite_output_dir: true "
+            "replaces; leave out one of the two, or choose another output_dir"
         )
-    start = StartPoint(None, []) if named is None else _start_at(named, current)
+    start = StartPoint(checkpoint=None)
+    if user_checkpoint is not None:
+        start = _start_at(user_checkpoint, current)
     if not holds_a_run(output_dir):
         return start
-    old = (
-        f"the run in {output_dir} ({first_names([path.name for path in run_entries(output_dir)])})"
-    )
+    old_names = first_names([path.name for path in run_entries(output_dir)])
     note = (
-        f"{old} is put aside, into {output_dir / ASIDE}, and deleted when this one has its first "
-        "checkpoint"
+        f"the run in {output_dir} ({old_names}) is put aside, into {output_dir / ASIDE}, and "
+        "deleted when this one has its first checkpoint"
     )
-    return StartPoint(start.checkpoint, [*start.notes, note], replaces=True)
+    return replace(start, notes=[*start.notes, note], replaces=True)
 
 
 def _start_at(checkpoint: Path, current: Fingerprint) -> StartPoint:
     """Return the start from a checkpoint that the user named.
 
-    It must be whole; settings that differ are reported.
+    Settings that differ from the checkpoint's are only reported, since the user asked for it.
+    `current`: the run's fingerprint. Raises `UserError` for a checkpoint that is damaged, or was
+    written by another number of processes.
     """
     where = f"resume_from_checkpoint: {str(checkpoint)!r}"
     if not (checkpoint / "trainer_state.json").is_file():
@@ -207,20 +268,25 @@ def _start_at(checkpoint: Path, current: Fingerprint) -> StartPoint:
     problem = problem_of(checkpoint)
     if problem:
         raise UserError(f"{where} is not whole: {problem}; name another one")
-    saved: Fingerprint = facts_of(checkpoint).get("fingerprint", {})
+    saved: Fingerprint = manifest_of(checkpoint).get("fingerprint", {})
     _refuse_other_shards(checkpoint, saved, current)
     changed = [f"changed since then: {line}" for line in differences(saved, current)]
-    return StartPoint(str(checkpoint), [f"going on from {checkpoint}", *changed])
+    return StartPoint(checkpoint=str(checkpoint), notes=[f"going on from {checkpoint}", *changed])
 
 
 def _refuse_other_shards(checkpoint: Path, saved: Fingerprint, current: Fingerprint) -> None:
-    """Raise `UserError` for shards of another number of processes, or of another ZeRO stage."""
+    """Raise `UserError` if DeepSpeed could not load a checkpoint's shards in this run.
+
+    That is so for another ZeRO stage or number of processes. `saved`, `current`: the fingerprints
+    of the checkpoint and of this run.
+    """
     saved_processes = saved.get("processes")
     saved_sharding = saved.get("sharding")
     processes = current.get("processes")
     sharding = current.get("sharding")
     where = f"resume_from_checkpoint: {str(checkpoint)!r} was written"
     export = f"python -m adora_vl.export {quote(str(checkpoint))} OUT"
+    # None: the checkpoint's fingerprint does not have it.
     if saved_sharding not in (None, sharding):
         raise UserError(
             f"{where} with sharding {saved_sharding} and this run has {sharding}; "

@@ -30,16 +30,17 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def mark_stopped(output_dir: Path, step: int) -> None:
-    """Write a file which says that a signal stopped the run, and that it can be started again.
+    """Write `stopped.json`, which says that a signal stopped the run and that it can be resumed.
 
-    It is for scripts that only see the exit code of the launcher.
+    It is for scripts that see the launcher's exit code instead of the run's. `step`: the optimizer
+    step of the checkpoint.
     """
-    facts = {
+    content = {
         "exit_code": EXIT_STOPPED,
         "step": step,
         "checkpoint": f"{PREFIX_CHECKPOINT_DIR}-{step}",
     }
-    replace_file(output_dir / STOPPED_FILE, json.dumps(facts) + "\n")
+    replace_file(output_dir / STOPPED_FILE, json.dumps(content) + "\n")
 
 
 class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
@@ -50,11 +51,16 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
     """
 
     def __init__(self) -> None:
-        """Begin without a signal."""
+        """Begin without a signal. The handlers are installed when the training begins."""
+        # The number of the first signal to this process; None before it.
         self.received: int | None = None
+        # Whether the ranks have agreed to stop after a signal to one of them.
         self.stopped = False
+        # When the first signal came, in seconds of the monotonic clock.
         self._received_at = 0.0
-        self._before: dict[int, Any] = {}
+        # The handlers that were installed before, by signal; they are restored at the end.
+        self._handlers_before: dict[int, Any] = {}
+        # Whether an error has ended the training.
         self._failed = False
 
     def __enter__(self) -> StopOnSignal:
@@ -63,71 +69,75 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Remember whether the training failed.
 
-        After an error the launcher sends SIGTERM to all ranks, which must not end the rank that
-        reports the error.
+        After an error the launcher sends SIGTERM to all ranks. The rank that reports the error then
+        does not print that it saves a checkpoint.
         """
         self._failed = kind is not None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Install the handlers of the signals."""
+        """Install the handlers of the signals that stop a run."""
+        # Under nohup a run ignores SIGHUP. Not so with torch's elastic launcher: it handles SIGHUP
+        # even then, and kills processes that outlast it.
+        ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN and not under_elastic()
         for number in _SIGNALS:
-            # nohup ignores SIGHUP, but torch's launcher handles it all the same and kills processes
-            # that outlast it
-            if (
-                number == signal.SIGHUP
-                and signal.getsignal(number) is signal.SIG_IGN
-                and not under_elastic()
-            ):
+            if number == signal.SIGHUP and ignores_hangup:
                 continue
-            self._before[number] = signal.signal(number, self._handle)
+            self._handlers_before[number] = signal.signal(number, self._handle)
+        # The launcher's time between SIGTERM and SIGKILL may be too short for a checkpoint.
         if state.is_world_process_zero and kills_too_early():
             print(TOO_SHORT, file=sys.stderr, flush=True)
 
     def release(self) -> None:
-        """Restore the handlers when all ranks have written everything.
+        """Restore the signal handlers, when all ranks have written everything.
 
-        A stopped run ignores signals from now on, so that its exit code stays: the launcher sends
-        one to the others as soon as the first rank has ended.
+        A run that a signal has stopped ignores further ones instead: the launcher sends one to the
+        other ranks as soon as the first rank has ended, and it would change their exit code.
         """
         was_stopped = self.stopped or self.received is not None
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_IGN if was_stopped else handler)
-        self._before.clear()
+        for number, handler_before in self._handlers_before.items():
+            signal.signal(number, signal.SIG_IGN if was_stopped else handler_before)
+        self._handlers_before.clear()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Save and stop if any rank has received a signal.
+        """Have the trainer save and stop if any rank has received a signal.
 
-        Collective: the ranks agree on it, because a signal may reach them in different steps.
+        Collective: the ranks decide together, because a signal may reach them in different steps.
         """
-        # before anything is logged: a closed terminal is gone before its SIGHUP is passed on
+        # Before anything is logged: writing to a terminal that was closed would fail, and it is
+        # gone before its SIGHUP arrives.
         mute_lost_outputs()
-        mine = torch.tensor([int(self.received is not None)], device=PartialState().device)
-        if bool(gather(mine).any()):
+        has_signal = torch.tensor([int(self.received is not None)], device=PartialState().device)
+        if bool(gather(has_signal).any()):
             self.stopped = True
-            control.should_save = control.should_training_stop = True
+            control.should_save = True
+            control.should_training_stop = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Note the first signal; end the process at once for a later one.
+        """Remember the first signal `number`; end the process for one that comes much later.
 
-        SIGHUP never ends it, since a launcher that dies may send several.
+        A signal within `REPEAT_S` seconds counts as the same one, since launchers repeat it. SIGHUP
+        never ends the process, since a launcher that dies may send several.
         """
         mute_lost_outputs()
         if self.received is not None:
-            if number != signal.SIGHUP and time.monotonic() - self._received_at >= REPEAT_S:
+            seconds_since_first = time.monotonic() - self._received_at
+            if number != signal.SIGHUP and seconds_since_first >= REPEAT_S:
+                # Send it again with the default handler, which ends the process.
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
         self.received = number
         self._received_at = time.monotonic()
-        if not self._failed:
-            line = f"{signal.Signals(number).name}: saving after this optimizer step; "
-            line += (
-                f"another signal, {REPEAT_S:.0f} seconds from now or later, ends the run at once\n"
-            )
-            with contextlib.suppress(OSError):
-                # a handler may not print: it may have interrupted a print
-                os.write(2, line.encode())
+        if self._failed:
+            return
+        line = (
+            f"{signal.Signals(number).name}: saving after this optimizer step; another signal, "
+            f"{REPEAT_S:.0f} seconds from now or later, ends the run at once\n"
+        )
+        # Written to file descriptor 2, stderr, because the signal may have interrupted a `print`.
+        with contextlib.suppress(OSError):
+            os.write(2, line.encode())

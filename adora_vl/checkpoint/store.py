@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from adora_vl.utils.files import appears, flush, put_in_place, remove_partial, replace_file
 from adora_vl.utils.hashing import file_sha256
@@ -20,6 +20,20 @@ CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _HASHING_THREADS = 8  # hashlib releases the GIL
 
 
+class DamagedCheckpoint(NamedTuple):
+    """A checkpoint that is not whole: its folder, and what is wrong with it in a few words."""
+
+    path: Path
+    problem: str
+
+
+class NewestCheckpoint(NamedTuple):
+    """The newest whole checkpoint of a run, None if there is none, and newer damaged ones."""
+
+    path: Path | None
+    damaged: list[DamagedCheckpoint]
+
+
 def step_of(checkpoint: Path) -> int:
     """Return the optimizer step in the name of a checkpoint."""
     match = CHECKPOINT.fullmatch(checkpoint.name)
@@ -28,31 +42,37 @@ def step_of(checkpoint: Path) -> int:
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """Return all `checkpoint-N` folders, whole or not, newest first."""
+    """Return all `checkpoint-N` folders of a run, damaged ones too, newest first."""
     if not output_dir.is_dir():
         return []
-    folders = (
+    folders = [
         path for path in output_dir.iterdir() if path.is_dir() and CHECKPOINT.fullmatch(path.name)
-    )
+    ]
     return sorted(folders, key=step_of, reverse=True)
 
 
 def publish(
     staged: Path, final: Path, facts: dict[str, Any], written: Collection[str] = ()
 ) -> None:
-    """Seal `staged` with `facts` in its manifest, and make it `final` in one rename.
+    """Finish a checkpoint: write its manifest, and move it to its place in one rename.
 
-    Nothing is lost in a crash. A folder that is at `final` already, one that was found damaged, is
-    moved away first. `written`: the files that other machines have put there; on a shared disk this
-    machine may list its folder as it was some seconds ago. One process calls this, after all have
-    written. Raises `OSError` where one of the files does not appear.
+    A crash leaves the checkpoint either complete or absent. A damaged folder that is at `final`
+    already is moved away first. One process calls this, after all have written their files.
+
+    Args:
+        staged: The folder with the checkpoint's files.
+        final: Where the checkpoint belongs.
+        facts: What the manifest says of the run, besides hashes and sizes of the files.
+        written: Names of the files that all machines have written. On a network disk this machine
+            may see those of the others some seconds later, so they are waited for.
+
+    Raises `OSError` if one of the files does not appear.
     """
-    missing_names = (name for name in written if not appears(staged / name))
-    missing = next(missing_names, None)
-    if missing is not None:
-        raise FileNotFoundError(
-            errno.ENOENT, "a file of another machine does not appear here", str(staged / missing)
-        )
+    for name in written:
+        if not appears(staged / name):
+            raise FileNotFoundError(
+                errno.ENOENT, "a file of another machine does not appear here", str(staged / name)
+            )
     seal(staged, facts, written)
     replaced = staged.with_name(f"{staged.name}.replaced")
     put_in_place(staged, final, replaced)
@@ -60,9 +80,15 @@ def publish(
 
 
 def seal(folder: Path, facts: dict[str, Any], written: Collection[str] = ()) -> None:
-    """Flush everything to the disk, then write the manifest, then the mark.
+    """Write the manifest of a checkpoint, and the file `complete` that marks it as whole.
 
-    In this order, so that a checkpoint with a mark is whole. The arguments are those of `publish`.
+    All other files are flushed to the disk first and the mark is written last, so that a checkpoint
+    with a mark is whole even after a power failure.
+
+    Args:
+        folder: The checkpoint.
+        facts: What the manifest says of the run, besides hashes and sizes of the files.
+        written: Names of further files that other machines have written.
     """
     paths = [folder / name for name in sorted({*names_in(folder), *written})]
     for path in paths:
@@ -75,9 +101,9 @@ def seal(folder: Path, facts: dict[str, Any], written: Collection[str] = ()) -> 
 
 
 def problem_of(checkpoint: Path) -> str | None:
-    """Return why this checkpoint is not whole, in a few words; None if it is.
+    """Return what is wrong with a checkpoint, in a few words; None if it is whole.
 
-    Every byte of it is read.
+    Every byte is read, to compare its hashes with those in the manifest.
     """
     try:
         manifest_bytes = (checkpoint / MANIFEST).read_bytes()
@@ -98,14 +124,21 @@ def problem_of(checkpoint: Path) -> str | None:
     return f"{damaged[0]} is damaged (its SHA-256 is another one)" if damaged else None
 
 
-def facts_of(checkpoint: Path) -> dict[str, Any]:
-    """Return the manifest of a whole checkpoint."""
+def manifest_of(checkpoint: Path) -> dict[str, Any]:
+    """Return the manifest of a whole checkpoint: facts about the run, and its files."""
     facts: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text())
     return facts
 
 
 def save_of_rank(folder: Path, kind: str, rank: int, content: Any) -> None:
-    """Write what one rank needs to resume into the checkpoint `folder`, which may not exist yet."""
+    """Write something that one rank needs to resume into a checkpoint.
+
+    Args:
+        folder: The checkpoint, which may not exist yet.
+        kind: What is saved, the beginning of the file's name.
+        rank: The rank, which ends the file's name.
+        content: Tensors and plain values.
+    """
     import torch  # in here, since it takes seconds
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -113,9 +146,9 @@ def save_of_rank(folder: Path, kind: str, rank: int, content: Any) -> None:
 
 
 def load_of_rank(checkpoint: Path, kind: str, rank: int) -> Any:
-    """Return what `save_of_rank` wrote, its tensors on the CPU.
+    """Return what `save_of_rank` wrote for a rank, with its tensors on the CPU.
 
-    None where it wrote nothing for this rank.
+    None if it wrote nothing, such as with fewer ranks than now.
     """
     import torch
 
@@ -123,52 +156,61 @@ def load_of_rank(checkpoint: Path, kind: str, rank: int) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True) if file.is_file() else None
 
 
-def newest_valid(output_dir: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """Return the newest whole checkpoint of a run, and each newer one with why it is not whole."""
-    skipped: list[tuple[Path, str]] = []
+def newest_valid(output_dir: Path) -> NewestCheckpoint:
+    """Return the newest whole checkpoint of a run, and the damaged ones that are newer."""
+    damaged: list[DamagedCheckpoint] = []
     for checkpoint in checkpoints(output_dir):
         problem = problem_of(checkpoint)
         if problem is None:
-            return checkpoint, skipped
-        skipped.append((checkpoint, problem))
-    return None, skipped
+            return NewestCheckpoint(path=checkpoint, damaged=damaged)
+        damaged.append(DamagedCheckpoint(path=checkpoint, problem=problem))
+    return NewestCheckpoint(path=None, damaged=damaged)
 
 
 def rotate(output_dir: Path, keep: int | None) -> None:
-    """Delete all finished checkpoints except the newest `keep` (None keeps all).
+    """Delete all complete checkpoints of a run except the newest ones.
 
-    Call it after the newest is published. Folders without the mark are neither counted nor touched.
-    A folder is renamed before it is deleted, so that a checkpoint is never half there.
+    It is called after a new checkpoint is complete. Folders without the mark of a complete
+    checkpoint stay.
+
+    `keep`: how many to keep; None or 0: all.
     """
     if not keep:
         return
-    finished = [path for path in checkpoints(output_dir) if (path / MARK).is_file()]
-    for checkpoint in finished[keep:]:
-        doomed = output_dir / STAGING / f"{checkpoint.name}.deleted"
-        doomed.parent.mkdir(exist_ok=True)
-        checkpoint.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+    complete = [path for path in checkpoints(output_dir) if (path / MARK).is_file()]
+    for checkpoint in complete[keep:]:
+        # Renamed before it is deleted, so that a crash leaves no half checkpoint under its name.
+        renamed = output_dir / STAGING / f"{checkpoint.name}.deleted"
+        renamed.parent.mkdir(exist_ok=True)
+        checkpoint.rename(renamed)
+        shutil.rmtree(renamed, ignore_errors=True)
 
 
 def clear_staging(output_dir: Path) -> None:
-    """Remove what a killed process left behind. Call it while `output_dir` is held."""
+    """Delete the half-written files that a killed run has left in its folder.
+
+    Call it while `output_dir` is locked, so that they are not those of a running process.
+    """
     shutil.rmtree(output_dir / STAGING, ignore_errors=True)
     remove_partial(output_dir)
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the files of a folder, as a manifest names them."""
+    """Return the names of all files in a folder and below it, relative to the folder."""
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
 
 
 def hashes(folder: Path, paths: list[Path]) -> dict[str, dict[str, Any]]:
-    """Return SHA-256 and size of files, by their names in the folder."""
+    """Return SHA-256 and size of files in a folder, by their names relative to it.
 
-    def entry_of(path: Path) -> dict[str, Any]:
+    The form is that of the manifest: {"sha256": ..., "bytes": ...} for each file.
+    """
+
+    def hash_and_size(path: Path) -> dict[str, Any]:
         """Return SHA-256 and size of one file."""
         return {"sha256": file_sha256(path), "bytes": path.stat().st_size}
 
     names = [path.relative_to(folder).as_posix() for path in paths]
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-        entries = list(pool.map(entry_of, paths))
+        entries = list(pool.map(hash_and_size, paths))
     return dict(zip(names, entries, strict=True))

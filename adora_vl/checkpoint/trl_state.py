@@ -1,9 +1,10 @@
-"""What libraries hold in memory at a step and save nowhere.
+"""What TRL and Transformers hold in memory during a training, but do not save in a checkpoint.
 
-It is a reference model that moves, and the sums of losses.
+It is the reference model that `sync_ref_model` moves, and the sums of losses behind the log.
 """
 
-from collections import deque
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from adora_vl.checkpoint.store import MANIFEST, facts_of
+from adora_vl.checkpoint.store import MANIFEST, manifest_of
 from adora_vl.utils.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -29,15 +30,16 @@ _LOSSES = "losses"  # the key in the manifest
 
 
 def save_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Write named tensors into files that are a little larger than `_FILE_BYTES`.
+    """Write named tensors into safetensors files in a folder, about 2 GiB each.
 
-    The tensors are copied one by one, so that no more than one file of them is in host memory.
+    The tensors are copied to the CPU one by one, so that host memory holds no more than one file.
     """
     file_number = 1
     tensors_of_file: dict[str, Tensor] = {}
     for name, tensor in tensors:
         tensors_of_file[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        if sum(copied.nbytes for copied in tensors_of_file.values()) >= _FILE_BYTES:
+        file_bytes = sum(copied.nbytes for copied in tensors_of_file.values())
+        if file_bytes >= _FILE_BYTES:
             save_file(tensors_of_file, folder / f"model-{file_number:05}.safetensors")
             file_number += 1
             tensors_of_file = {}
@@ -46,48 +48,55 @@ def save_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
 
 
 class MovingReference:
-    """The reference model of `sync_ref_model`, which TRL moves towards the policy but never saves.
+    """Saves and loads the reference model that TRL moves towards the policy (`sync_ref_model`).
 
-    Collective: all ranks call every method together.
+    TRL itself does not save it. Collective: all ranks call every method together.
     """
 
-    def __init__(
-        self, model: "PreTrainedModel", *, moves: bool, is_main: bool, zero3: bool
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, *, moves: bool, is_main: bool, zero3: bool) -> None:
         """Hold TRL's reference model.
 
-        `model`: unwrapped, or None. `moves`: whether it is synced; one that is not is the base
-        model, and needs no saving. `is_main`: whether this is rank 0. `zero3`: whether its weights
-        are divided over the ranks.
+        Args:
+            model: The reference model, unwrapped; None in a run without one.
+            moves: Whether TRL moves it towards the policy. Otherwise it is the base model, and
+                needs no saving.
+            is_main: Whether this is rank 0.
+            zero3: Whether DeepSpeed divides its weights over the ranks.
         """
         self.model = model
         self.moves = moves and model is not None
         self.is_main = is_main
         self.zero3 = zero3
 
-    def _whole(self, parameter: Any, *, changes: bool = False) -> AbstractContextManager[Any]:
-        """Return a context in which a parameter is whole, for writing where it `changes`."""
+    def _gather(self, parameter: Any, *, is_written: bool = False) -> AbstractContextManager[Any]:
+        """Return a context in which a parameter is whole on this rank, also under ZeRO-3.
+
+        `is_written`: whether rank 0 writes the parameter, so that DeepSpeed divides it again.
+        """
         if not self.zero3:
             return nullcontext()
         import deepspeed
 
-        return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if changes else None)  # type: ignore[no-any-return]
+        writing_rank = 0 if is_written else None
+        return deepspeed.zero.GatheredParameters([parameter], modifier_rank=writing_rank)  # type: ignore[no-any-return]
 
     def save(self, checkpoint: Path) -> None:
         """Write the reference model into a checkpoint, if it moves."""
         if not self.moves:
             return
 
-        def tensors() -> Iterator[tuple[str, Tensor]]:
+        def whole_parameters() -> Iterator[tuple[str, Tensor]]:
             for name, parameter in self.model.named_parameters():
-                with self._whole(parameter):
+                with self._gather(parameter):
                     yield name, parameter.data
 
         if not self.is_main:
-            deque(tensors(), maxlen=0)
+            # Gathering is collective, so that other ranks go through the parameters too.
+            for _ in whole_parameters():
+                pass
             return
         (checkpoint / REFERENCE).mkdir(parents=True, exist_ok=True)
-        save_tensors(tensors(), checkpoint / REFERENCE)
+        save_tensors(whole_parameters(), checkpoint / REFERENCE)
 
     def load(self, checkpoint: Path) -> None:
         """Load the reference model from a checkpoint.
@@ -95,103 +104,128 @@ class MovingReference:
         Raises `UserError` for a checkpoint without one, `RunError` for one of another model.
         """
         files = sorted((checkpoint / REFERENCE).glob("*.safetensors"))
-        lacks = (
-            f"resume_from_checkpoint: {str(checkpoint)!r} has no reference model, which "
-            "sync_ref_model: true moves"
-        )
         if self.moves and not files:
             raise UserError(
-                f"{lacks} at every sync; begin a new run from its weights (python -m "
-                "adora_vl.export)"
+                f"resume_from_checkpoint: {str(checkpoint)!r} has no reference model, which "
+                "sync_ref_model: true moves at every sync; begin a new run from its weights "
+                "(python -m adora_vl.export)"
             )
         if not files or self.model is None:
             return
-        # Even if it is not synced any more, it is not the base model, so it has to be saved again.
+        # Even if TRL does not move it any more, it differs from the base model, so that it has to
+        # be saved again.
         self.moves = True
-        parameters = dict(self.model.named_parameters())
+        remaining_parameters = dict(self.model.named_parameters())
         for file in files:
             with safe_open(file, framework="pt") as saved:
                 for name in saved.keys():  # noqa: SIM118  # it is no mapping
-                    parameter = parameters.pop(name, None)
+                    parameter = remaining_parameters.pop(name, None)
                     if parameter is None:
                         raise RunError(f"{file}: this reference model has no {name}")
-                    with self._whole(parameter, changes=True), torch.no_grad():
+                    with self._gather(parameter, is_written=True), torch.no_grad():
+                        # Under ZeRO-3 DeepSpeed takes what rank 0 writes.
                         if self.is_main or not self.zero3:
                             parameter.copy_(saved.get_tensor(name))
-        if parameters:
+        if remaining_parameters:
             raise RunError(
-                f"{checkpoint / REFERENCE}: {next(iter(parameters))} of the reference model is "
-                "missing"
+                f"{checkpoint / REFERENCE}: {next(iter(remaining_parameters))} of the reference "
+                "model is missing"
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LossSums:
-    """The sums behind the figures `loss` and `train_loss`.
+    """The sums of losses on one rank, behind the metrics `loss` and `train_loss` of the log.
 
-    Transformers sets them to 0 at every start, but divides them by the steps since the first.
+    Transformers sets them to 0 whenever a process starts, but divides by the steps of the whole
+    run. So a checkpoint has them.
+
+    `logged_sum`: of the steps up to the last log. `last_log_step`: the step of that log.
+    `unlogged_sum`: of the steps since then, a tensor of shape ().
     """
 
-    logged: float  # of the steps up to the last log
-    since: int  # the step of the last log
-    # of the steps since, (): of this rank; a list has those of all ranks
-    rest: Tensor | list[float]
+    logged_sum: float
+    last_log_step: int
+    unlogged_sum: Tensor
+
+    def facts(self) -> dict[str, Any]:
+        """Return the sums as an entry for the facts that a checkpoint's manifest will have.
+
+        `with_all_ranks` replaces it before the manifest is written.
+        """
+        return {_LOSSES: self}
 
     @staticmethod
-    def of_all_ranks(facts: dict[str, Any]) -> dict[str, Any]:
-        """Return a manifest's facts with the sums of all ranks in place of this rank's. Collective.
+    def with_all_ranks(facts: dict[str, Any]) -> dict[str, Any]:
+        """Return the facts for a manifest, with the loss sums of all ranks instead of this rank's.
 
-        The value of a rank's tensor is waited for here, where a checkpoint is written, and not at
-        the beginning of the step that the facts are of.
+        Collective. The value of this rank's tensor is read only here, where a checkpoint is
+        written: reading it earlier would have to wait for the GPU.
         """
         sums = facts.get(_LOSSES)
         if sums is None:
             return facts
-        rest_by_rank = gather_object([float(sums.rest)])
-        return {
-            **facts,
-            _LOSSES: {"logged": sums.logged, "since": sums.since, "rest": rest_by_rank},
-        }
+        unlogged_sums = gather_object([float(sums.unlogged_sum)])
+        losses = {"logged": sums.logged_sum, "since": sums.last_log_step, "rest": unlogged_sums}
+        return {**facts, _LOSSES: losses}
 
-    def facts(self) -> dict[str, Any]:
-        """Return the sums as a fact for the manifest, which `of_all_ranks` completes."""
-        return {_LOSSES: self}
 
-    def of_rank(self, rank: int, ranks: int) -> float:
-        """Return the rest that a rank goes on from.
+@dataclass(frozen=True, kw_only=True)
+class SavedLossSums:
+    """The sums of losses of all ranks, as a checkpoint has them.
 
-        With another number of ranks than the checkpoint's each one gets the mean, whose sum over
-        the ranks is the same.
+    `logged_sum` and `last_log_step`: as in `LossSums`. `unlogged_sums`: the sum of the steps since
+    the last log, of each rank.
+    """
+
+    logged_sum: float
+    last_log_step: int
+    unlogged_sums: list[float]
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Path) -> SavedLossSums | None:
+        """Read the sums from a checkpoint; None if it has none, as one that only TRL has written."""
+        if not (checkpoint / MANIFEST).is_file():
+            return None
+        losses = manifest_of(checkpoint).get(_LOSSES)
+        if losses is None:
+            return None
+        return cls(
+            logged_sum=losses["logged"],
+            last_log_step=losses["since"],
+            unlogged_sums=losses["rest"],
+        )
+
+    def unlogged_sum_of(self, rank: int, ranks: int) -> float:
+        """Return the sum of the steps since the last log with which a rank goes on.
+
+        If the checkpoint has another number of ranks, each rank gets the mean of its sums: the log
+        has the mean over the ranks, which stays the same.
         """
-        assert isinstance(self.rest, list)
-        if len(self.rest) == ranks:
-            return self.rest[rank]
-        return sum(self.rest) / len(self.rest)
+        if len(self.unlogged_sums) == ranks:
+            return self.unlogged_sums[rank]
+        return sum(self.unlogged_sums) / len(self.unlogged_sums)
 
 
 class RestoreLossSums(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
     """Gives a resumed run the sums of losses of its checkpoint, once the training has begun."""
 
-    def __init__(self, put: Callable[[LossSums], None]) -> None:
+    def __init__(self, put: Callable[[SavedLossSums], None]) -> None:
         """Build the callback. `put` writes the sums into the trainer."""
         self._put = put
-        self._sums: LossSums | None = None
+        # The sums of the checkpoint, between `load` and the beginning of the training; else None.
+        self._sums: SavedLossSums | None = None
 
     def load(self, checkpoint: Path) -> None:
-        """Read the sums from a checkpoint of ours."""
-        self._sums = None
-        if not (checkpoint / MANIFEST).is_file():
-            return
-        sums = facts_of(checkpoint).get(_LOSSES)
-        if sums is not None:
-            self._sums = LossSums(**sums)
+        """Read the sums from a checkpoint, for `on_train_begin`."""
+        self._sums = SavedLossSums.of_checkpoint(checkpoint)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Restore the sums that `load` has read.
+        """Write the sums that `load` has read into the trainer, and forget them.
 
-        Transformers has just set its own to 0.
+        It cannot be done earlier, since Transformers has just set its own sums to 0.
         """
         sums = self._sums
         self._sums = None

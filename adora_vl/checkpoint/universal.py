@@ -1,6 +1,7 @@
-"""DeepSpeed checkpoints for another number of processes.
+"""DeepSpeed's universal checkpoints, which any number of processes can load.
 
-In these each parameter is whole, with its optimizer state.
+In a usual checkpoint of DeepSpeed each process has a shard of its own. In a universal one each
+parameter is whole, with its optimizer state.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from adora_vl.checkpoint.store import MANIFEST, MARK, facts_of, seal
+from adora_vl.checkpoint.store import MANIFEST, MARK, manifest_of, seal
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replacing_folder
 
@@ -35,16 +36,21 @@ _FORCE_ALSO_CODE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 @contextlib.contextmanager
 def without_code(checkpoint: Path | str) -> Iterator[None]:
-    """Keep unpickling from running code inside the block, whatever a caller asks for.
+    """Inside the `with` block, keep `torch.load` from running code that a checkpoint contains.
 
-    It makes tensors, plain values and the classes that checkpoints of DeepSpeed 0.19 have. Raises
-    `UserError` for a file that asks for more.
+    DeepSpeed unpickles its checkpoints, and a pickle may run any code. Here it yields tensors,
+    plain values and the classes that checkpoints of DeepSpeed 0.19 have, even if a caller passes
+    `weights_only=False`.
+
+    `checkpoint`: for the error. Raises `UserError` for a file that contains more.
     """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    before = {name: os.environ.pop(name, None) for name in (_FORCE_WEIGHTS_ONLY, _FORCE_ALSO_CODE)}
+    values_before = {
+        name: os.environ.pop(name, None) for name in (_FORCE_WEIGHTS_ONLY, _FORCE_ALSO_CODE)
+    }
     os.environ[_FORCE_WEIGHTS_ONLY] = "1"
     try:
         with torch.serialization.safe_globals(
@@ -52,6 +58,7 @@ def without_code(checkpoint: Path | str) -> Iterator[None]:
         ):
             yield
     except pickle.UnpicklingError as error:
+        # torch's error names the class or function that the pickle asks for.
         match = re.search(r"GLOBAL ([\w.]+)", str(error))
         name = match[1] if match else "more than tensors"
         raise UserError(
@@ -60,11 +67,13 @@ def without_code(checkpoint: Path | str) -> Iterator[None]:
         ) from error
     finally:
         del os.environ[_FORCE_WEIGHTS_ONLY]
-        os.environ.update({name: value for name, value in before.items() if value is not None})
+        for name, value in values_before.items():
+            if value is not None:
+                os.environ[name] = value
 
 
 def load_shards(engine: Any, checkpoint: str, **options: Any) -> None:
-    """Load a checkpoint of DeepSpeed as Transformers does, but `without_code`."""
+    """Load a checkpoint into a DeepSpeed engine as Transformers does, but run no code from it."""
     from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 
     with without_code(checkpoint):
@@ -72,14 +81,14 @@ def load_shards(engine: Any, checkpoint: str, **options: Any) -> None:
 
 
 def is_universal(checkpoint: Path) -> bool:
-    """Return whether a checkpoint can be loaded by any number of processes."""
+    """Return whether a DeepSpeed checkpoint can be loaded by any number of processes."""
     return (checkpoint / LATEST).is_file()
 
 
 def shards_of(checkpoint: Path) -> Path | None:
-    """Return the folder with DeepSpeed's file of each rank.
+    """Return the folder in a checkpoint with DeepSpeed's shards, one or more files of each rank.
 
-    None for a checkpoint without DeepSpeed, or a universal one.
+    None for a checkpoint without DeepSpeed, and for a universal one.
     """
     shard_folders = sorted(checkpoint.glob(_SHARDS))
     if is_universal(checkpoint) or not shard_folders:
@@ -88,65 +97,62 @@ def shards_of(checkpoint: Path) -> Path | None:
 
 
 def write_universal(checkpoint: Path, output: Path) -> None:
-    """Write a whole checkpoint with the content of `checkpoint`, for any number of processes.
-
-    DeepSpeed's converter reads the shards with pickle, hence `without_code`: hashes say that a
-    checkpoint is whole, and not who made it.
+    """Convert a DeepSpeed checkpoint to one that any number of processes can load.
 
     Args:
-        checkpoint: one that DeepSpeed has written.
-        output: the folder to write, complete or not at all.
+        checkpoint: A checkpoint with a shard for each process.
+        output: The folder to write. It appears when it is complete.
 
-    Raises `UserError` where there are no shards to convert, or they ask for code.
+    Raises `UserError` if there are no shards to convert, or if they contain code.
     """
     shards = shards_of(checkpoint)
     if shards is None:
-        remedy = f"go on from it with --resume_from_checkpoint {checkpoint}"
         raise UserError(
             f"RUN: {str(checkpoint)!r} has no shards of DeepSpeed, so it needs no conversion; "
-            f"{remedy}"
+            f"go on from it with --resume_from_checkpoint {checkpoint}"
         )
     from deepspeed.checkpoint.ds_to_universal import main as convert
 
     with replacing_folder(output) as staged:
+        # Everything but the shards, and the manifest and the mark, which are written anew.
         left_out = shutil.ignore_patterns(_SHARDS, MANIFEST, MARK, "latest", "zero_to_*.py")
         shutil.copytree(checkpoint, staged, ignore=left_out, dirs_exist_ok=True)
-        target = staged / f"{shards.name}_universal"
-        target.mkdir()
+        universal_folder = staged / f"{shards.name}_universal"
+        universal_folder.mkdir()
         options = argparse.Namespace(
             input_folder=str(shards),
-            output_folder=str(target),
+            output_folder=str(universal_folder),
             num_extract_workers=1,
             num_merge_workers=1,
             keep_temp_folder=False,
             strict=True,
             inject_missing_state=True,
         )
+        # The converter unpickles the shards. That the checkpoint's hashes are right does not say
+        # who made it, so no code in it may run.
         with contextlib.redirect_stdout(sys.stderr), without_code(checkpoint):
             convert(options)
-        facts = {key: value for key, value in facts_of(checkpoint).items() if key != "files"}
+        facts = {key: value for key, value in manifest_of(checkpoint).items() if key != "files"}
         seal(staged, facts)
 
 
 def expect_universal(trainer: Trainer) -> None:
-    """Have DeepSpeed read the universal folder.
+    """Configure DeepSpeed to load a universal checkpoint, before `trainer.train` loads it.
 
-    Call it before `trainer.train`. Raises `UserError` without it.
+    Raises `UserError` for a run without DeepSpeed.
     """
-    launch = "accelerate launch --num_processes 1 with the config of before"
-    needs = (
-        "resume_from_checkpoint: a universal checkpoint needs DeepSpeed, also for one process: "
-        f"{launch}"
-    )
     if not trainer.is_deepspeed_enabled:
-        raise UserError(needs)
+        raise UserError(
+            "resume_from_checkpoint: a universal checkpoint needs DeepSpeed, also for one process: "
+            "accelerate launch --num_processes 1 with the config of before"
+        )
     config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
     config["checkpoint"] = {**config.get("checkpoint", {}), "load_universal": True}
-    trainer.add_callback(_GroupsAsBefore())
+    trainer.add_callback(_RestoreParameterGroups())
 
 
-class _GroupsAsBefore(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Corrects what DeepSpeed 0.19 mixes up when ZeRO-3 loads a universal checkpoint.
+class _RestoreParameterGroups(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
+    """Corrects two faults of DeepSpeed 0.19 when ZeRO-3 loads a universal checkpoint.
 
     Every group of parameters gets the first group's weight decay, so norms and biases would decay
     too. (Transformers makes two groups: with decay, and without.) And all groups share one tensor
@@ -161,9 +167,13 @@ class _GroupsAsBefore(TrainerCallback):  # type: ignore[misc]  # transformers is
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Restore weight decay and Adam steps of each group before the first step."""
+        """Give each group of parameters its own weight decay and Adam step again.
+
+        DeepSpeed has given all groups the same when it loaded the checkpoint.
+        """
+        # Transformers puts the parameters with weight decay into the first group.
         for number, group in enumerate(optimizer.param_groups):
             group["weight_decay"] = args.weight_decay if number == 0 else 0.0
-        for moments in optimizer.state.values():
-            if isinstance(moments.get("step"), torch.Tensor):
-                moments["step"] = moments["step"].clone()
+        for adam_state in optimizer.state.values():
+            if isinstance(adam_state.get("step"), torch.Tensor):
+                adam_state["step"] = adam_state["step"].clone()

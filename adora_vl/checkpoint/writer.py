@@ -1,11 +1,12 @@
 """Writes the checkpoints of a run, and knows which files of its folder a run wrote.
 
 Those files alone may be deleted with `--overwrite_output_dir`. An older run is put aside until the
-new one has a checkpoint of its own. What tells that a run wrote a file:
+new one has a checkpoint of its own. How a file of a run is recognised:
 
-checkpoint-N     by its manifest, which names its files the record       by its content:
-metrics.jsonl, manifest.json, stopped.json, rollouts/, completions/ a final model    by
-written.json: the hash of each saved file; during a save, the names of files that are not the run's
+- A checkpoint-N folder by its manifest, which names its files.
+- The record (metrics.jsonl, manifest.json, stopped.json, rollouts/, completions/) by its content.
+- A final model by `written.json`, which has a hash of each file. While a model is being saved,
+  `written.json` has the names of the files that are not the run's instead.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow.parquet as pq
 
@@ -28,8 +29,8 @@ from adora_vl.checkpoint.store import (
     MARK,
     STAGING,
     checkpoints,
-    facts_of,
     hashes,
+    manifest_of,
     step_of,
 )
 from adora_vl.utils.errors import DiskFullError, RunError, UserError, lost_contact
@@ -64,52 +65,59 @@ _MAX_SHOWN_NAMES = 5
 
 
 def run_entries(folder: Path) -> list[Path]:
-    """Return the entries of the folder whose names a run uses: checkpoints first, in order.
+    """Return the files and folders in a run's folder that have names which runs use.
 
-    Anything else there is the user's, and stays.
+    Checkpoints come first, by their steps. Anything else in the folder is the user's, and stays.
     """
     entries = sorted(folder.iterdir()) if folder.is_dir() else []
     checkpoint_folders = [path for path in entries if CHECKPOINT.fullmatch(path.name)]
     paths = sorted(checkpoint_folders, key=step_of)
     for pattern in (*_MODEL_PATTERNS, *_RECORD_NAMES, WRITTEN):
         paths += [path for path in entries if fnmatchcase(path.name, pattern)]
-    return list(dict.fromkeys(paths))  # a name may fit several patterns
+    # A name may fit several patterns.
+    return list(dict.fromkeys(paths))
 
 
 def model_entries(folder: Path) -> list[Path]:
-    """Return the entries of a final model, and `written.json`."""
+    """Return the files and folders of a final model in a run's folder, and `written.json`."""
     patterns = (*_MODEL_PATTERNS, WRITTEN)
-    paths = []
+    paths: list[Path] = []
     for path in run_entries(folder):
         if any(fnmatchcase(path.name, pattern) for pattern in patterns):
             paths.append(path)
     return paths
 
 
-def list_users_files(folder: Path, paths: Iterable[Path] | None = None) -> list[str]:
-    """Return the files below `paths` that no run is known to have written.
+def list_users_files(folder: Path, entries: Iterable[Path] | None = None) -> list[str]:
+    """Return the files in a run's folder that no run is known to have written.
 
-    They are named as in the folder. `paths`: by default `run_entries`. Links are among them, because a
-    run makes none. A folder `checkpoint-N` without a checkpoint's manifest is named as a whole.
-    Raises `OSError` where a folder cannot be listed.
+    These are the user's, and must not be deleted. Links are among them, because a run makes none.
+    A folder `checkpoint-N` without a checkpoint's manifest counts as one file.
+
+    Args:
+        folder: The run's folder.
+        entries: The files and folders in it to look through. By default all that have names which
+            runs use.
+
+    Returns the names relative to the folder. Raises `OSError` if a folder cannot be listed.
     """
     notes = _read_notes(folder)
-    unknown: list[Path] = []
-    if paths is None:
-        paths = run_entries(folder)
-    for path in paths:
-        if CHECKPOINT.fullmatch(path.name):
-            unknown += _users_files_of_checkpoint(path)
-        else:
-            for file in _files_below(path):
-                name = file.relative_to(folder).as_posix()
-                if not _is_written_by_run(file, name, notes):
-                    unknown.append(file)
-    return [path.relative_to(folder).as_posix() for path in unknown]
+    users_files: list[Path] = []
+    if entries is None:
+        entries = run_entries(folder)
+    for entry in entries:
+        if CHECKPOINT.fullmatch(entry.name):
+            users_files += _users_files_of_checkpoint(entry)
+            continue
+        for file in _files_below(entry):
+            name = file.relative_to(folder).as_posix()
+            if not _is_written_by_run(file, name, notes):
+                users_files.append(file)
+    return [path.relative_to(folder).as_posix() for path in users_files]
 
 
 def first_names(names: Sequence[str]) -> str:
-    """Return the first few names, and how many more there are."""
+    """Return the first few names as text for an error, and how many more there are."""
     text = ", ".join(repr(name) for name in names[:_MAX_SHOWN_NAMES])
     further_count = len(names) - _MAX_SHOWN_NAMES
     return f"{text} and {further_count} more" if further_count > 0 else text
@@ -117,150 +125,198 @@ def first_names(names: Sequence[str]) -> str:
 
 @contextmanager
 def recording_saved_files(output_dir: Path, writes: bool) -> Iterator[None]:
-    """Note in `written.json` what the block saves of a model into `output_dir`.
+    """Record in `written.json` which files the `with` block saves of a model into `output_dir`.
 
-    `writes`: this process saves it. If the run is killed inside, whatever was not there before
-    counts as the run's, so that it can resume. Raises `OSError`.
+    With it a later run can tell the files of the model from the user's own. If the process is
+    killed inside of the block, every file that was not there before counts as the run's, so that
+    the run can be resumed.
+
+    `writes`: whether this process saves the model; if not, nothing happens. Raises `OSError`.
     """
     if not writes:
         yield
         return
-    before = _model_files(output_dir)
-    noted_files = _read_notes(output_dir).get("files", {})
-    _write_notes(output_dir, others=[name for name in before if name not in noted_files])
+    versions_before = _model_file_versions(output_dir)
+    recorded_files = _read_notes(output_dir).get("files", {})
+    unknown_names = [name for name in versions_before if name not in recorded_files]
+    _write_notes(output_dir, others=unknown_names)
     try:
         yield
     finally:
-        after = _model_files(output_dir)
-        changed = [
+        versions_after = _model_file_versions(output_dir)
+        saved_files = [
             output_dir / name
-            for name, file_state in after.items()
-            if before.get(name) != file_state
+            for name, version in versions_after.items()
+            if versions_before.get(name) != version
         ]
-        remaining = {name: entry for name, entry in noted_files.items() if name in after}
-        _write_notes(output_dir, files={**remaining, **hashes(output_dir, changed)})
+        # Files of an earlier save, which this one has left as they were.
+        older_files = {
+            name: entry for name, entry in recorded_files.items() if name in versions_after
+        }
+        _write_notes(output_dir, files={**older_files, **hashes(output_dir, saved_files)})
 
 
 def _write_notes(output_dir: Path, **notes: Any) -> None:
-    """Write the notes on the files of the final model, in place of those of before."""
-    replace_file(
-        output_dir / WRITTEN, json.dumps({**_MADE_BY, **notes}, indent=2, sort_keys=True) + "\n"
-    )
+    """Write `written.json`, the notes on which files of a final model are the run's.
 
-
-def _model_files(output_dir: Path) -> dict[str, tuple[int, ...]]:
-    """Return what changes when a file is written, for each file of a final model by its name.
-
-    It is the file's inode, time of change and size.
+    `notes`: either `files`, a hash of each file of the run, or `others`, the names of files that
+    are not the run's.
     """
-    state_by_name: dict[str, tuple[int, ...]] = {}
+    content = json.dumps({**_MADE_BY, **notes}, indent=2, sort_keys=True)
+    replace_file(output_dir / WRITTEN, content + "\n")
+
+
+class _FileVersion(NamedTuple):
+    """What changes when a file is written: its inode, the time of its last change, its size."""
+
+    inode: int
+    changed_ns: int
+    size: int
+
+
+def _model_file_versions(output_dir: Path) -> dict[str, _FileVersion]:
+    """Return the version of each file of a final model, by its name in the run's folder.
+
+    By comparing versions one can tell which files were written in between.
+    """
+    versions: dict[str, _FileVersion] = {}
     for entry in model_entries(output_dir):
         if entry.name == WRITTEN:
             continue
         for path in _files_below(entry):
-            if not path.is_symlink():
-                stat = path.lstat()
-                name = path.relative_to(output_dir).as_posix()
-                state_by_name[name] = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
-    return state_by_name
+            if path.is_symlink():
+                continue
+            stat = path.lstat()
+            name = path.relative_to(output_dir).as_posix()
+            versions[name] = _FileVersion(
+                inode=stat.st_ino, changed_ns=stat.st_mtime_ns, size=stat.st_size
+            )
+    return versions
 
 
 def _files_below(path: Path) -> Iterator[Path]:
-    """Yield the files in a folder and in its folders, or the file itself.
+    """Yield the files in a folder and its subfolders; for a file, the file itself.
 
-    A link is a file, wherever it leads.
+    A link counts as a file, and is not followed.
     """
     if path.is_symlink() or not path.is_dir():
         yield path
-    else:
-        for inside in sorted(path.iterdir()):
-            yield from _files_below(inside)
+        return
+    for entry in sorted(path.iterdir()):
+        yield from _files_below(entry)
 
 
 def _users_files_of_checkpoint(checkpoint: Path) -> list[Path]:
-    """Return the files in a `checkpoint-N` that no run wrote.
+    """Return the files in a `checkpoint-N` folder that are not named by a checkpoint's manifest.
 
-    A damaged checkpoint is a run's too: its mark is not read.
+    If it has no such manifest, the folder itself is returned, unless it is empty. Whether the
+    checkpoint is complete does not matter: a damaged one is a run's too.
     """
     files = list(_files_below(checkpoint))
+    run_files: set[Path] = set()
     try:
-        facts = facts_of(checkpoint)
-        sealed_files: set[Path] = set()
+        facts = manifest_of(checkpoint)
         if "step" in facts:
-            sealed_files = {checkpoint / name for name in (*facts["files"], MANIFEST, MARK)}
-    except (OSError, ValueError, KeyError, TypeError):  # no manifest, or not one of ours
-        sealed_files = set()
-    if checkpoint.is_symlink() or not sealed_files:
+            run_files = {checkpoint / name for name in (*facts["files"], MANIFEST, MARK)}
+    except (OSError, ValueError, KeyError, TypeError):
+        # There is no manifest, or it is not a checkpoint's.
+        pass
+    if checkpoint.is_symlink() or not run_files:
         return [checkpoint] if files else []
-    return [path for path in files if path.is_symlink() or path not in sealed_files]
+    return [path for path in files if path.is_symlink() or path not in run_files]
 
 
-def _is_written_by_run(path: Path, name: str, notes: dict[str, Any]) -> bool:
-    """Return whether a run wrote this file as it is. `name` is its name in the run's folder."""
+def _is_written_by_run(path: Path, name: str, notes: Mapping[str, Any]) -> bool:
+    """Return whether a run wrote a file, and nobody has changed it since.
+
+    Args:
+        path: The file.
+        name: Its name relative to the run's folder.
+        notes: The content of `written.json`: a hash of each file that a run has saved (`files`),
+            or the names of files that are not the run's (`others`).
+    """
     if path.is_symlink() or not path.is_file():
         return False
-    top, _, inside = name.partition("/")
+    top_name, _, name_inside = name.partition("/")
     try:
-        if top in _RECORD_NAMES:
-            return _is_record_file(path, top, inside)
+        if top_name in _RECORD_NAMES:
+            return _is_record_file(path, top_name, name_inside)
         if name == WRITTEN:
+            # The notes are empty if no run wrote this file.
             return bool(notes)
-        if "others" in notes:  # the run was killed while it saved
+        if "others" in notes:
+            # The run was killed while it saved the model.
             return name not in notes["others"]
         entry = notes["files"].get(name)
         if entry is None or entry["bytes"] != path.stat().st_size:
             return False
-        # read only where the size is the same, since a model is large
+        # Hashed last, only where the size is the same: a model is large.
         return bool(hashes(path.parent, [path])[path.name] == entry)
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        # The file cannot be read, or the notes are not as a run writes them.
         return False
 
 
 def _read_notes(folder: Path) -> dict[str, Any]:
-    """Return what `written.json` says; nothing where a run did not write it."""
+    """Return the content of `written.json`; empty if a run did not write it."""
     notes = read_object(folder / WRITTEN)
     return notes if notes.items() >= _MADE_BY.items() else {}
 
 
 def is_manifest(path: Path) -> bool:
-    """Return whether this is the `manifest.json` of a run, which is there from its beginning."""
+    """Return whether a file is the `manifest.json` of a run, which a run writes when it begins."""
     return read_object(path).items() >= _MADE_BY.items()
 
 
 _RECORD_NAMES = ("metrics.jsonl", "manifest.json", "stopped.json", "rollouts", "completions")
 
 
-def _is_record_file(path: Path, top: str, inside: str) -> bool:
-    """Return whether a file of the record is a run's.
+def _is_record_file(path: Path, top_name: str, name_inside: str) -> bool:
+    """Return whether a file with the name of a run's record has the content that a run writes.
 
-    `inside` is its name in the folder `top`, empty for a file.
+    Args:
+        path: The file.
+        top_name: One of `_RECORD_NAMES`: the file's name, or that of the folder that it is in.
+        name_inside: The file's name in this folder; empty without a folder.
     """
-    if top == "rollouts":
-        if re.fullmatch(r"rollouts-\d+-\d+\.parquet", inside):
-            # a part has the run's settings in its metadata
-            return b"adora_vl" in (pq.read_schema(path).metadata or {})
-        # a diagram is named by its hash
-        return is_partial(path) or re.fullmatch(r"_images/[0-9a-f]{16}\.png", inside) is not None
-    if top == "completions":
-        if not re.fullmatch(r"completions_\d{5,}\.parquet", inside):
+    if top_name == "rollouts":
+        return _is_rollout_file(path, name_inside)
+    if top_name == "completions":
+        if not re.fullmatch(r"completions_\d{5,}\.parquet", name_inside):
             return False
-        # TRL's tables have these columns
-        return {"step", "prompt", "completion", "advantage"} <= set(pq.read_schema(path).names)
-    if inside:
+        columns_of_trl = {"step", "prompt", "completion", "advantage"}
+        return columns_of_trl <= set(pq.read_schema(path).names)
+    if name_inside:
+        # The other names of the record are files, and here one is a folder.
         return False
-    if top == "metrics.jsonl":
-        # a crash may have cut off a last line after others
-        *lines, cut_line = path.read_bytes().split(b"\n")
-        has_keys = all(json.loads(line).keys() >= {"step", "kind", "time"} for line in lines)
-        return has_keys and (bool(lines) or not cut_line)
-    if top == "manifest.json":
+    if top_name == "metrics.jsonl":
+        # Nothing stands behind the last line break, unless a crash has cut off a line.
+        *lines, last_part = path.read_bytes().split(b"\n")
+        all_are_metrics = all(json.loads(line).keys() >= {"step", "kind", "time"} for line in lines)
+        return all_are_metrics and (bool(lines) or not last_part)
+    if top_name == "manifest.json":
         return is_manifest(path)
+    # stopped.json
     return read_object(path).keys() == _STOPPED_KEYS
 
 
+def _is_rollout_file(path: Path, name: str) -> bool:
+    """Return whether a file in `rollouts/` is a run's: a table of rollouts, or an image of one.
+
+    `name`: its name relative to `rollouts/`.
+    """
+    if re.fullmatch(r"rollouts-\d+-\d+\.parquet", name):
+        # A run writes its settings into the metadata of the table.
+        return b"adora_vl" in (pq.read_schema(path).metadata or {})
+    # An image is named by its hash.
+    is_image = re.fullmatch(r"_images/[0-9a-f]{16}\.png", name) is not None
+    return is_partial(path) or is_image
+
+
 _CHECKPOINT_PREFIX = "checkpoint"  # Transformers' PREFIX_CHECKPOINT_DIR, whose import takes seconds
-ASIDE = ".replaced"
-_FOLDER_OF_TRL = "completions"  # once, when the trainer is built: before the old run is put aside
+ASIDE = ".replaced"  # the hidden folder in output_dir that an old run is moved into
+# TRL makes this folder when the trainer is built, before the old run is moved, and never again.
+_FOLDER_OF_TRL = "completions"
 
 
 def holds_a_run(output_dir: Path) -> bool:
@@ -269,61 +325,78 @@ def holds_a_run(output_dir: Path) -> bool:
 
 
 def has_begun(output_dir: Path) -> bool:
-    """Return whether a training command has begun here, even if it came to no checkpoint."""
-    return is_manifest(output_dir / "manifest.json") or any(
-        (checkpoint / MARK).is_file() for checkpoint in checkpoints(output_dir)
-    )
+    """Return whether a training command has begun here, even if it came to no checkpoint.
+
+    It has if the folder has a run's `manifest.json`, or a checkpoint that is marked as complete.
+    """
+    return is_manifest(output_dir / "manifest.json") or _has_complete_checkpoint(output_dir)
+
+
+def _has_complete_checkpoint(output_dir: Path) -> bool:
+    """Return whether a checkpoint has the file that marks it as complete; no hash is compared."""
+    return any((checkpoint / MARK).is_file() for checkpoint in checkpoints(output_dir))
 
 
 def refuse_users_files(output_dir: Path, overwrite: bool) -> None:
     """Raise `UserError` for files of the user's that this run would write over or delete.
 
-    They are files that no run is known to have written. A run that resumes writes over the final
-    model alone: it takes the rest of the folder as it is, except for the place of what is put
-    aside.
+    These are files with names which runs use, but that no run is known to have written. A run that
+    resumes writes over the final model alone, so only those files are looked through.
+
+    `overwrite`: whether the run replaces the one in the folder.
     """
     with written_to("output_dir", output_dir):
         resumes = holds_a_run(output_dir) and has_begun(output_dir) and not overwrite
-        replaced = model_entries(output_dir) if resumes else None
-        users_files = [*list_users_files(output_dir, replaced), *_users_hidden_files(output_dir)]
-    unknown = "which no run is known to have written and this one would write over or delete"
-    remedy = "choose another output_dir, or move what is yours away"
+        if resumes:
+            users_files = list_users_files(output_dir, model_entries(output_dir))
+        else:
+            users_files = list_users_files(output_dir)
+        users_files += _users_hidden_files(output_dir)
     if users_files:
         raise UserError(
-            f"output_dir: {str(output_dir)!r} holds {first_names(users_files)}, {unknown}; {remedy}"
+            f"output_dir: {str(output_dir)!r} holds {first_names(users_files)}, which no run is "
+            "known to have written and this one would write over or delete; choose another "
+            "output_dir, or move what is yours away"
         )
 
 
 def _users_hidden_files(output_dir: Path) -> list[str]:
-    """Return the user's own files in the hidden folders that a run clears."""
+    """Return the user's own files in the two hidden folders that a run deletes.
+
+    One has an old run that was moved aside, and the other has files that are being written. The
+    latter counts as the user's if no run has begun here.
+    """
     aside = output_dir / ASIDE
     staging = output_dir / STAGING
     if aside.is_symlink():
         return [ASIDE]
-    put_aside = sorted(aside.iterdir()) if aside.is_dir() else []
-    users_files = [f"{ASIDE}/{name}" for name in list_users_files(aside, put_aside)]
-    is_filled = staging.is_dir() and any(staging.iterdir())
-    is_of_a_run = has_begun(output_dir) or has_begun(aside)
-    if is_filled and not is_of_a_run:
+    entries_aside = sorted(aside.iterdir()) if aside.is_dir() else []
+    users_files = [f"{ASIDE}/{name}" for name in list_users_files(aside, entries_aside)]
+    has_staged_files = staging.is_dir() and any(staging.iterdir())
+    is_folder_of_run = has_begun(output_dir) or has_begun(aside)
+    if has_staged_files and not is_folder_of_run:
         users_files.append(STAGING)
     return users_files
 
 
 def set_aside(output_dir: Path) -> str | None:
-    """Move the old run out of the way by renaming.
+    """Move the old run in a folder into a hidden subfolder, so that a new run can begin.
 
-    Returns where it is now, or None if there was none. No start resumes from it, even if the new
-    run ends before its first checkpoint; what such a run has left is deleted by the next call, the
-    old one kept. One process calls this. Raises `UserError` for files of the user's that have come
-    since.
+    No start resumes from there, even if the new run ends before its first checkpoint. In that case
+    the next call deletes what the new run has left, and keeps the old run. One process calls this.
+
+    Returns the hidden folder, or None if there was no old run. Raises `UserError` for files of the
+    user's that have come since the folder was checked.
     """
     refuse_users_files(output_dir, overwrite=True)
     aside = output_dir / ASIDE
-    if any((checkpoint / MARK).is_file() for checkpoint in checkpoints(output_dir)):
-        shutil.rmtree(aside, ignore_errors=True)  # an earlier run, which a crash has left here
-    keep_older = aside.is_dir()
-    target = output_dir / STAGING / "dropped" if keep_older else aside
-    # a copy first: if this process is killed, both halves can be judged
+    if _has_complete_checkpoint(output_dir):
+        # The run in the folder is the one to keep. An even older one was left by a crash.
+        shutil.rmtree(aside, ignore_errors=True)
+    keeps_older_run = aside.is_dir()
+    target = output_dir / STAGING / "dropped" if keeps_older_run else aside
+    # The notes on which files are a run's are copied before anything moves: if this process is
+    # killed halfway, both folders have them.
     if (output_dir / WRITTEN).is_file():
         target.mkdir(parents=True, exist_ok=True)
         shutil.copy(output_dir / WRITTEN, target)
@@ -332,43 +405,49 @@ def set_aside(output_dir: Path) -> str | None:
         path.rename(target / path.name)
         if path.name == _FOLDER_OF_TRL:
             path.mkdir()
-    if keep_older:
+    if keeps_older_run:
         shutil.rmtree(target, ignore_errors=True)
     return str(aside) if aside.is_dir() else None
 
 
 def delete_aside(output_dir: Path) -> None:
-    """Delete the old run. Called when the new one has a checkpoint to resume from."""
+    """Delete the old run that was moved aside, once the new one has a checkpoint."""
     shutil.rmtree(output_dir / ASIDE, ignore_errors=True)
 
 
-# writes into this folder, and returns what the manifest says of it
+# Writes the files of a checkpoint into a folder, and returns the facts for its manifest.
 Save = Callable[[Path], dict[str, Any]]
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one run.
+    """Writes the checkpoints of one run, so that each is either complete or absent.
 
-    Every method but `where_to_go_on` is called by all ranks together.
+    Every method but `where_to_go_on` is collective: all ranks call it together.
     """
 
     def __init__(self, output_dir: Path, keep: int | None, accelerator: Accelerator) -> None:
         """Create the writer; nothing is written yet.
 
-        `keep`: TRL's `save_total_limit`.
+        `keep`: how many checkpoints to keep, TRL's `save_total_limit`; None: all.
         """
         self.output_dir = output_dir
         self.keep = keep
         self.accelerator = accelerator
-        self.saved_at: int | None = None  # the step of this run's newest checkpoint
-        self.began_at: str | None = None  # the checkpoint that this process started from
-        self.staging: Path | None = None  # where TRL writes `checkpoint-N`, while it does
+        # The step of the newest checkpoint that this process has written; None before the first.
+        self.saved_at: int | None = None
+        # The checkpoint that this process resumed from, which the trainer sets; else None.
+        self.began_at: str | None = None
+        # The folder that TRL writes `checkpoint-N` into, during `write`; else None.
+        self.staging: Path | None = None
 
     def write(self, step: int, save: Save) -> None:
-        """Write a checkpoint.
+        """Write a checkpoint, and delete older ones beyond the limit.
 
-        `save` writes its files; when all are there it appears, and older ones are deleted. Raises
-        `RunError` if a file cannot be written; older checkpoints are then as they were.
+        The files are written into a hidden folder, which becomes `checkpoint-N` when it is
+        complete.
+
+        `step`: the optimizer step N. `save`: writes the files of this rank. Raises `RunError` if a
+        file cannot be written; older checkpoints are then as they were.
         """
         from accelerate.utils import gather_object
 
@@ -377,7 +456,8 @@ class CheckpointWriter:
         staged_checkpoint = self.staging / name
         try:
             facts = save(staged_checkpoint)
-            # nobody has a file on the way to its name any more
+            # Files are renamed when they are complete. After this no rank is still at that, so that
+            # the names are the final ones.
             self.accelerator.wait_for_everyone()
             written_names = set(gather_object(store.names_in(staged_checkpoint)))
             if self.accelerator.is_main_process:
@@ -391,30 +471,35 @@ class CheckpointWriter:
                 store.rotate(self.output_dir, self.keep)
         except Exception as error:
             shutil.rmtree(staged_checkpoint, ignore_errors=True)
-            full = f"no space left on the disk of {str(self.output_dir)!r}"
-            older = "older checkpoints are as they were"
             if disk_is_full(error):
-                remedy = f"make room there, and {self.where_to_go_on()}"
                 raise DiskFullError(
-                    f"{name} could not be written ({full}); {older}; {remedy}"
+                    f"{name} could not be written (no space left on the disk of "
+                    f"{str(self.output_dir)!r}); older checkpoints are as they were; make room "
+                    f"there, and {self.where_to_go_on()}"
                 ) from None
-            why = lost_contact(error) or error
-            raise RunError(f"{name} could not be written ({why}); {older}") from error
+            reason = lost_contact(error) or error
+            raise RunError(
+                f"{name} could not be written ({reason}); older checkpoints are as they were"
+            ) from error
         finally:
             self.staging = None
+        # No rank goes on before the checkpoint is complete.
         self.accelerator.wait_for_everyone()
         self.saved_at = step
 
     def at(self, step: int, save: Callable[[], None]) -> Path:
-        """Return the checkpoint of the current step. `save` is called unless it exists already."""
+        """Return the checkpoint of the current step, which `save` writes unless it exists already.
+
+        It is for a run that ends with an error.
+        """
         if self.saved_at != step:
             save()
-        # The first rank to raise ends the others, and one of them may still be writing.
+        # The first rank that raises an error ends the others, so that none may still be writing.
         self.accelerator.wait_for_everyone()
         return self.output_dir / f"{_CHECKPOINT_PREFIX}-{step}"
 
     def where_to_go_on(self) -> str:
-        """Return the end of a message: where a new start of the same command begins."""
+        """Return the end of an error: where the same command begins when it is started again."""
         newest = self.began_at
         if self.saved_at is not None:
             newest = f"{_CHECKPOINT_PREFIX}-{self.saved_at}"

@@ -19,9 +19,9 @@ REGROUPABLE = frozenset({"grpo", "dr_grpo", "dapo", "sapo", "cispo", "luspo", "v
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """The sizes of a generation.
+    """The sizes of a generation: the rollouts that are sampled at once and then learned from.
 
-    Rows are rollouts of one process; batches are counted in sequences over all processes.
+    A row is one rollout on one process. Batches are counted in sequences over all processes.
     """
 
     # rollouts per micro-batch and process: per_device_train_batch_size
@@ -39,9 +39,10 @@ class BatchLayout:
 
     @classmethod
     def of(cls, config: AdoraGRPOConfig, processes: int = 1) -> BatchLayout:
-        """Return the sizes that the keys of a run say.
+        """Return the sizes that a config asks for, for so many processes.
 
-        `config` has to be constructed already: `GRPOConfig` fills in `steps_per_generation`.
+        `config` has to be constructed already, because `GRPOConfig` fills in
+        `steps_per_generation`.
         """
         return cls(
             micro_batch_rows=config.per_device_train_batch_size,
@@ -54,8 +55,11 @@ class BatchLayout:
 
     @property
     def rows_per_unit(self) -> int:
-        """The number of rows that stay together: see `unit_size`."""
-        return unit_size(self.micro_batch_rows, self.num_generations)
+        """The number of rows of one unit, which always go into the same micro-batch.
+
+        A unit is a whole group or a part of one; see `unit_size`.
+        """
+        return unit_size(micro_batch_rows=self.micro_batch_rows, group_size=self.num_generations)
 
     @property
     def micro_batches_per_generation(self) -> int:
@@ -64,39 +68,46 @@ class BatchLayout:
 
     @property
     def optimizer_steps_per_generation(self) -> int:
-        """The number of optimizer steps that learn from one generation, at least 1.
+        """The number of optimizer steps that learn from one generation.
 
-        It is 1, too, where one step takes several generations.
+        It is 1 also where one optimizer step accumulates over several generations.
         """
-        return max(1, self.micro_batches_per_generation // self.gradient_accumulation_steps)
+        whole_steps = self.micro_batches_per_generation // self.gradient_accumulation_steps
+        return max(1, whole_steps)
 
     @property
     def micro_batches_per_update(self) -> int:
         """The number of micro-batches of one generation that belong to one optimizer step.
 
-        All but the last of them may be empty. It is 1 where the steps and the generations end at
-        different micro-batches.
+        Rows may be moved between these micro-batches, since their gradients are summed.
+
+        It is 1 where an optimizer step may end in the middle of a generation's micro-batches: then
+        none may be moved.
         """
-        steps = self.steps_per_generation
-        accumulated = self.gradient_accumulation_steps
-        divides = steps % accumulated == 0 or accumulated % steps == 0
-        return min(steps, accumulated) if divides else 1
+        per_generation = self.steps_per_generation
+        per_step = self.gradient_accumulation_steps
+        ends_coincide = per_generation % per_step == 0 or per_step % per_generation == 0
+        return min(per_generation, per_step) if ends_coincide else 1
 
     @property
     def has_one_step(self) -> bool:
-        """Whether one optimizer step learns from the whole generation."""
+        """Whether all micro-batches of a generation belong to the same optimizer step."""
         return self.gradient_accumulation_steps % self.micro_batches_per_generation == 0
 
     @property
     def micro_batches_before_update(self) -> int:
-        """The number of micro-batches from a generation's first to the first optimizer step.
+        """The number of a generation's micro-batches before the first optimizer step.
 
-        They are learned from by the weights that have sampled the generation. Where the steps and
-        the generations end at different micro-batches, only the first one is known to be.
+        In these the policy still has the weights that sampled the generation. It is 1 where
+        optimizer steps may end in the middle of a generation: then only the first micro-batch is
+        certain to come before an update.
         """
         if self.has_one_step:
             return self.micro_batches_per_generation
-        if self.micro_batches_per_generation % self.gradient_accumulation_steps == 0:
+        steps_end_with_generation = (
+            self.micro_batches_per_generation % self.gradient_accumulation_steps == 0
+        )
+        if steps_end_with_generation:
             return self.gradient_accumulation_steps
         return 1
 
@@ -127,49 +138,51 @@ class BatchLayout:
 
     def describe(self) -> str:
         """Return the sizes in words, for the first lines of a run."""
+        updates = self.updates_per_generation
+        plural = "" if updates == 1 else "s"
         return (
             f"{amount(self.prompts_per_generation, 'prompt')} per generation "
             f"({self.generation_batch} rollouts), {self.optimizer_batch} sequences an optimizer "
             f"step in micro-batches of {self.global_batch} over all ranks, "
-            f"{self.updates_per_generation:g} optimizer "
-            f"step{'' if self.updates_per_generation == 1 else 's'} a generation"
+            f"{updates:g} optimizer step{plural} a generation"
         )
 
 
-def unit_size(rows: int, generations: int) -> int:
-    """Return the number of rows that stay together in micro-batches of `rows`.
+def unit_size(micro_batch_rows: int, group_size: int) -> int:
+    """Return the number of rows of one unit: rows of one group that share a micro-batch.
 
-    It is a whole group, or the largest part of one that divides both the group and the micro-batch.
+    It is the largest number that divides both the group and the micro-batch. So a unit is a whole
+    group where whole groups fill a micro-batch, and else a part of one.
     """
-    return math.gcd(rows, generations)
+    return math.gcd(micro_batch_rows, group_size)
 
 
 def batch_plan(config: AdoraGRPOConfig, processes: int) -> BatchLayout:
-    """Work out how a run divides its sequences, by TRL's rules.
+    """Return the sizes of a run's batches by TRL's rules, and check that they fit together.
 
-    Raises `UserError` where a generation does not have whole groups, and where one optimizer step
-    would pass over the same generation several times.
+    Raises `UserError` where a generation does not consist of whole groups, and where one optimizer
+    step would pass over the same generation several times.
     """
-    plan = BatchLayout.of(config, processes)
-    if plan.generation_batch % plan.num_generations != 0:
+    layout = BatchLayout.of(config, processes)
+    if layout.generation_batch % layout.num_generations != 0:
         raise UserError(
-            f"generation batch of {plan.generation_batch} sequences does not divide into groups of "
-            f"num_generations: {plan.num_generations}; make per_device_train_batch_size x processes x "
-            "steps_per_generation a multiple of it"
+            f"generation batch of {layout.generation_batch} sequences does not divide into groups "
+            f"of num_generations: {layout.num_generations}; make per_device_train_batch_size x "
+            "processes x steps_per_generation a multiple of it"
         )
-    accumulated = plan.gradient_accumulation_steps
-    if plan.num_iterations > 1 and accumulated > plan.steps_per_generation:
+    accumulated = layout.gradient_accumulation_steps
+    if layout.num_iterations > 1 and accumulated > layout.steps_per_generation:
         raise UserError(
-            f"num_iterations: {plan.num_iterations} with gradient_accumulation_steps: "
-            f"{accumulated} above steps_per_generation: {plan.steps_per_generation} computes the "
+            f"num_iterations: {layout.num_iterations} with gradient_accumulation_steps: "
+            f"{accumulated} above steps_per_generation: {layout.steps_per_generation} computes the "
             "gradient of the same rollouts again before the weights have changed; set "
             f"steps_per_generation: {accumulated}, or num_iterations: 1"
         )
-    return plan
+    return layout
 
 
 def check_row_count(plan: BatchLayout, rows: int) -> None:
-    """Raise `UserError` for a data set of so many rows that does not fill one generation.
+    """Raise `UserError` if a data set of `rows` rows does not fill one generation.
 
     TRL would train zero steps on it, and say nothing.
     """
@@ -182,7 +195,11 @@ def check_row_count(plan: BatchLayout, rows: int) -> None:
 
 
 def regroups(config: AdoraGRPOConfig) -> bool:
-    """Return whether any key needs micro-batches of whole groups instead of TRL's shuffled rows."""
+    """Return whether a config asks for micro-batches that keep the rows of a group together.
+
+    TRL shuffles the rows instead. Several of this project's accelerations need the groups, and so
+    does refilling a generation with further groups.
+    """
     if (
         config.uses("share_vision")
         or config.uses("share_prompt")
@@ -194,10 +211,14 @@ def regroups(config: AdoraGRPOConfig) -> bool:
 
 
 def regroup_obstacle(config: AdoraGRPOConfig) -> str:
-    """Return the setting that makes the loss depend on which rows share a micro-batch; or empty."""
+    """Return the setting that forbids moving rows between micro-batches, as `key: value`.
+
+    With such a setting the loss depends on which rows share a micro-batch, so moving them would
+    change the training. Empty if there is none.
+    """
     if config.loss_type not in REGROUPABLE:
         return f"loss_type: {config.loss_type}"
-    # the quantile is taken over the tokens of each micro-batch
+    # The quantile is taken over the tokens of each micro-batch.
     if config.top_entropy_quantile < 1:
         return f"top_entropy_quantile: {config.top_entropy_quantile}"
     return ""

@@ -17,19 +17,31 @@ from typing import Any
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.config.trl_keys import Key, read_keys
 from adora_vl.config.trl_ranges import RANGES
-from adora_vl.config.values import convert, declared, takes
+from adora_vl.config.values import annotations_of_keys, convert, takes
 from adora_vl.utils.cli import is_null, read_mapping, yaml_line, yaml_value
 from adora_vl.utils.errors import UserError, nearest
 from adora_vl.utils.own_files import search_files_beside
 
-# A key of another trainer's configs: the trainer's name, and its word for `adora_vl.migrate`.
-OTHERS = {
-    "worker": ("EasyR1", "easyr1"),
-    "actor_rollout_ref": ("verl", "verl"),
-    "rlhf_type": ("ms-swift", "swift"),
+
+@dataclass(frozen=True)
+class OtherTrainer:
+    """Another trainer, whose config a user may name by mistake.
+
+    `name`: what it is called. `migrate_word`: what `adora_vl.migrate` calls it.
+    """
+
+    name: str
+    migrate_word: str
+
+
+# Other trainers by a key that only their configs have.
+OTHER_TRAINERS_BY_KEY = {
+    "worker": OtherTrainer(name="EasyR1", migrate_word="easyr1"),
+    "actor_rollout_ref": OtherTrainer(name="verl", migrate_word="verl"),
+    "rlhf_type": OtherTrainer(name="ms-swift", migrate_word="swift"),
 }
-# The options of the training command beside the keys, which a misspelt key may have meant.
-OPTIONS = (
+# The options of the training command that are no config keys. A misspelt key may have meant one.
+COMMAND_OPTIONS = (
     "config",
     "dry-run",
     "card-gib",
@@ -39,29 +51,48 @@ OPTIONS = (
     "help",
     "help-all",
 )
-# The options of ADORA's criteria, by which groups are judged even if that is only logged.
-_CRITERIA = frozenset(
+# The options of ADORA that decide which groups it changes. The log has these decisions even where
+# ADORA itself is off.
+_CRITERIA_OPTIONS = frozenset(
     {
-        *("criteria", "combine", "tau", "empty_wrong", "ties", "no_figure", "no_correct"),
+        "criteria",
+        "combine",
+        "tau",
+        "empty_wrong",
+        "ties",
+        "no_figure",
+        "no_correct",
         "needs_correct",
     }
 )
 
 
 class CliWords(list[str]):
-    """The words behind a key on the command line.
+    """The words that follow `--key` on the command line, as the shell has split them.
 
     They become a value once it is known what the key takes.
     """
 
 
+@dataclass(frozen=True)
+class CliKey:
+    """A key on the command line.
+
+    `dotted_name`: its name, with underscores, and dots where it reaches into a mapping, such as
+    `adora_rollouts.refill`. `words`: those that follow it.
+    """
+
+    dotted_name: str
+    words: CliWords
+
+
 @dataclass(frozen=True, kw_only=True)
 class CliArgs:
-    """A command that was read.
+    """A training command that was read: what the user has set, in the file or on the command line.
 
-    `words`: of the command line. `file`: the config file, if it names one. `values`: the converted
-    value of each key that the user has set and whose type is known here. `unread`: the values of
-    the other keys that were set, as `CliWords` or as the file has them; their types only TRL knows.
+    `words`: all words of the command line. `file`: the config file, if it names one. `values`: the
+    converted value of each key whose type is known without TRL. `unread`: the values of the other
+    keys, as `CliWords` or as the file has them. They are converted once TRL is imported.
     """
 
     words: Sequence[str]
@@ -76,32 +107,48 @@ class CliArgs:
 
 
 def read_value(key: str, value: object, hint: Any) -> Any:
-    """Convert what the user wrote for a key to the type `hint`. Raises `UserError`."""
+    """Convert what the user wrote for a key to the type of its annotation. Raises `UserError`.
+
+    `value`: as the config file has it, or the `CliWords` that follow the key on the command line.
+    """
     if isinstance(value, CliWords):
         value = _join_words(key, value, hint)
     return convert(key, value, hint)
 
 
 def read(arguments: Sequence[str], *, needs_model: bool = True) -> CliArgs:
-    """Read a training command, and set the environment variables that its file asks for.
+    """Read a training command: its config file, and the command line, which wins over the file.
 
-    `needs_model`: refuse a command that names no model. Raises `UserError` for a key that no
-    training config has, a file that cannot be read, and a value that its key does not take.
+    The environment variables that the file asks for are set. TRL is not imported, so keys whose
+    types only TRL knows stay unconverted.
+
+    Args:
+        arguments: The words of the command line.
+        needs_model: Whether a command that names no model is refused.
+
+    Raises `UserError` for a key that no training config has, a file that cannot be read, and a
+    value that its key does not take.
     """
     keys = read_keys()
-    words_by_key = _by_key(arguments)
-    file = _config_file(words_by_key)
+    cli_keys = _split_into_keys(arguments)
+    file = _config_file(cli_keys)
+    # A FILE.py that a key names is also looked for in the folder of the config file.
     search_files_beside(file)
-    values = read_file(file) if file else {}
-    _set_environment(values.pop("env", {}), str(file))
-    for dotted_key, words in words_by_key:
-        if dotted_key != "config":
-            _lay_over(values, dotted_key=dotted_key, words=words, keys=keys)
-    hints = {**RANGES, **declared(AdoraScriptArguments), **declared(AdoraKeys)}
-    unread = {key: value for key, value in values.items() if key not in hints}
-    values = {
-        key: read_value(key, value, hints[key]) for key, value in values.items() if key in hints
+    written_values = read_file(file) if file else {}
+    _set_environment(written_values.pop("env", {}), where=str(file))
+    for cli_key in cli_keys:
+        if cli_key.dotted_name != "config":
+            _override(written_values, cli_key, keys)
+    hints = {
+        **RANGES,
+        **annotations_of_keys(AdoraScriptArguments),
+        **annotations_of_keys(AdoraKeys),
     }
+    unread = {key: value for key, value in written_values.items() if key not in hints}
+    values: dict[str, Any] = {}
+    for key, value in written_values.items():
+        if key in hints:
+            values[key] = read_value(key, value, hints[key])
     if "output_dir" in values:
         refuse_no_folder(values["output_dir"])
     if needs_model and "model_name_or_path" not in values:
@@ -112,14 +159,17 @@ def read(arguments: Sequence[str], *, needs_model: bool = True) -> CliArgs:
     return CliArgs(words=arguments, file=file, values=values, unread=unread)
 
 
-def _config_file(words_by_key: Sequence[tuple[str, CliWords]]) -> Path | None:
-    """Return the file that a command names with `--config`, if any. Raises `UserError`."""
-    named = [words for key, words in words_by_key if key == "config"]
-    if not named:
+def _config_file(cli_keys: Sequence[CliKey]) -> Path | None:
+    """Return the config file that a command names with `--config`, or None without it.
+
+    Raises `UserError` unless it is there once, with one path behind it.
+    """
+    config_options = [key for key in cli_keys if key.dotted_name == "config"]
+    if not config_options:
         return None
-    if len(named) > 1:
+    if len(config_options) > 1:
         raise UserError("--config: given twice; name one file, and other keys on the command line")
-    words = named[0]
+    words = config_options[0].words
     refuse_stray(words[1:])
     if not words:
         raise UserError("--config: expected the path of a YAML file after it")
@@ -127,50 +177,55 @@ def _config_file(words_by_key: Sequence[tuple[str, CliWords]]) -> Path | None:
 
 
 def recipe(name: str) -> Path:
-    """Return the config file `name`, or the recipe of that name which the package ships.
+    """Return the path of the config file that `--config NAME` means.
 
-    A recipe is named without its folder, such as `adora_3b_1gpu_lora`, and a file of the user's
-    with the same name wins.
+    NAME is a path, or names one of the config files that the package ships, its recipes, such as
+    `adora_3b_1gpu_lora`. A file of the user's with that name wins.
     """
-    file = Path(name)
-    word = Path(name).with_suffix("").name
-    # the top of a checkout, and where a wheel installs the recipes
-    homes = (
-        Path(__file__).parents[2],
-        Path(sys.prefix, "share", "adora_vl"),
-    )
-    names_recipe = name in (word, f"{word}.yaml") and not file.exists()
-    if not names_recipe:
-        return file
-    for home in homes:
-        shipped = home / "configs" / "train" / f"{word}.yaml"
-        if shipped.is_file():
-            return shipped
-    return file
+    user_file = Path(name)
+    recipe_name = user_file.with_suffix("").name
+    has_no_folder = name in (recipe_name, f"{recipe_name}.yaml")
+    if not has_no_folder or user_file.exists():
+        return user_file
+    checkout = Path(__file__).parents[2]
+    installed_by_wheel = Path(sys.prefix, "share", "adora_vl")
+    for home in (checkout, installed_by_wheel):
+        shipped_file = home / "configs" / "train" / f"{recipe_name}.yaml"
+        if shipped_file.is_file():
+            return shipped_file
+    # Reading this file will say that it does not exist.
+    return user_file
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Read the mapping in a config file and check its keys. Raises `UserError` naming the file."""
-    content = read_mapping("--config", path)
-    for key, (trainer, command) in OTHERS.items():
-        ours = f"`python -m adora_vl.migrate {command} {path}` writes one of ours"
-        if key in content:
-            raise UserError(f"--config: {str(path)!r} is a config of {trainer}; {ours}")
-    for key, value in content.items():
+    """Read a config file as the values of its keys, and check that all keys exist.
+
+    Raises `UserError` naming the file, also for a config of another trainer.
+    """
+    values_by_key = read_mapping("--config", path)
+    for key, trainer in OTHER_TRAINERS_BY_KEY.items():
+        if key in values_by_key:
+            command = f"`python -m adora_vl.migrate {trainer.migrate_word} {path}`"
+            raise UserError(
+                f"--config: {str(path)!r} is a config of {trainer.name}; {command} writes one of "
+                "ours"
+            )
+    for key, value in values_by_key.items():
+        # `env` is TRL's: environment variables, and no key of a config.
         if key != "env":
             _check_key(key, value=value, where=str(path), keys=read_keys())
-    return content
+    return values_by_key
 
 
 def refuse_no_folder(value: object) -> None:
-    """Raise `UserError` for an `output_dir` that nobody can mean.
+    """Raise `UserError` for an `output_dir` that nobody can mean: null, or the file system's root.
 
-    The root of the file system is one; null is another, for which Transformers would choose a
-    folder.
+    Transformers would choose a folder of its own for null.
     """
     if is_null(value):
         raise UserError("output_dir: null is no folder; name one for this run, such as runs/first")
     if not isinstance(value, str) or not value.strip():
+        # The conversion of the key's value refuses these.
         return
     folder = Path(value).resolve()
     if folder == Path(folder.anchor):
@@ -180,7 +235,7 @@ def refuse_no_folder(value: object) -> None:
 
 
 def refuse_stray(words: Sequence[str]) -> None:
-    """Raise `UserError` if there are words that belong to no key, naming the first."""
+    """Raise `UserError` if `words`, which belong to no key of the command line, has any."""
     if words:
         raise UserError(
             f"command line: {words[0]!r} belongs to no key; write --config FILE.yaml, or --key "
@@ -188,20 +243,23 @@ def refuse_stray(words: Sequence[str]) -> None:
         )
 
 
-def _by_key(arguments: Sequence[str]) -> list[tuple[str, CliWords]]:
-    """Return the keys of a command line in their order, each with its words."""
-    words_by_key: list[tuple[str, CliWords]] = []
+def _split_into_keys(arguments: Sequence[str]) -> list[CliKey]:
+    """Split a command line into its keys, each with the words that follow it.
+
+    Both `--key value` and `--key=value` are read. Raises `UserError` for words before the first
+    key.
+    """
+    cli_keys: list[CliKey] = []
     for word in arguments:
         if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            words = CliWords([value] if equals else [])
-            words_by_key.append((name.replace("-", "_"), words))
-        elif words_by_key:
-            _, words = words_by_key[-1]
-            words.append(word)
+            name, equals_sign, value = word[2:].partition("=")
+            words = CliWords([value] if equals_sign else [])
+            cli_keys.append(CliKey(dotted_name=name.replace("-", "_"), words=words))
+        elif cli_keys:
+            cli_keys[-1].words.append(word)
         else:
             refuse_stray([word])
-    return words_by_key
+    return cli_keys
 
 
 def _check_key(
@@ -209,72 +267,94 @@ def _check_key(
     value: object,
     where: str,
     keys: Mapping[str, Key],
-    options: Collection[str] = (),
+    command_options: Collection[str] = (),
 ) -> None:
-    """Raise `UserError` for a key that is not among `keys`, naming the nearest key or option."""
+    """Raise `UserError` for a key that no training config has, with a proposal what to write.
+
+    Args:
+        key: The key as the user wrote it.
+        value: Its value, to write the proposal out.
+        where: The file or the command line, for the error.
+        keys: All keys of a training config by name.
+        command_options: Options of the command that are no keys, such as `dry-run`; the user may
+            have misspelt one of these.
+    """
     if key in keys:
         return
     root, _, option = key.partition(".")
     if option and root in keys:
         line = f"{root}: {{{option}: {yaml_line(value)}}}"
         raise UserError(f"{where}: {key}: dots are for the command line; write {line}")
-    spellings = _spellings(keys, options)
-    close = nearest(key, spellings)
-    hint = f"; did you mean {spellings[close]!r}?" if close else ""
+    proposals = _proposals(keys, command_options)
+    nearest_word = nearest(key, proposals)
+    hint = f"; did you mean {proposals[nearest_word]!r}?" if nearest_word else ""
     raise UserError(f"{where}: unknown key '{key}'{hint}")
 
 
-def _spellings(keys: Mapping[str, Key], options: Collection[str]) -> dict[str, str]:
-    """Return what an unknown key may have meant, and how that is written."""
-    spellings: dict[str, str] = {}
-    for key in keys.values():
-        spellings[key.name] = key.name
-        for option in key.options:
-            spellings[option.name] = option.name
-    # An option of ADORA without its block, such as `adora_factor`.
-    for name in ("mode", "factor", *_CRITERIA):
-        spellings[f"adora_{name}"] = f"adora_method.adora.{name}"
-    for word in options:
-        spellings[word.replace("-", "_")] = f"--{word}"
-    return spellings
+def _proposals(keys: Mapping[str, Key], command_options: Collection[str]) -> dict[str, str]:
+    """Return what an error may propose to write, by the word that an unknown key is compared with.
 
-
-def _lay_over(
-    values: dict[str, Any], dotted_key: str, words: CliWords, keys: Mapping[str, Key]
-) -> None:
-    """Lay what the command line says of a key over what the file says, in `values`.
-
-    A dot in the key reaches into a mapping, and `no_KEY` is false for a key that is true by
-    default.
+    The two differ where the word alone would be wrong: `dry_run` stands for `--dry-run`.
     """
-    key, *names = dotted_key.split(".")
-    negated = key[3:] if key.startswith("no_") and key not in keys else ""
-    if negated in keys and keys[negated].default is True:
-        refuse_stray(words)
-        values[negated] = False
-        return
-    _check_key(key, value=words, where="command line", keys=keys, options=OPTIONS)
-    if not names:
-        values[key] = _keep_criteria(words, values.get(key)) if key == "adora_method" else words
-        return
-    base = values.get(key, keys[key].default)
-    if isinstance(base, CliWords):
-        base = _parse_words(base)
-    values[key] = _with(key, base, names, _parse_words(words))
+    proposals: dict[str, str] = {}
+    for key in keys.values():
+        proposals[key.name] = key.name
+        for option in key.options:
+            proposals[option.name] = option.name
+    # Users write an option of ADORA like a key of its own, such as `adora_factor`.
+    for name in ("mode", "factor", *_CRITERIA_OPTIONS):
+        proposals[f"adora_{name}"] = f"adora_method.adora.{name}"
+    for option_name in command_options:
+        proposals[option_name.replace("-", "_")] = f"--{option_name}"
+    return proposals
+
+
+def _override(values: dict[str, Any], cli_key: CliKey, keys: Mapping[str, Key]) -> None:
+    """Write what the command line says of a key into `values`, over what the config file says.
+
+    `--key.option` sets one option of a mapping. `--no_key` sets a key to false that is true by
+    default. `keys`: all keys of a training config by name. Raises `UserError` for an unknown key.
+    """
+    key, *option_path = cli_key.dotted_name.split(".")
+    words = cli_key.words
+    if key not in keys and key.startswith("no_"):
+        negated_key = key.removeprefix("no_")
+        if negated_key in keys and keys[negated_key].default is True:
+            refuse_stray(words)
+            values[negated_key] = False
+            return
+    _check_key(key, value=words, where="command line", keys=keys, command_options=COMMAND_OPTIONS)
+    if option_path:
+        value_before = values.get(key, keys[key].default)
+        if isinstance(value_before, CliWords):
+            # The key itself stood further left on the command line.
+            value_before = _parse_words(value_before)
+        new_option = _parse_words(words)
+        values[key] = _with_option(key, value_before, option_path, new_option)
+    elif key == "adora_method":
+        values[key] = _keep_criteria(words, recipe_methods=values.get(key))
+    else:
+        values[key] = words
 
 
 def _keep_criteria(words: CliWords, recipe_methods: object) -> Any:
-    """Return the methods that the command line names, with the criteria of the recipe's ADORA kept.
+    """Return the methods that `--adora_method` names, with ADORA's criteria from the config file.
 
-    If ADORA is not among the named methods, it is added switched off, so that its criteria are
-    still logged.
+    ADORA's criteria decide which groups it changes. Where the command line names other methods
+    only, ADORA is added with the file's criteria but switched off, so that the log still has the
+    decisions.
+
+    Args:
+        words: The words behind `--adora_method`, such as `dapo+daro`.
+        recipe_methods: The value of `adora_method` in the config file, None without one.
     """
     if len(words) != 1 or "{" in words[0]:
         # a mapping says all of its methods itself
         return words
     names = [name.strip() for name in words[0].split("+")]
-    criteria = _criteria_of(recipe_methods)
+    criteria = _criteria_in(recipe_methods)
     names_twice = len(set(names)) < len(names)
+    # A method that is named twice is refused later, so these words stay as they are.
     if not criteria or "adora" in names or names_twice:
         return words
     methods: dict[str, Any] = {name: {} for name in names}
@@ -282,57 +362,72 @@ def _keep_criteria(words: CliWords, recipe_methods: object) -> Any:
     return methods
 
 
-def _criteria_of(recipe_methods: object) -> dict[str, Any]:
-    """Return the criteria that a recipe sets for its ADORA; none where it sets none."""
+def _criteria_in(recipe_methods: object) -> dict[str, Any]:
+    """Return the options for ADORA's criteria in a config file's `adora_method`, if it has any."""
     if not isinstance(recipe_methods, Mapping):
         return {}
     options = recipe_methods.get("adora")
     if not isinstance(options, Mapping):
         return {}
-    return {name: value for name, value in options.items() if name in _CRITERIA}
+    return {name: value for name, value in options.items() if name in _CRITERIA_OPTIONS}
 
 
-def _with(key: str, base: Any, names: Sequence[str], value: Any) -> Any:
-    """Return a copy of `base` with another value below `names`.
+def _with_option(key: str, container: Any, option_path: Sequence[str], value: Any) -> Any:
+    """Return a copy of a key's value in which one option is set.
 
-    `base` may be a mapping, a word such as `dapo+adora`, or a list of words and mappings. A word or
-    a list has to contain the first name already.
+    Args:
+        key: Name of the config key, for errors.
+        container: The value before: a mapping, a text such as `dapo+adora`, or a list of names and
+            mappings. Anything else is replaced by a mapping. A text or a list has to contain the
+            first name of the path already.
+        option_path: Names from the outermost mapping to the option. Empty: `value` itself.
+        value: The option's new value.
     """
-    if not names:
+    if not option_path:
         return value
-    name = names[0]
-    inner_names = names[1:]
-    if isinstance(base, list):
-        return _with_in_list(key, base, names, value)
+    name, *inner_path = option_path
+    if isinstance(container, list):
+        return _with_option_in_list(key, container, option_path, value)
     mapping: Mapping[Any, Any] = {}
-    if isinstance(base, Mapping):
-        mapping = base
-    elif isinstance(base, str):
-        mapping = {word.strip(): {} for word in base.split("+")}
-        _entry_of(key, list(mapping), name)
+    if isinstance(container, Mapping):
+        mapping = container
+    elif isinstance(container, str):
+        mapping = {word.strip(): {} for word in container.split("+")}
+        _entry_named(key, list(mapping), name)  # for its error alone
+    # An entry FILE.py:NAME of the mapping is meant by NAME, too.
     entry = next((entry for entry in mapping if _is_named(entry, name)), name)
-    return {**mapping, entry: _with(key, mapping.get(entry), inner_names, value)}
+    return {**mapping, entry: _with_option(key, mapping.get(entry), inner_path, value)}
 
 
-def _with_in_list(key: str, base: list[Any], names: Sequence[str], value: Any) -> list[Any]:
-    """Return a copy of a list of words and mappings with another value below `names`."""
-    entries = [next(iter(item)) if isinstance(item, Mapping) else item for item in base]
-    entry = _entry_of(key, entries, names[0])
+def _with_option_in_list(
+    key: str, items: list[Any], option_path: Sequence[str], value: Any
+) -> list[Any]:
+    """Return a copy of a list in which an option of one of its items is set.
+
+    An item is a name, or a mapping of one name to its options. `option_path`: the name of the item,
+    then names down to the option. Raises `UserError` for an item that is not in the list.
+    """
+    name, *inner_path = option_path
+    entries = [next(iter(item)) if isinstance(item, Mapping) else item for item in items]
+    entry = _entry_named(key, entries, name)
     index = entries.index(entry)
-    item = base[index]
+    item = items[index]
     options = item[entry] if isinstance(item, Mapping) else {}
-    changed = [*base]
-    changed[index] = {entry: _with(key, options, names[1:], value)}
-    return changed
+    new_items = [*items]
+    new_items[index] = {entry: _with_option(key, options, inner_path, value)}
+    return new_items
 
 
 def _is_named(entry: object, name: str) -> bool:
-    """Return whether `name` means this entry: it is its name, or that of its function in a file."""
+    """Return whether `name` means an entry, which is a name or FILE.py:NAME."""
     return str(entry).rpartition(":")[2] == name
 
 
-def _entry_of(key: str, entries: Sequence[Any], name: str) -> Any:
-    """Return the entry that a name means. Raises `UserError` if there is none."""
+def _entry_named(key: str, entries: Sequence[Any], name: str) -> Any:
+    """Return the entry that `name` means, where an entry is a name or FILE.py:NAME.
+
+    Raises `UserError` if there is none; `key` is the config key with these entries.
+    """
     entry = next((entry for entry in entries if _is_named(entry, name)), None)
     if entry is None:
         listed = ", ".join(map(str, entries))
@@ -341,7 +436,7 @@ def _entry_of(key: str, entries: Sequence[Any], name: str) -> Any:
 
 
 def _parse_words(words: CliWords) -> Any:
-    """Return the value that these words would have in a file; true for no words."""
+    """Return the value that the words of a key would have in a config file; true for no words."""
     values = [yaml_value(word) for word in words]
     if not values:
         return True
@@ -349,7 +444,11 @@ def _parse_words(words: CliWords) -> Any:
 
 
 def _join_words(key: str, words: CliWords, hint: Any) -> Any:
-    """Return the words as `convert` takes them: all of them for a list, else the only one."""
+    """Return the words that follow a key as `convert` takes them.
+
+    That is a list for a key that takes one, true for a flag without words, else the only word.
+    Raises `UserError` for no word or too many.
+    """
     if not words and takes(hint, bool):
         return True
     if not words:
@@ -361,7 +460,10 @@ def _join_words(key: str, words: CliWords, hint: Any) -> Any:
 
 
 def _set_environment(variables: object, where: str) -> None:
-    """Set the environment variables of a file's `env`, as TRL does. Raises `UserError`."""
+    """Set the environment variables that a config file has under `env`, as TRL does.
+
+    `where`: the file, for errors. Raises `UserError` for what is no variable.
+    """
     if not isinstance(variables, dict):
         raise UserError(
             f"{where}: env: {variables!r:.60} is not a mapping of environment variables, such as "

@@ -11,9 +11,9 @@ from pathlib import Path
 from adora_vl.config.sharding import (
     FSDP_IS_UNKNOWN,
     Sharding,
+    check_spread,
     from_environment,
     from_file,
-    spread_over,
 )
 from adora_vl.utils.cli import Parser, number, path, whole
 from adora_vl.utils.errors import UserError
@@ -21,11 +21,14 @@ from adora_vl.utils.errors import UserError
 
 @dataclass(frozen=True)
 class DryRunOptions:
-    """The options of a dry run.
+    """The options of a dry run, which predicts a run's memory without starting it.
 
-    `card_gib`: memory of one GPU in GiB; None: that of the GPU of this machine. `processes`: their
-    number on all machines together. `rows`: the number of rows whose prompts are measured; None:
-    all. `write_config`, `json`: files to write.
+    Fields that are None were not set on the command line.
+
+    `card_gib`: memory of one GPU in GiB; by default that of this machine's GPU.
+    `accelerate_config`: file that says how the run is spread over processes. `processes`: their
+    number on all machines together. `rows`: number of data rows whose prompts are measured; by
+    default all. `write_config`: file for a config that fits. `json`: file for the report.
     """
 
     card_gib: float | None = None
@@ -40,43 +43,52 @@ class DryRunOptions:
 def take_options(arguments: Sequence[str]) -> tuple[DryRunOptions | None, list[str]]:
     """Split the options of a dry run from the arguments of a training command.
 
-    Returns the options, None without `--dry-run`, and the remaining arguments. Raises `UserError`
-    for a bad value, and for an option without `--dry-run`.
+    Returns the options and the remaining arguments. Without `--dry-run` the options are None.
+    Raises `UserError` for a bad value, and for one of the options without `--dry-run`.
     """
+    # With SUPPRESS, options that were not set are absent from the namespace.
     parser = Parser(prog="python -m adora_vl.train", add_help=False, argument_default=SUPPRESS)
     parser.add_argument("--dry-run", "--dry_run", action="store_true")
-    memory = number(0.1, 1e6)
-    count = whole(1)
-    for name, kind in (
-        ("card_gib", memory),
-        ("accelerate_config", path),
-        ("processes", count),
-        ("machines", count),
-        ("rows", count),
-        ("write_config", path),
-        ("json", path),
-    ):
-        parser.add_argument(
-            *dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), dest=name, type=kind
-        )
+    memory_gib = number(minimum=0.1, maximum=1e6)
+    count = whole(minimum=1)
+    converters = {
+        "card_gib": memory_gib,
+        "accelerate_config": path,
+        "processes": count,
+        "machines": count,
+        "rows": count,
+        "write_config": path,
+        "json": path,
+    }
+    for name, converter in converters.items():
+        # Both spellings, with hyphens and with underscores, as TRL takes its keys.
+        spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
+        parser.add_argument(*spellings, dest=name, type=converter)
     namespace, training_arguments = parser.parse_known_args(list(arguments))
-    options = vars(namespace)
-    if options.pop("dry_run", False):
-        return DryRunOptions(**options), training_arguments
-    stray = next(iter(options), "").replace("_", "-")
-    if stray:
-        raise UserError(f"--{stray}: belongs to --dry-run; add --dry-run, or leave it out")
+    options_by_name = vars(namespace)
+    is_dry_run = options_by_name.pop("dry_run", False)
+    if is_dry_run:
+        return DryRunOptions(**options_by_name), training_arguments
+    for name in options_by_name:
+        option = f"--{name.replace('_', '-')}"
+        raise UserError(f"{option}: belongs to --dry-run; add --dry-run, or leave it out")
     return None, training_arguments
 
 
 def planned_sharding(options: DryRunOptions) -> Sharding:
-    """Return the sharding that a dry run plans for: that of its options, or of this launch."""
+    """Return how the run that a dry run plans for is spread over processes and machines.
+
+    That is what the options say, and otherwise how this process was launched. Raises `UserError`
+    for FSDP, and for processes that do not divide evenly over the machines.
+    """
     if options.accelerate_config is not None:
-        return from_file(options.accelerate_config, options.processes, options.machines)
+        return from_file(
+            options.accelerate_config, processes=options.processes, machines=options.machines
+        )
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         raise UserError(f"--dry-run: accelerate's config asks for FSDP; {FSDP_IS_UNKNOWN}")
-    launched = from_environment()
-    machines = options.machines or launched.machines
-    processes = options.processes or launched.local_processes * machines
-    spread_over(processes, machines)
-    return replace(launched, processes=processes, machines=machines)
+    sharding_of_launch = from_environment()
+    machines = options.machines or sharding_of_launch.machines
+    processes = options.processes or sharding_of_launch.local_processes * machines
+    check_spread(processes, machines)
+    return replace(sharding_of_launch, processes=processes, machines=machines)

@@ -38,7 +38,7 @@ that this project adds.
 """
 # The keys of the short list in few words, because most texts of the libraries are longer than a
 # line.
-_FIRST = {
+_SHORT_LIST = {
     "model_name_or_path": "a folder, a model of the hub, or `tiny`; has to be set",
     "dataset_name": "a prepared folder, `synthetic`, `knights`, or several",
     "adora_columns": "of your own table: {problem: question, answer: label}",
@@ -73,41 +73,47 @@ def asks_for_help(arguments: Sequence[str]) -> bool:
 
 
 def help_text(arguments: Sequence[str]) -> str:
-    """Return the help that the arguments ask for.
+    """Return the text that `--help`, `--help-all` or `--version` prints.
 
-    Raises `UserError` where the installed libraries cannot be read.
+    Raises `UserError` if the keys cannot be read from the installed TRL and Transformers.
     """
     if "--version" in arguments:
         return f"adora_vl {installed('adora-vl') or 'of a checkout that is not installed'}"
     keys = read_keys()
     if "--help-all" in arguments:
-        return _all_keys(list(keys.values()))
-    lines = [
-        f"  {_with_default(keys[name]):<{_COLUMN}}{words}"
-        for name, words in _FIRST.items()
-        if name in keys
-    ]
+        return _help_of_all_keys(list(keys.values()))
+    lines: list[str] = []
+    for name, words in _SHORT_LIST.items():
+        if name in keys:
+            lines.append(f"  {_with_default(keys[name]):<{_COLUMN}}{words}")
     return _HEAD + "\n".join(lines) + "\n" + _TAIL.rstrip()
 
 
-def _all_keys(keys: Sequence[Key]) -> str:
-    """Return every key as it stands in a file with its default, and below it what it means."""
+def _help_of_all_keys(keys: Sequence[Key]) -> str:
+    """Return the text of `--help-all`: every key with its default, and below it what it means.
+
+    The keys of one library stand together, by name. The options of a key follow it.
+    """
     parts: list[str] = []
     for library, heading in _HEADINGS.items():
         empty_line = "\n" if parts else ""
         parts.append(f"{empty_line}{heading}\n{'-' * len(heading)}")
-        listed = sorted((key for key in keys if key.library == library), key=lambda key: key.name)
-        with_options = [key for block in listed for key in (block, *block.options)]
-        for key in with_options:
-            words = textwrap.fill(key.help, _WIDTH, initial_indent="    ", subsequent_indent="    ")
-            parts.append(f"{_with_default(key)}\n{words}".rstrip())
+        library_keys = [key for key in keys if key.library == library]
+        for top_key in sorted(library_keys, key=lambda key: key.name):
+            for key in (top_key, *top_key.options):
+                words = textwrap.fill(
+                    key.help, _WIDTH, initial_indent="    ", subsequent_indent="    "
+                )
+                parts.append(f"{_with_default(key)}\n{words}".rstrip())
     return "\n".join(parts)
 
 
 def _with_default(key: Key) -> str:
-    """Return the key with its default as a line of YAML."""
+    """Return a key with its default as a line of YAML."""
     if key.default is MISSING:
+        # The library computes this default.
         return f"{key.name}:"
+    # The options of a key have lines of their own.
     default = {} if key.options else key.default
     if isinstance(default, str) and "\n" in default:
         return f"{key.name}: {json.dumps(default)}"

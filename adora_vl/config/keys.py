@@ -93,11 +93,14 @@ class AdoraScriptArguments:
         "true}}, which takes a rounded decimal. Several are summed with TRL's reward_weights.",
     )
 
-    # the keys whose values were converted before, by a command
+    # The keys whose values a command has converted already; Python code leaves it empty.
     converted: InitVar[frozenset[str]] = field(default=frozenset(), kw_only=True)
 
     def __post_init__(self, converted: frozenset[str]) -> None:
-        """Check the keys, and replace the system prompt's name by its text. Raises `UserError`."""
+        """Convert and check the keys, and replace the system prompt's name by its text.
+
+        `converted`: the keys whose values a command has converted already. Raises `UserError`.
+        """
         convert_fields(self, converted=converted)
         if self.adora_columns == {}:
             raise UserError(
@@ -105,8 +108,8 @@ class AdoraScriptArguments:
             )
         _check_mixture(self.dataset_name, self.adora_mixture)
         if self.adora_prompt is not None:
-            template(self.adora_prompt)
-        self.adora_system_prompt = _prompt_of(self.adora_system_prompt)
+            template(self.adora_prompt)  # for its errors alone
+        self.adora_system_prompt = _system_prompt_text(self.adora_system_prompt)
         token = control_token_in(self.adora_system_prompt)
         if token:
             raise UserError(
@@ -247,47 +250,60 @@ class AdoraKeys:
     vllm_server_host: Name = key("127.0.0.1", "Host of the vLLM server (server mode).")
 
     def uses(self, part: StepPart) -> bool:
-        """Return whether this part of a step is computed in our way, and not as stock TRL does."""
-        stock = self.adora_stock_step
-        if isinstance(stock, list):
-            return part not in stock
-        return not stock
+        """Return whether a part of the training step is computed in this project's faster way.
+
+        `adora_stock_step` lists the parts that are computed as in TRL; true means all of them.
+        """
+        stock_parts = self.adora_stock_step
+        if isinstance(stock_parts, list):
+            return part not in stock_parts
+        return not stock_parts
 
 
-def _check_mixture(names: list[str], weights: list[float] | None) -> None:
-    """Raise `UserError` for data sets without names, and for shares that do not fit them."""
-    double = next((name for number, name in enumerate(names) if name in names[:number]), None)
-    if not names:
+def _check_mixture(dataset_names: list[str], shares: list[float] | None) -> None:
+    """Raise `UserError` unless `dataset_name` names each data set once, and the shares fit them.
+
+    `shares`: the value of `adora_mixture`, one share for each data set; None without one.
+    """
+    if not dataset_names:
         raise UserError("dataset_name: [] is empty; name a data set")
-    if double is not None:
-        raise UserError(f"dataset_name: {double!r} is given twice; name each data set once")
-    if weights is not None and len(weights) != len(names):
+    for number, name in enumerate(dataset_names):
+        if name in dataset_names[:number]:
+            raise UserError(f"dataset_name: {name!r} is given twice; name each data set once")
+    if shares is None:
+        return
+    if len(shares) != len(dataset_names):
         raise UserError(
-            f"adora_mixture: {weights} has {len(weights)} values for the {len(names)} of "
-            f"dataset_name: {names}"
+            f"adora_mixture: {shares} has {len(shares)} values for the {len(dataset_names)} of "
+            f"dataset_name: {dataset_names}"
         )
-    if weights is not None and abs(sum(weights) - 1) > _ROUNDING:
+    if abs(sum(shares) - 1) > _ROUNDING:
         raise UserError(
-            f"adora_mixture: {weights} sum to {sum(weights):g}; write shares that sum to 1, "
+            f"adora_mixture: {shares} sum to {sum(shares):g}; write shares that sum to 1, "
             "such as [0.7, 0.3]"
         )
 
 
-def _prompt_of(value: str | None) -> str | None:
-    """Return the text of a system prompt: one of ours by its name, a file's, or `value` itself.
+def _system_prompt_text(value: str | None) -> str | None:
+    """Return the text of the system prompt that `adora_system_prompt` means.
 
-    A text of several words is the prompt itself. Raises `UserError` for a file that cannot be read.
+    The value is the name of a built-in prompt, a text of more than one word, or else a FILE.txt.
+    Raises `UserError` for a file that cannot be read, is empty or too large.
     """
     if value is None:
         return None
     if value in SYSTEM_PROMPTS:
         return SYSTEM_PROMPTS[value]
-    if len(value.split()) > 1 and ("\n" in value or not value.endswith(".txt")):
+    # The path of a file may contain spaces, but hardly a line break.
+    may_be_file = value.endswith(".txt") and "\n" not in value
+    has_several_words = len(value.split()) > 1
+    if has_several_words and not may_be_file:
         return value
     try:
         content = Path(value).read_bytes()
         text = content.decode("utf-8-sig").strip()
     except (OSError, ValueError) as error:
+        # An OSError has a `strerror`, and the error of a text that is not UTF-8 a `reason`.
         reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
         raise UserError(
             f"adora_system_prompt: {value!r} is not one of {', '.join(SYSTEM_PROMPTS)}, nor a "

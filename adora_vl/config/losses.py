@@ -17,44 +17,45 @@ _USUAL_CAP = 5.0  # CISPO's cap in ScaleRL (arXiv 2510.13786)
 
 
 def check_loss(config: AdoraGRPOConfig) -> None:
-    """Raise `UserError` for keys with which the loss would not be the one that its name says."""
-    _check_bounds(config)
-    _check_level(config)
+    """Raise `UserError` for keys with which the loss would not be what `loss_type` promises."""
+    _check_ratio_bounds(config)
+    _check_sampling_level(config)
     _check_entropy(config)
 
 
-def _upper_clip(config: AdoraGRPOConfig) -> float:
-    """TRL's `epsilon_high`, which is `epsilon` where it is not set."""
-    return float(config.epsilon if config.epsilon_high is None else config.epsilon_high)
-
-
-def _check_bounds(config: AdoraGRPOConfig) -> None:
-    """Check the bounds of the ratio of new to old policy. Raises `UserError`.
+def _check_ratio_bounds(config: AdoraGRPOConfig) -> None:
+    """Raise `UserError` for wrong bounds of the ratio of new to old policy.
 
     TRL takes `epsilon_high` itself as CISPO's cap, and not 1 + `epsilon_high`. The default of 0.2
     would therefore cap every ratio, and the gradient would be a fifth of what it should be.
     """
-    upper = _upper_clip(config)
-    value = "null" if config.epsilon_high is None else f"{config.epsilon_high:g}"
-    default = f", so epsilon: {config.epsilon:g}," if config.epsilon_high is None else ""
-    if config.loss_type == "cispo" and upper <= 1:
+    # as in TRL: `epsilon_high` is `epsilon` where it is not set
+    is_default = config.epsilon_high is None
+    epsilon_high = float(config.epsilon if is_default else config.epsilon_high)
+    if config.loss_type == "cispo" and epsilon_high <= 1:
+        value = f"{epsilon_high:g}"
+        if is_default:
+            value = f"null, so epsilon: {config.epsilon:g},"
         raise UserError(
-            f"epsilon_high: {value}{default} is the cap of the ratio itself with loss_type: cispo, "
+            f"epsilon_high: {value} is the cap of the ratio itself with loss_type: cispo, "
             f"and caps also the ratio of an unchanged policy, which is 1; set one above 1, such as "
             f"epsilon_high: {_USUAL_CAP}"
         )
-    if config.loss_type in CLIPPED and config.delta is not None and config.delta <= 1 + upper:
+    if config.loss_type not in CLIPPED or config.delta is None:
+        return
+    clip = 1 + epsilon_high
+    if config.delta <= clip:
         raise UserError(
             f"delta: {config.delta:g} is the second bound of the ratio, beyond the clip at "
-            f"{1 + upper:g} (1 + epsilon_high); set a larger one, such as {2 + upper:g}, or leave "
-            "it out"
+            f"{clip:g} (1 + epsilon_high); set a larger one, such as {2 + epsilon_high:g}, or "
+            "leave it out"
         )
 
 
-def _check_level(config: AdoraGRPOConfig) -> None:
-    """Check that the loss fits `importance_sampling_level`. Raises `UserError`.
+def _check_sampling_level(config: AdoraGRPOConfig) -> None:
+    """Raise `UserError` for a loss that does not fit `importance_sampling_level`.
 
-    The level is one ratio for each token, or one for a whole answer.
+    The level says whether there is one importance ratio for each token, or one for a whole answer.
     """
     loss = config.loss_type
     level = config.importance_sampling_level
@@ -76,7 +77,7 @@ def _check_level(config: AdoraGRPOConfig) -> None:
 
 
 def _check_entropy(config: AdoraGRPOConfig) -> None:
-    """Raise `UserError` for an entropy coefficient outside of the bounds that adapt it."""
+    """Raise `UserError` for a first `entropy_coef` outside of the bounds for adapting it."""
     lowest = config.entropy_coef_min
     highest = config.entropy_coef_max
     if config.use_adaptive_entropy and not lowest <= config.entropy_coef <= highest:
@@ -87,5 +88,8 @@ def _check_entropy(config: AdoraGRPOConfig) -> None:
 
 
 def has_entropy_bonus(config: AdoraGRPOConfig) -> bool:
-    """Return whether the loss has an entropy bonus, even one that begins with 0."""
+    """Return whether the loss has an entropy bonus.
+
+    An adaptive coefficient counts even if it is 0 at first.
+    """
     return bool(config.entropy_coef != 0.0 or config.use_adaptive_entropy)

@@ -32,7 +32,8 @@ from adora_vl.utils.own_files import (
 if TYPE_CHECKING:
     from adora_vl.config.schema import AdoraGRPOConfig
 
-# An entry beside a method's options: the keys of TRL that the method must not set.
+# An entry beside a method's options in `adora_method`. A method may set keys of TRL; those that
+# this entry lists it leaves as they are.
 KEEP = "keep_settings"
 
 # Methods that TRL has under keys of its own.
@@ -59,10 +60,11 @@ class OwnFunction(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class ConfiguredMethod:
-    """A method as a run's config names it.
+    """One method for computing advantages, as a run's config names it.
 
-    `entry`: its name in `adora_method`. `method`: itself, with its options. `options`: those
-    options as the key has them. `keeps`: the keys of TRL that it leaves as they are.
+    `entry`: its name in `adora_method`: NAME, or FILE.py:NAME. `method`: the built method.
+    `options`: its options as plain values. `keeps`: the keys of TRL that it would set, but that
+    the user wants left as they are.
     """
 
     entry: str
@@ -75,9 +77,9 @@ class ConfiguredMethod:
 class MethodSet:
     """The methods of a run in their order, built once.
 
-    `configured`: the methods. `hashes`: a hash of each file that one comes from, with its
-    neighbours, and of each function of Python code. `notes`: a line for each key of TRL that a
-    method has changed.
+    `configured`: the methods. `hashes`: a hash of each Python file and of each function that a
+    method of the user's comes from, for the run's fingerprint. `notes`: a line for each key of TRL
+    that a method has changed.
     """
 
     configured: tuple[ConfiguredMethod, ...]
@@ -86,38 +88,51 @@ class MethodSet:
 
     @property
     def chosen(self) -> dict[str, Method]:
-        """The methods by name, that of one from a file without the file."""
-        return {own_name(entry.entry): entry.method for entry in self.configured}
+        """The methods by name; one from a file is named without the file."""
+        return {own_name(configured.entry): configured.method for configured in self.configured}
 
     def options(self) -> dict[str, dict[str, Any]]:
-        """Return the value of `adora_method` with all options of each method."""
-        value: dict[str, dict[str, Any]] = {}
-        for entry in self.configured:
-            value[entry.entry] = {**entry.options}
-            if entry.keeps:
-                value[entry.entry][KEEP] = list(entry.keeps)
-        return value
+        """Return the options of all methods, complete and in the form that `adora_method` has."""
+        options_by_entry: dict[str, dict[str, Any]] = {}
+        for configured in self.configured:
+            options = {**configured.options}
+            if configured.keeps:
+                options[KEEP] = list(configured.keeps)
+            options_by_entry[configured.entry] = options
+        return options_by_entry
 
 
 def name_functions(value: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the value of `adora_method` with names in place of functions, and these by name.
+    """Replace the functions that Python code passes as `adora_method` by their names.
 
     Python code may pass a function `(groups, advantages) -> advantages` or a subclass of `Method`,
-    alone or as a key of the mapping. Raises `UserError` for one that has the name of a method here.
+    alone or as a key of the mapping of methods to their options.
+
+    Returns the value with names in place of functions, and the functions and classes by name.
+    Raises `UserError` for one that has the name of a built-in method.
     """
     if callable(value):
-        return {_name_of(value): {}}, {_name_of(value): value}
+        name = _checked_name(value)
+        return {name: {}}, {name: value}
     if not isinstance(value, Mapping):
         return value, {}
-    functions = {_name_of(entry): entry for entry in value if callable(entry)}
-    named = {
-        _name_of(entry) if callable(entry) else entry: options for entry, options in value.items()
-    }
-    return named, functions
+    functions: dict[str, Any] = {}
+    options_by_name: dict[Any, Any] = {}
+    for method, options in value.items():
+        if callable(method):
+            name = _checked_name(method)
+            functions[name] = method
+            options_by_name[name] = options
+        else:
+            options_by_name[method] = options
+    return options_by_name, functions
 
 
-def _name_of(method: Any) -> str:
-    """Return the name of a function or class that Python code passed as a method."""
+def _checked_name(method: Any) -> str:
+    """Return the name of a function or class that Python code passes as a method.
+
+    Raises `UserError` for the name of a built-in method, and for a class that is no `Method`.
+    """
     name = function_name(method)
     if name in METHODS:
         raise UserError(
@@ -131,71 +146,85 @@ def _name_of(method: Any) -> str:
 def build_methods(
     value: str | Mapping[str, Any], functions: Mapping[str, Any] | None = None
 ) -> MethodSet:
-    """Build the methods that the value of `adora_method` names, in order.
+    """Build the methods that the value of `adora_method` names, in their order.
 
-    `functions`: those of Python code, by name. Raises `UserError` for an unknown method or option,
-    for a wrong value, and for a method that computes advantages from the rewards but does not stand
-    first, where it would discard the others' work.
+    Args:
+        value: Names joined by `+`, or a mapping of each name to its options. A name is that of a
+            built-in method, FILE.py:NAME, or that of one of `functions`.
+        functions: Functions and classes that Python code has passed, by name.
+
+    Raises `UserError` for an unknown method or option, a wrong value, and a method that computes
+    its advantages from the rewards but is not the first: it would overwrite those of the methods
+    before it.
     """
-    configured: list[ConfiguredMethod] = []
+    configured_methods: list[ConfiguredMethod] = []
     hashes: dict[str, str] = {}
     functions = functions or {}
-    requested = _requested_methods(value, functions)
-    for name, options in requested.items():
-        keeps = options.pop(KEEP, [])
+    options_by_name = _options_of_methods(value, functions)
+    for name, options in options_by_name.items():
+        kept_keys = options.pop(KEEP, [])
         if is_own(name):
-            file = _from_file(name)
-            hashes[file.file] = file.hash
-            method = _build_method(name, file.value, options)
+            loaded = _load_from_file(name)
+            hashes[loaded.file] = loaded.hash
+            method = _build_method(name, loaded.value, options)
         elif name in functions:
             hashes[name] = source_hash(functions[name])
             method = _build_method(name, functions[name], options)
         else:
             method = _build_method(name, METHODS[name], options)
-        configured.append(
+        # A function has the options that were set. Any other method is a dataclass of all of its
+        # options, defaults included.
+        all_options = options if isinstance(method, OwnFunction) else plain(method)
+        configured_methods.append(
             ConfiguredMethod(
                 entry=name,
                 method=method,
-                options=options if isinstance(method, OwnFunction) else plain(method),
-                keeps=_kept_keys(name, keeps, method),
+                options=all_options,
+                keeps=_check_kept_keys(name, kept_keys, method),
             )
         )
-    for entry in configured[1:]:
-        if entry.method.remakes:
+    for configured in configured_methods[1:]:
+        # `remakes`: the method starts from the rewards, whatever the advantages are so far.
+        if configured.method.remakes:
             raise UserError(
-                f"adora_method: {'+'.join(requested)}: {own_name(entry.entry)} starts from the "
-                "rewards, so it must stand first"
+                f"adora_method: {'+'.join(options_by_name)}: {own_name(configured.entry)} starts "
+                "from the rewards, so it must stand first"
             )
-    return MethodSet(configured=tuple(configured), hashes=hashes)
+    return MethodSet(configured=tuple(configured_methods), hashes=hashes)
 
 
 def settle_methods(config: AdoraGRPOConfig, functions: Mapping[str, Any]) -> MethodSet:
-    """Build the methods, write all their options into `adora_method`, and set their keys of TRL.
+    """Build the methods of a config that is being constructed, and let them change its keys.
 
-    `functions`: those of Python code, by name. Returns the methods, with a note for each key that
-    changes. Raises `UserError`.
+    A method may set keys of TRL, such as the loss that its paper uses. `adora_method` itself
+    becomes the mapping of all methods to all of their options.
+
+    `functions`: functions and classes that Python code has passed, by name. Returns the methods,
+    with a note for the user about each key that changes. Raises `UserError`.
     """
     methods = build_methods(config.adora_method, functions)
     notes: list[str] = []
-    for entry in methods.configured:
-        for key, value in entry.method.settings.items():
-            before = getattr(config, key)
-            if key in entry.keeps or before == value:
+    for configured in methods.configured:
+        for key, value in configured.method.settings.items():
+            value_before = getattr(config, key)
+            if key in configured.keeps or value_before == value:
                 continue
             setattr(config, key, value)
             notes.append(
-                f"{entry.entry} sets {key}: {value} (was {before}; {KEEP}: [{key}] leaves it)"
+                f"{configured.entry} sets {key}: {value} (was {value_before}; {KEEP}: [{key}] "
+                "leaves it)"
             )
     config.adora_method = methods.options()
     return replace(methods, notes=tuple(notes))
 
 
-def _requested_methods(
+def _options_of_methods(
     value: str | Mapping[str, Any], functions: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Return the methods in the value of `adora_method`, in order, with the options that are set.
+    """Return the options that are set for each method in the value of `adora_method`, in order.
 
-    Raises `UserError` for an unknown method, and for options that are no mapping.
+    `functions`: functions and classes that Python code has passed, by name. Raises `UserError` for
+    an unknown method, a method that is named twice, and options that are no mapping.
     """
     if isinstance(value, str):
         names = [name.strip() for name in value.split("+")]
@@ -214,18 +243,25 @@ def _requested_methods(
 
 
 def _unknown_method(name: str) -> UserError:
-    """Return the error for a name that is no method, with the keys of TRL that say the same."""
-    keys = KEYS_OF_TRL.get(name.lower())
-    if keys:
+    """Return the error for a name in `adora_method` that is no method.
+
+    Some methods of the literature are keys of TRL, such as `loss_type: cispo`; these are proposed.
+    """
+    trl_keys = KEYS_OF_TRL.get(name.lower())
+    if trl_keys is not None:
         return UserError(
-            f"adora_method: {name} is in TRL's own keys; set {keys}, and adora_method: grpo or adora"
+            f"adora_method: {name} is in TRL's own keys; set {trl_keys}, and adora_method: grpo or "
+            "adora"
         )
     remedy = f"use one of {', '.join(METHODS)}{did_you_mean(name, METHODS)}"
     return UserError(f"adora_method: unknown method {name!r}, {remedy}")
 
 
-def _from_file(name: str) -> FromFile:
-    """Load a method of the user's, a function or a subclass of `Method`, from FILE.py:NAME."""
+def _load_from_file(name: str) -> FromFile:
+    """Load a method of the user's, a function or a subclass of `Method`, from FILE.py:NAME.
+
+    Raises `UserError` where the file has neither under this name.
+    """
 
     def is_method(value: object) -> bool:
         return is_function(value) or (isinstance(value, type) and issubclass(value, Method))
@@ -233,47 +269,54 @@ def _from_file(name: str) -> FromFile:
     return from_file("adora_method", name, noun="method", fits=is_method)
 
 
-def _kept_keys(name: str, keys: object, method: Method) -> tuple[str, ...]:
-    """Return the keys of TRL that `keep_settings` lists.
+def _check_kept_keys(name: str, keep_settings: object, method: Method) -> tuple[str, ...]:
+    """Return the keys of TRL that a method is told not to set, by its option `keep_settings`.
 
-    Raises `UserError` for one that the method does not set.
+    `keep_settings`: one key or a list, as the user wrote it. Raises `UserError` for a key that the
+    method does not set anyway.
     """
-    listed = [keys] if isinstance(keys, str) else keys
-    if not isinstance(listed, list) or not set(map(str, listed)) <= method.settings.keys():
-        settable = ", ".join(method.settings) or "none"
+    keys = [keep_settings] if isinstance(keep_settings, str) else keep_settings
+    if not isinstance(keys, list) or not set(map(str, keys)) <= method.settings.keys():
+        keys_of_method = ", ".join(method.settings) or "none"
         raise UserError(
-            f"adora_method.{own_name(name)}.{KEEP}: {listed!r} must list keys that {name} sets: "
-            f"{settable}"
+            f"adora_method.{own_name(name)}.{KEEP}: {keys!r} must list keys that {name} sets: "
+            f"{keys_of_method}"
         )
-    return tuple(listed)
+    return tuple(keys)
 
 
 def _build_method(
-    name: str, kind: type[Method] | Callable[..., Tensor], options: dict[str, Any]
+    name: str,
+    class_or_function: type[Method] | Callable[..., Tensor],
+    options: dict[str, Any],
 ) -> Method:
     """Build a method from its class or function, and its options.
 
-    Raises `UserError` for an option that it does not have, or a wrong value.
+    The options of a class are its fields. Those of a function are its parameters after the first
+    two, which are the groups and the advantages.
+
+    `name`: NAME or FILE.py:NAME, for errors. Raises `UserError` for an option that the method does
+    not have, and for a wrong value.
     """
     key = f"adora_method.{own_name(name)}"
-    if isinstance(kind, type):
-        method: Method = convert(key, options, kind)
+    if isinstance(class_or_function, type):
+        method: Method = convert(key, options, hint=class_or_function)
         return method
-    # The first two parameters are the groups and the advantages.
-    parameters = [*inspect.signature(kind).parameters][2:]
+    parameters = [*inspect.signature(class_or_function).parameters][2:]
     for option in options:
         if option not in parameters:
             raise UserError(
                 f"{key}: unknown option {option!r}, it has {', '.join(parameters) or 'none'}"
                 f"{did_you_mean(str(option), parameters)}"
             )
-    return OwnFunction(partial(kind, **options) if options else kind)
+    function = partial(class_or_function, **options) if options else class_or_function
+    return OwnFunction(function)
 
 
 def check_methods(config: AdoraGRPOConfig) -> None:
-    """Check that the other keys fit the methods, and try the methods of the user's.
+    """Check that the other keys of a config fit its methods, and call the user's own methods once.
 
-    Raises `UserError`.
+    Raises `UserError` for keys that do not fit, and for a method of the user's that fails.
     """
     if config.adora_method != config.methods.options():
         raise UserError(
@@ -281,6 +324,7 @@ def check_methods(config: AdoraGRPOConfig) -> None:
             "it to AdoraGRPOConfig(adora_method=...)"
         )
     for name, method in config.methods.chosen.items():
+        # A method that starts from the rewards gets their sum.
         if method.remakes and config.multi_objective_aggregation != "sum_then_normalize":
             raise UserError(
                 f"adora_method: {name} needs multi_objective_aggregation: sum_then_normalize, one "
@@ -289,34 +333,39 @@ def check_methods(config: AdoraGRPOConfig) -> None:
         try:
             method.check(config)
         except ValueError as error:
-            # The text of the error begins with the name of an option, or with a key.
-            subject = str(error).partition(":")[0]
-            is_option = subject in {option.name for option in fields(method)}
+            # The text of the error begins with what is wrong: an option of the method, or a key.
+            wrong_name = str(error).partition(":")[0]
+            is_option = wrong_name in {option.name for option in fields(method)}
             prefix = f"adora_method.{name}." if is_option else ""
             raise UserError(f"{prefix}{error}") from error
         if name not in METHODS:
-            _try(name, method, config)
+            _try_method(name, method, config)
 
 
-def _try(name: str, method: Method, config: AdoraGRPOConfig) -> None:
-    """Call the user's method with two groups, of which one has no signal.
+def _try_method(name: str, method: Method, config: AdoraGRPOConfig) -> None:
+    """Call a method of the user's once before the run, to see that it returns finite advantages.
 
-    Raises `UserError` where it fails, or returns something else than finite advantages.
+    It gets two prompts: one with a single correct rollout, and one where all rollouts fail, so that
+    their advantages are all zero. Raises `UserError` where it fails, takes too long, or returns
+    something else.
     """
+    # P prompts x G rollouts of each
     rewards_PG = torch.zeros(2, config.num_generations)
     rewards_PG[0, 0] = 1.0
     lengths_PG = torch.full_like(rewards_PG, config.max_completion_length)
+    none_truncated_PG = torch.zeros_like(rewards_PG, dtype=torch.bool)
     groups = Groups(
         rewards_PG=rewards_PG,
         lengths_PG=lengths_PG,
-        truncated_PG=lengths_PG < 0,
+        truncated_PG=none_truncated_PG,
+        # any finite values will do
         surprisal_PG=lengths_PG,
     )
     run = AdvantagePipeline({name: method})
     advantages_PG = group_advantages(rewards_PG)
     try:
         with own_files.deadline(own_files.LOAD_TIMEOUT_S):
-            # the clone keeps the advantages whole if the method changes them in place
+            # A clone, since the method may change the advantages in place.
             result = method.apply(groups, advantages_PG.clone(), run)
             is_valid = (
                 isinstance(result, Tensor)
@@ -335,7 +384,7 @@ def _try(name: str, method: Method, config: AdoraGRPOConfig) -> None:
 
 
 def build_pipeline(config: AdoraGRPOConfig) -> AdvantagePipeline:
-    """Build the pipeline of the run's methods, which has their state."""
+    """Build what computes the advantages of a run: its methods in their order, and their state."""
     return AdvantagePipeline(
         config.methods.chosen,
         scale=str(config.scale_rewards),
@@ -346,9 +395,13 @@ def build_pipeline(config: AdoraGRPOConfig) -> AdvantagePipeline:
 
 
 def method_overheads(config: AdoraGRPOConfig) -> list[str]:
-    """Return what the methods set and cost beyond GRPO, as lines for the start of the run."""
-    costs = {name: method.costs(config) for name, method in config.methods.chosen.items()}
-    return [
-        *config.methods.notes,
-        *(f"{name}: {cost}" for name, cost in costs.items() if cost),
-    ]
+    """Return lines for the start of a run: the keys that its methods set, and what they cost.
+
+    The cost is what a method computes beyond GRPO, in words; most methods cost nothing.
+    """
+    lines = [*config.methods.notes]
+    for name, method in config.methods.chosen.items():
+        cost = method.costs(config)
+        if cost:
+            lines.append(f"{name}: {cost}")
+    return lines

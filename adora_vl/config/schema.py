@@ -17,7 +17,7 @@ from trl import GRPOConfig, ModelConfig
 from adora_vl.config.command import CliArgs, read, read_value
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.config.methods import name_functions, settle_methods
-from adora_vl.config.values import convert_fields, declared
+from adora_vl.config.values import annotations_of_keys, convert_fields
 from adora_vl.utils.cli import plain, spelled
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.secrets import HIDDEN, masked
@@ -26,23 +26,43 @@ _CPU_RECIPE = "configs/train/smoke_cpu.yaml is a recipe for a CPU (use_cpu: true
 
 
 class UndividedError(UserError):
-    """A generation of this process does not divide into groups; one of more processes may."""
+    """The rollouts of a generation do not divide into groups of `num_generations`.
+
+    With more processes a generation has more rollouts, and may divide.
+    """
 
 
 @dataclass
 class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is untyped to mypy
     """TRL's `GRPOConfig` with our keys; every value is checked when it is constructed."""
 
-    # the keys whose values were converted before, by a command
+    # The keys whose values a command has converted already; Python code leaves it empty.
     converted: InitVar[frozenset[str]] = field(default=frozenset(), kw_only=True)
 
     def __post_init__(self, converted: frozenset[str]) -> None:
-        """Check the keys. Raises `UserError` for our checks, `ValueError` for those of TRL."""
+        """Convert and check the keys, build the methods, and let TRL fill in its own keys.
+
+        `converted`: the keys whose values a command has converted already. Raises `UserError` for
+        the checks of this project, `ValueError` for those of TRL.
+        """
         self.adora_method, functions = name_functions(self.adora_method)
         convert_fields(self, converted=converted, library_class=GRPOConfig)
         check_device(self)
-        # The best of many evaluations on one set is overfitted to that set, and Transformers would
-        # choose it by an evaluation that is not ours.
+        self._refuse_best_checkpoint()
+        # Before TRL's own checks, because a method may set keys of TRL.
+        self.methods = settle_methods(self, functions)
+        self._init_trl_keys()
+        # For its side effect: `masked` remembers the secrets among the values, so that no later
+        # output shows them.
+        masked(vars(self))
+        self._refuse_masked_secrets()
+
+    def _refuse_best_checkpoint(self) -> None:
+        """Raise `UserError` for keys that ask Transformers to choose the best checkpoint.
+
+        The best of many evaluations on one set is overfitted to that set. Besides, Transformers
+        would choose by an evaluation that is not this project's.
+        """
         instead = (
             "keep checkpoints with save_total_limit: null and `python -m adora_vl.export "
             "OUT/checkpoint-N BEST`"
@@ -51,10 +71,16 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
             raise UserError(f"load_best_model_at_end: true is not supported; {instead}")
         if spelled(self.save_strategy) == "best":
             raise UserError(f"save_strategy: best is not supported; {instead}")
-        self.methods = settle_methods(self, functions)
-        # TRL works these two out of each other, and an error names those that the user has set.
-        generation_batch_size = vars(self).get("generation_batch_size")
-        steps_per_generation = vars(self).get("steps_per_generation")
+
+    def _init_trl_keys(self) -> None:
+        """Let TRL check its keys and fill in those that follow from others.
+
+        Raises `UserError` for rollouts that do not divide into groups, `ValueError` for the other
+        checks of TRL.
+        """
+        # TRL computes each of these two from the other. The error names the one that was set.
+        user_batch_size = vars(self).get("generation_batch_size")
+        user_steps = vars(self).get("steps_per_generation")
         num_generations_eval: Any = vars(self).get("num_generations_eval")
         try:
             # TRL wants whole groups in an evaluation, but whether it evaluates at all is only known
@@ -62,16 +88,18 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
             self.num_generations_eval: Any = 1
             super().__post_init__()
         except ValueError:
-            self._check_groups(generation_batch_size, steps_per_generation)
+            self._check_groups(
+                generation_batch_size=user_batch_size, steps_per_generation=user_steps
+            )
             raise
         finally:
             self.num_generations_eval = num_generations_eval
-        # registers the secrets, so that no later output shows them
-        masked(vars(self))
-        self._refuse_masked()
 
-    def _refuse_masked(self) -> None:
-        """Raise `UserError` for the mask that a printed command has in the place of a secret."""
+    def _refuse_masked_secrets(self) -> None:
+        """Raise `UserError` for a command with a mask in the place of a secret.
+
+        Commands are printed with their secrets masked, and a user may copy one from there.
+        """
         for key in ("hub_token", "model_init_kwargs", "vllm_server_base_url"):
             value = getattr(self, key)
             values = [value]
@@ -83,24 +111,36 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
                     "command; write it, or log in with `hf auth login` for the hub"
                 )
 
-    def _check_groups(self, batch: int | None, steps: int | None) -> None:
-        """Raise `UserError` for a generation that does not divide into groups.
+    def _check_groups(
+        self, *, generation_batch_size: int | None, steps_per_generation: int | None
+    ) -> None:
+        """Raise `UndividedError` if the rollouts of a generation do not divide into groups.
 
-        TRL's error names `generation_batch_size`, a product that the user may not have set; this
-        one names its factors. `batch`, `steps`: `generation_batch_size` and `steps_per_generation`
-        as the user has set them, before TRL fills them in.
+        It replaces TRL's error for this, which names `generation_batch_size`. That is a product,
+        and the user has rather set its factors, which this error names.
+
+        Args:
+            generation_batch_size: The value that the user has set, None without one. With one,
+                TRL's own error is clear, and this method returns.
+            steps_per_generation: The value that the user has set, None without one. Then it is
+                `gradient_accumulation_steps`.
         """
         rollouts = self.generation_batch_size
-        rows = self.per_device_train_batch_size
-        group_size = self.num_generations
-        if batch is not None or rollouts is None or rollouts % group_size == 0:
+        if generation_batch_size is not None or rollouts is None:
             return
-        key = "steps_per_generation" if steps else "gradient_accumulation_steps"
+        group_size = self.num_generations
+        if rollouts % group_size == 0:
+            # TRL refused the config for another reason.
+            return
+        rows = self.per_device_train_batch_size
         processes = rollouts // (rows * self.steps_per_generation)
-        plural = "" if processes == 1 else "es"
+        noun = "process" if processes == 1 else "processes"
+        if steps_per_generation:
+            micro_batches = f"steps_per_generation: {steps_per_generation}"
+        else:
+            micro_batches = f"gradient_accumulation_steps: {self.gradient_accumulation_steps}"
         raise UndividedError(
-            f"per_device_train_batch_size: {rows} x "
-            f"{key}: {steps or self.gradient_accumulation_steps} x {processes} process{plural} = "
+            f"per_device_train_batch_size: {rows} x {micro_batches} x {processes} {noun} = "
             f"{rollouts} rollouts, which do not divide into groups of num_generations: "
             f"{group_size}; make the product a multiple of it"
         )
@@ -108,24 +148,28 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle, without secrets and without the built methods.
 
-        Every checkpoint has a pickle of the config (training_args.bin), and checkpoints are passed
-        on to others. A class from a file of the user's could not be read back.
+        Every checkpoint has a pickle of the config (training_args.bin). Checkpoints are given to
+        other people, so secrets are left out. A method may be of a class in a file of the user's,
+        which could not be unpickled.
         """
         state = {name: value for name, value in vars(self).items() if name != "methods"}
         return dict(masked(state, hidden=None))
 
     def __copy__(self) -> AdoraGRPOConfig:
-        """Return a copy with secrets and methods, which the state to pickle lacks."""
+        """Return a copy with secrets and methods, which a copy by `__getstate__` would lack."""
         copied = object.__new__(type(self))
         copied.__dict__.update(vars(self))
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AdoraGRPOConfig:
-        """Return a deep copy with secrets. The methods have no state, and are shared."""
+        """Return a deep copy with secrets. The methods have no state, so both configs share them.
+
+        `memo`: of the `copy` module, each object's copy by the object's id.
+        """
         copied = object.__new__(type(self))
         memo[id(self)] = copied
-        methods = self.methods
-        memo[id(methods)] = methods
+        # With this entry `deepcopy` takes the methods as they are.
+        memo[id(self.methods)] = self.methods
         copied.__dict__.update(deepcopy(vars(self), memo))
         return copied
 
@@ -151,35 +195,43 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
     def truncated_at(self) -> int | None:
         """The length in tokens at which a completion counts as truncated.
 
-        None with `adora_truncated: eos`: then one counts as truncated if it has no end token.
+        None with `adora_truncated: eos`: a completion then counts as truncated if it has no
+        end-of-sequence token.
         """
-        limit = self.adora_truncated
-        if isinstance(limit, str):
+        length_or_eos = self.adora_truncated
+        if isinstance(length_or_eos, str):
             return None
-        if limit is None:
+        if length_or_eos is None:
             # as the reference implementation of ADORA does: 4094 of 4096
             return int(self.max_completion_length) - 2
-        return limit
+        return length_or_eos
 
     @property
     def learns_by_engine(self) -> bool:
-        """Whether the loss weighs each token by its log-probability in the engine.
+        """Whether the loss depends on the log-probabilities that vLLM returns with its samples.
 
-        It does by the ratio to the engine, or where the old log-probabilities are the engine's.
+        It does if vLLM's importance sampling correction is on, or if vLLM's values are taken as
+        the old log-probabilities of the policy ratio.
         """
         takes_engine_logps = self.adora_rollouts.old_logps == "engine"
         return bool(self.vllm_importance_sampling_correction) or takes_engine_logps
 
 
 def missing_gpu(*, use_cpu: bool, bf16: bool | None, fp16: bool) -> str | None:
-    """Return the key that needs a GPU where there is none: `bf16` or `fp16`; else None."""
+    """Return the key, `bf16` or `fp16`, that needs a GPU which this machine does not have.
+
+    None if no key does.
+    """
     if use_cpu:
         return None
-    if computes_in_bf16(bf16, fp16) and not (
+    has_accelerator = (
         is_torch_bf16_gpu_available() or is_torch_xla_available() or is_torch_cuda_available()
-    ):
+    )
+    if computes_in_bf16(bf16, fp16) and not has_accelerator:
         return "bf16"
-    return "fp16" if fp16 and not is_torch_cuda_available() else None
+    if fp16 and not is_torch_cuda_available():
+        return "fp16"
+    return None
 
 
 def computes_in_bf16(bf16: bool | None, fp16: bool) -> bool:
@@ -188,9 +240,9 @@ def computes_in_bf16(bf16: bool | None, fp16: bool) -> bool:
 
 
 def check_device(config: AdoraGRPOConfig) -> None:
-    """Check that this machine computes in the precision of the config.
+    """Raise `UserError` if this machine cannot compute in the precision of the config.
 
-    Transformers refuses it, too, but names neither key nor remedy. Raises `UserError`.
+    Transformers refuses such a config too, but names neither the key nor a remedy.
     """
     key = missing_gpu(use_cpu=config.use_cpu, bf16=config.bf16, fp16=config.fp16)
     if key is not None:
@@ -209,8 +261,8 @@ DATACLASSES = (AdoraScriptArguments, AdoraGRPOConfig, ModelConfig)
 class Configs(NamedTuple):
     """The three dataclasses of a training command.
 
-    `runs_here`: whether this machine has what the training config needs; if not, it was built for
-    another one.
+    `runs_here`: whether this machine has the GPU that the training config needs. If not, the config
+    is of a dry run, which plans for another machine.
     """
 
     script: AdoraScriptArguments
@@ -220,40 +272,46 @@ class Configs(NamedTuple):
 
 
 def build_configs(cli_args: CliArgs, *, any_machine: bool = False, processes: int = 1) -> Configs:
-    """Build the dataclasses of a training command, and convert the values that are still unread.
+    """Build the three dataclasses of a training command from the values that the user has set.
 
-    `any_machine`: build them also where this machine has no GPU for them. `processes`: of the run
-    that is planned, of which this one is the first. Raises `UserError`, also
-    for an error of TRL or Transformers, whose text becomes one line.
+    Args:
+        cli_args: The command as it was read. Values of keys that only TRL knows are converted here.
+        any_machine: Whether to build a config also where this machine has no GPU for it, as a dry
+            run does for another machine.
+        processes: Number of processes of the run that a dry run plans.
+
+    Raises `UserError`, also for an error of TRL or Transformers, whose text becomes one line.
     """
     values = dict(cli_args.values)
     try:
-        script_kwargs = _kwargs_of(AdoraScriptArguments, cli_args, values)
+        script_kwargs = _kwargs_for(AdoraScriptArguments, cli_args, values)
         script = AdoraScriptArguments(**script_kwargs, converted=frozenset(script_kwargs))
-        training_kwargs = _kwargs_of(AdoraGRPOConfig, cli_args, values)
-        missing = None
+        training_kwargs = _kwargs_for(AdoraGRPOConfig, cli_args, values)
+        gpu_key = None
         if any_machine:
-            missing = missing_gpu(
+            gpu_key = missing_gpu(
                 use_cpu=training_kwargs.get("use_cpu", False),
                 bf16=training_kwargs.get("bf16"),
                 fp16=training_kwargs.get("fp16", False),
             )
-        training = _training_of_many(training_kwargs, missing, processes)
-        model = ModelConfig(**_kwargs_of(ModelConfig, cli_args, values))
+        training = _build_training_config(training_kwargs, gpu_key, processes)
+        model = ModelConfig(**_kwargs_for(ModelConfig, cli_args, values))
     except UserError:
         raise
     except (ValueError, TypeError) as error:
-        raise UserError(" ".join(str(error).split())) from error
-    return Configs(script, training, model, runs_here=missing is None)
+        one_line = " ".join(str(error).split())
+        raise UserError(one_line) from error
+    return Configs(script=script, training=training, model=model, runs_here=gpu_key is None)
 
 
-def _kwargs_of(kind: Any, cli_args: CliArgs, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of those keys of a dataclass that were set.
+def _kwargs_for(config_class: Any, cli_args: CliArgs, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments for a config dataclass: its keys that the user has set, converted.
 
-    Unread ones are converted into `values`, once, though two dataclasses may have a key in common.
+    `values`: the converted values so far. Values that were not converted yet are added to it, since
+    two dataclasses may have a key in common.
     """
     kwargs: dict[str, Any] = {}
-    for key, hint in declared(kind).items():
+    for key, hint in annotations_of_keys(config_class).items():
         if key in cli_args.unread and key not in values:
             values[key] = read_value(key, cli_args.unread[key], hint)
         if key in values:
@@ -261,42 +319,57 @@ def _kwargs_of(kind: Any, cli_args: CliArgs, values: dict[str, Any]) -> dict[str
     return kwargs
 
 
-def _training_of_many(
-    kwargs: dict[str, Any], missing: str | None, processes: int
+def _build_training_config(
+    kwargs: dict[str, Any], gpu_key: str | None, processes: int
 ) -> AdoraGRPOConfig:
-    """Build the training config of a run of so many processes, of which this is one.
+    """Build the training config of a run with `processes` processes, of which only this one exists.
 
-    TRL divides a generation of this process alone into groups. Where one of all processes divides,
-    it is built with as many passes as all of them make, and gets its own number back.
+    TRL checks that a generation divides into groups, but it counts only this process. If that check
+    fails, the config is built with `steps_per_generation` multiplied by the number of processes,
+    and the user's value is restored. `gpu_key`: see `_build_without_gpu`; None: this machine can
+    run the config.
+
+    Raises `UndividedError` if the generation of all processes does not divide into groups either.
     """
+
+    def build(**changed_kwargs: int) -> AdoraGRPOConfig:
+        all_kwargs = {**kwargs, **changed_kwargs}
+        if gpu_key is None:
+            return AdoraGRPOConfig(**all_kwargs, converted=frozenset(all_kwargs))
+        return _build_without_gpu(all_kwargs, gpu_key)
+
     try:
-        return _training_config(kwargs, missing)
+        return build()
     except UndividedError:
         if processes == 1:
             raise
-    passes = kwargs.get("steps_per_generation") or kwargs.get("gradient_accumulation_steps", 1)
-    config = _training_config({**kwargs, "steps_per_generation": passes * processes}, missing)
-    config.steps_per_generation = passes
-    config.generation_batch_size = config.per_device_train_batch_size * passes
+    # TRL's own default for `steps_per_generation`
+    steps = kwargs.get("steps_per_generation") or kwargs.get("gradient_accumulation_steps", 1)
+    config = build(steps_per_generation=steps * processes)
+    config.steps_per_generation = steps
+    config.generation_batch_size = config.per_device_train_batch_size * steps
     return config
 
 
-def _training_config(kwargs: dict[str, Any], missing: str | None) -> AdoraGRPOConfig:
-    """Build the training config. `missing`: the key that needs a GPU which is not here.
+def _build_without_gpu(kwargs: dict[str, Any], gpu_key: str) -> AdoraGRPOConfig:
+    """Build a training config that needs a GPU on a machine without one.
 
-    Transformers refuses such a config, so the keys that it refuses are switched off while it is
-    built, and restored. No method reads them.
+    Transformers refuses such a config. So it is built for the CPU, without `bf16` and `fp16`, and
+    these keys are set afterwards. No method for the advantages reads them while it is built.
+
+    `gpu_key`: the key that is on, `bf16` or `fp16`.
     """
-    if missing is None:
-        return AdoraGRPOConfig(**kwargs, converted=frozenset(kwargs))
-    on_cpu = {**kwargs, "use_cpu": True, "bf16": False, "fp16": False}
-    config = AdoraGRPOConfig(**on_cpu, converted=frozenset(on_cpu))
+    cpu_kwargs = {**kwargs, "use_cpu": True, "bf16": False, "fp16": False}
+    config = AdoraGRPOConfig(**cpu_kwargs, converted=frozenset(cpu_kwargs))
     config.use_cpu = False
-    setattr(config, missing, True)
+    setattr(config, gpu_key, True)
     return config
 
 
 def parse(arguments: Sequence[str]) -> tuple[AdoraScriptArguments, AdoraGRPOConfig, ModelConfig]:
-    """Read the words of a command, which need not name a model, and build its dataclasses."""
+    """Read the words of a training command, and build its three dataclasses.
+
+    The command need not name a model. Raises `UserError`.
+    """
     configs = build_configs(read(arguments, needs_model=False))
     return configs.script, configs.training, configs.model

@@ -26,8 +26,8 @@ class Sharding:
     """How a run is spread over processes and machines.
 
     `processes`: their number on all machines together. `stage`: DeepSpeed's ZeRO stage, 0 to 3;
-    None without DeepSpeed. `offload_optimizer`, `offload_parameters`: whether they lie in host
-    memory.
+    None without DeepSpeed. `offload_optimizer`, `offload_parameters`: whether optimizer states and
+    weights lie in host memory.
     """
 
     processes: int = 1
@@ -43,32 +43,39 @@ class Sharding:
 
     @property
     def name(self) -> str:
-        """The name that a run's fingerprint has: `zero1` to `zero3`, or `none`."""
+        """The sharding's name in a run's fingerprint: `zero1` to `zero3`, or `none`."""
         return f"zero{self.stage}" if self.stage else "none"
 
     def describe(self) -> str:
         """Return the sharding in words, for a report."""
-        cards = "one process" if self.processes == 1 else f"{self.processes} processes"
+        processes = "one process" if self.processes == 1 else f"{self.processes} processes"
         if self.machines > 1:
-            cards += f" on {self.machines} machines"
+            processes += f" on {self.machines} machines"
         if self.stage is None:
             copies = "" if self.processes == 1 else ", each with a whole copy (DDP)"
-            return f"{cards}, no sharding{copies}"
-        parts = {"optimizer": self.offload_optimizer, "weights": self.offload_parameters}
-        offloaded = [name for name, in_host_memory in parts.items() if in_host_memory]
-        text = f"{cards}, DeepSpeed ZeRO-{self.stage}"
-        if offloaded:
-            text += f", {' and '.join(offloaded)} in host memory"
+            return f"{processes}, no sharding{copies}"
+        in_host_memory: list[str] = []
+        if self.offload_optimizer:
+            in_host_memory.append("optimizer")
+        if self.offload_parameters:
+            in_host_memory.append("weights")
+        text = f"{processes}, DeepSpeed ZeRO-{self.stage}"
+        if in_host_memory:
+            text += f", {' and '.join(in_host_memory)} in host memory"
         return text
 
 
 def from_file(
     path: str | Path, processes: int | None = None, machines: int | None = None
 ) -> Sharding:
-    """Read the sharding from an accelerate config.
+    """Read how a run is spread over processes from an accelerate config.
 
-    `processes`, `machines`: replace the numbers in the file. With other `machines` each one has as
-    many processes as in the file, unless `processes` gives their number on all machines together.
+    Args:
+        path: The YAML file that `accelerate launch --config_file` takes.
+        processes: Number of processes on all machines together, instead of the file's.
+        machines: Number of machines, instead of the file's. Each one has as many processes as in
+            the file, unless `processes` is set too.
+
     Raises `UserError` for a file that is no accelerate config, for FSDP, and for a file from which
     several machines cannot start.
     """
@@ -76,57 +83,76 @@ def from_file(
     where = f"--accelerate-config: {str(path)!r}"
     if "num_processes" not in content:
         raise UserError(f"{where} is no accelerate config (no num_processes)")
-    in_file = _whole("num_machines", content.get("num_machines") or 1, 1, path)
-    machines = machines or in_file
-    number = (
-        processes
-        or _whole("num_processes", content["num_processes"], 1, path) // in_file * machines
+    file_machines = _whole_number(
+        content.get("num_machines") or 1, key="num_machines", minimum=1, path=path
     )
-    spread_over(number, machines)
-    kind = str(content.get("distributed_type", "NO")).upper()
-    deepspeed = content.get("deepspeed_config") or {}
-    if kind == "FSDP":
+    machines = machines or file_machines
+    if not processes:
+        file_processes = _whole_number(
+            content["num_processes"], key="num_processes", minimum=1, path=path
+        )
+        processes = file_processes // file_machines * machines
+    check_spread(processes, machines)
+    distributed_type = str(content.get("distributed_type", "NO")).upper()
+    if distributed_type == "FSDP":
         raise UserError(f"{where} asks for FSDP; {FSDP_IS_UNKNOWN}")
-    if kind == "NO" and number > 1:
+    if distributed_type == "NO" and processes > 1:
         raise UserError(
             f"{where} has distributed_type: 'NO', with which accelerate starts one process, "
-            f"and not {number}; {SEVERAL}"
+            f"and not {processes}; {SEVERAL}"
         )
+    deepspeed = content.get("deepspeed_config") or {}
     if not isinstance(deepspeed, dict):
         raise UserError(
             f"--accelerate-config: deepspeed_config: {deepspeed!r:.60} in {str(path)!r} is not a "
             "mapping"
         )
-    launcher = deepspeed.get("deepspeed_multinode_launcher")
-    example = "see configs/accelerate/zero3_nodes.yaml"
-    # With these, several machines would wait for each other in vain, or fail after minutes.
-    if in_file > 1 and content.get("main_process_port") == 0:
-        raise UserError(
-            f"{where} has main_process_port: 0, which becomes another port on each machine, so "
-            f"that they never meet; choose one port for all, {example}"
-        )
-    if in_file > 1 and kind == "DEEPSPEED" and launcher != "standard":
-        raise UserError(
-            f"{where} would start the machines with DeepSpeed's launcher, which needs pdsh and a "
-            f"hostfile; set deepspeed_multinode_launcher: standard, {example}"
-        )
-    if kind == "DEEPSPEED" and "deepspeed_config_file" in deepspeed:
+    if file_machines > 1:
+        _check_several_machines(content, deepspeed, where=where)
+    if distributed_type != "DEEPSPEED":
+        return Sharding(processes=processes, machines=machines)
+    if "deepspeed_config_file" in deepspeed:
         raise UserError(
             f"{where} names a DeepSpeed file; write "
             "zero_stage and the offload keys into the accelerate config"
         )
-    if kind != "DEEPSPEED":
-        return Sharding(number, machines=machines)
-    stage = _whole("zero_stage", deepspeed.get("zero_stage", 2), 0, path)
-    return _deepspeed(number, machines, {**deepspeed, "zero_stage": stage})
+    stage = _whole_number(deepspeed.get("zero_stage", 2), key="zero_stage", minimum=0, path=path)
+    return _deepspeed_sharding(processes, machines, {**deepspeed, "zero_stage": stage})
 
 
-def _whole(key: str, value: object, minimum: int, path: str | Path) -> int:
-    """Return the whole number of a key of an accelerate config.
+def _check_several_machines(
+    content: Mapping[str, Any], deepspeed: Mapping[str, Any], where: str
+) -> None:
+    """Raise `UserError` for an accelerate config from which several machines cannot start.
 
-    Raises `UserError` for anything else.
+    They would wait for each other in vain, or fail after minutes.
+
+    Args:
+        content: The accelerate config.
+        deepspeed: Its `deepspeed_config`, empty without one.
+        where: The file, for the error.
     """
-    if isinstance(value, bool) or not str(value).isdecimal() or not minimum <= int(str(value)):
+    example = "see configs/accelerate/zero3_nodes.yaml"
+    if content.get("main_process_port") == 0:
+        raise UserError(
+            f"{where} has main_process_port: 0, which becomes another port on each machine, so "
+            f"that they never meet; choose one port for all, {example}"
+        )
+    uses_deepspeed = str(content.get("distributed_type", "NO")).upper() == "DEEPSPEED"
+    if uses_deepspeed and deepspeed.get("deepspeed_multinode_launcher") != "standard":
+        raise UserError(
+            f"{where} would start the machines with DeepSpeed's launcher, which needs pdsh and a "
+            f"hostfile; set deepspeed_multinode_launcher: standard, {example}"
+        )
+
+
+def _whole_number(value: object, *, key: str, minimum: int, path: str | Path) -> int:
+    """Return the whole number that a key of an accelerate config has, which may be a text.
+
+    Raises `UserError` for anything else, and for a number below `minimum`.
+    """
+    is_whole = not isinstance(value, bool) and str(value).isdecimal()
+    if not is_whole or int(str(value)) < minimum:
         raise UserError(
             f"--accelerate-config: {key}: {value!r:.60} in {str(path)!r} is not a whole number of "
             f"at least {minimum}"
@@ -135,20 +161,26 @@ def _whole(key: str, value: object, minimum: int, path: str | Path) -> int:
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> Sharding:
-    """Read the sharding from the environment that `accelerate launch` sets for its children."""
+    """Read how this run is spread over processes from what `accelerate launch` sets.
+
+    `environment`: the environment variables of a process. Without a launcher it is one process.
+    """
     processes = int(environment.get("WORLD_SIZE", "1"))
-    machines = max(1, processes // int(environment.get("LOCAL_WORLD_SIZE") or processes))
+    local_processes = int(environment.get("LOCAL_WORLD_SIZE") or processes)
+    machines = max(1, processes // local_processes)
     if environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
-        return Sharding(processes, machines=machines)
+        return Sharding(processes=processes, machines=machines)
     names = ("zero_stage", "offload_optimizer_device", "offload_param_device")
-    values = {name: environment.get(f"ACCELERATE_DEEPSPEED_{name.upper()}") for name in names}
-    return _deepspeed(processes, machines, values)
+    deepspeed_keys = {
+        name: environment.get(f"ACCELERATE_DEEPSPEED_{name.upper()}") for name in names
+    }
+    return _deepspeed_sharding(processes, machines, deepspeed_keys)
 
 
-def spread_over(processes: int, machines: int) -> None:
-    """Raise `UserError` unless every machine gets the same number of processes.
+def check_spread(processes: int, machines: int) -> None:
+    """Raise `UserError` unless the processes divide evenly over the machines.
 
-    accelerate starts the same number on each.
+    accelerate starts the same number of processes on each machine.
     """
     if processes % machines or processes < machines:
         raise UserError(
@@ -157,15 +189,20 @@ def spread_over(processes: int, machines: int) -> None:
         )
 
 
-def _deepspeed(processes: int, machines: int, values: Mapping[str, Any]) -> Sharding:
-    """Return the sharding for the DeepSpeed keys of an accelerate config; a missing stage is 2."""
-    optimizer_device = str(values.get("offload_optimizer_device") or "none").lower()
-    param_device = str(values.get("offload_param_device") or "none").lower()
-    stage = values.get("zero_stage")
-    stage = 2 if stage is None else int(stage)
+def _deepspeed_sharding(
+    processes: int, machines: int, deepspeed_keys: Mapping[str, Any]
+) -> Sharding:
+    """Return the sharding that the DeepSpeed keys of an accelerate config ask for.
+
+    `deepspeed_keys`: the config's `deepspeed_config`; keys may be missing or None.
+    """
+    optimizer_device = str(deepspeed_keys.get("offload_optimizer_device") or "none").lower()
+    param_device = str(deepspeed_keys.get("offload_param_device") or "none").lower()
+    stage = deepspeed_keys.get("zero_stage")
     return Sharding(
         processes=processes,
-        stage=stage,
+        # accelerate's default is 2
+        stage=2 if stage is None else int(stage),
         offload_optimizer=optimizer_device != "none",
         offload_parameters=param_device != "none",
         machines=machines,

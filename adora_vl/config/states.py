@@ -18,87 +18,113 @@ MOMENTS = 2  # of a parameter, in Adam
 
 @dataclass(frozen=True)
 class States:
-    """The states of a training in bytes on one card.
+    """The bytes that a training holds on one GPU all the time, by what they are for.
 
-    `host_optimizer` is the exception: it lies in host memory, for this card.
+    `host_optimizer` is the exception: it lies in host memory, for this GPU.
     """
 
     weights: int
     gradients: int
     optimizer: int
     reference: int
-    gathered: int = 0  # of other ranks' weights, while layers are at work (ZeRO-3)
-    step: int = 0  # in addition, while the optimizer steps
-    host_optimizer: int = 0
+    gathered: int = 0  # weights of other ranks, gathered while a layer computes (ZeRO-3)
+    step: int = 0  # in addition, during an optimizer step
+    host_optimizer: int = 0  # optimizer states with offload, in host memory
 
 
-def states(shape: ModelShape, sharding: Sharding, *, reference: bool, mixed: bool) -> States:
-    """Return the bytes of weights, gradients, optimizer and reference model on one card.
+def states(
+    shape: ModelShape, sharding: Sharding, *, has_reference: bool, mixed_precision: bool
+) -> States:
+    """Predict the bytes of weights, gradients, optimizer and reference model on one GPU.
 
     Args:
-        shape: Sizes of the model and of what is trained.
+        shape: Numbers of parameters: of the model, and of what is trained.
         sharding: Processes, ZeRO stage and offload.
-        reference: Whether a reference model is held (`beta` above 0). It is whole on each card
+        has_reference: Whether the run has a reference model (`beta` above 0). It is whole on each GPU
             except under ZeRO-3. LoRA needs none, since TRL switches the adapter off instead.
-        mixed: Whether DeepSpeed computes in bfloat16 or float16, and so keeps float32 master
+        mixed_precision: Whether DeepSpeed computes in bfloat16 or float16, and so keeps float32 master
             weights. Without it gradients and moments have the dtype of the weights, and those of
             a LoRA adapter are float32 (the default of PEFT).
     """
     if sharding.stage is None:
-        return _plain(shape, sharding.processes, reference)
-    byte = 2 if mixed else shape.weight_bytes
+        return _states_without_deepspeed(shape, sharding.processes, has_reference=has_reference)
+    bytes_per_weight = 2 if mixed_precision else shape.weight_bytes
     ranks = sharding.processes
-    # The number of ranks over which each kind of state is divided: ZeRO-1 divides the optimizer,
-    # ZeRO-2 the gradients too, ZeRO-3 also the weights.
+    # ZeRO-1 divides the optimizer states over the ranks, ZeRO-2 the gradients too, ZeRO-3 also the
+    # weights.
     optimizer_ranks = ranks if sharding.stage >= 1 else 1
     gradient_ranks = ranks if sharding.stage >= 2 else 1
     weight_ranks = ranks if sharding.stage >= 3 else 1
-    weights = shape.total * byte // weight_ranks
-    gradients = shape.trained * byte // gradient_ranks
-    bucket = BUCKET * byte if sharding.stage >= 2 else 0
-    master_bytes = FLOAT if mixed else 0
-    optimizer = shape.trained * (MOMENTS * FLOAT + master_bytes) // optimizer_ranks
-    # DeepSpeed's optimizer on the host has weights and gradients in float32 of its own, whatever
-    # the model has
-    on_host = shape.trained * ((MOMENTS + 2) * FLOAT + byte) // optimizer_ranks
+
+    weights = shape.total_parameters * bytes_per_weight // weight_ranks
+    keeps_reference = has_reference and not shape.has_adapters
     gathered = 0
     if sharding.stage == 3 and ranks > 1:
-        gathered = min(shape.total, LIVE_PARAMETERS) * byte
-    step = 0  # float32 copies of the gradients while the optimizer steps
-    if mixed and not sharding.offload_optimizer:
-        parameters = shape.trained // optimizer_ranks
-        step = FLOAT * (min(parameters, SUB_GROUP) if weight_ranks > 1 else parameters)
+        gathered = min(shape.total_parameters, LIVE_PARAMETERS) * bytes_per_weight
+    gradient_bucket = BUCKET * bytes_per_weight if sharding.stage >= 2 else 0
+
+    if sharding.offload_optimizer:
+        gradients = 0
+        optimizer = 0
+        step = 0
+        # DeepSpeed's optimizer on the host keeps float32 weights and gradients of its own beside
+        # the moments, whatever dtype the model has, and one buffer in that dtype.
+        host_bytes = (MOMENTS + 2) * FLOAT + bytes_per_weight
+        host_optimizer = shape.trained_parameters * host_bytes // optimizer_ranks
+    else:
+        gradients = shape.trained_parameters * bytes_per_weight // gradient_ranks
+        master_bytes = FLOAT if mixed_precision else 0
+        optimizer = shape.trained_parameters * (MOMENTS * FLOAT + master_bytes) // optimizer_ranks
+        step = 0
+        if mixed_precision:
+            # Float32 copies of the gradients. ZeRO-3 makes them for one sub-group at a time.
+            copied_gradients = shape.trained_parameters // optimizer_ranks
+            if weight_ranks > 1:
+                copied_gradients = min(copied_gradients, SUB_GROUP)
+            step = FLOAT * copied_gradients
+        host_optimizer = 0
     return States(
         weights=0 if sharding.offload_parameters else weights,
-        gradients=bucket + (0 if sharding.offload_optimizer else gradients),
-        optimizer=0 if sharding.offload_optimizer else optimizer,
-        reference=weights if reference and not shape.adapters else 0,
+        gradients=gradient_bucket + gradients,
+        optimizer=optimizer,
+        reference=weights if keeps_reference else 0,
         gathered=gathered,
         step=step,
-        host_optimizer=on_host if sharding.offload_optimizer else 0,
+        host_optimizer=host_optimizer,
     )
 
 
-def _plain(shape: ModelShape, processes: int, reference: bool) -> States:
-    """Return the states without DeepSpeed.
+def _states_without_deepspeed(shape: ModelShape, processes: int, *, has_reference: bool) -> States:
+    """Predict the bytes of a training without DeepSpeed, where every GPU holds all of them.
 
-    They are whole on every card, with DDP where there are several.
+    `processes`: with several, DDP adds buckets for the gradients. `has_reference`: whether the run has
+    a reference model.
     """
-    byte = FLOAT if shape.adapters else shape.weight_bytes
-    weights = shape.base_bytes(shape.weight_bytes) + (shape.trained * byte if shape.adapters else 0)
-    copies = 2 if processes > 1 else 1  # DDP's buckets are a second copy of the gradients
+    weights = shape.base_bytes(shape.weight_bytes)
+    bytes_per_trained = shape.weight_bytes
+    if shape.has_adapters:
+        # PEFT makes LoRA matrices in float32, beside the frozen weights.
+        bytes_per_trained = FLOAT
+        weights += shape.trained_parameters * FLOAT
+    gradient_copies = 2 if processes > 1 else 1  # DDP's buckets are a second copy
+    keeps_reference = has_reference and not shape.has_adapters
     return States(
         weights=weights,
-        gradients=shape.trained * byte * copies,
-        optimizer=MOMENTS * shape.trained * byte,
-        reference=shape.total * shape.weight_bytes if reference and not shape.adapters else 0,
+        gradients=shape.trained_parameters * bytes_per_trained * gradient_copies,
+        optimizer=MOMENTS * shape.trained_parameters * bytes_per_trained,
+        reference=shape.total_parameters * shape.weight_bytes if keeps_reference else 0,
     )
 
 
-def dtypes_of(shape: ModelShape, sharding: Sharding, *, mixed: bool) -> DtypeBytes:
-    """Return the sizes of the dtypes of a pass; `mixed`: bf16 or fp16."""
-    # DeepSpeed casts the weights, and the residual stream with them; else they stay as they are
-    cast = sharding.stage is not None and mixed
+def dtypes_of(shape: ModelShape, sharding: Sharding, *, mixed_precision: bool) -> DtypeBytes:
+    """Return the bytes per number in a forward and backward pass.
+
+    `mixed_precision`: whether the run computes in bf16 or fp16.
+    """
+    # DeepSpeed casts the weights, and so the residual stream, to the 16 bit dtype. torch's autocast
+    # leaves both as they are.
+    is_cast = sharding.stage is not None and mixed_precision
     return DtypeBytes(
-        compute=2 if mixed else shape.weight_bytes, residual=2 if cast else shape.weight_bytes
+        compute=2 if mixed_precision else shape.weight_bytes,
+        residual=2 if is_cast else shape.weight_bytes,
     )

@@ -30,8 +30,9 @@ _DATACLASSES = ("GRPOConfig", "ModelConfig")
 class Key:
     """One key of a training config.
 
-    `default`: MISSING where the source computes it. `library`: the one that declares the key last,
-    and so decides its default.
+    `default`: `dataclasses.MISSING` where the library's source computes it. `help`: its text in
+    `--help-all`. `library`: `adora_vl`, `trl` or `transformers`; where a class overrides a key of
+    its base class, the library of that class.
     """
 
     name: str
@@ -41,18 +42,27 @@ class Key:
 
     @property
     def options(self) -> list[Key]:
-        """The options of a key that is a block, under their dotted names; else none."""
-        block = self.default
-        if not is_dataclass(block):
+        """The options of a key whose value is a dataclass, under dotted names; else none."""
+        options = self.default
+        if not is_dataclass(options):
             return []
-        return [replace(key, name=f"{self.name}.{key.name}") for key in _our_keys(block)]
+        return [replace(option, name=f"{self.name}.{option.name}") for option in _our_keys(options)]
+
+
+@dataclass(frozen=True)
+class _LibraryClass:
+    """A class of a library: its syntax tree, and the name of the library."""
+
+    node: ast.ClassDef
+    library: str
 
 
 @cache
 def read_keys() -> dict[str, Key]:
-    """Return every key by its name.
+    """Return every key of a training config by its name, without importing TRL.
 
-    Raises `UserError` where a library has its classes in other files, as in another version.
+    Raises `UserError` if TRL or Transformers has its config classes in other files than expected,
+    because another version is installed.
     """
     try:
         our_keys = [*_our_keys(AdoraScriptArguments), *_our_keys(AdoraKeys)]
@@ -64,93 +74,105 @@ def read_keys() -> dict[str, Key]:
 
 
 def _keys_of_libraries() -> dict[str, Key]:
-    """Return the keys of TRL and Transformers, parsed from their sources."""
-    classes: dict[str, tuple[ast.ClassDef, str]] = {}
-    for library, names in _FILES.items():
+    """Return the keys of TRL and Transformers by name, parsed from the libraries' sources.
+
+    Raises `OSError` or `KeyError` if a file or class is not where it is expected.
+    """
+    classes: dict[str, _LibraryClass] = {}
+    for library, file_names in _FILES.items():
         spec = find_spec(library)
         folders = (spec and spec.submodule_search_locations) or ()
-        trees = [ast.parse(Path(folder, name).read_bytes()) for folder in folders for name in names]
-        nodes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
-        classes |= {node.name: (node, library) for node in nodes}
+        for folder in folders:
+            for file_name in file_names:
+                tree = ast.parse(Path(folder, file_name).read_bytes())
+                for node in tree.body:
+                    if isinstance(node, ast.ClassDef):
+                        classes[node.name] = _LibraryClass(node, library)
     keys: dict[str, Key] = {}
-    for name in _DATACLASSES:
-        keys |= _keys_of_class(name, classes)
+    for class_name in _DATACLASSES:
+        keys |= _keys_of_class(class_name, classes)
     return keys
 
 
 def _our_keys(dataclass: Any) -> list[Key]:
-    """Return the keys of a dataclass of ours."""
+    """Return the keys that a dataclass of this project declares, which has a help for each."""
     return [
         Key(
-            name=option.name,
-            default=_default_of(option),
-            help=option.metadata["help"],
+            name=field.name,
+            default=_default_of(field),
+            help=field.metadata["help"],
             library=OURS,
         )
-        for option in fields(dataclass)
+        for field in fields(dataclass)
     ]
 
 
-def _default_of(option: Field[Any]) -> Any:
-    """Return the default of a field, from its factory where it has one."""
-    if option.default_factory is MISSING:
-        return option.default
-    return option.default_factory()
+def _default_of(field: Field[Any]) -> Any:
+    """Return the default of a dataclass field, from its factory where it has one."""
+    if field.default_factory is MISSING:
+        return field.default
+    return field.default_factory()
 
 
-def _keys_of_class(name: str, classes: Mapping[str, tuple[ast.ClassDef, str]]) -> dict[str, Key]:
-    """Return the fields of a class and of those that it inherits from.
+def _keys_of_class(class_name: str, classes: Mapping[str, _LibraryClass]) -> dict[str, Key]:
+    """Return the keys that a dataclass and its base classes declare, by name.
 
-    Raises `KeyError` for a class that none of the files defines.
+    `classes`: parsed classes of the libraries by name. Raises `KeyError` for a class that is not
+    among them.
     """
-    node, library = classes[name]
+    dataclass = classes[class_name]
     keys: dict[str, Key] = {}
-    for base in node.bases:
+    for base in dataclass.node.bases:
         keys |= _keys_of_class(ast.unparse(base), classes)
-    for line in node.body:
-        if not isinstance(line, ast.AnnAssign) or not isinstance(line.target, ast.Name):
+    # A field is an annotated assignment: `name: type = value`.
+    for statement in dataclass.node.body:
+        if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
             continue
-        field_name = line.target.id
+        field_name = statement.target.id
         if not field_name.startswith("_"):
-            keys[field_name] = _read_field(field_name, line.value, library)
+            keys[field_name] = _read_field(field_name, statement.value, dataclass.library)
     return keys
 
 
 def _read_field(name: str, value: ast.expr | None, library: str) -> Key:
-    """Return the key that a line of a dataclass declares.
+    """Return the key that a field of a library's dataclass declares.
 
-    `value`: what stands behind its `=`: a value, or `field(default=..., metadata={"help": ...})`.
+    `value`: the expression behind its `=`: a plain value, or
+    `field(default=..., metadata={"help": ...})`. None: the field has none.
     """
     if not isinstance(value, ast.Call):
-        return Key(name=name, default=_literal(value), help="", library=library)
+        return Key(name=name, default=_literal_value(value), help="", library=library)
     arguments = {keyword.arg: keyword.value for keyword in value.keywords}
-    default: Any = _literal(arguments.get("default"))
+    default: Any = _literal_value(arguments.get("default"))
     factory = arguments.get("default_factory")
     if isinstance(factory, ast.Lambda):
-        default = _literal(factory.body)
+        default = _literal_value(factory.body)
     elif isinstance(factory, ast.Name):
         default = {"list": [], "dict": {}}.get(factory.id, MISSING)
+    help_text = _help_in(arguments.get("metadata"))
     # The libraries double every % for argparse.
-    text = _help_in(arguments.get("metadata")).replace("%%", "%")
-    return Key(name=name, default=default, help=" ".join(text.split()), library=library)
+    one_line = " ".join(help_text.replace("%%", "%").split())
+    return Key(name=name, default=default, help=one_line, library=library)
 
 
 def _help_in(metadata: ast.expr | None) -> str:
-    """Return the text of `help` in the metadata of a field; an expression may join its parts."""
+    """Return the text of `help` in the expression of a field's metadata; empty without one."""
     if not isinstance(metadata, ast.Dict):
         return ""
     parts: list[str] = []
     for key, value in zip(metadata.keys, metadata.values, strict=True):
-        if key is None or _literal(key) != "help":
+        # The key None stands for a `**` in the dict.
+        if key is None or _literal_value(key) != "help":
             continue
+        # The text may be an expression that joins several constants.
         for node in ast.walk(value):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 parts.append(node.value)
     return "".join(parts)
 
 
-def _literal(node: ast.expr | None) -> Any:
-    """Return the value of an expression, MISSING where it is not a literal."""
+def _literal_value(node: ast.expr | None) -> Any:
+    """Return the value of a literal expression; `dataclasses.MISSING` for any other or None."""
     try:
         return MISSING if node is None else ast.literal_eval(node)
     except ValueError:

@@ -99,8 +99,9 @@ RANGES: dict[str, Any] = {
     "scale_rewards": bool | Literal["group", "batch", "none"],
     "resume_from_checkpoint": Literal[True, False] | str | None,
 }
-# a mapping, or the path of one
-OR_FILE = frozenset({"deepspeed", "fsdp_config", "accelerator_config"})
-# null means to resume if there is a checkpoint
+# Keys that take a mapping, or the path of a JSON file with one.
+MAY_BE_JSON_FILE = frozenset({"deepspeed", "fsdp_config", "accelerator_config"})
+# Keys for which the word none is not null: here it is a path, and null means to resume if there is
+# a checkpoint.
 NONE_IS_A_WORD = frozenset({"resume_from_checkpoint"})
 VALUE_FOR_NULL = {"report_to": ["none"]}  # Transformers fails on null for this key

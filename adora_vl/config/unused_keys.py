@@ -7,7 +7,7 @@ the same lines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -24,23 +24,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What decides whether a key is read.
+    """What decides whether a run reads a key.
 
-    `adapted`: whether an adapter is trained. `trl_evaluates`: whether TRL evaluates during
-    training, on a data set from Python.
+    `trains_adapter`: whether an adapter such as LoRA is trained. `trl_evaluates`: whether TRL's own
+    evaluation runs during training, on a data set that Python code has passed.
     """
 
     config: AdoraGRPOConfig
     model: ModelConfig
-    adapted: bool
+    trains_adapter: bool
     trl_evaluates: bool
 
 
 @dataclass(frozen=True)
 class UnusedKeys:
-    """Keys that are read under one condition.
+    """Keys that a run reads only under a certain condition.
 
-    `reason`: the end of the line "KEY does nothing ...". `are_read`: whether a run reads them.
+    `reason`: the end of the line "KEY does nothing ...", for a run that does not read them.
+    `are_read`: whether a run with these settings reads them.
     """
 
     keys: tuple[str, ...]
@@ -92,7 +93,7 @@ def _never(settings: RunSettings) -> bool:
     return False
 
 
-GROUPS = (
+_UNUSED_KEYS = (
     UnusedKeys(
         (
             "lora_alpha",
@@ -106,7 +107,7 @@ GROUPS = (
             "use_rslora",
         ),
         "without use_peft: true, so all weights are trained",
-        lambda settings: settings.adapted,
+        lambda settings: settings.trains_adapter,
     ),
     UnusedKeys(
         ("bnb_4bit_quant_storage", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
@@ -292,42 +293,45 @@ GROUPS = (
 
 
 def unused_keys(settings: RunSettings) -> list[str]:
-    """Return the lines about keys that were set but do nothing in this run, one for each reason."""
-    were_set = {*_changed(settings.config), *_changed(settings.model)}
+    """Return a line for each reason why keys that were set do nothing in this run."""
+    set_keys = {*_keys_not_at_default(settings.config), *_keys_not_at_default(settings.model)}
     lines: list[str] = []
-    for group in GROUPS:
-        names = [name for name in group.keys if name in were_set]
-        if names and not group.are_read(settings):
-            lines.append(f"{', '.join(names)}: {_verb(names)} nothing {group.reason}")
+    for unused in _UNUSED_KEYS:
+        names = [name for name in unused.keys if name in set_keys]
+        if names and not unused.are_read(settings):
+            verb = "does" if len(names) == 1 else "do"
+            lines.append(f"{', '.join(names)}: {verb} nothing {unused.reason}")
     return lines
 
 
-def _verb(names: Sequence[str]) -> str:
-    return "does" if len(names) == 1 else "do"
+def _keys_not_at_default(config: Any) -> list[str]:
+    """Return the fields of a config dataclass whose values are not their defaults.
 
-
-def _changed(keys: Any) -> list[str]:
-    """Return the keys of a dataclass whose values are not their defaults."""
-    changed: list[str] = []
-    for field in fields(keys):
+    Empty values are not returned, since they switch nothing on.
+    """
+    names: list[str] = []
+    for field in fields(config):
         default = field.default
         if field.default_factory is not MISSING:
             default = field.default_factory()
-        value = getattr(keys, field.name)
+        value = getattr(config, field.name)
         if value != default and value not in (None, [], {}):
-            changed.append(field.name)
-    return changed
+            names.append(field.name)
+    return names
 
 
 def refuse_unused(config: AdoraGRPOConfig, *, trl_evaluates: bool = False) -> None:
-    """Raise `UserError` for a key that would not do what it is set for, or would break a run.
+    """Raise `UserError` for a key of TRL or Transformers that cannot do here what it is set for.
 
-    Some would change nothing in the training; others break its groups, batches or checkpoints.
-    `trl_evaluates`: whether TRL evaluates during training, on a data set from Python.
+    Some of these keys would change nothing in the training. Others would break the groups of
+    rollouts, the batches or the checkpoints.
+
+    `trl_evaluates`: whether TRL's own evaluation runs during training, on a data set that Python
+    code has passed.
     """
     order = config.train_sampling_strategy
     schedule = spelled(config.lr_scheduler_type)
-    if config.label_smoothing_factor:
+    if config.label_smoothing_factor != 0:
         raise UserError(
             f"label_smoothing_factor: {config.label_smoothing_factor} has no labels to smooth in "
             "a policy's loss; leave it out"
@@ -336,7 +340,7 @@ def refuse_unused(config: AdoraGRPOConfig, *, trl_evaluates: bool = False) -> No
         raise UserError(
             "train_sampling_strategy: sequential is not read here; set shuffle_dataset: false"
         )
-    if order not in ("random", "sequential"):
+    if order != "random":
         raise UserError(f"train_sampling_strategy: {order} would tear groups apart; leave it out")
     if config.neftune_noise_alpha is not None:
         raise UserError(
@@ -363,24 +367,27 @@ def refuse_unused(config: AdoraGRPOConfig, *, trl_evaluates: bool = False) -> No
             "enable_jit_checkpoint: true is not needed: SIGTERM saves a checkpoint in every run; "
             "leave it out"
         )
-    _refuse_loaders(config)
+    _refuse_loader_keys(config)
 
 
-def _refuse_loaders(config: AdoraGRPOConfig) -> None:
-    """Raise `UserError` for keys of the data loader that would tear groups apart.
+def _refuse_loader_keys(config: AdoraGRPOConfig) -> None:
+    """Raise `UserError` for keys of the data loader that would break a run.
 
-    Keys that torch would refuse only after the weights are loaded are refused here too.
+    They would divide the rollouts of a prompt between ranks or steps, or torch would refuse them,
+    but only after the weights are loaded.
     """
     accelerator = config.accelerator_config
-    workers = config.dataloader_num_workers
-    remakes = "counts the micro-batches of a step again; set gradient_accumulation_steps"
+    has_workers = config.dataloader_num_workers > 0
     if accelerator.split_batches or accelerator.dispatch_batches:
         raise UserError(
             "accelerator_config: split_batches and dispatch_batches would tear groups apart; leave "
             "them out"
         )
     if "num_steps" in (accelerator.gradient_accumulation_kwargs or {}):
-        raise UserError(f"accelerator_config: gradient_accumulation_kwargs: num_steps {remakes}")
+        raise UserError(
+            "accelerator_config: gradient_accumulation_kwargs: num_steps counts the micro-batches "
+            "of a step again; set gradient_accumulation_steps"
+        )
     if config.parallelism_config is not None:
         raise UserError("parallelism_config: a model is divided by DeepSpeed alone; leave it out")
     if not config.dataloader_in_order:
@@ -388,9 +395,9 @@ def _refuse_loaders(config: AdoraGRPOConfig) -> None:
             "dataloader_in_order: false would give ranks parts of different generations; leave it "
             "out"
         )
-    if not workers and config.dataloader_persistent_workers:
+    if not has_workers and config.dataloader_persistent_workers:
         raise UserError("dataloader_persistent_workers: true needs dataloader_num_workers above 0")
-    if not workers and config.dataloader_multiprocessing_context is not None:
+    if not has_workers and config.dataloader_multiprocessing_context is not None:
         raise UserError(
             f"dataloader_multiprocessing_context: {config.dataloader_multiprocessing_context} needs "
             "dataloader_num_workers above 0"

@@ -17,7 +17,13 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from adora_vl.config.trl_ranges import NONE_IS_A_WORD, OR_FILE, RANGES, VALUE_FOR_NULL, Name
+from adora_vl.config.trl_ranges import (
+    MAY_BE_JSON_FILE,
+    NONE_IS_A_WORD,
+    RANGES,
+    VALUE_FOR_NULL,
+    Name,
+)
 from adora_vl.utils.cli import (
     GivenTwiceError,
     flow_mapping,
@@ -31,9 +37,10 @@ from adora_vl.utils.cli import (
 from adora_vl.utils.errors import UserError, did_you_mean
 
 _literal: Any = Literal  # mypy takes a Literal only of names that are written out
-_OFF = ("off", "no", "none")  # a bare `off` or `no` in YAML is false
-_BOUNDS = (("gt", "above"), ("ge", "of at least"), ("lt", "below"), ("le", "at most"))
-_KINDS = {
+_WORDS_FOR_OFF = ("off", "no", "none")  # a bare `off` or `no` in YAML is false
+# The bounds of annotated-types by their attribute, and the words for them in an error line.
+_BOUND_IN_WORDS = {"gt": "above", "ge": "of at least", "lt": "below", "le": "at most"}
+_TYPE_IN_WORDS = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
@@ -42,82 +49,99 @@ _KINDS = {
     dict: "a mapping",
     NoneType: "null",
 }
-_MANY = 12  # the most names that an error line lists
-_SHOWN = 80  # the most characters of a value in an error line
+_MOST_WORDS = 12  # the most words of a `Literal` that an error line lists
+_LONGEST_VALUE = 80  # the most characters of a value in an error line
 
 
 def convert(key: str, value: Any, hint: Any) -> Any:
-    """Convert a value from the command line or a YAML file to the type of its key.
+    """Convert a value from the command line or a YAML file to the type of its config key.
 
-    `hint`: the annotation that says what `key` takes. A dataclass is a block of options; one with
-    a `shorthand` may be written as the value of that field alone. Raises `UserError`.
+    Args:
+        key: Name of the config key, for the errors.
+        value: What the user wrote. On the command line it is a text, or a list of texts.
+        hint: Annotation of the key, such as `list[str] | None`. A dataclass in it means a mapping
+            of options.
+
+    Raises `UserError` for a value that the annotation does not allow.
     """
-    kinds = _kinds(hint)
-    # A word of the command line may come as a list of one.
-    word = value
+    types = _member_types(hint)
+    # A word of the command line may come as a list with this one text.
+    single_value = value
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
-        word = value[0]
-    if _is_null(key, word, hint):
-        if NoneType not in kinds:
+        single_value = value[0]
+    if _is_null(key, single_value, hint):
+        if NoneType not in types:
             _refuse(key, None, hint)
+        # Almost every key has None for null.
         return VALUE_FOR_NULL.get(key)
-    block = next((kind for kind in kinds if is_dataclass(kind)), None)
-    if block is not None:
-        return _block(key, word, block)
-    if tuple in kinds:
-        return _tuple(key, value, hint)
-    # A key that takes a truth value or a list: `adora_stock_step: true` is not the list [true].
-    if {bool, list} <= kinds and truth(word) is not None:
-        return truth(word)
+    options_class = next((member for member in types if is_dataclass(member)), None)
+    if options_class is not None:
+        return _convert_options(key, single_value, options_class)
+    if tuple in types:
+        return _convert_tuple(key, value, hint)
+    # A key may take either true/false or a list: `adora_stock_step: true` is not the list [true].
+    if bool in types and list in types:
+        truth_value = truth(single_value)
+        if truth_value is not None:
+            return truth_value
     # A key that takes a text or a list keeps a lone text, such as a regular expression of PEFT's.
-    if list in kinds and not (str in kinds and isinstance(value, str)):
-        entry_hint = _entry(hint)
-        entries = _entries(key, value, entry_hint)
+    stays_text = str in types and isinstance(value, str)
+    if list in types and not stays_text:
+        entry_hint = _entry_hint(hint)
+        entries = _list_entries(key, value, entry_hint)
         return [convert(key, entry, entry_hint) for entry in entries]
-    return _leaf(key, value, hint)
+    return _convert_single(key, value, hint)
 
 
-def _leaf(key: str, value: Any, hint: Any) -> Any:
-    """Convert a value that is no block and no list, which pydantic holds against its annotation."""
+def _convert_single(key: str, value: Any, hint: Any) -> Any:
+    """Convert a value that is neither a list nor a dataclass of options, and validate it.
+
+    A text is parsed first, and pydantic validates the result against the annotation `hint`. Raises
+    `UserError`.
+    """
     plain_value = value.value if isinstance(value, Enum) else value
-    parsed = _parse(key, plain_value, hint)
+    parsed = _parse_text(key, plain_value, hint)
     try:
-        converted = _adapter(hint).validate_python(parsed, strict=True)
+        converted = _validator(hint).validate_python(parsed, strict=True)
     except ValidationError:
         _refuse(key, value, hint)
+    # pydantic lets NaN and infinity pass, also inside of a mapping
     check_finite(key, converted)
     return converted
 
 
-def _is_null(key: str, word: object, hint: object) -> bool:
-    """Return whether a value is null.
+def _is_null(key: str, value: object, hint: object) -> bool:
+    """Return whether a value that a user wrote means null.
 
-    Many write none for it, but for some keys that is a word of its own.
+    The words `null` and `~` always do. The word `none` does for a key that may be null, unless
+    `none` is one of the words that the key takes.
     """
-    if is_null(word):
+    if is_null(value):
         return True
-    none_is_a_word = "none" in _names(hint) or key in NONE_IS_A_WORD
-    if none_is_a_word or NoneType not in _kinds(hint):
+    none_is_a_word = "none" in _literal_words(hint) or key in NONE_IS_A_WORD
+    may_be_null = NoneType in _member_types(hint)
+    if none_is_a_word or not may_be_null:
         return False
-    return isinstance(word, str) and word.strip().lower() == "none"
+    return isinstance(value, str) and value.strip().lower() == "none"
 
 
 def convert_fields(
     config: Any, *, converted: Collection[str] = (), library_class: Any = None
 ) -> None:
-    """Convert the values of a dataclass of keys in place, but for its defaults.
+    """Convert the values of a config dataclass in place; the fields that have their default stay.
 
-    Raises `UserError`.
+    Raises `UserError` for a value that its annotation does not allow.
 
     Args:
-        config: the dataclass, just constructed.
-        converted: the keys whose values were converted before, by a command.
-        library_class: the dataclass of a library that it inherits from. The library's keys are not
-            converted; they have to be finite, and in their range where `RANGES` has one.
+        config: The dataclass whose fields are config keys, just constructed.
+        converted: The keys whose values a command has converted already; they are skipped.
+        library_class: The dataclass of TRL that `config` inherits from. TRL converts the keys of
+            its own, so these are only checked: in `RANGES`, the table of types of this project for
+            TRL's keys, where it has them, else for NaN and infinity.
     """
     library_keys = {key.name for key in fields(library_class)} if library_class else set()
-    kind: Any = type(config)
-    hints = declared(kind)
+    config_class: Any = type(config)
+    hints = annotations_of_keys(config_class)
     for key in fields(config):
         if key.name in converted or key.name not in hints:
             continue
@@ -127,17 +151,18 @@ def convert_fields(
         hint = hints[key.name]
         if key.name not in library_keys:
             setattr(config, key.name, convert(key.name, value, hint))
-        elif _range_of(key.name):
+        elif _annotation_in_ranges(key.name) is not None:
+            # for its errors alone
             convert(key.name, value, hint)
         else:
             check_finite(key.name, value)
 
 
 def _is_default(key: Field[Any], value: object) -> bool:
-    """Return whether a field has its default.
+    """Return whether the value of a dataclass field is the field's default, in type and value.
 
-    An equal value of another type is none, such as 1 for true: a fingerprint has it as text. So a
-    block of options, which may have such values, never counts as the default.
+    The value 1 is not the default true: the run's fingerprint would have it as another text. A
+    dataclass of options may contain such values, so it never counts as the default.
     """
     if is_dataclass(value):
         return False
@@ -147,98 +172,119 @@ def _is_default(key: Field[Any], value: object) -> bool:
     return type(value) is type(default) and value == default
 
 
-def _block(key: str, value: object, kind: Any) -> Any:
-    """Build a block of options, the dataclass `kind`. Raises `UserError`."""
-    hints = _hints(kind)
-    short = getattr(kind, "shorthand", None)
-    options = _options_of(key, value, kind)
+def _convert_options(key: str, value: object, options_class: Any) -> Any:
+    """Build the dataclass of a key that takes a mapping of options, with each option converted.
+
+    `value`: the mapping, or what may be written for it. Raises `UserError` for an unknown option, a
+    missing one, and a wrong value.
+    """
+    hints = _annotations(options_class)
+    options = _option_values(key, value, options_class)
     for name in options:
         if name not in hints:
             listed = f"{', '.join(hints) or 'none'}{did_you_mean(str(name), hints)}"
             raise UserError(f"{key}: unknown option {name!r}, it has {listed}")
-    missing = [name for name in _required(kind) if name not in options]
+    missing = [name for name in _options_without_default(options_class) if name not in options]
     if missing:
-        raise UserError(f"{key}: {_in_words(options)} lacks {', '.join(missing)}")
+        raise UserError(f"{key}: {_value_in_words(options)} lacks {', '.join(missing)}")
+    # The option whose value may be written in the place of the mapping, if the class has one. An
+    # error in it names the key alone, since the user may not have written the option's name.
+    shorthand = getattr(options_class, "shorthand", None)
+    is_shorthand = list(options) == [shorthand]
     kwargs: dict[str, Any] = {}
     for name, option in options.items():
-        # An error in the shorthand names the key alone, since nobody wrote the option.
-        is_shorthand = list(options) == [short]
         option_key = key if is_shorthand else f"{key}.{name}"
         kwargs[name] = convert(option_key, option, hints[name])
     try:
-        return kind(**kwargs)
+        return options_class(**kwargs)
     except ValueError as error:
-        # The text of such an error begins with the name of the option.
+        # The class checks its options, and begins the text of its error with the option's name.
         raise UserError(f"{key}.{error}") from error
 
 
-def _options_of(key: str, value: object, kind: Any) -> Mapping[str, Any]:
-    """Return the options of a block, which may be written as the value of its shorthand.
+def _option_values(key: str, value: object, options_class: Any) -> Mapping[str, Any]:
+    """Return the options that a value stands for, by their names, not yet converted.
 
-    Raises `UserError` for anything else than a mapping.
+    The value may be an instance of `options_class`, a mapping, the text of one, or the value of the
+    class's `shorthand` alone, which is the name of one of its options. Raises `UserError` for
+    anything else.
     """
-    hints = _hints(kind)
-    short = getattr(kind, "shorthand", None)
+    hints = _annotations(options_class)
+    shorthand = getattr(options_class, "shorthand", None)
     options: object = value
-    if isinstance(value, kind):
+    if isinstance(value, options_class):
         options = {name: getattr(value, name) for name in hints}
     elif isinstance(value, str) and value.strip().startswith("{"):
-        options = _mapping(key, value, or_text=False)
-    elif short is not None and not isinstance(value, Mapping):
-        options = {short: value}
+        options = _read_mapping(key, value)
+    elif shorthand is not None and not isinstance(value, Mapping):
+        options = {shorthand: value}
     if not isinstance(options, Mapping):
         raise UserError(
-            f"{key}: {_in_words(value)} is not a mapping of options, which are {', '.join(hints)}"
+            f"{key}: {_value_in_words(value)} is not a mapping of options, which are "
+            f"{', '.join(hints)}"
         )
     return options
 
 
-def _required(kind: Any) -> list[str]:
-    """Return the names of the options of a block that have no default."""
+def _options_without_default(options_class: Any) -> list[str]:
+    """Return the names of the fields of a dataclass that have no default."""
     names: list[str] = []
-    for option in fields(kind):
+    for option in fields(options_class):
         if option.default is MISSING and option.default_factory is MISSING:
             names.append(option.name)
     return names
 
 
-def _tuple(key: str, value: Any, hint: Any) -> Any:
-    """Convert a list of a fixed length, or of any length where the annotation ends in dots."""
-    inner = get_args(next(arm for arm in _arms(hint) if _kind(arm) is tuple))
-    entries = _entries(key, value, inner[0])
-    if inner[-1] is not ... and len(entries) != len(inner):
-        raise UserError(f"{key}: {_in_words(value)} is not a list of {len(inner)}")
-    return tuple(convert(key, entry, inner[0]) for entry in entries)
+def _convert_tuple(key: str, value: Any, hint: Any) -> Any:
+    """Convert a list that a user wrote to a tuple, as the key's annotation asks.
+
+    `hint`: an annotation with `tuple[X, X]` for a fixed length, or `tuple[X, ...]` for any. All
+    entries have one type. Raises `UserError` for another length.
+    """
+    tuple_hint = next(member for member in _union_members(hint) if _plain_type(member) is tuple)
+    arguments = get_args(tuple_hint)
+    entry_hint = arguments[0]
+    takes_any_length = arguments[-1] is ...
+    entries = _list_entries(key, value, entry_hint)
+    if not takes_any_length and len(entries) != len(arguments):
+        raise UserError(f"{key}: {_value_in_words(value)} is not a list of {len(arguments)}")
+    return tuple(convert(key, entry, entry_hint) for entry in entries)
 
 
 @cache
-def _hints(dataclass: Any) -> dict[str, Any]:
-    """Return the annotations of a dataclass, each with its words as a `Literal`.
+def _annotations(dataclass: Any) -> dict[str, Any]:
+    """Return the annotation of every field of a dataclass, with its words as a `Literal`.
 
-    Ours are annotated so. Transformers lists them as an `Enum`, or as `choices` in the metadata.
+    Dataclasses of this project have a `Literal` already. Transformers lists the words that a field
+    takes as an `Enum`, or as `choices` in the metadata.
     """
     hints = get_type_hints(dataclass, include_extras=True)
     return {
-        key.name: _with_names(hints[key.name], key.metadata.get("choices", ()))
+        key.name: _as_literal(hints[key.name], key.metadata.get("choices", ()))
         for key in fields(dataclass)
     }
 
 
 @cache
-def declared(dataclass: Any) -> dict[str, Any]:
-    """Return the annotation of every key of a dataclass that its constructor takes."""
+def annotations_of_keys(dataclass: Any) -> dict[str, Any]:
+    """Return the annotation of every key that the constructor of a config dataclass takes.
+
+    `RANGES`, the table of types of this project for TRL's keys, replaces TRL's own annotation.
+    """
     parameters = {key.name for key in fields(dataclass) if key.init}
     return {
-        key: _range_of(key) or hint for key, hint in _hints(dataclass).items() if key in parameters
+        key: _annotation_in_ranges(key) or hint
+        for key, hint in _annotations(dataclass).items()
+        if key in parameters
     }
 
 
 @cache
-def _range_of(key: str) -> Any:
-    """Return the type of a key in `RANGES`, or None.
+def _annotation_in_ranges(key: str) -> Any:
+    """Return the annotation of a key of TRL or Transformers in `RANGES`, None where it has none.
 
-    That of `report_to` depends on Transformers, whose import takes seconds, so it is built here
-    at its first use.
+    The trackers that `report_to` takes are listed by Transformers, whose import takes seconds. So
+    this annotation is not in the table, but built at its first use.
     """
     if key == "report_to":
         from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
@@ -249,15 +295,15 @@ def _range_of(key: str) -> Any:
 
 
 @cache
-def _adapter(hint: Any) -> TypeAdapter[Any]:
-    """Pydantic's validator for an annotation."""
+def _validator(hint: Any) -> TypeAdapter[Any]:
+    """Return pydantic's validator for an annotation."""
     return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
 
 
 def check_finite(key: str, value: object) -> None:
-    """Raise `UserError` for NaN and infinity, also inside a mapping or list.
+    """Raise `UserError` if a value is NaN or infinity, or contains one in a mapping or list.
 
-    JSON and YAML can contain both.
+    JSON and YAML can contain both. `key`: where the value stands, for the error.
     """
     if isinstance(value, Mapping):
         for name, item in value.items():
@@ -267,99 +313,106 @@ def check_finite(key: str, value: object) -> None:
             check_finite(f"{key}: {index}", item)
     # written so that NaN, which compares with nothing, is refused too
     elif isinstance(value, float | int) and not abs(value) <= sys.float_info.max:
-        raise UserError(f"{key}: {_in_words(value)} is not a finite number")
+        raise UserError(f"{key}: {_value_in_words(value)} is not a finite number")
 
 
-def _with_names(hint: Any, choices: Sequence[str] = ()) -> Any:
-    """`hint` as a `Literal` of its words: its `choices`, or those of an `Enum` (`Kind | str`)."""
-    enums = [arm for arm in _arms(hint) if isinstance(arm, type) and issubclass(arm, Enum)]
-    words = tuple(choices) or tuple(member.value for enum in enums for member in enum)
+def _as_literal(hint: Any, choices: Sequence[str] = ()) -> Any:
+    """Return a `Literal` of the words that an annotation allows, or `hint` where it lists none.
+
+    The words are `choices`, or else the values of an `Enum` in the annotation.
+    """
+    members = _union_members(hint)
+    enums = [member for member in members if isinstance(member, type) and issubclass(member, Enum)]
+    words = tuple(choices) or tuple(word.value for enum in enums for word in enum)
     if not words:
         return hint
-    return _literal[words] | None if NoneType in _arms(hint) else _literal[words]
+    literal: Any = _literal[words]
+    return literal | None if NoneType in members else literal
 
 
-def _arms(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or `hint` alone."""
+def _union_members(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or `hint` alone where it is none."""
     if get_origin(hint) in (Union, UnionType):
         return get_args(hint)
     return (hint,)
 
 
-def takes(hint: Any, kind: type) -> bool:
-    """Return whether a key with this annotation takes values of this kind."""
-    return kind in _kinds(hint)
+def takes(hint: Any, value_type: type) -> bool:
+    """Return whether a key with this annotation takes values of this type."""
+    return value_type in _member_types(hint)
 
 
-def _kinds(hint: object) -> set[Any]:
-    """Return the plain types of the members of a union."""
-    return {_kind(arm) for arm in _arms(hint)}
+def _member_types(hint: object) -> set[Any]:
+    """Return the types of an annotation's union members, without their bounds and arguments."""
+    return {_plain_type(member) for member in _union_members(hint)}
 
 
-def _kind(arm: Any) -> Any:
-    """Return the type without its bounds and arguments."""
-    plain = get_args(arm)[0] if get_origin(arm) is Annotated else arm
-    return get_origin(plain) or plain
+def _plain_type(hint: Any) -> Any:
+    """Return the type of an annotation without its bounds and arguments: `list` of `list[str]`."""
+    unbounded = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    return get_origin(unbounded) or unbounded
 
 
-def _names(hint: Any) -> list[str]:
-    """Return the words of the `Literal` in an annotation."""
-    names = [name for arm in _arms(hint) if get_origin(arm) is Literal for name in get_args(arm)]
-    return [name for name in names if isinstance(name, str)]
+def _literal_words(hint: Any) -> list[str]:
+    """Return the words of the `Literal` in an annotation, without its true, false and numbers."""
+    words: list[str] = []
+    for member in _union_members(hint):
+        if get_origin(member) is Literal:
+            words += [word for word in get_args(member) if isinstance(word, str)]
+    return words
 
 
-def _entry(hint: Any) -> Any:
-    """Return the annotation of the entries of a list."""
-    return _with_names(next(get_args(arm)[0] for arm in _arms(hint) if _kind(arm) is list))
+def _entry_hint(hint: Any) -> Any:
+    """Return the annotation of the entries of the list in an annotation."""
+    list_hint = next(member for member in _union_members(hint) if _plain_type(member) is list)
+    return _as_literal(get_args(list_hint)[0])
 
 
-def _takes_names(hint: object) -> bool:
-    """Return whether a text is a name where the key takes a mapping too, which is `{...}` then.
+def _parse_text(key: str, value: object, hint: object) -> Any:
+    """Parse a text into the type that the annotation of its key asks for, if it has that form.
 
-    Keys of the libraries that take both want the mapping as a text.
+    Every value on the command line is a text, and so are some words in YAML. What does not have
+    the form stays as it is, and the validation that follows refuses it.
     """
-    return Name in _arms(hint)
-
-
-def _parse(key: str, value: object, hint: object) -> Any:
-    """Parse a value that is a text into the kind that was meant.
-
-    Every value on the command line is a text, and so are some words in YAML.
-    """
-    kinds = _kinds(hint)
-    names = _names(hint)
-    if bool in kinds and truth(value) is not None:
-        return truth(value)
+    types = _member_types(hint)
+    words = _literal_words(hint)
+    if bool in types:
+        truth_value = truth(value)
+        if truth_value is not None:
+            return truth_value
     # YAML reads a bare `off` or `no` as false.
-    if names and str(value).lower() == "false":
-        return next((name for name in _OFF if name in names), value)
-    if kinds & {int, float} and isinstance(value, int | float | str):
-        return _number(value, whole=float not in kinds)
-    if dict in kinds:
-        is_text = isinstance(value, str) and not value.lstrip().startswith("{")
-        if is_text and _takes_names(hint):
+    if words and str(value).lower() == "false":
+        return next((word for word in _WORDS_FOR_OFF if word in words), value)
+    if types & {int, float} and isinstance(value, int | float | str):
+        return _parse_number(value, whole=float not in types)
+    if dict in types:
+        # A key of this project may take a name or a mapping. Keys of the libraries that take a text
+        # or a mapping want the mapping as a text.
+        takes_name = Name in _union_members(hint)
+        is_mapping_text = isinstance(value, str) and value.lstrip().startswith("{")
+        if takes_name and isinstance(value, str) and not is_mapping_text:
             return value
-        return _mapping(key, value, or_text=str in kinds and not _takes_names(hint))
-    if str in kinds and not isinstance(value, dict | list | bool):
+        return _read_mapping(key, value, as_text=str in types and not takes_name)
+    if str in types and not isinstance(value, dict | list | bool):
         return str(value)
     return value
 
 
-def _number(value: int | float | str, *, whole: bool) -> Any:
-    """Return the number in a text, such as 1e3, which YAML reads as a text.
+def _parse_number(value: int | float | str, *, whole: bool) -> Any:
+    """Return the number that a text spells, such as 1e3, which YAML reads as a text.
 
-    A text that is no number stays a text. `whole`: make 3.0 the integer 3.
+    A text that spells no number is returned as it is. `whole`: return 3.0 as the integer 3.
     """
     number: Any = value
     if isinstance(value, str):
-        number = _parsed_number(value)
+        number = _number_or_text(value)
     if whole and isinstance(number, float) and number.is_integer():
         return int(number)
     return number
 
 
-def _parsed_number(text: str) -> int | float | str:
-    """Return the integer or the number that a text is, else the text."""
+def _number_or_text(text: str) -> int | float | str:
+    """Return the integer that a text spells, or else the float, or else the text."""
     try:
         return int(text)
     except ValueError:
@@ -370,33 +423,39 @@ def _parsed_number(text: str) -> int | float | str:
         return text
 
 
-def _entries(key: str, value: object, entry_hint: object) -> list[Any]:
+def _list_entries(key: str, value: object, entry_hint: object) -> list[Any]:
     """Return the entries of a list that may be written as `a b`, `a,b` or `[a, b]`.
 
-    Where an entry may be a mapping, a mapping of several names is one for each. Raises `UserError`.
+    Where the entries may be mappings, a mapping with several names becomes one entry for each name.
+    The entries are not converted yet. Raises `UserError` for what is no such list.
     """
-    words = value if isinstance(value, list | tuple) else [value]
+    parts = value if isinstance(value, list | tuple) else [value]
     try:
         if takes(entry_hint, dict):
-            return [entry for word in words for entry in _entries_of(key, word)]
-        all_texts = all(isinstance(word, str) for word in words)
-        entries = split_list(words) if all_texts else list(words)
+            return [entry for part in parts for entry in _names_and_mappings(key, part)]
+        all_are_texts = all(isinstance(part, str) for part in parts)
+        entries = split_list(parts) if all_are_texts else list(parts)
     except ValueError as error:
-        raise UserError(f"{key}: {_in_words(value)} {error}; write a,b or [a,b]") from None
-    if any(isinstance(entry, dict | list) or entry is None or entry == "" for entry in entries):
-        raise UserError(f"{key}: {_in_words(value)} is not a list of words, such as [a,b]")
+        raise UserError(f"{key}: {_value_in_words(value)} {error}; write a,b or [a,b]") from None
+    for entry in entries:
+        if isinstance(entry, dict | list) or entry is None or entry == "":
+            raise UserError(
+                f"{key}: {_value_in_words(value)} is not a list of words, such as [a,b]"
+            )
     return entries
 
 
-def _entries_of(key: str, word: object) -> list[Any]:
-    """Return the entries that a word stands for: names, or mappings with one name each."""
-    value = word
-    if isinstance(word, str):
-        start = word.lstrip()[:1]
-        if start == "{":
-            value = _mapping(key, word, or_text=False)
-        elif start == "[":
-            value = yaml_value(word)
+def _names_and_mappings(key: str, value: object) -> list[Any]:
+    """Return the list entries that a value stands for: names, and mappings with one name each.
+
+    The text `[a, {b: 1, c: 2}]`, for example, stands for a, {b: 1} and {c: 2}.
+    """
+    if isinstance(value, str):
+        first_character = value.lstrip()[:1]
+        if first_character == "{":
+            value = _read_mapping(key, value)
+        elif first_character == "[":
+            value = yaml_value(value)
     if isinstance(value, str):
         value = split_list([value])
     if isinstance(value, Mapping):
@@ -405,75 +464,76 @@ def _entries_of(key: str, word: object) -> list[Any]:
     items = value if isinstance(value, list) else [value]
     for item in items:
         if isinstance(item, Mapping):
-            entries += _entries_of(key, item)
+            entries += _names_and_mappings(key, item)
         else:
             entries.append(item)
     return entries
 
 
-def _mapping(key: str, value: object, *, or_text: bool) -> Any:
-    """Read a mapping from JSON, from YAML's `{a: 1}`, or from the path of a JSON file.
+def _read_mapping(key: str, value: object, *, as_text: bool = False) -> Any:
+    """Read a mapping from a text: JSON, YAML's `{a: 1}`, or the path of a JSON file.
 
-    `or_text`: the key takes texts too, so a text is checked and stays a text, of JSON. Raises
-    `UserError`.
+    A value that is a mapping is returned as it is. `as_text`: check the text, and return it, as the
+    libraries want it for some keys; YAML becomes JSON. Raises `UserError`.
     """
     if isinstance(value, Mapping):
         return value
     text = value.strip() if isinstance(value, str) else ""
     file = None
-    if key in OR_FILE and text and not text.startswith("{"):
+    if key in MAY_BE_JSON_FILE and text and not text.startswith("{"):
         file = Path(text)
     try:
         content = read_json(file.read_bytes() if file else text)
     except GivenTwiceError as error:
         raise UserError(f"{key}: {error}; keep the right one") from None
     except (OSError, ValueError, RecursionError):
-        content = None
-        if file is None:
-            content = flow_mapping(text)
+        # The text is no JSON, so it may be YAML, where names need no quotes.
+        content = flow_mapping(text) if file is None else None
         if content is not None:
             value = json.dumps(content)
     if not isinstance(content, dict):
         file_or = "a JSON file with a mapping in it, nor " if file else ""
         mapping = "a mapping, such as '{a: 1}' on the command line"
-        raise UserError(f"{key}: {_in_words(value)} is not {file_or}{mapping}")
+        raise UserError(f"{key}: {_value_in_words(value)} is not {file_or}{mapping}")
     check_finite(key, content)
-    return value if or_text else content
+    return value if as_text else content
 
 
 def _refuse(key: str, value: object, hint: object) -> NoReturn:
-    """Raise the `UserError` for a value that is not what its key takes."""
-    expected = " or ".join(map(_described, _arms(hint)))
-    raise UserError(
-        f"{key}: {_in_words(value)} is not {expected}{did_you_mean(str(value), _names(hint))}"
-    )
+    """Raise the `UserError` for a value that the annotation `hint` of its key does not allow."""
+    expected = " or ".join(map(_expected_in_words, _union_members(hint)))
+    suggestion = did_you_mean(str(value), _literal_words(hint))
+    raise UserError(f"{key}: {_value_in_words(value)} is not {expected}{suggestion}")
 
 
-def _described(arm: Any) -> str:
-    """Return the member of a union in words, such as `a number above 0 and at most 1`."""
-    if get_origin(arm) is Literal:
-        names = [str(name) for name in get_args(arm)]
-        if len(names) > _MANY:
-            return f"one of the {len(names)} names such as {', '.join(names[:3])}"
-        return f"one of {', '.join(names)}" if len(names) > 1 else names[0]
-    if get_origin(arm) is Annotated:
-        kind, limits = get_args(arm)
-        if limits.description:
-            return str(limits.description)
-        bounds: list[str] = []
-        for bound in limits.metadata:
-            for name, word in _BOUNDS:
-                if hasattr(bound, name):
-                    bounds.append(f"{word} {getattr(bound, name)}")
-        return f"{_KINDS[kind]} {' and '.join(bounds)}"
-    return _KINDS.get(_kind(arm), "an object that only Python can give")
+def _expected_in_words(hint: Any) -> str:
+    """Return an annotation in words, such as `a number above 0 and at most 1`.
 
-
-def _in_words(value: object) -> str:
-    """Return the value as a person writes it, in one line.
-
-    None is null, numbers stand without quotes, and other texts with them.
+    `hint`: an annotation that is no union, such as `Annotated[float, Field(gt=0, le=1)]`.
     """
-    if isinstance(value, str) and not isinstance(_parsed_number(value), str):
-        return shown(value.strip(), _SHOWN).strip("'")
-    return shown(value, _SHOWN)
+    if get_origin(hint) is Literal:
+        words = [str(word) for word in get_args(hint)]
+        if len(words) > _MOST_WORDS:
+            return f"one of the {len(words)} names such as {', '.join(words[:3])}"
+        return f"one of {', '.join(words)}" if len(words) > 1 else words[0]
+    if get_origin(hint) is Annotated:
+        bounded_type, field_info = get_args(hint)
+        if field_info.description:
+            return str(field_info.description)
+        bounds: list[str] = []
+        for bound in field_info.metadata:
+            for name, words_before in _BOUND_IN_WORDS.items():
+                if hasattr(bound, name):
+                    bounds.append(f"{words_before} {getattr(bound, name)}")
+        return f"{_TYPE_IN_WORDS[bounded_type]} {' and '.join(bounds)}"
+    return _TYPE_IN_WORDS.get(_plain_type(hint), "an object that only Python can give")
+
+
+def _value_in_words(value: object) -> str:
+    """Return a value for an error line: None as null, numbers without quotes, other texts in them.
+
+    A number may be a text here, as every value of the command line is.
+    """
+    if isinstance(value, str) and not isinstance(_number_or_text(value), str):
+        return shown(value.strip(), _LONGEST_VALUE).strip("'")
+    return shown(value, _LONGEST_VALUE)

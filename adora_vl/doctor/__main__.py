@@ -38,11 +38,14 @@ if TYPE_CHECKING:
     from adora_vl.preflight.facts import ResolvedRun
     from adora_vl.preflight.request import RunRequest
 
-ROWS = 8  # real prompts, of each rank
+ROWS = 8  # rows of the run's data set that each rank checks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table of checks, and return the exit code."""
+    """Run the doctor: print a table of checks, and return the exit code.
+
+    `arguments`: the words of the command line; None: those of this process.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = Parser(
         prog="python -m adora_vl.doctor",
@@ -52,33 +55,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "adora_vl.train --help`.",
     )
     parser.add_argument("--json", type=path, metavar="FILE", help="write the table there too")
-    speaks = os.environ.get("RANK", "0") == "0"
-    checks = list[Check]()
+    is_main_process = os.environ.get("RANK", "0") == "0"
+    checks: list[Check] = []
 
     def command() -> None:
-        """Check what the words ask for, and print or write the table."""
-        options, rest = parser.parse_known_args(words)
+        """Run the checks of the command in `words`, and print or write their table."""
+        options, training_words = parser.parse_known_args(words)
         if options.json is not None:
-            # before minutes of checks
+            # Now, and not after minutes of checks.
             check_json("--json", path=options.json, kind="a table of the doctor", is_ours=is_table)
-        cli_args = read(rest)  # before torch, whose import takes seconds
+        # A mistake in the command is found before torch is imported, which takes seconds.
+        cli_args = read(training_words)
         announce_reading(READING_S)
         checks.extend(diagnose(cli_args))
-        if speaks:
+        if is_main_process:
             print(table(checks), flush=True)
-        if speaks and options.json is not None:
+        if is_main_process and options.json is not None:
             with written_to("--json", options.json):
                 replace_file(options.json, json.dumps(as_json(checks), indent=2) + "\n")
 
-    return exit_code_of(command, "nothing was written", speaks=speaks) or int(
-        not is_healthy(checks)
-    )
+    exit_code = exit_code_of(command, interrupted="nothing was written", speaks=is_main_process)
+    if exit_code != 0:
+        return exit_code
+    return 0 if is_healthy(checks) else 1
 
 
 def diagnose(cli_args: CliArgs) -> list[Check]:
     """Run every check of a training command, the cheap ones first.
 
-    Raises `UserError` where the command is wrong.
+    If checks fail, those that build on them are not made. Raises `UserError` for a wrong command.
     """
     prepare_engine_environment()
     use_expandable_segments()
@@ -86,7 +91,7 @@ def diagnose(cli_args: CliArgs) -> list[Check]:
 
     checks = [*check_libraries(), check_torchvision()]
     if not is_healthy(checks):
-        # another version may not even be importable
+        # The next imports may fail with other versions of the libraries.
         return checks
     from adora_vl.config.run_context import RunContext
     from adora_vl.preflight.request import request_from_command
@@ -103,52 +108,50 @@ def diagnose(cli_args: CliArgs) -> list[Check]:
 
 
 def environment_checks(request: RunRequest) -> list[Check]:
-    """Check the builds of the libraries that a run uses, and what lies outside Python."""
+    """Check the libraries that only some runs need, the NVIDIA driver, and the compilers."""
     import torch
 
-    from adora_vl.doctor import checks as make
+    from adora_vl.doctor import checks
 
     config = request.config
     model = request.model.keys
-    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    four_bit = model.load_in_4bit
-    use_vllm = config.use_vllm
-    parts = make.check_parts(
-        use_vllm=use_vllm, use_peft=model.use_peft, use_deepspeed=deepspeed, four_bit=four_bit
+    uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    libraries = checks.check_parts(
+        use_vllm=config.use_vllm,
+        use_peft=model.use_peft,
+        use_deepspeed=uses_deepspeed,
+        four_bit=model.load_in_4bit,
     )
-    if four_bit and is_healthy(parts):
-        parts.append(make.check_four_bit())
-    builds = make.check_builds(
+    if model.load_in_4bit and is_healthy(libraries):
+        libraries.append(checks.check_four_bit())
+    builds = checks.check_builds(
         use_cpu=config.use_cpu,
         use_vllm=config.use_vllm,
         gpus=torch.cuda.device_count(),
         cuda=torch.version.cuda,
         vllm_is_cpu_build=find_cpu_build(),
     )
+    # A run on the CPU needs neither the driver nor Triton.
     cuda = None if config.use_cpu else torch.version.cuda
-    driver = make.check_driver(cuda=cuda, driver=make.driver_version())
-    return [
-        *parts,
-        builds,
-        driver,
-        make.check_compilers(deepspeed=deepspeed, triton=cuda is not None),
-    ]
+    driver = checks.check_driver(cuda=cuda, driver=checks.driver_version())
+    compilers = checks.check_compilers(deepspeed=uses_deepspeed, triton=cuda is not None)
+    return [*libraries, builds, driver, compilers]
 
 
 def paper_checks(run: ResolvedRun) -> list[Check]:
-    """Check grader, reward and output folder: what needs data and config, but no weights."""
-    from adora_vl.doctor.checks import check_golds, check_rewards, check_room, check_writable
-    from adora_vl.planning.disk import checkpoint_of, run_bytes
+    """Check what needs the data and the config, but no weights: grader, rewards, output folder."""
+    from adora_vl.doctor.checks import check_golds, check_rewards, check_writable
 
     script = run.script
     config = run.config
     train = run.data.train
     assert script is not None, "a doctor examines a command"
     assert train is not None, "a doctor examines a command"
-    without_images = train.remove_columns(
+    # so that no image is decoded
+    text_columns = train.remove_columns(
         [name for name in ("images",) if name in train.column_names]
     )
-    rows = [without_images[number] for number in range(min(ROWS, len(train)))]
+    rows = [text_columns[number] for number in range(min(ROWS, len(train)))]
     checks = [check_golds(rows, rounding=accepts_rounding(script.adora_reward))]
     # Functions of the user's were tried already, and their sums may mean something else. What a
     # judge thinks of an answer in a box is its own, and may be no score where it does not reply.
@@ -162,23 +165,38 @@ def paper_checks(run: ResolvedRun) -> list[Check]:
                 correct_above=config.adora_correct_above,
             )
         )
-    folder = Path(config.output_dir)
-    checks.append(check_writable(folder))
-    shape = run.shape
-    checkpoint_bytes = checkpoint_of(config, shape, run.context.sharding)
-    needed = shape.total * shape.weight_bytes
+    checks.append(check_writable(Path(config.output_dir)))
+    checks.append(_room_check(run))
+    return checks
+
+
+def _room_check(run: ResolvedRun) -> Check:
+    """Check that the disk of `output_dir` has room for the run's checkpoints and final model."""
+    from adora_vl.doctor.checks import check_room
+    from adora_vl.planning.disk import checkpoint_of, run_bytes
+
+    config = run.config
+    checkpoint_bytes = checkpoint_of(config, run.shape, run.context.sharding)
+    model_bytes = run.shape.total_parameters * run.shape.weight_bytes
     checkpoints = 0
+    needed_bytes = model_bytes
     if config.save_strategy == "steps":
+        # A run without a limit needs room for one at least.
         checkpoints = config.save_total_limit or 1
-        needed = run_bytes(checkpoint_bytes, needed, checkpoints)
-    room = check_room(
-        folder, needed=needed, checkpoint_bytes=checkpoint_bytes, checkpoints=checkpoints
+        needed_bytes = run_bytes(checkpoint_bytes, model=model_bytes, checkpoints=checkpoints)
+    return check_room(
+        Path(config.output_dir),
+        needed=needed_bytes,
+        checkpoint_bytes=checkpoint_bytes,
+        checkpoints=checkpoints,
     )
-    return [*checks, room]
 
 
 def engine_checks(run: ResolvedRun) -> list[Check]:
-    """Return the trainer that training would use, up to just before its first step."""
+    """Build the trainer and its engine as a training would, and compare them; no step is made.
+
+    A callback at the beginning of the training makes the checks, and ends it by an exception.
+    """
     from trl import GRPOTrainer
 
     from adora_vl.doctor.engine import ExamineBeforeStepOne, Examined
@@ -190,23 +208,25 @@ def engine_checks(run: ResolvedRun) -> list[Check]:
     config.save_strategy = "no"
     config.disable_tqdm = True
     with tempfile.TemporaryDirectory(prefix="adora_vl_doctor_") as folder:
-        config.output_dir = folder  # nothing may be written into the user's
+        # Nothing may be written into the user's own folder.
+        config.output_dir = folder
         try:
             trainer = build_trainer(run)
         except UserError:
             raise
-        except Exception as error:  # an engine that does not start has many ways not to
+        except Exception as error:  # vLLM raises exceptions of many classes
             line = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             remedy = (
                 "if memory is short, `--dry-run` says what would fit; else look above for vLLM's "
                 "own message"
             )
             return [failed("model and engine start", line, remedy)]
-        examination = ExamineBeforeStepOne(trainer.engine_pair, trainer.models_by_role, ROWS)
-        # before what would check or evaluate by itself
+        examination = ExamineBeforeStepOne(trainer.engine_pair, trainer.models_by_role, rows=ROWS)
+        # First, before the callbacks that check or evaluate when a training begins.
         trainer.callback_handler.callbacks.insert(0, examination)
         try:
-            GRPOTrainer.train(trainer)  # without a run's folder
+            # TRL's own method, since that of the subclass would lock the run's folder.
+            GRPOTrainer.train(trainer)
         except Examined:
             pass
         finally:

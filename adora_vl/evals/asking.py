@@ -1,4 +1,4 @@
-"""Asks a model the problems of a benchmark, as the verb `infer` does.
+"""Asks a model the problems of a benchmark, and stores its answers, as the verb `infer` does.
 
 The commands, `eval.suite` and an evaluation during a training come through here: `check_options`
 finds mistakes before anything is loaded, `problems_to_ask` loads the problems, and `answer_problems` writes the
@@ -16,12 +16,13 @@ from adora_vl.evals.checklist import DESCRIPTION, VIEW, checklist
 from adora_vl.evals.inference.engines import build_engine, check_loadable, settings_of
 from adora_vl.evals.inference.predictions import PREDICTIONS
 from adora_vl.evals.inference.provenance import Fields
+from adora_vl.evals.inference.ranks import Ranks
 from adora_vl.evals.inference.requests import (
     AnswerEngine,
     AnswerEngineSettings,
     EngineOptions,
 )
-from adora_vl.evals.inference.runner import Ranks, infer
+from adora_vl.evals.inference.runner import Summary, infer
 from adora_vl.evals.inference.views import VIEWS, problems_in_view
 from adora_vl.evals.options import DataOptions, option
 from adora_vl.evals.records import Benchmark, Problem
@@ -32,9 +33,9 @@ from adora_vl.utils.files import check_folder
 from adora_vl.utils.hub import notes_on
 
 MAX_SAMPLES = 1024
-# The options that an answer can depend on, beside engine, split and those of the benchmark. The
-# limit is not one, because a run may be extended, nor is the batch size.
-_FINGERPRINT = (
+# The options that an answer can depend on, apart from the engine, the split and the benchmark's
+# own. `limit` is not among them, because a run may be extended, nor is the batch size.
+_FINGERPRINT_OPTIONS = (
     "revision",
     "dtype",
     "max_tokens",
@@ -49,10 +50,10 @@ _FINGERPRINT = (
 
 @dataclass(frozen=True, kw_only=True)
 class AskOptions(EngineOptions):
-    """The options of `infer`: the model, the problems, how it is asked, and where answers go."""
+    """The options of asking a model: which one, which problems, and where the answers go."""
 
     data: DataOptions
-    """Which problems are asked: an instance of the benchmark's own `data_options`."""
+    """Which problems are asked, as the benchmark's own `data_options`."""
     output: Path
     """The folder of the answers."""
     limit: int | None = option(
@@ -73,8 +74,9 @@ class AskOptions(EngineOptions):
 
 
 def check_output(output: Path) -> None:
-    """Check the output folder before anything is loaded. Raises `UserError`."""
+    """Raise `UserError` for an output folder that cannot be used, before anything is loaded."""
     check_folder("output", output)
+    # `score` takes a file here, and a user may have that in mind.
     if not output.exists() and output.suffix == ".json":
         raise UserError(
             f"output: {str(output)!r} ends in .json, and a folder is made here; leave the ending "
@@ -83,7 +85,10 @@ def check_output(output: Path) -> None:
 
 
 def check_options(options: AskOptions) -> AnswerEngineSettings:
-    """Return the engine that is asked for, whose model can be loaded. Raises `UserError`."""
+    """Check the options of asking, and turn them into the settings of an engine.
+
+    A model folder is checked for its files, but not loaded. Raises `UserError`.
+    """
     if options.samples > 1 and not options.temperature:
         raise UserError(
             f"samples: {options.samples} greedy answers are the same; give --temperature, such as "
@@ -95,12 +100,12 @@ def check_options(options: AskOptions) -> AnswerEngineSettings:
 
 
 class AskedProblems(NamedTuple):
-    """The problems that a run asks, in its view, and what its fingerprint says of the data."""
+    """The problems that a run asks, and what its fingerprint says of their data."""
 
     problems: Sequence[Problem]
-    """The problems as the view of the run shows them."""
+    """The problems as the view of the run shows them: with their pictures, facts in words or so."""
     left_out: int
-    """The number of problems that the view cannot show, for lack of facts in words."""
+    """The number of problems without facts in words, which a view with such facts leaves out."""
     data_hash: str
     """The hash of the data that all problems were loaded from."""
     unused_options: Sequence[str]
@@ -108,25 +113,26 @@ class AskedProblems(NamedTuple):
 
 
 def problems_to_ask(benchmark: Benchmark, options: AskOptions) -> AskedProblems:
-    """Return the problems of a benchmark as `options.view` shows them.
+    """Load the problems of a benchmark, and show them as the view of the run does.
 
-    They are not yet cut by `options.limit`. Raises `UserError` for data that cannot be loaded or
-    asked.
+    The view decides what the model sees of a problem, such as its picture or the facts of the
+    picture in words (see `VIEWS`). The view `checklist` asks questions on what is marked in the
+    pictures instead.
+
+    `options.limit` is not applied yet. Raises `UserError` for data that cannot be loaded or asked.
     """
-    everything = load_checked_problems(benchmark, options.data)
+    loaded = load_checked_problems(benchmark, options.data)
     if options.view == VIEW:
-        return AskedProblems(
-            problems=checklist(everything.problems),
-            left_out=0,
-            data_hash=everything.data_hash,
-            unused_options=everything.unused_options,
-        )
-    problems = problems_in_view(everything.problems, options.view)
+        problems = checklist(loaded.problems)
+        n_left_out = 0
+    else:
+        problems = problems_in_view(loaded.problems, options.view)
+        n_left_out = len(loaded.problems) - len(problems)
     return AskedProblems(
         problems=problems,
-        left_out=len(everything.problems) - len(problems),
-        data_hash=everything.data_hash,
-        unused_options=everything.unused_options,
+        left_out=n_left_out,
+        data_hash=loaded.data_hash,
+        unused_options=loaded.unused_options,
     )
 
 
@@ -138,59 +144,97 @@ def answer_problems(
     processes: Ranks,
     build: Callable[[AnswerEngineSettings], AnswerEngine] | None = None,
 ) -> None:
-    """Ask the model all questions, and write its answers into `options.output`.
+    """Ask the model all problems, and write its answers into the folder `options.output`.
+
+    Answers that the folder has already are not asked for again.
 
     Args:
         benchmark: The benchmark, whose name and options are a part of the fingerprint.
         options: How the model is asked, and where the answers go.
-        settings: The engine, as `check_options` returned it.
+        settings: The settings of the engine, as `check_options` returned them.
         selection: The problems, as `problems_to_ask` returned them.
-        processes: The rank of this process; only rank 0 prints.
-        build: Makes the engine in place of `build_engine`.
+        processes: The rank of this process. Each asks its share, and only rank 0 prints.
+        build: Builds the engine, in place of `build_engine`.
 
     Raises `UserError`, also where answers are missing at the end because calls of a server failed.
     """
-    problems = selection.problems[: options.limit]
-    left_out = selection.left_out
-    fingerprint: Fields = {"benchmark": benchmark.name, "model": settings.model}
-    # A server shows no weights that could be hashed.
+    # A server does not show its weights, so they cannot be hashed.
     weights_hash = None if settings.endpoint else model_hash(settings.model, settings.revision)
     if weights_hash is not None and processes.rank == 0:
-        print(*(f"{line}\n" for line in notes_on(settings.model)), sep="", end="", file=sys.stderr)
-    fingerprint |= {"model_hash": weights_hash, "data_hash": selection.data_hash}
-    fingerprint |= {"engine": options.engine, "split": options.data.split}
-    fingerprint |= {name: getattr(options, name) for name in _FINGERPRINT}
-    for name in benchmark.fingerprint:
-        is_unused = name in selection.unused_options
-        fingerprint[name] = None if is_unused else getattr(options.data, name)
-    # Fields that only some runs have.
-    fingerprint |= {"view": options.view} if options.view != "image" else {}
-    fingerprint |= settings.described
-    fingerprint |= {"left_out": left_out} if left_out else {}
-    fingerprint |= {"benchmark_file": benchmark.file} if benchmark.file else {}
+        for line in notes_on(settings.model):
+            print(line, file=sys.stderr)
     summary = infer(
-        problems,
+        selection.problems[: options.limit],
         output=options.output,
         settings=settings,
-        fingerprint=fingerprint,
+        fingerprint=_fingerprint(benchmark, options, settings, selection, weights_hash),
         system_prompt=settings.with_tool_prompt(options.system_prompt),
         build=build or build_engine,
         samples=options.samples,
-        in_data=len(selection.problems),
+        problems_in_data=len(selection.problems),
         ranks=processes,
     )
-    if processes.rank:
-        return
-    failed = f", {amount(summary.image_failed, 'image')} failed" if summary.image_failed else ""
-    failed += f", {amount(summary.too_long, 'prompt')} too long" if summary.too_long else ""
-    failed += (
-        f", {amount(left_out, 'problem')} left out, whose facts do not suffice in words"
-        if left_out
-        else ""
-    )
-    answered = summary.pending - summary.missing
+    if processes.rank == 0:
+        _report(summary, n_left_out=selection.left_out, predictions=options.output / PREDICTIONS)
+
+
+def _fingerprint(
+    benchmark: Benchmark,
+    options: AskOptions,
+    settings: AnswerEngineSettings,
+    selection: AskedProblems,
+    weights_hash: str | None,
+) -> Fields:
+    """Collect what the answers of a run depend on, for its fingerprint.
+
+    A run is resumed only with equal fields. Those that few runs need are left out where they have
+    their usual value, so that older fingerprints stay equal.
+    """
+    fields: Fields = {
+        "benchmark": benchmark.name,
+        "model": settings.model,
+        "model_hash": weights_hash,
+        "data_hash": selection.data_hash,
+        "engine": options.engine,
+        "split": options.data.split,
+    }
+    for name in _FINGERPRINT_OPTIONS:
+        fields[name] = getattr(options, name)
+    for name in benchmark.fingerprint:
+        # An option that changed nothing is None, since the same questions were asked without it.
+        is_unused = name in selection.unused_options
+        fields[name] = None if is_unused else getattr(options.data, name)
+    if options.view != "image":
+        fields["view"] = options.view
+    fields |= settings.fingerprint_fields
+    if selection.left_out:
+        fields["left_out"] = selection.left_out
+    if benchmark.file:
+        fields["benchmark_file"] = benchmark.file
+    return fields
+
+
+def _report(summary: Summary, *, n_left_out: int, predictions: Path) -> None:
+    """Print on stderr how many answers a run got, and how many problems could not be asked.
+
+    Args:
+        summary: The numbers of the run.
+        n_left_out: The problems that the view could not show.
+        predictions: The file of the answers.
+
+    Raises `UserError` where answers are missing.
+    """
+    exceptions = ""
+    if summary.image_failed:
+        exceptions += f", {amount(summary.image_failed, 'image')} failed"
+    if summary.too_long:
+        exceptions += f", {amount(summary.too_long, 'prompt')} too long"
+    if n_left_out:
+        left_out = amount(n_left_out, "problem")
+        exceptions += f", {left_out} left out, whose facts do not suffice in words"
+    n_answered = summary.pending - summary.missing
     print(
-        f"{answered} answered in {summary.seconds:.1f} s{failed} -> {options.output / PREDICTIONS}",
+        f"{n_answered} answered in {summary.seconds:.1f} s{exceptions} -> {predictions}",
         file=sys.stderr,
     )
     if summary.missing:

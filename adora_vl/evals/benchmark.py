@@ -31,41 +31,43 @@ NAMES = (
 )
 # A checkout and an installed wheel both have the folder beside the package.
 BENCHMARK_FILES = Path(__file__).resolve().parents[2] / "eval"
-_PACKAGE = "adora_vl_benchmarks"  # the name in `sys.modules`; no file has it
-# By the beginning of the source in the manifest of a prepared data set; any other is `problems`.
-_OF_SOURCES = {"knights": "knights", "geometry3k": "geometry3k"}
+# The name under which `eval/` is imported as a package; no folder has it.
+_PACKAGE = "adora_vl_benchmarks"
+# The benchmark of a prepared data set, by the source that its manifest names.
+_BENCHMARK_BY_SOURCE = {"knights": "knights", "geometry3k": "geometry3k"}
 
 
 def find_benchmark(name: str, key: str = "benchmark", extra_names: Sequence[str] = ()) -> Benchmark:
-    """Return the benchmark of a name in `NAMES`, or of a user's own `FILE.py:NAME`.
+    """Return the benchmark of this name, or the one in a user's own `FILE.py:NAME`.
 
     Args:
-        name: The name.
-        key: The option or key that names it, with which an error begins.
-        extra_names: Words beside `NAMES` that the caller understands, for the error alone.
+        name: One of `NAMES`, or `FILE.py:NAME`.
+        key: The option or config key that has the name, with which an error begins.
+        extra_names: Further names that the caller understands; an error lists them too.
 
     Raises `UserError` for any other name, and for a file without such a benchmark.
     """
     if name in NAMES:
-        benchmark = load_shipped_benchmark(name)
-    elif is_own(name):
+        return load_shipped_benchmark(name)
+    if is_own(name):
         user_file = from_file(
             key, name, noun="benchmark", fits=lambda value: isinstance(value, Benchmark)
         )
-        benchmark = replace(user_file.value, file=user_file.hash)
-    else:
-        names = (*NAMES, *extra_names)
-        close = did_you_mean(name, names)
-        raise UserError(f"{key}: {name!r} is not one of {', '.join(names)}, or FILE.py:NAME{close}")
-    return benchmark
+        benchmark: Benchmark = replace(user_file.value, file=user_file.hash)
+        return benchmark
+    names = (*NAMES, *extra_names)
+    suggestion = did_you_mean(name, names)
+    raise UserError(
+        f"{key}: {name!r} is not one of {', '.join(names)}, or FILE.py:NAME{suggestion}"
+    )
 
 
 def load_shipped_benchmark(name: str) -> Benchmark:
-    """Return one of our benchmarks, from its file `eval/NAME.py` beside this package.
+    """Import one of our own benchmarks from its file `eval/NAME.py` beside this package.
 
-    The file is found by where it lies, and imported under a name of our own. Under the name `eval`
-    Python could find an `eval.py` or a folder `eval/` of the user's first, and would run it.
-    Raises `UserError` where the file is missing.
+    The file is found by its location, and imported as a part of `_PACKAGE`. Under the name `eval`
+    Python might find an `eval.py` or a folder `eval/` of the user's, and would run it. Raises
+    `UserError` where the file is missing.
     """
     if not (BENCHMARK_FILES / f"{name}.py").is_file():
         raise UserError(
@@ -73,7 +75,7 @@ def load_shipped_benchmark(name: str) -> Benchmark:
         )
     if _PACKAGE not in sys.modules:
         package = ModuleType(_PACKAGE)
-        # With a path it is a package, so that a benchmark can import a file beside it.
+        # A module with a path is a package, so that a benchmark can import a file beside it.
         package.__path__ = [str(BENCHMARK_FILES)]
         sys.modules[_PACKAGE] = package
     benchmark: Benchmark = import_module(f"{_PACKAGE}.{name}").BENCHMARK
@@ -81,42 +83,51 @@ def load_shipped_benchmark(name: str) -> Benchmark:
 
 
 def load_checked_problems(benchmark: Benchmark, options: DataOptions) -> LoadedProblems:
-    """Return the problems of a benchmark, a user's own too, and a hash of their data.
+    """Load the problems of a benchmark, and check that all of them can be asked.
 
-    Raises `UserError` where two have the same id, by which answers are found, or where a text
-    cannot be asked.
+    A benchmark in a user's own file may have checked nothing. Raises `UserError` where two problems
+    have the same id, by which answers are matched, or where the text of one cannot be asked.
     """
     # Imported here, because pyarrow takes long, and Ctrl-C in the meantime ends with a line.
     from adora_vl.evals.inference.dataset import unaskable
 
     # A user's own benchmark may return a plain tuple.
-    everything = LoadedProblems(*benchmark.load(options))
+    loaded = LoadedProblems(*benchmark.load(options))
     pids: set[str] = set()
-    for problem in everything.problems:
+    for problem in loaded.problems:
         if problem.pid in pids:
             raise UserError(f"data: the id {problem.pid!r} occurs twice; ids have to be unique")
-        if fault := unaskable(problem.prompt, has_image=problem.n_images > 0):
+        fault = unaskable(problem.prompt, has_image=problem.n_images > 0)
+        if fault:
             raise UserError(f"data: the problem {problem.pid!r} {fault}")
         pids.add(problem.pid)
-    return everything
+    return loaded
 
 
 def data_options(benchmark: Benchmark, data: str, prompt: str | None) -> DataOptions:
-    """Return the options with which a benchmark loads `data`, its own ones at their defaults.
+    """Return the options with which a benchmark loads data during a training.
 
-    `prompt`: the template of what is asked, for a benchmark that has one.
+    Its own options have their defaults.
+
+    Args:
+        benchmark: The benchmark.
+        data: The folder, file or hub id of the data.
+        prompt: The template of the prompts, for a benchmark with such an option; others ignore it.
     """
     kwargs = {"prompt": prompt} if "prompt" in benchmark.fingerprint else {}
     return benchmark.data_options(data=data, split=benchmark.split, **kwargs)
 
 
 def benchmark_name_for(folder: Path) -> str:
-    """Return the name of the benchmark that scores the held-out split of a data set.
+    """Return the name of the benchmark that scores the test split of a prepared data set.
 
-    The source in the manifest of the folder decides; without one it is `problems`.
+    The source that its manifest names decides. Data of any other source, or without a manifest, are
+    scored by the benchmark `problems`.
     """
     from adora_vl.data.dataset import read_manifest
 
     manifest = read_manifest(folder)
-    source = str(manifest["source"]).partition("/")[0] if manifest else ""
-    return _OF_SOURCES.get(source, "problems")
+    if not manifest:
+        return "problems"
+    source, _, _ = str(manifest["source"]).partition("/")
+    return _BENCHMARK_BY_SOURCE.get(source, "problems")

@@ -1,7 +1,7 @@
-"""Questions on what a picture shows: whether a model reads the marks of a diagram at all.
+"""Questions on the marks in a picture, which show whether a model reads a diagram at all.
 
-They come of the facts that a row's figure was drawn from, so that only what is marked is asked. They
-have exact answers, and as many are answered with yes as with no.
+They come from the facts that the figure of a row was drawn from, so that only what is marked is
+asked. They have exact answers, and as many are answered with yes as with no.
 """
 
 from __future__ import annotations
@@ -23,25 +23,33 @@ from adora_vl.utils.errors import UserError
 
 VIEW = "checklist"
 DESCRIPTION = "questions on what is marked in the picture, in place of the problem"
-MOST = 4  # questions of a problem
-_RIGHT_ANGLE = 5.0  # degrees by which an angle that is no right one differs from one
+MOST_QUESTIONS = 4  # on the picture of one problem
+# An angle is asked about as no right angle only if it differs from one by this many degrees.
+_RIGHT_ANGLE_MARGIN = 5.0
+# Two lines are asked about as not parallel, or as the sides of an angle, only between these degrees.
+_LEAST_ANGLE = 10
+_MOST_ANGLE = 170
 
 
 @dataclass(frozen=True)
 class MarkQuestion:
-    """A question on one mark of a picture, with its answer and what kind of mark it is."""
+    """A question on one mark in a picture, such as a right angle or the length of a segment."""
 
     text: str
     answer: str
     kind: str
+    """The kind of mark: `length`, `angle`, `right angle` or `parallel`."""
 
 
 def checklist(problems: Sequence[Problem]) -> list[Problem]:
-    """Return the questions on the pictures of problems that have solved figures.
+    """Replace problems by questions on what is marked in their pictures.
 
-    Raises `UserError` where no problem has one that a question can be asked of.
+    Only problems whose figure has been solved have such questions. Raises `UserError` where no
+    problem has one.
     """
-    questions = [question for problem in problems for question in _questions(problem)]
+    questions: list[Problem] = []
+    for problem in problems:
+        questions += _questions_on(problem)
     if not questions:
         raise UserError(
             f"view: {VIEW}, and no row of the data has a figure with marks (the column `figure`, as "
@@ -50,110 +58,159 @@ def checklist(problems: Sequence[Problem]) -> list[Problem]:
     return questions
 
 
-def _questions(problem: Problem) -> Iterator[Problem]:
-    """The questions on one problem's picture, in the words of its prompt."""
-    stored = problem.fields.get("figure")
-    if not stored:
-        return
-    for number, question in enumerate(marks_of(figure_from(stored), problem.pid), start=1):
-        old_question = str(problem.fields["question"])
-        words = question.text
-        if PLACEHOLDER in old_question:
-            words = f"{PLACEHOLDER}{words}"
-        prompt = (
-            problem.prompt.replace(old_question, words) if old_question in problem.prompt else words
-        )
+def _questions_on(problem: Problem) -> list[Problem]:
+    """Return the questions on the marks in one problem's picture, each as a problem to ask.
+
+    A question takes the place of the problem's own one in its prompt. The id is that of the problem
+    with a number.
+    """
+    stored_figure = problem.fields.get("figure")
+    if not stored_figure:
+        return []
+    own_question = str(problem.fields["question"])
+    kept_fields = {name: value for name, value in problem.fields.items() if name != "figure"}
+    problems: list[Problem] = []
+    mark_questions = questions_on_marks(figure_from(stored_figure), problem.pid)
+    for number, mark_question in enumerate(mark_questions, start=1):
+        text = mark_question.text
+        # The picture keeps its place if that is a part of the question.
+        if PLACEHOLDER in own_question:
+            text = f"{PLACEHOLDER}{text}"
+        prompt = text
+        if own_question in problem.prompt:
+            prompt = problem.prompt.replace(own_question, text)
         fields = {
-            **{name: value for name, value in problem.fields.items() if name != "figure"},
+            **kept_fields,
             "pid": f"{problem.pid}#{number}",
-            "question": words,
-            "answer": question.answer,
+            "question": text,
+            "answer": mark_question.answer,
             "choices": None,
-            "metadata": {"family": VIEW, "kind": question.kind},
+            "metadata": {"family": VIEW, "kind": mark_question.kind},
         }
-        yield replace(problem, fields=fields, prompt=prompt, facts=None)
+        problems.append(replace(problem, fields=fields, prompt=prompt, facts=None))
+    return problems
 
 
-def marks_of(figure: Figure, seed: str) -> list[MarkQuestion]:
-    """At most `MOST` questions on what is marked in a figure; seed and figure decide which."""
-    draw = random.Random(int(hashlib.sha256(seed.encode()).hexdigest()[:12], 16))
+def questions_on_marks(figure: Figure, seed: str) -> list[MarkQuestion]:
+    """Choose at most `MOST_QUESTIONS` questions on what is marked in a figure.
+
+    If there are any, one that is answered with yes and one of the same kind that is answered with no
+    are among them, so that neither answer is right more often. `seed` and the figure decide which
+    questions are drawn.
+    """
+    generator = random.Random(int(hashlib.sha256(seed.encode()).hexdigest()[:12], 16))
     drawing = Drawing(figure.form)
-    measures = list(_measures(drawing))
-    positive = list(_said(drawing))
-    negative = list(_not_said(drawing, figure))
-    pairs = [(yes, no) for yes in positive for no in negative if yes.kind == no.kind]
-    chosen = list(draw.choice(pairs)) if pairs else []
-    chosen += draw.sample(measures, min(len(measures), MOST - len(chosen)))
-    draw.shuffle(chosen)
-    return chosen
+    number_questions = list(_questions_on_numbers(drawing))
+    yes_questions = list(_yes_questions(drawing))
+    no_questions = list(_no_questions(drawing, figure))
+    yes_no_pairs = [
+        (yes_question, no_question)
+        for yes_question in yes_questions
+        for no_question in no_questions
+        if yes_question.kind == no_question.kind
+    ]
+    questions = list(generator.choice(yes_no_pairs)) if yes_no_pairs else []
+    n_further = min(len(number_questions), MOST_QUESTIONS - len(questions))
+    questions += generator.sample(number_questions, n_further)
+    generator.shuffle(questions)
+    return questions
 
 
-def _measures(drawing: Drawing) -> Iterator[MarkQuestion]:
-    """Questions on the numbers at segments and angles."""
+def _questions_on_numbers(drawing: Drawing) -> Iterator[MarkQuestion]:
+    """Yield questions on the numbers that segments and angles are marked with.
+
+    A fact such as `Equals(LengthOf(Line(A, B)), 5)` marks the segment AB with 5.
+    """
     for fact in drawing.facts:
-        size = number_of(fact.arguments[1].head) if fact.is_equation else None
-        if size is None:
+        number = number_of(fact.arguments[1].head) if fact.is_equation else None
+        if number is None:
             continue
         measure, value = fact.arguments
-        inner = measure.arguments[0] if measure.arguments else measure
-        name = "".join(inner.names)
-        if measure.head == "LengthOf" and inner.head == "Line" and len(inner.names) == 2:
+        measured = measure.arguments[0] if measure.arguments else measure
+        name = "".join(measured.names)
+        is_length = measure.head == "LengthOf" and measured.head == "Line"
+        if is_length and len(measured.names) == 2:
             question = f"Which length is segment {name} marked with in the picture?"
             yield MarkQuestion(text=question, answer=value.head, kind="length")
-        is_angle = measure.head == "MeasureOf" and inner.head == "Angle"
-        if is_angle and len(inner.names) == 3 and size < 180:
+        is_angle = measure.head == "MeasureOf" and measured.head == "Angle"
+        if is_angle and len(measured.names) == 3 and number < 180:
             question = f"How many degrees is angle {name} marked with in the picture?"
             yield MarkQuestion(text=question, answer=value.head, kind="angle")
 
 
-def _said(drawing: Drawing) -> Iterator[MarkQuestion]:
-    """Questions on right angles and parallels that are marked."""
+def _yes_questions(drawing: Drawing) -> Iterator[MarkQuestion]:
+    """Yield questions on right angles and parallel lines that are marked, answered with yes."""
     for fact in drawing.facts:
         lines = [argument.names for argument in fact.arguments]
         if len(lines) != 2 or not all(len(line) == 2 for line in lines):
             continue
-        first, second = lines
-        shared = [name for name in first if name in second]
-        if fact.head == "Perpendicular" and len(shared) == 1:
-            ends = [name for line in lines for name in line if name != shared[0]]
-            yield _right_angle(ends[0], shared[0], ends[1], answer="yes")
-        if fact.head == "Parallel" and not shared:
-            yield _parallel(first, second, answer="yes")
+        first_line, second_line = lines
+        common_points = [point for point in first_line if point in second_line]
+        # Perpendicular lines without a common point mark no angle that has a name.
+        if fact.head == "Perpendicular" and len(common_points) == 1:
+            corner = common_points[0]
+            first_end, second_end = [point for line in lines for point in line if point != corner]
+            yield _question_on_right_angle(first_end, corner, second_end, answer="yes")
+        if fact.head == "Parallel" and not common_points:
+            yield _question_on_parallels(first_line, second_line, answer="yes")
 
 
-def _not_said(drawing: Drawing, figure: Figure) -> Iterator[MarkQuestion]:
-    """Questions of the same kinds on what is neither marked nor so."""
+def _no_questions(drawing: Drawing, figure: Figure) -> Iterator[MarkQuestion]:
+    """Yield questions on right angles and parallel lines that are not there, answered with no.
+
+    They are asked only where the solved figure clearly is otherwise. An angle that is right without
+    a mark would be a question without an exact answer.
+    """
     for corner in sorted(drawing.neighbours):
-        for first, last in combinations(sorted(drawing.neighbours[corner]), 2):
-            between = _degrees(figure, (corner, first), (corner, last))
-            is_corner = between is not None and 10 < between < 170
-            if between is not None and is_corner and abs(between - 90) > _RIGHT_ANGLE:
-                yield _right_angle(first, corner, last, answer="no")
-    for one_line, another_line in combinations(sorted(drawing.form.lines), 2):
-        between = _degrees(figure, one_line, another_line)
-        if set(one_line) & set(another_line) or between is None:
+        for first_end, second_end in combinations(sorted(drawing.neighbours[corner]), 2):
+            angle = _angle_between(figure, (corner, first_end), (corner, second_end))
+            if angle is None or not _LEAST_ANGLE < angle < _MOST_ANGLE:
+                continue
+            if abs(angle - 90) > _RIGHT_ANGLE_MARGIN:
+                yield _question_on_right_angle(first_end, corner, second_end, answer="no")
+    for first_line, second_line in combinations(sorted(drawing.form.lines), 2):
+        angle = _angle_between(figure, first_line, second_line)
+        have_common_point = bool(set(first_line) & set(second_line))
+        if have_common_point or angle is None:
             continue
-        if 10 < between < 170:
-            yield _parallel(one_line, another_line, answer="no")
+        if _LEAST_ANGLE < angle < _MOST_ANGLE:
+            yield _question_on_parallels(first_line, second_line, answer="no")
 
 
-def _degrees(figure: Figure, first: tuple[str, str], second: tuple[str, str]) -> float | None:
-    """The angle between two directions in the figure, in degrees; None without all places."""
-    if not {*first, *second} <= figure.at.keys():
+def _angle_between(
+    figure: Figure, first_line: tuple[str, str], second_line: tuple[str, str]
+) -> float | None:
+    """Return the angle between two lines of a figure, in degrees from 0 to 180.
+
+    Each line is directed from its first point to its second. None where the figure does not place
+    all points, or the points of a line fall together.
+    """
+    if not {*first_line, *second_line} <= figure.at.keys():
         return None
-    at = {name: complex(*location) for name, location in figure.at.items()}
-    ways = [at[end] - at[start] for start, end in (first, second)]
-    if not all(abs(way) for way in ways):
+    # As complex numbers, the quotient of two directions has the angle between them as its phase.
+    directions: list[complex] = []
+    for start, end in (first_line, second_line):
+        directions.append(complex(*figure.at[end]) - complex(*figure.at[start]))
+    first_direction, second_direction = directions
+    if not abs(first_direction) or not abs(second_direction):
         return None
-    return abs(degrees(phase(ways[1] / ways[0])))
+    return abs(degrees(phase(second_direction / first_direction)))
 
 
-def _right_angle(first: str, corner: str, last: str, answer: str) -> MarkQuestion:
-    question = f"Is angle {first}{corner}{last} marked as a right angle? Answer yes or no."
+def _question_on_right_angle(
+    first_end: str, corner: str, second_end: str, *, answer: str
+) -> MarkQuestion:
+    """Ask whether the angle at `corner` is marked as a right one."""
+    name = f"{first_end}{corner}{second_end}"
+    question = f"Is angle {name} marked as a right angle? Answer yes or no."
     return MarkQuestion(text=question, answer=answer, kind="right angle")
 
 
-def _parallel(first: Sequence[str], second: Sequence[str], answer: str) -> MarkQuestion:
-    names = ("".join(first), "".join(second))
-    question = f"Is {names[0]} marked as parallel to {names[1]}? Answer yes or no."
+def _question_on_parallels(
+    first_line: Sequence[str], second_line: Sequence[str], *, answer: str
+) -> MarkQuestion:
+    """Ask whether two lines, each given by its points, are marked as parallel."""
+    first_name = "".join(first_line)
+    second_name = "".join(second_line)
+    question = f"Is {first_name} marked as parallel to {second_name}? Answer yes or no."
     return MarkQuestion(text=question, answer=answer, kind="parallel")

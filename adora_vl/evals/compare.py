@@ -14,14 +14,14 @@ from adora_vl.evals.compare_views import (
     FIELDS_OF_A_VIEW,
     FIELDS_OF_TOOLS,
     differ_in_tools,
-    gain_and_harm,
-    sees_or_reasons,
-    views_of,
+    groups_of_views,
+    tool_lines,
+    view_lines,
 )
 from adora_vl.evals.records import Published
-from adora_vl.evals.score_differences import between_problems, common_problems, paired_test
+from adora_vl.evals.score_differences import common_problems, difference_between, paired_test
 from adora_vl.evals.score_files import ScoreFile, check_one_benchmark, fingerprint_part
-from adora_vl.evals.scoring.score import partial_notes, share_of_the_data
+from adora_vl.evals.scoring.coverage import partial_notes, share_of_the_data
 from adora_vl.evals.scoring.steps import step_lines
 from adora_vl.evals.scoring.table import name_of_data
 from adora_vl.utils.cli import amount
@@ -37,67 +37,86 @@ _MODEL_FIELDS = (
 _MOST_VALUE_CHARACTERS = 60
 
 
-def cautions(runs: Sequence[ScoreFile], subject: Sequence[str] = ()) -> list[str]:
-    """Return warnings about everything, beside the model, in which these scores differ.
+def caution_lines(runs: Sequence[ScoreFile], subject: Sequence[str] = ()) -> list[str]:
+    """Warn about everything, apart from the model, in which the scores of these runs differ.
 
-    They are read from a score's `rules`, `coverage` and `fingerprint`, whose `fields` are as given,
-    whose `resolved` are as used, and whose `versions` are of the software. `subject` names further
-    fields that may differ, because the comparison is about them.
+    A score says it in its `rules`, its `coverage`, and the parts of its `fingerprint`: `fields` are
+    the options as given, `resolved` those that the model decided, and `versions` are of the
+    software.
+
+    Args:
+        runs: The runs that are compared.
+        subject: Further fields that may differ, because the comparison is about them.
     """
-    lines = []
+    lines: list[str] = []
     for run in runs:
         lines += _named_partial_notes(run)
-    without = [run.name for run in runs if not fingerprint_part(run.score, "fields")]
-    with_fingerprint = [run for run in runs if run.name not in without]
-    if without:
+    without_fingerprint = [run.name for run in runs if not fingerprint_part(run.score, "fields")]
+    with_fingerprint = [run for run in runs if run.name not in without_fingerprint]
+    if without_fingerprint:
         unknown = "it is not known whether the prompt, the sampling and the data were the same"
-        lines.append(f"warning: {', '.join(without)}: no fingerprint, so {unknown}")
+        names = ", ".join(without_fingerprint)
+        lines.append(f"warning: {names}: no fingerprint, so {unknown}")
     may_differ = (*_MODEL_FIELDS, *subject)
-    if views_of(runs):
+    if groups_of_views(runs):
         may_differ = (*may_differ, *FIELDS_OF_A_VIEW)
-    fields = _differing(with_fingerprint, "fields", may_differ)
+    differing_fields = _differing_values(with_fingerprint, "fields", ignored=may_differ)
     # `auto` and a limit that is not given are the model's own, which only the engine knows.
     with_resolved = [run for run in with_fingerprint if fingerprint_part(run.score, "resolved")]
-    resolved = _differing(with_resolved, "resolved", tuple(fields))
-    for key, values in (fields | resolved).items():
+    differing_resolved = _differing_values(
+        with_resolved, "resolved", ignored=tuple(differing_fields)
+    )
+    for key, values in (differing_fields | differing_resolved).items():
         lines.append(f"warning: the runs differ in {key}: {values}")
     rules = {json.dumps(run.score.get("rules") or {}, sort_keys=True) for run in runs}
     if len(rules) > 1:
         lines.append(
             "warning: the runs were scored by different rules: " + " | ".join(sorted(rules))
         )
-    for key, values in _differing(with_fingerprint, "versions", ()).items():
+    differing_versions = _differing_values(with_fingerprint, "versions", ignored=())
+    for key, values in differing_versions.items():
         lines.append(f"note: the runs differ in the version of {key}: {values}")
     return lines
 
 
 def _named_partial_notes(run: ScoreFile) -> list[str]:
-    """Return the notes of a score over a part of the problems, with the run's name."""
-    notes = [line.partition(": ") for line in partial_notes(run.score)]
-    return [f"{kind}: {run.name}: {text}" for kind, _, text in notes]
+    """Return the notes on a score over a part of the problems, with the name of its run in each."""
+    lines: list[str] = []
+    for note in partial_notes(run.score):
+        kind, _, text = note.partition(": ")  # `note` or `warning`
+        lines.append(f"{kind}: {run.name}: {text}")
+    return lines
 
 
-def _differing(runs: Sequence[ScoreFile], part: str, without: Sequence[str]) -> dict[str, str]:
-    """Return the keys of a part of the fingerprints in which the scores differ.
+def _differing_values(
+    runs: Sequence[ScoreFile], part: str, *, ignored: Sequence[str]
+) -> dict[str, str]:
+    """Return the keys in one part of the fingerprints whose values differ between runs.
 
-    Each has the value of each run. The keys in `without` are not compared.
+    Args:
+        runs: The runs, all with that part.
+        part: `fields`, `resolved` or `versions`.
+        ignored: Keys that are not compared.
+
+    Each key has a text with the value of each run.
     """
-    sections = [(run.name, fingerprint_part(run.score, part)) for run in runs]
-    keys = dict.fromkeys(key for _, section in sections for key in section)
-    differing: dict[str, str] = {}
+    parts_of_runs = [(run.name, fingerprint_part(run.score, part)) for run in runs]
+    keys = dict.fromkeys(key for _, values in parts_of_runs for key in values)
+    values_text_by_key: dict[str, str] = {}
     for key in keys:
-        if key in without:
+        if key in ignored:
             continue
-        values = {json.dumps(section.get(key), sort_keys=True) for _, section in sections}
-        if len(values) > 1:
-            differing[key] = ", ".join(
-                f"{name} {shortened(json.dumps(section.get(key)))}" for name, section in sections
-            )
-    return differing
+        distinct = {json.dumps(values.get(key), sort_keys=True) for _, values in parts_of_runs}
+        if len(distinct) > 1:
+            texts = [
+                f"{name} {shortened(json.dumps(values.get(key)))}" for name, values in parts_of_runs
+            ]
+            values_text_by_key[key] = ", ".join(texts)
+    return values_text_by_key
 
 
 def shortened(value: str) -> str:
-    """Return a text with its middle left out where it is longer than a line of a table allows."""
+    """Leave out the middle of a text that is too long for a line."""
     if len(value) <= _MOST_VALUE_CHARACTERS:
         return value
     half = _MOST_VALUE_CHARACTERS // 2
@@ -105,60 +124,61 @@ def shortened(value: str) -> str:
 
 
 def comparison(runs: Sequence[ScoreFile], by: Sequence[str], *, published: bool) -> list[str]:
-    """Return the lines of the table, the tests, and the notes.
+    """Compare runs of one benchmark: a table of their accuracies, tests, and notes, in lines.
 
     Args:
-        runs: The runs; every run is tested against the first.
-        by: The groups whose values get a table of their own.
-        published: Whether figures that others have published are quoted.
+        runs: The runs; each is tested against the first.
+        by: The kinds of groups, such as `image_size`, that get a table of their own.
+        published: Whether to quote figures that others have published.
 
-    Raises `UserError` if the runs are of different benchmarks.
+    Raises `UserError` if the runs are of different benchmarks, or have no such groups.
     """
     check_one_benchmark(runs)
-    quoted = _published(runs) if published else None
+    quoted = _published_figures(runs) if published else None
     quoted_rows = quoted.rows if quoted else {}
     row_names = [run.name for run in runs] + [f"{name} (quoted)" for name in quoted_rows]
-    width = max(map(len, row_names))
+    name_width = max(len(name) for name in row_names)
     columns = list(dict.fromkeys(name for run in runs for name in run.cells))
     lines = [
         f"{name_of_data(runs[0].score)}: accuracy in %, [95 % interval], problems",
-        _table_line("", width, columns),
+        _table_line("", name_width, columns),
     ]
     for run in runs:
-        lines.append(_table_line(run.name, width, [_cell(run.cells.get(name)) for name in columns]))
+        cells = [_cell_text(run.cells.get(column)) for column in columns]
+        lines.append(_table_line(run.name, name_width, cells))
     for name, figures in quoted_rows.items():
         cells = [f"{figures[column]:5.1f}" if column in figures else "-" for column in columns]
-        lines.append(_table_line(f"{name} (quoted)", width, cells))
+        lines.append(_table_line(f"{name} (quoted)", name_width, cells))
     if quoted:
         lines.append(f"quoted: {quoted.source}; not measured here")
     for run in runs:
         if run.score.get("steps"):
             lines += [f"{run.name}: {line}" for line in step_lines(run.score["steps"])]
-    view_groups = views_of(runs)
-    # MathVerse has its versions of each problem beside our views.
+    view_groups = groups_of_views(runs)
+    # Beside views of ours, MathVerse's own versions of each problem are of interest too.
     if not by and view_groups and runs[0].score["benchmark"] == "mathverse":
         by = ["version"]
-    for key in by:
-        lines += ["", *_group_lines(runs, key, width)]
+    for kind in by:
+        lines += ["", *_group_lines(runs, kind, name_width)]
     if len(runs) > 1:
         lines.append("")
         for run in runs[1:]:
             lines += _test_lines(runs[0], run)
-        for views in view_groups:
-            lines += sees_or_reasons(views)
+        for run_by_view in view_groups:
+            lines += view_lines(run_by_view)
     return lines + _note_lines(runs, quoted)
 
 
-def _published(runs: Sequence[ScoreFile]) -> Published | None:
-    """Return the published rows to show beside these scores, if there are any.
+def _published_figures(runs: Sequence[ScoreFile]) -> Published | None:
+    """Return the published figures to show beside these scores; None where none belong there.
 
-    There are none beside other problems than they are of, or beside a part of them.
+    They belong beside scores of all the problems that they are of, and of a benchmark of ours.
     """
     names = {str(run.score["benchmark"]) for run in runs}
-    benchmark = names.pop()
-    if names or benchmark not in NAMES:
+    benchmark_name = names.pop()
+    if names or benchmark_name not in NAMES:
         return None
-    published = find_benchmark(benchmark).published
+    published = find_benchmark(benchmark_name).published
     if published is None or any(share_of_the_data(run.score) for run in runs):
         return None
     applies = published.applies
@@ -167,51 +187,53 @@ def _published(runs: Sequence[ScoreFile]) -> Published | None:
     return published
 
 
-def _table_line(name: str, width: int, cells: Sequence[str]) -> str:
-    """Return a row of the table: a name of `width` characters, then the cells in columns."""
-    return " ".join([f"{name:<{width}}", *(f"{cell:<28}" for cell in cells)]).rstrip()
+def _table_line(name: str, name_width: int, cells: Sequence[str]) -> str:
+    """Format a row of the table: its name, padded to `name_width`, and its cells."""
+    padded_cells = [f"{cell:<28}" for cell in cells]
+    return " ".join([f"{name:<{name_width}}", *padded_cells]).rstrip()
 
 
-def _cell(cell: Mapping[str, Any] | None) -> str:
-    """Return an accuracy with its interval and number of items, such as `61.2 [57.9, 64.4] of 850`.
+def _cell_text(cell: Mapping[str, Any] | None) -> str:
+    """Format an accuracy, its interval and its number of answers: `61.2 [57.9, 64.4] of 850`.
 
-    It is `-` if there is no such figure.
+    A figure that is no count has the accuracy alone. A missing figure, None, is `-`.
     """
     if cell is None:
         return "-"
     if "wilson_95" not in cell:
         return f"{100 * cell['accuracy']:5.1f}"
     low, high = cell["wilson_95"]
-    # A whole score knows how many problems there are; a cell of one does not.
+    # The cell over all answers is the score itself, which knows if it is over a part of the data.
     count = share_of_the_data(cell) or str(cell["total"])
     return f"{100 * cell['accuracy']:5.1f} [{100 * low:.1f}, {100 * high:.1f}] of {count}"
 
 
-def _group_lines(runs: Sequence[ScoreFile], key: str, width: int) -> list[str]:
-    """Return the lines of the group `key`: for each of its values a heading and a line per run.
+def _group_lines(runs: Sequence[ScoreFile], kind: str, name_width: int) -> list[str]:
+    """Format the accuracies by one kind of group: for each group a heading and a line per run.
 
-    Raises `UserError` if no run has that group.
+    Raises `UserError` if no run has that kind of group.
     """
-    names = list(dict.fromkeys(name for run in runs for name in run.score["groups"]))
-    if key not in names:
-        raise UserError(f"by: no run has the group {key!r}; they have {', '.join(names)}")
-    groups = [(run.name, run.score["groups"].get(key, {})) for run in runs]
-    lines = []
-    for value in dict.fromkeys(value for _, group in groups for value in group):
-        lines.append(f"{key} = {value}")
-        lines += [
-            _table_line(f"  {name}", width + 2, [_cell(group.get(value))]) for name, group in groups
-        ]
+    kinds = list(dict.fromkeys(name for run in runs for name in run.score["groups"]))
+    if kind not in kinds:
+        raise UserError(f"by: no run has the group {kind!r}; they have {', '.join(kinds)}")
+    cells_of_runs = [(run.name, run.score["groups"].get(kind, {})) for run in runs]
+    groups = dict.fromkeys(group for _, cell_by_group in cells_of_runs for group in cell_by_group)
+    lines: list[str] = []
+    for group in groups:
+        lines.append(f"{kind} = {group}")
+        for name, cell_by_group in cells_of_runs:
+            cell_text = _cell_text(cell_by_group.get(group))
+            lines.append(_table_line(f"  {name}", name_width + 2, [cell_text]))
     return lines
 
 
 def _test_lines(first: ScoreFile, second: ScoreFile) -> list[str]:
-    """Return the lines of a test of two runs on their common items.
+    """Test the difference of two runs on their common problems, in lines.
 
-    They give the difference with its paired bootstrap interval, and for single answers McNemar's
-    test.
+    They have the difference with its paired bootstrap interval. For runs with one answer to each
+    problem they also have McNemar's test, and for runs with and without tools what tools change.
     """
-    difference = between_problems([first], [second])
+    difference = difference_between([first], [second])
     if difference is None:
         raise UserError(f"run: {second.name!r} and {first.name!r} have no problem in common")
     common = common_problems([first, second])
@@ -220,10 +242,10 @@ def _test_lines(first: ScoreFile, second: ScoreFile) -> list[str]:
         f"{amount(len(common), 'common problem')})"
     )
     if differ_in_tools(first, second):
-        return [text, *gain_and_harm(first, second)]
-    before = [first.shares[pid] for pid in common]
-    after = [second.shares[pid] for pid in common]
-    test = paired_test(before, after)
+        return [text, *tool_lines(first, second)]
+    first_shares = [first.shares[pid] for pid in common]
+    second_shares = [second.shares[pid] for pid in common]
+    test = paired_test(first_shares, second_shares)
     if test.p is None:
         return [text + "; several answers a problem, so no McNemar test"]
     counts = f"{test.gained} gained, {test.lost} lost"
@@ -231,10 +253,13 @@ def _test_lines(first: ScoreFile, second: ScoreFile) -> list[str]:
 
 
 def _note_lines(runs: Sequence[ScoreFile], quoted: Published | None) -> list[str]:
-    """Return the notes for a reader: settings and problems that differ, and partial scores."""
+    """Return what limits a comparison: settings and problems that differ, and partial scores.
+
+    `quoted` are the published figures that are shown, which may be by other rules.
+    """
     if len(runs) > 1:
         is_about_tools = all(differ_in_tools(runs[0], run) for run in runs[1:])
-        notes = cautions(runs, FIELDS_OF_TOOLS if is_about_tools else ())
+        notes = caution_lines(runs, subject=FIELDS_OF_TOOLS if is_about_tools else ())
     else:
         notes = partial_notes(runs[0].score)
     if any(run.shares.keys() != runs[0].shares.keys() for run in runs):
@@ -242,6 +267,7 @@ def _note_lines(runs: Sequence[ScoreFile], quoted: Published | None) -> list[str
             "warning: the runs do not have the same problems; the tests use the common ones, the "
             "table all"
         )
-    caution = quoted.caution if quoted else None
-    messages = [caution(run.score) for run in runs] if caution else []
-    return notes + [f"note: {line}" for line in dict.fromkeys(messages) if line]
+    if quoted is not None and quoted.caution is not None:
+        cautions = [quoted.caution(run.score) for run in runs]
+        notes += [f"note: {caution}" for caution in dict.fromkeys(cautions) if caution]
+    return notes

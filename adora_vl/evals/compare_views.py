@@ -1,4 +1,8 @@
-"""Runs of one model with other views or tools: whether it sees, reasons, and gains by tools."""
+"""Compares runs of one model with other views or tools: whether it sees, reasons, or needs tools.
+
+A view is what the model was shown of a problem (`--view`): the picture, its facts in words, both, or
+a grey picture.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,73 +21,79 @@ from adora_vl.evals.scoring.statistics import bootstrap_ratio
 from adora_vl.evals.scoring.table import percent_with_interval
 from adora_vl.utils.cli import amount
 
-# The fields of a fingerprint in which runs with other views, or other tools, may differ.
+# The fields of a fingerprint in which runs of one model with other views, or other tools, differ.
 FIELDS_OF_A_VIEW = ("view", "left_out", "seed")
 FIELDS_OF_TOOLS = ("tools", "max_tool_calling_iterations", "tool_options", "tool_files")
 
 
-def views_of(runs: Sequence[ScoreFile]) -> list[dict[str, ScoreFile]]:
-    """Return the groups of runs that differ in nothing but what the model was shown (`--view`).
+def groups_of_views(runs: Sequence[ScoreFile]) -> list[dict[str, ScoreFile]]:
+    """Return the groups of runs that differ only in what the model was shown (`--view`).
 
-    Each group maps a view to its run, the first one where several have that view, in the order of
-    `VIEWS`. A group has at least two views.
+    Each group has at least two views. It maps a view to its run, the first of several, in the order
+    of `VIEWS`.
     """
-    runs_by_setting: dict[str, dict[str, ScoreFile]] = {}
+    # The runs by their other settings, as text, and by view.
+    runs_by_settings: dict[str, dict[str, ScoreFile]] = {}
     for run in runs:
         fields = fingerprint_part(run.score, "fields")
-        if fields:
-            without_view = {**fields, **dict.fromkeys(FIELDS_OF_A_VIEW)}
-            run_of_view = runs_by_setting.setdefault(json.dumps(without_view, sort_keys=True), {})
-            run_of_view.setdefault(fields.get("view", "image"), run)
-    groups = []
-    for run_of_view in runs_by_setting.values():
-        if len(run_of_view) > 1:
-            groups.append({view: run_of_view[view] for view in VIEWS if view in run_of_view})
+        if not fields:
+            continue
+        other_settings = {**fields, **dict.fromkeys(FIELDS_OF_A_VIEW)}
+        settings_text = json.dumps(other_settings, sort_keys=True)
+        run_by_view = runs_by_settings.setdefault(settings_text, {})
+        run_by_view.setdefault(fields.get("view", "image"), run)
+    groups: list[dict[str, ScoreFile]] = []
+    for run_by_view in runs_by_settings.values():
+        if len(run_by_view) > 1:
+            groups.append({view: run_by_view[view] for view in VIEWS if view in run_by_view})
     return groups
 
 
-def sees_or_reasons(run_of_view: Mapping[str, ScoreFile]) -> list[str]:
-    """Return the views of one model side by side, and whether it sees or reasons.
+def view_lines(run_by_view: Mapping[str, ScoreFile]) -> list[str]:
+    """Compare the views of one model, and say whether it sees and whether it reasons, in lines.
 
-    `run_of_view` is a group of `views_of`. The lines are over the problems that the model answered
-    in all views; there are none where it has none in common.
+    They are over the problems that the model answered in all views; there are no lines where it
+    has none. `run_by_view` is a group of `groups_of_views`.
     """
-    common = common_problems(list(run_of_view.values()))
+    common = common_problems(list(run_by_view.values()))
     if not common:
         return []
-    # The share of right answers to each problem, by view.
-    shares = {view: [run.shares[pid] for pid in common] for view, run in run_of_view.items()}
+    # The share of right answers to each common problem, by view.
+    shares_by_view = {
+        view: [run.shares[pid] for pid in common] for view, run in run_by_view.items()
+    }
     lines = ["", f"what it was shown, {amount(len(common), 'common problem')}:"]
-    for view, values in shares.items():
-        figure = mean_with_interval(values)
+    for view, shares in shares_by_view.items():
+        figure = mean_with_interval(shares)
         accuracy = percent_with_interval(figure["value"], figure["interval_95"])
         lines.append(f"  {view:<6} {accuracy}  {VIEWS[view]}")
-    if {"text", "image"} <= shares.keys():
-        in_both = [
-            text * image for text, image in zip(shares["text"], shares["image"], strict=True)
-        ]
+    views = shares_by_view.keys()
+    if {"text", "image"} <= views:
+        from_words = shares_by_view["text"]
+        from_picture = shares_by_view["image"]
+        from_both = [text * image for text, image in zip(from_words, from_picture, strict=True)]
         lines.append(
-            f"of what it solves from words, it solves {_share(in_both, shares['text'])} from the "
+            f"of what it solves from words, it solves {_ratio_text(from_both, from_words)} from the "
             "picture"
         )
-    if {"text", "both"} <= shares.keys():
-        gain = paired_difference(shares["text"], shares["both"]).points
+    if {"text", "both"} <= views:
+        gain = paired_difference(shares_by_view["text"], shares_by_view["both"]).points
         lines.append(f"the picture adds {gain} to the words")
-    if {"image", "blank"} <= shares.keys():
-        blank_share = _share(shares["blank"], shares["image"])
-        lines.append(f"without looking {blank_share} of the accuracy with the picture remains")
-    if {"text", "image", "blank"} <= shares.keys():
-        lines.append(_sees_or_reasons_verdict(shares))
+    if {"image", "blank"} <= views:
+        remaining = _ratio_text(shares_by_view["blank"], shares_by_view["image"])
+        lines.append(f"without looking {remaining} of the accuracy with the picture remains")
+    if {"text", "image", "blank"} <= views:
+        lines.append(_sees_or_reasons_verdict(shares_by_view))
     return lines
 
 
 def _tool_names(run: ScoreFile) -> str:
-    """Return the tools of a run in words; empty without any."""
+    """Return the names of a run's tools, with commas between them; empty without tools."""
     return ", ".join(fingerprint_part(run.score, "fields").get("tools", ()))
 
 
 def differ_in_tools(first: ScoreFile, second: ScoreFile) -> bool:
-    """Return whether one of two runs of the same model and view had tools, and the other none."""
+    """Return whether two runs are of the same model and view, and only one of them had tools."""
     first_fields = fingerprint_part(first.score, "fields")
     second_fields = fingerprint_part(second.score, "fields")
     for key in ("model_hash", "view"):
@@ -92,72 +102,76 @@ def differ_in_tools(first: ScoreFile, second: ScoreFile) -> bool:
     return bool(_tool_names(first)) != bool(_tool_names(second))
 
 
-def gain_and_harm(first: ScoreFile, second: ScoreFile) -> list[str]:
-    """Return what is solved only with tools and only without, and whether tools help.
+def tool_lines(first: ScoreFile, second: ScoreFile) -> list[str]:
+    """Say what is solved only with tools and only without, and whether tools help, in lines.
 
-    The two runs, in any order, are such that `differ_in_tools` holds.
+    Only one of the two runs had tools (`differ_in_tools`); it may be either.
     """
     common = common_problems([first, second])
-    # A run without tools has the empty text, which sorts first.
+    # The names of a run without tools are the empty text, which sorts first.
     run_without, run_with = sorted([first, second], key=_tool_names)
     tools = _tool_names(run_with)
-    before = [run_without.shares[pid] for pid in common]
-    after = [run_with.shares[pid] for pid in common]
-    gained, lost, p = paired_test(before, after)
-    if p is None:
+    shares_without = [run_without.shares[pid] for pid in common]
+    shares_with = [run_with.shares[pid] for pid in common]
+    test = paired_test(shares_without, shares_with)
+    if test.p is None:  # there are several answers to a problem
         often = "more often"
-        test = ""
+        test_text = ""
     else:
         often = "only"
-        test = f", McNemar p = {p:.3g}"
-    if solves_more(before, after):
+        test_text = f", McNemar p = {test.p:.3g}"
+    if solves_more(shares_without, shares_with):
         effect = "helps"
-    elif solves_more(after, before):
+    elif solves_more(shares_with, shares_without):
         effect = "harms"
     else:
         effect = "shows no effect"
     return [
-        f"  gain {gained} (solved {often} with {tools}), harm {lost} ({often} without){test}",
-        f"  having {tools} {effect}: {100 * fmean(after):.1f} % right, "
-        f"{100 * fmean(before):.1f} % without",
+        f"  gain {test.gained} (solved {often} with {tools}), harm {test.lost} ({often} "
+        f"without){test_text}",
+        f"  having {tools} {effect}: {100 * fmean(shares_with):.1f} % right, "
+        f"{100 * fmean(shares_without):.1f} % without",
     ]
 
 
-def _share(part: Sequence[float], total: Sequence[float]) -> str:
-    """Return the sum of `part` as a share of that of `total`, with its interval.
-
-    The values are paired.
-    """
-    if not sum(total):
+def _ratio_text(parts: Sequence[float], wholes: Sequence[float]) -> str:
+    """Format sum(parts) / sum(wholes) in percent, with its bootstrap interval over the pairs."""
+    if not sum(wholes):
         return "nothing of nothing,"
-    return percent_with_interval(sum(part) / sum(total), list(bootstrap_ratio(part, total)))
+    interval = list(bootstrap_ratio(parts, wholes))
+    return percent_with_interval(sum(parts) / sum(wholes), interval)
 
 
-def _sees_or_reasons_verdict(right: Mapping[str, Sequence[float]]) -> str:
-    """Return whether words, and the picture, let the model solve more than a grey picture does.
+def _sees_or_reasons_verdict(shares_by_view: Mapping[str, Sequence[float]]) -> str:
+    """Say whether a model sees and whether it reasons.
 
-    `right` has the shares of right answers of the views `text`, `image` and `blank`, paired by
-    problem. Where both hold, the line says by which of the two the model loses more.
+    It reasons if it solves more from words than from a grey picture, which it can only guess at. It
+    sees if it solves more from the picture. Where both hold, the line says by which of the two the
+    model loses more.
+
+    `shares_by_view` has the share of right answers to each problem for the views `text`, `image` and
+    `blank`, paired by problem.
     """
-    reasons = solves_more(right["blank"], right["text"])
-    sees = solves_more(right["blank"], right["image"])
+    from_words = shares_by_view["text"]
+    from_picture = shares_by_view["image"]
+    reasons = solves_more(shares_by_view["blank"], from_words)
+    sees = solves_more(shares_by_view["blank"], from_picture)
     if reasons and sees:
         # Right from words and wrong from the picture, problem by problem.
         only_from_words = [
-            text_share * (1 - image_share)
-            for text_share, image_share in zip(right["text"], right["image"], strict=True)
+            words * (1 - picture) for words, picture in zip(from_words, from_picture, strict=True)
         ]
-        seeing = 100 * fmean(only_from_words)
-        reasoning = 100 * (1 - fmean(right["text"]))
+        lost_by_seeing = 100 * fmean(only_from_words)
+        lost_by_reasoning = 100 * (1 - fmean(from_words))
         greater_loss = ""
-        if seeing > reasoning:
+        if lost_by_seeing > lost_by_reasoning:
             greater_loss = " more by seeing"
-        elif seeing != reasoning:
+        elif lost_by_seeing != lost_by_reasoning:
             greater_loss = " more by reasoning"
         return (
-            f"it sees and it reasons, and loses{greater_loss}: of 100 problems {seeing:.0f} by "
-            f"seeing (solved from words, not from the picture) and {reasoning:.0f} by reasoning (not "
-            "solved from words)"
+            f"it sees and it reasons, and loses{greater_loss}: of 100 problems "
+            f"{lost_by_seeing:.0f} by seeing (solved from words, not from the picture) and "
+            f"{lost_by_reasoning:.0f} by reasoning (not solved from words)"
         )
     if reasons:
         return (

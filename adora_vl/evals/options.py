@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from adora_vl.utils.cli import optional, text
 
-# The parser's default of both prompts, which stands for those of the run that trained the model.
+# The parser's default of both prompts. It stands for the prompt that the model was trained with.
 OF_THE_RUN: Any = object()
 _ARGUMENT = "argument"  # the key in the metadata of a field
 
@@ -22,14 +22,14 @@ Options = TypeVar("Options")
 def option(
     default: object = MISSING, *, help: str, parser_default: object = MISSING, **arguments: Any
 ) -> Any:
-    """Return a field of a dataclass that is an option of the command.
+    """Declare a field of a dataclass that is an option of the command too.
 
-    `max_tokens` becomes `--max-tokens`.
+    The field `max_tokens` becomes the option `--max-tokens`.
 
     Args:
-        default: The value where none is given. Without it, code has to give one.
+        default: The value of the field where none is given. Without it, code has to give one.
         help: What `--help` says of the option.
-        parser_default: What the parser has where none is given, if that differs from `default`.
+        parser_default: The value of the option where none is given, if that differs from `default`.
         arguments: Further arguments of `add_argument`.
     """
     if parser_default is MISSING:
@@ -40,8 +40,8 @@ def option(
 
 def argument_of(option_field: "Field[Any]") -> Mapping[str, Any] | None:
     """Return the arguments of `add_argument` for a field; None for a field that is no option."""
-    argument: Mapping[str, Any] | None = option_field.metadata.get(_ARGUMENT)
-    return argument
+    arguments: Mapping[str, Any] | None = option_field.metadata.get(_ARGUMENT)
+    return arguments
 
 
 def option_names(kind: type) -> list[str]:
@@ -59,26 +59,25 @@ def required_names(kind: type) -> list[str]:
 
 
 def add_options(parser: ArgumentParser, kind: type) -> None:
-    """Add the options of a dataclass to a parser."""
+    """Add the options of a dataclass to a parser, in the order of its fields."""
     for option_field in fields(kind):
-        argument = argument_of(option_field)
-        if argument is not None:
-            parser.add_argument("--" + option_field.name.replace("_", "-"), **argument)
+        arguments = argument_of(option_field)
+        if arguments is not None:
+            parser.add_argument("--" + option_field.name.replace("_", "-"), **arguments)
 
 
 def options_from(kind: type[Options], parsed: Namespace, **overrides: Any) -> Options:
-    """Return an instance of a dataclass of options from what a parser has read.
+    """Build an instance of a dataclass of options from what a parser has read.
 
     Args:
         kind: The dataclass. A field that the parser does not know keeps its default.
         parsed: The values by name; names that are no fields are ignored.
         overrides: Values of fields, in place of those that were parsed.
     """
-    values = {
-        option_field.name: getattr(parsed, option_field.name)
-        for option_field in fields(kind)  # type: ignore[arg-type]  # a dataclass, which no type says
-        if hasattr(parsed, option_field.name)
-    }
+    values: dict[str, Any] = {}
+    for option_field in fields(kind):  # type: ignore[arg-type]  # a dataclass, which no type says
+        if hasattr(parsed, option_field.name):
+            values[option_field.name] = getattr(parsed, option_field.name)
     return kind(**{**values, **overrides})
 
 

@@ -19,7 +19,7 @@ from adora_vl.data.rows import (
     problem_with_row,
     rows_without_pixels,
 )
-from adora_vl.evals.inference.dataset import pictured
+from adora_vl.evals.inference.dataset import problem_with_images
 from adora_vl.evals.inference.predictions import refuse_rows
 from adora_vl.evals.options import DataOptions, ScoreOptions, option
 from adora_vl.evals.records import LoadedProblems, Problem
@@ -27,8 +27,8 @@ from adora_vl.evals.records import LoadedProblems, Problem
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# The forms of an answer. The first pattern that is found decides.
-_FORMS = (
+# The forms in which a reference answer may be written. The first pattern that is found decides.
+_PATTERN_OF_FORM = (
     ("radical", re.compile(r"\\sqrt|√")),
     ("pi", re.compile(r"\\pi|π")),
     ("fraction", re.compile(r"\\[dt]?frac|/")),
@@ -45,19 +45,20 @@ class GraderOptions(ScoreOptions):
 
 
 def answer_form(answer: str, choices: Sequence[str] | None = None) -> str:
-    r"""Return the form in which a reference answer is written.
+    r"""Name the form in which a reference answer is written, by which answers are grouped.
 
-    It is `letter`, `radical`, `pi`, `fraction`, `integer`, `decimal` or `other`. An answer with
-    several of them has the first in this order: `2 \sqrt { 3 } \pi` is a radical.
+    It is `letter`, `radical`, `pi`, `fraction`, `integer`, `decimal` or `other`. An answer that fits
+    several has the first of them in this order: `2 \sqrt { 3 } \pi` is a radical. Only an answer
+    with choices can be a letter.
     """
     text = "".join(answer.split())
     if choices and re.fullmatch(r"\(?[A-Z]\)?", text):
         return "letter"
-    return next((name for name, pattern in _FORMS if pattern.search(text)), "other")
+    return next((form for form, pattern in _PATTERN_OF_FORM if pattern.search(text)), "other")
 
 
-# The fields of `meta` from which the warm start of the tiny model learns; a prediction leaves them
-# out.
+# The fields of `meta` with texts that the tiny model learns from in its warm start. A prediction
+# leaves them out.
 _TRAINING_TEXTS = (
     "solution",
     "slip",
@@ -65,90 +66,95 @@ _TRAINING_TEXTS = (
 
 
 def load(options: DataOptions, prompt: str | None = None) -> LoadedProblems:
-    """Return the problems of a split of a prepared dataset folder, and a hash of it.
+    """Load the problems of a split of a prepared dataset folder, with a hash of the split.
 
     Args:
         options: The folder and its split.
-        prompt: The template of what is asked; None asks the problem alone, and a template that
-            changes no problem is named among the unused options.
+        prompt: The template that makes the text to ask from the columns of a row; None asks the
+            problem alone. A template that would change no problem is not used, and is returned
+            among the unused options.
 
-    Raises `UserError` with a line for each row that cannot be asked about.
+    Raises `UserError` with a line for each row that cannot be asked.
     """
     # The data are hashed before their rows are read: a change in between gives another hash later.
     split_hash = data_hash(Path(options.data), options.split)
     dataset = load_split(options.data, options.split)
-    asked_as = template(prompt) if prompt else None
-    if asked_as is not None:
-        asked_as.check_columns(dataset.column_names, f"{options.data!r} split {options.split!r}")
-    where = f"data: {options.data}, split {options.split!r},"
+    prompt_template = template(prompt) if prompt else None
+    if prompt_template is not None:
+        where = f"{options.data!r} split {options.split!r}"
+        prompt_template.check_columns(dataset.column_names, where)
     table = dataset.with_format("arrow")[:]
-    unused: tuple[str, ...] = ()
-    if asked_as and asked_as.asks_the_problem_alone(with_choices=has_choices(table)):
-        asked_as = None
-        unused = ("prompt",)
-    faults = []
+    unused_options: tuple[str, ...] = ()
+    if prompt_template and prompt_template.asks_the_problem_alone(with_choices=has_choices(table)):
+        prompt_template = None
+        unused_options = ("prompt",)
+    error_start = f"data: {options.data}, split {options.split!r},"
+    faults: list[str] = []
     for index, row in enumerate(rows_without_pixels(table)):
         fault = problem_with_row(row)
         if fault:
             faults.append(f"row {row.get('id') or f'number {index}'}: {fault}")
-    refuse_rows(where, faults)
-    asked_problems = problems(dataset, asked_as)
-    if asked_as is not None:
-        for problem in asked_problems:
+    refuse_rows(error_start, faults)
+    loaded_problems = problems(dataset, prompt_template)
+    # A template can make a text that cannot be asked from a row that could.
+    if prompt_template is not None:
+        for problem in loaded_problems:
             fault = problem_with_prompt(problem.prompt, problem.n_images)
             if fault:
                 faults.append(f"row {problem.pid}: {fault}")
-        refuse_rows(where, faults)
-    return LoadedProblems(asked_problems, split_hash, unused)
+        refuse_rows(error_start, faults)
+    return LoadedProblems(loaded_problems, split_hash, unused_options)
 
 
 def problems(dataset: Dataset, prompt_template: Template | None = None) -> list[Problem]:
-    """Return the problems of the rows of a prepared split, images encoded until they are needed.
+    """Build the problems of a prepared split; their images stay encoded until they are needed.
 
-    `prompt_template`: makes the text that is asked from the columns of a row; None asks the
-    problem alone.
+    Args:
+        dataset: The rows of the split.
+        prompt_template: Makes the text to ask from the columns of a row; None asks the problem
+            alone.
     """
-    encoded = dataset.with_format("arrow")  # bytes as they are in the file
-    texts = dataset.remove_columns("images")
-    counts = [
-        count
-        for chunk in encoded["images"][:].chunks
-        for count in chunk.value_lengths().to_pylist()
-    ]
-    rows = []
-    for index, (row, count) in enumerate(zip(texts, counts, strict=True)):
-        text = row["problem"]
+    encoded_dataset = dataset.with_format("arrow")  # its images are bytes, as in the file
+    rows_without_images = dataset.remove_columns("images")
+    image_counts: list[int | None] = []
+    for chunk in encoded_dataset["images"][:].chunks:
+        image_counts += chunk.value_lengths().to_pylist()
+    built_problems: list[Problem] = []
+    for index, (row, n_images) in enumerate(zip(rows_without_images, image_counts, strict=True)):
+        prompt = row["problem"]
         if prompt_template is not None:
-            text = prompt_template(row)
-        problem = pictured(
-            _fields(row),
-            prompt=text,
-            images=count or 0,
-            stored=partial(_stored, encoded, index),
-            decoded=decoded_image,
+            prompt = prompt_template(row)
+        problem = problem_with_images(
+            _prediction_fields(row),
+            prompt=prompt,
+            n_images=n_images or 0,  # a row without the list has None
+            read_images=partial(_read_images, encoded_dataset, index),
+            decode=decoded_image,
         )
-        rows.append(replace(problem, facts=row.get("facts") or None))
-    return rows
+        built_problems.append(replace(problem, facts=row.get("facts") or None))
+    return built_problems
 
 
-def _fields(row: dict[str, Any]) -> dict[str, Any]:
+def _prediction_fields(row: dict[str, Any]) -> dict[str, Any]:
     """Return what a prediction keeps of a row of the dataset."""
-    origin = {key: row[key] for key in ("source", "split") if row.get(key)}
-    meta = {
-        key: value for key, value in (row.get("meta") or {}).items() if key not in _TRAINING_TEXTS
-    }
-    return {
+    metadata = {key: row[key] for key in ("source", "split") if row.get(key)}
+    for key, value in (row.get("meta") or {}).items():
+        if key not in _TRAINING_TEXTS:
+            metadata[key] = value
+    fields = {
         "pid": row["id"],
         "question": row["problem"],
         "answer": row["answer"],
         "choices": row.get("choices"),
-        "metadata": {**origin, **meta},
-        # a solved figure, on which the claims of an answer are checked
-        **({"figure": row["figure"]} if row.get("figure") else {}),
+        "metadata": metadata,
     }
+    # The solved figure of a problem, on which the claims of an answer are checked.
+    if row.get("figure"):
+        fields["figure"] = row["figure"]
+    return fields
 
 
-def _stored(encoded: Dataset, index: int) -> list[bytes]:
-    """Return the encoded images of one row, which are read when they are asked for."""
-    images = encoded[index]["images"][0].as_py() or []
+def _read_images(encoded_dataset: Dataset, index: int) -> list[bytes]:
+    """Read the encoded images of a row; each is stored as bytes or as the path of a file."""
+    images = encoded_dataset[index]["images"][0].as_py() or []
     return [image["bytes"] or Path(image["path"]).read_bytes() for image in images]

@@ -53,22 +53,27 @@ class PreparedDataOptions(DataOptions):
 
 
 def load(options: PreparedDataOptions) -> LoadedProblems:
-    """Return the problems of a prepared dataset folder, in the words of the prompt."""
+    """Load the problems of a prepared dataset folder, with variants of them if these are wanted."""
     loaded = load_prepared(options, options.prompt)
     if not options.variants:
         return loaded
-    return with_variants(loaded, options, options.prompt, options.variants)
+    return with_variants(
+        loaded, options=options, prompt=options.prompt, n_per_problem=options.variants
+    )
 
 
 def grade(row: Prediction, options: GraderOptions) -> RowGrade:
-    """Return the verdict on a row.
+    """Grade one answer as the accuracy reward of a training does.
 
-    `options.rounding`: also accept a decimal that is the reference answer rounded.
-    `options.answer_tags`: also accept an answer in `<answer> </answer>` without a box.
+    `options.rounding` also accepts a decimal that is the reference answer rounded, and
+    `options.answer_tags` an answer in `<answer> </answer>` without a box.
     """
-    rules = {"rounding": options.rounding, "answer_tags": options.answer_tags}
     result = graded_as_in_training(
-        row["response"], row["answer"], choices=row.get("choices"), **rules
+        row["response"],
+        row["answer"],
+        choices=row.get("choices"),
+        rounding=options.rounding,
+        answer_tags=options.answer_tags,
     )
     return RowGrade(
         verdict=result.verdict,
@@ -79,7 +84,7 @@ def grade(row: Prediction, options: GraderOptions) -> RowGrade:
 
 
 def _rules(options: GraderOptions) -> dict[str, Any]:
-    """Return the rules of a score."""
+    """Describe the rules of a score; `answer_tags` is there only where it is on."""
     rules = {"rounding": options.rounding}
     if options.answer_tags:
         rules["answer_tags"] = True
@@ -89,45 +94,59 @@ def _rules(options: GraderOptions) -> dict[str, Any]:
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: GraderOptions
 ) -> OwnFigures:
-    """Return the number of unreadable reference answers, and the rules in words."""
-    unusable = sum(item.grade.reason.startswith("gold_") for item in graded)
-    unreadable = amount(unusable, "reference answer")
-    warning = f"{unreadable} cannot be graded against; see the items with a gold_ reason"
-    by = "rounded decimals accepted" if options.rounding else "exact answers"
-    by += ", in <answer> tags too" if options.answer_tags else ""
-    notes = {"unusable_golds": unusable, "data_set": _data_set(rows)}
+    """Describe the rules and the data of a score, and compare problems with their variants.
+
+    A warning counts the reference answers that the grader cannot read, which no answer can meet.
+    """
+    rules = "rounded decimals accepted" if options.rounding else "exact answers"
+    if options.answer_tags:
+        rules += ", in <answer> tags too"
+    # The grader's reason begins with `gold_` where the reference answer is at fault.
+    n_unreadable = sum(item.grade.reason.startswith("gold_") for item in graded)
+    warnings: list[str] = []
+    if n_unreadable:
+        references = amount(n_unreadable, "reference answer")
+        warnings.append(f"{references} cannot be graded against; see the items with a gold_ reason")
     return OwnFigures(
-        notes=notes, warnings=[warning] if unusable else [], by=by, lines=variant_lines(graded)
+        notes={"unusable_golds": n_unreadable, "data_set": _data_set(rows)},
+        warnings=warnings,
+        by=rules,
+        lines=variant_lines(graded),
     )
 
 
 def _data_set(rows: Sequence[Prediction]) -> dict[str, Any]:
-    """Return the sources and splits of the problems, as the rows of a prepared folder say it.
+    """Describe the data of a score: its sources, its splits, and the number of its problems.
 
-    The number of problems goes with them, for figures that apply to a whole split alone.
+    Published figures are quoted only beside a score of a whole split.
     """
-    metadata = [row.get("metadata") or {} for row in rows]
+    metadata_of_rows = [row.get("metadata") or {} for row in rows]
     return {
-        "sources": sorted({str(fields.get("source")) for fields in metadata}),
-        "splits": sorted({str(fields.get("split")) for fields in metadata}),
+        "sources": sorted({str(metadata.get("source")) for metadata in metadata_of_rows}),
+        "splits": sorted({str(metadata.get("split")) for metadata in metadata_of_rows}),
         "problems": len({row["pid"] for row in rows}),
     }
 
 
 def _groups(row: Prediction) -> dict[str, list[str]]:
-    """Return the groups of a row: goal, shapes, family and kind, and form of the answer."""
+    """Return the groups in which a row is counted.
+
+    They are its goal, its shapes, its family and kind if it is a drawn problem, and the form of its
+    reference answer.
+    """
     metadata = row.get("metadata") or {}
     groups = metadata_groups(row, _METADATA_GROUPS)
-    # The kind of a variant is its original, which groups nothing.
-    if metadata.get("kind") and metadata.get("family") != "variant":
-        groups["kind"] = [f"{metadata.get('family')}, {metadata['kind']}"]  # `crossing, vertical`
+    family = metadata.get("family")
+    # The kind of a variant is the id of its original, of which there are too many for groups.
+    if metadata.get("kind") and family != "variant":
+        groups["kind"] = [f"{family}, {metadata['kind']}"]  # such as `crossing, vertical`
     return {**groups, "answer_form": [answer_form(row["answer"], row.get("choices"))]}
 
 
 def prepared_benchmark(name: str, *, published: Published | None = None) -> Benchmark:
-    """Return the benchmark of this name on prepared problems.
+    """Build a benchmark of prepared problems under a name of its own.
 
-    `published`: figures to quote beside it.
+    `published` are figures of others to quote beside its scores.
     """
     return Benchmark(
         name=name,

@@ -12,18 +12,18 @@ from adora_vl.utils.cli import amount
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of the means of two sides, with its 95 % interval where there is one."""
+    """The difference of two means, with its 95 % interval where there is one."""
 
     first: float
-    """The mean of the side that is subtracted."""
+    """The mean that is subtracted."""
     second: float
-    """The mean of the other side."""
+    """The mean from which it is subtracted."""
     low: float | None = None
     """The lower end of the 95 % interval of the difference."""
     high: float | None = None
     """The upper end of it."""
     over: str = "one seed per side: no interval"
-    """What the interval is over, in words."""
+    """What the interval is over, in words, such as `512 problems`."""
 
     @property
     def value(self) -> float:
@@ -32,7 +32,7 @@ class Difference:
 
     @property
     def points(self) -> str:
-        """A difference of shares in percentage points, `+35.0 points, 95 % [+1.2, +68.0]`."""
+        """The difference of two shares in points: `+35.0 points, 95 % [+1.2, +68.0]`."""
         assert self.low is not None
         assert self.high is not None
         return (
@@ -45,25 +45,28 @@ def common_problems(runs: Sequence[ScoreFile]) -> list[str]:
     return [pid for pid in runs[0].shares if all(pid in run.shares for run in runs)]
 
 
-def between_problems(first: Sequence[ScoreFile], second: Sequence[ScoreFile]) -> Difference | None:
-    """Return the difference of two sides on the problems that all their runs answered.
+def difference_between(
+    first_side: Sequence[ScoreFile], second_side: Sequence[ScoreFile]
+) -> Difference | None:
+    """Compute the difference of accuracy between two sides, on the problems that all runs answered.
 
-    None if none is. A side is one run, or several runs whose shares are averaged. The interval is a
-    paired bootstrap over the problems: how the difference would vary if other problems had been
-    drawn.
+    A side is one run, or several runs whose shares are averaged. The interval is a paired bootstrap
+    over the problems: how the difference would vary if other problems had been drawn. None where
+    the runs have no common problem.
     """
-    common = common_problems([*first, *second])
+    common = common_problems([*first_side, *second_side])
     if not common:
         return None
-    first_shares = [fmean(run.shares[pid] for run in first) for pid in common]
-    second_shares = [fmean(run.shares[pid] for run in second) for pid in common]
+    first_shares = [fmean(run.shares[pid] for run in first_side) for pid in common]
+    second_shares = [fmean(run.shares[pid] for run in second_side) for pid in common]
     difference = paired_difference(first_shares, second_shares)
     return replace(difference, over=amount(len(common), "problem"))
 
 
 def paired_difference(before: Sequence[float], after: Sequence[float]) -> Difference:
-    """Return the difference of paired values, with its bootstrap interval."""
-    low, high = bootstrap([second - first for first, second in zip(before, after, strict=True)])
+    """Compute the difference of the means of paired values, with its bootstrap interval."""
+    differences = [second - first for first, second in zip(before, after, strict=True)]
+    low, high = bootstrap(differences)
     return Difference(first=fmean(before), second=fmean(after), low=low, high=high)
 
 
@@ -79,7 +82,7 @@ class PairedTest(NamedTuple):
 
 
 def paired_test(before: Sequence[float], after: Sequence[float]) -> PairedTest:
-    """Return how many paired values are larger after and before, and McNemar's p of both counts."""
+    """Count the paired values that grew and shrank, and test by McNemar whether that is chance."""
     gained = 0
     lost = 0
     for first, second in zip(before, after, strict=True):
@@ -88,15 +91,16 @@ def paired_test(before: Sequence[float], after: Sequence[float]) -> PairedTest:
         elif second < first:
             lost += 1
     are_single_answers = {*before, *after} <= {0.0, 1.0}
-    p = mcnemar(lost, gained) if are_single_answers else None
+    p = mcnemar(only_first=lost, only_second=gained) if are_single_answers else None
     return PairedTest(gained=gained, lost=lost, p=p)
 
 
 def solves_more(before: Sequence[float], after: Sequence[float]) -> bool:
-    """Return whether more is solved after than before, and not by chance.
+    """Return whether significantly more is solved after than before.
 
-    McNemar's test at 5 % says it for single answers. With several answers to a problem it does not
-    apply, and the interval of the difference has to lie over 0.
+    The values are the shares of right answers to each problem. For single answers McNemar's test
+    decides, at 5 %. It does not apply to several answers to a problem, where the interval of the
+    difference has to lie over 0.
     """
     test = paired_test(before, after)
     if test.p is None:

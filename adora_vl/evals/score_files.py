@@ -10,7 +10,7 @@ from typing import Any
 
 from adora_vl.evals.inference.predictions import SCORE
 from adora_vl.evals.records import Score
-from adora_vl.evals.scoring.score import own_cells
+from adora_vl.evals.scoring.score import cells_of_benchmark
 from adora_vl.utils.errors import UserError
 
 # The keys that a score file has to have.
@@ -30,7 +30,7 @@ class ScoreFile:
 
     @classmethod
     def of(cls, name: str, score: Score) -> ScoreFile:
-        """Return the content of a score file, with the shares that its items give."""
+        """Build a score file from its content, and compute the shares from its items."""
         verdicts_by_pid: dict[str, list[bool]] = {}
         for item in score["items"]:
             is_right = item["verdict"] == "correct"
@@ -40,20 +40,24 @@ class ScoreFile:
 
     @property
     def cells(self) -> dict[str, Any]:
-        """The figures that get a column: all answers, the benchmark's own, and avg@k and pass@k."""
+        """The accuracies that get a column in a comparison, by name.
+
+        They are that over all answers, the benchmark's own, and avg@k and pass@k for the number k
+        of answers to a problem.
+        """
         cell_by_name: dict[str, Any] = {"all": self.score}
-        for benchmark_cells in own_cells(self.score).values():
-            cell_by_name |= benchmark_cells
+        for cells in cells_of_benchmark(self.score).values():
+            cell_by_name |= cells
         samples = self.score.get("samples") or {}
-        n_samples = samples.get("k")
-        for name in (f"avg@{n_samples}", f"pass@{n_samples}"):
+        k = samples.get("k")
+        for name in (f"avg@{k}", f"pass@{k}"):
             if name in samples:
                 cell_by_name[name] = {"accuracy": samples[name]["value"]}
         return cell_by_name
 
 
 def read_run(path: str, name: str | None = None) -> ScoreFile:
-    """Read a score file.
+    """Read a score file, and check that it has what comparisons need.
 
     Args:
         path: The file, or the output folder of `run` that has it.
@@ -96,12 +100,12 @@ def check_one_benchmark(runs: Sequence[ScoreFile]) -> None:
 
 
 def _grader(run: ScoreFile) -> str:
-    """Return whose rules a score is by: `geometry3k` and `problems` are one benchmark."""
+    """Name the rules of a score; `geometry3k` and `problems` are two names of one benchmark."""
     name = str(run.score["benchmark"])
     return "geometry3k" if name == "problems" else name
 
 
 def fingerprint_part(score: Score, name: str) -> dict[str, Any]:
-    """Return a part of the fingerprint of a score; empty where it has none."""
-    section = (score.get("fingerprint") or {}).get(name)
-    return section if isinstance(section, dict) else {}
+    """Return a part of a score's fingerprint, such as `fields`; empty where it has none."""
+    part = (score.get("fingerprint") or {}).get(name)
+    return part if isinstance(part, dict) else {}

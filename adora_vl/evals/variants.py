@@ -11,90 +11,120 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from adora_vl.evals.options import DataOptions
 from adora_vl.evals.prepared import load as load_prepared
-from adora_vl.evals.records import Graded, LoadedProblems
+from adora_vl.evals.records import Graded, LoadedProblems, Problem
 from adora_vl.evals.scoring.score import accuracy_cell
 from adora_vl.evals.scoring.statistics import bootstrap
 from adora_vl.utils.errors import UserError
 
-MARK = "~"  # between the id of an original and the number of its variant
-FOLDER = "-variants"  # behind the name of the folder of the originals
+VARIANT_SEPARATOR = "~"  # between the id of an original and the number of its variant
+FOLDER_SUFFIX = "-variants"  # behind the name of the folder of the originals
 
 
-def original_of(pid: str) -> tuple[str, int] | None:
-    """The id of the original and the number of a variant; None for what is no variant."""
-    original, mark, number = pid.rpartition(MARK)
-    return (original, int(number)) if mark and number.isdigit() else None
+class VariantId(NamedTuple):
+    """The id of a variant in its parts."""
+
+    original: str
+    """The id of the problem that it is a variant of."""
+    number: int
+    """Which of the variants of that problem it is, from 1 on."""
+
+
+def parse_variant_id(pid: str) -> VariantId | None:
+    """Split the id of a variant, such as `geometry3k/test/15~3`; None for any other id."""
+    original, separator, number = pid.rpartition(VARIANT_SEPARATOR)
+    if not separator or not number.isdigit():
+        return None
+    return VariantId(original, number=int(number))
 
 
 def with_variants(
-    loaded: LoadedProblems, options: DataOptions, prompt: str | None, count: int
+    loaded: LoadedProblems, options: DataOptions, prompt: str | None, n_per_problem: int
 ) -> LoadedProblems:
-    """Return the problems with the first `count` variants of each behind them.
+    """Add the first variants of each problem behind all problems.
 
-    Raises `UserError` where the folder of the variants does not exist or has none of these
-    problems.
+    Args:
+        loaded: The problems.
+        options: Where they were loaded from. The folder of the variants has the same name with
+            `-variants` behind it.
+        prompt: The template of the prompts, as for the problems.
+        n_per_problem: The number of variants of each problem.
+
+    Raises `UserError` where there is no such folder, or it has no variants of these problems.
     """
-    folder = options.data.rstrip("/") + FOLDER
+    folder = options.data.rstrip("/") + FOLDER_SUFFIX
     remedy = (
-        f"make it with `python -m data_prep variants {options.data} --per {count} "
+        f"make it with `python -m data_prep variants {options.data} --per {n_per_problem} "
         f"--for-evaluation --output {folder}`"
     )
     if not Path(folder).is_dir():
         raise UserError(f"--variants: there is no folder {folder!r}; {remedy}")
-    varied = load_prepared(replace(options, data=folder), prompt)
-    originals = {problem.pid for problem in loaded.problems}
-    chosen = []
-    for problem in varied.problems:
-        variant = original_of(problem.pid)
-        if variant is not None and variant[0] in originals and variant[1] <= count:
-            chosen.append(problem)
-    if not chosen:
+    loaded_variants = load_prepared(replace(options, data=folder), prompt)
+    original_pids = {problem.pid for problem in loaded.problems}
+    variants: list[Problem] = []
+    for problem in loaded_variants.problems:
+        variant_id = parse_variant_id(problem.pid)
+        if variant_id is None or variant_id.original not in original_pids:
+            continue
+        if variant_id.number <= n_per_problem:
+            variants.append(problem)
+    if not variants:
         raise UserError(f"--variants: {folder!r} has no variant of these problems; {remedy}")
-    both = f"{loaded.data_hash} {varied.data_hash} {count}"
+    # Answers depend on both data sets, and on how many of the variants were asked.
+    hashed_text = f"{loaded.data_hash} {loaded_variants.data_hash} {n_per_problem}"
     return loaded._replace(
-        problems=[*loaded.problems, *chosen],
-        data_hash=hashlib.sha256(both.encode()).hexdigest(),
+        problems=[*loaded.problems, *variants],
+        data_hash=hashlib.sha256(hashed_text.encode()).hexdigest(),
     )
 
 
 def variant_lines(graded: Sequence[Graded]) -> list[str]:
-    """Return the lines on originals against variants; none where no problem has variants.
+    """Compare the answers to problems with those to their variants, in lines for the table.
 
-    The difference is paired by problem, with its bootstrap interval.
+    A model that remembers a problem may fail at its variants. The difference is paired by problem,
+    and its interval is a bootstrap over the problems. There are no lines where no problem has
+    variants.
     """
-    originals: dict[str, list[Graded]] = defaultdict(list)
-    variants: dict[str, list[Graded]] = defaultdict(list)
+    graded_originals: dict[str, list[Graded]] = defaultdict(list)
+    # The key is the id of the original here too.
+    graded_variants: dict[str, list[Graded]] = defaultdict(list)
     for item in graded:
-        variant = original_of(item.pid)
-        if variant is None:
-            originals[item.pid].append(item)
+        variant_id = parse_variant_id(item.pid)
+        if variant_id is None:
+            graded_originals[item.pid].append(item)
         else:
-            variants[variant[0]].append(item)
-    common = [pid for pid in originals if pid in variants]
-    if not common:
+            graded_variants[variant_id.original].append(item)
+    pids = [pid for pid in graded_originals if pid in graded_variants]
+    if not pids:
         return []
-    first = [_share(originals[pid]) for pid in common]
-    mean_shares = [_share(variants[pid]) for pid in common]
-    worst = [float(all(item.correct for item in variants[pid])) for pid in common]
-    differences = [share - mean_share for share, mean_share in zip(first, mean_shares, strict=True)]
+    original_shares = [_share_right(graded_originals[pid]) for pid in pids]
+    variant_shares = [_share_right(graded_variants[pid]) for pid in pids]
+    # 1 for a problem whose variants are all right, else 0.
+    all_right = [float(all(item.correct for item in graded_variants[pid])) for pid in pids]
+    differences = [
+        original_share - variant_share
+        for original_share, variant_share in zip(original_shares, variant_shares, strict=True)
+    ]
     low, high = bootstrap(differences)
-    variant_count = sum(len(variants[pid]) for pid in common)
+    n_variants = sum(len(graded_variants[pid]) for pid in pids)
+    mean_difference = sum(differences) / len(pids)
     return [
-        f"originals with variants: {_percent(first)} right, {len(common)} problems",
-        f"variants: {_percent(mean_shares)} right on average, {variant_count} variants; all of a problem's in "
-        f"{_percent(worst)}",
-        f"originals - variants: {100 * sum(differences) / len(common):+.1f} points (95 %: "
+        f"originals with variants: {_mean_percent(original_shares)} right, {len(pids)} problems",
+        f"variants: {_mean_percent(variant_shares)} right on average, {n_variants} variants; "
+        f"all of a problem's in {_mean_percent(all_right)}",
+        f"originals - variants: {100 * mean_difference:+.1f} points (95 %: "
         f"{100 * low:+.1f} to {100 * high:+.1f}, paired by problem): the part that may be memory",
     ]
 
 
-def _share(items: Sequence[Graded]) -> float:
-    """The share of right answers."""
+def _share_right(items: Sequence[Graded]) -> float:
+    """Return the share of right answers."""
     return float(accuracy_cell(items)["accuracy"])
 
 
-def _percent(values: Sequence[float]) -> str:
-    return f"{100 * sum(values) / len(values):.1f} %"
+def _mean_percent(shares: Sequence[float]) -> str:
+    """Format the mean of shares in percent."""
+    return f"{100 * sum(shares) / len(shares):.1f} %"

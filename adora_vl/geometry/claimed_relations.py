@@ -10,6 +10,7 @@ from collections.abc import Iterator, Set
 from itertools import chain, pairwise, product
 
 from adora_vl.geometry.forms import Term
+from adora_vl.geometry.names import NoSideError
 from adora_vl.geometry.primitives import relations_of
 from adora_vl.geometry.quantities import (
     Constant,
@@ -22,7 +23,7 @@ from adora_vl.geometry.quantities import (
 )
 from adora_vl.geometry.reading import Reading
 from adora_vl.geometry.shapes import Circle, UnreadError, sides_of
-from adora_vl.geometry.sides import NoSideError, SideReader, equation
+from adora_vl.geometry.sides import SideReader, equation
 from adora_vl.geometry.signature import without_means
 
 Ways = tuple[tuple[Relation, ...], ...]

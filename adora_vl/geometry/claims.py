@@ -14,6 +14,7 @@ from typing import Literal
 
 from adora_vl.geometry.claimed_relations import RelationReader
 from adora_vl.geometry.forms import Form, Term
+from adora_vl.geometry.names import NoSideError
 from adora_vl.geometry.quantities import (
     Angle,
     Constant,
@@ -28,12 +29,7 @@ from adora_vl.geometry.quantities import (
 )
 from adora_vl.geometry.reading import Reading, read
 from adora_vl.geometry.shapes import UnreadError
-from adora_vl.geometry.sides import (
-    EquationSide,
-    NoSideError,
-    SideReader,
-    equation,
-)
+from adora_vl.geometry.sides import EquationSide, SideReader, equation
 from adora_vl.geometry.signature import signature
 from adora_vl.geometry.signs import Sign, signs_of
 from adora_vl.geometry.stance import is_stood_by

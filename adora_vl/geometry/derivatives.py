@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from adora_vl.geometry.layout import Vector
-from adora_vl.geometry.quantities import Combined, Function
+from adora_vl.geometry.quantities import Combined, Function, sign_of_power
 
 
 class Differentiated(NamedTuple):
@@ -84,14 +84,15 @@ def _quotient(numerator: Differentiated, denominator: Differentiated) -> Differe
 
 
 def _power(base: Differentiated, exponent: Differentiated) -> Differentiated:
-    """Return the absolute value of a base to an exponent.
+    """Return the power of an absolute value, with its sign where the exponent is odd.
 
     At base 0 the derivatives are taken as 0: the formula would divide by zero there.
     """
     x = abs(base.value)
     y = exponent.value
-    value = x**y
-    slope_base = y * x ** (y - 1) * math.copysign(1.0, base.value) if x else 0.0
+    sign = sign_of_power(base.value, y)
+    value = sign * x**y
+    slope_base = sign * y * x ** (y - 1) * math.copysign(1.0, base.value) if x else 0.0
     slope_exponent = value * math.log(x) if x else 0.0
     slope = slope_base * base.slope + slope_exponent * exponent.slope
     return Differentiated(value=float(value), slope=slope)

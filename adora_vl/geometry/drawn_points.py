@@ -13,7 +13,15 @@ from functools import cached_property
 from itertools import combinations
 
 from adora_vl.geometry.forms import Form, Term
-from adora_vl.geometry.shapes import CORNERS, Circle, UnreadError, terms_of, unwrapped
+from adora_vl.geometry.shapes import (
+    CORNERS,
+    Circle,
+    PointInPolygon,
+    SeparateArcs,
+    UnreadError,
+    terms_of,
+    unwrapped,
+)
 from adora_vl.geometry.vectors import cross, dot, extent_of
 
 _POINT = re.compile(r"[A-Z]'?|point_\d+")
@@ -300,8 +308,8 @@ class DrawnPoints:
             if len(set(names)) == len(names) and all(map(self._may_be_point, names))
         ]
 
-    def circles_in_polygons(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Yield the centres of circles inside polygons, with the corners of these."""
+    def circles_in_polygons(self) -> Iterator[PointInPolygon]:
+        """Yield the centres of circles that facts inscribe in polygons."""
         for term in self.terms:
             if term.head not in ("InscribedIn", "CircumscribedTo") or len(term.arguments) != 2:
                 continue
@@ -309,24 +317,25 @@ class DrawnPoints:
             if term.head == "CircumscribedTo":
                 polygon, disc = term.arguments
             if disc.head == "Circle" and disc.names and tuple(polygon.names) in self.named_polygons:
-                yield disc.names[0], tuple(polygon.names)
+                yield PointInPolygon(point=disc.names[0], corners=tuple(polygon.names))
 
-    def separate_arcs(self) -> list[tuple[str, tuple[str, str], tuple[str, str]]]:
-        """Return pairs of arcs of given sizes that have no common end, with their centre.
+    def separate_arcs(self) -> list[SeparateArcs]:
+        """Return the pairs of arcs of given sizes that have no common end.
 
         Where no picture shows them they lie beside each other: who gives the sizes of AC and BD
         does not mean arcs one of which holds an end of the other.
         """
-        ends: dict[tuple[str, str], str] = {}
+        centre_by_ends: dict[tuple[str, str], str] = {}
         equations = [fact for fact in self.facts if fact.head == "Equals"]
         for arc in (part for fact in equations for part in fact.walk()):
             if arc.head == "Arc" and len(arc.names) == 2:
                 with suppress(UnreadError):
-                    ends[arc.names[0], arc.names[1]] = self.circle_of_arc(arc.names).centre
+                    centre = self.circle_of_arc(arc.names).centre
+                    centre_by_ends[arc.names[0], arc.names[1]] = centre
         return [
-            (ends[first], first, second)
-            for first, second in combinations(ends, 2)
-            if ends[first] == ends[second] and not set(first) & set(second)
+            SeparateArcs(centre=centre_by_ends[first], first=first, second=second)
+            for first, second in combinations(centre_by_ends, 2)
+            if centre_by_ends[first] == centre_by_ends[second] and not set(first) & set(second)
         ]
 
     def _seen_straight(self) -> list[tuple[str, str, str]]:

@@ -9,12 +9,13 @@ import math
 from cmath import phase
 from collections.abc import Mapping, Sequence
 from itertools import combinations, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from adora_vl.geometry.drawing import Drawing
 from adora_vl.geometry.layout import Vector
-from adora_vl.geometry.shapes import sides_of
+from adora_vl.geometry.shapes import PointInPolygon, SeparateArcs, sides_of
 from adora_vl.geometry.system import System
 from adora_vl.geometry.vectors import cross, cross_each_other, dot, extent_of, sine
 
@@ -25,12 +26,31 @@ _CROWDED = 30  # segments of a picture whose pairs are not compared any more
 _FLAT = 0.2  # sine of a drawn corner that is too flat to be compared
 
 
+class DrawnTurn(NamedTuple):
+    """A corner that the picture bends visibly.
+
+    `bend` is the sine of the angle from the first side to the last, positive against the clock.
+    """
+
+    first: str
+    corner: str
+    last: str
+    bend: float
+
+
 class KindOfFigure:
     """What the picture of a form shows of order, turns and crossings, to compare figures with.
 
-    `turns` are corners that the picture bends, `apart` segments that it does not let cross. Without a
-    picture, `convex` polygons go round once, `inside` has points that polygons hold, and `arcs` pairs
-    of arcs that lie beside each other.
+    Attributes:
+        segments: The drawn segments, by their ends.
+        used: The points of segments and circles; only they are compared.
+        orders: The points of each line in the order in which they lie on it.
+        turns: The corners that the picture bends.
+        apart: The pairs of segments that do not cross in the picture, as four ends.
+        convex: Polygons that go round once. This and the following are empty where there is a
+            picture, since it shows them.
+        inside: Points that lie inside polygons.
+        arcs: Pairs of arcs that lie beside each other.
     """
 
     def __init__(self, drawing: Drawing, system: System, places: Mapping[str, complex]) -> None:
@@ -44,8 +64,8 @@ class KindOfFigure:
         self.turns = self._seen_turns()
         self.apart = self._seen_apart()
         self.convex: list[tuple[str, ...]] = []
-        self.inside: list[tuple[str, tuple[str, ...]]] = []
-        self.arcs: list[tuple[str, tuple[str, str], tuple[str, str]]] = []
+        self.inside: list[PointInPolygon] = []
+        self.arcs: list[SeparateArcs] = []
         if not places:
             self.convex = [names for names in drawing.named_polygons if len(names) > 3]
             self.inside = list(drawing.circles_in_polygons())
@@ -66,16 +86,16 @@ class KindOfFigure:
         ]
         return rows + triples
 
-    def _seen_turns(self) -> list[tuple[str, str, str, float]]:
-        """Return the drawn corners that bend visibly, by three points and the sine of the bend."""
+    def _seen_turns(self) -> list[DrawnTurn]:
+        """Return the drawn corners that bend visibly."""
         places = self.places
-        turns: list[tuple[str, str, str, float]] = []
+        turns: list[DrawnTurn] = []
         for corner in sorted(self.drawing.neighbours):
             for first, last in combinations(sorted(self.drawing.neighbours[corner]), 2):
                 if {first, corner, last} <= places.keys():
                     bend = sine(places[first] - places[corner], places[last] - places[corner])
                     if abs(bend) > _FLAT:
-                        turns.append((first, corner, last, bend))
+                        turns.append(DrawnTurn(first=first, corner=corner, last=last, bend=bend))
         return turns
 
     def _seen_apart(self) -> list[tuple[str, str, str, str]]:
@@ -107,31 +127,44 @@ class KindOfFigure:
         if not self.used:
             return 0
         at = {name: self.system.location(v, name) for name in self.used}
-        wide, high = extent_of(at.values())
-        size = max(wide, high)
-        count = 0
-        for start, end in self.segments:
-            if abs(at[start] - at[end]) < _SHORTEST * size:
-                count += COLLAPSED
+        return COLLAPSED * self._collapses(v, at) + self._differences(v, at)
+
+    def _collapses(self, v: Vector, at: Mapping[str, complex]) -> int:
+        """Count the reasons for which the figure is none: points or radii that fall together.
+
+        `at` has the places of the used points at `v`.
+        """
+        width, height = extent_of(at.values())
+        shortest = _SHORTEST * max(width, height)
+        collapsed_segments = [
+            line for line in self.segments if abs(at[line[0]] - at[line[1]]) < shortest
+        ]
+        count = len(collapsed_segments)
         if len(self.used) > 2 and self._is_flat(list(at.values())):
-            count += COLLAPSED
-        count += len(self.disordered(v))
-        for first, corner, last, bend in self.turns:
-            # Opposite signs: the corner bends to the other side than in the picture.
-            if bend * sine(at[first] - at[corner], at[last] - at[corner]) < 0:
-                count += 1
-        for ends in self.apart:
-            if cross_each_other(
-                [self.system.location(v, name) for name in ends], tolerance=1e-9 * size**4
-            ):
-                count += 1
-        count += sum(1 for names in self.convex if not self._is_convex(v, names))
-        count += sum(1 for centre, names in self.inside if not self._is_inside(v, centre, names))
-        count += sum(1 for centre, *arcs in self.arcs if not self._are_apart(v, centre, *arcs))
+            count += 1
         for i, name in enumerate(self.system.unknowns, start=self.system.first_unknown):
             if name.startswith("radius ") and v[i] <= 0:
-                count += COLLAPSED
-        count += self.system.atoms.mirrored_corners(v)
+                count += 1
+        return count
+
+    def _differences(self, v: Vector, at: Mapping[str, complex]) -> int:
+        """Count what is drawn otherwise in the figure at `v` than in the picture or in words."""
+        width, height = extent_of(at.values())
+        # Compared with a product of two areas, which grows with the fourth power of lengths.
+        tolerance = 1e-9 * max(width, height) ** 4
+        count = len(self.disordered(v)) + self.system.atoms.mirrored_corners(v)
+        for turn in self.turns:
+            to_first = at[turn.first] - at[turn.corner]
+            to_last = at[turn.last] - at[turn.corner]
+            # Opposite signs: the corner bends to the other side than in the picture.
+            if turn.bend * sine(to_first, to_last) < 0:
+                count += 1
+        for ends in self.apart:
+            if cross_each_other([at[name] for name in ends], tolerance=tolerance):
+                count += 1
+        count += sum(1 for names in self.convex if not self._is_convex(v, names))
+        count += sum(1 for inner_point in self.inside if not self._is_inside(v, inner_point))
+        count += sum(1 for arcs in self.arcs if not self._are_apart(v, arcs))
         return count
 
     def _is_convex(self, v: Vector, names: Sequence[str]) -> bool:
@@ -143,27 +176,27 @@ class KindOfFigure:
         bends_alike = min(turns) > _LEAST_BEND or max(turns) < -_LEAST_BEND
         return bends_alike and abs(sum(turns)) < 1.5 * math.tau
 
-    def _is_inside(self, v: Vector, point: str, names: Sequence[str]) -> bool:
+    def _is_inside(self, v: Vector, inner_point: PointInPolygon) -> bool:
         """Tell whether a point lies on the same side of all sides of a convex polygon."""
-        location = self.system.location(v, point)
+        location = self.system.location(v, inner_point.point)
         ends = [
             (self.system.location(v, start), self.system.location(v, end))
-            for start, end in sides_of(names)
+            for start, end in sides_of(inner_point.corners)
         ]
         # Positive to the left of a side. A point on a side itself does not lie inside.
         beside = [cross(end - start, location - start) for start, end in ends]
         return min(beside) > 0 or max(beside) < 0
 
-    def _are_apart(
-        self, v: Vector, centre: str, first: tuple[str, str], second: tuple[str, str]
-    ) -> bool:
+    def _are_apart(self, v: Vector, arcs: SeparateArcs) -> bool:
         """Tell whether of two arcs, each the shorter way round, none holds an end of the other."""
-        for arc, ends in ((first, second), (second, first)):
-            to_start, to_end = [self._way(v, centre, name) for name in arc]
+        for arc, ends in ((arcs.first, arcs.second), (arcs.second, arcs.first)):
+            to_start = self._way(v, arcs.centre, arc[0])
+            to_end = self._way(v, arcs.centre, arc[1])
             for name in ends:
-                way = self._way(v, centre, name)
-                # A point of the shorter way round lies on the inner side of both radii.
-                if cross(to_start, way) * cross(way, to_end) > 0 < dot(way, to_start + to_end):
+                radius = self._way(v, arcs.centre, name)
+                # A point of the shorter way round lies between both radii, on their side.
+                is_between = cross(to_start, radius) * cross(radius, to_end) > 0
+                if is_between and dot(radius, to_start + to_end) > 0:
                     return False
         return True
 
@@ -188,11 +221,10 @@ class KindOfFigure:
         """
         if any(set(self.used) <= set(row) for row in self.drawing.lines):
             return False
-        if (
-            self.places
-            and _flatness([self.places[name] for name in self.used if name in self.places]) < 1e-2
-        ):
-            return False
+        if self.places:
+            drawn = [self.places[name] for name in self.used if name in self.places]
+            if _flatness(drawn) < 1e-2:
+                return False
         return _flatness(places) < 1e-3
 
     def picture_distance(self, v: Vector) -> float:

@@ -88,7 +88,8 @@ class Area:
 class Combined:
     """Arithmetic on quantities.
 
-    Powers are of the absolute value, since roots of lengths are all that occurs.
+    A power of a negative number is that of its absolute value, since a search for a figure may pass
+    through negative lengths on its way. Only an odd whole exponent keeps the sign (`sign_of_power`).
     """
 
     function: Function
@@ -266,11 +267,16 @@ def _computed(function: Function, numbers: Sequence[float]) -> float:
     if function == "/":
         return numbers[0] / numbers[1]
     if function == "^":
-        return math.pow(abs(numbers[0]), numbers[1])
+        return sign_of_power(numbers[0], numbers[1]) * math.pow(abs(numbers[0]), numbers[1])
     if function == "log":
         return math.log(abs(numbers[0]))
     functions = {"sin": math.sin, "cos": math.cos, "tan": math.tan}
     return functions[function](math.radians(numbers[0]))
+
+
+def sign_of_power(base: float, exponent: float) -> float:
+    """Return the sign of a power: -1 for a negative base with an odd whole exponent, else 1."""
+    return -1.0 if base < 0 and exponent % 2 == 1 else 1.0
 
 
 def unit_of_quantity(quantity: Quantity) -> Unit:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from adora_vl.geometry.forms import Term, term_of
 
@@ -41,6 +42,21 @@ class Circle:
     centre: str
     radius: str
     points: tuple[str, ...]
+
+
+class PointInPolygon(NamedTuple):
+    """A point that lies inside a polygon, such as the centre of its incircle."""
+
+    point: str
+    corners: tuple[str, ...]
+
+
+class SeparateArcs(NamedTuple):
+    """Two arcs of one circle that have no point in common, each by its two ends."""
+
+    centre: str
+    first: tuple[str, str]
+    second: tuple[str, str]
 
 
 def sides_of(names: Sequence[str]) -> list[tuple[str, str]]:

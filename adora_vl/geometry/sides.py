@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from adora_vl.geometry.expressions import MAX_EXPONENT, MAX_NESTING, MAX_NUMBER
-from adora_vl.geometry.forms import Term
+from adora_vl.geometry.names import KINDS, NameReader, NoSideError
 from adora_vl.geometry.quantities import (
     Angle,
     Combined,
@@ -27,7 +27,6 @@ from adora_vl.geometry.quantities import (
     number_of_quantity,
     over,
     plus,
-    quantities_of,
     times,
     unit_of_quantity,
 )
@@ -37,25 +36,12 @@ from adora_vl.geometry.shapes import UnreadError
 from adora_vl.geometry.signs import Sign
 
 MAX_TERMS = 60  # numbers and names of one side
-_END = Sign(kind="end", text="", start=0, end=0, is_apart=True)
 # Words of units, and "long", which may stand behind a number and say nothing more.
 _UNITS_TEXT = (
     "cm mm km m in inch inches ft feet foot unit units yd degree degrees deg degs meter "
     "meters metre metres yards miles centimeters centimetres millimeters square sq long"
 )
 _UNITS = frozenset(_UNITS_TEXT.split())
-# Words before a name that say no more than the name.
-_KINDS_TEXT = (
-    "segment side line chord radius diameter hypotenuse leg base height altitude median "
-    "diagonal tangent secant ray"
-)
-_KINDS = frozenset(_KINDS_TEXT.split())
-# Words before the corners of a polygon.
-_SHAPES_TEXT = (
-    "triangle quadrilateral rectangle parallelogram rhombus square trapezoid polygon pentagon "
-    "hexagon kite"
-)
-_SHAPES = frozenset(_SHAPES_TEXT.split())
 _FUNCTIONS: dict[str, Function] = {"sin": "sin", "cos": "cos", "tan": "tan"}
 # The angle that has a sine and so on, by `arcsin` and by the `sin` of `sin^-1`.
 _INVERSES = {
@@ -74,10 +60,6 @@ _WORDS_BEFORE_FACTOR = {"the", "of", "length", "measure", "side", "a"}  # "half 
 _COUNTS = {"two": 2.0, "three": 3.0, "four": 4.0, "five": 5.0, "six": 6.0}
 _FRACTIONS = {"half": 0.5, "third": 1 / 3, "quarter": 0.25, "fourth": 0.25}
 _MULTIPLES = {"half": 0.5, "one-half": 0.5, "twice": 2.0, "double": 2.0, "thrice": 3.0}
-
-
-class NoSideError(Exception):
-    """What stands at a place is no side that can be read."""
 
 
 @dataclass(frozen=True)
@@ -105,27 +87,18 @@ class _WordedFactor:
     end: int
 
 
-class SideReader:
-    """Reads sides of equations from the signs of a response on the figure of a form."""
+class SideReader(NameReader):
+    """Reads sides of equations from the signs of a response on the figure of a form.
+
+    `decimals`, `depth` and `terms` are of the side that is being read: the digits behind a point,
+    how deep brackets are nested, and how many numbers and names it has.
+    """
 
     def __init__(self, signs: Sequence[Sign], reading: Reading) -> None:
-        self.signs = signs
-        self.reading = reading
-        self.points = set(reading.drawing.points) | reading.drawing.aliases.keys()
-        self.unknowns = unknowns_of(reading)
-        self.hidden: set[str] = set()  # letters that the response uses for something else
+        super().__init__(signs, reading)
         self.decimals: int | None = None
         self.depth = 0
         self.terms = 0
-
-    def at(self, position: int) -> Sign:
-        """Return the sign at a position; an end sign behind the last one."""
-        return self.signs[position] if 0 <= position < len(self.signs) else _END
-
-    def word(self, position: int) -> str:
-        """Return the word at a position in small letters; empty where there is none."""
-        sign = self.at(position)
-        return sign.text.lower() if sign.kind == "word" else ""
 
     def side(self, start: int, closing: str = "") -> tuple[EquationSide, int]:
         """Read the side that begins at a position. Raises `NoSideError`.
@@ -194,13 +167,13 @@ class SideReader:
             return minus(Constant(0.0), quantity), cursor
         worded_factor = self._share(start)
         if worded_factor is not None:
-            quantity, cursor = self.product(self._past(worded_factor.end, _WORDS_BEFORE_FACTOR))
+            quantity, cursor = self.product(self.past(worded_factor.end, _WORDS_BEFORE_FACTOR))
             return times(Constant(worded_factor.factor), quantity), cursor
         quantity, cursor = self.power(start)
         while True:
             sign = self.at(cursor)
             if sign.text == "*" or self.word(cursor) == "times":
-                factor, cursor = self.power(self._past(cursor + 1, _WORDS_BEFORE_FACTOR))
+                factor, cursor = self.power(self.past(cursor + 1, _WORDS_BEFORE_FACTOR))
                 quantity = times(quantity, factor)
             elif sign.text == "/":
                 factor, cursor = self.power(cursor + 1)
@@ -235,12 +208,6 @@ class SideReader:
             return _WordedFactor(factor=_FRACTIONS[fraction_word], end=end + 1)
         return None
 
-    def _past(self, position: int, words: Set[str]) -> int:
-        """Return the position behind these words."""
-        while self.word(position) in words:
-            position += 1
-        return position
-
     def _is_relation_sign(self, position: int) -> bool:
         """Tell whether a sign that joins two sides stands here."""
         return self.at(position).text in ("=", "≈", "≅")
@@ -263,7 +230,7 @@ class SideReader:
             return False
         if sign.text in ("angle", "arc") or sign.text in _FUNCTION_WORDS:
             return is_near or is_number
-        if self._is_product_of_letters(position):
+        if self.is_product_of_letters(position):
             return True
         is_letter = re.fullmatch("[a-z]", sign.text) is not None
         return is_letter and is_near and (sign.text in self.unknowns or sign.text == "r")
@@ -319,7 +286,7 @@ class SideReader:
             raise NoSideError("the side is too long")
         sign = self.at(start)
         if sign.text in ("|", "["):
-            enclosed = self._enclosed(start)
+            enclosed = self.enclosed(start)
             if enclosed is not None:
                 return enclosed
         if sign.text in _CLOSING:
@@ -327,7 +294,7 @@ class SideReader:
         if sign.kind == "number":
             return self._number(start)
         if sign.kind == "points":
-            return self._length(start)
+            return self.length(start)
         if sign.kind == "word":
             return self._worded(start)
         raise NoSideError(f"{sign.text} is no side")
@@ -357,67 +324,28 @@ class SideReader:
         denominator = float(texts[4].replace(",", ""))
         return numerator / denominator if numerator < denominator else None
 
-    def _enclosed(self, start: int) -> tuple[Quantity, int] | None:
-        """Read the length `|AB|` or the area `[ABC]`; None for anything else between these signs."""
-        is_area = self.at(start).text == "["
-        if self.at(start + 1).kind != "points":
-            return None
-        names, cursor = self.names_at(start + 1)
-        if self.at(cursor).text != ("]" if is_area else "|"):
-            return None
-        if not is_area and len(names) == 2 and names[0] != names[1]:
-            return self.reading.measures.distance(*names), cursor + 1
-        if is_area and len(names) > 2 and len(set(names)) == len(names):
-            return self.reading.measures.polygon("AreaOf", names), cursor + 1
-        return None
-
-    def names_at(self, start: int) -> tuple[list[str], int]:
-        """Read the points that stand at a position, also with single spaces between: `Q L M`."""
-        names: list[str] = []
-        cursor = start
-        while self.at(cursor).kind == "points":
-            sign = self.at(cursor)
-            letters = re.findall("[A-Z]'?", sign.text)
-            is_first = cursor == start
-            if not is_first and (len(letters) > 1 or sign.start - self.at(cursor - 1).end > 2):
-                break
-            if not is_first and len(re.findall("[A-Z]'?", self.at(start).text)) > 1:
-                break
-            names += letters
-            cursor += 1
-        if not names or not set(names) <= self.points:
-            raise NoSideError(f"{''.join(names)} is not in the figure")
-        return names, cursor
-
-    def _length(self, start: int) -> tuple[Quantity, int]:
-        """Read the length of the segment between two points that stand here."""
-        names, cursor = self.names_at(start)
-        if len(names) != 2 or names[0] == names[1]:
-            raise NoSideError(f"{''.join(names)} is no segment")
-        return self.reading.measures.distance(names[0], names[1]), cursor
-
     def _worded(self, start: int) -> tuple[Quantity, int]:
         """Read what begins with a word."""
         sign = self.at(start)
         word = sign.text.lower()
         if word in ("angle", "angles"):
-            return self._angle(start + 1)
+            return self.angle(start + 1)
         if word == "arc":
-            return self._arc(start + 1)
+            return self.arc(start + 1)
         if word in ("minor", "major") and self.word(start + 1) == "arc":
-            quantity, cursor = self._arc(start + 2)
+            quantity, cursor = self.arc(start + 2)
             return (minus(Constant(360.0), quantity) if word == "major" else quantity), cursor
         if word in ("sqrt", "frac", "pi") or word in _INVERSES:
             return self._function(start)
         if word in ("area", "perimeter"):
-            return self._extent(start)
-        if word in _KINDS and self.at(start + 1).kind == "points":
-            return self._length(start + 1)
+            return self.extent(start)
+        if word in KINDS and self.at(start + 1).kind == "points":
+            return self.length(start + 1)
         if word in ("radius", "diameter"):
-            return self._of_circle(start)
+            return self.of_circle(start)
         if re.fullmatch("[a-z]", sign.text):
-            return self._letter(start)
-        if self._is_product_of_letters(start):
+            return self.letter(start)
+        if self.is_product_of_letters(start):
             letters = [Unknown(letter) for letter in sign.text]
             return times(*letters), start + 1
         raise NoSideError(f"{sign.text} is no side")
@@ -434,85 +362,6 @@ class SideReader:
             denominator, cursor = self.group(cursor)
             return over(numerator, denominator), cursor
         return self._trigonometric(start)
-
-    def _is_product_of_letters(self, position: int) -> bool:
-        """Tell whether a word is letters of the problem side by side: `2ab`, `$xy$`."""
-        sign = self.at(position)
-        is_short = re.fullmatch("[a-z]{2,3}", sign.text) is not None
-        is_near = sign.is_math or not sign.is_apart
-        return is_short and is_near and set(sign.text) <= self.unknowns - self.hidden
-
-    def _letter(self, position: int) -> tuple[Quantity, int]:
-        """Read a letter of the problem, or `r` for the radius of its only circle."""
-        letter = self.at(position).text
-        is_article = letter == "a" and self.at(position + 1).kind == "word"
-        if is_article and not self.at(position).is_math:
-            raise NoSideError("an article")
-        if letter in self.hidden:
-            raise NoSideError(f"the response uses {letter} for something else")
-        if letter in self.unknowns:
-            return Unknown(letter), position + 1
-        circles = self.reading.drawing.circles
-        if letter == "r" and len(circles) == 1 and circles[0].radius in self.unknowns:
-            return Unknown(circles[0].radius), position + 1
-        raise NoSideError(f"the problem has no {letter}")
-
-    def _angle(self, start: int) -> tuple[Quantity, int]:
-        """Read an angle by three points, by its corner, or by its number or letter."""
-        while self.word(start) == "angle":  # `angle` and its sign
-            start += 1
-        sign = self.at(start)
-        if sign.kind in ("number", "word"):
-            numbered = f"angle {sign.text}"
-            if numbered in self.unknowns:
-                return Unknown(numbered), start + 1
-            if re.fullmatch("[a-z]", sign.text) and sign.text in self.unknowns - self.hidden:
-                return Unknown(sign.text), start + 1
-            raise NoSideError(f"there is no {numbered}")
-        names, cursor = self.names_at(start)
-        if len(names) not in (1, 3):
-            raise NoSideError(f"{''.join(names)} is no angle")
-        term = Term(head="Angle", arguments=tuple(Term(name) for name in names))
-        corners = self.reading.drawing.angle(term)
-        if len(names) == 1 and self.reading.drawing.are_on_one_row(corners):
-            raise NoSideError(f"{names[0]} is no corner")
-        return self.reading.measures.corner(*corners), cursor
-
-    def _arc(self, start: int) -> tuple[Quantity, int]:
-        """Read the angle of an arc at the centre, by two or three points of one circle."""
-        names, cursor = self.names_at(start)
-        if not any(set(names) <= set(circle.points) for circle in self.reading.drawing.circles):
-            raise NoSideError(f"{''.join(names)} is no arc")
-        term = Term(head="Arc", arguments=tuple(Term(name) for name in names))
-        return self.reading.measures.arc(term), cursor
-
-    def _extent(self, start: int) -> tuple[Quantity, int]:
-        """Read the area or the perimeter of a polygon that is named by its corners."""
-        cursor = self._past(start + 1, {"of", "the"})
-        if self.word(cursor) in _SHAPES:
-            cursor += 1
-        head = "AreaOf" if self.word(start) == "area" else "PerimeterOf"
-        names, cursor = self.names_at(cursor)
-        if len(names) < 3 or len(set(names)) < len(names):
-            raise NoSideError(f"{''.join(names)} is no polygon")
-        return self.reading.measures.polygon(head, names), cursor
-
-    def _of_circle(self, start: int) -> tuple[Quantity, int]:
-        """Read the radius or diameter of the only circle, or of the one that is named."""
-        cursor = self._past(start + 1, {"of", "the", "this", "that"})
-        circles = self.reading.drawing.circles
-        if self.word(cursor) == "circle":
-            cursor += 1
-            if self.at(cursor).kind == "points":
-                names, cursor = self.names_at(cursor)
-                circles = [circle for circle in circles if [circle.centre] == names]
-        else:
-            cursor = start + 1
-        if len(circles) != 1 or circles[0].radius not in self.unknowns:
-            raise NoSideError("the text does not say of which circle")
-        radius = Unknown(circles[0].radius)
-        is_radius = self.word(start) == "radius"
-        return (radius if is_radius else times(Constant(2.0), radius)), cursor
 
     def _root(self, start: int) -> tuple[Quantity, int]:
         """Read a root; its degree stands in square brackets, else it is 2."""
@@ -551,7 +400,7 @@ class SideReader:
         corner = start + 1 if is_bracket else start
         sign = self.at(corner)
         if sign.kind == "points" and len(re.findall("[A-Z]'?", sign.text)) == 1:
-            quantity, cursor = self._angle(corner)
+            quantity, cursor = self.angle(corner)
             if not is_bracket:
                 return quantity, cursor
             if self.at(cursor).text == _CLOSING[self.at(start).text]:
@@ -573,17 +422,6 @@ class SideReader:
         if texts == ["^", "{", "-", "1", "}"]:
             return position + 5
         return position
-
-
-def unknowns_of(reading: Reading) -> set[str]:
-    """Return the letters, radii and numbered angles that a form knows."""
-    quantities = [
-        quantity for relation in reading.relations for quantity in quantities_of(relation)
-    ]
-    if reading.goal is not None:
-        quantities.append(reading.goal)
-    atoms = (atom for quantity in quantities for atom in atoms_of(quantity))
-    return {atom.name for atom in atoms if isinstance(atom, Unknown)}
 
 
 def equation(left_side: Quantity, right_side: Quantity) -> Relation:

@@ -240,7 +240,7 @@ def saved_bytes(
     layer = decoder_layer_bytes(text, size, dtypes)
     if casts_inputs:
         # `decoder_layer_bytes` counts the outputs of two norms and SwiGLU's product already.
-        cast_values = max(0, shape.adapted - 2 * text.width - text.mlp_width)
+        cast_values = max(0, shape.adapted_values - 2 * text.width - text.mlp_width)
         layer += size.tokens * cast_values * dtypes.compute
     layer_inputs = layers * size.tokens * text.width * dtypes.residual
     final_norm = size.tokens * text.width * (FLOAT + dtypes.residual)
@@ -262,7 +262,7 @@ def _adapters_cast_inputs(shape: ModelShape, dtypes: DtypeBytes) -> bool:
     cast to autocast.
     """
     computes_in_16_bits = dtypes.compute < FLOAT
-    return shape.adapters and computes_in_16_bits and not shape.four_bit
+    return shape.has_adapters and computes_in_16_bits and not shape.four_bit_parameters
 
 
 def _layer_gradient_bytes(
@@ -274,7 +274,7 @@ def _layer_gradient_bytes(
     """
     text = shape.text
     product = size.tokens * text.mlp_width * dtypes.compute  # SwiGLU's, or one of its factors
-    if shape.four_bit:
+    if shape.four_bit_parameters:
         # The base and the adapter each have a gradient of the product, and then comes their sum; or
         # a whole weight is converted from 4 bits.
         whole_weight = (size.tokens + text.mlp_width) * text.width * dtypes.compute
@@ -305,7 +305,7 @@ def _saved_by_vision(
         return _VisionBytes(saved=0, block=0)
     saved = 0
     block = 0
-    is_trained = shape.trainable["vision_tower"] > 0
+    is_trained = shape.trained_by_component["vision_tower"] > 0
     # Where Transformers checkpoints, it makes the patch embeddings require a gradient, even those
     # of a frozen tower.
     has_backward = is_trained or checkpointing
@@ -317,12 +317,12 @@ def _saved_by_vision(
     # float32 pixels themselves are the batch's.
     if is_trained and dtypes.compute != FLOAT:
         saved += patches * shape.patch_values * dtypes.compute
-    if shape.trainable["projector"]:
+    if shape.trained_by_component["projector"]:
         saved += projector_bytes(
-            tower, patches=patches, dtypes=dtypes, deepstack_layers=shape.deepstack
+            tower, patches=patches, dtypes=dtypes, deepstack_layers=shape.deepstack_layers
         )
         if not has_backward:  # no block then saves the inputs of the deepstack projectors' norms
-            saved += shape.deepstack * patches * tower.width * dtypes.residual
+            saved += shape.deepstack_layers * patches * tower.width * dtypes.residual
     elif has_backward:  # a frozen projector saves the inputs of its norm and of its GELU
         saved += patches * tower.width * (FLOAT + dtypes.compute)
     return _VisionBytes(saved=saved, block=block)
@@ -358,12 +358,12 @@ def head_transient_bytes(
     tile_rows = min(tokens, TILE_TOKENS)
     tile = tile_rows * TILE_VOCABULARY * dtypes.compute
     if not compact:
-        tile += 8 * tile_rows * min(shape.vocabulary, TILE_VOCABULARY) * FLOAT
+        tile += 8 * tile_rows * min(shape.vocabulary_size, TILE_VOCABULARY) * FLOAT
     copy_bytes = dtypes.residual if dtypes.residual != FLOAT else 0  # float32 needs no copy
     hidden_gradients = tokens * width * (FLOAT + copy_bytes)
     weight_gradients = 0
     if shape.head_is_trained:
-        weight_gradients = shape.vocabulary * width * (FLOAT + copy_bytes)
+        weight_gradients = shape.vocabulary_size * width * (FLOAT + copy_bytes)
     return tile + hidden_gradients + weight_gradients
 
 
@@ -416,7 +416,7 @@ class ActivationMemory:
         shape = self.shape
         if not shape.head_is_trained:
             return 0
-        return shape.vocabulary * shape.text.width * shape.weight_bytes
+        return shape.vocabulary_size * shape.text.width * shape.weight_bytes
 
     @property
     def tied_head_gradient(self) -> int:
@@ -425,7 +425,7 @@ class ActivationMemory:
         The head's part of this gradient waits for the embedding's part until the end of the
         backward pass. There both parts and their sum are held.
         """
-        return self.head_gradient if self.shape.tied else 0
+        return self.head_gradient if self.shape.ties_embeddings else 0
 
     def peak_candidates(self, size: PassSize, recomputed: int) -> list[PeakCandidate]:
         """Return the moments of a pass at which its memory may be largest.

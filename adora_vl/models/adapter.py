@@ -43,18 +43,13 @@ _PEFT_NAME_BY_KEY = {
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter in a folder or on the hub.
+    """An adapter in a folder or on the hub."""
 
-    `config`: PEFT's config, as it will be trained. `base`: the model that the adapter changes,
-    which may be an adapter too, on the hub at `revision`. `folder`: the local copy of an adapter on
-    the hub.
-    """
-
-    name: str
-    folder: Path
-    config: Any
-    base: str
-    revision: str | None
+    name: str  # its folder or hub id
+    folder: Path  # that folder, or the local copy of an adapter on the hub
+    config: Any  # PEFT's, as the adapter will be trained
+    base: str  # folder or hub id of the model that it changes, which may be an adapter too
+    revision: str | None  # of the base on the hub
 
     @property
     def commit(self) -> str | None:
@@ -65,9 +60,16 @@ class Adapter:
 def adapters_of(key: str, name: str, revision: str | None = None) -> list[Adapter]:
     """Return the adapter that a user names as the model, and the adapters that it was trained on.
 
-    The list is empty for any other model. An adapter on the hub is fetched. `revision`: of the
-    named adapter, or, where that is a folder, of its base, unless the adapter has one. Raises
-    `UserError`, which begins with `key`, where one of them cannot be read.
+    The list is empty for any other model. Adapters on the hub are fetched.
+
+    Args:
+        key: the user's key, which errors begin with.
+        name: folder or hub id of the model.
+        revision: of the adapter on the hub. For an adapter in a folder it is that of its base,
+            unless the adapter's config has one.
+
+    Raises:
+        UserError: where an adapter cannot be read, or is its own base.
     """
     adapters: list[Adapter] = []
     while (folder := _adapter_folder(key, name, revision)) is not None:
@@ -80,7 +82,10 @@ def adapters_of(key: str, name: str, revision: str | None = None) -> list[Adapte
 
 
 def _adapter_folder(key: str, name: str, revision: str | None) -> Path | None:
-    """Return the folder of the adapter of this name, fetched if need be; None for no adapter."""
+    """Return the folder of an adapter, fetched from the hub if need be; None for any other model.
+
+    The arguments are those of `adapters_of`. What has a model's config is a whole model.
+    """
     local_folder = Path(name)
     if local_folder.is_dir():
         is_adapter = (local_folder / ADAPTER).is_file()
@@ -97,7 +102,7 @@ def _adapter_folder(key: str, name: str, revision: str | None) -> Path | None:
             revision=revision,
             local_files_only=only_here(name),
             allow_patterns=[*_FETCHED_FILES],
-            ignore_patterns="*/*",
+            ignore_patterns="*/*",  # folders inside, such as those of checkpoints
         )
         return Path(folder)
     except OSError as error:
@@ -108,21 +113,27 @@ def _adapter_folder(key: str, name: str, revision: str | None) -> Path | None:
 
 
 def _hub_has_file(name: str, revision: str | None, file: str) -> bool:
-    """Return whether a model of the hub has a file."""
+    """Return whether a model of the hub has a file; False where that cannot be found out."""
     from transformers.utils import cached_file
 
     try:
         path = cached_file(name, file, revision=revision, local_files_only=only_here(name))
         return path is not None
-    except (OSError, ValueError):  # where it is no model either, loading one will say what is wrong
+    except (OSError, ValueError):  # where there is no such model, loading it will say what is wrong
         return False
 
 
 def _read_adapter(key: str, name: str, folder: Path, revision: str | None) -> Adapter:
     """Read an adapter's config from `folder`.
 
-    `name` is the adapter's folder or hub id, as `key` names it. Raises `UserError` where peft is
-    missing, where the config cannot be read, and where it names no base.
+    Args:
+        key: the user's key, which errors begin with.
+        name: the adapter's folder or hub id, as the user names it.
+        folder: where the adapter's files are here.
+        revision: as in `adapters_of`.
+
+    Raises:
+        UserError: where peft is missing, the config cannot be read, or it names no base.
     """
     file = f"{key}: {str(folder / ADAPTER)!r}"
     if find_spec("peft") is None:
@@ -141,8 +152,11 @@ def _read_adapter(key: str, name: str, folder: Path, revision: str | None) -> Ad
             f"{file} names no base_model_name_or_path; write the folder or hub id of the base there"
         )
     config.inference_mode = False
-    # A user's revision is that of the base where the adapter itself lies in a folder.
-    base_revision = config.revision or (revision if folder == Path(name) else None)
+    base_revision = config.revision or None
+    # An adapter in a folder has no revision, so that the user's is that of its base.
+    is_local = folder == Path(name)
+    if not base_revision and is_local:
+        base_revision = revision
     return Adapter(
         name=name,
         folder=folder,
@@ -153,9 +167,12 @@ def _read_adapter(key: str, name: str, folder: Path, revision: str | None) -> Ad
 
 
 def check_keys(adapter: Adapter, model: ModelConfig, set_keys: Collection[str]) -> None:
-    """Raise `UserError` for a key of LoRA that differs from the adapter that goes on training.
+    """Raise `UserError` for a user's LoRA key that differs from the adapter that is trained further.
 
-    `set_keys`: the keys that the user has set; the others are not looked at.
+    Args:
+        adapter: the adapter, whose own settings count.
+        model: the keys of the model, with those of LoRA.
+        set_keys: the keys that the user has set; the others are not compared.
     """
     for key, peft_name in _PEFT_NAME_BY_KEY.items():
         value = getattr(model, key)
@@ -172,7 +189,7 @@ def check_keys(adapter: Adapter, model: ModelConfig, set_keys: Collection[str]) 
 
 
 def _comparable(value: Any) -> Any:
-    """Return a setting in a form that can be compared.
+    """Return a LoRA setting in a form in which equal settings of user and adapter are equal.
 
     That is a sorted list of texts (None for an empty one), an enumeration's value, or the setting
     itself. A single name is a list of one, since PEFT stores it either way.
@@ -189,12 +206,13 @@ _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def served_rank(config: PeftConfig) -> int:
-    """Return the rank that vLLM reserves room for, at least that of every layer.
+    """Return the `max_lora_rank` for vLLM: the smallest one that is enough for every layer.
 
     Raises `UserError` for a rank above the largest that vLLM has kernels for.
     """
     # `rank_pattern` gives some layers a rank of their own.
-    rank = max([config.r, *(config.rank_pattern or {}).values()])
+    layer_ranks = (config.rank_pattern or {}).values()
+    rank = max([config.r, *layer_ranks])
     large_enough = [vllm_rank for vllm_rank in _VLLM_RANKS if vllm_rank >= rank]
     if not large_enough:
         raise UserError(
@@ -205,16 +223,19 @@ def served_rank(config: PeftConfig) -> int:
 
 
 def hash_of(adapters: Sequence[Adapter], base: str) -> str:
-    """Return the commits, or hashes, of adapters and the base as one text."""
+    """Return the commits, or content hashes, of adapters and their base as one text.
+
+    `adapters`: each was trained on the next one, and the last one on the base. `base`: its hash.
+    """
     hashes = [adapter.commit or str(model_hash(str(adapter.folder))) for adapter in adapters]
     return " on ".join([*hashes, base])
 
 
 def processor_folder(adapters: Sequence[Adapter], base: str, *, sees: bool) -> str:
-    """Return where the processor is: an adapter's folder if it has one, else the base.
+    """Return where the processor is: in an adapter's folder if one has it, else in the base.
 
     An adapter's processor may have another chat template than the base's. `sees`: whether the model
-    reads images.
+    reads images, and so needs an image processor.
     """
     file_names = ["tokenizer_config.json"]
     if sees:
@@ -226,9 +247,12 @@ def processor_folder(adapters: Sequence[Adapter], base: str, *, sees: bool) -> s
 
 
 def load_merged(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any]) -> Any:
-    """Return the base with `adapters` merged into its weights, in its dtype.
+    """Load the base and merge `adapters` into its weights, in its dtype.
 
-    `init`: arguments of `from_pretrained`.
+    Args:
+        base: its folder or hub id.
+        adapters: each was trained on the next one, and the last one on the base.
+        init: arguments of `from_pretrained`.
     """
     from peft import get_peft_model
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -238,17 +262,18 @@ def load_merged(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any])
     # In 4 bits the sum of weights and adapter would be rounded again.
     if adapters and getattr(model, "is_loaded_in_4bit", False):
         model = model.dequantize()
-        # To save it Transformers would look for a way back to 4 bits. The one public way out of
+        # To save the model, Transformers would convert it back to 4 bits. The public option against
         # that, `save_original_format=False`, writes the names of modules, which are not those of
-        # the model's files.
+        # the model's files. So the conversions to 4 bits are removed.
         conversions = model._weight_conversions
         model._weight_conversions = [
             conversion for conversion in conversions if not _is_to_four_bit(conversion)
         ]
-    for adapter in reversed(adapters):
+    for adapter in reversed(adapters):  # from the base upwards
         peft_model = get_peft_model(model, adapter.config)
         restore_adapter(peft_model, "default", adapter.folder)
-        if is_deepspeed_zero3_enabled():  # PEFT would add to what each rank has of a layer
+        if is_deepspeed_zero3_enabled():
+            # A rank has a part of each weight, which PEFT could not merge: gather each layer first.
             for layer in peft_model.modules():
                 if isinstance(layer, BaseTunerLayer):
                     with whole(layer.parameters()):
@@ -266,18 +291,21 @@ def _is_to_four_bit(conversion: object) -> bool:
 def load_policy(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any]) -> Any:
     """Return a `PeftModel` in which the first of `adapters` is trained; the others are merged.
 
-    Its adapter has new weights until `begin_with` loads them.
+    The trained adapter has initial weights until `load_adapter_weights` loads its own. The
+    arguments are those of `load_merged`.
     """
     from peft import get_peft_model
 
-    return get_peft_model(load_merged(base, adapters[1:], init), adapters[0].config)
+    trained_adapter, *merged_adapters = adapters
+    model = load_merged(base, merged_adapters, init)
+    return get_peft_model(model, trained_adapter.config)
 
 
 @contextmanager
-def trained_alone(policy: PeftModel) -> Iterator[None]:
-    """Hide the reference adapter `ref` from PEFT inside the block, so that it saves the policy alone.
+def without_reference_adapter(policy: PeftModel) -> Iterator[None]:
+    """Hide TRL's reference adapter `ref` from PEFT inside the block, so that it is not saved.
 
-    The state that ZeRO-3 gathers lacks the reference.
+    PEFT would look for it in the state that ZeRO-3 gathers, which has the policy's adapter alone.
     """
     reference = policy.peft_config.pop("ref", None)
     yield
@@ -285,33 +313,41 @@ def trained_alone(policy: PeftModel) -> Iterator[None]:
         policy.peft_config["ref"] = reference
 
 
-def name_base(policy: PeftModel, beneath: Sequence[Adapter]) -> None:
-    """Write the base model of the trained adapter into its config, for whoever loads it.
+def record_base(policy: PeftModel, merged_adapters: Sequence[Adapter]) -> None:
+    """Write what the trained adapter was trained on into its config, for whoever loads it.
 
-    `beneath`: the adapters that were merged into the base. PEFT names neither them nor a commit.
+    PEFT itself writes the name of the base, but neither merged adapters nor a commit.
+    `merged_adapters`: the adapters between the trained one and the base, that nearest to the
+    trained one first.
     """
     config = policy.peft_config["default"]
     commit = getattr(policy.config, "_commit_hash", None)
-    if beneath:
-        nearest = beneath[0]
+    if merged_adapters:
+        nearest = merged_adapters[0]
         commit = nearest.commit
-        config.base_model_name_or_path = nearest.name if commit else str(nearest.folder.resolve())
+        is_on_hub = commit is not None
+        config.base_model_name_or_path = (
+            nearest.name if is_on_hub else str(nearest.folder.resolve())
+        )
     config.revision = commit
 
 
-def in_float32(policy: PeftModel) -> None:
-    """Cast the trained parameters, and the reference adapter, to float32.
+def cast_trained_to_float32(policy: PeftModel) -> None:
+    """Cast the trained parameters, and TRL's reference adapter `ref`, to float32.
 
-    On a bfloat16 base PEFT keeps `modules_to_save` in bfloat16, and TRL casts all adapters of a
-    base in 4 bits to it; there rounding would swallow nearly every update.
+    Others leave them in bfloat16, where rounding would swallow nearly every update: PEFT does so
+    with `modules_to_save` on a bfloat16 base, and TRL with all adapters of a base in 4 bits.
     """
     for name, parameter in policy.named_parameters():
         if parameter.requires_grad or ".ref." in name:
             parameter.data = parameter.data.float()
 
 
-def begin_with(policy: PeftModel, adapter: Adapter) -> None:
-    """Load the adapter's weights into the policy, and into TRL's reference adapter `ref`."""
-    in_float32(policy)
+def load_adapter_weights(policy: PeftModel, adapter: Adapter) -> None:
+    """Load an adapter's weights into the policy, which goes on training them.
+
+    TRL's reference adapter `ref`, if there is one, begins with the same weights.
+    """
+    cast_trained_to_float32(policy)
     for name in policy.peft_config:
         restore_adapter(policy, name, adapter.folder)

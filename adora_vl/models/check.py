@@ -19,7 +19,7 @@ from adora_vl.models.families import (
     misplaced_by_vllm,
     sees_images,
 )
-from adora_vl.models.shape import describe, is_dtype, language_layers, layers_pattern
+from adora_vl.models.shape import is_dtype, language_layers, layers_pattern, model_shape
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.secrets import masked
 
@@ -32,8 +32,8 @@ _FLASH_IS_INSTALLED = {
     "flash_attention_3": is_flash_attn_3_available,
 }
 
-# What needs to know how an architecture sees. With all of it as in stock TRL, images are handled as
-# there.
+# The parts of a step that need to know the model's family to handle images. With all of them
+# switched off, images are handled as in stock TRL.
 NEEDS_FAMILY = ("cache_images", "share_vision", "share_prompt")
 
 LOST_UPDATES = (
@@ -44,19 +44,24 @@ LOST_UPDATES = (
 
 
 def check_family(model: ModelConfig, run: "GRPOConfig", config: PretrainedConfig) -> list[str]:
-    """Return what a user should know of this model's family before the run: at most one line.
+    """Check that a model's architecture can be trained, and return notes: at most one line.
 
-    `run`: its config. Raises `UserError` for a model with images of an unknown family, unless all
-    of `NEEDS_FAMILY` is as in stock TRL, and for one to which vLLM would give other positions than
-    Transformers.
+    Args:
+        model: the keys of the model.
+        run: the run's config.
+        config: the model's own.
+
+    Raises:
+        UserError: for a model that reads images and is of no known family, unless the run handles
+            images as stock TRL does (`NEEDS_FAMILY`), and for one that vLLM computes otherwise.
     """
     name = model.model_name_or_path
     kind = config.model_type
     family = family_of(config)
     if family is not None:
-        problem = misplaced_by_vllm(config)
-        if run.use_vllm and problem:
-            raise UserError(f"model_name_or_path: {name!r} {problem}")
+        position_fault = misplaced_by_vllm(config)
+        if run.use_vllm and position_fault:
+            raise UserError(f"model_name_or_path: {name!r} {position_fault}")
         if run.use_vllm and run.use_cpu and has_linear_attention(config):
             raise UserError(
                 "use_vllm: true, but on a CPU vLLM computes the linear attention of "
@@ -81,9 +86,10 @@ def check_family(model: ModelConfig, run: "GRPOConfig", config: PretrainedConfig
 
 
 def loses_updates(model: ModelConfig, config: PretrainedConfig, *, deepspeed: bool) -> bool:
-    """Return whether `LOST_UPDATES` is to be said.
+    """Return whether rounding would swallow nearly every update of the weights (`LOST_UPDATES`).
 
-    LoRA's own weights are float32, and DeepSpeed keeps a float32 copy.
+    It does in 16 bits, unless LoRA's own float32 weights are trained, or DeepSpeed keeps a float32
+    copy. `deepspeed`: whether the run uses it.
     """
     dtype = config.dtype if model.dtype == "auto" else model.dtype
     has_16_bits = str(dtype).removeprefix("torch.") in ("bfloat16", "float16")
@@ -93,11 +99,11 @@ def loses_updates(model: ModelConfig, config: PretrainedConfig, *, deepspeed: bo
 def check_sees(model: ModelConfig, config: PretrainedConfig, *, has_images: bool) -> None:
     """Raise `UserError` for images that the model does not read."""
     if has_images and not sees_images(config):
-        blind = (
+        conflict = (
             f"model_name_or_path: {model.model_name_or_path!r} reads text only, and the dataset "
             "has images"
         )
-        raise UserError(f"{blind}; name a vision-language model, or a dataset without images")
+        raise UserError(f"{conflict}; name a vision-language model, or a dataset without images")
 
 
 def check_attention(model: ModelConfig, init_kwargs: Mapping[str, Any]) -> None:
@@ -115,16 +121,18 @@ def check_attention(model: ModelConfig, init_kwargs: Mapping[str, Any]) -> None:
 def check_arguments(config: PretrainedConfig, init_kwargs: Mapping[str, Any]) -> None:
     """Raise `UserError` for an argument of `from_pretrained` that nothing reads.
 
-    The class of the model would get it, and fail.
+    `from_pretrained` would hand it to the model's class, which fails. `init_kwargs`: the run's
+    `model_init_kwargs`.
     """
-    # `from_pretrained` takes most of its arguments out of **kwargs, so its source names them
+    # `from_pretrained` takes most of its arguments out of **kwargs, so that only its source has
+    # their names.
     source = inspect.getsource(PreTrainedModel.from_pretrained)
     parameters = {
         *inspect.signature(PreTrainedModel.from_pretrained).parameters,
         "use_auth_token",
         "attn_implementation",
     }
-    for key, value in masked(init_kwargs).items():
+    for key, value in masked(init_kwargs).items():  # tokens are not shown
         is_read = key in parameters or f'"{key}"' in source or hasattr(config, key)
         is_unknown = not is_read
         is_no_dtype = key == "dtype" and isinstance(value, str) and not is_dtype(value)
@@ -141,23 +149,31 @@ def check_parts(
     """Raise `UserError` for a part to freeze, or a layer for an adapter, that this model lacks.
 
     The modules are built without memory, to look at their names.
+
+    Args:
+        model: the keys of the model.
+        config: the model's own.
+        peft_config: that of the adapter; None without one.
+        frozen: the components to freeze.
     """
-    adapted = peft_config if hasattr(peft_config, "target_modules") else None  # LoRA and its like
-    if adapted is None and not frozen:
+    # Only adapters of LoRA's kind name layers.
+    layer_config = peft_config if hasattr(peft_config, "target_modules") else None
+    if layer_config is None and not frozen:
         return
     try:
-        describe(config, dtype=model.dtype, frozen=frozen, peft_config=adapted)
+        model_shape(config, dtype=model.dtype, frozen=frozen, peft_config=layer_config)
     except UserError:
         raise
     except (ValueError, KeyError) as error:
         targets: Any = peft_config.target_modules or getattr(peft_config, "target_parameters", None)
         reason = str(error).strip().splitlines()[0][:200]
         remedy = ""
-        # which PEFT matches against whole names
-        if isinstance(targets, str) and targets.isidentifier():
-            ending = replace(peft_config, target_modules=f".*{targets}")
+        is_single_name = isinstance(targets, str) and targets.isidentifier()
+        if is_single_name:
+            # PEFT matches it against whole names. Try whether names that end with it would fit.
+            by_ending = replace(peft_config, target_modules=f".*{targets}")
             with suppress(ValueError, KeyError):
-                describe(config, dtype=model.dtype, frozen=frozen, peft_config=ending)
+                model_shape(config, dtype=model.dtype, frozen=frozen, peft_config=by_ending)
                 remedy = (
                     f"; a single name is a regular expression over whole names: write '.*{targets}'"
                 )
@@ -193,14 +209,14 @@ def check_trainable(config: "GRPOConfig", model_config: PretrainedConfig, *, ada
 def dropout_notes(peft_config: "PeftConfig", config: "GRPOConfig", *, one_step: bool) -> list[str]:
     """Return a note on what dropout of an adapter does to a run: at most one line.
 
-    `one_step`: whether a generation is learned from in one optimizer step, where the ratio of new
-    to old policy is 1.
+    `one_step`: whether a generation is learned from in a single optimizer step. The ratio of new to
+    old policy is 1 then, whatever the dropout.
     """
-    share = getattr(peft_config, "lora_dropout", 0.0)
-    if not share or one_step or config.disable_dropout:
+    dropout = getattr(peft_config, "lora_dropout", 0.0)
+    if not dropout or one_step or config.disable_dropout:
         return []
     return [
-        f"lora_dropout: {share:g} with several optimizer steps per generation: the ratio of new to "
+        f"lora_dropout: {dropout:g} with several optimizer steps per generation: the ratio of new to "
         "old policy has the noise of dropout, and is clipped for it; lora_dropout: 0 has none"
     ]
 
@@ -208,8 +224,8 @@ def dropout_notes(peft_config: "PeftConfig", config: "GRPOConfig", *, one_step: 
 def lora_of(model: ModelConfig) -> Any:
     """Return PEFT's config for a command's keys; None without LoRA.
 
-    Where they name no layers it has none until `choose_layers` writes them. Raises `UserError`
-    where PEFT is not installed.
+    If the keys name no layers, the config has none until `choose_layers` writes them. Raises
+    `UserError` where PEFT is not installed.
     """
     if model.use_peft and find_spec("peft") is None:
         raise UserError(
@@ -219,7 +235,7 @@ def lora_of(model: ModelConfig) -> Any:
 
 
 def with_own_layers(peft_config: Any) -> Any:
-    """Return a copy of a LoRA config that names no layers, which is completed; else the config.
+    """Return the config to train with: a copy, if `choose_layers` will write layers into it.
 
     A user's object stays as it is, since it may be used for another model too.
     """
@@ -227,10 +243,18 @@ def with_own_layers(peft_config: Any) -> Any:
 
 
 def choose_layers(peft_config: Any, keys: ModelConfig, config: PretrainedConfig) -> list[str]:
-    """Put LoRA on every linear layer of the language model where no layer is named.
+    """Put LoRA on every linear layer of the language model where the user names no layer.
 
-    The vision tower and the projector stay frozen, as in the recipes. `keys` get the choice too,
-    so that manifest, fingerprint and checkpoint have it. Returns a note of one line, or none.
+    The vision tower and the projector stay frozen, as in the recipes.
+
+    Args:
+        peft_config: that of the adapter; the layers are written into it.
+        keys: the keys of the model. They get the layers too, so that manifest, fingerprint and
+            checkpoint have them.
+        config: the model's own.
+
+    Returns:
+        A note of one line for the user, or none.
     """
     if not _lacks_layers(peft_config):
         return []

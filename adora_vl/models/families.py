@@ -12,55 +12,47 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig
 
+# Fields of the vision tower's output whose features enter the language model at the image tokens.
+# A tensor per image, which takes the place of the token embeddings.
 EMBEDDINGS = "pooler_output"
+# A tensor per layer for all images, added to the hidden states after each of the first layers.
 DEEPSTACK = "deepstack_features"
 
 
 @dataclass(frozen=True)
 class Vision:
-    """How a family sees.
+    """How a family of models sees images."""
 
-    `unit`: pixels of an image token's side (patch times merged patches), of which both sides of a
-    resized image are multiples. `min_pixels`, `max_pixels`: of the published image processor.
-    `features`: the fields of the vision output that enter the language model, at the image tokens:
-    `EMBEDDINGS` is a tensor per image and takes the place of the token embeddings; `DEEPSTACK` is a
-    tensor per layer for all images, added to the hidden states behind each of the first layers.
-    `projector`: parts of a parameter's name by which it belongs to the projector; the first one is
-    of what makes the embeddings. All other parameters whose names have `tower` in them belong to
-    the vision tower. `swiglu`: blocks with a gated MLP and RMS norms, else with two products around
-    a GELU and layer norms, which keep less for the backward pass. `relative`: the family's models
-    speak of places in thousandths of a picture's sides, else in pixels of the picture as they see
-    it.
-    """
-
+    # pixels of an image token's side, of which both sides of a resized image are multiples
     unit: int
-    min_pixels: int
+    min_pixels: int  # of an image, in the published image processor
     max_pixels: int
-    features: tuple[str, ...] = (EMBEDDINGS,)
-    tower: str = "visual."
+    features: tuple[str, ...] = (EMBEDDINGS,)  # the fields of the vision tower's output
+    tower: str = "visual."  # in the names of the vision tower's parameters
+    # In the names of the projector's parameters, which may be inside of the vision tower. The first
+    # one is that of the projector that makes the embeddings.
     projector: tuple[str, ...] = ("visual.merger.",)
+    # blocks with a gated MLP and RMS norms; else with two products around a GELU and layer norms,
+    # which save less for the backward pass
     swiglu: bool = False
+    # The family's models give positions in thousandths of a picture's sides; else in pixels of the
+    # picture as they see it.
     relative: bool = False
 
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture.
-
-    `vision` is None for a family that reads text only.
-
-    `head_norms`: the language model's attention normalises queries and keys, which keeps more for
-    the backward pass. `interleaved`: the rotary embedding interleaves the three kinds of positions,
-    in Transformers always and in vLLM only where the config has `mrope_interleaved`. `note`: what a
-    user should know before a run.
-    """
+    """One architecture that is supported."""
 
     name: str
-    vision: Vision | None
-    source: str
+    vision: Vision | None  # None for a family that reads text only
+    source: str  # where the other fields can be looked up
+    # the language model's attention normalises queries and keys, which saves more for the backward
     head_norms: bool = False
+    # The rotary embedding interleaves the three axes of positions: in Transformers always, in vLLM
+    # only if the config has `mrope_interleaved`.
     interleaved: bool = False
-    note: str = ""
+    note: str = ""  # for a user, before a run
 
 
 FAMILIES: dict[str, Family] = {
@@ -107,7 +99,7 @@ KNOWN = ", ".join(FAMILIES)  # as a message names them
 
 
 def family_of(config: PreTrainedConfig) -> Family | None:
-    """Return the family of a Transformers config, None where the table does not have it."""
+    """Return the family of a model by its config; None for an architecture not in `FAMILIES`."""
     return FAMILIES.get(str(getattr(config, "model_type", "")))
 
 
@@ -122,18 +114,20 @@ def sees_images(config: PreTrainedConfig) -> bool:
 
 
 def shares_prompts(config: PreTrainedConfig) -> bool:
-    """Return whether every layer can let the rollouts of a group share their prompt.
+    """Return whether the rollouts of a group can share their prompt in one packed sequence.
 
-    All have full attention then, as have those of a config that names no kinds.
+    For that the model is of a known family, and every layer has full attention.
     """
+    # A config without types of layers is one of full attention.
     layer_types = getattr(config.get_text_config(), "layer_types", None) or ["full_attention"]
     return family_of(config) is not None and set(layer_types) == {"full_attention"}
 
 
 def misplaced_by_vllm(config: PreTrainedConfig) -> str:
-    """Return why vLLM gives this model's images other positions than Transformers.
+    """Return why vLLM would give this model's image tokens other positions than Transformers.
 
-    It has the remedy. The text is empty where the positions agree.
+    The text goes after the model's name in an error and has the remedy. It is empty where the
+    positions agree.
     """
     family = family_of(config)
     rotary = getattr(config.get_text_config(), "rope_parameters", None) or {}
@@ -146,7 +140,7 @@ def misplaced_by_vllm(config: PreTrainedConfig) -> str:
 
 
 def has_linear_attention(config: PreTrainedConfig) -> bool:
-    """Return whether some layers of this model carry one state along the sequence."""
+    """Return whether some layers have linear attention, which carries a state along the sequence."""
     layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
     return "linear_attention" in layer_types
 
@@ -157,20 +151,22 @@ LANGUAGE_MODEL = "language_model"
 COMPONENTS = (VISION_TOWER, PROJECTOR, LANGUAGE_MODEL)
 
 
-# What the names of a vision tower and of a projector contain, in any family of the table.
-_TOWER_MARKS = {vision.tower for vision in seeing_families().values()}
-_PROJECTOR_MARKS = {mark for vision in seeing_families().values() for mark in vision.projector}
+# What the names of a vision tower's and of a projector's parameters contain, in any family.
+_TOWER_NAMES = {vision.tower for vision in seeing_families().values()}
+_PROJECTOR_NAMES = {name for vision in seeing_families().values() for name in vision.projector}
 
 
 def component_of(parameter_name: str) -> str:
-    """Return the component that a parameter belongs to, by its Transformers name.
+    """Return the component that a parameter belongs to: one of `COMPONENTS`.
 
-    Prefixes of wrappers do not matter. The names are those of `FAMILIES`: no family uses another
-    one's mark for another component. A text-only model is all language model.
+    `parameter_name`: in Transformers, also with prefixes of wrappers. What is neither in the vision
+    tower nor in the projector belongs to the language model.
     """
-    if any(mark in parameter_name for mark in _PROJECTOR_MARKS):
+    # The projector comes first, since it may be inside of the vision tower. The names of all
+    # families can be tried, because none uses another one's name for something else.
+    if any(name in parameter_name for name in _PROJECTOR_NAMES):
         return PROJECTOR
-    if any(mark in parameter_name for mark in _TOWER_MARKS):
+    if any(name in parameter_name for name in _TOWER_NAMES):
         return VISION_TOWER
     return LANGUAGE_MODEL
 
@@ -178,10 +174,10 @@ def component_of(parameter_name: str) -> str:
 def freeze(model: nn.Module, components: Iterable[str]) -> dict[str, int]:
     """Set `requires_grad=False` on every parameter of `components`.
 
-    Returns the number of parameters of each component. Raises `UserError` where a component has no
-    parameter in this model, instead of silently freezing nothing.
+    Returns the number of parameter tensors by component. Raises `UserError` where a component has
+    no parameter in this model, instead of silently freezing nothing.
     """
-    frozen: dict[str, int] = {}
+    frozen_counts: dict[str, int] = {}
     for component in components:
         parameters = [
             parameter
@@ -195,14 +191,14 @@ def freeze(model: nn.Module, components: Iterable[str]) -> dict[str, int]:
             )
         for parameter in parameters:
             parameter.requires_grad_(False)
-        frozen[component] = len(parameters)
-    return frozen
+        frozen_counts[component] = len(parameters)
+    return frozen_counts
 
 
 def trainable_components(model: nn.Module) -> frozenset[str]:
-    """Return the parts with at least one trainable parameter.
+    """Return the components with at least one trainable parameter.
 
-    An adapter counts for the part that it sits in.
+    A parameter of an adapter counts for the component that it adapts.
     """
     trained_names = [
         name for name, parameter in model.named_parameters() if parameter.requires_grad

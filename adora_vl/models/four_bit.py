@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from trl import GRPOConfig
 
-# What stays whole. Transformers goes by the beginning of a name, vLLM's plugin by names of its own.
+# Modules that are not quantised. Transformers compares the beginnings of names, and vLLM's plugin
+# has names of its own, so the vision tower has two.
 WHOLE = ("lm_head", "model.visual", "visual")
-_PACKAGES = ("bitsandbytes", "vllm-bnb-plugin")
 
 
 def is_four_bit(config: PretrainedConfig) -> bool:
-    """Return whether the model was saved in 4 bits."""
+    """Return whether the model was saved in bitsandbytes' 4 bits."""
     quantization = getattr(config, "quantization_config", None) or {}
     if not isinstance(quantization, dict):
         quantization = quantization.to_dict()
@@ -46,7 +46,7 @@ def check_four_bit(
     stage: int | None,
     runs_here: bool,
 ) -> bool:
-    """Return whether the base is in 4 bits.
+    """Return whether the run trains on a base in 4 bits, and check that it can.
 
     Args:
         model: the keys of the model.
@@ -56,19 +56,20 @@ def check_four_bit(
         stage: DeepSpeed's ZeRO stage; None without DeepSpeed.
         runs_here: whether this machine will run it, so that packages must be installed.
 
-    Raises `UserError` for another quantisation, and for what does not go with 4 bits.
+    Raises:
+        UserError: for another quantisation, and for a setting that 4 bits do not go with.
     """
-    is_saved_so = is_four_bit(config)
+    is_saved_in_four_bit = is_four_bit(config)
     if model.load_in_8bit:
         raise UserError(
             "load_in_8bit: true is not supported; set load_in_4bit: true, or leave it out"
         )
-    if getattr(config, "quantization_config", None) and not is_saved_so:
+    if getattr(config, "quantization_config", None) and not is_saved_in_four_bit:
         raise UserError(
             f"model_name_or_path: {model.model_name_or_path!r} is quantised in another way than "
             "bitsandbytes' 4 bits; name the model that it was made of"
         )
-    if not model.load_in_4bit and not is_saved_so:
+    if not model.load_in_4bit and not is_saved_in_four_bit:
         return False
     key = "load_in_4bit: true" if model.load_in_4bit else "model_name_or_path: a base in 4 bits"
     if peft_config is None:
@@ -76,7 +77,9 @@ def check_four_bit(
     obstacle = _obstacle_to_four_bit(model, run, peft_config, stage)
     if obstacle is not None:
         raise UserError(f"{key} does not go with {obstacle}")
-    packages = _PACKAGES if run.use_vllm else _PACKAGES[:1]
+    packages = ["bitsandbytes"]
+    if run.use_vllm:
+        packages.append("vllm-bnb-plugin")
     for package in packages:
         if runs_here and not installed(package):
             raise UserError(
@@ -94,8 +97,8 @@ def _obstacle_to_four_bit(
     """
     saved_modules = getattr(peft_config, "modules_to_save", None)
     adapter_kind = str(getattr(peft_config.peft_type, "value", peft_config.peft_type))
-    # (whether the obstacle is there, what it is and what to do)
-    for is_there, obstacle in (
+    # Whether the setting is there; and what it is, with its remedy.
+    for is_obstacle, obstacle in (
         (
             model.dtype != "bfloat16",
             f"dtype: {model.dtype}, as the engine computes in bfloat16; set dtype: bfloat16",
@@ -134,33 +137,43 @@ def _obstacle_to_four_bit(
             f"adora_vllm_dtype: {run.adora_vllm_dtype}; set it to auto",
         ),
     ):
-        if is_there:
+        if is_obstacle:
             return obstacle
     return None
 
 
 def in_four_bit(layer: str) -> bool:
-    """Return whether the linear layer of this name is among those that 4 bits are for."""
+    """Return whether the linear layer of this name is quantised to 4 bits.
+
+    The output embedding and the vision tower are not.
+    """
     return not layer.startswith(WHOLE)
 
 
-def bytes_of(nested: bool) -> float:
+def four_bit_parameter_bytes(nested: bool) -> float:
     """Return the bytes of a parameter in 4 bits, with its share of the scales.
 
-    A parameter takes half a byte, and 64 of them share a float32 scale. `nested`: the scales take
-    a byte, and 256 of them share a float32.
+    `nested`: whether the scales are quantised too (`use_bnb_nested_quant`).
     """
-    scale_bytes = 1 / 64 + 4 / (64 * 256) if nested else 4 / 64
-    return 0.5 + scale_bytes
+    block = 64  # parameters that share a scale
+    scale_bytes = 4.0  # a float32
+    if nested:
+        scale_bytes = 1 + 4 / 256  # a byte, and 256 of them share a float32
+    return 0.5 + scale_bytes / block
 
 
 def four_bit_folder(name: str, revision: str | None, model: ModelConfig) -> str:
-    """Return the folder of the base `name` in 4 bits, which is made in the cache where it is missing.
+    """Return the folder of a base in 4 bits, for trainer and engine; make it if it is missing.
 
-    One process makes it, once; the others wait for it. `model`: the keys that say how.
+    It is kept in the cache. One process makes it, and the others wait for it.
+
+    Args:
+        name: folder or hub id of the base in its own dtype.
+        revision: of the hub id.
+        model: the keys that say how it is quantised.
     """
     nested = model.use_bnb_nested_quant
-    # whatever the weights in 4 bits depend on
+    # All that the weights in 4 bits depend on names the folder.
     key_parts = (
         model_hash(name, revision) or f"{name}@{revision}",
         model.bnb_4bit_quant_type,
@@ -190,65 +203,63 @@ def four_bit_folder(name: str, revision: str | None, model: ModelConfig) -> str:
                 file=sys.stderr,
                 flush=True,
             )
-            with replacing_folder(folder) as staged:
+            # If anything in here fails, the unfinished folder is removed.
+            with replacing_folder(folder) as new_folder:
                 quantized_model = load_model(name, {**init, "quantization_config": quantization})
-                quantized_model.save_pretrained(staged)
-                del quantized_model  # before the cache is emptied below
-                load_processor(name, revision).save_pretrained(staged)
+                quantized_model.save_pretrained(new_folder)
+                del quantized_model  # so that the memory below can be given back
+                load_processor(name, revision).save_pretrained(new_folder)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
     return str(folder)
 
 
 def keep_gradients(model: "PreTrainedModel") -> None:
-    """Keep bitsandbytes from repacking layers on a CPU with AVX-512 in bfloat16.
+    """Keep bitsandbytes from repacking its layers on a CPU with AVX-512 in bfloat16.
 
-    It repacks a layer in its first pass without gradients, and no gradient comes through it from
-    then on; widths that are no multiple of 64 fail. Ours leaves the layers as they are.
+    It would repack a layer in its first pass without gradients. From then on no gradient comes
+    through the layer, and widths that are no multiple of 64 fail.
     """
     for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # a layer in 4 bits
             module.support_avx512bf16_for_cpu = False
 
 
 class FrozenBase:
-    """What is not trained of the policy.
+    """The frozen parameters of a policy, which move to the host while the engine is awake.
 
-    It lies in pinned memory of the host while the engine is awake, so that the card holds one copy
-    of the base at a time. On a CPU nothing moves.
+    There they are in pinned memory, so that the card holds one copy of the base at a time. On a CPU
+    nothing moves.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Find the frozen parameters, which stay on the card until `leave`."""
+        """Find the frozen parameters, which stay on the card until `move_to_host`."""
         self.frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         self.device = next(model.parameters()).device
-        self._host_copies: list[torch.Tensor] = []
-        self.away = False  # whether the frozen weights are on the host
-        self.moves = 0  # to the host and back
+        self._host_copies: list[torch.Tensor] = []  # made by the first `move_to_host`
+        self.is_on_host = False
+        self.moves = 0  # to the host and back, so far
 
-    def leave(self) -> None:
-        """Give the card's memory back.
-
-        The copy on the host is made once: what is frozen does not change.
-        """
-        if self.away:
+    def move_to_host(self) -> None:
+        """Give the card's memory back, before the engine wakes up."""
+        if self.is_on_host:
             return
         if self.device.type != "cpu":
-            if not self._host_copies:
+            if not self._host_copies:  # once, since frozen parameters do not change
                 for parameter in self.frozen:
                     self._host_copies.append(parameter.data.to("cpu").pin_memory())
             for parameter, host_copy in zip(self.frozen, self._host_copies, strict=True):
                 parameter.data = host_copy
             torch.cuda.empty_cache()
-        self.away = True
+        self.is_on_host = True
         self.moves += 1
 
-    def come_back(self) -> None:
-        """Move the frozen weights back to the card, before the policy makes a pass."""
-        if not self.away:
+    def move_to_device(self) -> None:
+        """Move the frozen parameters back to the card, before the policy makes a pass."""
+        if not self.is_on_host:
             return
         if self.device.type != "cpu":
             for parameter in self.frozen:
                 parameter.data = parameter.data.to(self.device, non_blocking=True)
-        self.away = False
+        self.is_on_host = False
         self.moves += 1

@@ -39,6 +39,7 @@ STORED = {
     TINY_PERIMETER_MODEL: PRETRAINED.with_name("pretrained_perimeter"),
     TINY_ZOOM_MODEL: PRETRAINED.with_name("pretrained_zoom"),
 }
+# the files that a model's answers depend on: weights, settings, tokenizer
 _FILES_OF_ANSWERS = (
     "*.safetensors",
     "pytorch_model*.bin",
@@ -58,14 +59,17 @@ MERGED = "merged"
 def local_model(name: str) -> str:
     """Return the folder, or hub id, of the model that a user calls `name`.
 
-    A tiny model is built by another process if it is missing (some minutes). The output_dir of a
-    run with LoRA stands for the merged model inside, and any other name for itself. Raises
-    `UserError` if a tiny model cannot be built, and for a LoRA adapter without a merged model.
+    Names of our own stand for a folder: `tiny` and its like for a tiny model, which is built if it
+    is missing (some minutes), and the output_dir of a run with LoRA for the merged model inside.
+    Any other name is returned as it is. Raises `UserError` if a tiny model cannot be built, and for
+    a LoRA adapter without a merged model.
     """
     if name in STORED and (STORED[name] / "model.safetensors").is_file():
         return str(STORED[name])
     if name in TINY_MODELS:
-        build = subprocess.run(  # noqa: S603  # a process, since what builds a model stands on a higher floor
+        # In a process of its own, since this module may not import `adora_vl.builtin`. It prints the
+        # folder last.
+        build = subprocess.run(  # noqa: S603
             [sys.executable, "-m", "adora_vl.builtin", "--find", name],
             stdout=subprocess.PIPE,
             text=True,
@@ -93,14 +97,21 @@ def local_model(name: str) -> str:
 def read_config(key: str, model: str, revision: str | None = None) -> PretrainedConfig:
     """Return the config of a model folder or hub id.
 
-    Raises `UserError`, which begins with `key`, for a kind of model that Transformers does not
-    have, since code that comes with a model is never run. Raises what Transformers raises where
-    there is no config.
+    Args:
+        key: the user's key that names the model; errors begin with it.
+        model: the folder or hub id.
+        revision: of the hub id.
+
+    Raises:
+        UserError: for a kind of model that Transformers does not have, since code that comes with a
+            model is never run.
+        OSError, ValueError: of Transformers, where there is no config.
     """
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, __version__
 
     where: dict[str, Any] = {"revision": revision, "local_files_only": only_here(model)}
-    kind = PretrainedConfig.get_config_dict(model, **where)[0].get("model_type")
+    config_dict, _ = PretrainedConfig.get_config_dict(model, **where)
+    kind = config_dict.get("model_type")
     if kind is not None and kind not in CONFIG_MAPPING:
         unknown = f"{model!r} has model_type {kind}, which Transformers {__version__} does not have"
         why = "code that comes with a model is not run here"
@@ -110,15 +121,17 @@ def read_config(key: str, model: str, revision: str | None = None) -> Pretrained
 
 
 def model_hash(model: str, revision: str | None = None) -> str | None:
-    """Return the `content_hash` of the weights, settings and tokenizer in a model folder.
+    """Return a text that identifies the weights, settings and tokenizer of a model.
 
-    A hub id gives its commit, because a branch such as `main` moves, or None if it is unknown.
+    For a model folder it is the `content_hash` of its files. For a hub id it is the commit, because
+    a branch such as `main` moves; None if the commit is unknown.
     """
     folder = Path(model)
     if folder.is_dir():
-        return content_hash(
-            {path for pattern in _FILES_OF_ANSWERS for path in folder.glob(pattern)}
-        )
+        paths: set[Path] = set()
+        for pattern in _FILES_OF_ANSWERS:
+            paths.update(folder.glob(pattern))
+        return content_hash(paths)
     try:
         commit: str | None = read_config("model", model, revision)._commit_hash
     except (OSError, ValueError):  # loading the model will say what is wrong
@@ -151,43 +164,40 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """Return the class of Transformers that makes a model of this config.
-
-    One for models that take images, and one for language models.
-    """
+    """Return Transformers' auto class for a model of this config, by whether it takes images."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
 
 
 def load_model(name: str, init: Mapping[str, Any]) -> Any:
-    """Load a model as TRL does.
+    """Load a model as TRL does, but with the class that its own revision asks for.
 
-    TRL looks for its class in the newest revision alone; ours looks in the revision of `init`, the
-    arguments for `from_pretrained`.
+    TRL reads the config of the newest revision to find the class. `init`: arguments of
+    `from_pretrained`, such as the `revision`.
     """
     from trl.trainer.utils import create_model_from_path
 
-    return create_model_from_path(
-        name, auto_class(read_config("model", name, init.get("revision"))), **init
-    )
+    config = read_config("model", name, init.get("revision"))
+    return create_model_from_path(name, auto_class(config), **init)
 
 
 def check_weights(key: str, name: str) -> None:
     """Raise `UserError` for a model folder whose weights are missing or cut off.
 
-    Their headers alone are read.
+    Only the headers of safetensors files are read. A hub id, and a folder in the older format
+    (`pytorch_model.bin`), are not checked. `key`: the user's key that names the model.
     """
     folder = Path(name)
-    files = sorted(folder.glob("*.safetensors"))
-    has_older_format = not files and bool(list(folder.glob("pytorch_model*.bin")))
+    weight_files = sorted(folder.glob("*.safetensors"))
+    has_older_format = not weight_files and bool(list(folder.glob("pytorch_model*.bin")))
     if not folder.is_dir() or has_older_format:
         return
-    if not files:
+    if not weight_files:
         raise UserError(
             f"{key}: {name!r} has no weights (*.safetensors); name the folder of a saved model"
         )
-    file = folder / "model.safetensors.index.json"  # of a model in several files
+    file = folder / "model.safetensors.index.json"  # only a model in several files has it
     try:
         indexed_names: list[str] = []
         if file.is_file():
@@ -199,10 +209,10 @@ def check_weights(key: str, name: str) -> None:
                 f"{key}: {name!r} has no {missing_names[0]}, which its index names; copy or download it "
                 "again"
             )
-        for file in files:
-            with safe_open(file, framework="pt"):
+        for file in weight_files:
+            with safe_open(file, framework="pt"):  # reads the header, and compares lengths
                 pass
-    except UserError:
+    except UserError:  # of `missing_names`
         raise
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         why = in_one_line(error)
@@ -212,17 +222,17 @@ def check_weights(key: str, name: str) -> None:
 
 
 def restore_weights(model: PreTrainedModel, folder: Path) -> None:
-    """Put the weights that `save_pretrained` wrote into `folder` back into a model of that class.
+    """Put the weights that `save_pretrained` wrote into `folder` back into a model.
 
-    Transformers saves Qwen2.5-VL under other names (`visual.blocks`) than the module has
-    (`model.visual.blocks`); `from_pretrained` knows how to turn them back. Every adapter of a
-    `PeftModel` is read, the one named `default` from `folder` and all others from the folder of
-    their name in it. Raises `RunError` where a tensor is missing, or has no place in the model.
+    Of a `PeftModel` every adapter is read: the one named `default` from `folder`, and all others
+    from the folder of their name in it. Raises `RunError` where a tensor is missing, or is not one
+    of the model's.
     """
     from accelerate.utils import is_peft_model
 
     if not is_peft_model(model):
-        # It turns back the names that differ in the files.
+        # Files of Qwen2.5-VL have other names (`visual.blocks`) than its modules
+        # (`model.visual.blocks`), and `from_pretrained` converts them.
         saved = type(model).from_pretrained(folder, dtype="auto")
         model.load_state_dict(saved.state_dict())
         return
@@ -231,10 +241,10 @@ def restore_weights(model: PreTrainedModel, folder: Path) -> None:
 
 
 def restore_adapter(model: PeftModel, name: str, folder: Path) -> None:
-    """Put the weights of `folder` back into the adapter of this name.
+    """Put the weights in `folder` into the adapter of a `PeftModel` that is called `name`.
 
-    Collective under ZeRO-3. Raises `RunError` where a tensor is missing, or has no place in the
-    model.
+    Collective under ZeRO-3, which shards parameters. Raises `RunError` where a tensor is missing,
+    or is not one of the adapter's.
     """
     from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
@@ -261,9 +271,9 @@ def restore_adapter(model: PeftModel, name: str, folder: Path) -> None:
 
 
 def whole(parameters: Iterable[Any]) -> AbstractContextManager[Any]:
-    """Make what ZeRO-3 has in parts whole inside the block, to be changed on all ranks alike.
+    """Gather parameters that ZeRO-3 shards, so that a block can change them on all ranks alike.
 
-    Entering and leaving it are collective calls. Without ZeRO-3 nothing has to be done.
+    Entering and leaving the block are collective calls. Without ZeRO-3 nothing has to be done.
     """
     from transformers.integrations import is_deepspeed_zero3_enabled
 
@@ -273,6 +283,7 @@ def whole(parameters: Iterable[Any]) -> AbstractContextManager[Any]:
 
     return cast(
         "AbstractContextManager[Any]",
+        # The values of rank 0 are kept.
         deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0),
     )
 
@@ -293,9 +304,8 @@ def load_processor(model: str, revision: str | None = None) -> Any:
             local_files_only=only_here(model),
             trust_remote_code=False,
         )
-    except (
-        Exception
-    ) as error:  # a tokenizer's file that is cut off has an error for each kind of file
+    # Any error: a file of the tokenizer that is cut off raises another one for each kind of file.
+    except Exception as error:
         why = (
             f"the processor of {model!r} cannot be loaded ({in_one_line(error)}); save or "
             "download it again"
@@ -304,9 +314,9 @@ def load_processor(model: str, revision: str | None = None) -> Any:
 
 
 def pixel_limits(image_processor: BaseImageProcessor) -> dict[str, int] | None:
-    """Return `min_pixels` and `max_pixels` of an image processor.
+    """Return `min_pixels` and `max_pixels` of an image processor, by these names.
 
-    None without one, and for one that sizes in another way.
+    None without an image processor, and for one that does not limit pixels.
     """
     size = dict(getattr(image_processor, "size", None) or {})
     if not {"shortest_edge", "longest_edge"} <= size.keys():
@@ -324,12 +334,10 @@ def limit_pixels(processor: ProcessorMixin, min_pixels: int | None, max_pixels: 
     image_processor: Any = getattr(processor, "image_processor", None)
     limits = pixel_limits(image_processor)
     if limits is None:
-        has_none = (
-            "'s image processor has no limits in pixels"
-            if image_processor
-            else " has no image processor"
-        )
-        raise UserError(f"min_pixels/max_pixels: this model{has_none}; remove the keys")
+        why = " has no image processor"
+        if image_processor:
+            why = "'s image processor has no limits in pixels"
+        raise UserError(f"min_pixels/max_pixels: this model{why}; remove the keys")
     low = limits["min_pixels"] if min_pixels is None else min_pixels
     high = limits["max_pixels"] if max_pixels is None else max_pixels
     if not 0 < low <= high:

@@ -25,10 +25,11 @@ _LAST_PRODUCT = "down_proj"  # of a decoder layer, in every family
 
 
 def compute_branches_first(model: nn.Module) -> int:
-    """Compute the adapter's branch first in the last product of each layer of the language model.
+    """Compute the adapter's branch before the base product in the last product of each layer.
 
-    Returns the number of layers that were changed: those with a plain adapter on a weight that is
-    not quantised, if the installed PEFT is one that `branch_first` repeats.
+    Gradient checkpointing then need not compute that base product again. The layers are those of
+    the language model that have a plain adapter on a weight that is not quantised. Returns how many
+    were changed: none, unless the installed PEFT is a version that `branch_first` repeats.
     """
     if not REPEATED.contains(version("peft"), prereleases=True):
         return 0
@@ -37,7 +38,7 @@ def compute_branches_first(model: nn.Module) -> int:
     changed = 0
     for name, module in model.named_modules():
         is_last = name.endswith(_LAST_PRODUCT) and component_of(name) == LANGUAGE_MODEL
-        # A subclass, such as that of a base in 4 bits, has a forward of its own
+        # A subclass, such as that of a base in 4 bits, has a forward of its own.
         if is_last and type(module) is Linear:
             compat.LORA_PRODUCT.install(partial(branch_first, module), on=module)
             changed += 1
@@ -45,19 +46,18 @@ def compute_branches_first(model: nn.Module) -> int:
 
 
 def branch_first(layer: "Linear", x: Tensor, *args: object, **kwargs: object) -> Tensor:
-    """Return base product plus adapter's branch, as `Linear.forward` of PEFT does.
+    """Compute an adapted layer like PEFT's `Linear.forward`, with the adapter's branch first.
 
-    Stock PEFT computes the base product before the branch. The sum is the same. What is no plain
-    adapter at work (one that is merged or switched off, several, DoRA, arguments) goes to PEFT.
+    Stock PEFT computes the base product first. The sum is the same. If there is not just one plain
+    adapter (but several, a merged, disabled or DoRA one, or further arguments), PEFT computes it.
     """
     active = layer.active_adapters
-    is_plain = (
-        len(active) == 1 and active[0] in layer.lora_A and active[0] not in layer.lora_variant
-    )
-    if args or kwargs or layer.disable_adapters or layer.merged or not is_plain:
+    name = active[0] if len(active) == 1 else None
+    is_plain = name in layer.lora_A and name not in layer.lora_variant
+    is_at_work = not layer.disable_adapters and not layer.merged
+    if args or kwargs or not is_at_work or not is_plain:
         result: Tensor = type(layer).forward(layer, x, *args, **kwargs)
         return result
-    name = active[0]
     lora_A = layer.lora_A[name]
     inputs = layer._cast_input_dtype(x, lora_A.weight.dtype)
     branch = layer.lora_B[name](lora_A(layer.lora_dropout[name](inputs))) * layer.scaling[name]

@@ -20,21 +20,21 @@ from adora_vl.utils.errors import RunError
 ROTARY = "inv_freq"
 
 
-# Policy and reference model by their role; None where there is no reference. A function returns
-# them, since FSDP puts another object into the trainer when the training begins.
+# Returns the models by their role, "policy" and "reference"; None where there is no reference. It is
+# a function, since FSDP puts another object into the trainer when the training begins.
 ModelsByRole = Callable[[], Mapping[str, nn.Module | None]]
 
 
 def restore_buffers(model: nn.Module) -> list[str]:
-    """Give every computed float buffer the value and dtype that its module's config says.
+    """Recompute every computed float buffer, such as rotary frequencies, from its module's config.
 
-    Returns the buffers that changed. A buffer that a checkpoint contains (a persistent one) is left
-    alone, and so is a module that needs more than its config to be built: `wrong_buffers` looks at
-    the rotary ones among those.
+    A cast may have rounded it. Buffers that a checkpoint contains (persistent ones) are not
+    computed. A module that needs more than its config to be built is left as it is. Returns the
+    names of the buffers that changed.
     """
     restored = []
     for name, buffer, expected in _computed_buffers(model):
-        if expected is None:
+        if expected is None:  # the module needs more than its config
             continue
         is_right = buffer.dtype == expected.dtype and torch.equal(buffer.cpu(), expected)
         if not is_right:
@@ -46,7 +46,8 @@ def restore_buffers(model: nn.Module) -> list[str]:
 def wrong_buffers(model: nn.Module) -> list[str]:
     """Return a line for every computed float buffer that differs from what its config gives.
 
-    Where a module cannot be built anew, only its rotary buffers are checked, to be float32.
+    A cast has rounded it then. If a module needs more than its config to be built, only the dtype
+    of its rotary buffers is checked, which has to be float32.
     """
     lines = []
     for name, buffer, expected in _computed_buffers(model):
@@ -60,24 +61,24 @@ def wrong_buffers(model: nn.Module) -> list[str]:
 
 
 class RefuseWrongBuffers(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Stops a training before its first step if a cast rounded a constant of a model.
+    """Stops a training before its first update if a cast rounded a computed buffer of a model.
 
     The models are the policy and the reference.
     """
 
     def __init__(self, models: ModelsByRole) -> None:
         self.models = models
-        self._has_updated = False
+        self._has_checked_again = False  # set before the first update
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Check both models, which DeepSpeed or accelerate has prepared by now.
+        """Check both models, which DeepSpeed or accelerate has prepared by now. Collective.
 
-        Raises `RunError` on all ranks alike.
+        Raises `RunError` on all ranks, if any rank has a wrong buffer.
         """
-        # collective: every rank gathers the lines of all, so that all of them stop
-        lines = gather_object(wrong_in(self.models()))
+        # Every rank gathers the lines of all, so that all of them stop.
+        lines = gather_object(wrong_buffers_of_models(self.models()))
         if lines:
             count_note = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
             why = "The model would learn under other constants than it is used with."
@@ -86,13 +87,14 @@ class RefuseWrongBuffers(TrainerCallback):  # type: ignore[misc]  # transformers
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Check once more before the first update.
+        """Check the buffers once more before the first update, and not before later ones.
 
-        FSDP casts in its first forward pass, and TRL for continuous batching.
+        Some casts come after the training has begun: FSDP's in its first forward pass, and TRL's
+        for continuous batching.
         """
-        if not self._has_updated:
+        if not self._has_checked_again:
             self.on_train_begin(args, state, control)
-        self._has_updated = True
+        self._has_checked_again = True
 
 
 REMEDY = (
@@ -102,8 +104,11 @@ REMEDY = (
 )
 
 
-def wrong_in(models: Mapping[str, nn.Module | None]) -> list[str]:
-    """Return the lines of `wrong_buffers` for models by their role, each with its role in front."""
+def wrong_buffers_of_models(models: Mapping[str, nn.Module | None]) -> list[str]:
+    """Return the lines of `wrong_buffers` for several models, each with the model's role in front.
+
+    `models`: by their role, such as `policy`; None for a role without a model.
+    """
     lines = []
     for role, model in models.items():
         if model is not None:
@@ -112,9 +117,10 @@ def wrong_in(models: Mapping[str, nn.Module | None]) -> list[str]:
 
 
 def _computed_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-    """Yield name, buffer and expected value of every non-persistent float buffer.
+    """Yield name, buffer and expected value of every computed float buffer of a model.
 
-    The value is None where the module cannot be built from its config alone.
+    A computed buffer is a non-persistent one: no checkpoint contains it, so the module computes it
+    when it is built. The expected value is None where that needs more than the module's config.
     """
     for prefix, module in model.named_modules():
         computed_buffers = {
@@ -124,9 +130,10 @@ def _computed_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | 
         }
         expected_by_name: dict[str, Tensor] = {}
         config = getattr(module, "config", None)
-        # A module with parameters would be a part of the model, or all of it; others may need more
-        # than a config.
-        if computed_buffers and config is not None and next(module.parameters(), None) is None:
+        has_parameters = next(module.parameters(), None) is not None
+        # A module with parameters is not built again: it is a large part of the model.
+        if computed_buffers and config is not None and not has_parameters:
+            # A `TypeError` says that the constructor needs more than a config.
             with torch.device("cpu"), suppress(TypeError):
                 expected_by_name = dict(type(module)(config).named_buffers(recurse=False))
         for name, buffer in computed_buffers.items():

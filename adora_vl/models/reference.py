@@ -12,21 +12,28 @@ from adora_vl.utils.errors import UserError
 if TYPE_CHECKING:
     from peft import PeftConfig
 
-# Initialisations of PEFT that take an adapter's start out of the base's weights, so that the base
-# without the adapter is no longer the policy's start. Names may go on, as `pissa_niter_4` does.
+# Initialisations of PEFT that change the base's weights to make up for the adapter's initial ones.
+# The base without the adapter is then no longer the policy that the run starts from. A name may go
+# on, as in `pissa_niter_4`.
 _CHANGE_THE_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga", "orthogonal")
 
 
 def check_adapter_start(peft_config: PeftConfig, beta: float, *, is_new: bool) -> None:
-    """Raise `UserError` for an adapter of whose start a run would have no reference.
+    """Raise `UserError` if a KL term's reference would not be the policy that the run starts from.
 
-    `is_new`: whether the run makes the adapter. Its reference is the base without the adapter; that
-    of an adapter that goes on is a copy, which PEFT makes by the same initialisation first.
+    The reference is the base without the adapter. So a new adapter has to change nothing at first,
+    and its initialisation must not change the base.
+
+    Args:
+        peft_config: that of the adapter.
+        beta: coefficient of the KL term; 0 needs no reference.
+        is_new: whether the run makes the adapter. The reference of one that is trained further is
+            a copy of it, which PEFT initialises in the same way before it gets the weights.
     """
     start = getattr(peft_config, "init_lora_weights", True)
     changes_base = isinstance(start, str) and start.lower().startswith(_CHANGE_THE_BASE)
-    is_drawn = start is False and is_new
-    if not beta or not (changes_base or is_drawn):
+    is_random = start is False and is_new  # False: both matrices are drawn, and neither is 0
+    if not beta or not (changes_base or is_random):
         return
     if changes_base:
         why = "takes the adapter's start out of the base's weights"
@@ -39,9 +46,13 @@ def check_adapter_start(peft_config: PeftConfig, beta: float, *, is_new: bool) -
 
 
 def check_copied(model: PreTrainedModel, beta: float) -> None:
-    """Raise `UserError` for a model object that cannot be copied as the reference."""
-    is_divided = any(hasattr(parameter, "ds_id") for parameter in model.parameters())  # ZeRO-3
-    if beta and is_divided and not hasattr(model, "peft_config"):
+    """Raise `UserError` for a model object that cannot be copied as the reference of a KL term.
+
+    `beta`: coefficient of the term. The reference of a `PeftModel` is its base, so no copy is made.
+    """
+    # ZeRO-3 gives every parameter that it shards this attribute.
+    is_sharded = any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    if beta and is_sharded and not hasattr(model, "peft_config"):
         raise UserError(
             f"model: an object that DeepSpeed has divided cannot be copied for the reference of "
             f"beta: {beta:g}; save it and give the name of its folder, or set beta: 0"
@@ -49,15 +60,18 @@ def check_copied(model: PreTrainedModel, beta: float) -> None:
 
 
 def copied_policy(model: PreTrainedModel, *_: Any, **__: Any) -> PreTrainedModel:
-    """Return a copy of a model object, with nothing of what has been put upon it, as a reference.
+    """Return a frozen copy of a model object, as the reference of a KL term.
 
-    A trainer before may have left functions on the object, which would compute with its weights
-    instead of the copy's. Further arguments are those of TRL's function that reads a folder.
+    It stands in for TRL's function that loads the reference from a folder, whose further arguments
+    it ignores.
     """
-    copied = copy.deepcopy(model)
-    for module in copied.modules():
+    reference = copy.deepcopy(model)
+    # An earlier trainer may have replaced methods of the object. Such a function would compute with
+    # the weights of `model`, so each module gets the methods of its class back.
+    for module in reference.modules():
         for name, value in list(vars(module).items()):
-            if callable(value) and hasattr(type(module), name):
+            replaces_method = callable(value) and hasattr(type(module), name)
+            if replaces_method:
                 del vars(module)[name]
-    copied.requires_grad_(False)
-    return copied.eval()
+    reference.requires_grad_(False)
+    return reference.eval()

@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 # the public config.json of the models in our recipes, for planning offline
 SHAPES = Path(__file__).with_name("shapes")
 
-# Of a pass of a frozen vision tower: enough to keep a GPU busy. All images of a generation at once
+# The patches of one pass of a frozen vision tower: enough to keep a GPU busy. All images of a generation at once
 # took 14 GiB (128 rollouts with an image of 1,280 tokens each, for the 7B model).
 PATCHES_A_PASS = 16_000
 
 
 @dataclass(frozen=True)
 class Tower:
-    """One stack of transformer blocks. In the vision tower a token is a patch."""
+    """The sizes of one stack of transformer blocks. In the vision tower a token is a patch."""
 
     layers: int
     width: int
@@ -54,65 +54,67 @@ class Tower:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Numbers of parameters by component, and the sizes of the two towers.
+    """Numbers of parameters by component, and the sizes of the language model and vision tower.
 
-    `vision` is None for a text-only model.
+    The components are `COMPONENTS`: vision tower, projector and language model.
     """
 
-    parameters: dict[str, int]
-    trainable: dict[str, int]
+    parameters_by_component: dict[str, int]
+    trained_by_component: dict[str, int]
     text: Tower
-    vocabulary: int
-    tied: bool
-    weight_bytes: int  # per parameter, in the model's own dtype
+    vocabulary_size: int
+    ties_embeddings: bool  # input and output embedding are one matrix
+    weight_bytes: int  # of a parameter, in the model's own dtype
     # parameters of the largest tensor, which is gathered whole while weights are synced
     largest_tensor: int
     head_is_trained: bool
-    adapters: bool = False
-    adapted: int = 0  # values per token that the adapted projections of a decoder layer read
-    four_bit: int = 0  # parameters of frozen layers in 4 bits
+    has_adapters: bool = False
+    adapted_values: int = 0  # values per token that a decoder layer's adapters read
+    four_bit_parameters: int = 0  # of frozen layers in 4 bits
     four_bit_bytes: float = 0.0  # of such a parameter, with its share of the scales
-    vision: Tower | None = None
-    patch: int = 14  # pixels of a patch's side
-    merge: int = 2  # patches of an image token's side
-    deepstack: int = 0  # layers of the language model behind which vision features enter once more
+    vision: Tower | None = None  # None for a text-only model
+    patch_size: int = 14  # pixels of a patch's side
+    merge_size: int = 2  # patches of an image token's side
+    # layers of the language model after which vision features are added once more
+    deepstack_layers: int = 0
     # float32 values of a patch in `pixel_values`: 3 channels x 2 frames x 14 x 14
     patch_values: int = 1176
     frames: int = 2  # of a patch; an image has one, which is repeated
 
     @property
-    def total(self) -> int:
-        """The number of parameters."""
-        return sum(self.parameters.values())
+    def total_parameters(self) -> int:
+        """The number of parameters of all components, with those of adapters."""
+        return sum(self.parameters_by_component.values())
 
     @property
-    def trained(self) -> int:
+    def trained_parameters(self) -> int:
         """The number of parameters that are trained."""
-        return sum(self.trainable.values())
+        return sum(self.trained_by_component.values())
 
     def base_bytes(self, parameter_bytes: int) -> int:
-        """Return bytes of the base, without an adapter's parameters.
+        """Return the bytes of the base model, without the parameters of adapters.
 
-        `parameter_bytes`: the bytes of one parameter.
-
-        Parameters in 4 bits take `four_bit_bytes` instead.
+        `parameter_bytes`: of one parameter. Parameters in 4 bits take `four_bit_bytes` instead.
         """
-        base = self.total - (self.trained if self.adapters else 0)
-        four_bit_total = int(self.four_bit * self.four_bit_bytes)
-        return (base - self.four_bit) * parameter_bytes + four_bit_total
+        base = self.total_parameters
+        if self.has_adapters:  # then nothing but the adapters is trained
+            base -= self.trained_parameters
+        four_bit_total = int(self.four_bit_parameters * self.four_bit_bytes)
+        return (base - self.four_bit_parameters) * parameter_bytes + four_bit_total
 
     @property
     def image_token_pixels(self) -> int:
         """The number of pixels that one image token covers."""
-        return (self.patch * self.merge) ** 2
+        return (self.patch_size * self.merge_size) ** 2
 
 
 def config_for_planning(
     name: str, revision: str | None = None
 ) -> tuple[PretrainedConfig, str | None]:
-    """Return the config of a model folder or hub id, and a note if it is a shipped one.
+    """Return the config of a model folder or hub id, offline too for the models of our recipes.
 
-    Raises `UserError` as `load_config` does, where no config of that name ships with this package.
+    Also returns a note for the user if the config is one that ships with this package; else None.
+    Raises `UserError` as `load_config` does, where no config of that name ships.
     """
     try:
         return load_config(name, revision), None
@@ -124,7 +126,7 @@ def config_for_planning(
         return config, f"the config of {name} is the one that ships here; the hub was not reached"
 
 
-def describe(
+def model_shape(
     config: PretrainedConfig,
     *,
     dtype: str | None = None,
@@ -132,27 +134,26 @@ def describe(
     peft_config: "PeftConfig" = None,
     four_bit_bytes: float = 0.0,
 ) -> ModelShape:
-    """Return the shape of a policy as it will be trained.
+    """Return the sizes of a policy as it will be trained, without its weights.
 
-    The modules are built on torch's meta device, so that names and numbers are the real ones and
-    nothing is allocated. A family that is not in the table has no vision tower here: all of its
-    parameters are in the language model. `frozen`: components that are not trained. `peft_config`:
-    of LoRA. `four_bit_bytes`: bytes of a parameter in 4 bits, 0 where no layer is in 4 bits.
+    A family that is not in `FAMILIES` has no vision tower here: all of its parameters are in the
+    language model.
+
+    Args:
+        config: the model's own.
+        dtype: that of the weights; None for the one in `config`.
+        frozen: components that are not trained.
+        peft_config: that of LoRA; None without adapters.
+        four_bit_bytes: bytes of a parameter in 4 bits; 0 where no layer is in 4 bits.
     """
-    with compat.SHARDED_BUILD.replaced_by(None, on=deepspeed), torch.device("meta"):
-        model = auto_class(config).from_config(config)
+    model = _without_memory(config)
     four_bit_parameters = 0
     if four_bit_bytes:
         for name, layer in model.named_modules():
             if isinstance(layer, nn.Linear) and in_four_bit(name):
                 four_bit_parameters += layer.weight.numel()
     if peft_config is not None:
-        from peft import get_peft_model
-
-        _check_names(model, peft_config)
-        with torch.device("meta"):  # PEFT writes into the config that it gets
-            model = get_peft_model(model, deepcopy(peft_config), autocast_adapter_dtype=False)
-        refuse_embedding_adapters(model)
+        model = _with_adapters(model, peft_config)
     freeze(model, frozen)
     parameters_by_component = dict.fromkeys(COMPONENTS, 0)
     trained_by_component = dict.fromkeys(COMPONENTS, 0)
@@ -162,73 +163,110 @@ def describe(
         if parameter.requires_grad:
             trained_by_component[component] += parameter.numel()
     head = model.get_output_embeddings().weight
-    # All decoder layers are alike, so the first one stands for each.
-    adapted_values = 0
+    family = family_of(config)
+    text_config = config.get_text_config()
+    vision_fields: dict[str, Any] = {}
+    vision_config = getattr(config, "vision_config", None)
+    if family is not None and vision_config is not None:
+        vision_fields = _vision_fields(vision_config, family)
+    return ModelShape(
+        parameters_by_component=parameters_by_component,
+        trained_by_component=trained_by_component,
+        text=_text_tower(text_config, family),
+        vocabulary_size=text_config.vocab_size,
+        ties_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+        weight_bytes=_dtype(dtype, config).itemsize,
+        largest_tensor=max(parameter.numel() for parameter in model.parameters()),
+        head_is_trained=bool(head.requires_grad),
+        has_adapters=peft_config is not None,
+        four_bit_parameters=four_bit_parameters,
+        four_bit_bytes=four_bit_bytes,
+        adapted_values=_adapted_values(model),
+        **vision_fields,
+    )
+
+
+def _without_memory(config: PretrainedConfig) -> Any:
+    """Build the model of a config on torch's meta device: real names and shapes, but no weights.
+
+    `SHARDED_BUILD` hides a DeepSpeed config from Transformers, which would shard the parameters.
+    """
+    with compat.SHARDED_BUILD.replaced_by(None, on=deepspeed), torch.device("meta"):
+        return auto_class(config).from_config(config)
+
+
+def _with_adapters(model: "PreTrainedModel", peft_config: "PeftConfig") -> "PeftModel":
+    """Return a model of `_without_memory` with adapters.
+
+    Raises `UserError` for names that no module has, and for adapters that would not be trained.
+    """
+    from peft import get_peft_model
+
+    _check_names(model, peft_config)
+    # A copy of the config, since PEFT writes into the one that it gets.
+    with torch.device("meta"):
+        adapted_model = get_peft_model(model, deepcopy(peft_config), autocast_adapter_dtype=False)
+    refuse_embedding_adapters(adapted_model)
+    return adapted_model
+
+
+def _adapted_values(model: nn.Module) -> int:
+    """Return how many values of a token the adapters of one decoder layer read.
+
+    All decoder layers are alike, so the first one is counted.
+    """
+    values = 0
     for name, module in model.named_modules():
         is_in_first_layer = ".layers.0." in name and "visual" not in name
-        if is_in_first_layer and hasattr(module, "lora_A"):
-            adapted_values += module.in_features
-    family = family_of(config)
-    vision = getattr(config, "vision_config", None)  # whose fields are known where the family is
-    return ModelShape(
-        parameters=parameters_by_component,
-        trainable=trained_by_component,
-        text=_text_tower(config.get_text_config(), family),
-        vocabulary=config.get_text_config().vocab_size,
-        tied=bool(getattr(config, "tie_word_embeddings", False)),
-        weight_bytes=_dtype(dtype, config).itemsize,
-        largest_tensor=max(p.numel() for p in model.parameters()),
-        head_is_trained=bool(head.requires_grad),
-        adapters=peft_config is not None,
-        four_bit=four_bit_parameters,
-        four_bit_bytes=four_bit_bytes,
-        adapted=adapted_values,
-        **({} if family is None or vision is None else _vision_fields(vision, family)),
-    )
+        has_adapter = hasattr(module, "lora_A")
+        if is_in_first_layer and has_adapter:
+            values += module.in_features
+    return values
 
 
 def language_layers(config: PretrainedConfig) -> list[str]:
     """Return the names of the language model's linear layers, without the output embedding.
 
-    Each name once, as `q_proj`, in the order of the alphabet. The modules are built without memory.
+    Each name comes once, as `q_proj`, in alphabetical order.
     """
-    with compat.SHARDED_BUILD.replaced_by(None, on=deepspeed), torch.device("meta"):
-        model = auto_class(config).from_config(config)
+    model = _without_memory(config)
     head = model.get_output_embeddings()
-    names = [
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and module is not head
-        and component_of(f"{name}.weight") == LANGUAGE_MODEL
-    ]
-    return sorted(set(names))
+    names = set()
+    for name, module in model.named_modules():
+        is_in_language_model = component_of(f"{name}.weight") == LANGUAGE_MODEL
+        if isinstance(module, nn.Linear) and module is not head and is_in_language_model:
+            names.add(name.rpartition(".")[2])
+    return sorted(names)
 
 
 def layers_pattern(names: Sequence[str]) -> str:
-    """Return the regular expression for layers of these names outside of a vision tower.
+    """Return a regular expression for `target_modules` of layers outside of a vision tower.
 
-    Some of the names also occur in the tower's MLP. PEFT matches it against whole names.
+    Some of the names also occur in the tower's MLP. PEFT matches the expression against the whole
+    name of a module.
     """
-    towers = "|".join(sorted({re.escape(vision.tower) for vision in seeing_families().values()}))
+    tower_names = {re.escape(vision.tower) for vision in seeing_families().values()}
+    towers = "|".join(sorted(tower_names))
     return rf"(?!.*({towers})).*\.({'|'.join(names)})"
 
 
 def _check_names(model: "PreTrainedModel", peft_config: "PeftConfig") -> None:
-    """Raise `UserError` for a name in LoRA's lists that no module has.
+    """Raise `UserError` for a name in LoRA's lists of modules that no module of the model has.
 
-    PEFT passes over it where another one fits.
+    PEFT ignores such a name as long as another one of the list fits.
     """
     names = [name for name, _ in model.named_modules()]
+    last_parts = {name.rpartition(".")[2] for name in names}
     for key, modules in (
         ("lora_target_modules", peft_config.target_modules),
         ("lora_modules_to_save", peft_config.modules_to_save),
     ):
-        if not isinstance(modules, list | tuple | set):
+        is_list = isinstance(modules, list | tuple | set)
+        if not is_list:  # a regular expression, or None
             continue
         for module in sorted(modules):
             if not any(name == module or name.endswith(f".{module}") for name in names):
-                close = did_you_mean(module, {name.rpartition(".")[2] for name in names})
+                close = did_you_mean(module, last_parts)
                 raise UserError(f"{key}: {module!r} is no module of this model{close}")
 
 
@@ -261,8 +299,8 @@ def refuse_head_adapters(model: "PeftModel") -> None:
 def refuse_tied_adapters(model: "PeftModel") -> None:
     """Raise `UserError` for a `PeftModel` in which an adapter changes one of two tied embeddings.
 
-    vLLM and a saved model have one matrix for both uses, so that the adapter could be merged into
-    neither: the engine would sample from another model than the one that learns.
+    vLLM and a saved model have one matrix for both embeddings. Merged into it, the adapter would
+    change the other embedding too, and the engine would sample from another model than the policy.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
@@ -274,6 +312,7 @@ def refuse_tied_adapters(model: "PeftModel") -> None:
         if isinstance(embedding, BaseTunerLayer | ModulesToSaveWrapper):
             path = next(path for path, module in base.named_modules() if module is embedding)
             name = path.rpartition(".")[2]
+            # the user's key that has put the adapter there
             key = "lora_modules_to_save"
             if isinstance(embedding, BaseTunerLayer):
                 key = "lora_target_modules"
@@ -296,8 +335,10 @@ def _dtype(name: str | None, config: PretrainedConfig) -> torch.dtype:
 
     `auto` and None mean the dtype in the model's config, as in Transformers 5.
     """
-    named = config.dtype if name in (None, "auto") else name
-    dtype = getattr(torch, str(named or "float32").removeprefix("torch."), None)
+    dtype_or_name = config.dtype if name in (None, "auto") else name
+    # A config may have no dtype either.
+    dtype_name = str(dtype_or_name or "float32").removeprefix("torch.")
+    dtype = getattr(torch, dtype_name, None)
     if not isinstance(dtype, torch.dtype):
         raise UserError(
             f"dtype: {name!r} is no dtype of torch; use bfloat16, float16, float32 or auto"
@@ -322,27 +363,29 @@ def _text_tower(config: PretrainedConfig, family: Family | None) -> Tower:
 
 
 def _vision_fields(config: PretrainedConfig, family: Family) -> dict[str, Any]:
-    """Return the fields of a shape that describe the vision tower.
+    """Return the fields of a `ModelShape` that describe the vision tower.
 
-    In Qwen2-VL `hidden_size` is the width of the tower's output, and `embed_dim` that of the tower.
+    `config`: the tower's.
     """
+    # In Qwen2-VL `hidden_size` is the width of the tower's output, and `embed_dim` that of the tower.
     width = getattr(config, "embed_dim", None) or config.hidden_size
+    # Qwen2-VL gives its MLP's width as a ratio.
+    mlp_width = getattr(config, "intermediate_size", None) or int(width * config.mlp_ratio)
     tower = Tower(
         layers=config.depth,
         width=width,
         heads=config.num_heads,
         kv_heads=config.num_heads,
         head_size=width // config.num_heads,
-        mlp_width=getattr(config, "intermediate_size", None) or int(width * config.mlp_ratio),
+        mlp_width=mlp_width,
         swiglu=family.vision is None or family.vision.swiglu,
     )
+    channels = getattr(config, "in_channels", 3)
     return {
         "vision": tower,
-        "patch": config.patch_size,
-        "merge": config.spatial_merge_size,
-        "deepstack": len(getattr(config, "deepstack_visual_indexes", ())),
+        "patch_size": config.patch_size,
+        "merge_size": config.spatial_merge_size,
+        "deepstack_layers": len(getattr(config, "deepstack_visual_indexes", ())),
         "frames": config.temporal_patch_size,
-        "patch_values": getattr(config, "in_channels", 3)
-        * config.temporal_patch_size
-        * config.patch_size**2,
+        "patch_values": channels * config.temporal_patch_size * config.patch_size**2,
     }

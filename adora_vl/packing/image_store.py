@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from transformers.image_utils import ImageInput
 
 Preprocess = Callable[..., BatchFeature]
-Normalize = Callable[[Tensor], Tensor]  # bytes (R, F) to the numbers that a tower reads, (R, D)
+# Takes patches as they are stored, (R, F), uint8, and returns them as a vision tower reads them,
+# (R, D); see `PatchNormalizer`.
+Normalize = Callable[[Tensor], Tensor]
 PASSING = "adora_passing"  # key in the `info` of an image that is used once and not cached
 
 
@@ -33,12 +35,12 @@ PASSING = "adora_passing"  # key in the `info` of an image that is used once and
 class ProcessedImage:
     """One image as the processor cuts it into patches, before rescaling and normalisation.
 
-    Of the frames of a patch, which are equal, one is held: an eighth of the bytes of the numbers
-    that the vision tower reads.
+    A patch has two equal frames, and only one of them is held. As bytes it takes an eighth of the
+    memory of the float32 patch that the vision tower reads.
     """
 
     key: str  # digest of the image's content and of the processor's settings
-    frames_RF: Tensor  # uint8; R patches of F = channels x height x width
+    frames_RF: Tensor  # uint8; R patches of F = channels x height x width values
     grid_3: Tensor  # (temporal, height, width) in patches
 
 
@@ -48,18 +50,19 @@ def can_cache(image_processor: object) -> bool:
 
 
 class PatchNormalizer:
-    """Makes an image's bytes the numbers that the vision tower reads, as the image processor does.
+    """Converts patches of bytes to the normalised float32 patches that the vision tower reads.
 
     A byte of a channel has one of 256 values, so the processor's own method is asked for each value
-    once. So the numbers are the same on every device, and no device is waited for.
+    once, and the results are a table. So they are equal to the processor's on every device, and no
+    device is waited for.
     """
 
     def __init__(self, image_processor: "BaseImageProcessor", settings: dict[str, Any]) -> None:
-        """Ask the processor for its numbers. `settings`: the result of `effective_settings`."""
+        """Build the table. `settings`: the result of `effective_settings`."""
         channels = len(settings["image_mean"])
         bytes_CV = torch.arange(256, dtype=torch.uint8).expand(channels, -1)
-        numbers: Tensor = image_processor.rescale_and_normalize(
-            bytes_CV[None, :, :, None],
+        normalized: Tensor = image_processor.rescale_and_normalize(
+            bytes_CV[None, :, :, None],  # one image of 256 x 1 pixels
             settings["do_rescale"],
             settings["rescale_factor"],
             settings["do_normalize"],
@@ -70,54 +73,57 @@ class PatchNormalizer:
         self._changes_values = settings["do_rescale"] or settings["do_normalize"]
         self._channels = channels
         self._frames = int(settings["temporal_patch_size"])
-        self._numbers = numbers.flatten()  # (C x 256,)
-        self._first_of_channel = 256 * torch.arange(channels, dtype=torch.int32)[:, None]
-        self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._table = normalized.flatten()  # (C x 256,), the values of one channel after the other
+        # (C, 1), the index in the table of each channel's value for byte 0
+        self._channel_offsets = 256 * torch.arange(channels, dtype=torch.int32)[:, None]
+        self._tables_by_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, frames_RF: Tensor) -> Tensor:
-        """Return patches (R, D) for one frame of each, (R, F), uint8, on the same device.
+        """Return normalised patches, (R, D), from one frame of each, (R, F), uint8.
 
-        The numbers are float32; they are the bytes where the processor changes no value.
+        They are float32, on the same device. Where the processor changes no value they stay bytes.
         """
         rows = len(frames_RF)
-        frame = frames_RF.view(rows, self._channels, -1)
+        frames = frames_RF.view(rows, self._channels, -1)
         if self._changes_values:
-            numbers, first_of_channel = self._tables(frames_RF.device)
-            # Each channel has 256 numbers of its own, one for each value of a byte.
-            table_indices = frame.int() + first_of_channel
-            looked_up = numbers.index_select(0, table_indices.flatten())
-            frame = looked_up.view(rows, self._channels, -1)
-        return frame[:, :, None].expand(-1, -1, self._frames, -1).reshape(rows, -1)
+            table, channel_offsets = self._tables(frames_RF.device)
+            # A channel's part of the table has 256 entries, one for each value of a byte.
+            table_indices = frames.int() + channel_offsets
+            frames = table.index_select(0, table_indices.flatten()).view_as(frames)
+        # A patch has the same frame several times.
+        return frames[:, :, None].expand(-1, -1, self._frames, -1).reshape(rows, -1)
 
     def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the numbers, and the place of each channel's first one, on a device."""
-        if device not in self._on_device:
-            self._on_device[device] = (
-                self._numbers.to(device, non_blocking=True),
-                self._first_of_channel.to(device, non_blocking=True),
+        """Return copies of the table, and of the offset of each channel in it, on a device."""
+        if device not in self._tables_by_device:
+            self._tables_by_device[device] = (
+                self._table.to(device, non_blocking=True),
+                self._channel_offsets.to(device, non_blocking=True),
             )
-        return self._on_device[device]
+        return self._tables_by_device[device]
 
 
 def one_frame(patches_RD: Tensor, settings: dict[str, Any]) -> Tensor:
-    """Return one frame of each patch of an image, (R, F).
+    """Return one frame of each patch of an image, (R, F), from whole patches, (R, D).
 
-    The processor repeats an image's only frame, as often as a patch of a film has frames.
+    The processor repeats an image's only frame as often as a patch of a film has frames, which is
+    `temporal_patch_size` times.
     """
     frames = int(settings["temporal_patch_size"])
-    values = settings["patch_size"] ** 2
-    patches = patches_RD.view(len(patches_RD), -1, frames, values)
-    frame = patches[:, :, :1]
-    assert torch.equal(frame.expand_as(patches), patches), "an image has one frame"
-    return frame.reshape(len(patches_RD), -1)
+    frame_pixels = settings["patch_size"] ** 2
+    patches = patches_RD.view(len(patches_RD), -1, frames, frame_pixels)  # -1: channels
+    first_frames = patches[:, :, :1]
+    assert torch.equal(first_frames.expand_as(patches), patches), "an image has one frame"
+    return first_frames.reshape(len(patches_RD), -1)
 
 
 def effective_settings(
     image_processor: "BaseImageProcessor", overrides: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the processor's settings, overridden by the arguments of one call.
+    """Return the processor's settings, with those that the arguments of one call override.
 
-    Pixel limits are found under `size`, whichever way they were set.
+    Limits of an image's pixels are always under `size`. Users may set them as `min_pixels` and
+    `max_pixels` too.
     """
     arguments = {name: value for name, value in overrides.items() if name != "return_tensors"}
     settings = {**image_processor.to_dict(), **arguments}
@@ -148,7 +154,8 @@ class ImageCache:
     ) -> ProcessedImage:
         """Return the processed `image`, from the cache or else from the processor.
 
-        `settings`: the result of `effective_settings`.
+        A new image is added to the cache, and the least recently used ones are dropped until it
+        fits. `settings`: the result of `effective_settings`.
         """
         key = _key(image, settings)
         if key in self._images:
@@ -159,7 +166,7 @@ class ImageCache:
         output = type(image_processor).preprocess(
             image_processor,
             [image],
-            do_rescale=False,
+            do_rescale=False,  # the cache holds bytes, see `PatchNormalizer`
             do_normalize=False,
             min_pixels=size["shortest_edge"],
             max_pixels=size["longest_edge"],
@@ -167,15 +174,17 @@ class ImageCache:
         )
         self.processed += 1
         frames_RF = one_frame(output["pixel_values"], settings)
-        entry = ProcessedImage(key, frames_RF, output["image_grid_thw"][0])
-        if isinstance(image, Image.Image) and image.info.get(PASSING):
-            return entry
-        self._images[key] = entry
-        self.cached_bytes += entry.frames_RF.nbytes
+        processed = ProcessedImage(key, frames_RF, grid_3=output["image_grid_thw"][0])
+        is_used_once = isinstance(image, Image.Image) and image.info.get(PASSING)
+        if is_used_once:
+            return processed
+        self._images[key] = processed
+        self.cached_bytes += processed.frames_RF.nbytes
+        # The new image stays, even if it alone is larger than the cache.
         while self.cached_bytes > self.limit_bytes and len(self._images) > 1:
             _, oldest = self._images.popitem(last=False)
             self.cached_bytes -= oldest.frames_RF.nbytes
-        return entry
+        return processed
 
     def preprocess(self, image_processor: "BaseImageProcessor") -> Preprocess:
         """Return the processor's `preprocess` with this cache before it.
@@ -186,13 +195,15 @@ class ImageCache:
         def cached(images: "ImageInput", **overrides: Any) -> BatchFeature:
             """Return the patches and grids of images; those that the cache holds are not computed."""
             settings = effective_settings(image_processor, overrides)
-            entries = [self.get(image_processor, image, settings) for image in flat_images(images)]
-            frames = [entry.frames_RF for entry in entries]
+            processed_images = [
+                self.get(image_processor, image, settings) for image in flat_images(images)
+            ]
+            frames = [processed.frames_RF for processed in processed_images]
             # a single image is passed on without a copy
             frames_RF = torch.cat(frames) if len(frames) > 1 else frames[0]
-            pixels = PatchNormalizer(image_processor, settings)(frames_RF)
-            grids = torch.stack([entry.grid_3 for entry in entries])
-            return BatchFeature({"pixel_values": pixels, "image_grid_thw": grids})
+            normalize = PatchNormalizer(image_processor, settings)
+            grids = torch.stack([processed.grid_3 for processed in processed_images])
+            return BatchFeature({"pixel_values": normalize(frames_RF), "image_grid_thw": grids})
 
         return cached
 
@@ -201,6 +212,7 @@ def flat_images(images: "ImageInput") -> Sequence[Any]:
     """Return the images of a batch in order, whatever their nesting."""
     if isinstance(images, Image.Image):
         return [images]
+    # Transformers' function does not take a row without images, which is an empty list.
     rows_with_images = [row for row in images if not isinstance(row, list) or row]
     flattened: Sequence[Any] = make_flat_list_of_images(rows_with_images)
     return flattened
@@ -212,7 +224,7 @@ def _key(image: "ImageInput", settings: dict[str, Any]) -> str:
     patch_settings = {name: settings[name] for name in names}
     settings_text = json.dumps(patch_settings, sort_keys=True, default=str)
     digest = hashlib.blake2b(settings_text.encode(), digest_size=16)
-    if isinstance(image, KeptImage):
+    if isinstance(image, KeptImage):  # it was digested before
         digest.update(image.digest.encode())
     elif isinstance(image, Image.Image):
         digest.update(content_digest(image).encode())
@@ -226,38 +238,42 @@ def _key(image: "ImageInput", settings: dict[str, Any]) -> str:
 def first_patches(references: Tensor, grids: Tensor) -> list[int]:
     """Return the number of each image's first patch, which identifies the image.
 
-    `references`: (R, 1), the patches of N images one after the other. `grids`: (N, 3), each image's
-    (temporal, height, width) in patches.
+    Args:
+        references: (R, 1), the numbers that an image bank has given to the patches of N images.
+        grids: (N, 3), each image's (temporal, height, width) in patches.
     """
     patch_counts = grids.prod(dim=-1)
-    offsets = patch_counts.cumsum(0) - patch_counts
-    starts: list[int] = references[offsets.to(references.device), 0].tolist()
+    first_rows = patch_counts.cumsum(0) - patch_counts  # where each image begins in `references`
+    starts: list[int] = references[first_rows.to(references.device), 0].tolist()
     return starts
 
 
 class ImageBank:
     """Stores the patches of distinct images under consecutive numbers.
 
-    `first` is the number of the first patch and `end` that behind the last one; no two banks share
-    numbers. `frozen_features` keeps the features by the number of an image's first patch, if the
-    vision tower is frozen. `features_due` tells whether images may have been added since.
+    A batch has these numbers, called references, in place of its pixels. The number of its first
+    patch identifies an image. No two banks share numbers.
 
-    An image is stored as the bytes of one frame of its patches, (R, F), which become numbers where
-    a tower reads them; or as numbers, (R, D), where something has changed them.
+    An image is stored as the bytes of one frame of its patches, (R, F), which are normalised when a
+    vision tower reads them. Where something has changed the normalised patches, these are stored,
+    (R, D).
     """
 
     def __init__(self, first: int, normalize: Normalize = Tensor.float) -> None:
         """Create an empty bank, whose first patch gets the number `first`.
 
-        `normalize`: makes bytes the numbers of a tower.
+        `normalize`: converts the stored bytes for a vision tower.
         """
         self.first = first
-        self.end = first
+        self.end = first  # the number behind the last patch
         self.normalize = normalize
-        self._starts: dict[str, int] = {}
-        # first patch of an image -> its key, its bytes or numbers, and its grid (3,)
+        self._start_by_key: dict[str, int] = {}  # the number of the first patch of each image
+        # number of an image's first patch -> its key, its stored patches, and its grid (3,)
         self._images: dict[int, tuple[str, Tensor, Tensor]] = {}
+        # Features of images by the number of their first patch, if the vision tower is frozen; the
+        # vision pass fills it.
         self.frozen_features: dict[int, Any] = {}
+        # whether images may have been added since `frozen_features` was filled
         self.features_due = True
 
     def __len__(self) -> int:
@@ -266,50 +282,56 @@ class ImageBank:
     def references(self, image: ProcessedImage, device: torch.device) -> Tensor:
         """Return the numbers of the patches of `image`, (R, 1).
 
-        The bytes of an image that is new are stored on `device` first.
+        A new image is stored first: its bytes are copied to `device`.
         """
-        if image.key in self._starts:
-            return self._numbers(self._starts[image.key])
+        if image.key in self._start_by_key:
+            return self._numbers_of_image(self._start_by_key[image.key])
         frames_RF = image.frames_RF
         if device.type == "cuda":
             frames_RF = frames_RF.pin_memory()  # else the host would wait for the copy
         return self.store(image.key, frames_RF.to(device, non_blocking=True), image.grid_3)
 
     def store(self, key: str, patches: Tensor, grid_3: Tensor) -> Tensor:
-        """Return the numbers of these patches, (R, 1); they are stored if `key` is new.
+        """Store the patches of an image if its `key` is new, and return their numbers, (R, 1).
 
-        `patches`: on the device; bytes (R, F), uint8, or the numbers of a tower, (R, D).
+        Args:
+            key: digest that identifies the image.
+            patches: on the device: bytes, (R, F), uint8, or normalised patches, (R, D).
+            grid_3: (temporal, height, width) of the image in patches.
         """
-        if key not in self._starts:
-            self._starts[key] = self.end
+        if key not in self._start_by_key:
+            self._start_by_key[key] = self.end
             self._images[self.end] = (key, patches, grid_3)
             self.end += len(patches)
-        return self._numbers(self._starts[key])
+        return self._numbers_of_image(self._start_by_key[key])
 
     def image(self, start: int) -> tuple[str, Tensor, Tensor]:
         """Return key, patches and grid (3,) of the image whose first patch is `start`.
 
-        The patches are as they are stored: bytes or numbers.
+        The patches are as they are stored: bytes (R, F), or normalised (R, D).
         """
         return self._images[start]
 
-    def _numbers(self, start: int) -> Tensor:
+    def _numbers_of_image(self, start: int) -> Tensor:
         """Return the numbers of the patches of the image whose first patch is `start`, (R, 1)."""
-        return torch.arange(start, start + len(self._images[start][1]))[:, None]
+        _, patches, _ = self._images[start]
+        return torch.arange(start, start + len(patches))[:, None]
 
     def pixels(self, starts: list[int]) -> tuple[Tensor, Tensor]:
-        """Return patches (R, D) and grids (N, 3) of the images whose first patches are `starts`.
+        """Return normalised patches (R, D) and grids (N, 3) of N images, for a vision tower.
 
-        The patches are the numbers that a tower reads.
+        `starts`: the number of the first patch of each image.
         """
-        _, stored, grids = zip(*(self._images[start] for start in starts), strict=True)
-        if all(patches.dtype == torch.uint8 for patches in stored):
-            return self.normalize(torch.cat(stored)), torch.stack(grids)
-        numbers = [
-            self.normalize(patches) if patches.dtype == torch.uint8 else patches
-            for patches in stored
-        ]
-        return torch.cat(numbers), torch.stack(grids)
+        images = [self._images[start] for start in starts]
+        grids = torch.stack([grid_3 for _, _, grid_3 in images])
+        stored_patches = [patches for _, patches, _ in images]
+        if all(patches.dtype == torch.uint8 for patches in stored_patches):
+            return self.normalize(torch.cat(stored_patches)), grids
+        normalized_patches = []
+        for patches in stored_patches:
+            is_normalized = patches.dtype != torch.uint8
+            normalized_patches.append(patches if is_normalized else self.normalize(patches))
+        return torch.cat(normalized_patches), grids
 
     @property
     def starts(self) -> list[int]:
@@ -317,7 +339,7 @@ class ImageBank:
         return list(self._images)
 
 
-_TEMPORARY = "temporary"  # a third bank beside those of the modes `train` and `eval`
+_TEMPORARY = "temporary"  # key of a third bank beside those of the modes `train` and `eval`
 
 
 class ImageBanks:
@@ -329,22 +351,26 @@ class ImageBanks:
     def __init__(self, normalize: Normalize = Tensor.float) -> None:
         """Begin without any bank. `normalize`: as for an `ImageBank`."""
         self._normalize = normalize
-        self._banks: dict[str, ImageBank] = {}
-        self._next = 0  # a number that no bank of before has used
+        self._banks: dict[str, ImageBank] = {}  # by mode
+        self._removed_end = 0  # no bank that has been removed has a patch of this number or above
 
     def new(self, mode: str) -> ImageBank:
-        """Replace the bank of `mode` (`train` or `eval`) by an empty one."""
+        """Replace the bank of `mode` (`train` or `eval`) by an empty one, and return that.
+
+        Its numbers go on where those of all other banks end.
+        """
         if mode in self._banks:
-            self._next = max(self._next, self._banks[mode].end)
+            self._removed_end = max(self._removed_end, self._banks[mode].end)
         ends = [bank.end for bank in self._banks.values()]
-        self._banks[mode] = ImageBank(max([self._next, *ends]), self._normalize)
+        first = max([self._removed_end, *ends])
+        self._banks[mode] = ImageBank(first, self._normalize)
         return self._banks[mode]
 
     def extend(self, mode: str = "train") -> ImageBank | None:
-        """Return the bank of the present batch, to which every rank is about to add images.
+        """Return the bank of the present batch, to add images to it; None before the first batch.
 
-        Collective: all ranks call it together, so that all compute the features of frozen towers
-        again. None before the first batch.
+        All ranks call it together, whether or not they have images to add. Then all of them take
+        part in the passes that compute the features of new images, where the tower is frozen.
         """
         bank = self._banks.get(mode)
         if bank is not None:
@@ -360,13 +386,13 @@ class ImageBanks:
         """Put an empty bank in the place of the training batch's bank inside the block.
 
         A second pass over the batch can then see other images, and the batch's own are untouched.
-        Numbers of the empty bank are not used again behind the block.
+        The numbers of its patches are not used again after the block.
         """
         bank = self.new(_TEMPORARY)
         try:
             yield bank
         finally:
-            self._next = max(self._next, bank.end)
+            self._removed_end = max(self._removed_end, bank.end)
             del self._banks[_TEMPORARY]
 
     def of(self, reference: int) -> ImageBank:

@@ -39,19 +39,22 @@ if TYPE_CHECKING:
 def may_have_images(dataset: "Dataset") -> bool:
     """Return whether any row of a training data set may have an image; True where that is unknown.
 
-    A `datasets.Dataset` is asked by its table; rows of another kind tell nothing before they are
-    read.
+    Only a `datasets.Dataset` has a table, which tells it. Rows of another kind tell nothing before
+    they are read.
     """
     table = getattr(getattr(dataset, "data", None), "table", None)
     if table is None:
         return True
-    return has_images(table) if "images" in table.column_names else "image" in table.column_names
+    if "images" in table.column_names:
+        return has_images(table)
+    return "image" in table.column_names
 
 
 def with_image_columns(columns: dict[str, Any], tokens_BT: Tensor) -> dict[str, Any]:
     """Return the columns of a batch or a pass, with empty image columns where they are missing.
 
-    `tokens_BT`: any tensor with the shape of prompts and completions, (B, P + C).
+    So a batch without images has the same columns as those of the other ranks. `tokens_BT`: any
+    tensor with the shape of prompts and completions, (B, P + C).
     """
     if columns.get("pixel_values") is not None:
         return columns
@@ -76,7 +79,9 @@ def reads_ahead(device: torch.device) -> bool:
 class DistinctImages:
     """Owns the distinct images of the present generation.
 
-    `shown`: whether rows may have images. `vision`: the vision towers, which accept references.
+    Each is processed once (`ImageCache`), stored once (`ImageBanks`), and goes through the vision
+    tower once (`SharedVision`). Batches have references in place of pixels: the numbers of patches
+    in an image bank.
     """
 
     def __init__(
@@ -87,7 +92,7 @@ class DistinctImages:
         config: AdoraGRPOConfig,
         dataset: "Dataset | tuple[()]" = (),
         *,
-        draws: bool = False,
+        tools_show_images: bool = False,
     ) -> None:
         """Make the models accept references, and create the cache.
 
@@ -97,21 +102,22 @@ class DistinctImages:
             device: where patches are stored.
             config: the run's settings.
             dataset: the rows that are trained on.
-            draws: whether a rollout may be shown an image (by a tool) where its row has none.
+            tools_show_images: whether a tool may put an image into a rollout whose row has none.
         """
         self.image_processor: Any = getattr(processor, "image_processor", None)
         self.banks = ImageBanks()
         if can_cache(self.image_processor):
-            settings = effective_settings(self.image_processor, {})
+            settings = effective_settings(self.image_processor, overrides={})
             self.banks = ImageBanks(PatchNormalizer(self.image_processor, settings))
         self.vision = SharedVision(self.banks)
         self._processor = processor
         self._device = device
         self._config = config
-        # a list, so that every model is tried
+        # `install` changes a model, so it is called for each of them, even if one does not accept.
         accepts_by_model = [self.vision.install(model) for model in models]
         accepts_references = all(accepts_by_model)
-        self.shown = accepts_references and (draws or may_have_images(dataset))
+        # whether a batch may have images, of a row or of a tool
+        self.shown = accepts_references and (tools_show_images or may_have_images(dataset))
         has_cache = accepts_references and can_cache(self.image_processor)
         self._cache = ImageCache(CACHE_BYTES) if has_cache else None
 
@@ -131,23 +137,33 @@ class DistinctImages:
         cache = self.cache
         processor = self.image_processor
         assert cache is not None
-        settings = effective_settings(processor, {})
-        entries = [cache.get(processor, image, settings) for image in row.get("images") or []]
-        return sum(entry.frames_RF.nbytes for entry in entries)
+        settings = effective_settings(processor, overrides={})
+        byte_count = 0
+        for image in row.get("images") or []:
+            byte_count += cache.get(processor, image, settings).frames_RF.nbytes
+        return byte_count
 
     def prefetch(
         self, rows: DistinctRows, order: EpochRepeatSampler, dataset: "Dataset"
     ) -> NoPrefetch:
         """Return the object that processes the next generation's images in the background.
 
-        `dataset`: the data set that `rows` reads. The object does nothing where a worker of the
-        loader reads ahead already, or where reading a row may draw a random number: drawn earlier,
-        it would change the run.
+        Args:
+            rows: the rows of the loader.
+            order: the sampler, which tells the next rows.
+            dataset: the data set that `rows` reads.
+
+        Returns:
+            An object that does nothing where images are not cached, or where rows must not be read
+            early.
         """
         if not reads_ahead(self._device) or self.cache is None or not self.shown:
             return NoPrefetch()
+        # A worker of the loader reads ahead already.
         has_workers = self._config.dataloader_num_workers > 0
-        if has_workers or not only_decodes(dataset):
+        # Reading a row may draw a random number, which would change the run if it came earlier.
+        may_draw = not only_decodes(dataset)
+        if has_workers or may_draw:
             return NoPrefetch()
         return ImagePrefetch(
             rows=rows, order=order, process=self.process, limit_bytes=self.cache.limit_bytes
@@ -161,14 +177,15 @@ class DistinctImages:
         return cast("Batch", with_image_columns(dict(batch), tokens_BT))
 
     def prompts(self, rows: Sequence[Row], mode: str, *, refill: bool) -> PromptBatch:
-        """Return the prompts of these rows.
+        """Return the prompts of these rows, with their images as references where they are cached.
 
-        Their images are stored until the next batch of this mode. `mode` is `train` or `eval`. With
-        `refill` the rows join the present batch; otherwise the images of the present batch are
-        released.
+        Args:
+            rows: rows of the data set.
+            mode: `train` or `eval`. The images are stored until the next batch of this mode.
+            refill: whether the rows join the present batch; otherwise its images are released.
         """
-        # Without a cache there are no references, and every pass runs the tower, also on a rank
-        # without images.
+        # Without a cache there are no references. Every pass then runs the vision tower, also on a
+        # rank without images.
         self.vision.share = self._config.uses("share_vision") and self.cache is not None
         self.vision.batch_windows(self._config.uses("batch_windows"))
         bank = self.banks.extend() if refill else None
@@ -187,8 +204,13 @@ class DistinctImages:
     ) -> PromptBatch:
         """Return the prompts with the images that tools have shown, after the row's own.
 
-        `pictures`: the shown images of each row, (B,). They are stored as long as those of the
-        batch. All ranks call it together, since the bank's features become due on all of them.
+        All ranks call it together, also those whose tools have shown none (see `ImageBanks.extend`).
+
+        Args:
+            prompts: of B rows.
+            pictures: the images that tools have shown in each row, (B,). They are stored as long as
+                those of the batch.
+            mode: `train` or `eval`.
         """
         bank = self.banks.extend(mode)
         cache = self.cache
@@ -206,8 +228,8 @@ class DistinctImages:
     def tokens_of(self, image: "ImageInput") -> int:
         """Return the number of image tokens of an image that a tool shows."""
         processor = self.image_processor
-        settings = effective_settings(self.image_processor, {})
-        cache = self._cache or ImageCache(0)
+        settings = effective_settings(processor, overrides={})
+        cache = self._cache or ImageCache(limit_bytes=0)
         patch_count = int(cache.get(processor, image, settings).grid_3.prod())
         patches_per_token = int(processor.merge_size) ** 2
         return patch_count // patches_per_token
@@ -215,10 +237,10 @@ class DistinctImages:
     def read(
         self, rows: Sequence[Row], processing: AbstractContextManager[Any] | None = None
     ) -> PromptBatch:
-        """Return the prompts of these rows, with pixels instead of references to them.
+        """Return the prompts of these rows, tokenized and with their images processed.
 
-        `processing`: a context in which the processor is called.
+        `processing`: a context in which the processor is called, such as `returning_references`;
+        None for no context, in which case images are pixels.
         """
-        return read_prompts(
-            rows, self._processor, self._config.chat_template_kwargs or {}, processing
-        )
+        template_arguments = self._config.chat_template_kwargs or {}
+        return read_prompts(rows, self._processor, template_arguments, processing)

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 def rounding_bound(dtype: torch.dtype) -> float:
-    """Return the largest mean difference, in nats, that rounding between passes explains."""
+    """Return how far two passes over the same tokens may differ by rounding alone.
+
+    That is the mean difference of their log-probabilities, in nats.
+    """
     return 1e-5 if torch.finfo(dtype).bits >= 32 else 0.05
 
 
@@ -41,7 +44,7 @@ def has_dropout(model: nn.Module) -> bool:
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put the model into evaluation mode inside the block, so that it has no dropout.
 
-    Behind the block it is in the mode that it was in before.
+    After the block it is in the mode that it was in before.
     """
     was_training = model.training
     model.eval()

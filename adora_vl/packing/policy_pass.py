@@ -12,10 +12,11 @@ from adora_vl.config.keys import AdoraKeys
 from adora_vl.models.activations import PassSize
 from adora_vl.packing.images import with_image_columns
 from adora_vl.packing.packed_forward import (
-    LearningBlock,
+    CheckpointingContext,
     PackedForward,
+    PassInputs,
     PassResult,
-    no_learning_block,
+    no_checkpointing_context,
 )
 from adora_vl.packing.pass_differences import evaluation_mode
 from adora_vl.types import Batch
@@ -44,18 +45,19 @@ _INPUT_COLUMNS = (
 )
 
 
-def separate_size(input_ids: Tensor, completion_width: int, pixels: Tensor | None) -> PassSize:
-    """Return the size of a pass over padded rows.
+def padded_size(input_ids: Tensor, completion_width: int, pixels: Tensor | None) -> PassSize:
+    """Return the numbers of a pass over padded rows that its memory depends on.
 
     Args:
         input_ids: (B, P + C).
         completion_width: C, the width of the completions.
-        pixels: of the rows' images, or references to them; those of an image may be there twice.
+        pixels: of the rows' images, or references to them, one entry per patch. Rows of one prompt
+            each have their own copy.
     """
-    rows, length = input_ids.shape
+    rows, row_length = input_ids.shape
     return PassSize(
         rows=rows,
-        row_length=length,
+        row_length=row_length,
         scored_tokens=rows * completion_width,
         patches=0 if pixels is None else len(pixels),
         has_padding_mask=True,
@@ -63,26 +65,28 @@ def separate_size(input_ids: Tensor, completion_width: int, pixels: Tensor | Non
 
 
 def generation_logps(
-    batch: Batch, policy: ModelPass, rows: int, pixels: Tensor | None = None
+    batch: Batch, model_pass: ModelPass, rows_per_pass: int, pixels: Tensor | None = None
 ) -> Tensor:
-    """Return log-probabilities of a generation's completions, (B, C), without gradients.
+    """Return a model's log-probabilities of a generation's completions, (B, C).
+
+    They are computed without gradients.
 
     Args:
         batch: the generation, or some rows of it.
-        policy: the pass of the model that scores them.
-        rows: rows of one forward pass.
-        pixels: used in place of the batch's pixels.
+        model_pass: TRL's `_get_per_token_logps_and_entropies` with the model as its first argument.
+        rows_per_pass: rows of one forward pass.
+        pixels: used in place of the batch's pixels; None for the batch's own.
     """
-    inputs = {name: batch[name] for name in _INPUT_COLUMNS if name in batch}  # type: ignore[literal-required]
+    columns = {name: batch[name] for name in _INPUT_COLUMNS if name in batch}  # type: ignore[literal-required]
     if pixels is not None:
-        inputs["pixel_values"] = pixels
+        columns["pixel_values"] = pixels
     with torch.no_grad():
-        logps_BC, _, _ = policy(
+        logps_BC, _, _ = model_pass(
             torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
             torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
             batch["completion_ids"].size(1),
-            batch_size=rows,
-            **inputs,
+            batch_size=rows_per_pass,
+            **columns,
         )
     return logps_BC
 
@@ -99,7 +103,7 @@ class PolicyPass:
         config: AdoraKeys,
         *,
         may_have_images: bool = False,
-        learning_block: LearningBlock = no_learning_block,
+        checkpointing_context: CheckpointingContext = no_checkpointing_context,
     ) -> None:
         """Create the pass.
 
@@ -108,15 +112,16 @@ class PolicyPass:
             config: says whether prompts are shared (`share_prompt`).
             may_have_images: whether any pass may have images; rows without any then get empty
                 columns.
-            learning_block: the block in which a model computes a pass that learns.
+            checkpointing_context: returns the context in which a pass with gradients is run; it
+                chooses the layers that gradient checkpointing recomputes.
         """
         self._config = config
         self._may_have_images = may_have_images
-        self._learning_block = learning_block
-        self.packed_forward = PackedForward(accelerator, learning_block)
-        self._observer: PassObserver | None = None
-        self._micro_batch = Batch()
-        self._only_checks = False
+        self._checkpointing_context = checkpointing_context
+        self.packed_forward = PackedForward(accelerator, checkpointing_context)
+        self._observer: PassObserver | None = None  # set inside of `watch`
+        self._micro_batch = Batch()  # set inside of `watch`
+        self._check_only = False  # True inside of `check`
 
     @property
     def shares_prompts(self) -> bool:
@@ -126,28 +131,30 @@ class PolicyPass:
 
     @property
     def check_is_due(self) -> bool:
-        """Whether packed rows are still to be compared with separate ones."""
-        is_known = self.packed_forward.is_checked or bool(self.packed_forward.refusal)
-        return self._config.uses("share_prompt") and not is_known
+        """Whether packed rows are still to be compared with padded ones."""
+        is_decided = self.packed_forward.is_checked or bool(self.packed_forward.refusal)
+        return self._config.uses("share_prompt") and not is_decided
 
-    def check(self, batch: Batch, policy: ModelPass) -> None:
-        """Compare packed rows of a batch with separate ones. Collective.
+    def check(self, batch: Batch, model_pass: ModelPass) -> None:
+        """Compare the log-probabilities of a batch from packed and from padded rows. Collective.
 
-        If they disagree on any rank, every rank goes on with separate rows. `policy`: the pass of
-        the model that learns, which comes back to `__call__`.
+        If they disagree on any rank, every rank goes on with padded rows. `model_pass`: the
+        trainer's pass of the policy, which calls this object's `__call__`.
         """
-        self._only_checks = True
+        self._check_only = True
         try:
-            generation_logps(batch, policy, len(batch["completion_ids"]))
+            generation_logps(batch, model_pass, rows_per_pass=len(batch["completion_ids"]))
         finally:
-            self._only_checks = False
+            self._check_only = False
 
     @contextmanager
     def watch(self, observer: PassObserver | None, micro_batch: Batch) -> Iterator[None]:
-        """Call `observer` once inside the block, with the results of the first pass.
+        """Tell the passes inside the block their micro-batch, and show an observer the first result.
+
+        TRL's loss calls the pass inside, and hands neither through.
 
         Args:
-            observer: takes the results; None where nobody does.
+            observer: called once, with the results of the first pass; None for no observer.
             micro_batch: the micro-batch whose rows all passes inside the block read.
         """
         self._observer = observer
@@ -160,7 +167,7 @@ class PolicyPass:
 
     def __call__(
         self,
-        separate_rows: Callable[..., PassResult],
+        trl_pass: Callable[..., PassResult],
         model: "PreTrainedModel",
         input_ids: Tensor,
         attention_mask: Tensor,
@@ -168,99 +175,83 @@ class PolicyPass:
         batch_size: int | None = None,
         compute_entropy: bool = False,
         compute_aux_loss: bool = False,
-        **inputs: Any,
+        **columns: Any,
     ) -> PassResult:
         """Compute log-probabilities (B, C), entropies or None, and the auxiliary loss or None.
 
-        The arguments are those of TRL's method, which is `separate_rows`. Tokens that the policy
-        has not sampled (`tool_mask`) get a log-probability of 0, so that no two passes differ where
-        the loss does not look.
+        `trl_pass` is TRL's method, which the other arguments are for. Tokens that the policy has
+        not sampled (0 in `tool_mask`) get a log-probability of 0, so that no two passes differ
+        where the loss does not look.
 
         A pass without gradients scores tokens for a comparison, with an engine, an older policy or
         a reference. None of these has dropout, so the pass has none either; TRL's pass has.
         """
-        learns = torch.is_grad_enabled()
-        with nullcontext() if learns else evaluation_mode(model):
-            result = self._compute(
-                separate_rows,
-                model,
-                input_ids,
-                attention_mask,
-                logits_to_keep,
-                batch_size,
-                compute_entropy,
-                compute_aux_loss,
-                inputs,
-            )
+        sampled_mask_BC = columns.get("tool_mask", self._micro_batch.get("tool_mask"))
+        if sampled_mask_BC is not None:
+            columns["tool_mask"] = sampled_mask_BC
+        if self._may_have_images:
+            columns = with_image_columns(columns, input_ids)
+        inputs = PassInputs(
+            model=model,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            completion_width=logits_to_keep,
+            batch_size=batch_size,
+            compute_entropy=compute_entropy,
+            columns=columns,
+        )
+        has_gradients = torch.is_grad_enabled()
+        with nullcontext() if has_gradients else evaluation_mode(model):
+            result = self._compute(trl_pass, inputs, compute_aux_loss)
+        logps_BC, entropies_BC, auxiliary_loss = result
+        if sampled_mask_BC is not None:
+            logps_BC = torch.where(sampled_mask_BC.bool(), logps_BC, 0.0)
         if self._observer is not None:
-            logps_BC, entropies_BC, _ = result
             observer = self._observer
             self._observer = None  # it sees the first pass alone
             observer(logps_BC.detach(), entropies_BC)
-        return result
+        return logps_BC, entropies_BC, auxiliary_loss
 
     def _compute(
-        self,
-        separate_rows: Callable[..., PassResult],
-        model: "PreTrainedModel",
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        batch_size: int | None,
-        compute_entropy: bool,
-        compute_aux_loss: bool,
-        inputs: dict[str, Any],
+        self, trl_pass: Callable[..., PassResult], inputs: PassInputs, compute_aux_loss: bool
     ) -> PassResult:
-        """Compute a pass, packed where that is less work; the arguments are those of `__call__`."""
-        # 0 at tokens that tools wrote, which the policy did not choose.
-        policy_mask_BC = inputs.get("tool_mask", self._micro_batch.get("tool_mask"))
-        if policy_mask_BC is not None:
-            inputs = {**inputs, "tool_mask": policy_mask_BC}
-        if self._may_have_images:
-            inputs = with_image_columns(inputs, input_ids)
+        """Compute a pass: packed where that is less work, else by TRL's method `trl_pass`."""
 
-        def separate(rows: int | None = None, inputs: dict[str, Any] = inputs) -> PassResult:
-            """Compute the first `rows` rows, by default all, as TRL does."""
-            model_inputs = {name: value for name, value in inputs.items() if name != "tool_mask"}
-            return separate_rows(
-                model,
-                input_ids[:rows],
-                attention_mask[:rows],
-                logits_to_keep,
-                batch_size,
-                compute_entropy,
+        def compute_padded(rows: int, columns: dict[str, Any]) -> PassResult:
+            """Compute the first `rows` rows as TRL does, each with its own prompt and padding."""
+            model_columns = {name: value for name, value in columns.items() if name != "tool_mask"}
+            return trl_pass(
+                inputs.model,
+                inputs.input_ids[:rows],
+                inputs.attention_mask[:rows],
+                inputs.completion_width,
+                inputs.batch_size,
+                inputs.compute_entropy,
                 compute_aux_loss,
-                **model_inputs,
+                **model_columns,
             )
 
-        result: PassResult | None = None
-        packs = self._config.uses("share_prompt") and not self.packed_forward.refusal
-        if packs and not compute_aux_loss:  # a packed pass computes no auxiliary loss
+        may_pack = self._config.uses("share_prompt") and not self.packed_forward.refusal
+        if may_pack and not compute_aux_loss:  # a packed pass computes no auxiliary loss
             result = self.packed_forward(
-                model=model,
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                completion_width=logits_to_keep,
-                batch_size=batch_size,
-                compute_entropy=compute_entropy,
-                inputs=inputs,
-                separate=separate,
-                host=self._micro_batch.get("host"),
-                only_checks=self._only_checks,
+                inputs,
+                compute_padded,
+                host_rows=self._micro_batch.get("host_rows"),
+                check_only=self._check_only,
             )
-        if self._only_checks:  # nobody reads the result
-            no_logps_BC = torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device)
+            if result is not None:
+                return result
+        row_count = len(inputs.input_ids)
+        if self._check_only:  # `check` does not read the result
+            no_logps_BC = torch.zeros(
+                row_count, inputs.completion_width, device=inputs.input_ids.device
+            )
             return no_logps_BC, None, None
-        if result is None:  # packing is off, refused, or would not save work here
-            block: AbstractContextManager[None] = nullcontext()
-            if torch.is_grad_enabled():
-                pixels = inputs.get("pixel_values")
-                size = separate_size(input_ids, logits_to_keep, pixels)
-                block = self._learning_block(size)
-            with block:
-                result = separate()
-        if policy_mask_BC is not None:
-            logps_BC, entropies_BC, auxiliary_loss = result
-            sampled_logps_BC = torch.where(policy_mask_BC.bool(), logps_BC, 0.0)
-            return sampled_logps_BC, entropies_BC, auxiliary_loss
-        return result
+        checkpointing: AbstractContextManager[None] = nullcontext()
+        if torch.is_grad_enabled():
+            size = padded_size(
+                inputs.input_ids, inputs.completion_width, inputs.columns.get("pixel_values")
+            )
+            checkpointing = self._checkpointing_context(size)
+        with checkpointing:
+            return compute_padded(row_count, inputs.columns)

@@ -20,6 +20,7 @@ from adora_vl.packing.image_store import (
     effective_settings,
     flat_images,
 )
+from adora_vl.types import split_images_by_row
 from adora_vl.utils import compat
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ class PromptBatch:
     ids: list[list[int]]  # (B,), with image tokens expanded
     # (B,), None for a row without images; None instead of the list where no row has any
     images: list[list[Any] | None] | None
-    # the processor's other outputs: lists with a value per token, and the images' pixels and grids
+    # The processor's other outputs by name: `pixel_values` and `image_grid_thw` of all images, and
+    # for each row a list with a value per token, such as `mm_token_type_ids`.
     fields: dict[str, Any]
 
     @property
@@ -47,9 +49,10 @@ class PromptBatch:
 
 
 def distinct_rows(keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:
-    """Return the first row of each distinct key, and for every row the number of its key.
+    """Number the distinct keys of rows, in the order in which they come first.
 
-    Keys are numbered in the order in which they come first.
+    Returns the first row of each distinct key, and for every row the number of its key. The second
+    list are thus indices into the first.
     """
     number_by_key: dict[Hashable, int] = {}
     first_rows = []
@@ -61,7 +64,7 @@ def distinct_rows(keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:
 
 
 def messages_of(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return the prompts of rows in TRL's form: with their images inside, if any row has one."""
+    """Return the prompts of rows as TRL's messages: with their images inside, if any row has one."""
     images = [images_of(row) for row in rows]
     if not any(images):
         return [row["prompt"] for row in rows]
@@ -74,7 +77,7 @@ def messages_of(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
 def read_prompts(
     rows: Sequence[Mapping[str, Any]],
     processor: "ProcessorMixin",
-    template: Mapping[str, Any],
+    template_arguments: Mapping[str, Any],
     processing: AbstractContextManager[Any] | None = None,
 ) -> PromptBatch:
     """Apply the chat template to the prompts of rows, tokenize them and process their images.
@@ -85,53 +88,66 @@ def read_prompts(
     Args:
         rows: rows of a data set, with `prompt` and mostly `images`.
         processor: that of the model, or a tokenizer.
-        template: arguments of the chat template.
-        processing: a context in which the processor is called.
+        template_arguments: further arguments of the chat template.
+        processing: a context in which the processor is called; None for no context.
     """
     messages = messages_of(rows)
-    row_images = [images_of(row) for row in rows]
-    if isinstance(messages[0], str):
-        return PromptBatch(
-            messages=messages,
-            ids=list(processor(text=messages)["input_ids"]),
-            images=None,
-            fields={},
-        )
+    is_plain_text = isinstance(messages[0], str)
+    if is_plain_text:
+        ids = list(processor(text=messages)["input_ids"])
+        return PromptBatch(messages=messages, ids=ids, images=None, fields={})
     prompt_keys = [repr(_with_ids_of_images(message)) for message in messages]
     first_rows, prompt_numbers = distinct_rows(prompt_keys)
-    conversations = [messages[row] for row in first_rows]
-    if hasattr(processor, "tokenizer"):  # templates of processors take no plain texts
-        conversations = [
-            prepare_multimodal_messages(conversation) for conversation in conversations
-        ]
+    distinct_messages = [messages[row] for row in first_rows]
     with processing or nullcontext():
-        output = processor.apply_chat_template(
-            conversation=conversations,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            **template,
-        )
-    columns = {name: value for name, value in output.items() if name != "attention_mask"}
+        columns = _tokenize_messages(distinct_messages, processor, template_arguments)
     pixels = columns.pop("pixel_values", None)
     grids = columns.pop("image_grid_thw", None)
+    # The columns have an entry per distinct prompt; a row gets a copy of its prompt's.
     fields: dict[str, Any] = {}
     for name, values in columns.items():
         fields[name] = [list(values[number]) for number in prompt_numbers]
     ids = fields.pop("input_ids")
     if pixels is None or grids is None:
         return PromptBatch(messages=messages, ids=ids, images=None, fields=fields)
+    row_images = [images_of(row) for row in rows]
     image_counts = [len(row_images[row]) for row in first_rows]
-    # (grids, pixels) of each distinct prompt
-    prompt_pairs = _split_by_row(grids, torch.as_tensor(pixels), image_counts)
-    fields["pixel_values"] = torch.cat([prompt_pairs[number][1] for number in prompt_numbers])
-    fields["image_grid_thw"] = torch.cat([prompt_pairs[number][0] for number in prompt_numbers])
+    prompt_images = split_images_by_row(
+        torch.as_tensor(pixels), torch.as_tensor(grids), image_counts
+    )
+    fields["pixel_values"] = torch.cat([prompt_images[number].pixels for number in prompt_numbers])
+    fields["image_grid_thw"] = torch.cat([prompt_images[number].grids for number in prompt_numbers])
     return PromptBatch(
         messages=messages,
         ids=ids,
         images=[images or None for images in row_images],
         fields=fields,
     )
+
+
+def _tokenize_messages(
+    messages: list[Any], processor: "ProcessorMixin", template_arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Apply the chat template to prompts and process their images; return columns by name.
+
+    There is no attention mask among them, since the prompts are not padded.
+
+    Args:
+        messages: the messages of each prompt.
+        processor: that of the model, or a tokenizer.
+        template_arguments: further arguments of the chat template.
+    """
+    if hasattr(processor, "tokenizer"):
+        # Templates of processors take no plain text as the content of a message.
+        messages = [prepare_multimodal_messages(conversation) for conversation in messages]
+    output = processor.apply_chat_template(
+        conversation=messages,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        **template_arguments,
+    )
+    return {name: value for name, value in output.items() if name != "attention_mask"}
 
 
 def with_pictures(
@@ -141,74 +157,78 @@ def with_pictures(
 ) -> PromptBatch:
     """Return the prompts with further images of each row after the prompt's own.
 
-    `pictures`: the further images, (B,), such as those that tools have returned. `process`: the
-    image processor, which returns their pixels and grids.
+    Args:
+        prompts: of B rows.
+        pictures: the further images of each row, (B,), such as those that tools have returned.
+        process: the image processor, which returns pixels and grids of a list of images.
     """
-    all_pictures = [picture for row_pictures in pictures for picture in row_pictures]
-    output = process(all_pictures)
-    new_grids = output["image_grid_thw"]
-    new_pixels = torch.as_tensor(output["pixel_values"])
-    new_pairs = _split_by_row(new_grids, new_pixels, [len(row) for row in pictures])
+    output = process([picture for row_pictures in pictures for picture in row_pictures])
+    new_images = split_images_by_row(
+        torch.as_tensor(output["pixel_values"]),
+        torch.as_tensor(output["image_grid_thw"]),
+        image_counts=[len(row_pictures) for row_pictures in pictures],
+    )
     fields = dict(prompts.fields)
-    if prompts.images is not None:
-        prompt_images = prompts.images
-        prompt_pairs = _split_by_row(
-            fields["image_grid_thw"], fields["pixel_values"], prompts.num_images
-        )
+    pixels: list[Tensor] = []
+    grids: list[Tensor] = []
+    if prompts.images is None:
+        prompt_images: Sequence[list[Any] | None] = [None] * len(prompts.ids)
+        for row_images in new_images:
+            pixels.append(row_images.pixels)
+            grids.append(row_images.grids)
     else:
-        prompt_images = [None] * len(prompts.ids)
-        prompt_pairs = [(new_grids[:0], new_pixels[:0])] * len(prompts.ids)
+        prompt_images = prompts.images
+        images_of_prompts = split_images_by_row(
+            fields["pixel_values"], fields["image_grid_thw"], prompts.num_images
+        )
+        for images_of_prompt, row_images in zip(images_of_prompts, new_images, strict=True):
+            pixels += [images_of_prompt.pixels, row_images.pixels]
+            grids += [images_of_prompt.grids, row_images.grids]
+    # Prompts without images have no column of token types: all of their tokens are text (0).
     fields.setdefault("mm_token_type_ids", [[0] * len(ids) for ids in prompts.ids])
-    # Row by row, a prompt's own images first.
-    pairs = []
-    for prompt_pair, new_pair in zip(prompt_pairs, new_pairs, strict=True):
-        pairs += [prompt_pair, new_pair]
-    fields["image_grid_thw"] = torch.cat([grids for grids, _ in pairs])
-    fields["pixel_values"] = torch.cat([pixels for _, pixels in pairs])
+    fields["image_grid_thw"] = torch.cat(grids)
+    fields["pixel_values"] = torch.cat(pixels)
     images = []
-    for own_images, row_pictures in zip(prompt_images, pictures, strict=True):
-        images.append([*(own_images or ()), *row_pictures] or None)
+    for row_prompt_images, row_pictures in zip(prompt_images, pictures, strict=True):
+        images.append([*(row_prompt_images or ()), *row_pictures] or None)
     return PromptBatch(messages=prompts.messages, ids=prompts.ids, images=images, fields=fields)
-
-
-def _split_by_row(
-    grids: Tensor, pixels: Tensor, image_counts: Sequence[int]
-) -> list[tuple[Tensor, Tensor]]:
-    """Split grids (images, 3) and pixels (patches, D) by row.
-
-    `image_counts`: the number of images of each row. Returns (grids, pixels) of each row.
-    """
-    row_grids = torch.split(torch.as_tensor(grids), list(image_counts))
-    patch_counts = [int(grids_of_row.prod(dim=-1).sum()) for grids_of_row in row_grids]
-    return list(zip(row_grids, torch.split(pixels, patch_counts), strict=True))
 
 
 def returning_references(
     image_processor: "BaseImageProcessor", cache: ImageCache, bank: ImageBank, device: torch.device
 ) -> AbstractContextManager[None]:
-    """Let the image processor return references into the bank instead of pixels.
+    """Let the image processor return references into an image bank, inside the block.
 
-    References are the numbers of patches (see `adora_vl.packing.image_store`).
+    References are the numbers that the bank gives to patches. They take the place of pixels.
+
+    Args:
+        image_processor: its `preprocess` is replaced.
+        cache: where images that were processed before are found.
+        bank: stores the patches.
+        device: where they are stored.
     """
 
     def preprocess(images: "ImageInput", **overrides: Any) -> BatchFeature:
-        """Return references to the images' patches in the bank, in place of the patches."""
+        """Store the images' patches in the bank, and return references to them as pixels."""
         settings = effective_settings(image_processor, overrides)
-        entries = [cache.get(image_processor, image, settings) for image in flat_images(images)]
-        references = [bank.references(entry, device) for entry in entries]
-        grids = torch.stack([entry.grid_3 for entry in entries])
+        processed_images = [
+            cache.get(image_processor, image, settings) for image in flat_images(images)
+        ]
+        references = [bank.references(processed, device) for processed in processed_images]
+        grids = torch.stack([processed.grid_3 for processed in processed_images])
         return BatchFeature({"pixel_values": torch.cat(references), "image_grid_thw": grids})
 
     return compat.IMAGE_PROCESSING.replaced_by(preprocess, on=image_processor)
 
 
 def _with_ids_of_images(messages: object) -> Any:
-    """Return the messages with each image replaced by its `id`.
+    """Return nested messages with each image replaced by the `id` of its object.
 
-    Comparing them then reads no pixels.
+    Messages are then compared without reading pixels. Rows of one prompt have the same object.
     """
     if isinstance(messages, dict):
         return {key: _with_ids_of_images(value) for key, value in messages.items()}
     if isinstance(messages, (list, tuple)):
         return [_with_ids_of_images(value) for value in messages]
-    return messages if isinstance(messages, (str, int, float, bool, type(None))) else id(messages)
+    is_plain_value = messages is None or isinstance(messages, (str, int, float, bool))
+    return messages if is_plain_value else id(messages)

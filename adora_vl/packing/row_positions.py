@@ -3,48 +3,45 @@
 All of it is computed on the host, from `HostRows`, before a row is packed.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from adora_vl.packing.vision import vision_model
-from adora_vl.types import HostRows
+from adora_vl.packing.vision import vision_language_model
+from adora_vl.types import HostRows, RowImages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class RowImages(NamedTuple):
-    """The images of a row's prompt or completion, one after the other."""
-
-    pixels: Tensor  # references into an image bank (patches, 1), or pixels (patches, D)
-    grids: Tensor  # (images, 3): each image's (temporal, height, width) in patches
-
-
-def prompt_images(host: HostRows, row: int) -> RowImages | None:
-    """Return the images in a row's prompt; None where it has none."""
-    row_images = host.images[row]
+def prompt_images(host_rows: HostRows, row: int) -> RowImages | None:
+    """Return the images in a row's prompt; None where no row has images."""
+    row_images = host_rows.images[row]
     if row_images is None:
         return None
-    pixels, grids = row_images
-    if host.answer_types is not None:  # the row's last images may be those of its completion
-        grids = grids[: host.images_of_prompt(row)]
-        prompt_patches = int(grids.prod(dim=-1).sum())
-        pixels = pixels[:prompt_patches]
-    return RowImages(pixels=pixels, grids=grids)
+    if host_rows.completion_token_types is None:  # no completion has images
+        return row_images
+    # The images of the completion come after those of the prompt.
+    grids = row_images.grids[: host_rows.prompt_image_count(row)]
+    patch_count = int(grids.prod(dim=-1).sum())
+    return RowImages(pixels=row_images.pixels[:patch_count], grids=grids)
 
 
-def completion_images(host: HostRows, row: int) -> RowImages | None:
-    """Return the images in a row's completion, such as tools show; None where it has no tokens."""
-    row_images = host.images[row]
-    in_prompt = prompt_images(host, row)
-    if row_images is None or in_prompt is None or not host.lengths[row]:
+def completion_images(host_rows: HostRows, row: int) -> RowImages | None:
+    """Return the images in a row's completion, which tools have put there.
+
+    None where no row has images, and for a completion without tokens.
+    """
+    row_images = host_rows.images[row]
+    in_prompt = prompt_images(host_rows, row)
+    has_tokens = host_rows.completion_lengths[row] > 0
+    if row_images is None or in_prompt is None or not has_tokens:
         return None
-    pixels, grids = row_images
+    # The images of the completion come after those of the prompt.
     return RowImages(
-        pixels=pixels[len(in_prompt.pixels) :],
-        grids=grids[len(in_prompt.grids) :],
+        pixels=row_images.pixels[len(in_prompt.pixels) :],
+        grids=row_images.grids[len(in_prompt.grids) :],
     )
 
 
@@ -55,7 +52,7 @@ def prompt_positions(
     token_types: Tensor | None,
     grids: Tensor | None,
 ) -> Tensor:
-    """Return the positions of left-padded prompts as the model itself counts them.
+    """Return the position ids of left-padded prompts as the model itself counts them.
 
     They are (3, N, P) for a vision-language model, whose M-RoPE has three axes, else (N, P).
 
@@ -66,47 +63,50 @@ def prompt_positions(
         token_types: (N, P), 1 at the tokens of images; None without images.
         grids: (images, 3), of all prompts in order; None without images.
     """
-    multimodal_model = vision_model(model)
-    if multimodal_model is not None and token_types is not None and grids is not None:
-        positions: Tensor = multimodal_model.get_rope_index(
+    vl_model = vision_language_model(model)
+    if vl_model is not None and token_types is not None and grids is not None:
+        positions: Tensor
+        positions, _ = vl_model.get_rope_index(
             prompt_ids,
             mm_token_type_ids=token_types,
             image_grid_thw=grids,
             attention_mask=prompt_mask,
-        )[0]
+        )
         return positions
-    # Without an image all three axes count the tokens.
+    # Without an image all axes count the tokens; padding gets 0, and nothing reads it.
     token_index = (prompt_mask.cumsum(dim=-1) - 1).clamp(min=0)
-    if multimodal_model is None:
+    if vl_model is None:
         return token_index
     return token_index.expand(3, *token_index.shape)
 
 
 def completion_positions(
-    model: "PreTrainedModel", host: HostRows, rows: list[int]
+    model: "PreTrainedModel", host_rows: HostRows, rows: list[int]
 ) -> Tensor | None:
-    """Return M-RoPE positions of the completions of these rows, (3, rows, C), if one has an image.
+    """Return the M-RoPE positions of the completions of these rows, (3, rows, C).
 
-    The token after an image is as far away as the image is high or wide. None where no completion
-    has an image, so that positions simply count on by one.
+    None where no completion has an image. Positions then simply go on by one; behind an image they
+    go on by the larger of its height and width, so the model has to count them.
     """
-    if host.answer_types is None or not host.answer_types[rows].any():
+    token_types = host_rows.completion_token_types
+    if token_types is None or not token_types[rows].any():
         return None
-    assert host.token_types is not None
-    prompt_mask = host.prompt_mask[rows]
-    token_types = torch.cat([host.token_types[rows], host.answer_types[rows]], dim=1)
-    lengths = torch.tensor([host.lengths[row] for row in rows])
-    completion_mask = torch.arange(host.answer_types.size(1)) < lengths[:, None]
+    assert host_rows.prompt_token_types is not None
+    prompt_mask = host_rows.prompt_mask[rows]
+    lengths = torch.tensor([host_rows.completion_lengths[row] for row in rows])
+    completion_mask = torch.arange(token_types.size(1)) < lengths[:, None]
+    # The whole row is handed to the model as if it were a prompt.
     row_mask = torch.cat([prompt_mask, completion_mask.to(prompt_mask.dtype)], dim=1)
-    all_images = [host.images[row] for row in rows]
-    grids = torch.cat([row_images[1] for row_images in all_images if row_images is not None])
-    # The model counts a whole row as if it were a prompt.
+    row_token_types = torch.cat([host_rows.prompt_token_types[rows], token_types[rows]], dim=1)
+    images = [host_rows.images[row] for row in rows]
+    grids = torch.cat([row_images.grids for row_images in images if row_images is not None])
     positions = prompt_positions(
         model,
         # The model reads the types of tokens and not their ids.
-        prompt_ids=torch.zeros_like(token_types, dtype=torch.long),
+        prompt_ids=torch.zeros_like(row_token_types, dtype=torch.long),
         prompt_mask=row_mask,
-        token_types=token_types,
+        token_types=row_token_types,
         grids=grids,
     )
-    return positions[..., prompt_mask.size(1) :]
+    prompt_width = prompt_mask.size(1)
+    return positions[..., prompt_width:]

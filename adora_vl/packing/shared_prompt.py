@@ -24,7 +24,7 @@ from torch import Tensor
 from adora_vl.types import HostRows
 
 # Rollouts share one attention call, padded to the longest of them, while none is shorter than this
-# share of the longest. Padding costs time in attention alone, but each call costs time too.
+# fraction of the longest. Padding costs time in attention alone, but each call costs time too.
 SIMILAR_LENGTH_RATIO = 0.75
 # Sharing is worth it up to this share of the tokens of padded separate rows. With 0.88 and 0.95 of
 # the tokens a pass took 0.92 and 0.97 of the time (benchmarks/README.md, prompts of 64 tokens,
@@ -36,14 +36,14 @@ MAX_TOKEN_RATIO = 0.97
 def group_rows_by_prompt(
     prompt_ids: Tensor, prompt_mask: Tensor, image_keys: list[Any]
 ) -> list[list[int]]:
-    """Group neighbouring rows that have the same prompt.
+    """Group neighbouring rows that have the same prompt and images.
 
-    Only neighbours are compared, since the rollouts of a group stand next to each other in a batch.
+    Only neighbours are compared, since the rollouts of a group are consecutive rows of a batch.
 
     Args:
         prompt_ids: (B, P), on the CPU.
         prompt_mask: (B, P), on the CPU, 0 at padding.
-        image_keys: for each row a value that is equal where the prompts' images are.
+        image_keys: (B,), equal for two rows if the images of their prompts are equal.
 
     Returns:
         the row numbers of each group, in the order of the rows.
@@ -51,14 +51,19 @@ def group_rows_by_prompt(
     id_bytes = [row.tobytes() for row in prompt_ids.numpy()]
     mask_bytes = [row.tobytes() for row in prompt_mask.numpy()]
     prompt_keys = list(zip(id_bytes, mask_bytes, image_keys, strict=True))
-    groups = groupby(range(len(prompt_keys)), key=prompt_keys.__getitem__)
-    return [list(group_rows) for _, group_rows in groups]
+
+    def prompt_key(row: int) -> tuple[bytes, bytes, Any]:
+        """Return what is equal for two rows with the same prompt and images."""
+        return prompt_keys[row]
+
+    return [list(group_rows) for _, group_rows in groupby(range(len(prompt_keys)), prompt_key)]
 
 
 def rows_longest_first(group_rows: Sequence[int], completion_lengths: Sequence[int]) -> list[int]:
-    """Return the rows of a group in the order of the sequence: by length, the longest first.
+    """Sort the rows of a group by the length of their completions, the longest first.
 
-    `completion_lengths`: of all rows of the batch. Rows of one length keep their order.
+    This is their order in a packed sequence. `completion_lengths`: (B,), those of the whole batch.
+    Rows of equal length keep their order.
     """
     return sorted(group_rows, key=lambda row: -completion_lengths[row])
 
@@ -66,7 +71,7 @@ def rows_longest_first(group_rows: Sequence[int], completion_lengths: Sequence[i
 def sharing_pays(
     prompt_lengths: Sequence[int], completion_lengths: Sequence[Sequence[int]]
 ) -> bool:
-    """Return whether sharing prompts is less work than separate rows, padded to the longest.
+    """Return whether a packed sequence has enough fewer tokens than padded rows to be faster.
 
     Args:
         prompt_lengths: tokens of each group's prompt.
@@ -74,19 +79,21 @@ def sharing_pays(
     """
     rows = sum(len(group_lengths) for group_lengths in completion_lengths)
     longest_completion = max(max(group_lengths) for group_lengths in completion_lengths)
-    longest_row = max(prompt_lengths) + longest_completion
+    padded_row_tokens = max(prompt_lengths) + longest_completion
     # A rollout's last token predicts nothing and is left out of the packed sequence.
     packed_tokens = sum(prompt_lengths)
     for group_lengths in completion_lengths:
         packed_tokens += sum(max(length - 1, 0) for length in group_lengths)
-    return packed_tokens <= MAX_TOKEN_RATIO * rows * longest_row
+    return packed_tokens <= MAX_TOKEN_RATIO * rows * padded_row_tokens
 
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """The numbers of positions that a prompt and each of its rollouts take in the sequence.
+    """How many positions a prompt and each of its rollouts take in the packed sequence.
 
-    A rollout of C tokens takes C - 1 positions, and one of a single token takes none.
+    The group is divided into spans, for which attention is computed: the first span is the prompt
+    with its longest rollout, and each other rollout is a span of its own. A rollout of C tokens
+    takes C - 1 positions, since its last token predicts nothing. One of a single token takes none.
     """
 
     prompt_length: int
@@ -94,19 +101,20 @@ class GroupLayout:
 
     @property
     def first_span_length(self) -> int:
-        """Positions of the first span, which is the prompt with its longest rollout, if any."""
+        """Positions of the prompt together with its longest rollout, if it has any."""
         return self.prompt_length + sum(self.rollout_lengths[:1])
 
     @property
     def later_rollout_lengths(self) -> tuple[int, ...]:
-        """Positions of each further span, which is a rollout after the longest one."""
+        """Positions of each rollout after the longest one."""
         return self.rollout_lengths[1:]
 
     @property
     def rollout_batches(self) -> list[tuple[int, ...]]:
-        """Lengths of the later rollouts, in batches of similar length for one attention call each.
+        """Lengths of the rollouts after the longest one, divided into batches of similar length.
 
-        A batch begins with its longest rollout (see `SIMILAR_LENGTH_RATIO`).
+        Attention is one call per batch, padded to the batch's first rollout, which is its longest.
+        No rollout is shorter than `SIMILAR_LENGTH_RATIO` of that.
         """
         batches: list[list[int]] = []
         for length in self.later_rollout_lengths:
@@ -121,23 +129,30 @@ class SpanBounds(NamedTuple):
 
     query_bounds: Tensor  # (spans + 1,), int32, cumulative numbers of queries, from 0
     key_bounds: Tensor  # (spans + 1,), int32, likewise of keys
-    most_queries: int  # of any span
-    most_keys: int
+    max_queries: int  # of any span
+    max_keys: int
 
 
 @dataclass(frozen=True)
-class SharedPrompts:
-    """The layout of a packed sequence, as attention and the LM head read it.
+class PackedLayout:
+    """Where prompts and rollouts are in a packed sequence.
 
-    It is passed as an argument of the model's forward.
+    Attention and the LM head read it. It is passed as an argument of the model's forward.
+
+    The sequence is divided into spans (see `GroupLayout`). A span's queries see its own keys and,
+    unless it begins with the prompt, also the prompt's.
     """
 
     groups: tuple[GroupLayout, ...]
-    predicting_K: Tensor  # the position that predicts the token, for each token that is scored
+    # (K,), for each token that is scored: the position whose output predicts it
+    predicting_positions_K: Tensor
 
     @cached_property
     def span_lengths(self) -> list[int]:
-        """Positions of each span, in the order of the sequence."""
+        """Positions of each span, in the order of the sequence.
+
+        A span is a prompt with its longest rollout, or one other rollout.
+        """
         lengths: list[int] = []
         for group in self.groups:
             lengths.append(group.first_span_length)
@@ -145,16 +160,22 @@ class SharedPrompts:
         return lengths
 
     @cached_property
-    def span_bounds(self) -> SpanBounds:
-        """The bounds of the spans among queries and keys, computed once for all layers.
+    def key_counts(self) -> list[int]:
+        """The number of keys that each span attends to, in the order of the sequence.
 
-        A rollout other than a group's first has the prompt's keys and its own.
+        A prompt with its longest rollout is a span that sees itself. Each other rollout is a span
+        that sees the prompt's keys and its own.
         """
-        key_counts: list[int] = []
+        counts: list[int] = []
         for group in self.groups:
-            key_counts.append(group.first_span_length)
-            key_counts += [group.prompt_length + length for length in group.later_rollout_lengths]
-        device = self.predicting_K.device
+            counts.append(group.first_span_length)
+            counts += [group.prompt_length + length for length in group.later_rollout_lengths]
+        return counts
+
+    @cached_property
+    def span_bounds(self) -> SpanBounds:
+        """The cumulative numbers of queries and keys of the spans, computed once for all layers."""
+        device = self.predicting_positions_K.device
 
         def cumulative_on_device(lengths: list[int]) -> Tensor:
             """Return the sums of the first 0, 1, 2, ... lengths, as int32 on the device."""
@@ -163,16 +184,17 @@ class SharedPrompts:
 
         return SpanBounds(
             query_bounds=cumulative_on_device(self.span_lengths),
-            key_bounds=cumulative_on_device(key_counts),
-            most_queries=max(self.span_lengths),
-            most_keys=max(key_counts),
+            key_bounds=cumulative_on_device(self.key_counts),
+            max_queries=max(self.span_lengths),
+            max_keys=max(self.key_counts),
         )
 
     @cached_property
-    def key_positions(self) -> Tensor:
-        """The position in the sequence of each key, span by span, (K,), for all layers at once.
+    def key_positions_K(self) -> Tensor:
+        """The position in the sequence of each key of each span, (K,), computed once for all layers.
 
-        A prompt's positions come again before each of its later rollouts.
+        The prompt's positions come once with the longest rollout, and once more before each other
+        rollout, since each of these is a span that sees the prompt's keys and its own.
         """
         position_parts: list[Tensor] = []
         start = 0
@@ -185,7 +207,7 @@ class SharedPrompts:
                 position_parts.append(torch.arange(start, start + length))
                 start += length
         positions_K = torch.cat(position_parts)
-        return positions_K.to(self.predicting_K.device, non_blocking=True)
+        return positions_K.to(self.predicting_positions_K.device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -193,11 +215,11 @@ class PackedSequence:
     """A sequence (N = 1) of S positions for B rollouts of at most C tokens."""
 
     ids_NS: Tensor
-    positions: Tensor  # (3, N, S) for a vision-language model, (N, S) for a language model
+    position_ids: Tensor  # (3, N, S) for a vision-language model, (N, S) for a language model
     labels: Tensor  # (1, K), the token that each scored position predicts; -100 where there is none
     label_index_BC: Tensor  # index of each completion token in the flattened `labels`
     scored_mask_BC: Tensor  # 1 at completion tokens that are scored
-    shared: SharedPrompts
+    layout: PackedLayout
 
     def spread_over_rows(self, label_values: Tensor) -> Tensor:
         """Spread values of the labels, (1, K), over the rows, (B, C); 0 where none is scored."""
@@ -205,83 +227,149 @@ class PackedSequence:
 
 
 class _SequenceBuilder:
-    """Lays out prompts and rollouts one after the other, as indices on the host."""
+    """Lays out prompts and rollouts one after the other, as indices on the CPU."""
 
-    def __init__(self, host: HostRows, row_width: int, completion_width: int) -> None:
+    def __init__(self, host_rows: HostRows, row_width: int, completion_width: int) -> None:
         """Begin an empty sequence.
 
         Args:
-            host: copies of the B rows on the CPU.
+            host_rows: copies of the B rows on the CPU.
             row_width: P + C, with padding.
             completion_width: C.
         """
-        self._host = host
+        self._host_rows = host_rows
         self._row_width = row_width
         self._prompt_width = row_width - completion_width
-        # Indices into the flattened `input_ids`: of the sequence's tokens, and of the scored ones.
-        self.token_index_parts: list[Tensor] = []
-        self.label_index_parts: list[Tensor] = []
-        self.position_parts: list[Tensor] = []  # (3, tokens) or (tokens,)
-        self.predicting: list[int] = []  # the sequence index that predicts each scored token
-        self.label_index_BC = torch.zeros(len(host.lengths), completion_width, dtype=torch.long)
-        self._length = 0  # tokens of the sequence so far
+        # For each position of the sequence: the index of its token in the flattened `input_ids`.
+        self._token_index_parts: list[Tensor] = []
+        self._position_parts: list[Tensor] = []  # (3, tokens) or (tokens,)
+        # For each token that is scored: its index in the flattened `input_ids`, and the position of
+        # the sequence that predicts it.
+        self._label_index_parts: list[Tensor] = []
+        self._predicting_positions: list[int] = []
+        rows = len(host_rows.completion_lengths)
+        self._label_index_BC = torch.zeros(rows, completion_width, dtype=torch.long)
+        self._groups: list[GroupLayout] = []
+        self._length = 0  # positions of the sequence so far
 
-    def add_prompt(self, row: int, start: int, positions: Tensor) -> None:
-        """Append the prompt of a row, which begins at column `start` after its padding.
+    def add_group(
+        self,
+        group_rows: Sequence[int],
+        prompt_positions: Tensor,
+        completion_positions: Tensor | None,
+    ) -> None:
+        """Append a prompt and then its rollouts, the longest first.
 
-        `positions`: of its tokens, (3, tokens) or (tokens,).
+        Args:
+            group_rows: the rows that have this prompt.
+            prompt_positions: position ids of the prompt's tokens, (3, tokens) or (tokens,).
+            completion_positions: position ids of all completions, (3, B, C); None where those of
+                each completion go on from its prompt by one.
         """
-        row_start = row * self._row_width
-        prompt_end = row_start + self._prompt_width
-        self.token_index_parts.append(torch.arange(row_start + start, prompt_end))
-        self.position_parts.append(positions)
-        self._length += self._prompt_width - start
+        prompt_length = prompt_positions.size(-1)
+        self._add_prompt(group_rows[0], prompt_positions)
+        prompt_end = self._length - 1
+        rollout_lengths = []
+        completion_lengths = self._host_rows.completion_lengths
+        for row in rows_longest_first(group_rows, completion_lengths):
+            appended = max(completion_lengths[row] - 1, 0)
+            if completion_positions is not None:
+                rollout_positions = completion_positions[..., row, :appended]
+            else:
+                rollout_positions = _positions_after(prompt_positions, appended)
+            self._add_rollout(row, prompt_end=prompt_end, positions=rollout_positions)
+            if appended:
+                rollout_lengths.append(appended)
+        self._groups.append(
+            GroupLayout(prompt_length=prompt_length, rollout_lengths=tuple(rollout_lengths))
+        )
 
-    def add_rollout(self, row: int, prompt_end: int, positions: Tensor) -> None:
-        """Append the completion of a row, less its last token, which predicts nothing.
+    def _add_prompt(self, row: int, positions: Tensor) -> None:
+        """Append the tokens of a row's prompt, without its padding.
 
-        `prompt_end`: the sequence index of the prompt's last token, which predicts the completion's
-        first. `positions`: of the appended tokens, (3, tokens) or (tokens,).
+        `positions`: their position ids, (3, tokens) or (tokens,).
         """
-        length = self._host.lengths[row]
-        appended = max(length - 1, 0)
+        prompt_length = positions.size(-1)
+        # The prompt is padded on the left, so its tokens are its last columns.
+        prompt_end = row * self._row_width + self._prompt_width
+        self._token_index_parts.append(torch.arange(prompt_end - prompt_length, prompt_end))
+        self._position_parts.append(positions)
+        self._length += prompt_length
+
+    def _add_rollout(self, row: int, prompt_end: int, positions: Tensor) -> None:
+        """Append the completion of a row, without its last token, which predicts nothing.
+
+        Args:
+            row: its number.
+            prompt_end: where the prompt's last token is in the sequence. It predicts the first
+                token of the completion.
+            positions: position ids of the appended tokens, (3, tokens) or (tokens,).
+        """
+        length = self._host_rows.completion_lengths[row]
+        appended = positions.size(-1)
         completion_start = row * self._row_width + self._prompt_width
-        self.token_index_parts.append(torch.arange(completion_start, completion_start + appended))
-        self.position_parts.append(positions)
-        # Tokens that a tool wrote are read but not scored.
-        sampled = torch.arange(length)
-        if self._host.policy_mask is not None:
-            sampled = self._host.policy_mask[row, :length].nonzero()[:, 0]
-        self.label_index_parts.append(completion_start + sampled)
-        labels_before = len(self.predicting)
-        appended_indices = range(self._length, self._length + appended)
-        predicting = torch.tensor([prompt_end, *appended_indices])
-        self.predicting += predicting[sampled].tolist()
-        self.label_index_BC[row, sampled] = torch.arange(labels_before, len(self.predicting))
+        self._token_index_parts.append(torch.arange(completion_start, completion_start + appended))
+        self._position_parts.append(positions)
+        # Tokens that a tool wrote are in the sequence but are not scored.
+        scored_columns = torch.arange(length)
+        if self._host_rows.policy_mask is not None:
+            scored_columns = self._host_rows.policy_mask[row, :length].nonzero()[:, 0]
+        self._label_index_parts.append(completion_start + scored_columns)
+        # Each column of the completion is predicted by the position before it.
+        appended_positions = range(self._length, self._length + appended)
+        predicting_by_column = torch.tensor([prompt_end, *appended_positions])
+        labels_before = len(self._predicting_positions)
+        self._predicting_positions += predicting_by_column[scored_columns].tolist()
+        labels_after = len(self._predicting_positions)
+        self._label_index_BC[row, scored_columns] = torch.arange(labels_before, labels_after)
         self._length += appended
 
-    @property
-    def last_index(self) -> int:
-        """The sequence index of the last token so far."""
-        return self._length - 1
+    def build(self, input_ids: Tensor, attention_mask: Tensor) -> PackedSequence:
+        """Gather the tokens of the sequence on the device of `input_ids`, without waiting for it.
+
+        `input_ids` and `attention_mask` are those of the rows, (B, P + C).
+        """
+
+        def on_device(tensor: Tensor) -> Tensor:
+            """Copy a tensor to the device of `input_ids`, without waiting."""
+            return tensor.to(input_ids.device, non_blocking=True)
+
+        flat_ids = input_ids.flatten()
+        token_index = on_device(torch.cat(self._token_index_parts))
+        label_index = on_device(torch.cat(self._label_index_parts))
+        position_ids = on_device(torch.cat(self._position_parts, dim=-1))
+        labels = flat_ids[label_index][None]
+        predicting_positions = self._predicting_positions
+        if not predicting_positions:  # the LM head needs at least one position
+            labels = input_ids.new_full((1, 1), -100)
+            predicting_positions = [0]
+        scored_mask_BC = attention_mask[:, self._prompt_width :]
+        policy_mask = self._host_rows.policy_mask
+        if policy_mask is not None:
+            completion_width = self._row_width - self._prompt_width
+            scored_mask_BC = scored_mask_BC * on_device(policy_mask[:, :completion_width])
+        return PackedSequence(
+            ids_NS=flat_ids[token_index][None],
+            position_ids=position_ids[..., None, :],
+            labels=labels,
+            label_index_BC=on_device(self._label_index_BC),
+            scored_mask_BC=scored_mask_BC,
+            layout=PackedLayout(
+                groups=tuple(self._groups),
+                predicting_positions_K=on_device(torch.tensor(predicting_positions)),
+            ),
+        )
 
 
-def _rollout_positions(
-    prompt_positions: Tensor, tokens: int, completion_positions: Tensor | None
-) -> Tensor:
-    """Return the positions of the first `tokens` tokens of a completion, (3, tokens) or (tokens,).
+def _positions_after(prompt_positions: Tensor, tokens: int) -> Tensor:
+    """Return the position ids of `tokens` text tokens after a prompt, (3, tokens) or (tokens,).
 
-    Args:
-        prompt_positions: (3, prompt tokens) or (prompt tokens,).
-        tokens: how many positions are asked for.
-        completion_positions: those of the whole completion, (3, C); None where they count on.
+    `prompt_positions`: (3, prompt tokens) or (prompt tokens,).
     """
-    if completion_positions is not None:
-        return completion_positions[..., :tokens]
-    # M-RoPE: the axes differ inside of an image, and text goes on after the largest of them.
+    # M-RoPE's three axes differ inside of an image. Text after it goes on from the largest of them.
     next_position = prompt_positions.amax() + 1
-    counted = next_position + torch.arange(tokens)
-    return counted.expand(*prompt_positions.shape[:-1], -1)
+    text_positions = next_position + torch.arange(tokens)
+    return text_positions.expand(*prompt_positions.shape[:-1], -1)
 
 
 def pack(
@@ -289,84 +377,43 @@ def pack(
     attention_mask: Tensor,
     completion_width: int,
     groups: Sequence[Sequence[int]],
-    positions: Tensor,
-    host: HostRows | None = None,
+    prompt_positions: Tensor,
+    host_rows: HostRows | None = None,
     completion_positions: Tensor | None = None,
 ) -> PackedSequence:
-    """Lay out left-padded prompts and right-padded completions as one sequence.
+    """Lay out left-padded prompts and right-padded completions as one sequence without padding.
 
-    The layout is computed on the host and copied to the device without waiting. Tokens that the
-    policy has not sampled are not scored.
+    Each prompt comes once, before all rollouts of its group. The layout is computed on the CPU and
+    copied to the device without waiting. Tokens that the policy has not sampled are not scored.
 
     Args:
         input_ids: (B, P + C), on any device.
         attention_mask: (B, P + C), 0 at padding.
         completion_width: C, the width of the completions.
-        groups: rows with the same prompt; each row is in one group.
-        positions: positions of the prompt of each group's first row, (3, N, P) or (N, P), on the
-            CPU.
-        host: copies of the rows on the CPU; without it they are copied here.
-        completion_positions: (3, B, C), on the CPU, where the completions' positions do not simply
-            count on by one.
+        groups: for each group the rows that have its prompt; each row is in one group.
+        prompt_positions: position ids of the prompt of each group's first row, (3, N, P) or (N, P),
+            on the CPU.
+        host_rows: copies of the rows on the CPU; None copies them here.
+        completion_positions: position ids of the completions, (3, B, C), on the CPU; None where
+            those of each completion go on from its prompt by one.
     """
     row_width = input_ids.size(1)
     prompt_width = row_width - completion_width
-    if host is None:
-        host = HostRows.of(
-            input_ids[:, :prompt_width],
-            attention_mask[:, :prompt_width],
-            attention_mask[:, prompt_width:],
-            {},
+    if host_rows is None:
+        host_rows = HostRows.of(
+            prompt_ids=input_ids[:, :prompt_width],
+            prompt_mask=attention_mask[:, :prompt_width],
+            completion_mask=attention_mask[:, prompt_width:],
+            columns={},
         )
     first_rows = [group_rows[0] for group_rows in groups]
-    # Prompts are padded on the left, so the first 1 of the mask is where the prompt begins.
-    prompt_starts = host.prompt_mask[first_rows].int().argmax(dim=1).tolist()
-    builder = _SequenceBuilder(host, row_width=row_width, completion_width=completion_width)
-    layouts: list[GroupLayout] = []
-    for number, (group_rows, start) in enumerate(zip(groups, prompt_starts, strict=True)):
-        prompt_positions = positions[..., number, start:prompt_width]
-        builder.add_prompt(group_rows[0], start=start, positions=prompt_positions)
-        prompt_end = builder.last_index
-        rollout_lengths = []
-        for row in rows_longest_first(group_rows, host.lengths):
-            appended = max(host.lengths[row] - 1, 0)
-            row_positions = None
-            if completion_positions is not None:
-                row_positions = completion_positions[..., row, :]
-            rollout_positions = _rollout_positions(prompt_positions, appended, row_positions)
-            builder.add_rollout(row, prompt_end=prompt_end, positions=rollout_positions)
-            if appended:
-                rollout_lengths.append(appended)
-        layouts.append(
-            GroupLayout(
-                prompt_length=prompt_width - start,
-                rollout_lengths=tuple(rollout_lengths),
-            )
+    # Prompts are padded on the left, so a prompt begins at the first 1 of its mask.
+    prompt_starts = host_rows.prompt_mask[first_rows].int().argmax(dim=1).tolist()
+    builder = _SequenceBuilder(host_rows, row_width=row_width, completion_width=completion_width)
+    for number, (group_rows, prompt_start) in enumerate(zip(groups, prompt_starts, strict=True)):
+        builder.add_group(
+            group_rows,
+            prompt_positions=prompt_positions[..., number, prompt_start:prompt_width],
+            completion_positions=completion_positions,
         )
-
-    def on_device(tensor: Tensor) -> Tensor:
-        """Copy a tensor to the device of `input_ids`, without waiting."""
-        return tensor.to(input_ids.device, non_blocking=True)
-
-    token_index = on_device(torch.cat(builder.token_index_parts))
-    label_index = on_device(torch.cat(builder.label_index_parts))
-    sequence_positions = on_device(torch.cat(builder.position_parts, dim=-1))
-    flat_ids = input_ids.flatten()
-    labels = flat_ids[label_index][None]
-    predicting = builder.predicting
-    if not predicting:  # a head needs one position at least
-        labels = input_ids.new_full((1, 1), -100)
-        predicting = [0]
-    scored_mask_BC = attention_mask[:, prompt_width:]
-    if host.policy_mask is not None:
-        scored_mask_BC = scored_mask_BC * on_device(host.policy_mask[:, :completion_width])
-    return PackedSequence(
-        ids_NS=flat_ids[token_index][None],
-        positions=sequence_positions[..., None, :],
-        labels=labels,
-        label_index_BC=on_device(builder.label_index_BC),
-        scored_mask_BC=scored_mask_BC,
-        shared=SharedPrompts(
-            groups=tuple(layouts), predicting_K=on_device(torch.tensor(predicting))
-        ),
-    )
+    return builder.build(input_ids, attention_mask)

@@ -6,7 +6,7 @@ they are computed in parts, where the other rollouts of a group are batches of s
 Nothing grows with the square of a group's tokens.
 
 This is an attention implementation of Transformers' `AttentionInterface` on top of the model's own
-implementation. It takes part only in a forward that gets the argument `shared_prompts`; every other
+implementation. It takes part only in a forward that gets the argument `packed_layout`; every other
 forward goes to the model's own. The layout comes as that argument alone, since gradient
 checkpointing passes the arguments again when it recomputes a layer.
 """
@@ -27,7 +27,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
-from adora_vl.packing.shared_prompt import SharedPrompts
+from adora_vl.packing.shared_prompt import PackedLayout
 from adora_vl.packing.varlen_attention import VarlenAttention, attend_spans, keys_of_spans
 from adora_vl.utils import compat
 
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
-LAYOUT_ARGUMENT = "shared_prompts"  # name of the argument of the model's forward
+LAYOUT_ARGUMENT = "packed_layout"  # of the model's forward, a `PackedLayout`
 _PREFIX = "shared_prompt|"  # in the style of Transformers' own `paged|sdpa`
 # Without a kernel for a causal mask that is aligned to the lower right, queries are computed in
 # blocks that share a mask. Half of each block's square is wasted, but each block is a call, which
 # costs time too. So a block has at least this many queries, and for longer rollouts as many as
 # waste a quarter of the work.
 _MIN_BLOCK_QUERIES = 256
-VARLEN_ATTENTION = VarlenAttention()  # what a process knows of the kernel for all spans at once
+VARLEN_ATTENTION = VarlenAttention()  # of this process: whether torch's varlen kernel works
 
 
 def disable_cudnn_attention() -> None:
@@ -70,12 +70,12 @@ def empty_mask(device: torch.device) -> Tensor:
 
 
 def install_split_attention(model: "PreTrainedModel") -> None:
-    """Make `model`, in whatever wrapper, accept the argument `shared_prompts` from now on.
+    """Make `model`, in whatever wrapper, accept the argument `packed_layout` from now on.
 
     Its attention modules get a copy of the configuration that names our implementation. The model's
     configuration is unchanged, so masks, saved files and other models that are built from it are
     not affected. The implementation stays installed, because gradient checkpointing looks it up
-    again in the backward pass.
+    again in the backward pass. A second call changes nothing.
     """
     decoder = model.get_decoder()
     modules = [layer.self_attn for layer in decoder.layers]
@@ -84,6 +84,7 @@ def install_split_attention(model: "PreTrainedModel") -> None:
         return
     implementation = configured_attention(decoder.config)
     AttentionInterface.register(_PREFIX + implementation, partial(_attention, implementation))
+    # A copy, so that the model's own configuration still names the user's implementation.
     attention_config = _config_with(decoder.config, _PREFIX + implementation)
     for module in modules:
         module.config = attention_config
@@ -91,8 +92,9 @@ def install_split_attention(model: "PreTrainedModel") -> None:
 
 
 def _config_with(config: PreTrainedConfig, attention: str) -> Any:
-    """Return a copy of `config` that names `attention` as its implementation."""
+    """Return a copy of `config` that names `attention` as its attention implementation."""
     config_copy = copy.copy(config)
+    # `TEXT_ATTENTION` is the private attribute of Transformers with this name.
     compat.TEXT_ATTENTION.install(attention, on=config_copy)
     return config_copy
 
@@ -103,13 +105,15 @@ def _keep_scored_positions(
     kwargs: dict[str, Any],
     output: "BaseModelOutputWithPast",
 ) -> Any:
-    """Leave only the positions which predict a scored token; a forward hook of the decoder.
+    """Keep only the hidden states that predict a scored token; a forward hook of the decoder.
 
-    The LM head then computes nothing else. A prompt's last position comes once per rollout.
+    The LM head, which comes next, then computes nothing else. A prompt's last hidden state comes
+    once for each of its rollouts, whose first tokens it predicts. Passes that are not packed are
+    left as they are.
     """
-    shared: SharedPrompts | None = kwargs.get(LAYOUT_ARGUMENT)
-    if shared is not None:
-        output.last_hidden_state = output.last_hidden_state[:, shared.predicting_K]
+    layout: PackedLayout | None = kwargs.get(LAYOUT_ARGUMENT)
+    if layout is not None:
+        output.last_hidden_state = output.last_hidden_state[:, layout.predicting_positions_K]
     return output
 
 
@@ -122,43 +126,60 @@ def _attention(
     attention_mask: Tensor | None,
     scaling: float,
     dropout: float = 0.0,
-    shared_prompts: SharedPrompts | None = None,
+    packed_layout: PackedLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention in Transformers' interface, on top of `implementation`.
 
-    `query` is (N, H, S, D), `key` and `value` are (N, Hk, S, D). The result is (N, S, H, D) and, as
-    far as the implementation returns them, the attention weights.
+    A pass without `packed_layout` goes to the implementation itself. In a packed pass each rollout
+    attends to its prompt and to itself, by the fastest way that the implementation has for it.
+
+    Args:
+        implementation: the name of the attention that the user chose, such as `sdpa`.
+        module: the attention module of a layer.
+        query: (N, H, S, D).
+        key: (N, Hk, S, D).
+        value: (N, Hk, S, D).
+        attention_mask: the implementation's own; a packed pass has none.
+        scaling: factor of the scores.
+        dropout: share of the attention weights that are dropped.
+        packed_layout: where prompts and rollouts are in the sequence.
+        kwargs: further arguments of the implementation.
+
+    Returns:
+        (N, S, H, D), and the attention weights as far as the implementation returns them.
     """
-    own_attention = _implementation_function(implementation, module)
+    attend = _implementation_function(implementation, module)
     is_flash = is_flash_attention_requested(requested_attention_implementation=implementation)
     if is_flash:
         module = _module_copy_with(module, implementation)
     options: dict[str, Any] = {"scaling": scaling, "dropout": dropout}
-    if shared_prompts is None:
-        return own_attention(module, query, key, value, attention_mask, **options, **kwargs)
+    if packed_layout is None:
+        return attend(module, query, key, value, attention_mask, **options, **kwargs)
     if is_flash:
-        spans = shared_prompts.span_bounds
-        key = keys_of_spans(key, shared_prompts)
-        value = keys_of_spans(value, shared_prompts)
+        # Flash attention takes the bounds of spans in place of a mask.
+        spans = packed_layout.span_bounds
         bounds = {
             "cu_seq_lens_q": spans.query_bounds,
             "cu_seq_lens_k": spans.key_bounds,
-            "max_length_q": spans.most_queries,
-            "max_length_k": spans.most_keys,
+            "max_length_q": spans.max_queries,
+            "max_length_k": spans.max_keys,
         }
-        return own_attention(module, query, key, value, None, **options, **bounds)
+        span_keys = keys_of_spans(key, packed_layout)
+        span_values = keys_of_spans(value, packed_layout)
+        no_mask = None
+        return attend(module, query, span_keys, span_values, no_mask, **options, **bounds)
     # Under autocast float32 weights give float32 queries and keys, since rotary positions are added
     # in float32. The kernel would cast them, but the kernel is chosen here, by their dtype.
     query = query.to(value.dtype)
     key = key.to(value.dtype)
     if implementation == "sdpa" and VARLEN_ATTENTION.supports(query, key, dropout):
-        return attend_spans(query, key, value, shared_prompts, scaling), None
+        return attend_spans(query, key, value, packed_layout, scaling), None
     if implementation == "sdpa":
-        output = attend_in_parts(query, key, value, shared_prompts, scaling, dropout)
+        output = attend_in_parts(query, key, value, packed_layout, scaling, dropout)
         return output.contiguous(), None
-    attend = partial(_eager_attention, partial(own_attention, module), **options)
-    output = _attend_groups(attend, query=query, key=key, value=value, shared=shared_prompts)
+    eager = partial(_eager_attention, partial(attend, module), **options)
+    output = _attend_groups(eager, query=query, key=key, value=value, layout=packed_layout)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -166,16 +187,27 @@ def attend_in_parts(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    shared: SharedPrompts,
+    layout: PackedLayout,
     scaling: float,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Compute by PyTorch's kernels what `attend_spans` computes, with several calls for each group.
+    """Compute attention over a packed sequence by several calls of SDPA for each group.
 
-    The arguments are those of `attend_spans`, and the share of weights that are dropped.
+    `attend_spans` computes the same in one call, with a kernel that not every device has.
+
+    Args:
+        query: (1, H, S, D).
+        key: (1, Hk, S, D).
+        value: (1, Hk, S, D).
+        layout: where prompts and rollouts are in the sequence.
+        scaling: factor of the scores.
+        dropout: share of the attention weights that are dropped.
+
+    Returns:
+        (1, S, H, D).
     """
     attend = partial(_sdpa_attention, scaling=scaling, dropout=dropout)
-    output = _attend_groups(attend, query=query, key=key, value=value, shared=shared)
+    output = _attend_groups(attend, query=query, key=key, value=value, layout=layout)
     return output.transpose(1, 2)
 
 
@@ -203,9 +235,9 @@ def _attend_groups(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    shared: SharedPrompts,
+    layout: PackedLayout,
 ) -> Tensor:
-    """Compute attention over the spans of a packed sequence: (1, H, S, D).
+    """Compute attention over a packed sequence group by group: (1, H, S, D).
 
     A prompt with its longest rollout is one call. The other rollouts of a group are batches of
     similar lengths, in which each rollout sees the prompt and itself.
@@ -216,13 +248,14 @@ def _attend_groups(
         query: (1, H, S, D), the queries of the sequence.
         key: (1, Hk, S, D).
         value: (1, Hk, S, D).
-        shared: the layout of the sequence.
+        layout: where prompts and rollouts are in the sequence.
     """
-    query_spans = iter(torch.split(query, shared.span_lengths, dim=2))
-    key_spans = iter(torch.split(key, shared.span_lengths, dim=2))
-    value_spans = iter(torch.split(value, shared.span_lengths, dim=2))
+    # A span is a prompt with its longest rollout, or one other rollout; each `next` takes a span.
+    query_spans = iter(torch.split(query, layout.span_lengths, dim=2))
+    key_spans = iter(torch.split(key, layout.span_lengths, dim=2))
+    value_spans = iter(torch.split(value, layout.span_lengths, dim=2))
     outputs = []
-    for group in shared.groups:
+    for group in layout.groups:
         first_query = next(query_spans)
         first_key = next(key_spans)
         first_value = next(value_spans)
@@ -234,20 +267,22 @@ def _attend_groups(
             batch_query = _stack_padded([next(query_spans) for _ in batch_lengths])
             batch_key = _stack_padded([next(key_spans) for _ in batch_lengths])
             batch_value = _stack_padded([next(value_spans) for _ in batch_lengths])
+            longest_rollout = batch_lengths[0]
             unused_queries = 0
-            if _prompt_queries_pay(group.prompt_length, batch_lengths[0], query):
+            if _prompt_queries_pay(group.prompt_length, longest_rollout, query):
                 batch_query = _with_prompt_before(prompt_query, batch_query)
                 unused_queries = group.prompt_length  # their outputs are thrown away
             batch_key = _with_prompt_before(prompt_key, batch_key)
             batch_value = _with_prompt_before(prompt_value, batch_value)
-            output = attend(batch_query, batch_key, batch_value)[:, :, unused_queries:]
+            output = attend(batch_query, batch_key, batch_value)
+            rollout_output = output[:, :, unused_queries:]
             for row, length in enumerate(batch_lengths):
-                outputs.append(output[row : row + 1, :, :length])
+                outputs.append(rollout_output[row : row + 1, :, :length])
     return torch.cat(outputs, dim=2)
 
 
 def _stack_padded(spans: list[Tensor]) -> Tensor:
-    """Stack R spans of (1, H, L, D) as (R, H, longest, D).
+    """Stack queries, keys or values of R rollouts, (1, H, L, D) each, as (R, H, longest L, D).
 
     The padding comes last, where causal masks hide it.
     """
@@ -261,34 +296,47 @@ def _with_prompt_before(prompt: Tensor, batch: Tensor) -> Tensor:
 
 
 def _prompt_queries_pay(prompt_length: int, rollout_length: int, query: Tensor) -> bool:
-    """Return whether attention is less work with the prompt's queries before a rollout's.
+    """Return whether attention is faster if it also computes the prompt's queries.
 
-    Their outputs are thrown away, but the mask is then a plain causal one, and kernels compute only
-    half of that. Lengths are in tokens; `query` tells what the kernel supports.
+    Then there are as many queries as keys, so the mask is plain causal, and kernels skip its upper
+    half. The outputs of the prompt's queries are thrown away. Without them each block of queries
+    needs a mask of its own (see `_query_blocks`).
+
+    Args:
+        prompt_length: tokens of the prompt.
+        rollout_length: tokens of the rollout after it.
+        query: any query of the pass; its device and dtype tell what the kernel supports.
     """
     if _supports_lower_right_mask(query):
         return False
     keys = prompt_length + rollout_length
-    plain_work = keys * keys / 2  # pairs of a query and a key
+    # Work is counted in pairs of a query and a key.
+    causal_work = keys * keys / 2
     block_work = 0
     for start, end in _query_blocks(rollout_length, keys):
         visible_keys = prompt_length + end
         block_work += (end - start) * visible_keys
-    return plain_work < block_work
+    return causal_work < block_work
 
 
 def _supports_lower_right_mask(query: Tensor) -> bool:
     """Return whether the kernel can align a causal mask to the lower right.
 
-    Flash attention's can.
+    Flash attention can, which SDPA takes on a GPU for half precision.
     """
     return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
 
 
 def _query_blocks(queries: int, keys: int) -> list[tuple[int, int]]:
-    """Return the bounds of the blocks of queries that share a mask (see `_MIN_BLOCK_QUERIES`)."""
-    # Half of a block's square is wasted, of about block x (keys - queries / 2) pairs.
-    block_size = max(_MIN_BLOCK_QUERIES, (keys - queries // 2) // 2)
+    """Divide a number of queries into blocks that get a causal mask each; return start and end.
+
+    The last query sees all `keys`. A block computes the keys that its own last query sees, so half
+    of the square of its queries is wasted.
+    """
+    # A query sees (keys - queries / 2) keys on average. Blocks of half as many queries waste a
+    # quarter of the work.
+    mean_visible_keys = keys - queries // 2
+    block_size = max(_MIN_BLOCK_QUERIES, mean_visible_keys // 2)
     starts = range(0, queries, block_size)
     return [(start, min(start + block_size, queries)) for start in starts]
 
@@ -296,9 +344,10 @@ def _query_blocks(queries: int, keys: int) -> list[tuple[int, int]]:
 def _sdpa_attention(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float
 ) -> Tensor:
-    """Compute causal attention, aligned to the lower right, by PyTorch's kernels.
+    """Compute causal attention by PyTorch's kernels, with the mask aligned to the lower right.
 
-    `query` is (B, H, L, D), `key` and `value` are (B, Hk, M, D), M >= L. Returns (B, H, L, D).
+    So the last query sees all keys. `query` is (B, H, L, D), `key` and `value` are (B, Hk, M, D),
+    M >= L. Returns (B, H, L, D).
     """
     options: dict[str, Any] = {
         "scale": scaling,
@@ -312,6 +361,7 @@ def _sdpa_attention(
     if _supports_lower_right_mask(query):
         mask = causal_lower_right(queries, keys)
         return scaled_dot_product_attention(query, key, value, mask, **options)
+    # Each block of queries gets a mask of its own.
     if query.is_cuda:  # with a mask its kernels want as many heads of keys as of queries
         repeats = query.size(1) // key.size(1)
         key = repeat_kv(key, repeats)
@@ -331,7 +381,7 @@ def _sdpa_attention(
 
 
 def _eager_attention(
-    own_attention: Callable[..., Any],
+    model_attention: Callable[..., Any],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -340,21 +390,31 @@ def _eager_attention(
 ) -> Tensor:
     """Compute causal attention by the model file's own `eager_attention_forward`.
 
-    Its mask is added to the scores, so it is 0 or a very small number. Shapes are those of
-    `_sdpa_attention`. `own_attention`: that function, for one attention module.
+    Args:
+        model_attention: that function, bound to an attention module.
+        query: (B, H, L, D).
+        key: (B, Hk, M, D), M >= L; the last query sees all keys.
+        value: (B, Hk, M, D).
+        scaling: factor of the scores.
+        dropout: share of the attention weights that are dropped.
+
+    Returns:
+        (B, H, L, D).
     """
     allowed = _lower_right_mask(query.size(2), key.size(2), query.device)
+    # The mask is added to the scores, so it is 0 or the smallest number.
     zero = torch.zeros((), dtype=query.dtype, device=query.device)
     mask = zero.masked_fill(~allowed, torch.finfo(query.dtype).min)
-    output: Tensor = own_attention(
+    output: Tensor
+    output, _ = model_attention(
         query, key, value, mask[None, None], scaling=scaling, dropout=dropout
-    )[0]
+    )
     return output.transpose(1, 2)
 
 
 def _lower_right_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return a mask (queries, keys), True where a query may see a key.
+    """Return a causal mask (queries, keys), True where a query may see a key.
 
-    The last query sees all keys.
+    The last query sees all keys, and each query before it one key less.
     """
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 
-from adora_vl.packing.shared_prompt import GroupLayout, SharedPrompts
+from adora_vl.packing.shared_prompt import GroupLayout, PackedLayout
 
 _MAX_HEAD_SIZE = 256  # of flash attention's kernels, in multiples of 8
 # The largest error that counts as rounding, as a share of the largest value. Rounding to bfloat16
@@ -29,20 +29,19 @@ _PROBED_GROUPS = (
 
 
 class VarlenAttention:
-    """Torch's kernel for rows of different lengths, as far as it works on this machine.
-
-    `refusal` says why it is not used; empty while nothing is known against it.
-    """
+    """Torch's kernel for rows of different lengths, as far as it works on this machine."""
 
     def __init__(self) -> None:
-        self.refusal = ""
+        self.refusal = ""  # why it is not used; empty while nothing is known against it
         # (device, dtype, heads of queries, heads of keys, head size) that have been compared
         self._probed_kinds: set[tuple[Any, ...]] = set()
 
     def supports(self, query: Tensor, key: Tensor, dropout: float) -> bool:
-        """Return whether the kernel computes this attention; the first call for its kind tries it.
+        """Return whether the kernel can compute this attention.
 
-        `query` is (1, H, S, D), `key` (1, Hk, S, D). The kernel has no dropout.
+        It needs a GPU, half precision and certain head sizes, and has no dropout. The first call
+        for a device, a dtype, and a number and size of heads also tries the kernel on a few tokens.
+        `query` is (1, H, S, D), `key` (1, Hk, S, D).
         """
         head_size = query.size(-1)
         has_half_precision = query.dtype in (torch.float16, torch.bfloat16)
@@ -53,18 +52,19 @@ class VarlenAttention:
             return False
         kind = (query.device, query.dtype, query.size(1), key.size(1), head_size)
         if kind not in self._probed_kinds:
-            self._probe(query, key)
+            self._probe(query, key)  # may set `refusal`
             self._probed_kinds.add(kind)
         return not self.refusal
 
     def _probe(self, query: Tensor, key: Tensor) -> None:
-        """Compare the kernel with plain attention in float32; a difference is a refusal.
+        """Compare the kernel with plain attention in float32, and set `refusal` if they differ.
 
-        `query` and `key` say the kind: device, dtype, and numbers and size of heads.
+        It is also set, with a warning, where the kernel raises an error. `query` and `key` give the
+        device, the dtype, and the number and size of heads; their values are not used.
         """
         try:
             error_ratio = probe_error(query, key)
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError:  # a `RuntimeError` that says nothing of the kernel
             raise
         except RuntimeError as error:  # how a kernel says what it does not support
             self.refusal = " ".join(str(error).split())[:200]
@@ -82,29 +82,29 @@ class VarlenAttention:
 
 
 def attend_spans(
-    query: Tensor, key: Tensor, value: Tensor, shared: SharedPrompts, scaling: float
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float
 ) -> Tensor:
-    """Compute attention over the spans of a packed sequence, (1, S, H, D).
+    """Compute attention over a packed sequence in one call of torch's varlen kernel: (1, S, H, D).
+
+    A prompt with its longest rollout is a span that attends to itself. Every other rollout is a
+    span that attends to the prompt and to itself.
 
     Args:
         query: (1, H, S, D).
         key: (1, Hk, S, D).
         value: (1, Hk, S, D).
-        shared: the layout of the sequence.
+        layout: where prompts and rollouts are in the sequence.
         scaling: factor of the scores.
     """
-    spans = shared.span_bounds
-    query_rows = query[0].transpose(0, 1)
-    key_rows = _select_rows(key, shared.key_positions)
-    value_rows = _select_rows(value, shared.key_positions)
+    spans = layout.span_bounds
     output: Any = varlen.varlen_attn(
-        query_rows,
-        key_rows,
-        value_rows,
-        spans.query_bounds,
-        spans.key_bounds,
-        spans.most_queries,
-        spans.most_keys,
+        query=query[0].transpose(0, 1),  # (S, H, D)
+        key=_select_rows(key, layout.key_positions_K),
+        value=_select_rows(value, layout.key_positions_K),
+        cu_seq_q=spans.query_bounds,
+        cu_seq_k=spans.key_bounds,
+        max_q=spans.max_queries,
+        max_k=spans.max_keys,
         scale=scaling,
         # causal, and aligned to the lower right: a span's last query sees all of its keys
         window_size=(-1, 0),
@@ -114,16 +114,17 @@ def attend_spans(
     return result
 
 
-def keys_of_spans(tensor: Tensor, shared: SharedPrompts) -> Tensor:
-    """Return keys or values (1, Hk, S, D), laid out span by span as the queries see them.
+def keys_of_spans(tensor: Tensor, layout: PackedLayout) -> Tensor:
+    """Copy keys or values, (1, Hk, S, D), into the order in which the spans see them, (1, Hk, K, D).
 
-    A group's first span sees itself; each other span sees a copy of the prompt and itself.
+    A prompt with its longest rollout is a span that sees itself. Each other rollout is a span that
+    sees a copy of the prompt and itself.
     """
-    return _select_rows(tensor, shared.key_positions).transpose(0, 1)[None]
+    return _select_rows(tensor, layout.key_positions_K).transpose(0, 1)[None]
 
 
 def _select_rows(tensor: Tensor, positions_K: Tensor) -> Tensor:
-    """Return keys or values, (1, Hk, S, D), at these positions of the sequence, as (K, Hk, D)."""
+    """Return keys or values, (1, Hk, S, D), at K positions of the sequence, as (K, Hk, D)."""
     rows_K: Tensor = _SelectRows.apply(  # type: ignore[no-untyped-call]
         tensor[0].transpose(0, 1), positions_K
     )
@@ -131,7 +132,7 @@ def _select_rows(tensor: Tensor, positions_K: Tensor) -> Tensor:
 
 
 class _SelectContext(Protocol):
-    """What the forward of `_SelectRows` leaves for its backward."""
+    """The autograd context that the forward of `_SelectRows` fills for its backward."""
 
     row_count: int
     saved_tensors: tuple[Tensor, ...]
@@ -141,10 +142,10 @@ class _SelectContext(Protocol):
 
 
 class _SelectRows(torch.autograd.Function):
-    """Selects rows of (S, H, D) by their numbers, (K,).
+    """Selects rows of (S, H, D) by their numbers, (K,), with a more exact backward than torch's.
 
-    A prompt's row is selected once for every rollout. Torch's own backward would add their gradients
-    up in the dtype of the rows, and round after each.
+    A prompt's row is selected once for every rollout. Torch's own backward would add up the
+    gradients of these copies in the dtype of the rows, and round after each addition.
     """
 
     @staticmethod
@@ -158,7 +159,8 @@ class _SelectRows(torch.autograd.Function):
     def backward(ctx: _SelectContext, *gradients: Tensor) -> tuple[Tensor, None]:
         """Return the gradient of the rows, (S, H, D), from that of the selected rows, (K, H, D).
 
-        Those of one row are added up in float32 at least, and rounded once.
+        The gradients of a row that was selected several times are added up in float32 at least, and
+        rounded once. The row numbers get no gradient.
         """
         (gradient,) = gradients
         (row_numbers,) = ctx.saved_tensors
@@ -169,28 +171,36 @@ class _SelectRows(torch.autograd.Function):
 
 
 def probe_error(query: Tensor, key: Tensor) -> float:
-    """Return the largest difference of the kernel from plain attention, of the largest value.
+    """Measure how far the kernel is from plain attention, on two short groups of made-up values.
 
-    It is that of outputs or gradients on a few tokens, with heads, dtype and device of `query`
-    (1, H, S, D) and `key` (1, Hk, S, D).
+    Returns the largest difference of an output or gradient, relative to the largest value of the
+    same tensor. Heads, dtype and device are those of `query` (1, H, S, D) and `key` (1, Hk, S, D).
     """
-    shared = SharedPrompts(_PROBED_GROUPS, torch.zeros(1, dtype=torch.long, device=query.device))
-    length = sum(shared.span_lengths)
-    # Queries, keys and values; values have the heads of the keys.
-    waves = [_wave(like, length, number) for number, like in enumerate((query, key, key))]
+    # The layout's positions for the LM head are not used here.
+    no_positions_K = torch.zeros(1, dtype=torch.long, device=query.device)
+    layout = PackedLayout(_PROBED_GROUPS, no_positions_K)
+    length = sum(layout.span_lengths)
+    # Each tensor has another frequency, so that no two are equal. Values have the heads of the keys.
+    waves = [
+        _wave(query, length, frequency=0.7),
+        _wave(key, length, frequency=0.7 + 0.37),
+        _wave(key, length, frequency=0.7 + 0.37 * 2),
+    ]
+    loss_weights = _wave(query, length, frequency=0.7 + 0.37 * 3).transpose(1, 2)
     scaling = query.size(-1) ** -0.5
     # The pass that this is called from may be one without gradients, and under autocast.
     with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
         half_inputs = [wave.to(query.dtype).requires_grad_() for wave in waves]
-        output = attend_spans(half_inputs[0], half_inputs[1], half_inputs[2], shared, scaling)
         # The same rounded numbers in float32, so that only the kernel's own error is measured.
         full_inputs = [tensor.detach().float().requires_grad_() for tensor in half_inputs]
-        expected = plain_attention(full_inputs[0], full_inputs[1], full_inputs[2], shared, scaling)
-        loss_weights = _wave(query, length, 3).transpose(1, 2)
-        gradients = torch.autograd.grad((output * loss_weights).sum(), half_inputs)
-        expected_gradients = torch.autograd.grad((expected * loss_weights).sum(), full_inputs)
-    kernel_results = (output, *gradients)
-    plain_results = (expected, *expected_gradients)
+        half_query, half_key, half_value = half_inputs
+        kernel_output = attend_spans(half_query, half_key, half_value, layout, scaling)
+        full_query, full_key, full_value = full_inputs
+        plain_output = plain_attention(full_query, full_key, full_value, layout, scaling)
+        kernel_gradients = torch.autograd.grad((kernel_output * loss_weights).sum(), half_inputs)
+        plain_gradients = torch.autograd.grad((plain_output * loss_weights).sum(), full_inputs)
+    kernel_results = (kernel_output, *kernel_gradients)
+    plain_results = (plain_output, *plain_gradients)
     error_ratios = []
     for kernel_result, plain_result in zip(kernel_results, plain_results, strict=True):
         gap = (kernel_result.float() - plain_result).abs().max()
@@ -198,45 +208,51 @@ def probe_error(query: Tensor, key: Tensor) -> float:
     return torch.stack(error_ratios).max().item()
 
 
-def _wave(like: Tensor, length: int, number: int) -> Tensor:
-    """Return values between -2 and 2 that look drawn and take no random number.
+def _wave(like: Tensor, length: int, frequency: float) -> Tensor:
+    """Return values between -2 and 2 that look random, without drawing random numbers.
 
     They are (1, H, length, D), float32, with heads and device of `like`, (1, H, S, D).
     """
     heads = like.size(1)
-    value_count = heads * length * like.size(-1)
-    steps = torch.arange(value_count, device=like.device, dtype=torch.float32)
-    # no two tensors have the same frequency
-    waves = (steps * (0.7 + 0.37 * number)).sin()
-    return 2 * waves.view(1, heads, length, like.size(-1))
+    head_size = like.size(-1)
+    steps = torch.arange(heads * length * head_size, device=like.device, dtype=torch.float32)
+    return 2 * (steps * frequency).sin().view(1, heads, length, head_size)
 
 
 def plain_attention(
-    query: Tensor, key: Tensor, value: Tensor, shared: SharedPrompts, scaling: float
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float
 ) -> Tensor:
-    """Compute the attention of `attend_spans` by its definition, span by span with a mask.
+    """Compute the attention of `attend_spans` by its definition, to compare with it.
 
-    It is for comparing: every span is a call, and keys and values are repeated for every head. The
-    arguments are those of `attend_spans`.
+    A prompt with its longest rollout is a span that attends to itself. Every other rollout is a
+    span that attends to the prompt and to itself. Here each span is a call with a mask, and keys
+    and values are repeated for every head of the queries.
+
+    Args:
+        query: (1, H, S, D).
+        key: (1, Hk, S, D).
+        value: (1, Hk, S, D).
+        layout: where prompts and rollouts are in the sequence.
+        scaling: factor of the scores.
+
+    Returns:
+        (1, S, H, D).
     """
+    repeats = query.size(1) // key.size(1)
     outputs = []
     start = 0
-    for group in shared.groups:
+    for group in layout.groups:
         prompt_positions = torch.arange(start, start + group.prompt_length, device=query.device)
         for number, length in enumerate((group.first_span_length, *group.later_rollout_lengths)):
             positions = torch.arange(start, start + length, device=query.device)
-            visible = positions
-            if number:  # the first span has the prompt inside
-                visible = torch.cat([prompt_positions, positions])
-            mask = visible[None, :] <= positions[:, None]
-            visible_key = key[:, :, visible]
-            visible_value = value[:, :, visible]
-            repeats = query.size(1) // key.size(1)
+            is_first_span = number == 0  # it has the prompt inside
+            visible = positions if is_first_span else torch.cat([prompt_positions, positions])
+            causal_mask = visible[None, :] <= positions[:, None]
             output = scaled_dot_product_attention(
                 query[:, :, positions],
-                visible_key.repeat_interleave(repeats, dim=1),
-                visible_value.repeat_interleave(repeats, dim=1),
-                mask,
+                key[:, :, visible].repeat_interleave(repeats, dim=1),
+                value[:, :, visible].repeat_interleave(repeats, dim=1),
+                causal_mask,
                 scale=scaling,
             )
             outputs.append(output)

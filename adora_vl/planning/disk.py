@@ -11,38 +11,61 @@ _SMALL_FILES = 2 * 2**20
 
 
 def checkpoint_bytes(
-    shape: ModelShape, sharding: Sharding, *, mixed: bool, reference: bool = False
+    shape: ModelShape,
+    sharding: Sharding,
+    *,
+    mixed_precision: bool,
+    saves_reference: bool = False,
 ) -> int:
-    """Return the size of one `checkpoint-N` folder of all ranks.
+    """Predict the bytes of one `checkpoint-N` folder, with the files of all ranks.
 
-    It has weights (with LoRA the adapter alone), optimizer, and with `reference` a reference model
-    that moves (`sync_ref_model`). DeepSpeed writes, beside the model for `from_pretrained`, its own
-    float32 master weights, the moments and, for ZeRO-2 and below, the module's weights once more.
+    It has the weights (with LoRA those of the adapter alone) and the optimizer. DeepSpeed writes
+    its own files beside the model for `from_pretrained`: float32 master weights, the moments, and
+    the module's weights once more.
+
+    Args:
+        shape: Numbers of parameters: of the model, and of what is trained.
+        sharding: Processes and ZeRO stage.
+        mixed_precision: Whether DeepSpeed computes in bf16 or fp16.
+        saves_reference: Whether it has a reference model too, one that moves (`sync_ref_model`).
     """
-    saved_parameters = shape.trained if shape.adapters else shape.total
-    reference_bytes = shape.total * shape.weight_bytes if reference else 0
+    saved_parameters = shape.trained_parameters if shape.has_adapters else shape.total_parameters
+    reference_bytes = shape.total_parameters * shape.weight_bytes if saves_reference else 0
     if sharding.stage is None:
-        parameter_bytes = FLOAT if shape.adapters else shape.weight_bytes
-        model = saved_parameters * parameter_bytes
-        return model + MOMENTS * shape.trained * parameter_bytes + reference_bytes + _SMALL_FILES
-    parameter_bytes = 2 if mixed else shape.weight_bytes
-    model = saved_parameters * parameter_bytes
-    optimizer = shape.trained * (MOMENTS + 1) * FLOAT
+        bytes_per_parameter = FLOAT if shape.has_adapters else shape.weight_bytes
+        model_bytes = saved_parameters * bytes_per_parameter
+        optimizer_bytes = MOMENTS * shape.trained_parameters * bytes_per_parameter
+        return model_bytes + optimizer_bytes + reference_bytes + _SMALL_FILES
+    bytes_per_parameter = 2 if mixed_precision else shape.weight_bytes
+    model_bytes = saved_parameters * bytes_per_parameter
+    optimizer_bytes = shape.trained_parameters * (MOMENTS + 1) * FLOAT  # 1: the master weights
     # Under ZeRO-3 the module's file has only the weights that are not trained.
-    module_parameters = shape.total if sharding.stage < 3 else shape.total - shape.trained
-    module = module_parameters * parameter_bytes
-    return model + optimizer + module + reference_bytes + _SMALL_FILES
+    module_parameters = shape.total_parameters
+    if sharding.stage >= 3:
+        module_parameters -= shape.trained_parameters
+    module_bytes = module_parameters * bytes_per_parameter
+    return model_bytes + optimizer_bytes + module_bytes + reference_bytes + _SMALL_FILES
 
 
 def checkpoint_of(config: AdoraGRPOConfig, shape: ModelShape, sharding: Sharding) -> int:
-    """Return bytes of one checkpoint of a run."""
-    mixed = bool(config.bf16 or config.fp16)
-    return checkpoint_bytes(shape, sharding=sharding, mixed=mixed, reference=config.sync_ref_model)
+    """Predict the bytes of one checkpoint of the run with this config."""
+    return checkpoint_bytes(
+        shape,
+        sharding=sharding,
+        mixed_precision=bool(config.bf16 or config.fp16),
+        saves_reference=config.sync_ref_model,
+    )
 
 
 def run_bytes(checkpoint: int, model: int, checkpoints: int) -> int:
     """Return the largest size of a run's folder, in bytes.
 
-    It holds `checkpoints` finished checkpoints, one that is being written, and the final model.
+    It is largest when it has all complete checkpoints that the run keeps, another one that is being
+    written, and the final model.
+
+    Args:
+        checkpoint: Bytes of one checkpoint.
+        model: Bytes of the final model.
+        checkpoints: How many checkpoints the run keeps.
     """
     return checkpoint * (checkpoints + 1) + model

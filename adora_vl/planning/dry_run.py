@@ -31,23 +31,28 @@ from adora_vl.utils.secrets import masked
 
 
 def learning_rates(config: AdoraGRPOConfig, updates: int | None) -> dict[str, float]:
-    """Return the learning rate at the first, the middle and the last update.
+    """Return the learning rate at the `first`, the `middle` and the `last` optimizer step.
 
-    `updates`: optimizer steps of the run; None where that is not known, so that the curve is that
-    of a run of any length. The keys are `first`, `middle` and `last`. The result is empty for a
-    schedule that depends on the training, such as reduce_lr_on_plateau.
+    Empty for a schedule that depends on how the training goes, such as reduce_lr_on_plateau.
+
+    `updates`: the number of optimizer steps of the run; None if it is not known. Then the rates are
+    those of a run of some length, since most schedules have the same shape for every length.
     """
-    total = updates or ANY_LENGTH
-    schedule = schedule_of(config, total)
+    step_count = updates or ANY_LENGTH
+    schedule = schedule_of(config, step_count)
     if not is_curve(schedule):
         return {}
-    update_by_name = {"first": 0, "middle": total // 2, "last": total - 1}
+    step_by_name = {"first": 0, "middle": step_count // 2, "last": step_count - 1}
+    # torch's function from the step to a factor of the learning rate
     factor_at = schedule.lr_lambdas[0]
-    return {name: config.learning_rate * factor_at(step) for name, step in update_by_name.items()}
+    return {name: config.learning_rate * factor_at(step) for name, step in step_by_name.items()}
 
 
 def learning_rate_line(config: AdoraGRPOConfig, updates: int | None) -> str:
-    """Return the name of the learning rate's schedule and its curve, in words."""
+    """Return a line with the name of the learning rate's schedule, and three of its rates.
+
+    `updates`: the number of optimizer steps of the run; None if it is not known.
+    """
     rates = learning_rates(config, updates)
     schedule = spelled(config.lr_scheduler_type)
     if not rates:
@@ -58,9 +63,10 @@ def learning_rate_line(config: AdoraGRPOConfig, updates: int | None) -> str:
 
 
 def prompt_lines(plan: Plan) -> list[str]:
-    """Return one whole prompt as the model reads it, of a row with choices if there is one.
+    """Return a section with one whole prompt as the model reads it.
 
-    There is no line where the dataset is not on this machine.
+    It is the prompt of a multiple-choice row, if there is one. There is no section for a data set
+    that is not on this machine.
     """
     if not plan.rows:
         return []
@@ -72,18 +78,21 @@ def prompt_lines(plan: Plan) -> list[str]:
             example_rows.append(row)
     # A row with choices shows how the prompt presents them too.
     rows_with_choices = [row for row in example_rows if row.get("choices")]
-    shown_row = rows_with_choices[0] if rows_with_choices else example_rows[0]
-    problem = shown_row["problem"]
+    example = rows_with_choices[0] if rows_with_choices else example_rows[0]
+    problem_text = example["problem"]
     if script.adora_prompt:
-        problem = template(script.adora_prompt)(shown_row)
-    image_count = len(shown_row["images"] or [])
-    messages = conversation_with_images(problem, image_count, plan.run.system_prompt)
+        problem_text = template(script.adora_prompt)(example)
+    image_count = len(example["images"] or [])
+    messages = conversation_with_images(problem_text, image_count, plan.run.system_prompt)
     prompt_text = _render_messages(plan, messages)
-    return section(f"One whole prompt, of {shown_row['id']}", shown_lines(prompt_text))
+    return section(f"One whole prompt, of {example['id']}", shown_lines(prompt_text))
 
 
 def _render_messages(plan: Plan, messages: list[Message]) -> str:
-    """Render messages with the model's chat template, or by roles where there is no processor."""
+    """Return messages as text, by the model's chat template.
+
+    Without a processor, or a template in it, each message follows the name of its role.
+    """
     processor = plan.run.prompts.processor
     if processor is None:
         return as_text(messages)
@@ -97,31 +106,36 @@ def _render_messages(plan: Plan, messages: list[Message]) -> str:
 
 
 class KeyValue(NamedTuple):
-    """One key of a run's configuration."""
+    """One key of a run's configuration.
+
+    `field`: the dataclass field that declares it. `value`: its value in the types of YAML and JSON,
+    if it has such a form. `is_default`: whether it is the field's default.
+    """
 
     field: Field[Any]
-    value: Any  # in a form for YAML and JSON, where there is one
+    value: Any
     is_default: bool
 
 
 def _key_values(plan: Plan) -> Iterator[KeyValue]:
-    """Yield the keys of script, trainer and model, in declared order."""
+    """Yield all keys of a run, in the order in which the three config dataclasses declare them."""
     for arguments in (plan.script, plan.run.config, plan.run.request.model.keys):
         for field in fields(arguments):
             value = getattr(arguments, field.name)
             default = field.default
             if default is MISSING:
                 default = None if field.default_factory is MISSING else field.default_factory()
-            plain_value = plain(getattr(value, "value", value))  # an enumeration's member by value
+            # A member of an enumeration is written by its value.
+            plain_value = plain(getattr(value, "value", value))
             yield KeyValue(field=field, value=plain_value, is_default=value == default)
 
 
 def changed_keys(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
-    """Return the keys that the user set to something else than the default, with secrets masked.
+    """Return the values of the keys that the user set to something else than the default.
 
-    `set_keys`: names of all keys in the file and on the command line.
+    Secrets are masked. `set_keys`: names of all keys in the file and on the command line.
     """
-    value_by_key = {}
+    value_by_key: dict[str, Any] = {}
     for key in _key_values(plan):
         if key.field.name in set_keys and not key.is_default:
             value_by_key[key.field.name] = key.value
@@ -129,7 +143,10 @@ def changed_keys(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
 
 
 def config_lines(plan: Plan, set_keys: Collection[str]) -> list[str]:
-    """Return a line `key: value` for each key that differs from its default."""
+    """Return a section with a line `key: value` for each key that differs from its default.
+
+    `set_keys`: names of all keys in the file and on the command line.
+    """
     value_by_key = changed_keys(plan, set_keys)
     column_width = max(map(len, value_by_key), default=0) + 2
     lines = [f"{key + ':':{column_width}} {value}" for key, value in value_by_key.items()]
@@ -139,7 +156,7 @@ def config_lines(plan: Plan, set_keys: Collection[str]) -> list[str]:
 
 
 class OptimizerSteps(NamedTuple):
-    """The number of optimizer steps, None where it is not known."""
+    """The number of optimizer steps, None where it is not known without the data set."""
 
     per_epoch: int | None
     total: int | None
@@ -149,7 +166,8 @@ def optimizer_steps_of(plan: Plan) -> OptimizerSteps:
     """Return the optimizer steps of an epoch and of the whole run, as Transformers counts them."""
     batches = plan.run.layout
     config = plan.run.config
-    max_steps = config.max_steps if config.max_steps > 0 else None  # -1: as many as the epochs have
+    # -1 means that num_train_epochs decides.
+    max_steps = config.max_steps if config.max_steps > 0 else None
     if plan.rows is None:
         return OptimizerSteps(per_epoch=None, total=max_steps)
     generations = plan.rows // batches.prompts_per_generation
@@ -160,18 +178,19 @@ def optimizer_steps_of(plan: Plan) -> OptimizerSteps:
 
 
 def batch_lines(plan: Plan) -> list[str]:
-    """Return the lines on prompts, groups, micro-batches, optimizer steps and epochs."""
+    """Return a section on prompts, groups, micro-batches, optimizer steps and epochs."""
     batches = plan.run.layout
     config = plan.run.config
     processes = plan.setup.sharding.processes
     prompts = batches.prompts_per_generation
+    are = "is" if prompts == 1 else "are"
+    process_noun = "process" if processes == 1 else "processes"
     lines = [
-        f"{amount(prompts, 'prompt')} {'is' if prompts == 1 else 'are'} sampled together, "
+        f"{amount(prompts, 'prompt')} {are} sampled together, "
         f"{config.num_generations} rollouts of each: {batches.generation_batch} rollouts per "
         "generation.",
         f"They are learned from in micro-batches of {config.per_device_train_batch_size} sequences "
-        f"on each of {processes} process{'' if processes == 1 else 'es'} ({batches.global_batch} "
-        "over all).",
+        f"on each of {processes} {process_noun} ({batches.global_batch} over all).",
         f"Micro-batches an optimizer step: {config.gradient_accumulation_steps}, which are "
         f"{batches.optimizer_batch} sequences. Optimizer steps a generation: "
         f"{batches.updates_per_generation:g}.",
@@ -187,22 +206,22 @@ def batch_lines(plan: Plan) -> list[str]:
 
 
 def _other_process_counts_lines(plan: Plan) -> list[str]:
-    """Return the batch sizes that the run would have with other numbers of processes.
+    """Return a line with the batch sizes that the run would have on 1, 2, 4 and 8 processes.
 
-    There is no line for one process on a CPU, since a recipe for a CPU starts one.
+    There is no line for one process on a CPU, since a config for a CPU always starts one.
     """
     batches = plan.run.layout
     processes = plan.setup.sharding.processes
     if processes == 1 and plan.run.config.use_cpu:
         return []
-    size_texts = []
+    size_texts: list[str] = []
     for process_count in (1, 2, 4, 8):
-        if process_count != processes:
-            layout = replace(batches, processes=process_count)
-            size_texts.append(
-                f"{layout.processes}: {layout.generation_batch} rollouts and "
-                f"{layout.optimizer_batch}"
-            )
+        if process_count == processes:
+            continue
+        layout = replace(batches, processes=process_count)
+        size_texts.append(
+            f"{layout.processes}: {layout.generation_batch} rollouts and {layout.optimizer_batch}"
+        )
     return [
         "With another --num_processes a generation and an optimizer step would have "
         f"{'; '.join(size_texts)}."
@@ -210,20 +229,22 @@ def _other_process_counts_lines(plan: Plan) -> list[str]:
 
 
 def _epoch_lines(plan: Plan) -> list[str]:
-    """Return how many rows, optimizer steps and epochs the run has, as far as they are known."""
+    """Return lines on the numbers of rows, optimizer steps and epochs, as far as they are known."""
     per_epoch, total = optimizer_steps_of(plan)
     if per_epoch is None:
-        length = f"max_steps says {total}." if total else "The length of the run is not known."
+        length = "The length of the run is not known."
+        if total is not None:
+            length = f"max_steps says {total}."
         return [f"The number of rows is not known, nor is the length of an epoch. {length}"]
     rows = plan.rows or 0
-    # TRL's sampler leaves out the last rows of an epoch that fill no generation.
+    total = total or 0
+    # TRL's sampler leaves out the last rows of an epoch if they do not fill a generation.
     remainder = rows % plan.run.layout.prompts_per_generation
-    waiting = f"; {remainder} rows wait for another epoch's order" if remainder else ""
+    waiting = f"; {remainder} rows wait for another epoch's order" if remainder > 0 else ""
     make = "makes" if rows == 1 else "make"
     return [
         f"{amount(rows, 'row')} {make} {amount(per_epoch, 'optimizer step')} an epoch{waiting}.",
-        f"The run takes {amount(total or 0, 'optimizer step')}, {(total or 0) / per_epoch:.3g} "
-        "epochs.",
+        f"The run takes {amount(total, 'optimizer step')}, {total / per_epoch:.3g} epochs.",
     ]
 
 
@@ -234,46 +255,47 @@ def _length_table_line(name: str, token_counts: Sequence[int]) -> str:
 
 
 def length_lines(plan: Plan) -> list[str]:
-    """Return the spread of prompt lengths, and what happens to prompts that meet a limit."""
+    """Return a section on the lengths of the prompts, and on those that meet a limit."""
     lengths = plan.lengths
     config = plan.run.config
     lines = [f"{'tokens':14}{'min':>9}{'median':>9}{'95 %':>9}{'max':>9}"]
     lines += [
-        _length_table_line("prompt", lengths.prompt),
-        _length_table_line("image", lengths.image),
+        _length_table_line("prompt", lengths.prompt_tokens),
+        _length_table_line("image", lengths.image_tokens),
         *limit_lines(plan),
     ]
     token_budget = config.adora_vllm_max_num_batched_tokens
-    above_budget = sum(length > token_budget for length in lengths.prompt)
-    if config.use_vllm and above_budget:
+    longer_lengths = [length for length in lengths.prompt_tokens if length > token_budget]
+    if config.use_vllm and longer_lengths:
         lines.append(
-            f"{above_budget} prompts exceed adora_vllm_max_num_batched_tokens: {token_budget}; raise it to "
-            f"{max(lengths.prompt)}."
+            f"{len(longer_lengths)} prompts exceed adora_vllm_max_num_batched_tokens: "
+            f"{token_budget}; raise it to {max(longer_lengths)}."
         )
     title = "Prompts (assumed)"
     if plan.rows:
-        title = f"Prompts ({amount(len(lengths.prompt), 'row')})"
+        title = f"Prompts ({amount(len(lengths.prompt_tokens), 'row')})"
     return section(title, lines)
 
 
 def limit_lines(plan: Plan) -> list[str]:
-    """Say which prompts leave no room for an answer, or too little."""
+    """Return lines on the prompts that leave no room for an answer, or too little."""
     limit = plan.limit
-    longest_prompt, _ = plan.lengths.longest
     if limit is None:
         return ["Whether they leave room for an answer is not known for this model."]
     if plan.rows is None:
+        longest_prompt = plan.lengths.longest_prompt
         answer_tokens = max(0, limit.tokens - longest_prompt)
         return [f"{limit.name} leaves such a prompt {answer_tokens} tokens for its answer."]
-    lines = []
+    lines: list[str] = []
     for check in plan.checks:
-        notes = check.notes() or [check.enough]
+        # A check without notes says that all prompts leave enough room.
+        notes = check.notes() or [check.all_fit_line]
         lines += [f"{note}." for note in notes]
     return lines
 
 
 def disk_lines(plan: Plan) -> list[str]:
-    """Return what the checkpoints will take on the disk, as lines."""
+    """Return a section on what the checkpoints will take on the disk."""
     setup = plan.setup
     config = plan.run.config
     checkpoint_bytes = disk.checkpoint_of(config, setup.shape, setup.sharding)
@@ -291,7 +313,7 @@ def disk_lines(plan: Plan) -> list[str]:
         checkpoints = limit
         if checkpoints is None:
             checkpoints = math.ceil((total_steps or 0) / int(config.save_steps))
-        model_bytes = setup.shape.total * setup.shape.weight_bytes
+        model_bytes = setup.shape.total_parameters * setup.shape.weight_bytes
         folder_bytes = disk.run_bytes(checkpoint_bytes, model=model_bytes, checkpoints=checkpoints)
         lines = [
             f"{checkpoint_bytes / GIB:.3g} GiB per checkpoint, {folder_bytes / GIB:.3g} GiB for the "
@@ -301,7 +323,7 @@ def disk_lines(plan: Plan) -> list[str]:
 
 
 def machine_lines(plan: Plan) -> list[str]:
-    """Return what several machines need to start, as lines; none for a single machine."""
+    """Return a section on what several machines need to start; none for a single machine."""
     sharding = plan.setup.sharding
     if sharding.machines == 1:
         return []
@@ -314,7 +336,7 @@ def machine_lines(plan: Plan) -> list[str]:
 
 
 def report(plan: Plan, set_keys: Collection[str]) -> str:
-    """Return the whole dry run as text, section by section.
+    """Return the report of a dry run as text, section by section.
 
     `set_keys`: names of all keys in the file and on the command line.
     """
@@ -335,18 +357,20 @@ def report(plan: Plan, set_keys: Collection[str]) -> str:
 
 
 def dry_run(command: CliArgs, options: DryRunOptions) -> int:
-    """Print what the command would do.
+    """Print what a training command would do, and write the files that the options ask for.
 
-    The verdict stands last, with the command that comes next. Returns the exit code: 0 if the run
-    fits, 1 if not. Raises `UserError` as a run would.
+    At the end it says whether the run fits, and the command that starts it. Returns the exit code:
+    0 if the run fits, 1 if not. Raises `UserError` as a run would.
     """
     _check_outputs(options)
     plan = make_plan(command, options, with_few_rows=True)
-    if os.environ.get("RANK", "0") != "0":  # only the first process prints
+    if os.environ.get("RANK", "0") != "0":
+        # Only the first process prints.
         return 0
     set_keys = command.set_keys
     print("\n".join([report(plan, set_keys), *prompt_lines(plan)]), flush=True)
     if plan.run.messages.refusals:
+        # A run would stop with this. The report comes first, as its memory is of use all the same.
         print(f"\n{verdict_line(plan)}", flush=True)
         raise UserError(plan.run.messages.refusals[0])
     if options.write_config is not None:
@@ -356,42 +380,47 @@ def dry_run(command: CliArgs, options: DryRunOptions) -> int:
         figures_text = json.dumps(report_figures(plan, set_keys), indent=2, default=str)
         _write("--json", options.json, figures_text + "\n")
     print(f"\n{verdict_line(plan)}", flush=True)
-    if not what_fits.fits(plan.setup, plan.card):
+    if not what_fits.fits(plan.setup, plan.card_bytes):
         return 1
     print(f"Next: {launch_command(plan, command.words, options.accelerate_config)}", flush=True)
     return 0
 
 
 def verdict_line(plan: Plan) -> str:
-    """Say whether the run fits, in one line."""
-    prediction = memory.predict(plan.setup, plan.card)
-    usage = f"{prediction.peak / GIB:.3g} of {plan.card / GIB:.3g} GiB"
-    if what_fits.fits(plan.setup, plan.card):
+    """Return a line on whether the run fits into its GPUs."""
+    prediction = memory.predict(plan.setup, plan.card_bytes)
+    usage = f"{prediction.peak / GIB:.3g} of {plan.card_bytes / GIB:.3g} GiB"
+    if what_fits.fits(plan.setup, plan.card_bytes):
         return f"It fits: {usage}."
     return f"It does NOT fit: {usage}; the section on memory above says what would."
 
 
 def launch_command(plan: Plan, arguments: Sequence[str], launcher: Path | None) -> str:
-    """Return the command that starts the run.
+    """Return the command that starts the planned run.
 
-    `arguments`: those of the dry run without its options. `launcher`: the accelerate config that
-    the dry run was asked about.
+    Args:
+        plan: The plan, of which the number of processes is used.
+        arguments: The words of the training command, without the options of the dry run.
+        launcher: The accelerate config that the dry run has read, None without one.
     """
     module = ["-m", "adora_vl.train", *arguments]
-    sharding = plan.setup.sharding
-    if launcher is None and sharding.processes == 1:
+    processes = plan.setup.sharding.processes
+    if launcher is None and processes == 1:
         return shlex.join(["python", *module])
-    words = ["accelerate", "launch"]
+    launch = ["accelerate", "launch"]
     if launcher is not None:
-        words += ["--config_file", str(launcher)]
-    if launcher is None:
-        words.append("--multi_gpu")
-    words += ["--num_processes", str(sharding.processes)]
-    return shlex.join([*words, *module])
+        launch += ["--config_file", str(launcher)]
+    else:
+        launch.append("--multi_gpu")
+    launch += ["--num_processes", str(processes)]
+    return shlex.join([*launch, *module])
 
 
 def _check_outputs(options: DryRunOptions) -> None:
-    """Raise `UserError` where a file of the dry run cannot be written, before it is computed."""
+    """Raise `UserError` if a file that the options ask for cannot be written.
+
+    It is checked before the dry run takes its time.
+    """
     if options.json is not None:
         check_json(
             "--json",
@@ -415,27 +444,30 @@ def _write(option: str, path: Path, text: str) -> None:
 
 
 def resolve_keys(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
-    """Return every key with its value, in a form that `--config` reads; changed keys come first.
+    """Return all keys of a run for `--write-config`, so that `--config` reads the same run again.
 
-    Keys that Transformers or TRL derive from others, and would not accept as they are, are left
-    out.
+    The keys that the user changed come first, then those with their defaults. Keys that
+    Transformers or TRL derive from others are left out, since they would not accept them.
+
+    `set_keys`: names of all keys in the file and on the command line.
     """
     value_by_key = changed_keys(plan, set_keys)
     for key in _key_values(plan):
         name = key.field.name
+        # A key that the user has not set and that is not at its default was derived.
         if key.field.init and name not in value_by_key and key.is_default:
             value_by_key[name] = key.value
-    readable_values = {}
+    values_to_write: dict[str, Any] = {}
     for name, value in value_by_key.items():
-        # A key that is not set has no line, unless null is what the user set it to.
+        # A key that is null has no line, unless the user set it to null.
         has_line = value is not None or name in set_keys
         if has_line and _is_plain(value):
-            readable_values[name] = value
-    return readable_values
+            values_to_write[name] = value
+    return values_to_write
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether YAML can write a value, without a tag that only Python reads."""
+    """Return whether YAML can write a value without a tag that only Python reads."""
     try:
         yaml.safe_dump(value)
     except yaml.YAMLError:
@@ -447,13 +479,16 @@ _BATCH_FIGURES = ("global_batch", "optimizer_batch", "generation_batch", "prompt
 
 
 def report_figures(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
-    """Return the figures of the report as JSON for a program; sizes are in bytes."""
-    prediction = memory.predict(plan.setup, plan.card)
+    """Return the numbers of the report for `--json`; sizes are in bytes.
+
+    `set_keys`: names of all keys in the file and on the command line.
+    """
+    prediction = memory.predict(plan.setup, plan.card_bytes)
     schedule = spelled(plan.run.config.lr_scheduler_type)
     steps = optimizer_steps_of(plan)
     batches = plan.run.layout
     image_room = max(0, plan.image_room)
-    image_tokens = what_fits.largest_image_tokens(plan.setup, plan.card, image_room)
+    image_tokens = what_fits.largest_image_tokens(plan.setup, plan.card_bytes, image_room)
     return {
         "changed": changed_keys(plan, set_keys),
         "batches": {
@@ -468,18 +503,18 @@ def report_figures(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
         },
         "learning_rate": {"schedule": schedule, **learning_rates(plan.run.config, steps.total)},
         "rows": plan.rows,
-        "prompt_tokens": _spread_of(plan.lengths.prompt),
-        "image_tokens": _spread_of(plan.lengths.image),
+        "prompt_tokens": _spread_of(plan.lengths.prompt_tokens),
+        "image_tokens": _spread_of(plan.lengths.image_tokens),
         "overlong_prompts": sum(len(check.too_long_numbers) for check in plan.checks),
-        "card_bytes": plan.card,
+        "card_bytes": plan.card_bytes,
         "phases": prediction.phases,
         "peak_bytes": prediction.peak,
         "recomputed_layers": prediction.recomputed,
-        "fits": what_fits.fits(plan.setup, plan.card),
+        "fits": what_fits.fits(plan.setup, plan.card_bytes),
         "proposed_vllm_gpu_memory_utilization": what_fits.proposed_utilization(
-            plan.setup, plan.card
+            plan.setup, plan.card_bytes
         ),
-        "largest_per_device_train_batch_size": what_fits.largest_batch(plan.setup, plan.card),
+        "largest_per_device_train_batch_size": what_fits.largest_batch(plan.setup, plan.card_bytes),
         "largest_max_pixels": image_tokens * plan.setup.shape.image_token_pixels,
         "notes": plan.notes,
         "unknown": plan.run.messages.unknown,
@@ -487,7 +522,10 @@ def report_figures(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
 
 
 def _spread_of(values: Sequence[int]) -> dict[str, int]:
-    """Return how at least one value spreads: smallest, median, 95 % quantile and largest."""
+    """Return the smallest value, the median, the 95 % quantile and the largest value.
+
+    `values`: at least one.
+    """
     return {
         "min": min(values),
         "median": quantile(values, 0.5),

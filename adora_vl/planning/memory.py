@@ -3,6 +3,7 @@
 Every function is a pure formula in bytes. Constants that no formula gives are marked as assumed.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -36,31 +37,32 @@ ASLEEP = 3 * 2**29  # assumed: what sleep level 2 leaves behind (CUDA graphs, bu
 class Engine:
     """Settings of a colocated vLLM engine that its memory depends on."""
 
-    utilization: float  # share of the GPU's memory
-    dtype_bytes: int
-    max_length: int
-    max_sequences: int
-    tensor_parallel: int = 1
-    sleep: bool = False
+    utilization: float  # share of the GPU's memory: vllm_gpu_memory_utilization
+    dtype_bytes: int  # bytes per number
+    max_length: int  # tokens of prompt and completion: vllm_max_model_length
+    max_sequences: int  # rollouts that it samples at once at most
+    tensor_parallel: int = 1  # GPUs over which one engine is divided
+    sleep: bool = False  # whether it frees its memory while the policy learns
     # bytes of keys and values on a CPU (VLLM_CPU_KVCACHE_SPACE); None on a GPU
     cpu_cache: int | None = None
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """How an engine that is awake divides its share of one card, in bytes."""
+    """How an engine that is awake divides its share of one GPU's memory, in bytes."""
 
     weights: int
     workspace: int
     cache: int  # keys and values; negative where the weights alone exceed the engine's share
     # rollouts of full length that fit into the cache together, at most `max_sequences`
-    concurrent: int
+    concurrent_rollouts: int
 
 
 def cache_bytes_per_token(shape: ModelShape, dtype_bytes: int, tensor_parallel: int = 1) -> int:
-    """Return bytes of the keys and values of all layers for one token, on one card.
+    """Return the bytes of one token's keys and values in all layers, on one GPU.
 
-    Heads are divided over the cards of a tensor-parallel engine, but a card has at least one.
+    The heads are divided over the GPUs of a tensor-parallel engine, but each has at least one.
+    `dtype_bytes`: bytes per number in the engine.
     """
     text = shape.text
     kv_heads_per_card = max(1, text.kv_heads // tensor_parallel)
@@ -68,31 +70,33 @@ def cache_bytes_per_token(shape: ModelShape, dtype_bytes: int, tensor_parallel: 
     return text.layers * values_per_layer * dtype_bytes
 
 
-def engine_memory(shape: ModelShape, engine: Engine, card: int) -> EngineMemory:
-    """Return how vLLM divides its share of a card of `card` bytes."""
+def engine_memory(shape: ModelShape, engine: Engine, card_bytes: int) -> EngineMemory:
+    """Predict how vLLM divides its share of a GPU with `card_bytes` of memory."""
     weights = shape.base_bytes(engine.dtype_bytes) // engine.tensor_parallel
-    if shape.four_bit:  # beside its base it holds the adapter
-        weights += shape.trained * engine.dtype_bytes
-    if engine.cpu_cache is None:  # on a GPU the cache is what the share has left
+    if shape.four_bit_parameters:
+        # The adapter cannot be merged into a base in 4 bits, so the engine holds it beside.
+        weights += shape.trained_parameters * engine.dtype_bytes
+    if engine.cpu_cache is None:
+        # On a GPU the cache gets what is left of the engine's share.
         workspace = WORKSPACE
-        cache = int(engine.utilization * card) - weights - workspace
+        cache = int(engine.utilization * card_bytes) - weights - workspace
     else:
         workspace = CPU_WORKSPACE
         cache = engine.cpu_cache
-    token_bytes = cache_bytes_per_token(shape, engine.dtype_bytes, engine.tensor_parallel)
-    cached_tokens = max(cache, 0) // token_bytes
-    full_rollouts = cached_tokens // max(engine.max_length, 1)
+    bytes_per_token = cache_bytes_per_token(shape, engine.dtype_bytes, engine.tensor_parallel)
+    cached_tokens = max(cache, 0) // bytes_per_token
+    cached_rollouts = cached_tokens // max(engine.max_length, 1)
     return EngineMemory(
         weights=weights,
         workspace=workspace,
         cache=cache,
-        concurrent=min(full_rollouts, engine.max_sequences),
+        concurrent_rollouts=min(cached_rollouts, engine.max_sequences),
     )
 
 
 CONTEXT = 3 * GIB // 2  # assumed: CUDA context, cuBLAS and NCCL buffers
 FRAGMENTATION = 0.05  # assumed: share of all else that the allocator cannot use
-MOST_IMAGE_TOKENS = 16384  # of the published processors
+MOST_IMAGE_TOKENS = 16384  # the largest image that the published processors allow
 # Components of the engine: vLLM stays within its share, so fragmentation adds nothing to them.
 _ENGINE_COMPONENTS = (
     "engine weights",
@@ -114,163 +118,152 @@ class Sharing:
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything about a run that its memory depends on."""
+    """Everything about a run that its memory depends on.
+
+    A generation is all rollouts that are sampled at once, and a group those of one prompt.
+    """
 
     shape: ModelShape
     sharding: Sharding
     batch: MicroBatch  # as if every sequence had an image and a prompt of its own
-    # sequences of one rank in one generation: their pixels stay on the GPU until all are learned
-    # from
-    generation: int
-    generations: int = 1  # sequences of a group
+    # rollouts of one rank in a generation; their pixels stay on the GPU until all are learned from
+    sequences_per_generation: int
+    group_size: int = 1
     sharing: Sharing = Sharing()
-    mixed: bool = True  # bf16 or fp16
-    checkpointing: bool = True
+    mixed_precision: bool = True  # bf16 or fp16
+    checkpointing: bool = True  # gradient checkpointing
     recompute: Recompute = "all"  # which layers gradient checkpointing recomputes
-    masked: bool = True  # attention with a padding mask (SDPA), not flash attention
-    reference: bool = False
-    engine: Engine | None = None
-    accelerator: bool = True  # a GPU: its context, its kernels
-    # of an optimizer step: at the second all gradients are there from the beginning
+    has_padding_mask: bool = True  # SDPA needs one, flash attention does not
+    has_reference: bool = False  # a reference model for the KL term
+    engine: Engine | None = None  # None: no engine shares this GPU
+    on_gpu: bool = True
+    # Micro-batches of an optimizer step. From the second on all gradients exist already.
     micro_batches: int = 2
 
     @property
     def micro_batch(self) -> MicroBatch:
-        """The batch as it is computed.
-
-        What belongs to one problem counts once, by the same rules as in the trainer.
-        """
+        """The micro-batch as it is computed: what rollouts of a group share counts only once."""
         batch = self.batch
-        unit = unit_size(batch.sequences, self.generations)
-        units = batch.sequences // unit
-        completion_lengths = [[batch.completion_tokens] * unit] * units
+        # A unit is the rollouts of a group that always share a micro-batch.
+        rows_per_unit = unit_size(batch.sequences, self.group_size)
+        units = batch.sequences // rows_per_unit
+        completion_lengths = [[batch.completion_tokens] * rows_per_unit] * units
         prompt_lengths = [batch.prompt_tokens] * units
-        packed = (
-            self.sharing.prompts and unit > 1 and sharing_pays(prompt_lengths, completion_lengths)
+        shares_prompt = (
+            self.sharing.prompts
+            and rows_per_unit > 1
+            and sharing_pays(prompt_lengths, completion_lengths)
         )
-        shares_anything = self.sharing.vision or packed
-        return replace(batch, sequences_per_problem=unit if shares_anything else 1, packed=packed)
+        shares_anything = self.sharing.vision or shares_prompt
+        sequences_per_problem = rows_per_unit if shares_anything else 1
+        return replace(batch, sequences_per_problem=sequences_per_problem, packed=shares_prompt)
 
     @property
     def images(self) -> int:
-        """The number of images of one rank in one generation."""
+        """The number of images that one rank holds for a generation."""
         if not self.sharing.images:
-            return self.generation
-        return -(-self.generation // self.generations)  # one for each group, rounded up
+            return self.sequences_per_generation
+        # one for each group
+        return math.ceil(self.sequences_per_generation / self.group_size)
 
     @property
-    def swaps(self) -> bool:
-        """Whether the 4-bit base leaves the card while the engine is awake (`FrozenBase`).
+    def swaps_base(self) -> bool:
+        """Whether the base in 4 bits leaves the GPU while the engine is awake (`FrozenBase`).
 
-        Then the card holds one copy of it, and not two.
+        Engine and trainer have a copy each, and then only one of them is on the GPU.
         """
-        return bool(self.shape.four_bit and self.engine and self.engine.sleep)
+        return bool(self.shape.four_bit_parameters and self.engine and self.engine.sleep)
 
     @property
     def dtypes(self) -> DtypeBytes:
-        """The sizes of the dtypes in which a pass computes and keeps its residual stream."""
-        return dtypes_of(self.shape, self.sharding, mixed=self.mixed)
+        """The bytes per number in a pass: of its computation and of its residual stream."""
+        return dtypes_of(self.shape, self.sharding, mixed_precision=self.mixed_precision)
 
     @property
     def activation_memory(self) -> ActivationMemory:
-        """The model as it learns."""
+        """The predictor of a training pass's activations."""
         return ActivationMemory(
             shape=self.shape,
             dtypes=self.dtypes,
             checkpointing=self.checkpointing,
             reads_features=frozen_tower(self).pass_bytes > 0,
-            on_gpu=self.accelerator,
+            on_gpu=self.on_gpu,
         )
 
     @property
-    def size(self) -> PassSize:
-        """The size of the pass over a micro-batch."""
-        return self.micro_batch.pass_size(self.shape.merge, has_padding_mask=self.masked)
+    def pass_size(self) -> PassSize:
+        """The numbers of tokens and patches of a pass over a micro-batch."""
+        return self.micro_batch.pass_size(
+            self.shape.merge_size, has_padding_mask=self.has_padding_mask
+        )
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes by component for each phase of a step on one card."""
+    """The bytes on one GPU in each phase of a training step.
+
+    `phases`: for each phase the bytes by component, such as {"rollouts": {"weights": ...}}.
+    `engine`: how the engine divides its share; None without one. `states`: weights, gradients and
+    optimizer. `recomputed`: layers of the language model that the backward pass recomputes.
+    """
 
     phases: dict[str, dict[str, int]]
     engine: EngineMemory | None
     states: States
-    recomputed: int  # layers of the language model that the backward pass recomputes
+    recomputed: int
 
     @property
     def peak_phase(self) -> str:
-        """The phase that takes the most memory."""
+        """The name of the phase that takes the most memory."""
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
     @property
     def peak(self) -> int:
-        """The memory of that phase, in bytes."""
+        """The bytes of the phase that takes the most memory."""
         return sum(self.phases[self.peak_phase].values())
 
 
-def predict(setup: Setup, card: int) -> Prediction:
-    """Predict what a card of `card` bytes holds in each phase of a step.
+def predict(setup: Setup, card_bytes: int) -> Prediction:
+    """Predict what a GPU holds in each phase of a training step, in bytes by component.
 
-    The phases are the rollouts, forward and backward, the pass through a frozen vision tower, and
-    the optimizer step.
+    The phases are the rollouts, the pass of the images through a frozen vision tower, forward and
+    backward, and the optimizer step. `card_bytes`: the memory of the GPU.
     """
-    shape = setup.shape
-    training = states(shape, sharding=setup.sharding, reference=setup.reference, mixed=setup.mixed)
-    engine = engine_memory(shape, setup.engine, card) if setup.engine else None
+    training = states(
+        setup.shape,
+        sharding=setup.sharding,
+        has_reference=setup.has_reference,
+        mixed_precision=setup.mixed_precision,
+    )
+    engine = engine_memory(setup.shape, setup.engine, card_bytes) if setup.engine else None
     tower = frozen_tower(setup)
-    resident = {  # in every phase
-        "weights": training.weights,
-        "optimizer": training.optimizer,
-        "reference model": training.reference,
-    }
-    awake, asleep = _engine_parts(setup, engine)
-    if setup.swaps:
-        awake["weights"] = training.weights - shape.base_bytes(shape.weight_bytes)
-    patches = setup.images * setup.batch.image_tokens * shape.merge**2
-    pixels = patches * _stored_patch_bytes(setup)
-    # Under ZeRO-3 a tensor is gathered whole before it is sent to the engine.
-    synced = shape.largest_tensor * setup.dtypes.residual if setup.sharding.stage == 3 else 0
-    # DeepSpeed allocates its gradients once; torch gives them back after each step
-    lasting_gradients = training.gradients if setup.sharding.stage is not None else 0
-    held_while_learning = {
-        **resident,
-        **asleep,
-        "gathered weights": training.gathered,
-        "pixels": pixels,
-        "image features": tower.feature_bytes,
-    }
+    pixels = {"pixels": _pixel_bytes(setup)}
+    features = {"image features": tower.feature_bytes}
+    gathered = {"gathered weights": training.gathered}
+    all_gradients = {"gradients": training.gradients}
+    # While the policy learns, the engine may sleep.
+    resident = {**_resident_bytes(training), **_engine_while_learning(setup, engine)}
+    before_pass = {**resident, **gathered, **pixels, **features}
     recomputed = recomputed_layers(
-        setup, card, sum(held_while_learning.values()) + training.gradients
+        setup, card_bytes, held_bytes=sum(before_pass.values()) + training.gradients
     )
     phases = {
-        "rollouts": {
-            **resident,
-            "gradients": lasting_gradients,
-            **awake,
-            "weights on their way": synced,
-        },
+        "rollouts": _rollout_phase(setup, training, engine),
         "forward and backward": {
-            **held_while_learning,
+            **before_pass,
             **_learning_memory(setup, training.gradients, recomputed),
         },
     }
     if tower.pass_bytes:
         phases["frozen vision tower"] = {
             **resident,
-            **asleep,
-            "gradients": training.gradients,
-            "gathered weights": training.gathered,
-            "pixels": pixels,
-            "image features": tower.feature_bytes,
+            **all_gradients,
+            **gathered,
+            **pixels,
+            **features,
             "vision": tower.pass_bytes,
         }
-    phases["optimizer step"] = {
-        **resident,
-        **asleep,
-        "gradients": training.gradients,
-        "pixels": pixels,
-        "step": training.step,
-    }
+    phases["optimizer step"] = {**resident, **all_gradients, **pixels, "step": training.step}
     return Prediction(
         phases={
             phase: _with_overhead(component_bytes, setup)
@@ -282,35 +275,73 @@ def predict(setup: Setup, card: int) -> Prediction:
     )
 
 
-def _stored_patch_bytes(setup: Setup) -> int:
-    """Return the bytes of a patch that wait on the card until its image is learned from.
+def _resident_bytes(training: States) -> dict[str, int]:
+    """Return the bytes of a training that are on the GPU in every phase, by component."""
+    return {
+        "weights": training.weights,
+        "optimizer": training.optimizer,
+        "reference model": training.reference,
+    }
 
-    They are one frame in bytes where images are stored once (`ImageBank`), else float32 numbers.
+
+def _rollout_phase(setup: Setup, training: States, engine: EngineMemory | None) -> dict[str, int]:
+    """Return what a GPU holds while rollouts are sampled, in bytes by component.
+
+    `training`: weights, gradients and optimizer. `engine`: None without an engine on this GPU.
     """
-    patch_values = setup.shape.patch_values
+    shape = setup.shape
+    resident = _resident_bytes(training)
+    if setup.swaps_base:
+        resident["weights"] -= shape.base_bytes(shape.weight_bytes)
+    # DeepSpeed allocates its gradients once. Without it torch frees them after each step.
+    has_lasting_gradients = setup.sharding.stage is not None
+    # Under ZeRO-3 a tensor is gathered whole before it is sent to the engine.
+    gathers_for_engine = setup.sharding.stage == 3
+    return {
+        **resident,
+        "gradients": training.gradients if has_lasting_gradients else 0,
+        **_engine_awake(engine),
+        "weights on their way": (
+            shape.largest_tensor * setup.dtypes.residual if gathers_for_engine else 0
+        ),
+    }
+
+
+def _pixel_bytes(setup: Setup) -> int:
+    """Return the bytes of the pixels that stay on the GPU until their images are learned from.
+
+    They are one frame in bytes where the images of a group are stored once (`ImageBank`), and
+    float32 numbers otherwise.
+    """
+    shape = setup.shape
+    patches = setup.images * setup.batch.image_tokens * shape.merge_size**2
+    bytes_per_patch = shape.patch_values * _PIXEL_VALUE_BYTES
     if setup.sharing.images:
-        return patch_values // setup.shape.frames
-    return patch_values * _PIXEL_VALUE_BYTES
+        bytes_per_patch = shape.patch_values // shape.frames
+    return patches * bytes_per_patch
 
 
-def recomputed_layers(setup: Setup, card: int, held_bytes: int) -> int:
-    """Return how many layers of the language model the backward pass recomputes.
+def recomputed_layers(setup: Setup, card_bytes: int, held_bytes: int) -> int:
+    """Predict how many layers of the language model the backward pass recomputes.
 
-    It is the rule of the trainer, which knows the lengths of each micro-batch and measures what is
-    free; here all have the length of the longest, and what is free is predicted.
+    The trainer decides by the same rule. It knows the lengths of each micro-batch and measures the
+    free memory. Here all sequences are as long as the longest, and the free memory is predicted.
 
-    `held_bytes`: of weights, gradients and all else that the card holds during the pass.
+    `held_bytes`: what the GPU holds during the pass besides activations, such as weights and
+    gradients.
     """
     layers = setup.shape.text.layers
     if not setup.checkpointing:
         return 0
     if isinstance(setup.recompute, int):
         return min(setup.recompute, layers)
-    # the memory of a CPU is not for this process alone
-    if setup.recompute == "all" or not setup.accelerator:
+    # With "auto" on a CPU all layers are recomputed: its memory is not for this process alone.
+    if setup.recompute == "all" or not setup.on_gpu:
         return layers
-    free = card - CONTEXT - held_bytes
-    return setup.activation_memory.fewest_recomputed_layers(setup.size, usable_bytes(card, free))
+    free_bytes = card_bytes - CONTEXT - held_bytes
+    return setup.activation_memory.fewest_recomputed_layers(
+        setup.pass_size, usable_bytes(card_bytes, free_bytes)
+    )
 
 
 class FrozenTowerMemory(NamedTuple):
@@ -321,139 +352,176 @@ class FrozenTowerMemory(NamedTuple):
 
 
 def frozen_tower(setup: Setup) -> FrozenTowerMemory:
-    """Return what a frozen vision tower takes where it sees each image of a generation once.
+    """Predict the memory of a frozen vision tower that sees each image of a generation once.
 
-    A pass is taken to hold what a block would save for its backward, which is more than it does
-    (0.7 of that for the 7B model). Any other tower takes neither: both are 0.
+    For any other tower both numbers are 0, since it computes its features in the training pass.
+
+    A pass is assumed to hold what a block would save for its backward pass. In fact it holds less:
+    0.7 of that for the 7B model.
     """
     shape = setup.shape
     tower = shape.vision
-    is_trained = shape.trainable["vision_tower"] or shape.trainable["projector"]
+    is_trained = (
+        shape.trained_by_component["vision_tower"] or shape.trained_by_component["projector"]
+    )
     if tower is None or not setup.sharing.vision or is_trained:
         return FrozenTowerMemory(feature_bytes=0, pass_bytes=0)
     image_tokens = setup.images * setup.batch.image_tokens
-    entered_layers = 1 + shape.deepstack  # a token has features for each layer that it enters at
-    features = image_tokens * shape.text.width * entered_layers * setup.dtypes.compute
-    patches_per_image = setup.batch.image_tokens * shape.merge**2
-    # A pass has at least one whole image.
-    patches = min(setup.images * patches_per_image, max(PATCHES_A_PASS, patches_per_image))
-    inputs = patches * shape.patch_values * (_PIXEL_VALUE_BYTES + setup.dtypes.compute)
-    block = activations.vision_block_bytes(tower, patches, setup.dtypes)
-    return FrozenTowerMemory(feature_bytes=features, pass_bytes=inputs + block)
+    # With DeepStack (Qwen3-VL) an image token also has features for several deeper layers.
+    features_per_token = 1 + shape.deepstack_layers
+    feature_bytes = image_tokens * shape.text.width * features_per_token * setup.dtypes.compute
+    patches_per_image = setup.batch.image_tokens * shape.merge_size**2
+    # A pass has so many patches, or else one larger image.
+    most_patches = max(PATCHES_A_PASS, patches_per_image)
+    patches = min(setup.images * patches_per_image, most_patches)
+    # The pixels are there as float32 and in the dtype of the computation.
+    input_bytes = patches * shape.patch_values * (_PIXEL_VALUE_BYTES + setup.dtypes.compute)
+    block_bytes = activations.vision_block_bytes(tower, patches, setup.dtypes)
+    return FrozenTowerMemory(feature_bytes=feature_bytes, pass_bytes=input_bytes + block_bytes)
 
 
-def _learning_memory(setup: Setup, gradients: int, recomputed: int) -> dict[str, int]:
+class _PeakMoment(NamedTuple):
+    """A moment of a pass at which the memory may be largest, with the gradients that exist then."""
+
+    candidate: PeakCandidate
+    gradient_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of activations and gradients."""
+        return self.candidate.transient_bytes + self.candidate.kept_bytes + self.gradient_bytes
+
+
+def _learning_memory(setup: Setup, gradient_bytes: int, recomputed: int) -> dict[str, int]:
     """Return the gradients and activations of a micro-batch at their peak, in bytes by component.
 
-    The peak is in the LM head or in the costliest layer, whichever holds more. `recomputed`: the
-    layers of the language model that gradient checkpointing recomputes.
+    The peak is in the LM head or in the backward pass of a layer, whichever takes more.
+
+    Args:
+        setup: The run.
+        gradient_bytes: Bytes of all gradients.
+        recomputed: Layers of the language model that gradient checkpointing recomputes.
     """
     activation_memory = setup.activation_memory
-    size = setup.size
-    candidates = activation_memory.peak_candidates(size, recomputed)
-    # Mostly all gradients are there from the beginning; else they come as the layers go back.
-    candidates_and_gradients = [(candidate, gradients) for candidate in candidates]
+    candidates = activation_memory.peak_candidates(setup.pass_size, recomputed)
+    # An optimizer step with a single micro-batch begins without gradients. DeepSpeed has allocated
+    # them before, and with several micro-batches they exist from the second on.
     if setup.sharding.stage is None and setup.micro_batches == 1:
-        candidates_and_gradients = _with_first_gradients(setup, candidates, gradients, recomputed)
-    peak, gradient_bytes = max(
-        candidates_and_gradients,
-        key=lambda pair: pair[0].transient_bytes + pair[0].kept_bytes + pair[1],
-    )
-    mask, vision = activation_memory.mask_and_vision(size, recomputed)
+        moments = _moments_with_first_gradients(setup, candidates, gradient_bytes, recomputed)
+    else:
+        moments = [_PeakMoment(candidate, gradient_bytes) for candidate in candidates]
+    peak = max(moments, key=lambda moment: moment.total_bytes)
+    mask, vision = activation_memory.mask_and_vision(setup.pass_size, recomputed)
     return {
-        "gradients": gradient_bytes,
-        "activations": peak.kept_bytes,
+        "gradients": peak.gradient_bytes,
+        "activations": peak.candidate.kept_bytes,
         "attention mask": mask,
         "vision": vision,
-        peak.name: peak.transient_bytes,
+        peak.candidate.name: peak.candidate.transient_bytes,
     }
 
 
-def _with_first_gradients(
-    setup: Setup, candidates: list[PeakCandidate], gradients: int, recomputed: int
-) -> list[tuple[PeakCandidate, int]]:
-    """Return the moments where an optimizer step's first micro-batch may peak, with its gradients.
+def _moments_with_first_gradients(
+    setup: Setup, candidates: list[PeakCandidate], gradient_bytes: int, recomputed: int
+) -> list[_PeakMoment]:
+    """Return the moments at which a pass without gradients at its start may hold most.
 
-    Gradients come as the layers go back, and activations go. So the peak may lie where the first
-    layer goes back, where one in between does, or at the end.
+    In the backward pass gradients come, layer by layer, while activations are freed. So the peak
+    may be in the head, in the backward pass of the first layer to go back, of one in between or of
+    the last, or at the end.
 
     Args:
-        setup: the run, which computes one micro-batch per optimizer step, without DeepSpeed.
-        candidates: those of the pass, without gradients.
-        gradients: bytes of all gradients, as they are at the end of the pass.
-        recomputed: layers of the language model that gradient checkpointing recomputes.
+        setup: A run without DeepSpeed that computes one micro-batch per optimizer step.
+        candidates: The moments of the pass, without gradients, that of the head first.
+        gradient_bytes: Bytes of all gradients, at the end of the pass.
+        recomputed: Layers of the language model that gradient checkpointing recomputes.
     """
     shape = setup.shape
     activation_memory = setup.activation_memory
+    # If head and embedding share a weight, its gradient is in the candidates' own bytes.
     tied_head = activation_memory.tied_head_gradient
     head = activation_memory.head_gradient
-    parameter_bytes = FLOAT if shape.adapters else shape.weight_bytes
+    untied_head = head - tied_head
+    bytes_per_parameter = FLOAT if shape.has_adapters else shape.weight_bytes
     layers = shape.text.layers
-    # Whatever is counted beyond one number per trained parameter is there from the start. The head's
-    # gradient comes first; one that waits for the embedding's is in each candidate instead.
-    at_start = gradients - shape.trained * parameter_bytes
-    after_head = at_start + head - tied_head
-    # The embedding's gradient comes at the end; it is as large as an untied head's.
-    of_layers = shape.trainable[LANGUAGE_MODEL] * parameter_bytes - head - (head - tied_head)
-    parts = activations.saved_bytes(
+    # DDP's buckets are allocated before; they are counted beyond one number per parameter.
+    at_start = gradient_bytes - shape.trained_parameters * bytes_per_parameter
+    after_head = at_start + untied_head
+    # The embedding's gradient comes at the end. It is as large as an untied head's.
+    of_all_layers = (
+        shape.trained_by_component[LANGUAGE_MODEL] * bytes_per_parameter - head - untied_head
+    )
+    saved = activations.saved_bytes(
         shape,
-        setup.size,
+        setup.pass_size,
         setup.dtypes,
         checkpointing=setup.checkpointing,
         recomputed=recomputed,
     )
-    layer_transient = parts.layer_gradients + tied_head
-    candidates_and_gradients = [(candidates[0], at_start)]
+    layer_transient = saved.layer_gradients + tied_head
     if recomputed == layers:
-        layer_transient += parts.largest_recomputed
-    first_layer = PeakCandidate(LAYER_BACKWARD, layer_transient, parts.text)
-    candidates_and_gradients.append((first_layer, after_head))
-    for candidate in candidates[2:]:
-        gradients_so_far = after_head + int(of_layers * candidate.backward_share)
-        candidates_and_gradients.append((candidate, gradients_so_far))
-    kept_by_last_layer = parts.text // layers
+        layer_transient += saved.largest_recomputed
+    first_layer_to_go_back = PeakCandidate(
+        LAYER_BACKWARD, transient_bytes=layer_transient, kept_bytes=saved.text
+    )
+    kept_by_last_layer = saved.text // layers
     if 0 < recomputed < layers:
-        kept_by_last_layer = parts.layer_inputs // recomputed
-        layer_transient += parts.recomputed_layer
-    last_layer = PeakCandidate(LAYER_BACKWARD, layer_transient, kept_by_last_layer)
-    before_last_layer = after_head + of_layers * (layers - 1) // layers
-    candidates_and_gradients.append((last_layer, before_last_layer))
-    # At the end head and embedding add up: both parts of the gradient and their sum.
-    end = PeakCandidate(LAYER_BACKWARD, 3 * tied_head, 0)
-    candidates_and_gradients.append((end, gradients - tied_head))
-    return candidates_and_gradients
+        # The last layer to go back is a recomputed one here, and the first is not.
+        kept_by_last_layer = saved.layer_inputs // recomputed
+        layer_transient += saved.recomputed_layer
+    last_layer_to_go_back = PeakCandidate(
+        LAYER_BACKWARD, transient_bytes=layer_transient, kept_bytes=kept_by_last_layer
+    )
+    before_last_layer = after_head + of_all_layers * (layers - 1) // layers
+    # The two parts of a shared weight's gradient are added up: both are there, and their sum.
+    end = PeakCandidate(LAYER_BACKWARD, transient_bytes=3 * tied_head, kept_bytes=0)
+    # The second candidate, a layer going back, is replaced by the first and last layer and the end.
+    in_between = [
+        _PeakMoment(candidate, after_head + int(of_all_layers * candidate.backward_share))
+        for candidate in candidates[2:]
+    ]
+    return [
+        _PeakMoment(candidates[0], at_start),
+        _PeakMoment(first_layer_to_go_back, after_head),
+        *in_between,
+        _PeakMoment(last_layer_to_go_back, before_last_layer),
+        _PeakMoment(end, gradient_bytes - tied_head),
+    ]
 
 
-def _engine_parts(
-    setup: Setup, engine: EngineMemory | None
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the engine's memory while it is awake and while the policy learns, by component.
-
-    An engine that does not sleep holds the same in both. Both are empty without an engine here.
-    """
-    if engine is None or setup.engine is None:
-        return {}, {}
-    cache = max(engine.cache, 0)
-    awake = {
+def _engine_awake(engine: EngineMemory | None) -> dict[str, int]:
+    """Return the memory of an engine while it samples, in bytes by component; empty without one."""
+    if engine is None:
+        return {}
+    return {
         "engine weights": engine.weights,
         "engine workspace": engine.workspace,
-        "KV cache": cache,
+        "KV cache": max(engine.cache, 0),
     }
-    return awake, {"engine asleep": ASLEEP} if setup.engine.sleep else awake
+
+
+def _engine_while_learning(setup: Setup, engine: EngineMemory | None) -> dict[str, int]:
+    """Return the memory of an engine while the policy learns, in bytes by component.
+
+    It is the same as while it samples, unless the engine sleeps. Empty without an engine.
+    """
+    if setup.engine is not None and setup.engine.sleep:
+        return {"engine asleep": ASLEEP}
+    return _engine_awake(engine)
 
 
 def _with_overhead(component_bytes: dict[str, int], setup: Setup) -> dict[str, int]:
-    """Return the parts of a phase that take memory, with what a GPU takes on top.
+    """Return the components of a phase, with what a GPU takes on top; those of 0 bytes are left out.
 
-    A part of what torch allocates is lost in gaps between its blocks; the engine has a pool of its
-    own.
+    On top come the CUDA context, and the gaps that torch's allocator cannot use. vLLM has a pool of
+    its own, so its components have no gaps.
     """
     bytes_by_name = dict(component_bytes)
-    if setup.accelerator:
+    if setup.on_gpu:
         allocated_by_torch = 0
         for name, size in component_bytes.items():
             if name not in _ENGINE_COMPONENTS:
                 allocated_by_torch += size
         bytes_by_name["CUDA context"] = CONTEXT
         bytes_by_name["fragmentation"] = int(FRAGMENTATION * allocated_by_torch)
-    return {name: size for name, size in bytes_by_name.items() if size}
+    return {name: size for name, size in bytes_by_name.items() if size != 0}

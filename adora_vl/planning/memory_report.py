@@ -5,7 +5,7 @@ It says what each part takes in each phase, whether the run fits, and what would
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,74 +24,90 @@ from adora_vl.utils.files import GIB
 if TYPE_CHECKING:
     from adora_vl.planning.plan import Plan
 
-_ROOMY = 0.25  # of the card: below it the parts of the memory are not listed (--json has them)
+# Share of the GPU below which the report does not list what takes how much (--json has it).
+_SMALL_SHARE = 0.25
 
 
-def _gib(size: int) -> str:
-    """Return a size in GiB, or in MiB where it is small."""
-    return f"{size / GIB:.2f}" if size >= GIB / 100 else f"{size / 2**20:.2f} MiB"
+def _gib(size_bytes: int) -> str:
+    """Return a size for the table: in GiB without the unit, or in MiB if it is small."""
+    if size_bytes >= GIB / 100:
+        return f"{size_bytes / GIB:.2f}"
+    return f"{size_bytes / 2**20:.2f} MiB"
 
 
-def _number(count: int) -> str:
-    """Return a number of parameters in words."""
+def _parameter_count(count: int) -> str:
+    """Return a number of parameters in words, such as `3.75 billion`."""
     return f"{count / 1e9:.3g} billion" if count >= 1e8 else f"{count / 1e6:.3g} million"
 
 
 def memory_lines(plan: Plan) -> list[str]:
-    """Return the predicted memory by component and phase, and the verdict, as lines."""
+    """Return the report's section on memory: by component and phase, and whether the run fits."""
     setup = plan.setup
-    card = plan.card
-    prediction = predict(setup, card)
-    phases = prediction.phases
+    prediction = predict(setup, plan.card_bytes)
     title = f"Memory, predicted, on {plan.card_name}"
     lines = [
-        f"{_number(setup.shape.total)} parameters, {_number(setup.shape.trained)} trained; "
-        f"{setup.sharding.describe()}.",
+        f"{_parameter_count(setup.shape.total_parameters)} parameters, "
+        f"{_parameter_count(setup.shape.trained_parameters)} trained; {setup.sharding.describe()}.",
         f"Micro-batch: {setup.batch.sequences} x ({setup.batch.prompt_tokens} + "
         f"{setup.batch.completion_tokens}) tokens, {setup.batch.image_tokens} of each an image.",
         *recomputed_lines(plan),
     ]
-    if prediction.peak < _ROOMY * card:  # nobody asks which component takes how much
+    # A run that fits easily has a short report.
+    if prediction.peak < _SMALL_SHARE * plan.card_bytes:
         return section(title, [*lines, *verdict_lines(plan)])
-    lines += ["", _table_line("GiB per card", list(phases))]
-    # A phase lacks the components that it does not hold.
-    for component in dict.fromkeys(name for sizes in phases.values() for name in sizes):
-        cells = []
-        for sizes in phases.values():
-            cells.append(_gib(sizes[component]) if component in sizes else "-")
-        lines.append(_table_line(component, cells))
-    lines.append(_table_line("together", [_gib(sum(sizes.values())) for sizes in phases.values()]))
-    if prediction.states.host_optimizer:
-        host = prediction.states.host_optimizer * setup.sharding.local_processes
+    lines += ["", *_memory_table(prediction.phases)]
+    host_optimizer = prediction.states.host_optimizer * setup.sharding.local_processes
+    if host_optimizer > 0:
         processes = "the processes of one machine"
         if setup.sharding.machines == 1:
             processes = "all processes on one host"
         lines.append(
-            f"Host memory beside it: {host / GIB:.3g} GiB for the optimizer of {processes}."
+            f"Host memory beside it: {host_optimizer / GIB:.3g} GiB for the optimizer of "
+            f"{processes}."
         )
-    if setup.swaps:
-        base = setup.shape.base_bytes(setup.shape.weight_bytes) / GIB
+    if setup.swaps_base:
+        base_gib = setup.shape.base_bytes(setup.shape.weight_bytes) / GIB
         lines.append(
-            f"The base, {base:.3g} GiB, is on the card once: the trainer's leaves while the "
-            f"engine is awake. Both take {2 * base:.3g} GiB of pinned host memory."
+            f"The base, {base_gib:.3g} GiB, is on the card once: the trainer's leaves while the "
+            f"engine is awake. Both take {2 * base_gib:.3g} GiB of pinned host memory."
         )
-    honesty = _ON_A_GPU if setup.accelerator else _ON_A_CPU
-    lines += ["", *sharing_lines(plan), *engine_lines(plan), *verdict_lines(plan), honesty]
+    how_exact = _ON_A_GPU if setup.on_gpu else _ON_A_CPU
+    lines += ["", *sharing_lines(plan), *engine_lines(plan), *verdict_lines(plan), how_exact]
     return section(title, lines)
 
 
-def recomputed_lines(plan: Plan) -> list[str]:
-    """Say how many layers of the language model the backward pass computes again.
+def _memory_table(phases: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """Return the lines of a table of memory: a row for each component, a column for each phase.
 
-    They are those of the longest micro-batch, which `plan.setup` has; a shorter one may need fewer.
-    Without gradient checkpointing there is nothing to say.
+    `phases`: bytes by component, for each phase. A dash stands for a component that a phase lacks.
+    """
+    lines = [_table_line("GiB per card", list(phases))]
+    components = dict.fromkeys(name for sizes in phases.values() for name in sizes)
+    for component in components:
+        cells: list[str] = []
+        for sizes in phases.values():
+            cells.append(_gib(sizes[component]) if component in sizes else "-")
+        lines.append(_table_line(component, cells))
+    sums = [_gib(sum(sizes.values())) for sizes in phases.values()]
+    lines.append(_table_line("together", sums))
+    return lines
+
+
+def recomputed_lines(plan: Plan) -> list[str]:
+    """Return a line on how many layers of the language model the backward pass recomputes.
+
+    It is about the longest micro-batch; a shorter one may need fewer. There is no line without
+    gradient checkpointing.
     """
     setup = plan.setup
     if not setup.checkpointing:
         return []
-    number = predict(setup, plan.card).recomputed
-    reason = "as few as leave a tenth of the card free" if setup.recompute == "auto" else "so set"
-    if setup.recompute == "auto" and not setup.accelerator:
+    number = predict(setup, plan.card_bytes).recomputed
+    if setup.recompute != "auto":
+        reason = "so set"
+    elif setup.on_gpu:
+        reason = "as few as leave a tenth of the card free"
+    else:
         reason = "auto needs a GPU"
     return [
         f"Layers recomputed in its backward pass: {number} of {setup.shape.text.layers} "
@@ -105,37 +121,43 @@ def _table_line(title: str, cells: Sequence[str]) -> str:
 
 
 def sharing_lines(plan: Plan) -> list[str]:
-    """Say what the rollouts of a group share in a micro-batch, and how much memory that saves."""
-    setup = plan.setup
-    phase = "forward and backward"
-    batch = setup.micro_batch
-    group = setup.generations
-    if not (setup.sharing.vision or setup.sharing.prompts):
+    """Return lines on what a micro-batch computes only once for all rollouts of a group.
+
+    They say how much memory that saves, and whether a larger micro-batch would share more.
+    """
+    if not (plan.setup.sharing.vision or plan.setup.sharing.prompts):
         return []
-    # With layers that fill the card both would take as much.
-    setup = replace(setup, recompute="all")
+    # With `auto` both runs would fill the GPU, one with fewer recomputed layers.
+    sharing_setup = replace(plan.setup, recompute="all")
     # The same run with image and prompt computed for each rollout, as TRL does.
-    unshared = replace(setup, sharing=Sharing())
-    ours = sum(predict(setup, plan.card).phases[phase].values())
-    alone = sum(predict(unshared, plan.card).phases[phase].values())
+    setup_of_trl = replace(sharing_setup, sharing=Sharing())
+    phase = "forward and backward"
+    sharing_bytes = sum(predict(sharing_setup, plan.card_bytes).phases[phase].values())
+    trl_bytes = sum(predict(setup_of_trl, plan.card_bytes).phases[phase].values())
+    batch = plan.setup.micro_batch
     has_shared_image = batch.image_tokens > 0 and batch.sequences_per_problem > 1
-    shared = ["the image"] if has_shared_image and setup.sharing.images else []
-    shared += ["the prompt"] if batch.packed else []
-    lines = []
-    if shared:
-        lines = [
-            f"Computed once for {batch.sequences_per_problem} rollouts of a micro-batch: "
-            f"{' and '.join(shared)}. "
-            f"With one for each {phase} would take {alone / GIB:.3g} GiB instead of "
-            f"{ours / GIB:.3g}{', all layers recomputed' if setup.checkpointing else ''}."
-        ]
-    # A micro-batch that holds part of a group computes image and prompt for each part.
-    unit = unit_size(batch.sequences, group)
-    if unit < group:
+    shared_parts: list[str] = []
+    if has_shared_image and plan.setup.sharing.images:
+        shared_parts.append("the image")
+    if batch.packed:
+        shared_parts.append("the prompt")
+    lines: list[str] = []
+    if shared_parts:
+        recomputed = ", all layers recomputed" if plan.setup.checkpointing else ""
         lines.append(
-            f"per_device_train_batch_size: {batch.sequences} splits a group into {group // unit} "
-            "parts, and each computes image and prompt anew; a multiple of num_generations: "
-            f"{group} does not."
+            f"Computed once for {batch.sequences_per_problem} rollouts of a micro-batch: "
+            f"{' and '.join(shared_parts)}. "
+            f"With one for each {phase} would take {trl_bytes / GIB:.3g} GiB instead of "
+            f"{sharing_bytes / GIB:.3g}{recomputed}."
+        )
+    # A micro-batch with a part of a group computes image and prompt for this part alone.
+    group_size = plan.setup.group_size
+    rows_per_part = unit_size(batch.sequences, group_size)
+    if rows_per_part < group_size:
+        lines.append(
+            f"per_device_train_batch_size: {batch.sequences} splits a group into "
+            f"{group_size // rows_per_part} parts, and each computes image and prompt anew; a "
+            f"multiple of num_generations: {group_size} does not."
         )
     return lines
 
@@ -149,125 +171,145 @@ _ON_A_GPU = (
 
 
 def engine_lines(plan: Plan) -> list[str]:
-    """Return how many rollouts the engine has room for, as lines."""
-    engine = predict(plan.setup, plan.card).engine
-    setup = plan.setup
-    if engine is None or setup.engine is None or not setup.accelerator:
+    """Return lines on how many rollouts the engine samples at once.
+
+    There are none without an engine that shares the GPU with the trainer.
+    """
+    memory = predict(plan.setup, plan.card_bytes).engine
+    engine = plan.setup.engine
+    if memory is None or engine is None or not plan.setup.on_gpu:
         return []
-    per_token = cache_bytes_per_token(
-        setup.shape, setup.engine.dtype_bytes, setup.engine.tensor_parallel
+    bytes_per_token = cache_bytes_per_token(
+        plan.setup.shape, dtype_bytes=engine.dtype_bytes, tensor_parallel=engine.tensor_parallel
     )
     return [
-        f"Engine: {per_token / 1024:.0f} KiB per token for keys and values; of "
-        f"{setup.engine.max_sequences} rollouts {engine.concurrent} run at once if all reach "
-        f"{setup.engine.max_length} tokens, more if they end earlier.",
-        *share_lines(plan, engine.concurrent),
+        f"Engine: {bytes_per_token / 1024:.0f} KiB per token for keys and values; of "
+        f"{engine.max_sequences} rollouts {memory.concurrent_rollouts} run at once if all reach "
+        f"{engine.max_length} tokens, more if they end earlier.",
+        *utilization_lines(plan, memory.concurrent_rollouts),
     ]
 
 
-def share_lines(plan: Plan, concurrent: int) -> list[str]:
-    """Propose a share of the GPU with which the run would fit, or more rollouts would run at once.
+def utilization_lines(plan: Plan, concurrent_rollouts: int) -> list[str]:
+    """Return a line that proposes another `vllm_gpu_memory_utilization`, if one is better.
 
-    `concurrent`: rollouts of full length that run at once with the present share.
+    With it the run fits, or samples more rollouts at once. `concurrent_rollouts`: how many rollouts
+    of full length are sampled at once with the present value.
     """
     engine = plan.setup.engine
-    share = proposed_utilization(plan.setup, plan.card)
-    if engine is None or share is None:
+    utilization = proposed_utilization(plan.setup, plan.card_bytes)
+    if engine is None or utilization is None:
         return []
-    proposed = predict(replace(plan.setup, engine=replace(engine, utilization=share)), plan.card)
-    proposed_concurrent = proposed.engine.concurrent if proposed.engine else 0
-    if proposed_concurrent <= concurrent and fits(plan.setup, plan.card):
+    proposed_setup = replace(plan.setup, engine=replace(engine, utilization=utilization))
+    prediction = predict(proposed_setup, plan.card_bytes)
+    proposed_rollouts = prediction.engine.concurrent_rollouts if prediction.engine else 0
+    if proposed_rollouts <= concurrent_rollouts and fits(plan.setup, plan.card_bytes):
         return []
+    free_share = 1 - prediction.peak / plan.card_bytes
     return [
-        f"vllm_gpu_memory_utilization: {share:g} instead of {engine.utilization:g} lets "
-        f"{proposed_concurrent} "
-        f"run at once, and leaves {1 - proposed.peak / plan.card:.0%} of the card free."
+        f"vllm_gpu_memory_utilization: {utilization:g} instead of {engine.utilization:g} lets "
+        f"{proposed_rollouts} run at once, and leaves {free_share:.0%} of the card free."
     ]
 
 
 def verdict_lines(plan: Plan) -> list[str]:
-    """Return whether the run fits on its cards, and what would, as lines."""
+    """Return lines on whether the run fits into its GPUs, and on the largest batch and image."""
     setup = plan.setup
-    card = plan.card
-    prediction = predict(setup, card)
-    good = fits(setup, card)
-    peak = prediction.peak / GIB
-    share = prediction.peak / card
-    usage = f"{peak:.3g} GiB at most ({prediction.peak_phase}), {share:.0%} of {card / GIB:.3g} GiB"
-    if good:
-        lines = [f"It fits: {usage}."]
-    elif prediction.peak > card:
-        parts = prediction.phases[prediction.peak_phase]
-        largest = max(parts, key=lambda name: parts[name])
-        lines = [
-            f"It does NOT fit: {prediction.peak_phase} would take {peak:.3g} GiB of "
-            f"{card / GIB:.3g}; the largest part is {largest} ({parts[largest] / GIB:.3g} GiB). "
-            f"{remedy(plan)}"
-        ]
-    else:  # the card has room, but the engine's share of it has not
-        lines = [
-            "It does NOT fit: the engine's share has no room for one rollout of full length; raise "
-            "vllm_gpu_memory_utilization, or lower vllm_max_model_length."
-        ]
+    lines = [_verdict_line(plan)]
     # Without DeepSpeed nothing keeps a float32 copy of weights in 16 bits.
-    if setup.sharding.stage is None and not setup.shape.adapters and setup.shape.weight_bytes == 2:
+    if (
+        setup.sharding.stage is None
+        and not setup.shape.has_adapters
+        and setup.shape.weight_bytes == 2
+    ):
         lines.append(LOST_UPDATES)
-    batch = largest_batch(setup, card)
-    batch_text = str(batch or "none")
-    if batch == setup.generation:
-        batch_text = f"{batch}, a whole generation"
+    largest_size = largest_batch(setup, plan.card_bytes)
+    if largest_size == 0:
+        size_text = "none"
+    elif largest_size == setup.sequences_per_generation:
+        size_text = f"{largest_size}, a whole generation"
+    else:
+        size_text = str(largest_size)
     lines.append(
         "Largest per_device_train_batch_size that fits, of those that keep groups of "
-        f"{setup.generations} whole or split them evenly: {batch_text} (keep its product with "
+        f"{setup.group_size} whole or split them evenly: {size_text} (keep its product with "
         "gradient_accumulation_steps and processes)."
     )
-    return [*lines, largest_image_line(plan)] if setup.shape.vision is not None else lines
+    if setup.shape.vision is not None:
+        lines.append(largest_image_line(plan))
+    return lines
+
+
+def _verdict_line(plan: Plan) -> str:
+    """Return a line on whether the run fits into its GPUs, or what to change if it does not."""
+    prediction = predict(plan.setup, plan.card_bytes)
+    peak_gib = prediction.peak / GIB
+    card_gib = plan.card_bytes / GIB
+    if fits(plan.setup, plan.card_bytes):
+        used_share = prediction.peak / plan.card_bytes
+        return (
+            f"It fits: {peak_gib:.3g} GiB at most ({prediction.peak_phase}), {used_share:.0%} of "
+            f"{card_gib:.3g} GiB."
+        )
+    if prediction.peak > plan.card_bytes:
+        component_bytes = prediction.phases[prediction.peak_phase]
+        largest = max(component_bytes, key=lambda name: component_bytes[name])
+        return (
+            f"It does NOT fit: {prediction.peak_phase} would take {peak_gib:.3g} GiB of "
+            f"{card_gib:.3g}; the largest part is {largest} "
+            f"({component_bytes[largest] / GIB:.3g} GiB). {remedy(plan)}"
+        )
+    # The GPU has room, but the engine's share of it has not.
+    return (
+        "It does NOT fit: the engine's share has no room for one rollout of full length; raise "
+        "vllm_gpu_memory_utilization, or lower vllm_max_model_length."
+    )
 
 
 def largest_image_line(plan: Plan) -> str:
-    """Say the largest `max_pixels` that fits, or what leaves no room for any image."""
+    """Return a line with the largest `max_pixels` that fits, or why no image does."""
     if plan.limit is not None and plan.image_room < 1:
         return (
             "No max_pixels leaves room for a whole answer: text of up to "
             f"{plan.lengths.longest_text} tokens and max_completion_length: "
-            f"{plan.limit.completion} together exceed {plan.limit.name}."
+            f"{plan.limit.completion_tokens} together exceed {plan.limit.name}."
         )
-    tokens = largest_image_tokens(plan.setup, plan.card, plan.image_room)
+    tokens = largest_image_tokens(plan.setup, plan.card_bytes, plan.image_room)
+    if tokens == 0:
+        return "No max_pixels fits."
     pixels = tokens * plan.setup.shape.image_token_pixels
-    return (
-        f"Largest max_pixels that fits: {pixels} ({tokens} image tokens)."
-        if tokens
-        else "No max_pixels fits."
-    )
+    return f"Largest max_pixels that fits: {pixels} ({tokens} image tokens)."
 
 
 def remedy(plan: Plan) -> str:
-    """Return what to change first if the run does not fit, for the settings at hand."""
+    """Return what to change if a run does not fit into its GPUs, the best change first.
+
+    Only changes that the run's settings leave open are named.
+    """
     setup = plan.setup
-    share = proposed_utilization(plan.setup, plan.card)
     sharding = setup.sharding
-    adapters = setup.shape.adapters
-    learning = "forward and backward"
-    wishes = (
-        # with which it fits; how many rollouts run at once then, `share_lines` says
-        (share is not None, f"vllm_gpu_memory_utilization: {share or 0:g}"),
-        (
-            setup.engine and not setup.engine.sleep and setup.accelerator,
-            "vllm_enable_sleep_mode: true",
-        ),
-        (not setup.checkpointing, "gradient_checkpointing: true"),
-        (sharding.processes > 1 and sharding.stage != 3, "ZeRO-3 (configs/accelerate/zero3.yaml)"),
-        (
-            sharding.stage == 3 and not sharding.offload_optimizer,
-            "the optimizer in host memory (configs/accelerate/zero3_offload.yaml)",
-        ),
-        (setup.reference and not adapters, "beta: 0.0 (no reference model)"),
-        (not adapters and sharding.stage is None, "use_peft: true"),
-        (setup.engine and share is None, "a lower vllm_gpu_memory_utilization"),
-        (sharding.stage == 3, "more machines (--machines N; docs/hardware.md)"),
-        (
-            predict(setup, plan.card).peak_phase == learning,
-            "a smaller per_device_train_batch_size or max_pixels",
-        ),
-    )
-    return f"Try, in this order: {'; '.join(wish for holds, wish in wishes if holds)}."
+    trains_all_weights = not setup.shape.has_adapters
+    utilization = proposed_utilization(plan.setup, plan.card_bytes)
+    changes: list[str] = []
+    if utilization is not None:
+        # With this value the run fits.
+        changes.append(f"vllm_gpu_memory_utilization: {utilization:g}")
+    if setup.engine is not None and not setup.engine.sleep and setup.on_gpu:
+        changes.append("vllm_enable_sleep_mode: true")
+    if not setup.checkpointing:
+        changes.append("gradient_checkpointing: true")
+    if sharding.processes > 1 and sharding.stage != 3:
+        changes.append("ZeRO-3 (configs/accelerate/zero3.yaml)")
+    if sharding.stage == 3 and not sharding.offload_optimizer:
+        changes.append("the optimizer in host memory (configs/accelerate/zero3_offload.yaml)")
+    if setup.has_reference and trains_all_weights:
+        changes.append("beta: 0.0 (no reference model)")
+    if trains_all_weights and sharding.stage is None:
+        changes.append("use_peft: true")
+    if setup.engine is not None and utilization is None:
+        changes.append("a lower vllm_gpu_memory_utilization")
+    if sharding.stage == 3:
+        changes.append("more machines (--machines N; docs/hardware.md)")
+    if predict(setup, plan.card_bytes).peak_phase == "forward and backward":
+        changes.append("a smaller per_device_train_batch_size or max_pixels")
+    return f"Try, in this order: {'; '.join(changes)}."

@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from trl import ModelConfig
 
@@ -11,8 +12,10 @@ from adora_vl.config.batch_plan import regroup_obstacle
 from adora_vl.config.command import CliArgs
 from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.sharding import Sharding
+from adora_vl.data.context_limit import ContextLimit
 from adora_vl.data.dataset import row_count
-from adora_vl.data.prompt_lengths import ContextLimit, LengthCheck, PromptLengths, sizes_in
+from adora_vl.data.overlong_prompts import LengthCheck
+from adora_vl.data.prompt_lengths import PromptLengths, sizes_in
 from adora_vl.models.activations import MicroBatch
 from adora_vl.models.families import family_of, sees_images
 from adora_vl.models.shape import ModelShape
@@ -39,37 +42,44 @@ class Plan:
     rows: int | None
     """Rows that the run trains on; None where the dataset is not on this machine."""
     setup: Setup
-    card: int
+    """What the memory of the run depends on."""
+    card_bytes: int
     """Bytes of memory of one GPU, or one process's share of this machine for a run on its CPU."""
     card_name: str
+    """The GPU, or this machine's memory, in words."""
     notes: list[str]
+    """Lines about the run for the user."""
 
     @property
     def limit(self) -> ContextLimit | None:
-        """What bounds prompt and answer together; None where it is unknown or images have no count."""
+        """The limit on the tokens of a prompt with its answer.
+
+        None if it is not known, or if the tokens of images cannot be counted for this model.
+        """
         return self.run.prompts.lengths.limit
 
     @property
     def checks(self) -> list[LengthCheck]:
-        """The length checks of training and evaluation prompts, before any prompt is left out."""
+        """The length checks of training and evaluation prompts; none without a data set."""
         return self.run.prompts.lengths.checks if self.rows is not None else []
 
     @property
     def image_room(self) -> int:
-        """Image tokens that fit beside the longest text and a whole answer.
+        """The number of image tokens that fit beside the longest text and a whole answer.
 
         Below 1 there is no room for any image.
         """
         if self.limit is None:
             return MOST_IMAGE_TOKENS
-        return self.limit.tokens - self.limit.needed(self.lengths.longest_text)
+        return self.limit.tokens - self.limit.tokens_for(self.lengths.longest_text)
 
 
 def make_plan(command: CliArgs, options: DryRunOptions, *, with_few_rows: bool = False) -> Plan:
-    """Make every check that a run makes before it loads weights, and predict lengths and memory.
+    """Check a run without starting it, and predict its prompt lengths and memory.
 
-    `with_few_rows`: plan also for rows that do not fill a generation. Raises `UserError` with the
-    line that a run would stop with.
+    All checks are made that a run makes before it loads weights. `with_few_rows`: plan also for a
+    data set with too few rows for a generation. Raises `UserError` with the line that a run would
+    stop with.
     """
     run = prepare_on_paper(command, options)
     if run.messages.refusals and not with_few_rows:
@@ -93,26 +103,26 @@ def make_plan(command: CliArgs, options: DryRunOptions, *, with_few_rows: bool =
         sharding=sharding,
         lengths=lengths,
     )
-    card_bytes, card_name = _card(options, run.config, sharding.local_processes)
+    card = _card(options, run.config, sharding.local_processes)
     return Plan(
         run=run,
         script=script,
         lengths=lengths,
         rows=run.data.rows,
         setup=setup,
-        card=card_bytes,
-        card_name=card_name,
+        card_bytes=card.bytes,
+        card_name=card.name,
         notes=notes,
     )
 
 
 def _mixture_notes(run: ResolvedRun) -> list[str]:
-    """Return a note on how several data sets are mixed; none where there is one data set."""
+    """Return a note on how several data sets are mixed; none if there is only one."""
     if run.data.train is None or run.script is None or len(run.data.folders) == 1:
         return []
     split = run.script.dataset_train_split
     mixture_shares = run.script.adora_mixture
-    dataset_texts = []
+    dataset_texts: list[str] = []
     for number, folder in enumerate(run.data.folders):
         rows = row_count(Path(folder), split)
         text = f"{Path(folder).name} {amount(rows, 'row')}"
@@ -126,46 +136,60 @@ def _mixture_notes(run: ResolvedRun) -> list[str]:
 
 
 def _zoom_notes(run: ResolvedRun) -> list[str]:
-    """Return a note on how many pictures zoom shows more of than the model sees at first.
+    """Return a note on how many images the tool zoom can show in more detail; none without zoom.
 
-    None where the run has no zoom, or its data set is not on this machine.
+    These are the images that are shrunk for the model. There is no note for a data set that is not
+    on this machine.
     """
     if run.data.train is None or "zoom" not in run.tools.functions:
         return []
-    picture_sizes = []
-    for row_sizes in sizes_in(run.data.train.data.table):
-        picture_sizes += [size for size in row_sizes if size is not None]
+    image_sizes = []
+    for sizes_of_row in sizes_in(run.data.train.data.table):
+        image_sizes += [size for size in sizes_of_row if size is not None]
     max_pixels = run.prompts.lengths.pixels.high
-    larger_count = sum(width * height > max_pixels for width, height in picture_sizes)
+    larger_sizes = [(width, height) for width, height in image_sizes if width * height > max_pixels]
     consequence = ""
-    if not larger_count:
+    if not larger_sizes:
         consequence = ", so zoom shows nothing new; prepare the data with a larger --max-pixels"
-    total = amount(len(picture_sizes), "picture")
-    return [f"{larger_count} of {total} are larger than the model sees them{consequence}"]
+    total = amount(len(image_sizes), "picture")
+    return [f"{len(larger_sizes)} of {total} are larger than the model sees them{consequence}"]
 
 
-def _card(options: DryRunOptions, config: AdoraGRPOConfig, processes: int) -> tuple[int, str]:
-    """Return the memory of a card in bytes, and the card in words.
+class _Card(NamedTuple):
+    """The memory that one process of a run has, in bytes, and what it is in words."""
 
-    It is what the user says, else this machine's, else an assumed one. For a run on the CPU it is
-    the share of the machine's memory that each of its `processes` has.
+    bytes: int
+    name: str
+
+
+def _card(options: DryRunOptions, config: AdoraGRPOConfig, local_processes: int) -> _Card:
+    """Return the memory of the GPU that a dry run plans for.
+
+    That is what the user says, else this machine's GPU, else an assumed one. For a run on the CPU
+    it is this machine's memory, divided by its number of processes.
     """
     if options.card_gib is not None:
-        return int(options.card_gib * GIB), f"a card of {options.card_gib:g} GiB"
+        return _Card(bytes=int(options.card_gib * GIB), name=f"a card of {options.card_gib:g} GiB")
     if config.use_cpu:
         machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        share = machine_bytes // processes
-        return share, f"a process's share of this machine's memory, {share / GIB:.0f} GiB"
+        share = machine_bytes // local_processes
+        return _Card(
+            bytes=share,
+            name=f"a process's share of this machine's memory, {share / GIB:.0f} GiB",
+        )
     import torch
 
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        card_bytes = int(properties.total_memory)
-        return card_bytes, f"{properties.name}, {card_bytes / GIB:.0f} GiB"
-    assumed_card = (
-        f"a card of {ASSUMED_CARD_GIB:g} GiB (no GPU is visible here; --card-gib says another size)"
+        gpu_bytes = int(properties.total_memory)
+        return _Card(bytes=gpu_bytes, name=f"{properties.name}, {gpu_bytes / GIB:.0f} GiB")
+    return _Card(
+        bytes=int(ASSUMED_CARD_GIB * GIB),
+        name=(
+            f"a card of {ASSUMED_CARD_GIB:g} GiB (no GPU is visible here; --card-gib says another "
+            "size)"
+        ),
     )
-    return int(ASSUMED_CARD_GIB * GIB), assumed_card
 
 
 def make_setup(
@@ -175,19 +199,27 @@ def make_setup(
     sharding: Sharding,
     lengths: PromptLengths,
 ) -> Setup:
-    """Collect everything that the memory prediction depends on.
+    """Collect everything that the memory of a run depends on.
 
-    Every prompt is taken to be as long as the longest one, and every completion as long as
-    `max_completion_length`: the worst micro-batch that the run can meet.
+    All prompts are assumed to be as long as the longest one, and all completions as long as
+    `max_completion_length`, which is the largest micro-batch that the run can meet.
+
+    Args:
+        config: The training keys.
+        model: The keys of the model, of which the attention kernel matters.
+        shape: The model's numbers of parameters and layers.
+        sharding: How the run is spread over processes.
+        lengths: The lengths of the prompts.
     """
-    longest_prompt, image_tokens = lengths.longest
+    longest_prompt = lengths.longest_prompt
+    image_tokens = lengths.most_image_tokens
     sequences = config.per_device_train_batch_size
-    generation = sequences * config.steps_per_generation
-    caches_images = config.uses("cache_images")
-    # Where rows are not regrouped, the rollouts of a group may lie in any micro-batch.
-    keeps_groups_together = caches_images and not regroup_obstacle(config)
+    sequences_per_generation = sequences * config.steps_per_generation
+    stores_images_once = config.uses("cache_images")
+    # Otherwise the rollouts of a group may be in any micro-batch, and share nothing there.
+    keeps_groups_together = stores_images_once and not regroup_obstacle(config)
     sharing = Sharing(
-        images=caches_images,
+        images=stores_images_once,
         vision=keeps_groups_together and config.uses("share_vision"),
         prompts=keeps_groups_together and config.uses("share_prompt"),
     )
@@ -200,35 +232,44 @@ def make_setup(
             completion_tokens=config.max_completion_length,
             image_tokens=image_tokens if shape.vision else 0,
         ),
-        generation=generation,
-        generations=config.num_generations,
+        sequences_per_generation=sequences_per_generation,
+        group_size=config.num_generations,
         sharing=sharing,
-        mixed=bool(config.bf16 or config.fp16),
+        mixed_precision=bool(config.bf16 or config.fp16),
         checkpointing=config.gradient_checkpointing,
         recompute=config.adora_recompute,
         micro_batches=config.gradient_accumulation_steps,
-        masked="flash" not in str(model.attn_implementation or ""),
-        reference=config.beta != 0.0,
+        has_padding_mask="flash" not in str(model.attn_implementation or ""),
+        has_reference=config.beta != 0.0,
         engine=_engine_settings(
-            config, shape=shape, longest_prompt=longest_prompt, generation=generation
+            config,
+            shape=shape,
+            longest_prompt=longest_prompt,
+            sequences_per_generation=sequences_per_generation,
         ),
-        accelerator=not config.use_cpu,
+        on_gpu=not config.use_cpu,
     )
 
 
 def _engine_settings(
-    config: AdoraGRPOConfig, shape: ModelShape, longest_prompt: int, generation: int
+    config: AdoraGRPOConfig,
+    shape: ModelShape,
+    longest_prompt: int,
+    sequences_per_generation: int,
 ) -> Engine | None:
-    """Return what the memory of a colocated engine depends on; None where a run has none.
+    """Return what the memory of a run's vLLM engine depends on.
+
+    None without an engine that shares the GPU with the trainer.
 
     Args:
-        config: the run's settings.
-        shape: the model's.
-        longest_prompt: tokens of the longest prompt.
-        generation: sequences of one rank in one generation.
+        config: The training keys.
+        shape: The model's numbers of parameters and layers.
+        longest_prompt: Tokens of the longest prompt.
+        sequences_per_generation: Rollouts that one rank asks for at once.
     """
     if not config.use_vllm or config.vllm_mode != "colocate":
         return None
+    # None: the engine takes the dtype of the weights.
     dtype = engine_dtype(config)
     cpu_cache = None
     if config.use_cpu:
@@ -240,8 +281,8 @@ def _engine_settings(
         utilization=config.vllm_gpu_memory_utilization,
         dtype_bytes=_DTYPE_BYTES[dtype] if dtype else shape.weight_bytes,
         max_length=max_length,
-        # the engines of a tensor-parallel group sample the prompts of all its ranks
-        max_sequences=generation * config.vllm_tensor_parallel_size,
+        # An engine that is divided over several ranks samples for all of them.
+        max_sequences=sequences_per_generation * config.vllm_tensor_parallel_size,
         tensor_parallel=config.vllm_tensor_parallel_size,
         sleep=config.vllm_enable_sleep_mode,
         cpu_cache=cpu_cache,

@@ -1,4 +1,4 @@
-"""What fits into a card: a setup, and the largest batch, image and engine that would.
+"""What fits into a GPU: a setup, and the largest batch, image and engine that would.
 
 Each answer is found by predicting the memory of changed setups (`adora_vl.planning.memory`).
 """
@@ -10,56 +10,58 @@ from dataclasses import replace
 from adora_vl.planning.memory import MOST_IMAGE_TOKENS, Setup, predict
 
 
-def fits(setup: Setup, card: int) -> bool:
-    """Return whether every phase fits into the card.
+def fits(setup: Setup, card_bytes: int) -> bool:
+    """Return whether every phase of a training step fits into a GPU's memory.
 
     The engine must also have room for at least one rollout of full length.
     """
-    prediction = predict(setup, card)
-    engine_has_room = prediction.engine is None or prediction.engine.concurrent >= 1
-    return prediction.peak <= card and engine_has_room
+    prediction = predict(setup, card_bytes)
+    engine_has_room = prediction.engine is None or prediction.engine.concurrent_rollouts >= 1
+    return prediction.peak <= card_bytes and engine_has_room
 
 
-# Share of the card that a proposed utilization leaves free, since no GPU has confirmed the
+# Share of the GPU's memory that a proposed utilization leaves free, since no GPU has confirmed the
 # prediction.
 HEADROOM = 0.05
 
 
-def proposed_utilization(setup: Setup, card: int) -> float | None:
-    """Return the smallest `vllm_gpu_memory_utilization` that runs most rollouts at once.
+def proposed_utilization(setup: Setup, card_bytes: int) -> float | None:
+    """Return the share of the GPU for vLLM (`vllm_gpu_memory_utilization`) that is best for a run.
 
-    It is in hundredths. Every phase has to leave `HEADROOM` of the card free. None without a
-    colocated engine on a GPU, or if there is no such share.
+    With it most rollouts are sampled at once, while every phase of a step leaves `HEADROOM` of the
+    memory free. Of equal ones it is the smallest, in hundredths. None without an engine that shares
+    a GPU with the trainer, and if no share leaves enough memory free.
     """
     engine = setup.engine
-    if engine is None or not setup.accelerator:
+    if engine is None or not setup.on_gpu:
         return None
     best_utilization: float | None = None
     most_concurrent = 0
     for hundredths in range(1, 100):
         utilization = hundredths / 100
         candidate = replace(setup, engine=replace(engine, utilization=utilization))
-        prediction = predict(candidate, card)
-        concurrent = prediction.engine.concurrent if prediction.engine else 0
-        if prediction.peak <= (1 - HEADROOM) * card and concurrent > most_concurrent:
+        prediction = predict(candidate, card_bytes)
+        leaves_headroom = prediction.peak <= (1 - HEADROOM) * card_bytes
+        concurrent = prediction.engine.concurrent_rollouts if prediction.engine else 0
+        if leaves_headroom and concurrent > most_concurrent:
             most_concurrent = concurrent
             best_utilization = utilization
     return best_utilization
 
 
 def batch_sizes(setup: Setup) -> list[int]:
-    """Return values of per_device_train_batch_size that divide a generation.
+    """Return the values of `per_device_train_batch_size` that suit a run, in ascending order.
 
-    They keep groups whole or split them evenly.
+    They divide the rollouts of a generation, and keep groups whole or split them evenly.
     """
-    group_size = setup.generations
-    generation = setup.generation
-    divisors = [size for size in range(1, generation + 1) if generation % size == 0]
+    group_size = setup.group_size
+    sequences = setup.sequences_per_generation
+    divisors = [size for size in range(1, sequences + 1) if sequences % size == 0]
     return [size for size in divisors if size % group_size == 0 or group_size % size == 0]
 
 
-def largest_batch(setup: Setup, card: int) -> int:
-    """Return the largest of `batch_sizes` that fits, 0 if none does.
+def largest_batch(setup: Setup, card_bytes: int) -> int:
+    """Return the largest of `batch_sizes` with which a run fits into a GPU; 0 if none does.
 
     The number of rollouts per generation stays the same.
     """
@@ -68,34 +70,42 @@ def largest_batch(setup: Setup, card: int) -> int:
     def batch_fits(number: int) -> bool:
         """Return whether the `number`-th smallest size fits."""
         batch = replace(setup.batch, sequences=sizes[number - 1])
-        return fits(replace(setup, batch=batch), card)
+        return fits(replace(setup, batch=batch), card_bytes)
 
-    largest_number = _largest_number(batch_fits, len(sizes))
-    return sizes[largest_number - 1] if largest_number else 0
+    largest_number = _largest_number(batch_fits, limit=len(sizes))
+    return sizes[largest_number - 1] if largest_number > 0 else 0
 
 
-def largest_image_tokens(setup: Setup, card: int, room: int = MOST_IMAGE_TOKENS) -> int:
-    """Return the largest number of image tokens per prompt that fits beside the same text.
+def largest_image_tokens(setup: Setup, card_bytes: int, room: int = MOST_IMAGE_TOKENS) -> int:
+    """Return the largest number of image tokens per prompt with which a run fits into a GPU.
 
-    It is at most `room`, and 0 if none fits.
+    The text of the prompts stays the same. `room`: the most image tokens that the context has room
+    for. 0 if no image fits.
     """
-    limit = min(room, MOST_IMAGE_TOKENS)
     text_tokens = setup.batch.prompt_tokens - setup.batch.image_tokens
+    limit = min(room, MOST_IMAGE_TOKENS)
+    if setup.engine is not None:
+        # A prompt has to leave the engine room for its completion.
+        limit = min(limit, setup.engine.max_length - setup.batch.completion_tokens - text_tokens)
 
     def image_fits(image_tokens: int) -> bool:
         """Return whether the run fits with so many image tokens in every prompt."""
         prompt_tokens = text_tokens + image_tokens
         batch = replace(setup.batch, image_tokens=image_tokens, prompt_tokens=prompt_tokens)
-        return fits(replace(setup, batch=batch), card)
+        return fits(replace(setup, batch=batch), card_bytes)
 
-    if setup.engine is not None:  # a prompt has to leave the engine room for its completion
-        limit = min(limit, setup.engine.max_length - setup.batch.completion_tokens - text_tokens)
-    return _largest_number(image_fits, max(limit, 0))
+    return _largest_number(image_fits, limit=max(limit, 0))
 
 
 def _largest_number(number_fits: Callable[[int], bool], limit: int) -> int:
-    """Return the largest number from 1 to `limit` that fits, or 0.
+    """Return the largest number from 1 to `limit` that fits, or 0 if none does.
 
     If a number fits, all smaller ones do, so that it is found by bisection.
     """
-    return bisect_left(range(1, limit + 1), True, key=lambda number: not number_fits(number))
+
+    def is_too_large(number: int) -> bool:
+        return not number_fits(number)
+
+    # The index of the first number that is too large is the largest one that fits, as they
+    # begin with 1.
+    return bisect_left(range(1, limit + 1), True, key=is_too_large)

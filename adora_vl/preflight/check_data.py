@@ -14,8 +14,10 @@ from datasets import Dataset, IterableDataset
 from adora_vl.builtin.builtin_data import KNIGHTS_DATA, STARTS, SYNTHETIC_DATA, data_folders
 from adora_vl.config.batch_plan import check_row_count
 from adora_vl.data import prompt_lengths as lengths
+from adora_vl.data.context_limit import ContextLimit, context_limit, served_length, uncountable
 from adora_vl.data.dataset import data_hash, read_manifest, refuse_for_evaluation
 from adora_vl.data.loading import load_rows
+from adora_vl.data.overlong_prompts import REMEMBERED_ROWS, OverlongPrompts
 from adora_vl.data.prompts import control_token_in, control_tokens, with_tools
 from adora_vl.data.rows import has_images
 from adora_vl.data.token_counters import (
@@ -58,9 +60,16 @@ def check_prompts(
     context: RunContext,
     messages: Messages,
 ) -> PromptFacts:
-    """Load the processor, limit its pixels, and work out how long a prompt may be.
+    """Load the processor, build the tools and the system prompt, and limit the prompts' lengths.
 
-    Raises `UserError`.
+    Args:
+        request: What the user asks for.
+        model: The model, of which only the config is loaded.
+        tools: The tools and environments of the run.
+        context: Where the run takes place.
+        messages: Lines for the user are added to these.
+
+    Raises `UserError` for a processor that cannot be loaded, and for control tokens in texts.
     """
     config = request.config
     processor = request.model.processor
@@ -68,12 +77,14 @@ def check_prompts(
         processor = _load_processor(model, context, messages)
     if processor is not None:
         limit_pixels(processor, config.min_pixels, config.max_pixels)
+    # The smallest and largest image that the processor resizes to.
     pixels = lengths.resize_limits_of(
         processor,
         model=model.config,
         min_pixels=config.min_pixels,
         max_pixels=config.max_pixels,
     )
+    # The model's special tokens, such as the end of a turn, which no text may contain.
     tokens = control_tokens(processor)
     _refuse_control_tokens(config.chat_template_kwargs or {}, tokens)
     if tools.environments is not None:
@@ -90,55 +101,85 @@ def check_prompts(
     if request.script is not None:
         schemas = toolbox.schemas if toolbox is not None else []
         system_prompt = with_tools(request.script.adora_system_prompt, schemas)
-    unknown = lengths.uncountable(model.config)
-    speaks = request.is_main_process and not context.dry_run
-    # Every rank comes here with the same model, so that either all ask for the limit or none does.
-    limit = None if unknown else _limit(request, model, context)
-    if limit is None and speaks:
-        print(
-            "the lengths of the prompts are not checked: "
-            f"{unknown or 'neither a key nor the model has a limit'}"
-        )
     return PromptFacts(
         processor=processor,
         toolbox=toolbox,
         system_prompt=system_prompt,
-        lengths=lengths.OverlongPrompts(
-            limit,
-            _counter(request, processor, system_prompt),
-            pixels,
-            request.script.adora_overlong_prompts if request.script is not None else None,
-            speaks=speaks,
-            paper=context.dry_run,
-            max_rows=request.max_rows,
-        ),
+        lengths=_overlong_prompts(request, model, context, processor, system_prompt, pixels),
+    )
+
+
+def _overlong_prompts(
+    request: RunRequest,
+    model: ModelFacts,
+    context: RunContext,
+    processor: ProcessorMixin | None,
+    system_prompt: str | None,
+    pixels: lengths.ResizeLimits,
+) -> OverlongPrompts:
+    """Return what finds the prompts that leave no room for an answer. Collective with a server.
+
+    If there is no limit on the length, or the model's image tokens cannot be counted, a line says
+    so.
+
+    `pixels`: the smallest and largest image that the processor resizes to.
+    """
+    is_speaking = request.is_main_process and not context.dry_run
+    # Why image tokens cannot be counted; empty if they can. All ranks have the same model, so that
+    # either all of them ask for the limit below or none does.
+    uncountable_reason = uncountable(model.config)
+    limit = None
+    if not uncountable_reason:
+        limit = _context_limit(request, model, context)
+    if limit is None and is_speaking:
+        reason = uncountable_reason or "neither a key nor the model has a limit"
+        print(f"the lengths of the prompts are not checked: {reason}")
+    # What becomes of overlong prompts. Python code has no such key.
+    error_or_drop = None
+    if request.script is not None:
+        error_or_drop = request.script.adora_overlong_prompts
+    return OverlongPrompts(
+        limit,
+        _token_counter(request, processor, system_prompt),
+        pixels,
+        error_or_drop,
+        speaks=is_speaking,
+        is_dry_run=context.dry_run,
+        max_rows=request.max_rows,
     )
 
 
 def _load_processor(
     model: ModelFacts, context: RunContext, messages: Messages
 ) -> ProcessorMixin | None:
-    """Load the processor; None, with a line for the user, where a dry run cannot reach the hub."""
+    """Load the model's processor, or that of the adapter if it has one of its own.
+
+    None, with a line in `messages`, if a dry run cannot reach the hub. Raises `UserError`.
+    """
     name = processor_folder(model.adapters, model.name, sees=sees_images(model.config))
     try:
         processor: ProcessorMixin = load_processor(name, model.revision)
     except UserError:
-        if not context.dry_run or Path(name).is_dir():
+        # A folder that is here has a fault, which a dry run reports too.
+        is_on_hub = not Path(name).is_dir()
+        if not context.dry_run or not is_on_hub:
             raise
-        guess = f"{CHARACTERS_A_TOKEN} characters per token, images follow the published rule"
         messages.unknown.append(
-            f"the processor of {name} cannot be reached: text is estimated at {guess}"
+            f"the processor of {name} cannot be reached: text is estimated at "
+            f"{CHARACTERS_A_TOKEN} characters per token, images follow the published rule"
         )
         return None
     return processor
 
 
 def _refuse_control_tokens(options: Mapping[str, Any], tokens: Sequence[str]) -> None:
-    """Raise `UserError` for a control token in `chat_template_kwargs`.
+    """Raise `UserError` for one of the model's control tokens in `chat_template_kwargs`.
 
-    The values stand in every prompt, where such a token would end a turn. A `chat_template` among
-    them is left out: a whole template needs the tokens.
+    The template writes these values into every prompt, where such a token could end a turn.
+
+    `options`: the value of `chat_template_kwargs`. `tokens`: the model's control tokens.
     """
+    # A whole template may be among the options, and it needs the tokens.
     values = {name: value for name, value in options.items() if name != "chat_template"}
     token = control_token_in(values, tokens)
     if token is not None:
@@ -147,41 +188,46 @@ def _refuse_control_tokens(options: Mapping[str, Any], tokens: Sequence[str]) ->
         )
 
 
-def _counter(
+def _token_counter(
     request: RunRequest, processor: ProcessorMixin | None, system_prompt: str | None
 ) -> TokenCounter:
-    """Return the function that counts the tokens of prompts, exact where the processor is here."""
-    template = request.config.chat_template_kwargs
+    """Return the function that counts the tokens of prompts.
+
+    It counts exactly with a processor. Without one it estimates by the number of characters.
+    `system_prompt`: that of a command; the prompts of Python code have theirs already.
+    """
+    template_kwargs = request.config.chat_template_kwargs
     if request.script is None:
-        return message_counter(processor, template)
+        return message_counter(processor, template_kwargs)
     if processor is None:
         return character_counter(system_prompt)
-    return tokenizer_counter(processor, system_prompt, template)
+    return tokenizer_counter(processor, system_prompt, template_kwargs)
 
 
-def _limit(
+def _context_limit(
     request: RunRequest, model: ModelFacts, context: RunContext
-) -> lengths.ContextLimit | None:
-    """Return the limit on the length of a prompt with its answer; None where nothing limits it.
+) -> ContextLimit | None:
+    """Return the limit on the tokens of a prompt with its answer; None if nothing limits them.
 
-    Collective with a server: rank 0 alone asks it for its limit, and broadcasts the reply.
+    A vLLM server has a limit of its own. Collective then: rank 0 asks the server, and broadcasts
+    its reply.
     """
     config = request.config
-    on_server = config.use_vllm and config.vllm_mode == "server"
-    served_length = None
-    if on_server and context.local:
+    uses_server = config.use_vllm and config.vllm_mode == "server"
+    # None without a server, and if it does not answer.
+    server_tokens = None
+    if uses_server and context.on_this_machine:
         if request.is_main_process:
-            served_length = lengths.served_length(config)
+            server_tokens = served_length(config)
         if config.world_size > 1:
-            broadcast_list = [served_length]
+            broadcast_list = [server_tokens]
             broadcast_object_list(broadcast_list)
-            served_length = broadcast_list[0]
-    limit = lengths.context_limit(config, model.config, served_length)
-    if on_server and served_length is None and request.is_main_process and not context.dry_run:
-        print(
-            "the vLLM server does not answer yet, so prompts are held against "
-            f"{limit.name if limit else None}"
-        )
+            server_tokens = broadcast_list[0]
+    limit = context_limit(config, model.config, server_tokens)
+    is_speaking = request.is_main_process and not context.dry_run
+    if uses_server and server_tokens is None and is_speaking:
+        limit_name = limit.name if limit is not None else None
+        print(f"the vLLM server does not answer yet, so prompts are held against {limit_name}")
     return limit
 
 
@@ -193,9 +239,12 @@ def check_rows(
     context: RunContext,
     messages: Messages,
 ) -> DataFacts:
-    """Load the rows that the model can read and whose prompts leave room for an answer.
+    """Load the rows to train on, without those whose prompts leave no room for an answer.
 
-    Raises `UserError`.
+    A dry run whose data set is not on this machine assumes the lengths of the prompts instead.
+
+    `layout`: the sizes of the batches. Lines for the user are added to `messages`. Raises
+    `UserError` for rows that cannot be trained on, and for too few.
     """
     script = request.script
     if script is None:
@@ -208,8 +257,9 @@ def check_rows(
         if context.dry_run and missing:
             return _assumed_rows(folders, missing[0], model, prompts, messages)
         data = _command_rows(request, script, folders, model, prompts, messages)
-        messages.notes.extend(_note_of_foreign_rows(request, folders))
+        messages.notes.extend(_notes_on_tiny_model(request, folders))
     if data.rows is None:
+        # a stream
         return data
     try:
         check_row_count(layout, data.rows)
@@ -221,17 +271,22 @@ def check_rows(
     return data
 
 
-def _note_of_foreign_rows(request: RunRequest, folders: tuple[str, ...]) -> list[str]:
-    """Say that a built-in tiny model cannot learn from problems that are not drawn here."""
+def _notes_on_tiny_model(request: RunRequest, folders: tuple[str, ...]) -> list[str]:
+    """Return a note if one of the built-in tiny models is trained on other than built-in data.
+
+    These models were trained on the built-in problems, and cannot learn from any others.
+    """
     cli_args = request.cli_args
-    name = str(cli_args.values.get("model_name_or_path")) if cli_args else ""
+    model_name = str(cli_args.values.get("model_name_or_path")) if cli_args else ""
+    built_in_sources = (SYNTHETIC_DATA, KNIGHTS_DATA)
     manifests = [read_manifest(Path(folder)) for folder in folders]
-    drawn_here = (SYNTHETIC_DATA, KNIGHTS_DATA)
-    drawn = all(manifest is None or manifest.get("source") in drawn_here for manifest in manifests)
-    if drawn or name not in STARTS:
+    all_built_in = all(
+        manifest is None or manifest.get("source") in built_in_sources for manifest in manifests
+    )
+    if all_built_in or model_name not in STARTS:
         return []
     return [
-        f"{name} knows the drawn problems alone: on yours expect no right answer. `python -m eval "
+        f"{model_name} knows the drawn problems alone: on yours expect no right answer. `python -m eval "
         "problems run --engine openai --base-url URL` shows what a served model does with them, "
         "and docs/hardware.md which recipe fits your GPU"
     ]
@@ -244,7 +299,11 @@ def _data_facts(
     folders: tuple[str, ...] = (),
     evaluated: python_inputs.AnyDatasets | None = None,
 ) -> DataFacts:
-    """Return the facts of rows that are here, whose lengths have been measured."""
+    """Return the facts about the rows to train on, after the lengths of their prompts were measured.
+
+    `folders`: the data sets of a command. `evaluated`: the data set of Python code that TRL
+    evaluates.
+    """
     return DataFacts(
         folders=folders,
         train=train,
@@ -256,7 +315,10 @@ def _data_facts(
 
 
 def _python_rows(request: RunRequest, model: ModelFacts, prompts: PromptFacts) -> DataFacts:
-    """Check the data sets that Python code passed, and tell of the tools in their prompts."""
+    """Check the data sets that Python code passed, and describe the tools in their prompts.
+
+    Raises `UserError`.
+    """
     datasets = request.rows
     assert isinstance(datasets, python_inputs.Datasets)
     train = python_inputs.with_tool_descriptions(datasets.train, prompts.schemas)
@@ -268,7 +330,8 @@ def _python_rows(request: RunRequest, model: ModelFacts, prompts: PromptFacts) -
     tokens = control_tokens(prompts.processor)
     python_inputs.refuse_unusable_prompts("train_dataset", train, tokens)
     python_inputs.refuse_unusable_prompts("eval_dataset", evaluated, tokens)
-    if python_inputs.is_stored(train):
+    # The rows of a stream are checked when they are drawn.
+    if python_inputs.is_plain_table(train):
         any_images = python_inputs.check_prompts(train)
         fits.check_sees(request.model.keys, model.config, has_images=any_images)
         prompts.lengths.prompts_to_train_on(python_inputs.prompts_of(train), len(train))
@@ -276,7 +339,7 @@ def _python_rows(request: RunRequest, model: ModelFacts, prompts: PromptFacts) -
 
 
 def _check_stream(config: AdoraGRPOConfig, dataset: Dataset | IterableDataset) -> None:
-    """Raise `UserError` for `data_seed`, by which TRL does not shuffle a streamed data set."""
+    """Raise `UserError` for `data_seed` with a streamed data set, which TRL shuffles by `seed`."""
     seed = config.data_seed
     if isinstance(dataset, IterableDataset) and seed is not None:
         raise UserError(
@@ -292,14 +355,23 @@ def _assumed_rows(
     prompts: PromptFacts,
     messages: Messages,
 ) -> DataFacts:
-    """Assume the lengths of prompts for a dry run whose data set is not on this machine."""
-    sees = sees_images(model.config)
-    guess, words = lengths.assume_lengths(prompts.lengths.pixels, sees=sees)
+    """Assume the lengths of prompts for a dry run whose data set is not on this machine.
+
+    `missing`: the first of the `folders` that is not here.
+    """
+    assumed_lengths, explanation = lengths.assume_lengths(
+        prompts.lengths.pixels, sees=sees_images(model.config)
+    )
     messages.unknown.append(
-        f"the dataset {missing!r} is not here, so rows and prompts are not known; {words}"
+        f"the dataset {missing!r} is not here, so rows and prompts are not known; {explanation}"
     )
     return DataFacts(
-        folders=folders, train=None, evaluated=None, rows=None, measured=guess, left_out=()
+        folders=folders,
+        train=None,
+        evaluated=None,
+        rows=None,
+        measured=assumed_lengths,
+        left_out=(),
     )
 
 
@@ -311,21 +383,25 @@ def _command_rows(
     prompts: PromptFacts,
     messages: Messages,
 ) -> DataFacts:
-    """Load the rows that a command names, with the system prompt that tools add to."""
-    with_all_prompts = copy(script)
-    with_all_prompts.adora_system_prompt = prompts.system_prompt
+    """Load the rows that a command names, without those whose prompts are too long.
+
+    `script`: the command's keys of data and rewards. Raises `UserError`.
+    """
+    # The system prompt describes the tools too.
+    script_with_tools = copy(script)
+    script_with_tools.adora_system_prompt = prompts.system_prompt
     train = load_rows(
-        with_all_prompts,
+        script_with_tools,
         folders=folders,
         seed=request.config.seed_of_rows,
-        fitting=partial(_fitting, request, folders, model, prompts, messages),
+        fitting=partial(_rows_with_room, request, folders, model, prompts, messages),
     )
     tokens = control_tokens(prompts.processor)
     python_inputs.refuse_unusable_prompts("dataset", train, tokens)
     return _data_facts(train, prompts, folders=folders)
 
 
-def _fitting(
+def _rows_with_room(
     request: RunRequest,
     folders: tuple[str, ...],
     model: ModelFacts,
@@ -336,16 +412,18 @@ def _fitting(
 ) -> Sequence[int]:
     """Return the numbers of the rows whose prompts leave room for an answer.
 
-    Images are checked first: a tokenizer alone would count none, and a model that cannot read
-    them would be found out only later.
+    `dataset`: the rows. `texts`: their prompts' texts. Raises `UserError` for images that the model
+    cannot read, and for overlong prompts where the config refuses them.
     """
+    # First of all, because the token counter of a model without vision would count no image.
     any_images = has_images(dataset.data.table)
     fits.check_sees(request.model.keys, model.config, has_images=any_images)
     if request.max_rows is not None and request.max_rows < len(dataset):
         messages.unknown.append(
             f"measured on the first {request.max_rows} of {len(dataset)} rows (--rows)"
         )
-    if len(dataset) < lengths.REMEMBERED_ROWS:
+    # Counting the tokens of few rows is fast, so that nothing is remembered on disk.
+    if len(dataset) < REMEMBERED_ROWS:
         return prompts.lengths.rows_to_train_on(dataset, texts)
     assert request.script is not None, "only a command names folders"
     split = request.script.dataset_train_split
@@ -356,13 +434,16 @@ def _fitting(
 
 
 def check_room(config: AdoraGRPOConfig, prompts: PromptFacts, data: DataFacts) -> None:
-    """Check that the limits on tokens leave room for an answer of each tool. Raises `UserError`."""
+    """Raise `UserError` if the token limits leave no room for the answer of one of the tools.
+
+    The shortest prompt with the fewest images is taken, so that only what can never fit is refused.
+    """
     if prompts.toolbox is None:
         return
-    # without a data set the lengths are assumed, and prove nothing
+    # Without a data set the lengths are only assumed, and no limit is checked by them.
     prompt_lengths: Sequence[int] = []
     if data.measured is not None and data.train is not None:
-        prompt_lengths = data.measured.prompt
+        prompt_lengths = data.measured.prompt_tokens
     limits = Room(
         key="max_completion_length",
         completion=config.max_completion_length,
@@ -386,20 +467,20 @@ def check_evaluations(
     context: RunContext,
     messages: Messages,
 ) -> EvaluationPlan | None:
-    """Load the problems that are evaluated during training; None for none.
+    """Load the problems that are evaluated during training; None if there are none.
 
-    Where TRL evaluates a data set from Python, only its batches are checked: they have to be whole
-    groups. Raises `UserError`.
+    If TRL evaluates a data set of Python code, only the size of its batches is checked. Lines for
+    the user are added to `messages`. Raises `UserError`.
     """
     config = request.config
     if request.trl_evaluates:
         _check_evaluation_batches(config, layout.processes)
         return None
     template = request.script.adora_prompt if request.script is not None else None
-    # `take_evaluations` takes keys out of the config, which the report of a dry run reads again.
-    taken_from = copy(config) if context.dry_run else config
+    # `take_evaluations` removes keys from the config. The report of a dry run needs them.
+    config_to_take_from = copy(config) if context.dry_run else config
     try:
-        plan = take_evaluations(taken_from, data.folders, template)
+        plan = take_evaluations(config_to_take_from, data.folders, template)
     except DataMissingError as error:
         if not context.dry_run:
             raise
@@ -409,12 +490,12 @@ def check_evaluations(
 
 
 def _check_evaluation_batches(config: AdoraGRPOConfig, processes: int) -> None:
-    """Raise `UserError` for a batch of TRL's evaluations that is not made of whole groups."""
+    """Raise `UserError` if a batch of TRL's evaluation is no whole number of groups."""
     key = "num_generations_eval" if config.num_generations_eval else "num_generations"
-    batch = config.per_device_eval_batch_size
-    group = getattr(config, key)
-    if batch * processes % group:
+    group_size = getattr(config, key)
+    batch_size = config.per_device_eval_batch_size
+    if batch_size * processes % group_size != 0:
         raise UserError(
-            f"per_device_eval_batch_size: {batch} x {processes} processes is no whole "
-            f"number of groups of {key}: {group}; set it to {group}"
+            f"per_device_eval_batch_size: {batch_size} x {processes} processes is no whole "
+            f"number of groups of {key}: {group_size}; set it to {group_size}"
         )

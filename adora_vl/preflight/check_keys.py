@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def check_keys(request: RunRequest) -> None:
-    """Raise `UserError` for the first fault of the keys alone."""
+    """Raise `UserError` for the first key that contradicts another, or is not supported.
+
+    Nothing is read but the keys themselves.
+    """
     config = request.config
     _check_unsupported(config)
     if not request.trl_evaluates:
@@ -34,10 +37,10 @@ def check_keys(request: RunRequest) -> None:
 
 def _check_unsupported(config: AdoraGRPOConfig) -> None:
     """Raise `UserError` for keys of TRL that a run would ignore, or fail on late."""
-    corrects = config.use_vllm and config.vllm_importance_sampling_correction
+    corrects_engine = config.use_vllm and config.vllm_importance_sampling_correction
     mode = config.vllm_importance_sampling_mode
     liger = dict(config.liger_kernel_config or {})
-    if config.loss_type == "vespo" and corrects and mode.startswith("sequence"):
+    if config.loss_type == "vespo" and corrects_engine and mode.startswith("sequence"):
         raise UserError(
             f"loss_type: vespo does not go with vllm_importance_sampling_mode: {mode}; set it to "
             "token_truncate"
@@ -73,7 +76,10 @@ def _check_unsupported(config: AdoraGRPOConfig) -> None:
 
 
 def _check_evaluation(config: AdoraGRPOConfig) -> None:
-    """Raise `UserError` for keys with which nothing could be evaluated during training."""
+    """Raise `UserError` for keys with which nothing could be evaluated during training.
+
+    It is about this project's evaluation on benchmarks, and not that of TRL.
+    """
     strategy = spelled(config.eval_strategy)
     steps = config.eval_steps
     if strategy == "no":
@@ -94,31 +100,32 @@ def _check_evaluation(config: AdoraGRPOConfig) -> None:
 
 def _check_rollouts(config: AdoraGRPOConfig) -> None:
     """Raise `UserError` for keys of sampling that contradict each other."""
-    unguarded = config.use_vllm and not config.learns_by_engine
-    if unguarded and config.adora_max_drift is not None:
+    # The drift guard compares the log-probabilities of the policy with those that vLLM returns.
+    lacks_engine_logps = config.use_vllm and not config.learns_by_engine
+    if lacks_engine_logps and config.adora_max_drift is not None:
         raise UserError(
             "vllm_importance_sampling_correction: false leaves the drift guard nothing to "
             "measure; set it to true, or adora_max_drift: null to train unguarded"
         )
-    limit = config.vllm_max_model_length
-    longest = config.max_completion_length
-    if config.truncated_at is not None and config.truncated_at > longest:
+    max_completion = config.max_completion_length
+    if config.truncated_at is not None and config.truncated_at > max_completion:
         raise UserError(
-            f"adora_truncated: {config.truncated_at} is above max_completion_length: {longest}, "
-            "no rollout would ever count as truncated; remove it to derive it"
+            f"adora_truncated: {config.truncated_at} is above max_completion_length: "
+            f"{max_completion}, no rollout would ever count as truncated; remove it to derive it"
         )
-    if config.use_vllm and limit is not None and limit <= longest:
+    max_total = config.vllm_max_model_length
+    if config.use_vllm and max_total is not None and max_total <= max_completion:
         raise UserError(
-            f"vllm_max_model_length: {limit} leaves no room for a prompt beside "
-            f"max_completion_length: {longest}"
+            f"vllm_max_model_length: {max_total} leaves no room for a prompt beside "
+            f"max_completion_length: {max_completion}"
         )
 
 
 def check_old_logps(config: AdoraGRPOConfig) -> None:
-    """Check `adora_rollouts.old_logps: engine` against other keys. Raises `UserError`.
+    """Raise `UserError` for keys that do not go with `adora_rollouts.old_logps: engine`.
 
-    The ratio of new to old policy has all of the engine's difference then, so nothing else may
-    correct for it, and the engine has to have scored what the policy learns from.
+    With it the old log-probabilities of the policy ratio are those that vLLM returns. The ratio
+    then contains the difference of engine and trainer, so that nothing else may correct for it.
     """
     if config.adora_rollouts.old_logps != "engine":
         return
@@ -136,9 +143,9 @@ def check_old_logps(config: AdoraGRPOConfig) -> None:
 
 
 def check_servers(config: AdoraGRPOConfig) -> None:
-    """Raise `UserError` where NCCL could not bring the weights to the vLLM servers of a run."""
-    on_server = config.use_vllm and config.vllm_mode == "server"
-    if not on_server or config.adora_weight_transfer != "nccl":
+    """Raise `UserError` if NCCL cannot bring the weights of a run to its vLLM servers."""
+    uses_server = config.use_vllm and config.vllm_mode == "server"
+    if not uses_server or config.adora_weight_transfer != "nccl":
         return
     if config.use_cpu:
         raise UserError(
@@ -153,12 +160,17 @@ def check_servers(config: AdoraGRPOConfig) -> None:
 
 
 def check_filling(config: AdoraGRPOConfig) -> None:
-    """Check `adora_rollouts.refill`, which replaces groups without signal. Raises `UserError`."""
-    if not config.adora_rollouts.refill:
+    """Raise `UserError` for keys that do not go with `adora_rollouts.refill`.
+
+    With it groups whose advantages are all zero are replaced by further ones. So each process needs
+    whole groups, and the loss must not depend on which rows share a micro-batch.
+    """
+    refill = config.adora_rollouts.refill
+    if refill == 0:
         return
-    key = f"adora_rollouts.refill: {config.adora_rollouts.refill}"
+    key = f"adora_rollouts.refill: {refill}"
     rows = rows_per_process(config)
-    if rows % config.num_generations:
+    if rows % config.num_generations != 0:
         raise UserError(
             f"{key} needs whole groups on every process, but one samples {rows} rollouts at a "
             f"time and num_generations is {config.num_generations}; make "
@@ -177,7 +189,7 @@ def rows_per_process(config: AdoraGRPOConfig) -> int:
 # Parameters of vLLM that do not depend on the beginning or the length of an answer, so that they
 # mean the same where an answer is continued. (A repetition that began before is found a little
 # later.)
-_FIT_CONTINUED_ANSWERS = {
+_PARAMETERS_FOR_CONTINUED_ANSWERS = {
     "logit_bias",
     "stop_token_ids",
     "ignore_eos",
@@ -188,31 +200,33 @@ _FIT_CONTINUED_ANSWERS = {
 
 
 def check_budget(config: AdoraGRPOConfig) -> None:
-    """Check `adora_rollouts.budget`, of partial rollouts. Raises `UserError`.
+    """Raise `UserError` for keys that do not go with `adora_rollouts.budget`.
 
-    An answer that is continued was begun by earlier weights, so the ratio to what the engine
-    sampled has to be corrected, token by token; and a group has to stay in one micro-batch.
+    With it a generation stops after so many tokens, and unfinished answers are continued in the
+    next one, by newer weights. So the loss has to correct for the difference of the weights, token
+    by token. And a group has to stay together until its last answer is finished.
     """
     budget = config.adora_rollouts.budget
-    rows = rows_per_process(config)
     if budget is None:
         return
     key = f"adora_rollouts.budget: {budget}"
-    parameters = sorted({*(config.generation_kwargs or {})} - _FIT_CONTINUED_ANSWERS)
-    obstacle = regroup_obstacle(config)
     if not config.use_vllm:
         raise conflict(key, "use_vllm: false")
     if not config.learns_by_engine:
         raise conflict(key, "vllm_importance_sampling_correction: false")
     if config.vllm_structured_outputs_regex:
         raise conflict(key, "vllm_structured_outputs_regex")
-    if parameters:
-        raise conflict(key, f"generation_kwargs: {', '.join(parameters)}")
+    parameters = set(config.generation_kwargs or {})
+    unfit_parameters = sorted(parameters - _PARAMETERS_FOR_CONTINUED_ANSWERS)
+    if unfit_parameters:
+        raise conflict(key, f"generation_kwargs: {', '.join(unfit_parameters)}")
+    obstacle = regroup_obstacle(config)
     if obstacle:
         raise conflict(key, obstacle)
     if not regroups(config):
         raise conflict(key, "the keys of micro-batches of whole groups all false")
-    if rows % config.num_generations:
+    rows = rows_per_process(config)
+    if rows % config.num_generations != 0:
         raise conflict(key, f"{rows} rollouts per process, which are no whole groups")
     if rows < 2 * config.num_generations:
         raise conflict(key, "one group per process, which has to end in every generation")
@@ -226,51 +240,47 @@ def check_budget(config: AdoraGRPOConfig) -> None:
 
 
 def conflict(key: str, reason: str) -> UserError:
-    """Return the error for a key that does not go with another setting."""
+    """Return the error for a key that does not go with another setting.
+
+    `key`: the key with its value. `reason`: the other setting.
+    """
     return UserError(f"{key} does not go with {reason}; leave out one of the two")
 
 
 def check_async(config: AdoraGRPOConfig) -> None:
-    """Check `adora_rollouts.ahead`, of rollouts sampled while the policy learns.
+    """Raise `UserError` for keys that do not go with `adora_rollouts.ahead`.
 
-    Servers sample with older weights then, so these have to reach them by files, without stopping
-    the trainer, and the ratio to them has to be corrected. Raises `UserError`.
+    With it vLLM servers sample further generations while the policy learns, by older weights. So
+    the weights have to reach the servers by files, which does not stop the trainer, and the loss
+    has to correct for the difference of the weights.
     """
-    if not config.adora_rollouts.ahead:
+    ahead = config.adora_rollouts.ahead
+    if ahead == 0:
         return
-    key = f"adora_rollouts.ahead: {config.adora_rollouts.ahead}"
-    workers = config.dataloader_num_workers
-    on_server = config.use_vllm and config.vllm_mode == "server"
-    if not on_server or config.adora_weight_transfer == "nccl":
+    key = f"adora_rollouts.ahead: {ahead}"
+    uses_server = config.use_vllm and config.vllm_mode == "server"
+    if not uses_server or config.adora_weight_transfer == "nccl":
         reason = "another engine than vllm_mode: server with adora_weight_transfer: file"
         raise conflict(key, reason)
     if not config.learns_by_engine:
         raise conflict(key, "vllm_importance_sampling_correction: false")
-    if workers:
+    workers = config.dataloader_num_workers
+    if workers > 0:
         raise conflict(key, f"dataloader_num_workers: {workers}")
 
 
 def _check_turns(request: RunRequest) -> None:
-    """Check rollouts of several turns, with tools or environments, against the other keys.
+    """Raise `UserError` for keys that do not go with rollouts of several turns.
 
-    Raises `UserError`.
+    A rollout has several turns if the model may call tools, or acts in an environment.
     """
     config = request.config
     has_tools = bool(config.tools or request.tools)
     has_environments = request.environment is not None
     if not has_tools and not has_environments:
         return
-    rollouts = config.adora_rollouts
     if has_environments:
-        key = "environment_factory"
-        reason = "as no checkpoint could keep their state"
-        evaluates = spelled(config.eval_strategy) != "no" and not request.trl_evaluates
-        if rollouts.budget:
-            raise conflict(key, f"adora_rollouts.budget: {rollouts.budget}, {reason}")
-        if rollouts.ahead:
-            raise conflict(key, f"adora_rollouts.ahead: {rollouts.ahead}, {reason}")
-        if evaluates:
-            raise conflict(key, "eval_strategy: steps, whose evaluators know no environments")
+        _check_environments(request)
     if not config.use_vllm:
         raise conflict("tools" if has_tools else "environment_factory", "use_vllm: false")
     max_tokens = config.max_completion_length
@@ -280,3 +290,21 @@ def _check_turns(request: RunRequest) -> None:
             f"adora_tool_options.turn_tokens: {turn_tokens} is above max_completion_length: "
             f"{max_tokens}; lower it"
         )
+
+
+def _check_environments(request: RunRequest) -> None:
+    """Raise `UserError` for keys that do not go with environments.
+
+    A rollout must be finished in its generation, because no checkpoint could have the state of an
+    environment.
+    """
+    config = request.config
+    key = "environment_factory"
+    rollouts = config.adora_rollouts
+    reason = "as no checkpoint could keep their state"
+    if rollouts.budget is not None:
+        raise conflict(key, f"adora_rollouts.budget: {rollouts.budget}, {reason}")
+    if rollouts.ahead > 0:
+        raise conflict(key, f"adora_rollouts.ahead: {rollouts.ahead}, {reason}")
+    if spelled(config.eval_strategy) != "no" and not request.trl_evaluates:
+        raise conflict(key, "eval_strategy: steps, whose evaluators know no environments")

@@ -34,32 +34,37 @@ _NEED_A_MODEL = (
 
 
 def check_batches(config: AdoraGRPOConfig, sharding: Sharding) -> BatchLayout:
-    """Work out micro-batches and groups, and check how they are spread over machines.
+    """Return the sizes of a run's batches, and check that its machines can compute them.
 
-    Raises `UserError`.
+    `sharding`: how the run is spread over processes and machines. Raises `UserError`.
     """
-    check_machines(config, sharding.processes, sharding.machines)
+    check_machines(config, processes=sharding.processes, machines=sharding.machines)
     return batch_plan(config, sharding.processes)
 
 
 def check_machine(config: AdoraGRPOConfig, context: RunContext) -> None:
-    """Check optimizer, trackers and the hub, where this machine will run the training.
+    """Raise `UserError` if this machine lacks the optimizer, the trackers or access to the hub.
 
-    Raises `UserError`.
+    A dry run for another machine does not check them.
     """
-    if not context.local:
+    if not context.on_this_machine:
         return
     check_optimizer(config)
     check_trackers(config.report_to)
-    # Transformers would create the repository only after the weights are loaded.
-    if config.push_to_hub and no_hub():
+    # Checked here, since Transformers creates the repository only after the weights are loaded.
+    offline_reason = no_hub() if config.push_to_hub else None
+    if offline_reason:
         raise UserError(
-            f"push_to_hub: true, but {no_hub()}; set it to false and upload output_dir afterwards"
+            f"push_to_hub: true, but {offline_reason}; set it to false and upload output_dir "
+            "afterwards"
         )
 
 
 def schedule_of(config: AdoraGRPOConfig, updates: int) -> LRScheduler:
-    """Build the schedule of a run with `updates` optimizer steps, on a single parameter."""
+    """Build the learning rate's schedule of a run with `updates` optimizer steps.
+
+    The optimizer behind it has a single parameter, and is there for the schedule alone.
+    """
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
     schedule: LRScheduler = get_scheduler(
         config.lr_scheduler_type,
@@ -72,12 +77,18 @@ def schedule_of(config: AdoraGRPOConfig, updates: int) -> LRScheduler:
 
 
 def is_curve(schedule: LRScheduler) -> TypeGuard[LambdaLR]:
-    """Return whether the rate depends on the step alone, and not on how the training goes."""
+    """Return whether the learning rate depends on the step alone.
+
+    Some schedules, such as reduce_lr_on_plateau, depend on how the training goes.
+    """
     return isinstance(schedule, LambdaLR)
 
 
 def check_schedule(config: AdoraGRPOConfig) -> None:
-    """Raise `UserError` for `lr_scheduler_kwargs` that the schedule refuses or does not read."""
+    """Raise `UserError` for `lr_scheduler_kwargs` that the schedule refuses or does not read.
+
+    The schedule is built, and asked for the rate in the middle of the run.
+    """
     name = spelled(config.lr_scheduler_type)
     updates = config.max_steps if config.max_steps > 0 else ANY_LENGTH
     kwargs = dict(config.lr_scheduler_kwargs or {})
@@ -100,23 +111,15 @@ def check_schedule(config: AdoraGRPOConfig) -> None:
 def check_optimizer(config: AdoraGRPOConfig) -> None:
     """Raise `UserError` for an optimizer that is not installed, or that refuses its arguments.
 
-    Liger's kernels are looked for too.
+    The same goes for Liger's kernels.
     """
     if config.use_liger_kernel and find_spec("liger_kernel") is None:
         raise UserError(
             "use_liger_kernel: true is not installed here; pip install liger-kernel, or leave it "
             "out"
         )
+    _check_optimizer_arguments(config.optim_args or "")
     name = spelled(config.optim)
-    pairs = config.optim_args.replace(" ", "").split(",") if config.optim_args else []
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        is_finite = value.lower().lstrip("+-") not in ("nan", "inf", "infinity")
-        if not (key and equals and value and is_finite):
-            raise UserError(
-                f"optim_args: {config.optim_args!r} is not NAME=VALUE,NAME=VALUE with finite "
-                "numbers"
-            )
     try:
         optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(config)
         if isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer):
@@ -132,28 +135,42 @@ def check_optimizer(config: AdoraGRPOConfig) -> None:
             ) from error
 
 
+def _check_optimizer_arguments(optim_args: str) -> None:
+    """Raise `UserError` unless `optim_args` is NAME=VALUE,NAME=VALUE, without NaN and infinity."""
+    if not optim_args:
+        return
+    for pair in optim_args.replace(" ", "").split(","):
+        name, _, value = pair.partition("=")
+        is_finite = value.lower().lstrip("+-") not in ("nan", "inf", "infinity")
+        if not name or not value or not is_finite:
+            raise UserError(
+                f"optim_args: {optim_args!r} is not NAME=VALUE,NAME=VALUE with finite numbers"
+            )
+
+
 def check_machines(config: AdoraGRPOConfig, processes: int, machines: int) -> None:
-    """Raise `UserError` for what several machines, or a single process, cannot do.
+    """Raise `UserError` for keys that need several processes, or do not go with several machines.
 
     `processes`: their number on all machines together.
     """
-    parts = config.vllm_tensor_parallel_size
-    local_processes = processes // machines
-    several = machines > 1
-    colocated = config.use_vllm and config.vllm_mode == "colocate"
     if config.fsdp and processes == 1:
         raise UserError(
             f"fsdp: {config.fsdp} needs several processes; leave it out, or start with accelerate "
             "launch"
         )
-    if several and config.save_on_each_node:
+    if machines == 1:
+        return
+    if config.save_on_each_node:
         raise UserError(
             "save_on_each_node: true is not supported, because a checkpoint is one folder into "
             "which all machines write; leave it out, and choose an output_dir on a disk that they "
             "share"
         )
-    if several and colocated and local_processes % parts:
+    local_processes = processes // machines
+    engine_processes = config.vllm_tensor_parallel_size
+    is_colocated = config.use_vllm and config.vllm_mode == "colocate"
+    if is_colocated and local_processes % engine_processes != 0:
         raise UserError(
-            f"vllm_tensor_parallel_size: {parts} does not divide the {local_processes} "
+            f"vllm_tensor_parallel_size: {engine_processes} does not divide the {local_processes} "
             "processes of one machine; an engine lies on one machine"
         )

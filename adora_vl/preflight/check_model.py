@@ -38,7 +38,13 @@ def check_model(
 ) -> ModelFacts:
     """Find the model, and check its family, its precision and what the engine can do with it.
 
-    `extensions`: the user's, by name. Notes for the user go into `messages`. Raises `UserError`.
+    Args:
+        request: What the user asks for.
+        extensions: The user's own extensions of the training step, by name.
+        context: Where the run takes place.
+        messages: Lines for the user are added to these.
+
+    Raises `UserError` for a model that cannot be trained with these keys.
     """
     keys = request.model.keys
     config = request.config
@@ -46,9 +52,11 @@ def check_model(
     model_config = source.config
     messages.notes.extend(fits.check_family(keys, config, model_config))
     messages.notes.extend(fits.choose_layers(request.model.peft_config, keys, model_config))
-    continued_adapter = source.adapters[0] if source.adapters and _goes_on(request) else None
+    # The adapter that is trained: one that the user named in place of a model, or a new one.
+    continued_adapter = None
     peft_config = request.model.peft_config
-    if continued_adapter is not None:
+    if source.adapters and _continues_adapter(request):
+        continued_adapter = source.adapters[0]
         peft_config = continued_adapter.config
     four_bit = check_four_bit(
         keys,
@@ -56,7 +64,7 @@ def check_model(
         model_config,
         peft_config,
         stage=context.sharding.stage,
-        runs_here=context.local,
+        runs_here=context.on_this_machine,
     )
     model = ModelFacts(
         name=source.name,
@@ -70,23 +78,25 @@ def check_model(
     _refuse_merge_into_four_bit(model)
     check_extensions(extensions, model_config)
     check_tensor_parallel(config, model_config, context.sharding.processes)
-    if context.local and config.use_vllm and config.vllm_mode == "colocate":
+    if context.on_this_machine and config.use_vllm and config.vllm_mode == "colocate":
         refuse_on_cpu(model_config, config.vllm_enable_sleep_mode)
     uses_deepspeed = config.deepspeed_plugin is not None
-    # The own weights of an adapter are float32, also of one that goes on training.
+    # Small updates are lost in weights in 16 bits. Those of an adapter are in float32.
     loses_updates = continued_adapter is None and fits.loses_updates(
         keys, model_config, deepspeed=uses_deepspeed
     )
-    if loses_updates and not context.dry_run:  # a dry run says so in its report
+    # A dry run says so in its report.
+    if loses_updates and not context.dry_run:
         messages.notes.append(fits.LOST_UPDATES)
     return model
 
 
 @dataclass(frozen=True)
 class _ModelSource:
-    """The model that a run begins with, as the user named it or handed it over.
+    """The model that a run begins with.
 
-    `adapters` is empty unless an adapter was named; then `name` and `revision` are its base's.
+    `name`, `revision`: of the model, or of the base if the user named an adapter. `adapters`: that
+    adapter, then those that it was trained on top of; empty for any other model.
     """
 
     name: str
@@ -98,7 +108,8 @@ class _ModelSource:
 def _find_model(request: RunRequest, context: RunContext, messages: Messages) -> _ModelSource:
     """Find the model of a run and read its config; the weights are not loaded.
 
-    A model that Python handed over is taken as it is. Raises `UserError`.
+    Python code may have passed a model that is loaded already. Lines for the user are added to
+    `messages`. Raises `UserError`.
     """
     keys = request.model.keys
     name = str(keys.model_name_or_path or "")
@@ -107,6 +118,7 @@ def _find_model(request: RunRequest, context: RunContext, messages: Messages) ->
         return _ModelSource(name=name, revision=revision, config=request.model.loaded.config)
     adapters = _named_adapters(request, messages)
     if adapters:
+        # An adapter may be trained on top of others. The last one has the base model.
         name = adapters[-1].base
         revision = adapters[-1].revision
     # Collective: every rank waits here while the first one of each machine builds the model.
@@ -118,7 +130,8 @@ def _find_model(request: RunRequest, context: RunContext, messages: Messages) ->
             messages.unknown.append(note)
     else:
         model_config = load_config(name, revision)
-    # The report of a dry run, and the config that it writes, name the model as the user does.
+    # From here on the key has the folder of a built-in model. A dry run's report and the config
+    # that it writes name the model as the user does.
     if not context.dry_run and not adapters:
         keys.model_name_or_path = name
     messages.notes.extend(notes_on(name))
@@ -126,7 +139,7 @@ def _find_model(request: RunRequest, context: RunContext, messages: Messages) ->
 
 
 def _refuse_merge_into_four_bit(model: ModelFacts) -> None:
-    """Raise `UserError` where an adapter would be merged into a base in 4 bits."""
+    """Raise `UserError` for an adapter that would be merged into a base model in 4 bits."""
     if model.four_bit and model.merged:
         raise UserError(
             f"model_name_or_path: {model.adapters[-1].name!r} would be merged into a base in 4 "
@@ -135,19 +148,19 @@ def _refuse_merge_into_four_bit(model: ModelFacts) -> None:
         )
 
 
-def _goes_on(request: RunRequest) -> bool:
-    """Return whether a named adapter goes on training.
+def _continues_adapter(request: RunRequest) -> bool:
+    """Return whether an adapter that the user named in place of a model goes on training.
 
-    It does unless the request has a `peft_config`: then it is merged into its base, and a new
-    adapter is trained on top.
+    If the request asks for a new adapter, the named one is merged into its base instead.
     """
     return request.model.peft_config is None
 
 
 def _named_adapters(request: RunRequest, messages: Messages) -> tuple[Adapter, ...]:
-    """Return the adapter that was named in place of a model, then those that it was trained on.
+    """Return the adapter that the user named in place of a model, and those that it is on top of.
 
-    It is noted what becomes of the adapter. Empty for any other model. Raises `UserError`.
+    The named one comes first. Empty for any other model. A line in `messages` says what becomes of
+    the adapter. Raises `UserError`.
     """
     keys = request.model.keys
     name = str(keys.model_name_or_path or "")
@@ -157,7 +170,7 @@ def _named_adapters(request: RunRequest, messages: Messages) -> tuple[Adapter, .
     if not adapters:
         return adapters
     base = adapters[0].base
-    if not _goes_on(request):
+    if not _continues_adapter(request):
         messages.notes.append(
             f"the adapter {name} is merged into its base {base}, and a new one is trained"
         )
@@ -175,19 +188,24 @@ def check_parts(
     context: RunContext,
     messages: Messages,
 ) -> None:
-    """Check what is trained, how the model is loaded, and which keys do nothing with that.
+    """Check how the model is loaded, which of its parts are trained, and the keys about both.
 
-    What is trained: frozen parts, layers with an adapter, the reference of a KL term. How it is
-    loaded: the attention kernel and the arguments of `from_pretrained`. Raises `UserError`.
+    How it is loaded: the attention kernel and the arguments of `from_pretrained`. What is trained:
+    frozen parts, layers with an adapter, the reference model of a KL term.
+
+    Notes for the user are added to `messages`, also about keys that do nothing with this model.
+    Raises `UserError`.
     """
     config = request.config
     keys = request.model.keys
-    if context.local:
-        fits.check_attention(keys, config.model_init_kwargs or {})
+    init_kwargs = dict(config.model_init_kwargs or {})
+    if context.on_this_machine:
+        fits.check_attention(keys, init_kwargs)
+    # A model that Python code has loaded, or None. It may have an adapter already.
     loaded = request.model.loaded
     has_adapter = hasattr(loaded, "peft_config")
     if loaded is None:
-        fits.check_arguments(model.config, dict(config.model_init_kwargs or {}))
+        fits.check_arguments(model.config, init_kwargs)
     _check_reference(request, model)
     if has_adapter:
         refuse_embedding_adapters(loaded)
@@ -196,7 +214,12 @@ def check_parts(
     _check_dropout(config, model.peft_config)
     trains_adapter = model.peft_config is not None or has_adapter
     fits.check_trainable(config, model.config, adapted=trains_adapter)
-    settings = RunSettings(config, keys, trains_adapter, request.trl_evaluates)
+    settings = RunSettings(
+        config=config,
+        model=keys,
+        trains_adapter=trains_adapter,
+        trl_evaluates=request.trl_evaluates,
+    )
     messages.notes.extend(unused_keys(settings))
     checkpoint = config.resume_from_checkpoint
     if request.script is None and checkpoint is not None:
@@ -210,12 +233,13 @@ def check_parts(
 
 
 def _check_dropout(config: AdoraGRPOConfig, peft_config: PeftConfig | None) -> None:
-    """Raise `UserError` for dropout of an adapter where the old log-probabilities are the engine's.
+    """Raise `UserError` for an adapter's dropout if vLLM's log-probabilities are the old ones.
 
-    The engine has none, so its noise would be in each ratio of new to old policy, and in the drift.
+    vLLM has no dropout, so the policy's would be noise in each ratio of new to old policy.
     """
     dropout = getattr(peft_config, "lora_dropout", 0.0)
-    if dropout and not config.disable_dropout and config.adora_rollouts.old_logps == "engine":
+    has_dropout = dropout > 0 and not config.disable_dropout
+    if has_dropout and config.adora_rollouts.old_logps == "engine":
         raise UserError(
             "adora_rollouts.old_logps: engine compares each pass with the engine, which has no "
             f"dropout, and lora_dropout is {dropout:g}; set it to 0"
@@ -223,10 +247,10 @@ def _check_dropout(config: AdoraGRPOConfig, peft_config: PeftConfig | None) -> N
 
 
 def _check_reference(request: RunRequest, model: ModelFacts) -> None:
-    """Check that the reference of a KL term can be the policy that the run starts from.
+    """Raise `UserError` if the reference model of a KL term would not be the first policy.
 
-    The reference of a run with an adapter is the model without it, so a new adapter has to begin as
-    a change of nothing. Raises `UserError`.
+    With an adapter the reference is the model without it. So a new adapter must not change the
+    model at first, as LoRA with its usual initialisation does not.
     """
     beta = request.config.beta
     loaded = request.model.loaded
@@ -234,6 +258,7 @@ def _check_reference(request: RunRequest, model: ModelFacts) -> None:
         is_new = model.continued is None
         reference.check_adapter_start(model.peft_config, beta, is_new=is_new)
         return
+    # A model of Python code: TRL copies it as the reference, and it may have adapters already.
     reference.check_copied(loaded, beta)
     reference.check_adapter_start(model.peft_config, beta, is_new=True)
     for adapter_config in getattr(loaded, "peft_config", {}).values():
@@ -241,46 +266,48 @@ def _check_reference(request: RunRequest, model: ModelFacts) -> None:
 
 
 def check_model_files(request: RunRequest, model: ModelFacts, context: RunContext) -> None:
-    """Check that the files of the model, and of its adapters, are complete, and the card is free.
+    """Raise `UserError` for weights that are not complete, and for a GPU that is in use.
 
-    Raises `UserError`.
+    The weights are those of the model and of its adapters.
     """
-    if context.local and not context.dry_run:
+    if context.on_this_machine and not context.dry_run:
         refuse_taken_card(request.config)
     if request.model.loaded is not None:
         return
-    for folder in model.sources:
-        check_weights("model_name_or_path", folder)
+    for folder_or_hub_id in model.sources:
+        check_weights("model_name_or_path", folder_or_hub_id)
 
 
 def check_tensor_parallel(
     config: AdoraGRPOConfig, model_config: PretrainedConfig, processes: int
 ) -> None:
-    """Raise `UserError` for a model that cannot be divided evenly over the engine's processes.
+    """Raise `UserError` if the model cannot be divided evenly over the processes of an engine.
 
-    vLLM would refuse it only when it loads the weights.
+    vLLM would refuse it only when it loads the weights. `processes`: the number of all processes of
+    the run.
     """
     engine_ranks = config.vllm_tensor_parallel_size
     if not config.use_vllm or config.vllm_mode != "colocate" or engine_ranks == 1:
         return
     text_config = model_config.get_text_config()
     vision_config = getattr(model_config, "vision_config", None)
-    # A model without one of these parts has nothing to divide there, so that the number fits.
+    # A part that the model does not have counts as `engine_ranks`, which always divides.
     key_value_heads = getattr(text_config, "num_key_value_heads", None) or engine_ranks
     vision_heads = getattr(vision_config, "num_heads", engine_ranks)
     vision_columns = getattr(vision_config, "intermediate_size", engine_ranks)
-    divided_counts = [
-        (processes, "processes"),
-        (text_config.num_attention_heads, "attention heads of the model"),
-        (vision_heads, "attention heads of its vision tower"),
-        (vision_columns, "columns of its vision tower's MLP"),
-    ]
-    # vLLM copies key-value heads to several processes where there are fewer heads than processes.
-    if engine_ranks % key_value_heads:
-        divided_counts.insert(2, (key_value_heads, "key-value heads of the model"))
-    for count, things in divided_counts:
-        if count % engine_ranks:
+    count_by_part = {
+        "processes": processes,
+        "attention heads of the model": text_config.num_attention_heads,
+    }
+    # If there are fewer key-value heads than ranks, vLLM copies each to the same number of ranks.
+    copies_evenly = engine_ranks % key_value_heads == 0
+    if not copies_evenly:
+        count_by_part["key-value heads of the model"] = key_value_heads
+    count_by_part["attention heads of its vision tower"] = vision_heads
+    count_by_part["columns of its vision tower's MLP"] = vision_columns
+    for part, count in count_by_part.items():
+        if count % engine_ranks != 0:
             raise UserError(
-                f"vllm_tensor_parallel_size: {engine_ranks} does not divide the {count} {things}; an "
+                f"vllm_tensor_parallel_size: {engine_ranks} does not divide the {count} {part}; an "
                 "engine is divided into equal parts, one per process"
             )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from adora_vl.checkpoint.fingerprint import Fingerprint, fingerprint, sharding_of
-from adora_vl.checkpoint.resume import StartPoint
+from adora_vl.checkpoint.resume import InputFolder, StartPoint
 from adora_vl.config.command import refuse_no_folder
 from adora_vl.data.loading import as_asked
 from adora_vl.models.adapter import hash_of
@@ -27,28 +27,29 @@ def check_output_dir(
     code_hashes: Mapping[str, str],
     context: RunContext,
 ) -> OutputFacts:
-    """Check `output_dir`, and find where in it the run starts.
+    """Check the folder that a run writes to, and find where in it the run starts.
 
-    A launch locks the folder, a dry run only looks at it, and Python code does so in `train`. It is
-    the last check, since a fingerprint has the configs as the others leave them. `code_hashes`: of
-    the user's own code. Raises `UserError`.
+    A launch locks the folder, and a dry run only looks at it. From Python code it is left alone,
+    because `train` locks it later. This is the last check, because the run is compared with a
+    checkpoint by its config, and earlier checks still change the config.
+
+    `code_hashes`: a hash of each file of the user's own code. Raises `UserError`.
     """
-    start = StartPoint(None, [])
-    if not context.local:
-        return OutputFacts(folder=None, start=start)
+    if not context.on_this_machine:
+        return OutputFacts(folder=None, start=StartPoint(checkpoint=None))
     config = request.config
     refuse_no_folder(config.output_dir)
-    inputs = [
-        *(("model_name_or_path", source) for source in model.sources),
-        *(("dataset_name", folder) for folder in data.folders),
-    ]
-    of_this_run = partial(fingerprint_of, request, model, data, code_hashes, context)
+    model_folders = [InputFolder("model_name_or_path", source) for source in model.sources]
+    data_folders = [InputFolder("dataset_name", folder) for folder in data.folders]
+    inputs = [*model_folders, *data_folders]
+    compute_fingerprint = partial(fingerprint_of, request, model, data, code_hashes, context)
     if context.output_dir_mode == "look":
-        # Only where the folder has checkpoints is the fingerprint needed, which reads all weights.
-        folder = RunFolder(config, of_this_run, inputs)
+        # The fingerprint reads all weights, so it is computed only if the folder has checkpoints.
+        folder = RunFolder(config, compute_fingerprint, inputs)
         start = folder.look(config.resume_from_checkpoint, data_known=data.train is not None)
         return OutputFacts(folder=folder, start=start)
-    folder = RunFolder(config, of_this_run(), inputs)
+    folder = RunFolder(config, compute_fingerprint(), inputs)
+    start = StartPoint(checkpoint=None)
     if context.output_dir_mode == "take":
         start = folder.take(config.resume_from_checkpoint)
     return OutputFacts(folder=folder, start=start)
@@ -61,26 +62,32 @@ def fingerprint_of(
     code_hashes: Mapping[str, str],
     context: RunContext,
 ) -> Fingerprint:
-    """Return every setting that influences the steps, with which a checkpoint is compared."""
+    """Return everything that influences the steps of a run, as text by name.
+
+    A run resumes from a checkpoint only if their fingerprints are equal. `code_hashes`: a hash of
+    each file of the user's own code.
+    """
     script = request.script
     source = request.model
-    python_settings = {}
-    settings: list[Any] = [request.config]
-    if script is not None and data.train is not None:
-        settings = [as_asked(script, data.train.data.table), request.config, source.keys]
-    if script is None and source.peft_config is not None:
-        python_settings["peft_config"] = python_inputs.adapter_text(source.peft_config)
-    if script is None and model.four_bit:
-        python_settings["4 bits"] = (
-            f"{source.keys.bnb_4bit_quant_type} {source.keys.use_bnb_nested_quant}"
-        )
     model_id = model.name
     if source.loaded is not None:
         model_id = python_inputs.identity_of_model(source.loaded)
-    rows = data.folders if script is not None else [python_inputs.identity_of_rows(data.train)]
+    settings: list[Any] = [request.config]
+    data_ids: Sequence[str] = data.folders
+    python_settings: dict[str, str] = {}
+    if script is None:
+        # Objects of Python code are known by their content.
+        data_ids = [python_inputs.identity_of_rows(data.train)]
+        if source.peft_config is not None:
+            python_settings["peft_config"] = python_inputs.adapter_text(source.peft_config)
+        if model.four_bit:
+            quantisation = (source.keys.bnb_4bit_quant_type, source.keys.use_bnb_nested_quant)
+            python_settings["4 bits"] = " ".join(map(str, quantisation))
+    elif data.train is not None:
+        settings = [as_asked(script, data.train.data.table), request.config, source.keys]
     result = fingerprint(
         *settings,
-        data=rows,
+        data=data_ids,
         model=model_id,
         revision=model.revision,
         processes=context.sharding.processes,

@@ -34,17 +34,24 @@ if TYPE_CHECKING:
 
 
 def check_rewards(request: RunRequest) -> RewardSet:
-    """Choose the reward functions. Raises `UserError` for one that does not exist or fit."""
+    """Load the reward functions that a command or Python code asks for.
+
+    Raises `UserError` for one that does not exist, or does not fit the prompts.
+    """
     output_dir = Path(request.config.output_dir)
     script = request.script
     if script is None:
         return python_inputs.rewards_from_python(request.rewards, output_dir)
+    # Whether the prompts ask for the answer in <answer> tags, where it is graded then.
     tags = asks_for_answer_tags(script.adora_system_prompt, script.adora_prompt)
     return choose_rewards(script.adora_reward, answer_tags=tags, output_dir=output_dir)
 
 
 def check_tools(request: RunRequest) -> ToolSet:
-    """Choose the tools, and make an environment. Raises `UserError` where one cannot be called."""
+    """Load the tools that the model may call, and build the first environment.
+
+    Raises `UserError` for one that cannot be called.
+    """
     config = request.config
     environments = environments_of(request.environment, config.adora_tool_options.seconds)
     return choose_tools([*config.tools, *request.tools], environments)
@@ -53,16 +60,19 @@ def check_tools(request: RunRequest) -> ToolSet:
 def with_environment_reward(
     rewards: RewardSet, tools: ToolSet, config: AdoraGRPOConfig
 ) -> RewardSet:
-    """Return the reward functions with that of the environments among them, where they have one.
+    """Return the reward functions, with that of the environments added if they have one.
 
-    Its weight is 1, as in TRL, unless `reward_weights` has one value more than there are functions;
-    it is written into the config, where TRL and the fingerprint read it. Raises `UserError`.
+    An environment class has one if it has a method `get_reward`. Its weight is 1, as in TRL, unless
+    `reward_weights` has a value for it already. The weight is written into the config, where TRL
+    and the fingerprint read it.
+
+    Raises `UserError` if there is no reward at all, or two have the same name.
     """
-    if tools.environments is None:
+    environments = tools.environments
+    if environments is None:
         return rewards
-    weights = config.reward_weights
-    name = tools.environments.name
-    if not tools.environments.grades:
+    name = environments.name
+    if not environments.grades:
         if not rewards.functions:
             raise UserError(
                 f"reward_funcs: None would train on nothing, as {name} has no "
@@ -74,24 +84,26 @@ def with_environment_reward(
         raise UserError(
             f"environment_factory: a reward function has the name {name!r}, too; rename the class"
         )
-    if weights is not None and len(weights) == len(rewards.entries):
+    weights = config.reward_weights
+    lacks_own_weight = weights is not None and len(weights) == len(rewards.entries)
+    if lacks_own_weight:
         config.reward_weights = [*weights, 1.0]
     return replace(
         rewards,
         entries=(*rewards.entries, name),
-        functions=(*rewards.functions, tools.environments.reward()),
+        functions=(*rewards.functions, environments.reward()),
         from_python=rewards.from_python | {name},
     )
 
 
 def check_criteria(config: AdoraGRPOConfig, rewards: RewardSet) -> None:
-    """Raise `UserError` where ADORA compares work, and no reward measures it."""
+    """Raise `UserError` if ADORA uses the criterion `working`, and no reward measures it.
+
+    The criterion compares the claims on a figure that the reward `steps` counts in each response.
+    """
+    measures_steps = steps.NAME in rewards.entries
     for name, method in config.methods.chosen.items():
-        if (
-            isinstance(method, Adora)
-            and "working" in method.criteria
-            and steps.NAME not in rewards.entries
-        ):
+        if isinstance(method, Adora) and "working" in method.criteria and not measures_steps:
             raise UserError(
                 f"adora_method.{name}.criteria: working compares what the reward steps counts; add "
                 "steps to adora_reward, with weight 0 if it is to be measured only"
@@ -107,15 +119,16 @@ def check_user_code(
     context: RunContext,
     messages: Messages,
 ) -> None:
-    """Try the user's environments, tools and reward functions on two rows, and ask the judge.
+    """Call the user's environments, tools and reward functions once, on two rows of the data.
 
-    What fails here would otherwise fail after the weights are loaded and answers are sampled.
-    Raises `UserError`.
+    A judge is asked too. What fails here would otherwise fail after the weights are loaded and
+    answers are sampled. Notes about tools are added to `messages`. Raises `UserError`.
     """
     config = request.config
     rows = _first_rows(rewards, tools, prompts, data)
     group_size = config.num_generations
     repeated_rows = [row for row in rows for _ in range(group_size)]
+    # As in a training step, with a key that no step has: rollouts without any turn so far.
     groups = groups_of(
         repeated_rows,
         StepKey(mode="try", step=0, micro=0),
@@ -125,24 +138,28 @@ def check_user_code(
     )
     if tools.environments is not None:
         groups = tools.environments.entered(groups, config.seed, anew=True)
-    graded_rows = [
+    rows_to_grade = [
         row_for_rewards(group.row, rollout) for group in groups for rollout in group.rollouts
     ]
     try_rewards(
         rewards,
-        rows=graded_rows,
+        rows=rows_to_grade,
         timeout=config.adora_reward_timeout,
         state=TrainerState(),
-        calls_judge=context.local,
+        calls_judge=context.on_this_machine,
     )
     if prompts.toolbox is not None:
-        messages.notes.extend(_unsteady(prompts.toolbox, groups))
+        messages.notes.extend(_notes_on_tools(prompts.toolbox, groups))
 
 
 def _first_rows(
     rewards: RewardSet, tools: ToolSet, prompts: PromptFacts, data: DataFacts
 ) -> list[dict[str, Any]]:
-    """Return the first two rows, where rewards or tools of the user's are tried; else none."""
+    """Return the first two rows of the data, for trying the user's rewards and tools on them.
+
+    Empty if there are none to try, or no data. Raises `UserError` for rows that cannot be read, and
+    for columns that a reward function needs and the data lacks.
+    """
     if data.train is None:
         return []
     if isinstance(data.train, Dataset):
@@ -150,7 +167,8 @@ def _first_rows(
         if tools.environments:
             columns.append("environments")
         rewards.check_columns(columns)
-    if not (rewards.user_functions or prompts.toolbox is not None):
+    has_code_to_try = bool(rewards.user_functions) or prompts.toolbox is not None
+    if not has_code_to_try:
         return []
     try:
         return shown_rows(list(islice(iter(data.train), 2)))
@@ -161,13 +179,16 @@ def _first_rows(
         ) from error
 
 
-def _unsteady(toolbox: Toolbox, groups: Sequence[RolloutGroup]) -> list[str]:
-    """Return a line for each tool that answers one call in two ways, on the first row's images."""
+def _notes_on_tools(toolbox: Toolbox, groups: Sequence[RolloutGroup]) -> list[str]:
+    """Return a note on each tool that answers the same call differently when it is repeated.
+
+    The tools are called with the images and environments of the first group.
+    """
     if not groups:
         return unsteady_tools(toolbox)
-    first = groups[0]
-    images = [image for image in images_of(first.row) if isinstance(image, Image.Image)]
+    first_group = groups[0]
+    images = [image for image in images_of(first_group.row) if isinstance(image, Image.Image)]
     environments = [
-        rollout.environment for rollout in first.rollouts if rollout.environment is not None
+        rollout.environment for rollout in first_group.rollouts if rollout.environment is not None
     ]
     return unsteady_tools(toolbox, images, environments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from transformers import GenerationConfig
@@ -58,31 +59,13 @@ _TRANSFORMERS_DEFAULTS = GenerationConfig()
 
 
 def check_sampling(config: AdoraGRPOConfig) -> None:
-    """Check `generation_kwargs`, and that the trainer can account for the way of sampling.
+    """Raise `UserError` for a way of sampling that the trainer cannot account for.
 
-    Raises `UserError` for a parameter that a key sets, that the trainer sets, or that Transformers
-    does not know.
+    The trainer compares its log-probabilities with those of the engine, so it has to compute with
+    the same temperature and filters.
     """
     generation_kwargs = dict(config.generation_kwargs or {})
-    parameters = [name for name in vars(_TRANSFORMERS_DEFAULTS) if not name.startswith("_")]
-    for name, value in generation_kwargs.items():
-        hint = did_you_mean(name, parameters)
-        if name in _KEYS:
-            raise UserError(
-                f"generation_kwargs: {name}: {value} is what the key {_KEYS.get(name)} says; set "
-                "that one"
-            )
-        if name in _SET_BY_TRAINER:
-            raise UserError(
-                f"generation_kwargs: {name}: {value} is for the trainer to set; leave it out"
-            )
-        if not config.use_vllm and not hasattr(_TRANSFORMERS_DEFAULTS, name):
-            raise UserError(
-                f"generation_kwargs: {name}: {value} is nothing that Transformers knows{hint}; "
-                "leave it out"
-            )
-    filters = sampling_overheads(config)
-    mode = config.vllm_importance_sampling_mode
+    _check_generation_kwargs(generation_kwargs, use_vllm=config.use_vllm)
     if "structured_outputs" in generation_kwargs and config.vllm_structured_outputs_regex:
         raise UserError(
             "generation_kwargs: structured_outputs contradicts vllm_structured_outputs_regex; "
@@ -93,20 +76,49 @@ def check_sampling(config: AdoraGRPOConfig) -> None:
             f"temperature: {config.temperature:g} is below {COOLEST}: vLLM would sample at "
             f"another one than the trainer computes with; set {COOLEST} or more"
         )
-    corrects = config.vllm_importance_sampling_correction
-    if filters and corrects and mode.startswith("sequence"):
+    mode = config.vllm_importance_sampling_mode
+    corrects_by_sequence = config.vllm_importance_sampling_correction and mode.startswith(
+        "sequence"
+    )
+    overheads = sampling_overheads(config)
+    if overheads and corrects_by_sequence:
         raise UserError(
-            f"{''.join(filters)}, and vllm_importance_sampling_mode: {mode} multiplies this over a "
-            "whole answer; set it to token_truncate, or sample at temperature: 1.0 without "
+            f"{''.join(overheads)}, and vllm_importance_sampling_mode: {mode} multiplies this over "
+            "a whole answer; set it to token_truncate, or sample at temperature: 1.0 without "
             "penalties"
         )
 
 
-def sampling_overheads(config: AdoraGRPOConfig) -> list[str]:
-    """Return what the ratio to the engine lacks, for the first lines of the run: no line or one.
+def _check_generation_kwargs(generation_kwargs: Mapping[str, object], *, use_vllm: bool) -> None:
+    """Raise `UserError` for a parameter of sampling that is set elsewhere, or does not exist.
 
-    With a temperature or a penalty the engine returns log-probabilities after its filters, which
-    are larger by the probability that the filters took from the other tokens.
+    Some parameters have a key of their own, and others are set by the trainer. vLLM checks the
+    names of the remaining ones itself, but Transformers ignores unknown names.
+    """
+    known_names = [name for name in vars(_TRANSFORMERS_DEFAULTS) if not name.startswith("_")]
+    for name, value in generation_kwargs.items():
+        if name in _KEYS:
+            raise UserError(
+                f"generation_kwargs: {name}: {value} is what the key {_KEYS[name]} says; set "
+                "that one"
+            )
+        if name in _SET_BY_TRAINER:
+            raise UserError(
+                f"generation_kwargs: {name}: {value} is for the trainer to set; leave it out"
+            )
+        if not use_vllm and not hasattr(_TRANSFORMERS_DEFAULTS, name):
+            raise UserError(
+                f"generation_kwargs: {name}: {value} is nothing that Transformers knows"
+                f"{did_you_mean(name, known_names)}; leave it out"
+            )
+
+
+def sampling_overheads(config: AdoraGRPOConfig) -> list[str]:
+    """Return a line for the start of a run if filters make the engine's log-probabilities larger.
+
+    With a temperature or a penalty vLLM returns log-probabilities after its filters, such as top_p.
+    These are larger by what the filters took from the other tokens, and the ratio of policy to
+    engine is smaller by the same.
     """
     generation_kwargs = dict(config.generation_kwargs or {})
     if not config.use_vllm or not config.learns_by_engine:
@@ -116,6 +128,7 @@ def sampling_overheads(config: AdoraGRPOConfig) -> list[str]:
     filters: list[str] = []
     if config.top_p < 1:
         filters.append(f"top_p: {config.top_p}")
+    # None, 0 and -1 mean that there is no such filter.
     if (config.top_k or 0) > 0:
         filters.append(f"top_k: {config.top_k}")
     if config.min_p:

@@ -8,11 +8,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adora_vl.checkpoint.store import facts_of
+from adora_vl.checkpoint.store import manifest_of
 from adora_vl.config.methods import method_overheads
 from adora_vl.models.adapter import load_merged, load_policy
-from adora_vl.models.four_bit import bytes_of, four_bit_folder, is_four_bit, keep_gradients
-from adora_vl.models.shape import ModelShape, describe
+from adora_vl.models.four_bit import (
+    four_bit_folder,
+    four_bit_parameter_bytes,
+    is_four_bit,
+    keep_gradients,
+)
+from adora_vl.models.shape import ModelShape, model_shape
 from adora_vl.preflight.check_sampling import sampling_overheads
 from adora_vl.record.manifest import run_manifest
 from adora_vl.training.extensions import Extension, extension_costs, extension_hashes
@@ -29,7 +34,8 @@ if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
     from adora_vl.config.batch_plan import BatchLayout
     from adora_vl.config.run_context import Messages, RunContext
-    from adora_vl.data.prompt_lengths import OverlongPrompts, PromptLengths
+    from adora_vl.data.overlong_prompts import OverlongPrompts
+    from adora_vl.data.prompt_lengths import PromptLengths
     from adora_vl.evaluation import EvaluationPlan
     from adora_vl.models.adapter import Adapter
     from adora_vl.preflight.python_inputs import AnyDatasets
@@ -45,9 +51,9 @@ class ModelFacts:
 
     `name`: its folder or hub id; where the user named an adapter, that of its base. `revision`: of
     `name` on the hub. `config`: that of Transformers. `adapters`: the one that the user named, then
-    those that it was trained on top of. `continued`: the adapter that goes on training; None where
-    a new one, or none, is trained. `peft_config`: of the adapter that is trained; None without one.
-    `four_bit`: whether the base is quantised to 4 bits.
+    those that it was trained on top of; empty without one. `continued`: the named adapter if it
+    goes on training; None where a new adapter, or none, is trained. `peft_config`: of the adapter
+    that is trained; None without one. `four_bit`: whether the base is quantised to 4 bits.
     """
 
     name: str
@@ -61,7 +67,9 @@ class ModelFacts:
     @property
     def merged(self) -> tuple[Adapter, ...]:
         """The adapters that are merged into the base before training."""
-        return self.adapters if self.continued is None else self.adapters[1:]
+        if self.continued is None:
+            return self.adapters
+        return self.adapters[1:]
 
     @property
     def sources(self) -> list[str]:
@@ -73,9 +81,10 @@ class ModelFacts:
 class PromptFacts:
     """What turns a row into a prompt, and says whether it leaves room for an answer.
 
-    `processor`: None where a dry run cannot reach it. `toolbox`: what the model may call; None for
-    a run without tools. `system_prompt`: that of a command, with the tools; None from Python, where
-    the rows have it. `lengths`: measures prompts, and has the limits of pixels and tokens.
+    `processor`: the model's; None where a dry run cannot reach it. `toolbox`: the tools that the
+    model may call; None for a run without tools. `system_prompt`: that of a command, with a
+    description of the tools; None from Python, where the rows have it. `lengths`: measures the
+    prompts, and has the limits of pixels and tokens.
     """
 
     processor: ProcessorMixin | None
@@ -93,10 +102,11 @@ class PromptFacts:
 class DataFacts:
     """The rows of a run.
 
-    `folders`: the data sets of a command. `train`: the rows to train on; None where a dry run does
-    not have them. `evaluated`: the data set of Python code that TRL evaluates. `rows`: the number
-    of rows to train on; None where `train` is None, or a stream. `measured`: the lengths of their
-    prompts; None where nothing limits them. `left_out`: the ids of rows without room for an answer.
+    `folders`: the data sets of a command; empty from Python. `train`: the rows to train on; None
+    where a dry run does not have them. `evaluated`: the data set of Python code that TRL evaluates;
+    else None. `rows`: the number of rows to train on; None where `train` is None or a stream.
+    `measured`: the lengths of their prompts; None where nothing limits them. `left_out`: the ids of
+    the rows that are not trained on, since their prompts leave no room for an answer.
     """
 
     folders: tuple[str, ...]
@@ -111,8 +121,8 @@ class DataFacts:
 class OutputFacts:
     """Where a run writes, and where it starts.
 
-    `folder`: the run's `output_dir`; None for a run on another machine. `start`: from the first
-    step, or from a checkpoint.
+    `folder`: the run's `output_dir`; None for a run on another machine. `start`: the first step, or
+    the checkpoint that the run resumes from.
     """
 
     folder: RunFolder | None
@@ -157,8 +167,8 @@ class ResolvedRun:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Every setting that influences the steps, by which a checkpoint is compared."""
-        return self.folder.now
+        """Everything that influences the steps of the run, by which it is compared with others."""
+        return self.folder.fingerprint
 
     @property
     def user_code_hashes(self) -> dict[str, str]:
@@ -169,8 +179,10 @@ class ResolvedRun:
     def shape(self) -> ModelShape:
         """Parameters and layers of the policy as it will be trained."""
         keys = self.request.model.keys
-        four_bit_bytes = bytes_of(keys.use_bnb_nested_quant) if self.model.four_bit else 0.0
-        return describe(
+        four_bit_bytes = (
+            four_bit_parameter_bytes(keys.use_bnb_nested_quant) if self.model.four_bit else 0.0
+        )
+        return model_shape(
             self.model.config,
             dtype=keys.dtype,
             frozen=self.config.adora_freeze,
@@ -180,9 +192,10 @@ class ResolvedRun:
 
     @property
     def system_prompt(self) -> str | None:
-        """The system prompt of each problem, with the tools; None without one.
+        """The system prompt of the run's prompts, with a description of the tools; None without one.
 
-        It is that of the key, or the system message of the first row that Python code passed.
+        It is that of the command's key, or the system message of the first row that Python code
+        passed.
         """
         if self.script is not None:
             return self.prompts.system_prompt
@@ -196,50 +209,53 @@ class ResolvedRun:
         return str(first_message["content"])
 
     def policy(self) -> Any:
-        """Return the model argument for TRL: a name, or a loaded model for an adapter or 4 bits.
+        """Return the model argument for TRL's trainer: a name, or a model that is loaded here.
 
-        Only `load_policy` and `load_merged` know how a named adapter, or a base in 4 bits, is
-        loaded; for anything else TRL loads the model itself.
+        TRL loads a model by its name. It cannot load one with an adapter that goes on training or
+        is merged first, nor a base in 4 bits, so these are loaded here.
         """
         model = self.model
         keys = self.request.model.keys
         if not model.adapters and not model.four_bit:
             return model.name
-        init = {
+        init_kwargs = {
             **(self.config.model_init_kwargs or {}),
             "revision": model.revision,
             "trust_remote_code": False,
         }
-        # the folder's own config has it
-        init.pop("quantization_config", None)
+        # The model's folder has it in its own config.
+        init_kwargs.pop("quantization_config", None)
         if self.context.sharding.processes > 1:
-            # as TRL does: each process loads onto its own device
-            init["device_map"] = None
+            # As TRL does: each process loads onto its own device.
+            init_kwargs["device_map"] = None
         base = model.name
         if keys.load_in_4bit and not is_four_bit(model.config):
+            # The base is quantised once, and kept in a folder.
             base = four_bit_folder(base, model.revision, keys)
         if model.continued is not None:
-            policy = load_policy(base, model.adapters, init)
+            policy = load_policy(base, model.adapters, init_kwargs)
         else:
-            policy = load_merged(base, model.adapters, init)
+            policy = load_merged(base, model.adapters, init_kwargs)
         keep_gradients(policy)
         return policy
 
     def claimed(self, resume_from_checkpoint: bool | str | None) -> ResolvedRun:
-        """Return the run with `output_dir` locked, and the start that Python's `train` asks for.
+        """Lock `output_dir` for Python's `train`, and return the run with the start it asks for.
 
-        `resume_from_checkpoint`: the argument of `train`. Raises `UserError`.
+        `resume_from_checkpoint`: the argument of `train`. Raises `UserError`, such as for a folder
+        that another run has locked.
         """
         start = self.folder.take(resume_from_checkpoint, from_python=True)
         return replace(self, output=OutputFacts(folder=self.folder, start=start))
 
     def manifest(self) -> dict[str, Any]:
-        """Return the content of `manifest.json` when the run starts."""
+        """Return the content of `manifest.json` when the run starts: its settings and inputs."""
         cli_args = self.request.cli_args
-        keys = self.request.model.keys
-        sections = [self.config, keys] if self.script is None else [self.script, self.config, keys]
+        settings: list[Any] = [self.config, self.request.model.keys]
+        if self.script is not None:
+            settings = [self.script, *settings]
         return run_manifest(
-            *sections,
+            *settings,
             arguments=cli_args.words if cli_args else None,
             data=list(self.data.folders) or ["Python"],
             rows=self.data.rows or 0,
@@ -253,24 +269,29 @@ class ResolvedRun:
 
     @property
     def finished(self) -> Path | None:
-        """The checkpoint of the last step, if the run has reached it; else None.
+        """The checkpoint to resume from if it is that of the run's last step; else None.
 
         Such a run is not started again, because Transformers would take one step more.
         """
-        if not self.output.start.checkpoint:
+        if self.output.start.checkpoint is None:
             return None
         checkpoint = Path(self.output.start.checkpoint)
-        is_over = 0 < self.config.max_steps <= facts_of(checkpoint)["step"]
-        return checkpoint if is_over else None
+        # Without max_steps, -1, the last step depends on the number of epochs.
+        max_steps = self.config.max_steps
+        is_last = 0 < max_steps <= manifest_of(checkpoint)["step"]
+        return checkpoint if is_last else None
 
     def first_lines(self) -> list[str]:
-        """Return the lines that describe the run before it starts."""
+        """Return the lines that model_shape the run before it starts."""
         problems = "a stream of problems"
         if self.data.rows is not None:
             problems = amount(self.data.rows, "training problem")
+        lines = [f"{problems}; {self.layout.describe()}"]
+        note_on_processes = fewer_than_asked()
+        if note_on_processes:
+            lines.append(note_on_processes)
         return [
-            f"{problems}; {self.layout.describe()}",
-            *filter(None, [fewer_than_asked()]),
+            *lines,
             *self.messages.notes,
             *method_overheads(self.config),
             *sampling_overheads(self.config),
@@ -282,15 +303,15 @@ class ResolvedRun:
 def hashes_of_user_code(
     config: AdoraGRPOConfig, rewards: RewardSet, tools: ToolSet
 ) -> dict[str, str]:
-    """Return a hash of each file with the user's own code, by what the code is for."""
-    hashes_by_kind = {
+    """Return a hash of each file with the user's own code, by names such as `tool my_tools.py`."""
+    hashes_by_purpose = {
         "reward": rewards.hashes,
         "method": config.methods.hashes,
         "extension": extension_hashes(config),
         "tool": tools.hashes,
     }
-    return {
-        f"{kind} {file}": digest
-        for kind, hashes in hashes_by_kind.items()
-        for file, digest in hashes.items()
-    }
+    hash_by_name: dict[str, str] = {}
+    for purpose, hash_by_file in hashes_by_purpose.items():
+        for file, digest in hash_by_file.items():
+            hash_by_name[f"{purpose} {file}"] = digest
+    return hash_by_name

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import pyarrow as pa  # pyarrow ships no types
 import pyarrow.compute as pc
@@ -41,18 +41,20 @@ AnyDatasets: TypeAlias = Dataset | IterableDataset | Mapping[str, Dataset | Iter
 
 @dataclass(frozen=True)
 class Datasets:
-    """The rows to train on, and those that TRL evaluates on."""
+    """The data sets of Python code: the rows to train on, and those that TRL evaluates on."""
 
     train: Dataset | IterableDataset
     evaluate: AnyDatasets | None = None
 
 
 def rewards_from_python(reward_funcs: object, output_dir: Path) -> RewardSet:
-    """Return the reward functions of the trainer's `reward_funcs`.
+    """Return the reward functions that Python code passes to the trainer as `reward_funcs`.
 
-    `reward_funcs` is what TRL takes, or what the key `adora_reward` takes: a function, the name of
-    a reward model, a preset, FILE.py:FUNCTION, a mapping with options, or a list of these; None is
-    none. Raises `UserError`.
+    An entry of it may be anything that TRL takes, a function or the name of a reward model, and
+    anything that the key `adora_reward` takes: a preset, FILE.py:FUNCTION, or a mapping of these to
+    their options.
+
+    `reward_funcs`: an entry, a list of entries, or None. Raises `UserError` for anything else.
     """
     if reward_funcs is None:
         requests: list[Any] = []
@@ -60,24 +62,20 @@ def rewards_from_python(reward_funcs: object, output_dir: Path) -> RewardSet:
         requests = [*reward_funcs]
     else:
         requests = [reward_funcs]
-    reward_models = [request for request in requests if _is_reward_model(request)]
-    presets = [
-        request
-        for request in requests
-        if isinstance(request, Mapping | str) and request not in reward_models
-    ]
-    chosen = RewardSet((), (), {})
-    if presets:
-        chosen = choose_rewards(presets, output_dir=output_dir)
-    chosen_pairs = zip(chosen.entries, chosen.functions, strict=True)
+    # The entries that the key takes are loaded together, as for a command.
+    key_requests = [request for request in requests if _is_entry_of_key(request)]
+    from_key = RewardSet((), (), {})
+    if key_requests:
+        from_key = choose_rewards(key_requests, output_dir=output_dir)
+    entries_and_functions = zip(from_key.entries, from_key.functions, strict=True)
     entries: list[str] = []
     functions: list[Any] = []
-    hashes = {**chosen.hashes}
+    hashes = {**from_key.hashes}
     for request in requests:
-        if request in presets:
-            # a mapping may have several presets
+        if _is_entry_of_key(request):
+            # A mapping has an entry for each of its names.
             count = len(request) if isinstance(request, Mapping) else 1
-            for entry, function in islice(chosen_pairs, count):
+            for entry, function in islice(entries_and_functions, count):
                 entries.append(entry)
                 functions.append(function)
             continue
@@ -91,14 +89,24 @@ def rewards_from_python(reward_funcs: object, output_dir: Path) -> RewardSet:
         entries.append(entry)
         functions.append(request)
         hashes[entry] = _identity_of_reward(request)
-    pairs = zip(entries, functions, strict=True)
-    tried = {entry for entry, function in pairs if _can_be_tried(function)}
+    own_entries: set[str] = set()
+    for entry, function in zip(entries, functions, strict=True):
+        if _can_be_tried(function):
+            own_entries.add(entry)
     return RewardSet(
         entries=tuple(entries),
         functions=tuple(functions),
         hashes=hashes,
-        from_python=frozenset(tried),
+        from_python=frozenset(own_entries),
     )
+
+
+def _is_entry_of_key(request: object) -> bool:
+    """Return whether an entry of `reward_funcs` is one that the key `adora_reward` takes.
+
+    These are presets, FILE.py:FUNCTION, and mappings of them to their options.
+    """
+    return isinstance(request, Mapping | str) and not _is_reward_model(request)
 
 
 def _is_reward_model(request: object) -> bool:
@@ -108,65 +116,79 @@ def _is_reward_model(request: object) -> bool:
     return "/" in request or Path(request).is_dir()
 
 
-def _identity_of_reward(function: Any) -> str:
-    """Return a text that tells this reward from others, by a model's weights or a source."""
-    if isinstance(function, torch.nn.Module):
-        return identity_of_model(function)
-    if isinstance(function, str):
-        return model_hash(function) or function
-    return source_hash(function)
+def _identity_of_reward(reward: Any) -> str:
+    """Return a text that tells this reward from others, for the run's fingerprint.
+
+    It has a hash of a model's weights or of a function's source.
+    """
+    if isinstance(reward, torch.nn.Module):
+        return identity_of_model(reward)
+    if isinstance(reward, str):
+        return model_hash(reward) or reward
+    return source_hash(reward)
 
 
-def _can_be_tried(function: Any) -> bool:
+def _can_be_tried(reward: Any) -> bool:
     """Return whether a reward is a function of the user's, which is called once before the run.
 
-    A reward model is not loaded yet at that time, and our own functions are known to work.
+    A reward model is not loaded at that time, and the functions of this project are known to work.
     """
-    module = getattr(function, "__module__", None) or type(function).__module__
-    is_ours = module.startswith("adora_vl.")
-    return callable(function) and not isinstance(function, torch.nn.Module) and not is_ours
+    module = getattr(reward, "__module__", None) or type(reward).__module__
+    is_of_this_project = module.startswith("adora_vl.")
+    is_model = isinstance(reward, torch.nn.Module)
+    return callable(reward) and not is_model and not is_of_this_project
 
 
 def with_tool_descriptions(dataset: Any, schemas: Sequence[Mapping[str, Any]]) -> Any:
-    """Return a data set, or each of a mapping of them, with the tools in its system messages.
+    """Return a data set whose system messages describe the tools.
 
-    `schemas`: the JSON schemas of the tools. Raises `UserError` for a prompt that is a text.
+    Args:
+        dataset: A data set, a mapping of names to data sets, or None.
+        schemas: The JSON schemas of the tools; empty without tools.
+
+    Raises `UserError` for a prompt that is a text and no list of messages.
     """
     if not schemas or dataset is None:
         return dataset
     if isinstance(dataset, Mapping):
         return {name: with_tool_descriptions(part, schemas) for name, part in dataset.items()}
 
-    def described(row: Mapping[str, Any]) -> dict[str, Any]:
+    def described_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
         return {"prompt": _describe_tools(row["prompt"], schemas)}
 
-    # `map` would decode all images; of a stored table only the column of the prompts is read.
-    if not is_stored(dataset):
-        return dataset.map(described)
+    # The prompts of a stream, and those that a transform makes, are changed when they are read.
+    if not is_plain_table(dataset):
+        return dataset.map(described_prompt)
+    # `map` would decode all images of a table. So only its prompts are read here.
     rows = dataset.select_columns("prompt").with_format(None)
-    prompts = [described(row)["prompt"] for row in rows]
+    prompts = [_describe_tools(row["prompt"], schemas) for row in rows]
     return dataset.remove_columns("prompt").add_column("prompt", prompts)
 
 
 def _describe_tools(prompt: Any, schemas: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return the messages of a prompt, with the tools in the first one, the system message."""
-    first = prompt[0] if prompt else None
-    if not isinstance(first, Mapping):
+    """Return the messages of a prompt with a description of the tools in the system message.
+
+    A system message is added if there is none. `schemas`: the JSON schemas of the tools. Raises
+    `UserError` for a prompt that is no list of messages.
+    """
+    first_message = prompt[0] if prompt else None
+    if not isinstance(first_message, Mapping):
         raise UserError(
             'train_dataset: with tools a prompt has to be messages, such as [{"role": "user", '
             '"content": "..."}]'
         )
-    has_system_message = first["role"] == "system"
-    system_text = first["content"] if has_system_message else None
-    if has_system_message and not isinstance(system_text, str):
-        system_text = "".join(part.get("text") or "" for part in first["content"])
+    first_content = first_message["content"]
+    has_system_message = first_message["role"] == "system"
+    system_text = first_content if has_system_message else None
+    if has_system_message and not isinstance(first_content, str):
+        system_text = "".join(part.get("text") or "" for part in first_content)
     content: Any = with_tools(system_text, schemas)
-    if not isinstance(first["content"], str):
-        # Arrow wants the same keys in the parts of every message.
-        empty_part = dict.fromkeys(first["content"][0])
+    if not isinstance(first_content, str):
+        # Contents are lists of parts here. Arrow wants the same keys in the parts of all messages.
+        empty_part = dict.fromkeys(first_content[0])
         content = [{**empty_part, "type": "text", "text": content}]
-    remaining = prompt[1:] if has_system_message else prompt
-    return [{"role": "system", "content": content}, *remaining]
+    remaining_messages = prompt[1:] if has_system_message else prompt
+    return [{"role": "system", "content": content}, *remaining_messages]
 
 
 def check_prompts(dataset: Dataset) -> bool:
@@ -179,28 +201,34 @@ def check_prompts(dataset: Dataset) -> bool:
             f"train_dataset: lacks the column 'prompt' (it has {', '.join(dataset.column_names)})"
         )
     any_images = False
-    for name, prompt, sizes in prompts_of(dataset):
-        any_images = any_images or bool(sizes)
-        if sizes and isinstance(prompt, str):
+    for row in prompts_of(dataset):
+        if not row.image_sizes:
+            continue
+        any_images = True
+        if isinstance(row.prompt, str):
             remedy = 'write the prompt as messages, such as [{"role": "user", "content": "..."}]'
             raise UserError(
-                f"train_dataset: row {name} has images and a text as its prompt; {remedy}"
+                f"train_dataset: row {row.name} has images and a text as its prompt; {remedy}"
             )
     return any_images
 
 
 def refuse_unusable_prompts(key: str, dataset: Any, tokens: Sequence[str]) -> None:
-    """Check the finished prompts of a data set, or of each of a mapping of them.
+    """Raise `UserError` for the first prompt that cannot be used, such as one without a message.
 
-    `tokens`: the control tokens of the model, which no prompt may contain. The rows of a stream
-    are checked when they are drawn. Raises `UserError` for the first row with a fault
-    (`problem_with_messages`).
+    The rows of a stream are checked when they are drawn.
+
+    Args:
+        key: The argument or key with the data set, for the error.
+        dataset: A data set, a mapping of names to data sets, or None.
+        tokens: The control tokens of the model, which no prompt may contain.
     """
     if isinstance(dataset, Mapping):
         for part in dataset.values():
             refuse_unusable_prompts(key, part, tokens)
-    # The rows of a command have a transform too, which decodes images and changes no text.
-    if not (is_stored(dataset) or only_decodes(dataset)) or "prompt" not in dataset.column_names:
+    # The rows of a command have a transform, but one that decodes images and changes no text.
+    has_final_texts = is_plain_table(dataset) or only_decodes(dataset)
+    if not has_final_texts or "prompt" not in dataset.column_names:
         return
     first_number = 0
     for table in _tables(dataset, ["id", "prompt"]):
@@ -212,21 +240,33 @@ def refuse_unusable_prompts(key: str, dataset: Any, tokens: Sequence[str]) -> No
                 raise UserError(f"{key}: row {name}: {fault}")
 
 
-def prompts_of(dataset: Dataset) -> Iterator[tuple[str, Any, Sequence[Size | None]]]:
-    """Return the id, the prompt and the sizes of the images of each row; no image is decoded.
+class PromptRow(NamedTuple):
+    """A row's name, its prompt, and the sizes of its images, None for an unreadable one.
 
-    A row without an `id` has its number in its place.
+    The name is the row's `id`, or else its number.
     """
+
+    name: str
+    prompt: Any
+    image_sizes: Sequence[Size | None]
+
+
+def prompts_of(dataset: Dataset) -> Iterator[PromptRow]:
+    """Yield the prompt of each row with the sizes of its images; no image is decoded."""
     first_number = 0
     for table in _tables(dataset, ["id", "prompt", *_IMAGE_COLUMNS]):
         names = _names_of_rows(table, first_number)
-        prompts = table["prompt"].to_pylist()
         first_number += table.num_rows
-        yield from zip(map(str, names), prompts, _sizes(table), strict=True)
+        prompts = table["prompt"].to_pylist()
+        for name, prompt, sizes in zip(names, prompts, _image_sizes(table), strict=True):
+            yield PromptRow(name=str(name), prompt=prompt, image_sizes=sizes)
 
 
 def _names_of_rows(table: pa.Table, first_number: int) -> Sequence[Any]:
-    """Return the ids of the rows of a table; without them their numbers, from `first_number` on."""
+    """Return the ids of a table's rows; without a column `id` their numbers in the data set.
+
+    `first_number`: the number of the table's first row.
+    """
     if "id" in table.column_names:
         ids: list[Any] = table["id"].to_pylist()
         return ids
@@ -234,32 +274,41 @@ def _names_of_rows(table: pa.Table, first_number: int) -> Sequence[Any]:
 
 
 def fewest_images(dataset: object) -> int | None:
-    """Return the number of images of the row with the fewest.
+    """Return the number of images of the row that has the fewest; None for a data set without rows.
 
-    None where it cannot be known without decoding rows: for a stream, and behind a transform.
+    It is also None for a stream, and for a transform that may change the images: to count them all
+    rows would have to be decoded.
     """
-    if not isinstance(dataset, Dataset) or not (is_stored(dataset) or only_decodes(dataset)):
+    has_final_images = is_plain_table(dataset) or only_decodes(dataset)
+    if not isinstance(dataset, Dataset) or not has_final_images:
         return None
-    if not set(_IMAGE_COLUMNS) & set(dataset.column_names):
+    if set(_IMAGE_COLUMNS).isdisjoint(dataset.column_names):
         return 0
-    fewest = [min(_image_counts(table), default=None) for table in _tables(dataset, _IMAGE_COLUMNS)]
-    return min((count for count in fewest if count is not None), default=None)
+    image_counts: list[int] = []
+    for table in _tables(dataset, _IMAGE_COLUMNS):
+        image_counts += _image_counts(table)
+    return min(image_counts, default=None)
 
 
 def _image_counts(table: pa.Table) -> list[int]:
-    """Return the number of images of each row; nothing is decoded."""
+    """Return the number of images of each row of a table; no image is decoded."""
     name = "images" if "images" in table.column_names else "image"
-    kind = table.schema.field(name).type
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
-        return [int(has_image) for has_image in pc.is_valid(table[name]).to_pylist()]
-    return [count or 0 for count in pc.list_value_length(table[name]).to_pylist()]
+    column_type = table.schema.field(name).type
+    if pa.types.is_list(column_type) or pa.types.is_large_list(column_type):
+        # The length of a null is null.
+        return [count or 0 for count in pc.list_value_length(table[name]).to_pylist()]
+    return [int(has_image) for has_image in pc.is_valid(table[name]).to_pylist()]
 
 
-def _sizes(table: pa.Table) -> Iterator[Sequence[Size | None]]:
-    """Return the sizes of the images of each row; of a column `image` there is one in each row."""
+def _image_sizes(table: pa.Table) -> Iterator[Sequence[Size | None]]:
+    """Yield the sizes of the images of each row of a table; no image is decoded.
+
+    The table has a column `images` with lists, or a column `image` with one in each row, or none.
+    """
     if "images" in table.column_names and pa.types.is_list(table.schema.field("images").type):
         return sizes_in(table)
     if "image" in table.column_names:
+        # As a column of lists with one image each: list i is from offset i to offset i + 1.
         images = table["image"].combine_chunks()
         offsets = pa.array(range(len(images) + 1), pa.int32())
         lists = pa.ListArray.from_arrays(offsets, images)
@@ -268,17 +317,20 @@ def _sizes(table: pa.Table) -> Iterator[Sequence[Size | None]]:
 
 
 def _tables(dataset: Dataset, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-    """Return the rows in their order, as they are stored, in tables of up to `_ROWS` rows."""
+    """Yield the rows of a data set in their order, as they are stored, up to `_ROWS` at once.
+
+    `columns`: the columns to read, those that the data set has of them; None: all.
+    """
     names = [name for name in dataset.column_names if columns is None or name in columns]
-    plain = dataset.select_columns(names).with_format("arrow")
-    for first in range(0, len(plain), _ROWS):
-        yield plain[first : first + _ROWS]
+    arrow_rows = dataset.select_columns(names).with_format("arrow")
+    for first in range(0, len(arrow_rows), _ROWS):
+        yield arrow_rows[first : first + _ROWS]
 
 
-def is_stored(dataset: object) -> bool:
-    """Return whether the rows can be read before the run, as they will be trained on.
+def is_plain_table(dataset: object) -> bool:
+    """Return whether a data set is a table whose rows are used as they are stored.
 
-    The rows of a stream cannot, nor what a transform makes of the stored ones.
+    It is not for a stream, nor with a transform, which changes the rows when they are read.
     """
     return isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
 
@@ -286,24 +338,25 @@ def is_stored(dataset: object) -> bool:
 def identity_of_rows(dataset: Dataset | IterableDataset) -> str:
     """Return a text that tells these rows from others: their number and a hash of all of them.
 
-    Images that lie in files count by their bytes. A stream is known by its columns alone.
+    Images in files of their own count by their bytes. A stream is known by its columns alone.
     """
     if not isinstance(dataset, Dataset):
         return f"a stream of {dataset.column_names}"
     digest = hashlib.sha256(str(sorted(dataset.features.items())).encode())
     for table in _tables(dataset):
-        stored = pa.BufferOutputStream()
-        with pa.ipc.new_stream(stored, table.schema.remove_metadata()) as stream:
+        # Written without metadata, and in one chunk, so that only the values count.
+        buffer = pa.BufferOutputStream()
+        with pa.ipc.new_stream(buffer, table.schema.remove_metadata()) as stream:
             stream.write_table(table.combine_chunks().replace_schema_metadata(None))
-        digest.update(stored.getvalue())
-        for path in _paths(table):
+        digest.update(buffer.getvalue())
+        for path in _image_paths(table):
             with suppress(OSError):
                 digest.update(Path(path).read_bytes())
     return f"{len(dataset)} rows {digest.hexdigest()[:16]}"
 
 
-def _paths(table: pa.Table) -> Iterator[str]:
-    """Return the files of the images whose bytes are not in the table itself."""
+def _image_paths(table: pa.Table) -> Iterator[str]:
+    """Yield the paths of the images that are files, and not bytes in the table itself."""
     for name in _IMAGE_COLUMNS:
         # A column of plain values has no images.
         if name not in table.column_names or not pa.types.is_nested(table.schema.field(name).type):
@@ -316,29 +369,34 @@ def _paths(table: pa.Table) -> Iterator[str]:
 
 
 def identity_of_model(model: torch.nn.Module) -> str:
-    """Return a text that tells this model object from others.
+    """Return a text that tells a model object from others: its class and a hash of its content.
 
-    It holds the class, and a hash of the config, of those of its adapters, and of every byte of
-    its weights and stored buffers. Under ZeRO-3 a rank has no whole tensor, and none is read.
+    The content is its config, the configs of its adapters, and every byte of its weights and stored
+    buffers. Under ZeRO-3 a rank has no whole tensors, so that they do not count.
     """
     config = getattr(model, "config", None)
-    adapters = getattr(model, "peft_config", {})
+    adapter_configs = getattr(model, "peft_config", {})
     digest = xxhash.xxh3_128()
-    digest.update(config.to_json_string().encode() if config is not None else b"")
-    for name, adapter in adapters.items():
-        digest.update(f"{name} {adapter_text(adapter)}".encode())
+    if config is not None:
+        digest.update(config.to_json_string().encode())
+    for name, adapter_config in adapter_configs.items():
+        digest.update(f"{name} {adapter_text(adapter_config)}".encode())
     for name, tensor in model.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
-        if tensor.numel():
-            stored = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-            digest.update(stored.numpy())
+        # An empty tensor cannot be viewed as bytes.
+        if tensor.numel() > 0:
+            tensor_bytes = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+            digest.update(tensor_bytes.numpy())
     return f"{type(model).__name__} {digest.hexdigest()}"
 
 
 def adapter_text(peft_config: PeftConfig) -> str:
-    """PEFT's config as JSON, for a fingerprint; sets are sorted, as their order is random."""
+    """Return PEFT's config as JSON, for a fingerprint.
 
-    def plain(value: object) -> object:
+    Its sets are sorted, because their order is random.
+    """
+
+    def as_json_value(value: object) -> object:
         return sorted(value) if isinstance(value, set) else str(value)
 
-    return json.dumps(peft_config.to_dict(), default=plain, sort_keys=True)
+    return json.dumps(peft_config.to_dict(), default=as_json_value, sort_keys=True)

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 class ModelSource:
     """Where the policy comes from.
 
-    `keys`: its name and how it is loaded. `peft_config`: PEFT's config of a new adapter.
-    `loaded`, `processor`: a model and a processor that Python code passed as objects.
+    `keys`: its name and how it is loaded. `peft_config`: PEFT's config of an adapter to make; None
+    for none. `loaded`, `processor`: a model and a processor that Python code passed as objects;
+    None for those that are loaded by name.
     """
 
     keys: ModelConfig
@@ -41,11 +42,12 @@ class ModelSource:
 class RunRequest:
     """What a user asks for, whether by a command, a dry run or Python code.
 
-    `rows`: the keys of a command, or the data sets that Python code passed. `rewards`, `tools` and
-    `environment_factory`: objects from Python; `tools` are added to those of the key,
+    `config`: the training keys. `model`: where the policy comes from. `rows`: the keys of a
+    command's data and rewards, or the data sets that Python code passed. `rewards`, `tools` and
+    `environment_factory`: objects of Python code; `tools` are added to those of the key, and
     `environment_factory` takes the key's place. `cli_args`: the command; None from Python.
     `max_rows`: the number of prompts whose length is measured; None: all. `runs_here`: whether this
-    machine could run it; only a dry run is ever asked for another one.
+    machine has the GPU that the config needs; only a dry run is asked for another machine.
     """
 
     config: AdoraGRPOConfig
@@ -65,11 +67,14 @@ class RunRequest:
 
     @property
     def environment(self) -> Callable[[], object] | str | None:
-        """The factory of an environment per rollout: FILE.py:CLASS or a Python object; or None."""
+        """What makes an environment for each rollout: FILE.py:CLASS, or a Python callable.
+
+        None for a run without environments.
+        """
         if self.environment_factory is not None:
             return self.environment_factory
-        named: str | None = self.config.environment_factory
-        return named
+        class_in_file: str | None = self.config.environment_factory
+        return class_in_file
 
     @property
     def is_main_process(self) -> bool:
@@ -89,10 +94,15 @@ def request_from_command(
     max_rows: int | None = None,
     processes: int = 1,
 ) -> RunRequest:
-    """Build the configs of a command, and the request for its run. Raises `UserError`.
+    """Return what a command asks for, with its config dataclasses built.
 
-    `any_machine`: take also a config for GPUs that this machine does not have. `max_rows`: the
-    number of prompts whose length is measured; None: all. `processes`: of the run that is planned.
+    Args:
+        cli_args: The command as it was read.
+        any_machine: Whether to take also a config for GPUs that this machine does not have.
+        max_rows: The number of prompts whose length is measured; None: all.
+        processes: The number of processes of the run that a dry run plans.
+
+    Raises `UserError`.
     """
     configs = build_configs(cli_args, any_machine=any_machine, processes=processes)
     return RunRequest(
@@ -106,17 +116,20 @@ def request_from_command(
 
 
 def config_of(args: object, model: str | PreTrainedModel) -> AdoraGRPOConfig:
-    """Return the trainer's `args`; for None, a config named after the model, as in TRL.
+    """Return the config that Python code passes to the trainer as `args`.
 
-    Raises `UserError` for a config that is not an `AdoraGRPOConfig`.
+    For None it is a config with an `output_dir` that is named after the model, as in TRL. Raises
+    `UserError` for a config of another class, such as TRL's own.
     """
     if args is None:
-        return AdoraGRPOConfig(f"{_name_of(model).split('/')[-1]}-GRPO")
+        model_name = _name_of(model).split("/")[-1]
+        return AdoraGRPOConfig(output_dir=f"{model_name}-GRPO")
     if not isinstance(args, AdoraGRPOConfig):
-        kind = f"a {type(args).__module__.partition('.')[0]}.{type(args).__name__}"
-        remedy = "give its arguments to an AdoraGRPOConfig (from adora_vl import AdoraGRPOConfig)"
+        library = type(args).__module__.partition(".")[0]
         raise UserError(
-            f"args: {kind} has other defaults, and steps and batches worked out of them; {remedy}"
+            f"args: a {library}.{type(args).__name__} has other defaults, and steps and batches "
+            "worked out of them; give its arguments to an AdoraGRPOConfig (from adora_vl import "
+            "AdoraGRPOConfig)"
         )
     return args
 
@@ -127,8 +140,12 @@ def refuse_objects(
     rollout_func: object,
     environment_factory: object,
 ) -> None:
-    """Raise `UserError` for an argument that would be ignored, or would fail after loading."""
-    if rollout_func:
+    """Raise `UserError` for arguments of the trainer that no run can be made of.
+
+    These are a `rollout_func`, a `train_dataset` that is no data set, and no reward. TRL would
+    ignore them, or fail after the weights are loaded.
+    """
+    if rollout_func is not None:
         raise UserError(
             "rollout_func: a sampler of your own is not supported, because its rollouts have "
             "neither seeds nor log-probabilities that can be checked; use tools, or "
@@ -160,33 +177,45 @@ def model_keys(
     peft_config: PeftConfig | None,
     quantised: Any = None,
 ) -> ModelConfig:
-    """Return the keys that a command would have for this model.
+    """Return the model keys that a command would have for the arguments of Python code.
 
-    `quantised`: the trainer's `quantization_config`, which may stand in `model_init_kwargs` too.
+    Args:
+        model: A name, or a model that is loaded already.
+        config: The training keys; its `model_init_kwargs` say how a named model is loaded.
+        peft_config: Of an adapter to make; None for none.
+        quantised: The trainer's argument `quantization_config`, None without one. It may be in
+            `model_init_kwargs` too.
+
     Raises `UserError` for a quantisation that is not supported.
     """
-    init = dict(config.model_init_kwargs or {})
-    quantised = quantised or init.pop("quantization_config", None)
-    if quantised is not None and not getattr(quantised, "load_in_4bit", False):
+    init_kwargs = dict(config.model_init_kwargs or {})
+    quantisation = quantised or init_kwargs.pop("quantization_config", None)
+    if quantisation is not None and not getattr(quantisation, "load_in_4bit", False):
         raise UserError(
             "quantization_config: only 4 bits are supported; give "
             "BitsAndBytesConfig(load_in_4bit=True)"
         )
+    has_adapter = False
     if not isinstance(model, str):
-        if quantised or getattr(model, "quantization_method", None):
+        is_quantised = getattr(model, "quantization_method", None) is not None
+        if quantisation is not None or is_quantised:
             raise UserError(
                 "model: an object has no folder in 4 bits; give its name, and quantization_config"
             )
-        attention = getattr(model.config, "_attn_implementation", None)
-        init = {"dtype": model.dtype, "attn_implementation": attention, "revision": None}
-    has_adapter = not isinstance(model, str) and hasattr(model, "peft_config")
+        has_adapter = hasattr(model, "peft_config")
+        # How it was loaded.
+        init_kwargs = {
+            "dtype": model.dtype,
+            "attn_implementation": getattr(model.config, "_attn_implementation", None),
+            "revision": None,
+        }
     return ModelConfig(
         model_name_or_path=_name_of(model),
-        model_revision=init.get("revision"),
-        dtype=str(init.get("dtype", "float32")).removeprefix("torch."),
-        attn_implementation=init.get("attn_implementation"),
+        model_revision=init_kwargs.get("revision"),
+        dtype=str(init_kwargs.get("dtype", "float32")).removeprefix("torch."),
+        attn_implementation=init_kwargs.get("attn_implementation"),
         use_peft=peft_config is not None or has_adapter,
-        load_in_4bit=quantised is not None,
-        bnb_4bit_quant_type=getattr(quantised, "bnb_4bit_quant_type", "nf4"),
-        use_bnb_nested_quant=bool(getattr(quantised, "bnb_4bit_use_double_quant", False)),
+        load_in_4bit=quantisation is not None,
+        bnb_4bit_quant_type=getattr(quantisation, "bnb_4bit_quant_type", "nf4"),
+        use_bnb_nested_quant=bool(getattr(quantisation, "bnb_4bit_use_double_quant", False)),
     )

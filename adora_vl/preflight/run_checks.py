@@ -47,10 +47,14 @@ from adora_vl.utils.versions import check_versions
 
 
 def run_checks(request: RunRequest, context: RunContext) -> ResolvedRun:
-    """Run every check. Raises `UserError` at the first thing that cannot work."""
+    """Make every check of a run before its weights are loaded, and return what they worked out.
+
+    The cheapest checks come first. `context`: where the run takes place. Raises `UserError` at the
+    first thing that cannot work.
+    """
     config = request.config
     messages = Messages.for_context(context)
-    check_versions(config.use_vllm and context.local)
+    check_versions(config.use_vllm and context.on_this_machine)
     check_keys(request)
     check_sampling(config)
     check_methods(config)

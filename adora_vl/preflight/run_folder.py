@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock
 
 from adora_vl.checkpoint.fingerprint import Fingerprint, check_ranks, leave_token
-from adora_vl.checkpoint.resume import LOCK, StartPoint, choose_start, lock_output_dir
+from adora_vl.checkpoint.resume import (
+    LOCK,
+    InputFolder,
+    StartPoint,
+    choose_start,
+    lock_output_dir,
+)
 from adora_vl.checkpoint.stop import STOPPED_FILE
 from adora_vl.checkpoint.store import checkpoints
 from adora_vl.checkpoint.writer import has_begun, holds_a_run, refuse_users_files
@@ -22,8 +28,19 @@ if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig
 
 _Choice = TypeVar("_Choice")
-# values of resume_from_checkpoint that do not name a checkpoint
-_NO_FOLDERS = ("none", "auto", "true", "false")
+# The values of resume_from_checkpoint that name no checkpoint, as words.
+_WORDS_FOR_NO_FOLDER = ("none", "auto", "true", "false")
+
+
+class _Claim(NamedTuple):
+    """What rank 0 broadcasts when it has locked `output_dir`.
+
+    `token`: the name of a file in the folder by which other ranks recognise it; empty with one rank.
+    """
+
+    start: StartPoint
+    fingerprint: Fingerprint
+    token: str
 
 
 class RunFolder:
@@ -36,66 +53,79 @@ class RunFolder:
     def __init__(
         self,
         config: AdoraGRPOConfig,
-        now: Fingerprint | Callable[[], Fingerprint],
-        inputs: Sequence[tuple[str, str]],
+        fingerprint: Fingerprint | Callable[[], Fingerprint],
+        inputs: Sequence[InputFolder],
     ) -> None:
         """Describe the folder; nothing is locked or written yet.
 
-        `now`: the fingerprint of the run. It is a function where it may not be needed, because it
-        reads all weights. `inputs`: keys, each with a folder that it names and the run reads.
+        Args:
+            config: The run's config, which names the folder.
+            fingerprint: The run's fingerprint, by which a checkpoint is recognised as its own. A
+                function, where it may not be needed: to compute it reads all weights.
+            inputs: Folders that the run reads, which it must not replace.
         """
         self.path = Path(config.output_dir)
         self.overwrite = config.overwrite_output_dir
         self._is_main_process = config.process_index == 0
         self._ranks = config.world_size
-        self._now = now
+        self._fingerprint = fingerprint
         self._inputs = inputs
         self._locks: list[FileLock] = []
 
     @cached_property
-    def now(self) -> Fingerprint:
+    def fingerprint(self) -> Fingerprint:
         """The fingerprint of the run, computed at its first use."""
-        return self._now() if callable(self._now) else self._now
+        if callable(self._fingerprint):
+            return self._fingerprint()
+        return self._fingerprint
 
     def look(self, resume_from_checkpoint: object, *, data_known: bool = True) -> StartPoint:
-        """Return where a run would start; nothing is locked or written.
+        """Return where a run would start, for a dry run; nothing is locked or written.
 
-        `resume_from_checkpoint`: as for `choose_start`. `data_known`: where it is false, nobody
-        can say whether the folder holds the same run. Raises `UserError` as `take` does.
+        `resume_from_checkpoint`: as for `choose_start`. `data_known`: whether the run's data set is
+        here. If not, the run cannot be compared with a checkpoint, and the first step is returned.
+
+        Raises `UserError` if a run could not start here, and if another one is running here.
         """
 
-        def choose() -> StartPoint:
+        def choose_without_lock() -> StartPoint:
             check_folder("output_dir", self.path)
             refuse_users_files(self.path, self.overwrite)
             if (self.path / LOCK).is_file():
+                # Fails if another run has locked the folder.
                 lock_output_dir(self.path).release()
             if not data_known:
-                return StartPoint(None, [])
-            names_a_folder = str(resume_from_checkpoint).lower() not in _NO_FOLDERS
-            # the fingerprint takes a while, so it is computed only where it is compared
-            now = self.now if checkpoints(self.path) or names_a_folder else {}
+                return StartPoint(checkpoint=None)
+            names_a_folder = str(resume_from_checkpoint).lower() not in _WORDS_FOR_NO_FOLDER
+            # To compute the fingerprint takes a while. Without a checkpoint it is not compared.
+            fingerprint: Fingerprint = {}
+            if names_a_folder or checkpoints(self.path):
+                fingerprint = self.fingerprint
             return choose_start(
                 self.path,
                 resume_from_checkpoint=resume_from_checkpoint,
                 overwrite=self.overwrite,
-                current=now,
+                current=fingerprint,
                 inputs=self._inputs,
                 clear=False,
             )
 
-        return self._decide_together(choose)
+        return self._decide_together(choose_without_lock)
 
     def take(self, resume_from_checkpoint: object, *, from_python: bool = False) -> StartPoint:
         """Lock the folder until `release`, and return where the run starts.
 
-        `from_python`: None and false mean a new run, as in Transformers. Raises `UserError`, also
-        where the ranks do not share the folder or do not have the same run.
+        `resume_from_checkpoint`: as for `choose_start`. `from_python`: whether Python's `train`
+        calls this, where None and false mean a new run, as in Transformers.
+
+        Raises `UserError`, also if the ranks do not share the folder or do not have the same run.
         """
 
-        def choose() -> tuple[StartPoint, Fingerprint, str]:
+        def lock_and_choose() -> _Claim:
             with written_to("output_dir", self.path):
                 run_has_begun = has_begun(self.path)
-            # A folder that may be somebody else's gets no lock file before it was checked.
+            # Locking makes a file. In a folder that may be somebody else's that is done only after
+            # the check; in the folder of a run before it, since the check reads the run's files.
             if run_has_begun:
                 self._locks.append(lock_output_dir(self.path))
             refuse_users_files(self.path, self.overwrite)
@@ -108,30 +138,33 @@ class RunFolder:
                 self.path,
                 resume_from_checkpoint=resume_from_checkpoint,
                 overwrite=self.overwrite,
-                current=self.now,
+                current=self.fingerprint,
                 inputs=self._inputs,
             )
+            # Only now is a folder made that did not exist.
             self._locks.append(lock_output_dir(self.path))
             (self.path / STOPPED_FILE).unlink(missing_ok=True)
-            # Each rank looks for the token, which shows that all see the same disk.
+            # Each rank looks for the token's file, which shows that all see the same disk.
             token = leave_token(self.path) if self._ranks > 1 else ""
-            return start, self.now, token
+            return _Claim(start=start, fingerprint=self.fingerprint, token=token)
 
         try:
-            start, fingerprint_of_first, token = self._decide_together(choose)
+            claim = self._decide_together(lock_and_choose)
             if self._ranks > 1:
-                check_ranks(self.path, token=token, first=fingerprint_of_first, mine=self.now)
+                check_ranks(
+                    self.path, token=claim.token, first=claim.fingerprint, mine=self.fingerprint
+                )
         except UserError:
             self.release()
             raise
-        return start
+        return claim.start
 
     def _refuse_earlier_run(self) -> None:
-        """Raise `UserError` if the folder holds a run that a new one would write over."""
+        """Raise `UserError` if the folder has a run that a new one would write over."""
         if not holds_a_run(self.path):
             return
         newest = next(iter(checkpoints(self.path)), None)
-        if newest:
+        if newest is not None:
             content = f"{newest.name} of a run"
             goes_on = "train(resume_from_checkpoint=True) goes on, "
         else:
@@ -147,23 +180,24 @@ class RunFolder:
         self._locks.clear()
 
     def _decide_together(self, choose: Callable[[], _Choice]) -> _Choice:
-        """Return what `choose` returns on rank 0, on every rank; its `UserError` too.
+        """Call `choose` on rank 0, and return its result on every rank.
 
-        Collective. An error is broadcast rather than raised on rank 0 alone, where the other
-        ranks would wait for it forever.
+        Collective. A `UserError` of `choose` is raised on every rank too: raised on rank 0 alone,
+        it would leave the other ranks waiting forever.
         """
         choice: _Choice | None = None
-        message = ""
+        error_text = ""
         try:
             if self._is_main_process:
                 choice = choose()
         except UserError as error:
-            message = str(error)
-        decision: list[Any] = [choice, message]
+            error_text = str(error)
+        # `broadcast_object_list` replaces the entries on the other ranks.
+        choice_and_error: list[Any] = [choice, error_text]
         if self._ranks > 1:
-            broadcast_object_list(decision)
-        message = decision[1]
-        if message:
-            raise UserError(message)
-        agreed: _Choice = decision[0]
+            broadcast_object_list(choice_and_error)
+        choice_of_first, error_text = choice_and_error
+        if error_text:
+            raise UserError(error_text)
+        agreed: _Choice = choice_of_first
         return agreed

@@ -1,4 +1,4 @@
-"""What a generation and a policy step take of the card, as two figures of the log."""
+"""How much GPU memory a generation and a policy step take, as two figures of the log."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from adora_vl.utils.files import GIB
 
-SLEEP = "sleep"  # the phase in which the engine frees its memory
+# The phase in which the engine frees its memory, so that the policy can use it
+SLEEP = "sleep"
 ROLLOUT = "memory/rollout"
 POLICY = "memory/policy"
 
 
 class CardMemory(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """The memory of a card while it samples and while it learns, in GiB, of the fullest process.
+    """Logs the GPU memory while rollouts are sampled and while the policy learns, in GiB.
 
-    `memory/rollout` is what all processes on the card had in use when the engine went to sleep, or
+    Each figure is that of the rank whose GPU is fullest.
+
+    `memory/rollout` is what all processes on the GPU had in use when the engine went to sleep, or
     at the end of the step where it does not sleep. `memory/policy` is the most that torch had
     reserved since then.
     """
@@ -26,7 +29,7 @@ class CardMemory(TrainerCallback):  # type: ignore[misc]  # transformers is unty
     def __init__(
         self,
         log: Callable[[str, float], None],
-        largest: Callable[[float], float],
+        largest_of_ranks: Callable[[float], float],
         device: torch.device,
         *,
         sleep_mode: bool,
@@ -35,26 +38,34 @@ class CardMemory(TrainerCallback):  # type: ignore[misc]  # transformers is unty
 
         Args:
             log: takes the name and the value of a figure of the present step.
-            largest: the largest value of all ranks. Collective.
-            device: the card of this process.
+            largest_of_ranks: returns the largest of the values that the ranks give it. Collective.
+            device: the GPU of this process.
             sleep_mode: whether the engine sleeps between generations.
         """
         self._log = log
-        self._largest = largest
+        self._largest_of_ranks = largest_of_ranks
         self._device = device
         self._sleep_mode = sleep_mode
-        self._rollout: float | None = None
+        # None until this step has sampled rollouts, and in a step that samples none
+        self._rollout_gib: float | None = None
 
     @contextmanager
     def phase(
         self, name: str, clock: Callable[[str], AbstractContextManager[None]]
     ) -> Iterator[None]:
-        """Time a phase of the engine by `clock`, and look at the card before it sleeps."""
+        """Time a phase of the engine, and note the memory in use just before it goes to sleep.
+
+        Args:
+            name: the phase, one of `PHASES`.
+            clock: times the code inside its `with` as a phase of that name.
+        """
         if name == SLEEP:
-            self._rollout = max(self._rollout or 0.0, self._in_use())
+            # the engine may sleep several times in a step; the fullest moment counts
+            self._rollout_gib = max(self._rollout_gib or 0.0, self._used_gib())
         with clock(name):
             yield
         if name == SLEEP:
+            # from here on the peak is that of the policy
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def on_step_end(
@@ -64,18 +75,20 @@ class CardMemory(TrainerCallback):  # type: ignore[misc]  # transformers is unty
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Log the figures of the step. Collective: every rank logs the same."""
+        """Log the memory of the step, in GiB. Collective: every rank logs the same."""
+        # An engine that never sleeps has the same memory throughout, so any moment will do.
         if not self._sleep_mode:
-            self._rollout = self._in_use()
-        # the second optimizer step of a generation has no rollouts of its own
-        if self._rollout is not None:
-            self._log(ROLLOUT, self._largest(self._rollout))
-        self._rollout = None
-        policy = torch.cuda.max_memory_reserved(self._device) / GIB
-        self._log(POLICY, self._largest(policy))
+            self._rollout_gib = self._used_gib()
+        # It is None in the second optimizer step of a generation, which samples no rollouts, and
+        # that on all ranks alike.
+        if self._rollout_gib is not None:
+            self._log(ROLLOUT, self._largest_of_ranks(self._rollout_gib))
+        self._rollout_gib = None
+        policy_gib = torch.cuda.max_memory_reserved(self._device) / GIB
+        self._log(POLICY, self._largest_of_ranks(policy_gib))
         torch.cuda.reset_peak_memory_stats(self._device)
 
-    def _in_use(self) -> float:
-        """What all processes on the card have in use, in GiB."""
-        free, total = torch.cuda.mem_get_info(self._device)
-        return (total - free) / GIB
+    def _used_gib(self) -> float:
+        """Return what all processes on the GPU have in use, in GiB."""
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+        return (total_bytes - free_bytes) / GIB

@@ -17,14 +17,14 @@ MISSING = "rewards/missing"
 
 Format = Literal["number", "share", "tokens", "nats", "seconds"]
 # How a value is written in a table, and in a line, where room is scarce.
-_IN_TABLE: dict[Format, str] = {
+_TABLE_FORMATS: dict[Format, str] = {
     "number": "{:.3f}",
     "share": "{:.1%}",
     "tokens": "{:.1f}",
     "nats": "{:.2g}",
     "seconds": "{:.2f}",
 }
-_IN_LINE: dict[Format, str] = {
+_LINE_FORMATS: dict[Format, str] = {
     "number": "{:.3f}",
     "share": "{:.0%}",
     "tokens": "{:.0f}",
@@ -47,13 +47,13 @@ class LoggedFigure:
     short: str = ""
 
     def in_table(self, value: float) -> str:
-        """Return the value as it stands in a table."""
-        return _IN_TABLE[self.format].format(value)
+        """Return the value as text for a table."""
+        return _TABLE_FORMATS[self.format].format(value)
 
     def in_line(self, value: float) -> str:
-        """Return the short title and the value, as they stand in a line."""
-        number = _IN_LINE[self.format].format(value)
-        # A small share, such as of rollouts without a reward, would be 0 %.
+        """Return the short title and the value as text for the progress line."""
+        number = _LINE_FORMATS[self.format].format(value)
+        # A line has whole per cents. A small share would be 0 % there, so it gets a decimal.
         if self.format == "share" and 0 < value < 0.1:
             number = self.in_table(value)
         return f"{self.short or self.title} {number}"
@@ -119,17 +119,17 @@ SUMMARY = (
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A chart of the page of a run.
-
-    `series`: the keys of its lines, each with the word that tells it from the others. `zero`:
-    whether the scale begins at 0. `optional`: whether most runs do not log it, so that nobody
-    misses it.
-    """
+    """A chart of the page of a run, over its steps."""
 
     title: str
     series: tuple[tuple[str, str], ...]
+    """A line of the chart each: the figure's key in the log, and its label in the legend, which is
+    empty where the chart has one line only."""
     zero: bool = False
+    """Whether the scale begins at 0."""
     optional: bool = False
+    """Whether most runs do not log it: the page leaves out an empty chart of this sort, and says of
+    any other that it was not logged."""
 
 
 CHARTS = (
@@ -195,17 +195,23 @@ CHARTS = (
 
 
 def for_page() -> dict[str, Any]:
-    """Return the charts and the table of a run's page, as its script reads them."""
-    charts = [
-        {
-            "title": chart.title,
-            "keys": chart.series,
-            "zero": chart.zero,
-            "optional": chart.optional,
-            "share": FIGURES[chart.series[0][0]].format == "share",
-        }
-        for chart in CHARTS
-    ]
+    """Return which charts and which table rows the page of a run shows, as its JavaScript reads them.
+
+    `share` says of a chart or a row that its values are shares, which are shown in per cent.
+    """
+    charts = []
+    for chart in CHARTS:
+        # the lines of a chart are figures of the same format, so the first one tells it
+        first_key, _ = chart.series[0]
+        charts.append(
+            {
+                "title": chart.title,
+                "keys": chart.series,
+                "zero": chart.zero,
+                "optional": chart.optional,
+                "share": FIGURES[first_key].format == "share",
+            }
+        )
     rows = [
         {"key": key, "title": FIGURES[key].title, "share": FIGURES[key].format == "share"}
         for key in SUMMARY

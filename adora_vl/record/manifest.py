@@ -30,36 +30,45 @@ if TYPE_CHECKING:
 
 
 def launch_command(arguments: Sequence[str] | None, parent: Path | None = None) -> str:
-    """Return the command that started this run, without secrets.
+    """Return the command that started this run as text, without secrets, for its manifest.
 
-    It is `accelerate launch ...` where the parent process was started so, which Linux can tell,
-    and `python -m adora_vl.train ...` otherwise.
+    It is `accelerate launch ...` where that command started this process, which Linux can tell, and
+    `python -m adora_vl.train ...` otherwise.
 
     Args:
         arguments: those of the command line; None where a Python script builds the trainer.
-        parent: the file that has the parent's command line, for tests.
+        parent: the file of Linux that has the command line of the parent process; None for that of
+            this process. Tests set it.
     """
     if arguments is None:
+        # "" and "-c" are what Python puts there for an interactive session and for code in a string
         is_script = sys.argv and sys.argv[0] not in ("", "-c")
         return shlex.join(masked_words([interpreter(), *sys.argv])) if is_script else "Python"
-    words = _accelerate(Path(f"/proc/{os.getppid()}/cmdline") if parent is None else parent)
-    if words is None or "-m" not in words:  # the trainer was started by another script
+    command_line_file = Path(f"/proc/{os.getppid()}/cmdline") if parent is None else parent
+    words = _accelerate_words(command_line_file)
+    # accelerate may also have started a script that calls the trainer: its command has no `-m`
+    if words is None or "-m" not in words:
         words = [interpreter(), "-m", "adora_vl.train", *arguments]
     return shlex.join(masked_words(words))
 
 
 def interpreter() -> str:
-    """Return the path of this Python, as one calls it from the current folder."""
+    """Return the path of this Python, as one types it in the current folder.
+
+    `sys.executable` may be `python3.12`: where a plain `python` beside it is the same program, that
+    is the name to type.
+    """
     program = Path(sys.executable)
-    plain = program.with_name("python")
-    return as_called(str(plain if plain.is_file() and plain.samefile(program) else program))
+    short_path = program.with_name("python")
+    is_same_program = short_path.is_file() and short_path.samefile(program)
+    return as_called(str(short_path if is_same_program else program))
 
 
 def as_called(program: str) -> str:
-    """Return a program's path as one types it.
+    """Return the path of a program as one types it in the current folder.
 
-    It is relative, such as `.venv/bin/python`, for a program below the current folder, and only the
-    name for any other.
+    A program below the current folder gets its relative path, such as `.venv/bin/python`, and any
+    other one its name alone.
     """
     path = Path(program)
     if not path.is_absolute():
@@ -69,14 +78,14 @@ def as_called(program: str) -> str:
     return path.name
 
 
-def _accelerate(cmdline: Path) -> list[str] | None:
-    """Return the words of `accelerate launch ...` in a process's command line.
+def _accelerate_words(command_line_file: Path) -> list[str] | None:
+    """Return the words of a process's command from `accelerate launch` on; None for another command.
 
-    `cmdline` is the file of Linux that has it. None if the command is another.
+    `command_line_file` is `/proc/<id>/cmdline` of Linux, whose words end with a zero byte each.
     """
     try:
-        encoded_words = cmdline.read_bytes().split(b"\0")
-    except OSError:
+        encoded_words = command_line_file.read_bytes().split(b"\0")
+    except OSError:  # another system than Linux, or a process that has ended
         return None
     words = [word.decode(errors="replace") for word in encoded_words if word]
     for position, word in enumerate(words):
@@ -90,7 +99,7 @@ def _accelerate(cmdline: Path) -> list[str] | None:
 
 
 # The methods as their papers write them
-NAMES = {
+TITLE_BY_METHOD = {
     "grpo": "GRPO",
     "dr_grpo": "Dr. GRPO",
     "dapo": "DAPO",
@@ -106,55 +115,73 @@ _GRPO_LOSSES = (
 
 
 def methods_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the methods in `adora_method` of a recorded config, each with its options."""
+    """Return the methods in `adora_method` of a recorded config: the options by the method's name.
+
+    A config without the key ran ADORA with its defaults.
+    """
     methods: dict[str, dict[str, Any]] = config.get("adora_method") or {"adora": {}}
     return methods
 
 
 def recipe_of(config: Mapping[str, Any]) -> str:
-    """Return the recipe of a recorded config in one line.
+    """Return in one line how a run with this recorded config trains.
 
     Examples: `GRPO`, `ADORA attenuation, factor 0.1`, `DAPO + ADORA attenuation, factor 0.1,
     extension NoisyRollouts`.
     """
-    titles = [
-        _adora(config) if name == "adora" else NAMES.get(name, own_name(name))
-        for name in methods_of(config)
-    ]
-    methods = " + ".join(title for title in titles if title) or NAMES["grpo"]
+    titles = []
+    for name in methods_of(config):
+        if name == "adora":
+            titles.append(_adora_title(config))
+        else:
+            # a method of the user's own has the name of its class or function
+            titles.append(TITLE_BY_METHOD.get(name, own_name(name)))
+    # ADORA's title is empty where it is off; what is left without any method is GRPO
+    methods = " + ".join(title for title in titles if title) or TITLE_BY_METHOD["grpo"]
     return ", ".join([methods, *_additions(config)])
 
 
 def adora_options(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return ADORA's options in a recorded config, with all defaults filled in.
 
-    Schedules are `Schedule` objects. Where ADORA is no method of the run, the mode is `off`: its
-    criteria are computed for the log.
+    Where ADORA is no method of the run, the mode is `off`: its criteria are still computed, for the
+    log. An option that changes over the steps, such as `{"start": 0.1, ...}`, becomes a `Schedule`.
     """
     run_options = methods_of(config).get("adora")
     if run_options is None:
         run_options = {"mode": "off"}
-    defaults = {field.name: field.default for field in dataclasses.fields(Adora)}
-    return {
-        key: Schedule(**value) if isinstance(value, Mapping) else value
-        for key, value in {**defaults, **run_options}.items()
-    }
+    options: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Adora)}
+    options |= run_options
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            options[name] = Schedule(**value)
+    return options
 
 
-def _adora(config: Mapping[str, Any]) -> str:
-    """Return ADORA's part of the recipe; empty where its mode is `off`."""
+def _adora_title(config: Mapping[str, Any]) -> str:
+    """Return ADORA's mode and factor as `recipe_of` writes them; empty where its mode is `off`.
+
+    What differs from the defaults of `assign` and `steps` follows. A run without any option of its
+    own is `ADORA`.
+    """
     if not methods_of(config)["adora"]:
         return "ADORA"
     options = adora_options(config)
     if options["mode"] == "off":
         return ""
-    assigned = "" if options["assign"] == "criterion" else f", assign {options['assign']}"
-    steps = f", steps {[*options['steps']]}" if options["steps"] else ""
-    return f"ADORA {options['mode']}, factor {options['factor']}{assigned}{steps}"
+    title = f"ADORA {options['mode']}, factor {options['factor']}"
+    if options["assign"] != "criterion":
+        title += f", assign {options['assign']}"
+    if options["steps"]:
+        title += f", steps {list(options['steps'])}"
+    return title
 
 
 def _additions(config: Mapping[str, Any]) -> list[str]:
-    """Return the parts of the recipe that can be combined with any method."""
+    """Return in words what a run has beside its methods: its loss, extensions, tools, environment.
+
+    Any method can be combined with them. The list is empty where the run has none.
+    """
     loss = str(config.get("loss_type") or "grpo")
     extensions = config.get("adora_extensions") or {}
     tools = config.get("tools")
@@ -164,7 +191,8 @@ def _additions(config: Mapping[str, Any]) -> list[str]:
         additions.append(f"{loss.upper()} loss")
     additions += [f"extension {own_name(entry)}" for entry in extensions]
     if tools:
-        additions.append(f"tools {', '.join(map(own_name, tools))}")
+        tool_names = [own_name(tool) for tool in tools]
+        additions.append(f"tools {', '.join(tool_names)}")
     if environment:
         additions.append(f"environment {own_name(environment)}")
     return additions
@@ -201,11 +229,12 @@ def run_manifest(
     """Return the manifest of a run that starts now, or resumes from a checkpoint.
 
     Args:
-        *settings: the dataclasses of the run's settings.
+        *settings: the dataclasses of the run's settings, such as its `AdoraGRPOConfig`.
         arguments: those of the command line; None for a run that a Python script starts.
         data: the folders of the data sets.
         rows: how many rows are trained on.
-        fingerprint: the hashes of data set, model and prompt.
+        fingerprint: the hashes of data set and model under `dataset` and `model`, and under
+            `adora_prompt` the template of the prompts as JSON.
         plan: how many rollouts a step has, in words.
         processes: the number of ranks.
         checkpoint: the folder from which the run resumes; None for a new run.
@@ -213,24 +242,25 @@ def run_manifest(
         left_out: how many rows are left out, since their prompts are too long
             (`adora_overlong_prompts`).
     """
-    config = {
-        field.name: getattr(part, field.name)
-        for part in settings
-        for field in dataclasses.fields(part)
+    config: dict[str, Any] = {}
+    for part in settings:
+        for field in dataclasses.fields(part):
+            config[field.name] = getattr(part, field.name)
+    public_config = {key: value for key, value in sorted(config.items()) if not is_secret(key)}
+    data_entry: dict[str, Any] = {
+        "folder": ", ".join(data),
+        "rows": rows,
+        "fingerprint": fingerprint.get("dataset"),
     }
+    if left_out:
+        data_entry["overlong_rows_left_out"] = left_out
+    data_entry |= _sources(data, config.get("adora_mixture"))
     return {
         "made_by": "adora_vl.train",
         "command": launch_command(arguments),
-        "config": masked(
-            plain({key: value for key, value in sorted(config.items()) if not is_secret(key)})
-        ),
-        "data": {
-            "folder": ", ".join(data),
-            "rows": rows,
-            "fingerprint": fingerprint.get("dataset"),
-            **({"overlong_rows_left_out": left_out} if left_out else {}),
-            **_sources(data, config.get("adora_mixture")),
-        },
+        # values may hold secrets too, such as a token in a URL
+        "config": masked(plain(public_config)),
+        "data": data_entry,
         "model": {
             "name": config.get("model_name_or_path"),
             "fingerprint": fingerprint.get("model"),
@@ -250,13 +280,21 @@ def run_manifest(
 
 
 def write_manifest(manifest: Manifest, output_dir: Path) -> None:
-    """Write the manifest, with the earlier starts of a run that resumes.
+    """Write the manifest of a run into its folder. One process calls this.
 
-    One process calls this. Raises `RunError` where the folder cannot be written.
+    A run that resumes keeps the list of its earlier starts: they are read from the file that is
+    there and put before its own in `manifest`.
+
+    Raises:
+        RunError: the folder cannot be written.
     """
     path = output_dir / MANIFEST
-    if manifest["status"] == "running" and manifest["starts"][-1]["checkpoint"]:
-        manifest["starts"] = [*read_manifest(output_dir).get("starts", []), *manifest["starts"]]
+    has_just_resumed = (
+        manifest["status"] == "running" and manifest["starts"][-1]["checkpoint"] is not None
+    )
+    if has_just_resumed:
+        earlier_starts = read_manifest(output_dir).get("starts", [])
+        manifest["starts"] = [*earlier_starts, *manifest["starts"]]
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         replace_file(path, json.dumps(manifest, indent=2, default=str) + "\n")
@@ -268,7 +306,7 @@ def write_manifest(manifest: Manifest, output_dir: Path) -> None:
 
 
 def end_manifest(manifest: Manifest, output_dir: Path, status: str, steps: int) -> None:
-    """Write how the run ended.
+    """Write into the manifest of a run that it has ended, when, and how.
 
     Args:
         manifest: the manifest of the run, which is changed.
@@ -284,14 +322,15 @@ def end_manifest(manifest: Manifest, output_dir: Path, status: str, steps: int) 
 def failure_noted(
     manifest: Manifest, output_dir: Path, steps: Callable[[], int], is_main: bool
 ) -> Iterator[None]:
-    """Mark the run as `failed` where an exception is raised inside, with the exception's first line.
+    """Mark a run as `failed` in its manifest if the code inside the `with` raises an exception.
 
-    The manifest of a run that is killed goes on to say `running`.
+    The first line of the exception is recorded too, and the exception goes on. A run that is killed
+    raises none, so its manifest still says `running`.
 
     Args:
         manifest: the manifest of the run, which is changed.
         output_dir: the folder of the run.
-        steps: tells how many optimizer steps were made.
+        steps: returns how many optimizer steps were made when the exception came.
         is_main: whether this is the first rank, which alone writes.
     """
     try:
@@ -299,7 +338,8 @@ def failure_noted(
     except Exception as error:
         if is_main:
             manifest["error"] = masked_text(f"{type(error).__name__}: {error}".splitlines()[0])
-            # Where the disk is full, the exception inside says so already.
+            # If the manifest cannot be written, since the disk is full, that is most likely why the
+            # run has failed, so `error` says so already.
             with suppress(RunError):
                 end_manifest(manifest, output_dir=output_dir, status="failed", steps=steps())
         raise
@@ -317,68 +357,76 @@ def now() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of the packages that are installed, and of CUDA."""
-    by_name = {"python": platform.python_version()}
+    """Return the versions of Python, of the installed packages that matter, and of CUDA, by name."""
+    version_by_name = {"python": platform.python_version()}
     for package in _PACKAGES:
         version = installed(package)
         if version is not None:
-            by_name[package] = version
+            version_by_name[package] = version
     if torch.version.cuda:
-        by_name["cuda"] = torch.version.cuda
-    return by_name
+        version_by_name["cuda"] = torch.version.cuda
+    return version_by_name
 
 
 def device(processes: int) -> str:
     """Return the devices in words: `8 x NVIDIA A100-SXM4-80GB`, or the processor and its cores."""
     if torch.cuda.is_available():
         return f"{processes} x {torch.cuda.get_device_name(0)}"
-    return (
-        f"{processes} process{'es' if processes > 1 else ''} on {os.cpu_count()} cores "
-        f"({platform.machine()})"
-    )
+    ending = "es" if processes > 1 else ""
+    return f"{processes} process{ending} on {os.cpu_count()} cores ({platform.machine()})"
 
 
 def git_commit() -> str | None:
-    """Return the commit of the checkout that this package runs from.
+    """Return the commit of the Git checkout that this package runs from, for the manifest.
 
-    None where it is installed otherwise. `+changes` follows it where tracked files differ from the
-    commit.
+    `+changes` follows it where tracked files differ from the commit. None where the package is
+    installed without a checkout.
     """
 
     def git(*words: str) -> str:
+        """Return what a git command prints; `SubprocessError` where it fails."""
         command = ["git", "-C", str(Path(__file__).parents[2]), *words]
         result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)  # noqa: S603
         return result.stdout.strip()
 
     try:
-        if git("ls-files", "adora_vl/__init__.py") == "":
+        # A checkout of another project may hold the package, in its `.venv` for example, and does
+        # not track it then: its commit would say nothing.
+        tracked_file = git("ls-files", "adora_vl/__init__.py")
+        if tracked_file == "":
             return None
         commit = git("rev-parse", "HEAD")
-        return f"{commit}+changes" if git("status", "--porcelain", "-uno") else commit
+        has_changes = git("status", "--porcelain", "--untracked-files=no") != ""
+        return f"{commit}+changes" if has_changes else commit
     except (OSError, subprocess.SubprocessError):
         return None
 
 
 def _sources(folders: Sequence[str], shares: Sequence[float] | None) -> dict[str, Any]:
-    """Return where the data come from, as the manifests of their folders say.
+    """Return where the data come from, as the manifests of the data sets' folders say.
 
-    Several data sets stand in the list `sets`, with their shares where `shares` has them.
+    Args:
+        folders: the folders of the run's data sets.
+        shares: the share of each data set in the rows that are drawn; None where they are joined.
+
+    Returns:
+        `source`, `input` and `revision` of a single data set, as far as its manifest has them; for
+        several data sets a list of such entries, under `sets`.
     """
     sources: list[dict[str, Any]] = []
     for folder in folders:
         manifest = read_object(Path(folder) / MANIFEST)
-        sources.append(
-            {key: manifest[key] for key in ("source", "input", "revision") if key in manifest}
-        )
+        known_keys = [key for key in ("source", "input", "revision") if key in manifest]
+        sources.append({key: manifest[key] for key in known_keys})
     if len(folders) == 1:
         return sources[0]
-    sets = []
-    for number, (folder, source) in enumerate(zip(folders, sources, strict=True)):
-        entry = {"folder": folder, **source}
-        if shares:
-            entry["share"] = shares[number]
-        sets.append(entry)
-    return {"sets": sets}
+    entries = [
+        {"folder": folder, **source} for folder, source in zip(folders, sources, strict=True)
+    ]
+    if shares:
+        for entry, share in zip(entries, shares, strict=True):
+            entry["share"] = share
+    return {"sets": entries}
 
 
 def data_name(data: Mapping[str, Any]) -> str:
@@ -396,7 +444,10 @@ def short_name(model: str) -> str:
 
 
 def facts_of_run(manifest: Manifest) -> dict[str, str]:
-    """Return the facts of a run that its page shows at a glance; none where it has no manifest."""
+    """Return what the page of a run shows of its manifest: texts by their titles.
+
+    A value that the manifest does not have is left out; all are, where the run has no manifest.
+    """
     if not manifest:
         return {}
     config = manifest["config"]

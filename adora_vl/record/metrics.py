@@ -23,26 +23,30 @@ Line = dict[str, Any]
 
 
 def kind_of(logs: Mapping[str, Any]) -> str:
-    """Return the kind of a log entry: `end` for the last one, `eval`, or `train`.
+    """Return the kind of a log entry: `train` for steps, `eval`, or `end` for the run's last one.
 
-    A step in which nothing was sampled is `train` as well.
+    Steps in which nothing was sampled, and which have no reward, are `train` as well.
     """
+    # Transformers logs the run time once, when the training ends
     if "train_runtime" in logs:
         return "end"
-    return "eval" if any(key.startswith("eval_") for key in logs) else "train"
+    is_evaluation = any(key.startswith("eval_") for key in logs)
+    return "eval" if is_evaluation else "train"
 
 
-def as_line(logs: Mapping[str, Any], step: int, now: str | None) -> Line:
-    """Return a log entry as a line of JSON.
+def as_line(logs: Mapping[str, Any], step: int, time: str | None) -> Line:
+    """Return a log entry as a line of `metrics.jsonl`, before it becomes text.
 
-    A figure that is not finite becomes None. `now` is the time as text, None for an entry that a
-    checkpoint's history has.
+    Args:
+        logs: the entry; a figure of it that is not finite becomes None.
+        step: the optimizer step after which it was logged.
+        time: when it was logged, as text; None for an entry from a checkpoint, which does not say.
     """
-    figures = {key: _finite(value) for key, value in logs.items() if key != "step"}
-    return {"step": step, "kind": kind_of(logs), "time": now, **figures}
+    figures = {key: _as_json_value(value) for key, value in logs.items() if key != "step"}
+    return {"step": step, "kind": kind_of(logs), "time": time, **figures}
 
 
-def _finite(value: object) -> object:
+def _as_json_value(value: object) -> object:
     """Return a logged value in a type of JSON; None for a number that is not finite."""
     if isinstance(value, bool | int | str) or value is None:
         return value
@@ -54,9 +58,9 @@ def _finite(value: object) -> object:
 
 
 def read_metrics(path: Path) -> list[Line]:
-    """Read the lines of the file; there are none if it is missing.
+    """Read the lines of `metrics.jsonl` as dictionaries; an empty list if the file is missing.
 
-    A last line that a crash has cut off is left out.
+    A last line that a crash has cut off is left out, and so is what no run has written.
     """
     if not path.is_file():
         return []
@@ -66,7 +70,9 @@ def read_metrics(path: Path) -> list[Line]:
             line = json.loads(text)
         except ValueError:  # the last line of a run that was killed, or the end of the file
             continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int) and "kind" in line:
+        if not isinstance(line, dict):
+            continue
+        if isinstance(line.get("step"), int) and "kind" in line:
             lines.append(line)
     return lines
 
@@ -74,23 +80,24 @@ def read_metrics(path: Path) -> list[Line]:
 def resumed_lines(
     recorded: Iterable[Line], history: Sequence[Mapping[str, Any]], step: int
 ) -> list[Line]:
-    """Return the lines of the file of a run that resumes after `step`.
+    """Return the lines with which `metrics.jsonl` goes on in a run that resumes from a checkpoint.
 
-    Later lines and the run's last entry are dropped; what the file lacks of the checkpoint's
-    history is added.
+    Lines of later steps are dropped, since these steps are made again, and so is the entry with
+    which the earlier run ended. Lines that the file lacks are taken from the checkpoint.
 
     Args:
         recorded: the lines of the file so far.
         history: the log entries in the checkpoint.
         step: the optimizer step of the checkpoint.
     """
-    lines = [*recorded, *(as_line(entry, int(entry["step"]), None) for entry in history)]
-    unique: dict[_LineKey, Line] = {}
-    for line in lines:
+    history_lines = [as_line(entry, step=int(entry["step"]), time=None) for entry in history]
+    line_by_key: dict[_LineKey, Line] = {}
+    # The file's own lines go first: they have the time, and the first line of a key stays.
+    for line in [*recorded, *history_lines]:
         if line["step"] <= step and line["kind"] != "end":
-            unique.setdefault(_line_key(line), line)
+            line_by_key.setdefault(_line_key(line), line)
     # an evaluation of a step is logged before the step's own line
-    return sorted(unique.values(), key=lambda line: (line["step"], line["kind"] != "eval"))
+    return sorted(line_by_key.values(), key=lambda line: (line["step"], line["kind"] != "eval"))
 
 
 class _LineKey(NamedTuple):
@@ -102,16 +109,19 @@ class _LineKey(NamedTuple):
 
 
 def _line_key(line: Line) -> _LineKey:
-    """Return what tells a line from others: its step, its kind, and its evaluation."""
+    """Return what tells a line from others: its step, its kind, and its evaluation.
+
+    An evaluation is told by the first of its figures in alphabetical order: evaluations on several
+    data sets have their figures under different names.
+    """
+    evaluation_keys = [key for key in line if key.startswith("eval_")]
     return _LineKey(
-        step=line["step"],
-        kind=line["kind"],
-        evaluation=min((key for key in line if key.startswith("eval_")), default=""),
+        step=line["step"], kind=line["kind"], evaluation=min(evaluation_keys, default="")
     )
 
 
 class MetricsFile(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Writes the file in `output_dir`, on the first rank."""
+    """Writes every entry of the trainer's log to `metrics.jsonl` in `output_dir`, on the first rank."""
 
     def on_train_begin(
         self,
@@ -120,7 +130,7 @@ class MetricsFile(TrainerCallback):  # type: ignore[misc]  # transformers is unt
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Begin the file: empty, or with the lines up to the step from which the run resumes."""
+        """Begin the file: empty, or with the lines up to the step after which the run resumes."""
         if not state.is_world_process_zero:
             return
         path = Path(args.output_dir) / METRICS
@@ -138,13 +148,15 @@ class MetricsFile(TrainerCallback):  # type: ignore[misc]  # transformers is unt
         logs: Mapping[str, Any] | None = None,
         **kwargs: object,
     ) -> None:
-        """Append a line, which is on the disk when this returns."""
-        if state.is_world_process_zero and logs:
-            now = datetime.now(UTC).isoformat(timespec="seconds")
-            with (Path(args.output_dir) / METRICS).open("a", encoding="utf-8") as stream:
-                stream.write(_as_text([as_line(logs, state.global_step, now)]))
-                stream.flush()
-                os.fsync(stream.fileno())
+        """Append the log entry as a line, which is on the disk when this returns."""
+        if not state.is_world_process_zero or not logs:
+            return
+        time = datetime.now(UTC).isoformat(timespec="seconds")
+        line = as_line(logs, step=state.global_step, time=time)
+        with (Path(args.output_dir) / METRICS).open("a", encoding="utf-8") as stream:
+            stream.write(_as_text([line]))
+            stream.flush()
+            os.fsync(stream.fileno())
 
 
 def _as_text(lines: Iterable[Line]) -> str:

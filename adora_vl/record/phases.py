@@ -22,9 +22,9 @@ _HOST_PHASES = {"grading", "other"}
 
 
 def wait_for_gpu() -> None:
-    """Wait for the GPU, so that each phase is charged for its own work.
+    """Wait until the GPU has finished its work, so that a phase is charged for what it started.
 
-    It costs little: the next phase would soon wait anyway.
+    That costs little: the next phase would soon wait anyway.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
@@ -50,8 +50,8 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
 
         Args:
             log: takes the name and the value of a figure of the present step.
-            now: the time in seconds.
-            wait: waits for the GPU to finish what it was given.
+            now: returns the time in seconds; tests have a clock of their own.
+            wait: waits for the GPU to finish what it was given; tests do not wait.
             sleep_mode: whether the engine sleeps between generations; otherwise there are no phases
                 `wake` and `sleep`.
         """
@@ -59,9 +59,11 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
         self._now = now
         self._wait = wait
         self._phases = [phase for phase in PHASES if sleep_mode or phase not in _SLEEP_MODE_PHASES]
+        # the phases that were entered and not left, the innermost last; empty outside of steps
         self._open_phases: list[str] = []
-        self._seconds = dict.fromkeys(self._phases, 0.0)
-        self._last_count_time = now()
+        self._seconds_by_phase = dict.fromkeys(self._phases, 0.0)
+        # up to this time all seconds are charged to a phase
+        self._charged_until = now()
 
     def enter(self, phase: str) -> None:
         """Begin a phase, which pauses the present one until `leave`."""
@@ -76,11 +78,12 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a part of a step.
+        """Charge the time inside a `with` to a phase.
 
-        Outside of steps it counts as `other`: an evaluation also syncs and samples.
+        Outside of steps it is charged to `other`, since an evaluation also syncs and samples.
         """
-        if not self._open_phases or self._open_phases[-1] == name:
+        is_outside_of_steps = not self._open_phases
+        if is_outside_of_steps or self._open_phases[-1] == name:
             yield
             return
         self.enter(name)
@@ -90,24 +93,24 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
             self.leave()
 
     def take(self) -> dict[str, float]:
-        """Return the seconds of every phase since the last call.
+        """Return the seconds of every phase since the last call, and begin at 0 again.
 
         Their sum is the time that has passed.
         """
         self._charge_time()
-        seconds = self._seconds
-        self._seconds = dict.fromkeys(self._phases, 0.0)
-        return seconds
+        seconds_by_phase = self._seconds_by_phase
+        self._seconds_by_phase = dict.fromkeys(self._phases, 0.0)
+        return seconds_by_phase
 
     def _charge_time(self) -> None:
-        """Charge the time since the last count to the present phase."""
-        if not self._open_phases or self._open_phases[-1] not in _HOST_PHASES:
+        """Charge the time since the last call of this to the innermost open phase."""
+        phase = self._open_phases[-1] if self._open_phases else "other"
+        # A phase of the host starts no GPU work, so there is nothing of its own to wait for.
+        if not self._open_phases or phase not in _HOST_PHASES:
             self._wait()
         now = self._now()
-        self._seconds[self._open_phases[-1] if self._open_phases else "other"] += (
-            now - self._last_count_time
-        )
-        self._last_count_time = now
+        self._seconds_by_phase[phase] += now - self._charged_until
+        self._charged_until = now
 
     def on_train_begin(
         self,
@@ -126,7 +129,7 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Begin the phase `policy`."""
+        """Begin the phase `policy`, which has all time of the step that no other phase has."""
         self.enter("policy")
 
     def on_step_end(
@@ -136,7 +139,7 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Log the seconds of each phase."""
+        """Log the seconds of each phase in the step, and of `other` since the step before."""
         self.leave()
         for phase, seconds in self.take().items():
             self._log(f"seconds/{phase}", seconds)

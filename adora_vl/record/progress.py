@@ -7,7 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm import tqdm
 from transformers import TrainerCallback
@@ -28,43 +28,45 @@ _WINDOW = 20
 
 def duration(seconds: float) -> str:
     """Return a duration as text: `45s`, `3m05s`, `2h07m`, `1d03h`."""
-    total = round(seconds)
-    for long_s, short_s, long_unit, short_unit in (
-        (86400, 3600, "d", "h"),
-        (3600, 60, "h", "m"),
-        (60, 1, "m", "s"),
-    ):
-        if total >= long_s:
-            return f"{total // long_s}{long_unit}{total % long_s // short_s:02}{short_unit}"
-    return f"{total}s"
+    minutes, rest_seconds = divmod(round(seconds), 60)
+    hours, rest_minutes = divmod(minutes, 60)
+    days, rest_hours = divmod(hours, 24)
+    # the largest unit that is not 0, and the one below it with two digits
+    if days:
+        return f"{days}d{rest_hours:02}h"
+    if hours:
+        return f"{hours}h{rest_minutes:02}m"
+    if minutes:
+        return f"{minutes}m{rest_seconds:02}s"
+    return f"{rest_seconds}s"
 
 
 def differs_from_pass(logs: Mapping[str, Any]) -> bool:
-    """Return whether the accuracy tells more than the share that passes.
+    """Return whether a log entry's accuracy is worth showing beside its pass rate.
 
-    It does where several reward functions are summed, or where the two figures differ.
+    The accuracy is the share of right answers, the pass rate that of rewards above a threshold. With
+    one reward function they are mostly the same figure. They are not where several reward functions
+    are summed, or where one of the two is not logged or has another value.
     """
-    functions = [key for key in logs if key.startswith("rewards/") and key.endswith("/mean")]
+    mean_rewards = [key for key in logs if key.startswith("rewards/") and key.endswith("/mean")]
     accuracy = logs.get(ACCURACY)
-    passed = logs.get(PASS)
-    return (
-        len(functions) > 1
-        or passed is None
-        or accuracy is None
-        or not math.isclose(accuracy, passed, abs_tol=1e-4)
-    )
+    pass_rate = logs.get(PASS)
+    has_several_functions = len(mean_rewards) > 1
+    if has_several_functions or accuracy is None or pass_rate is None:
+        return True
+    return not math.isclose(accuracy, pass_rate, abs_tol=1e-4)
 
 
 def progress_line(logs: Mapping[str, Any], step: int, total: int, left_s: float | None) -> str:
-    """Return one line with the known figures of a log entry.
+    """Return a log entry as one line: step, figures, seconds of each phase, time that is left.
 
-    Seconds are means per step since the last.
+    Figures that the entry lacks are left out. Seconds are means per step since the entry before.
 
     Args:
         logs: the log entry.
         step: optimizer steps that were made.
         total: optimizer steps of the run.
-        left_s: seconds that remain, None where nothing is known.
+        left_s: estimated seconds until the end of the run; None where there is no estimate yet.
     """
     parts = [f"step {step:>{len(str(total))}}/{total}"]
     for key in PROGRESS:
@@ -77,18 +79,32 @@ def progress_line(logs: Mapping[str, Any], step: int, total: int, left_s: float 
         if key == MISSING and not value:
             continue
         parts.append(FIGURES[key].in_line(value))
-    seconds = {phase: logs.get(f"seconds/{phase}") for phase in PHASES}
-    logged = {phase: value for phase, value in seconds.items() if value is not None}
     line = "  ".join(parts)
-    if logged:
-        line += f" | {_seconds_text(sum(logged.values()))} s: "
-        line += " ".join(f"{phase} {_seconds_text(value)}" for phase, value in logged.items())
+    seconds_by_phase = {
+        phase: logs[f"seconds/{phase}"]
+        for phase in PHASES
+        if logs.get(f"seconds/{phase}") is not None
+    }
+    if seconds_by_phase:
+        phase_texts = [
+            f"{phase} {_seconds_text(value)}" for phase, value in seconds_by_phase.items()
+        ]
+        total_seconds = sum(seconds_by_phase.values())
+        line += f" | {_seconds_text(total_seconds)} s: {' '.join(phase_texts)}"
     return line if left_s is None else f"{line} | {duration(left_s)} left"
 
 
 def _seconds_text(seconds: float) -> str:
-    """Return seconds as text, with decimals where they are few."""
+    """Return seconds as text, with two decimals below 10 and without any from there on."""
     return f"{seconds:.2f}" if seconds < 10 else f"{seconds:.0f}"
+
+
+class _StepEnd(NamedTuple):
+    """When an optimizer step ended."""
+
+    step: int
+    monotonic_s: float
+    """`time.monotonic()` at that moment."""
 
 
 class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
@@ -98,9 +114,9 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
         """Begin without a bar and without steps."""
         # None on all ranks but the first, and outside of a training
         self._bar: tqdm[Any] | None = None
-        # the numbers of the last steps, and the times when they ended
-        self._step_ends: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
-        # whether the present stretch of steps without signal was warned of
+        # when the last steps ended; before the first step ends, when it began
+        self._step_ends: deque[_StepEnd] = deque(maxlen=_WINDOW)
+        # whether the run was warned already that its present steps teach nothing
         self._has_warned = False
 
     def on_train_begin(
@@ -110,15 +126,18 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Open the bar, which shows only in a terminal."""
+        """Open the bar on the first rank; it is shown in a terminal only."""
         if not state.is_world_process_zero:
             return
         self._step_ends.clear()
-        self._step_ends.append((state.global_step, time.monotonic()))
-        off = args.disable_tqdm or not sys.stderr.isatty()
-        done = state.global_step
+        self._step_ends.append(_StepEnd(state.global_step, time.monotonic()))
+        is_hidden = args.disable_tqdm or not sys.stderr.isatty()
         self._bar = tqdm(
-            total=state.max_steps, initial=done, disable=off, unit="step", dynamic_ncols=True
+            total=state.max_steps,
+            initial=state.global_step,
+            disable=is_hidden,
+            unit="step",
+            dynamic_ncols=True,
         )
 
     def on_step_begin(
@@ -128,12 +147,14 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Begin to measure at the first step.
+        """Move the beginning of the estimate to the moment when the first step begins.
 
-        The self-check and all else before it is done once, and says nothing about later steps.
+        The self-check and all else before that step is done once, and says nothing about how long
+        later steps take.
         """
-        if len(self._step_ends) == 1:
-            self._step_ends[0] = (state.global_step, time.monotonic())
+        no_step_has_ended = len(self._step_ends) == 1
+        if no_step_has_ended:
+            self._step_ends[0] = _StepEnd(state.global_step, time.monotonic())
 
     def on_step_end(
         self,
@@ -142,9 +163,9 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Note the time at which the step ended."""
+        """Note when the step ended, and move the bar on."""
         if self._bar is not None:
-            self._step_ends.append((state.global_step, time.monotonic()))
+            self._step_ends.append(_StepEnd(state.global_step, time.monotonic()))
             self._bar.update(1)
 
     def on_log(
@@ -155,32 +176,35 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
         logs: Mapping[str, Any] | None = None,
         **kwargs: object,
     ) -> None:
-        """Write the line of a step, and a warning where the last steps had no signal."""
+        """Print the line of a training step, and a warning if the last steps taught nothing."""
         if self._bar is None or not logs:
             return
-        if "reward" not in logs and "rewards/missing" not in logs:
+        # an evaluation, or the last entry of a run
+        is_training_entry = "reward" in logs or "rewards/missing" in logs
+        if not is_training_entry:
             return
         left_s = self._seconds_left(state.max_steps)
         self._bar.write(
             progress_line(logs, step=state.global_step, total=state.max_steps, left_s=left_s)
         )
         sys.stdout.flush()
-        silence = no_signal(state.log_history)
-        if silence and not self._has_warned:
-            self._bar.write(f"warning: {silence}", file=sys.stderr)
-        # so that each stretch of such steps is warned of once
-        self._has_warned = bool(silence)
+        warning = no_signal(state.log_history)
+        if warning is not None and not self._has_warned:
+            self._bar.write(f"warning: {warning}", file=sys.stderr)
+        # Once for each series of such steps: a step that teaches something ends the series.
+        self._has_warned = warning is not None
 
     def _seconds_left(self, max_steps: int) -> float | None:
-        """Return seconds until the last step, from the pace of the latest ones.
+        """Estimate the seconds until the last step from the mean of the latest steps.
 
-        None before the first.
+        None before the first step has ended.
         """
-        (first, began) = self._step_ends[0]
-        (last, ended) = self._step_ends[-1]
-        if last <= first:
+        oldest = self._step_ends[0]
+        newest = self._step_ends[-1]
+        if newest.step <= oldest.step:
             return None
-        return (ended - began) / (last - first) * (max_steps - last)
+        seconds_a_step = (newest.monotonic_s - oldest.monotonic_s) / (newest.step - oldest.step)
+        return seconds_a_step * (max_steps - newest.step)
 
     def on_train_end(
         self,
@@ -196,50 +220,59 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
 
 
 def no_signal(history: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return what to say of a run in whose last steps no group had a signal; None where one had.
+    """Return a warning if a run has learned nothing in its last steps; None otherwise.
 
-    The text says for how many steps (`SILENT_STEPS` at least), the likeliest reason, and what to
-    look at. `history` is the trainer's log history, or the lines of the file.
+    Nothing is learned in a step where in every group all rewards are equal, so that all advantages
+    are 0: it is a step without signal. After at least `SILENT_STEPS` such steps in a row the warning
+    says how many they are, the likeliest reason, and what to look at.
+
+    `history`: the trainer's log history, or the lines of `metrics.jsonl`.
     """
-    silent: list[Mapping[str, Any]] = []  # the entries without signal, the newest first
+    silent_entries: list[Mapping[str, Any]] = []  # those without signal, the newest first
     last_step_with_signal = 0
     for entry in reversed(history):
-        silent_share = entry.get("frac_reward_zero_std")
-        if kind_of(entry) != "train" or silent_share is None:
+        equal_reward_share = entry.get("frac_reward_zero_std")
+        if kind_of(entry) != "train" or equal_reward_share is None:
             continue
-        if silent_share < 1:
+        if equal_reward_share < 1:
             last_step_with_signal = int(entry["step"])
             break
-        silent.append(entry)
-    if not silent:
+        silent_entries.append(entry)
+    if not silent_entries:
         return None
-    silent_steps = int(silent[0]["step"]) - last_step_with_signal
+    silent_steps = int(silent_entries[0]["step"]) - last_step_with_signal
+    # so many may be chance
     if silent_steps < SILENT_STEPS:
         return None
     return (
         f"nothing was learned in the last {silent_steps} steps: in every group all rewards were "
-        f"equal, since {_silence_reason(silent)}"
+        f"equal, since {_reason_for_equal_rewards(silent_entries)}"
     )
 
 
-def _silence_reason(silent: Sequence[Mapping[str, Any]]) -> str:
-    """Return the likeliest reason why these log entries have no signal, and what to look at."""
-    rates = {entry.get(PASS) for entry in silent}
-    if rates == {0.0}:
+def _reason_for_equal_rewards(entries: Sequence[Mapping[str, Any]]) -> str:
+    """Return the likeliest reason why all rewards of a group are equal, and what to look at.
+
+    `entries`: log entries in which that holds for every group, the newest first.
+    """
+    pass_rates = {entry.get(PASS) for entry in entries}
+    if pass_rates == {0.0}:
         return (
             "no answer was right. `python -m adora_vl.rewards.explain` says what the reward makes "
             "of one (a run's answers are in its report), `python -m data_prep filter` keeps the "
             "problems that the model solves sometimes, and the built-in tiny models know drawn "
             "problems alone"
         )
-    if rates == {1.0}:
+    if pass_rates == {1.0}:
         return (
             "every answer was right. `python -m data_prep filter` keeps the problems that it "
             "does not always solve"
         )
-    if not any(entry.get("reward_std") for entry in silent):
+    some_rewards_differ = any(entry.get("reward_std") for entry in entries)
+    if not some_rewards_differ:
+        reward = entries[0].get("reward", math.nan)
         return (
-            f"every answer had the reward {silent[0].get('reward', math.nan):g}. `python -m "
+            f"every answer had the reward {reward:g}. `python -m "
             "adora_vl.rewards.explain --reward FILE.py:FUNCTION` says what yours returns for one"
         )
     return (

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +20,7 @@ from adora_vl.record.rollout_figures import (
     tool_figures,
 )
 from adora_vl.record.rollouts import Columns, Record, criteria_columns, turns_of
-from adora_vl.record.trackers import add_rows, logs_images, logs_tables, set_weighed
+from adora_vl.record.trackers import add_rows, logs_images, logs_tables, set_final_values
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.importance import rollout_drift
 from adora_vl.training.advantages import Advantages, GroupAssessment
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
     from adora_vl.tools.ours import View
 
 # Columns that the reward functions add to TRL's table of completions
-_EXTRA = ("verdict", "extracted", "reason", "new", "false", "steps")
+_REWARD_COLUMNS = ("verdict", "extracted", "reason", "new", "false", "steps")
 # Settings of TRL that the record holds beside all keys that begin with `adora_`
 _RECORDED_SETTINGS = (
     "num_generations",
@@ -47,7 +45,7 @@ _RECORDED_SETTINGS = (
     "reward_weights",
 )
 # Columns of a batch, (B,), that only some runs have: those that continue unfinished rollouts
-_OPTIONAL = ("segments", "age")
+_OPTIONAL_BATCH_COLUMNS = ("segments", "age")
 
 
 class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
@@ -62,31 +60,31 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         decode: Callable[[Sequence[int]], str] | None = None,
         view: View | None = None,
     ) -> None:
-        """Take the settings from the context.
+        """Build an empty recorder from the settings of the run; nothing is read or written yet.
 
         Args:
             context: the run's config, accelerator and state.
-            decode: turns tokens into text, in a run with tools; None in a run without tools.
-            view: what the model sees of a picture, in a run with tools: coordinates of calls refer
-                to it.
+            decode: turns token ids into text, in a run with tools; None in a run without tools.
+            view: the size in pixels at which the model sees a picture, in a run with tools. It is
+                recorded, because a tool call refers to points of the picture at that size.
         """
         config = context.config
         accelerator = context.accelerator
         self.accelerator = accelerator
         self.decode = decode
-        self._records = config.adora_record_gb > 0
-        # how many rollouts of this rank were graded in the present step
-        self._step_count = 0
-        # how many rollouts of this rank were graded last
-        self._last_count = 0
-        # drift that this rank has measured, by the number of the rollout, which may be any rank's
-        self._drift: dict[int, float] = {}
-        # the recorded rollouts of this rank in the present step, one slice per generation
+        self._is_enabled = config.adora_record_gb > 0
+        # how many rollouts this rank has graded in the present step so far
+        self._graded_in_step = 0
+        # how many of them were graded last, in one call of `add`
+        self._graded_last = 0
+        # what `add_measured_drift` has measured on this rank, by the number of the rollout, which
+        # may be any rank's
+        self._drift_by_number: dict[int, float] = {}
+        # for each generation of the present step, where its rollouts stand among those of the step
         self._generation_slices: list[slice] = []
         adora_keys = [field.name for field in fields(config) if field.name.startswith("adora_")]
-        settings = masked(
-            plain({name: getattr(config, name) for name in (*adora_keys, *_RECORDED_SETTINGS)})
-        )
+        recorded_keys = (*adora_keys, *_RECORDED_SETTINGS)
+        settings = masked(plain({key: getattr(config, key) for key in recorded_keys}))
         settings["truncated_at"] = config.truncated_at
         if view is not None:
             settings["view"] = asdict(view)
@@ -97,14 +95,16 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             ranks=accelerator.num_processes,
         )
 
-    def number(self, rows: int) -> Tensor:
-        """Number this rank's next rollouts, (rows,); a number is unique in the step over all ranks.
+    def next_numbers(self, count: int) -> Tensor:
+        """Return numbers for this rank's next `count` rollouts, (count,), before `add` gets them.
 
-        A rollout's number is its position on its rank, times the number of ranks, plus its rank.
+        A number is unique in the step over all ranks, so that a value that is computed later, on
+        any rank, finds its rollout again: number = position on its rank * ranks + rank.
         """
         accelerator = self.accelerator
+        first_position = self._graded_in_step
         positions_B = torch.arange(
-            self._step_count, self._step_count + rows, device=accelerator.device
+            first_position, first_position + count, device=accelerator.device
         )
         numbers_B: Tensor = positions_B * accelerator.num_processes + accelerator.process_index
         return numbers_B
@@ -115,97 +115,157 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         built: BuiltGroups,
         scored: ScoredGroups,
         table: Mapping[str, Any],
-        functions: Sequence[str],
+        function_names: Sequence[str],
     ) -> None:
-        """Add rollouts that were just scored.
+        """Add rollouts that were just scored to the record of the present step.
 
-        Collective, where rollouts are recorded: columns and rows are gathered on all ranks.
+        Collective, where rollouts are recorded: columns and rows are gathered from all ranks.
 
         Args:
-            step: optimizer steps that had been made when they were sampled.
+            step: optimizer steps that had been made when the rollouts were sampled.
             built: the rollouts of this rank.
-            scored: what is known of the rollouts of all ranks.
-            table: TRL's table of completions.
-            functions: the names of the reward functions.
+            scored: rewards, lengths and advantages of the rollouts of all ranks.
+            table: TRL's `_logs`, the table of completions, whose last rows are these rollouts.
+            function_names: the names of the reward functions.
         """
-        rows = built.rows
-        batch = scored.batch
-        self._last_count = len(rows)
-        self._step_count += len(rows)
-        if not self._records:
+        count = len(built.rows)
+        first_position = self._graded_in_step
+        self._graded_last = count
+        self._graded_in_step += count
+        if not self._is_enabled:
             return
-        self._generation_slices.append(slice(self._step_count - len(rows), self._step_count))
-        drift = self._drift_of(batch)
-        optional = {
-            name: self.accelerator.gather(batch[name]).tolist()  # type: ignore[literal-required]
-            for name in _OPTIONAL
-            if name in batch
-        }
-        row_columns = [self._row_columns(row) for row in rows]
-        if self.decode is not None:
-            keep = partial(self._store_images, None)
-            for values, rollout in zip(row_columns, built.rollouts, strict=True):
-                values["calls"] = len(rollout.calls)
-                values["turns"] = turns_of(rollout, self.decode, keep)
-        gathered = gather_object(row_columns)
+        self._generation_slices.append(slice(first_position, first_position + count))
+        batch_columns = self._gather_batch_columns(scored.batch)
+        dataset_columns = self._gather_dataset_columns(built)
+        # `failed` is set on the first rank when its disk has refused an earlier step
         if self.accelerator.is_main_process and not self.record.failed:
-            columns = _graded_columns(scored.facts, scored.assessment, table, functions)
-            columns["step"] = [step + 1] * len(gathered)
-            columns["drift"] = drift or [math.nan] * len(gathered)
-            columns |= optional
-            columns |= {name: [values[name] for values in gathered] for name in gathered[0]}
-            self.record.add(columns, scored.assessment.groups.rewards_PG.shape[1])
+            columns = _graded_columns(scored.facts, scored.assessment, table, function_names)
+            # a step is recorded under the number that it has once it is made
+            columns["step"] = [step + 1] * len(columns["completion"])
+            columns |= batch_columns
+            columns |= dataset_columns
+            group_size = scored.assessment.groups.rewards_PG.shape[1]
+            self.record.add(columns, group_size)
 
-    def weighed(self, batch: Batch, advantages: Advantages, table: Mapping[str, Any]) -> None:
-        """Put the final advantages of the rollouts that the loss uses into the record and `table`.
+    def _gather_batch_columns(self, batch: Batch) -> Columns:
+        """Return the record's columns that are tensors of the batch, from all ranks. Collective.
 
-        The rows of `table` are those of the batch that was graded last. A rollout that was replaced
-        keeps an advantage of 0. Collective: the numbers of the rollouts are gathered.
+        `drift` is the mean difference between the log-probabilities of the engine, which sampled
+        the rollout, and those of the policy, in nats per token. It is left out where the policy's
+        are known only from the forward pass of the loss: `on_step_end` fills it in then.
         """
         gather = self.accelerator.gather
+        columns: Columns = {}
+        if "old_per_token_logps" in batch and "sampling_per_token_logps" in batch:
+            drift_B = rollout_drift(
+                batch["old_per_token_logps"],
+                batch["sampling_per_token_logps"],
+                compared_mask(batch),
+            )
+            columns["drift"] = gather(drift_B).tolist()
+        for name in _OPTIONAL_BATCH_COLUMNS:
+            if name in batch:
+                columns[name] = gather(batch[name]).tolist()  # type: ignore[literal-required]
+        return columns
+
+    def _gather_dataset_columns(self, built: BuiltGroups) -> Columns:
+        """Return what the dataset says of each rollout's problem, from all ranks. Collective.
+
+        In a run with tools the conversation of the rollout comes with it. Pictures are stored by
+        the rank that has them, and only the names of their files are gathered.
+        """
+        rank_rows = [self._dataset_values(row) for row in built.rows]
+        if self.decode is not None:
+            for values, rollout in zip(rank_rows, built.rollouts, strict=True):
+                values["calls"] = len(rollout.calls)
+                values["turns"] = turns_of(rollout, self.decode, self._store_images)
+        all_rows = gather_object(rank_rows)
+        return {name: [values[name] for values in all_rows] for name in all_rows[0]}
+
+    def add_final_advantages(
+        self, batch: Batch, advantages: Advantages, table: Mapping[str, Any]
+    ) -> None:
+        """Write the final advantages of the rollouts that the loss uses over those of `add`.
+
+        They are computed once groups without signal have been replaced. A rollout of a replaced
+        group is not in `batch`, and its advantage in the record stays 0. Collective: the numbers of
+        the rollouts are gathered.
+
+        Args:
+            batch: this rank's rollouts that the loss uses, with their numbers.
+            advantages: those of all ranks' rollouts, in the order of the gathered batches.
+            table: TRL's `_logs`, the table of completions. It has only the rollouts that were
+                graded last, so the others' values go into the record alone.
+        """
+        numbers_N = self.accelerator.gather(batch["rollout_number"]).cpu()
         trl_advantages_PG = advantages.assessment.trl_advantages_PG
         group_size = trl_advantages_PG.shape[1]
-        columns = {
+        values_by_column = {
             "advantage_raw": trl_advantages_PG.flatten(),
             "advantage": advantages.final_PG.flatten(),
             "weight": advantages.weighting.weights_P.repeat_interleave(group_size),
         }
-        numbers_N = gather(batch["rollout_number"]).cpu()
-        for name, values_N in columns.items():
-            late_RB = self._set_late(name, numbers_N, values_N)
-            set_weighed(table, name, late_RB[:, -self._last_count :].flatten().tolist())
+        first_in_table = self._graded_in_step - self._graded_last
+        for name, values_N in values_by_column.items():
+            values_RB = self._by_rank_and_position(numbers_N, values_N)
+            self._fill_in_record(name, values_RB)
+            table_values = values_RB[:, first_in_table:].flatten().tolist()
+            set_final_values(table, name, table_values)
 
-    def _set_late(self, name: str, numbers_N: Tensor, values_N: Tensor) -> Tensor:
-        """Fill in a column of the present step's rollouts, once its values are known.
+    def _by_rank_and_position(self, numbers_N: Tensor, values_N: Tensor) -> Tensor:
+        """Arrange values of any of the step's rollouts in the order in which ranks graded them.
 
         Args:
-            name: the column.
-            numbers_N: the numbers of the rollouts that have a value, as `number` gives them, (N,).
+            numbers_N: the numbers of the rollouts that have a value, from `next_numbers`, (N,).
             values_N: their values, (N,).
 
         Returns:
-            the column by rank and position on the rank, (R, B), NaN where a rollout has no value.
+            (R, B), for R ranks that have graded B rollouts each in this step, float32; NaN where a
+            rollout has no value.
         """
         ranks = self.accelerator.num_processes
-        late_RB = torch.full((ranks, self._step_count), torch.nan)
-        late_RB[numbers_N % ranks, numbers_N // ranks] = values_N.float()
-        if self.accelerator.is_main_process:
-            self.record.set_late(
-                name, [late_RB[:, span].flatten().tolist() for span in self._generation_slices]
-            )
-        return late_RB
+        values_RB = torch.full((ranks, self._graded_in_step), torch.nan)
+        # a number is position * ranks + rank
+        ranks_N = numbers_N % ranks
+        positions_N = numbers_N // ranks
+        values_RB[ranks_N, positions_N] = values_N.float()
+        return values_RB
 
-    def measured(self, micro: Batch, logps_BC: Tensor) -> None:
-        """Add the drift of a micro-batch whose log-probabilities only the loss's forward pass gives.
+    def _fill_in_record(self, name: str, values_RB: Tensor) -> None:
+        """Write a column whose values are known only now into the rows that wait for the step's end.
 
         Args:
-            micro: the micro-batch, B rollouts of any ranks.
-            logps_BC: the policy's log-probabilities of their tokens, (B, C).
+            name: the column.
+            values_RB: its values as `_by_rank_and_position` arranges them; where one is NaN, the
+                row keeps what it has.
         """
-        drift_B = rollout_drift(logps_BC, micro["sampling_per_token_logps"], compared_mask(micro))
-        # One tensor, so that the host waits for the GPU once
-        pairs = torch.stack([micro["rollout_number"].double(), drift_B.double()], dim=1).tolist()
-        self._drift |= {int(number): drift for number, drift in pairs}
+        if not self.accelerator.is_main_process:
+            return
+        # The rows of one generation stand in the record rank by rank.
+        values_by_generation = [
+            values_RB[:, positions].flatten().tolist() for positions in self._generation_slices
+        ]
+        self.record.fill_in(name, values_by_generation)
+
+    def add_measured_drift(self, micro_batch: Batch, logps_BC: Tensor) -> None:
+        """Measure the drift of rollouts from log-probabilities that the loss's forward pass gave.
+
+        Drift is the mean difference to the engine's log-probabilities, in nats per token. It stays
+        on this rank until `on_step_end` gathers it.
+
+        Args:
+            micro_batch: B rollouts, which other ranks may have sampled.
+            logps_BC: the policy's log-probabilities of their C completion tokens.
+        """
+        drift_B = rollout_drift(
+            logps_BC, micro_batch["sampling_per_token_logps"], compared_mask(micro_batch)
+        )
+        # One tensor of both, so that the host waits for the GPU once. float64 has every number.
+        numbers_and_drift_B2 = torch.stack(
+            [micro_batch["rollout_number"].double(), drift_B.double()], dim=1
+        )
+        for number, drift in numbers_and_drift_B2.tolist():
+            self._drift_by_number[int(number)] = drift
 
     def on_train_begin(
         self,
@@ -214,7 +274,11 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Start the record: rollouts of steps that a resumed run makes again are deleted."""
+        """Start the record at the step where the run begins or resumes.
+
+        A resumed run makes the steps after its checkpoint again, so their rollouts are deleted.
+        """
+        # deleting may empty the folder of diagrams, which are then stored anew
         self.record.diagrams.forget()
         if state.is_world_process_zero:
             self.record.start(state.global_step)
@@ -226,49 +290,49 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Fill in the drift, gathered from all ranks, and write the rows of the step."""
-        # All ranks have recorded the same generations, so all of them gather or none does.
-        if self._generation_slices:
-            drift: dict[int, float] = {}
-            for rank_drift in gather_object([self._drift]):
-                drift |= rank_drift
-            numbers_N = torch.tensor([*drift], dtype=torch.long)
-            self._set_late("drift", numbers_N, torch.tensor([*drift.values()]))
-        self._step_count = 0
+        """Write the rollouts of the step that ends, and begin the next one empty. Collective.
+
+        Before that, the drift that ranks have measured during the step (`add_measured_drift`) is
+        gathered and filled in: a rank may have measured it for rollouts of another rank.
+        """
+        # All ranks have added the same generations, so either all of them gather or none does.
+        has_rollouts = len(self._generation_slices) > 0
+        if has_rollouts:
+            drift_by_number: dict[int, float] = {}
+            for drift_of_rank in gather_object([self._drift_by_number]):
+                drift_by_number |= drift_of_rank
+            drift_RB = self._by_rank_and_position(
+                numbers_N=torch.tensor(list(drift_by_number), dtype=torch.long),
+                values_N=torch.tensor(list(drift_by_number.values())),
+            )
+            self._fill_in_record("drift", drift_RB)
+        self._graded_in_step = 0
         self._generation_slices = []
-        self._drift = {}
+        self._drift_by_number = {}
         self.record.flush(state.global_step)
 
-    def _drift_of(self, batch: Batch) -> list[float]:
-        """Return the drift of each rollout of all ranks, in nats per token.
+    def _dataset_values(self, row: Row) -> dict[str, Any]:
+        """Return the record's values of one rollout that come from its row of the dataset, by column.
 
-        The list is empty where the log-probabilities are known only after the loss's forward pass.
+        A row without the column `problem` shows its prompt as text instead.
         """
-        if "old_per_token_logps" not in batch or "sampling_per_token_logps" not in batch:
-            return []
-        drift_B = rollout_drift(
-            batch["old_per_token_logps"], batch["sampling_per_token_logps"], compared_mask(batch)
-        )
-        drift: list[float] = self.accelerator.gather(drift_B).tolist()
-        return drift
-
-    def _row_columns(self, row: Row) -> dict[str, Any]:
-        """Return the columns of a rollout that come from the dataset."""
         row_id = None if row.get("id") is None else str(row["id"])
         problem = row.get("problem") or completion_text(row["prompt"])
         answer = row.get("answer")
+        choices = [str(choice) for choice in row.get("choices") or ()]
         return {
             "id": row_id,
             "problem": str(problem),
-            "choices": [str(choice) for choice in row.get("choices") or ()] or None,
+            "choices": choices or None,
             "answer": None if answer is None else str(answer),
-            "images": self._store_images(row_id, images_of(row)),
+            "images": self._store_images(images_of(row), row_id),
         }
 
-    def _store_images(self, row_id: str | None, images: Sequence[object]) -> list[str]:
-        """Store images and return the names of their files; none where the disk is full.
+    def _store_images(self, images: Sequence[object], row_id: str | None = None) -> list[str]:
+        """Store images in the record's folder and return the names of their files.
 
-        Recording is no reason to end a training, so its rows then come without diagrams.
+        `row_id`: of the dataset's row, whose images are stored once; None for images that a tool
+        has made. Where the disk is full the list is empty: that is no reason to end a training.
         """
         try:
             return self.record.diagrams.keep(row_id, images)
@@ -280,34 +344,43 @@ def _graded_columns(
     facts: RolloutFacts,
     assessment: GroupAssessment,
     table: Mapping[str, Any],
-    functions: Sequence[str],
+    function_names: Sequence[str],
 ) -> Columns:
-    """The columns of the rollouts of all ranks, from which nothing is learned yet.
+    """Return the record's columns that grading gives, of the N rollouts of all ranks.
 
-    `table` is TRL's table of completions, whose last rows are these rollouts.
+    `advantage` is 0 in all of them, until `Recorder.add_final_advantages` fills in the final ones
+    of those rollouts that the loss uses.
+
+    Args:
+        facts: rewards, lengths and ends of the rollouts.
+        assessment: the same rollouts as groups, with ADORA's weights.
+        table: TRL's `_logs`, the table of completions, whose last rows are these rollouts.
+        function_names: the names of the reward functions.
     """
     groups = assessment.groups
     weighting = assessment.weighting
     rewards_NF = facts.rewards_NF
     count = len(rewards_NF)
-    generations = groups.rewards_PG.shape[1]
-    extra = {name: list(table["extra"].get(name, ()))[-count:] for name in _EXTRA}
-    rewards = {f"reward/{name}": rewards_NF[:, i].tolist() for i, name in enumerate(functions)}
+    group_size = groups.rewards_PG.shape[1]
     completions = list(table["completion"])[-count:]
-    return {
+    columns: Columns = {
         "completion": [completion_text(completion) for completion in completions],
         "reward": groups.rewards_PG.flatten().tolist(),
-        **rewards,
         "missing": facts.why_left,
-        **extra,
         "advantage_raw": assessment.trl_advantages_PG.flatten().tolist(),
         "advantage": [0.0] * count,
-        "weight": weighting.weights_P.repeat_interleave(generations).tolist(),
-        "tds": weighting.tds_P.repeat_interleave(generations).tolist(),
-        **criteria_columns(weighting.groups),
+        "weight": weighting.weights_P.repeat_interleave(group_size).tolist(),
+        "tds": weighting.tds_P.repeat_interleave(group_size).tolist(),
         "length": [int(length) for length in facts.length_N.tolist()],
         "truncated": groups.truncated_PG.flatten().tolist(),
     }
+    for name, rewards_N in zip(function_names, rewards_NF.unbind(dim=1), strict=True):
+        columns[f"reward/{name}"] = rewards_N.tolist()
+    for name in _REWARD_COLUMNS:
+        # empty where no reward function adds it, as in a run that checks no steps
+        columns[name] = list(table["extra"].get(name, ()))[-count:]
+    columns |= criteria_columns(weighting.groups)
+    return columns
 
 
 class MetricsLogger:
@@ -320,78 +393,97 @@ class MetricsLogger:
         self,
         context: StepContext,
         recorder: Recorder,
-        figures: Mapping[str, Mapping[str, list[float]]],
+        metrics_by_mode: Mapping[str, Mapping[str, list[float]]],
         table: Mapping[str, Any],
-        functions: Sequence[str],
-        notice: TieNotice,
-        bytes_sent: Callable[[], int] | None,
+        function_names: Sequence[str],
+        tie_notice: TieNotice,
+        synced_bytes: Callable[[], int] | None,
     ) -> None:
-        """Keep what the figures go into.
+        """Store the places that a generation is logged to.
 
         Args:
             context: the run's config, log and state.
             recorder: the recorder of rollouts.
-            figures: TRL's `_metrics`, lists of values by mode and name.
+            metrics_by_mode: TRL's `_metrics`: for `train` and `eval`, the values of each metric
+                since the last line of the log.
             table: TRL's `_logs`, the table of completions.
-            functions: the names of the reward functions.
-            notice: the warning about ties of length.
-            bytes_sent: how many bytes the last weight sync has sent; None without an engine.
+            function_names: the names of the reward functions.
+            tie_notice: warns where right answers are often exactly as long as wrong ones.
+            synced_bytes: returns how many bytes the last weight sync has sent to the engine; None
+                without an engine.
         """
         self.recorder = recorder
-        self.figures = figures
+        self.metrics_by_mode = metrics_by_mode
         self.table = table
-        self.functions = functions
-        self.notice = notice
-        self.bytes_sent = bytes_sent
+        self.function_names = function_names
+        self.tie_notice = tie_notice
+        self.synced_bytes = synced_bytes
         self.log = context.log
         self.state = context.state
-        self.texts = logs_tables(context.config)
-        self.images = logs_images(context.config)
+        self.logs_tables = logs_tables(context.config)
+        self.logs_images = logs_images(context.config)
 
-    def scored(self, generation: Generation, built: BuiltGroups, scored: ScoredGroups) -> None:
-        """Log all rollouts that were scored, also those that `refill` replaces.
+    def log_scored(self, generation: Generation, built: BuiltGroups, scored: ScoredGroups) -> None:
+        """Log all rollouts that were scored, also those that `refill` replaces later.
 
-        In a training the batch gets the column `rollout_number`.
+        In a training the batch gets the column `rollout_number`, by which values that are known
+        later find the rollout again.
 
         Args:
-            generation: that they were sampled for.
-            built: the rollouts of this rank.
-            scored: what is known of the rollouts of all ranks.
+            generation: the step and mode (train or eval) that the rollouts were sampled for.
+            built: the prompts and completions of this rank.
+            scored: rewards, lengths and advantages of the rollouts of all ranks.
         """
         facts = scored.facts
-        assessment = scored.assessment
-        training = generation.key.mode == "train"
-        figures = self.figures[generation.key.mode]
+        is_training = generation.key.mode == "train"
+        metrics = self.metrics_by_mode[generation.key.mode]
         state = self.state()
-        if training:
+        if is_training:
             state.num_input_tokens_seen += facts.tokens
-        if training and self.bytes_sent is not None:
-            self.log("adora/sync_mb", self.bytes_sent() / 2**20)
-        figures["num_tokens"][:] = [state.num_input_tokens_seen]
-        for name, value in assessment_figures(assessment, facts, self.functions).items():
-            figures[name].append(value)
-        if self.recorder.decode is not None:
-            for name, value in tool_figures(assessment.groups.rewards_PG, facts).items():
-                figures[name].append(value)
+        if is_training and self.synced_bytes is not None:
+            self.log("adora/sync_mb", self.synced_bytes() / 2**20)
+        # One value in place of the earlier ones, as in TRL: the log line takes the mean of a
+        # metric's values, and this one is a total already.
+        metrics["num_tokens"][:] = [state.num_input_tokens_seen]
+        figures = assessment_figures(scored.assessment, facts, self.function_names)
+        for name, value in figures.items():
+            metrics[name].append(value)
+        has_tools = self.recorder.decode is not None
+        if has_tools:
+            rewards_PG = scored.assessment.groups.rewards_PG
+            for name, value in tool_figures(rewards_PG, facts).items():
+                metrics[name].append(value)
         images: list[Any] = []
-        if self.images:
+        if self.logs_images:
+            # A rank without images gives None for each row, since the table has a row of each.
             images = built.prompts.images or [None] * len(built.completions)
         add_rows(
             self.table,
             built=built,
             scored=scored,
             images=images,
-            functions=self.functions,
-            learned=training,
-            texts=self.texts,
+            function_names=self.function_names,
+            is_training=is_training,
+            as_plain_text=self.logs_tables,
         )
-        if training:
-            scored.batch["rollout_number"] = self.recorder.number(len(built.completions))
-            self.recorder.add(generation.key.step, built, scored, self.table, self.functions)
+        if is_training:
+            scored.batch["rollout_number"] = self.recorder.next_numbers(len(built.completions))
+            self.recorder.add(
+                step=generation.key.step,
+                built=built,
+                scored=scored,
+                table=self.table,
+                function_names=self.function_names,
+            )
 
-    def weighed(self, batch: Batch, advantages: Advantages) -> None:
-        """Log the rollouts that the loss uses, with their final advantages."""
+    def log_learned(self, batch: Batch, advantages: Advantages) -> None:
+        """Log the rollouts that the loss uses, once their advantages are final.
+
+        Args:
+            batch: those of this rank.
+            advantages: those of all ranks.
+        """
         for name, value in learned_figures(advantages).items():
             self.log(name, value)
-        self.notice.count(advantages.weighting)
-        self.recorder.weighed(batch, advantages, self.table)
+        self.tie_notice.count(advantages.weighting)
+        self.recorder.add_final_advantages(batch, advantages, self.table)

@@ -13,9 +13,9 @@ from typing import Any, TypeGuard
 import pyarrow as pa
 
 from adora_vl.evals.inference.predictions import SCORE
-from adora_vl.evals.score_differences import Difference, between_problems
+from adora_vl.evals.score_differences import Difference, difference_between
 from adora_vl.evals.score_files import ScoreFile, read_run
-from adora_vl.evals.scoring.score import share_of_the_data
+from adora_vl.evals.scoring.coverage import share_of_the_data
 from adora_vl.evals.scoring.statistics import welch
 from adora_vl.evals.scoring.table import name_of_data, percent_with_interval
 from adora_vl.record.figures import PASS
@@ -131,7 +131,7 @@ def _held_out_result(folder: Path) -> str | None:
     score_before = _read_score(folder / BEFORE)
     change = None
     if score_before is not None and score_before.score["benchmark"] == score["benchmark"]:
-        change = between_problems([score_before], [score_after])
+        change = difference_between([score_before], [score_after])
     if change is None:
         accuracy = percent_with_interval(score["accuracy"], score["wilson_95"])
         return f"{title} {accuracy} of {problems} ({AFTER})"

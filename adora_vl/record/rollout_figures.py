@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,38 +16,46 @@ from adora_vl.training.advantages import Advantages, GroupAssessment
 from adora_vl.training.rollout_facts import RolloutFacts
 
 
-def _mean_where(values: Tensor, chosen: Tensor) -> float:
-    """Return the mean of the chosen values; NaN if none is chosen, which TRL's log leaves out."""
-    return values[chosen].mean().item() if bool(chosen.any()) else float("nan")
+def _mean_where(values: Tensor, mask: Tensor) -> float:
+    """Return the mean of the values where the mask is True; NaN, which the log leaves out, if nowhere."""
+    return values[mask].mean().item() if bool(mask.any()) else math.nan
 
 
 def adora_metrics(weighting: AdoraWeighting) -> dict[str, float]:
-    """Return ADORA's figures by name: shares of prompts, and mean lengths of rollouts in tokens.
+    """Return the figures of ADORA for the log: shares of groups, and mean lengths in tokens.
 
-    A group without any reward counts nowhere.
+    `tds_share` is the share of the groups that ADORA's criteria call temporarily disadvantageous
+    (TDS) to learn from. `ties` is the share of those whose longest correct rollout is exactly as
+    long as the mean of the wrong ones, so that only the rule for ties decides. A group without any
+    reward counts in no figure.
     """
     groups = weighting.groups
-    judged_P = groups.scored_PG.any(dim=1)
-    any_correct_P = groups.correct_PG.any(dim=1)
-    any_wrong_P = groups.wrong_PG.any(dim=1)
-    wrong_all_truncated_P = any_wrong_P & ~groups.finished_wrong_PG.any(dim=1)
-    all_correct_P = any_correct_P & ~any_wrong_P
+    has_reward_P = groups.scored_PG.any(dim=1)
+    has_correct_P = groups.correct_PG.any(dim=1)
+    has_wrong_P = groups.wrong_PG.any(dim=1)
+    has_finished_wrong_P = groups.finished_wrong_PG.any(dim=1)
+    all_correct_P = has_correct_P & ~has_wrong_P
+    wrong_all_truncated_P = has_wrong_P & ~has_finished_wrong_P
     lengths_PG = groups.lengths_PG.float()
     return {
-        "tds_share": _mean_where(weighting.tds_P.float(), judged_P),
-        "weight_mean": _mean_where(weighting.weights_P, judged_P),
-        "no_correct_share": _mean_where((~any_correct_P).float(), judged_P),
-        "all_correct_share": _mean_where(all_correct_P.float(), judged_P),
-        "wrong_all_truncated_share": _mean_where(wrong_all_truncated_P.float(), judged_P),
+        "tds_share": _mean_where(weighting.tds_P.float(), has_reward_P),
+        "weight_mean": _mean_where(weighting.weights_P, has_reward_P),
+        "no_correct_share": _mean_where((~has_correct_P).float(), has_reward_P),
+        "all_correct_share": _mean_where(all_correct_P.float(), has_reward_P),
+        "wrong_all_truncated_share": _mean_where(wrong_all_truncated_P.float(), has_reward_P),
         "length_correct": _mean_where(lengths_PG, groups.correct_PG),
         "length_wrong": _mean_where(lengths_PG, groups.wrong_PG),
-        "pass_rate": _mean_where(groups.pass_rate_P, judged_P),
-        "ties": _mean_where(weighting.ties_P.float(), _comparable_groups_P(weighting)),
+        "pass_rate": _mean_where(groups.pass_rate_P, has_reward_P),
+        "ties": _mean_where(weighting.tds_by_tie_P.float(), _may_tie_P(weighting)),
     }
 
 
-def _comparable_groups_P(weighting: AdoraWeighting) -> Tensor:
-    """Return TDS groups that have both right and wrong rollouts, bool, (P,)."""
+def _may_tie_P(weighting: AdoraWeighting) -> Tensor:
+    """Return which groups could be ties of length, bool, (P,).
+
+    A tie takes correct and wrong rollouts whose lengths are compared. Only groups that ADORA calls
+    temporarily disadvantageous (`tds_P`) count, since a tie is one of the ways to become that.
+    """
     groups = weighting.groups
     return weighting.tds_P & groups.correct_PG.any(dim=1) & groups.wrong_PG.any(dim=1)
 
@@ -55,7 +63,8 @@ def _comparable_groups_P(weighting: AdoraWeighting) -> Tensor:
 class TieNotice:
     """Says once in a run, on the first rank, that many of the attenuated groups are ties of length.
 
-    It stays silent until there are `GROUPS` comparable groups, and a share of ties above `SHARE`.
+    In a tie the longest correct rollout is exactly as long as the mean of the wrong ones. The
+    notice comes once at least `GROUPS` groups could tie and more than the share `SHARE` of them do.
     """
 
     SHARE = 0.1
@@ -66,28 +75,29 @@ class TieNotice:
 
         Args:
             options: those of the run's ADORA, with the mode `off` where the run has none.
-            speaks: whether this is the first rank.
+            speaks: whether this is the first rank, which alone prints.
         """
-        # Ties of work are common, and no accident of tokens.
+        # The criterion `working` compares true steps instead of tokens. Those are few, so that ties
+        # of them are common and say something.
         compares_length = "working" not in options.criteria
+        # `plain`: the factor is always 1, so that no group loses weight by a tie either.
         attenuates = options.mode == "attenuation" and not options.plain
         self._is_silent = not (speaks and attenuates and compares_length)
-        self._comparable_count = 0
-        self._tie_count = 0
+        self._groups_that_may_tie = 0
+        self._tied_groups = 0
 
     def count(self, weighting: AdoraWeighting) -> None:
-        """Count the groups of a generation that the loss uses, and say so if many are ties."""
+        """Count the groups of a generation that the loss uses, and print the notice if many tie."""
         if self._is_silent:
             return
-        self._comparable_count += int(_comparable_groups_P(weighting).sum())
-        self._tie_count += int(weighting.ties_P.sum())
-        if (
-            self._comparable_count >= self.GROUPS
-            and self._tie_count > self.SHARE * self._comparable_count
-        ):
+        self._groups_that_may_tie += int(_may_tie_P(weighting).sum())
+        self._tied_groups += int(weighting.tds_by_tie_P.sum())
+        has_enough_groups = self._groups_that_may_tie >= self.GROUPS
+        has_many_ties = self._tied_groups > self.SHARE * self._groups_that_may_tie
+        if has_enough_groups and has_many_ties:
             self._is_silent = True
             tqdm.write(
-                f"{self._tie_count} of {self._comparable_count} attenuated groups are ties: their longest right "
+                f"{self._tied_groups} of {self._groups_that_may_tie} attenuated groups are ties: their longest right "
                 "answer is exactly as long as the mean of the wrong ones, so length says nothing "
                 "there. The reference attenuates them too; adora_method.adora.ties: keep leaves "
                 "them their weight",
@@ -96,23 +106,26 @@ class TieNotice:
 
 
 def learned_figures(advantages: Advantages) -> dict[str, float]:
-    """Return the figures of the rollouts that the loss uses, by their names in the log."""
+    """Return the figures of the rollouts that the loss uses, by their names in the log.
+
+    They are the mean reward and what the methods (ADORA and others) report of themselves.
+    """
     learned_reward = torch.nanmean(advantages.assessment.groups.rewards_PG).item()
     figures = {"learned_reward": learned_reward, **advantages.figures}
     return {f"adora/{name}": value for name, value in figures.items()}
 
 
 def assessment_figures(
-    assessment: GroupAssessment, facts: RolloutFacts, functions: Sequence[str]
+    assessment: GroupAssessment, facts: RolloutFacts, function_names: Sequence[str]
 ) -> dict[str, float]:
     """Return the figures of all rollouts that were graded, by their names in the log.
 
-    They are TRL's, ADORA's, and those that the reward functions log.
+    They are those of stock TRL, those of ADORA, and those that the reward functions log.
 
     Args:
-        assessment: the groups of all ranks, weighed by ADORA's criteria.
+        assessment: the groups of all ranks, with ADORA's weights.
         facts: rewards and lengths of the same rollouts.
-        functions: the names of the reward functions.
+        function_names: the names of the reward functions.
     """
     figures = {
         f"adora/{name}": value for name, value in adora_metrics(assessment.weighting).items()
@@ -120,45 +133,52 @@ def assessment_figures(
     figures["adora/reflective_per_1000_tokens"] = facts.reflective_per_1000_tokens
     figures["rewards/missing"] = facts.missing_share
     figures["completions/clipped_ratio"] = facts.has_no_end_N.float().mean().item()
-    ended = facts.length_N[~facts.has_no_end_N]
-    for name, reduce in (("mean", torch.mean), ("min", torch.amin), ("max", torch.amax)):
+    terminated_lengths = facts.length_N[~facts.has_no_end_N]
+    reductions: dict[str, Callable[[Tensor], Tensor]] = {
+        "mean": torch.mean,
+        "min": torch.amin,
+        "max": torch.amax,
+    }
+    for name, reduce in reductions.items():
         figures[f"completions/{name}_length"] = reduce(facts.length_N).item()
-        figures[f"completions/{name}_terminated_length"] = (
-            reduce(ended).item() if len(ended) else 0.0
+        # 0 where no rollout came to its end, as in TRL
+        terminated_length = reduce(terminated_lengths).item() if len(terminated_lengths) else 0.0
+        figures[f"completions/{name}_terminated_length"] = terminated_length
+    for name, rewards_N in zip(function_names, facts.counted_rewards_NF.unbind(dim=1), strict=True):
+        figures |= _mean_and_deviation(
+            rewards_N, mean_name=f"rewards/{name}/mean", deviation_name=f"rewards/{name}/std"
         )
-    for name, rewards_N in zip(functions, facts.counted_rewards_NF.unbind(dim=1), strict=True):
-        mean, std = _mean_and_deviation(rewards_N)
-        figures[f"rewards/{name}/mean"] = mean
-        figures[f"rewards/{name}/std"] = std
-    mean, std = _mean_and_deviation(assessment.groups.rewards_PG.flatten())
-    figures["reward"] = mean
-    figures["reward_std"] = std
+    figures |= _mean_and_deviation(
+        assessment.groups.rewards_PG.flatten(), mean_name="reward", deviation_name="reward_std"
+    )
     figures["frac_reward_zero_std"] = assessment.equal_reward_share
     return {**figures, **facts.logged_metrics}
 
 
 def tool_figures(rewards_PG: Tensor, facts: RolloutFacts) -> dict[str, float]:
-    """Return the figures of a run with tools, by their names in the log.
+    """Return what a run with tools logs about their calls, by the names in the log.
 
-    Those of TRL begin with `tools/`. `adora/tool_gain` is the mean reward of the rollouts that
-    called a tool minus that of the others in their group, over the groups that have both; it is
-    left out where no group has.
+    Names that begin with `tools/` are those of stock TRL. `adora/tool_gain` says what calls are
+    worth: the mean reward of a group's rollouts that called a tool minus that of its rollouts that
+    did not, on average over the groups that have both. It is left out where no group has both.
 
     Args:
         rewards_PG: the rewards of all rollouts, (P, G), NaN where a rollout has none.
-        facts: of the same rollouts, P x G of them.
+        facts: calls, failures and seconds of the same rollouts, P x G of them.
     """
-    called_PG = facts.tool_calls_N.view_as(rewards_PG) > 0
-    has_both_P = called_PG.any(1) & ~called_PG.all(1)
+    has_call_PG = facts.tool_calls_N.view_as(rewards_PG) > 0
+    has_both_P = has_call_PG.any(dim=1) & ~has_call_PG.all(dim=1)
+    # rewards that do not count in a mean become NaN, which `nanmean` leaves out
     nan = torch.tensor(torch.nan)
-    mean_with_call_P = torch.where(called_PG, rewards_PG, nan).nanmean(1)
-    mean_without_call_P = torch.where(~called_PG, rewards_PG, nan).nanmean(1)
+    mean_with_call_P = torch.where(has_call_PG, rewards_PG, nan).nanmean(dim=1)
+    mean_without_call_P = torch.where(~has_call_PG, rewards_PG, nan).nanmean(dim=1)
     gain = (mean_with_call_P - mean_without_call_P)[has_both_P].nanmean().item()
+    # 0 where no tool was called
     failure_frequency = facts.failed_calls_N.sum() / facts.tool_calls_N.sum().clamp(min=1)
     figures = {
         "tools/call_frequency": facts.tool_calls_N.mean().item(),
         "tools/failure_frequency": failure_frequency.item(),
-        "adora/called": called_PG.float().mean().item(),
+        "adora/called": has_call_PG.float().mean().item(),
         "adora/unanswered_calls": facts.unanswered_N.float().mean().item(),
         "adora/tools_s": facts.tool_seconds_N.sum().item(),
     }
@@ -167,7 +187,7 @@ def tool_figures(rewards_PG: Tensor, facts: RolloutFacts) -> dict[str, float]:
     return figures
 
 
-def _mean_and_deviation(values: Tensor) -> tuple[float, float]:
-    """Return the mean and the standard deviation of the values that are not NaN."""
-    mean = torch.nanmean(values)
-    return mean.item(), deviation(values, mean).item()
+def _mean_and_deviation(rewards_N: Tensor, mean_name: str, deviation_name: str) -> dict[str, float]:
+    """Return mean and standard deviation of the rewards that are not NaN, under these two names."""
+    mean = torch.nanmean(rewards_N)
+    return {mean_name: mean.item(), deviation_name: deviation(rewards_N, mean).item()}

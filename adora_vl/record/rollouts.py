@@ -35,24 +35,25 @@ class Part:
     """One file of the record and the first and last step in it."""
 
     path: Path
-    first: int
-    last: int
+    first_step: int
+    last_step: int
 
 
 def parts(folder: Path) -> list[Part]:
-    """Return the files that count, in the order of their steps.
+    """Return the record's files in `folder`, in the order of their steps.
 
-    A file whose steps another one has too is left out: it was merged, and a crash has kept it from
-    being deleted.
+    A file whose steps another one has too is left out: it was merged into that one, and a crash
+    came before it was deleted.
     """
     candidates = [_part_of_path(path) for path in folder.glob("*")]
     all_parts = [part for part in candidates if part is not None]
     merged = set()
     for outer in all_parts:
         for inner in all_parts:
-            if outer != inner and outer.first <= inner.first and inner.last <= outer.last:
+            is_within = outer.first_step <= inner.first_step and inner.last_step <= outer.last_step
+            if is_within and inner != outer:
                 merged.add(inner)
-    return sorted(set(all_parts) - merged, key=lambda part: part.first)
+    return sorted(set(all_parts) - merged, key=lambda part: part.first_step)
 
 
 def _part_of_path(path: Path) -> Part | None:
@@ -61,12 +62,13 @@ def _part_of_path(path: Path) -> Part | None:
     return Part(path, int(match[1]), int(match[2])) if match else None
 
 
-def write_part(folder: Path, table: pa.Table, first: int, last: int) -> Part:
-    """Write the rows of the steps `first` to `last`.
+def write_part(folder: Path, table: pa.Table, first_step: int, last_step: int) -> Part:
+    """Write the rows of the steps from `first_step` to `last_step` as one file of the record.
 
-    The data are on the disk before the file gets its name.
+    The data are on the disk before the file gets its name, so that no crash leaves half a file.
     """
-    part = Part(folder / f"rollouts-{first:08}-{last:08}.parquet", first, last)
+    name = f"rollouts-{first_step:08}-{last_step:08}.parquet"
+    part = Part(folder / name, first_step=first_step, last_step=last_step)
     with replacing(part.path) as stream:
         pq.write_table(table, stream, compression="zstd")
     return part
@@ -75,73 +77,94 @@ def write_part(folder: Path, table: pa.Table, first: int, last: int) -> Part:
 def merge_small(folder: Path) -> None:
     """Merge the newest files if they are many and small, so that a long run leaves few files."""
     newest = parts(folder)[-_MERGE_COUNT:]
-    if len(newest) < _MERGE_COUNT or any(
-        part.path.stat().st_size > _MERGE_BYTES for part in newest
-    ):
+    are_small = all(part.path.stat().st_size <= _MERGE_BYTES for part in newest)
+    if len(newest) < _MERGE_COUNT or not are_small:
         return
-    write_part(folder, table=read_parts(newest), first=newest[0].first, last=newest[-1].last)
+    # A crash between here and the last deletion does no harm: `parts` leaves merged files out.
+    write_part(
+        folder,
+        table=read_parts(newest),
+        first_step=newest[0].first_step,
+        last_step=newest[-1].last_step,
+    )
     for part in newest:
         part.path.unlink()
 
 
 def rotate(folder: Path, limit_bytes: float) -> None:
-    """Delete the oldest files until the rest is within the limit; the newest file always stays."""
-    sizes = {part: part.path.stat().st_size for part in parts(folder)}
-    total = sum(sizes.values())
-    for part in list(sizes)[:-1]:
-        if total <= limit_bytes:
+    """Delete the record's oldest files until the rest has at most `limit_bytes`.
+
+    The newest file always stays.
+    """
+    bytes_by_part = {part: part.path.stat().st_size for part in parts(folder)}
+    total_bytes = sum(bytes_by_part.values())
+    oldest_first = list(bytes_by_part)
+    for part in oldest_first[:-1]:
+        if total_bytes <= limit_bytes:
             return
-        total -= sizes[part]
+        total_bytes -= bytes_by_part[part]
         part.path.unlink()
 
 
 def cut_after(folder: Path, step: int) -> None:
-    """Delete everything after `step`, because the run resumes there; 0 deletes all.
+    """Delete the rollouts of all steps after `step` from the record, as a run resumes there.
 
-    Other files are not touched.
+    0 deletes all of them and the diagrams. Files that are not the record's are not touched.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    counted = parts(folder)
+    current_parts = parts(folder)
+    current_paths = [part.path for part in current_parts]
     remove_partial(folder)
     remove_partial(folder / IMAGES)
     for path in folder.glob("rollouts-*"):
-        if _part_of_path(path) is not None and path not in [part.path for part in counted]:
+        is_merged = _part_of_path(path) is not None and path not in current_paths
+        if is_merged:
             path.unlink()
-    for part in counted:
-        if part.first <= step < part.last:
+    for part in current_parts:
+        has_both_sides = part.first_step <= step < part.last_step
+        if has_both_sides:
+            # the rows up to `step` become a file of their own before their old file is deleted
             write_part(
                 folder,
                 table=read_part(part).filter(pc.field("step") <= step),
-                first=part.first,
-                last=step,
+                first_step=part.first_step,
+                last_step=step,
             )
-        if part.last > step:
+        if part.last_step > step:
             part.path.unlink()
     if step == 0:
         shutil.rmtree(folder / IMAGES, ignore_errors=True)
 
 
-def read_parts(chosen: list[Part]) -> pa.Table:
-    """Return the rows of several files in one table.
+def read_parts(record_parts: list[Part]) -> pa.Table:
+    """Return the rows of several files of the record in one table.
 
     A column that a file lacks is null in its rows.
     """
-    return pa.concat_tables([read_part(part) for part in chosen], promote_options="default")
+    tables = [read_part(part) for part in record_parts]
+    return pa.concat_tables(tables, promote_options="default")
 
 
 def read_part(part: Part, columns: list[str] | None = None) -> pa.Table:
-    """Return the rows of one file.
+    """Return the rows of one file of the record.
 
-    Raises `UserError` where it is damaged, and `FileNotFoundError` where it is gone.
+    Args:
+        part: the file.
+        columns: the columns to read; None reads all.
+
+    Raises:
+        UserError: the file is damaged.
+        FileNotFoundError: the file is gone, as when a run that goes on has merged it meanwhile.
     """
     try:
         return pq.read_table(part.path, columns=columns)
     except FileNotFoundError:
+        # an OSError too, but for the caller to handle: the file is not damaged
         raise
     except (pa.ArrowException, OSError) as error:
         raise UserError(
             f"the record's file {str(part.path)!r} cannot be read ({in_one_line(error)}); move it "
-            f"out of the run, and the record lacks the steps {part.first} to {part.last} and no "
+            f"out of the run, and the record lacks the steps {part.first_step} to {part.last_step} and no "
             "others"
         ) from error
 
@@ -153,16 +176,16 @@ _SIZE_NOTE = "original size"
 
 
 def picture_size(path: Path) -> tuple[int, int] | None:
-    """Return the width and height that a stored diagram had before it was made smaller.
+    """Return the width and height that a stored diagram had before `Diagrams` made it smaller.
 
-    None where it is damaged.
+    They stand in a text note in the PNG file, as "640 480". None where the file is damaged.
     """
     try:
         with Image.open(path) as image:
-            note = image.info.get(_SIZE_NOTE)
-            if note is None:  # stored before the note was written, or not by this module
+            size_note = image.info.get(_SIZE_NOTE)
+            if size_note is None:  # from a run of an older version, or not stored by `Diagrams`
                 return image.size
-            width, height = note.split()
+            width, height = size_note.split()
             return int(width), int(height)
     except (OSError, ValueError, Image.DecompressionBombError):
         return None
@@ -176,31 +199,42 @@ class Diagrams:
     """
 
     def __init__(self, folder: Path, limit_bytes: float) -> None:
-        """Nothing is read or written yet."""
+        """Begin without knowing what the folder holds; nothing is read or written yet."""
         self.folder = folder
         self.limit_bytes = limit_bytes
-        self._names: dict[str, list[str]] = {}
-        self._bytes: int | None = None
+        # names of the image files of each dataset row whose images were stored already
+        self._names_by_row_id: dict[str, list[str]] = {}
+        # size of the folder, which `_used_bytes` counts when it is asked first
+        self._folder_bytes: int | None = None
 
     def forget(self) -> None:
         """Forget what was stored, because the folder may have been emptied."""
-        self._names.clear()
-        self._bytes = None
+        self._names_by_row_id.clear()
+        self._folder_bytes = None
 
     def keep(self, row_id: str | None, images: Sequence[object]) -> list[str]:
-        """Store those images of a row that are new, and return all their file names.
+        """Store the images of a dataset row that are not stored yet, and return all file names.
 
-        A row with an id is looked at once. `OSError` is raised where the disk refuses.
+        Args:
+            row_id: the row's id. The images of an id are looked at once, and its later calls return
+                the same names. None for images without such a row, which are always looked at.
+            images: what is no image of PIL among them is left out.
+
+        Raises:
+            OSError: the disk is full, or refuses for another reason.
         """
-        if row_id is not None and row_id in self._names:
-            return self._names[row_id]
+        if row_id is not None and row_id in self._names_by_row_id:
+            return self._names_by_row_id[row_id]
         names = [self._store(image) for image in images if isinstance(image, Image.Image)]
         if row_id is not None:
-            self._names[row_id] = names
+            self._names_by_row_id[row_id] = names
         return names
 
     def _store(self, image: Image.Image) -> str:
-        """Store an image, if it is new and there is room, and return the name of its file."""
+        """Store an image, if it is new and the limit allows it, and return the name of its file.
+
+        The name is a hash of mode, size and pixels, so equal images share one file.
+        """
         digest = hashlib.sha256(f"{image.mode} {image.size} ".encode())
         digest.update(image.tobytes())
         path = self.folder / f"{digest.hexdigest()[:16]}.png"
@@ -208,23 +242,25 @@ class Diagrams:
             self.folder.mkdir(parents=True, exist_ok=True)
             small = image.convert("RGB")
             small.thumbnail((_LONGEST_SIDE, _LONGEST_SIDE))
-            before = self._used_bytes()
-            notes = PngInfo()
-            notes.add_text(_SIZE_NOTE, f"{image.width} {image.height}")
+            # counted before the new file is there, which would be counted twice otherwise
+            bytes_before = self._used_bytes()
+            png_notes = PngInfo()
+            png_notes.add_text(_SIZE_NOTE, f"{image.width} {image.height}")
+            # A diagram that a crash of the machine loses does no harm, so the disk is not waited for.
             with replacing(path, durable=False) as stream:
-                small.save(stream, "PNG", pnginfo=notes)
-            self._bytes = before + path.stat().st_size
+                small.save(stream, "PNG", pnginfo=png_notes)
+            self._folder_bytes = bytes_before + path.stat().st_size
         return path.name
 
     def _used_bytes(self) -> int:
-        """Return bytes of all files in the folder; counted once, and added to afterwards."""
-        if self._bytes is None:
-            self._bytes = sum(path.stat().st_size for path in self.folder.glob("*"))
-        return self._bytes
+        """Return the size of all files in the folder, which is counted once and kept up after."""
+        if self._folder_bytes is None:
+            self._folder_bytes = sum(path.stat().st_size for path in self.folder.glob("*"))
+        return self._folder_bytes
 
 
 SETTINGS = b"adora_vl"  # key of the run's settings in every file's metadata
-_TYPES: dict[str, pa.DataType] = {
+_TYPE_BY_COLUMN: dict[str, pa.DataType] = {
     "step": pa.int32(),  # the first optimizer step that learns from it, as in metrics.jsonl
     "group": pa.int32(),  # number of the group in its step
     "rollout": pa.int16(),  # number of the rollout in its group
@@ -273,26 +309,33 @@ _TYPES: dict[str, pa.DataType] = {
     # mean |log-probability difference| of engine and trainer, nats per token
     "drift": pa.float32(),
 }
+# values of the rollouts by the column's name, equally many in each column
 Columns = dict[str, list[Any]]
 
 
 def turns_of(
     rollout: Rollout,
     decode: Callable[[Sequence[int]], str],
-    keep: Callable[[Sequence[object]], list[str]],
+    store_images: Callable[[Sequence[object]], list[str]],
 ) -> list[dict[str, Any]]:
-    """Return a rollout as a conversation: one turn of `model` or `tool` for each of its segments.
+    """Return a rollout with tools as a conversation, for the column `turns` of the record.
+
+    Each segment of the rollout becomes one turn, either of the model, whose tokens were sampled, or
+    of the tools that it called. Calls and pictures name the segment that they stand in by its
+    index, `span`.
 
     Args:
         rollout: the rollout.
-        decode: turns tokens into text.
-        keep: stores pictures, and returns the names of their files.
+        decode: turns token ids into text.
+        store_images: stores pictures and returns the names of their files.
     """
     turns = []
-    for number, segment in enumerate(rollout.segments):
-        calls = [call for call in rollout.calls if call.span == number]
-        pictures = [picture.image for picture in rollout.pictures if picture.span == number]
-        if segment.logps is not None:
+    for segment_index, segment in enumerate(rollout.segments):
+        calls = [call for call in rollout.calls if call.span == segment_index]
+        pictures = [picture.image for picture in rollout.pictures if picture.span == segment_index]
+        # only sampled tokens have log-probabilities
+        was_sampled = segment.logps is not None
+        if was_sampled:
             speaker = "model"
             text = decode(segment.tokens)
         else:
@@ -303,7 +346,7 @@ def turns_of(
                 "by": speaker,
                 "text": text,
                 "tokens": len(segment.tokens),
-                "images": keep(pictures),
+                "images": store_images(pictures),
                 "seconds": sum(call.seconds for call in calls),
                 "failed": any(call.failed for call in calls),
             }
@@ -314,9 +357,12 @@ def turns_of(
 def criteria_columns(groups: Groups) -> Columns:
     """Return what ADORA's criteria compare in each group, as columns of the record.
 
-    That is the length of its longest right and the mean length of its wrong rollouts, and the same
-    of their work: the share of true new steps that the reward `steps` has measured. Each column has
-    one value per rollout, P x G; NaN, where a group has no such rollout, becomes null.
+    These are the group's share of correct rollouts, the length of its longest correct rollout and
+    the mean length of its wrong ones that were not truncated. Where the reward `steps` counts a
+    rollout's true new claims less its errors (its "work"), the same two values of work follow.
+
+    Each column has one value per rollout, P x G of them, equal within a group. It is NaN where a
+    group has no such rollout, which the record writes as null.
     """
     columns_P = {
         "pass_rate": groups.pass_rate_P,
@@ -325,102 +371,120 @@ def criteria_columns(groups: Groups) -> Columns:
     }
     if groups.work_PG is not None:
         has_right_P = groups.correct_PG.any(dim=1) & groups.has_work_P
-        work_right_P = groups.largest_correct_P(groups.work_PG)
-        columns_P["work_right"] = work_right_P.where(has_right_P, math.nan)
+        largest_correct_work_P = groups.largest_correct_P(groups.work_PG)
+        columns_P["work_right"] = largest_correct_work_P.where(has_right_P, math.nan)
         columns_P["work_wrong"] = groups.mean_of_finished_wrong_P(groups.work_PG)
-    rollouts = groups.lengths_PG.shape[1]
+    group_size = groups.lengths_PG.shape[1]
     return {
-        name: column_P.repeat_interleave(rollouts).tolist() for name, column_P in columns_P.items()
+        name: column_P.repeat_interleave(group_size).tolist()
+        for name, column_P in columns_P.items()
     }
 
 
 def as_table(columns: Mapping[str, Sequence[Any]], settings: Mapping[str, Any]) -> pa.Table:
-    """Return the rows with the types of the record; a figure that is missing or not finite is null.
+    """Return rollouts as an Arrow table with the columns and types of the record.
 
-    `settings` become the metadata of the table.
+    Args:
+        columns: the values by column. A column that the record has and these lack becomes null; one
+            that only these have, as `reward/<function>`, becomes a float.
+        settings: the run's settings, which become the metadata of the table.
     """
-    count = len(columns["step"])
-    types = {**_TYPES, **{name: pa.float32() for name in columns if name not in _TYPES}}
+    row_count = len(columns["step"])
+    further_types = {name: pa.float32() for name in columns if name not in _TYPE_BY_COLUMN}
+    type_by_column = {**_TYPE_BY_COLUMN, **further_types}
     arrays = []
-    for name, kind in types.items():
-        values = columns.get(name) or [None] * count
-        if pa.types.is_floating(kind):
+    for name, data_type in type_by_column.items():
+        values = columns.get(name) or [None] * row_count
+        if pa.types.is_floating(data_type):
+            # NaN and infinity become null, which every reader of Parquet leaves out of a mean
             values = [
                 value if value is not None and math.isfinite(value) else None for value in values
             ]
-        arrays.append(pa.array(values, kind))
-    schema = pa.schema(
-        list(types.items()), metadata={SETTINGS: json.dumps(settings, sort_keys=True, default=str)}
-    )
+        arrays.append(pa.array(values, data_type))
+    settings_json = json.dumps(settings, sort_keys=True, default=str)
+    schema = pa.schema(list(type_by_column.items()), metadata={SETTINGS: settings_json})
     return pa.table(arrays, schema=schema)
 
 
 class Record:
-    """The record of one run: rows wait until their step ends, and are written then.
+    """The record of one run: rollouts wait until their step ends, and are written then.
 
-    One process writes.
+    Only one process writes.
     """
 
     def __init__(
         self, output_dir: Path, limit_gb: float, settings: Mapping[str, Any], ranks: int = 1
     ) -> None:
-        """Nothing is read or written yet.
+        """Build an empty record; nothing is read or written yet.
 
         Args:
             output_dir: the folder of the run.
-            limit_gb: the size of the record, in GB.
-            settings: the keys of the run that every file of the record has.
-            ranks: how many ranks share the room for diagrams.
+            limit_gb: the largest size of the record, in GB: half of it for the rollouts, half for
+                their diagrams.
+            settings: settings of the run, which stand in every file of the record.
+            ranks: how many ranks share the half for diagrams, as each of them writes its own.
         """
         self.folder = output_dir / ROLLOUTS
-        self._limit_bytes = limit_gb * 1e9 / 2  # the other half is for the diagrams
+        self._limit_bytes = limit_gb * 1e9 / 2
         self._settings = settings
-        self._waiting: list[Columns] = []
-        self.diagrams = Diagrams(self.folder / IMAGES, self._limit_bytes / ranks)
-        # why recording has ended; None while it goes on
+        # the batches of the present step, in the order in which they were added
+        self._waiting_batches: list[Columns] = []
+        self.diagrams = Diagrams(self.folder / IMAGES, limit_bytes=self._limit_bytes / ranks)
+        # why recording has ended: the message of the disk; None while it goes on
         self.failed: str | None = None
 
     def start(self, step: int) -> None:
-        """Start recording after `step`; the records of later steps are deleted."""
-        self._waiting.clear()
+        """Start recording after `step`; rollouts that were recorded for later steps are deleted."""
+        self._waiting_batches.clear()
         cut_after(self.folder, step)
 
-    def add(self, columns: Columns, generations: int) -> None:
-        """Add the rows of one batch of all ranks, group by group, of `generations` rows each."""
-        # groups of one step are numbered through, also where it has several generations
-        waiting_rows = sum(len(waiting["step"]) for waiting in self._waiting)
-        waiting_groups = waiting_rows // generations
-        count = len(columns["step"])
-        columns["group"] = [waiting_groups + row // generations for row in range(count)]
-        columns["rollout"] = [row % generations for row in range(count)]
-        self._waiting.append(columns)
+    def add(self, columns: Columns, group_size: int) -> None:
+        """Add a batch of rollouts, which waits until `flush` writes it.
 
-    def set_late(self, name: str, batches: Sequence[Sequence[float]]) -> None:
-        """Fill in a column of the waiting batches, where its value is known now (not NaN).
-
-        `batches`: the values of each waiting batch, in the order in which the batches were added.
+        Args:
+            columns: the values of the rollouts of all ranks by column, group after group. The
+                columns `group` and `rollout` are added to it.
+            group_size: rollouts of a group.
         """
-        # A record that has failed has no waiting batches, though its values go on to come.
-        for columns, late_values in zip(self._waiting, batches, strict=False):
-            earlier_values = columns.get(name) or late_values
-            pairs = zip(earlier_values, late_values, strict=True)
-            columns[name] = [early if math.isnan(late) else late for early, late in pairs]
+        # groups of one step are numbered through, also where it has several batches
+        waiting_rows = sum(len(batch["step"]) for batch in self._waiting_batches)
+        first_group = waiting_rows // group_size
+        row_count = len(columns["step"])
+        columns["group"] = [first_group + row // group_size for row in range(row_count)]
+        columns["rollout"] = [row % group_size for row in range(row_count)]
+        self._waiting_batches.append(columns)
+
+    def fill_in(self, name: str, values_by_batch: Sequence[Sequence[float]]) -> None:
+        """Write values that are known only now into a column of the rows that wait for `flush`.
+
+        Args:
+            name: the column. A batch that lacks it gets it.
+            values_by_batch: for each waiting batch, in the order in which they were added, a value
+                for each of its rows. Where it is NaN, the row keeps the value that it has.
+        """
+        # `strict=False`: values still come after the disk has refused a file, but no batch waits.
+        for columns, new_values in zip(self._waiting_batches, values_by_batch, strict=False):
+            old_values = columns.get(name) or new_values
+            columns[name] = [
+                old if math.isnan(new) else new
+                for old, new in zip(old_values, new_values, strict=True)
+            ]
 
     def flush(self, step: int) -> None:
-        """Write the waiting rows.
+        """Write the waiting rows as the file of `step`, and keep the record within its limit.
 
         If the disk refuses, one line says so and recording ends, but the run goes on.
         """
-        if not self._waiting:
+        if not self._waiting_batches:
             return
-        tables = [as_table(columns, self._settings) for columns in self._waiting]
-        self._waiting.clear()
+        tables = [as_table(columns, self._settings) for columns in self._waiting_batches]
+        self._waiting_batches.clear()
         try:
             write_part(
                 self.folder,
                 table=pa.concat_tables(tables, promote_options="default"),
-                first=step,
-                last=step,
+                first_step=step,
+                last_step=step,
             )
             merge_small(self.folder)
             rotate(self.folder, self._limit_bytes)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from collections import deque
 from collections.abc import Mapping, MutableSequence, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,13 +18,14 @@ from adora_vl.training.generation import BuiltGroups, ScoredGroups
 from adora_vl.utils.errors import UserError
 
 
-def gather_texts(values: list[Any]) -> list[Any]:
-    """Gather texts and conversations from all ranks; collective, as accelerate's `gather_object`.
+def gather_texts(prompts: list[Any]) -> list[Any]:
+    """Gather prompts, which are texts or conversations, from all ranks. Collective.
 
-    Images in conversations are replaced by `{"type": "image"}`.
+    Images in conversations are replaced by `{"type": "image"}`, so that none is sent.
     """
     without_images = [
-        strip_images_from_messages(value) if is_conversation(value) else value for value in values
+        strip_images_from_messages(prompt) if is_conversation(prompt) else prompt
+        for prompt in prompts
     ]
     gathered: list[Any] = gather_object(without_images)
     return gathered
@@ -38,7 +40,7 @@ def is_conversation(value: object) -> bool:
 
 # Packages of the trackers that have another name than their tracker; any of them is enough.
 # Kubeflow's comes with its cluster.
-_PACKAGES = {
+_PACKAGES_BY_TRACKER: dict[str, tuple[str, ...]] = {
     "azure_ml": ("azureml",),
     "flyte": ("flytekit",),
     "tensorboard": ("tensorboard", "tensorboardX"),
@@ -52,8 +54,10 @@ def check_trackers(report_to: Sequence[str]) -> None:
     Transformers refuses it too, but only after the weights are loaded.
     """
     for name in report_to:
-        packages = _PACKAGES.get(name, (name,))
-        if packages and not any(find_spec(package) for package in packages):
+        # most trackers are a package of the same name; an empty tuple means nothing to look for
+        packages = _PACKAGES_BY_TRACKER.get(name, (name,))
+        is_installed = any(find_spec(package) is not None for package in packages)
+        if packages and not is_installed:
             remedy = f"pip install {packages[0]}, or leave it out (metrics.jsonl is always written)"
             raise UserError(f"report_to: '{name}' is not installed; {remedy}")
 
@@ -71,10 +75,10 @@ def prepare_trackers(report_to: Sequence[str], output_dir: str) -> None:
         os.environ.setdefault("WANDB_DATA_DIR", str(Path(output_dir, "wandb").absolute()))
 
 
-# Keys of TRL's `_logs` that have one deque each
-_COLUMNS = ("prompt", "completion", "advantages")
-# Keys that have a deque per reward function, and per column that reward functions add
-_GROUPS = ("rewards", "extra")
+# Keys of TRL's `_logs` that have one column each, a deque
+_SINGLE_COLUMNS = ("prompt", "completion", "advantages")
+# Keys that have a dict of columns: one per reward function, and one per column that they add
+_COLUMN_DICTS = ("rewards", "extra")
 
 
 def add_rows(
@@ -82,26 +86,27 @@ def add_rows(
     built: BuiltGroups,
     scored: ScoredGroups,
     images: list[Any],
-    functions: Sequence[str],
+    function_names: Sequence[str],
     *,
-    learned: bool,
-    texts: bool = False,
+    is_training: bool,
+    as_plain_text: bool = False,
 ) -> None:
-    """Put rollouts that were scored into TRL's table of completions.
+    """Add rollouts that were scored to TRL's table of completions.
 
-    The table keeps as many rows as a generation has. In a training the column of advantages is 0
-    until `set_weighed` fills in the final ones; `advantage_raw` is what TRL computes. Collective:
-    texts and images are gathered.
+    The table keeps as many rows as a generation has. In a training the column `advantages` is 0
+    until `set_final_values` fills in the final ones; `advantage_raw` is what TRL computes.
+    Collective: texts and images are gathered.
 
     Args:
         table: the trainer's `_logs`.
         built: the prompts and completions of this rank.
-        scored: the groups of all ranks, and what is known of them.
-        images: the images of this rank; empty where no tracker shows them.
-        functions: the names of the reward functions.
-        learned: whether the policy learns from them, as it does in a training.
-        texts: whether prompts become plain texts, as wandb refuses messages that mix text and
-            images.
+        scored: rewards, lengths and advantages of the rollouts of all ranks.
+        images: the images of this rank, one entry a row; empty where no tracker shows them.
+        function_names: the names of the reward functions.
+        is_training: whether the policy learns from the rollouts; False in an evaluation, whose
+            advantages are final at once.
+        as_plain_text: whether prompts become plain texts, as wandb refuses messages that mix text
+            and images.
     """
     facts = scored.facts
     assessment = scored.assessment
@@ -109,14 +114,14 @@ def add_rows(
     table["prompt"].extend(gather_texts(built.prompts.messages))
     table["completion"].extend(gather_object(built.completions))
     table["images"].extend(gather_object(images))
-    in_one_form(table["prompt"])
-    for name, rewards_N in zip(functions, facts.rewards_NF.unbind(dim=1), strict=True):
+    unify_message_contents(table["prompt"])
+    for name, rewards_N in zip(function_names, facts.rewards_NF.unbind(dim=1), strict=True):
         table["rewards"][name].extend(rewards_N.tolist())
     advantages: list[float] = assessment.trl_advantages_PG.flatten().tolist()
-    if learned:
+    if is_training:
         advantages = [0.0] * len(advantages)
     table["advantages"].extend(advantages)
-    columns = {
+    adora_columns = {
         "advantage_raw": assessment.trl_advantages_PG.flatten(),
         "adora_weight": assessment.weighting.weights_P.repeat_interleave(group_size),
         "adora_tds": assessment.weighting.tds_P.repeat_interleave(group_size),
@@ -124,49 +129,57 @@ def add_rows(
     }
     for name, values in facts.extra_columns.items():
         table["extra"][name].extend(values)
-    for name, values_N in columns.items():
+    for name, values_N in adora_columns.items():
         table["extra"][name].extend(values_N.tolist())
-    if texts:
-        plain = [
+    if as_plain_text:
+        plain_prompts = [
             prompt if isinstance(prompt, str) else as_text(prompt) for prompt in table["prompt"]
         ]
         table["prompt"].clear()
-        table["prompt"].extend(plain)
+        table["prompt"].extend(plain_prompts)
 
 
-def set_weighed(table: Mapping[str, Any], name: str, values: Sequence[float]) -> None:
-    """Put the final values of a column of the record into the newest rows of `table`.
+def set_final_values(table: Mapping[str, Any], name: str, values: Sequence[float]) -> None:
+    """Overwrite a column of the newest rows of TRL's table once its final values are known.
 
-    A rollout whose value is NaN keeps what it has. A column that the table lacks is left out.
+    Args:
+        table: the trainer's `_logs`.
+        name: the column's name in the record of rollouts. The table calls two of them otherwise; one
+            that it lacks is ignored.
+        values: for the newest rows, in their order; NaN for a row that keeps what it has.
     """
-    columns = {
+    columns_by_record_name = {
         **table["extra"],
         "advantage": table["advantages"],
         "weight": table["extra"]["adora_weight"],
     }
-    column = columns.get(name, ())
-    for index in range(-min(len(column), len(values)), 0):
+    column = columns_by_record_name.get(name, ())
+    # From the end, since a deque of limited length may have dropped the first rows.
+    rows = min(len(column), len(values))
+    for index in range(-rows, 0):
         if not math.isnan(values[index]):
             column[index] = values[index]
 
 
-def in_one_form(prompts: MutableSequence[Any]) -> None:
-    """Give the texts of all prompts one form, in place, since a column of a table has one type.
+def unify_message_contents(prompts: MutableSequence[Any]) -> None:
+    """Make the contents of all messages lists of parts, in place, if any of them is a list.
 
-    TRL splits them into parts on a rank whose batch has an image, and on no other rank.
+    A column of a tracker's table has one type, and TRL leaves both: it turns texts into lists of
+    parts on a rank whose batch has an image, and on no other rank.
     """
     messages = [message for prompt in prompts if is_conversation(prompt) for message in prompt]
-    if not any(isinstance(message.get("content"), list) for message in messages):
+    has_parts = any(isinstance(message.get("content"), list) for message in messages)
+    if not has_parts:
         return
     for number, prompt in enumerate(list(prompts)):
         if is_conversation(prompt):
-            prompts[number] = [_with_parts(message) for message in prompt]
+            prompts[number] = [_with_content_parts(message) for message in prompt]
 
 
-def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose content is a list of parts.
+def _with_content_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose text content is a list of one part, `{"type": "text", ...}`.
 
-    One that has such a list stays as it is.
+    A message whose content is such a list already is returned as it is.
     """
     content = message.get("content")
     if not isinstance(content, str):
@@ -175,14 +188,15 @@ def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_json(logs: Mapping[str, Any]) -> str:
-    """Return the rows of the newest generation in TRL's `_logs`, without images, as JSON.
+    """Return TRL's table of completions, without images, as JSON for a checkpoint.
 
-    A value that JSON does not know becomes its text, or a number where it is a scalar of an array.
+    `logs` is the trainer's `_logs`. A value that JSON does not know becomes its text, or a number
+    where it is a scalar of NumPy or torch.
     """
-    rows: dict[str, Any] = {name: list(logs[name]) for name in _COLUMNS}
-    for group in _GROUPS:
-        rows[group] = {name: list(values) for name, values in logs[group].items()}
-    return json.dumps(rows, default=_as_json_value)
+    saved: dict[str, Any] = {key: list(logs[key]) for key in _SINGLE_COLUMNS}
+    for key in _COLUMN_DICTS:
+        saved[key] = {name: list(values) for name, values in logs[key].items()}
+    return json.dumps(saved, default=_as_json_value)
 
 
 def _as_json_value(value: object) -> Any:
@@ -191,39 +205,43 @@ def _as_json_value(value: object) -> Any:
 
 
 def from_json(text: str, logs: Mapping[str, Any]) -> None:
-    """Put the rows of `to_json` into `logs`, TRL's `_logs`, in place of the rows there.
+    """Replace the rows of TRL's `_logs` by those that `to_json` has saved in a checkpoint.
 
-    An empty text changes nothing: no rows were saved.
+    An empty text changes nothing: the checkpoint has no rows.
     """
     if not text:
         return
     saved = json.loads(text)
-    pairs = [(logs[name], saved[name]) for name in _COLUMNS]
-    pairs += [
-        (logs[group][name], values) for group in _GROUPS for name, values in saved[group].items()
-    ]
-    for column, values in pairs:
-        column.clear()
-        column.extend(values)
+    for key in _SINGLE_COLUMNS:
+        _replace_rows(logs[key], saved[key])
+    for key in _COLUMN_DICTS:
+        for name, values in saved[key].items():
+            _replace_rows(logs[key][name], values)
+
+
+def _replace_rows(column: deque[Any], values: Sequence[Any]) -> None:
+    """Make these values the only rows of a column, whose limit of length stays."""
+    column.clear()
+    column.extend(values)
 
 
 def empty(logs: Mapping[str, Any]) -> None:
-    """Drop all rows of TRL's `_logs`.
+    """Drop all rows of TRL's `_logs`, the table of completions, before a new generation.
 
-    TRL keeps as many as a full generation has, so older rows would stand beside those of a smaller
-    one.
+    TRL keeps as many rows as a full generation has. Without this, rows of an older generation would
+    stand beside those of a smaller one.
     """
-    for column in logs.values():
-        if isinstance(column, dict):
-            for rows in column.values():
-                rows.clear()
-        else:
+    for value in logs.values():
+        # `rewards` and `extra` are dicts of columns, all other keys have a column each
+        columns = value.values() if isinstance(value, dict) else [value]
+        for column in columns:
             column.clear()
 
 
 def logs_tables(args: AdoraGRPOConfig) -> bool:
     """Return whether a tracker gets TRL's table of completions; tensorboard has no tables."""
-    return bool(args.log_completions and {"wandb", "trackio"} & set(args.report_to))
+    has_table_tracker = "wandb" in args.report_to or "trackio" in args.report_to
+    return bool(args.log_completions) and has_table_tracker
 
 
 def logs_images(args: AdoraGRPOConfig) -> bool:

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from adora_vl.evals.compare import cautions
-from adora_vl.evals.score_differences import between_problems
+from adora_vl.evals.compare import caution_lines
+from adora_vl.evals.score_differences import difference_between
 from adora_vl.evals.score_files import ScoreFile, check_one_benchmark, read_run
-from adora_vl.evals.scoring.score import missing_answers
+from adora_vl.evals.scoring.coverage import missing_answers
 from adora_vl.utils.cli import Parser, exit_code_of, text
 from adora_vl.utils.errors import UserError
 
@@ -45,7 +45,7 @@ def gain_lines(before: ScoreFile, after: ScoreFile, beside: ScoreFile | None = N
     after_low, after_high = after.score["wilson_95"]
     are_apart = before_high < after_low or after_high < before_low
     lines.append(f"The two intervals {'do not overlap' if are_apart else 'overlap'}.")
-    difference = between_problems([beside], [after]) if beside else None
+    difference = difference_between([beside], [after]) if beside else None
     if beside and difference:
         lines.append(
             f"after - {beside.name}: {difference.points} (paired bootstrap over {difference.over}; "
@@ -54,7 +54,7 @@ def gain_lines(before: ScoreFile, after: ScoreFile, beside: ScoreFile | None = N
     for run in runs[1:]:
         if run.shares.keys() != before.shares.keys():
             lines.append(f"warning: before and {run.name} do not have the same problems")
-    return lines + cautions(runs)
+    return lines + caution_lines(runs)
 
 
 def _check_same_number(before: ScoreFile, run: ScoreFile) -> None:

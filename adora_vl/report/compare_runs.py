@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Literal, NamedTuple
 
-from adora_vl.evals.compare import cautions, shortened
-from adora_vl.evals.score_differences import Difference, between_problems
+from adora_vl.evals.compare import caution_lines, shortened
+from adora_vl.evals.score_differences import Difference, difference_between
 from adora_vl.evals.scoring.statistics import paired_t, welch
 from adora_vl.report.comparison_sides import PASS_RATE, Side, make_sides, read_compared
 from adora_vl.utils.errors import UserError
@@ -120,7 +120,7 @@ def held_out_rows(a: Side, b: Side) -> list[ComparedFigure]:
     """
     rows: list[ComparedFigure] = []
     for benchmark in _shared_benchmarks(a, b):
-        problems = between_problems(
+        problems = difference_between(
             [run.scores[benchmark] for run in a.runs],
             [run.scores[benchmark] for run in b.runs],
         )
@@ -319,7 +319,7 @@ def _caution_lines(a: Side, b: Side) -> list[str]:
     runs = (*a.runs, *b.runs)
     lines = [f"warning: {note}" for run in runs for note in run.notes]
     for benchmark in _shared_benchmarks(a, b):
-        lines += cautions([run.scores[benchmark] for run in runs])
+        lines += caution_lines([run.scores[benchmark] for run in runs])
     if {run.seed for run in a.runs} != {run.seed for run in b.runs}:
         lines.append(
             "note: the sides have different seeds, so their runs are not compared in pairs"

@@ -280,7 +280,7 @@ def _add_groups(view: RunView, folder: Path, record: list[Part], max_rollouts: i
     """Add the groups of the chosen steps, and a note where not all rollouts are shown."""
     steps, total = _chosen_steps(record, max_rollouts)
     for part in record:
-        part_steps = [step for step in steps if part.first <= step <= part.last]
+        part_steps = [step for step in steps if part.first_step <= step <= part.last_step]
         if not part_steps:
             continue
         table = read_part(part).filter(pc.field("step").isin(part_steps))

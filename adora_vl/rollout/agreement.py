@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from adora_vl.config import AdoraGRPOConfig
+from adora_vl.data.context_limit import served_length
 from adora_vl.data.loading import unreadable_rows
-from adora_vl.data.prompt_lengths import served_length
 from adora_vl.models.precision import dtype_name
 from adora_vl.rollout.engine_pair import EnginePair, Prompts, SampledRollouts
 from adora_vl.rollout.engine_settings import training_dtype

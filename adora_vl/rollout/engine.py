@@ -175,7 +175,7 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
         if self.four_bit and self.enable_sleep_mode:
             # The engine loads the base too. The card has memory for one copy of it at a time.
             frozen_base = FrozenBase(self.model)
-            frozen_base.leave()
+            frozen_base.move_to_host()
         disable_tf32_of_float32_engine(str(options["dtype"]))
         is_divided_on_cpu = self.tensor_parallel_size > 1 and engine_runs_on_cpu()
         with own_shared_memory() if is_divided_on_cpu else nullcontext():
@@ -260,7 +260,7 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
         llm.llm_engine.engine_core.shutdown()
         if llm.frozen_base is not None:
             # While the engine is awake, the policy's frozen weights are on the host.
-            llm.frozen_base.come_back()
+            llm.frozen_base.move_to_device()
         self.llm: Any = None
         del llm
         gc.collect()  # the parts of the engine refer to each other

@@ -228,13 +228,13 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
         with self.timed("sleep"):
             super().sleep(level=level if self.adapter is None else 1, **kwargs)
             if self.frozen_base is not None:
-                self.frozen_base.come_back()  # to the GPU, for the policy's passes
+                self.frozen_base.move_to_device()  # for the policy's passes
 
     def wake_up(self, *args: Any, **kwargs: Any) -> None:
         """Take the engine's memory back, and count the seconds; stock vLLM does not count them."""
         with self.timed("wake"):
             if self.frozen_base is not None:
-                self.frozen_base.leave()  # the GPU, which the engine needs
+                self.frozen_base.move_to_host()  # since the engine needs the GPU
             super().wake_up(*args, **kwargs)
 
     def sample(

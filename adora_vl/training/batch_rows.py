@@ -4,7 +4,8 @@ This file alone knows which columns are as wide as prompts, completions, or both
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeVar, cast
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from accelerate.utils import recursively_apply, send_to_device
@@ -15,208 +16,248 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 from adora_vl.packing.image_store import ImageBanks, first_patches
 from adora_vl.types import Batch
 
-# The columns of a batch by name, where `pixel_values` is a list with the pixels, or references, of
-# each row.
+# The columns of a batch by name. `pixel_values` is a list with the pixels of each row, or with
+# references into an image bank.
 _SplitBatch = dict[str, Any]
-# The columns of some rows, on the CPU. In `images` stands each distinct image, by the number of its
-# first patch.
+# The columns of some rows by name, on the CPU. `images` has each distinct image once, by the number
+# of its first patch.
 PackedRows = dict[str, Any]
 Nested = TypeVar("Nested")  # tensors in lists, tuples and dicts
-_OWN_WIDTH = ("pixel_values", "image_grid_thw")  # whatever the number of their columns
+# Their second dimension has nothing to do with tokens, though it may be as wide as one that has.
+_WITHOUT_TOKEN_AXIS = ("pixel_values", "image_grid_thw")
 
 
 class RowReader:
     """Takes rows out of a batch, any number of times."""
 
     def __init__(self, batch: Batch) -> None:
-        """Find the pixels of each row, or references to them, by the grids of its images."""
+        """Divide the images of the batch among its rows."""
         self._split = _split_images(batch)
 
     def take(self, rows: Sequence[int]) -> Batch:
-        """Return a batch of these rows, with the values that have no rows."""
+        """Return a batch of the rows with these numbers; scalars are kept."""
         return _join_images(_take_rows(self._split, rows))
 
     def pack(self, rows: Sequence[int], banks: ImageBanks) -> PackedRows:
-        """Return these rows, copied to the CPU as separate tensors, to send or to save.
+        """Copy rows to the CPU, with the images that they refer to, to send or to save them.
 
-        Each image is included once, in place of references to it. `banks` have the images.
+        An image that several rows share is included once.
+
+        Args:
+            rows: numbers of the rows.
+            banks: have the images.
         """
         return _pack_rows(_take_rows(self._split, rows), banks)
 
 
 def _split_images(batch: Batch) -> _SplitBatch:
-    """Return the batch with a list of each row's pixels, from which rows can be taken."""
+    """Return a batch's columns with `pixel_values` as a list that has an entry for each row.
+
+    In a batch it is one tensor with an entry for each patch of all images.
+    """
     split: _SplitBatch = split_pixel_values_by_grid(dict(batch))
     return split
 
 
 def _join_images(split: _SplitBatch) -> Batch:
-    """Return the batch that `_split_images` has split."""
+    """Undo `_split_images`: make the list of each row's pixels one tensor again."""
     return cast("Batch", unsplit_pixel_values_by_grid(split))
 
 
 def _pack_rows(rows: _SplitBatch, banks: ImageBanks) -> PackedRows:
-    """Return the rows, copied to the CPU, with each of their images once."""
+    """Copy rows to the CPU, with each of their images once.
+
+    In a batch `pixel_values` has a reference to each patch of a row's images in an image bank. In
+    the result it has, for each row, the numbers of its images' first patches, by which `images` has
+    the images themselves.
+    """
     packed: PackedRows = to_cpu(
         {name: value for name, value in rows.items() if name != "pixel_values"}
     )
-    references = rows.get("pixel_values")
-    if isinstance(references, list):
+    references_by_row = rows.get("pixel_values")
+    if isinstance(references_by_row, list):
         first_patches_by_row = [
-            first_patches(references_of_row, grid)
-            for references_of_row, grid in zip(references, rows["image_grid_thw"], strict=True)
+            first_patches(references, grids)
+            for references, grids in zip(references_by_row, rows["image_grid_thw"], strict=True)
         ]
         packed["pixel_values"] = first_patches_by_row
+        distinct_images = set(chain.from_iterable(first_patches_by_row))
         packed["images"] = {
-            start: to_cpu(banks.of(start).image(start))
-            for start in {
-                first_patch for row_starts in first_patches_by_row for first_patch in row_starts
-            }
+            first_patch: to_cpu(banks.of(first_patch).image(first_patch))
+            for first_patch in distinct_images
         }
     return packed
 
 
 def unpack_rows(packed: PackedRows, banks: ImageBanks, device: torch.device) -> Batch:
-    """Return packed rows as a batch. The bank of the training batch holds their images from now on."""
-    rows: _SplitBatch = send_to_device({k: v for k, v in packed.items() if k != "images"}, device)
+    """Return rows that `RowReader.pack` has packed as a batch on the device.
+
+    Their images are stored in the image bank of the training batch, and the rows refer to it.
+    """
+    columns = {name: value for name, value in packed.items() if name != "images"}
+    rows: _SplitBatch = send_to_device(columns, device)
     bank = banks.extend()
     if "images" in packed and bank is not None:
-        references_by_start = {
-            start: bank.store(key, patches.to(device), grid).to(device)
-            for start, (key, patches, grid) in packed["images"].items()
+        # The images by the numbers that their first patches had in the bank they come from.
+        references_by_image = {
+            first_patch: bank.store(key, patches.to(device), grid).to(device)
+            for first_patch, (key, patches, grid) in packed["images"].items()
         }
-        no_references = torch.zeros(0, 1, dtype=torch.long, device=device)
+        no_references = torch.zeros(
+            0, 1, dtype=torch.long, device=device
+        )  # of a row without images
         rows["pixel_values"] = [
-            torch.cat([no_references, *(references_by_start[start] for start in row)])
-            for row in packed["pixel_values"]
+            torch.cat([no_references, *map(references_by_image.__getitem__, first_patches_of_row)])
+            for first_patches_of_row in packed["pixel_values"]
         ]
     return _join_images(rows)
 
 
 def to_cpu(values: Nested) -> Nested:
-    """A copy of nested values whose tensors are on the CPU, each with storage of its own."""
+    """Copy nested values to the CPU, each tensor with a storage of its own."""
     copied: Nested = recursively_apply(lambda tensor: tensor.detach().cpu().clone(), values)
     return copied
 
 
 def _take_rows(split: _SplitBatch, rows: Sequence[int]) -> _SplitBatch:
-    """Select these rows from every column. Scalars are kept."""
+    """Select the rows with these numbers from every column. Scalars are kept."""
     selected: _SplitBatch = {}
-    indices: dict[torch.device, Tensor] = {}  # one copy to a device, for which nothing waits
+    # Copied to each device once, without waiting for it, as indexing with a list would.
+    indices_by_device: dict[torch.device, Tensor] = {}
     for name, value in split.items():
         if isinstance(value, list):
             selected[name] = [value[row] for row in rows]
         elif isinstance(value, Tensor) and value.dim() > 0:
-            if value.device not in indices:
-                indices[value.device] = torch.as_tensor(rows).to(value.device, non_blocking=True)
-            selected[name] = value[indices[value.device]]
+            device = value.device
+            if device not in indices_by_device:
+                indices_by_device[device] = torch.as_tensor(rows).to(device, non_blocking=True)
+            selected[name] = value[indices_by_device[device]]
         else:
             selected[name] = value
     return selected
 
 
-def used_columns(prompt_mask: Tensor, lengths: Sequence[int]) -> tuple[int, int]:
-    """The first column of prompts and the number of completion columns that are not all padding.
+class UsedColumns(NamedTuple):
+    """The token columns of some rows that are not padding in every row."""
 
-    `lengths` has the completion tokens of each row.
+    first_of_prompts: int  # the first such column of prompts, which are padded on the left
+    completion_columns: int  # their number in completions, which are padded on the right
+
+
+def used_columns(prompt_mask: Tensor, lengths: Sequence[int]) -> UsedColumns:
+    """Return which token columns of some rows are not padding in every row.
+
+    Args:
+        prompt_mask: (B, P), 0 at padding.
+        lengths: completion tokens of each row. One column remains even where all are 0.
     """
-    return int(prompt_mask.any(dim=0).int().argmax()), max(*lengths, 1)
+    return UsedColumns(
+        first_of_prompts=int(prompt_mask.any(dim=0).int().argmax()),
+        completion_columns=max(*lengths, 1),
+    )
 
 
-def without_padding(
-    batch: dict[str, Any], used_range: tuple[int, int] | None = None
-) -> dict[str, Any]:
-    """Cut off columns that are padding in every row.
+def without_padding(batch: dict[str, Any], used: UsedColumns | None = None) -> dict[str, Any]:
+    """Cut off token columns that are padding in every row.
 
-    They are on the left of prompts and on the right of completions. `used_range` has the `used_columns`
-    of these rows, where they are known.
+    They are on the left of prompts and on the right of completions. `used`: the `used_columns` of
+    these rows; None: they are found here, for which the CPU waits for the GPU.
     """
     prompt_width = batch["prompt_mask"].size(1)
     completion_width = batch["completion_mask"].size(1)
-    first_prompt_column, completion_columns = used_range or used_columns(
-        batch["prompt_mask"], batch["completion_mask"].sum(dim=1).tolist()
-    )
-    if first_prompt_column == 0 and completion_columns == completion_width:
+    if used is None:
+        used = used_columns(batch["prompt_mask"], batch["completion_mask"].sum(dim=1).tolist())
+    if used.first_of_prompts == 0 and used.completion_columns == completion_width:
         return batch
-    slices = {
-        "prompt": slice(first_prompt_column, None),
-        "both": slice(first_prompt_column, prompt_width + completion_columns),
-        "answer": slice(completion_columns),
+    slice_by_axis = {
+        "prompt": slice(used.first_of_prompts, None),
+        "completion": slice(used.completion_columns),
+        "both": slice(used.first_of_prompts, prompt_width + used.completion_columns),
     }
     trimmed: dict[str, Any] = {}
     for name, value in batch.items():
         axis = _token_axis(
             name, value=value, prompt_width=prompt_width, completion_width=completion_width
         )
-        trimmed[name] = value[:, slices[axis]] if axis else value
+        trimmed[name] = value if axis == "none" else value[:, slice_by_axis[axis]]
     return trimmed
 
 
 def _token_axis(name: str, value: object, prompt_width: int, completion_width: int) -> str:
-    """Which token axis a column has: 'prompt', 'answer' (the completion), 'both' or ''.
+    """Return which tokens the second dimension of a column stands for.
 
-    `prompt_width` and `completion_width` are the widths of the batch.
+    That is `prompt`, `completion`, `both` (the prompt and behind it the completion), or `none`. A
+    column of another name than the prompt's two is told by its width, so that later columns, such
+    as log-probabilities, need no list of names.
+
+    Args:
+        name: the column's name in the batch.
+        value: the column.
+        prompt_width: token columns of prompts in the batch.
+        completion_width: token columns of completions in the batch.
     """
-    if not isinstance(value, Tensor) or value.dim() < 2 or name in _OWN_WIDTH:
-        return ""
+    if not isinstance(value, Tensor) or value.dim() < 2 or name in _WITHOUT_TOKEN_AXIS:
+        return "none"
     if name in ("prompt_ids", "prompt_mask"):
         return "prompt"
-    return {completion_width: "answer", prompt_width + completion_width: "both"}.get(
-        value.size(1), ""
-    )
+    if value.size(1) == prompt_width + completion_width:
+        return "both"
+    if value.size(1) == completion_width:
+        return "completion"
+    return "none"
 
 
 def concat_rows(batch: Batch, appended: Batch, pad_id: int) -> Batch:
-    """The rows of both batches, padded to the wider of the two.
+    """Append the rows of another batch, padded to the wider of the two.
 
-    Values without rows are taken from `batch`.
+    Scalars are taken from `batch`. `pad_id`: the token that fills shorter rows.
     """
     batches = (batch, appended)
-    prompt_width = max(part["prompt_ids"].size(1) for part in batches)
-    completion_width = max(part["completion_ids"].size(1) for part in batches)
-    sequence_ratio = all(_has_one_ratio_a_rollout(part) for part in batches)
-    splits = []
-    for part in batches:
-        widened = _widened(
+    new_prompt_width = max(part["prompt_ids"].size(1) for part in batches)
+    new_completion_width = max(part["completion_ids"].size(1) for part in batches)
+    ratio_is_per_rollout = all(map(_has_one_ratio_per_rollout, batches))
+    widened = [
+        _widened(
             part,
-            new_prompt_width=prompt_width,
-            new_completion_width=completion_width,
+            new_prompt_width=new_prompt_width,
+            new_completion_width=new_completion_width,
             pad_id=pad_id,
-            sequence_ratio=sequence_ratio,
+            ratio_is_per_rollout=ratio_is_per_rollout,
         )
-        splits.append(_split_images(widened))
-    first_split, second_split = splits
+        for part in batches
+    ]
+    first_split, second_split = map(_split_images, widened)
     joined: _SplitBatch = {}
     for name, value in first_split.items():
+        joined[name] = value
         if isinstance(value, Tensor) and value.dim() > 0:
             joined[name] = torch.cat([value, second_split[name]])
         elif isinstance(value, list):
             joined[name] = value + second_split[name]
-        else:
-            joined[name] = value
     return _join_images(joined)
 
 
 def chosen_groups(
     batch: Batch, further_batch: Batch, group_numbers: Sequence[int], group_size: int, pad_id: int
 ) -> Batch:
-    """The chosen groups of both batches, padded to the wider of the two.
+    """Return a batch of the chosen groups of two batches, padded to the wider of the two.
 
-    `num_items_in_batch` is left unchanged, because it is a sum over all ranks.
+    `num_items_in_batch` stays that of the first batch: it is a sum over all ranks, which the caller
+    makes anew.
 
     Args:
-        batch: its groups are numbered first.
-        further_batch: its groups are numbered on from there.
+        batch: its n groups have the numbers from 0 to n - 1.
+        further_batch: its groups have the numbers from n on.
         group_numbers: numbers of the chosen groups.
         group_size: rows of a group.
-        pad_id: fills columns of token ids.
+        pad_id: the token that fills shorter rows.
     """
     rows = [group * group_size + member for group in group_numbers for member in range(group_size)]
     return RowReader(concat_rows(batch, further_batch, pad_id)).take(rows)
 
 
-def _has_one_ratio_a_rollout(batch: Batch) -> bool:
-    """Whether the importance ratio to the engine is one number per rollout."""
+def _has_one_ratio_per_rollout(batch: Batch) -> bool:
+    """Return whether the importance ratio to the engine, if any, is (B, 1) and not (B, C)."""
     ratio = batch.get("importance_sampling_ratio")
     return ratio is None or ratio.size(1) == 1
 
@@ -226,26 +267,40 @@ def _widened(
     new_prompt_width: int,
     new_completion_width: int,
     pad_id: int,
-    sequence_ratio: bool,
+    ratio_is_per_rollout: bool,
 ) -> Batch:
-    """Pad prompts on the left, completions on the right, and columns of both on both sides.
+    """Pad the token columns of a batch to new widths.
 
-    `new_prompt_width` and `new_completion_width` are the new widths. `sequence_ratio` says whether the importance ratio
-    to the engine is one number per rollout, which has no token axis.
+    Prompts are padded on the left, completions on the right, and columns that have both on both
+    sides.
+
+    Args:
+        batch: at most as wide.
+        new_prompt_width: token columns that prompts get.
+        new_completion_width: token columns that completions get.
+        pad_id: the token that fills columns of token ids; all others get 0.
+        ratio_is_per_rollout: whether the importance ratio to the engine is (B, 1). It is told
+            here, since a completion may be one token wide too.
     """
     prompt_width = batch["prompt_ids"].size(1)
     completion_width = batch["completion_ids"].size(1)
     on_left = new_prompt_width - prompt_width
     on_right = new_completion_width - completion_width
-    padding_by_axis = {"prompt": (on_left, 0), "both": (on_left, on_right), "answer": (0, on_right)}
-    widened = dict[str, Any]()
+    padding_by_axis = {
+        "prompt": (on_left, 0),
+        "completion": (0, on_right),
+        "both": (on_left, on_right),
+    }
+    widened = dict[str, Any](batch)
     for name, value in dict[str, Any](batch).items():
-        fill = pad_id if name.endswith("_ids") and name != "mm_token_type_ids" else 0
-        if name == "importance_sampling_ratio":  # TRL's VESPO takes its logarithm without a mask
-            widened[name] = value if sequence_ratio else pad(value, (0, on_right), value=1)
-        else:
-            axis = _token_axis(
-                name, value, prompt_width=prompt_width, completion_width=completion_width
-            )
-            widened[name] = pad(value, padding_by_axis[axis], value=fill) if axis else value
+        has_token_ids = name.endswith("_ids") and name != "mm_token_type_ids"
+        fill = pad_id if has_token_ids else 0
+        axis = _token_axis(
+            name, value, prompt_width=prompt_width, completion_width=completion_width
+        )
+        if name == "importance_sampling_ratio":
+            axis = "none" if ratio_is_per_rollout else "completion"
+            fill = 1  # TRL's VESPO takes the logarithm of the ratio without a mask
+        if axis != "none":
+            widened[name] = pad(value, padding_by_axis[axis], value=fill)
     return cast("Batch", widened)

@@ -18,25 +18,34 @@ class EntropyBonus:
 
     def __init__(self, config: AdoraGRPOConfig, batcher: MicroBatcher) -> None:
         self.is_on = has_entropy_bonus(config)
-        self.chosen_BC: Tensor | None = None  # the tokens of the last pass that the bonus acts on
+        # 1 at the tokens of the last pass that the bonus acts on; None: all. The trainer sets it,
+        # when TRL chooses the tokens of the highest entropy.
+        self.chosen_BC: Tensor | None = None
         self._batcher = batcher
-        self._share = config.top_entropy_quantile  # of the tokens, those with the highest entropy
+        self._share = config.top_entropy_quantile  # the share of tokens that TRL chooses
 
     def missing(
         self, micro: Batch, entropies_BC: Tensor, coefficient: float, micro_batches_per_step: int
     ) -> Tensor:
-        """What is to be added to the loss of a micro-batch, scaled already, (), with gradients.
+        """Return what the loss of a micro-batch lacks of the entropy bonus, (), with gradients.
 
-        `coefficient`: TRL's, in this step. `micro_batches_per_step`: micro-batches of the optimizer step, by
-        which TRL divides.
+        TRL has added its bonus, the mean entropy over the tokens of the micro-batch, with the
+        weight of the micro-batch's loss. It should have the weight of its tokens.
+
+        Args:
+            micro: the micro-batch.
+            entropies_BC: the entropy of each token.
+            coefficient: TRL's coefficient of the bonus in this step.
+            micro_batches_per_step: micro-batches of the optimizer step, by which TRL divides.
         """
         mask_BC = loss_mask(micro)
         if self.chosen_BC is not None:
             mask_BC = mask_BC * self.chosen_BC
         token_count = mask_BC.sum()
         mean_entropy = (entropies_BC * mask_BC).sum() / token_count.clamp(min=1)
-        deserved_weight = self._batcher.share_of_tokens(micro, token_count) / self._share
-        missing_weight = deserved_weight - self._batcher.weight(micro)
+        # Of the tokens of a micro-batch on average; where TRL chooses tokens, of the chosen ones.
+        right_weight = self._batcher.share_of_tokens(micro, token_count) / self._share
+        missing_weight = right_weight - self._batcher.weight(micro)
         missing_bonus: Tensor = (
             -coefficient / micro_batches_per_step * missing_weight * mean_entropy
         )

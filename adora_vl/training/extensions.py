@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from adora_vl.config.values import convert
-from adora_vl.rollout.rollouts import RolloutGroup
+from adora_vl.rollout.rollouts import RolloutGroup, RolloutKey
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import FromFile, from_file, own_name
 
@@ -38,10 +38,10 @@ class Extension:
     changes_images: ClassVar[bool] = False
 
     def check(self, keys: AdoraGRPOConfig) -> None:
-        """Refuse other keys of the run. Raises `ValueError`; its text begins with the option."""
+        """Raise `ValueError` for keys of the run that do not fit; its text begins with the option."""
 
     def check_model(self, model_config: PretrainedConfig) -> None:
-        """Refuse a model. Raises `ValueError` as `check` does."""
+        """Raise `ValueError` for a model that does not fit, as `check` does."""
 
     def costs(self, keys: AdoraGRPOConfig) -> str:
         """The costs of the extension, for the first lines of the run; empty if it costs nothing."""
@@ -53,27 +53,34 @@ class Extension:
         self.images: DistinctImages = images
 
     def images_of(self, group: RolloutGroup, images: list[Any]) -> list[list[Any] | None]:
-        """The images that each rollout of a training group sees instead of the problem's `images`.
+        """Return the images with which the engine samples each rollout of a training group.
 
-        None stands for the problem's own images. The images of a group that continues in a later
-        generation are asked for again, so they may depend on nothing that has changed since.
+        None stands for the problem's own images. A group that goes on in a later generation is
+        asked for its images again, so they may depend on nothing that has changed since.
+
+        Args:
+            group: the group, before or while its rollouts are sampled.
+            images: the problem's own images.
         """
         return [None] * len(group.rollouts)
 
     def after_weighing(self, generation: Generation, batch: Batch, advantages: Advantages) -> None:
-        """The advantages of a training batch are final, `batch["advantages"]`, (B,).
+        """Change a training batch, once its advantages are final: `batch["advantages"]`, (B,).
 
         An extension may change them, also to (B, C), one for each token of the completions.
 
         Args:
             generation: where in the run the batch was sampled.
-            batch: of this rank.
-            advantages: of all ranks, with the groups and the weights behind them.
+            batch: the batch of this rank.
+            advantages: the advantages of all ranks, with the groups and the weights behind them.
         """
 
 
 def asked_extensions(config: AdoraGRPOConfig) -> dict[str, dict[str, Any]]:
-    """The entries of `adora_extensions` with their options. Raises `UserError`."""
+    """Return the entries of the key `adora_extensions`, `FILE.py:NAME`, with their options.
+
+    Raises `UserError` for options that are not a mapping.
+    """
     entries = {}
     for entry, options in config.adora_extensions.items():
         if options is not None and not isinstance(options, Mapping):
@@ -85,24 +92,31 @@ def asked_extensions(config: AdoraGRPOConfig) -> dict[str, dict[str, Any]]:
 
 
 def _loaded(entry: str) -> FromFile:
-    """The class that an entry of the key names, from its file."""
+    """Load the class that an entry of the key names, `FILE.py:NAME`."""
 
     def is_extension(value: object) -> bool:
+        """Return whether a value in the file is a class of an extension."""
         return isinstance(value, type) and issubclass(value, Extension)
 
     return from_file(KEY, entry, noun="extension", fits=is_extension)
 
 
 def extension_hashes(config: AdoraGRPOConfig) -> dict[str, str]:
-    """A hash of each file that an extension comes from, with its neighbours."""
-    loaded = [_loaded(entry) for entry in asked_extensions(config)]
-    return {file.file: file.hash for file in loaded}
+    """Return a hash of each file that an extension comes from, by the file's name.
+
+    The hash covers the neighbouring files that it imports too.
+    """
+    classes = [_loaded(entry) for entry in asked_extensions(config)]
+    return {loaded_class.file: loaded_class.hash for loaded_class in classes}
 
 
 def chosen_extensions(config: AdoraGRPOConfig) -> dict[str, Extension]:
-    """The run's extensions with their options, by name, checked against the other keys.
+    """Make the run's extensions with their options, and check them against the other keys.
 
-    Raises `UserError` for an entry that names none, an unknown option or a wrong value.
+    Raises `UserError` for an entry that names no extension, an unknown option or a wrong value.
+
+    Returns:
+        The extensions by the names of their classes.
     """
     chosen: dict[str, Extension] = {}
     for entry, options in asked_extensions(config).items():
@@ -137,35 +151,38 @@ def check_extensions(chosen: Mapping[str, Extension], model_config: PretrainedCo
 
 
 def extension_costs(chosen: Mapping[str, Extension], config: AdoraGRPOConfig) -> list[str]:
-    """What the extensions cost, one line each."""
+    """Return a line for each extension that costs something, for the first lines of a run."""
     costs = {name: extension.costs(config) for name, extension in chosen.items()}
     return [f"{name}: {cost}" for name, cost in costs.items() if cost]
 
 
-def other_images(
+def replaced_images(
     extensions: Sequence[Extension],
     groups: Sequence[RolloutGroup],
-    group_and_member: Sequence[tuple[int, int]],
-    images: Sequence[list[Any] | None],
+    keys: Sequence[RolloutKey],
+    trainer_images: Sequence[list[Any] | None],
 ) -> list[list[Any] | None]:
-    """The images of each rollout that does not see the trainer's; None for the others.
+    """Return the images that extensions show the engine in place of the trainer's.
 
     Args:
-        extensions: of the run; of several that change a rollout's images the last one counts.
-        groups: of this rank.
-        group_and_member: for each rollout the number of its group, and its own in the group.
-        images: the trainer's, for each rollout.
+        extensions: those of the run. If several replace a rollout's images, the last one counts.
+        groups: groups of this rank.
+        keys: for each rollout the number of its group, and its own number in the group.
+        trainer_images: for each rollout the images that it is learned from with.
+
+    Returns:
+        The images for each rollout; None where they are the trainer's.
     """
-    other_images_by_rollout: list[list[Any] | None] = [None] * len(group_and_member)
+    replaced: list[list[Any] | None] = [None] * len(keys)
     for extension in extensions:
-        by_group: dict[int, list[list[Any] | None]] = {}
-        for rollout, ((group_number, member), pictures) in enumerate(
-            zip(group_and_member, images, strict=True)
-        ):
-            if not pictures:
+        # An extension is asked once for all rollouts of a group.
+        images_by_group: dict[int, list[list[Any] | None]] = {}
+        for rollout, (key, images) in enumerate(zip(keys, trainer_images, strict=True)):
+            if not images:
                 continue
-            if group_number not in by_group:
-                by_group[group_number] = extension.images_of(groups[group_number], pictures)
-            if by_group[group_number][member] is not None:
-                other_images_by_rollout[rollout] = by_group[group_number][member]
-    return other_images_by_rollout
+            if key.group not in images_by_group:
+                images_by_group[key.group] = extension.images_of(groups[key.group], images)
+            images_of_rollout = images_by_group[key.group][key.member]
+            if images_of_rollout is not None:
+                replaced[rollout] = images_of_rollout
+    return replaced

@@ -21,40 +21,48 @@ class FirstAnswers:
     """Looks at the first generation of a training, and at no other."""
 
     def __init__(self) -> None:
-        self.looked = False
+        self.has_looked = False
 
     def look(self, rows: Sequence[Row], facts: RolloutFacts) -> None:
-        """Print to standard error what was read of the first generation where nothing is right.
+        """Print a warning to standard error if no rollout of the first generation is right.
+
+        Later calls do nothing. Only the main process calls this.
 
         Args:
-            rows: this rank's row of each rollout, (B,). The main process alone calls this, so its
-                rollouts stand first in the columns of `facts`.
-            facts: of all ranks.
+            rows: the row of each rollout of this rank, (B,).
+            facts: what is known of the rollouts of all ranks, those of this rank first.
         """
-        if self.looked:
+        if self.has_looked:
             return
-        self.looked = True
+        self.has_looked = True
         lines = warning_lines(rows, facts)
         if lines:
             print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 def warning_lines(rows: Sequence[Row], facts: RolloutFacts) -> list[str]:
-    """Return a warning if no first rollout is right.
+    """Return a warning that no rollout is right, with reference answers and what was read instead.
 
-    It is empty if one is, or if no reward function shows its verdicts and what it has extracted.
+    It is empty if one is right, or if no reward function logs its verdicts and the answers that it
+    has extracted (TRL's `log_extra`).
+
+    Args:
+        rows: the row of each rollout of the main process.
+        facts: what is known of the rollouts of all ranks, those of the main process first.
     """
     verdicts = facts.extra_columns.get("verdict")
     extracted_answers = facts.extra_columns.get("extracted")
     if not verdicts or extracted_answers is None or "correct" in verdicts:
         return []
     reasons = facts.extra_columns.get("reason", [""] * len(verdicts))
+    # The first rollout of each problem is shown.
     read_by_reference: dict[str, str] = {}
+    # Not strict: behind the rollouts of this rank stand those of others, whose rows are not here.
     for row, extracted_answer, reason in zip(rows, extracted_answers, reasons, strict=False):
         reference_answer = shown(row.get("answer"), _SHOWN_CHARS)
-        extracted_text = (
-            "no answer" if extracted_answer is None else shown(extracted_answer, _SHOWN_CHARS)
-        )
+        extracted_text = "no answer"
+        if extracted_answer is not None:
+            extracted_text = shown(extracted_answer, _SHOWN_CHARS)
         read_by_reference.setdefault(str(reference_answer), f"{extracted_text} ({reason})")
     examples = [
         f"  reference answer {reference_answer}, read {extracted_text}"

@@ -1,16 +1,17 @@
 """Samples generations: the stages draw, schedule and sample of a training step.
 
-Every generation is pending before it is sampled. Without `ahead` there is one, the present one,
-and it is sampled at once. With `ahead: k` servers sample k further ones while the policy learns,
-with weights that are then up to k generations old:
+A generation is pending from the request of its rollouts until they are sampled. Without `ahead`
+only the present one is, and it is sampled at once. With `ahead: k` servers sample k further ones
+while the policy learns, with weights that are then up to k generations old:
 
     generation n:  weights n go into the servers' queue, then the request that measures their drift
         | the prompts of n + k follow, and are requested | the rollouts of n, by weights n - k, are
-        joined | score and learn | the drift is judged, as the last thing before weights change
+        joined | score and learn | the drift is measured, as the last thing before weights change
 
-The importance ratio to the engine corrects for the older weights; the old log-probabilities are the
-policy's own. Since all of these rollouts are stale, the drift check needs on-policy samples of its
-own: it requests a few short rollouts with the current weights. They are queued behind generation
+The drift is how far the engine's log-probabilities of sampled tokens are from the policy's. The
+importance ratio to the engine corrects for the older weights; the old log-probabilities are the
+policy's own. Since all of these rollouts are stale, the check of the drift needs samples of its own:
+it requests a few short rollouts with the current weights. They are queued behind generation
 n + k - 1, so for k > 1 the policy would have to wait for that generation where it could learn from
 n; the result is therefore joined at the end of the step.
 
@@ -21,7 +22,7 @@ n + k is requested.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate.utils import gather_object
 from torch import Tensor
@@ -43,13 +44,16 @@ from adora_vl.types import Row, StepContext
 
 @dataclass
 class RowsAhead:
-    """The rows that the data loader will draw; filled when the training's loader is made."""
+    """The rows that the data loader will draw. The trainer fills it when it makes the loader."""
 
     rows: DistinctRows | None = None
     order: EpochRepeatSampler | None = None
 
     def after(self, numbers: Sequence[int], distance: int) -> list[Row]:
-        """Return the rows of the generation `distance` after that of these row numbers."""
+        """Return the rows that the data loader draws `distance` generations after these rows.
+
+        `numbers`: the row numbers of a generation. Empty where the later rows are not known.
+        """
         assert self.rows is not None
         assert self.order is not None
         rows: list[Row] = self.rows.rows_after(list(numbers), self.order, distance)
@@ -57,18 +61,20 @@ class RowsAhead:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _RequestedDrift:
-    """Samples of a step's weights that no one has judged yet."""
+class _RequestedSamples:
+    """Short rollouts that were requested from servers, to compare their log-probabilities."""
 
-    step: int
+    step: int  # the optimizer steps of the weights that sample them
     prompts: Prompts
     pending: PendingSamples
 
 
 class LateDriftCheck:
-    """Judges the drift of the present weights, of which no generation has samples yet.
+    """Checks that servers and policy agree, in a run whose rollouts are all by older weights.
 
-    The samples are requested once in an optimizer step, and judged at its end.
+    The drift is how far the engine's log-probabilities of sampled tokens are from the policy's. No
+    generation has samples of the present weights, so a few short ones are requested, once in an
+    optimizer step, and compared at its end.
     """
 
     def __init__(
@@ -77,18 +83,20 @@ class LateDriftCheck:
         """Build the check.
 
         Args:
-            pair: the servers that sample, and the policy.
-            check: ends the run where they are too far apart. It gets the policy's
-                log-probabilities, the engine's, and the mask, (B, C) each, and the step.
+            pair: the servers that sample, and the policy that scores the same tokens.
+            check: ends the run where the two are too far apart. It gets the log-probabilities of
+                the policy and of the engine, the mask of sampled tokens, (B, C) each, and the
+                optimizer step.
         """
         self._pair = pair
         self._check = check
-        self._requested: _RequestedDrift | None = None
+        # Filled by `request`, emptied by `finish`.
+        self._requested: _RequestedSamples | None = None
 
     def request(self, rows: list[Row], step: int) -> None:
         """Request short rollouts of the first of these rows, once in an optimizer step. Collective.
 
-        The servers have the present weights.
+        The servers must have the weights of this step already.
         """
         if self._requested is not None:
             return
@@ -96,25 +104,36 @@ class LateDriftCheck:
         pending = self._pair.begin_sampling(
             prompts, max_tokens=CHECK_TOKENS, check_name=f"drift/{step}"
         )
-        self._requested = _RequestedDrift(step=step, prompts=prompts, pending=pending)
+        self._requested = _RequestedSamples(step=step, prompts=prompts, pending=pending)
 
     @property
     def is_requested(self) -> bool:
-        """Whether samples were requested, and are not judged yet."""
+        """Whether samples were requested that are not compared yet."""
         return self._requested is not None
 
     def finish(self) -> None:
-        """Join and judge the samples, if there are any. Collective."""
+        """Wait for the requested rollouts, and compare policy and servers on them. Collective.
+
+        This does nothing where none were requested.
+        """
         requested = self._requested
-        # Before they are joined: a second call within the step has nothing to do.
+        # Forgotten before the rollouts arrive: a second call in this step has nothing to do.
         self._requested = None
         if requested is None:
             return
         rollouts = self._pair.join_sampling(requested.prompts, requested.pending)
-        # One rank may have an image among its rows where another has none.
+        # Each pass computes the features of its own images: with sharded weights the ranks have to
+        # make the same passes, and one rank may have an image where another has none.
         with self._pair.images.vision.unshared():
-            logps_BC = self._pair.policy_logps(rollouts)
-            self._check(logps_BC, rollouts.logps_BC, rollouts.mask_BC, requested.step)
+            policy_logps_BC = self._pair.policy_logps(rollouts)
+            self._check(policy_logps_BC, rollouts.logps_BC, rollouts.mask_BC, requested.step)
+
+
+class DrawnGeneration(NamedTuple):
+    """A generation and the groups of the problems that the data loader draws for it."""
+
+    generation: Generation
+    groups: list[RolloutGroup]
 
 
 class GenerationSampler:
@@ -127,54 +146,59 @@ class GenerationSampler:
         self,
         context: StepContext,
         pool: Pool,
-        groups: GroupSampler,
+        group_sampler: GroupSampler,
         guard: GenerationGuard,
         phase: Callable[[str], AbstractContextManager[None]],
         environments: Environments | None,
         rows_ahead: Callable[[Sequence[int], int], list[Row]],
-        late_drift: LateDriftCheck,
+        drift_check: LateDriftCheck,
     ) -> None:
         """Build a sampler of generations.
 
         Args:
             context: what every part of a training step is built from.
-            pool: remembers the groups, and has the rules.
-            groups: samples their rollouts.
-            guard: ends the run where rows are unreadable or no server is left.
-            phase: a context in which the seconds count as those of the named phase.
-            environments: enters groups into environments; None without environments.
+            pool: remembers the groups that were not learned from yet, and decides which begin.
+            group_sampler: samples the rollouts of groups.
+            guard: ends the run, with a checkpoint, where a row cannot be read or no server is left.
+            phase: returns a context in which the seconds count as those of the named phase.
+            environments: gives each rollout an environment; None in a run without environments.
             rows_ahead: returns the rows of a later generation, as `RowsAhead.after` does.
-            late_drift: judges the drift of weights of which no generation has samples.
+            drift_check: compares the servers' log-probabilities with the policy's. It is used where
+                servers sample generations ahead, so that no rollout is by the present weights.
         """
         self.accelerator = context.accelerator
         self.config = context.config
         self.log = context.log
         self.pool = pool
-        self.groups = groups
+        self.group_sampler = group_sampler
         self.guard = guard
         self.phase = phase
         self.environments = environments
         self.rows_ahead = rows_ahead
-        self.late_drift = late_drift
-        self.ahead = pool.ahead
+        self.drift_check = drift_check
+        # How many generations servers sample before the policy learns from the present one.
+        self.generations_ahead = pool.generations_ahead
 
     @property
     def sampler(self) -> Sampler:
-        """The sampler of the rollouts."""
-        return self.groups.sampler
+        """The sampler of the rollouts: of the engine, of servers, or of Transformers."""
+        return self.group_sampler.sampler
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Inside, all ranks sample: the seconds count, and a lost server saves and ends the run.
+        """Return the context in which all ranks sample.
 
-        An engine in this process stays awake until the end, so that it gets the weights once,
-        however many turns and parts are sampled.
+        Its seconds are logged, and the run saves and ends where no server is left. An engine in
+        this process stays awake until the block ends, so that it gets the weights once, however
+        many calls sample.
         """
         with self.phase("rollout"), self.guard.watching(), self.sampler.awake():
             yield
 
     def draw(self, generation: Generation, rows: list[Row]) -> list[RolloutGroup]:
-        """Stage 1: the groups of the problems that the data loader has drawn, in environments.
+        """Stage 1: make the rows of the data loader groups that are about to begin.
+
+        In a run with environments each rollout gets one, and its prompt what the environment says.
 
         Raises:
             RunError: an image cannot be read on some rank.
@@ -182,58 +206,69 @@ class GenerationSampler:
         """
         rows = shown_rows(rows)
         self.guard.check(rows, generation.key.step)
-        drawn = groups_of(
+        groups = groups_of(
             rows,
             generation.key,
             began_in=generation.number,
             first_row_number=self.accelerator.process_index * len(rows),
             group_size=generation.group_size,
         )
-        return self._in_environments(drawn, generation.key.step, anew=True)
+        return self._in_environments(groups, generation.key.step, begins_generation=True)
 
     def schedule(self, generation: Generation, drawn: list[RolloutGroup]) -> None:
-        """Stage 2: which groups begin or go on, and for how many tokens.
+        """Stage 2: decide which groups begin or go on, and request their rollouts.
 
-        Afterwards the present generation is pending. With `ahead` servers get the present weights,
-        and the requests of later generations; those of runs that continue rollouts wait until
-        `sample` has sampled the later turns and the ends of this generation, which come first.
+        Afterwards the present generation is pending: its rollouts are requested. Where servers
+        sample generations ahead, they get the present weights, and the requests of later
+        generations. If rollouts are sampled in several parts, those requests wait until `sample`
+        has sampled the later parts of the present generation, which come first.
+
+        Args:
+            generation: the present one.
+            drawn: groups of the problems that the data loader has drawn for it.
         """
-        carried: list[RolloutGroup] = []
-        upto = 1
-        if self.ahead:
-            # Collective: where a run begins, or resumes with other rows, all ranks request anew.
-            if not all(gather_object([self.pool.pending_is_of(drawn)])):
-                self.pool.drop_pending()
-            self._give_weights(generation, drawn)
-            if not self.pool.continues:
-                upto = self.ahead + 1
-        else:
+        if not self.generations_ahead:
             self.pool.drop_pending()  # a generation that was interrupted may have left one
-            carried = self.pool.take_waiting()
-        self._request(generation, drawn, carried, upto)
+            waiting = self.pool.take_waiting()
+            self._request(generation, drawn, waiting, max_pending=1)
+            return
+        # Collective: where a run begins, or resumes with other rows, all ranks request anew.
+        if not all(gather_object([self.pool.pending_is_of(drawn)])):
+            self.pool.drop_pending()
+        self._give_weights(generation, drawn)
+        max_pending = 1 if self.pool.samples_in_parts else self.generations_ahead + 1
+        self._request(generation, drawn, [], max_pending)
 
     def _give_weights(self, generation: Generation, drawn: list[RolloutGroup]) -> None:
-        """Queue the present weights for the servers, and request what measures their drift."""
+        """Queue the present weights for the servers, and request samples that measure their drift.
+
+        The samples are not needed where the present generation is sampled by these weights itself.
+        """
         assert isinstance(self.sampler, AsyncServerSampler)
         self.sampler.sync_weights()
         if self.pool.pending_is_older_than(generation.key.step):
-            self.late_drift.request([group.row for group in drawn], generation.key.step)
+            self.drift_check.request([group.row for group in drawn], generation.key.step)
 
     def sample(self, generation: Generation, drawn: list[RolloutGroup]) -> list[RolloutGroup]:
-        """Stage 3: the groups of the present generation, the oldest first, with all turns.
+        """Stage 3: sample the groups of the present generation, and return them, the oldest first.
 
-        Where rollouts may pause, enough groups are complete afterwards.
+        With a token budget (`adora_rollouts.budget`) some rollouts stay unfinished. Enough groups
+        are complete afterwards to be learned from.
+
+        Args:
+            generation: the present one, which `schedule` has made pending.
+            drawn: groups of the problems that the data loader has drawn for it.
         """
-        groups = self.groups.finish(generation, self.pool.state.pending[0])
+        groups = self.group_sampler.finish(generation, self.pool.state.pending[0])
         groups = sorted([*self.pool.take_waiting(), *groups], key=lambda group: group.began)
         if self.pool.allows_partial:
-            late = self.pool.must_end_now(groups, generation)
-            to_their_ends: TokenLimits = dict.fromkeys(late)
-            # Collective: where one rank samples, all take part.
-            if any(gather_object([bool(late)])):
-                groups = self.groups.sample(generation, groups, to_their_ends)
-        if self.ahead and self.pool.continues:
-            groups = self._request(generation, drawn, groups, self.ahead + 1)
+            must_end = self.pool.must_end_now(groups, generation)
+            # Collective: where one rank has such groups, all take part.
+            if any(gather_object([bool(must_end)])):
+                no_limits: TokenLimits = dict.fromkeys(must_end)
+                groups = self.group_sampler.sample(generation, groups, no_limits)
+        if self.generations_ahead and self.pool.samples_in_parts:
+            groups = self._request(generation, drawn, groups, self.generations_ahead + 1)
         self.pool.pop()
         if isinstance(self.sampler, AsyncServerSampler):
             for name, seconds in self.sampler.pop_seconds_waited().items():
@@ -241,101 +276,99 @@ class GenerationSampler:
         return groups
 
     def sample_all(self, generation: Generation, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        """Return the groups of an evaluation, sampled to their ends."""
-        return self.groups.sample(generation, groups, to_the_ends(groups))
+        """Return the groups of an evaluation with all rollouts sampled to their ends."""
+        return self.group_sampler.sample(generation, groups, to_the_ends(groups))
 
     def sample_further(self, generation: Generation, count: int) -> list[RolloutGroup]:
-        """Return groups of `count` further problems, sampled within the budget.
+        """Sample groups of `count` further problems, to replace groups without signal.
 
-        There are none for a count below 1.
-
-        With `ahead` there is no time to sample any: spare groups were requested instead.
+        Each rollout gets as many tokens as the budget of this generation allows. With `ahead` there
+        is no time to sample any, and the result is empty: spare groups were requested instead.
         """
-        if self.ahead or count <= 0:
+        if self.generations_ahead or count <= 0:
             return []
-        begun = self._draw_further(generation, count)
+        groups = self._draw_further(generation, count)
         self.log("adora/further_batches", 1.0)
-        limits: TokenLimits = dict.fromkeys(range(len(begun)), self.pool.token_budget)
+        limits: TokenLimits = dict.fromkeys(range(len(groups)), self.pool.token_budget)
         with self.sampling():
-            return self.groups.sample(generation, begun, limits)
+            return self.group_sampler.sample(generation, groups, limits)
 
     def before_weights_change(self) -> None:
-        """Judge the drift that was requested in this step, if it was.
+        """Compare servers and policy, if samples for it were requested in this optimizer step.
 
-        Called before the last micro-batch of every optimizer step; a second call does nothing.
+        This is called before the last micro-batch of every optimizer step; a second call does
+        nothing.
         """
-        if self.late_drift.is_requested:
+        if self.drift_check.is_requested:
             with self.phase("rollout"), self.guard.watching():
-                self.late_drift.finish()
+                self.drift_check.finish()
 
     def _request(
         self,
         generation: Generation,
         drawn: list[RolloutGroup],
         groups: list[RolloutGroup],
-        upto: int,
+        max_pending: int,
     ) -> list[RolloutGroup]:
-        """Request generations until `upto` are pending, including the present one.
+        """Request rollouts until `max_pending` generations are pending, and return idle groups.
+
+        The present generation counts as pending too. Fewer are at the end of the training.
 
         Args:
             generation: the present one.
             drawn: groups of the problems that the data loader has drawn for it.
-            groups: of this rank, which have begun. Without `ahead` all go along with the first
-                request, else only the unfinished ones.
-            upto: generations that are pending afterwards, fewer at the end of the training.
+            groups: groups of this rank that began earlier. They go along with the first request:
+                all of them without `ahead`, and with it only those with unfinished rollouts.
+            max_pending: how many generations are pending afterwards.
 
         Returns:
-            The groups that no request took along.
+            Those of `groups` that no request took along.
         """
-        resting = list(groups)
-        going = [group for group in groups if not self.ahead or not group.complete]
-        while len(self.pool.state.pending) < upto:
-            distance = len(self.pool.state.pending)
-            later: Generation | None = generation
-            fresh: list[RolloutGroup] | None = drawn
-            if distance > 0:
-                later = self.pool.generation_after(generation, distance)
-            if later is not None and distance > 0:
-                fresh = self._groups_after(generation, later, drawn, distance)
-            if later is None or fresh is None:
+        idle = list(groups)
+        continued = list(groups)
+        if self.generations_ahead:
+            continued = [group for group in groups if not group.complete]
+        while len(self.pool.state.pending) < max_pending:
+            target = self._drawn_after(generation, drawn, distance=len(self.pool.state.pending))
+            if target is None:
                 break
             begun = self.pool.begin_groups(
                 generation,
-                fresh,
-                waiting=len(resting) + self.pool.groups_ahead,
-                min_begun=self.pool.min_begun_beside(going),
+                target.groups,
+                waiting=len(idle) + self.pool.groups_ahead,
+                min_begun=self.pool.min_begun_beside(continued),
             )
-            requested = [*going, *begun, *self._draw_spare(generation, later)]
-            resting = [group for group in resting if group not in going]
-            going = []
-            limits = self.pool.token_limits(later, requested)
+            requested = [*continued, *begun, *self._draw_spare(generation, target.generation)]
+            idle = [group for group in idle if group not in continued]
+            continued = []  # the first request has taken them along
+            limits = self.pool.token_limits(target.generation, requested)
             pending = PendingGeneration(
-                row_numbers=row_numbers(fresh),
+                row_numbers=row_numbers(target.groups),
                 groups=tuple(requested),
                 token_limits=limits,
-                samples=self.groups.begin(later, requested, limits),
+                samples=self.group_sampler.begin(target.generation, requested, limits),
             )
             self.pool.push(pending)
-        return resting
+        return idle
 
-    def _groups_after(
-        self,
-        generation: Generation,
-        later: Generation,
-        drawn: list[RolloutGroup],
-        distance: int,
-    ) -> list[RolloutGroup] | None:
-        """Return the groups of the problems that the data loader draws for a later generation.
+    def _drawn_after(
+        self, generation: Generation, drawn: list[RolloutGroup], distance: int
+    ) -> DrawnGeneration | None:
+        """Return the generation that comes `distance` after the present one, and its groups.
 
-        None on all ranks where any row on any rank cannot be read; the step that draws the row
-        reports it.
+        None on all ranks after the last generation of the training, and where any row on any rank
+        cannot be read. The step that draws such a row reports it.
 
         Args:
-            generation: the present one, in which the groups begin.
-            later: the generation that they are drawn for.
-            drawn: groups of the problems of the present one.
-            distance: generations between the two.
+            generation: the present one, in which all of these groups begin.
+            drawn: groups of the problems that the data loader has drawn for it.
+            distance: how many generations later; 0 for the present one.
         """
+        if distance == 0:
+            return DrawnGeneration(generation=generation, groups=drawn)
+        later = self.pool.generations.after(generation, distance)
+        if later is None:
+            return None
         rows: list[Row] = []
         with suppress(Exception):
             rows = self.rows_ahead(list(row_numbers(drawn)), distance)
@@ -343,47 +376,62 @@ class GenerationSampler:
         # Collective: the ranks request the same generations.
         if not all(gather_object([is_readable])):
             return None
-        return groups_of(
+        groups = groups_of(
             rows,
             later.key,
             began_in=generation.number,
             first_row_number=self.accelerator.process_index * len(rows),
             group_size=later.group_size,
         )
+        return DrawnGeneration(generation=later, groups=groups)
 
     def _draw_spare(self, generation: Generation, later: Generation) -> list[RolloutGroup]:
-        """Begin spare groups of further problems for a generation that is requested ahead."""
+        """Draw spare groups for a generation that is requested ahead.
+
+        They replace its groups without signal, for which there is no time to sample others then.
+
+        Args:
+            generation: the present one, in which the groups begin.
+            later: the generation that they are requested for.
+        """
         spare: list[RolloutGroup] = []
-        count = self.pool.spare_groups() if self.ahead else 0
-        slots = self.pool.slots
+        count = self.pool.spare_groups() if self.generations_ahead else 0
+        # One round has as many problems as the generation has groups. The number of the round is
+        # part of the seed, so that each draws others.
+        problems_per_round = self.pool.slots
         while len(spare) < count:
-            attempt = later.attempt(1 + len(spare) // slots)
-            spare += self._draw_further(attempt, min(slots, count - len(spare)))
+            attempt = later.attempt(1 + len(spare) // problems_per_round)
+            spare += self._draw_further(attempt, min(problems_per_round, count - len(spare)))
         return [replace(group, began=generation.number) for group in spare]
 
     def _draw_further(self, generation: Generation, count: int) -> list[RolloutGroup]:
-        """Draw `count` further problems and begin their groups."""
+        """Draw `count` further problems from the data set at random, and begin their groups."""
         numbers = self.pool.further_rows(generation, count)
         rows: list[Any] = self.pool.rows.__getitems__(numbers)
         self.guard.check(rows, generation.key.step)
-        empty = (Rollout(),) * generation.group_size
-        first_slot = self.accelerator.process_index * self.pool.slots  # numbered over all ranks
-        begun = [
+        empty_rollouts = (Rollout(),) * generation.group_size
+        # Problems are numbered over all ranks; every rank draws at most `pool.slots`.
+        first_slot = self.accelerator.process_index * self.pool.slots
+        groups = [
             RolloutGroup(
                 problem=DrawnProblem(row_number=number, key=generation.key, slot=slot),
                 row=row,
                 began=generation.number,
-                rollouts=empty,
+                rollouts=empty_rollouts,
             )
             for slot, (number, row) in enumerate(zip(numbers, rows, strict=True), first_slot)
         ]
-        return self._in_environments(begun, generation.key.step, anew=False)
+        return self._in_environments(groups, generation.key.step, begins_generation=False)
 
     def _in_environments(
-        self, groups: list[RolloutGroup], step: int, *, anew: bool
+        self, groups: list[RolloutGroup], step: int, *, begins_generation: bool
     ) -> list[RolloutGroup]:
-        """Give every rollout an environment of its own, where the run has environments."""
+        """Give every rollout an environment of its own, in a run with environments.
+
+        `begins_generation`: whether all environments are free again, since no rollout of an earlier
+        generation needs its own any more.
+        """
         if self.environments is not None:
             with self.guard.beginning(step):
-                groups = self.environments.entered(groups, self.config.seed, anew=anew)
+                groups = self.environments.entered(groups, self.config.seed, anew=begins_generation)
         return groups

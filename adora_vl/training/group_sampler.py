@@ -25,48 +25,58 @@ from adora_vl.rollout.rollouts import (
 from adora_vl.rollout.samplers import AsyncServerSampler, PendingSamples, Sampler
 from adora_vl.rollout.stopping import StopCriteria
 from adora_vl.rollout.turns import ToolLoop, append_result, run_turns
-from adora_vl.training.extensions import Extension, other_images
+from adora_vl.training.extensions import Extension, replaced_images
 from adora_vl.training.generation import Generation
 from adora_vl.training.pool_state import PendingGeneration, TokenLimits
 from adora_vl.types import StepContext
 
 
 class PromptReader:
-    """Reads the prompts of rollouts, and remembers those that it read last.
+    """Tokenizes prompts and processes their images, and remembers the last result.
 
-    A read of a generation's first attempt empties the image bank, so references of an earlier read
-    are stale: nothing but the last read can be handed out again.
+    The prompts that are sampled from are those of the batch too, unless groups wait. Older results
+    cannot be remembered: reading the prompts of a generation empties the image bank, and its first
+    results would refer to images that are gone.
     """
 
     def __init__(self, images: DistinctImages) -> None:
         """Read with `images`, which processes each distinct image once."""
         self.images = images
-        self._problems: list[DrawnProblem] = []  # of the rollouts that were read last
-        self._last: PromptBatch | None = None
+        # The prompts that were read last, and the problem of each.
+        self._last_prompts: PromptBatch | None = None
+        self._last_problems: list[DrawnProblem] = []
 
-    def read(self, groups: Sequence[RolloutGroup], generation: Generation) -> PromptBatch:
-        """Return the prompts of rollouts, of which each of `groups` has one.
+    def read(self, group_of_rollout: Sequence[RolloutGroup], generation: Generation) -> PromptBatch:
+        """Return the prompt of each rollout.
 
-        They are read anew unless they are those that were read last.
+        They are read anew unless the same ones were read last.
+
+        Args:
+            group_of_rollout: for each rollout its group.
+            generation: the present one. Its first read empties the image bank.
         """
-        problems = [group.problem for group in groups]
-        if self._last is None or problems != self._problems:
-            rows = [group.row for group in groups]
-            key = generation.key
-            self._last = self.images.prompts(rows, key.mode, refill=key.attempt > 0)
-            self._problems = problems
-        return self._last
+        problems = [group.problem for group in group_of_rollout]
+        if self._last_prompts is None or problems != self._last_problems:
+            rows = [group.row for group in group_of_rollout]
+            is_refill = generation.key.attempt > 0
+            self._last_prompts = self.images.prompts(rows, generation.key.mode, refill=is_refill)
+            self._last_problems = problems
+        return self._last_prompts
 
     def take(self, groups: Sequence[RolloutGroup], generation: Generation) -> PromptBatch:
-        """Return the prompts of all rollouts of `groups`, for their batch, once."""
-        prompts = self.read([group for group in groups for _ in group.rollouts], generation)
-        self._last = None
+        """Return the prompt of each rollout of the groups for their batch, and forget them.
+
+        Nothing else reads the prompts of these groups again.
+        """
+        group_of_rollout = [group for group in groups for _ in group.rollouts]
+        prompts = self.read(group_of_rollout, generation)
+        self._last_prompts = None
         return prompts
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestParts:
-    """What the requests of one rollout have in common, in all of its turns."""
+    """What the requests of one rollout have in common in all of its turns."""
 
     group: RolloutGroup
     member: int
@@ -75,8 +85,8 @@ class RequestParts:
     images: list[Any]
     """The images that the engine sees with the prompt."""
     compared: bool
-    """Whether the images are the trainer's; else the engine's log-probabilities belong to another
-    prompt and cannot be compared with the policy's."""
+    """Whether the images are the trainer's. If not, the engine's log-probabilities belong to
+    another prompt and cannot be compared with the policy's."""
     token_budget: int | None
     """Tokens that may be sampled now; None: up to the rollout's end."""
     tokens_before: int
@@ -92,9 +102,9 @@ class GroupSampler:
     def __init__(
         self,
         context: StepContext,
-        prompts: PromptReader,
+        prompt_reader: PromptReader,
         sampler: Sampler,
-        stop: StopCriteria,
+        stop_criteria: StopCriteria,
         extensions: Sequence[Extension],
         tool_loop: ToolLoop | None,
     ) -> None:
@@ -102,45 +112,47 @@ class GroupSampler:
 
         Args:
             context: what every part of a training step is built from.
-            prompts: reads the prompts.
-            sampler: samples the rollouts.
-            stop: says whether a turn has ended by itself.
-            extensions: of the run, in their order; they may show other images.
-            tool_loop: answers calls of tools; None without tools.
+            prompt_reader: tokenizes prompts and processes their images.
+            sampler: samples the rollouts with an engine, with servers or with Transformers.
+            stop_criteria: say whether a turn has ended by itself.
+            extensions: of the run, in their order; they may show the engine other images.
+            tool_loop: runs the tools that a turn calls, and appends their answers; None without
+                tools.
         """
         self.accelerator = context.accelerator
         self.config = context.config
-        self.prompts = prompts
+        self.prompt_reader = prompt_reader
         self.sampler = sampler
-        self.stop = stop
+        self.stop_criteria = stop_criteria
         self.extensions = extensions
         self.tool_loop = tool_loop
 
     def begin(
         self, generation: Generation, groups: Sequence[RolloutGroup], limits: TokenLimits
     ) -> PendingSamples:
-        """Ask for the first turn of the unfinished rollouts.
+        """Request the first turn of the unfinished rollouts, and return what waits for it.
 
-        Servers that sample ahead begin at once; any other sampler begins when the result is asked
+        Servers that sample ahead begin at once; any other sampler begins when the result is waited
         for.
 
         Args:
-            generation: that the rollouts are sampled for.
-            groups: of this rank.
-            limits: tokens per rollout by the number of the group. Groups without an entry stay as
-                they are.
+            generation: the generation that the rollouts are sampled for.
+            groups: groups of this rank.
+            limits: for each group by its number, how many tokens of each rollout are sampled now;
+                None: up to its end. Groups without an entry stay as they are.
         """
         turns = self._turns(generation, groups, limits)
         requests = turns.requests(turns.unfinished)
         if isinstance(self.sampler, AsyncServerSampler):
             return self.sampler.begin(requests)
         sample = partial(self.sampler.sample, requests, turns.prompts)
+        # Cached: a second call of `join` has to return the same results.
         return PendingSamples(step=generation.key.step, join=cache(sample))
 
     def finish(self, generation: Generation, pending: PendingGeneration) -> list[RolloutGroup]:
-        """Wait for the first turn of a pending generation, and play all further ones.
+        """Wait for the first turn that `begin` has requested, and sample all further turns.
 
-        Returns its groups in their order, with longer rollouts.
+        Returns the groups of the pending generation in their order, with longer rollouts.
         """
         return self._play(
             self._turns(generation, pending.groups, pending.token_limits, pending.samples)
@@ -149,9 +161,16 @@ class GroupSampler:
     def sample(
         self, generation: Generation, groups: Sequence[RolloutGroup], limits: TokenLimits
     ) -> list[RolloutGroup]:
-        """Continue the unfinished rollouts of the groups that `limits` names, with all their turns.
+        """Sample the unfinished rollouts of some groups now, with all their turns.
 
-        The arguments are those of `begin`. Returns all groups in their order.
+        Args:
+            generation: the present generation.
+            groups: groups of this rank.
+            limits: for each group by its number, how many tokens of each rollout are sampled now;
+                None: up to its end. Groups without an entry stay as they are.
+
+        Returns:
+            All groups in their order.
         """
         return self._play(self._turns(generation, groups, limits))
 
@@ -175,23 +194,29 @@ class GroupSampler:
         limits: TokenLimits,
         first_samples: PendingSamples | None = None,
     ) -> GroupTurns:
-        """Return the turns of the unfinished rollouts; reads their prompts.
+        """Read the prompts of the unfinished rollouts, and return the object that samples them.
 
         A rank without unfinished rollouts reads nothing, and has no prompts.
+
+        Args:
+            generation: the present generation.
+            groups: groups of this rank.
+            limits: as in `sample`.
+            first_samples: the first turn, where it was requested before.
         """
         unfinished = unfinished_rollouts(groups, limits)
         parts: dict[RolloutKey, RequestParts] = {}
         prompts = None
         if unfinished:
             group_of_rollout = [groups[key.group] for key in unfinished]
-            prompts = self.prompts.read(group_of_rollout, generation)
+            prompts = self.prompt_reader.read(group_of_rollout, generation)
             trainer_images = prompts.images or [None] * len(unfinished)
             is_training = generation.key.mode == "train"
-            replacements = other_images(
+            replacements = replaced_images(
                 self.extensions if is_training else (),
                 groups=groups,
-                group_and_member=[*unfinished],
-                images=trainer_images,
+                keys=[*unfinished],
+                trainer_images=trainer_images,
             )
             for key, prompt_ids, images, replacement in zip(
                 unfinished, prompts.ids, trainer_images, replacements, strict=True
@@ -201,7 +226,7 @@ class GroupSampler:
                     member=key.member,
                     prompt_ids=prompt_ids,
                     images=list(replacement or images or ()),
-                    # Where the engine sees another image, its prompt is not the trainer's.
+                    # The prompt of an engine that sees another image is not the trainer's.
                     compared=replacement is None,
                     token_budget=limits[key.group],
                     tokens_before=len(unfinished[key].policy_tokens),
@@ -217,23 +242,22 @@ class GroupSampler:
         )
 
     def _play(self, turns: GroupTurns) -> list[RolloutGroup]:
-        """Return all groups of the turns, with the unfinished rollouts played through."""
-        continued = run_turns(turns.unfinished, turns)
-        return [
-            replace(
-                group,
-                rollouts=tuple(
-                    continued.get(RolloutKey(number, member), rollout)
-                    for member, rollout in enumerate(group.rollouts)
-                ),
+        """Sample all turns, and return all groups with the longer rollouts in their places."""
+        sampled = run_turns(turns.unfinished, turns)
+        groups = []
+        for number, group in enumerate(turns.groups):
+            # A rollout that had ended before has not been sampled.
+            rollouts = tuple(
+                sampled.get(RolloutKey(number, member), rollout)
+                for member, rollout in enumerate(group.rollouts)
             )
-            for number, group in enumerate(turns.groups)
-        ]
+            groups.append(replace(group, rollouts=rollouts))
+        return groups
 
 
 @dataclass(kw_only=True)
 class GroupTurns:
-    """Plays the turns of the unfinished rollouts of groups: the `TurnPlayer` of a training."""
+    """Samples the turns of the unfinished rollouts of groups: the `TurnPlayer` of a training."""
 
     sampler: GroupSampler
     step: int
@@ -244,10 +268,14 @@ class GroupTurns:
     prompts: PromptBatch | None
     """The prompts of all unfinished rollouts, for a sampler that reads them itself."""
     first_samples: PendingSamples | None
-    """The samples of the first turn, where they were asked for before."""
+    """The samples of the first turn, where they were requested before."""
 
     def sample(self, rollouts: Mapping[RolloutKey, Rollout]) -> dict[RolloutKey, Rollout]:
-        """Return the rollouts with one more turn, or what the token budget allows of it."""
+        """Sample one more turn of each rollout, as far as its token budget allows.
+
+        Raises `RolloutError`, which names the row, where the engine reads another prompt than the
+        trainer.
+        """
         requests = self.requests(rollouts)
         tool_loop = self.sampler.tool_loop
         with mismatch_named([self.parts[key].group.row for key in rollouts]):
@@ -258,7 +286,7 @@ class GroupTurns:
                 request,
                 result,
                 max_turn=None if tool_loop is None else tool_loop.turn_tokens,
-                stop=self.sampler.stop,
+                stop=self.sampler.stop_criteria,
                 step=step,
                 compared=self.parts[key].compared,
             )
@@ -268,10 +296,10 @@ class GroupTurns:
         }
 
     def answer(self, key: RolloutKey, rollout: Rollout) -> Rollout:
-        """Return the rollout with what tools answer to the calls of its last turn."""
+        """Run the tools that the rollout's last turn calls, and return it with their answers."""
         tool_loop = self.sampler.tool_loop
-        # A turn may also have been stopped because it repeats itself; then it calls nothing.
-        if tool_loop is None or not self.sampler.stop.ends(rollout.last_turn_tokens):
+        # A turn that did not end by itself was stopped since it repeats itself. It calls nothing.
+        if tool_loop is None or not self.sampler.stop_criteria.ends(rollout.last_turn_tokens):
             return rollout
         parts = self.parts[key]
         return tool_loop(
@@ -296,11 +324,14 @@ class GroupTurns:
         return [self._request(self.parts[key], rollout) for key, rollout in rollouts.items()]
 
     def _results(self, requests: list[SamplingRequest]) -> tuple[list[SamplingResult], int]:
-        """Return the results of a turn, and the optimizer steps of the weights that sampled it."""
-        samples = self.first_samples
-        self.first_samples = None  # later turns are sampled now
-        if samples is not None:
-            return samples.join(), samples.step
+        """Return the results of a turn, and the optimizer step of the weights that sampled it.
+
+        The first turn may have been requested in an earlier step. Later turns are sampled now.
+        """
+        first_samples = self.first_samples
+        self.first_samples = None
+        if first_samples is not None:
+            return first_samples.join(), first_samples.step
         return self.sampler.sampler.sample(requests, self.prompts), self.step
 
     def _request(self, parts: RequestParts, rollout: Rollout) -> SamplingRequest:
@@ -310,30 +341,40 @@ class GroupTurns:
         seed = None
         if config.uses("seeded_rollouts"):
             seed = parts.group.seed(config.seed, parts.member, rollout)
-        # Only rollouts that have not begun share their prompt, and so a request.
-        shares_request = not tokens and config.uses("group_requests")
         problem = parts.group.problem
+        # Requests with the same key become one request of vLLM for several samples. Rollouts of a
+        # group share their prompt, and so a key, until they have tokens of their own.
+        shares_request = not tokens and config.uses("group_requests")
+        request_key = problem if shares_request else (problem, parts.member)
         return SamplingRequest(
             prompt_ids=[*parts.prompt_ids, *tokens],
             images=[*parts.images, *(picture.image for picture in rollout.pictures)],
-            group=problem if shares_request else (problem, parts.member),
+            group=request_key,
             seed=seed,
             max_tokens=self._max_tokens(parts, rollout),
             max_length=config.max_completion_length,
         )
 
     def _max_tokens(self, parts: RequestParts, rollout: Rollout) -> int:
-        """Return how many tokens the rollout may sample in its next turn."""
-        limit: int = self.sampler.config.max_completion_length - len(rollout.tokens)
+        """Return how many tokens the rollout may sample in its next turn.
+
+        A completion, a generation (`adora_rollouts.budget`) and a turn (`turn_tokens`) have limits.
+        Tokens of tools count in the first one alone.
+        """
+        left_in_completion: int = self.sampler.config.max_completion_length - len(rollout.tokens)
+        limits = [left_in_completion]
         if parts.token_budget is not None:
-            sampled = len(rollout.policy_tokens)
-            limit = min(limit, parts.token_budget - sampled + parts.tokens_before)
+            sampled_in_generation = len(rollout.policy_tokens) - parts.tokens_before
+            limits.append(parts.token_budget - sampled_in_generation)
         tool_loop = self.sampler.tool_loop
         if tool_loop is not None and tool_loop.turn_tokens is not None:
-            limit = min(limit, tool_loop.turn_tokens - len(rollout.last_turn_tokens))
-        return limit
+            limits.append(tool_loop.turn_tokens - len(rollout.last_turn_tokens))
+        return min(limits)
 
 
 def to_the_ends(groups: Sequence[RolloutGroup]) -> TokenLimits:
-    """Limits by which all rollouts of the groups are sampled to their ends."""
+    """Return token limits by which all rollouts of the groups are sampled to their ends.
+
+    Their keys are the numbers of the groups; None stands for no limit.
+    """
     return dict.fromkeys(range(len(groups)))

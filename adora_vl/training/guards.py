@@ -52,7 +52,7 @@ class GenerationGuard:
 
         `control_tokens` are those of the model, which no prompt may have.
         """
-        self.save = context.save_now
+        self.save_now = context.save_now
         self.state = context.state
         self.control_tokens = control_tokens
 
@@ -70,65 +70,75 @@ class GenerationGuard:
             SharedUserError: a prompt cannot be used on some rank.
         """
         self._check_prompts(rows, step)
+        # Pairs of a row's id and the reason why its image cannot be read, of all ranks.
         unreadable = gather_object(unreadable_rows(rows))
         if not unreadable:
             return
-        checkpoint = self.save()
-        (row_name, reason) = unreadable[0]
-        further_row_count = len({name for name, _ in unreadable}) - 1
-        further_rows_text = f" (and {further_row_count} more rows)" if further_row_count else ""
+        checkpoint = self.save_now()
+        row_id, reason = unreadable[0]
+        more_rows = len({name for name, _ in unreadable}) - 1
+        more_text = f" (and {more_rows} more rows)" if more_rows else ""
         raise RunError(
             stopped_before(
                 step,
-                f"row {row_name}: an image cannot be read: {reason}{further_rows_text}",
+                f"row {row_id}: an image cannot be read: {reason}{more_text}",
                 remedy="Repair or remove the row",
                 checkpoint=checkpoint,
             )
         )
 
     def _check_prompts(self, rows: Sequence[Row], step: int) -> None:
-        """Raise `SharedUserError` on all ranks where a prompt cannot be used on any."""
+        """Raise `SharedUserError` on all ranks if a prompt cannot be used on any rank. Collective.
+
+        Such a prompt has messages of another form, or control tokens of the model.
+        """
         faults = []
-        checked_ids = set[int]()  # the rows of a group share one prompt
+        # The rows of a group share one prompt object, which is checked once.
+        checked_objects = set[int]()
         for number, row in enumerate(rows):
             prompt = row.get("prompt")
-            if id(prompt) in checked_ids:
+            if id(prompt) in checked_objects:
                 continue
-            checked_ids.add(id(prompt))
+            checked_objects.add(id(prompt))
             fault = problem_with_messages(prompt, self.control_tokens)
             if fault is not None:
-                faults.append(f"row {row.get('id', f'#{number} of the batch')}: {fault}")
-        faults = gather_object(faults)
-        if faults:
-            raise SharedUserError(stopped_before(step, faults[0], checkpoint=self.save()))
+                row_name = row.get("id", f"#{number} of the batch")
+                faults.append(f"row {row_name}: {fault}")
+        faults_of_ranks = gather_object(faults)
+        if faults_of_ranks:
+            raise SharedUserError(
+                stopped_before(step, faults_of_ranks[0], checkpoint=self.save_now())
+            )
 
     @contextmanager
     def beginning(self, step: int) -> Iterator[None]:
-        """Inside, a user's code begins the rollouts of rows. Collective.
+        """Return a context in which the user's code, such as an environment's `reset`, is called.
 
-        Raises `SharedUserError` on all ranks, with the checkpoint to go on from, where any rank has
-        raised `UserError`.
+        If any rank raises `UserError` inside, all ranks save a checkpoint and raise
+        `SharedUserError`. Collective.
+
+        `step`: optimizer steps that have been made, for the message.
         """
-        fault = ""
+        fault = ""  # stays empty where this rank raises nothing
         try:
             yield
         except UserError as error:
             fault = str(error)
         faults = [text for text in gather_object([fault]) if text]
         if faults:
-            raise SharedUserError(stopped_before(step, faults[0], checkpoint=self.save()))
+            raise SharedUserError(stopped_before(step, faults[0], checkpoint=self.save_now()))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, all ranks use the servers, or give them weights.
+        """Return a context in which all ranks use the vLLM servers, or give them weights.
 
-        Raises `RunError` on all ranks together where no server is left.
+        Where no server is left, all ranks save a checkpoint and raise `RunError`.
         """
         try:
             yield
         except NoServerError as error:
             step = self.state().global_step
-            raise RunError(stopped_before(step, str(error), checkpoint=self.save())) from None
+            raise RunError(stopped_before(step, str(error), checkpoint=self.save_now())) from None
 
 
 class RewardGuard:
@@ -140,94 +150,113 @@ class RewardGuard:
     def __init__(self, context: StepContext) -> None:
         # seconds for a function; presets have their own
         self.timeout = context.config.adora_reward_timeout
-        self.save = context.save_now
+        self.save_now = context.save_now
         self.failures: list[RewardFailure] = []  # of this rank, in the present generation
         # for each function, why its call failed, by the number of this rank's completion
         self._unscored: list[dict[int, str]] = []
 
     def around(self, functions: Sequence[Any], names: Sequence[str]) -> list[Any]:
-        """The functions as TRL is to call them: with a time limit, and failures noted.
+        """Wrap the reward functions, so that each has a time limit and its failures are noted.
 
-        Reward models, which are modules, stay as they are.
+        Reward models, which are modules, stay as they are. `names`: the functions' names for the
+        log.
         """
+        # For each function its own dict, which its wrapper fills.
         self._unscored = [{} for _ in functions]
-        return [
-            function
-            if isinstance(function, torch.nn.Module)
-            else safe_call(
-                function,
-                name=name,
-                timeout=None if _is_bounded(function) else self.timeout,
-                failures=self.failures,
-                unscored=unscored,
+        wrapped: list[Any] = []
+        for function, name, unscored in zip(functions, names, self._unscored, strict=True):
+            if isinstance(function, torch.nn.Module):
+                wrapped.append(function)
+                continue
+            wrapped.append(
+                safe_call(
+                    function,
+                    name=name,
+                    timeout=None if _is_bounded(function) else self.timeout,
+                    failures=self.failures,
+                    unscored=unscored,
+                )
             )
-            for function, name, unscored in zip(functions, names, self._unscored, strict=True)
-        ]
+        return wrapped
 
     def check(self, step: int) -> None:
-        """End the run on all ranks if a function failed on any. Collective.
+        """End the run on all ranks if a reward function failed on any. Collective.
+
+        `step`: optimizer steps that have been made, for the message.
 
         Raises:
             RunError: names function, row and the checkpoint to go on from.
-            SharedUserError: the failure is a mistake of the user.
+            SharedUserError: the failure is a mistake of the user, such as a wrong key of an API.
         """
+        # Gathering makes named tuples plain ones.
         failures = [RewardFailure(*fields) for fields in gather_object(self.failures[:])]
         self.failures.clear()
         if not failures:
             return
-        mistake = next((failure.reason for failure in failures if failure.mistake), None)
-        if mistake is not None:
-            raise SharedUserError(stopped_before(step, mistake, checkpoint=self.save()))
+        for failure in failures:
+            if failure.mistake:
+                raise SharedUserError(
+                    stopped_before(step, failure.reason, checkpoint=self.save_now())
+                )
         failure = failures[0]
         raise RunError(
             stopped_before(
                 step,
                 f"reward {failure.function}: {failure.row}: {failure.reason}",
                 remedy="Repair the function",
-                checkpoint=self.save(),
+                checkpoint=self.save_now(),
             )
         )
 
     def take_failed_calls(self, rows_per_rank: int) -> dict[tuple[int, int], str]:
-        """Return why functions gave an exception in place of a reward, and forget it. Collective.
+        """Return why reward functions gave an exception in place of a reward, and forget it.
 
-        Returns the reasons by the number of the rollout over all ranks and the number of the
-        function. Every rank has `rows_per_rank` rollouts.
+        A function may do so for a single completion. Collective.
+
+        Args:
+            rows_per_rank: rollouts that every rank has.
+
+        Returns:
+            The reasons by the number of the rollout over all ranks and the number of the function.
         """
-        calls_of_rank = [
+        failed_calls = [
             (completion, function, reason)
-            for function, unscored in enumerate(self._unscored)
-            for completion, reason in unscored.items()
+            for function, reasons_by_completion in enumerate(self._unscored)
+            for completion, reason in reasons_by_completion.items()
         ]
-        for unscored in self._unscored:
-            unscored.clear()
+        for reasons_by_completion in self._unscored:
+            reasons_by_completion.clear()
         reasons = {}
-        for rank, calls in enumerate(gather_object([calls_of_rank])):
-            for completion, function, reason in calls:
-                reasons[rank * rows_per_rank + completion, function] = reason
+        for rank, failed_calls_of_rank in enumerate(gather_object([failed_calls])):
+            first_rollout = rank * rows_per_rank
+            for completion, function, reason in failed_calls_of_rank:
+                reasons[first_rollout + completion, function] = reason
         return reasons
 
-    def check_scored(self, missing: Sequence[str | None], step: int) -> None:
-        """Raise `RunError` if not one rollout has a reward.
+    def check_scored(self, missing_reasons: Sequence[str | None], step: int) -> None:
+        """Raise `RunError` if not one rollout of all ranks has a reward.
 
-        `missing` says why each rollout of all ranks has none; None for a rollout with a reward.
+        Args:
+            missing_reasons: why each rollout has no reward; None for a rollout with one.
+            step: optimizer steps that have been made, for the message.
         """
-        if not all(missing):
+        has_any_reward = None in missing_reasons
+        if has_any_reward:
             return
         raise RunError(
             stopped_before(
                 step,
-                f"not one of {len(missing)} rollouts has a reward ({missing[0]})",
+                f"not one of {len(missing_reasons)} rollouts has a reward ({missing_reasons[0]})",
                 remedy="Repair the reward",
-                checkpoint=self.save(),
+                checkpoint=self.save_now(),
             )
         )
 
 
 def _is_bounded(function: object) -> bool:
-    """Whether a function is one of ours, and needs no time limit.
+    """Return whether a reward function is one of ours, and so needs no time limit.
 
-    Ours bound the work for each answer, or the time for each call of a judge.
+    Ours bound their work for each completion, or the time of each call of a judge.
     """
     return str(getattr(function, "__module__", "")).startswith("adora_vl.rewards.")
 
@@ -238,51 +267,69 @@ class DriftGuard:
     def __init__(self, context: StepContext) -> None:
         self.accelerator = context.accelerator
         self.log = context.log
-        self.save = context.save_now
+        self.save_now = context.save_now
         self.bound = context.config.adora_max_drift  # nats per token on average; None only logs
 
     def check_batch(self, batch: Batch, step: int, logps_BC: Tensor | None = None) -> None:
-        """Check the log-probabilities of a batch, as `check` does.
+        """Compare policy and engine on the tokens of a batch, as `check` does. Collective.
 
-        It is called in the first pass that scores these rollouts. `logps_BC` are the policy's, by
-        default the old ones of the batch. Where they or the engine's are missing, nothing is
-        compared.
+        It is called when the policy has scored these rollouts for the first time. Nothing is
+        compared where the log-probabilities of one of the two are missing.
+
+        Args:
+            batch: has the engine's log-probabilities.
+            step: optimizer steps that have been made, for the message.
+            logps_BC: the policy's log-probabilities; None: the old ones of the batch.
         """
-        logps_BC = logps_BC if logps_BC is not None else batch.get("old_per_token_logps")
-        sampling_BC = batch.get("sampling_per_token_logps")
-        if logps_BC is not None and sampling_BC is not None:
-            self.check(logps_BC, sampling_BC, compared_mask(batch), step)
+        policy_logps_BC = logps_BC if logps_BC is not None else batch.get("old_per_token_logps")
+        engine_logps_BC = batch.get("sampling_per_token_logps")
+        if policy_logps_BC is not None and engine_logps_BC is not None:
+            self.check(policy_logps_BC, engine_logps_BC, compared_mask(batch), step)
 
-    def check(self, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor, step: int) -> None:
-        """Compare the policy's log-probabilities with the engine's, and log the drift. Collective.
+    def check(
+        self, policy_logps_BC: Tensor, engine_logps_BC: Tensor, mask_BC: Tensor, step: int
+    ) -> None:
+        """Log how far the engine's log-probabilities are from the policy's. Collective.
 
-        Raises `RolloutError` on all ranks together where the mean drift is above the bound.
+        That is the drift, the mean difference in nats per token. Raises `RolloutError` on all ranks
+        together where it is above `adora_max_drift`.
+
+        Args:
+            policy_logps_BC: the policy's log-probabilities of the sampled tokens.
+            engine_logps_BC: the engine's.
+            mask_BC: 1 at the tokens that are compared.
+            step: optimizer steps that have been made, for the message.
         """
-        sums_3 = drift_sums(logps_BC, sampling_BC, mask_BC)
+        sums_3 = drift_sums(policy_logps_BC, engine_logps_BC, mask_BC)
         drift = merge_drift(self.accelerator.gather(sums_3[None]))
-        # nothing that could be compared, as where all rollouts saw other images
+        # No token can be compared, for example where all rollouts saw other images.
         if not drift.tokens:
             return
         self.log("adora/drift", drift.mean)
+        # Not `>`: a drift that is NaN is too large.
         if self.bound is not None and not drift.mean <= self.bound:
             raise RolloutError(
-                drift_message(drift, bound=self.bound, step=step, checkpoint=self.save())
+                drift_message(drift, bound=self.bound, step=step, checkpoint=self.save_now())
             )
 
 
 def largest_ratio(log_ratios_BC: Tensor, mask_BC: Tensor, level: str = "token") -> Tensor:
-    """The largest importance ratio of a batch, (), float32, and at least 1; NaN if any is NaN.
+    """Return the largest importance ratio of a batch, (), float32; NaN if any is NaN.
 
-    The `level` is `token`, or `sequence` for the ratio of a sequence's mean, as TRL's
-    `importance_sampling_level`.
+    It is at least 1, the ratio of tokens that do not count.
+
+    Args:
+        log_ratios_BC: log-probabilities by the new policy less those by the old one.
+        mask_BC: 1 at the tokens of the loss.
+        level: TRL's `importance_sampling_level`: `token`, or `sequence` for the ratio of a
+            sequence's mean.
     """
-    # a padded position may hold anything
-    counted_BC = torch.where(mask_BC.bool(), log_ratios_BC.float(), 0.0)
+    # Replaced, not multiplied: a position that is masked out may hold NaN.
+    log_ratios_BC = torch.where(mask_BC.bool(), log_ratios_BC.float(), 0.0)
     if level == "sequence":
-        counted_BC = counted_BC.sum(dim=1, keepdim=True) / mask_BC.sum(dim=1, keepdim=True).clamp(
-            min=1
-        )
-    return counted_BC.max().clamp(min=0.0).exp()
+        tokens_B1 = mask_BC.sum(dim=1, keepdim=True).clamp(min=1)
+        log_ratios_BC = log_ratios_BC.sum(dim=1, keepdim=True) / tokens_B1
+    return log_ratios_BC.max().clamp(min=0.0).exp()
 
 
 class ReferenceGuard:
@@ -294,32 +341,40 @@ class ReferenceGuard:
     def __init__(self, context: StepContext, rounding: float) -> None:
         """Build a guard.
 
-        `rounding` is how far two right passes may differ on average, in nats per token.
+        Args:
+            context: what every part of a training step is built from.
+            rounding: how far two passes by the same weights may differ on average, in nats per
+                token.
         """
         self.accelerator = context.accelerator
         self.beta = context.config.beta
-        self.rows = context.config.per_device_train_batch_size
+        self.rows_per_pass = context.config.per_device_train_batch_size
         self.bound = max(START_BOUND, rounding)
+        # Without a KL term there is no reference to check.
         self._is_done = not self.beta
 
     def is_due(self, step: int) -> bool:
-        """Whether a batch is to be checked: the first one of a run that has made no update."""
+        """Return whether a batch is to be checked: the first one of a run that has made no step."""
         return step == 0 and not self._is_done
 
     def check(self, batch: Batch, policy_logps: PolicyLogps) -> None:
-        """Compare the policy with its reference. Collective.
+        """Compare the log-probabilities of the policy with those of its reference. Collective.
 
-        Raises `SharedUserError` where they differ by more than rounding. `policy_logps` scores the
-        batch's first rows where the batch has no log-probabilities of the policy yet.
+        Raises `SharedUserError` where they differ by more than rounding.
+
+        Args:
+            batch: a generation, with the log-probabilities of the reference.
+            policy_logps: computes those of the policy, for some rows, where the batch has none.
         """
         self._is_done = True
-        policy_BC = batch.get("old_per_token_logps")
-        if policy_BC is None:
-            first_rows = range(min(self.rows, len(batch["completion_ids"])))
+        policy_logps_BC = batch.get("old_per_token_logps")
+        if policy_logps_BC is None:
+            first_rows = range(min(self.rows_per_pass, len(batch["completion_ids"])))
             batch = RowReader(batch).take(first_rows)
-            policy_BC = policy_logps(batch)
-        sums_3 = drift_sums(policy_BC, batch["ref_per_token_logps"], loss_mask(batch))
+            policy_logps_BC = policy_logps(batch)
+        sums_3 = drift_sums(policy_logps_BC, batch["ref_per_token_logps"], loss_mask(batch))
         distance = merge_drift(self.accelerator.gather(sums_3[None]))
+        # Not `>`: a distance that is NaN is too large.
         if distance.tokens and not distance.mean <= self.bound:
             raise SharedUserError(
                 f"beta: {self.beta:g}: the policy starts {distance.mean:.3g} nats per token from "
@@ -337,33 +392,35 @@ class RatioGuard:
         self.log = context.log
         self.bound = context.config.adora_max_ratio  # None only logs
         self.level = context.config.importance_sampling_level
-        self.exceeding_ratio: float | None = (
-            None  # the ratio above the bound, in this optimizer step
-        )
+        # A ratio above the bound in this optimizer step, if there was one.
+        self.exceeding_ratio: float | None = None
 
     def loss(self, loss: Tensor, logps_BC: Tensor | None, micro: Batch) -> Tensor:
-        """Return the loss, or NaN if the ratio is above the bound. Collective.
+        """Return the loss, or NaN if an importance ratio is above `adora_max_ratio`. Collective.
 
-        With NaN every backend finds gradients that are not finite on all ranks, and the step is
-        skipped and counted like any such step. `logps_BC` are the policy's log-probabilities from
-        its pass for this loss.
+        With NaN every backend finds gradients that are not finite on all ranks, and skips the
+        optimizer step.
+
+        Args:
+            loss: the loss of a micro-batch, ().
+            logps_BC: the policy's log-probabilities in the pass of this loss; None: not observed.
+            micro: the micro-batch, with old log-probabilities if the policy has learned since it
+                was sampled. Without them every ratio is 1.
         """
-        old_BC = micro.get("old_per_token_logps")
-        # nothing was learned since sampling: every ratio is 1
-        if old_BC is None or logps_BC is None:
+        old_logps_BC = micro.get("old_per_token_logps")
+        if old_logps_BC is None or logps_BC is None:
             return loss
-        largest_on_rank = largest_ratio(logps_BC - old_BC, loss_mask(micro), self.level)
-        largest_anywhere = (
-            self.accelerator.gather(largest_on_rank[None]).max().item()
-        )  # NaN where one is NaN
-        self.log("adora/ratio_max", largest_anywhere)
-        if self.bound is None or largest_anywhere <= self.bound:
+        largest_on_rank = largest_ratio(logps_BC - old_logps_BC, loss_mask(micro), self.level)
+        # NaN where one of them is NaN
+        largest_of_ranks = self.accelerator.gather(largest_on_rank[None]).max().item()
+        self.log("adora/ratio_max", largest_of_ranks)
+        if self.bound is None or largest_of_ranks <= self.bound:
             return loss
-        self.exceeding_ratio = largest_anywhere
+        self.exceeding_ratio = largest_of_ranks
         return loss * torch.nan
 
-    def take(self) -> float | None:
-        """Return the ratio above the bound in this step, if any, and forget it."""
+    def take_exceeding_ratio(self) -> float | None:
+        """Return the ratio above the bound in this optimizer step, if any, and forget it."""
         ratio = self.exceeding_ratio
         self.exceeding_ratio = None
         return ratio
@@ -372,18 +429,18 @@ class RatioGuard:
 def errors_with_step(
     step: Callable[[], int], where_to_go_on: Callable[[], str]
 ) -> TranslatedErrors:
-    """A context for the training, which raises errors again with the step that failed.
+    """Return a context for the training, in which errors are raised again with the step.
 
-    An error of the engine, or an unexpected one, also names the checkpoint that a new start goes on
-    from.
+    An error of the engine, or an unexpected one, becomes a `RunError` that names the step, and the
+    checkpoint from which a new start goes on.
 
     Args:
         step: returns the optimizer steps that have been made.
-        where_to_go_on: returns words on the checkpoint.
+        where_to_go_on: returns the words of the message on the checkpoint.
     """
 
-    def translated(error: Exception) -> Exception | None:
-        """The error to raise instead; None for one that says all this already."""
+    def translate(error: Exception) -> Exception | None:
+        """Return the error to raise instead; None for one that says all this already."""
         if isinstance(error, EngineError):
             failed = RunError(stopped_in(step(), str(error), where_to_go_on()))
             failed.__cause__ = error.__cause__ or error
@@ -397,11 +454,11 @@ def errors_with_step(
         failed.__cause__ = error
         return failed
 
-    return TranslatedErrors(translated)
+    return TranslatedErrors(translate)
 
 
 def _full_disk(error: Exception, step: int, where_to_go_on: str) -> DiskFullError:
-    """The error of a step that found the disk full; it names the file where that is known."""
+    """Return the error of a step that found the disk full; it names the file if it is known."""
     file = getattr(error, "filename", None)
     of_file = f" of {str(file)!r}" if file else ""
     reason = f"no space left on the disk{of_file}"

@@ -1,15 +1,16 @@
-"""Says which units fit into a micro-batch together.
+"""Says how many groups fit into a micro-batch together, by the memory that they need.
 
-Memory is planned for `per_device_train_batch_size` answers of `max_completion_length` tokens, and
-most are far shorter. So a micro-batch takes as many units as together need no more memory than the
-planned ones, by the formulas of the dry run. That saves launches and, with ZeRO-3, gathers of the
-weights. All ranks cut their units at the same places, so that they go through equally many
-micro-batches.
+Memory is planned for `per_device_train_batch_size` completions of `max_completion_length` tokens,
+and most are far shorter. So a micro-batch takes as many units (groups of rollouts, or equal parts of
+them) as together need no more memory than the planned ones, by the formulas of the dry run. That
+saves launches and, with ZeRO-3, gathers of the weights. All ranks cut their units at the same
+positions, so that they go through equally many micro-batches.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from adora_vl.models.activations import ActivationMemory, PassSize
 from adora_vl.packing.shared_prompt import MAX_TOKEN_RATIO
@@ -18,38 +19,62 @@ from adora_vl.types import HostRows
 
 @dataclass(frozen=True)
 class UnitSize:
-    """The numbers of a unit that the memory of its pass depends on. All lengths are in tokens."""
+    """The numbers of a unit that the memory of its pass depends on.
+
+    A unit is a group of rollouts with one prompt, or an equal part of a group. A row is a rollout.
+    """
 
     rows: int
-    prompt: int  # which its rows have in common
-    longest: int  # of its answers
-    answers: int  # all of them together
+    prompt_tokens: int  # of the one prompt that all rows have
+    longest_completion: int  # tokens of its longest completion
+    completion_tokens: int  # of all its completions together
     patches: int = 0  # of its images
 
     @property
-    def predicting(self) -> int:
-        """The number of tokens of its answers that predict one: the last of each does not."""
-        return max(self.answers - self.rows, 0)
+    def predicting_tokens(self) -> int:
+        """Completion tokens that predict a next one: all but the last of each completion."""
+        return max(self.completion_tokens - self.rows, 0)
+
+
+class PassBytes(NamedTuple):
+    """The memory that a pass needs, by how many layers gradient checkpointing recomputes."""
+
+    all_recomputed: int
+    none_recomputed: int
+
+    def fit_into(self, planned: "PassBytes") -> bool:
+        """Return whether a pass needs no more than planned, however many layers are recomputed.
+
+        For any number of layers between these two the formulas then give no more either.
+        """
+        return (
+            self.all_recomputed <= planned.all_recomputed
+            and self.none_recomputed <= planned.none_recomputed
+        )
 
 
 def unit_sizes(host: HostRows, rows_per_unit: int, *, shares_vision: bool) -> list[UnitSize]:
-    """Return the sizes of all units of a batch, of `rows_per_unit` rows each.
+    """Return the sizes of all units of a batch, from which the memory of a pass is predicted.
 
-    `shares_vision`: whether an image of several rows is looked at once.
+    Args:
+        host: the copy of the batch on the CPU.
+        rows_per_unit: rows of a unit, which are neighbours and have the same prompt.
+        shares_vision: whether the image that the rows of a unit have in common passes the vision
+            tower once.
     """
-    prompts = host.prompt_mask.sum(dim=1).tolist()
+    prompt_lengths = host.prompt_mask.sum(dim=1).tolist()
     sizes = []
-    for first_row in range(0, len(prompts), rows_per_unit):
+    for first_row in range(0, len(prompt_lengths), rows_per_unit):
         rows = range(first_row, first_row + rows_per_unit)
-        answer_lengths = [host.lengths[row] for row in rows]
-        patches = [_patches(host, row) for row in rows]
+        completion_lengths = [host.completion_lengths[row] for row in rows]
+        patches_by_row = [_patches(host, row) for row in rows]
         sizes.append(
             UnitSize(
                 rows=rows_per_unit,
-                prompt=prompts[first_row],
-                longest=max(answer_lengths),
-                answers=sum(answer_lengths),
-                patches=max(patches) if shares_vision else sum(patches),
+                prompt_tokens=prompt_lengths[first_row],
+                longest_completion=max(completion_lengths),
+                completion_tokens=sum(completion_lengths),
+                patches=max(patches_by_row) if shares_vision else sum(patches_by_row),
             )
         )
     return sizes
@@ -57,63 +82,75 @@ def unit_sizes(host: HostRows, rows_per_unit: int, *, shares_vision: bool) -> li
 
 def _patches(host: HostRows, row: int) -> int:
     """Return the number of patches of a row's images."""
-    images_of_row = host.images[row]
-    return 0 if images_of_row is None else len(images_of_row[0])
+    row_images = host.images[row]
+    return 0 if row_images is None else len(row_images.pixels)
 
 
 def size_of_pass(units: Sequence[UnitSize], *, shares_prompts: bool, masked: bool) -> PassSize:
-    """Return the size of the policy's pass over these units.
+    """Return the size of the policy's pass over these units, which are groups or parts of them.
 
-    With shared prompts it is one row without padding, where that is less work. Else its rows are as
-    long as the longest prompt with the longest answer.
+    A packed pass has all units in one row without padding, and the prompt of each unit once. It is
+    made where that has fewer tokens. Otherwise all rows of the pass are padded to the longest
+    prompt with the longest completion.
 
-    `masked`: whether attention takes a padding mask where rows have padding.
+    Args:
+        units: the sizes of the units.
+        shares_prompts: whether a packed pass is possible.
+        masked: whether attention takes a padding mask in a padded pass.
     """
     rows = sum(unit.rows for unit in units)
-    longest_answer = max(unit.longest for unit in units)
-    row_length = max(unit.prompt for unit in units) + longest_answer
-    patch_count = sum(unit.patches for unit in units)
-    packed_tokens = sum(unit.prompt + unit.predicting for unit in units)
-    if shares_prompts and packed_tokens <= MAX_TOKEN_RATIO * rows * row_length:
+    longest_completion = max(unit.longest_completion for unit in units)
+    padded_length = max(unit.prompt_tokens for unit in units) + longest_completion
+    patches = sum(unit.patches for unit in units)
+    packed_length = sum(unit.prompt_tokens + unit.predicting_tokens for unit in units)
+    if shares_prompts and packed_length <= MAX_TOKEN_RATIO * rows * padded_length:
+        # Attention has a copy of the prompt's keys for each rollout.
+        repeated_keys = sum(
+            unit.rows * unit.prompt_tokens + unit.predicting_tokens for unit in units
+        )
         return PassSize(
             rows=1,
-            row_length=packed_tokens,
-            scored_tokens=sum(unit.answers for unit in units),
-            repeated_keys=sum(unit.rows * unit.prompt + unit.predicting for unit in units),
-            patches=patch_count,
+            row_length=packed_length,
+            scored_tokens=sum(unit.completion_tokens for unit in units),
+            repeated_keys=repeated_keys,
+            patches=patches,
         )
     return PassSize(
         rows=rows,
-        row_length=row_length,
-        scored_tokens=rows * longest_answer,
-        patches=patch_count,
+        row_length=padded_length,
+        scored_tokens=rows * longest_completion,
+        patches=patches,
         has_padding_mask=masked,
     )
 
 
-def full_unit(units: Sequence[UnitSize], longest_answer: int) -> UnitSize:
-    """Return the unit for which memory is planned.
+def full_unit(units: Sequence[UnitSize], longest_completion: int) -> UnitSize:
+    """Return the size of the unit for which memory is planned.
 
-    It has the longest prompt of these units, and answers of `longest_answer` tokens. The dry run
-    takes the longest prompt of the data, which is no shorter.
+    It has the longest prompt and the most patches of these units, and in all rows completions of
+    `longest_completion` tokens. The dry run takes the longest prompt of the data, which is no
+    shorter.
     """
     rows = max(unit.rows for unit in units)
     return UnitSize(
         rows=rows,
-        prompt=max(unit.prompt for unit in units),
-        longest=longest_answer,
-        answers=rows * longest_answer,
+        prompt_tokens=max(unit.prompt_tokens for unit in units),
+        longest_completion=longest_completion,
+        completion_tokens=rows * longest_completion,
         patches=max(unit.patches for unit in units),
     )
 
 
 class MicroBatchRoom:
-    """The memory of a micro-batch, and what fits into it."""
+    """The memory that is planned for a micro-batch, and how many units fit into it.
+
+    A unit is a group of rollouts, or an equal part of one.
+    """
 
     def __init__(
         self,
         activation_memory: Callable[[], ActivationMemory],
-        longest_answer: int,
+        longest_completion: int,
         shares_prompts: Callable[[], bool],
         *,
         masked: bool,
@@ -122,12 +159,13 @@ class MicroBatchRoom:
 
         Args:
             activation_memory: returns what predicts the memory of a pass.
-            longest_answer: tokens of the longest answer that can be, `max_completion_length`.
-            shares_prompts: returns whether passes share prompts where that is less work.
+            longest_completion: tokens of the longest completion that can be sampled.
+            shares_prompts: returns whether passes compute a prompt once per group where that is
+                less work. It may change when packed passes are checked, in the first step.
             masked: whether attention takes a padding mask where rows have padding.
         """
         self._make_activation_memory = activation_memory
-        self._longest_answer = longest_answer
+        self._longest_completion = longest_completion
         self._shares_prompts = shares_prompts
         self._masked = masked
 
@@ -138,54 +176,48 @@ class MicroBatchRoom:
     def cut(
         self, sizes_by_rank: Sequence[Sequence[UnitSize]], positions: Sequence[int], max_units: int
     ) -> list[range]:
-        """Return which of these places share a micro-batch, on all ranks alike.
+        """Divide consecutive units into micro-batches, at the same positions on all ranks.
 
-        A micro-batch has `max_units` units, for which memory is planned, and more as long as those
-        of every rank fit. The last one may have fewer.
+        A micro-batch has `max_units` units, or more if those of every rank need no more memory than
+        `max_units` units of the greatest length. The last micro-batch may have fewer.
 
         Args:
-            sizes_by_rank: for each rank the sizes of its units, in the order in which they are learned from;
-                equally many on each.
-            positions: neighbours in this order.
-            max_units: full units for which memory is planned.
+            sizes_by_rank: for each rank the sizes of its units in the order of learning, equally
+                many on each.
+            positions: consecutive positions in this order.
+            max_units: the number of units of the greatest length for which memory is planned.
+
+        Returns:
+            The positions of the units of each micro-batch.
         """
-        all_units = [unit for units in sizes_by_rank for unit in units]
-        planned_bytes = self._needed([full_unit(all_units, self._longest_answer)] * max_units)
+        all_sizes = [size for sizes in sizes_by_rank for size in sizes]
+        longest_unit = full_unit(all_sizes, self._longest_completion)
+        planned = self._pass_bytes([longest_unit] * max_units)
         micro_batches: list[range] = []
-        first_position = positions[0]
+        first = positions[0]
         for position in positions:
-            micro_batch = range(first_position, position + 1)
-            if len(micro_batch) > max_units and not self._fits(
-                sizes_by_rank, micro_batch, planned_bytes
-            ):
-                micro_batches.append(range(first_position, position))
-                first_position = position
-        micro_batches.append(range(first_position, positions[-1] + 1))
+            candidate = range(first, position + 1)
+            if len(candidate) <= max_units:
+                continue
+            fits_on_ranks = (
+                self._pass_bytes(sizes[candidate.start : candidate.stop]).fit_into(planned)
+                for sizes in sizes_by_rank
+            )
+            if not all(fits_on_ranks):
+                micro_batches.append(range(first, position))
+                first = position
+        micro_batches.append(range(first, positions[-1] + 1))
         return micro_batches
 
-    def _fits(
-        self,
-        sizes_by_rank: Sequence[Sequence[UnitSize]],
-        positions: range,
-        planned_bytes: list[int],
-    ) -> bool:
-        """Return whether the units at these places fit on every rank."""
-        for units in sizes_by_rank:
-            needed_bytes = self._needed(units[positions.start : positions.stop])
-            pairs = zip(needed_bytes, planned_bytes, strict=True)
-            if any(needed > planned for needed, planned in pairs):
-                return False
-        return True
+    def _pass_bytes(self, units: Sequence[UnitSize]) -> PassBytes:
+        """Return the memory of a pass over these units, by how many layers it recomputes.
 
-    def _needed(self, units: Sequence[UnitSize]) -> list[int]:
-        """Return the bytes of a pass over these units, with all layers recomputed and with none.
-
-        With any number between them it takes no more where both are no more.
+        Without gradient checkpointing no layer is ever recomputed, and both numbers are the same.
         """
+        memory = self._activation_memory
         pass_size = size_of_pass(units, shares_prompts=self._shares_prompts(), masked=self._masked)
-        layers = self._activation_memory.shape.text.layers
-        recomputed_layers = [layers, 0] if self._activation_memory.checkpointing else [0]
-        return [
-            self._activation_memory.peak_bytes(pass_size, recomputed)
-            for recomputed in recomputed_layers
-        ]
+        most_recomputed = memory.shape.text.layers if memory.checkpointing else 0
+        return PassBytes(
+            all_recomputed=memory.peak_bytes(pass_size, most_recomputed),
+            none_recomputed=memory.peak_bytes(pass_size, 0),
+        )

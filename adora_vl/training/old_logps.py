@@ -1,7 +1,7 @@
-"""Says which rollouts of a generation need a pass for their old log-probabilities.
+"""Decides where the old log-probabilities of rollouts come from.
 
-These are of the policy that has sampled. The loss compares the policy with them, and the engine is
-compared with them.
+They are those of the policy that has sampled the rollouts. TRL's clipped loss takes the ratio of the
+new policy to them, and the engine's log-probabilities are compared with them.
 """
 
 from collections.abc import Sequence
@@ -19,162 +19,189 @@ from adora_vl.types import Batch, StepContext
 
 @dataclass(frozen=True, kw_only=True)
 class OldPass:
-    """A pass that gives some rows of a micro-batch their old log-probabilities."""
+    """A pass that computes the old log-probabilities of some rows of a micro-batch."""
 
     micro: Batch  # of B rows, from which the policy learns later
-    rows: list[int]  # those that are scored, in ascending order
+    rows: list[int]  # the numbers of the rows that need the pass, in ascending order
 
-    def part(self) -> Batch:
-        """Return the rows that are scored as a batch of their own, or the whole micro-batch."""
+    def batch(self) -> Batch:
+        """Return the rows that need the pass as a batch; the micro-batch itself if all do."""
         if len(self.rows) == len(self.micro["completion_ids"]):
             return self.micro
-        part = RowReader(self.micro).take(self.rows)
-        if "host" in self.micro:
-            part["host"] = self.micro["host"].taken(self.rows)
-        return part
+        batch = RowReader(self.micro).take(self.rows)
+        if "host_rows" in self.micro:
+            batch["host_rows"] = self.micro["host_rows"].select(self.rows)
+        return batch
 
-    def store(self, part: Batch) -> None:
-        """Put what the pass found out about `part` into the micro-batch."""
-        if part is self.micro:
+    def store(self, scored: Batch) -> None:
+        """Copy what the pass has computed into the rows of the micro-batch.
+
+        `scored`: the result of `batch`, with the old log-probabilities and, where the loss is
+        corrected by them, with the importance ratios to the engine.
+        """
+        if scored is self.micro:
             return
         for name in ("old_per_token_logps", "importance_sampling_ratio"):
-            if name in part:
-                scored = cast("Tensor", part.get(name))
-                column = cast("Tensor", self.micro.get(name)).to(scored.dtype)
-                column[self.rows] = scored
+            if name in scored:
+                values = cast("Tensor", scored.get(name))
+                column = cast("Tensor", self.micro.get(name)).to(values.dtype)
+                column[self.rows] = values
                 self.micro[name] = column
 
 
 class OldLogps:
     """Decides where the old log-probabilities of each micro-batch come from.
 
-    Until the first update after sampling, the policy's own pass has them, and TRL takes them from
-    there. Later micro-batches need a pass of their own, before that update changes the weights.
+    Before the first optimizer step on a generation the weights are still those that have sampled
+    it. So the pass whose loss is learned from has the old log-probabilities too, and TRL takes them
+    from there. Micro-batches of later steps need a pass of their own before the weights change.
     Stock TRL makes this pass over the whole generation whenever vLLM samples. With
-    `adora_rollouts.old_logps: engine` the engine's are taken for them and there is no pass.
+    `adora_rollouts.old_logps: engine` the engine's log-probabilities are used and there is no pass.
     """
 
     def __init__(self, context: StepContext, *, has_dropout: bool) -> None:
         """Build the object.
 
-        `has_dropout`: whether the policy's own pass has dropout, which the old log-probabilities
-        have not.
+        Args:
+            context: what every part of a training step is built from.
+            has_dropout: whether the pass that is learned from has dropout. Old log-probabilities
+                must be without.
         """
         config = context.config
         self.accelerator = context.accelerator
         self.config = config
         self.layout = BatchLayout.of(config)
         self.has_dropout = has_dropout
-        self.are_engines = config.adora_rollouts.old_logps == "engine"
+        # Whether the engine's log-probabilities are taken for the old ones.
+        self.uses_engine_logps = config.adora_rollouts.old_logps == "engine"
+        # Whether the loss is corrected by the importance ratio of the policy to the engine.
         self.corrects_engine = config.use_vllm and config.vllm_importance_sampling_correction
         # With an advantage of 0 the clipped loss is 0 whatever the ratio of new to old policy, and
         # so is its gradient. Only TRL's corrected KL term multiplies by that ratio too.
         corrects_kl = config.beta != 0.0 and config.use_bias_correction_kl
-        self._scores_signal_alone = config.uses("skip_zero_signal") and not corrects_kl
+        self._skips_groups_without_signal = config.uses("skip_zero_signal") and not corrects_kl
+        # Whether this package cuts a generation into micro-batches, and not TRL.
         self._is_cut_here = regroups(config) and not regroup_obstacle(config)
 
     @property
     def needs_pass_over_generation(self) -> bool:
-        """Whether a pass over the whole generation is made before anything is graded.
+        """Whether a pass over the whole generation computes its old log-probabilities.
 
-        That is stock TRL's way. It is also ours where TRL cuts the generation into micro-batches,
-        since a pass for some of them alone could not be made then.
+        It is made before rollouts are graded, as stock TRL does. Where TRL cuts the generation into
+        micro-batches, a later pass over some of them cannot be made.
         """
-        if self.are_engines:
+        if self.uses_engine_logps:
             return False
         if not self.config.uses("skip_old_pass"):
             return True
         if self._is_cut_here:
             return False
-        # With one optimizer step the pass that learns has them, but for the noise of dropout.
+        # With one optimizer step the pass that is learned from has them, unless it has dropout.
         return self.has_dropout or not self.layout.has_one_step
 
     def due(self, micro_batches: Sequence[Batch]) -> list[OldPass]:
-        """Return the passes that a generation's micro-batches need before they are learned from.
+        """Return the passes that compute old log-probabilities before the policy learns. Collective.
 
-        They are equally many on all ranks. Collective.
+        They are equally many on all ranks. Micro-batches of the first optimizer step need none:
+        the pass that is learned from has them.
+
+        Args:
+            micro_batches: those of the generation in the order of learning. Some are empty, on all
+                ranks alike.
         """
-        if self.are_engines or self.needs_pass_over_generation:
+        if self.uses_engine_logps or self.needs_pass_over_generation:
             return []
         first = self.layout.micro_batches_before_update
-        # The policy's own pass has the noise of dropout, which is to be neither in the ratio to the
-        # engine nor in what further passes over the generation are compared with.
+        # Dropout makes the log-probabilities of the pass that is learned from noisy. The noise must
+        # not get into the ratio to the engine, nor into what later passes over the same generation
+        # are compared with.
         if self.has_dropout and (self.corrects_engine or self.layout.num_iterations > 1):
             first = 0
-        # A micro-batch is empty on all ranks alike.
-        later = [micro for micro in micro_batches[first:] if micro]
-        if not self._scores_signal_alone:
-            return [OldPass(micro=micro, rows=_all_rows(micro)) for micro in later]
-        return self._passes_over_signal(later)
+        due_micro_batches = [micro for micro in micro_batches[first:] if micro]
+        if self._skips_groups_without_signal:
+            return self._passes_over_signal(due_micro_batches)
+        return [
+            OldPass(micro=micro, rows=list(range(len(micro["completion_ids"]))))
+            for micro in due_micro_batches
+        ]
 
     def _passes_over_signal(self, micro_batches: Sequence[Batch]) -> list[OldPass]:
-        """Return passes over the groups with signal, where any rank has one. Collective."""
-        rows_per_unit = self.layout.rows_per_unit
+        """Return passes over the groups with signal, those with an advantage other than 0.
+
+        A micro-batch that has such a group on any rank gets a pass on all of them. Collective.
+        """
         if not micro_batches:
             return []
-        has_signal = [
-            signal_of_units(micro["advantages"], rows_per_unit) for micro in micro_batches
-        ]
+        # A unit is a group, or the part of it that one micro-batch has.
+        rows_per_unit = self.layout.rows_per_unit
+        signals = [signal_of_units(micro["advantages"], rows_per_unit) for micro in micro_batches]
+        has_signal_M = torch.stack([has_signal_U.any() for has_signal_U in signals])
         # With sharded weights every pass is collective, so all ranks make one or none does.
-        here_M = torch.stack([units_U.any() for units_U in has_signal])
-        is_due = self.accelerator.gather(here_M[None]).any(dim=0).tolist()
-        # All micro-batches together, for which the host waits once.
-        on_host = torch.cat(has_signal).cpu()
-        host_parts = torch.split(on_host, [len(units_U) for units_U in has_signal])
+        is_due_M = self.accelerator.gather(has_signal_M[None]).any(dim=0).tolist()
+        # One copy for all micro-batches, so that the CPU waits for the GPU once.
+        signals_on_cpu = torch.split(
+            torch.cat(signals).cpu(), [len(has_signal_U) for has_signal_U in signals]
+        )
         passes = []
-        for micro, units_U, pass_is_due in zip(micro_batches, host_parts, is_due, strict=True):
-            self._leave_out(micro)
-            if not pass_is_due:
+        for micro, has_signal_U, is_due in zip(
+            micro_batches, signals_on_cpu, is_due_M, strict=True
+        ):
+            self._mark_as_missing(micro)
+            if not is_due:
                 continue
             # A rank without signal takes part with its first unit.
-            chosen_units = units_U.nonzero().flatten().tolist() or [0]
-            rows = [
-                number * rows_per_unit + row
-                for number in chosen_units
-                for row in range(rows_per_unit)
-            ]
+            units = has_signal_U.nonzero().flatten().tolist() or [0]
+            rows = [unit * rows_per_unit + row for unit in units for row in range(rows_per_unit)]
             passes.append(OldPass(micro=micro, rows=rows))
         return passes
 
-    def are_of_this_pass(self, micro_step: int) -> bool:
-        """Whether the loss takes the old log-probabilities from the pass that it learns from.
+    def come_from_same_pass(self, micro_step: int) -> bool:
+        """Return whether the old log-probabilities are those of the pass that is learned from.
 
-        The weights have not changed since sampling then, so the ratio of new to old policy is 1.
-        With dropout it would not be 1 to a pass without.
+        That is so before the first optimizer step on the generation. The ratio of new to old policy
+        is 1 then, also with dropout, where it would not be 1 to a pass without.
 
-        `micro_step`: micro-batches of the generation that were learned from before this one.
+        `micro_step`: how many micro-batches of the generation were learned from before this one.
         """
-        if self.are_engines or micro_step >= self.layout.micro_batches_before_update:
+        if self.uses_engine_logps or micro_step >= self.layout.micro_batches_before_update:
             return False
         return self.has_dropout or self.config.uses("skip_old_pass")
 
     def compares_engine(self, micro_step: int) -> bool:
-        """Whether the pass that learns from a micro-batch measures how far the engine is from it.
+        """Return whether the pass over this micro-batch is compared with the engine.
 
-        Later weights than those that have sampled would be as far as they have learned.
+        Where the engine's log-probabilities are used as the old ones, it is compared only before
+        the first optimizer step on the generation. Later the policy has learned, and differs
+        from the engine for that reason.
 
-        `micro_step`: as in `are_of_this_pass`.
+        `micro_step`: how many micro-batches of the generation were learned from before this one.
         """
-        has_sampled = micro_step < self.layout.micro_batches_before_update
-        return self.corrects_engine or (self.are_engines and has_sampled)
+        is_before_update = micro_step < self.layout.micro_batches_before_update
+        return self.corrects_engine or (self.uses_engine_logps and is_before_update)
 
-    def for_loss(self, micro: Batch, micro_step: int) -> None:
-        """Put the old log-probabilities into a micro-batch, or take them out for those of the pass.
+    def prepare_loss(self, micro: Batch, micro_step: int) -> None:
+        """Give a micro-batch the old log-probabilities that its loss takes.
 
-        `micro`: a copy of the micro-batch, for this one loss.
+        They are the engine's (`adora_rollouts.old_logps: engine`), or those that are there already.
+        Without the column TRL takes those of the pass that is learned from.
+
+        Args:
+            micro: a copy of the micro-batch, for this one loss.
+            micro_step: how many micro-batches of the generation were learned from before this one.
         """
-        if self.are_engines:
+        if self.uses_engine_logps:
             logps_BC = micro["sampling_per_token_logps"]
-            # The engine was not asked for the tokens of tools, from which nothing is learned.
+            # NaN stands at the tokens of tools, which the engine has not sampled. The loss masks
+            # these tokens, but NaN times a mask of 0 is still NaN.
             micro["old_per_token_logps"] = torch.where(logps_BC.isnan(), 0.0, logps_BC)
-        elif self.are_of_this_pass(micro_step):
+        elif self.come_from_same_pass(micro_step):
             micro.pop("old_per_token_logps", None)
 
-    def _leave_out(self, micro: Batch) -> None:
-        """Say of all rows of a micro-batch that no pass scores them, until one has.
+    def _mark_as_missing(self, micro: Batch) -> None:
+        """Mark the old log-probabilities of all rows as missing, until a pass computes some.
 
-        Their old log-probabilities are NaN, which `fill` replaces before the loss. The ratio to the
-        engine is 1, so that nobody computes it from weights that have not sampled the rows.
+        They are NaN, which `fill_missing` replaces before the loss. The ratio to the engine is 1,
+        so that nobody computes it later from weights that have not sampled the rows.
         """
         mask_BC = micro["completion_mask"]
         micro["old_per_token_logps"] = torch.full(
@@ -187,36 +214,38 @@ class OldLogps:
                 len(mask_BC), tokens, device=mask_BC.device
             )
 
-    def fill(self, micro: Batch, logps_BC: Tensor) -> None:
-        """Give rows without old log-probabilities those of the pass that they are learned from.
+    def fill_missing(self, micro: Batch, logps_BC: Tensor) -> None:
+        """Replace old log-probabilities that no pass has computed, NaN, by the present ones.
 
-        Their ratio of new to old policy is 1 then. Their advantage is 0, so it does not matter.
+        The rows have advantages of 0, so the ratio of new to old policy does not matter. It becomes
+        1.
 
         Args:
             micro: a copy of the micro-batch, for this one loss.
-            logps_BC: the policy's log-probabilities, detached.
+            logps_BC: the policy's log-probabilities in the pass of this loss, detached.
         """
         old_BC = micro.get("old_per_token_logps")
         if old_BC is not None:
             micro["old_per_token_logps"] = torch.where(old_BC.isnan(), logps_BC, old_BC)
 
-    def keep(self, micro_batch: Batch, micro: Batch, logps_BC: Tensor, micro_step: int) -> None:
-        """Keep what a pass before the first update gives, for later passes over its generation.
+    def keep_for_next_iteration(
+        self, stored_micro: Batch, loss_micro: Batch, logps_BC: Tensor, micro_step: int
+    ) -> None:
+        """Store the log-probabilities of the first pass over a micro-batch as its old ones.
+
+        With `num_iterations` above 1 the same micro-batch is learned from again, after the weights
+        have changed.
 
         Args:
-            micro_batch: it is learned from again.
-            micro: its copy for this loss, with the ratio to the engine.
-            logps_BC: the policy's log-probabilities, detached.
-            micro_step: as in `are_of_this_pass`.
+            stored_micro: the micro-batch of the generation, which the next iteration reads.
+            loss_micro: its copy for this loss, which may have the ratio to the engine.
+            logps_BC: the policy's log-probabilities in the pass of this loss, detached.
+            micro_step: how many micro-batches of the generation were learned from before this one.
         """
-        if self.layout.num_iterations == 1 or not self.are_of_this_pass(micro_step):
+        if self.layout.num_iterations == 1 or not self.come_from_same_pass(micro_step):
             return
-        # With dropout they are there already, from a pass without.
-        micro_batch.setdefault("old_per_token_logps", logps_BC)
-        if "importance_sampling_ratio" in micro:
-            micro_batch.setdefault("importance_sampling_ratio", micro["importance_sampling_ratio"])
-
-
-def _all_rows(micro: Batch) -> list[int]:
-    """Return the numbers of all rows of a micro-batch."""
-    return list(range(len(micro["completion_ids"])))
+        # With dropout they are there already, from a pass without, and stay.
+        stored_micro.setdefault("old_per_token_logps", logps_BC)
+        ratio = loss_micro.get("importance_sampling_ratio")
+        if ratio is not None:
+            stored_micro.setdefault("importance_sampling_ratio", ratio)

@@ -37,15 +37,15 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
             deepspeed: returns the model in DeepSpeed's engine, which exists once the training has
                 begun; None without DeepSpeed.
         """
-        self.patience = (
-            math.inf if deepspeed is not None and context.config.fp16 else MOST_BAD_STEPS
-        )
+        # With float16 DeepSpeed's search for a loss scale consists of bad steps.
+        searches_loss_scale = deepspeed is not None and context.config.fp16
+        self.max_bad_steps = math.inf if searches_loss_scale else MOST_BAD_STEPS
         self.ratios = ratios
         self.log = context.log
         self.deepspeed = deepspeed
         self.accelerator = context.accelerator
-        self.in_a_row = 0
-        self.reason: str | None = None
+        self.bad_steps_in_a_row = 0
+        self.reason: str | None = None  # why the run has stopped, if it has
 
     def on_pre_optimizer_step(
         self,
@@ -62,18 +62,20 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
         if self.deepspeed is not None:
             return
         parameters = [
-            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
         ]
-        norm = (
-            torch.nn.utils.get_total_norm([p.grad for p in parameters])
-            if parameters
-            else torch.zeros(())
-        )
-        bad = not math.isfinite(norm)
-        if bad:
+        is_bad = False
+        if parameters:
+            norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+            is_bad = not math.isfinite(norm)
+        if is_bad:
+            # The optimizer skips parameters without a gradient.
             for parameter in parameters:
                 parameter.grad = None
-        self._count(bad, control)
+        self._count(control, is_bad=is_bad)
 
     def on_step_end(
         self,
@@ -82,12 +84,15 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Count steps that DeepSpeed has skipped: its norm is infinite there."""
+        """Count steps that DeepSpeed has skipped, because the norm of the gradients is not finite.
+
+        If DeepSpeed has applied such gradients, the weights are lost, and the run stops unsaved.
+        """
         if self.deepspeed is None:
             return
         norm = self.deepspeed().get_global_grad_norm()  # of all ranks
-        bad = norm is not None and not math.isfinite(norm)
-        if bad and not self.accelerator.optimizer_step_was_skipped:
+        is_bad = norm is not None and not math.isfinite(norm)
+        if is_bad and not self.accelerator.optimizer_step_was_skipped:
             self.reason = (
                 f"the gradients of step {state.global_step} are not finite and DeepSpeed has "
                 "applied them (its check_grad_overflow is off?); go on from the newest "
@@ -96,28 +101,32 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
             control.should_save = False
             control.should_training_stop = True
             return
-        self._count(bad, control)
+        self._count(control, is_bad=is_bad)
 
-    def _count(self, bad: bool, control: TrainerControl) -> None:
-        """Count a step, and stop the run after too many bad ones in a row."""
-        self.log("adora/skipped_steps", float(bad))
-        self.in_a_row = self.in_a_row + 1 if bad else 0
-        ratio = self.ratios.take()
-        if self.in_a_row < self.patience:
+    def _count(self, control: TrainerControl, *, is_bad: bool) -> None:
+        """Count a step, and let the run save and stop after too many bad ones in a row.
+
+        `is_bad`: whether the step was skipped, since its gradients are not finite. `RatioGuard`
+        also makes them so, for a step whose importance ratio is too large.
+        """
+        self.log("adora/skipped_steps", float(is_bad))
+        self.bad_steps_in_a_row = self.bad_steps_in_a_row + 1 if is_bad else 0
+        exceeding_ratio = self.ratios.take_exceeding_ratio()
+        if self.bad_steps_in_a_row < self.max_bad_steps:
             return
-        if ratio is None:
+        if exceeding_ratio is None:
             why = "had gradients that are not finite"
             causes = "a reward that is not finite, float16, or a learning rate that is too high"
         else:
             bound = self.ratios.bound
             why = (
-                f"were skipped: the largest importance ratio of the last is {ratio:.3g} "
+                f"were skipped: the largest importance ratio of the last is {exceeding_ratio:.3g} "
                 f"(adora_max_ratio: {bound})"
             )
             causes = "a learning rate that is too high, or too many optimizer steps per generation"
         self.reason = (
-            f"{self.in_a_row} steps in a row {why}; the weights are those of before. Likely "
-            f"causes: {causes}"
+            f"{self.bad_steps_in_a_row} steps in a row {why}; the weights are those of before. "
+            f"Likely causes: {causes}"
         )
         control.should_save = True
         control.should_training_stop = True
@@ -146,7 +155,7 @@ class ScaledRate(TrainerCallback):  # type: ignore[misc]  # transformers is unty
         optimizer: Optimizer,
         **kwargs: object,
     ) -> None:
-        """Multiply the rates."""
+        """Multiply the learning rates, and keep those of before for `on_optimizer_step`."""
         factor = self.factor()
         self._rates_before = []
         if factor != 1.0:
@@ -162,7 +171,7 @@ class ScaledRate(TrainerCallback):  # type: ignore[misc]  # transformers is unty
         optimizer: Optimizer,
         **kwargs: object,
     ) -> None:
-        """Restore the rates."""
+        """Restore the learning rates. There is nothing to restore where the factor was 1."""
         for group, rate in zip(optimizer.param_groups, self._rates_before, strict=False):
             group["lr"] = rate
         self._rates_before = []

@@ -25,18 +25,19 @@ from tqdm import tqdm
 
 from adora_vl.config.batch_plan import BatchLayout
 from adora_vl.config.blocks import RolloutOptions
-from adora_vl.data.dataloader import ROW_NUMBER, DistinctRows
-from adora_vl.rollout.rollouts import Rollout, RolloutGroup, StepKey
+from adora_vl.data.dataloader import DistinctRows
+from adora_vl.rollout.rollouts import Rollout, RolloutGroup
 from adora_vl.training import schedule
 from adora_vl.training.advantages import GroupAssessment
 from adora_vl.training.generation import Generation
+from adora_vl.training.generation_numbers import GenerationNumbers
 from adora_vl.training.pool_state import PendingGeneration, PoolState, TokenLimits
 from adora_vl.types import Batch, Row, StepContext
 from adora_vl.utils.errors import RolloutError, UserError
 
 
 class Pool:
-    """Remembers the groups of a run, and says which of them begin, go on, and are learned from.
+    """Remembers the groups of a run, and decides which of them begin, go on, and are learned from.
 
     Only three fields change: `state`, and `state_before_step` with the `step` that it belongs to.
     """
@@ -56,112 +57,43 @@ class Pool:
         self.rows = DistinctRows(dataset)
         self.options: RolloutOptions = context.config.adora_rollouts
         self.layout = BatchLayout.of(context.config)
-        # Generations that servers sample before the policy learns from the present one.
-        self.ahead = self.options.ahead
-        # Whether a rollout may pause, so that a generation may begin more groups than it learns
-        # from.
+        # How many generations servers sample before the policy learns from the present one.
+        self.generations_ahead = self.options.ahead
+        # Whether a rollout may stay unfinished and go on in a later generation. Then a generation
+        # may begin more groups than it learns from.
         self.allows_partial = self.options.budget is not None
         # Whether rollouts may be older than the generation that learns from them.
-        self.has_stale = self.allows_partial or self.ahead > 0
-        # Whether later turns, or the ends of rollouts, are sampled after a pending generation's
-        # samples have arrived.
-        self.continues = self.allows_partial or tools
-        # Groups that one rank learns from in a full generation.
+        self.has_stale = self.allows_partial or self.generations_ahead > 0
+        # Whether rollouts are sampled in several parts: within a token budget, or turn by turn.
+        self.samples_in_parts = self.allows_partial or tools
+        # The most groups that one rank learns from in a generation.
         self.slots = (
             self.layout.micro_batch_rows
             * self.layout.steps_per_generation
             // self.layout.num_generations
         )
-        # Fewest groups that a rank may learn from: half its slots, because a smaller batch is too
-        # noisy, and at least one unit for every optimizer step of the generation.
-        chunks = self.layout.steps_per_generation // self.layout.micro_batches_per_update
-        units = chunks * self.layout.rows_per_unit
-        self.min_groups = math.ceil(max(self.slots / 2, units / self.layout.num_generations))
+        # The fewest groups that a rank may learn from: half its slots, because a smaller batch is
+        # too noisy, and as many rows as every optimizer step of the generation needs.
+        optimizer_steps = self.layout.steps_per_generation // self.layout.micro_batches_per_update
+        min_rows = optimizer_steps * self.layout.rows_per_unit
+        self.min_groups = math.ceil(max(self.slots / 2, min_rows / self.layout.num_generations))
+        self.generations = GenerationNumbers(context, self.rows, is_numbered=self.has_stale)
         self.state = PoolState()
         # The state before the generations of the present optimizer step. A run that dies before it
         # learns from them samples them again from there.
         self.state_before_step = PoolState()
         self.step = -1  # optimizer steps that had been made when that state was noted
 
-    # ------------------------------------------------------------------- where a generation stands
-
-    def generation_at(self, key: StepKey, group_size: int, rows: Sequence[Row]) -> Generation:
-        """Return the generation of a step. It is numbered only where rollouts may be stale.
-
-        Args:
-            key: the step, and the micro-batch in it.
-            group_size: rollouts of a group.
-            rows: the rows that were drawn for it.
-
-        Raises:
-            UserError: rollouts may be stale, but the rows have no numbers.
-        """
-        if key.mode != "train" or not self.has_stale:
-            return Generation(key=key, group_size=group_size)
-        # A negative number is that of a row outside of the data set.
-        if min(dict[str, Any](row).get(ROW_NUMBER, -1) for row in rows) < 0:
-            raise UserError(
-                "adora_rollouts: these rows do not say their numbers, by which problems that "
-                "wait are read again (a streamed data set, or a loader of your own); load the "
-                "data set whole, or set budget and ahead off"
-            )
-        number = self._generations_before(key.step, key.micro)
-        return Generation(key=key, group_size=group_size, number=number)
-
-    def generation_after(self, generation: Generation, distance: int) -> Generation | None:
-        """Return the generation `distance` after this one; None after the last of the training."""
-        if distance >= self.generations_left(generation):
-            return None
-        number = self._generations_before(generation.key.step, generation.key.micro) + distance
-        step, micro = divmod(
-            number * self.layout.micro_batches_per_generation,
-            self.layout.gradient_accumulation_steps,
-        )
-        if self.layout.has_one_step:
-            step, before_in_step = schedule.place_of(number, *self._generations_of_step_and_epoch)
-            micro = before_in_step * self.layout.micro_batches_per_generation
-        key = StepKey(mode="train", step=step, micro=micro)
-        return replace(generation, key=key, number=number)
-
-    def generations_left(self, generation: Generation) -> int:
-        """Return the number of generations until the end of the training, including this one."""
-        total = self._generations_before(int(self.context.state().max_steps))
-        return total - self._generations_before(generation.key.step, generation.key.micro)
-
-    def _generations_before(self, step: int, micro: int = 0) -> int:
-        """Index of the generation that contains micro-batch `micro` of optimizer step `step`."""
-        layout = self.layout
-        if not layout.has_one_step:
-            return math.ceil(
-                (step * layout.gradient_accumulation_steps + micro)
-                / layout.micro_batches_per_generation
-            )
-        before_step = schedule.generations_in(step, *self._generations_of_step_and_epoch)
-        return before_step + micro // layout.micro_batches_per_generation
-
-    @property
-    def _generations_of_step_and_epoch(self) -> tuple[int, int]:
-        """Generations of an optimizer step that takes several, and generations of an epoch."""
-        layout = self.layout
-        rows = len(self.rows) * layout.num_generations
-        rows_of_generation = (
-            layout.micro_batch_rows * layout.steps_per_generation * self.accelerator.num_processes
-        )
-        return (
-            layout.gradient_accumulation_steps // layout.micro_batches_per_generation,
-            rows // rows_of_generation,
-        )
-
     # --------------------------------------------------------------- which groups begin and go on
 
     def begin_step(self, generation: Generation) -> None:
-        """Keep the state from before the first generation of an optimizer step.
+        """Keep the pool's state from before the first generation of an optimizer step.
 
         A run that stops before it has learned from the step's generations resumes from that state.
         """
-        is_first = self.step < 0
+        is_first_of_run = self.step < 0
         # Without refill every waiting group needs a slot in one of the remaining generations.
-        if is_first and self.allows_partial and not self.options.refill:
+        if is_first_of_run and self.allows_partial and not self.options.refill:
             self._warn_of_lost_groups(generation)
         if generation.key.step != self.step:
             self.state_before_step = self.state
@@ -169,18 +101,19 @@ class Pool:
 
     @property
     def token_budget(self) -> int | None:
-        """Token budget per rollout in the present generation; None for no limit.
+        """The most tokens of a rollout that the present generation samples; None for no limit.
 
-        `auto` gives each rollout enough tokens per generation to finish within `staleness`
-        generations.
+        With `budget: auto` it follows from the lengths of earlier rollouts. It is at least so large
+        that the longest rollout ends before it is `staleness` generations old.
         """
         budget: int | str | None = self.options.budget
         if budget is None or isinstance(budget, int):
             return budget
-        parts = self.options.staleness + 1  # generations that a rollout may take
-        if self.ahead:
-            parts = math.ceil(self.options.staleness / self.ahead)
-        min_budget = math.ceil(self.config.max_completion_length / parts)
+        max_generations_per_rollout = self.options.staleness + 1
+        if self.generations_ahead:
+            # A rollout that goes on waits for the generations that are pending already.
+            max_generations_per_rollout = math.ceil(self.options.staleness / self.generations_ahead)
+        min_budget = math.ceil(self.config.max_completion_length / max_generations_per_rollout)
         return schedule.automatic_budget(self.state.lengths, min_budget)
 
     def begin_groups(
@@ -191,35 +124,38 @@ class Pool:
         waiting: int,
         min_begun: int,
     ) -> list[RolloutGroup]:
-        """Begin as many groups as fit; problems that do not begin are kept for later.
+        """Begin as many groups as `how_many_begin` says, and keep all other problems for later.
+
+        Without a token budget all groups begin.
 
         Args:
-            generation: in which the groups begin.
+            generation: the generation in which the groups begin.
             drawn: groups of the problems that the data loader has drawn.
-            waiting: groups that have begun and were not learned from yet.
-            min_begun: groups that begin even where fewer would fit.
+            waiting: how many groups have begun and were not learned from yet.
+            min_begun: groups that begin in any case.
 
         Returns:
-            The groups that begin, the ones of the oldest problems first.
+            The groups that begin, those of the oldest problems first.
         """
         if not self.allows_partial:
             return list(drawn)
-        row_of = {group.problem: group.row for group in drawn}
-        problems = [*self.state.drawn, *row_of]
+        row_of_problem = {group.problem: group.row for group in drawn}
+        # Problems of earlier generations come first. The pool has no rows of them.
+        problems = [*self.state.drawn, *row_of_problem]
         count = schedule.how_many_begin(
             waiting,
             complete_groups=self.state.min_complete,
             slots=self.slots,
-            remaining_generations=self.generations_left(generation),
+            remaining_generations=self.generations.left(generation),
             min_begun=min_begun,
         )
-        empty = (Rollout(),) * generation.group_size
+        empty_rollouts = (Rollout(),) * generation.group_size
         begun = [
             RolloutGroup(
                 problem=problem,
-                row=row_of.get(problem, Row()),
+                row=row_of_problem.get(problem, Row()),
                 began=generation.number,
-                rollouts=empty,
+                rollouts=empty_rollouts,
             )
             for problem in problems[:count]
         ]
@@ -227,13 +163,18 @@ class Pool:
         return self._with_rows(begun)
 
     def min_begun_beside(self, continuing: Sequence[RolloutGroup]) -> int:
-        """Return the fewest groups that begin in a generation that these groups continue in.
+        """Return how many groups begin in any case in a generation that servers sample ahead.
 
-        A generation that is requested ahead has `min_groups` with them. Else it could run dry:
-        groups that are complete now keep problems from beginning, and may be used up before its
-        turn. Collective with `ahead` and a budget.
+        Together with groups that continue in it, the generation has at least `min_groups` groups,
+        the fewest that a rank may learn from. Otherwise it could have none: complete groups that
+        wait now keep new ones from beginning, and may be used up before its turn.
+
+        Collective with `ahead` and a token budget.
+
+        Args:
+            continuing: groups with unfinished rollouts that go on in this generation.
         """
-        if not self.ahead:
+        if not self.generations_ahead:
             return 0
         if not self.allows_partial:
             return self.min_groups
@@ -242,42 +183,52 @@ class Pool:
         return max(0, self.min_groups - min(continuing_of_ranks))
 
     def token_limits(self, generation: Generation, groups: Sequence[RolloutGroup]) -> TokenLimits:
-        """Return tokens per rollout of these groups, by their numbers; None: to the rollouts' ends.
+        """Return how many tokens of each rollout are sampled now, by the number of its group.
 
-        A group that is as old as `staleness` allows is sampled to its end, and so are all groups
-        where all of them have to end now.
+        None stands for all tokens up to the rollout's end: for a group that is as old as
+        `staleness` allows, and for all groups where all of them have to end now.
         """
         limits: TokenLimits = dict.fromkeys(range(len(groups)))
         budget = self.token_budget
         if budget is None:
             return limits
-        # With `ahead` it is known only later how many have to end.
-        if not self.ahead and self._groups_needed(generation, len(groups)) == len(groups):
-            return limits
+        # With `ahead` it is known only later how many groups have to end.
+        if not self.generations_ahead:
+            all_must_end = self._groups_needed(generation, len(groups)) == len(groups)
+            if all_must_end:
+                return limits
         for number, group in enumerate(groups):
             if generation.number - group.began < self.options.staleness:
                 limits[number] = budget
         return limits
 
     def must_end_now(self, groups: Sequence[RolloutGroup], generation: Generation) -> list[int]:
-        """Return the numbers of the oldest groups that have to end now, since too few are complete.
+        """Return the numbers of unfinished groups that are sampled to their ends now.
 
-        That is always so in the first generation of a training.
+        They are the oldest ones, as many as are missing to learn from. In the first generation of a
+        training some always are.
+
+        Args:
+            groups: groups of this rank, the oldest first.
+            generation: the present one.
         """
         needed = min(len(groups), self._groups_needed(generation, len(groups)))
-        # In the last generations no later request continues a group that pauses, so all end.
-        if self.generations_left(generation) <= self.ahead:
+        # For the last generations all requests are made. No later one continues a group.
+        if self.generations.left(generation) <= self.generations_ahead:
             needed = len(groups)
-        missing = needed - sum(group.complete for group in groups)
-        incomplete = [number for number, group in enumerate(groups) if not group.complete]
-        return incomplete[: max(0, missing)]
+        unfinished = [number for number, group in enumerate(groups) if not group.complete]
+        complete_count = len(groups) - len(unfinished)
+        return unfinished[: max(0, needed - complete_count)]
 
-    def _groups_needed(self, generation: Generation, groups: int) -> int:
-        """Return how many of the present `groups` have to be complete in this generation."""
+    def _groups_needed(self, generation: Generation, group_count: int) -> int:
+        """Return how many of this rank's `group_count` groups have to be complete now.
+
+        Enough have to be for this generation, and for learning from all before the training ends.
+        """
         return schedule.groups_to_complete(
-            groups + self.groups_ahead,
+            group_count + self.groups_ahead,
             slots=self.slots,
-            remaining_generations=self.generations_left(generation),
+            remaining_generations=self.generations.left(generation),
             min_groups=self.min_groups,
         )
 
@@ -292,13 +243,14 @@ class Pool:
         return schedule.further_rows(len(self.rows), count, seed)
 
     def spare_groups(self) -> int:
-        """Return how many spare groups a generation that is requested ahead gets.
+        """Return how many spare groups are requested with a generation that servers sample ahead.
 
-        They replace its groups without signal, for which there is no time to sample others then.
+        They replace its groups without signal, whose rollouts get equal rewards. There is no time
+        to sample others then. It may be below 0, for none.
         """
         max_groups = self.slots * (1 + self.options.refill)
-        expected = schedule.groups_for(self.slots, self.state.signal_shares, max_groups)
-        return expected - self.slots - self.state.min_complete
+        needed_groups = schedule.groups_for(self.slots, self.state.signal_shares, max_groups)
+        return needed_groups - self.slots - self.state.min_complete
 
     # ------------------------------------------------------------------------- pending generations
 
@@ -308,7 +260,7 @@ class Pool:
         return bool(pending) and pending[0].row_numbers == row_numbers(drawn)
 
     def pending_is_older_than(self, step: int) -> bool:
-        """Return whether weights of another step sample the next pending generation."""
+        """Return whether weights of an earlier step than this sample the next pending generation."""
         return bool(self.state.pending) and self.state.pending[0].samples.step != step
 
     def drop_pending(self) -> None:
@@ -337,71 +289,85 @@ class Pool:
         return waiting
 
     def select(self, groups: Sequence[RolloutGroup], max_groups: int) -> list[RolloutGroup]:
-        """Return the oldest complete groups, equally many on every rank. All others wait.
+        """Select the oldest complete groups, equally many on every rank. All others wait.
 
-        Collective where groups may be incomplete.
+        A group is complete if all of its rollouts have ended. Collective where some may not have.
 
         Args:
-            groups: of this rank, the oldest first.
+            groups: this rank's groups, the oldest first.
             max_groups: the most groups that are selected.
         """
         if not self.has_stale:
             self.state = replace(self.state, waiting=(), min_complete=0)
             return list(groups)
-        complete = [number for number, group in enumerate(groups) if group.complete]
+        complete_numbers = [number for number, group in enumerate(groups) if group.complete]
         # Collective: ranks may have completed unequal numbers, and have to score equally many.
-        complete_1 = torch.tensor([len(complete)], device=self.accelerator.device)
-        min_complete = int(self.accelerator.gather(complete_1).min())
-        count = min(min_complete, max_groups)
-        chosen = set(complete[:count])
-        waiting = [group for number, group in enumerate(groups) if number not in chosen]
-        self.state = replace(self.state, waiting=tuple(waiting), min_complete=min_complete - count)
-        return [groups[number] for number in complete[:count]]
+        complete_count_1 = torch.tensor([len(complete_numbers)], device=self.accelerator.device)
+        min_complete = int(self.accelerator.gather(complete_count_1).min())
+        selected_count = min(min_complete, max_groups)
+        selected_numbers = complete_numbers[:selected_count]
+        selected = set(selected_numbers)
+        waiting = [group for number, group in enumerate(groups) if number not in selected]
+        self.state = replace(
+            self.state, waiting=tuple(waiting), min_complete=min_complete - selected_count
+        )
+        return [groups[number] for number in selected_numbers]
 
     def most_missing(self, assessment: GroupAssessment) -> int:
         """Return how many groups with signal are missing on the rank that lacks most.
 
-        Slots that stayed empty count as missing too. Only a run that keeps rollouts over generations
-        has any: all others fill their slots at once.
+        A group has signal if its rollouts' rewards differ. Free slots count as missing too. Only a
+        run whose rollouts may wait for a later generation has any: others fill all slots at once.
         """
-        missing = 0
+        missing_by_rank = []
         for rank in range(assessment.num_ranks):
             has_signal = assessment.signal_of(rank)
             free_slots = self.slots - len(has_signal) if self.has_stale else 0
-            missing = max(missing, has_signal.count(False) + free_slots)
-        return missing
+            missing_by_rank.append(has_signal.count(False) + free_slots)
+        return max(missing_by_rank)
 
-    def chosen_groups(
+    def choose_groups(
         self, assessment: GroupAssessment, refill: GroupAssessment
     ) -> list[list[int]]:
-        """Return, for each rank, the numbers of the groups that are learned from.
+        """Choose for each rank the groups that are learned from, and return their numbers.
 
-        Groups without signal give their slots to those of a refill that have signal, whose numbers
-        are counted on from the rank's own. Slots that stayed empty are filled first.
+        Free slots are filled first. Then groups without signal, whose rollouts' rewards are equal,
+        give their slots to groups of the refill that have signal.
+
+        Args:
+            assessment: that of the n groups of each rank, which have the numbers from 0 to n - 1.
+            refill: that of further groups, which are numbered from n on.
         """
         slots = self.slots if self.has_stale else 0
         return [
-            schedule.admitted(assessment.signal_of(rank), refill.signal_of(rank), slots)
+            schedule.fill_slots(assessment.signal_of(rank), refill.signal_of(rank), slots)
             for rank in range(assessment.num_ranks)
         ]
 
     # --------------------------------------------------------------- what is noted of generations
 
     def note_signal_share(self, assessment: GroupAssessment) -> float:
-        """Remember and return the share of groups with signal, the mean over all ranks."""
-        has_signal = [assessment.signal_of(rank) for rank in range(assessment.num_ranks)]
-        shares_R = torch.tensor([groups.count(True) / len(groups) for groups in has_signal])
-        share = float(shares_R.mean())
+        """Remember the share of groups with signal, the mean over all ranks, and return it.
+
+        Later generations draw more problems where it is small.
+        """
+        shares = []
+        for rank in range(assessment.num_ranks):
+            has_signal = assessment.signal_of(rank)
+            shares.append(has_signal.count(True) / len(has_signal))
+        share = float(torch.tensor(shares).mean())
         remembered = (*self.state.signal_shares, share)[-schedule.REMEMBERED :]
         self.state = replace(self.state, signal_shares=remembered)
         return share
 
     def note_learned(self, batch: Batch, lengths: Sequence[int]) -> None:
-        """Note a generation once its groups are final.
+        """Log the ages of the rollouts that are learned from, and remember all lengths.
+
+        Collective where rollouts may be older than their generation.
 
         Args:
-            batch: that is learned from; its ages are logged. Collective where there are any.
-            lengths: tokens of every rollout of all ranks that was scored.
+            batch: what this rank learns from, once no group is replaced any more.
+            lengths: tokens of every rollout of all ranks that was scored. `budget: auto` needs them.
         """
         if self.has_stale:
             self._log_ages(batch)
@@ -410,14 +376,13 @@ class Pool:
             self.state = replace(self.state, lengths=remembered)
 
     def _warn_of_lost_groups(self, generation: Generation) -> None:
-        """Warn that some groups in progress cannot be used before `max_steps`.
+        """Warn that the training ends before it can learn from all groups that have begun.
 
-        That happens where a run resumes with fewer steps than it had begun groups for. The first
-        rank warns, once.
+        That happens where a run resumes with a smaller `max_steps`. The first rank warns, once.
         """
-        waiting = len(self.state.waiting)
-        waiting += sum(len(pending.groups) for pending in self.state.pending)
-        learnable = self.generations_left(generation) * self.slots
+        pending = sum(len(generation.groups) for generation in self.state.pending)
+        waiting = len(self.state.waiting) + pending
+        learnable = self.generations.left(generation) * self.slots
         if waiting > learnable and self.accelerator.is_main_process:
             steps_needed = (
                 math.ceil(waiting / self.slots) * self.layout.optimizer_steps_per_generation
@@ -431,20 +396,20 @@ class Pool:
             )
 
     def _log_ages(self, batch: Batch) -> None:
-        """Log how old the rollouts of the batch are, and how many unfinished ones wait."""
-        ages_B = batch["age"]
-        waiting = [
-            *self.state.waiting,
-            *(group for pending in self.state.pending for group in pending.groups),
-        ]
-        begun = [
-            rollout for group in waiting if group.rollouts[0].segments for rollout in group.rollouts
-        ]
-        unfinished = sum(not rollout.has_ended for rollout in begun)
+        """Log how old the rollouts of the batch are, and how many unfinished ones wait. Collective."""
+        ages_B = batch["age"]  # in generations
+        waiting = [*self.state.waiting]
+        for pending in self.state.pending:
+            waiting += pending.groups
+        unfinished = 0
+        for group in waiting:
+            # Without any segment the group was requested, and nothing has been sampled yet.
+            if group.rollouts[0].segments:
+                unfinished += sum(not rollout.has_ended for rollout in group.rollouts)
         figures_3 = torch.stack(
             [ages_B.sum(), ages_B.max(), torch.full_like(ages_B[0], unfinished)]
         )
-        # Collective: one row per rank (R).
+        # One gather for all figures; each becomes a column with one value per rank (R).
         sums_R, maxima_R, unfinished_R = self.accelerator.gather(figures_3[None]).unbind(dim=1)
         self.log("adora/staleness", sums_R.sum().item() / (len(ages_B) * len(sums_R)))
         self.log("adora/staleness_max", maxima_R.max().item())
@@ -456,26 +421,27 @@ class Pool:
     # --------------------------------------------------------------------------------- a checkpoint
 
     def save(self, folder: Path) -> None:
-        """Write what waits on this rank into a checkpoint.
+        """Write the groups that wait on this rank into a checkpoint.
 
-        Where nothing was learned from the last generations, a resumed run samples them again, so
-        the state from before them is written.
+        If the present optimizer step has not learned from its generations yet, a resumed run
+        samples them again. Then the state from before them is written.
         """
         if not self.has_stale:
             return
-        learned_nothing = self.context.state().global_step == self.step
-        state = self.state_before_step if learned_nothing else self.state
-        joined = 0
-        # An error is raised on all ranks alike. The pending generations from there on are left out;
-        # a resumed run requests them again.
+        is_before_update = self.context.state().global_step == self.step
+        state = self.state_before_step if is_before_update else self.state
+        arrived = 0
+        # Rollouts that servers sample are waited for. An error is raised on all ranks alike. The
+        # pending generations from there on are left out; a resumed run requests them again.
         with suppress(RolloutError, UserError):
             for pending in state.pending:
                 pending.samples.join()
-                joined += 1
-        replace(state, pending=state.pending[:joined]).save(folder, self.accelerator.process_index)
+                arrived += 1
+        state = replace(state, pending=state.pending[:arrived])
+        state.save(folder, self.accelerator.process_index)
 
     def load(self, checkpoint: Path) -> None:
-        """Read what `save` wrote; the rows of the groups are read from the data set.
+        """Restore what `save` wrote into a checkpoint. Rows are read from the data set again.
 
         Raises:
             UserError: another number of processes wrote unfinished rollouts.
@@ -491,9 +457,9 @@ class Pool:
         self.state = replace(state, waiting=waiting, pending=tuple(pending))
 
     def _with_rows(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-        """Return the groups with rows; missing ones are read from the data set."""
-        missing = [group.problem.row_number for group in groups if not group.row]
-        rows: Iterator[Any] = iter(self.rows.__getitems__(missing))
+        """Return the same groups, each with its row: an empty row is read from the data set."""
+        missing_rows = [group.problem.row_number for group in groups if not group.row]
+        rows: Iterator[Any] = iter(self.rows.__getitems__(missing_rows))
         return [group if group.row else replace(group, row=next(rows)) for group in groups]
 
 

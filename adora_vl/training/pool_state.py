@@ -40,7 +40,7 @@ TokenLimits = dict[int, int | None]
 
 @dataclass(frozen=True)
 class PendingGeneration:
-    """A generation whose rollouts were asked for, from the present one on."""
+    """A generation whose rollouts were requested and have not been taken over into its groups."""
 
     row_numbers: tuple[int, ...]  # of the rows that the data loader draws for it
     groups: tuple[RolloutGroup, ...]  # without the samples that were requested
@@ -49,7 +49,7 @@ class PendingGeneration:
     samples: PendingSamples  # of the rollouts that have not ended
 
     def packed(self) -> dict[str, Any]:
-        """Return the generation as a checkpoint has it; waits for the samples."""
+        """Return the generation as a checkpoint has it, with its samples. Waits for servers."""
         segments = [
             Segment(
                 tokens=tuple(result.tokens),
@@ -69,14 +69,14 @@ class PendingGeneration:
     def unpacked(
         cls, packed: dict[str, Any], images: Mapping[str, Image.Image]
     ) -> PendingGeneration:
-        """Return the inverse of `packed`; the groups lack their rows.
+        """Return the generation that `packed` wrote; the rows of its groups are empty.
 
         `images` has the pictures of the checkpoint by their digests.
         """
-        step, tensors = packed["ticket"]
+        step, tensors_by_rollout = packed["ticket"]
         results = [
-            SamplingResult(tokens=tokens.tolist(), logps=list(_logps(logps) or ()))
-            for tokens, logps in tensors
+            SamplingResult(tokens=tokens.tolist(), logps=list(_unpacked_logps(logps) or ()))
+            for tokens, logps in tensors_by_rollout
         ]
         return cls(
             row_numbers=packed["numbers"],
@@ -106,23 +106,21 @@ class PoolState:
     def save(self, folder: Path, rank: int) -> None:
         """Write the state of a rank into a checkpoint.
 
-        Problems are written by their numbers, since the data set has their rows, and each picture
-        once.
+        Rows are left out, since the data set has them by their numbers. A picture that several
+        rollouts show is written once.
         """
-        groups = [
-            *self.waiting,
-            *(group for generation in self.pending for group in generation.groups),
-        ]
-        pictures = [
-            picture
+        groups = [*self.waiting]
+        for generation in self.pending:
+            groups += generation.groups
+        image_by_digest = {
+            picture.digest: picture.image
             for group in groups
             for rollout in group.rollouts
             for picture in rollout.pictures
-        ]
-        images = {picture.digest: picture.image for picture in pictures}
-        encoded = {
+        }
+        encoded_by_digest = {
             digest: torch.frombuffer(bytearray(png_bytes(image)), dtype=torch.uint8)
-            for digest, image in images.items()
+            for digest, image in image_by_digest.items()
         }
         content: dict[str, Any] = {
             "drawn": [asdict(problem) for problem in self.drawn],
@@ -130,7 +128,7 @@ class PoolState:
             "complete": self.min_complete,
             "lengths": self.lengths,
             "signal": self.signal_shares,
-            "images": encoded,
+            "images": encoded_by_digest,
             "coming": [generation.packed() for generation in self.pending],
         }
         save_of_rank(folder, kind=FILES, rank=rank, content=content)
@@ -145,29 +143,28 @@ class PoolState:
             ranks: number of processes now.
 
         Returns:
-            The state, whose groups lack their rows. Where another number of processes wrote it,
-            without the problems that were drawn for them and the generations requested by them.
+            The state; the rows of its groups are empty. Where another number of processes wrote
+            it, the problems that were drawn for those and the generations that they requested are
+            left out.
 
         Raises:
             UserError: another number of processes wrote unfinished rollouts.
         """
-        first = load_of_rank(checkpoint, FILES, 0)
-        if first is None:
+        content_of_first = load_of_rank(checkpoint, FILES, 0)
+        if content_of_first is None:
             return cls()
         ranks_before = len(list(checkpoint.glob(f"{FILES}-*.pt")))
-        requested = [group for generation in first["coming"] for group in generation["groups"]]
-        paused = first["groups"] or any(
-            rollout["spans"] for group in requested for rollout in group["rollouts"]
-        )
-        if paused and ranks_before != ranks:
+        if ranks_before != ranks and _has_unfinished(content_of_first):
             raise UserError(
                 f"resume_from_checkpoint: {str(checkpoint)!r} has unfinished rollouts "
                 f"(adora_rollouts.budget) of {ranks_before} processes, now {ranks}; start as many as "
                 "before"
             )
-        content = load_of_rank(checkpoint, FILES, rank) or first
+        # A rank that did not write takes what all ranks have in common from the first one.
+        content = load_of_rank(checkpoint, FILES, rank) or content_of_first
         if ranks_before != ranks:
-            # These belong to the processes of then; the problems come again in a later epoch.
+            # These are divided among the earlier processes. The problems come again in a later
+            # epoch.
             content = {**content, "drawn": (), "coming": ()}
         images = {digest: _image_in(encoded) for digest, encoded in content["images"].items()}
         return cls(
@@ -182,10 +179,22 @@ class PoolState:
         )
 
 
-def _packed(group: RolloutGroup) -> dict[str, Any]:
-    """Return a group as a checkpoint has it, with tokens as tensors and pictures by their digests.
+def _has_unfinished(content: Mapping[str, Any]) -> bool:
+    """Return whether a rank's file has rollouts that have begun and were not learned from.
 
-    A token and its log-probability, which engines give in float32, take 8 bytes.
+    They are those of waiting groups, and of requested generations where they have a segment.
+    """
+    if content["groups"]:
+        return True
+    requested_groups = [group for generation in content["coming"] for group in generation["groups"]]
+    return any(rollout["spans"] for group in requested_groups for rollout in group["rollouts"])
+
+
+def _packed(group: RolloutGroup) -> dict[str, Any]:
+    """Return a group as a checkpoint has it, without its row.
+
+    Tokens and log-probabilities are tensors, of 4 bytes each as engines give them. Pictures are
+    named by their digests.
     """
     rollouts = [
         {
@@ -213,7 +222,10 @@ def _image_in(encoded: torch.Tensor) -> Image.Image:
 
 
 def _tensors(segment: Segment) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return tokens and log-probabilities of a segment; NaN is an unknown one."""
+    """Return tokens and log-probabilities of a segment; NaN stands for an unknown one.
+
+    There are no log-probabilities, None, for what a tool has answered.
+    """
     tokens = torch.tensor(segment.tokens, dtype=torch.int32)
     if segment.logps is None:
         return tokens, None
@@ -222,16 +234,16 @@ def _tensors(segment: Segment) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def _unpacked(packed: dict[str, Any], images: Mapping[str, Image.Image]) -> RolloutGroup:
-    """Return the inverse of `_packed`, without the row."""
+    """Return the group that `_packed` wrote, with an empty row; `images`: pictures by digest."""
     rollouts = []
     for content in packed["rollouts"]:
         segments = tuple(
-            Segment(tokens=tuple(tokens.tolist()), logps=_logps(logps), step=step)
+            Segment(tokens=tuple(tokens.tolist()), logps=_unpacked_logps(logps), step=step)
             for tokens, logps, step in content["spans"]
         )
         pictures = tuple(
-            Picture(digest=digest, image=images[digest], span=number)
-            for digest, number in content["pictures"]
+            Picture(digest=digest, image=images[digest], span=segment_number)
+            for digest, segment_number in content["pictures"]
         )
         rollouts.append(
             Rollout(
@@ -251,8 +263,8 @@ def _unpacked(packed: dict[str, Any], images: Mapping[str, Image.Image]) -> Roll
     )
 
 
-def _logps(logps: torch.Tensor | None) -> tuple[float | None, ...] | None:
-    """Return the inverse of what `_tensors` does to log-probabilities."""
+def _unpacked_logps(logps: torch.Tensor | None) -> tuple[float | None, ...] | None:
+    """Return the log-probabilities that `_tensors` wrote: NaN becomes None again."""
     if logps is None:
         return None
     return tuple(None if math.isnan(logp) else logp for logp in logps.tolist())

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +35,16 @@ FIGURE = "adora/recomputed_layers"
 # it runs out of memory. Those of an adapter are smaller.
 _COPIED = 0.02
 
-# returns the bytes that are free on the card of this process, and those that it has
-CardBytes = Callable[[], tuple[int, int]]
+
+class CardBytes(NamedTuple):
+    """The memory of a GPU, in bytes."""
+
+    free: int  # that this process can still take
+    total: int
 
 
 def language_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
-    """Return the layers of the language model that checkpointing can recompute, in their order."""
+    """Return the decoder layers that gradient checkpointing can recompute, in their order."""
     return [
         module
         for name, module in model.named_modules()
@@ -48,24 +52,25 @@ def language_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     ]
 
 
-def card_bytes(device: torch.device) -> tuple[int, int]:
-    """Return the bytes that this process can still take on its card, and those of the whole card.
+def card_bytes(device: torch.device) -> CardBytes:
+    """Return how much memory of its GPU this process can still take, and how much the GPU has.
 
-    What an engine that sleeps in the process has left there, and what other processes have, is
-    taken. What torch has in its cache is free, but for the gaps in blocks that are in use.
+    Memory of other processes, and of a sleeping engine in this one, is not free. Memory in torch's
+    cache is, except the gaps in blocks that are in use.
     """
     free, total = torch.cuda.mem_get_info(device)
-    figures = torch.cuda.memory_stats(device)
-    cached = figures.get("reserved_bytes.all.current", 0)
-    cached -= figures.get("allocated_bytes.all.current", 0)
-    cached -= figures.get("inactive_split_bytes.all.current", 0)
-    return free + cached, total
+    stats = torch.cuda.memory_stats(device)
+    reserved = stats.get("reserved_bytes.all.current", 0)
+    allocated = stats.get("allocated_bytes.all.current", 0)
+    gaps = stats.get("inactive_split_bytes.all.current", 0)
+    return CardBytes(free=free + reserved - allocated - gaps, total=total)
 
 
 class RecomputedLayers:
-    """Switches the checkpoints of the language model's layers for each pass that learns.
+    """Decides for each pass that is learned from how many decoder layers are recomputed.
 
-    `number` is that of the last such pass. The vision tower stays as gradient checkpointing has it.
+    Gradient checkpointing of these layers is switched on or off for it. The vision tower stays as it
+    is. `count`: layers that were recomputed in the last such pass.
     """
 
     def __init__(
@@ -74,123 +79,132 @@ class RecomputedLayers:
         model: "PreTrainedModel",
         shape: Callable[[], ModelShape],
         sharding: Sharding,
-        card: CardBytes | None,
+        read_card: Callable[[], CardBytes] | None,
     ) -> None:
-        """Look at what the run asks for.
+        """Build the object by the key `adora_recompute`: `all`, a number of layers, or `auto`.
 
         Args:
-            context: of the run.
+            context: what every part of a training step is built from.
             model: the policy, in whatever wrapper.
             shape: returns the sizes of the policy.
-            sharding: of the run.
-            card: tells the memory of this process's card; None on a CPU, whose memory is not this
-                process's alone, so that `auto` recomputes all layers there.
+            sharding: how the run divides the weights among ranks.
+            read_card: returns the memory of this process's GPU; None on a CPU, whose memory is not
+                this process's alone, so that `auto` recomputes all layers there.
         """
         config = context.config
         self._accelerator = context.accelerator
         self._log = context.log
         self._sharding = sharding
-        self._card = card
+        self._read_card = read_card
         self._layers = language_layers(model)
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         attention = configured_attention(model.config)
         self._flash = is_flash_attention_requested(requested_attention_implementation=attention)
-        self._said = False
-        self.number = len(self._layers)
+        self._is_announced = False
+        self.count = len(self._layers)
         key = config.adora_recompute
-        # Another number would compile the layer again
-        switches = config.gradient_checkpointing and not config.torch_compile
-        self._fixed = min(key, self.number) if switches and isinstance(key, int) else None
+        # torch.compile would compile the layers again for every change.
+        can_switch = config.gradient_checkpointing and not config.torch_compile
+        # The number that the user has chosen; None: `all` or `auto`.
+        self._fixed_count: int | None = None
+        if can_switch and isinstance(key, int):
+            self._fixed_count = min(key, len(self._layers))
+        # Predicts the memory of a pass with `auto`; None: the layers are not switched by memory.
         self._activation_memory: ActivationMemory | None = None
-        if switches and key == "auto" and card is not None:
+        if can_switch and key == "auto" and read_card is not None:
             self._activation_memory = self._activation_memory_of(shape(), config)
-        # TRL's adaptive coefficient sums entropies in a pass, and would count a retried one twice
-        alone = self._accelerator.num_processes == 1 and sharding.stage is None
-        self._can_retry = alone and not config.use_adaptive_entropy
+        # A rank that retries alone would leave the others waiting. TRL's adaptive coefficient sums
+        # entropies in a pass, and would count those of a retried one twice.
+        is_alone = self._accelerator.num_processes == 1 and sharding.stage is None
+        self._can_retry = is_alone and not config.use_adaptive_entropy
 
     def _activation_memory_of(
         self, shape: ModelShape, config: AdoraGRPOConfig
     ) -> ActivationMemory | None:
-        """Return what the formulas read; None where they do not know these layers."""
+        """Return what predicts the memory of a pass; None where it does not know these layers."""
         if shape.text.layers != len(self._layers):
             return None
         return activation_memory_of(config, shape, self._sharding)
 
     @contextmanager
-    def chosen(self, size: PassSize) -> Iterator[None]:
-        """Recompute as few layers as need be in the pass of this size inside the block.
+    def switched(self, size: PassSize) -> Iterator[None]:
+        """Recompute only as many layers as memory asks for, in the forward pass inside the block.
 
-        It is called once for each micro-batch, on every rank together. The flags are read in the
-        forward pass alone, so they are as before when the block ends.
+        It is called once for each micro-batch, on every rank together. A layer reads its flag in
+        the forward pass alone, so all flags are as before when the block ends.
+
+        `size`: of the pass.
         """
-        number = self._number_for(size)
-        if number is None:
+        count = self._count_for(size)
+        if count is None:
             yield
             return
-        self.number = number
-        self._log(FIGURE, float(number))
-        self._say(size)
-        flags = [layer.gradient_checkpointing for layer in self._layers]
+        self.count = count
+        self._log(FIGURE, float(count))
+        self._announce(size)
+        flags_before = [layer.gradient_checkpointing for layer in self._layers]
         for index, layer in enumerate(self._layers):
-            layer.gradient_checkpointing = index < number
+            layer.gradient_checkpointing = index < count
         try:
             yield
         finally:
-            for layer, flag in zip(self._layers, flags, strict=True):
+            for layer, flag in zip(self._layers, flags_before, strict=True):
                 layer.gradient_checkpointing = flag
 
-    def _number_for(self, size: PassSize) -> int | None:
-        """Return the layers to recompute in a pass; None leaves them as they are."""
-        if self._fixed is not None:
-            return self._fixed
+    def _count_for(self, size: PassSize) -> int | None:
+        """Return how many layers a pass of this size recomputes; None leaves all as they are."""
+        if self._fixed_count is not None:
+            return self._fixed_count
         if self._activation_memory is None:
             return None
-        # flash attention reads lengths where others read a mask
+        # Flash attention reads lengths where other kernels read a mask.
         size = replace(size, has_padding_mask=size.has_padding_mask and not self._flash)
-        number = self._activation_memory.fewest_recomputed_layers(size, self._room())
+        count = self._activation_memory.fewest_recomputed_layers(
+            size, self._bytes_for_activations(self._activation_memory)
+        )
         if self._accelerator.num_processes == 1:
-            return number
+            return count
         # Collective: under ZeRO-3 a recomputed layer gathers its weights twice, so the ranks, which
         # go through the layers in lockstep, recompute the same ones: as many as the rank needs that
         # has most tokens, or least memory.
-        numbers = torch.tensor([number], device=self._accelerator.device)
-        return int(self._accelerator.gather(numbers).max())
+        count_1 = torch.tensor([count], device=self._accelerator.device)
+        return int(self._accelerator.gather(count_1).max())
 
-    def _room(self) -> int:
-        """Return the bytes that the activations of a pass may take."""
-        assert self._card is not None
-        assert self._activation_memory is not None
-        free, total = self._card()
-        return usable_bytes(total, free) - self._coming(self._activation_memory)
+    def _bytes_for_activations(self, activation_memory: ActivationMemory) -> int:
+        """Return the bytes of the GPU that the activations of a pass may take."""
+        assert self._read_card is not None
+        card = self._read_card()
+        return usable_bytes(card.total, card.free) - self._bytes_of_new_gradients(activation_memory)
 
-    def _coming(self, activation_memory: ActivationMemory) -> int:
-        """Return the bytes of gradients, and of gathered weights, that the pass brings."""
+    def _bytes_of_new_gradients(self, activation_memory: ActivationMemory) -> int:
+        """Return the bytes of gradients that the pass allocates, and of weights that it gathers."""
         if self._sharding.stage is None:
-            missing = [parameter.nbytes for parameter in self._trained if parameter.grad is None]
-            return sum(missing)
-        # DeepSpeed allocates some of its buffers in the first backward pass and holds them, so that
-        # they may be counted twice: a few layers more are then recomputed than need be.
+            return sum(parameter.nbytes for parameter in self._trained if parameter.grad is None)
+        # DeepSpeed allocates some of its buffers in the first backward pass and holds them, so they
+        # may be counted twice: a few layers more than necessary are then recomputed.
         buffers = states(
             activation_memory.shape,
             sharding=self._sharding,
-            reference=False,
-            mixed=activation_memory.dtypes.compute == 2,
+            has_reference=False,
+            mixed_precision=activation_memory.dtypes.compute == 2,
         )
         return buffers.gradients + buffers.gathered
 
-    def _say(self, size: PassSize) -> None:
-        """Say once how many layers are recomputed."""
-        if self._said or not self._accelerator.is_main_process:
+    def _announce(self, size: PassSize) -> None:
+        """Print how many layers the first micro-batch recomputes, once in a run."""
+        if self._is_announced or not self._accelerator.is_main_process:
             return
-        self._said = True
+        self._is_announced = True
         print(
-            f"{self.number} of {len(self._layers)} layers are recomputed in the first micro-batch "
+            f"{self.count} of {len(self._layers)} layers are recomputed in the first micro-batch "
             f"of {size.tokens} tokens (adora_recompute; {FIGURE} has those of each step)",
             flush=True,
         )
 
-    def retried(self, step: Callable[[], Tensor], figures: Mapping[str, list[float]]) -> Tensor:
-        """Run `step`, and once more with all layers recomputed where it runs out of memory.
+    def run_with_retry(
+        self, train_micro_batch: Callable[[], Tensor], metrics: Mapping[str, list[float]]
+    ) -> Tensor:
+        """Train on a micro-batch, and once more with all layers recomputed if memory runs out.
 
         What the first try has left in gradients and in the log is undone, and all layers are
         recomputed in the rest of the run. A process that is one of several cannot go back alone: the
@@ -198,97 +212,121 @@ class RecomputedLayers:
         weights. There, and where all layers were recomputed already, the error ends the run.
 
         Args:
-            step: computes a micro-batch forward and backward, and returns its loss, ().
-            figures: the lists of figures for the log, to which `step` appends.
+            train_micro_batch: runs the micro-batch forward and backward, and returns its loss, ().
+            metrics: the values for the log by name, to which `train_micro_batch` appends.
         """
         if self._activation_memory is None or not self._can_retry:
-            return step()
-        assert self._card is not None
-        _, total_bytes = self._card()
-        before = Gradients(self._trained, int(_COPIED * total_bytes))
-        counts = {name: len(values) for name, values in figures.items()}
+            return train_micro_batch()
+        assert self._read_card is not None
+        gradients = GradientsBefore(
+            self._trained, max_copied_bytes=int(_COPIED * self._read_card().total)
+        )
+        value_counts = {name: len(values) for name, values in metrics.items()}
         try:
-            return step()
+            return train_micro_batch()
         except torch.OutOfMemoryError:
-            if self.number == len(self._layers) or not before.restore():
+            if self.count == len(self._layers) or not gradients.restore():
                 raise
-        # The error is gone here, and with its traceback what the failed pass held
-        for name, values in figures.items():
-            del values[counts.get(name, 0) :]
+        # Behind the `except` block, so that the error, whose traceback holds what the failed pass
+        # has allocated, is gone.
+        for name, values in metrics.items():
+            del values[value_counts.get(name, 0) :]
         self._recompute_all()
-        return step()
+        return train_micro_batch()
 
     def _recompute_all(self) -> None:
-        """Recompute all layers from here on, and say so."""
+        """Recompute all layers from here on, and print that."""
         print(
-            f"out of the card's memory with {self.number} of {len(self._layers)} layers recomputed: "
+            f"out of the card's memory with {self.count} of {len(self._layers)} layers recomputed: "
             "the micro-batch is made once more, and all are from here on; adora_recompute: all does "
             "so from the beginning",
             flush=True,
         )
         self._activation_memory = None
-        self._fixed = len(self._layers)
+        self._fixed_count = len(self._layers)
         gc.collect()
         if self._accelerator.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-class Gradients:
-    """The gradients of parameters before a pass that may fail on its way back."""
+class _GradientBefore(NamedTuple):
+    """The gradient of a parameter before a backward pass."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], limit: int) -> None:
-        """Note the gradients, and copy them if they have at most `limit` bytes together."""
+    gradient: Tensor | None
+    version: int  # torch's count of changes in place
+    copy: Tensor | None  # of the gradient's values; None where they were not copied
+
+
+class GradientsBefore:
+    """The gradients of parameters before a backward pass that may run out of memory."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], max_copied_bytes: int) -> None:
+        """Note the gradients, and copy their values if they take few enough bytes together."""
         self._parameters = parameters
-        self._before = [parameter.grad for parameter in parameters]
-        present = [gradient for gradient in self._before if gradient is not None]
-        # A gradient that the pass has added to has another version
-        self._versions = [None if grad is None else grad._version for grad in self._before]
-        self._copies: list[Tensor | None] = [None] * len(self._before)
-        if sum(gradient.nbytes for gradient in present) <= limit:
-            self._copies = [None if grad is None else grad.clone() for grad in self._before]
+        gradients = [parameter.grad for parameter in parameters]
+        total_bytes = sum(gradient.nbytes for gradient in gradients if gradient is not None)
+        copies_values = total_bytes <= max_copied_bytes
+        self._before = []
+        for gradient in gradients:
+            version = 0
+            copy = None
+            if gradient is not None:
+                version = gradient._version
+                copy = gradient.clone() if copies_values else None
+            self._before.append(_GradientBefore(gradient=gradient, version=version, copy=copy))
 
     def restore(self) -> bool:
-        """Undo what a pass has added; return whether that was possible."""
-        changed = []
-        for index, gradient in enumerate(self._before):
-            if gradient is not None and gradient._version != self._versions[index]:
-                changed.append(index)
-        if any(self._copies[index] is None for index in changed):
+        """Undo what a pass has added to the gradients, and return whether that was possible.
+
+        It is not where the pass has changed a gradient whose values were not copied.
+        """
+        changed = [
+            before
+            for before in self._before
+            if before.gradient is not None and before.gradient._version != before.version
+        ]
+        if any(before.copy is None for before in changed):
             return False
-        for index, parameter in enumerate(self._parameters):
-            parameter.grad = self._before[index]
-        for index in changed:
-            gradient = self._before[index]
-            copy = self._copies[index]
-            assert gradient is not None, "a changed gradient has its copy"
-            assert copy is not None, "a changed gradient has its copy"
-            gradient.copy_(copy)
+        for parameter, before in zip(self._parameters, self._before, strict=True):
+            parameter.grad = before.gradient
+        for before in changed:
+            assert before.gradient is not None
+            assert before.copy is not None
+            before.gradient.copy_(before.copy)
         return True
 
 
 def activation_memory_of(
-    config: AdoraGRPOConfig, shape: ModelShape, sharding: Sharding, *, accelerator: bool = True
+    config: AdoraGRPOConfig, shape: ModelShape, sharding: Sharding, *, on_gpu: bool = True
 ) -> ActivationMemory:
-    """Return the policy of a run as it learns; `accelerator`: on a GPU."""
-    mixed = bool(config.bf16 or config.fp16)
-    tower_is_frozen = not (shape.trainable["vision_tower"] or shape.trainable["projector"])
-    shared = config.uses("cache_images") and config.uses("share_vision")
+    """Return what predicts how much memory the policy's activations take in a pass."""
+    is_mixed_precision = bool(config.bf16 or config.fp16)
+    tower_is_frozen = not (
+        shape.trained_by_component["vision_tower"] or shape.trained_by_component["projector"]
+    )
+    shares_vision = config.uses("cache_images") and config.uses("share_vision")
     return ActivationMemory(
         shape=shape,
-        dtypes=dtypes_of(shape, sharding, mixed=mixed),
+        dtypes=dtypes_of(shape, sharding, mixed_precision=is_mixed_precision),
         checkpointing=config.gradient_checkpointing,
-        reads_features=shared and tower_is_frozen,
-        on_gpu=accelerator,
+        # Features of a frozen tower are computed before the pass.
+        reads_features=shares_vision and tower_is_frozen,
+        on_gpu=on_gpu,
     )
 
 
-def layers_of(
+def recomputed_layers(
     context: StepContext,
     model: "PreTrainedModel",
     shape: Callable[[], ModelShape],
     sharding: Sharding,
 ) -> RecomputedLayers:
-    """Return what switches the checkpoints of a policy, on the device of this process."""
+    """Return the object that decides how many of the policy's layers are recomputed.
+
+    The arguments are those of `RecomputedLayers`, which gets the GPU of this process, if it has one.
+    """
     device = context.accelerator.device
-    card = partial(card_bytes, device) if device.type == "cuda" else None
-    return RecomputedLayers(context, model=model, shape=shape, sharding=sharding, card=card)
+    read_card = partial(card_bytes, device) if device.type == "cuda" else None
+    return RecomputedLayers(
+        context, model=model, shape=shape, sharding=sharding, read_card=read_card
+    )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 from accelerate.utils import send_to_device
 
-from adora_vl.checkpoint.store import facts_of, load_of_rank, save_of_rank
+from adora_vl.checkpoint.store import load_of_rank, manifest_of, save_of_rank
 from adora_vl.config.batch_plan import BatchLayout
 from adora_vl.packing.image_store import ImageBanks
 from adora_vl.training.batch_rows import to_cpu
@@ -20,11 +20,19 @@ _MANIFEST_KEY = "unfinished_generation"  # the key in the manifest of such a che
 
 
 class StepBegin(NamedTuple):
-    """The state of a run where the first generation of an optimizer step begins."""
+    """What is known where the first generation of an optimizer step begins."""
 
     micro_step: int  # TRL's `_step`
     tokens_seen: int  # TRL's `num_input_tokens_seen`
     facts: dict[str, Any]  # for a checkpoint's manifest
+
+
+class RestoredGeneration(NamedTuple):
+    """The generation in whose middle a checkpoint was saved."""
+
+    micro_step: int  # TRL's `_step`
+    micro_batches: list[Batch]  # those that were learned from are empty
+    table: str  # TRL's table of completions, as JSON
 
 
 class UnfinishedGeneration:
@@ -42,53 +50,60 @@ class UnfinishedGeneration:
         self._before: StepBegin | None = None  # of the present optimizer step
 
     def begins(self, micro_step: int, facts: dict[str, Any]) -> None:
-        """Note what is known where the first generation of an optimizer step begins."""
+        """Note the state of the run where the first generation of an optimizer step begins.
+
+        Args:
+            micro_step: TRL's `_step`, its count of micro-batches.
+            facts: the facts of the run for the manifest of a checkpoint.
+        """
         tokens_seen = self.state().num_input_tokens_seen
         self._before = StepBegin(micro_step=micro_step, tokens_seen=tokens_seen, facts=facts)
 
-    def rewind(self, step_began: int, now: dict[str, Any]) -> dict[str, Any]:
-        """The facts of the run to save, from where a resumed run goes on.
+    def facts_to_save(self, step_began: int, present_facts: dict[str, Any]) -> dict[str, Any]:
+        """Return the facts of the run that a checkpoint has.
 
-        Before any optimizer step used the present generations, those are the facts from before
-        them, since a resumed run samples them again. Then this also resets TRL's count of tokens.
+        If the present optimizer step has sampled its generations and not learned from them, a
+        resumed run samples them again. Then the facts are those from before, and TRL's count of
+        tokens is set back too.
 
         Args:
             step_began: TRL's `_step` where the present optimizer step began.
-            now: the present facts.
+            present_facts: the facts of the run now.
         """
         if self._before is None or self._before.micro_step != step_began:
-            return now
+            return present_facts
         self.state().num_input_tokens_seen = self._before.tokens_seen
         return self._before.facts
 
     def save(
         self, folder: Path, micro_step: int, micro_batches: list[Batch] | None, table: str
     ) -> dict[str, Any]:
-        """Write the micro-batches that remain and the images that they refer to.
+        """Write the micro-batches that remain of a generation, and the images that they refer to.
 
-        Between two generations nothing is written. The whole image bank is saved, since some things
-        are computed for all of its images at once.
+        Between two generations nothing is written. The whole image bank is saved, since features are
+        computed for all of its images at once.
 
         Args:
-            folder: of the checkpoint.
-            micro_step: micro-batches that the run has processed.
-            micro_batches: of the generation.
-            table: of the generation, for the log.
+            folder: the folder of the checkpoint.
+            micro_step: TRL's `_step`, the micro-batches that the run has processed.
+            micro_batches: those of the present generation; None without one.
+            table: TRL's table of the generation's completions, as JSON, for the next log.
 
         Returns:
-            The entry of the checkpoint's manifest.
+            The entry for the checkpoint's manifest; {} where nothing was written.
         """
-        # micro-batches of this generation that were learned from already
-        done = micro_step % self.layout.micro_batches_per_generation
-        if not done or micro_batches is None:
+        learned_count = micro_step % self.layout.micro_batches_per_generation
+        if learned_count == 0 or micro_batches is None:
             return {}
         remaining = [
-            cast("Batch", {name: column for name, column in micro.items() if name != "host"})
+            cast("Batch", {name: column for name, column in micro.items() if name != "host_rows"})
             for micro in micro_batches
         ]
-        # With several passes over a generation, those that are done will be learned from again.
+        # With several iterations over a generation all of them are learned from again. With one,
+        # those that were learned from are empty, so that the others keep their numbers.
         if self.layout.num_iterations == 1:
-            remaining = [{} if number < done else micro for number, micro in enumerate(remaining)]
+            for number in range(learned_count):
+                remaining[number] = {}
         content: dict[str, Any] = {
             "micro_batches": to_cpu(remaining),
             "first": 0,
@@ -102,20 +117,20 @@ class UnfinishedGeneration:
         save_of_rank(folder, kind=FILES, rank=self.accelerator.process_index, content=content)
         return {_MANIFEST_KEY: {"micro_step": micro_step, **self._sizes()}}
 
-    def load(self, checkpoint: Path) -> tuple[int, list[Batch], str] | None:
-        """Read the `micro_step`, the micro-batches and the table that `save` wrote.
+    def load(self, checkpoint: Path) -> RestoredGeneration | None:
+        """Read what `save` wrote into a checkpoint; None if it wrote nothing.
 
-        Returns None if it wrote none. Raises `UserError` if the sizes of the run have changed
-        since.
+        The images go into a new image bank, and the micro-batches refer to them there. Raises
+        `UserError` if the sizes of the run have changed since.
         """
-        facts = facts_of(checkpoint).get(_MANIFEST_KEY)
+        facts = manifest_of(checkpoint).get(_MANIFEST_KEY)
         if facts is None:
             return None
-        for name, now in self._sizes().items():
-            if facts[name] != now:
+        for name, size in self._sizes().items():
+            if facts[name] != size:
                 raise UserError(
                     f"resume_from_checkpoint: {str(checkpoint)!r} was saved in the middle of a "
-                    f"generation with {name}: {facts[name]}, now {now}; set it as before, or name "
+                    f"generation with {name}: {facts[name]}, now {size}; set it as before, or name "
                     "a checkpoint between two generations"
                 )
         device = self.accelerator.device
@@ -127,11 +142,14 @@ class UnfinishedGeneration:
         for micro in micro_batches:
             references = micro.get("pixel_values")
             if references is not None and not references.is_floating_point():
+                # Patches are numbered through all banks of a run, so the new bank has others.
                 micro["pixel_values"] = references + (bank.first - content["first"])
-        return facts["micro_step"], micro_batches, content["table"]
+        return RestoredGeneration(
+            micro_step=facts["micro_step"], micro_batches=micro_batches, table=content["table"]
+        )
 
     def _sizes(self) -> dict[str, int]:
-        """The sizes that the division into micro-batches depends on, by TRL's keys."""
+        """Return the sizes that the division into micro-batches depends on, by TRL's keys."""
         layout = self.layout
         return {
             "processes": self.accelerator.num_processes,

@@ -32,6 +32,7 @@ _VARLEN = (torch_attn._varlen_attn.default, torch_attn._varlen_attn_backward.def
 WHOLE = 8_000_000
 FRACTIONS = 200_000
 BLOCK = 512  # bytes: the allocator's unit
+_FLASH_BLOCK = 128  # tokens that the flash backward computes at once
 HERE = str(Path(__file__).parent)
 _ROOT = str(Path(__file__).parents[2])
 _INDEXED = {
@@ -210,11 +211,8 @@ class Card(TorchDispatchMode):
         self.launches[self.phase] += 1
         if func is aten._local_scalar_dense.default:
             return self._known_or_made_up("item", args[0]).item()
-        if (
-            func is aten._to_copy.default
-            and device is not None
-            and torch.device(device).type == "cpu"
-        ):
+        to_host = device is not None and torch.device(device).type == "cpu"
+        if func is aten._to_copy.default and to_host:
             host_values = self._known_or_made_up("to the host", args[0])
             return host_values.to(kwargs.get("dtype") or host_values.dtype, copy=True)
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
@@ -238,13 +236,15 @@ class Card(TorchDispatchMode):
     ) -> None:
         """Count for which operations the host has to wait for the card."""
         from_host = any(not isinstance(tensor, FakeTensor) for tensor in tensors)
-        copied = func is aten._to_copy.default and to_card and not kwargs.get("non_blocking")
-        written = func is aten.copy_.default and not (len(args) > 2 and args[2])
-        if from_host and (copied or written):
+        is_blocking_copy = (
+            func is aten._to_copy.default and to_card and not kwargs.get("non_blocking")
+        )
+        # The third argument of `copy_` is `non_blocking`.
+        is_blocking_write = func is aten.copy_.default and not (len(args) > 2 and args[2])
+        knows_its_size = func is aten.repeat_interleave.Tensor and kwargs.get("output_size")
+        if from_host and (is_blocking_copy or is_blocking_write):
             self.wait("from the host")
-        elif func in _SHAPED and not (
-            func is aten.repeat_interleave.Tensor and kwargs.get("output_size")
-        ):
+        elif func in _SHAPED and not knows_its_size:
             self.wait(_SHAPED[func])
         elif func is aten.equal.default:
             self.wait("equal")
@@ -266,21 +266,20 @@ class Card(TorchDispatchMode):
         with self.fake:
             out = func(*fakes[0], **fakes[1])
         if func._overloadpacket in flop_registry:
-            # bounds are looked at by their values, which the fakes made of them here have not
-            self._count_flops(
-                func, args=args if func in _VARLEN else fakes[0], kwargs=fakes[1], out=out
-            )
+            # The bounds of rows are looked at by their values, which these fakes do not have.
+            flop_args = args if func in _VARLEN else fakes[0]
+            self._count_flops(func, args=flop_args, kwargs=fakes[1], out=out)
         results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
-        small = all(
-            t.numel() <= (FRACTIONS if t.dtype.is_floating_point else WHOLE) for t in results
-        )
-        if results and small and func not in _DRAWN and all(value is not None for value in values):
+        are_known = all(value is not None for value in values)
+        if results and are_known and func not in _DRAWN and all(map(_is_small, results)):
             self._compute_values(func, args=args, kwargs=kwargs, results=results)
         elif func._schema.is_mutable:
-            for tensor in [*results, *(t for t in args[:1] if isinstance(t, FakeTensor))]:
+            # The first argument is written to, if any is.
+            targets = [tensor for tensor in args[:1] if isinstance(tensor, FakeTensor)]
+            for tensor in [*results, *targets]:
                 self.forget(tensor)
         self._hold(out)
-        self._inside(func, args)
+        self._reach(self.live + kernel_bytes(func, args))
         return out
 
     def _as_fake(self, tensor: Tensor) -> Tensor:
@@ -289,7 +288,7 @@ class Card(TorchDispatchMode):
     def _compute_values(self, func: Any, args: Any, kwargs: Any, results: list[Any]) -> None:
         """Compute the values of results from values that are known, on the CPU."""
         real_args, real_kwargs = tree_map_only(FakeTensor, self.value, (args, kwargs))
-        real_kwargs = {name: value for name, value in real_kwargs.items() if name != "pin_memory"}
+        real_kwargs.pop("pin_memory", None)  # without a GPU nothing can be pinned
         if "device" in real_kwargs:
             real_kwargs["device"] = torch.device("cpu")
         try:
@@ -298,11 +297,8 @@ class Card(TorchDispatchMode):
             for fake in results:
                 self.forget(fake)
             return
-        for fake, real in zip(
-            results,
-            (leaf for leaf in tree_leaves(real_results) if isinstance(leaf, Tensor)),
-            strict=False,
-        ):
+        real_tensors = [leaf for leaf in tree_leaves(real_results) if isinstance(leaf, Tensor)]
+        for fake, real in zip(results, real_tensors, strict=False):
             fake._value = real
 
     def _of_unknown_shape(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
@@ -323,17 +319,16 @@ class Card(TorchDispatchMode):
             raise NotImplementedError(f"{func} of unknown values at {_place('').line}")
         indices: list[Any] = []
         for index in args[1]:
-            value = self.value(index) if index is not None else None
-            if value is None and index is not None:
+            if index is None:
+                indices.append(None)
+                continue
+            value = self.value(index)
+            if value is None:
                 self.made_up[_place("mask")] += 1
                 value = torch.ones(tuple(index.shape), dtype=index.dtype)
-            if value is None:
-                indices.append(None)
-            else:
-                indices += [
-                    self.give(i)
-                    for i in (value.nonzero(as_tuple=True) if _is_mask(value) else [value])
-                ]
+            # A mask stands for an index in each of its dimensions.
+            positions = value.nonzero(as_tuple=True) if _is_mask(value) else [value]
+            indices += [self.give(position) for position in positions]
         with self.fake:
             out = aten.index.Tensor(self._as_fake(args[0]), indices)
         self._hold(out)
@@ -379,32 +374,39 @@ class Card(TorchDispatchMode):
         assert value is not None
         return value
 
-    def _inside(self, func: Any, args: Any) -> None:
-        """Memory that a kernel holds while it runs: the flash backward sums the queries' gradient
-        in float32.
-        """
-        if func is torch_attn._varlen_attn_backward.default:
-            query, key = args[1:3]
-            # each row is padded to the kernel's block of 128
-            rows = query.size(0) + 128 * (args[6].size(0) - 1)
-            kernel_bytes = 4 * query.size(1) * rows * (query.size(2) + 1)
-            if key.size(1) != query.size(1):
-                kernel_bytes += 2 * key.size(0) * query.size(1) * key.size(2) * key.element_size()
-            self._reach(self.live + kernel_bytes)
-        if func is aten._scaled_dot_product_flash_attention_backward.default:
-            query, key = args[1:3]
-            rows = -(-query.size(-2) // 128) * 128
-            kernel_bytes = 4 * query.size(0) * query.size(1) * rows * (query.size(-1) + 1)
-            if key.size(1) != query.size(1):
-                kernel_bytes += (
-                    2
-                    * key.size(0)
-                    * query.size(1)
-                    * key.size(-2)
-                    * key.size(-1)
-                    * key.element_size()
-                )
-            self._reach(self.live + kernel_bytes)
+
+def kernel_bytes(func: Any, args: Any) -> int:
+    """Return the bytes that a kernel holds while it runs, beside its arguments and results.
+
+    Only the flash backwards hold any: they sum the queries' gradient in float32, and with fewer
+    heads of keys than of queries the gradients of keys and values for each query head.
+    """
+    if func is torch_attn._varlen_attn_backward.default:
+        query, key = args[1:3]
+        tokens, heads, head_size = query.shape
+        key_tokens, key_heads, _ = key.shape
+        # Each row is padded to the kernel's block.
+        padded_tokens = tokens + _FLASH_BLOCK * (args[6].size(0) - 1)
+    elif func is aten._scaled_dot_product_flash_attention_backward.default:
+        query, key = args[1:3]
+        batch, heads, query_length, head_size = query.shape
+        key_heads = key.size(1)
+        key_tokens = key.size(0) * key.size(-2)
+        blocks = -(-query_length // _FLASH_BLOCK)
+        padded_tokens = batch * blocks * _FLASH_BLOCK
+    else:
+        return 0
+    # The last one is the sum of a row's products, which the kernel keeps beside the gradient.
+    sums = 4 * heads * padded_tokens * (head_size + 1)
+    if key_heads == heads:
+        return sums
+    return sums + 2 * key_tokens * heads * head_size * key.element_size()
+
+
+def _is_small(tensor: Tensor) -> bool:
+    """Tell whether a tensor on the card carries values."""
+    limit = FRACTIONS if tensor.dtype.is_floating_point else WHOLE
+    return tensor.numel() <= limit
 
 
 def _is_mask(index: Any) -> bool:

@@ -32,9 +32,9 @@ from adora_vl.data.dataset import schema
 from adora_vl.data.prompt_lengths import PromptLengths
 from adora_vl.data.prompts import conversation
 from adora_vl.models.families import freeze
-from adora_vl.models.four_bit import WHOLE, bytes_of
+from adora_vl.models.four_bit import WHOLE, four_bit_parameter_bytes
 from adora_vl.models.load import PRETRAINED
-from adora_vl.models.shape import SHAPES, describe
+from adora_vl.models.shape import SHAPES, model_shape
 from adora_vl.planning.memory import CONTEXT, Prediction, Setup, predict
 from adora_vl.planning.plan import make_setup
 from adora_vl.preflight import check_model, facts
@@ -255,7 +255,9 @@ def run(card_run: CardRun, folder: Path) -> CardRunResult:
                 card_run, config=config, model=model, folder=folder, prompt=result.prompt
             )
             room = torch.cuda.get_device_properties(CARD).total_memory - CONTEXT
-            result.parameters = setup.shape.total  # of 4 bits a tensor has two in one number
+            result.parameters = (
+                setup.shape.total_parameters
+            )  # of 4 bits a tensor has two in one number
             result.predicted = predict(setup, room)
             result.predicted_first = predict(replace(setup, micro_batches=1), room)
         except Exception as error:  # whatever it is, it is the result
@@ -412,12 +414,14 @@ def _trainer(card_run: CardRun, folder: Path) -> tuple[Any, Any, Any]:
 def _setup(card_run: CardRun, config: Any, model: Any, folder: Path, prompt: int) -> Setup:
     """Return what the dry run predicts memory from."""
     peft = get_peft_config(model)
-    shape = describe(
+    shape = model_shape(
         AutoConfig.from_pretrained(folder / "model"),
         dtype=model.dtype,
         frozen=config.adora_freeze,
         peft_config=peft,
-        four_bit_bytes=bytes_of(model.use_bnb_nested_quant) if model.load_in_4bit else 0.0,
+        four_bit_bytes=four_bit_parameter_bytes(model.use_bnb_nested_quant)
+        if model.load_in_4bit
+        else 0.0,
     )
     image = card_run.image_tokens if shape.vision else 0
     return make_setup(

@@ -12,7 +12,7 @@ from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as TILE
 
 from adora_vl.models.activations import DtypeBytes, PassSize, head_transient_bytes
-from adora_vl.models.shape import describe
+from adora_vl.models.shape import model_shape
 from adora_vl.utils.files import GIB
 from benchmarks.gpu.setting import (
     JUDGED_ON_GPU_ONLY,
@@ -68,7 +68,7 @@ def run(setting: Setting) -> Iterator[CheckLine]:
         )
     del exact, fused_results, plain_results
 
-    shape = describe(config)
+    shape = model_shape(config)
     # a CPU's bfloat16 products take copies of their own
     dtype = torch.bfloat16 if setting.on_gpu else torch.float32
     inputs = hidden.to(dtype), weight.to(dtype), targets

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from adora_vl.packing.shared_prompt import GroupLayout, SharedPrompts
+from adora_vl.packing.shared_prompt import GroupLayout, PackedLayout
 from adora_vl.packing.split_attention import attend_in_parts
 from adora_vl.packing.varlen_attention import VarlenAttention, attend_spans, plain_attention
 from benchmarks.gpu.setting import Setting, relative_distance
@@ -43,15 +43,15 @@ def run(setting: Setting) -> Iterator[CheckLine]:
             yield from _compared(setting, name, layout=layout, heads=heads)
 
 
-def _layout(setting: Setting, prompt: int, answers: tuple[int, ...], groups: int) -> SharedPrompts:
+def _layout(setting: Setting, prompt: int, answers: tuple[int, ...], groups: int) -> PackedLayout:
     """Return the layout of equal groups with one prompt and answers of these lengths."""
     # a rollout's last token is no query
     group = GroupLayout(prompt, tuple(length - 1 for length in answers))
-    return SharedPrompts((group,) * groups, torch.zeros(1, dtype=torch.long, device=setting.device))
+    return PackedLayout((group,) * groups, torch.zeros(1, dtype=torch.long, device=setting.device))
 
 
 def _compared(
-    setting: Setting, name: str, layout: SharedPrompts, heads: tuple[int, int, int]
+    setting: Setting, name: str, layout: PackedLayout, heads: tuple[int, int, int]
 ) -> Iterator[CheckLine]:
     """Compare the outputs, the gradients and the seconds of both ways of attention."""
     queries, keys, size = heads
@@ -62,8 +62,8 @@ def _compared(
     ]
     scaling = size**-0.5
     ways: dict[str, Attend] = {
-        "in parts": partial(attend_in_parts, shared=layout, scaling=scaling),
-        "one call": partial(attend_spans, shared=layout, scaling=scaling),
+        "in parts": partial(attend_in_parts, layout=layout, scaling=scaling),
+        "one call": partial(attend_spans, layout=layout, scaling=scaling),
     }
     kernel = VarlenAttention()
     if setting.on_gpu:
@@ -77,7 +77,7 @@ def _compared(
     if not works:
         del ways["one call"]
     wide = [tensor.float() for tensor in inputs]
-    right = _results(partial(plain_attention, shared=layout, scaling=scaling), wide)
+    right = _results(partial(plain_attention, layout=layout, scaling=scaling), wide)
     for way, attend in ways.items():
         results = _results(attend, inputs)
         names = ("output", "gradient of queries", "of keys", "of values")

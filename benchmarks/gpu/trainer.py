@@ -33,7 +33,7 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.sharding import Sharding
 from adora_vl.data.prompt_lengths import PromptLengths
 from adora_vl.models.load import PRETRAINED
-from adora_vl.models.shape import describe
+from adora_vl.models.shape import model_shape
 from adora_vl.planning.memory import CONTEXT, predict
 from adora_vl.planning.plan import make_setup
 from adora_vl.trainer import AdoraGRPOTrainer
@@ -364,10 +364,10 @@ def prediction(
 ) -> int:
     """Return the bytes of the worst phase, as the dry run computes them from the configuration."""
     args = trainer_config(setting, "ours", side, completion, Path("unused"))
-    shape = describe(
+    shape = model_shape(
         config, dtype="bfloat16" if setting.on_gpu else "float32", peft_config=lora(setting)
     )
-    image = (side // shape.patch // shape.merge) ** 2
+    image = (side // shape.patch_size // shape.merge_size) ** 2
     lengths = PromptLengths(["row"], [prompt], [image])
     setup = make_setup(
         args,

@@ -164,7 +164,7 @@ def several(arguments: list[str], starts: list[str]) -> int:
         trainer = trainers[0]
         trainer.train_dataset = run.data.train
         trainer.run = run
-        trainer.bad_steps.in_a_row = 0
+        trainer.bad_steps.bad_steps_in_a_row = 0
         trainer.bad_steps.reason = None
         # as in a new process
         trainer._step = 0

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from trl import ModelConfig
 
-from adora_vl.data.prompt_lengths import served_length
+from adora_vl.data.context_limit import served_length
 from adora_vl.models.four_bit import four_bit_folder
 from adora_vl.models.load import PRETRAINED
 from adora_vl.record.metrics import METRICS, read_metrics

@@ -121,12 +121,12 @@ class SameAgain(AdoraGRPOTrainer):
         return StepKey(mode="train", step=0, micro=0)
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
-        self.before = self.images._cache.processed, self.images.vision.seen
+        self.before = self.images._cache.processed, self.images.vision.image_passes
         return super()._generate_and_score_completions(inputs)
 
     def _build_collaborators(self, *args: Any) -> None:
         super()._build_collaborators(*args)
-        log_scored = self.generation_log.scored
+        log_scored = self.generation_log.log_scored
 
         def noted(generation: Generation, built: Any, scored: Any) -> None:
             log_scored(generation, built, scored)
@@ -137,7 +137,7 @@ class SameAgain(AdoraGRPOTrainer):
                 )
                 self.sampled.append(scored.batch["completion_ids"].tolist())
 
-        self.generation_log.scored = noted  # type: ignore[method-assign]
+        self.generation_log.log_scored = noted  # type: ignore[method-assign]
 
 
 class Switches(TrainerCallback):
@@ -194,9 +194,9 @@ def sabotage(names: str) -> None:
         def shifted(input_ids: torch.Tensor, **layout: Any) -> PackedSequence:
             packed = pack(input_ids, **layout)
             after_the_prompt = (
-                torch.arange(packed.ids_NS.size(1)) >= packed.shared.groups[0].prompt_length
+                torch.arange(packed.ids_NS.size(1)) >= packed.layout.groups[0].prompt_length
             )
-            return dataclasses.replace(packed, positions=packed.positions + after_the_prompt)
+            return dataclasses.replace(packed, position_ids=packed.position_ids + after_the_prompt)
 
         mock.patch.object(packed_module, "pack", shifted).start()
     if "rows" in names:  # micro-batches weigh alike however many rows they have
@@ -280,7 +280,7 @@ def main() -> None:
             "seen_in_step": [
                 b - a
                 for a, b in pairwise(
-                    [*(w["seen"] for w in trainer.work), trainer.images.vision.seen]
+                    [*(w["seen"] for w in trainer.work), trainer.images.vision.image_passes]
                 )
             ],
             "same": [sampled == trainer.sampled[0] for sampled in trainer.sampled],

@@ -165,14 +165,14 @@ def test_the_trainer_hands_whole_groups_to_the_method_and_its_state_to_the_check
     tmp_path, stock, monkeypatch
 ):
     """The advantages of stock TRL's rollouts are those of the pure functions, step after step."""
-    log_scored = MetricsLogger.scored
+    log_scored = MetricsLogger.log_scored
     scores_of_steps = list[RolloutFacts]()
 
     def noted(log: MetricsLogger, generation: Any, built: Any, scored: Any) -> None:
         scores_of_steps.append(scored.facts)
         log_scored(log, generation, built, scored)
 
-    monkeypatch.setattr(MetricsLogger, "scored", noted)
+    monkeypatch.setattr(MetricsLogger, "log_scored", noted)
     chosen = {"daro": {}, "adora": {"criteria": ["difficulty"], "tau": 0.2}}
     ours = two_steps(AdoraGRPOTrainer, tmp_path, adora_method=chosen)
     options = Adora(criteria=("difficulty",), tau=Schedule(0.2))

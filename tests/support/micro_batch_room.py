@@ -3,13 +3,13 @@
 from peft import LoraConfig
 
 from adora_vl.models.activations import ActivationMemory, DtypeBytes
-from adora_vl.models.shape import config_for_planning, describe
+from adora_vl.models.shape import config_for_planning, model_shape
 from adora_vl.training.micro_batch_room import MicroBatchRoom
 
 LONGEST = 2048  # max_completion_length
 HALF = DtypeBytes(compute=2, residual=2)
 ADAPTERS = LoraConfig(r=64, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"])
-SHAPE = describe(config_for_planning("Qwen/Qwen2.5-VL-3B-Instruct")[0], peft_config=ADAPTERS)
+SHAPE = model_shape(config_for_planning("Qwen/Qwen2.5-VL-3B-Instruct")[0], peft_config=ADAPTERS)
 ACTIVATION_MEMORIES = {
     "frozen tower": ActivationMemory(SHAPE, HALF, reads_features=True),
     "tower in the pass": ActivationMemory(SHAPE, HALF),

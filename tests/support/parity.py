@@ -106,11 +106,11 @@ def answers(trainer: Any, rows: Rows) -> dict[str, list[Any]]:
     )
     engine = SamplerEngine(
         trainer.engine_pair,
-        trainer.rollouts.groups,
+        trainer.rollouts.group_sampler,
         ChatProcessor(folder),
         end_tokens=trainer.eos_token_ids,
     )
-    transformers.turns = engine.turns
+    transformers.tool_loop = engine.tool_loop
     return {
         name: list(map(vars, evaluator.generate(requests)))
         for name, evaluator in (("vllm", engine), ("transformers", transformers))

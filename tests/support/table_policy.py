@@ -88,7 +88,7 @@ class NoRecord:
     def __init__(self) -> None:
         self.measured_rows: list[int] = []
 
-    def measured(self, micro: Batch, logps_BC: Tensor) -> None:
+    def add_measured_drift(self, micro: Batch, logps_BC: Tensor) -> None:
         self.measured_rows += micro["rollout_number"].tolist()
 
 

@@ -20,10 +20,13 @@ if TYPE_CHECKING:
 _TEMPLATE_TOKENS = 256
 
 
-def _limits_of(model_limits: Mapping[str, int], user_limits: Mapping[str, int]) -> dict[str, int]:
-    """Return the pixel limits: the user's, and the model's where the user gave none.
+def _combined_limits(
+    model_limits: Mapping[str, int], user_limits: Mapping[str, int]
+) -> dict[str, int]:
+    """Combine the pixel limits of the user with those of the model, where the user gave none.
 
-    Raises `UserError` where the model sees no images, or the lower limit is over the upper one.
+    The keys are `min_pixels` and `max_pixels`. Raises `UserError` where the model sees no images,
+    or the lower limit is over the upper one.
     """
     if user_limits and not model_limits:
         raise UserError("max_pixels: the model sees no images; leave the pixel limits out")
@@ -39,13 +42,12 @@ def _limits_of(model_limits: Mapping[str, int], user_limits: Mapping[str, int]) 
 
 
 class ChatProcessor:
-    """The model's own processor and configuration, with the user's pixel limits.
+    """Turns conversations with images into tokens, and tokens into text, as the model expects it.
 
-    Raises `UserError`.
-
-    `pixel_limits` is empty if the user gave none, and otherwise holds both: Qwen's image processor
-    silently ignores a `min_pixels` or `max_pixels` that is given alone, while vLLM counts image
-    tokens with it.
+    It has the model's own processor and configuration, with the user's pixel limits. `pixel_limits`
+    is empty if the user gave none, and otherwise has both limits: Qwen's image processor silently
+    ignores a `min_pixels` or `max_pixels` that is given alone, while vLLM counts image tokens with
+    it.
     """
 
     def __init__(
@@ -66,7 +68,10 @@ class ChatProcessor:
             max_pixels: The most pixels of an image; None: the model's own limit.
             revision: The revision on the hub.
             template: Arguments of the chat template.
-            processor: A trainer's, in place of the model's own.
+            processor: A trainer's processor, in place of the model's own.
+
+        Raises `UserError` for a model that cannot be loaded, and for pixel limits that it cannot
+        have.
         """
         # Imported here, because scoring loads no model and should not wait for them.
         from adora_vl.models.load import pixel_limits
@@ -86,11 +91,12 @@ class ChatProcessor:
             user_limits["min_pixels"] = min_pixels
         if max_pixels:
             user_limits["max_pixels"] = max_pixels
-        self._limits = _limits_of(model_limits or {}, user_limits)
+        self._limits = _combined_limits(model_limits or {}, user_limits)
         self.pixel_limits = self._limits if user_limits else {}
         self._tokenizer = self.processor if self.text_only else self.processor.tokenizer
         # The prompts of a batch end together, so that generation begins at one position.
         self._tokenizer.padding_side = "left"
+        # Tokens that an answer cannot have, such as the placeholder of an image.
         self.banned_ids: list[int] = never_sampled_ids(self._tokenizer)
         self.pad_id: int = self._tokenizer.pad_token_id
         self.context: int = self.config.get_text_config().max_position_embeddings
@@ -102,7 +108,7 @@ class ChatProcessor:
         revision: str | None,
         processor: ProcessorMixin | PreTrainedTokenizerBase | None,
     ) -> None:
-        """Load the configuration, and the processor where no `processor` is given.
+        """Load the configuration of a model, and its processor where none is given.
 
         A model that sees no images has a tokenizer in place of a processor. Raises `UserError` for
         a model that cannot be loaded.
@@ -132,26 +138,28 @@ class ChatProcessor:
 
     @classmethod
     def of(cls, settings: AnswerEngineSettings) -> Self:
-        """Return the processor of the settings' model, with their limits and template."""
+        """Load the processor of the model that an engine's settings name."""
         return cls(
             settings.model,
-            settings.min_pixels,
-            settings.max_pixels,
-            settings.revision,
+            min_pixels=settings.min_pixels,
+            max_pixels=settings.max_pixels,
+            revision=settings.revision,
             template=settings.template,
         )
 
     def check_vllm(self, model: str, dtype: str) -> None:
-        """Raise `UserError` for a model that vLLM cannot run, or computes otherwise.
+        """Raise `UserError` for a model that vLLM cannot run, or would compute otherwise.
 
-        `dtype`: as the user asked for.
+        Args:
+            model: The model's name, for messages.
+            dtype: The dtype as the user asked for it, such as `auto`.
         """
         from adora_vl.utils.launch import find_cpu_build
 
-        problem = misplaced_by_vllm(self.config)
-        if problem:
-            raise UserError(f"model: {model!r} {problem}")
-        is_float32_on_cpu = find_cpu_build() and self.dtype(dtype) == "float32"
+        fault = misplaced_by_vllm(self.config)
+        if fault:
+            raise UserError(f"model: {model!r} {fault}")
+        is_float32_on_cpu = find_cpu_build() and self.resolve_dtype(dtype) == "float32"
         if is_float32_on_cpu and has_linear_attention(self.config):
             alone = "on a CPU vLLM computes its linear attention in bfloat16 alone"
             raise UserError(
@@ -159,7 +167,7 @@ class ChatProcessor:
             )
 
     def render(self, messages: list[Message]) -> str:
-        """Return the prompt as text, a placeholder per image.
+        """Render a conversation by the chat template as text, with one placeholder per image.
 
         Raises `UserError` for images where the model has no vision.
         """
@@ -167,24 +175,25 @@ class ChatProcessor:
             messages = [
                 {**message, "content": _text_of(message["content"])} for message in messages
             ]
-        kwargs = {"add_generation_prompt": True, "tokenize": False, **self._template}
-        text: str = self.processor.apply_chat_template(messages, **kwargs)
+        text: str = self.processor.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False, **self._template
+        )
         return text
 
-    def ids_of(self, messages: list[Message], images: Sequence[Image.Image]) -> list[int]:
-        """Return the tokens of a prompt.
+    def prompt_ids(self, messages: list[Message], images: Sequence[Image.Image]) -> list[int]:
+        """Return the token ids of a conversation.
 
-        Each placeholder of an image becomes as many image tokens as the model sees of the image.
+        The placeholder of each image is repeated as often as the model has tokens for the image.
         """
         template_ids: list[int] = self._tokenizer(self.render(messages))["input_ids"]
-        image_token_counts = iter([self.tokens_of(image) for image in images])
+        image_token_counts = iter([self.image_token_count(image) for image in images])
         prompt_ids = list[int]()
-        for token in template_ids:
-            repeats = next(image_token_counts) if token == self.image_id else 1
-            prompt_ids += [token] * repeats
+        for token_id in template_ids:
+            repeats = next(image_token_counts) if token_id == self.image_id else 1
+            prompt_ids += [token_id] * repeats
         return prompt_ids
 
-    def tokens_of(self, image: Image.Image) -> int:
+    def image_token_count(self, image: Image.Image) -> int:
         """Return the number of tokens of an image, after it is resized within the pixel limits."""
         image_processor = self._image_processor
         width, height = image.size
@@ -192,16 +201,18 @@ class ChatProcessor:
         # A square of merge_size x merge_size patches becomes one token.
         return int(patches) // int(image_processor.merge_size) ** 2
 
-    def inputs(self, prompts: Sequence[list[int]], images: Sequence[Any]) -> BatchEncoding:
-        """Return the inputs of the model for several prompts: left-padded tokens (B, T) and images.
+    def batch_inputs(self, prompts: Sequence[list[int]], images: Sequence[Any]) -> BatchEncoding:
+        """Build the inputs of the model for several prompts.
 
-        `images` has those of all prompts in order. Position ids of images need `mm_token_type_ids`,
-        which is 1 at each image token.
+        Args:
+            prompts: The token ids of each prompt. They are padded at the left to (B, T).
+            images: The images of all prompts, in their order.
         """
         batch: BatchEncoding = self._tokenizer.pad(
             {"input_ids": list(prompts)}, padding=True, return_tensors="pt"
         )
         if self.image_id is not None:
+            # The model computes the position ids of images from this mask.
             batch["mm_token_type_ids"] = (batch["input_ids"] == self.image_id).int()
         if images:
             batch.update(
@@ -210,16 +221,16 @@ class ChatProcessor:
         return batch
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, without special ones."""
+        """Return the text of token ids, without special tokens."""
         text: str = self._tokenizer.decode(
             ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
 
-    def dtype(self, name: str) -> str:
+    def resolve_dtype(self, name: str) -> str:
         """Return the name of a dtype, which for `auto` is that in which the model was saved.
 
-        vLLM's own `auto` would make 16 bits of float32.
+        It is not left to vLLM, whose own `auto` would turn float32 into a dtype of 16 bits.
         """
         if name != "auto":
             return name
@@ -230,18 +241,18 @@ class ChatProcessor:
             return str(saved_dtype).removeprefix("torch.")
         return "bfloat16" if torch.cuda.is_available() else "float32"
 
-    def resolved(self, dtype: str) -> dict[str, Any]:
-        """Return the dtype and pixel limits in use: the user's, else the model's own."""
-        return {"dtype": self.dtype(dtype), **self._limits}
+    def settings_in_use(self, dtype: str) -> dict[str, Any]:
+        """Return the dtype and the pixel limits in use: the user's, else the model's own."""
+        return {"dtype": self.resolve_dtype(dtype), **self._limits}
 
-    def overlong(self, ids: Sequence[int], context: int) -> str | None:
-        """Return why a prompt leaves no room for an answer in a context of `context` tokens.
+    def why_too_long(self, ids: Sequence[int], context: int) -> str | None:
+        """Say why a prompt leaves no room for an answer in a context of `context` tokens.
 
         None where there is room.
         """
         if len(ids) < context:
             return None
-        image_tokens = sum(token == self.image_id for token in ids)
+        image_tokens = sum(token_id == self.image_id for token_id in ids)
         text_tokens = len(ids) - image_tokens
         if not image_tokens or text_tokens >= context:
             return (
@@ -253,25 +264,30 @@ class ChatProcessor:
             f"{context}; lower --max-pixels"
         )
 
-    def context_needed(self, max_images: int, max_text_bytes: int, max_tokens: int) -> int:
-        """Return a bound on the tokens of prompt and answer, at most the model's context.
+    def needed_context(self, max_images: int, max_text_bytes: int, max_tokens: int) -> int:
+        """Return the context length that all prompts with their answers need, as an upper bound.
 
-        A byte is at most one token.
+        Args:
+            max_images: The most images of a prompt.
+            max_text_bytes: The bytes of the longest text. A byte is at most one token.
+            max_tokens: The most tokens of an answer.
+
+        It is at most the model's own context length.
         """
         bound = max_text_bytes + _TEMPLATE_TOKENS + max_tokens
         if not self.text_only:
             # The side of the square of pixels that becomes one token.
             token_side = self._image_processor.patch_size * self._image_processor.merge_size
-            # Rounded up, in whole numbers: a part of a square needs a token too.
+            # Rounded up, since a part of a square needs a token too.
             tokens_per_image = -(-self._limits["max_pixels"] // token_side**2)
             bound += max_images * tokens_per_image
         return min(self.context, int(bound))
 
 
 def _text_of(content: str | list[Message]) -> str:
-    """Return the content of a message as one text, which templates of models without vision expect.
+    """Join the parts of a message to one text, which templates of models without vision expect.
 
-    Raises `UserError` where a part is no text.
+    Raises `UserError` where a part is an image.
     """
     if isinstance(content, str):
         return content

@@ -15,7 +15,7 @@ from PIL import Image
 from adora_vl.data.images import UnreadableImageError, decoded_image, file_within, image_size
 from adora_vl.data.prompts import PLACEHOLDER
 from adora_vl.data.rows import problem_with_row
-from adora_vl.evals.inference.predictions import missing_fields, refuse_rows, row_fault
+from adora_vl.evals.inference.predictions import fault_of_row, missing_fields, refuse_rows
 from adora_vl.evals.inference.requests import HUB_ID
 from adora_vl.evals.options import DataOptions, HubDataOptions
 from adora_vl.evals.records import LoadedProblems, Problem
@@ -26,39 +26,41 @@ from adora_vl.utils.hub import no_hub, why_missing
 
 Row = dict[str, Any]
 _DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
+# The name of a file that begins with that of a split.
 _NAMED_AFTER_SPLIT = re.compile(r"(?:train|test(?:mini)?|val(?:idation)?|dev)[-_.]", re.IGNORECASE)
-_MOST_NAMED_FILES = 5  # in a message
+_MOST_NAMED_FILES = 5  # that a message lists
 _MOST_PATH_CHARACTERS = 300  # a longer text is Base64
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """The rows of a split, with their encoded images apart, so that memory need not hold them."""
+class _LoadedRows:
+    """The rows of a split; encoded images stay in the columns of the table until they are needed."""
 
     rows: list[Row]
-    """The rows, without encoded images."""
-    encoded: Mapping[str, Any]
-    """The columns of encoded images by name, from which each is read when it is needed."""
+    """The rows, with None in place of each encoded image."""
+    column_by_name: Mapping[str, Any]
+    """The Arrow columns of encoded images, by name."""
     hash: str
     """The hash of the data."""
     origin: str
-    """The place of the data in messages."""
+    """Where the data come from, for messages."""
     folder: Path | None
     """The folder in which paths of images lead; None for data from the hub, which has no files."""
 
-    def pictures(self, index: int, columns: Sequence[str]) -> list[bytes]:
+    def encoded_image(self, index: int, columns: Sequence[str]) -> list[bytes]:
         """Return the first usable image of a row, encoded, as a list of one.
 
-        It is stored as bytes, a struct of bytes or path, a path, or base64.
+        Benchmarks store images in many forms: bytes, a struct with bytes or a path, a path, or
+        Base64.
 
         Args:
-            index: The number of the row, from 0 on.
+            index: The index of the row.
             columns: The columns that may hold the image, the preferred one first.
 
-        Raises `ValueError` for a row without an image.
+        Raises `ValueError` for a row without an image, and `OSError` for a file that is missing.
         """
         row = dict(self.rows[index])
-        for name, column in self.encoded.items():
+        for name, column in self.column_by_name.items():
             row[name] = column[index].as_py()
         values = [row[name] for name in columns if row.get(name) is not None]
         for value in values:
@@ -70,8 +72,9 @@ class _Rows:
                 if not _is_path(value):
                     return [base64.b64decode(value, validate=True)]
                 file = None if self.folder is None else file_within(self.folder, value)
-                # A path that leads nowhere is an error only if no further value is left.
-                if file is not None and (value == values[-1] or file.is_file()):
+                is_last = value == values[-1]
+                # A missing file is an error only where no other column can have the image.
+                if file is not None and (is_last or file.is_file()):
                     return [file.read_bytes()]
         raise ValueError("the row has no image")
 
@@ -87,34 +90,35 @@ def load_problems(
     id_column: str = "pid",
     split: str | None = None,
     config: str | None = None,
-    blind: bool = False,
-    pictures: str = "",
-    renamed: Mapping[str, str] | None = None,
+    without_images: bool = False,
+    image_folder: str = "",
+    our_names: Mapping[str, str] | None = None,
 ) -> LoadedProblems:
-    """Return the problems of `options.data`, and a hash of the data with their pictures.
+    """Load the problems of a benchmark from `options.data`, with a hash of the data.
 
     The data are a hub id, a file or a folder. A folder has Parquet files named after the split (or
     one named after no split), or `{split}.json`, `.jsonl`, whose rows name image files within the
     folder.
 
     Args:
-        options: where the data are.
-        needed: columns that every row has to have.
-        image_columns: those that may hold the image; the first one that is not null counts.
-        prompt: returns the text that is asked of a row.
-        stored_columns: the columns that a prediction keeps beside the id, which becomes its `pid`;
-            by default the needed ones.
-        check: returns what is wrong with a row as predictions have it, without a response.
-        id_column: the column with the id.
-        split: by default that of the options.
-        config: the part of a dataset on the hub that has several.
-        blind: whether to ask without the image.
-        pictures: the folder beside a file in which its images are.
-        renamed: other names of columns, and ours.
+        options: Where the data are.
+        needed: The columns that every row has to have.
+        image_columns: The columns that may hold the image; the first one that is not null counts.
+        prompt: Returns the text that is asked of a row.
+        stored_columns: The columns that a prediction keeps; by default the needed ones. It keeps
+            the id in any case, as `pid`.
+        check: Returns what is wrong with a row, which has the fields of a prediction with an empty
+            response; None where nothing is.
+        id_column: The column with the id.
+        split: The split, in place of that of the options.
+        config: The part of a dataset on the hub that has several.
+        without_images: Whether to ask the text alone.
+        image_folder: A folder beside a file of rows, in which their images are.
+        our_names: The names of columns here by those in the data, where they differ.
 
     Raises:
-        UserError: rows lack a column, `check` finds something wrong in them, or they cannot be
-            asked; with a line for each, before an answer is paid for and not when it is scored.
+        UserError: Rows lack a column, `check` finds a fault in them, or they cannot be asked. It has
+            a line for each such row, before any answer is paid for.
     """
     loaded = _load_split(
         options,
@@ -123,40 +127,42 @@ def load_problems(
         id_column=id_column,
         config=config,
     )
-    if loaded.folder and pictures and (loaded.folder / pictures).is_dir():
-        loaded = replace(loaded, folder=loaded.folder / pictures)
-    if renamed:
-        loaded = replace(loaded, rows=[_renamed(row, renamed) for row in loaded.rows])
-    has_image = bool(image_columns) and not blind
+    if loaded.folder and image_folder and (loaded.folder / image_folder).is_dir():
+        loaded = replace(loaded, folder=loaded.folder / image_folder)
+    if our_names:
+        loaded = replace(loaded, rows=[_with_our_names(row, our_names) for row in loaded.rows])
+    has_image = bool(image_columns) and not without_images
 
     def fault_of(row: Row) -> str | None:
         """Return the first thing that is wrong with a row; None where nothing is."""
-        answered_row = _answered_row(row, id_column)
+        answered_row = _as_answered(row, id_column)
         return (
             missing_fields(row, needed)
-            or row_fault(answered_row)
+            or fault_of_row(answered_row)
             or check(answered_row)
             or unaskable(prompt(row), has_image=has_image)
-            or _fault_of_path_out(row, image_columns, loaded.folder)
+            or _path_fault(row, image_columns, loaded.folder)
         )
 
     _refuse_faulty_rows(loaded, fault_of)
     field_names = stored_columns or [name for name in needed if name != id_column]
-    problems = []
+    problems: list[Problem] = []
     for index, row in enumerate(loaded.rows):
         fields: Row = {"pid": str(row[id_column])}
         fields |= {name: row.get(name) for name in field_names}
         if has_image:
-            stored = partial(loaded.pictures, index, image_columns)
-            problem = pictured(fields, prompt=prompt(row), images=1, stored=stored)
+            read_image = partial(loaded.encoded_image, index, image_columns)
+            problem = problem_with_images(
+                fields, prompt=prompt(row), n_images=1, read_images=read_image
+            )
         else:
             problem = Problem(fields=fields, prompt=prompt(row), n_images=0, images=list)
         problems.append(problem)
-    return LoadedProblems(problems, _data_hash_with_pictures(loaded, image_columns))
+    return LoadedProblems(problems, _data_hash_with_images(loaded, image_columns))
 
 
-def _refuse_faulty_rows(loaded: _Rows, fault_of: Callable[[Row], str | None]) -> None:
-    """Raise `UserError` for rows that have a fault, with a line for each, and for no rows at all.
+def _refuse_faulty_rows(loaded: _LoadedRows, fault_of: Callable[[Row], str | None]) -> None:
+    """Raise `UserError` where rows have faults, with a line for each, or where there are no rows.
 
     `fault_of` returns what is wrong with a row, and None where nothing is.
     """
@@ -170,13 +176,16 @@ def _refuse_faulty_rows(loaded: _Rows, fault_of: Callable[[Row], str | None]) ->
         raise UserError(f"data: {loaded.origin} has no rows")
 
 
-def _renamed(row: Row, renamed: Mapping[str, str]) -> Row:
-    """Return a row with our names of its columns; `renamed` maps other names to ours."""
-    return {renamed.get(name, name): value for name, value in row.items()}
+def _with_our_names(row: Row, our_names: Mapping[str, str]) -> Row:
+    """Return a row with the names of its columns replaced by those in `our_names`."""
+    return {our_names.get(name, name): value for name, value in row.items()}
 
 
-def _answered_row(row: Row, id_column: str) -> Row:
-    """Return a row as predictions have it, with an empty response and its id as a text."""
+def _as_answered(row: Row, id_column: str) -> Row:
+    """Return a row in the form of a prediction with an empty response, for the checks of one.
+
+    Its id is the text `pid`. A value that is no id stays as it is, so that the check names it.
+    """
     stored_id = row.get(id_column)
     is_number = isinstance(stored_id, int) and not isinstance(stored_id, bool)
     pid = str(stored_id) if is_number else stored_id
@@ -190,14 +199,19 @@ def _load_split(
     image_columns: Sequence[str],
     id_column: str,
     config: str | None,
-) -> _Rows:
-    """Return the rows of a split of `options.data`: a file or folder here, or a hub id."""
+) -> _LoadedRows:
+    """Load the rows of a split from the file, the folder or the hub id in `options.data`.
+
+    The other arguments are those of `load_problems`. Raises `UserError` for data that are nothing
+    of these.
+    """
     path = Path(options.data)
     if path.exists():
-        return _local_rows(path, split=split, image_columns=image_columns, id_column=id_column)
+        return _load_local_rows(path, split=split, image_columns=image_columns, id_column=id_column)
+    # A path with a slip has the form of a hub id too, if it has one slash.
     if HUB_ID.fullmatch(options.data) and not path.parent.is_dir():
         revision = options.data_revision if isinstance(options, HubDataOptions) else None
-        return _hub_rows(
+        return _load_hub_rows(
             options.data, split=split, revision=revision, image_columns=image_columns, config=config
         )
     raise UserError(
@@ -207,44 +221,46 @@ def _load_split(
 
 
 # Some cameras write a second, smaller picture into the file of a photograph.
-_decoded_first = partial(decoded_image, first_frame=True)
+_decode_first_frame = partial(decoded_image, first_frame=True)
 
 
-def pictured(
+def problem_with_images(
     fields: Row,
     prompt: str,
-    images: int,
-    stored: Callable[[], list[bytes]],
-    decoded: Callable[[bytes], Image.Image] = _decoded_first,
+    n_images: int,
+    read_images: Callable[[], list[bytes]],
+    decode: Callable[[bytes], Image.Image] = _decode_first_frame,
 ) -> Problem:
-    """Return a problem whose encoded images are read when they are needed.
+    """Build a problem whose images are read and decoded only when they are asked for.
 
     Args:
         fields: What a prediction keeps of the row, with its `pid`.
         prompt: The text that is asked.
-        images: The number of images.
-        stored: Reads the encoded images.
-        decoded: Decodes one of them. For their sizes only the headers are decoded.
+        n_images: The number of images.
+        read_images: Reads the encoded images.
+        decode: Decodes one of them. Their sizes are read from the headers without it.
     """
     return Problem(
         fields=fields,
         prompt=prompt,
-        n_images=images,
-        images=partial(_converted, decoded, stored),
-        sizes=partial(_converted, image_size, stored),
+        n_images=n_images,
+        images=partial(_read_and_convert, read_images, decode),
+        sizes=partial(_read_and_convert, read_images, image_size),
     )
 
 
-def _converted(convert: Callable[[bytes], Any], stored: Callable[[], list[bytes]]) -> list[Any]:
-    """Return the images of a row, which are read and converted when they are asked for."""
-    return [convert(content) for content in stored()]
+def _read_and_convert(
+    read_images: Callable[[], list[bytes]], convert: Callable[[bytes], Any]
+) -> list[Any]:
+    """Read the encoded images of a row, and convert each of them."""
+    return [convert(content) for content in read_images()]
 
 
-def _fault_of_path_out(row: Row, image_columns: Sequence[str], folder: Path | None) -> str | None:
-    """Return the fault of a row whose image has a path out of the data's folder; None without one.
+def _path_fault(row: Row, image_columns: Sequence[str], folder: Path | None) -> str | None:
+    """Return what is wrong with the image path of a row that leads out of `folder`.
 
-    Such a path would show a model any file of this machine. Data from the hub have no `folder`, and
-    no files that a path could lead to.
+    Such a path could show the model any file of this machine. None where all paths are inside, and
+    for data from the hub, which have no folder.
     """
     if folder is None:
         return None
@@ -258,41 +274,43 @@ def _fault_of_path_out(row: Row, image_columns: Sequence[str], folder: Path | No
 
 
 def unaskable(prompt: object, *, has_image: bool = True) -> str | None:
-    """Return what is wrong with the text that the model would be asked; None where nothing is.
+    """Return why a model cannot be asked this text; None where it can.
 
-    The text may be empty if there is an image, because a question can be a part of its picture. A
-    literal `<image>` is only text here: the placeholders of the images are put in by the chat
-    template.
+    The text may be empty if there is an image, since a question can be a part of its picture. A
+    literal `<image>` in it is only text: the chat template puts in the placeholders of images.
     """
     if not isinstance(prompt, str):
         return f"has the question {prompt!r:.60}, expected a text"
     text = prompt.replace(PLACEHOLDER, " ")
     if has_image and not text.strip():
         text = "-"
+    # The check is that of a row of the training, whose other fields are filled in.
     return problem_with_row({"id": "-", "problem": text, "answer": "-", "images": []})
 
 
-def _local_rows(path: Path, split: str, image_columns: Sequence[str], id_column: str) -> _Rows:
-    """Return the rows of a file, or of the files of a split in a folder."""
+def _load_local_rows(
+    path: Path, split: str, image_columns: Sequence[str], id_column: str
+) -> _LoadedRows:
+    """Load the rows of a file, or of the files of a split in a folder."""
     files = [path] if path.is_file() else _files_of_split(path, split)
-    if files[0].suffix == ".parquet":
-        folder = path if path.is_dir() else path.parent
-        file_hash = content_hash(files)  # before they are read
-        return _rows_from_table(
-            _read_tables(files),
-            image_columns=image_columns,
-            data_hash=file_hash,
-            origin=str(path),
-            folder=folder,
-        )
-    return _rows_from_json(files[0], id_column)
+    if files[0].suffix != ".parquet":
+        return _rows_from_json(files[0], id_column)
+    # Hashed before they are read, so that a change in between gives another hash at the next load.
+    file_hash = content_hash(files)
+    return _rows_from_table(
+        _read_tables(files),
+        image_columns=image_columns,
+        data_hash=file_hash,
+        origin=str(path),
+        folder=path if path.is_dir() else path.parent,
+    )
 
 
 def _files_of_split(folder: Path, split: str) -> list[Path]:
-    """Return the files of a split.
+    """Return the files of a split in a folder, or in the folder `data` in it.
 
-    They are named after it, or are the only Parquet file there is. Parquet comes before JSON.
-    Raises `UserError` where the folder has none of them.
+    They are named after the split. The only Parquet file of a folder counts too, unless it is named
+    after another split. Parquet comes before JSON. Raises `UserError` where there are none.
     """
     patterns = (f"{split}-*.parquet", f"{split}.parquet", f"{split}.jsonl", f"{split}.json")
     directories = [directory for directory in (folder, folder / "data") if directory.is_dir()]
@@ -301,19 +319,19 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
             matches = sorted(directory.glob(pattern))
             if matches:
                 return matches
-    data_files = []
+    data_files: list[Path] = []
     for directory in directories:
-        data_files += [
-            path for path in sorted(directory.iterdir()) if path.suffix in _DATA_SUFFIXES
-        ]
+        for path in sorted(directory.iterdir()):
+            if path.suffix in _DATA_SUFFIXES:
+                data_files.append(path)
     tables = [path for path in data_files if path.suffix == ".parquet"]
-    # MMStar's only file is named after the benchmark. One that is named after another split is not
-    # taken for this one.
+    # MMStar's only file is named after the benchmark.
     if len(tables) == 1 and not _NAMED_AFTER_SPLIT.match(tables[0].name):
         return tables
     contents = ", ".join(path.name for path in data_files[:_MOST_NAMED_FILES])
-    if len(data_files) > _MOST_NAMED_FILES:
-        contents += f" and {len(data_files) - _MOST_NAMED_FILES} more"
+    n_unnamed = len(data_files) - _MOST_NAMED_FILES
+    if n_unnamed > 0:
+        contents += f" and {n_unnamed} more"
     raise UserError(
         f"data: {str(folder)!r} has nothing for the split {split!r}; it has "
         f"{contents or 'no Parquet or JSON file'}; see --split"
@@ -321,7 +339,10 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
 
 
 def _read_tables(files: Iterable[Path]) -> pa.Table:
-    """Return the rows of several Parquet files as one table. Raises `UserError`."""
+    """Read several Parquet files as one table.
+
+    Raises `UserError` for a file that cannot be read, and for files with different columns.
+    """
     tables = []
     for path in files:
         try:
@@ -336,13 +357,14 @@ def _read_tables(files: Iterable[Path]) -> pa.Table:
         raise UserError(f"data: the files of one split have different columns ({error})") from None
 
 
-def _hub_rows(
+def _load_hub_rows(
     name: str, split: str, revision: str | None, image_columns: Sequence[str], config: str | None
-) -> _Rows:
-    """Return the rows of a dataset on the hub. Raises `UserError` if it cannot be loaded."""
+) -> _LoadedRows:
+    """Load the rows of a dataset on the hub. Raises `UserError` if it cannot be loaded."""
     from datasets import load_dataset
 
-    no_hub()  # the library would try for minutes; what was loaded before is still found
+    # Without a network the library would try for minutes. What is in its cache is found even so.
+    no_hub()
     try:
         dataset = load_dataset(name, config, split=split, revision=revision)
     except Exception as error:  # of the hub, the network or the file system
@@ -350,11 +372,10 @@ def _hub_rows(
         raise UserError(
             f"data: {name!r} split {split!r} cannot be loaded from the hub ({reason})"
         ) from error
-    # The library's own fingerprint of the data.
     return _rows_from_table(
         dataset.with_format("arrow")[:],
         image_columns=image_columns,
-        data_hash=str(dataset._fingerprint),
+        data_hash=str(dataset._fingerprint),  # the library's own hash of the data
         origin=name,
         folder=None,
     )
@@ -362,51 +383,68 @@ def _hub_rows(
 
 def _rows_from_table(
     table: pa.Table, image_columns: Sequence[str], data_hash: str, origin: str, folder: Path | None
-) -> _Rows:
-    """Return the rows of a table, whose encoded images stay in it until they are asked for.
+) -> _LoadedRows:
+    """Convert a table to rows, but leave its encoded images in the table until they are needed.
+
+    Args:
+        table: The table.
+        image_columns: The columns that may hold images.
+        data_hash: The hash of the data.
+        origin: Where the table comes from, for messages.
+        folder: The folder in which paths of images lead, if there is one.
 
     Raises `UserError` for a text that is not UTF-8.
     """
-    encoded = {}
+    image_column_by_name = {}
     for name in image_columns:
-        # A column of texts stays with the rows: those are paths, or Base64.
-        if name in table.column_names and not pa.types.is_string(table.schema.field(name).type):
-            encoded[name] = table.column(name)
+        if name not in table.column_names:
+            continue
+        # A column of texts stays with the rows: it has paths, or Base64.
+        if not pa.types.is_string(table.schema.field(name).type):
+            image_column_by_name[name] = table.column(name)
     try:
-        rows = table.drop_columns(list(encoded)).to_pylist()
+        rows = table.drop_columns(list(image_column_by_name)).to_pylist()
     except UnicodeDecodeError as error:
         raise UserError(f"data: {origin} has a text that is not UTF-8 ({error})") from None
     for row in rows:
-        row.update(dict.fromkeys(encoded))
-    return _Rows(rows=rows, encoded=encoded, hash=data_hash, origin=origin, folder=folder)
+        row.update(dict.fromkeys(image_column_by_name))
+    return _LoadedRows(
+        rows=rows,
+        column_by_name=image_column_by_name,
+        hash=data_hash,
+        origin=origin,
+        folder=folder,
+    )
 
 
-def _data_hash_with_pictures(loaded: _Rows, image_columns: Sequence[str]) -> str:
-    """Return the hash of the rows, and of the files of pictures that they name."""
+def _data_hash_with_images(loaded: _LoadedRows, image_columns: Sequence[str]) -> str:
+    """Return the hash of the rows, extended by one of the image files that they name, if any."""
     folder = loaded.folder
     if folder is None:
         return loaded.hash
-    picture_names = set()
+    image_names: set[str] = set()
     for row in loaded.rows:
         for column in image_columns:
-            value = row.get(column)
-            if _is_path(value):
-                picture_names.add(str(value))
-    pictures = [folder / name for name in picture_names if (folder / name).is_file()]
-    if not pictures:
+            if _is_path(row.get(column)):
+                image_names.add(str(row[column]))
+    image_files = [folder / name for name in image_names if (folder / name).is_file()]
+    if not image_files:
         return loaded.hash
-    return f"{loaded.hash}+{content_hash(pictures)}"
+    return f"{loaded.hash}+{content_hash(image_files)}"
 
 
-def _rows_from_json(path: Path, id_column: str) -> _Rows:
-    """Return the rows of a JSON file: a list, an object of rows by id, or one object per line."""
-    location = ""
+def _rows_from_json(path: Path, id_column: str) -> _LoadedRows:
+    """Load the rows of a JSON file: a list, an object of rows by id, or one object per line.
+
+    Raises `UserError` for a file of any other form.
+    """
+    location = ""  # the line that is being read, for messages
     rows = cast(Any, [])  # whatever the JSON holds, until it is checked below
     try:
         file_hash = content_hash([path])  # before it is read
         content = path.read_bytes()
         if path.suffix == ".jsonl":
-            for number, line in enumerate(content.splitlines(), 1):
+            for number, line in enumerate(content.splitlines(), start=1):
                 location = f"line {number} of "
                 if line.strip():
                     rows.append(read_json(line))
@@ -423,7 +461,9 @@ def _rows_from_json(path: Path, id_column: str) -> _Rows:
     is_list_of_rows = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
     if not is_list_of_rows:
         raise UserError(f"data: {str(path)!r} is not a list of objects, nor an object of them")
-    return _Rows(rows=rows, encoded={}, hash=file_hash, origin=str(path), folder=path.parent)
+    return _LoadedRows(
+        rows=rows, column_by_name={}, hash=file_hash, origin=str(path), folder=path.parent
+    )
 
 
 def _is_path(value: object) -> bool:

@@ -28,15 +28,16 @@ from adora_vl.utils.openai_client import (
     check_url,
 )
 
-_BATCH = 64  # answers that are written at once
-_LOCAL = ("min_pixels", "max_pixels", "revision", "dtype")
+_BATCH_SIZE = 64  # answers that are written at once
+# The options that only an engine in this process obeys.
+_LOCAL_OPTIONS = ("min_pixels", "max_pixels", "revision", "dtype")
 
 
 def endpoint_of(options: EngineOptions) -> Endpoint | None:
-    """Return the endpoint that the command line names, if any.
+    """Return the endpoint that the options name; None for an engine in this process.
 
-    It is None for the engines that load a model themselves. Raises `UserError` for an address that
-    is missing or of no use, and for options that only a local engine obeys.
+    Raises `UserError` for an address that is missing or of no use, and for options that only an
+    engine in this process obeys.
     """
     if options.engine != "openai":
         if options.base_url:
@@ -49,8 +50,9 @@ def endpoint_of(options: EngineOptions) -> Endpoint | None:
             "--base-url is missing; --engine openai needs an address such as "
             "http://localhost:8000/v1"
         )
-    for name in _LOCAL:
-        if getattr(options, name) not in (None, "auto"):
+    for name in _LOCAL_OPTIONS:
+        is_default = getattr(options, name) in (None, "auto")
+        if not is_default:
             option = name.replace("_", "-")
             raise UserError(
                 f"{name}: the server of --engine openai decides; leave --{option} out and set it "
@@ -69,10 +71,12 @@ class EndpointEngine:
 
     def __init__(self, settings: AnswerEngineSettings) -> None:
         """Create the client of the endpoint that the settings name."""
-        assert settings.endpoint is not None
-        self.batch_size = settings.batch_size or _BATCH
+        assert settings.endpoint is not None  # there is one for the engine `openai`
+        self.batch_size = settings.batch_size or _BATCH_SIZE
+        # What the fingerprint of a run says of its engine.
         self.resolved: dict[str, Any] = {"base_url": settings.endpoint.url}
         self._client = ChatClient(settings.endpoint)
+        # The fields of each call beside the messages and the seed.
         self._body: dict[str, Any] = {
             "max_tokens": settings.max_tokens,
             "temperature": settings.temperature,
@@ -81,45 +85,57 @@ class EndpointEngine:
             self._body["chat_template_kwargs"] = dict(settings.template)
 
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply | Unanswerable | None]:
-        """Return the replies, None for a call that failed.
+        """Return the replies to requests in their order, with None for a call that failed.
 
-        Raises `UserError` if all of them failed.
+        Failures are printed as one warning. Raises `UserError` if all calls failed, since the
+        server is not there then.
         """
-        replies = self._client.each(self._answer, requests)
-        failures = [str(reply) for reply in replies if isinstance(reply, EndpointError)]
-        if failures and len(failures) == len(replies):
+        outcomes = self._client.each(self._ask, requests)
+        failures = [str(outcome) for outcome in outcomes if isinstance(outcome, EndpointError)]
+        if failures and len(failures) == len(outcomes):
             raise UserError(
                 f"base_url: {self._client.endpoint.url} gave none of "
-                f"{amount(len(replies), 'answer')}: {failures[0]}; what was answered before is kept"
+                f"{amount(len(outcomes), 'answer')}: {failures[0]}; what was answered before is "
+                "kept"
             )
         if failures:
             print(
                 f"warning: {amount(len(failures), 'call')} failed, the first: {failures[0]}",
                 file=sys.stderr,
             )
-        return [None if isinstance(reply, EndpointError) else reply for reply in replies]
+        return [None if isinstance(outcome, EndpointError) else outcome for outcome in outcomes]
 
-    def _answer(self, request: AnswerRequest) -> Reply | Unanswerable | EndpointError:
-        """Return the reply to one request."""
+    def _ask(self, request: AnswerRequest) -> Reply | Unanswerable | EndpointError:
+        """Return the reply to one request, or the error of its call.
+
+        A prompt that is too long for the server's model cannot be answered by another attempt.
+        """
         try:
-            return self._client.chat(messages_of(request), seed=request.seed, **self._body)
+            return self._client.chat(openai_messages(request), seed=request.seed, **self._body)
         except EndpointError as error:
             return Unanswerable(str(error)) if error.too_long else error
 
 
-def messages_of(request: AnswerRequest) -> Messages:
-    """Return the conversation in OpenAI's form: each placeholder becomes its image."""
-    pngs = (base64.b64encode(png_bytes(image.convert("RGB"))).decode() for image in request.images)
+def openai_messages(request: AnswerRequest) -> Messages:
+    """Convert the messages of a request to OpenAI's form, with each image in its place.
 
-    def openai_part(part: dict[str, Any]) -> dict[str, Any]:
+    The placeholders become the images of the request in their order, as PNG in data URLs.
+    """
+    encoded_images = (
+        base64.b64encode(png_bytes(image.convert("RGB"))).decode() for image in request.images
+    )
+
+    def convert_part(part: dict[str, Any]) -> dict[str, Any]:
+        """Replace a placeholder by the next image; a text stays as it is."""
         if part["type"] != "image":
             return part
-        return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{next(pngs)}"}}
+        url = f"data:image/png;base64,{next(encoded_images)}"
+        return {"type": "image_url", "image_url": {"url": url}}
 
-    converted = []
+    messages: list[dict[str, Any]] = []
     for message in request.messages:
         content = message["content"]
         if not isinstance(content, str):
-            content = [openai_part(part) for part in content]
-        converted.append({**message, "content": content})
-    return converted
+            content = [convert_part(part) for part in content]
+        messages.append({**message, "content": content})
+    return messages

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.endpoint import EndpointEngine, endpoint_of
-from adora_vl.evals.inference.provenance import trained_with
+from adora_vl.evals.inference.provenance import training_config_of
 from adora_vl.evals.inference.requests import (
     HUB_ID,
     AnswerEngine,
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 
 def check_model(model: str) -> str:
-    """Return the absolute path of a model folder, or a hub id unchanged.
+    """Check the name of a model, and return the absolute path of its folder or its hub id.
 
-    `tiny` and the folder of a LoRA run are accepted too. Raises `UserError` for anything else.
+    `tiny` and the folder of a LoRA run are names of folders too. Raises `UserError` for a name that
+    is neither a model folder nor a hub id.
     """
     from adora_vl.models.load import local_model
 
@@ -53,17 +54,24 @@ def check_model(model: str) -> str:
 
 
 def settings_of(options: EngineOptions) -> AnswerEngineSettings:
-    """Return the engine that the options ask for. Raises `UserError`."""
+    """Turn the options of an engine into its settings, which an engine can be built from.
+
+    A model that was trained by this package is asked with the arguments of the chat template that
+    it was trained with. Raises `UserError`.
+    """
     if options.min_pixels and options.max_pixels and options.min_pixels > options.max_pixels:
         raise UserError(
             f"min_pixels: {options.min_pixels} is over max_pixels, {options.max_pixels}; lower it"
         )
     endpoint = endpoint_of(options)
+    # The name of a model on a server says nothing here.
     model = check_model(options.model) if endpoint is None else options.model
-    # A model that was trained with options of the chat template is asked with the same ones.
-    template = trained_with(model).get("chat_template_kwargs") or {}
-    if template:
-        print(f"chat_template_kwargs: those of the model's training, {template}", file=sys.stderr)
+    template_arguments = training_config_of(model).get("chat_template_kwargs") or {}
+    if template_arguments:
+        print(
+            f"chat_template_kwargs: those of the model's training, {template_arguments}",
+            file=sys.stderr,
+        )
     settings = AnswerEngineSettings(
         model=model,
         engine=options.engine,
@@ -77,15 +85,18 @@ def settings_of(options: EngineOptions) -> AnswerEngineSettings:
         batch_size=options.batch_size,
         endpoint=endpoint,
         max_tool_calling_iterations=options.max_tool_calling_iterations,
-        template=template,
+        template=template_arguments,
     )
     if not options.tools:
         return settings
-    return replace(settings, toolbox=_toolbox_of(options, settings))
+    return replace(settings, toolbox=_build_toolbox(options, settings))
 
 
 def tool_options_of(tools: Sequence[str], mapping: str) -> ToolOptions:
-    """Return the limits of tools that a mapping in YAML asks for. Raises `UserError`."""
+    """Parse the limits of tools from a mapping in YAML, such as `{images: 4}`.
+
+    Raises `UserError`, also where no tools are named that the limits could be of.
+    """
     from adora_vl.config.blocks import ToolOptions
     from adora_vl.config.values import convert
 
@@ -97,8 +108,11 @@ def tool_options_of(tools: Sequence[str], mapping: str) -> ToolOptions:
     return limits
 
 
-def _toolbox_of(options: EngineOptions, settings: AnswerEngineSettings) -> Toolbox:
-    """Return the tools of the options, for what this model sees. Raises `UserError`."""
+def _build_toolbox(options: EngineOptions, settings: AnswerEngineSettings) -> Toolbox:
+    """Build the tools that the options name, for the images as this model sees them.
+
+    Raises `UserError` for tools that cannot be used, or whose answers have no room.
+    """
     if settings.endpoint is not None:
         raise UserError(
             "tools: --engine openai answers no calls; use vllm or transformers, or leave --tools "
@@ -137,7 +151,8 @@ def _toolbox_of(options: EngineOptions, settings: AnswerEngineSettings) -> Toolb
 def check_loadable(settings: AnswerEngineSettings) -> None:
     """Raise `UserError` for a model folder that cannot be loaded.
 
-    It is called before anything is written or asked.
+    It is called before anything is written or asked, and reads the files but not the weights. A
+    model on the hub or on a server is not checked.
     """
     from adora_vl.models.load import check_weights
 

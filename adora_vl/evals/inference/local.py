@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from vllm.config.model import ModelDType
 
 
-class Conversations:
+class ConversationEngine:
     """Answers requests with a sampler of tokens, in one turn or, with tools, in several."""
 
-    turns: ToolLoop | None = None
+    tool_loop: ToolLoop | None = None
     """Answers the calls of tools; None where the model may call none."""
 
     def __init__(
         self,
         chat: ChatProcessor,
         sample: Callable[[Sequence[SamplingRequest]], list[SamplingResult]],
-        longest: int,
+        max_length: int,
         batch_size: int,
         *,
         stop: StopCriteria | None = None,
@@ -47,17 +47,17 @@ class Conversations:
         """Set the sampler and its limits.
 
         Args:
-            chat: Makes tokens of prompts, and text of answers.
+            chat: Turns prompts into tokens, and tokens into answers.
             sample: Samples one turn for each request.
-            longest: The tokens of an answer at most, with what tools say.
+            max_length: The most tokens of an answer, with what tools say in it.
             batch_size: The number of requests that the caller should hand over at once.
-            stop: Says whether a turn has an end, for a sampler that does not say why it stopped.
-            any_rank: Whether something holds on any rank. Every rank has to call it, since with
-                tools all of them sample as often as the one with the most turns.
+            stop: Says whether a turn has come to its end, for a sampler that does not say so.
+            any_rank: Returns whether its argument holds on any rank. Every rank has to call it,
+                since with tools all ranks sample as often as the one with the most turns.
         """
         self.chat = chat
         self.sample = sample
-        self.longest = longest
+        self.max_length = max_length
         self.batch_size = batch_size
         self.stop = stop
         self.any_rank = any_rank
@@ -65,30 +65,42 @@ class Conversations:
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply | Unanswerable]:
         """Return one answer per request, in their order.
 
-        It is called with no requests too, since other ranks may have some.
+        A prompt that does not fit the model's context is not asked. It is called with no requests
+        too, since other ranks may have some.
         """
         chat = self.chat
-        prompts = [chat.ids_of(request.messages, request.images) for request in requests]
-        faults = [chat.overlong(ids, chat.context) for ids in prompts]
-        begun = {number: Rollout() for number, fault in enumerate(faults) if fault is None}
-        turns = ConversationTurns(engine=self, requests=requests, prompts=prompts)
-        conversations = run_turns(begun, turns)
-        replies: list[Reply | Unanswerable] = []
-        for number, (ids, fault) in enumerate(zip(prompts, faults, strict=True)):
+        prompts = [chat.prompt_ids(request.messages, request.images) for request in requests]
+        faults = [chat.why_too_long(ids, chat.context) for ids in prompts]
+        # The conversations by the index of their request.
+        started: dict[int, Rollout] = {}
+        for index, fault in enumerate(faults):
             if fault is None:
-                replies.append(self._reply(conversations[number], ids))
+                started[index] = Rollout()
+        turns = ConversationTurns(engine=self, requests=requests, prompts=prompts)
+        finished = run_turns(started, turns)
+        replies: list[Reply | Unanswerable] = []
+        for index, (prompt, fault) in enumerate(zip(prompts, faults, strict=True)):
+            if fault is None:
+                replies.append(self._reply(finished[index], prompt))
             else:
                 replies.append(Unanswerable(fault))
         return replies
 
     def _reply(self, rollout: Rollout, prompt: Sequence[int]) -> Reply:
-        """Return the answer of a rollout, whose last turn is what is graded, as in a training."""
+        """Turn a finished conversation into a reply, whose text is the last turn of the model.
+
+        The last turn is what is graded, as in a training.
+
+        Args:
+            rollout: The turns of the model and the answers of tools.
+            prompt: The token ids of the prompt.
+        """
         finish_reason = rollout.finish_reason
         ended_by_tools = bool(rollout.calls and rollout.has_ended)
-        # Without a call an answer that did not stop by itself was cut off, whatever cut it off.
+        # Without a call, an answer that did not stop by itself was cut off, whatever cut it off.
         if finish_reason is not FinishReason.STOP and not ended_by_tools:
             finish_reason = FinishReason.LENGTH
-        calls = []
+        calls: list[dict[str, Any]] = []
         for call in rollout.calls:
             calls.append(
                 {
@@ -99,48 +111,51 @@ class Conversations:
                 }
             )
         last_turn = rollout.last_turn_tokens
-        earlier_turns = rollout.tokens[: len(rollout.tokens) - len(last_turn)]
+        tokens_before = rollout.tokens[: len(rollout.tokens) - len(last_turn)]
         return Reply(
             self.chat.decode(last_turn),
             n_tokens=len(rollout.policy_tokens),
             finish_reason=str(finish_reason),
             n_prompt_tokens=len(prompt),
-            calls=tuple(calls) if self.turns else None,
-            thinking_opened=opens_thinking([*prompt, *earlier_turns], self.chat.decode),
+            calls=tuple(calls) if self.tool_loop else None,
+            # Whether the last turn begins inside a block of thinking, which its prompt opened.
+            thinking_opened=opens_thinking([*prompt, *tokens_before], self.chat.decode),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConversationTurns:
-    """Plays the turns of conversations, by the numbers of their requests: a `TurnPlayer`."""
+    """Samples and answers the turns of conversations for `run_turns`: a `TurnPlayer`.
 
-    engine: Conversations
+    The key of a conversation is the index of its request.
+    """
+
+    engine: ConversationEngine
     requests: Sequence[AnswerRequest]
     prompts: Sequence[list[int]]
     """The token ids of each prompt."""
 
     def sample(self, rollouts: Mapping[int, Rollout]) -> dict[int, Rollout]:
         """Return the conversations with one more turn of the model."""
-        tool_loop = self.engine.turns
-        requests = [self._request(number, rollout) for number, rollout in rollouts.items()]
+        tool_loop = self.engine.tool_loop
+        max_turn = tool_loop.turn_tokens if tool_loop else None
+        requests = [self._request(key, rollout) for key, rollout in rollouts.items()]
         results = self.engine.sample(requests)
-        return {
-            number: append_result(
-                rollout,
+        continued: dict[int, Rollout] = {}
+        for key, request, result in zip(rollouts, requests, results, strict=True):
+            continued[key] = append_result(
+                rollouts[key],
                 request,
                 result,
-                step=0,
-                max_turn=tool_loop.turn_tokens if tool_loop else None,
+                step=0,  # there is no training here
+                max_turn=max_turn,
                 stop=self.engine.stop,
             )
-            for (number, rollout), request, result in zip(
-                rollouts.items(), requests, results, strict=True
-            )
-        }
+        return continued
 
     def answer(self, key: int, rollout: Rollout) -> Rollout:
         """Return the conversation with what tools answer to the calls of its last turn."""
-        tool_loop = self.engine.turns
+        tool_loop = self.engine.tool_loop
         if tool_loop is None:
             return rollout
         request = self.requests[key]
@@ -148,8 +163,8 @@ class ConversationTurns:
             rollout,
             request.images,
             prompt_length=len(self.prompts[key]),
-            max_length=self.engine.longest,
-            step=0,
+            max_length=self.engine.max_length,
+            step=0,  # there is no training here
             seed=str(request.seed),
         )
 
@@ -158,62 +173,77 @@ class ConversationTurns:
         return self._room(key, rollout) > 0
 
     def any_rank_continues(self, continues: bool) -> bool:
-        """Return whether any rank wants another turn; without tools there is one turn."""
-        return self.engine.any_rank(continues) if self.engine.turns else continues
+        """Return whether any rank wants another turn; `continues`: whether this one does.
 
-    def _room(self, number: int, rollout: Rollout) -> int:
-        """Return how many tokens the next turn of a conversation may have."""
-        max_length = min(self.engine.longest, self.engine.chat.context - len(self.prompts[number]))
-        room = max_length - len(rollout.tokens)
-        tool_loop = self.engine.turns
+        Without tools there is one turn only, and no rank needs to ask the others.
+        """
+        return self.engine.any_rank(continues) if self.engine.tool_loop else continues
+
+    def _room(self, key: int, rollout: Rollout) -> int:
+        """Return how many tokens the next turn of a conversation may have.
+
+        The bounds are the length of an answer, the model's context, and that of a turn with tools.
+        """
+        context_left = self.engine.chat.context - len(self.prompts[key])
+        room = min(self.engine.max_length, context_left) - len(rollout.tokens)
+        tool_loop = self.engine.tool_loop
         if tool_loop is not None and tool_loop.turn_tokens:
             room = min(room, tool_loop.turn_tokens - len(rollout.last_turn_tokens))
         return room
 
-    def _request(self, number: int, rollout: Rollout) -> SamplingRequest:
-        """Return the request for the next turn of a conversation."""
-        request = self.requests[number]
+    def _request(self, key: int, rollout: Rollout) -> SamplingRequest:
+        """Build the request for the next turn of a conversation."""
+        request = self.requests[key]
         seed = request.seed
-        segments = len(rollout.segments)
-        if segments:  # a turn after the first has a seed of its own
-            seed = rollout_seed(seed, position=f"segment-{segments}", group=0, member=0)
+        n_segments = len(rollout.segments)
+        # Each turn after the first has a seed of its own.
+        if n_segments:
+            seed = rollout_seed(seed, position=f"segment-{n_segments}", group=0, member=0)
+        tool_images = [picture.image for picture in rollout.pictures]
         return SamplingRequest(
-            prompt_ids=[*self.prompts[number], *rollout.tokens],
-            images=[*request.images, *(picture.image for picture in rollout.pictures)],
-            group=number,
+            prompt_ids=[*self.prompts[key], *rollout.tokens],
+            images=[*request.images, *tool_images],
+            group=key,
             seed=seed,
-            max_tokens=self._room(number, rollout),
-            max_length=self.engine.longest,
+            max_tokens=self._room(key, rollout),
+            max_length=self.engine.max_length,
         )
 
 
-class _Local(Conversations):
-    """What both engines of this machine have in common: a model, its processor and its limits."""
+class LocalEngine(ConversationEngine):
+    """An engine in this process, which has a model, its processor and its limits."""
 
     def __init__(
         self,
         settings: AnswerEngineSettings,
         chat: ChatProcessor,
-        batch_size: int,
+        default_batch_size: int,
         sample: Callable[[Sequence[SamplingRequest]], list[SamplingResult]],
     ) -> None:
-        """Begin with the tools of the settings, if they name any."""
-        super().__init__(chat, sample, settings.max_tokens, settings.batch_size or batch_size)
-        self.resolved = chat.resolved(settings.dtype)
-        if toolbox := settings.toolbox:
-            self.turns = ToolLoop(
+        """Set up the sampler, and the tools of the settings if they name any."""
+        super().__init__(
+            chat,
+            sample,
+            max_length=settings.max_tokens,
+            batch_size=settings.batch_size or default_batch_size,
+        )
+        # What the fingerprint of a run says of its engine.
+        self.resolved = chat.settings_in_use(settings.dtype)
+        toolbox = settings.toolbox
+        if toolbox is not None:
+            self.tool_loop = ToolLoop(
                 toolbox,
-                chat.processor,
-                settings.template,
-                chat.tokens_of,
-                settings.max_tool_calling_iterations,
-                chat.decode,
-                toolbox.options.turn_tokens,
-                chat.context,
+                processor=chat.processor,
+                template=settings.template,
+                tokens_of=chat.image_token_count,
+                max_answers=settings.max_tool_calling_iterations,
+                decode=chat.decode,
+                turn_tokens=toolbox.options.turn_tokens,
+                context_length=chat.context,
             )
 
 
-class VLLMEngine(_Local):
+class VLLMEngine(LocalEngine):
     """vLLM in this process, which gets one image token per image."""
 
     def __init__(self, settings: AnswerEngineSettings) -> None:
@@ -234,40 +264,44 @@ class VLLMEngine(_Local):
 
         chat = ChatProcessor.of(settings)
         chat.check_vllm(settings.model, settings.dtype)
-        longest = chat.context_needed(
-            settings.max_images, settings.max_text_bytes, settings.max_tokens
+        context_length = chat.needed_context(
+            settings.max_images,
+            max_text_bytes=settings.max_text_bytes,
+            max_tokens=settings.max_tokens,
         )
+        # A tool may add images to a conversation.
         tool_images = settings.toolbox.options.images if settings.toolbox else 1
         max_images = max(settings.max_images, tool_images)
-        dtype = chat.dtype(settings.dtype)
+        dtype = chat.resolve_dtype(settings.dtype)
         disable_tf32_of_float32_engine(str(dtype))
         llm = PolicyLLM(
             model=settings.model,
             revision=settings.revision,
             dtype=cast("ModelDType", dtype),
-            max_model_len=longest,
+            max_model_len=context_length,
             # On a CPU this is a share of the memory of the whole machine.
             gpu_memory_utilization=0.9 if torch.cuda.is_available() else 0.3,
-            **machine_options(longest, 4096),
+            **machine_options(context_length, 4096),
             limit_mm_per_prompt=None if chat.text_only else {"image": max_images, "video": 0},
             mm_processor_kwargs=chat.pixel_limits or None,
             seed=settings.seed,
         )
         sampling = {
             "temperature": settings.temperature,
+            # A bias of -100 keeps a token from being sampled.
             "logit_bias": dict.fromkeys(chat.banned_ids, -100.0),
             "detokenize": False,  # decoded here, as for the other engine
         }
         super().__init__(
             settings,
             chat,
-            256,
-            partial(llm.sample, settings=sampling, image_token_id=chat.image_id),
+            default_batch_size=256,
+            sample=partial(llm.sample, settings=sampling, image_token_id=chat.image_id),
         )
 
 
-class TransformersEngine(_Local):
-    """The engine by `model.generate` on left-padded batches.
+class TransformersEngine(LocalEngine):
+    """The engine that uses `model.generate` on left-padded batches.
 
     It is slower than vLLM, but available wherever Transformers is.
     """
@@ -277,12 +311,12 @@ class TransformersEngine(_Local):
         from transformers import GenerationConfig
 
         chat = ChatProcessor.of(settings)
-        super().__init__(settings, chat, 64, self._sampled)
+        super().__init__(settings, chat, default_batch_size=64, sample=self._sample_batch)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         model: Any = chat.auto_class.from_pretrained(
             settings.model,
             revision=settings.revision,
-            dtype=getattr(torch, chat.dtype(settings.dtype)),
+            dtype=getattr(torch, chat.resolve_dtype(settings.dtype)),
             trust_remote_code=False,
         )
         self._model = model.to(self._device).eval()
@@ -292,44 +326,53 @@ class TransformersEngine(_Local):
             self._eos_ids = [eos]
         elif eos is not None:
             self._eos_ids = list(eos)
+        decoding: dict[str, Any] = {"do_sample": False}
+        if settings.temperature > 0:
+            decoding = {
+                "do_sample": True,
+                "temperature": settings.temperature,
+                "top_k": 0,
+                "top_p": 1.0,
+            }
         # A fresh one, because `generate` fills in what is not given from the model's own:
         # Qwen2.5-VL's has a repetition penalty of 1.05, which vLLM (given explicit sampling
         # parameters) does not apply.
-        sampled = {"do_sample": True, "temperature": settings.temperature, "top_k": 0, "top_p": 1.0}
         model.generation_config = GenerationConfig(
             eos_token_id=self._eos_ids,
             pad_token_id=chat.pad_id,
             suppress_tokens=chat.banned_ids or None,
-            **(sampled if settings.temperature > 0 else {"do_sample": False}),
+            **decoding,
         )
 
-    def _sampled(self, requests: Sequence[SamplingRequest]) -> list[SamplingResult]:
-        """Sample requests of about the same length as one batch, by the seed of the first."""
+    def _sample_batch(self, requests: Sequence[SamplingRequest]) -> list[SamplingResult]:
+        """Sample an answer to each request, all in one batch by the seed of the first."""
         if not requests:
             return []
         images = [image for request in requests for image in request.images]
-        inputs = self.chat.inputs([request.prompt_ids for request in requests], images)
+        inputs = self.chat.batch_inputs([request.prompt_ids for request in requests], images)
         torch.manual_seed(requests[0].seed or 0)
+        # The batch is sampled up to the largest limit; shorter ones are applied afterwards.
+        max_tokens = max(request.max_tokens or self.max_length for request in requests)
         with torch.inference_mode():
-            max_tokens = max(request.max_tokens or self.longest for request in requests)
             sequences_BT = self._model.generate(
                 **inputs.to(self._device), max_new_tokens=max_tokens
             )
-        completions = sequences_BT[:, inputs["input_ids"].shape[1] :].tolist()
-        return [
-            self._answer(ids[: request.max_tokens])
-            for ids, request in zip(completions, requests, strict=True)
-        ]
+        prompt_length = inputs["input_ids"].shape[1]  # with the padding, for all prompts
+        completions = sequences_BT[:, prompt_length:].tolist()
+        results: list[SamplingResult] = []
+        for completion_ids, request in zip(completions, requests, strict=True):
+            results.append(self._result(completion_ids[: request.max_tokens]))
+        return results
 
-    def _answer(self, ids: list[int]) -> SamplingResult:
-        """Return the tokens up to the first end token and with it.
+    def _result(self, completion_ids: list[int]) -> SamplingResult:
+        """Cut a completion off behind its first end token, and say why it ended.
 
-        Without one the answer was cut off by the limit on its length.
+        A completion without an end token was cut off by the limit on its length.
         """
-        end = next((i for i, token in enumerate(ids) if token in self._eos_ids), None)
-        completion = ids if end is None else ids[: end + 1]
+        end = next((i for i, token in enumerate(completion_ids) if token in self._eos_ids), None)
+        tokens = completion_ids if end is None else completion_ids[: end + 1]
         return SamplingResult(
-            tokens=completion,
-            logps=[None] * len(completion),
+            tokens=tokens,
+            logps=[None] * len(tokens),
             finish_reason=FinishReason.LENGTH if end is None else FinishReason.STOP,
         )

@@ -17,39 +17,41 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 _WORKBOOKS = (".xlsx", ".xlsm")
-_SEPARATORS = {".tsv": "\t", ".csv": ","}
-# A cell is text, and these fields of a prediction are numbers.
-_NUMBERS = ("precision", "sample", "n_tokens")
+_SEPARATOR_BY_SUFFIX = {".tsv": "\t", ".csv": ","}
+# The fields of a prediction that are numbers. In a table every cell is text.
+_NUMBER_FIELDS = ("precision", "sample", "n_tokens")
 
 
 def is_table(path: Path) -> bool:
-    """Whether a file's name says that it is a table."""
-    return path.suffix.lower() in (*_WORKBOOKS, *_SEPARATORS)
+    """Return whether the name of a file says that it is a table."""
+    return path.suffix.lower() in (*_WORKBOOKS, *_SEPARATOR_BY_SUFFIX)
 
 
 def rows_of_table(path: Path) -> Iterator[Prediction]:
-    """The rows of a table of predictions, as objects.
+    """Yield the rows of a table of predictions, with the values that their cells stand for.
 
-    A cell is text; an empty one is None; one that holds a list or an object, as JSON or as Python
-    prints it, is that. A table has no column of objects, so where it lacks `metadata` a row's
-    metadata are all of its cells: the groups of a score are found there. Raises `UserError` for a
-    table that cannot be read, and where openpyxl is missing.
+    A table has no column of objects. Where it lacks the column `metadata`, all cells of a row are
+    its metadata, so that the groups of a score are found there. Raises `UserError` for a table that
+    cannot be read, and where openpyxl is missing.
     """
-    for cells in _read(path).to_dict(orient="records"):
-        row: Prediction = {str(name): _value(str(name), cell) for name, cell in cells.items()}
+    for cells in _read_table(path).to_dict(orient="records"):
+        row: Prediction = {}
+        for name, cell in cells.items():
+            row[str(name)] = _value_of_cell(str(name), cell)
         row.setdefault("metadata", dict(row))
         yield row
 
 
-def _read(path: Path) -> DataFrame:
-    """Return the table with all cells as text, and empty ones as empty texts."""
+def _read_table(path: Path) -> DataFrame:
+    """Read a table with all cells as text, and empty ones as empty texts."""
     import pandas as pd  # it takes half a second, and most predictions are no table
 
     suffix = path.suffix.lower()
     try:
         if suffix in _WORKBOOKS:
             return pd.read_excel(path, dtype=str, keep_default_na=False)
-        return pd.read_csv(path, sep=_SEPARATORS[suffix], dtype=str, keep_default_na=False)
+        separator = _SEPARATOR_BY_SUFFIX[suffix]
+        return pd.read_csv(path, sep=separator, dtype=str, keep_default_na=False)
     except ImportError as error:
         raise UserError(
             f"predictions: {str(path)!r} is an Excel workbook, for which openpyxl is missing; pip "
@@ -62,11 +64,17 @@ def _read(path: Path) -> DataFrame:
         ) from error
 
 
-def _value(name: str, cell: str) -> object:
-    """What a cell holds: None, a number, a list, an object, or its text."""
+def _value_of_cell(name: str, cell: str) -> object:
+    """Return what a cell stands for: None, a number, a list, an object, or its text.
+
+    Args:
+        name: The name of the column, which decides whether the cell is a number.
+        cell: The text. Empty it is None, and so is `nan`, which pandas writes for a missing value;
+            a response may really be that. A list or an object may be written in JSON or in Python.
+    """
     if not cell or (cell == "nan" and name != "response"):
         return None
-    if name in _NUMBERS:
+    if name in _NUMBER_FIELDS:
         with suppress(ValueError):
             number = float(cell)
             return int(number) if math.isfinite(number) and number.is_integer() else number

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, NamedTuple, Self
 
 from adora_vl.evals.inference.prediction_tables import is_table, rows_of_table
 from adora_vl.evals.records import Prediction
@@ -18,7 +18,7 @@ from adora_vl.utils.cli import MistakesError, read_json
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file, unwritable, written_to
 
-# in the output folder of `run`
+# The names of files in the output folder of `run`.
 PREDICTIONS = "predictions.jsonl"
 SCORE = "score.json"
 REQUIRED_FIELDS = ("pid", "answer", "response")
@@ -27,20 +27,19 @@ REQUIRED_FIELDS = ("pid", "answer", "response")
 IMAGE_FAILED = "image_failed"
 TOO_LONG = "prompt_too_long"
 NOT_ASKED = (IMAGE_FAILED, TOO_LONG)
+# The id of a problem, and the number of an answer among those to it, from 0 on.
+RowKey = tuple[str, int]
 
 
 def score_path(output: Path) -> Path:
-    """Return the file of a score.
-
-    It is `output` itself if its name ends in .json, else score.json in it.
-    """
+    """Return the score file for `--output`: that path itself if it ends in .json, else one in it."""
     if output.suffix == ".json" and not output.is_dir():
         return output
     return output / SCORE
 
 
-def key(row: Prediction) -> tuple[str, int]:
-    """Return the key of a row, unique in its file: the problem, and the number of the sample."""
+def key(row: Prediction) -> RowKey:
+    """Return the key of a row, unique in its file: the problem, and the number of its answer."""
     return row["pid"], row.get("sample", 0)
 
 
@@ -50,108 +49,146 @@ def read_predictions(
     id_column: str = "pid",
     columns: Mapping[str, str] | None = None,
 ) -> list[Prediction]:
-    """Return all rows of a predictions file, in its order.
+    """Read all rows of a file of predictions, and check them.
 
     The file has an object a line, or one list of objects, or one object with a row under each id,
-    as MathVista publishes them; or it is a table (.xlsx, .tsv, .csv), as VLMEvalKit writes them.
+    as MathVista publishes them. It may also be a table (.xlsx, .tsv, .csv), as VLMEvalKit writes it.
 
-    `check` says what a benchmark finds wrong with a row. A numeric `pid` becomes text, a missing
-    one is taken from `id_column`, and a null response is an empty one. `columns`: from our names to
-    those of the file, in which a dot leads into an object or a list. Raises `UserError` with a
-    line for each row (counted from 1) that is no JSON object, has a fault (`row_fault`), or has an
-    id that an earlier row has.
+    Args:
+        path: The file.
+        check: Returns what a benchmark finds wrong with a row, and None where nothing is.
+        id_column: The field from which a missing `pid` is taken.
+        columns: The names of fields in the file by our names, where they differ. A dot in one leads
+            into an object or a list.
+
+    Returns the rows in the order of the file, with numbers as ids turned into texts and null
+    responses into empty ones. Raises `UserError` with a line for each row that is no JSON object,
+    has a fault (`fault_of_row`), or has the key of an earlier row.
     """
     if not path.is_file():
         raise UserError(f"predictions: no file {str(path)!r}; make it with the `infer` verb")
-    rows: dict[tuple[str, int], tuple[int, Prediction]] = {}
+    numbered_row_by_key: dict[RowKey, tuple[int, Prediction]] = {}
     faults: list[str] = []
     for number, parsed in enumerate(_objects(path), start=1):
-        row = _completed(parsed, id_column, columns or {}) if isinstance(parsed, dict) else parsed
-        fault = row if isinstance(row, str) else row_fault(row) or (check(row) if check else None)
-        if fault is None and isinstance(row, dict):
-            first, _ = rows.setdefault(key(row), (number, row))
-            if first != number:
-                fault = f"has the pid {row['pid']!r} of row {first}; keep one of them"
+        if isinstance(parsed, str):  # what is wrong with an object that cannot be read
+            faults.append(f"row {number} {parsed}")
+            continue
+        row = _with_our_fields(parsed, id_column, columns or {})
+        fault = fault_of_row(row)
+        if fault is None and check is not None:
+            fault = check(row)
+        if fault is None:
+            first_number, _ = numbered_row_by_key.setdefault(key(row), (number, row))
+            if first_number != number:
+                fault = f"has the pid {row['pid']!r} of row {first_number}; keep one of them"
         if fault:
             faults.append(f"row {number} {fault}")
     if faults and "lacks the field" in faults[0]:
         faults.append(": where fields have other names, say --columns pid=NAME response=NAME")
     refuse_rows(f"predictions: {path}", faults)
-    if not rows:
+    if not numbered_row_by_key:
         raise UserError(f"predictions: {path} has no rows")
-    return [row for _, row in rows.values()]
+    return [row for _, row in numbered_row_by_key.values()]
 
 
-# faults in a message, and characters of one: a value may be huge
-_SHOWN = 20
-_LONGEST = 300
+_MOST_SHOWN_FAULTS = 20  # in a message
+_LONGEST_FAULT = 300  # characters; a value in it may be huge
 
 
 def refuse_rows(where: str, faults: Sequence[str]) -> None:
-    """Raise `UserError` if rows have faults, with a line for each of the first of them."""
-    lines = [
-        f"{where} {line if len(line) <= _LONGEST else line[:_LONGEST] + '...'}"
-        for line in faults[:_SHOWN]
-    ]
-    n_hidden = len(faults) - _SHOWN
-    rest = "1 more row is wrong" if n_hidden == 1 else f"{n_hidden} more rows are wrong"
-    if faults:
-        raise MistakesError(lines + ([f"{where}: {rest}"] if n_hidden > 0 else []))
+    """Raise `UserError` if rows have faults, with a line for each of the first of them.
+
+    Args:
+        where: The beginning of each line, which names the data.
+        faults: What is wrong with each faulty row, beginning with its number.
+    """
+    if not faults:
+        return
+    lines: list[str] = []
+    for fault in faults[:_MOST_SHOWN_FAULTS]:
+        short_fault = fault if len(fault) <= _LONGEST_FAULT else fault[:_LONGEST_FAULT] + "..."
+        lines.append(f"{where} {short_fault}")
+    n_hidden = len(faults) - _MOST_SHOWN_FAULTS
+    if n_hidden > 0:
+        rest = "1 more row is wrong" if n_hidden == 1 else f"{n_hidden} more rows are wrong"
+        lines.append(f"{where}: {rest}")
+    raise MistakesError(lines)
 
 
 def missing_fields(row: Prediction, needed: Sequence[str]) -> str | None:
-    """Return a text that names the fields that a row lacks; None where it has all."""
+    """Say which of the needed fields a row lacks; None where it has all of them."""
     missing = [field for field in needed if field not in row]
     if not missing:
         return None
-    fields = ("the field " if len(missing) == 1 else "the fields ") + ", ".join(map(repr, missing))
-    return f"lacks {fields}; it has {', '.join(row) or 'none'}, needed are {', '.join(needed)}"
+    noun = "field" if len(missing) == 1 else "fields"
+    names = ", ".join(repr(field) for field in missing)
+    present_names = ", ".join(row) or "none"
+    return f"lacks the {noun} {names}; it has {present_names}, needed are {', '.join(needed)}"
 
 
-Kind = tuple[Callable[[Any], bool], str]  # what a value has to be, and that in words
-ANY: Kind = (lambda value: True, "anything")
-TEXT: Kind = (lambda value: isinstance(value, str), "a string")
-TEXTS: Kind = (
-    lambda value: isinstance(value, list) and all(map(TEXT[0], value)),
-    "a list of texts",
-)
+class FieldKind(NamedTuple):
+    """What the value of a field has to be."""
+
+    fits: Callable[[Any], bool]
+    """Whether a value is of this kind."""
+    expected: str
+    """The kind in words, for messages."""
 
 
-def one_of(*words: str) -> Kind:
-    """Return a value that is one of these words."""
-    return (lambda value: value in words), f"one of {', '.join(words)}"
+def _is_list_of_texts(value: object) -> bool:
+    """Return whether a value is a list of texts."""
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-def matching(pattern: str, expected: str) -> Kind:
-    """Return a text that matches a pattern as a whole; `expected` says it in words."""
-    return (
-        lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None
-    ), expected
+ANY = FieldKind(lambda value: True, "anything")
+TEXT = FieldKind(lambda value: isinstance(value, str), "a string")
+TEXTS = FieldKind(_is_list_of_texts, "a list of texts")
 
 
-def or_null(kind: Kind) -> Kind:
-    """Return a value of a kind, or None."""
-    return (lambda value: value is None or kind[0](value)), f"{kind[1]} or null"
+def one_of(*words: str) -> FieldKind:
+    """Return the kind of a value that has to be one of these words."""
+    return FieldKind(lambda value: value in words, f"one of {', '.join(words)}")
 
 
-def wrong_fields(row: Prediction, kinds: Mapping[str, Kind]) -> str | None:
-    """Return what is wrong with the fields of a row: one is missing, or is not of its kind.
+def matching(pattern: str, expected: str) -> FieldKind:
+    """Return the kind of a text that has to match a pattern as a whole.
 
-    It names the first such field, and is None where there is none.
+    `expected` says in words what matches.
+    """
+
+    def fits(value: object) -> bool:
+        return isinstance(value, str) and re.fullmatch(pattern, value) is not None
+
+    return FieldKind(fits, expected)
+
+
+def or_null(kind: FieldKind) -> FieldKind:
+    """Return the kind of a value that is of this kind or None."""
+    return FieldKind(lambda value: value is None or kind.fits(value), f"{kind.expected} or null")
+
+
+def fault_of_fields(row: Prediction, kinds: Mapping[str, FieldKind]) -> str | None:
+    """Say what is wrong with the fields of a row: some are missing, or one is not of its kind.
+
+    Args:
+        row: The row.
+        kinds: The kind of each field that it has to have, by name.
+
+    Returns None where nothing is wrong.
     """
     missing = missing_fields(row, tuple(kinds))
     if missing:
         return missing
-    for name, (holds, expected) in kinds.items():
-        if not holds(row[name]):
-            return f"has {name} = {row[name]!r:.60}, expected {expected}"
+    for name, kind in kinds.items():
+        if not kind.fits(row[name]):
+            return f"has {name} = {row[name]!r:.60}, expected {kind.expected}"
     return None
 
 
 def _objects(path: Path) -> Iterator[Prediction | str]:
-    """Yield the objects of a predictions file.
+    """Yield the objects of a file of predictions, in any of the forms that `read_predictions` names.
 
-    A text says what is wrong where one is not an object.
+    Where one is no object, a text that says so is yielded in its place.
     """
     if is_table(path):
         yield from rows_of_table(path)
@@ -161,24 +198,27 @@ def _objects(path: Path) -> Iterator[Prediction | str]:
     except OSError as error:
         raise UserError(f"predictions: {str(path)!r} cannot be read ({error.strerror})") from error
     lines = content.splitlines()
-    first = _parsed(lines[0]) if lines else ""
-    a_line_each = isinstance(first, dict) and not all(
-        isinstance(row, dict) for row in first.values()
+    first_row = _parse_line(lines[0]) if lines else ""
+    # A first line whose values are all objects may be a whole file with a row under each id.
+    has_object_per_line = isinstance(first_row, dict) and not all(
+        isinstance(value, dict) for value in first_row.values()
     )
-    document = None
-    if not a_line_each:
+    document: Any = None
+    if not has_object_per_line:
         with suppress(ValueError, RecursionError):
             document = read_json(content)
     if isinstance(document, list):
-        kind = "is no object of the list"
-        yield from (row if isinstance(row, dict) else kind for row in document)
+        for item in document:
+            yield item if isinstance(item, dict) else "is no object of the list"
     elif isinstance(document, dict) and all(isinstance(row, dict) for row in document.values()):
-        yield from ({"pid": name, **row} for name, row in document.items())
+        for pid, row in document.items():
+            yield {"pid": pid, **row}
     else:
-        yield from map(_parsed, lines)
+        for line in lines:
+            yield _parse_line(line)
 
 
-def _parsed(line: bytes) -> Prediction | str:
+def _parse_line(line: bytes) -> Prediction | str:
     """Return the row of a line, or a text that says what is wrong with the line."""
     try:
         row = read_json(line)
@@ -187,13 +227,17 @@ def _parsed(line: bytes) -> Prediction | str:
     return row if isinstance(row, dict) else f"is a JSON {type(row).__name__}, expected an object"
 
 
-def _completed(row: Prediction, id_column: str, columns: Mapping[str, str]) -> Prediction:
-    """Return the row with its id as a text, and with our names of its fields."""
-    for ours, theirs in columns.items():
-        for value in _inside(row, theirs):
-            row[ours] = value
+def _with_our_fields(row: Prediction, id_column: str, columns: Mapping[str, str]) -> Prediction:
+    """Give a row our names of its fields, its id as a text, and a response that is a text.
+
+    The arguments are those of `read_predictions`. The row itself is changed.
+    """
+    for our_name, path in columns.items():
+        for value in _values_at(row, path):
+            row[our_name] = value
     if "pid" not in row and id_column in row:
         row["pid"] = row[id_column]
+    # A truth value is an `int` too, and no id.
     if isinstance(row.get("pid"), int) and not isinstance(row["pid"], bool):
         row["pid"] = str(row["pid"])
     if "response" in row and row["response"] is None:
@@ -201,98 +245,101 @@ def _completed(row: Prediction, id_column: str, columns: Mapping[str, str]) -> P
     return row
 
 
-def _inside(row: object, path: str) -> list[Any]:
-    """Return the value under a name, or under names with dots between them, as a list of one.
+def _values_at(content: object, path: str) -> list[Any]:
+    """Return the value at a path such as `meta.answers.0`, as a list of one.
 
-    The list is empty where there is no such value.
+    A part of the path is a key of an object or an index of a list. A key may have dots itself. The
+    list is empty where there is no such value.
     """
-    if isinstance(row, dict) and path in row:
-        return [row[path]]
+    if isinstance(content, dict) and path in content:
+        return [content[path]]
     name, _, rest = path.partition(".")
-    if isinstance(row, list) and name.isdecimal() and int(name) < len(row):
-        value = row[int(name)]
-    elif isinstance(row, dict) and name in row:
-        value = row[name]
+    if isinstance(content, list) and name.isdecimal() and int(name) < len(content):
+        value = content[int(name)]
+    elif isinstance(content, dict) and name in content:
+        value = content[name]
     else:
         return []
-    return _inside(value, rest) if rest else [value]
+    return _values_at(value, rest) if rest else [value]
 
 
-def columns_of(words: Sequence[str]) -> dict[str, str]:
-    """Return the words `pid=index response=prediction` as a mapping from our names to theirs.
+def parse_columns(words: Sequence[str]) -> dict[str, str]:
+    """Parse words such as `pid=index response=prediction` into their names by ours.
 
     Raises `UserError` for a word of another form.
     """
-    names = {}
+    their_name_by_ours: dict[str, str] = {}
     for word in words:
         ours, sign, theirs = word.partition("=")
         if not (ours and sign and theirs):
             raise UserError(f"columns: {word!r:.60} is not OURS=THEIRS")
-        names[ours] = theirs
-    return names
+        their_name_by_ours[ours] = theirs
+    return their_name_by_ours
 
 
-def row_fault(row: Prediction) -> str | None:
-    """Return what is wrong with the fields that every benchmark has, or None."""
-    present = {name: kind for name, kind in _OPTIONAL.items() if name in row}
-    return wrong_fields(row, dict.fromkeys(REQUIRED_FIELDS, TEXT)) or wrong_fields(row, present)
+def fault_of_row(row: Prediction) -> str | None:
+    """Say what is wrong with the fields that are the same for every benchmark; None if nothing is."""
+    fault = fault_of_fields(row, dict.fromkeys(REQUIRED_FIELDS, TEXT))
+    if fault:
+        return fault
+    kinds = {name: kind for name, kind in _OPTIONAL_FIELDS.items() if name in row}
+    return fault_of_fields(row, kinds)
 
 
 def _is_count(value: object) -> bool:
-    """Return whether a value is a number of tokens."""
+    """Return whether a value is a whole number from 0 on."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-_COUNT: Kind = (_is_count, "a whole number from 0 on")
-_OPTIONAL = {  # fields that a row may lack
-    "choices": or_null((TEXTS[0], "a list of strings")),
-    "metadata": or_null((lambda value: isinstance(value, dict), "an object")),
+def _is_size(value: object) -> bool:
+    """Return whether a value is a list of a width and a height."""
+    return isinstance(value, list) and len(value) == 2 and all(_is_count(side) for side in value)
+
+
+_COUNT = FieldKind(_is_count, "a whole number from 0 on")
+_OPTIONAL_FIELDS = {
+    "choices": or_null(FieldKind(_is_list_of_texts, "a list of strings")),
+    "metadata": or_null(FieldKind(lambda value: isinstance(value, dict), "an object")),
     "sample": _COUNT,
     "n_tokens": or_null(_COUNT),
     "finish_reason": or_null(TEXT),
     "error": or_null(TEXT),
     "figure": or_null(TEXT),  # a solved figure, on which claims are checked
-    "calls": or_null((lambda value: isinstance(value, list), "a list")),
-    "thinking_opened": (lambda value: isinstance(value, bool), "true or false"),
-    "image_size": or_null(
-        (
-            lambda value: (
-                isinstance(value, list) and len(value) == 2 and all(map(_is_count, value))
-            ),
-            "width and height",
-        )
-    ),
+    "calls": or_null(FieldKind(lambda value: isinstance(value, list), "a list")),
+    "thinking_opened": FieldKind(lambda value: isinstance(value, bool), "true or false"),
+    "image_size": or_null(FieldKind(_is_size, "width and height")),
 }
 
 
 class PredictionLog:
-    """A predictions file open for appending, by one process at a time.
+    """A file of predictions that is open for appending, by one process at a time.
 
-    A last line without its newline (a write that was cut off) is taken away on entering, so its
-    problem is asked again. `done` holds the keys of the rows that are in the file. Raises
-    `UserError` when another process holds the file.
+    A last line without its newline, from a write that was cut off, is removed on entering, so that
+    its problem is asked again. Raises `UserError` when another process has the file open.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.done: set[tuple[str, int]] = set()
+        self.done: set[RowKey] = set()
+        """The keys of the rows in the file, known from `__enter__` on."""
 
     def __enter__(self) -> Self:
-        """Open and lock the file, cut off a half line at its end, and read which rows are done."""
-        # Unbuffered, or what a full disk refused would be written again when the file is closed.
+        """Open and lock the file, cut off a half line at its end, and read the keys of its rows."""
+        # Unbuffered: the rest of a buffer that a full disk refused would be written at the close.
         with written_to("output", self.path):
             self._file = self.path.open("a+b", buffering=0)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._file.seek(0)
-            end = self._file.read().rfind(b"\n") + 1
-            self._file.truncate(end)
-            self.done = {key(row) for row in read_predictions(self.path)} if end else set()
+            end_of_last_line = self._file.read().rfind(b"\n") + 1
+            self._file.truncate(end_of_last_line)
+            self.done = {key(row) for row in read_rows(self.path)}
         except BaseException as error:
-            busy = f"{_holder(self._file)} is writing {self.path}"
+            # The holder of the lock is looked for before the file is closed.
+            message = f"output: {_holder(self._file)} is writing {self.path}"
             self._file.close()
             if isinstance(error, BlockingIOError):
-                raise UserError(f"output: {busy}; wait for it or use another --output") from None
+                raise UserError(f"{message}; wait for it or use another --output") from None
             raise
         return self
 
@@ -300,29 +347,33 @@ class PredictionLog:
         self._file.close()
 
     def append(self, rows: Iterable[Prediction]) -> None:
-        """Write `rows`, and return when they are on the disk.
+        """Write rows to the end of the file, and return when they are on the disk.
 
-        If it is full, none of them is written.
+        If the disk is full, none of them stays in the file, and `UserError` is raised.
         """
         rows = list(rows)
-        before = self._file.seek(0, os.SEEK_END)
-        remaining = memoryview("".join(json.dumps(row) + "\n" for row in rows).encode())
+        size_before = self._file.seek(0, os.SEEK_END)
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        remaining = memoryview(text.encode())
         try:
+            # An unbuffered write may write a part only.
             while remaining:
-                remaining = remaining[self._file.write(remaining) :]
+                n_written = self._file.write(remaining)
+                remaining = remaining[n_written:]
             os.fsync(self._file.fileno())
         except OSError as error:
             with suppress(OSError):
-                self._file.truncate(before)
+                self._file.truncate(size_before)
             raise unwritable("output", self.path, error) from error
         self.done.update(key(row) for row in rows)
 
 
 def _holder(file: BinaryIO) -> str:
-    """Return the process that has locked a file, with its command, as far as the system says it."""
+    """Name the process that has locked a file, with its command, as far as Linux says it."""
     inode = str(os.fstat(file.fileno()).st_ino)
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
+            # Such as `1: FLOCK  ADVISORY  WRITE 4242 08:01:131090 0 EOF`, which ends in the inode.
             _, kind, _, _, pid, location, *_ = line.split()
             if kind == "FLOCK" and location.split(":")[2] == inode and int(pid) > 0:
                 command_line = Path(f"/proc/{int(pid)}/cmdline").read_bytes()
@@ -332,32 +383,37 @@ def _holder(file: BinaryIO) -> str:
 
 
 def read_rows(path: Path) -> list[Prediction]:
-    """Return the rows of a predictions file; none where there is no file or it is empty."""
+    """Read the rows of a file of predictions; none where there is no file or it is empty."""
     return read_predictions(path) if path.is_file() and path.stat().st_size else []
 
 
 def part_path(folder: Path, rank: int) -> Path:
-    """Return the file of one of several processes, until it is merged."""
+    """Return the file into which one of several ranks writes its answers, until they are merged."""
     return folder / f"predictions.rank{rank}.jsonl"
 
 
 def absorb_parts(folder: Path, log: PredictionLog) -> bool:
-    """Move the rows of the parts in `folder` into `log`, and say whether there were any.
+    """Move the answers that the ranks have written into files of their own to `log`.
 
-    A part goes only when its rows are on the disk in the log, so being killed here loses nothing
-    and doubles nothing.
+    Such a file is removed only when its rows are on the disk in the log. A run that is killed here
+    therefore loses nothing, and the next one appends nothing twice.
+
+    Returns whether there were such files.
     """
     parts = sorted(folder.glob("predictions.rank*.jsonl"))
     for path in parts:
-        with PredictionLog(path):  # repairs a torn last line, and locks the file
+        with PredictionLog(path):  # removes a half line at the end, and locks the file
             log.append(row for row in read_rows(path) if key(row) not in log.done)
             path.unlink()
     return bool(parts)
 
 
-def sort_rows(path: Path, order: Sequence[tuple[str, int]]) -> None:
-    """Rewrite a predictions file in this order. The new file replaces the old one at once."""
-    rows = {key(row): row for row in read_rows(path)}
-    text = "".join(json.dumps(rows[at]) + "\n" for at in order if at in rows)
+def sort_rows(path: Path, keys: Sequence[RowKey]) -> None:
+    """Rewrite a file of predictions in the order of these keys, leaving out keys without a row.
+
+    The new file replaces the old one at once.
+    """
+    row_by_key = {key(row): row for row in read_rows(path)}
+    lines = [json.dumps(row_by_key[row_key]) + "\n" for row_key in keys if row_key in row_by_key]
     with written_to("output", path):
-        replace_file(path, text)
+        replace_file(path, "".join(lines))

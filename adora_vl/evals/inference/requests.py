@@ -1,4 +1,4 @@
-"""What an engine is asked, and what it answers."""
+"""What passes between a run of an evaluation and its engine: options, settings and requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENGINES: tuple[EngineName, ...] = ("vllm", "transformers", "openai")
 
 
 def default_engine() -> EngineName:
-    """Return the engine that is used where none is named: vLLM where it is installed."""
+    """Return the engine that is used where none is named: vLLM if it is installed."""
     return "vllm" if importlib.util.find_spec("vllm") else "transformers"
 
 
@@ -53,7 +53,7 @@ class AnswerEngine(Protocol):
     batch_size: int
 
     def generate(self, requests: Sequence[AnswerRequest]) -> Sequence[Reply | Unanswerable | None]:
-        """One answer per request, in their order.
+        """Return one answer per request, in their order.
 
         None stands for an answer that failed and can be asked for again.
         """
@@ -150,9 +150,10 @@ class EngineOptions(SamplingOptions):
 
 @dataclass(frozen=True)
 class AnswerEngineSettings:
-    """An engine that can be built: the model, its limits, and what it needs to know beforehand."""
+    """The settings that an engine is built from: the model, and what the engine needs to know."""
 
     model: str
+    """The absolute path of a folder, a hub id, or a name on a server."""
     engine: EngineName
     revision: str | None = None
     dtype: str = "auto"  # the model's own
@@ -162,26 +163,33 @@ class AnswerEngineSettings:
     min_pixels: int | None = None
     max_pixels: int | None = None
     batch_size: int | None = None
-    # of a request at most, as the bytes of text: vLLM's context length is set from them
     max_images: int = 1
+    """The most images of a request; vLLM's context length is set from this and the next."""
     max_text_bytes: int = 4096
-    endpoint: Endpoint | None = None  # of the engine `openai`
-    toolbox: Toolbox | None = None  # what the model may call between its turns
-    max_tool_calling_iterations: int = 3  # turns that are answered
-    # arguments of the chat template, of the model's training
+    """The bytes of the longest text of a request."""
+    endpoint: Endpoint | None = None
+    """The server, for the engine `openai`."""
+    toolbox: Toolbox | None = None
+    """The tools that the model may call between its turns."""
+    max_tool_calling_iterations: int = 3
+    """The number of turns whose calls are answered."""
     template: Mapping[str, Any] = field(default_factory=dict)
+    """The arguments of the chat template in the model's training."""
 
     @property
-    def described(self) -> dict[str, Any]:
-        """The fields of a fingerprint beside the options; files of tools by their hashes."""
+    def fingerprint_fields(self) -> dict[str, Any]:
+        """The fields of a fingerprint that are not options: tools, and arguments of the template.
+
+        A file of the user's own tools is described by its hash.
+        """
         fields: dict[str, Any] = {}
         if self.toolbox:
-            chosen = self.toolbox.chosen
-            fields["tools"] = [*chosen.functions]
+            tools = self.toolbox.chosen
+            fields["tools"] = [*tools.functions]
             fields["max_tool_calling_iterations"] = self.max_tool_calling_iterations
             fields["tool_options"] = vars(self.toolbox.options)
-            if chosen.hashes:
-                fields["tool_files"] = dict(chosen.hashes)
+            if tools.hashes:
+                fields["tool_files"] = dict(tools.hashes)
         if self.template:
             fields["chat_template_kwargs"] = dict(self.template)
         return fields

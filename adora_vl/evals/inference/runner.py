@@ -4,16 +4,14 @@ A run that was stopped is resumed: the file of predictions says which answers ar
 """
 
 import hashlib
-import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -23,6 +21,7 @@ from adora_vl.evals.inference.predictions import (
     PREDICTIONS,
     TOO_LONG,
     PredictionLog,
+    RowKey,
     absorb_parts,
     key,
     part_path,
@@ -36,6 +35,7 @@ from adora_vl.evals.inference.provenance import (
     write_json,
     write_or_check_fingerprint,
 )
+from adora_vl.evals.inference.ranks import ALONE, Ranks
 from adora_vl.evals.inference.requests import (
     AnswerEngine,
     AnswerEngineSettings,
@@ -47,162 +47,91 @@ from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import make_folder, written_to
 from adora_vl.utils.launch import STARTUP_LOG, StartupLog
-
-_PATIENCE = timedelta(days=7)  # how long a rank waits for the slowest one
-# The variables of a launcher. An engine that sees them would wait for the other processes.
-_LAUNCHER_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-)
+from adora_vl.utils.openai_client import Reply
 
 
-@dataclass
-class Ranks:
-    """The rank of this process among those that answer together."""
-
-    rank: int = 0
-    world: int = 1
-    store: Any = None
-    """The store at which several processes meet; the launcher or rank 0 holds it."""
-    run: str = ""
-    """A name for each of several runs of one process, so that their barriers differ."""
-
-    def barrier(self, point: str) -> None:
-        """Wait until every process has come to the named point of the run.
-
-        The last process to arrive sets the key for which all of them wait. A single process has no
-        store, and does not wait.
-        """
-        if self.store is None:
-            return
-        arrivals = f"adora_vl_eval/{self.run}/{point}"
-        if self.store.add(arrivals, 1) == self.world:
-            self.store.set(f"{arrivals}/all", "1")
-        self.store.wait([f"{arrivals}/all"], _PATIENCE)
-
-
-ALONE = Ranks()
-
-
-def join_ranks() -> Ranks:
-    """Return the rank of this process.
-
-    The launcher's variables are removed, and the process takes a GPU of its own.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return ALONE
-    from torch.distributed.rendezvous import rendezvous
-
-    store, rank, world = next(rendezvous("env://", timeout=_PATIENCE))
-    take_gpu(int(os.environ.get("LOCAL_RANK", "0")))
-    for name in _LAUNCHER_VARIABLES:
-        os.environ.pop(name, None)
-    return Ranks(rank, world, store)
-
-
-def take_gpu(local_rank: int) -> None:
-    """Make one of the visible GPUs the only one of this process.
-
-    To be called before CUDA starts.
-    """
-    devices = _visible_devices()
-    if local_rank < len(devices):
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices[local_rank]
-
-
-def _visible_devices() -> list[str]:
-    """Return the GPUs of the environment, else all of the machine."""
-    import torch
-
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible:
-        return visible.split(",")
-    # The count is taken only here, since it can start CUDA.
-    return [str(index) for index in range(torch.cuda.device_count())]
-
-
-class Ask(NamedTuple):
-    """One answer to ask for: a problem, and the number of the sample from 0 on."""
+class AnswerSample(NamedTuple):
+    """One answer that a run samples: a problem, and the number of the answer among those to it."""
 
     problem: Problem
-    sample: int
+    number: int
+    """The number of the answer, from 0 on. A run may sample several answers to each problem."""
 
     @property
-    def key(self) -> tuple[str, int]:
-        """The key of the row with the answer, as `predictions.key` has it."""
-        return self.problem.pid, self.sample
+    def key(self) -> RowKey:
+        """The key of the row that has this answer (see `predictions.key`)."""
+        return self.problem.pid, self.number
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The numbers of answers of a run of `infer`, and its time."""
+    """How many answers a run of `infer` has, and how long they took."""
 
     total: int
-    """The answers that the run asks for."""
+    """The answers that the run is for."""
     resumed: int
-    """The answers that were there already."""
+    """Those of them that an earlier run had got."""
     pending: int
-    """The answers that were asked for now."""
+    """Those of them that this run asked for."""
     image_failed: int
-    """The answers of now whose image cannot be decoded."""
+    """The problems of this run that were not asked, because an image cannot be decoded."""
     seconds: float
-    """The time of generation."""
+    """The time of generation, without loading the model."""
     missing: int = 0
-    """The answers that are not there at the end, because calls of the engine failed."""
+    """The answers that are still missing at the end, because calls of a server failed."""
     too_long: int = 0
-    """The answers of now whose prompt does not fit the context."""
+    """The problems of this run that were not asked, because the prompt does not fit the context."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Answering:
-    """What the answers of one run have in common, on every rank."""
+class _Answerer:
+    """Answers the samples of one run on this rank, into a file of predictions."""
 
     output: Path
     """The folder of the answers."""
     settings: AnswerEngineSettings
-    """The engine, with the bounds of all problems of the run (see `with_engine_bounds`)."""
+    """The engine's settings, which fit all problems of the run (see `with_engine_bounds`)."""
     system_prompt: str | None
     build: Callable[[AnswerEngineSettings], AnswerEngine]
-    """Makes the engine of the settings; called only when an answer is missing."""
+    """Builds the engine; called only when an answer is missing."""
     ranks: Ranks
     """The rank of this process."""
 
-    def answer_slice(self, asks: Sequence[Ask], done: set[tuple[str, int]]) -> float:
-        """Answer this rank's slice into a file of its own, and return the seconds.
+    def answer_slice(self, samples: Sequence[AnswerSample], earlier_keys: set[RowKey]) -> float:
+        """Answer this rank's share of the samples into a file of its own.
 
         Args:
-            asks: The asks of all ranks.
-            done: The keys of the answers that are there already.
-        """
-        ranks = self.ranks
-        with PredictionLog(part_path(self.output, ranks.rank)) as part:
-            part.done |= done
-            return self.answer_missing(part, asks[ranks.rank :: ranks.world])
+            samples: The samples of all ranks. This rank answers every `world`-th of them.
+            earlier_keys: The keys of the answers that an earlier run had got.
 
-    def answer_missing(self, log: PredictionLog, asks: Sequence[Ask]) -> float:
-        """Answer what the log does not have yet, and return the seconds without those of loading.
+        Returns the seconds of generation.
+        """
+        rank = self.ranks.rank
+        with PredictionLog(part_path(self.output, rank)) as part_log:
+            part_log.done |= earlier_keys
+            return self.answer_missing(part_log, samples[rank :: self.ranks.world])
+
+    def answer_missing(self, log: PredictionLog, samples: Sequence[AnswerSample]) -> float:
+        """Answer the samples whose answers the log does not have yet, and append the answers to it.
 
         The engine is built only when an answer is missing.
+
+        Returns the seconds of generation, without those of building the engine.
         """
-        resumed = sum(ask.key in log.done for ask in asks)
-        if resumed == len(asks):
+        resumed = sum(sample.key in log.done for sample in samples)
+        if resumed == len(samples):
             return 0.0
-        engine = self._built_engine()
+        engine = self._build_engine()
         batch_size = engine.batch_size
         start = time.perf_counter()
-        # `disable=None`: no bar where stderr is not a terminal.
+        # `disable=None` shows no bar where stderr is not a terminal.
         no_bar = self.ranks.rank > 0 or None
-        with tqdm(total=len(asks), initial=resumed, unit="answer", disable=no_bar) as bar:
-            # The whole list is divided, so that a resumed run has the same batches: rounding can
-            # depend on what is in one.
-            for start_index in range(0, len(asks), batch_size):
-                batch = asks[start_index : start_index + batch_size]
-                missing = [ask for ask in batch if ask.key not in log.done]
+        with tqdm(total=len(samples), initial=resumed, unit="answer", disable=no_bar) as bar:
+            # The whole list is divided into batches, and not only what is missing. A resumed run
+            # has the same batches so, and rounding can depend on what else is in a batch.
+            for start_index in range(0, len(samples), batch_size):
+                batch = samples[start_index : start_index + batch_size]
+                missing = [sample for sample in batch if sample.key not in log.done]
                 if not missing:
                     continue
                 rows = answer(
@@ -212,20 +141,17 @@ class _Answering:
                 bar.update(len(rows))
         return time.perf_counter() - start
 
-    def _built_engine(self) -> AnswerEngine:
-        """Return the engine, and store the settings that it took from the model."""
+    def _build_engine(self) -> AnswerEngine:
+        """Build the engine, and add the settings that it took from the model to the fingerprint."""
         is_rank_0 = self.ranks.rank == 0
-        with StartupLog(
-            self.output / STARTUP_LOG, first=is_rank_0
-        ):  # libraries speak while loading
+        # The libraries print much while they load a model.
+        with StartupLog(self.output / STARTUP_LOG, first=is_rank_0):
             engine = self.build(self.settings)
         resolved = getattr(engine, "resolved", None)  # an engine of a trainer has none
         if resolved and is_rank_0:
-            fingerprint_path = self.output / FINGERPRINT_FILE
+            path = self.output / FINGERPRINT_FILE
             with written_to("output", self.output):
-                write_json(
-                    fingerprint_path, {**read_fingerprint(fingerprint_path), "resolved": resolved}
-                )
+                write_json(path, {**read_fingerprint(path), "resolved": resolved})
         return engine
 
 
@@ -238,32 +164,33 @@ def infer(
     system_prompt: str | None,
     build: Callable[[AnswerEngineSettings], AnswerEngine],
     samples: int = 1,
-    in_data: int | None = None,
+    problems_in_data: int | None = None,
     ranks: Ranks = ALONE,
 ) -> Summary:
-    """Ask for every answer that `output` does not have yet.
+    """Get every answer to the problems that the folder `output` does not have yet.
 
-    The engine is built only if answers are missing. With several `ranks` each answers a slice into
-    a part of its own, and rank 0 merges the parts in the order of the problems.
+    With several ranks each answers a share into a file of its own, and rank 0 merges the files.
 
     Args:
         problems: The problems to ask.
         output: The folder of the answers.
-        settings: The engine.
-        fingerprint: What the answers depend on.
+        settings: The settings of the engine.
+        fingerprint: What the answers depend on; a run is resumed only with the same.
         system_prompt: The system prompt, with the descriptions of tools.
-        build: Makes the engine of the settings.
-        samples: The answers to each problem.
-        in_data: The number of problems in the data, of which `problems` may be the first.
+        build: Builds the engine from its settings; called only if answers are missing.
+        samples: The number of answers to each problem.
+        problems_in_data: The number of problems in the data, if `problems` are a part of them.
         ranks: The rank of this process.
 
-    Raises `UserError` if `output` holds predictions made with other settings, or rows
-    of problems not asked for now, and as `refuse_control_tokens` does.
+    Raises `UserError` if `output` has predictions that were made with other settings or are not of
+    these problems, and for texts that `refuse_control_tokens` refuses.
     """
     refuse_control_tokens(problems, system_prompt)
     make_folder("output", output)
-    asks = [Ask(problem, sample) for problem in problems for sample in range(samples)]
-    answering = _Answering(
+    answer_samples = [
+        AnswerSample(problem, number) for problem in problems for number in range(samples)
+    ]
+    answerer = _Answerer(
         output=output,
         settings=with_engine_bounds(settings, problems, system_prompt),
         system_prompt=system_prompt,
@@ -271,85 +198,126 @@ def infer(
         ranks=ranks,
     )
     if ranks.rank:
-        return _answer_with_rank_0(answering, asks)
+        return _answer_beside_rank_0(answerer, answer_samples)
     with PredictionLog(output / PREDICTIONS) as log, _removed_if_unanswered(output):
-        # The parts of a run that was killed before its rank 0 could merge them.
+        # A run that was killed may have left files of its ranks that rank 0 did not merge.
         has_merged_parts = absorb_parts(output, log)
-        n_in_data = in_data or len(problems)
-        answer_counts = {"answers": len(asks), "in_data": samples * n_in_data}
+        earlier_keys = set(log.done)
+        n_problems_in_data = problems_in_data or len(problems)
         with written_to("output", output):
             write_or_check_fingerprint(
                 output,
                 fingerprint,
-                has_predictions=bool(log.done),
-                answer_counts=answer_counts,
+                has_predictions=bool(earlier_keys),
+                answer_counts={
+                    "answers": len(answer_samples),
+                    "in_data": samples * n_problems_in_data,
+                },
             )
-        earlier_keys = set(log.done)
-        pending = sum(ask.key not in earlier_keys for ask in asks)
-        resumed = len(asks) - pending
-        _refuse_further_predictions(
-            output, predictions=len(earlier_keys), answers=len(asks), resumed=resumed
+        pending = sum(sample.key not in earlier_keys for sample in answer_samples)
+        resumed = len(answer_samples) - pending
+        _refuse_predictions_of_more(
+            output,
+            n_predictions=len(earlier_keys),
+            n_answers=len(answer_samples),
+            n_resumed=resumed,
         )
         _print_size(len(problems), samples, resumed=resumed, pending=pending)
-        # The other ranks read which answers are there only after this barrier.
+        # The other ranks read the file of predictions behind this barrier.
         ranks.barrier("start")
         if ranks.world == 1:
-            seconds = answering.answer_missing(log, asks)
+            seconds = answerer.answer_missing(log, answer_samples)
         else:
-            seconds = answering.answer_slice(asks, earlier_keys)
-            # Every part is whole only when all ranks have answered.
-            ranks.barrier("end")
+            seconds = answerer.answer_slice(answer_samples, earlier_keys)
+            ranks.barrier("end")  # every rank has written its file
             has_merged_parts |= absorb_parts(output, log)
-        # Answers that were missing, and further samples, are last in the file.
+        # Answers that an earlier run missed, and further samples, are at the end of the file.
         has_late_rows = resumed and pending and (settings.endpoint or samples > 1)
         if has_merged_parts or has_late_rows:
-            sort_rows(output / PREDICTIONS, [ask.key for ask in asks])
-    rows = read_rows(output / PREDICTIONS)
+            sort_rows(output / PREDICTIONS, [sample.key for sample in answer_samples])
+    return _summary_of_run(
+        read_rows(output / PREDICTIONS),
+        earlier_keys,
+        total=len(answer_samples),
+        pending=pending,
+        seconds=seconds,
+    )
+
+
+def _summary_of_run(
+    rows: Sequence[Prediction],
+    earlier_keys: set[RowKey],
+    *,
+    total: int,
+    pending: int,
+    seconds: float,
+) -> Summary:
+    """Count what became of the answers that a run asked for.
+
+    Args:
+        rows: All rows of the file of predictions.
+        earlier_keys: The keys of those that were there before the run.
+        total: The number of answers that the run is for.
+        pending: The number of those that it asked for.
+        seconds: The time of generation.
+    """
     finish_reason_counts = Counter(
         row["finish_reason"] for row in rows if key(row) not in earlier_keys
     )
     return Summary(
-        total=len(asks),
-        resumed=resumed,
+        total=total,
+        resumed=total - pending,
         pending=pending,
         image_failed=finish_reason_counts[IMAGE_FAILED],
         seconds=seconds,
-        missing=len(asks) - len(rows),
+        missing=total - len(rows),
         too_long=finish_reason_counts[TOO_LONG],
     )
 
 
-def _answer_with_rank_0(answering: _Answering, asks: Sequence[Ask]) -> Summary:
-    """Answer a slice between the barriers of rank 0, which merges it and has the real summary."""
-    ranks = answering.ranks
+def _answer_beside_rank_0(answerer: _Answerer, samples: Sequence[AnswerSample]) -> Summary:
+    """Answer the share of a rank other than 0, between the same barriers as rank 0.
+
+    The summary counts nothing of this run: rank 0 merges the answers, and returns what is printed.
+    """
+    ranks = answerer.ranks
     ranks.barrier("start")
-    earlier_keys = {key(row) for row in read_rows(answering.output / PREDICTIONS)}
-    answering.answer_slice(asks, earlier_keys)
+    earlier_keys = {key(row) for row in read_rows(answerer.output / PREDICTIONS)}
+    answerer.answer_slice(samples, earlier_keys)
     ranks.barrier("end")
     return Summary(
-        total=len(asks), resumed=len(earlier_keys), pending=0, image_failed=0, seconds=0.0
+        total=len(samples), resumed=len(earlier_keys), pending=0, image_failed=0, seconds=0.0
     )
 
 
-def _print_size(problems: int, samples: int, *, resumed: int, pending: int) -> None:
-    """Say on standard error how many answers are there already, and how many are to do."""
-    size = amount(problems, "problem")
+def _print_size(n_problems: int, samples: int, *, resumed: int, pending: int) -> None:
+    """Print on stderr how many answers a run has already, and how many it asks for.
+
+    `samples` is the number of answers to each of the problems.
+    """
+    size = amount(n_problems, "problem")
     if samples > 1:
         size += f" x {samples} answers"
     print(f"{size}: {resumed} there already, {pending} to do", file=sys.stderr)
 
 
-def _refuse_further_predictions(
-    output: Path, *, predictions: int, answers: int, resumed: int
+def _refuse_predictions_of_more(
+    output: Path, *, n_predictions: int, n_answers: int, n_resumed: int
 ) -> None:
     """Raise `UserError` where a folder has predictions that this run does not ask for.
 
-    `resumed` of its `predictions` answer what is asked.
+    The score would be over those too.
+
+    Args:
+        output: The folder.
+        n_predictions: The predictions in it.
+        n_answers: The answers that this run is for.
+        n_resumed: The predictions that are such answers.
     """
-    if predictions > resumed:
+    if n_predictions > n_resumed:
         raise UserError(
-            f"limit: {str(output)!r} already has {predictions} predictions and this run "
-            f"asks for {answers}; raise --limit or use another --output"
+            f"limit: {str(output)!r} already has {n_predictions} predictions and this run "
+            f"asks for {n_answers}; raise --limit or use another --output"
         )
 
 
@@ -357,16 +325,18 @@ def _refuse_further_predictions(
 def _removed_if_unanswered(output: Path) -> Iterator[None]:
     """Remove the folder of a run that raises `UserError` before it has an answer.
 
-    A user who mends the mistake can then use the same folder, with other settings. The caller holds
-    the lock of the file of predictions, so no other run is using the folder.
+    A user who mends the mistake can then use the same folder with other settings. The caller holds
+    the lock of the file of predictions, so that no other run is using the folder.
     """
     try:
         yield
     except UserError:
-        with suppress(OSError, KeyError):  # a folder with anything else in it stays
+        # An error here would hide the user's mistake. A file that vanished meanwhile is one.
+        with suppress(OSError, KeyError):
             path_by_name = {path.name: path for path in output.iterdir()}
             has_only_our_files = path_by_name.keys() <= {PREDICTIONS, FINGERPRINT_FILE, STARTUP_LOG}
-            if has_only_our_files and not path_by_name[PREDICTIONS].stat().st_size:
+            has_no_answer = has_only_our_files and not path_by_name[PREDICTIONS].stat().st_size
+            if has_no_answer:
                 for path in path_by_name.values():
                     path.unlink()
                 output.rmdir()
@@ -374,21 +344,29 @@ def _removed_if_unanswered(output: Path) -> Iterator[None]:
 
 
 def answer(
-    engine: AnswerEngine, batch: Sequence[Ask], *, seed: int, system_prompt: str | None
+    engine: AnswerEngine, batch: Sequence[AnswerSample], *, seed: int, system_prompt: str | None
 ) -> list[Prediction]:
-    """Return one row per ask, in order.
+    """Get a batch of answers from an engine, as rows of the file of predictions.
 
-    A problem whose image cannot be decoded gets an empty response and the reason; one whose answer
-    the engine could not get has no row.
+    A problem that cannot be asked, because its image is broken or its prompt too long, has a row
+    with an empty response and the reason. An answer that the engine could not get has no row, so
+    that a later run asks for it again.
+
+    Args:
+        engine: The engine.
+        batch: The samples to answer.
+        seed: The seed of the run, from which each answer has one of its own.
+        system_prompt: The system prompt of all prompts.
     """
     rows: list[Prediction] = []
-    asked_rows: list[Prediction] = []
+    # The requests, and the positions of their rows: a problem with a broken image has none.
     requests: list[AnswerRequest] = []
-    for ask in batch:
-        problem, sample = ask
-        row = dict(problem.fields)
-        if sample:
-            row["sample"] = sample
+    requested_positions: list[int] = []
+    for position, sample in enumerate(batch):
+        problem = sample.problem
+        row: Prediction = dict(problem.fields)
+        if sample.number:
+            row["sample"] = sample.number
         rows.append(row)
         try:
             images = problem.images()
@@ -399,53 +377,65 @@ def answer(
             row["image_size"] = list(images[0].size)
         messages = conversation_with_images(problem.prompt, len(images), system_prompt)
         requests.append(
-            AnswerRequest(messages=messages, images=images, seed=_answer_seed(ask, seed))
+            AnswerRequest(messages=messages, images=images, seed=_answer_seed(sample, seed))
         )
-        asked_rows.append(row)
-    for row, generation in zip(asked_rows, engine.generate(requests), strict=True):
-        if generation is None:
-            # By identity: two answers to one problem may be equal so far.
-            rows = [kept_row for kept_row in rows if kept_row is not row]
-            continue
-        if isinstance(generation, Unanswerable):
-            print(f"warning: {row['pid']!r} is not asked: {generation.reason}", file=sys.stderr)
-            _fill_without_answer(row, TOO_LONG, generation.reason)
-            continue
-        row.update(
-            response=generation.text,
-            finish_reason=generation.finish_reason,
-            n_tokens=generation.n_tokens,
-            n_prompt_tokens=generation.n_prompt_tokens,
-        )
-        if generation.calls is not None:
-            row["calls"] = list(generation.calls)
-        if generation.thinking_opened:
-            row["thinking_opened"] = True
-    return rows
+        requested_positions.append(position)
+    failed_positions: set[int] = set()
+    for position, reply in zip(requested_positions, engine.generate(requests), strict=True):
+        row = rows[position]
+        if reply is None:
+            failed_positions.add(position)
+        elif isinstance(reply, Unanswerable):
+            print(f"warning: {row['pid']!r} is not asked: {reply.reason}", file=sys.stderr)
+            _fill_without_answer(row, TOO_LONG, reply.reason)
+        else:
+            _fill_with_reply(row, reply)
+    return [row for position, row in enumerate(rows) if position not in failed_positions]
+
+
+def _fill_with_reply(row: Prediction, reply: Reply) -> None:
+    """Add the fields of a reply to the row of its problem.
+
+    Only a model with tools has `calls`, and only one that thinks has `thinking_opened`: whether the
+    prompt ended inside a block of thinking, which the response then begins in.
+    """
+    row.update(
+        response=reply.text,
+        finish_reason=reply.finish_reason,
+        n_tokens=reply.n_tokens,
+        n_prompt_tokens=reply.n_prompt_tokens,
+    )
+    if reply.calls is not None:
+        row["calls"] = list(reply.calls)
+    if reply.thinking_opened:
+        row["thinking_opened"] = True
 
 
 def _fill_without_answer(row: Prediction, finish_reason: str, error: str) -> None:
-    """Give a row an empty response, and the reason why its problem could not be asked."""
+    """Add the fields of an answer to a row whose problem could not be asked, and why it could not."""
     row.update(response="", finish_reason=finish_reason, n_tokens=0, n_prompt_tokens=0, error=error)
 
 
-def _answer_seed(ask: Ask, seed: int) -> int:
-    """Return the 32-bit seed of one answer, from the seed of the run.
+def _answer_seed(sample: AnswerSample, run_seed: int) -> int:
+    """Derive the 32-bit seed of one answer from the seed of the run.
 
-    It is a separate one for each answer, so that a resumed run samples what an uninterrupted one
-    would. The first sample's name has no number, which keeps the seeds of runs with one answer.
+    Each answer has a seed of its own, so that a resumed run samples what an uninterrupted one would.
+    The number of the first answer to a problem is left out of the hash, so that it has the same
+    seed as in a run with one answer to each problem.
     """
-    name = f"{seed}/{ask.problem.pid}"
-    if ask.sample:
-        name += f"/{ask.sample}"
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
+    name = f"{run_seed}/{sample.problem.pid}"
+    if sample.number:
+        name += f"/{sample.number}"
+    digest = hashlib.sha256(name.encode()).digest()
+    return int.from_bytes(digest[:4])
 
 
 def refuse_control_tokens(problems: Sequence[Problem], system_prompt: str | None = None) -> None:
-    """Raise `UserError` for a text that has one of the model's own tokens.
+    """Raise `UserError` for a prompt that has one of the model's special tokens as text.
 
-    The prompts are checked as they stand at last. A token of the model in the system prompt, a
-    template or the facts of a picture would begin a turn, or stand for a picture that is not there.
+    Such a token would begin a turn of the conversation, or stand for a picture that is not there.
+    The prompts are checked as they are asked, since a token may come from a template or from the
+    facts of a picture as well as from the data.
     """
     token = control_token_in(system_prompt)
     if token is not None:
@@ -464,9 +454,10 @@ def refuse_control_tokens(problems: Sequence[Problem], system_prompt: str | None
 def with_engine_bounds(
     settings: AnswerEngineSettings, problems: Sequence[Problem], system_prompt: str | None
 ) -> AnswerEngineSettings:
-    """Return the settings with the bounds that an engine needs for these problems.
+    """Return the engine's settings with the bounds that it needs to fit all problems.
 
-    They are the most images of a problem, and the bytes of the longest text with the system prompt.
+    They are the most images of a problem, and the bytes of the longest prompt with the system
+    prompt. vLLM sets its context length from them.
     """
     longest_prompt = max(len(problem.prompt.encode()) for problem in problems)
     system_bytes = len((system_prompt or "").encode())

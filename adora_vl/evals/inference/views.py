@@ -1,4 +1,8 @@
-"""The views of a problem: its picture, the facts of the picture in words, both, or neither."""
+"""The views of a problem, which decide what the model sees of it.
+
+It sees the picture, the facts of the picture in words, both, or a grey picture. A comparison of the
+views says whether a model sees, reasons, or guesses.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +27,20 @@ VIEWS = {
 
 
 def problems_in_view(problems: Sequence[Problem], view: str) -> list[Problem]:
-    """Return the problems as one of the `VIEWS` shows them.
+    """Change problems to what one of the `VIEWS` shows of them.
 
-    In `text` and `both` those without facts are left out. Raises `UserError` where no problem has
-    what the view needs.
+    Problems without facts in words are left out of `text` and `both`. Raises `UserError` where no
+    problem has what the view needs.
     """
+    if view == "image":
+        return list(problems)
     if view == "blank":
         if not any(problem.n_images for problem in problems):
             raise UserError("view: blank, and the problems have no images; leave it out")
         return [
-            replace(problem, images=partial(_grey, problem)) if problem.n_images else problem
+            replace(problem, images=partial(_grey_images, problem)) if problem.n_images else problem
             for problem in problems
         ]
-    if view == "image":
-        return list(problems)
     with_facts = [problem for problem in problems if problem.facts]
     if not with_facts:
         raise UserError(
@@ -44,24 +48,23 @@ def problems_in_view(problems: Sequence[Problem], view: str) -> list[Problem]:
             "`python -m data_prep geometry3k --source intergps` writes it); ask with image or "
             "blank"
         )
-    is_text = view == "text"
+    is_text_alone = view == "text"
     in_words = [
-        replace(problem, prompt=_prompt_with_facts(problem, alone=is_text))
+        replace(problem, prompt=_prompt_with_facts(problem, without_picture=is_text_alone))
         for problem in with_facts
     ]
-    if is_text:
-        return [without_images(problem) for problem in in_words]
-    return in_words
+    return [without_images(problem) for problem in in_words] if is_text_alone else in_words
 
 
-def _prompt_with_facts(problem: Problem, *, alone: bool) -> str:
-    """Return the prompt of a problem with its facts.
+def _prompt_with_facts(problem: Problem, *, without_picture: bool) -> str:
+    """Return the prompt of a problem with the facts of its picture in words.
 
-    They stand before the question, or behind a picture's place. `alone`: without the placeholders
-    of its pictures.
+    Where the prompt has the placeholder of a picture, the facts come last, so that they do not
+    stand before the picture. In any other prompt they come first. `without_picture` removes the
+    placeholder.
     """
     question = problem.prompt
-    if alone:
+    if without_picture:
         question = question.replace(PLACEHOLDER, " ").strip()
     if PLACEHOLDER in question:
         return f"{question}\nWhat the picture shows: {problem.facts}"
@@ -69,13 +72,20 @@ def _prompt_with_facts(problem: Problem, *, alone: bool) -> str:
 
 
 def without_images(problem: Problem) -> Problem:
-    """Return the problem with no images, its text as it is."""
+    """Return the problem without its images; the text stays as it is."""
     return replace(problem, n_images=0, images=list, sizes=None)
 
 
-def _grey(problem: Problem) -> list[Image.Image]:
-    """Return grey pictures of the sizes that the problem's own have."""
+def _grey_images(problem: Problem) -> list[Image.Image]:
+    """Return a grey image for each image of a problem, of the same size."""
+    # `sizes` reads the headers alone; without it the images have to be decoded.
+    if problem.sizes is not None:
+        return [_grey_image(size) for size in problem.sizes()]
+    return [_grey_image(image.size) for image in problem.images()]
+
+
+def _grey_image(size: tuple[int, int]) -> Image.Image:
+    """Return a grey image of this width and height."""
     from PIL import Image
 
-    sizes = [image.size for image in problem.images()] if problem.sizes is None else problem.sizes()
-    return [Image.new("RGB", size, (128, 128, 128)) for size in sizes]
+    return Image.new("RGB", size, (128, 128, 128))

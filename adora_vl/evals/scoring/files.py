@@ -10,7 +10,7 @@ from pathlib import Path
 
 from adora_vl.data.prompts import asks_for_answer_tags
 from adora_vl.evals.inference.predictions import (
-    columns_of,
+    parse_columns,
     read_predictions,
     score_path,
 )
@@ -22,7 +22,7 @@ from adora_vl.evals.inference.provenance import (
 )
 from adora_vl.evals.options import ScoreOptions
 from adora_vl.evals.records import Benchmark, Prediction, Scored
-from adora_vl.evals.scoring.score import own_cells, score
+from adora_vl.evals.scoring.score import cells_of_benchmark, score
 from adora_vl.evals.scoring.table import table
 from adora_vl.utils.files import check_json, make_folder, written_to
 
@@ -30,9 +30,10 @@ from adora_vl.utils.files import check_json, make_folder, written_to
 def write_score(benchmark: Benchmark, predictions: Path, options: ScoreOptions) -> None:
     """Score a file of predictions, write the score file, and print its table.
 
-    `options.output` says where the score file is to stand.
+    `options.output` says where the score file goes. A file there that is no score is not
+    overwritten.
     """
-    assert options.output is not None
+    assert options.output is not None  # the command line needs one
     output = score_path(options.output)
     check_json(
         "output",
@@ -49,28 +50,27 @@ def write_score(benchmark: Benchmark, predictions: Path, options: ScoreOptions) 
 
 
 def score_file(benchmark: Benchmark, predictions: Path, options: ScoreOptions) -> Scored:
-    """Return the score of a predictions file, with the fingerprint that lies beside it.
+    """Score a file of predictions, and add the fingerprint that lies beside it.
 
-    The fingerprint is None, null in the file, where there is none. Raises `UserError` for a file
-    with faults.
+    The fingerprint says how the answers were made; it is None, null in the file, where there is
+    none. Raises `UserError` for a file with faults.
     """
-    columns = columns_of(options.columns)
+    columns = parse_columns(options.columns)
     rows = read_predictions(predictions, benchmark.check, benchmark.id_column, columns)
     path = predictions.parent / FINGERPRINT_FILE
     fingerprint = read_fingerprint(path) if path.is_file() else None
     answer_counts = (fingerprint or {}).get("asked") or {}
     fields = (fingerprint or {}).get("fields") or {}
-    tags = asks_for_answer_tags(fields.get("system_prompt"), fields.get("prompt"))
-    figures, summary = score(benchmark, rows, options, answer_tags=tags)
-    coverage = {
-        "answers": len(rows),
-        "asked": answer_counts.get("answers"),
-        "in_data": answer_counts.get("in_data"),
-    }
+    answer_tags = asks_for_answer_tags(fields.get("system_prompt"), fields.get("prompt"))
+    figures, summary = score(benchmark, rows, options, answer_tags=answer_tags)
     items = figures.pop("items")  # last in the file, because they are long
     content = {
         **figures,
-        "coverage": coverage,
+        "coverage": {
+            "answers": len(rows),
+            "asked": answer_counts.get("answers"),
+            "in_data": answer_counts.get("in_data"),
+        },
         "versions": versions(),
         "fingerprint": fingerprint,
         "items": items,
@@ -85,11 +85,11 @@ def figures_in_training(
     *,
     answer_tags: bool = False,
 ) -> dict[str, float]:
-    """Return the score of rows as flat numbers for a log, such as `mathvista_accuracy`.
+    """Score rows during a training, as flat numbers for its log, such as `mathvista_accuracy`.
 
     Args:
         benchmark: The benchmark, whose name is the prefix of each number.
-        rows: The answers, at least one.
+        rows: The predictions, at least one.
         options: Those of the benchmark's verb `score`; None: its defaults.
         answer_tags: Whether the prompts asked for `<answer> </answer>`.
     """
@@ -97,18 +97,24 @@ def figures_in_training(
         benchmark, rows, options or benchmark.score_options(), answer_tags=answer_tags
     )
     low, high = content["wilson_95"]
-    flat = {"accuracy": content["accuracy"], "accuracy_low": low, "accuracy_high": high}
-    flat |= {
-        f"tokens_{kind}": length["mean"] for kind, length in content["tokens"].items() if length
+    figures: dict[str, float] = {
+        "accuracy": content["accuracy"],
+        "accuracy_low": low,
+        "accuracy_high": high,
     }
+    for name, length in content["tokens"].items():  # of right and of wrong answers
+        if length:
+            figures[f"tokens_{name}"] = length["mean"]
     for key, name in (("truncated", "truncated"), ("reflective_words", "reflective")):
         if content[key]:
-            flat[name] = content[key]["share"]
-    for cells in own_cells(content).values():
-        flat |= {f"accuracy_{name}": cell["accuracy"] for name, cell in cells.items()}
-    for name, cell in content["groups"].get("kind", {}).items():  # of drawn problems
-        flat[f"{re.sub(r'[^0-9A-Za-z]+', '_', name)}_accuracy"] = cell["accuracy"]
-    flat |= {
-        name: figure["value"] for name, figure in content.get("samples", {}).items() if "@" in name
-    }
-    return {f"{benchmark.name}_{name}": value for name, value in flat.items()}
+            figures[name] = content[key]["share"]
+    for cells in cells_of_benchmark(content).values():
+        for name, cell in cells.items():
+            figures[f"accuracy_{name}"] = cell["accuracy"]
+    for kind, cell in content["groups"].get("kind", {}).items():  # of drawn problems
+        kind_in_key = re.sub(r"[^0-9A-Za-z]+", "_", kind)
+        figures[f"{kind_in_key}_accuracy"] = cell["accuracy"]
+    for name, figure in content.get("samples", {}).items():
+        if "@" in name:  # such as pass@2; the others are counts
+            figures[name] = figure["value"]
+    return {f"{benchmark.name}_{name}": value for name, value in figures.items()}

@@ -1,4 +1,4 @@
-"""Reads the answer out of a response: by rules, from the file, or by a language model, the judge.
+"""Extracts the answer of a response: by rules, from the file, or by a language model, the judge.
 
 The judge stands behind an OpenAI-compatible endpoint and is off by default. A call that fails is
 counted as a failure: it is never taken for an answer, and never stored. Answers are kept on disk,
@@ -8,7 +8,6 @@ so that scoring again asks nothing twice.
 import re
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -20,7 +19,8 @@ from adora_vl.evals.inference.predictions import NOT_ASKED, score_path
 from adora_vl.evals.options import ScoreOptions, option
 from adora_vl.evals.records import JUDGE_FAILED, Extraction, Prediction
 from adora_vl.evals.scoring.choice import extract_choice
-from adora_vl.evals.scoring.number import MAX_CHARS, extract_list, extract_number
+from adora_vl.evals.scoring.number import extract_list, extract_number
+from adora_vl.evals.scoring.response_text import MAX_CHARS
 from adora_vl.rewards.completion import answer_block, last_boxed
 from adora_vl.rewards.thinking import final_part
 from adora_vl.utils.cli import amount, number, optional, path, text, whole
@@ -28,6 +28,7 @@ from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import written_to
 from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, Messages, check_url
 
+# The form that an answer should have.
 Kind = Literal["choice", "integer", "float", "list", "text"]
 
 
@@ -81,97 +82,113 @@ def with_extractions(
     rows: Sequence[Prediction],
     options: ExtractionOptions,
     question_of: Callable[[Prediction], Question],
-    rules: Callable[[Prediction], Extraction] | None = None,
+    extract: Callable[[Prediction], Extraction] | None = None,
     judge: ChatClient | None = None,
 ) -> list[Prediction]:
-    """Return the rows, each with its `Extraction` by `--extraction` under the key `read`.
+    """Extract the answers of all rows, in the way that `options.extraction` names.
 
     Args:
         rows: The predictions.
-        options: How the answer is found.
-        question_of: Makes the question of a row.
-        rules: Extracts by rules of the benchmark, in place of `by_rules`.
+        options: How answers are extracted: by rules, by the judge, or as they are stored in the
+            rows.
+        question_of: Builds the question of a row.
+        extract: Extracts by rules of the benchmark, in place of `extract_by_rules`.
         judge: The judge, in place of the one that the options name.
 
-    Raises `UserError` where a row has no stored extraction, or the judge cannot be asked.
+    Returns the rows, each with its `Extraction` under the key `parsed_answer`. Raises `UserError`
+    where a row has no stored extraction, or the judge cannot be asked.
     """
     if options.extraction == "judge":
-        questions = []
+        questions: list[Question | None] = []
         for row in rows:
             was_asked = row.get("finish_reason") not in NOT_ASKED
             questions.append(question_of(row) if was_asked else None)
         extractions = extract_with_judge(questions, judge or judge_client(options))
     elif options.extraction == "rules":
-        extractions = [rules(row) if rules else by_rules(question_of(row)) for row in rows]
+        if extract is None:
+            extractions = [extract_by_rules(question_of(row)) for row in rows]
+        else:
+            extractions = [extract(row) for row in rows]
     else:
-        without = [row["pid"] for row in rows if "extraction" not in row]
-        if without:
+        pids_without = [row["pid"] for row in rows if "extraction" not in row]
+        if pids_without:
             raise UserError(
-                f"extraction: {len(without)} of {len(rows)} rows have no stored extraction, the "
-                f"first is pid {without[0]!r}; use --extraction rules"
+                f"extraction: {len(pids_without)} of {len(rows)} rows have no stored extraction, "
+                f"the first is pid {pids_without[0]!r}; use --extraction rules"
             )
         extractions = [Extraction(row["extraction"], "stored") for row in rows]
-    return [{**row, "read": extraction} for row, extraction in zip(rows, extractions, strict=True)]
+    return [
+        {**row, "parsed_answer": extraction}
+        for row, extraction in zip(rows, extractions, strict=True)
+    ]
 
 
 def extraction_rules(options: ExtractionOptions) -> dict[str, Any]:
-    """Return the part of a benchmark's rules on how, and by which judge, answers were found."""
+    """Describe how answers were extracted, and by which judge, for the rules of a score."""
     judge = options.judge_model if options.extraction == "judge" else None
     return {"extraction": options.extraction, "judge": judge}
 
 
-def by_rules(question: Question) -> Extraction:
-    """Return the answer in a response by our rules, and the rule that found it.
+def extract_by_rules(question: Question) -> Extraction:
+    """Extract the answer of a response by rules of our own, by the kind of the question.
 
-    They read what stands behind the thinking, and of that the `<answer>` block where there is one.
+    A block of thinking is left out, and of the rest only the `<answer>` block is read if there is
+    one. The answer to a question that asks for a text is its last box, or else all of it.
     """
-    part = final_part(question.response)
-    question = question._replace(response=answer_block(part) or part)
-    quick = quick_extract(question)
-    if quick is not None:
-        return quick
+    final_text = final_part(question.response)
+    response = answer_block(final_text) or final_text
+    question = question._replace(response=response)
+    exact = extract_exactly(question)
+    if exact is not None:
+        return exact
     if question.kind == "choice":
-        return extract_choice(question.response, question.choices)
+        return extract_choice(response, question.choices)
     if question.kind == "list":
-        return extract_list(question.response)
+        return extract_list(response)
     if question.kind == "text":
-        box = last_boxed(question.response)
+        box = last_boxed(response)
         if box is None:
-            return Extraction(question.response.strip(), "whole")
+            return Extraction(response.strip(), "whole")
         return Extraction(box, "box")
-    extraction = extract_number(question.response, question.text)
-    # `5.0` is the integer that was asked for, also to a rule set with a strict `int`
+    extraction = extract_number(response, question.text)
     if question.kind == "integer":
+        # `5.0` is the integer 5, also by rules whose `int` does not take it.
         integer = re.sub(r"^(-?\d+)\.0+$", r"\1", extraction.text)
         return Extraction(integer, extraction.method)
     return extraction
 
 
-def quick_extract(question: Question) -> Extraction | None:
-    """Return the extraction that MathVista's official code makes without a language model.
+def extract_exactly(question: Question) -> Extraction | None:
+    """Extract an answer that is the whole response: the text of a choice, or a number.
 
-    None where it asks one.
+    This is what MathVista's official code does before it asks a language model. None where it would
+    ask one.
     """
-    if not question.response:
+    response = question.response
+    if not response:
         return Extraction("", "empty")
-    if question.kind == "choice" and question.response in question.choices:
-        return Extraction(question.response, "exact")
+    if question.kind == "choice" and response in question.choices:
+        return Extraction(response, "exact")
     convert = {"integer": int, "float": float}.get(question.kind)
-    with suppress(ValueError):
-        return None if convert is None else Extraction(str(convert(question.response)), "exact")
-    return None
+    if convert is None:
+        return None
+    try:
+        return Extraction(str(convert(response)), "exact")
+    except ValueError:
+        return None
 
 
 KEY_VARIABLE = "ADORA_VL_JUDGE_KEY"
 _NO_ANSWER = "NONE"
 _LONGEST_ANSWER = 200  # characters; an extraction that is longer is an essay, not an answer
+# What the judge is asked to do; the form of the answer is filled in.
 _INSTRUCTION = (
     "You are given a question and a reply to it. Report the final answer that the reply commits "
     "to, and nothing else: no explanation, no judgement of whether it is right, no repair of its "
     f"mistakes. {{form}} If the reply commits to no answer, report {_NO_ANSWER}. Put the report "
     "between <answer> and </answer>."
 )
-_FORMS = {
+_FORM_OF_KIND = {
     "choice": "Report the letter of the option that the reply picks.",
     "integer": "Report it as an integer in digits.",
     "float": "Report it as a decimal number in digits.",
@@ -180,9 +197,10 @@ _FORMS = {
 
 
 def judge_client(options: ExtractionOptions) -> ChatClient:
-    """Return the judge that the options name.
+    """Create the client of the judge that the options name.
 
-    Raises `UserError` where the address or the model is missing.
+    Its replies are kept in a file, by default beside the score. Raises `UserError` where the
+    address or the model is missing.
     """
     needs = "is missing; --extraction judge needs an endpoint and a model"
     if not options.judge_url:
@@ -200,7 +218,7 @@ def judge_client(options: ExtractionOptions) -> ChatClient:
     )
     cache = options.judge_cache
     if cache is None:
-        assert options.output is not None
+        assert options.output is not None  # the command line needs one
         cache = score_path(options.output).with_name("judge_cache.jsonl")
     with written_to("judge_cache", cache):
         cache.parent.mkdir(parents=True, exist_ok=True)
@@ -208,97 +226,102 @@ def judge_client(options: ExtractionOptions) -> ChatClient:
 
 
 def extract_with_judge(questions: Sequence[Question | None], judge: ChatClient) -> list[Extraction]:
-    """Return one extraction for each question; the judge is asked where the official code asks one.
+    """Extract the answer to each question, asking the judge where an answer is not exact.
 
-    A question is None for a problem that was never asked.
+    A question is None for a problem that was never asked, which has no answer.
     """
-    quick: list[Extraction | None] = []
+    # What needs no judge is extracted at once; the judge gets a conversation for each of the others.
+    extractions: list[Extraction | None] = []
     conversations: list[Messages | None] = []
     for question in questions:
         if question is None:
-            quick.append(Extraction(None, "not_asked"))
+            extractions.append(Extraction(None, "not_asked"))
             conversations.append(None)
             continue
-        extraction = quick_extract(question)
-        quick.append(extraction)
-        conversations.append(messages_for(question) if extraction is None else None)
-    extractions: list[Extraction] = []
-    for quick_extraction, report in zip(
-        quick, judge_reports(conversations, judge, report_in), strict=True
-    ):
-        settled = quick_extraction or report
-        if settled is not None:
-            extractions.append(settled)
-    return extractions
+        exact = extract_exactly(question)
+        extractions.append(exact)
+        conversations.append(extraction_messages(question) if exact is None else None)
+    reports = judge_reports(conversations, judge, report_in)
+    complete: list[Extraction] = []
+    for extraction, report in zip(extractions, reports, strict=True):
+        answer = extraction or report
+        assert answer is not None  # one of the two is there for each question
+        complete.append(answer)
+    return complete
 
 
 def judge_reports(
-    conversations: Sequence[Messages | None], judge: ChatClient, read: Callable[[str], str]
+    conversations: Sequence[Messages | None], judge: ChatClient, parse_reply: Callable[[str], str]
 ) -> list[Extraction | None]:
-    """Return the judge's reports on conversations, in order, from the cache if possible.
+    """Ask the judge all conversations at once, and return what it reports, in their order.
 
-    A conversation is None where there is nothing to ask, and so is its report. `read` makes the
-    report of a reply; a call that fails becomes an extraction that failed.
+    A reply of an earlier run is taken from the judge's cache. A call that fails becomes an
+    extraction with the method `JUDGE_FAILED`, and the failures are printed as one warning.
+
+    Args:
+        conversations: The messages to the judge; None where there is nothing to ask, and so nothing
+            is reported.
+        judge: The client of the judge.
+        parse_reply: Returns the report in a reply. It raises `EndpointError` for a reply without
+            one, and the judge is asked again.
     """
     failures: list[str] = []
     with tqdm(total=len(conversations), unit="row", desc="judge", disable=None) as bar:
 
-        def asked_or_cached(messages: Messages) -> Extraction:
-            """Return what the judge says to a conversation, now or in an earlier run."""
-            stored = judge.cached(messages)
-            if stored is not None:
-                return Extraction(stored, "judge_cached")
+        def ask_or_look_up(messages: Messages) -> Extraction:
+            """Return the judge's report on one conversation, now or of an earlier run."""
+            cached_report = judge.cached(messages)
+            if cached_report is not None:
+                return Extraction(cached_report, "judge_cached")
             try:
-                return Extraction(judge.ask(messages, read), "judge")
+                return Extraction(judge.ask(messages, parse_reply), "judge")
             except EndpointError as error:
                 failures.append(str(error))
                 return Extraction(None, JUDGE_FAILED)
 
         def report_on(messages: Messages | None) -> Extraction | None:
-            """Return the judge's word on one row, None where it has nothing to judge."""
-            report = None
-            if messages is not None:
-                report = asked_or_cached(messages)
+            """Return the judge's report if there is something to ask, and move the bar on."""
+            report = None if messages is None else ask_or_look_up(messages)
             bar.update()
             return report
 
-        found_reports: list[Extraction | None] = judge.each(report_on, conversations)
+        reports: list[Extraction | None] = judge.each(report_on, conversations)
     if failures:
         rows = amount(len(failures), "row")
         print(
             f"warning: the judge failed on {rows}, the first time: {failures[0]}", file=sys.stderr
         )
-    return found_reports
+    return reports
 
 
-def messages_for(question: Question) -> list[dict[str, str]]:
-    """Return the conversation with the judge about one answer.
+def extraction_messages(question: Question) -> list[dict[str, str]]:
+    """Build the conversation that asks the judge for the answer of a response.
 
-    The reference answer is not in it.
+    The reference answer is not in it, so that the judge cannot be guided by it.
     """
-    form = _FORMS.get(question.kind, "Report it as briefly as it can be said.")
-    lines = [
-        f"<question>\n{question.text}",
-        *(lettered(question.choices) if question.kind == "choice" else []),
-    ]
+    form = _FORM_OF_KIND.get(question.kind, "Report it as briefly as it can be said.")
+    lines = [f"<question>\n{question.text}"]
+    if question.kind == "choice":
+        lines += lettered(question.choices)
     reply = final_part(question.response)[-MAX_CHARS:]
     lines.append(f"</question>\n<reply>\n{reply}\n</reply>")
-    instruction = _INSTRUCTION.format(form=form)
     return [
-        {"role": "system", "content": instruction},
+        {"role": "system", "content": _INSTRUCTION.format(form=form)},
         {"role": "user", "content": "\n".join(lines)},
     ]
 
 
 def report_in(text: object) -> str:
-    """Return the report in the final part of a judge's reply, empty for no answer.
+    """Return what a judge reports between `<answer>` and `</answer>`; empty for no answer.
 
-    Raises `EndpointError` where there is no report.
+    Raises `EndpointError` for a reply without a report, or with one that is too long to be an
+    answer.
     """
     reply = final_part(text) if isinstance(text, str) else ""
     if "<answer>" not in reply or "</answer>" not in reply:
         raise EndpointError("the reply has no <answer>...</answer>")
-    report = reply.rsplit("<answer>", 1)[1].split("</answer>", 1)[0].strip()
+    behind_last_tag = reply.rsplit("<answer>", 1)[1]
+    report = behind_last_tag.split("</answer>", 1)[0].strip()
     if len(report) > _LONGEST_ANSWER:
         raise EndpointError(f"the report has {len(report)} characters")
     return "" if report in ("", _NO_ANSWER) else report

@@ -1,100 +1,34 @@
-"""The number that a response states, and the text helpers of extraction."""
+"""Extracts the number, or the list of numbers, that a response gives as its answer."""
 
 import re
 from bisect import bisect_left
+from typing import NamedTuple
 
 from adora_vl.evals.records import Extraction
+from adora_vl.evals.scoring.response_text import (
+    MAX_CHARS,
+    answer_in_json,
+    before_next_question,
+    is_refusal,
+    split_sentences,
+    without_markup,
+)
 from adora_vl.rewards.answer import amount_of_money, read_value
 from adora_vl.rewards.completion import last_boxed
 from adora_vl.rewards.thinking import final_part
 
-MAX_CHARS = 50_000  # of the end of a response
-# A model that runs on after its answer writes the next exercise by itself, with the words of the
-# prompt. A heading of Markdown, such as `### Final Answer`, is none of them.
-_RUNS_ON = re.compile(
-    r"\n[^\S\n]*(?:Hint: Please answer|(?:###\s*)?(?:Question|Human|User|Instruction|Input)\b\s*:?\s*"
-    r"(?:(?<=:)|(?<=:\s)|(?=\n)|$)|###\s*$)"
-)
-# A heading that says no more than that the answer follows, and one whose number is that of a step.
+# A heading that says no more than that the answer follows.
 _ANSWER_HEADING = re.compile(
     r"\W*(?:(?:final|correct)\s+)?(?:answer|result|答案)\s*[:：]?\W*", re.IGNORECASE
 )
-_STEP = re.compile(r"^#+\s*(?:step|part)?\s*\d+\s*[:.)]?\s*|^#+\s*", re.IGNORECASE)
-# What only explains the number before it.
-_EXPLAINS = re.compile(
+# The beginning of a heading such as `### Step 2:`, whose number is that of the step.
+_STEP_HEADING = re.compile(r"^#+\s*(?:step|part)?\s*\d+\s*[:.)]?\s*|^#+\s*", re.IGNORECASE)
+# Words that begin an explanation of the number before them.
+_EXPLANATION = re.compile(
     r",?\s+(?:since|because|given that|rounded from)\b|,\s*(?:which|where|whereas|while)\b",
     re.IGNORECASE,
 )
-_IN_BRACKETS = re.compile(r"\([^()]*\)")
-_WRAPPERS = re.compile(
-    r"\\(?:text(?:bf|it|rm|sf|tt)?|math(?:rm|bf|it|sf|tt)|boldsymbol|bm|bf|rm|emph|underline)\b\s*(?:\{([^{}]*)\})?"
-)
-_NOISE = re.compile(
-    r"\\(?:left|right|displaystyle|[,;:! ])|\\?\$|\\[()\[\]]|\*+|`+|\^?\{?\\circ\}?|°|~"
-)
-_END = re.compile(r"(?<=[.!?。！？])\s+|[。！？]|\n+")
-_REFUSAL = re.compile(
-    r"\b(?:sorry|unfortunately|as an ai|unable to|(?:can(?:no|')t|can not|cannot|could "
-    r"not|couldn't) "
-    r"(?:be |directly |accurately "
-    r"|help|answer|process|provide|determine|see|view|give|find|identif|tell|calculate|do)|"
-    r"(?:not|im|n't) (?:possible|provided?|given|clear|enough|specif|sufficient|have "
-    r"(?:enough|any|the|access))|"
-    r"no (?:information|image|data|way)|need (?:more|further|additional) |(?:provide|without) "
-    r"(?:more|further|additional|any|the|me) )",
-    re.IGNORECASE,
-)
-
-
-_JSON_ANSWER = re.compile(
-    r"[\"'](?:final[ _-]?|correct[ _-]?)?(?:answer|choice|option|result)[\"']\s*:\s*"
-    r"(\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|[^,}\]\s]+)",
-    re.IGNORECASE,
-)
-
-
-def json_answer(response: str) -> str | None:
-    """Return the answer in a response that is, or ends in, an object of JSON; None in any other."""
-    answers = _JSON_ANSWER.findall(response) if "{" in response and "}" in response else []
-    return answers[-1].strip("\"'").strip() if answers else None
-
-
-def own_part(response: str) -> str:
-    """Return the response up to where the model starts to ask itself questions.
-
-    It is all of the response if that begins with one.
-    """
-    cut = _RUNS_ON.search(response)
-    if cut and response[: cut.start()].strip():
-        return response[: cut.start()]
-    return response
-
-
-def plain(text: str) -> str:
-    """Return the text without bold, dollar and degree signs and LaTeX wrappers.
-
-    Signs of minus and fractions become one kind. A run of spaces becomes one space, and one of line
-    ends one line end, so that no pattern behind this takes long over them.
-    """
-    text = re.sub(r" ?\n[ \n]*", "\n", re.sub(r"[^\S\n]+", " ", text))
-    text = _WRAPPERS.sub(r"\1", text.replace("’", "'").replace("−", "-").replace("–", "-"))
-    return (
-        _NOISE.sub("", re.sub(r"\\[dt]frac", r"\\frac", text))
-        .replace("\\%", "%")
-        .replace("{,}", ",")
-    )
-
-
-def sentences(text: str) -> list[str]:
-    """Return the non-empty sentences and lines. A decimal point does not end a sentence."""
-    return [part.strip() for part in _END.split(text) if part.strip()]
-
-
-def refuses(text: str) -> bool:
-    """Return whether the text says that there is no answer."""
-    return bool(_REFUSAL.search(text.replace("’", "'")))
-
-
+_BRACKETS = re.compile(r"\([^()]*\)")
 _NUMBER = re.compile(  # no exponent, as that of `cm^2`
     r"(?<![A-Za-z0-9_.^])(?<!\^\{)-?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?!\w))?"
 )
@@ -105,20 +39,24 @@ _SCIENTIFIC = re.compile(
     r"(?<![\w.])(\d+(?:\.\d+)?) ?(?:\\times|\\cdot|[×x*]) ?10 ?\^ ?\{? ?(-?\d+) ?\}?"
 )
 _LIST = re.compile(r"\[[^\[\]]*\]")
-_SAYS = re.compile(
+# Words behind which a sentence says its answer.
+_ANSWER_WORDS = re.compile(
     r"(?:\b(?:answer|final value|result)\b[^.\n]{0,60}?(?:\bis\b|\bare\b|\bwould "
     r"be\b|[:：=])|答案[是为:：]*)[\s:：]*",
     re.IGNORECASE,
 )
 _BOLD = re.compile(r"\*\*([^*\n]+)\*\*")
-_CONCLUDES = re.compile(r"\b(?:so|therefore|thus|hence|consequently)\b|因此|所以", re.IGNORECASE)
+# Words that begin a conclusion.
+_CONCLUSION = re.compile(r"\b(?:so|therefore|thus|hence|consequently)\b|因此|所以", re.IGNORECASE)
+# Verbs and signs behind which a sentence gives its number.
 _VERB = re.compile(
     r"(?:\b(?:is|are|was|were|be|equals?|gives?|get|left "
     r"with|have|has|had|approximately|about|around|total of)\b"
     r"|[=≈]|\\approx|:(?!\d))",
     re.IGNORECASE,
 )
-_WORDS = [
+# The words of the numbers from 0 on.
+_NUMBER_WORDS = [
     "zero",
     "one",
     "two",
@@ -141,6 +79,7 @@ _WORDS = [
     "nineteen",
     "twenty",
 ]
+# Words that say nothing of what a question is about.
 _FUNCTION_WORDS = {
     "the",
     "and",
@@ -168,53 +107,97 @@ _FUNCTION_WORDS = {
     "can",
     "all",
 }
-_WORD = re.compile(rf"\b({'|'.join(_WORDS)})\b", re.IGNORECASE)
+_NUMBER_WORD = re.compile(rf"\b({'|'.join(_NUMBER_WORDS)})\b", re.IGNORECASE)
+
+
+class _PlacedNumber(NamedTuple):
+    """A number in a sentence."""
+
+    position: int
+    """The index of its first character."""
+    text: str
+    """The number in digits, as `float` reads it."""
+
+
+class _Candidate(NamedTuple):
+    """A part of a response in which its answer should stand."""
+
+    rule: str
+    """The name of the rule that chose the part."""
+    text: str
+    """The part, without markup."""
 
 
 def extract_number(response: str, question: str = "") -> Extraction:
-    """Return the number that a response gives as its answer, and the rule that found it.
+    """Extract the number that a response gives as its answer, with the name of the rule.
 
-    The text is as `float` reads it, and empty where there is no number. Numbers that stand in the
-    question too come last. A block of thinking is set aside (`final_part`).
+    The text is a number as `float` reads it, and empty where there is none. Rules are tried from
+    the surest to the weakest: the whole response, its last box, a statement of the answer and the
+    like (`_candidates`), and the last sentence with a number.
+
+    Args:
+        response: The response of the model. A block of thinking is left out.
+        question: The question. Its numbers count only where a sentence has no other.
     """
     response = final_part(response)[-MAX_CHARS:].strip()
-    response = json_answer(response) or response
+    response = answer_in_json(response) or response
     if not response:
         return Extraction("", "empty")
-    text = plain(own_part(response)).strip()
-    lone_number = _NUMBER.fullmatch(re.sub(r"^\$\s*|\s*%?\s*\.?$", "", text))
+    own_part = before_next_question(response)
+    text = without_markup(own_part).strip()
+    without_units = re.sub(r"^\$\s*|\s*%?\s*\.?$", "", text)
+    lone_number = _NUMBER.fullmatch(without_units)
     if lone_number:
-        return Extraction(lone_number[0].replace(",", ""), "exact")
-    box = last_boxed(response)
-    if box is not None:
-        boxed_value = _value(box)
-        if boxed_value:
-            return Extraction(boxed_value, "box")
-        in_box = _numbers(plain(box))
-        if in_box:
-            return Extraction(in_box[-1], "box")
-    of_question = set(_numbers(plain(question)))
-    for rule, part in _candidates(own_part(response), sentences(text), question):
-        formula = _value(part.strip(" .:")) if rule == "stated" and _FORMULA.search(part) else ""
-        value = formula or _from_sentence(part, of_question)
-        if value:
-            return Extraction(value, rule)
-    if refuses(text):
+        return Extraction(_without_commas(lone_number), "exact")
+    boxed_number = _number_in_last_box(response)
+    if boxed_number:
+        return Extraction(boxed_number, "box")
+    question_numbers = set(_numbers(without_markup(question)))
+    sentences = split_sentences(text)
+    for rule, part in _candidates(own_part, sentences, question):
+        number: str | None = ""
+        # A stated formula such as `5\sqrt{3}` has a value. Its single numbers say little.
+        if rule == "stated" and _FORMULA.search(part):
+            number = _value(part.strip(" .:"))
+        number = number or _number_of_sentence(part, question_numbers)
+        if number:
+            return Extraction(number, rule)
+    if is_refusal(text):
         return Extraction("", "refusal")
-    for part in reversed(sentences(text)):
-        value = _from_sentence(part, of_question)
-        if value:
-            return Extraction(value, "last_sentence")
+    for sentence in reversed(sentences):
+        number = _number_of_sentence(sentence, question_numbers)
+        if number:
+            return Extraction(number, "last_sentence")
     return Extraction("", "no_number")
 
 
-def _value(box: str) -> str:
-    r"""Return the number in a box by the grammar and units of the rewards, as `float` reads it.
+def _number_in_last_box(response: str) -> str:
+    """Return the value of the last box of a response, or else the last number in it.
 
-    It is `8.660254037844386` for `5\sqrt{3}`, 15 for `15 \text{ cm}^2`, and empty where the box has
-    no number.
+    The text is empty without a box or a number.
     """
-    answer = amount_of_money(read_value(box))
+    box = last_boxed(response)
+    if box is None:
+        return ""
+    value = _value(box)
+    if value:
+        return value
+    numbers = _numbers(without_markup(box))
+    return numbers[-1] if numbers else ""
+
+
+def _without_commas(match: re.Match[str]) -> str:
+    """Return a number that `_NUMBER` has matched without its thousands separators."""
+    return match[0].replace(",", "")
+
+
+def _value(text: str) -> str:
+    r"""Evaluate an answer by the grammar and units of the rewards, to a number as `float` reads it.
+
+    It is `8.660254037844386` for `5\sqrt{3}`, and 15 for `15 \text{ cm}^2`. The text is empty where
+    the answer has no real value.
+    """
+    answer = amount_of_money(read_value(text))
     if answer.real is None or not answer.real.real:
         return ""
     if _NUMBER.fullmatch(answer.text):
@@ -226,75 +209,81 @@ def _value(box: str) -> str:
 
 
 def concluding_number(text: str) -> str | None:
-    """Return the number of the sentence that concludes, else of the last one that has a number."""
-    parts = sentences(text)
-    concluding = [part for part in parts if _CONCLUDES.search(part)]
-    for part in [*reversed(concluding), *reversed(parts)]:
-        number = _from_sentence(part, set())
+    """Return the number of the last conclusion, or else of the last sentence that has a number."""
+    from_last = split_sentences(text)[::-1]
+    conclusions = [sentence for sentence in from_last if _CONCLUSION.search(sentence)]
+    for sentence in [*conclusions, *from_last]:
+        number = _number_of_sentence(sentence, question_numbers=set())
         if number:
             return number
     return None
 
 
-def _candidates(marked_up: str, plain_sentences: list[str], question: str) -> list[tuple[str, str]]:
-    """Return the parts of a response where the answer should stand, each behind its rule's name.
-
-    The surest comes first.
+def _candidates(marked_up: str, sentences: list[str], question: str) -> list[_Candidate]:
+    """Choose the parts of a response where its answer should stand, the surest first.
 
     Args:
-        marked_up: The response with its markup.
-        plain_sentences: Its sentences without markup.
+        marked_up: The response with its markup, in which bold text can be found.
+        sentences: Its sentences without markup.
         question: The text of the question.
     """
-    candidates: list[tuple[str, str]] = []
-    stated = _stated(plain_sentences)
-    if stated:
-        candidates.append(("stated", stated[-1]))
-    if plain_sentences and _NUMBER.fullmatch(plain_sentences[0].rstrip(".")):
-        candidates.append(("first_line", plain_sentences[0]))
-    bold = [span for span in _BOLD.findall(marked_up) if len(_numbers(plain(span))) == 1]
+    candidates: list[_Candidate] = []
+    statements = _statements(sentences)
+    if statements:
+        candidates.append(_Candidate("stated", statements[-1]))
+    if sentences and _NUMBER.fullmatch(sentences[0].rstrip(".")):
+        candidates.append(_Candidate("first_line", sentences[0]))
+    bold_texts = [without_markup(bold) for bold in _BOLD.findall(marked_up)]
+    numbers_of_bold_texts = [_numbers(bold_text) for bold_text in bold_texts]
+    bold_numbers = [numbers for numbers in numbers_of_bold_texts if len(numbers) == 1]
     # Bold numbers count only where all are the same.
-    if bold and len({_numbers(plain(span))[0] for span in bold}) == 1:
-        candidates.append(("bold", plain(bold[0])))
-    concluding = [
+    if bold_numbers and all(numbers == bold_numbers[0] for numbers in bold_numbers):
+        first_index = numbers_of_bold_texts.index(bold_numbers[0])
+        candidates.append(_Candidate("bold", bold_texts[first_index]))
+    conclusions = [
         sentence
-        for sentence in plain_sentences
-        if _CONCLUDES.search(sentence) and not refuses(sentence)
+        for sentence in sentences
+        if _CONCLUSION.search(sentence) and not is_refusal(sentence)
     ]
-    if concluding:
-        candidates.append(("conclusion", concluding[-1]))
-    restated = _restating(plain_sentences, question)
-    if restated:
-        candidates.append(("restated", restated))
+    if conclusions:
+        candidates.append(_Candidate("conclusion", conclusions[-1]))
+    restatement = _restatement(sentences, question)
+    if restatement:
+        candidates.append(_Candidate("restated", restatement))
     return candidates
 
 
-def _stated(plain_sentences: list[str]) -> list[str]:
-    """Return what stands behind words such as `the answer is`, or behind a heading.
+def _statements(sentences: list[str]) -> list[str]:
+    """Return what stands behind words such as `the answer is`, or behind a heading `Answer`.
 
     It is the rest of the sentence, or the next sentence where nothing follows.
     """
-    stated = []
-    for number, sentence in enumerate(plain_sentences):
-        next_sentence = "".join(plain_sentences[number + 1 : number + 2])
-        for match in [*_SAYS.finditer(sentence), *_heading(sentence)]:
+    statements: list[str] = []
+    for index, sentence in enumerate(sentences):
+        is_last = index == len(sentences) - 1
+        next_sentence = "" if is_last else sentences[index + 1]
+        for match in _ANSWER_WORDS.finditer(sentence):
             rest = sentence[match.end() :]
-            stated.append(rest if rest.strip() else next_sentence)
-    return stated
+            statements.append(rest if rest.strip() else next_sentence)
+        if _ANSWER_HEADING.fullmatch(sentence):
+            statements.append(next_sentence)
+    return statements
 
 
-def _restating(parts: list[str], question: str) -> str | None:
-    """Return the first of the sentences that repeat the most words of what is asked.
+def _restatement(sentences: list[str], question: str) -> str | None:
+    """Return the sentence that repeats the most words of what is asked, the first of several.
 
-    None where that is less than half of the words, or the sentence is a refusal.
+    An answer may say `The total volume is 5` to `What is the total volume?` None where no sentence
+    repeats half of the words, or where the sentence is a refusal.
     """
-    question_words = _content_words((sentences(question) or [""])[-1])
-    shares = [len(question_words & _content_words(part)) for part in parts]
-    best = max(shares, default=0)
-    if not best or best * 2 < len(question_words):
+    last_sentence_of_question = (split_sentences(question) or [""])[-1]
+    question_words = _content_words(last_sentence_of_question)
+    repeated_counts = [len(question_words & _content_words(sentence)) for sentence in sentences]
+    most_repeated = max(repeated_counts, default=0)
+    if not most_repeated or 2 * most_repeated < len(question_words):
         return None
-    part = parts[shares.index(best)]
-    return None if refuses(part) else part
+    sentence = sentences[repeated_counts.index(most_repeated)]
+    return None if is_refusal(sentence) else sentence
 
 
 def _content_words(text: str) -> set[str]:
@@ -302,83 +291,100 @@ def _content_words(text: str) -> set[str]:
     return {word for word in re.findall(r"[a-z]{3,}", text.lower()) if word not in _FUNCTION_WORDS}
 
 
-def _from_sentence(sentence: str, of_question: set[str]) -> str | None:
-    """Return the number that a sentence gives: the first after its last verb or `=`, else the last.
+def _number_of_sentence(sentence: str, question_numbers: set[str]) -> str | None:
+    """Return the number that a sentence gives as an answer; None where it has none.
 
-    Numbers of the question, `of_question`, count only where there is no other, and words only where
-    there are no other digits.
+    It is the first number behind the last verb or `=` that has one behind it, or else the last
+    number. Numbers of the question count only where there is no other, and number words such as
+    `three` only where there are no digits, apart from those of the question.
     """
-    sentence = _without_explanation(_evaluated(_STEP.sub("", sentence)))
-    # (position, number) of each number in digits
-    in_digits = [(match.start(), match[0].replace(",", "")) for match in _NUMBER.finditer(sentence)]
-    numbers = [(position, number) for position, number in in_digits if number not in of_question]
+    sentence = _with_decimals(_STEP_HEADING.sub("", sentence))
+    sentence = _without_explanation(sentence)
+    in_digits = [
+        _PlacedNumber(match.start(), _without_commas(match)) for match in _NUMBER.finditer(sentence)
+    ]
+    numbers = [number for number in in_digits if number.text not in question_numbers]
     if not numbers:
-        in_words = []
-        for match in _WORD.finditer(sentence):
-            in_words.append((match.start(), str(_WORDS.index(match[1].lower()))))
-        numbers = in_words or in_digits
-    positions = [position for position, _ in numbers]
+        numbers = _number_words(sentence) or in_digits
+    positions = [number.position for number in numbers]
     for verb in reversed(list(_VERB.finditer(sentence))):
-        following = bisect_left(positions, verb.end())
-        if following < len(numbers):
-            return numbers[following][1]
-    return numbers[-1][1] if numbers else None
+        index_behind_verb = bisect_left(positions, verb.end())
+        if index_behind_verb < len(numbers):
+            return numbers[index_behind_verb].text
+    return numbers[-1].text if numbers else None
 
 
-def _heading(part: str) -> list[re.Match[str]]:
-    """Return the match of a line that is no more than the heading of the answer behind it."""
-    match = _ANSWER_HEADING.fullmatch(part)
-    return [match] if match else []
+def _number_words(text: str) -> list[_PlacedNumber]:
+    """Return the numbers that a text has as words, such as `three`, in digits."""
+    numbers: list[_PlacedNumber] = []
+    for match in _NUMBER_WORD.finditer(text):
+        number = _NUMBER_WORDS.index(match[1].lower())
+        numbers.append(_PlacedNumber(match.start(), str(number)))
+    return numbers
 
 
 def _without_explanation(sentence: str) -> str:
-    """Return a sentence without what explains its number, such as `which is a third of 180`.
+    """Remove what only explains the number of a sentence, such as `which is a third of 180`.
 
-    It is the whole sentence where no number would be left.
+    Words in brackets are removed too. As much is removed as leaves a number in the sentence.
     """
-    head = _EXPLAINS.split(sentence, maxsplit=1)[0]
-    for shorter in (_IN_BRACKETS.sub(" ", head), head, _IN_BRACKETS.sub(" ", sentence)):
+    head = _EXPLANATION.split(sentence, maxsplit=1)[0]
+    for shorter in (_BRACKETS.sub(" ", head), head, _BRACKETS.sub(" ", sentence)):
         if _NUMBER.search(shorter):
             return shorter
     return sentence
 
 
 def _numbers(text: str) -> list[str]:
-    """Return the numbers of a text in order; a number word counts only where there is no digit."""
-    digits = [match[0].replace(",", "") for match in _NUMBER.finditer(_evaluated(text))]
-    return digits or [str(_WORDS.index(match[1].lower())) for match in _WORD.finditer(text)]
+    """Return the numbers of a text in order; number words count only where there are no digits."""
+    in_digits = [_without_commas(match) for match in _NUMBER.finditer(_with_decimals(text))]
+    return in_digits or [number.text for number in _number_words(text)]
 
 
-def _evaluated(text: str) -> str:
-    r"""Return the text with `\frac{3}{4}` as 0.75 and `2 \times 10^{3}` as 2e3."""
+def _with_decimals(text: str) -> str:
+    r"""Write the fractions and powers of ten of a text as decimals.
+
+    `\frac{3}{4}` and `3/4` become `0.75`, and `2 \times 10^{3}` becomes `2e3`.
+    """
 
     def quotient(match: re.Match[str]) -> str:
         r"""Return a `\frac` as a decimal; of one with the denominator 0 only the sign stays."""
-        return f" {match[1]}{float(match[2]) / float(match[3]) if float(match[3]) else ''} "
+        sign = match[1]
+        numerator = float(match[2])
+        denominator = float(match[3])
+        decimal = numerator / denominator if denominator else ""
+        return f" {sign}{decimal} "
 
-    def slashed(match: re.Match[str]) -> str:
-        """Return a `3/4` as a decimal, and as it stands where its denominator is 0."""
-        return str(int(match[1]) / int(match[2])) if int(match[2]) else match[0]
+    def quotient_of_slash(match: re.Match[str]) -> str:
+        """Return `3/4` as a decimal, and a quotient with the denominator 0 as it is."""
+        numerator = int(match[1])
+        denominator = int(match[2])
+        return str(numerator / denominator) if denominator else match[0]
 
-    text = _SLASH.sub(slashed, _FRACTION.sub(quotient, text))
+    text = _FRACTION.sub(quotient, text)
+    text = _SLASH.sub(quotient_of_slash, text)
     return _SCIENTIFIC.sub(r"\1e\2", text)
 
 
 def extract_list(response: str) -> Extraction:
-    """Return the last bracketed list of a response, spaced as Python prints one.
+    """Extract the last list in brackets of a response, with the spaces that Python prints.
 
-    A block of thinking is set aside.
+    A list in the last box counts before one in JSON, and that before any other. A block of thinking
+    is left out.
     """
     response = final_part(response)[-MAX_CHARS:]
-    from_json = json_answer(response) or ""
-    lists = _lists(last_boxed(response) or "") or _lists(from_json) or _lists(own_part(response))
+    lists = (
+        _lists(last_boxed(response) or "")
+        or _lists(answer_in_json(response) or "")
+        or _lists(before_next_question(response))
+    )
     if not lists:
         return Extraction("", "no_list")
-    return Extraction(
-        "[" + ", ".join(part.strip() for part in lists[-1][1:-1].split(",")) + "]", "list"
-    )
+    items = [item.strip() for item in lists[-1][1:-1].split(",")]
+    return Extraction(f"[{', '.join(items)}]", "list")
 
 
 def _lists(text: str) -> list[str]:
     """Return all lists with a digit in them, such as `[1, 2]`, as they stand in the text."""
-    return [listed for listed in _LIST.findall(plain(text)) if re.search(r"\d", listed)]
+    lists = _LIST.findall(without_markup(text))
+    return [list_text for list_text in lists if re.search(r"\d", list_text)]

@@ -1,6 +1,6 @@
-"""The score of predictions, the same for every benchmark.
+"""Computes the score of predictions, which has the same form for every benchmark.
 
-It has counts, groups, lengths, and what could not be judged.
+It has counts of right answers, over all and by group, lengths, and what could not be judged.
 """
 
 import statistics
@@ -29,52 +29,54 @@ from adora_vl.rewards.completion import REFLECTIVE, reflective_words
 from adora_vl.rewards.thinking import closes_unopened_block, final_part
 
 
-def lengths(tokens: Sequence[int]) -> dict[str, float | int] | None:
-    """Mean, median, 90th percentile and maximum of completion lengths in tokens.
+def length_statistics(token_counts: Sequence[int]) -> dict[str, float | int] | None:
+    """Compute the mean, median, 90th percentile and maximum of the lengths of answers in tokens.
 
-    None where there is no completion.
+    None where there is no answer.
     """
-    if not tokens:
+    if not token_counts:
         return None
-    ordered = sorted(tokens)
-    high = {"p90": ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))], "max": ordered[-1]}
-    return {"mean": statistics.fmean(ordered), "median": statistics.median(ordered), **high}
+    ordered = sorted(token_counts)
+    index_of_p90 = min(len(ordered) - 1, int(0.9 * len(ordered)))
+    return {
+        "mean": statistics.fmean(ordered),
+        "median": statistics.median(ordered),
+        "p90": ordered[index_of_p90],
+        "max": ordered[-1],
+    }
 
 
-# The finish reasons of an answer that was cut off. The last two are those at a call that nobody
-# answers, and at a call whose answer has no room.
-_CUT = (
-    "length",
-    "calls",
-    "room",
-)
+# The finish reasons of an answer that was cut off: at the limit on its length, at a call of a tool
+# beyond the last that is answered, and at a call whose answer has no room.
+_CUT_OFF = ("length", "calls", "room")
 
 
-def reflection(responses: Sequence[str]) -> dict[str, Any] | None:
-    """Return the share of answers with reflective words, and how often each word occurs.
+def reflection_figures(responses: Sequence[str]) -> dict[str, Any] | None:
+    """Compute the share of responses with reflective words, such as `wait`, and how often each occurs.
 
-    That is counted in 1,000 answers. None where there is no answer.
+    The occurrences of a word are per 1,000 responses. None where there is no response.
     """
     if not responses:
         return None
-    words_by_answer = [reflective_words(text) for text in responses]
-    counts = {word: sum(words.get(word, 0) for words in words_by_answer) for word in REFLECTIVE}
-    reflective = sum(map(bool, words_by_answer))
+    counts_of_responses = [reflective_words(text) for text in responses]
+    n_reflective = sum(bool(counts) for counts in counts_of_responses)
     total = len(responses)
-    share = {
-        "answers": reflective,
-        "total": total,
-        "share": reflective / total,
-        "wilson_95": list(wilson(reflective, total)),
-    }
+    per_1000_answers = {}
+    for word in REFLECTIVE:
+        count = sum(counts.get(word, 0) for counts in counts_of_responses)
+        if count:
+            per_1000_answers[word] = 1000 * count / total
     return {
-        **share,
-        "per_1000_answers": {word: 1000 * count / total for word, count in counts.items() if count},
+        "answers": n_reflective,
+        "total": total,
+        "share": n_reflective / total,
+        "wilson_95": list(wilson(n_reflective, total)),
+        "per_1000_answers": per_1000_answers,
     }
 
 
-# By total pixels of the first image: the upper ends of the groups.
-_SIZES = (
+# The groups of images by size: the most pixels of an image in a group, and the group's name.
+_SIZE_GROUPS = (
     (128 * 128, "to 128x128"),
     (256 * 256, "to 256x256"),
     (512 * 512, "to 512x512"),
@@ -89,122 +91,143 @@ def score(
     *,
     answer_tags: bool = False,
 ) -> Scored:
-    """Return the score of predictions by the rules that `options` name.
+    """Score predictions by the rules that `options` name.
 
     Args:
         benchmark: The benchmark, which grades each answer.
         rows: The predictions, at least one.
         options: The benchmark's `score_options`.
-        answer_tags: Whether the prompts asked for `<answer> </answer>`; `options.answer_tags`
-            hands it to the benchmark.
+        answer_tags: Whether the prompts asked for `<answer> </answer>`. The benchmark finds it in
+            `options.answer_tags`.
     """
     options = replace(options, answer_tags=answer_tags)
-    predictions = rows
-    rows, graded = graded_rows(benchmark, predictions, options)
+    prepared_rows, graded = graded_rows(benchmark, rows, options)
     summary = OwnFigures()
     if benchmark.summary is not None:
-        summary = benchmark.summary(rows, graded, options)
-    own_figures: dict[str, dict[str, Any]] = {}
-    for key, figures in summary.figures.items():
-        cells = {}
-        for name, figure in figures.items():
-            is_number = isinstance(figure, int | float)
-            cells[name] = {"accuracy": figure} if is_number else figure
-        own_figures[key] = cells
+        summary = benchmark.summary(prepared_rows, graded, options)
     rules = benchmark.rules(options)
     if benchmark.file:
         rules = rules | {"file": benchmark.file}
-    methods = Counter(
-        item.grade.extraction.method for item in graded if item.grade.extraction is not None
-    )
-    extraction = {}
-    if methods:
-        extraction = {
-            "extraction_mix": dict(methods.most_common()),
-            "extraction_failed": methods[JUDGE_FAILED],
-        }
-    claims = step_figures(predictions, graded)
-    result = {
+    claims = step_figures(rows, graded)
+    items = [_item(benchmark, row, item) for row, item in zip(prepared_rows, graded, strict=True)]
+    # The order of the keys is that of the score file. The benchmark's own figures may replace
+    # others.
+    content = {
         "benchmark": benchmark.name,
         **aggregate(graded),
-        **own_figures,
-        **answers(predictions, graded),
+        **_cells_of_figures(summary),
+        **answer_figures(rows, graded),
         **summary.notes,
         **({"steps": claims} if claims else {}),
         "rules": rules,
-        **extraction,
-        "items": [_item(benchmark, row, item) for row, item in zip(rows, graded, strict=True)],
+        **_extraction_figures(graded),
+        "items": items,
     }
-    return Scored(result, summary)
+    return Scored(content, summary)
+
+
+def _cells_of_figures(summary: OwnFigures) -> dict[str, dict[str, Any]]:
+    """Return a benchmark's own figures by key and name, with each bare number as a cell."""
+    cells_by_key: dict[str, dict[str, Any]] = {}
+    for key, figures in summary.figures.items():
+        cells: dict[str, Any] = {}
+        for name, figure in figures.items():
+            is_number = isinstance(figure, int | float)
+            cells[name] = {"accuracy": figure} if is_number else figure
+        cells_by_key[key] = cells
+    return cells_by_key
+
+
+def _extraction_figures(graded: Sequence[Graded]) -> dict[str, Any]:
+    """Count how answers were extracted, and how often the judge failed.
+
+    There are no figures for a benchmark whose answers are not extracted in a step of its own.
+    """
+    methods = Counter(
+        item.grade.extraction.method for item in graded if item.grade.extraction is not None
+    )
+    if not methods:
+        return {}
+    return {
+        "extraction_mix": dict(methods.most_common()),
+        "extraction_failed": methods[JUDGE_FAILED],
+    }
 
 
 def graded_rows(
     benchmark: Benchmark, rows: Sequence[Prediction], options: ScoreOptions
 ) -> tuple[Sequence[Prediction], list[Graded]]:
-    """Return the rows as a benchmark reads them, and their grades.
+    """Grade all rows by a benchmark, without their blocks of thinking.
 
-    A benchmark, its rules and its judge get the final part of each response (`final_part`): a block
-    of thinking is no answer. Where no answer stands behind it, the response is wrong by all rules,
-    also by those that take the nearest choice for an answer that is not there.
+    A response is replaced by its final part (`final_part`), since a block of thinking is no answer.
+    A response without an answer behind its thinking is wrong by all rules, also by those that would
+    take the nearest choice for it.
+
+    Returns the rows as the benchmark has prepared them, and their grades in the same order.
     """
-    opened = template_opens_thinking(rows)
-    read: Sequence[Prediction] = [_without_thinking(row, opened) for row in rows]
+    opens_thinking = template_opens_thinking(rows)
+    prepared_rows: Sequence[Prediction] = [_without_thinking(row, opens_thinking) for row in rows]
     if benchmark.prepare is not None:
-        read = benchmark.prepare(read, options)
+        prepared_rows = benchmark.prepare(prepared_rows, options)
     graded: list[Graded] = []
-    for row, read_row in zip(rows, read, strict=True):
-        item = grade_row(benchmark, read_row, options)
-        if read_row["response"] != row["response"]:
-            item = replace(item, thinking="set_aside" if read_row["response"] else "without_answer")
+    for row, prepared_row in zip(rows, prepared_rows, strict=True):
+        item = grade_row(benchmark, prepared_row, options)
+        if prepared_row["response"] != row["response"]:
+            has_answer = bool(prepared_row["response"])
+            item = replace(item, thinking="set_aside" if has_answer else "without_answer")
         if item.thinking == "without_answer" and item.grade.verdict != FAILED:
             grade = item.grade._replace(
                 verdict=WRONG, extracted=None, reason="thinking_without_answer"
             )
             item = replace(item, grade=grade)
         graded.append(item)
-    return read, graded
+    return prepared_rows, graded
 
 
 def template_opens_thinking(rows: Sequence[Prediction]) -> bool:
-    """Return whether the prompts of these answers seem to have ended in `<think>`.
+    """Guess whether the prompts of these predictions ended in `<think>`.
 
-    A server does not say it, and other programs' predictions do not. It is so where most of the
-    answers that came to an end close a block that they have not opened; those that were cut off
-    before that have no tag at all.
+    Each response then begins inside a block of thinking. Neither a server nor the predictions of
+    other programs say so. It is assumed where most of the responses that came to an end close a
+    block that they have not opened. Responses that were cut off say nothing, since the end of the
+    block may be missing.
     """
-    unfinished = (*_CUT, *NOT_ASKED)
-    ended = [row["response"] for row in rows if row.get("finish_reason") not in unfinished]
-    closing = [response for response in ended if closes_unopened_block(response)]
-    return 2 * len(closing) > len(ended)
+    unfinished = (*_CUT_OFF, *NOT_ASKED)
+    finished = [row["response"] for row in rows if row.get("finish_reason") not in unfinished]
+    n_closing = sum(closes_unopened_block(response) for response in finished)
+    return 2 * n_closing > len(finished)
 
 
 def _without_thinking(row: Prediction, template_opens: bool) -> Prediction:
-    """Return the row with the final part of its response in place of the whole one."""
-    opened = template_opens or row.get("thinking_opened", False)
-    return {**row, "response": final_part(row["response"], opened)}
+    """Return a row whose response is replaced by its final part, without a block of thinking.
+
+    `template_opens`: whether all responses begin inside such a block. A row may say so itself.
+    """
+    thinking_opened = template_opens or row.get("thinking_opened", False)
+    return {**row, "response": final_part(row["response"], thinking_opened)}
 
 
 def grade_row(benchmark: Benchmark, row: Prediction, options: ScoreOptions) -> Graded:
-    """Return one row, with the final part of its response, as its benchmark grades it.
+    """Grade one row by a benchmark, and add the groups that every benchmark has.
 
-    It has failed where its problem was never asked, or where the judge could not say.
+    The verdict is `FAILED` where the problem was never asked, or where the judge failed.
     """
     grade = benchmark.grade(row, options)
     grade = grade._replace(groups={**grade.groups, **common_groups(row)})
-    failed = None
+    failure = None
     if grade.extraction is not None and grade.extraction.method == JUDGE_FAILED:
-        failed = JUDGE_FAILED
+        failure = JUDGE_FAILED
     if row.get("finish_reason") in NOT_ASKED:
-        failed = row.get("error") or row["finish_reason"]
-    if failed is not None:
-        grade = grade._replace(verdict=FAILED, extracted=None, reason=failed)
+        failure = row.get("error") or row["finish_reason"]
+    if failure is not None:
+        grade = grade._replace(verdict=FAILED, extracted=None, reason=failure)
     return Graded(
         pid=row["pid"], grade=grade, n_tokens=row.get("n_tokens"), sample=row.get("sample", 0)
     )
 
 
 class HasRules(Protocol):
-    """Options that name a set of rules."""
+    """Score options that name a set of rules."""
 
     @property
     def rules(self) -> str:
@@ -213,99 +236,68 @@ class HasRules(Protocol):
 
 
 def rule_set(options: HasRules) -> dict[str, Any]:
-    """Return the rules of a benchmark that has several sets of them to choose from."""
+    """Describe the rules of a score for a benchmark with several sets of rules to choose from."""
     return {"rules": options.rules}
 
 
-def verdict_of(right: bool) -> str:
+def verdict_of(is_right: bool) -> str:
     """Return the verdict on an answer that could be judged."""
-    return CORRECT if right else WRONG
+    return CORRECT if is_right else WRONG
 
 
-def own_cells(score: Mapping[str, Any]) -> dict[str, dict[str, Cell]]:
-    """Return the cells of a benchmark's own figures in a score, by key and name.
+def cells_of_benchmark(score: Mapping[str, Any]) -> dict[str, dict[str, Cell]]:
+    """Return the cells of a benchmark's own figures in a score, by the key of the score and by name.
 
-    They are recognised by their form, so that a score file that was read has them too.
+    A cell is a mapping with an `accuracy`. Nothing else says which keys are a benchmark's own, so
+    that this also works on a score that was read from a file.
     """
-    cells: dict[str, dict[str, Any]] = {}
+    cells_by_key: dict[str, dict[str, Any]] = {}
     for key, figures in score.items():
         if not isinstance(figures, dict):
             continue
         for name, figure in figures.items():
             if isinstance(figure, dict) and isinstance(figure.get("accuracy"), int | float):
-                cells.setdefault(key, {})[name] = figure
-    return cells
-
-
-def missing_answers(score: Mapping[str, Any]) -> str | None:
-    """Return a sentence if a score is of a part of the answers that were asked for.
-
-    None for a whole one or an unknown one.
-    """
-    coverage = score.get("coverage") or {}
-    answers = coverage.get("answers")
-    requested = coverage.get("asked")
-    if not answers or not requested or answers >= requested:
-        return None
-    return (
-        f"the score of a part: {answers} of {requested} answers are there; run `infer` again for "
-        "the others"
-    )
-
-
-def partial_notes(score: Mapping[str, Any]) -> list[str]:
-    """Return what a reader has to know of a score over a part of the problems.
-
-    A line for each reason. A part was answered, a part was asked (`--limit`), or nobody knows how
-    many problems there are.
-    """
-    coverage = score.get("coverage") or {}
-    if coverage and coverage.get("asked") is None:
-        unknown = "it is not known of how many problems these are; no run lies beside the answers"
-        return [f"note: {unknown}"]
-    lines: list[str] = []
-    missing = missing_answers(score)
-    if missing:
-        lines.append(f"warning: {missing}")
-    requested = coverage.get("asked") or 0
-    in_data = coverage.get("in_data") or 0
-    if requested < in_data:
-        lines.append(f"note: {requested} of the {in_data} answers to all the data (--limit)")
-    return lines
-
-
-def share_of_the_data(score: Mapping[str, Any]) -> str | None:
-    """Return the words `60 of 512` for a score over 60 of the 512 answers to all the data.
-
-    None for a score over all of them, or where it is not known.
-    """
-    coverage = score.get("coverage") or {}
-    answers = coverage.get("answers")
-    in_data = max(coverage.get("asked") or 0, coverage.get("in_data") or 0)
-    if not answers or answers >= in_data:
-        return None
-    return f"{answers} of {in_data}"
+                cells_by_key.setdefault(key, {})[name] = figure
+    return cells_by_key
 
 
 def extraction_item(row: Prediction, graded: Graded) -> dict[str, Any]:
-    """Return a benchmark's entry of an answer that is first extracted and then compared."""
-    grade = graded.grade
-    fields = {"correct": graded.correct, "answer": row["answer"]}
-    return {"verdict": grade.verdict, **fields, "extraction": grade.extracted, "how": grade.reason}
+    """Describe one answer for the score file, for benchmarks that extract it and then compare it."""
+    return {
+        "verdict": graded.grade.verdict,
+        "correct": graded.correct,
+        "answer": row["answer"],
+        "extraction": graded.grade.extracted,
+        "how": graded.grade.reason,
+    }
 
 
 def _item(benchmark: Benchmark, row: Prediction, graded: Graded) -> dict[str, Any]:
-    """Return the entry of an answer in the score file: the benchmark's, or the usual one."""
-    verdict, extracted, reason, *_ = graded.grade
-    usual = {"verdict": verdict, "extracted": extracted, "reason": reason}
-    fields = benchmark.item(row, graded) if benchmark.item else usual
-    return {"pid": graded.pid, **({"sample": graded.sample} if graded.sample else {}), **fields}
+    """Describe one answer for the score file, in the benchmark's own way if it has one.
+
+    The number of a sample is left out for the first answer to a problem.
+    """
+    item: dict[str, Any] = {"pid": graded.pid}
+    if graded.sample:
+        item["sample"] = graded.sample
+    if benchmark.item is not None:
+        return {**item, **benchmark.item(row, graded)}
+    grade = graded.grade
+    return {
+        **item,
+        "verdict": grade.verdict,
+        "extracted": grade.extracted,
+        "reason": grade.reason,
+    }
 
 
 def metadata_groups(row: Prediction, names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the groups of a row by fields of its metadata, a value or a list of them each."""
+    """Return the groups of a row by some fields of its metadata.
+
+    A field may have one value or a list of them; the row counts in the group of each.
+    """
     metadata = row.get("metadata") or {}
-    groups = {}
+    groups: dict[str, list[str]] = {}
     for name in names:
         value = metadata.get(name)
         if value:
@@ -315,61 +307,62 @@ def metadata_groups(row: Prediction, names: Sequence[str]) -> dict[str, list[str
 
 
 def common_groups(row: Prediction) -> dict[str, list[str]]:
-    """Return the groups that every benchmark has.
+    """Return the groups of a row that every benchmark has.
 
-    They say why the answer ended, whether it called tools, and how large the image is.
+    They are the reason why the answer ended, whether it called tools, and the size of its image.
     """
-    groups = {}
+    groups: dict[str, list[str]] = {}
     if row.get("finish_reason"):
         groups["finish_reason"] = [str(row["finish_reason"])]
-    if row.get("calls") is not None:
+    if row.get("calls") is not None:  # the model had tools
         groups["called"] = ["yes" if row["calls"] else "no"]
-    size = row.get("image_size")
-    if size:
-        pixels = size[0] * size[1]
-        groups["image_size"] = [
-            next((name for limit, name in _SIZES if pixels <= limit), "over 1024x1024")
-        ]
+    if row.get("image_size"):
+        width, height = row["image_size"]
+        fitting_groups = [name for limit, name in _SIZE_GROUPS if width * height <= limit]
+        groups["image_size"] = [fitting_groups[0] if fitting_groups else "over 1024x1024"]
     return groups
 
 
 def aggregate(graded: Sequence[Graded]) -> dict[str, Any]:
-    """Return counts over all answers (at least one) and by group.
+    """Count right answers over all (at least one) and by group, and the verdicts of each kind.
 
     Problems that were not asked are counted too.
     """
+    # The answers by the kind of group, such as `image_size`, and by the group.
     members: dict[str, dict[str, list[Graded]]] = defaultdict(lambda: defaultdict(list))
     for item in graded:
-        for key, values in item.grade.groups.items():
-            for value in values:
-                members[key][value].append(item)
+        for kind, groups in item.grade.groups.items():
+            for group in groups:
+                members[kind][group].append(item)
+    cells_by_kind: dict[str, dict[str, Cell]] = {}
+    for kind, members_by_group in members.items():
+        cells_by_kind[kind] = {
+            group: accuracy_cell(members_by_group[group]) for group in sorted(members_by_group)
+        }
+    finish_reasons = [item.grade.groups.get("finish_reason") for item in graded]
     counts: dict[str, Any] = {
         **accuracy_cell(graded),
-        "groups": {
-            key: {value: accuracy_cell(members[key][value]) for value in sorted(members[key])}
-            for key in members
-        },
+        "groups": cells_by_kind,
         "verdicts": dict(Counter(item.grade.verdict for item in graded).most_common()),
-        "image_failed": sum(
-            item.grade.groups.get("finish_reason") == [IMAGE_FAILED] for item in graded
-        ),
-        "too_long": sum(item.grade.groups.get("finish_reason") == [TOO_LONG] for item in graded),
+        "image_failed": finish_reasons.count([IMAGE_FAILED]),
+        "too_long": finish_reasons.count([TOO_LONG]),
         "thinking": {
             "set_aside": sum(item.thinking != "none" for item in graded),
             "without_answer": sum(item.thinking == "without_answer" for item in graded),
         },
     }
-    return counts | _samples(graded)
+    return counts | _sample_figures(graded)
 
 
-def answers(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[str, Any]:
-    """Return the figures over the answers to the problems that were asked.
+def answer_figures(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[str, Any]:
+    """Compute the figures on the answers themselves, over the problems that were asked.
 
-    They are the lengths of right and wrong answers, the share cut off, and reflective words.
+    They are the lengths of right and of wrong answers, the share that was cut off, reflective words
+    and empty responses. The share is None where no answer says why it ended.
     """
-    asked_rows = []
-    correct_lengths = []
-    wrong_lengths = []
+    asked_rows: list[Prediction] = []
+    correct_lengths: list[int] = []
+    wrong_lengths: list[int] = []
     for row, item in zip(rows, graded, strict=True):
         if row.get("finish_reason") in NOT_ASKED:
             continue
@@ -381,89 +374,99 @@ def answers(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[str, A
         else:
             wrong_lengths.append(item.n_tokens)
     finish_reasons = [row["finish_reason"] for row in asked_rows if row.get("finish_reason")]
-    cut = sum(reason in _CUT for reason in finish_reasons)
-    total = max(1, len(finish_reasons))
-    truncated = {
-        "count": cut,
-        "total": total,
-        "share": cut / total,
-        "wilson_95": list(wilson(cut, total)),
-    }
+    truncated = None
+    if finish_reasons:
+        n_cut_off = sum(reason in _CUT_OFF for reason in finish_reasons)
+        total = len(finish_reasons)
+        truncated = {
+            "count": n_cut_off,
+            "total": total,
+            "share": n_cut_off / total,
+            "wilson_95": list(wilson(n_cut_off, total)),
+        }
     return {
-        "tokens": {"correct": lengths(correct_lengths), "wrong": lengths(wrong_lengths)},
-        "truncated": truncated if finish_reasons else None,
-        "reflective_words": reflection([row["response"] for row in asked_rows]),
+        "tokens": {
+            "correct": length_statistics(correct_lengths),
+            "wrong": length_statistics(wrong_lengths),
+        },
+        "truncated": truncated,
+        "reflective_words": reflection_figures([row["response"] for row in asked_rows]),
         "empty_responses": sum(not row["response"].strip() for row in asked_rows),
     }
 
 
 def accuracy_cell(items: Sequence[Graded]) -> Cell:
-    """Return the number of correct answers, their total, and the Wilson interval of the accuracy.
+    """Compute the accuracy of answers, with its counts and its Wilson interval.
 
-    Answers to one problem are not independent, so the interval is that of as many answers as there
-    are problems: never too narrow, and wider than necessary where the answers to a problem differ.
+    Several answers to one problem are not independent. The interval is therefore that of as many
+    answers as there are problems. It is never too narrow, and wider than necessary where the
+    answers to a problem differ.
     """
     correct = sum(item.correct for item in items)
     total = len(items)
-    problems = len({item.pid for item in items})
+    n_problems = len({item.pid for item in items})
     correct_problems: float = correct
-    if problems < total:
-        correct_problems = correct / total * problems
-    interval = list(wilson(correct_problems, problems))
+    if n_problems < total:
+        correct_problems = correct / total * n_problems
+    interval = list(wilson(correct_problems, n_problems))
     return {"correct": correct, "total": total, "accuracy": correct / total, "wilson_95": interval}
 
 
-def cell_from_counts(correct: int, total: int, answers: int = 1) -> Cell | None:
-    """Return a cell from counts, with `answers` answers per problem.
+def cell_from_counts(correct: int, total: int, answers_per_problem: int = 1) -> Cell | None:
+    """Compute an accuracy from counts, with its Wilson interval over the problems.
 
-    None if there is nothing to count.
+    None if there is nothing to count, or the counts contradict each other.
     """
     if total <= 0 or not 0 <= correct <= total:
         return None
-    interval = list(wilson(correct / answers, max(1, total // answers)))
+    n_problems = max(1, total // answers_per_problem)
+    interval = list(wilson(correct / answers_per_problem, n_problems))
     return {"correct": correct, "total": total, "accuracy": correct / total, "wilson_95": interval}
 
 
 def correct_by_problem(items: Iterable[Graded]) -> dict[str, list[bool]]:
-    """Return for each problem whether each of its answers is right."""
-    verdicts: dict[str, list[bool]] = {}
+    """Return whether each answer to a problem is right, by the id of the problem."""
+    correct: dict[str, list[bool]] = {}
     for item in items:
-        verdicts.setdefault(item.pid, []).append(item.correct)
-    return verdicts
+        correct.setdefault(item.pid, []).append(item.correct)
+    return correct
 
 
-def _samples(graded: Sequence[Graded]) -> dict[str, Any]:
-    """Return the figures avg@k, and pass@j for j in 1, 2, 4 ... k, with intervals over problems.
+def _sample_figures(graded: Sequence[Graded]) -> dict[str, Any]:
+    """Compute avg@k and pass@j for j = 1, 2, 4, ... k, with intervals over the problems.
 
-    There are none if each problem has one answer.
+    k is the largest number of answers to a problem. Problems with fewer answers are counted as
+    incomplete and left out. There are no figures if each problem has one answer.
     """
-    problems = list(correct_by_problem(graded).values())
-    k = max(map(len, problems))
+    answers_of_problems = list(correct_by_problem(graded).values())
+    k = max(len(answers) for answers in answers_of_problems)
     if k == 1:
         return {}
-    full = [answers for answers in problems if len(answers) == k]
-    result: dict[str, Any] = {
+    complete = [answers for answers in answers_of_problems if len(answers) == k]
+    figures: dict[str, Any] = {
         "k": k,
-        "problems": len(full),
-        "incomplete": len(problems) - len(full),
+        "problems": len(complete),
+        "incomplete": len(answers_of_problems) - len(complete),
     }
-    result[f"avg@{k}"] = mean_with_interval([sum(answers) / k for answers in full])
-    for j in sorted({1 << power for power in range(k.bit_length())} | {k}):
-        result[f"pass@{j}"] = mean_with_interval([pass_at(j, k, sum(answers)) for answers in full])
-    return {"samples": result}
+    figures[f"avg@{k}"] = mean_with_interval([sum(answers) / k for answers in complete])
+    powers_of_two = {1 << power for power in range(k.bit_length())}
+    for j in sorted(powers_of_two | {k}):
+        chances = [pass_at(j, samples=k, correct=sum(answers)) for answers in complete]
+        figures[f"pass@{j}"] = mean_with_interval(chances)
+    return {"samples": figures}
 
 
 def mean_with_interval(values: Sequence[float]) -> dict[str, Any]:
-    """Return the mean over problems and its interval.
+    """Compute the mean of a value of each problem, with its 95 % interval.
 
-    If all values are 0 or 1 it is a Wilson interval, because the bootstrap of few or similar values
-    is too narrow. Otherwise it is a bootstrap interval.
+    It is a Wilson interval if all values are 0 or 1, because the bootstrap of few or equal values is
+    too narrow. Otherwise it is a bootstrap interval.
     """
     mean = sum(values) / len(values)
-    by_wilson = set(values) <= {0.0, 1.0}
-    interval = wilson(sum(values), len(values)) if by_wilson else bootstrap(values)
+    are_single_answers = set(values) <= {0.0, 1.0}
+    interval = wilson(sum(values), len(values)) if are_single_answers else bootstrap(values)
     return {
         "value": mean,
         "interval_95": list(interval),
-        "interval": "wilson" if by_wilson else "bootstrap",
+        "interval": "wilson" if are_single_answers else "bootstrap",
     }

@@ -9,10 +9,10 @@ from statistics import fmean, stdev, variance
 _Z_95 = 1.959963984540054  # the normal distribution's 97.5 % quantile
 # The resamples of a bootstrap. The ends of an interval vary by about a tenth of its width.
 RESAMPLES = 2000
-SEED = 0
+SEED = 0  # of every bootstrap
 
 
-# Student's t, 97.5 % quantile, by degrees of freedom from 1
+# The 97.5 % quantiles of Student's t distribution, for 1, 2, ... degrees of freedom.
 _T_95 = (
     12.706,
     4.303,
@@ -47,41 +47,41 @@ _T_95 = (
 )
 
 
-def student_95(degrees: float) -> float:
+def student_95(degrees_of_freedom: float) -> float:
     """Return the 97.5 % quantile of Student's t distribution.
 
-    There is at least one degree of freedom.
+    A broken number of degrees of freedom, as in Welch's test, is rounded down, which makes the
+    quantile larger. Beyond the table it is at most 4 % too large.
     """
-    rounded = max(1, int(degrees))
-    # beyond 30 it is at most 4 % too wide
+    rounded = max(1, int(degrees_of_freedom))
     return _T_95[rounded - 1] if rounded <= len(_T_95) else _T_95[-1]
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Return half of the 95 % interval of the mean of at least two values, by Student's t."""
+    """Return half the width of the 95 % interval of a mean of at least two values, by Student's t."""
     return student_95(len(values) - 1) * stdev(values) / sqrt(len(values))
 
 
 def paired_t(differences: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % interval of the mean of at least two paired differences, by Student's t."""
-    middle = fmean(differences)
+    mean = fmean(differences)
     half = half_width(differences)
-    return middle - half, middle + half
+    return mean - half, mean + half
 
 
 def welch(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % interval of mean(second) - mean(first), by Welch's t.
 
-    Each has at least two values.
+    Each has at least two values, and their variances may differ.
     """
     difference = fmean(second) - fmean(first)
-    # the squared standard error of each mean
+    # The squared standard error of each mean.
     first_error = variance(first) / len(first)
     second_error = variance(second) / len(second)
     total_error = first_error + second_error
-    if not total_error:
+    if not total_error:  # equal values, of which no interval can be computed
         return difference, difference
-    # the Welch-Satterthwaite equation
+    # The Welch-Satterthwaite equation.
     denominator = first_error**2 / (len(first) - 1) + second_error**2 / (len(second) - 1)
     degrees_of_freedom = total_error**2 / denominator
     half = student_95(degrees_of_freedom) * sqrt(total_error)
@@ -91,60 +91,76 @@ def welch(first: Sequence[float], second: Sequence[float]) -> tuple[float, float
 def wilson(correct: float, total: int) -> tuple[float, float]:
     """Return the 95 % score interval of an accuracy (Wilson 1927, without continuity correction).
 
-    `total` is over 0; `correct` may be a fraction of answers.
+    Args:
+        correct: The number of right answers, which may be broken where several answers to a
+            problem count as one.
+        total: The number of answers, at least 1.
     """
     share = correct / total
     spread = _Z_95**2 / total
     centre = (share + spread / 2) / (1 + spread)
     half = sqrt(share * (1 - share) * spread + spread**2 / 4) / (1 + spread)
     # Exact at the ends, where rounding would leave 1e-17 or 1 + 1e-16.
-    return (0.0 if correct == 0 else centre - half, 1.0 if correct == total else centre + half)
+    low = 0.0 if correct == 0 else centre - half
+    high = 1.0 if correct == total else centre + half
+    return low, high
 
 
 def bootstrap(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % percentile interval of the mean of `values`, by drawing them anew.
+    """Return the 95 % percentile interval of the mean of at least one value, by resampling.
 
-    There is at least one value. The seed is fixed, so that a score can be repeated.
+    The seed is fixed, so that the same values always have the same interval.
     """
-    draw = random.Random(SEED)
-    means = sorted(sum(draw.choices(values, k=len(values))) / len(values) for _ in range(RESAMPLES))
+    generator = random.Random(SEED)
+    n = len(values)
+    means = sorted(sum(generator.choices(values, k=n)) / n for _ in range(RESAMPLES))
     return means[int(0.025 * RESAMPLES)], means[int(0.975 * RESAMPLES) - 1]
 
 
-def bootstrap_ratio(above: Sequence[float], below: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % percentile interval of sum(above) / sum(below), by drawing the pairs anew.
+def bootstrap_ratio(
+    numerators: Sequence[float], denominators: Sequence[float]
+) -> tuple[float, float]:
+    """Return the 95 % percentile interval of sum(numerators) / sum(denominators), by resampling.
 
-    A draw whose denominator is 0 has no ratio and is left out; at least one value of `below` is
-    over 0. The draws are seeded, so that equal values give the same interval.
+    The values are paired, and pairs are drawn. A draw whose denominators sum to 0 has no ratio and
+    is left out. If that is so for all draws, the interval is from 0 to infinity. The seed is fixed,
+    so that the same values always have the same interval.
     """
-    draw = random.Random(SEED)
-    pairs = list(zip(above, below, strict=True))
+    generator = random.Random(SEED)
+    pairs = list(zip(numerators, denominators, strict=True))
     ratios: list[float] = []
     for _ in range(RESAMPLES):
-        drawn = draw.choices(pairs, k=len(pairs))
-        total = sum(second for _, second in drawn)
+        drawn_pairs = generator.choices(pairs, k=len(pairs))
+        total = sum(denominator for _, denominator in drawn_pairs)
         if total:
-            ratios.append(sum(first for first, _ in drawn) / total)
+            ratios.append(sum(numerator for numerator, _ in drawn_pairs) / total)
     ratios.sort()
     if not ratios:
         return 0.0, float("inf")
-    return ratios[int(0.025 * len(ratios))], ratios[max(0, int(0.975 * len(ratios)) - 1)]
+    low_index = int(0.025 * len(ratios))
+    high_index = max(0, int(0.975 * len(ratios)) - 1)
+    return ratios[low_index], ratios[high_index]
 
 
 def pass_at(k: int, samples: int, correct: int) -> float:
-    """Return the chance that one of `k` answers, drawn from `samples`, is right.
+    """Return pass@k: the chance that one of `k` answers, drawn from those to a problem, is right.
 
-    `correct` of the samples are right, and `k` is at most `samples`. It is the unbiased estimate of
-    Chen et al. 2021 (arXiv 2107.03374), section 2.1.
+    It is the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374), section 2.1.
+
+    Args:
+        k: The number of answers that are drawn, at most `samples`.
+        samples: The number of answers to the problem.
+        correct: The number of them that are right.
     """
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """Return the exact two-sided p of McNemar's test.
+    """Return the exact two-sided p of McNemar's test for two runs on the same items.
 
-    The arguments are the numbers of items that only one of two runs has right.
+    The arguments are the numbers of items that only the first run, and only the second, has right.
     """
     total = only_first + only_second
     tail = sum(comb(total, i) for i in range(min(only_first, only_second) + 1))
-    return min(1.0, float(Fraction(2 * tail, 2**total)))  # exact for any number of items
+    # As a fraction, since 2**total may be too large for a float.
+    return min(1.0, float(Fraction(2 * tail, 2**total)))

@@ -1,6 +1,7 @@
-"""What answers claim of their figures, where the problems have solved ones: true, false, and luck.
+"""Counts what answers claim of their figures: how much is true, how much false, and who has luck.
 
-The claims are those that the reward `steps` counts (`adora_vl.rewards.steps`); nothing is solved.
+The claims are those that the reward `steps` counts (`adora_vl.rewards.steps`), such as `angle ABC =
+40`. They are checked on the solved figures that prepared problems may have.
 """
 
 from __future__ import annotations
@@ -15,53 +16,63 @@ from adora_vl.rewards.steps import ResponseWork, measured_work
 
 
 def step_figures(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[str, Any] | None:
-    """Return the figures over the answers to problems with figures; None where there is none.
+    """Compute the figures on the claims of answers; None where no problem has a solved figure.
 
-    `true` and `false`: new claims and errors in an answer, as a mean over problems with its
-    bootstrap interval. `lucky`: of the right answers those that err or say nothing new, with its
-    Wilson interval; None without a right answer.
+    The figures are:
+
+    - `answers`: the number of answers to problems with solved figures.
+    - `true` and `false`: the new claims and the errors of an answer, as a mean over problems with
+      its bootstrap interval. A claim is new if the problem does not say it.
+    - `lucky`: the right answers that err or claim nothing new, with the Wilson interval of their
+      share; None without a right answer.
     """
-    works = [(row, item, _work(row)) for row, item in zip(rows, graded, strict=True)]
-    answers = [(item, work) for _, item, work in works if work is not None]
+    answers: list[tuple[Graded, ResponseWork]] = []
+    for row, item in zip(rows, graded, strict=True):
+        work = measured_work(row["response"], row.get("figure"))
+        if work is not None:
+            answers.append((item, work))
     if not answers:
         return None
-    lucky = [work.is_luck for item, work in answers if item.correct]
+    luck_of_right_answers = [work.is_luck for item, work in answers if item.correct]
     figures: dict[str, Any] = {
         "answers": len(answers),
-        "true": _mean(answers, "new"),
-        "false": _mean(answers, "false"),
+        "true": _mean_over_problems(answers, "new"),
+        "false": _mean_over_problems(answers, "false"),
         "lucky": None,
     }
-    if lucky:
-        count = sum(lucky)
+    if luck_of_right_answers:
+        count = sum(luck_of_right_answers)
+        total = len(luck_of_right_answers)
         figures["lucky"] = {
             "count": count,
-            "total": len(lucky),
-            "value": count / len(lucky),
-            "interval_95": list(wilson(count, len(lucky))),
+            "total": total,
+            "value": count / total,
+            "interval_95": list(wilson(count, total)),
         }
     return figures
 
 
-def _work(row: Prediction) -> ResponseWork | None:
-    """The claims of an answer; None where its problem has no figure that leaves room for work."""
-    return measured_work(row["response"], row.get("figure"))
+def _mean_over_problems(
+    answers: Sequence[tuple[Graded, ResponseWork]], field: str
+) -> dict[str, Any]:
+    """Compute the mean number of claims in an answer, with its bootstrap interval over problems.
 
-
-def _mean(answers: Sequence[tuple[Graded, ResponseWork]], name: str) -> dict[str, Any]:
-    """The mean over problems of a number of claims; several answers to one count as their mean."""
-    by_problem: dict[str, list[float]] = defaultdict(list)
+    Args:
+        answers: The answers, each with its claims. Several to one problem count as their mean.
+        field: The field of the claims that is counted: `new` or `false`.
+    """
+    counts_by_problem: dict[str, list[float]] = defaultdict(list)
     for item, work in answers:
-        by_problem[item.pid].append(float(getattr(work, name)))
-    means = [sum(values) / len(values) for values in by_problem.values()]
+        counts_by_problem[item.pid].append(float(getattr(work, field)))
+    means = [sum(counts) / len(counts) for counts in counts_by_problem.values()]
     return {"value": sum(means) / len(means), "interval_95": list(bootstrap(means))}
 
 
 def step_lines(figures: Mapping[str, Any]) -> list[str]:
-    """Return the lines of these figures for the screen."""
+    """Format the figures of `step_figures` as lines for the screen."""
     lines = [
-        f"true claims of an answer: {_number(figures['true'])}",
-        f"false claims of an answer: {_number(figures['false'])}",
+        f"true claims of an answer: {_number_with_interval(figures['true'])}",
+        f"false claims of an answer: {_number_with_interval(figures['false'])}",
     ]
     lucky = figures["lucky"]
     if lucky is None:
@@ -74,6 +85,7 @@ def step_lines(figures: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _number(figure: Mapping[str, Any]) -> str:
+def _number_with_interval(figure: Mapping[str, Any]) -> str:
+    """Format a mean with its interval."""
     low, high = figure["interval_95"]
     return f"{figure['value']:.2f} (95 %: {low:.2f} to {high:.2f})"

@@ -1,69 +1,89 @@
 """Formats a score for the screen."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from adora_vl.evals.inference.views import VIEWS
 from adora_vl.evals.records import Cell, OwnFigures, Score, Scored
-from adora_vl.evals.scoring.score import own_cells, partial_notes
+from adora_vl.evals.scoring.coverage import partial_notes
+from adora_vl.evals.scoring.score import cells_of_benchmark
 from adora_vl.evals.scoring.steps import step_lines
 from adora_vl.utils.cli import amount
 
-_MANY = 16  # values of a group in the table; the score file has all
+_MOST_GROUPS = 16  # of one kind in the table; the score file has all
+
+
+class _TableRow(NamedTuple):
+    """One row of the table of a score."""
+
+    kind: str
+    """The kind of group, such as `image_size`; only the first row of a kind has it."""
+    group: str
+    """The group, such as `to 256x256`."""
+    cell: Cell
+    """The accuracy in that group."""
 
 
 def table(scored: Scored) -> str:
-    """Return the text of a score for the screen.
+    """Format a score for the screen.
 
-    It has the overall line, the groups, the benchmark's own figures, lengths, and everything that
-    qualifies the result.
+    The text has the overall line, the groups, the benchmark's own figures, the lengths of answers,
+    and everything that qualifies the result.
     """
     score, summary = scored
-    lines = [made_with(score, summary), ""]
-    overall: Any = score
-    rows = list[tuple[str, str, Cell]]([("all", "", overall)])
-    left_out = []
-    for key, group in score["groups"].items():
-        if _says_nothing(group, overall):
+    overall: Any = score  # a score has the keys of a cell itself
+    rows = [_TableRow("all", "", overall)]
+    shortened: list[str] = []
+    for kind, cell_by_group in score["groups"].items():
+        if _repeats_overall(cell_by_group, overall):
             continue
-        values = list(group.items())[:_MANY]
-        rows += _rows(key, dict(values))
-        if len(group) > _MANY:
-            left_out.append(f"{key} ({len(group) - _MANY} more)")
-    for key, cells in own_cells(score).items():
+        first_groups = dict(list(cell_by_group.items())[:_MOST_GROUPS])
+        rows += _rows(kind, first_groups)
+        if len(cell_by_group) > _MOST_GROUPS:
+            shortened.append(f"{kind} ({len(cell_by_group) - _MOST_GROUPS} more)")
+    for key, cells in cells_of_benchmark(score).items():
         rows += _rows(key, cells)
-    key_width = max(len(key) for key, _, _ in rows)
-    value_width = max(len(value) for _, value, _ in rows)
-    for key, value, cell in rows:
-        lines.append(f"{key:<{key_width}}  {value:<{value_width}}  {_cell(cell)}")
-    if left_out:
-        lines.append(f"in the score file only: {', '.join(left_out)}")
+    lines = [made_with(score, summary), "", *_aligned_rows(rows)]
+    if shortened:
+        lines.append(f"in the score file only: {', '.join(shortened)}")
     lines.append("")
     for name, figure in score.get("samples", {}).items():
-        if "@" in name:  # pass@2, and the like
+        if "@" in name:  # such as pass@2; the others are counts
             lines.append(f"{name}: {percent_with_interval(figure['value'], figure['interval_95'])}")
-    lines += [*summary.lines, *_answers(score), *_warnings(score, summary)]
+    lines += [*summary.lines, *_answer_lines(score), *_warnings(score, summary)]
     return "\n".join(lines)
 
 
-def _says_nothing(group: Mapping[str, Cell], everything: Cell) -> bool:
-    """Whether a group has one value, which all problems have, so that its row repeats the first."""
-    return [cell.get("total") for cell in group.values()] == [everything.get("total")]
+def _aligned_rows(rows: Sequence[_TableRow]) -> list[str]:
+    """Format the rows of the table, with their columns below each other."""
+    kind_width = max(len(row.kind) for row in rows)
+    group_width = max(len(row.group) for row in rows)
+    return [
+        f"{row.kind:<{kind_width}}  {row.group:<{group_width}}  {_cell_text(row.cell)}"
+        for row in rows
+    ]
+
+
+def _repeats_overall(cell_by_group: Mapping[str, Cell], overall: Cell) -> bool:
+    """Return whether there is one group, which has all problems, so that it repeats the first row."""
+    return [cell.get("total") for cell in cell_by_group.values()] == [overall.get("total")]
 
 
 def made_with(score: Score, summary: OwnFigures) -> str:
-    """Return the first line: benchmark, model, engine, sampling, and the rules of the grades."""
+    """Format the first line: benchmark, model, engine, sampling, and the rules of the grades.
+
+    Without a fingerprint beside the predictions only the benchmark and the rules are known.
+    """
     rules = score["rules"]
-    # A benchmark may say its rules in words of its own.
-    by = summary.by
-    if not by:
-        by = f"rules {rules['rules']}"
+    rules_text = summary.by  # in words of the benchmark's own
+    if not rules_text:
+        rules_text = f"rules {rules['rules']}"
         if "extraction" in rules:
-            by += f", extraction {rules['extraction']}"
+            rules_text += f", extraction {rules['extraction']}"
     name = name_of_data(score)
     fields = (score.get("fingerprint") or {}).get("fields")
     if not fields:
-        return f"{name}: {by} (no fingerprint beside the predictions)"
+        return f"{name}: {rules_text} (no fingerprint beside the predictions)"
     sampling = f"temperature {fields['temperature']}" if fields.get("temperature") else "greedy"
     view = ", without images" if fields.get("no_image") else ""
     if fields.get("view"):
@@ -71,31 +91,40 @@ def made_with(score: Score, summary: OwnFigures) -> str:
     if fields.get("left_out"):
         view += f", without {amount(fields['left_out'], 'problem')} whose facts do not suffice"
     return (
-        f"{name} {fields['split']}: {fields['model']}, {fields['engine']}, {sampling}{view}, {by}"
+        f"{name} {fields['split']}: {fields['model']}, {fields['engine']}, {sampling}{view}, "
+        f"{rules_text}"
     )
 
 
-# Benchmarks that score a folder of the user's own, whose name stands before the ids of its rows.
-_OF_ANY_FOLDER = ("geometry3k", "problems")
+# The benchmarks that score any prepared folder. Its rows have ids such as `mine/train/5`.
+_BENCHMARKS_OF_FOLDERS = ("geometry3k", "problems")
 
 
 def name_of_data(score: Score) -> str:
-    """Return the name of the data set, or of the benchmark if it has one data set alone."""
+    """Return the name of the scored data set.
+
+    It is the name of the benchmark, or for one that scores any prepared folder the name before the
+    first `/` of all ids.
+    """
     benchmark = str(score["benchmark"])
+    if benchmark not in _BENCHMARKS_OF_FOLDERS:
+        return benchmark
     pids = [str(item["pid"]) for item in score["items"]]
     names = {pid.partition("/")[0] for pid in pids if "/" in pid}
-    if benchmark in _OF_ANY_FOLDER and len(names) == 1:
-        return names.pop()
-    return benchmark
+    return names.pop() if len(names) == 1 else benchmark
 
 
-def _rows(key: str, cells: Mapping[str, Cell]) -> list[tuple[str, str, Cell]]:
-    """Return the rows of a group: its name in the first one, the value and the cell in each."""
-    return [(key if i == 0 else "", name, cell) for i, (name, cell) in enumerate(cells.items())]
+def _rows(kind: str, cell_by_group: Mapping[str, Cell]) -> list[_TableRow]:
+    """Build the rows of one kind of group, of which only the first has the name of the kind."""
+    rows: list[_TableRow] = []
+    for group, cell in cell_by_group.items():
+        shown_kind = "" if rows else kind
+        rows.append(_TableRow(shown_kind, group, cell))
+    return rows
 
 
-def _cell(cell: Cell) -> str:
-    """Return a count, a share and its interval, such as `520/850   61.2 %  (95 %: 57.9 to 64.4)`.
+def _cell_text(cell: Cell) -> str:
+    """Format a count, a share and its interval: `520/850   61.2 %  (95 %: 57.9 to 64.4)`.
 
     A figure that is no count has the share alone.
     """
@@ -107,21 +136,20 @@ def _cell(cell: Cell) -> str:
     return f"{text}  (95 %: {100 * low:.1f} to {100 * high:.1f})"
 
 
-def percent_with_interval(value: float, interval: list[float]) -> str:
-    """Return a share with its interval in percent, such as `61.2 % (95 %: 57.9 to 64.4)`."""
-    return f"{100 * value:.1f} % (95 %: {100 * interval[0]:.1f} to {100 * interval[1]:.1f})"
+def percent_with_interval(share: float, interval: Sequence[float]) -> str:
+    """Format a share with its interval in percent, such as `61.2 % (95 %: 57.9 to 64.4)`."""
+    low, high = interval
+    return f"{100 * share:.1f} % (95 %: {100 * low:.1f} to {100 * high:.1f})"
 
 
-def _answers(score: Score) -> list[str]:
-    """Return the lines about the answers: verdicts, how they were found, thinking, and lengths."""
-    lines = [
-        "verdicts: " + ", ".join(f"{name} {count}" for name, count in score["verdicts"].items())
-    ]
+def _answer_lines(score: Score) -> list[str]:
+    """Format the lines on the answers: verdicts, extraction, thinking, lengths, claims and words."""
+    verdicts = [f"{name} {count}" for name, count in score["verdicts"].items()]
+    lines = [f"verdicts: {', '.join(verdicts)}"]
     if score.get("extraction_mix"):
-        lines.append(
-            "extraction: "
-            + ", ".join(f"{method} {count}" for method, count in score["extraction_mix"].items())
-        )
+        methods = [f"{method} {count}" for method, count in score["extraction_mix"].items()]
+        lines.append(f"extraction: {', '.join(methods)}")
+    # A score of an older version has no counts of thinking.
     thinking = score.get("thinking") or {"set_aside": 0, "without_answer": 0}
     if thinking["set_aside"]:
         line = f"thinking set aside: in {amount(thinking['set_aside'], 'answer')}"
@@ -131,13 +159,14 @@ def _answers(score: Score) -> list[str]:
                 "wrong"
             )
         lines.append(line)
-    lengths = [(kind, length) for kind, length in score["tokens"].items() if length]
-    tokens = [
-        f"{kind} {length['mean']:.1f} (median {length['median']:g}, max {length['max']})"
-        for kind, length in lengths
-    ]
-    if tokens:
-        lines.append("tokens of an answer: " + ", ".join(tokens))
+    token_texts: list[str] = []
+    for name, length in score["tokens"].items():  # of right and of wrong answers
+        if length:
+            token_texts.append(
+                f"{name} {length['mean']:.1f} (median {length['median']:g}, max {length['max']})"
+            )
+    if token_texts:
+        lines.append(f"tokens of an answer: {', '.join(token_texts)}")
     if score.get("steps"):
         lines += step_lines(score["steps"])
     reflection = score["reflective_words"]
@@ -147,23 +176,27 @@ def _answers(score: Score) -> list[str]:
 
 
 def _warnings(score: Score, summary: OwnFigures) -> list[str]:
-    """Return the lines about what limits the result."""
+    """Format the lines on what limits the result."""
     lines = partial_notes(score)
-    too_long = "prompt too long for the model's context"
-    for count, why in ((score["image_failed"], "unreadable images"), (score["too_long"], too_long)):
+    reasons = {
+        "unreadable images": score["image_failed"],
+        "prompt too long for the model's context": score["too_long"],
+    }
+    for reason, count in reasons.items():
         if count:
-            lines.append(f"warning: {amount(count, 'problem')} not asked ({why}), counted as wrong")
+            problems = amount(count, "problem")
+            lines.append(f"warning: {problems} not asked ({reason}), counted as wrong")
     if score.get("extraction_failed"):
-        failed = amount(score["extraction_failed"], "answer")
-        lines.append(f"warning: the judge failed on {failed}, counted as wrong")
+        answers = amount(score["extraction_failed"], "answer")
+        lines.append(f"warning: the judge failed on {answers}, counted as wrong")
     lines += [f"warning: {line}" for line in summary.warnings]
-    if (score.get("samples") or {}).get("incomplete"):
-        lacking = amount(score["samples"]["incomplete"], "problem")
-        lines.append(f"warning: {lacking} without all answers, left out of avg@k and pass@k")
+    n_incomplete = (score.get("samples") or {}).get("incomplete")
+    if n_incomplete:
+        problems = amount(n_incomplete, "problem")
+        lines.append(f"warning: {problems} without all answers, left out of avg@k and pass@k")
     if score["empty_responses"]:
         lines.append(f"note: {amount(score['empty_responses'], 'empty answer')}")
-    if score["truncated"] and score["truncated"]["count"]:
-        lines.append(
-            f"note: {amount(score['truncated']['count'], 'answer')} cut off at the token limit"
-        )
+    truncated = score["truncated"]
+    if truncated and truncated["count"]:
+        lines.append(f"note: {amount(truncated['count'], 'answer')} cut off at the token limit")
     return lines

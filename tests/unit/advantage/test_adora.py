@@ -333,11 +333,11 @@ def test_ties_of_length_are_attenuated_as_in_the_references_or_kept(case):
 def test_a_tie_is_counted_where_it_is_attenuated_by_its_length(case):
     lengths = torch.tensor([case.lengths])
     groups = Groups(torch.tensor([case.rewards]), lengths, lengths >= 100)
-    assert weigh_groups(groups).ties_P.tolist() == [case.is_tie]
+    assert weigh_groups(groups).tds_by_tie_P.tolist() == [case.is_tie]
     keeping_ties = weigh_groups(groups, Adora(ties="keep"))
-    assert not keeping_ties.ties_P.any(), "what is kept is no TDS group"
+    assert not keeping_ties.tds_by_tie_P.any(), "what is kept is no TDS group"
     by_difficulty = weigh_groups(groups, Adora(criteria=("difficulty",)))
-    assert not by_difficulty.ties_P.any(), "lengths do not count without their criterion"
+    assert not by_difficulty.tds_by_tie_P.any(), "lengths do not count without their criterion"
 
 
 def test_keeping_ties_amplifies_them():
@@ -441,7 +441,7 @@ def test_the_neutral_setting_of_a_control_is_grpo_to_the_bit(subtests):
         with subtests.test(f"{assign} {neutral!r:.80}"):
             advantages, run = applied(assign, groups(), **neutral)
             assert run.is_plain
-            assert run.rate == 1.0
+            assert run.learning_rate_factor == 1.0
             assert torch.equal(advantages, group_advantages(groups().rewards_PG))
 
 
@@ -515,7 +515,7 @@ def test_a_control_gives_the_factor_of_the_step_and_is_off_outside_its_steps():
         assert bool((judged("random", groups(step=step), steps=(0, 2)).weights_P < 1).any()) is (
             step < 2
         )
-    assert applied("rate", groups(step=2), steps=(0, 2))[1].rate == 1.0
+    assert applied("rate", groups(step=2), steps=(0, 2))[1].learning_rate_factor == 1.0
 
 
 def test_rate_is_the_mean_weight_of_the_groups_with_signal_and_leaves_the_advantages():
@@ -523,18 +523,18 @@ def test_rate_is_the_mean_weight_of_the_groups_with_signal_and_leaves_the_advant
     advantages, run = applied("rate", batch)
     assert torch.equal(advantages, group_advantages(batch.rewards_PG))
     signal = ~is_constant(batch.rewards_PG)
-    assert run.rate == judged("criterion", batch).weights_P[signal].mean().item()
-    assert 0.1 < run.rate < 1
-    assert run.figures == {"rate_scale": run.rate}
+    assert run.learning_rate_factor == judged("criterion", batch).weights_P[signal].mean().item()
+    assert 0.1 < run.learning_rate_factor < 1
+    assert run.figures == {"rate_scale": run.learning_rate_factor}
     assert bool((run.weighting.weights_P == 1).all())
-    assert applied("rate", groups(prompts=2))[1].rate == 1.0, "nothing has signal"
+    assert applied("rate", groups(prompts=2))[1].learning_rate_factor == 1.0, "nothing has signal"
 
 
 def test_rate_survives_a_checkpoint_between_two_updates_of_a_generation():
     _, run = applied("rate", groups())
     resumed = AdvantagePipeline({"adora": Adora(assign="rate")}, seed=5)
     resumed.load(json.loads(json.dumps(run.state())))
-    assert resumed.rate == run.rate != 1.0
+    assert resumed.learning_rate_factor == run.learning_rate_factor != 1.0
     assert AdvantagePipeline({"adora": Adora()}).state() == {}
 
 
@@ -644,7 +644,7 @@ def test_working_is_the_papers_inequality_where_the_measure_is_length(subtests):
             groups = with_work(groups, groups.lengths_PG)
             by_length = weigh_groups(groups, Adora(criteria=("length", *others), **chosen))
             by_work = weigh_groups(groups, Adora(criteria=("working", *others), **chosen))
-            for name in ("weights_P", "tds_P", "tas_P", "ties_P"):
+            for name in ("weights_P", "tds_P", "tas_P", "tds_by_tie_P"):
                 assert torch.equal(getattr(by_length, name), getattr(by_work, name)), name
             assert 0 < by_length.tas_P.sum() < len(by_length.tas_P)
 
@@ -668,7 +668,7 @@ def test_groups_are_weighed_by_work(rewards, work, weight):
 
 def test_ties_of_work_are_kept_if_asked_for():
     groups = with_work(groups_of_rewards([[1.0, 1.0, 0.1, 0.0]]), [[0, 2, 3, 1]])
-    assert weigh_groups(groups, Adora(criteria=("working",))).ties_P.tolist() == [True]
+    assert weigh_groups(groups, Adora(criteria=("working",))).tds_by_tie_P.tolist() == [True]
     kept_ties = weigh_groups(groups, Adora(criteria=("working",), ties="keep"))
     assert kept_ties.weights_P.tolist() == [1.0]
 
@@ -714,7 +714,7 @@ def test_controls_act_on_weights_by_work_as_on_those_by_length():
     assert shuffled.weights_P.sum() == pytest.approx(weighting.weights_P.sum())
     assert not torch.equal(shuffled.weights_P, weighting.weights_P)
     rate = replace(options, assign="rate").assign_weights(weighting, signal_P, seed=1, step=2)
-    assert rate.rate == pytest.approx(weighting.weights_P[signal_P].mean().item())
+    assert rate.learning_rate_factor == pytest.approx(weighting.weights_P[signal_P].mean().item())
     backwards = replace(options, assign="reversed").assign_weights(
         weighting, signal_P, seed=1, step=2
     )

@@ -493,7 +493,7 @@ for name, options in cases:
             dist.all_gather(parts, mine)
             return torch.cat(parts).view(6, 4)
         both = method(groups(gathered(rewards), gathered(lengths)), group_advantages(gathered(rewards)))
-        assert torch.equal(alone, both) and method.rate == whole.rate, name
+        assert torch.equal(alone, both) and method.learning_rate_factor == whole.learning_rate_factor, name
     states = [None, None]
     dist.all_gather_object(states, method.state())
     assert states[0] == states[1] == whole.state(), name

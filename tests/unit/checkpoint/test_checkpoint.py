@@ -20,7 +20,7 @@ from adora_vl.checkpoint import store
 from adora_vl.checkpoint.fingerprint import differences, fingerprint, sharding_of
 from adora_vl.checkpoint.resume import choose_start
 from adora_vl.checkpoint.universal import (
-    _GroupsAsBefore,
+    _RestoreParameterGroups,
     expect_universal,
     load_shards,
     without_code,
@@ -224,7 +224,9 @@ def test_after_a_universal_checkpoint_every_group_has_its_own_step_and_decay():
             "exp_avg_sq": torch.zeros(2),
         }
         weight.grad = torch.ones(2)
-    _GroupsAsBefore().on_train_begin(config_of(weight_decay=0.1), None, None, optimizer=optimizer)
+    _RestoreParameterGroups().on_train_begin(
+        config_of(weight_decay=0.1), None, None, optimizer=optimizer
+    )
     optimizer.step()
     assert [optimizer.state[weight]["step"].item() for weight in weights] == [5, 5]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]

@@ -18,6 +18,7 @@ from adora_vl.checkpoint.trl_state import (
     LossSums,
     MovingReference,
     RestoreLossSums,
+    SavedLossSums,
 )
 from adora_vl.checkpoint.writer import run_entries
 from adora_vl.trainer import AdoraGRPOTrainer
@@ -124,9 +125,9 @@ def test_each_rank_gets_its_own_sum_of_losses_and_another_number_of_ranks_their_
         "adora_vl.checkpoint.trl_state.gather_object", lambda values: [*values, 0.5]
     )
 
-    saved = LossSums(logged=2.25, since=4, rest=torch.tensor(0.1))
-    seal(tmp_path, LossSums.of_all_ranks(saved.facts()))
-    put: list[LossSums] = []
+    saved = LossSums(logged_sum=2.25, last_log_step=4, unlogged_sum=torch.tensor(0.1))
+    seal(tmp_path, LossSums.with_all_ranks(saved.facts()))
+    put: list[SavedLossSums] = []
     restore = RestoreLossSums(put.append)
     restore.on_train_begin(None, None, None)
     assert put == [], "nothing was read"
@@ -134,10 +135,10 @@ def test_each_rank_gets_its_own_sum_of_losses_and_another_number_of_ranks_their_
     restore.on_train_begin(None, None, None)
     restore.on_train_begin(None, None, None)
     (sums,) = put  # once
-    assert (sums.logged, sums.since) == (2.25, 4)
+    assert (sums.logged_sum, sums.last_log_step) == (2.25, 4)
     for rank, ranks, rest in (
         (0, 2, 0.1),
         (1, 2, 0.5),
         (0, 1, 0.3),
     ):
-        assert sums.of_rank(rank, ranks) == pytest.approx(rest)
+        assert sums.unlogged_sum_of(rank, ranks) == pytest.approx(rest)

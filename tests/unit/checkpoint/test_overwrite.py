@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adora_vl.checkpoint.resume import choose_start, lock_output_dir
+from adora_vl.checkpoint.resume import InputFolder, choose_start, lock_output_dir
 from adora_vl.checkpoint.stop import mark_stopped
 from adora_vl.checkpoint.store import CHECKPOINT, STAGING, checkpoints, newest_valid
 from adora_vl.checkpoint.writer import (
@@ -156,11 +156,11 @@ def test_what_the_run_reads_is_not_replaced(tmp_path):
         with pytest.raises(
             UserError, match=f"^{key}: .* whose run overwrite_output_dir: true replaces"
         ):
-            choose_start(run, None, True, FINGERPRINT, [(key, str(run / inside))])
+            choose_start(run, None, True, FINGERPRINT, [InputFolder(key, str(run / inside))])
     assert files(run) == before
     for elsewhere in (tmp_path, run / "eval", "somebody/model"):
         assert choose_start(
-            run, None, True, FINGERPRINT, [("model_name_or_path", str(elsewhere))]
+            run, None, True, FINGERPRINT, [InputFolder("model_name_or_path", str(elsewhere))]
         ).replaces
 
 

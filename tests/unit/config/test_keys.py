@@ -20,7 +20,7 @@ from adora_vl.config.blocks import RolloutOptions, ToolOptions
 from adora_vl.config.command import read_file
 from adora_vl.config.schema import DATACLASSES, parse
 from adora_vl.config.trl_ranges import RANGES
-from adora_vl.config.values import convert, declared
+from adora_vl.config.values import annotations_of_keys, convert
 from adora_vl.utils.cli import dotted
 from adora_vl.utils.errors import UserError
 from tests.support.recipes import key_defaults
@@ -28,7 +28,7 @@ from tests.support.recipes import key_defaults
 ROOT = Path(__file__).parents[3]
 CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "nowhere"]
 KEYS: dict[str, Any] = {
-    key: hint for dataclass in DATACLASSES for key, hint in declared(dataclass).items()
+    key: hint for dataclass in DATACLASSES for key, hint in annotations_of_keys(dataclass).items()
 }
 BLOCKS = {
     "adora_rollouts": RolloutOptions,
@@ -37,12 +37,12 @@ BLOCKS = {
 KEYS |= {
     f"{block}.{name}": hint
     for block, kind in BLOCKS.items()
-    for name, hint in declared(kind).items()
+    for name, hint in annotations_of_keys(kind).items()
 }
 OURS = (
     {key for key in KEYS if "." in key}
-    | set(declared(AdoraScriptArguments))
-    | set(declared(AdoraGRPOConfig)) - set(declared(GRPOConfig))
+    | set(annotations_of_keys(AdoraScriptArguments))
+    | set(annotations_of_keys(AdoraGRPOConfig)) - set(annotations_of_keys(GRPOConfig))
 )
 
 METHOD_OPTIONS: dict[str, Any] = {
@@ -451,4 +451,6 @@ def test_keys_of_ours_are_few_and_each_is_explained_in_the_annotated_config():
 
 
 def test_the_ranges_of_theirs_are_of_keys_that_they_have():
-    assert RANGES.keys() <= set(declared(GRPOConfig)) | set(declared(ModelConfig))
+    assert RANGES.keys() <= set(annotations_of_keys(GRPOConfig)) | set(
+        annotations_of_keys(ModelConfig)
+    )

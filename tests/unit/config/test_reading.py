@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from adora_vl.config import command, trl_keys
 from adora_vl.config.blocks import RolloutOptions
-from adora_vl.config.command import OPTIONS, read
+from adora_vl.config.command import COMMAND_OPTIONS, read
 from adora_vl.config.help import help_text
 from adora_vl.config.methods import build_pipeline
 from adora_vl.config.schema import DATACLASSES, parse
@@ -272,7 +272,7 @@ def test_every_option_of_the_help_is_known_for_a_word_that_is_nearly_one():
         for word in re.findall(r"^  (--[\w-]+)", help_text(["--help"]), re.MULTILINE)
     }
     named.add(*re.findall(r"or --(\S+) FILE", help_text(["--help"])))
-    assert named <= set(OPTIONS)
+    assert named <= set(COMMAND_OPTIONS)
 
 
 def test_all_keys_are_known_before_their_classes_are_imported(monkeypatch):

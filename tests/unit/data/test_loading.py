@@ -485,6 +485,6 @@ def test_the_chat_template_gets_the_arguments_that_it_had_in_the_training(tmp_pa
         arguments = ["infer", "--model", str(run), "--data", "d", "--output", "o"]
         settings = settings_of(parse_evaluation(arguments, BENCHMARK).ask)
         assert ChatProcessor.of(settings).render([{"role": "user", "content": "x"}]) == rendered
-        assert settings.described == (config if rendered == "brief" else {}), (
+        assert settings.fingerprint_fields == (config if rendered == "brief" else {}), (
             "answers of both do not mix"
         )

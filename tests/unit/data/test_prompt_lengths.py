@@ -18,19 +18,16 @@ from adora_vl.checkpoint.fingerprint import differences, fingerprint
 from adora_vl.config.command import read
 from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.schema import parse
-from adora_vl.data import prompt_lengths
+from adora_vl.data import overlong_prompts
+from adora_vl.data.context_limit import ContextLimit, context_limit, served_length
 from adora_vl.data.dataset import schema, write_manifest, write_split
 from adora_vl.data.loading import load_rows
+from adora_vl.data.overlong_prompts import LengthCheck, OverlongPrompts
 from adora_vl.data.prompt_lengths import (
-    ContextLimit,
-    LengthCheck,
-    OverlongPrompts,
     PromptLengths,
     ResizeLimits,
-    context_limit,
     measure_prompts,
     resize_limits_of,
-    served_length,
     sizes_in,
 )
 from adora_vl.data.prompts import SYSTEM_PROMPT
@@ -128,9 +125,9 @@ def words_of(data: Path, out: Path, *words: str) -> list[str]:
 
 LIMIT = ContextLimit(
     tokens=100,
-    completion=40,
+    completion_tokens=40,
     name="vllm_max_model_length: 100",
-    raised="set it to",
+    raise_hint="set it to",
     model_limit=2048,
 )
 
@@ -183,9 +180,9 @@ def test_the_remedy_is_one_that_helps() -> None:
     assert "2060 would hold every prompt with its answer, but the model takes 2048" in beyond
     models_limit = ContextLimit(
         tokens=2048,
-        completion=40,
+        completion_tokens=40,
         name="the model's max_position_embeddings: 2048",
-        raised="",
+        raise_hint="",
         model_limit=2048,
     )
     refusal = check_of([2050], [0], models_limit).refusal()
@@ -256,7 +253,9 @@ def test_lengths_are_those_of_the_trainers_own_prompts(tmp_path: Path, processor
 
     rows = load_rows(script, [str(folder)], 0, fitting)
     (lengths,) = measurements
-    for row, length, image_length in zip(rows, lengths.prompt, lengths.image, strict=True):
+    for row, length, image_length in zip(
+        rows, lengths.prompt_tokens, lengths.image_tokens, strict=True
+    ):
         messages = prepare_multimodal_messages(row["prompt"], images=row["images"])
         inputs = processor.apply_chat_template(
             [messages], add_generation_prompt=True, tokenize=True, return_dict=True
@@ -265,8 +264,8 @@ def test_lengths_are_those_of_the_trainers_own_prompts(tmp_path: Path, processor
         assert length == len(token_ids)
         assert image_length == token_ids.count(processor.image_token_id)
     assert lengths.ids == [row["id"] for row in rows]
-    assert lengths.image[0] == 0
-    assert lengths.image[1] > 0
+    assert lengths.image_tokens[0] == 0
+    assert lengths.image_tokens[1] > 0
 
 
 def test_a_language_model_is_asked_in_plain_texts(processor: Any) -> None:
@@ -300,8 +299,8 @@ def test_an_image_that_cannot_be_read_is_left_to_the_step_that_names_it(tmp_path
     assert list(sizes_in(rows_of_text.data.table)) == [[], []]
     counter = TokenCounter(lambda texts, images: [7 + count for count in images])
     lengths = measure_prompts([("a", "x", [None])], counter, ResizeLimits(1, 100, 1), 1)
-    assert lengths.prompt == [7]
-    assert lengths.image == [0]
+    assert lengths.prompt_tokens == [7]
+    assert lengths.image_tokens == [0]
 
 
 def characters(texts: Sequence[str], images: Sequence[int]) -> list[int]:
@@ -324,7 +323,7 @@ def test_lengths_of_many_rows_are_counted_once_for_the_same_rows_and_tokenizer(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path))
-    monkeypatch.setattr(prompt_lengths, "REMEMBERED_ROWS", 10)
+    monkeypatch.setattr(overlong_prompts, "REMEMBERED_ROWS", 10)
     rows = Dataset.from_parquet(str(next(data.glob("data/train*"))), cache_dir=str(tmp_path / "hf"))
     limit = ContextLimit(400, 10, "vllm_max_model_length: 400", "set it to", None)
     calls: list[int] = []
@@ -439,7 +438,7 @@ def test_rows_are_left_out_and_recorded(
     capsys.readouterr()
     plan = make_plan(read(words), DryRunOptions())
     assert plan.rows == 9
-    assert plan.lengths.longest[0] == counted(processor, SHORT)
+    assert plan.lengths.longest_prompt == counted(processor, SHORT)
     assert main([*words, "--dry-run"]) == 0
     output = capsys.readouterr().out
     assert "drop leaves out 3 of 12 rows" in output
@@ -509,7 +508,7 @@ def test_a_dry_run_keeps_the_rows_that_it_has_not_measured(
         "drop",
     ]
     plan = make_plan(read(words_of(data, tmp_path / "out", *limit)), DryRunOptions(rows=8))
-    assert len(plan.lengths.prompt) == 7
+    assert len(plan.lengths.prompt_tokens) == 7
     assert plan.rows == 11
     assert plan.run.messages.unknown == ["measured on the first 8 of 12 rows (--rows)"]
 
@@ -518,9 +517,9 @@ def evaluated(limit: int, policy: str, *problems: Problem) -> list[Problem]:
     """Return the problems of an evaluation that are asked, with a limit of so many tokens."""
     token_limit = ContextLimit(
         tokens=limit,
-        completion=10,
+        completion_tokens=10,
         name=f"vllm_max_model_length: {limit}",
-        raised="set it to",
+        raise_hint="set it to",
         model_limit=None,
     )
     overlong = OverlongPrompts(

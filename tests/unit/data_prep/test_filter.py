@@ -187,7 +187,9 @@ def test_questions_are_asked_and_answers_read_as_in_the_training(
         "adora_prompt": "Look: {problem}",
         "adora_system_prompt": "Put it in <answer> </answer>.",
     }
-    monkeypatch.setattr("adora_vl.evals.inference.provenance.trained_with", lambda model: trained)
+    monkeypatch.setattr(
+        "adora_vl.evals.inference.provenance.training_config_of", lambda model: trained
+    )
     model.asked.clear()
     assert run(data, tmp_path / "trained") == 0
     assert rows_of(tmp_path / "trained") == rows_of(tmp_path / "given")

@@ -24,12 +24,12 @@ from adora_vl.doctor.checks import (
     check_torchvision,
     check_version,
     check_writable,
-    ranges,
+    requirements_by_name,
 )
 from adora_vl.doctor.engine import (
     FEATURES,
     Examination,
-    changed,
+    changeable,
     check_features,
     choose_parameter,
     examine,
@@ -66,7 +66,9 @@ def test_a_version_outside_of_its_range(subtests):
     ]
     for version, needed, status, remedy in cases:
         with subtests.test(f"{version!r:.80} {needed} {status}"):
-            check = check_version("trl", ranges(), {"trl": version}.get, needed=needed)
+            check = check_version(
+                "trl", requirements_by_name(), {"trl": version}.get, needed=needed
+            )
             assert check.status is status
             assert remedy in check.remedy
 
@@ -344,7 +346,7 @@ def test_a_changed_weight_comes_back_to_the_bit():
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     name, parameter = choose_parameter(model, vision=False)
     assert name == "model.layers.1.weight"
-    with pytest.raises(RuntimeError, match="inside"), changed(parameter) as change:
+    with pytest.raises(RuntimeError, match="inside"), changeable(parameter) as change:
         change(0.3)
         once = parameter.detach().clone()
         change(3.0)
@@ -354,7 +356,7 @@ def test_a_changed_weight_comes_back_to_the_bit():
         raise RuntimeError("inside")
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     zero = torch.nn.Parameter(torch.zeros(2, 8))  # LoRA's second factor
-    with changed(zero) as change:
+    with changeable(zero) as change:
         change(1.0)
         assert zero.abs().sum() > 0
     assert zero.abs().sum() == 0

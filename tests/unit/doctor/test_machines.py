@@ -27,8 +27,8 @@ from adora_vl.builtin import builtin_data
 from adora_vl.builtin.tiny_text import TextStart
 from adora_vl.checkpoint import fingerprint as ranks
 from adora_vl.checkpoint import store
-from adora_vl.checkpoint.fingerprint import Seen, check_ranks, leave_token, problem_among
-from adora_vl.checkpoint.store import facts_of, publish
+from adora_vl.checkpoint.fingerprint import RankView, check_ranks, leave_token, problem_among
+from adora_vl.checkpoint.store import manifest_of, publish
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.run_context import RunContext
@@ -119,7 +119,7 @@ def test_machines_are_known_from_what_the_launcher_tells(monkeypatch):
     assert from_environment(environment) == Sharding(16, 2, machines=4)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UserError, match="FSDP"):
-        RunContext.of_dry_run(DryRunOptions(), local=True)
+        RunContext.of_dry_run(DryRunOptions(), on_this_machine=True)
 
 
 ONE_MACHINE = ["--num_machines", "2", "--num_processes", "16", "--main_process_port", "29500"]
@@ -206,7 +206,7 @@ def alone(monkeypatch):
 
 
 def test_ranks_that_share_the_folder_go_on_and_leave_nothing_in_it(tmp_path, alone):
-    (tmp_path / f"{ranks._PREFIX}of-a-start-that-was-killed").touch()
+    (tmp_path / f"{ranks._SHARED_FILE_PREFIX}of-a-start-that-was-killed").touch()
     token = leave_token(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [token]
     check_ranks(tmp_path, token, {"seed": "1"}, {"seed": "1"}, patience_s=0)
@@ -245,12 +245,14 @@ def test_a_machine_that_was_started_with_other_arguments_is_named(tmp_path, alon
 
 
 def test_the_first_rank_that_differs_is_named():
-    fine = Seen("one", True, [])
-    different = Seen("two", True, ["dataset: a -> b"])
+    fine = RankView(machine="one", shares_folder=True, differences=[])
+    different = RankView(machine="two", shares_folder=True, differences=["dataset: a -> b"])
     assert problem_among([fine, fine], Path("out")) is None
     problem = problem_among([fine, different], Path("out"))
     assert "on two (rank 1) the run is not the one of rank 0: dataset: a -> b;" in problem
-    problem = problem_among([fine, fine, Seen("two", False, [])], Path("out"))
+    problem = problem_among(
+        [fine, fine, RankView(machine="two", shares_folder=False, differences=[])], Path("out")
+    )
     assert problem.startswith(
         "output_dir: 'out' on two (rank 2) is not the folder that rank 0 has on one;"
     )
@@ -335,7 +337,7 @@ def test_a_file_of_another_machine_that_shows_late_is_sealed_too(tmp_path, monke
     late.start()
     publish(checkpoint, tmp_path / "checkpoint-3", {"step": 3}, {"mine", "theirs"})
     late.join()
-    assert facts_of(tmp_path / "checkpoint-3")["files"].keys() == {"mine", "theirs"}
+    assert manifest_of(tmp_path / "checkpoint-3")["files"].keys() == {"mine", "theirs"}
 
 
 def test_a_checkpoint_without_the_part_of_a_machine_never_gets_its_name(tmp_path, monkeypatch):

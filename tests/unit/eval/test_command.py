@@ -291,7 +291,9 @@ def test_what_is_too_long_says_whether_fewer_pixels_would_help():
 
     def fault(text: str, image: Image.Image, context: int) -> str:
         return (
-            chat.overlong(chat.ids_of(conversation_with_images(text, 1, None), [image]), context)
+            chat.why_too_long(
+                chat.prompt_ids(conversation_with_images(text, 1, None), [image]), context
+            )
             or ""
         )
 

@@ -13,7 +13,7 @@ from adora_vl.evals.score_files import read_run
 from adora_vl.evals.scoring.score import aggregate, verdict_of
 from adora_vl.report.compare import main as gain
 from eval.compare import main
-from eval.suite import row
+from eval.suite import table_lines
 
 
 def score_file(path: Path, right: str, benchmark: str = "mathvista", **fields: Any) -> str:
@@ -133,9 +133,9 @@ def test_a_score_of_a_part_says_so_wherever_it_is_shown(tmp_path, capsys):
     ][:1]
     assert "of 4 of 512" in line
     assert "512" not in shown(capsys, whole_score)
-    assert row([read_run(part)])[1].endswith("(4 of 512)")
-    assert row([read_run(part)])[-1].endswith("(n of N): over a part of the problems")
-    assert "(n of N)" not in row([read_run(whole_score)])[-1]
+    assert table_lines([read_run(part)])[1].endswith("(4 of 512)")
+    assert table_lines([read_run(part)])[-1].endswith("(n of N): over a part of the problems")
+    assert "(n of N)" not in table_lines([read_run(whole_score)])[-1]
     unknown = {"answers": 4, "asked": None, "in_data": None}
     alone = score_file(tmp_path / "alone.json", "0110", coverage=unknown)
     assert "it is not known of how many problems these are" in shown(capsys, alone)

@@ -363,7 +363,7 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
         engine=Namespace(greedy={}),
         processor="p",
     )
-    rollouts: Any = Namespace(groups=groups, guard=Namespace(watching=nullcontext))
+    rollouts: Any = Namespace(group_sampler=groups, guard=Namespace(watching=nullcontext))
     plan = evaluation.EvaluationPlan(
         [evaluation.Task(find_benchmark("geometry3k"), problems, in_data=9)],
         every=2,

@@ -10,8 +10,8 @@ from eval.mathverse import (
     BENCHMARK,
     TEXT_ONLY,
     VERSIONS,
-    by_rules,
     choices_of,
+    extract_by_rules,
     reference_letter,
     same_answer,
 )
@@ -81,7 +81,7 @@ def test_an_answer_is_found_in_a_response():
         "First we halve 8.\nTherefore the side is 4.": ("4", "conclusion"),
     }
     for response, expected in answers.items():
-        assert tuple(by_rules(row(1, response, "5.0"))) == expected
+        assert tuple(extract_by_rules(row(1, response, "5.0"))) == expected
 
 
 def test_options_and_the_right_one_are_read_as_the_data_write_them():

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from adora_vl.evals.inference.predictions import read_predictions
-from adora_vl.evals.scoring.judge import by_rules
+from adora_vl.evals.scoring.judge import extract_by_rules
 from adora_vl.evals.scoring.score import score as score_of
 from eval.command import main
 from eval.mathvista import (
     BENCHMARK,
     MathVistaScoreOptions,
     build_query,
-    chosen,
+    compare_with_reference,
     edit_distance,
-    judge_extraction,
+    official_choice,
     question_of,
 )
 from tests.support import benchmark_data
@@ -103,8 +103,10 @@ def test_rules_agree_with_the_stored_extraction_in_hit_or_miss(subtests: pytest.
         with subtests.test(f"{model} {half}"):
             rows = read_predictions(DATA / f"{model}.jsonl")[half::2]
             agree = sum(
-                judge_extraction(row, by_rules(question_of(row)).text, "official").correct
-                == judge_extraction(row, row["extraction"], "official").correct
+                compare_with_reference(
+                    row, extract_by_rules(question_of(row)).text, "official"
+                ).is_right
+                == compare_with_reference(row, row["extraction"], "official").is_right
                 for row in rows
             )
             assert agree / len(rows) >= min_agreement
@@ -236,19 +238,19 @@ def test_the_rule_sets_differ_where_they_should(subtests: pytest.Subtests) -> No
     for row, extraction, official, published, vlmevalkit in cases:
         with subtests.test(f"{row!r:.80} {extraction!r:.80} {official}"):
             hits = [
-                judge_extraction(row, extraction, rules).correct
+                compare_with_reference(row, extraction, rules).is_right
                 for rules in ("official", "published_2023", "vlmevalkit")
             ]
             assert hits == [official, published, vlmevalkit]
-            fixed = judge_extraction(row, extraction, "vlmevalkit_1680").correct
+            fixed = compare_with_reference(row, extraction, "vlmevalkit_1680").is_right
             assert fixed is (
                 extraction == row["answer"] if row["answer_type"] == "list" else vlmevalkit
             )
 
 
 def test_the_first_of_the_nearest_choices_wins() -> None:
-    assert chosen("xyz", ["abc", "abd"]) == 0
-    assert chosen("Gum", ["Grass", "Gun", "Gam"]) == 1
+    assert official_choice("xyz", ["abc", "abd"]) == 0
+    assert official_choice("Gum", ["Grass", "Gun", "Gam"]) == 1
     assert edit_distance("kitten", "sitting") == 3
     assert edit_distance("", "abc") == 3
     assert edit_distance("a", "a") == 0

@@ -42,7 +42,7 @@ def test_the_letter_that_mmmu_pro_reads(response, letter):
     ],
 )
 def test_the_letters_of_logicvista_are_read_out_of_a_response(response, letters):
-    assert logicvista.by_rules(response).text == letters
+    assert logicvista.extract_letters(response).text == letters
     assert all(logicvista.letters_of(stored) == ["a", "c"] for stored in ("A, C", "ca", ["c", "a"]))
 
 

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from adora_vl.evals.benchmark import NAMES, find_benchmark
-from adora_vl.evals.inference.local import Conversations
+from adora_vl.evals.inference.local import ConversationEngine
 from adora_vl.evals.inference.requests import AnswerRequest
 from adora_vl.evals.records import Scored
 from adora_vl.evals.scoring.choice import extract_choice
-from adora_vl.evals.scoring.judge import Question, by_rules, messages_for, report_in
+from adora_vl.evals.scoring.judge import Question, extract_by_rules, extraction_messages, report_in
 from adora_vl.evals.scoring.number import extract_list, extract_number
 from adora_vl.evals.scoring.score import score
 from adora_vl.evals.scoring.table import table
 from adora_vl.rollout.rollouts import FinishReason, SamplingResult
 from data_prep.filter import tallies
-from eval.logicvista import by_rules as letters_by_rules
+from eval.logicvista import extract_letters
 from eval.mathvista import BENCHMARK as MATHVISTA
 from tests.support import benchmark_data
 from tests.support.endpoint_server import completion
@@ -130,11 +130,11 @@ def test_every_reader_takes_a_whole_response() -> None:
     assert number_answer.text == "15"
     list_answer = extract_list("<think>[1, 2]</think> [3, 4]")
     assert list_answer.text == "[3, 4]"
-    letters_answer = letters_by_rules(r"<think>\boxed{A, B}</think> \boxed{C, D}")
+    letters_answer = extract_letters(r"<think>\boxed{A, B}</think> \boxed{C, D}")
     assert letters_answer.text == "C, D"
     question = Question("integer", "?", (), "<think>12</think>15")
-    assert by_rules(question).text == "15"
-    assert "12" not in messages_for(question)[1]["content"]
+    assert extract_by_rules(question).text == "15"
+    assert "12" not in extraction_messages(question)[1]["content"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -196,12 +196,12 @@ def test_an_engine_in_this_process_says_whether_the_prompt_opens_the_block(
 ) -> None:
     chat: Any = SimpleNamespace(
         context=100,
-        ids_of=lambda messages, images: [ord(character) for character in prompt],
-        overlong=lambda ids, context: None,
+        prompt_ids=lambda messages, images: [ord(character) for character in prompt],
+        why_too_long=lambda ids, context: None,
         decode=lambda ids: "".join(map(chr, ids)),
     )
     answer = SamplingResult(tokens=[ord("5")], logps=[None], finish_reason=FinishReason.STOP)
-    engine = Conversations(chat, lambda asks: [answer for _ in asks], 10, 4)
+    engine = ConversationEngine(chat, lambda asks: [answer for _ in asks], 10, 4)
     (reply,) = engine.generate([AnswerRequest([], [])])
     assert not isinstance(reply, tuple)
     assert reply.text == "5"

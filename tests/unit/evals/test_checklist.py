@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from adora_vl.evals.checklist import MOST, checklist, marks_of
+from adora_vl.evals.checklist import MOST_QUESTIONS, checklist, questions_on_marks
 from adora_vl.evals.records import Problem
 from adora_vl.geometry.figure import figure_from, written
 from adora_vl.geometry.text import form_of_text
@@ -47,8 +47,8 @@ def problem(**fields: Any) -> Problem:
 def test_questions_are_of_marks_and_have_exact_answers(drawn: str) -> None:
     kinds: Counter[str] = Counter()
     for seed in range(60):
-        questions = marks_of(figure_from(drawn), str(seed))
-        assert 0 < len(questions) <= MOST
+        questions = questions_on_marks(figure_from(drawn), str(seed))
+        assert 0 < len(questions) <= MOST_QUESTIONS
         assert len({question.text for question in questions}) == len(questions)
         answers = Counter(question.answer for question in questions)
         assert answers["yes"] == answers["no"] == 1
@@ -67,7 +67,7 @@ def test_questions_are_of_marks_and_have_exact_answers(drawn: str) -> None:
 
 def test_the_same_problem_is_asked_the_same_questions(drawn: str) -> None:
     figure = figure_from(drawn)
-    assert marks_of(figure, "geo/1") == marks_of(figure, "geo/1")
+    assert questions_on_marks(figure, "geo/1") == questions_on_marks(figure, "geo/1")
 
 
 def test_a_question_stands_in_the_words_of_the_prompt(drawn: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from adora_vl.evals.scoring.choice import extract_choice
-from adora_vl.evals.scoring.judge import Question, by_rules, messages_for
+from adora_vl.evals.scoring.judge import Question, extract_by_rules, extraction_messages
 from adora_vl.evals.scoring.number import extract_list, extract_number
 from eval.command import main
 from eval.mathvista import BENCHMARK, question_of
@@ -34,7 +34,7 @@ def test_an_answer_is_found_in_a_response() -> None:
         elif row["kind"] == "number":
             extraction = extract_number(row["response"], row.get("question", ""))
         else:
-            extraction = by_rules(Question(row["kind"], "", (), row["response"]))
+            extraction = extract_by_rules(Question(row["kind"], "", (), row["response"]))
         if extraction.text != row["found"]:
             failing.append((extraction.text, row))
     assert failing == []
@@ -154,7 +154,7 @@ def test_a_second_score_asks_nothing(tmp_path: Path, serve: Callable[[Answer], S
 
 def test_the_gold_is_not_told(tmp_path: Path) -> None:
     assert "gold-value" not in json.dumps(
-        messages_for(question_of(row("1", "I count five.", answer="gold-value")))
+        extraction_messages(question_of(row("1", "I count five.", answer="gold-value")))
     )
 
 

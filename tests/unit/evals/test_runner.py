@@ -22,8 +22,9 @@ from adora_vl.evals.inference.predictions import (
     read_predictions,
 )
 from adora_vl.evals.inference.provenance import Fields
+from adora_vl.evals.inference.ranks import ALONE, Ranks, join_ranks, take_gpu
 from adora_vl.evals.inference.requests import AnswerEngine, AnswerEngineSettings, AnswerRequest
-from adora_vl.evals.inference.runner import ALONE, Ranks, Summary, infer, join_ranks, take_gpu
+from adora_vl.evals.inference.runner import Summary, infer
 from adora_vl.evals.prepared import problems as geometry3k_problems
 from adora_vl.evals.records import Prediction, Problem
 from adora_vl.models.load import model_hash

@@ -15,7 +15,7 @@ from adora_vl import evaluation
 from adora_vl.evals import asking
 from adora_vl.evals.inference.predictions import IMAGE_FAILED, read_predictions
 from adora_vl.evals.inference.requests import AnswerRequest
-from adora_vl.evals.inference.runner import Ask, answer
+from adora_vl.evals.inference.runner import AnswerSample, answer
 from adora_vl.evals.options import HubDataOptions
 from adora_vl.evals.prepared import GraderOptions, answer_form
 from adora_vl.evals.prepared_benchmark import PreparedDataOptions
@@ -477,7 +477,7 @@ def test_figures_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.Mo
 
     options = PreparedDataOptions(data=str(data), split="test", prompt=None)
     problems = GEOMETRY3K.load(options).problems
-    asks = [Ask(problem, sample) for problem in problems for sample in range(2)]
+    asks = [AnswerSample(problem, sample) for problem in problems for sample in range(2)]
     rows = answer(Guess(), asks, seed=0, system_prompt=None)
     assert rows == read_predictions(output / "predictions.jsonl")
     logged = figures(GEOMETRY3K, rows)
@@ -504,7 +504,7 @@ def test_slices_of_several_processes_score_as_one(tmp_path: Path) -> None:
     data = write_mathvista(tmp_path, mathvista_rows(7))
     options = HubDataOptions(data=str(data), split="testmini")
     problems = MATHVISTA.load(options).problems
-    asks = [Ask(problem, 0) for problem in problems]
+    asks = [AnswerSample(problem, 0) for problem in problems]
     slices = []
     for rank in range(2):
         slices += answer(Guess(), asks[rank::2], seed=0, system_prompt=None)

@@ -12,7 +12,7 @@ from adora_vl.data.dataset import write_split
 from adora_vl.data.prompts import conversation_with_images
 from adora_vl.evals.asking import check_options
 from adora_vl.evals.inference.chat import ChatProcessor
-from adora_vl.evals.inference.local import _Local
+from adora_vl.evals.inference.local import LocalEngine
 from adora_vl.evals.inference.predictions import read_predictions
 from adora_vl.evals.inference.requests import AnswerRequest
 from adora_vl.models.load import PRETRAINED
@@ -141,7 +141,7 @@ def test_tools_of_a_file_beside_the_config(tmp_path, monkeypatch):
         str(tmp_path / "c.yaml"),
     ]
     settings = check_options(parse([*arguments, "--engine", "transformers"], BENCHMARK).ask)
-    description = settings.described
+    description = settings.fingerprint_fields
     assert description["tools"] == ["line", "two"]
     assert description["tool_options"]["images"] == 3
     assert [*description["tool_files"]] == ["own.py"]
@@ -149,7 +149,7 @@ def test_tools_of_a_file_beside_the_config(tmp_path, monkeypatch):
     assert str(settings.with_tool_prompt("Think.")).startswith("Think.\n\n")
 
 
-class Scripted(_Local):
+class Scripted(LocalEngine):
     """Says what it is told to, turn by turn."""
 
     def __init__(self, settings: Any, *turns: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 from adora_vl.evals import variants
 from adora_vl.evals.options import DataOptions
 from adora_vl.evals.records import Graded, LoadedProblems, RowGrade
-from adora_vl.evals.variants import original_of, variant_lines, with_variants
+from adora_vl.evals.variants import parse_variant_id, variant_lines, with_variants
 from adora_vl.utils.errors import UserError
 
 
@@ -31,9 +31,9 @@ def loaded(*pids: str) -> LoadedProblems:
 
 
 def test_the_id_of_a_variant_has_its_original_and_its_number() -> None:
-    assert original_of("geometry3k/test/15~3") == ("geometry3k/test/15", 3)
-    assert original_of("geometry3k/test/15") is None
-    assert original_of("a~b") is None
+    assert parse_variant_id("geometry3k/test/15~3") == ("geometry3k/test/15", 3)
+    assert parse_variant_id("geometry3k/test/15") is None
+    assert parse_variant_id("a~b") is None
 
 
 def test_the_first_variants_of_the_problems_are_asked_too(
@@ -41,15 +41,18 @@ def test_the_first_variants_of_the_problems_are_asked_too(
 ) -> None:
     options = DataOptions(data=str(tmp_path / "geo"), split="test")
     with pytest.raises(UserError, match=r"there is no folder .*geo-variants'; make it with"):
-        with_variants(loaded("a", "b"), options, None, 2)
+        with_variants(loaded("a", "b"), options, prompt=None, n_per_problem=2)
     (tmp_path / "geo-variants").mkdir()
     varied = loaded("a~1", "a~2", "a~3", "b~1", "c~1", "d")
     monkeypatch.setattr(variants, "load_prepared", lambda options, prompt: varied)
-    both = with_variants(loaded("a", "b"), options, None, 2)
+    both = with_variants(loaded("a", "b"), options, prompt=None, n_per_problem=2)
     assert [problem.pid for problem in both.problems] == ["a", "b", "a~1", "a~2", "b~1"]
-    assert both.data_hash != with_variants(loaded("a", "b"), options, None, 1).data_hash
+    assert (
+        both.data_hash
+        != with_variants(loaded("a", "b"), options, prompt=None, n_per_problem=1).data_hash
+    )
     with pytest.raises(UserError, match="has no variant of these problems"):
-        with_variants(loaded("x"), options, None, 2)
+        with_variants(loaded("x"), options, prompt=None, n_per_problem=2)
 
 
 def test_originals_and_variants_are_compared_problem_by_problem() -> None:

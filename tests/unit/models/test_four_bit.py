@@ -20,9 +20,14 @@ from vllm import LLM
 
 from adora_vl.export import main as export
 from adora_vl.models.adapter import load_merged
-from adora_vl.models.four_bit import FrozenBase, bytes_of, four_bit_folder, keep_gradients
+from adora_vl.models.four_bit import (
+    FrozenBase,
+    four_bit_folder,
+    four_bit_parameter_bytes,
+    keep_gradients,
+)
 from adora_vl.models.load import PRETRAINED, load_processor
-from adora_vl.models.shape import config_for_planning, describe
+from adora_vl.models.shape import config_for_planning, model_shape
 from adora_vl.rollout.llm import PolicyLLM
 from tests.support.adapters import TEXT, sft_adapter
 from tests.support.launch import run as in_a_process
@@ -61,10 +66,12 @@ def test_gradients_come_through_4_bits_after_a_pass_without_them_and_vision_and_
     assert len(four) == 7 * 3
     assert not any("visual" in name or "lm_head" in name for name in four)
     config = config_for_planning(str(PRETRAINED))[0]
-    shape = describe(config, dtype="bfloat16", four_bit_bytes=bytes_of(nested=True))
+    shape = model_shape(
+        config, dtype="bfloat16", four_bit_bytes=four_bit_parameter_bytes(nested=True)
+    )
     parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
     assert shape.base_bytes(2) == pytest.approx(parameter_bytes, rel=0.01)
-    assert shape.base_bytes(2) < 2 * shape.total
+    assert shape.base_bytes(2) < 2 * shape.total_parameters
     policy = PeftModel.from_pretrained(model, sft, is_trainable=True)
     ids = torch.arange(20, 40)[None]
     policy.eval()
@@ -198,7 +205,7 @@ def test_one_copy_of_the_base_is_on_the_card_and_the_engine_keeps_its_own(monkey
     events: list[Any] = []
     monkeypatch.setattr(LLM, "sleep", lambda self, level: events.append(level))
     monkeypatch.setattr(
-        LLM, "wake_up", lambda self, tags: events.append((tags, llm.frozen_base.away))
+        LLM, "wake_up", lambda self, tags: events.append((tags, llm.frozen_base.is_on_host))
     )
     monkeypatch.setattr(LLM, "generate", lambda self, *args, **named: named["lora_request"])
     llm: Any = object.__new__(PolicyLLM)
@@ -211,10 +218,10 @@ def test_one_copy_of_the_base_is_on_the_card_and_the_engine_keeps_its_own(monkey
     assert events == [("weights", True), ("kv_cache", True), 1], (
         "level 2 would discard what no sync brings back"
     )
-    assert not llm.frozen_base.away
+    assert not llm.frozen_base.is_on_host
     assert llm.frozen_base.moves == 2
     with llm.awake():
         llm.wake_up(tags="weights")
         llm.sleep(level=2)
-    assert llm.frozen_base.away, "it stays away as long as the engine is awake"
+    assert llm.frozen_base.is_on_host, "it stays away as long as the engine is awake"
     assert llm.frozen_base.moves == 3, "it stays away as long as the engine is awake"

@@ -27,14 +27,14 @@ from trl.trainer.utils import add_fused_lm_head
 
 from adora_vl.packing import packed_forward as packed_module
 from adora_vl.packing import split_attention
-from adora_vl.packing.packed_forward import PackedForward
+from adora_vl.packing.packed_forward import PackedForward, PassInputs
 from adora_vl.packing.pass_differences import has_dropout
 from adora_vl.packing.policy_pass import PolicyPass
 from adora_vl.packing.row_positions import prompt_positions
 from adora_vl.packing.shared_prompt import (
     SIMILAR_LENGTH_RATIO,
     GroupLayout,
-    SharedPrompts,
+    PackedLayout,
     group_rows_by_prompt,
     pack,
     sharing_pays,
@@ -159,12 +159,12 @@ def shared(model: Any, rows: Batch) -> Tensor:
         attention_mask=rows["mask"],
         completion_width=rows["completion"],
         groups=rows["groups"],
-        positions=positions,
+        prompt_positions=positions,
     )
-    layout = {LAYOUT_ARGUMENT: packed.shared}
+    layout = {LAYOUT_ARGUMENT: packed.layout}
     output = model(
         input_ids=packed.ids_NS,
-        position_ids=packed.positions,
+        position_ids=packed.position_ids,
         attention_mask=empty_mask(packed.ids_NS.device),
         **layout,
         **images,
@@ -341,7 +341,7 @@ def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(tmp_pat
             install_split_attention(model)
             layout_of_other_rows = pack(
                 rows["ids"], rows["mask"], 4, rows["groups"], torch.arange(5)[None]
-            ).shared
+            ).layout
             with pytest.raises(RuntimeError):  # more positions than there are tokens
                 model(
                     rows["ids"][:1, :3],
@@ -417,16 +417,16 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(has_references,
         return expected[:row_count], None, None
 
     forward = PackedForward(Accelerator(cpu=True))
-    result = forward(
+    pass_inputs = PassInputs(
         model,
         input_ids=rows["ids"],
         attention_mask=rows["mask"],
         completion_width=rows["completion"],
         batch_size=5,
         compute_entropy=False,
-        inputs=inputs,
-        separate=first_separate_rows,
+        columns=inputs,
     )
+    result = forward(pass_inputs, first_separate_rows)
     assert result is not None
     assert forward.passes == 1
     assert not forward.refusal
@@ -583,10 +583,10 @@ def test_groups_as_one_sequence_by_hand():
     positions = torch.tensor([[[0, 0, 4, 5], [0, 0, 0, 0]]] * 3)
     packed = pack(ids, mask, 3, [[0, 1], [2]], positions)
     assert packed.ids_NS.tolist() == [[5, 6, 7, 1, 2, 8, 9]]
-    assert packed.positions.shape == (3, 1, 7)
-    assert packed.positions[2, 0].tolist() == [0, 4, 5, 6, 7, 0, 1]
-    assert packed.shared.groups == (GroupLayout(3, (2,)), GroupLayout(1, (1,)))
-    assert packed.shared.predicting_K.tolist() == [2, 3, 4, 2, 5, 6]
+    assert packed.position_ids.shape == (3, 1, 7)
+    assert packed.position_ids[2, 0].tolist() == [0, 4, 5, 6, 7, 0, 1]
+    assert packed.layout.groups == (GroupLayout(3, (2,)), GroupLayout(1, (1,)))
+    assert packed.layout.predicting_positions_K.tolist() == [2, 3, 4, 2, 5, 6]
     assert packed.labels.tolist() == [[1, 2, 4, 3, 9, 1]]
     row_values = packed.spread_over_rows(torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]]))
     expected_values = torch.tensor([[0.4, 0, 0], [0.1, 0.2, 0.3], [0.5, 0.6, 0]])
@@ -606,7 +606,7 @@ def test_a_batch_in_which_nothing_is_scored_keeps_a_position_for_the_head():
     ids = torch.tensor([[5, 6, 1], [5, 6, 1]])
     packed = pack(ids, torch.tensor([[1, 1, 0]] * 2), 1, [[0, 1]], torch.arange(2)[None])
     assert packed.labels.tolist() == [[-100]]
-    assert packed.shared.groups == (GroupLayout(2, ()),)
+    assert packed.layout.groups == (GroupLayout(2, ()),)
     assert packed.spread_over_rows(torch.tensor([[9.0]])).tolist() == [[0.0], [0.0]]
 
 
@@ -626,13 +626,13 @@ def test_the_longest_rollout_is_one_span_with_its_prompt():
     """Each of the other rollouts has a span; among keys it comes after the prompt once more."""
     alone = GroupLayout(4, (2,))
     three = GroupLayout(3, (5, 2, 1))
-    shared = SharedPrompts((alone, three, GroupLayout(2, ())), torch.zeros(1, dtype=torch.long))
+    shared = PackedLayout((alone, three, GroupLayout(2, ())), torch.zeros(1, dtype=torch.long))
     assert shared.span_lengths == [6, 8, 2, 1, 2]
-    queries, keys, most_queries, most_keys = shared.span_bounds
+    queries, keys, max_queries, max_keys = shared.span_bounds
     assert queries.tolist() == [0, 6, 14, 16, 17, 19]
     assert keys.tolist() == [0, 6, 14, 19, 23, 25]
-    assert most_queries == 8
-    assert most_keys == 8
+    assert max_queries == 8
+    assert max_keys == 8
 
 
 def test_dropout_is_found_in_the_attention_and_in_an_adapter():

@@ -208,9 +208,9 @@ def assert_as_alone(kind: str, frozen: bool) -> None:
     assert vision.install(model)
     for share, patches in ((True, 3), (False, 11)):
         vision.share = share
-        vision.seen = 0
+        vision.image_passes = 0
         row_logps = together(model, vision, ROWS)
-        assert vision.seen == patches, "of eleven pictures three are distinct"
+        assert vision.image_passes == patches, "of eleven pictures three are distinct"
         logps_bound = LINEAR_BOUND if kind == "qwen3_5" else BOUND
         assert (row_logps - expected).abs().max() <= logps_bound * expected.abs().max()
         shared_gradients = gradients(model, row_logps)
@@ -374,7 +374,7 @@ def test_a_frozen_tower_in_several_passes_gives_the_same_features(monkeypatch, s
                 vision.install(model)
                 results.append(together(model, vision, rows))
                 assert len(calls) == (1 if limit > 1 else 3)
-                assert vision.seen == 3
+                assert vision.image_passes == 3
             assert (results[0] - results[1]).abs().max() <= LINEAR_BOUND * results[0].abs().max()
 
 
@@ -505,11 +505,13 @@ def test_features_and_gradients_are_those_of_the_loop(grids):
 
 @given(st.lists(st.sampled_from([64, 32, 16, 4]), min_size=1, max_size=30))
 def test_every_patch_has_its_place_and_its_way_back(lengths):
-    sizes, order, back = sort_windows(tuple(lengths), torch.device("cpu"))
-    assert sum(size * windows for size, windows in sizes) == sum(lengths)
-    assert len(sizes) == len(set(lengths))
-    if order is not None and back is not None:
-        assert torch.equal(order[back], torch.arange(sum(lengths)))
+    windows = sort_windows(tuple(lengths), torch.device("cpu"))
+    patch_count = sum(size * count for size, count in windows.count_by_size.items())
+    assert patch_count == sum(lengths)
+    assert len(windows.count_by_size) == len(set(lengths))
+    if windows.order is not None:
+        restored = windows.order[windows.inverse_order]
+        assert torch.equal(restored, torch.arange(sum(lengths)))
 
 
 def test_one_call_per_size_and_block_whatever_the_number_of_windows(monkeypatch):
@@ -564,7 +566,7 @@ def test_a_tower_on_a_device_reads_nothing_back(subtests):
             starts = [
                 int(bank.store(str(n), p.to("meta"), GRIDS[n])[0]) for n, p in enumerate(pictures())
             ]
-            output = vision._pass(
+            output = vision._run_on_images(
                 bank,
                 starts,
                 partial(run_tower, model.model.visual, original, {}, torch.device("meta")),

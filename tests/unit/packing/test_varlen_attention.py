@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Unpack
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from adora_vl.packing import split_attention
-from adora_vl.packing.shared_prompt import GroupLayout, SharedPrompts
+from adora_vl.packing.shared_prompt import GroupLayout, PackedLayout
 from adora_vl.packing.varlen_attention import (
     VarlenAttention,
     attend_spans,
@@ -23,18 +23,22 @@ from adora_vl.packing.varlen_attention import (
     probe_error,
 )
 from tests.support.small_models import BOUND
-from tests.support.varlen import VarlenOptions, varlen_attn
+from tests.support.varlen import varlen_attn
 
 SIZE = 8  # of a head
+SCALING = 0.3  # of the scores
 
 
-def layout(*groups: tuple[int, list[int]]) -> SharedPrompts:
-    """Return the layout of groups by the lengths of their prompts and rollouts."""
+def layout_of(*groups: tuple[int, list[int]]) -> PackedLayout:
+    """Return the layout of groups.
+
+    `groups`: for each the length of its prompt, and those of its rollouts.
+    """
     layouts = []
     for prompt, rollouts in groups:
         longest_first = tuple(sorted(rollouts, reverse=True))
         layouts.append(GroupLayout(prompt_length=prompt, rollout_lengths=longest_first))
-    return SharedPrompts(tuple(layouts), torch.zeros(1, dtype=torch.long))
+    return PackedLayout(tuple(layouts), torch.zeros(1, dtype=torch.long))
 
 
 def random_tensor(heads: int, length: int, seed: int) -> Tensor:
@@ -58,8 +62,8 @@ def results(attend: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]
     return [output, *torch.autograd.grad((output * weights).sum(), inputs)]
 
 
-def in_parts(query: Tensor, key: Tensor, value: Tensor, shared: SharedPrompts) -> Tensor:
-    return split_attention.attend_in_parts(query, key, value, shared, 0.3)
+def in_parts(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout) -> Tensor:
+    return split_attention.attend_in_parts(query, key, value, layout, SCALING)
 
 
 GROUPS = st.lists(
@@ -71,8 +75,8 @@ GROUPS = st.lists(
 @given(GROUPS, st.sampled_from([(4, 4), (4, 2), (6, 1)]))
 def test_one_call_is_the_attention_in_parts(groups, heads):
     """Whatever the lengths: outputs, and the gradients of queries, keys and values."""
-    shared = layout(*groups)
-    length = sum(shared.span_lengths)
+    layout = layout_of(*groups)
+    length = sum(layout.span_lengths)
     query_heads, key_heads = heads
     inputs = [
         random_tensor(query_heads, length, seed=0),
@@ -81,8 +85,8 @@ def test_one_call_is_the_attention_in_parts(groups, heads):
     ]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(varlen, "varlen_attn", varlen_attn)
-        one_call_results = results(partial(attend_spans, shared=shared, scaling=0.3), inputs)
-    parts_results = results(partial(in_parts, shared=shared), inputs)
+        one_call_results = results(partial(attend_spans, layout=layout, scaling=SCALING), inputs)
+    parts_results = results(partial(in_parts, layout=layout), inputs)
     names = ("output", "queries", "keys", "values")
     for name, one_call, parts in zip(names, one_call_results, parts_results, strict=True):
         gap = (one_call - parts).abs().max()
@@ -90,18 +94,18 @@ def test_one_call_is_the_attention_in_parts(groups, heads):
 
 
 def test_each_span_has_the_prompt_s_keys_and_its_own():
-    shared = layout((2, [2, 1, 1]), (1, []))
-    assert shared.key_positions.tolist() == [0, 1, 2, 3, 0, 1, 4, 0, 1, 5, 6]
-    assert shared.span_bounds.key_bounds.tolist() == [0, 4, 7, 10, 11]
+    layout = layout_of((2, [2, 1, 1]), (1, []))
+    assert layout.key_positions_K.tolist() == [0, 1, 2, 3, 0, 1, 4, 0, 1, 5, 6]
+    assert layout.span_bounds.key_bounds.tolist() == [0, 4, 7, 10, 11]
     keys = torch.arange(7.0).view(1, 1, 7, 1)
-    laid_out = keys_of_spans(keys, shared)
+    laid_out = keys_of_spans(keys, layout)
     assert laid_out.shape == (1, 1, 11, 1)
-    assert laid_out.flatten().tolist() == shared.key_positions.tolist()
+    assert laid_out.flatten().tolist() == layout.key_positions_K.tolist()
 
 
 def test_gradients_of_a_prompt_s_keys_are_added_up_before_they_are_rounded():
     """A bfloat16 of 256 has no room for a 1, so eight of them one by one would leave nothing."""
-    shared = layout((1, [1] * 9))
+    layout = layout_of((1, [1] * 9))
     keys = torch.zeros(
         1,
         1,
@@ -110,9 +114,9 @@ def test_gradients_of_a_prompt_s_keys_are_added_up_before_they_are_rounded():
         dtype=torch.bfloat16,
         requires_grad=True,
     )
-    weights = torch.ones(len(shared.key_positions), dtype=torch.bfloat16)
+    weights = torch.ones(len(layout.key_positions_K), dtype=torch.bfloat16)
     weights[0] = 256
-    (keys_of_spans(keys, shared).flatten() * weights).sum().backward()
+    (keys_of_spans(keys, layout).flatten() * weights).sum().backward()
     assert keys.grad is not None
     assert float(keys.grad[0, 0, 0, 0]) == 256 + 8
 
@@ -209,12 +213,11 @@ def test_a_card_without_memory_says_nothing_of_the_kernel(monkeypatch):
 
 
 def test_a_kernel_with_wrong_gradients_is_found(monkeypatch):
-    def half_of_a_gradient(*args: Tensor, **options: Unpack[VarlenOptions]) -> Tensor:
-        query, key, value, *bounds = args
-        output = varlen_attn(query, key, value, *bounds, **options)  # type: ignore[arg-type]
+    def with_half_a_gradient(**arguments) -> Tensor:
+        output = varlen_attn(**arguments)
         return (output + output.detach()) / 2
 
-    monkeypatch.setattr(varlen, "varlen_attn", half_of_a_gradient)
+    monkeypatch.setattr(varlen, "varlen_attn", with_half_a_gradient)
     query = torch.zeros(1, 4, 1, SIZE, dtype=torch.bfloat16)
     assert probe_error(query, query) > 0.4
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)

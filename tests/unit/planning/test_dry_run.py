@@ -17,7 +17,8 @@ from adora_vl.config.command import read
 from adora_vl.config.dry_run_options import DryRunOptions, take_options
 from adora_vl.config.schema import parse
 from adora_vl.data.dataset import load_split
-from adora_vl.data.prompt_lengths import OverlongPrompts, PromptLengths, resize_limits_of
+from adora_vl.data.overlong_prompts import OverlongPrompts
+from adora_vl.data.prompt_lengths import PromptLengths, resize_limits_of
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
 from adora_vl.data.token_counters import tokenizer_counter
 from adora_vl.models.load import PRETRAINED, limit_pixels, load_processor
@@ -266,7 +267,7 @@ def _check_lengths(data, family):
         limits,
         "error",
         speaks=False,
-        paper=True,
+        is_dry_run=True,
     )
     assert len(overlong.rows_to_train_on(rows, rows["problem"])) == len(rows)
     lengths = overlong.lengths
@@ -277,8 +278,8 @@ def _check_lengths(data, family):
             conversation_with_images(row["problem"], 1), add_generation_prompt=True, tokenize=False
         )
         ids = processor(text=[text], images=row["images"])["input_ids"][0]
-        assert lengths.prompt[number] == len(ids)
-        assert lengths.image[number] == list(ids).count(processor.image_token_id)
+        assert lengths.prompt_tokens[number] == len(ids)
+        assert lengths.image_tokens[number] == list(ids).count(processor.image_token_id)
 
 
 def test_rows_above_the_prefill_budget_are_counted(data):

@@ -22,7 +22,7 @@ from adora_vl.config.sharding import Sharding, from_environment, from_file
 from adora_vl.config.states import BUCKET, states
 from adora_vl.models.activations import MicroBatch
 from adora_vl.models.load import PRETRAINED
-from adora_vl.models.shape import ModelShape, Tower, config_for_planning, describe
+from adora_vl.models.shape import ModelShape, Tower, config_for_planning, model_shape
 from adora_vl.planning.disk import checkpoint_bytes, checkpoint_of, run_bytes
 from adora_vl.planning.memory import (
     Engine,
@@ -48,7 +48,7 @@ THREE = "Qwen/Qwen2.5-VL-3B-Instruct"
 
 @pytest.fixture(scope="module")
 def seven() -> ModelShape:
-    return describe(config_for_planning(SEVEN)[0])
+    return model_shape(config_for_planning(SEVEN)[0])
 
 
 # Published: for Qwen2.5-VL the total_size of model.safetensors.index.json is 16,584,333,312 and
@@ -67,9 +67,9 @@ def test_the_shipped_shapes_have_the_published_number_of_parameters(subtests):
     for name, total, tied, side in cases:
         with subtests.test(name):
             config, note = config_for_planning(name)
-            shape = describe(config)
-            assert shape.total == total
-            assert shape.tied == tied
+            shape = model_shape(config)
+            assert shape.total_parameters == total
+            assert shape.ties_embeddings == tied
             assert shape.weight_bytes == 2
             assert "ships here" in note  # the tests are offline
             assert shape.image_token_pixels == side * side
@@ -78,9 +78,9 @@ def test_the_shipped_shapes_have_the_published_number_of_parameters(subtests):
 
 def test_the_language_model_of_the_puzzles_has_the_published_number_of_parameters():
     config, note = config_for_planning("Qwen/Qwen2.5-7B-Instruct")
-    shape = describe(config)
-    assert shape.total == 7_615_616_512
-    assert shape.tied is False
+    shape = model_shape(config)
+    assert shape.total_parameters == 7_615_616_512
+    assert shape.ties_embeddings is False
     assert shape.vision is None
     assert "ships here" in note
 
@@ -92,8 +92,12 @@ def test_another_model_that_cannot_be_reached_is_named():
 
 def test_the_tiny_model_is_counted_right():
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(PRETRAINED)
-    shape = describe(AutoConfig.from_pretrained(PRETRAINED))
-    assert shape.total == sum(p.numel() for p in model.parameters()) == shape.trained
+    shape = model_shape(AutoConfig.from_pretrained(PRETRAINED))
+    assert (
+        shape.total_parameters
+        == sum(p.numel() for p in model.parameters())
+        == shape.trained_parameters
+    )
     assert shape.weight_bytes == 4
 
 
@@ -103,26 +107,30 @@ def test_zero3_does_not_shard_what_is_only_counted():
     config = deepspeed.HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
     try:
         assert deepspeed.is_deepspeed_zero3_enabled()
-        shape = describe(AutoConfig.from_pretrained(PRETRAINED))
+        shape = model_shape(AutoConfig.from_pretrained(PRETRAINED))
         assert deepspeed.is_deepspeed_zero3_enabled(), "and is on again"
     finally:
         deepspeed.unset_hf_deepspeed_config()
-    assert shape.total == json.loads((PRETRAINED / "build.json").read_text())["parameters"]
+    assert (
+        shape.total_parameters == json.loads((PRETRAINED / "build.json").read_text())["parameters"]
+    )
     assert config
 
 
 def test_freezing_and_lora_leave_fewer_to_train():
     config = config_for_planning(THREE)[0]
-    frozen = describe(config, frozen=["vision_tower"])
-    assert frozen.trainable["vision_tower"] == 0 < frozen.trainable["projector"]
+    frozen = model_shape(config, frozen=["vision_tower"])
+    assert (
+        frozen.trained_by_component["vision_tower"] == 0 < frozen.trained_by_component["projector"]
+    )
     lora = get_peft_config(
         ModelConfig(
             use_peft=True, lora_r=64, lora_target_modules=["q_proj", "gate_proj"], lora_alpha=128
         )
     )
-    shape = describe(config, peft_config=lora, frozen=["vision_tower"])
+    shape = model_shape(config, peft_config=lora, frozen=["vision_tower"])
     # 36 layers: q is 2048 x 2048, gate 2048 x 11008; rank 64
-    assert shape.trained == 36 * 64 * (2048 + 2048 + 2048 + 11008)
+    assert shape.trained_parameters == 36 * 64 * (2048 + 2048 + 2048 + 11008)
     assert not shape.head_is_trained
 
 
@@ -188,10 +196,10 @@ def test_zero_divides_what_its_stage_says(seven):
 
     With offload DeepSpeed has the gradients on the host twice, as they come and in float32.
     """
-    total = seven.total
-    two = states(seven, Sharding(8, 2), reference=True, mixed=True)
-    three = states(seven, Sharding(8, 3), reference=True, mixed=True)
-    offloaded = states(seven, Sharding(8, 3, True), reference=True, mixed=True)
+    total = seven.total_parameters
+    two = states(seven, Sharding(8, 2), has_reference=True, mixed_precision=True)
+    three = states(seven, Sharding(8, 3), has_reference=True, mixed_precision=True)
+    offloaded = states(seven, Sharding(8, 3, True), has_reference=True, mixed_precision=True)
     assert two.weights == 2 * total
     assert two.reference == 2 * total
     assert two.optimizer == 12 * total // 8
@@ -203,10 +211,15 @@ def test_zero_divides_what_its_stage_says(seven):
     assert offloaded.host_optimizer == 18 * total // 8
     for sharding in (Sharding(8), Sharding(8, 3)):  # TRL takes the adapters off for it
         assert (
-            states(replace(seven, adapters=True), sharding, reference=True, mixed=True).reference
+            states(
+                replace(seven, has_adapters=True),
+                sharding,
+                has_reference=True,
+                mixed_precision=True,
+            ).reference
             == 0
         )
-    alone = states(seven, Sharding(1), reference=False, mixed=True)
+    alone = states(seven, Sharding(1), has_reference=False, mixed_precision=True)
     assert alone.weights == 2 * total
     assert alone.gradients == 2 * total
     assert alone.optimizer == 4 * total
@@ -215,7 +228,7 @@ def test_zero_divides_what_its_stage_says(seven):
 
 def test_torchs_own_optimizer_is_what_is_predicted():
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(PRETRAINED)
-    shape = describe(AutoConfig.from_pretrained(PRETRAINED))
+    shape = model_shape(AutoConfig.from_pretrained(PRETRAINED))
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -224,10 +237,10 @@ def test_torchs_own_optimizer_is_what_is_predicted():
         t.nbytes for state in optimizer.state.values() for t in state.values() if t.ndim
     )
     gradients = sum(p.grad.nbytes for p in model.parameters())
-    predicted = states(shape, Sharding(1), reference=False, mixed=False)
+    predicted = states(shape, Sharding(1), has_reference=False, mixed_precision=False)
     assert predicted.optimizer == state_bytes
     assert predicted.gradients == gradients
-    two = states(shape, Sharding(2), reference=False, mixed=False)
+    two = states(shape, Sharding(2), has_reference=False, mixed_precision=False)
     assert (two.optimizer, two.gradients) == (state_bytes, 2 * gradients), (
         "what DDP sends lies in buckets of its own"
     )
@@ -242,15 +255,17 @@ def test_a_checkpoint_on_disk_is_as_large_as_predicted(tmp_path):
     model.save_pretrained(tmp_path)
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     written = sum(path.stat().st_size for path in tmp_path.iterdir())
-    shape = describe(AutoConfig.from_pretrained(PRETRAINED))
-    predicted = checkpoint_bytes(shape, Sharding(1), mixed=False)
+    shape = model_shape(AutoConfig.from_pretrained(PRETRAINED))
+    predicted = checkpoint_bytes(shape, Sharding(1), mixed_precision=False)
     assert written <= predicted <= written + 3 * 2**20
     assert run_bytes(predicted, 10, checkpoints=2) == 3 * predicted + 10
     assert checkpoint_of(config_of(), shape, Sharding(1)) == predicted
     MovingReference(model, moves=True, is_main=True, zero3=False).save(tmp_path)
     moved = sum(path.stat().st_size for path in (tmp_path / "reference").iterdir())
     assert moved == pytest.approx(
-        checkpoint_bytes(shape, Sharding(1), mixed=False, reference=True) - predicted, rel=0.01
+        checkpoint_bytes(shape, Sharding(1), mixed_precision=False, saves_reference=True)
+        - predicted,
+        rel=0.01,
     )
 
 
@@ -260,9 +275,9 @@ def test_keys_and_values_of_the_7b_take_56_kib_a_token(seven):
         "each of eight cards has one of the four heads"
     )
     memory = engine_memory(seven, Engine(0.4, 2, 8192, 128), 80 * GIB)
-    assert memory.cache == int(0.4 * 80 * GIB) - 2 * seven.total - memory.workspace
-    assert memory.concurrent == memory.cache // (56 * 1024 * 8192)
-    assert engine_memory(seven, Engine(0.2, 2, 8192, 128), 80 * GIB).concurrent == 0
+    assert memory.cache == int(0.4 * 80 * GIB) - 2 * seven.total_parameters - memory.workspace
+    assert memory.concurrent_rollouts == memory.cache // (56 * 1024 * 8192)
+    assert engine_memory(seven, Engine(0.2, 2, 8192, 128), 80 * GIB).concurrent_rollouts == 0
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +289,7 @@ def recipe(seven) -> Setup:
         Sharding(8, 3, True),
         MicroBatch(2, 1580, 4096, 1280),
         128,
-        reference=True,
+        has_reference=True,
         engine=engine,
     )
 
@@ -285,7 +300,7 @@ def test_what_saves_memory_saves_memory(recipe, subtests):
         {"sharding": Sharding(8, 2)},
         {"sharding": Sharding(1)},
         {"batch": MicroBatch(4, 1580, 4096, 1280)},
-        {"generation": 512},
+        {"sequences_per_generation": 512},
         {"sharding": Sharding(1), "micro_batches": 1},
     ]
     for dearer in cases:
@@ -307,7 +322,7 @@ def test_the_largest_batch_fits_keeps_groups_together_and_the_next_one_does_not_
 ):
     for sharing, card in product([Sharing(), SHARED], [48, 60, 80, 140]):
         with subtests.test(f"{sharing!r:.80} {card}"):
-            setup = replace(recipe, generations=8, sharing=sharing)
+            setup = replace(recipe, group_size=8, sharing=sharing)
             sizes = batch_sizes(setup)
             assert sizes == [1, 2, 4, 8, 16, 32, 64, 128]
             largest = largest_batch(setup, card * GIB)
@@ -323,7 +338,7 @@ def test_no_batch_that_is_advised_breaks_groups_up_more_than_it_must(group, grou
     eight of them.
     """
     shape = ModelShape({}, {}, Tower(1, 1, 1, 1, 1, 1), 1, False, 2, 1, True)
-    setup = Setup(shape, Sharding(), MicroBatch(1, 1, 1), group * groups, generations=group)
+    setup = Setup(shape, Sharding(), MicroBatch(1, 1, 1), group * groups, group_size=group)
     sizes = batch_sizes(setup)
     assert {1, group, group * groups} <= set(sizes)
     for size in sizes:
@@ -335,7 +350,7 @@ def test_a_group_has_one_image_where_its_rollouts_are_together(recipe):
     """Pixels of 16 problems are held instead of those of 128 rollouts, and as many images looked at
     as units.
     """
-    alone = replace(recipe, batch=replace(recipe.batch, sequences=8), generations=8)
+    alone = replace(recipe, batch=replace(recipe.batch, sequences=8), group_size=8)
     shared = replace(alone, sharing=SHARED)
     before = predict(alone, 80 * GIB).phases["forward and backward"]
     after = predict(shared, 80 * GIB).phases["forward and backward"]
@@ -359,10 +374,15 @@ def test_a_frozen_tower_counts_its_passes_over_the_images_of_a_generation(recipe
 
     A trained tower has none such.
     """
-    alone = replace(recipe, batch=replace(recipe.batch, sequences=8), generations=8, sharing=SHARED)
+    alone = replace(recipe, batch=replace(recipe.batch, sequences=8), group_size=8, sharing=SHARED)
     assert "frozen vision tower" not in predict(alone, 80 * GIB).phases
     still = replace(
-        alone.shape, trainable={**alone.shape.trainable, "vision_tower": 0, "projector": 0}
+        alone.shape,
+        trained_by_component={
+            **alone.shape.trained_by_component,
+            "vision_tower": 0,
+            "projector": 0,
+        },
     )
     setup = replace(alone, shape=still)
     phases = predict(setup, 80 * GIB).phases
@@ -375,14 +395,14 @@ def test_a_frozen_tower_counts_its_passes_over_the_images_of_a_generation(recipe
     assert "vision" not in phases["forward and backward"], "a pass without gradients keeps nothing"
     patches = phases["frozen vision tower"]["vision"]
     assert 1.0 * GIB < patches < 1.3 * GIB, "and not 6 GiB, as for all at once"
-    larger = replace(setup, generation=2 * setup.generation)
+    larger = replace(setup, sequences_per_generation=2 * setup.sequences_per_generation)
     assert predict(larger, 80 * GIB).phases["frozen vision tower"]["vision"] == patches
 
 
 @pytest.mark.slow
 def test_a_pass_of_the_frozen_7b_tower_holds_what_is_predicted_at_most():
     tower = Setting(full=True, device=torch.device("cpu")).config("7B", layers=1, eye_layers=2)
-    shape = describe(tower, dtype="bfloat16", frozen=("vision_tower", "projector"))
+    shape = model_shape(tower, dtype="bfloat16", frozen=("vision_tower", "projector"))
     tower.vision_config._attn_implementation = "sdpa"
     eye = Qwen2_5_VisionTransformerPretrainedModel(tower.vision_config).bfloat16()
     pixels = torch.randn(1024, 1176)
@@ -397,10 +417,10 @@ def test_a_pass_of_the_frozen_7b_tower_holds_what_is_predicted_at_most():
 
 
 def test_a_packed_group_has_its_prompt_once(recipe):
-    short = replace(recipe, batch=MicroBatch(8, 1580, 200, 1280), generations=8)
+    short = replace(recipe, batch=MicroBatch(8, 1580, 200, 1280), group_size=8)
     packed = replace(short, sharing=SHARED)
     assert packed.micro_batch.packed
-    assert packed.size.tokens == 1580 + 8 * 199 < short.size.tokens
+    assert packed.pass_size.tokens == 1580 + 8 * 199 < short.pass_size.tokens
     before = predict(short, 80 * GIB).phases["forward and backward"]
     after = predict(packed, 80 * GIB).phases["forward and backward"]
     assert after["activations"] < before["activations"] / 2
@@ -436,5 +456,5 @@ def test_the_dry_run_recomputes_as_few_layers_as_leave_a_tenth_free(recipe, subt
     assert numbers[-1] == 0
     assert predict(replace(recipe, recompute=5), 80 * GIB).recomputed == 5
     assert predict(replace(recipe, recompute=99), 80 * GIB).recomputed == layers
-    assert predict(replace(chosen, accelerator=False), 400 * GIB).recomputed == layers
+    assert predict(replace(chosen, on_gpu=False), 400 * GIB).recomputed == layers
     assert predict(replace(chosen, checkpointing=False), 80 * GIB).recomputed == 0

@@ -26,7 +26,7 @@ from adora_vl.models.activations import (
 )
 from adora_vl.models.families import freeze
 from adora_vl.models.load import PRETRAINED
-from adora_vl.models.shape import describe
+from adora_vl.models.shape import model_shape
 
 pytestmark = pytest.mark.slow
 
@@ -82,11 +82,11 @@ class Policy:
         freeze(get_peft_model(self.model, adapter) if adapter else self.model, frozen)
         if checkpointing:
             self.model.gradient_checkpointing_enable()
-        self.shape = describe(
+        self.shape = model_shape(
             config, dtype=str(dtype).removeprefix("torch."), frozen=frozen, peft_config=adapter
         )
         self.dtypes = DtypeBytes(dtype.itemsize, dtype.itemsize)
-        self.measures = size.pass_size(self.shape.merge, has_padding_mask=padded)
+        self.measures = size.pass_size(self.shape.merge_size, has_padding_mask=padded)
         self.inputs, self.labels = self._batch(config)
 
     def _batch(self, config: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -224,7 +224,7 @@ def _check_peak(size, checkpointing, tile, monkeypatch):
         sizes = policy.measures
         parts = saved_bytes(policy.shape, sizes, policy.dtypes, checkpointing=checkpointing)
         head = head_transient_bytes(policy.shape, sizes, policy.dtypes, compact=False)
-    input_bytes = policy.shape.total * 4 + sum(t.nbytes for t in policy.inputs.values())
+    input_bytes = policy.shape.total_parameters * 4 + sum(t.nbytes for t in policy.inputs.values())
     predicted = (
         input_bytes + policy.kept() + max(head, parts.largest_recomputed + parts.layer_gradients)
     )

@@ -58,7 +58,7 @@ def write_run(folder: Path, rates: Rates) -> Path:
         for pass_rate in pass_rates:
             for name, value in recorded_row(step, pass_rate).items():
                 columns.setdefault(name, []).extend([value, value])
-        record.add(columns, generations=2)
+        record.add(columns, group_size=2)
         record.flush(step)
         mean = sum(pass_rates) / len(pass_rates)
         line = {"step": step, "kind": "train", PASS: mean, "reward": mean}

@@ -49,7 +49,7 @@ def write_step(folder: Path, step: int, settings: dict[str, object] | None = Non
     """Write a file of the record with the four rollouts of one step."""
     columns = columns_of_step(step)
     table = rollouts.as_table(columns, settings or {})
-    return rollouts.write_part(folder, table, first=step, last=step)
+    return rollouts.write_part(folder, table, first_step=step, last_step=step)
 
 
 def read_record(folder: Path) -> pa.Table:
@@ -133,8 +133,8 @@ def test_a_figure_that_is_not_there_is_null():
 def test_generations_of_one_step_are_numbered_through(tmp_path):
     record = rollouts.Record(tmp_path, 1, {})
     record.start(0)
-    record.add(columns_of_step(1), generations=2)
-    record.add(columns_of_step(1), generations=2)
+    record.add(columns_of_step(1), group_size=2)
+    record.add(columns_of_step(1), group_size=2)
     record.flush(1)
     table = read_record(record.folder)
     group_numbers = table["group"].to_pylist()
@@ -149,7 +149,7 @@ def test_many_small_files_become_one_and_nothing_is_lost_or_twice(tmp_path):
     record = rollouts.Record(tmp_path, 1, {})
     record.start(0)
     for step in range(1, 101):
-        record.add(columns_of_step(step), generations=4)
+        record.add(columns_of_step(step), group_size=4)
         record.flush(step)
     files = rollouts.parts(record.folder)
     assert len(files) < 40
@@ -202,7 +202,7 @@ def test_a_resume_cuts_at_its_step_also_inside_a_merged_file(tmp_path):
         newest_file = rollouts.parts(folder)[-1]
         metadata = read_record(folder).schema.metadata
         assert recorded_steps(folder) == four_rollouts_of(range(1, step + 1))
-        assert newest_file.last == step
+        assert newest_file.last_step == step
         assert b"adora_vl" in metadata
         # a start at 0 deletes the record, and what is no part of it stays
         notes = folder / "notes.txt"
@@ -232,7 +232,7 @@ def test_rollouts_and_diagrams_have_half_of_the_room_each(tmp_path):
     record = rollouts.Record(tmp_path, limit_gb, {})
     record.start(0)
     for step in range(1, 10):
-        record.add(columns_of_step(step), generations=4)
+        record.add(columns_of_step(step), group_size=4)
         record.flush(step)
     assert recorded_steps(record.folder) == four_rollouts_of([7, 8, 9])
     assert record.diagrams.limit_bytes == pytest.approx(3.5 * file_bytes)
@@ -241,7 +241,7 @@ def test_rollouts_and_diagrams_have_half_of_the_room_each(tmp_path):
 def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, monkeypatch, capsys):
     record = rollouts.Record(tmp_path, 1, {})
     record.start(0)
-    record.add(columns_of_step(1), generations=4)
+    record.add(columns_of_step(1), group_size=4)
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -387,7 +387,7 @@ def test_drift_that_the_policys_pass_finds_stands_beside_its_own_rollout(tmp_pat
     ranks = Processes(num_processes=2, gather=lambda local: torch.cat([local, local + 10]))
     recorder = Recorder(step_context(output_dir=str(tmp_path), accelerator=ranks))
     recorder.record.start(0)
-    numbers = recorder.number(2)
+    numbers = recorder.next_numbers(2)
     drawn_rows = [{"id": "a", "problem": "Which?", "prompt": "Which?"}] * 2
     built, scored = scored_rollouts(drawn_rows, 2)
     table = {"completion": ["so B"] * 4, "extra": {}}
@@ -399,7 +399,7 @@ def test_drift_that_the_policys_pass_finds_stands_beside_its_own_rollout(tmp_pat
         "sampling_per_token_logps": torch.zeros(1, 1),
     }
     policy_logps_BC = torch.tensor([[0.25]])
-    recorder.measured(micro_batch, policy_logps_BC)
+    recorder.add_measured_drift(micro_batch, policy_logps_BC)
     recorder.on_step_end(None, state_of(1), None)
     record = read_record(recorder.record.folder)
     assert record["drift"].to_pylist() == [0.75, 0.25, 10.5, 10.25]

@@ -26,7 +26,7 @@ from adora_vl.export import main as export
 from adora_vl.models.load import MERGED
 from adora_vl.record.card import model_card
 from adora_vl.record.manifest import (
-    NAMES,
+    TITLE_BY_METHOD,
     as_called,
     end_manifest,
     facts_of_run,
@@ -338,7 +338,7 @@ def test_a_recipe_names_what_was_done():
     for neutral in (NEUTRAL, {}):  # there were runs before the neutral keys
         named = [recipe_of({"adora_method": ADORA, **neutral, **config}) for config, _ in RECIPES]
         assert named == [text for _, text in RECIPES]
-    assert NAMES.keys() == METHODS.keys() - {"adora"}
+    assert TITLE_BY_METHOD.keys() == METHODS.keys() - {"adora"}
 
 
 def test_the_metrics_of_a_batch_by_hand():

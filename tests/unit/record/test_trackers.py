@@ -18,7 +18,7 @@ import pytest
 
 from adora_vl.record import trackers as backends
 from adora_vl.record.metrics import read_metrics
-from adora_vl.record.trackers import from_json, in_one_form, prepare_trackers, to_json
+from adora_vl.record.trackers import from_json, prepare_trackers, to_json, unify_message_contents
 from adora_vl.train import main
 from tests.support.tiny_run import arguments
 
@@ -213,7 +213,7 @@ def test_prompts_of_a_rank_with_images_and_of_one_without_make_one_column(tmp_pa
     before = [list(prompt) for prompt in prompts]
     with pytest.raises(ValueError, match="cannot mix list and non-list"):
         pd.DataFrame({"prompt": prompts}).to_parquet(tmp_path / "table.parquet")
-    in_one_form(prompts)
+    unify_message_contents(prompts)
     pd.DataFrame({"prompt": prompts}).to_parquet(tmp_path / "table.parquet")
     assert prompts[0] == before[0]
     assert [message["content"][0]["text"] for message in prompts[1]] == [
@@ -222,5 +222,5 @@ def test_prompts_of_a_rank_with_images_and_of_one_without_make_one_column(tmp_pa
     ]
     plain: list[Any] = [before[1], "text", ["a", "b"]]
     alone: deque[Any] = deque(plain)
-    in_one_form(alone)
+    unify_message_contents(alone)
     assert list(alone) == plain, "without an image all are texts already"

@@ -106,7 +106,7 @@ def test_the_memory_of_a_card_is_logged_awake_and_asleep(sleep_mode, monkeypatch
     logged: list[tuple[str, float]] = []
     memory = CardMemory(
         lambda name, value: logged.append((name, value)),
-        largest=lambda value: value + 1,
+        largest_of_ranks=lambda value: value + 1,
         device=torch.device("cuda", 0),
         sleep_mode=sleep_mode,
     )

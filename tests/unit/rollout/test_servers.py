@@ -27,7 +27,7 @@ from transformers import TrainerState
 from adora_vl.builtin.processor import build_processor
 from adora_vl.builtin.tiny_vl import build_model
 from adora_vl.config.blocks import RolloutOptions
-from adora_vl.data.prompt_lengths import served_length
+from adora_vl.data.context_limit import served_length
 from adora_vl.models.families import freeze
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import EngineSettings

@@ -44,7 +44,7 @@ from adora_vl.training.generation import BuiltGroups, ScoredGroups
 from adora_vl.training.guards import RewardGuard
 from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.rollout_facts import RolloutFacts
-from adora_vl.training.schedule import admitted
+from adora_vl.training.schedule import fill_slots
 from adora_vl.training.scoring import FunctionScores, Scorer, surprisal
 from adora_vl.types import Row
 from tests.support.examples import example
@@ -57,10 +57,11 @@ PAD = 0
 
 
 def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
-    calls = []
+    gathered_tensors = []
 
     def gather(tensor):
-        calls.append(tensor)
+        """Record what is gathered; the other rank has nothing."""
+        gathered_tensors.append(tensor)
         return tensor
 
     context = step_context(
@@ -68,10 +69,8 @@ def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
     )
     completions = [[5, 6, END], [5, 6], [], [END, 5]]
     texts = ["Wait, wait.", "no", "", "I verify"]
-    ended = [
-        StopCriteria(frozenset({END, PAD})).ended(*each)
-        for each in zip(completions, texts, strict=True)
-    ]
+    stop_criteria = StopCriteria(frozenset({END, PAD}))
+    ended_by_itself = list(map(stop_criteria.ended, completions, texts))
     rollouts = [
         Rollout(
             segments=(Segment(tokens=tuple(ids), logps=(-0.5,) * len(ids), step=0),),
@@ -82,34 +81,39 @@ def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
     problem = DrawnProblem(row_number=0, key=StepKey(mode="train", step=0, micro=0), slot=0)
     built = BuiltGroups(
         groups=[RolloutGroup(problem=problem, row=Row(), began=0, rollouts=tuple(rollouts))],
-        prompts=PromptBatch([], [[1] * 9] * 4, None, {}),
+        prompts=PromptBatch(messages=[], ids=[[1] * 9] * 4, images=None, fields={}),
         completions=texts,
         completion_texts=texts,
-        ended_by_itself=ended,
+        ended_by_itself=ended_by_itself,
         thinking_opened=[False] * 4,
         batch={"completion_mask": torch.ones(4, 3)},
     )
     scorer = Scorer(context, RewardGuard(context), torch.ones(1), ["accuracy"])
-    scores = FunctionScores(torch.zeros(4, 1), {"note": [*"abcd"]}, {"own": [0.5, 1.5]})
-    facts = scorer.score(built, scores, 4, 0)
+    scores = FunctionScores(
+        rewards_BF=torch.zeros(4, 1),
+        extra_columns={"note": [*"abcd"]},
+        logged_metrics={"own": [0.5, 1.5]},
+    )
+    facts = scorer.score(built, scores, group_size=4, step=0)
     assert facts.length_N.tolist() == [3, 2, 0, 2]
     assert facts.has_no_end_N.tolist() == [False, True, False, True]
     assert facts.reflective_words_N.tolist() == [2, 0, 0, 1]
     assert facts.reflective_per_1000_tokens == pytest.approx(1000 * 3 / 7)
-    assert (facts.tokens, facts.extra_columns, facts.logged_metrics) == (
-        43,
-        {"note": [*"abcd"]},
-        {"own": 1.0},
+    assert facts.tokens == 4 * 9 + 7
+    assert facts.extra_columns == {"note": [*"abcd"]}
+    assert facts.logged_metrics == {"own": 1.0}, "the mean"
+    assert len(gathered_tensors) == 1, (
+        "rewards, lengths, ends, words and calls are gathered together"
     )
-    assert len(calls) == 1, "rewards, lengths, ends, words and calls are gathered together"
 
 
 def test_an_answer_has_ended_where_its_last_token_completes_a_string_to_stop_at(subtests):
-    """Of characters as tokens.
+    """The tokens here are characters.
 
-    A string that is there before, as behind vLLM's `min_tokens`, has ended nothing.
+    A stop string before the last token has not ended the answer: vLLM ignores it there where
+    `min_tokens` is set.
     """
-    ends = StopCriteria.of(
+    stop_criteria = StopCriteria.of(
         {0}, {"stop": "</a>", "stop_token_ids": [33]}, lambda ids: "".join(map(chr, ids))
     )
     cases = {
@@ -120,9 +124,10 @@ def test_an_answer_has_ended_where_its_last_token_completes_a_string_to_stop_at(
         "</a> </a>": False,
         "": True,
     }
-    for text, ended in cases.items():
+    for text, has_ended in cases.items():
         with subtests.test(text):
-            assert ends.ended([ord(one) for one in text], text) is ended
+            token_ids = [ord(character) for character in text]
+            assert stop_criteria.ended(token_ids, text) is has_ended
     assert StopCriteria.of({0}, {"stop": ["x", "y"]}, str).strings == ("x", "y")
     assert StopCriteria.of({0}, {}, str).strings == ()
 
@@ -130,60 +135,65 @@ def test_an_answer_has_ended_where_its_last_token_completes_a_string_to_stop_at(
 def test_cut_off_answers_are_masked_and_counted_by_how_they_ended_and_not_by_their_last_token(
     tmp_path, monkeypatch
 ):
-    """As where a string ends them, without the end-of-turn token.
+    """A stop string, for example, ends an answer without the end-of-turn token.
 
     Here answers whose last token is even have ended.
     """
     monkeypatch.setattr(StopCriteria, "ended", lambda self, ids, text: ids[-1] % 2 == 0)
-    learned = noted_batches(monkeypatch)
+    learned_batches = record_batches(monkeypatch)
     keys: Any = {"mask_truncated_completions": True, "adora_truncated": "eos"}
     log = run_from_python(tmp_path, **keys).state.log_history[0]
     record = pd.read_parquet(next((tmp_path / "rollouts").glob("*.parquet")))
-    mask_B = learned[0]["completion_mask"].any(dim=1)
-    assert 0 < mask_B.sum() < 32
-    assert (~mask_B).tolist() == record["truncated"].tolist()
+    counts_B = learned_batches[0]["completion_mask"].any(dim=1)
+    assert 0 < counts_B.sum() < 32
+    assert (~counts_B).tolist() == record["truncated"].tolist()
     assert log["completions/clipped_ratio"] == pytest.approx(record["truncated"].mean())
-    ended = record["length"][~record["truncated"]]
-    assert log["completions/mean_terminated_length"] == pytest.approx(ended.mean())
-    assert learned[0]["num_items_in_batch"] == ended.sum()
+    lengths_of_ended = record["length"][~record["truncated"]]
+    assert log["completions/mean_terminated_length"] == pytest.approx(lengths_of_ended.mean())
+    assert learned_batches[0]["num_items_in_batch"] == lengths_of_ended.sum()
 
 
 def test_what_the_models_folder_says_of_sampling_stays_out_of_it(tmp_path, monkeypatch):
-    """Without vLLM, Transformers fills in what no key says. The model that is saved keeps it."""
+    """Without vLLM, Transformers would fill in what no key of the run sets, here `min_p`.
+
+    The model that is saved keeps the setting.
+    """
     folder = shutil.copytree(PRETRAINED, tmp_path / "model")
-    used = []
     file = folder / "generation_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "do_sample": True, "min_p": 0.99}))
-    prepare = GenerationMixin._prepare_generation_config
+    generation_config = json.loads(file.read_text())
+    file.write_text(json.dumps({**generation_config, "do_sample": True, "min_p": 0.99}))
+    used_min_p = []
+    stock_prepare = GenerationMixin._prepare_generation_config
 
-    def noted(self: Any, *args: Any, **more: Any) -> Any:
-        found = prepare(self, *args, **more)
-        used.append(found[0].min_p)
-        return found
+    def prepare_and_record(self: Any, *args: Any, **keywords: Any) -> Any:
+        """Call the stock method, and record the `min_p` of the config that it returns."""
+        config, *rest = stock_prepare(self, *args, **keywords)
+        used_min_p.append(config.min_p)
+        return config, *rest
 
-    monkeypatch.setattr(GenerationMixin, "_prepare_generation_config", noted)
+    monkeypatch.setattr(GenerationMixin, "_prepare_generation_config", prepare_and_record)
     trainer = run_from_python(tmp_path / "run", model=folder)
-    assert used == [None]
+    assert used_min_p == [None]
     assert trainer.model.generation_config.min_p == 0.99
 
 
 def test_how_sure_the_policy_was_is_known_of_the_rollouts_of_all_ranks():
-    """As their rewards are: the groups are those of all ranks.
+    """The mean surprisal is gathered, as rewards are, since groups are those of all ranks.
 
-    The other one's are a nat likelier.
+    The second of two ranks has this rank's numbers, less 1: its tokens are a nat likelier.
     """
-    two: Any = SimpleNamespace(
-        num_processes=2, device="cpu", gather=lambda own: torch.cat([own, own - 1])
+    two_ranks: Any = SimpleNamespace(
+        num_processes=2, device="cpu", gather=lambda rows: torch.cat([rows, rows - 1])
     )
     computer = AdvantageComputer(
-        step_context(accelerator=two), AdvantagePipeline({}), torch.ones(1)
+        step_context(accelerator=two_ranks), AdvantagePipeline({}), torch.ones(1)
     )
     batch: Any = {
         "completion_mask": torch.tensor([[1, 1], [1, 0]]),
         "sampling_per_token_logps": torch.tensor([[-1.0, -2.0], [-2.0, -9.0]]),
     }
     measured = rollout_facts(torch.tensor([[1.0], [0.0]]), surprisal_N=surprisal(batch))
-    facts = RolloutFacts.gathered(measured, two)
+    facts = RolloutFacts.gathered(measured, two_ranks)
     assert facts.length_N.tolist() == [0, 0, -1, -1]
     assert facts.has_no_end_N.dtype == torch.bool
     groups = computer.assess(facts, 2, 0).groups
@@ -192,19 +202,21 @@ def test_how_sure_the_policy_was_is_known_of_the_rollouts_of_all_ranks():
 
 
 def test_work_that_the_reward_steps_counts_reaches_the_groups():
-    """It is new claims less errors, at least 0, and NaN where a row has no figure."""
-    lone = SimpleNamespace(process_index=0, num_processes=1, gather=lambda rows: rows)
+    """Work is a rollout's new claims less its errors, at least 0; NaN for a row without a figure."""
+    one_rank = SimpleNamespace(process_index=0, num_processes=1, gather=lambda rows: rows)
     methods = AdvantagePipeline({"adora": Adora(criteria=("working",))})
-    computer = AdvantageComputer(step_context(accelerator=lone), methods, torch.ones(1))
-    counts = {"new": [3, 1, None, None], "false": [1, 2, None, None]}
-    facts = rollout_facts(torch.tensor([[1.0], [0.0], [1.0], [0.0]])).with_logged(counts, {})
+    computer = AdvantageComputer(step_context(accelerator=one_rank), methods, torch.ones(1))
+    claim_counts = {"new": [3, 1, None, None], "false": [1, 2, None, None]}
+    rewards_NF = torch.tensor([[1.0], [0.0], [1.0], [0.0]])
+    facts = rollout_facts(rewards_NF).with_logged(extra_columns=claim_counts, logged_metrics={})
     assessment = computer.assess(facts, 2, 0)
     groups = assessment.groups
     assert groups.work_PG is not None
     assert groups.work_PG[0].tolist() == [2.0, 0.0]
     assert groups.work_PG[1].isnan().all()
     assert groups.has_work_P.tolist() == [True, False]
-    assert assessment.weighting.tas_P.tolist() == [True, False]  # the second by length
+    # Without work the second group is compared by length.
+    assert assessment.weighting.tas_P.tolist() == [True, False]
     columns = criteria_columns(groups)
     assert columns["work_right"][0] == 2.0
     assert math.isnan(columns["work_right"][2])
@@ -212,9 +224,9 @@ def test_work_that_the_reward_steps_counts_reaches_the_groups():
 
 
 def test_a_run_without_the_reward_steps_has_no_work():
-    lone = SimpleNamespace(process_index=0, num_processes=1, gather=lambda rows: rows)
+    one_rank = SimpleNamespace(process_index=0, num_processes=1, gather=lambda rows: rows)
     computer = AdvantageComputer(
-        step_context(accelerator=lone), AdvantagePipeline({}), torch.ones(1)
+        step_context(accelerator=one_rank), AdvantagePipeline({}), torch.ones(1)
     )
     facts = rollout_facts(torch.tensor([[1.0], [0.0], [1.0], [0.0]]))
     groups = computer.assess(facts, 2, 0).groups
@@ -234,12 +246,13 @@ def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_on
     """One of eight groups of the first batch has signal, and seven of the second: in the end each
     weighs the same, and DARO has learned once.
     """
-    mixed = [0.5, 0.0, 0.0, 0.0]
-    dead = [0.5] * 4
-    first = [mixed, *[dead] * 7]
-    second = [mixed] * 7 + [dead]
+    with_signal = [0.5, 0.0, 0.0, 0.0]  # the rewards of a group
+    without_signal = [0.5] * 4
+    first_batch = [with_signal, *[without_signal] * 7]
+    second_batch = [*[with_signal] * 7, without_signal]
 
     def scored(computer: AdvantageComputer, groups: list[list[float]]) -> ScoredGroups:
+        """Return groups with these rewards of two functions, and a batch that numbers the rows."""
         rewards_N = torch.tensor(groups).flatten()
         facts = rollout_facts(
             torch.stack([rewards_N, rewards_N], dim=1),
@@ -260,124 +273,143 @@ def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_on
 
     for name, options in CASES:
         with subtests.test(f"{name} {options}"):
-            sums = aggregation == "sum_then_normalize"
+            sums_rewards = aggregation == "sum_then_normalize"
             context = step_context(
                 scale_rewards=scale, num_generations=4, adora_rollouts=RolloutOptions(refill=2)
             )
-            runs = [
-                AdvantagePipeline({name: options}, scale=scale, sums_rewards=sums) for _ in range(2)
-            ]
-            refilled, at_once = (AdvantageComputer(context, run, torch.ones(2)) for run in runs)
-            before = scored(refilled, first)
-            refill = scored(refilled, second)
-            chosen = admitted(before.assessment.signal_of(0), refill.assessment.signal_of(0), 8)
-            both = before.exchanged(refill, [chosen], pad_id=0, rank=0)
-            ids = torch.tensor([number % 8 for number in chosen]).repeat_interleave(4) * 4
-            assert torch.equal(both.batch["prompt_ids"][:, 0], ids + torch.arange(4).repeat(8))
-            learned = refilled.compute(refilled.assess(both.facts, 4, 0))
-            expected = at_once.compute(scored(at_once, [mixed] * 8).assessment)
+            refilled_pipeline, whole_pipeline = (
+                AdvantagePipeline({name: options}, scale=scale, sums_rewards=sums_rewards)
+                for _ in range(2)
+            )
+            refilled = AdvantageComputer(context, refilled_pipeline, torch.ones(2))
+            whole = AdvantageComputer(context, whole_pipeline, torch.ones(2))
+            batch = scored(refilled, first_batch)
+            refill = scored(refilled, second_batch)
+            chosen = fill_slots(batch.assessment.signal_of(0), refill.assessment.signal_of(0), 8)
+            joined = batch.exchanged(refill, [chosen], pad_id=0, rank=0)
+            first_rows = torch.tensor([group % 8 for group in chosen]).repeat_interleave(4) * 4
+            rows = first_rows + torch.arange(4).repeat(8)
+            assert torch.equal(joined.batch["prompt_ids"][:, 0], rows)
+            learned = refilled.compute(refilled.assess(joined.facts, 4, 0))
+            expected = whole.compute(scored(whole, [with_signal] * 8).assessment)
             assert torch.equal(learned.final_PG, expected.final_PG)
             assert expected.final_PG.any()
-            assert runs[0].state() == runs[1].state()
+            assert refilled_pipeline.state() == whole_pipeline.state()
             assert learned.figures == expected.figures
 
 
 def test_advantages_before_the_methods_are_trls_to_the_bit(tmp_path, subtests, monkeypatch):
-    """They are made again of the groups that are learned from; without a refill these are those
-    that TRL had.
-    """
-    assessment = list[GroupAssessment]()
-    learned = list[Advantages]()
-    compute = AdvantageComputer.compute
-    assess = AdvantageComputer.assess
+    """The final ones start from the advantages of the assessment, as TRL computes them."""
+    assessments = list[GroupAssessment]()
+    final_advantages = list[Advantages]()
+    stock_compute = AdvantageComputer.compute
+    stock_assess = AdvantageComputer.assess
 
-    def noted(self: Any, *args: Any) -> GroupAssessment:
-        assessment.append(assess(self, *args))
-        return assessment[-1]
+    def assess_and_record(self: Any, *args: Any) -> GroupAssessment:
+        assessments.append(stock_assess(self, *args))
+        return assessments[-1]
 
-    def computed(self: Any, *args: Any) -> Advantages:
-        learned.append(compute(self, *args))
-        return learned[-1]
+    def compute_and_record(self: Any, *args: Any) -> Advantages:
+        final_advantages.append(stock_compute(self, *args))
+        return final_advantages[-1]
 
-    monkeypatch.setattr(AdvantageComputer, "assess", noted)
-    monkeypatch.setattr(AdvantageComputer, "compute", computed)
-    for scale, how in product(
+    monkeypatch.setattr(AdvantageComputer, "assess", assess_and_record)
+    monkeypatch.setattr(AdvantageComputer, "compute", compute_and_record)
+    for scale, aggregation in product(
         ("group", "batch", "none"), ("sum_then_normalize", "normalize_then_sum")
     ):
-        with subtests.test(f"{scale} {how}"):
+        with subtests.test(f"{scale} {aggregation}"):
             run_from_python(
-                tmp_path, scale_rewards=scale, multi_objective_aggregation=how, adora_method="grpo"
+                tmp_path,
+                scale_rewards=scale,
+                multi_objective_aggregation=aggregation,
+                adora_method="grpo",
             )
-            trl_advantages_PG = learned[-1].assessment.trl_advantages_PG
-            assert torch.equal(trl_advantages_PG, assessment[-1].trl_advantages_PG)
+            trl_advantages_PG = final_advantages[-1].assessment.trl_advantages_PG
+            assert torch.equal(trl_advantages_PG, assessments[-1].trl_advantages_PG)
             assert trl_advantages_PG.any()
 
 
 def test_a_refilled_generation_reaches_the_loss_the_record_and_the_log_as_it_is_learned_from(
     tmp_path, monkeypatch
 ):
-    """Every fourth problem is mixed: of 8 groups 1 to 3, until further batches bring more.
+    """Every fourth problem has signal: 1 to 3 of 8 groups, until further batches bring more.
 
     DAPO weighs them alike.
     """
-    learned = noted_batches(monkeypatch)
+    learned_batches = record_batches(monkeypatch)
     method: Any = {"adora_method": {"dapo": {"keep_settings": ["mask_truncated_completions"]}}}
-    trainer = run_from_python(tmp_path, share=4, adora_rollouts=RolloutOptions(refill=2), **method)
-    (batch,) = learned
-    largest = batch["advantages"].view(8, 4).amax(dim=1)
-    assert largest.max() == largest[largest > 0].min()
-    assert (largest > 0).sum() > 3
+    trainer = run_from_python(
+        tmp_path, signal_every=4, adora_rollouts=RolloutOptions(refill=2), **method
+    )
+    (batch,) = learned_batches
+    largest_P = batch["advantages"].view(8, 4).amax(dim=1)
+    assert largest_P.max() == largest_P[largest_P > 0].min(), "all weigh alike"
+    assert (largest_P > 0).sum() > 3
     assert batch["num_items_in_batch"] == batch["completion_mask"].sum()
     record = pd.read_parquet(next((tmp_path / "rollouts").glob("*.parquet")))
     assert len(record) == 32 * (1 + 2), "what was replaced is recorded too"
-    recorded = dict(enumerate(record["advantage"].tolist()))
-    loss = dict(zip(batch["rollout_number"].tolist(), batch["advantages"].tolist(), strict=True))
-    assert {number: recorded[number] for number in loss} == loss
-    assert not any(recorded[number] for number in recorded.keys() - loss.keys())
+    recorded_by_number = dict(enumerate(record["advantage"].tolist()))
+    learned_by_number = dict(
+        zip(batch["rollout_number"].tolist(), batch["advantages"].tolist(), strict=True)
+    )
+    assert recorded_by_number.items() >= learned_by_number.items()
+    replaced_numbers = recorded_by_number.keys() - learned_by_number.keys()
+    assert not any(recorded_by_number[number] for number in replaced_numbers)
     assert list(trainer._logs["advantages"]) == record["advantage"].tolist()[-32:]
     log = trainer.state.log_history[0]
     assert log["adora/learned_reward"] > log["reward"], "the reward is that of all rollouts"
 
 
-def noted_batches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Gets the generations of a run as they are learned from."""
-    learned: list[Any] = []
-    split = MicroBatcher.split
+def record_batches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list into which a run puts the batch of each generation that it learns from."""
+    learned_batches: list[Any] = []
+    stock_split = MicroBatcher.split
 
-    def noted(self: MicroBatcher, batch: Any, key: str) -> Any:
-        learned.append(batch)
-        return split(self, batch, key)
+    def split_and_record(self: MicroBatcher, batch: Any, key: str) -> Any:
+        learned_batches.append(batch)
+        return stock_split(self, batch, key)
 
-    monkeypatch.setattr(MicroBatcher, "split", noted)
-    return learned
+    monkeypatch.setattr(MicroBatcher, "split", split_and_record)
+    return learned_batches
 
 
 def run_from_python(
-    folder: Path, *, share: int = 1, model: Path = PRETRAINED, **keys: Any
+    folder: Path, *, signal_every: int = 1, model: Path = PRETRAINED, **keys: Any
 ) -> AdoraGRPOTrainer:
-    """One step of 8 groups of texts.
+    """Train a tiny model for one step of 8 groups of 4 rollouts, on texts.
 
-    In every `share`-th problem one rollout of four is right by the first function.
+    Args:
+        folder: the `output_dir`.
+        signal_every: in every so manieth problem the first reward function calls one of four
+            rollouts right, so that the group has signal.
+        model: the folder of the model.
+        keys: further training arguments.
     """
-    data = Dataset.from_list(
-        [
-            {"prompt": [{"role": "user", "content": f"{number}?"}], "live": number % share == 0}
-            for number in range(64)
-        ]
-    )
+    problems = [
+        {
+            "prompt": [{"role": "user", "content": f"{number}?"}],
+            "has_signal": number % signal_every == 0,
+        }
+        for number in range(64)
+    ]
 
-    def right(completions: Any, live: list[bool], **columns: Any) -> list[float]:
-        return [float(mixed and row % 4 == 0) for row, mixed in enumerate(live)]
+    def first_is_right(completions: Any, has_signal: list[bool], **columns: Any) -> list[float]:
+        """Reward the first rollout of each group that is to have signal."""
+        return [float(useful and row % 4 == 0) for row, useful in enumerate(has_signal)]
 
-    def short(completions: Any, **columns: Any) -> list[Any]:
-        return [
-            None if share > 1 or row // 4 == 2 else row % 7 / 10 for row in range(len(completions))
-        ]
+    def by_row(completions: Any, **columns: Any) -> list[Any]:
+        """Reward rollouts by their row, except those of the third group, or none at all."""
+        rewards: list[Any] = []
+        for row in range(len(completions)):
+            is_scored = signal_every == 1 and row // 4 != 2
+            rewards.append(row % 7 / 10 if is_scored else None)
+        return rewards
 
-    made = AdoraGRPOTrainer(
+    trainer = AdoraGRPOTrainer(
         str(model),
-        [right, short],
-        train_dataset=data,
+        [first_is_right, by_row],
+        train_dataset=Dataset.from_list(problems),
         args=AdoraGRPOConfig(
             str(folder),
             use_cpu=True,
@@ -394,12 +426,15 @@ def run_from_python(
             **keys,
         ),
     )
-    made.train()
-    return made
+    trainer.train()
+    return trainer
 
 
-def weighed() -> Advantages:
-    """Two groups of two: one with a right and a wrong answer, one that is wrong throughout."""
+def advantages_of_two_groups() -> Advantages:
+    """Return advantages of two groups of two rollouts.
+
+    The first group has a right and a wrong answer, the second two wrong ones.
+    """
     groups = Groups(
         torch.tensor([[1.0, 0.0], [0.0, 0.0]]),
         torch.tensor([[10.0, 20.0], [30.0, 40.0]]),
@@ -428,8 +463,10 @@ def weighed() -> Advantages:
 
 
 def test_the_table_shows_what_each_function_said_and_advantages_of_trl_and_of_the_loss():
-    """It keeps the newest rows, as TRL's does; a rollout that has left its group shows what was
-    said of it.
+    """The table keeps the newest rows, as TRL's does.
+
+    These rollouts have left their groups. The table shows all the same what the reward functions
+    said of them.
     """
     facts = rollout_facts(
         torch.tensor([[1.0], [0.0], [0.25], [0.0]]),
@@ -439,25 +476,24 @@ def test_the_table_shows_what_each_function_said_and_advantages_of_trl_and_of_th
     built: Any = SimpleNamespace(
         prompts=SimpleNamespace(messages=["a problem"] * 4), completions=[*"wxyz"]
     )
-    for size in (4, 3):
-        column: Any = partial(deque, maxlen=size)
-        shown: Any = {name: column() for name in ("prompt", "completion", "images", "advantages")}
-        shown |= {name: defaultdict(column) for name in ("extra", "rewards")}
-        of_the_loss = weighed()
-        trl_advantages_PG = of_the_loss.assessment.trl_advantages_PG
-        scored: Any = SimpleNamespace(facts=facts, assessment=of_the_loss.assessment)
-        add_rows(shown, built, scored, [], ["accuracy"], learned=size == 3)
-        expected = torch.zeros(4) if size == 3 else trl_advantages_PG.flatten()
-        assert list(shown["advantages"]) == expected.tolist()[-size:]
-        assert torch.equal(
-            torch.tensor(shown["extra"]["advantage_raw"]), trl_advantages_PG.flatten()[-size:]
-        )
-        assert list(shown["extra"]["adora_length"]) == [10, 20, 30, 40][-size:]
-        weights = of_the_loss.weighting.weights_P.repeat_interleave(2).tolist()
-        assert list(shown["extra"]["adora_weight"]) == weights[-size:]
-        assert list(shown["extra"]["verdict"]) == [*"abcd"][-size:]
-        assert list(shown["completion"]) == [*"wxyz"][-size:]
-        assert list(shown["rewards"]["accuracy"]) == [1.0, 0.0, 0.25, 0.0][-size:]
+    for max_rows, is_training in ((4, False), (3, True)):
+        column: Any = partial(deque, maxlen=max_rows)
+        table: Any = {name: column() for name in ("prompt", "completion", "images", "advantages")}
+        table |= {name: defaultdict(column) for name in ("extra", "rewards")}
+        advantages = advantages_of_two_groups()
+        trl_advantages = advantages.assessment.trl_advantages_PG.flatten().tolist()
+        scored: Any = SimpleNamespace(facts=facts, assessment=advantages.assessment)
+        add_rows(table, built, scored, [], ["accuracy"], is_training=is_training)
+        # In a training the final advantages are filled in later.
+        shown_advantages = [0.0] * 4 if is_training else trl_advantages
+        weights = advantages.weighting.weights_P.repeat_interleave(2).tolist()
+        assert list(table["advantages"]) == shown_advantages[-max_rows:]
+        assert list(table["extra"]["advantage_raw"]) == trl_advantages[-max_rows:]
+        assert list(table["extra"]["adora_length"]) == [10, 20, 30, 40][-max_rows:]
+        assert list(table["extra"]["adora_weight"]) == weights[-max_rows:]
+        assert list(table["extra"]["verdict"]) == [*"abcd"][-max_rows:]
+        assert list(table["completion"]) == [*"wxyz"][-max_rows:]
+        assert list(table["rewards"]["accuracy"]) == [1.0, 0.0, 0.25, 0.0][-max_rows:]
 
 
 def test_the_log_has_the_figures_of_adora_and_of_the_method():
@@ -465,8 +501,9 @@ def test_the_log_has_the_figures_of_adora_and_of_the_method():
     facts = rollout_facts(
         torch.zeros(4, 1), length_N=lengths_B, reflective_words_N=torch.tensor([0.0, 1.0, 0.0, 1.0])
     )
-    assert learned_figures(weighed()) == {"adora/learned_reward": 0.25, "adora/own": 3.0}
-    figures = assessment_figures(weighed().assessment, facts, ["accuracy"])
+    advantages = advantages_of_two_groups()
+    assert learned_figures(advantages) == {"adora/learned_reward": 0.25, "adora/own": 3.0}
+    figures = assessment_figures(advantages.assessment, facts, ["accuracy"])
     assert figures["adora/reflective_per_1000_tokens"] == 20.0
     assert figures["adora/pass_rate"] == 0.25
     assert figures["rewards/missing"] == 0.0
@@ -474,51 +511,50 @@ def test_the_log_has_the_figures_of_adora_and_of_the_method():
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedRun:
+    """A run's record of its rollouts, and the advantages that its loss got."""
+
     rollouts: pd.DataFrame  # in the order in which they were sampled
-    of_the_loss: dict[tuple[int, int], float]  # advantage by step and number of the rollout in it
+    loss_advantages: dict[tuple[int, int], float]  # by step and number of the rollout in it
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
-    """The real training command, which notes the advantage of every row that the loss gets."""
-    of_the_loss: dict[tuple[int, int], float] = {}
-    stock = AdoraGRPOTrainer._compute_loss
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordedRun]:
+    """Run the real training command, and record the advantage of every row that the loss gets."""
+    loss_advantages: dict[tuple[int, int], float] = {}
+    stock_loss = AdoraGRPOTrainer._compute_loss
 
-    def noted(self: AdoraGRPOTrainer, model: Any, inputs: Any) -> Any:
+    def record_and_compute(self: AdoraGRPOTrainer, model: Any, inputs: Any) -> Any:
         numbers = inputs["rollout_number"].tolist()
         advantages = inputs["advantages"].tolist()
         step = self.state.global_step + 1
-        of_the_loss.update(
-            {
-                (step, number): advantage
-                for number, advantage in zip(numbers, advantages, strict=True)
-            }
-        )
-        return stock(self, model, inputs)
+        for number, advantage in zip(numbers, advantages, strict=True):
+            loss_advantages[step, number] = advantage
+        return stock_loss(self, model, inputs)
 
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(AdoraGRPOTrainer, "_compute_loss", noted)
-        # so that groups with right and wrong answers are attenuated too
+        patches.setattr(AdoraGRPOTrainer, "_compute_loss", record_and_compute)
+        # With this criterion groups with right and wrong answers are attenuated too.
         criteria = {"adora_method": "{adora: {criteria: [difficulty], tau: 0.25}}"}
         folder: Path = train(
             tmp_path_factory.mktemp("recorded") / "run", save_strategy="no", **criteria
         )
     rollouts = pd.read_parquet(folder / "rollouts").sort_values(["step", "group", "rollout"])
-    yield Recorded(rollouts.reset_index(drop=True), of_the_loss)
+    yield RecordedRun(rollouts.reset_index(drop=True), loss_advantages)
 
 
 @pytest.mark.slow
 @pytest.mark.core
 def test_a_recorded_advantage_is_the_raw_one_times_the_recorded_weight(run):
     rollouts = run.rollouts
-    mixed = rollouts.groupby(["step", "group"])["reward"].transform("nunique") > 1
+    has_signal = rollouts.groupby(["step", "group"])["reward"].transform("nunique") > 1
     product = rollouts["weight"].astype(float) * rollouts["advantage_raw"].astype(float)
     gap = (rollouts["advantage"].astype(float) - product).abs()
-    assert (gap <= 1e-6 * product.abs())[
-        mixed
-    ].all()  # one product in float32 is right to 6e-8 of itself
-    assert (rollouts["advantage"][~mixed] == 0).all(), "a group of equal rewards teaches nothing"
+    # One product in float32 is right to 6e-8 of itself.
+    is_close = gap <= 1e-6 * product.abs()
+    assert is_close[has_signal].all()
+    advantages_without_signal = rollouts["advantage"][~has_signal]
+    assert (advantages_without_signal == 0).all(), "a group of equal rewards teaches nothing"
     assert set(rollouts["weight"].astype(float).round(4)) == {0.1, 1.0}, (
         "the run has to have weights of both kinds"
     )
@@ -530,13 +566,14 @@ def test_a_recorded_advantage_is_the_one_that_the_loss_got(run):
     rollouts = run.rollouts
     assert set(rollouts["step"]) == set(range(1, STEPS + 1))
     numbers = rollouts.groupby("step").cumcount()
-    recorded = {
+    # By step and number of the rollout in it.
+    recorded_advantages = {
         (step, number): advantage
         for step, number, advantage in zip(
             rollouts["step"], numbers, rollouts["advantage"], strict=True
         )
     }
-    assert run.of_the_loss
-    assert run.of_the_loss.keys() <= recorded.keys()
-    assert {place: recorded[place] for place in run.of_the_loss} == run.of_the_loss
-    assert all(recorded[place] == 0 for place in recorded.keys() - run.of_the_loss.keys())
+    assert run.loss_advantages
+    assert recorded_advantages.items() >= run.loss_advantages.items()
+    not_learned = recorded_advantages.keys() - run.loss_advantages.keys()
+    assert all(recorded_advantages[rollout] == 0 for rollout in not_learned)

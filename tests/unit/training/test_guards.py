@@ -55,7 +55,7 @@ def training():
     ratios = RatioGuard(context)
     guard = SkipBadSteps(context, ratios, None)
     control = TrainerControl()
-    guard.patience = 2
+    guard.max_bad_steps = 2
 
     def step(*gradient: float, ratio: float | None = None) -> list[float]:
         ratios.exceeding_ratio = ratio
@@ -110,7 +110,7 @@ def deepspeed(norm: float, skipped: bool, patience: int = 2, fp16: bool = False)
     )
     guard = SkipBadSteps(context, RatioGuard(context), lambda: engine)
     control = TrainerControl()
-    guard.patience = guard.patience if fp16 else patience
+    guard.max_bad_steps = guard.max_bad_steps if fp16 else patience
     for step in (7, 8):
         guard.on_step_end(None, SimpleNamespace(global_step=step), control)
     return guard, control
@@ -125,7 +125,7 @@ def test_steps_that_deepspeed_has_skipped_are_counted_and_stop_the_run_with_a_ch
     assert (
         deepspeed(math.inf, skipped=True, fp16=True)[0].reason is None
     )  # it looks for its loss scale
-    assert deepspeed(0.3, skipped=False)[0].in_a_row == 0
+    assert deepspeed(0.3, skipped=False)[0].bad_steps_in_a_row == 0
 
 
 def test_what_deepspeed_has_applied_is_not_saved():
@@ -168,8 +168,10 @@ def test_a_ratio_above_the_bound_makes_the_loss_nan_and_is_told_once(subtests):
             loss = guard.loss(torch.tensor(2.0), logps_BC, micro).item()
             assert log == {"adora/ratio_max": pytest.approx(4)}
             assert loss == pytest.approx(2.0 if exploded is None else math.nan, nan_ok=True)
-            assert guard.take() == (None if exploded is None else pytest.approx(exploded))
-            assert guard.take() is None
+            assert guard.take_exceeding_ratio() == (
+                None if exploded is None else pytest.approx(exploded)
+            )
+            assert guard.take_exceeding_ratio() is None
     guard = RatioGuard(step_context(adora_max_ratio=1.0))
     assert guard.loss(torch.tensor(2.0), logps_BC, {"completion_mask": mask_BC}) == 2, (
         "no old policy, no ratio"
@@ -183,7 +185,7 @@ def test_a_ratio_that_explodes_on_another_rank_skips_the_step_here_too():
     micro: Batch = {"old_per_token_logps": torch.zeros(1, 2), "completion_mask": torch.ones(1, 2)}
     assert math.isnan(guard.loss(torch.tensor(2.0), torch.zeros(1, 2), micro))
     assert log == {"adora/ratio_max": 4.0}
-    assert guard.take() == 4.0
+    assert guard.take_exceeding_ratio() == 4.0
 
 
 def test_an_engine_that_drifts_stops_the_run_with_a_checkpoint_and_only_then(tmp_path):

@@ -14,7 +14,7 @@ from adora_vl.training.micro_batch_room import (
     size_of_pass,
     unit_sizes,
 )
-from adora_vl.types import HostRows
+from adora_vl.types import HostRows, RowImages
 from benchmarks.lockstep import REAL, simulate_filled
 from tests.support.micro_batch_room import ACTIVATION_MEMORIES, LONGEST, SHAPE, room
 
@@ -141,9 +141,9 @@ def test_sizes_of_units_by_hand():
     host = HostRows(
         prompt_ids=torch.zeros(4, 3, dtype=torch.long),
         prompt_mask=torch.tensor([[0, 1, 1]] * 2 + [[1, 1, 1]] * 2),
-        token_types=None,
-        lengths=[4, 1, 0, 2],
-        images=[(torch.zeros(8, 1), torch.ones(1, 3))] * 2 + [None] * 2,
+        prompt_token_types=None,
+        completion_lengths=[4, 1, 0, 2],
+        images=[RowImages(pixels=torch.zeros(8, 1), grids=torch.ones(1, 3))] * 2 + [None] * 2,
     )
     assert unit_sizes(host, 2, shares_vision=True) == [
         UnitSize(2, 2, 4, 5, 8),

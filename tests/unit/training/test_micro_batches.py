@@ -18,17 +18,15 @@ from adora_vl.training import batch_rows
 from adora_vl.training.micro_batch_room import MicroBatchRoom
 from adora_vl.training.micro_batches import (
     MicroBatcher,
-    Move,
     by_length,
     choose_units,
     cut_by_count,
     plan_micro_batches,
-    plan_moves,
-    rebalanced,
     split_evenly,
     tokens_of_units,
 )
-from adora_vl.training.schedule import admitted
+from adora_vl.training.rank_balance import Move, plan_moves, rebalanced
+from adora_vl.training.schedule import fill_slots
 from adora_vl.types import Batch
 from benchmarks.lockstep import (
     CASES,
@@ -128,7 +126,7 @@ def test_every_optimizer_step_ends_with_work_and_no_micro_batch_is_too_large(
     slots = optimizer_steps * micro_batches
     unit_count = min(optimizer_steps + extra_units, slots * max_units)
     units = list(range(unit_count))
-    cut = partial(cut_by_count, micro_batches=micro_batches, max_units=max_units)
+    cut = partial(cut_by_count, max_micro_batches=micro_batches, max_units=max_units)
     plan = plan_micro_batches(units, optimizer_steps, micro_batches, cut)
     assert len(plan) == slots
     planned = [unit for part in plan for unit in part]
@@ -226,7 +224,7 @@ ADMITTED = [
 def test_groups_without_signal_give_their_slots_to_further_ones_with_it(
     has_signal, further_has_signal, slots, groups
 ):
-    assert admitted(has_signal, further_has_signal, slots) == groups
+    assert fill_slots(has_signal, further_has_signal, slots) == groups
 
 
 def test_chosen_groups_of_two_batches_are_padded_to_the_wider():
@@ -385,10 +383,10 @@ def test_a_row_weighs_as_much_in_a_small_micro_batch_as_in_a_full_one(live, rows
     grpo = batcher(banks=banks, loss_type="grpo")
     with_work = [micro for micro in grpo.split(generation, "0/0") if micro]
     assert [len(numbers) for numbers in rows_of(with_work)] == sizes
-    scaled = [float(grpo.scaled(loss, micro)) for micro in with_work]
+    scaled = [float(loss * grpo.weight(micro)) for micro in with_work]
     assert scaled == pytest.approx(losses)
     dapo = batcher(banks=banks, loss_type="dapo")
-    assert float(dapo.scaled(loss, with_work[-1])) == 3.0, "DAPO divides by tokens"
+    assert float(loss * dapo.weight(with_work[-1])) == 3.0, "DAPO divides by tokens"
 
 
 def test_which_groups_are_learned_from_and_where(subtests):
@@ -429,7 +427,7 @@ def test_a_generation_s_rows_weigh_the_same_however_they_are_cut(loss_type):
             rows = len(micro["advantages"])
             mean = torch.tensor(1.0 if loss_type == "dapo" else 1 / rows, dtype=torch.float64)
             for number in micro["rollout_number"].tolist():
-                weight_of[number] = float(scaling.scaled(mean, micro))
+                weight_of[number] = float(mean * scaling.weight(micro))
         weights.append(weight_of)
         counts.append(sum(map(bool, micro_batches)))
     separate, filled = weights

@@ -14,7 +14,7 @@ import torch
 from adora_vl.advantage import METHODS, AdvantagePipeline, Groups, group_advantages
 from adora_vl.advantage.adora import Adora, weigh_groups
 from adora_vl.advantage.grpo import Dapo
-from adora_vl.checkpoint.store import facts_of
+from adora_vl.checkpoint.store import manifest_of
 from adora_vl.record.metrics import METRICS, read_metrics
 from adora_vl.record.rollout_figures import adora_metrics
 from adora_vl.report.run_view import load_run
@@ -274,7 +274,7 @@ def test_a_generation_without_one_reward_ends_the_run_in_one_line(tmp_path):
     guard = RewardGuard(step_context(save_now=lambda: tmp_path))
     guard.check_scored(rewards([0.0] * 4, [1.0, NAN, NAN, NAN]).missing_reasons, 2)
     with pytest.raises(RunError) as error:
-        guard.check_scored(rewards([0.0] * 4, [NAN] * 4, failed=range(4)).missing, 2)
+        guard.check_scored(rewards([0.0] * 4, [NAN] * 4, failed=range(4)).missing_reasons, 2)
     assert str(error.value) == (
         "step 3: not one of 4 rollouts has a reward (judge: HTTP 503). Nothing of this step was "
         f"applied. Repair the reward, and go on with --resume_from_checkpoint {tmp_path}"
@@ -359,7 +359,7 @@ def test_the_run_stops_where_no_rollout_has_a_reward_and_goes_on_from_there(own,
         r"\S+checkpoint-1",
         line,
     )
-    saved = facts_of(tmp_path / "run" / "checkpoint-1")["metrics"]
+    saved = manifest_of(tmp_path / "run" / "checkpoint-1")["metrics"]
     assert saved == {}, (
         "a mean over the steps of a log would count those of the second generation twice"
     )

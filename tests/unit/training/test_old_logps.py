@@ -265,7 +265,7 @@ def test_an_engine_that_drifts_ends_the_run_before_the_first_update():
     """Also where its rollouts are those of the second update alone."""
     keys = {**TWO_UPDATES, **ENGINE, "adora_max_drift": 0.01}
     trainer = trainer_of(table(), **keys)
-    trainer.drift_guard.save = lambda: "none"
+    trainer.drift_guard.save_now = lambda: "none"
     micro_batches = trainer.batcher.split(generation(), "0/0")
     with pytest.raises(RolloutError, match="adora_max_drift is 0.01"):
         trainer._add_old_logps(micro_batches)
@@ -292,7 +292,7 @@ def test_with_dropout_every_micro_batch_that_is_compared_gets_a_pass_without(sub
             old_logps = OldLogps(step_context(**keys), has_dropout=True)
             assert len(old_logps.due(micro_batches)) == count
             # Nothing has changed the weights, so the ratio is 1 whatever dropout draws.
-            assert old_logps.are_of_this_pass(0)
+            assert old_logps.come_from_same_pass(0)
 
 
 def test_how_many_micro_batches_come_before_the_first_update(subtests):
@@ -346,5 +346,5 @@ def test_tokens_that_the_engine_was_not_asked_for_have_the_ratio_one():
     """They are those of tools, on which the policy's log-probability is 0."""
     old_logps = OldLogps(step_context(**BY_ENGINE), has_dropout=False)
     micro: Batch = {"sampling_per_token_logps": torch.tensor([[-1.0, torch.nan, -torch.inf]])}
-    old_logps.for_loss(micro, 0)
+    old_logps.prepare_loss(micro, 0)
     assert micro["old_per_token_logps"].tolist() == [[-1.0, 0.0, -torch.inf]]

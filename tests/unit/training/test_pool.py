@@ -42,6 +42,7 @@ from adora_vl.rollout.samplers import AsyncServerSampler, PendingSamples
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.advantages import GroupAssessment
 from adora_vl.training.generation import Generation, ScoredGroups
+from adora_vl.training.generation_numbers import GenerationNumbers
 from adora_vl.training.generation_sampler import GenerationSampler, LateDriftCheck
 from adora_vl.training.group_sampler import GroupSampler, PromptReader
 from adora_vl.training.pool import Pool
@@ -370,9 +371,9 @@ class Run:
         self.pool = Pool(context, rows, tools=tools)
         groups = GroupSampler(
             context=context,
-            prompts=PromptReader(images),
+            prompt_reader=PromptReader(images),
             sampler=self.engine,  # type: ignore[arg-type]
-            stop=stop,
+            stop_criteria=stop,
             extensions=[],
             tool_loop=tool_loop,
         )
@@ -386,12 +387,12 @@ class Run:
         self.rollouts = GenerationSampler(
             context=context,
             pool=self.pool,
-            groups=groups,
+            group_sampler=groups,
             guard=guard,
             phase=lambda _: nullcontext(),
             environments=None,
             rows_ahead=rows_after,
-            late_drift=LateDriftCheck(pair, check=lambda *_: None),
+            drift_check=LateDriftCheck(pair, check=lambda *_: None),
         )
         self.trainer = stages(self, context, judges)
         self.learned: list[Learned] = []
@@ -552,9 +553,9 @@ def test_a_run_with_tools_that_is_killed_within_a_turn_goes_on_to_the_bit(tmp_pa
 
 def test_where_nothing_is_called_a_run_with_tools_is_the_run_without():
     runs = [Run(4, tools=True, budget=None) for _ in range(2)]
-    runs[0].rollouts.groups.tool_loop = None
+    runs[0].rollouts.group_sampler.tool_loop = None
     silent: Any = Silent()
-    runs[1].rollouts.groups.tool_loop = silent
+    runs[1].rollouts.group_sampler.tool_loop = silent
     assert runs[0].go_on().answers == runs[1].go_on().answers
     assert runs[0].engine.asked == runs[1].engine.asked
 
@@ -564,7 +565,7 @@ def test_processes_whose_rollouts_have_other_numbers_of_turns_make_the_same_call
         run = Run(4, accelerator, tools=True, budget=None)
         if rank:
             silent: Any = Silent()
-            run.rollouts.groups.tool_loop = silent
+            run.rollouts.group_sampler.tool_loop = silent
         run.go_on()
         return [len(asks) for asks in run.engine.asked]
 
@@ -767,10 +768,17 @@ def test_generations_are_counted_and_named_where_an_epochs_last_step_has_fewer()
     """Else answers would be set aside there for a generation that does not come, and lost; and
     rollouts that are asked for ahead would count as older than they are.
     """
-    run = Run(4)
-    run.pool.layout = replace(run.pool.layout, gradient_accumulation_steps=2)
-    run.pool.rows = range(3 * PLACES)  # type: ignore[assignment]
-    places = (
+    context = step_context(
+        accelerator=Alone(),
+        state=TrainerState(max_steps=4),
+        num_generations=SIZE,
+        per_device_train_batch_size=PLACES * SIZE,
+        steps_per_generation=1,
+        gradient_accumulation_steps=2,
+    )
+    three_generations = range(3 * PLACES)  # the rows of an epoch
+    generations = GenerationNumbers(context, three_generations, is_numbered=True)
+    positions = (
         (0, 0),
         (0, 1),
         (1, 0),
@@ -778,11 +786,11 @@ def test_generations_are_counted_and_named_where_an_epochs_last_step_has_fewer()
         (2, 1),
         (3, 0),
     )
-    keys = [StepKey(mode="train", step=step, micro=micro) for step, micro in places]
+    keys = [StepKey(mode="train", step=step, micro=micro) for step, micro in positions]
     ahead = [Generation(key=key, group_size=SIZE) for key in keys]
-    assert [run.pool.generations_left(generation) for generation in ahead] == [6, 5, 4, 3, 2, 1]
+    assert [generations.left(generation) for generation in ahead] == [6, 5, 4, 3, 2, 1]
     for first, generation in enumerate(ahead):
-        later = [run.pool.generation_after(generation, distance) for distance in range(7 - first)]
+        later = [generations.after(generation, distance) for distance in range(7 - first)]
         assert later.pop() is None
         for number, following in enumerate(later, start=first):
             assert following is not None

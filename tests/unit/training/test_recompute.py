@@ -12,8 +12,14 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from adora_vl.config.sharding import Sharding
 from adora_vl.models.activations import RESERVED_SHARE, ActivationMemory, DtypeBytes, PassSize
-from adora_vl.models.shape import ModelShape, config_for_planning, describe
-from adora_vl.training.recompute import FIGURE, Gradients, RecomputedLayers, language_layers
+from adora_vl.models.shape import ModelShape, config_for_planning, model_shape
+from adora_vl.training.recompute import (
+    FIGURE,
+    CardBytes,
+    GradientsBefore,
+    RecomputedLayers,
+    language_layers,
+)
 from tests.support.small_models import TEXT, small_model
 from tests.support.stand_ins import Processes
 from tests.support.step_context import step_context
@@ -41,7 +47,7 @@ def language_model(**keys: Any) -> Any:
 def three_billion() -> ModelShape:
     """Return the shape of the 3B model with adapters."""
     adapters = LoraConfig(r=64, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"])
-    return describe(config_for_planning(THREE)[0], peft_config=adapters)
+    return model_shape(config_for_planning(THREE)[0], peft_config=adapters)
 
 
 def recomputed(model: PreTrainedModel, **keys: Any) -> RecomputedLayers:
@@ -57,13 +63,13 @@ def recomputed(model: PreTrainedModel, **keys: Any) -> RecomputedLayers:
         model=model,
         shape=shape,
         sharding=sharding,
-        card=card,
+        read_card=card,
     )
 
 
 def shape_of(model: PreTrainedModel) -> Callable[[], ModelShape]:
     """Return the shape of a language model of the tests."""
-    return lambda: describe(model.config, dtype="float32")
+    return lambda: model_shape(model.config, dtype="float32")
 
 
 def gradients_of(model: Any, number: int | str) -> list[Tensor]:
@@ -72,7 +78,7 @@ def gradients_of(model: Any, number: int | str) -> list[Tensor]:
     torch.manual_seed(5)
     ids = torch.arange(34).view(2, 17) % TEXT["vocab_size"]
     switch = recomputed(model, adora_recompute=number)
-    with switch.chosen(SIZE):
+    with switch.switched(SIZE):
         loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.requires_grad]
@@ -102,7 +108,7 @@ def test_the_first_layers_are_recomputed_and_the_vision_tower_stays_as_it_is():
     blocks = list(model.model.visual.blocks)
     layers = language_layers(model)
     assert layers == list(model.model.language_model.layers)
-    with recomputed(model, adora_recompute=1).chosen(SIZE):
+    with recomputed(model, adora_recompute=1).switched(SIZE):
         assert [layer.gradient_checkpointing for layer in layers] == [True, False]
         assert all(block.gradient_checkpointing for block in blocks)
     assert all(layer.gradient_checkpointing for layer in layers), "as before, behind the pass"
@@ -111,7 +117,7 @@ def test_the_first_layers_are_recomputed_and_the_vision_tower_stays_as_it_is():
 def test_nothing_changes_where_nothing_is_known_or_asked_for(subtests):
     unchanged: dict[str, dict[str, Any]] = {
         "a CPU": {"adora_recompute": "auto"},
-        "all": {"adora_recompute": "all", "card": lambda: (80 * GIB, 80 * GIB)},
+        "all": {"adora_recompute": "all", "card": lambda: CardBytes(80 * GIB, 80 * GIB)},
         "torch.compile": {"adora_recompute": 1, "torch_compile": True},
     }
     for name, keys in unchanged.items():
@@ -119,7 +125,7 @@ def test_nothing_changes_where_nothing_is_known_or_asked_for(subtests):
             log: dict[str, float] = {}
             model = language_model()
             switch = recomputed(model, log=log, **keys)
-            with switch.chosen(SIZE):
+            with switch.switched(SIZE):
                 assert all(layer.gradient_checkpointing for layer in language_layers(model))
             assert log == {}
 
@@ -129,9 +135,9 @@ def test_a_run_without_gradient_checkpointing_gets_none():
     model.gradient_checkpointing_disable()
     context = step_context(gradient_checkpointing=False, adora_recompute=2)
     switch = RecomputedLayers(
-        context, model=model, shape=three_billion, sharding=Sharding(), card=None
+        context, model=model, shape=three_billion, sharding=Sharding(), read_card=None
     )
-    with switch.chosen(SIZE):
+    with switch.switched(SIZE):
         assert not any(layer.gradient_checkpointing for layer in language_layers(model))
 
 
@@ -166,23 +172,23 @@ def test_the_number_follows_the_tokens_and_the_free_memory(capsys):
         free[0] = activation_memory.peak_bytes(SIZE, number) + int(RESERVED_SHARE * card) + weights
 
     switch = recomputed(
-        model, shape=shape, card=lambda: (free[0], card), log=log, adora_recompute="auto"
+        model, shape=shape, card=lambda: CardBytes(free[0], card), log=log, adora_recompute="auto"
     )
     for number in (0, 2, 3, LAYERS):
         room_for(number)
         if number == LAYERS:
             free[0] = 0
-        with switch.chosen(SIZE):
+        with switch.switched(SIZE):
             flags = [layer.gradient_checkpointing for layer in language_layers(model)]
-        assert sum(flags) == switch.number == log[FIGURE] == number
+        assert sum(flags) == switch.count == log[FIGURE] == number
     room_for(2)
-    with switch.chosen(PassSize(rows=1, row_length=240, scored_tokens=187)):
-        assert switch.number == 0, "fewer tokens keep less"
+    with switch.switched(PassSize(rows=1, row_length=240, scored_tokens=187)):
+        assert switch.count == 0, "fewer tokens keep less"
     gradients_of(model, "all")
     room_for(2)
     free[0] -= weights
-    with switch.chosen(SIZE):
-        assert switch.number == 2, "gradients that are there take no further memory"
+    with switch.switched(SIZE):
+        assert switch.count == 2, "gradients that are there take no further memory"
     assert capsys.readouterr().out.count("layers are recomputed") == 1
 
 
@@ -201,11 +207,11 @@ def test_all_ranks_recompute_what_the_fullest_needs():
             shape=shape_of(model),
             sharding=sharding,
             accelerator=ranks,
-            card=lambda: (10**15, 10**15),
+            card=lambda: CardBytes(10**15, 10**15),
             adora_recompute="auto",
         )
-        with switch.chosen(SIZE):
-            assert switch.number == 3
+        with switch.switched(SIZE):
+            assert switch.count == 3
     assert gathered == [0, 0]
 
 
@@ -223,14 +229,14 @@ class OutOfMemory(nn.Module):
         layer.register_full_backward_pre_hook(self._fail)
 
     def _fail(self, *_: object) -> None:
-        if self.switch.number < LAYERS:
+        if self.switch.count < LAYERS:
             raise torch.OutOfMemoryError("no memory")
 
     def step(self) -> Tensor:
         """Compute a micro-batch, as the trainer does."""
         self.passes += 1
         ids = torch.arange(34).view(2, 17) % TEXT["vocab_size"]
-        with self.switch.chosen(SIZE):
+        with self.switch.switched(SIZE):
             loss: Tensor = self.model(input_ids=ids, labels=ids).loss
         self.figures["loss"].append(loss.item())
         loss.backward()
@@ -242,7 +248,11 @@ def retried_policy(**keys: Any) -> OutOfMemory:
     # of which the gradients are few enough to be copied, unless a test says another one
     total = keys.pop("total", 10**15)
     switch = recomputed(
-        model, shape=shape_of(model), card=lambda: (10**15, total), adora_recompute="auto", **keys
+        model,
+        shape=shape_of(model),
+        card=lambda: CardBytes(10**15, total),
+        adora_recompute="auto",
+        **keys,
     )
     return OutOfMemory(model, switch, defaultdict(list))
 
@@ -256,7 +266,7 @@ def test_a_micro_batch_without_memory_is_made_again_and_counts_once(micro_batche
         for parameter, gradient in zip(policy.model.parameters(), every, strict=True):
             parameter.grad = 2 * gradient
     policy.figures["loss"].append(7.0)
-    policy.switch.retried(policy.step, policy.figures)
+    policy.switch.run_with_retry(policy.step, policy.figures)
     assert policy.passes == 2
     assert len(policy.figures["loss"]) == 2
     assert "out of the card's memory with 0 of 4 layers" in capsys.readouterr().out
@@ -265,7 +275,7 @@ def test_a_micro_batch_without_memory_is_made_again_and_counts_once(micro_batche
             parameter.grad, 2 * gradient + gradient if micro_batches == 3 else gradient
         )
     policy.model.zero_grad()
-    policy.switch.retried(policy.step, policy.figures)
+    policy.switch.run_with_retry(policy.step, policy.figures)
     assert policy.passes == 3, "from here on all layers are recomputed"
 
 
@@ -279,7 +289,7 @@ def test_a_process_among_several_does_not_go_back_alone(subtests):
         with subtests.test(name):
             policy = retried_policy(**keys)
             with pytest.raises(torch.OutOfMemoryError):
-                policy.switch.retried(policy.step, policy.figures)
+                policy.switch.run_with_retry(policy.step, policy.figures)
             assert policy.passes == 1
 
 
@@ -287,18 +297,18 @@ def test_gradients_too_large_to_copy_end_the_run_rather_than_count_twice():
     policy = retried_policy(total=2**20)
     gradients_of(policy.model, "all")
     with pytest.raises(torch.OutOfMemoryError):
-        policy.switch.retried(policy.step, policy.figures)
+        policy.switch.run_with_retry(policy.step, policy.figures)
     assert policy.passes == 1
 
 
 def test_gradients_that_no_pass_has_added_to_need_no_copy():
     weight = nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
-    before = Gradients([weight], limit=0)
+    before = GradientsBefore([weight], max_copied_bytes=0)
     assert before.restore()
     weight.grad += 1
     assert not before.restore()
-    later = Gradients([weight], limit=12)
+    later = GradientsBefore([weight], max_copied_bytes=12)
     weight.grad += 1
     assert later.restore()
     assert weight.grad.tolist() == [2, 2, 2]

@@ -1,0 +1,355 @@
+"""The forms in which a response may name one of the choices of a question.
+
+A choice is named by its letter, by its text, or by a value that equals it. `ChoiceMatcher` has the
+patterns of the letters, which depend on how many choices there are; the rules of `choice.py` say in
+which order they are tried.
+"""
+
+import re
+from collections.abc import Sequence
+
+from adora_vl.data.prompts import without_letters
+from adora_vl.evals.scoring.response_text import without_markup
+from adora_vl.rewards import grade
+
+# Words that say that the next letter is the answer. `option B` alone does not say so, since it may
+# be called wrong.
+_ANSWER_WORDS = (
+    r"(?:\b(?:answers?|(?:correct|right|best) (?:option|choice)(?: letter)?|letter)"
+    r"(?: to (?:the|this) (?:question|problem))?(?: \w+)? (?:is|are|would be|should be|must be)\b"
+    r"|\b(?:answer|(?:correct|right|best) (?:option|choice)(?: letter)?)\s*(?=[:：=(（–—-]|[A-Z]\b)"
+    r"|\bfinal(?: (?:answer|choice|option))?\s*(?=[:：=])"
+    r"|\b(?:choose|select|pick|opt for|settle on|go(?:ing)? with)\b"
+    r"|\bit (?:must|should|has to) be\b"
+    r"|\b(?:respuesta|r[ée]ponse|antwort|resposta|risposta|ответ)\b(?: correct[ae])?(?: "
+    r"(?:es|est|ist|é|è)\b)?"
+    r"|答案|选项|故选|应选|选择|选|答えは)"
+    r"\s*[:：=为是–—-]*\s*(?:(?:option|choice|letter|the|therefore|thus|most likely)\b\s*)*[:：]?\s*"
+    r"(?:not\s+[(（]?[A-Z][)）]?,?\s+but\s+(?:rather\s+)?)?"
+)
+# Words before or behind a letter that call it wrong. ` | ` stands in the place of the letter.
+_CALLED_WRONG = re.compile(
+    r"\b(?:incorrect|wrong|false|other)\s+\|"
+    r"| \| *[)）\]]?[^.,;()（）]{0,12}\b(?:is|are|was)(?:n't| not|) *(?:also "
+    r")?(?:incorrect|wrong|false|not)\b",
+    re.IGNORECASE,
+)
+# Words behind which a letter is the answer, where it ends its clause: `therefore I think it is B`,
+# `Therefore: B`.
+_CONCLUSION_WORDS = (
+    r"(?:\b(?:it|that|this|one|option|choice)(?: is|['’]s)\b|\bmust be\b|\bleaves\b"
+    r"|\b(?:so|therefore|thus|hence|conclusion|finally)\b\s*[,:：]?|因此|所以)"
+    r"\s*[:：]?\s*(?:(?:option|choice|letter)\s+)?"
+)
+_CORRECTION_WORDS = r"\b(?:wait|actually|correction|i mean|sorry|no)\b[\s,:：–—-]*"
+# Words at the end of a text that deny what follows: `not`, `rather than`.
+_DENIAL = re.compile(r"(?:\bnot|\bneither|\bnor|n['’]t(?: be)?|\brather than|\binstead of)\s+$")
+# Words behind a letter that only suppose it to be right: `answer B would be right if ...`.
+_SUPPOSITION = re.compile(r"[)）\]]?\s*(?:would|could|might)\b", re.IGNORECASE)
+# What joins a letter to the next one, so that neither is the answer: `A or C`, `(A) (B)`, `A, B`.
+_OR = r"\s*(?:/|,?\s*\b(?:or|and/or)\b|或)\s*"
+_AND = r"\s*(?:[,，、;；&+]|,?\s*\band\b|和|与|及|(?<=[)）])(?=\s*[(（]))\s*(?:\b(?:and|or)\b\s*)?"
+# What ends a list of letters, and not `A and B are wrong`.
+_LIST_END = (
+    r"\s*(?:[.。!?)）}\]\"']|\n|$|\b(?:are|is) (?:all |both )?(?:correct|right|true|possible))"
+)
+_YES = r"(?:yes|correct|right|true|✓|✔|✅|√|正确)"
+_NOT_SO = r"(?:no|incorrect|wrong|false|not (?:correct|right|true)|✗|✘|❌|×|错误)"
+# Characters of a text that may be a value. Comparing values takes long, and a sentence is none.
+_LONGEST_VALUE = 100
+# What every match of `ChoiceMatcher.list_before_letter` ends with. It is tried first, since that
+# pattern is slow.
+_END_OF_LIST_BEFORE = re.compile(
+    r"(?:(?:\bor|\band|[/,，、;；&+或和与及])\s*(?:(?:option|choice)\s+)?[(（]?|[)）]\s*[(（])$",
+    re.IGNORECASE,
+)
+
+
+class ChoiceMatcher:
+    """Finds the choices of one question in a text, by letter, by text or by value.
+
+    Each pattern has a group for every way to write a letter, such as `(B)` and `B.`, of which one
+    has matched. Methods return the index of a choice, from 0 on; None stands for no choice.
+    """
+
+    def __init__(self, choices: Sequence[str]) -> None:
+        """Build the patterns for the letters of these choices, which go from A on."""
+        self.choices = without_letters(choices)
+        self.letters = "".join(chr(ord("A") + i) for i in range(len(self.choices)))
+        # The texts of the choices in one spelling, by which they are looked for. A choice that is
+        # itself one of the letters gets none: a lone `B` is option B, whatever the choices say.
+        keys = [text_key(choice) for choice in self.choices]
+        self.keys = ["" if len(key) == 1 and key.upper() in self.letters else key for key in keys]
+        last = self.letters[-1]
+        capital = f"[A-{last}]"
+        any_case = f"[A-{last}a-{last.lower()}]"
+        bracketed = rf"[(（\[]\s*({any_case})\s*[)）\]]"
+        # In brackets a letter may have any case. A lone capital needs an end behind it, because
+        # `A` is the article in `A circle`.
+        letter = (
+            rf"(?:{bracketed}|({capital})(?=\s*(?:[.,:;)!）、。，：で]|\n"
+            rf"|$))|({capital})(?![A-Za-z0-9_'’])"
+            rf"|({any_case})(?=[.!]?\s*$))"
+        )
+        clause_end = (
+            r"(?=\s*(?:[.,:;)!）、。，：で]|\n|$)|\s+(?:is (?:the "
+            r")?(?:correct|right|answer)|because|since)\b)"
+        )
+        letter_at_end = rf"(?:{bracketed}|({capital}){clause_end})"
+        # `The answer is (B)`.
+        self.stated_letter = re.compile(rf"(?i:{_ANSWER_WORDS})[\"'“‘]?{letter}")
+        # `Therefore it is B.`
+        self.concluding_letter = re.compile(f"(?i:{_CONCLUSION_WORDS}){letter_at_end}")
+        # `Wait, B.`
+        self.correcting_letter = re.compile(f"(?i:{_CORRECTION_WORDS}){letter_at_end}")
+        # `Option B` as a whole text.
+        self.letter_alone = re.compile(
+            rf"\W*(?:(?:ans(?:wer)?|opt(?:ion)?|choice|letter)\b)?\W*({any_case})\W*",
+            re.IGNORECASE,
+        )
+        # `B. a dam` at the beginning of a text.
+        self.leading_letter = re.compile(
+            rf"\W*(?:{bracketed}|({capital})\s*(?:[.,:：;)）、。]|\n|$))"
+        )
+        self.bracketed_letter = re.compile(rf"[(（]\s*({any_case})\s*[)）]")
+        # `Option B` anywhere.
+        self.named_letter = re.compile(rf"\b(?i:option|choice)\s+[\"'(]?({capital})\b")
+        listed_letter = rf"(?:(?i:option|choice|answer)\s+)?[(（]?{capital}(?![A-Za-z0-9_'’])[)）]?"
+        # What follows a letter that is one of several, as in `A or C` and `A, B and C.`
+        self.list_behind_letter = re.compile(
+            rf"[)）]?(?:(?:{_AND}{listed_letter})*{_OR}{listed_letter}|(?:{_AND}{listed_letter})+{_LIST_END})"
+        )
+        # What stands before such a letter.
+        self.list_before_letter = re.compile(
+            rf"(?<![A-Za-z0-9_]){listed_letter}(?:{_OR}|{_AND})(?:(?i:option|choice)\s+)?[(（]?$"
+        )
+        # `B matches` and `B is correct`.
+        self.fitting_letter = re.compile(
+            rf"(?<![A-Za-z0-9_])[(（]?({capital})[)）]?\s+(?:fits|works|matches|(?:is|must be)"
+            r"(?: the)? (?:correct|right|answer|best|only one)\b)"
+        )
+        # `A: no` and `B is true`, with the group `yes` where the letter is called right.
+        self.letter_with_verdict = re.compile(
+            rf"(?:^|[\s.;,])(?:(?i:option|choice)\s+)?[(（]?({capital})[)）]?\s*(?:[:.)）、–—-]|is\b)"
+            rf"[^.;\n]{{0,60}}?(?:^|[\s:,–—-])(?:(?P<yes>{_YES})|({_NOT_SO}))(?![A-Za-z])",
+            re.IGNORECASE,
+        )
+        self._repeated_options = _pattern_of_options(self.choices, self.letters)
+
+    def index_of(self, match: re.Match[str]) -> int:
+        """Return the index of the choice whose letter a pattern has matched.
+
+        The letter is in the first group that has matched.
+        """
+        letter = next(group for group in match.groups() if group)
+        return self.letters.index(letter.upper())
+
+    def last_index(self, pattern: re.Pattern[str], text: str, start: int = 0) -> int | None:
+        """Return the choice of the last letter that a pattern finds behind `start`.
+
+        A letter that the text calls wrong does not count, nor does one of several, as in `A or C`.
+        """
+        indices = [
+            self.index_of(match)
+            for match in pattern.finditer(text, start)
+            if not is_called_wrong(text, match) and not self.is_one_of_several(text, match)
+        ]
+        return indices[-1] if indices else None
+
+    def is_one_of_several(self, text: str, match: re.Match[str]) -> bool:
+        """Return whether a letter stands in a list, as in `A or C` and `(A) (B) (C) (D)`."""
+        group_number = next(number for number, group in enumerate(match.groups(), 1) if group)
+        start, end = match.span(group_number)
+        # The bounds keep the search fast; a list does not need more than its neighbours.
+        if self.list_behind_letter.match(text, end, end + 60) is not None:
+            return True
+        text_before = text[max(0, start - 30) : start]
+        if _END_OF_LIST_BEFORE.search(text_before) is None:
+            return False
+        return self.list_before_letter.search(text_before) is not None
+
+    def states_several_letters(self, text: str) -> bool:
+        """Return whether a text begins with several letters, or states several as its answer."""
+        matches = [
+            self.leading_letter.match(text),
+            self.bracketed_letter.match(text),
+            *self.stated_letter.finditer(text),
+        ]
+        return any(match is not None and self.is_one_of_several(text, match) for match in matches)
+
+    def without_options(self, text: str) -> str:
+        """Remove the list of all options, if the text repeats it as the question shows it."""
+        return self._repeated_options.sub(" ", text) if self._repeated_options else text
+
+    def choice_of_short_text(self, text: str) -> int | None:
+        """Return the choice that a short text, such as the content of a box, means.
+
+        It is found by the text of the choice, by a letter, by its value, because the text mentions
+        it, or by its number without a unit, in this order. None where a step finds several.
+        """
+        stripped = without_markup(text)
+        key = text_key(stripped)
+        if key and key in self.keys:
+            return self.keys.index(key)
+        letter = self._letter_of_short_text(stripped)
+        if letter and self.is_one_of_several(stripped, letter):
+            return None
+        if letter:
+            return self.index_of(letter)
+        equal = self.choice_of_value(text)
+        if equal is not None:
+            return equal
+        mentioned = self.mentioned_choices(text)
+        if mentioned:
+            return mentioned[0] if len(set(mentioned)) == 1 else None
+        number = _without_unit(key)
+        if not number:
+            return None
+        indices = [
+            index
+            for index, choice_key in enumerate(self.keys)
+            if _without_unit(choice_key) == number
+        ]
+        return indices[0] if len(indices) == 1 else None
+
+    def _letter_of_short_text(self, text: str) -> re.Match[str] | None:
+        """Match the letter that a short text is, begins with, or ends with in brackets."""
+        letters = self.letters
+        is_letter = re.fullmatch(
+            rf"\W*(?:option|choice)?\W*([{letters}{letters.lower()}])\W*", text
+        )
+        if is_letter:
+            return is_letter
+        return self.leading_letter.match(text) or re.search(
+            rf"(?<!\w)[(（]([{letters}])[)）]\W*$", text
+        )
+
+    def choice_of_value(self, text: str) -> int | None:
+        r"""Return the only choice whose value equals that of a short text.
+
+        The grader of a training compares the values. `2\pi` equals `2 \pi`, and `0.5` equals
+        `\frac{1}{2}` and `1:2`.
+        """
+        if len(text) > _LONGEST_VALUE or not has_value(text):
+            return None
+        # The grader knows a ratio as a fraction.
+        boxed_text = rf"\boxed{{{text.replace(':', '/')}}}"
+        indices = []
+        for index, choice in enumerate(self.choices):
+            if (
+                self.keys[index]
+                and grade(boxed_text, choice.replace(":", "/")).verdict == "correct"
+            ):
+                indices.append(index)
+        return indices[0] if len(indices) == 1 else None
+
+    def choice_behind_article(self, text: str) -> int | None:
+        """Return the choice at the beginning of a text whose first word `A` is an article.
+
+        `A circle is right` gives the choice `circle` or `a circle`. The longest of several choices
+        counts, since `a circle` also begins `a circle sector`.
+        """
+        if not text.startswith("A "):
+            return None
+        first_line = text_key(text.split("\n")[0], keep_end=True)
+        indices = [
+            index
+            for index, key in enumerate(self.keys)
+            if key and re.match(rf"(?:a )?{re.escape(key)}(?!\w)", first_line)
+        ]
+        return max(indices, key=lambda index: len(self.keys[index]), default=None)
+
+    def mentioned_choices(self, text: str, *, count_denied: bool = True) -> list[int]:
+        """Return the choices whose text stands in `text`, in the order of their mentions.
+
+        A choice is returned once for each mention. Within the mention of a longer choice it does
+        not count.
+
+        Args:
+            text: The text to search.
+            count_denied: Whether a choice behind a word such as `not` counts, as the circle in `not
+                a circle but a kite`.
+        """
+        text = text_key(without_markup(text), keep_end=True)
+        mentions: list[tuple[int, int]] = []  # the position of each, and the index of its choice
+        # A longer choice is taken out of the text before a shorter one is looked for.
+        longest_first = sorted(range(len(self.keys)), key=lambda index: -len(self.keys[index]))
+        for index in longest_first:
+            key = self.keys[index]
+            is_same_as_earlier = key in self.keys[:index]
+            if not key or is_same_as_earlier:
+                continue
+            pattern = rf"(?<![\w.\\^/]){re.escape(key)}(?![\w^/]|\.\d|\\)"
+            for match in re.finditer(pattern, text):
+                start = match.start()
+                is_denied = _DENIAL.search(text[max(0, start - 20) : start]) is not None
+                if count_denied or not is_denied:
+                    mentions.append((start, index))
+            # Characters that no choice has keep all other positions as they are.
+            text = re.sub(pattern, "\0" * len(key), text)
+        return [index for _, index in sorted(mentions)]
+
+
+def is_called_wrong(text: str, match: re.Match[str]) -> bool:
+    """Return whether the text calls a letter wrong, or only supposes it to be right.
+
+    It is called wrong in `the incorrect answer is A` and `option (D) is incorrect`, and only
+    supposed in `B would be right if ...`.
+    """
+    before = text[max(0, match.start() - 15) : match.start()]
+    behind = text[match.end() : match.end() + 40]
+    if _SUPPOSITION.match(behind):
+        return True
+    rest_of_line = behind.split("\n")[0]
+    # The mark stands in the place of the letter, so that one pattern sees both sides of it.
+    return _CALLED_WRONG.search(f"{before} | {rest_of_line}") is not None
+
+
+def _pattern_of_options(choices: Sequence[str], letters: str) -> re.Pattern[str] | None:
+    """Build the pattern of the list of all options with their letters, as a question shows them.
+
+    None where there is one option, or an option has no text.
+    """
+    if len(choices) < 2 or not all(choice.strip() for choice in choices):
+        return None
+    options: list[str] = []
+    for letter, choice in zip(letters, choices, strict=True):
+        words = [re.escape(word) for word in without_markup(choice).split()]
+        option_text = r"\s*".join(words)
+        options.append(rf"[(（]?{letter}[)）]?\s*[.:：、)]?\s*{option_text}")
+    return re.compile(r"(?<![A-Za-z0-9])" + r"[\s,;.，；。]*".join(options))
+
+
+def text_key(text: str, *, keep_end: bool = False) -> str:
+    """Bring a text into one spelling, by which choices are compared.
+
+    Case, spaces, thousands separators, `.0`, degree words and markup do not count.
+
+    Args:
+        text: A choice, or a text that may mention one.
+        keep_end: Whether to keep full stops at the end, as a text of several sentences needs them.
+    """
+    text = without_markup(text).lower().replace("\\sqrt", "√").replace("\\pi", "π")
+    text = re.sub(r" *([{}]) *", r"\1", text)
+    text = re.sub(r"\\frac\{([^{}]*)\}\{([^{}]*)\}", r"\1/\2", text)
+    text = re.sub(r"√\{(\w+)\}", r"√\1", text)
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+    text = re.sub(r"(?<=\d)\.0+(?!\d)", "", text)
+    text = re.sub(r"(?<=\d)\s*degrees?\b", "", text)
+    text = re.sub(r"\s+", " ", text).strip()
+    return text if keep_end else text.rstrip(" .。")
+
+
+def has_value(text: str) -> bool:
+    """Return whether a text has a digit or a π, so that it may be a value."""
+    return re.search(r"\d|\\pi|π", text) is not None
+
+
+def _without_unit(key: str) -> str:
+    """Strip the key of a choice to its number, without a unit behind it or a name before it.
+
+    `x= 5 cm` gives `5`. The result is empty where there is no digit.
+    """
+    number = re.sub(r"^[a-z∠ ]+= *", "", key)
+    number = re.sub(r"(?<=[\d)}π]) *[a-z%]+[23²³]?$", "", number)
+    return number if re.search(r"\d", number) else ""

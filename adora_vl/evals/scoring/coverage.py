@@ -1,0 +1,58 @@
+"""Says which part of the answers to a benchmark a score is over.
+
+The `coverage` of a score file has the numbers of answers that are scored, that the run asked for,
+and that there would be to all the data.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def missing_answers(score: Mapping[str, Any]) -> str | None:
+    """Say how many answers a score lacks of those that its run asked for.
+
+    None where it has all, or where that is not known.
+    """
+    coverage = score.get("coverage") or {}
+    n_answers = coverage.get("answers")
+    n_requested = coverage.get("asked")
+    if not n_answers or not n_requested or n_answers >= n_requested:
+        return None
+    return (
+        f"the score of a part: {n_answers} of {n_requested} answers are there; run `infer` again "
+        "for the others"
+    )
+
+
+def partial_notes(score: Mapping[str, Any]) -> list[str]:
+    """Say in lines why a score may be over a part of the problems.
+
+    Some answers may be missing, only a part may have been asked (`--limit`), or it may be unknown
+    how many problems there are.
+    """
+    coverage = score.get("coverage") or {}
+    if coverage and coverage.get("asked") is None:
+        unknown = "it is not known of how many problems these are; no run lies beside the answers"
+        return [f"note: {unknown}"]
+    lines: list[str] = []
+    missing = missing_answers(score)
+    if missing:
+        lines.append(f"warning: {missing}")
+    n_requested = coverage.get("asked") or 0
+    n_in_data = coverage.get("in_data") or 0
+    if n_requested < n_in_data:
+        lines.append(f"note: {n_requested} of the {n_in_data} answers to all the data (--limit)")
+    return lines
+
+
+def share_of_the_data(score: Mapping[str, Any]) -> str | None:
+    """Say which part of the data a score is over, such as `60 of 512` answers.
+
+    None for a score over all of them, or where it is not known.
+    """
+    coverage = score.get("coverage") or {}
+    n_answers = coverage.get("answers")
+    n_in_data = max(coverage.get("asked") or 0, coverage.get("in_data") or 0)
+    if not n_answers or n_answers >= n_in_data:
+        return None
+    return f"{n_answers} of {n_in_data}"

@@ -1,0 +1,87 @@
+"""Prepares the text of a response for the rules that extract an answer from it."""
+
+import re
+
+MAX_CHARS = 50_000  # of the end of a response; a longer one is a loop
+# The beginning of a question that a model asks itself behind its answer, in the words of the prompt.
+# A heading of Markdown, such as `### Final Answer`, is none.
+_NEXT_QUESTION = re.compile(
+    r"\n[^\S\n]*(?:Hint: Please answer|(?:###\s*)?(?:Question|Human|User|Instruction|Input)\b\s*:?\s*"
+    r"(?:(?<=:)|(?<=:\s)|(?=\n)|$)|###\s*$)"
+)
+# LaTeX commands that only change the look of their argument.
+_WRAPPERS = re.compile(
+    r"\\(?:text(?:bf|it|rm|sf|tt)?|math(?:rm|bf|it|sf|tt)|boldsymbol|bm|bf|rm|emph|underline)\b\s*(?:\{([^{}]*)\})?"
+)
+# Markup that has no meaning for an answer.
+_NOISE = re.compile(
+    r"\\(?:left|right|displaystyle|[,;:! ])|\\?\$|\\[()\[\]]|\*+|`+|\^?\{?\\circ\}?|°|~"
+)
+_SENTENCE_END = re.compile(r"(?<=[.!?。！？])\s+|[。！？]|\n+")
+# Words that say that there is no answer.
+_REFUSAL = re.compile(
+    r"\b(?:sorry|unfortunately|as an ai|unable to|(?:can(?:no|')t|can not|cannot|could "
+    r"not|couldn't) "
+    r"(?:be |directly |accurately "
+    r"|help|answer|process|provide|determine|see|view|give|find|identif|tell|calculate|do)|"
+    r"(?:not|im|n't) (?:possible|provided?|given|clear|enough|specif|sufficient|have "
+    r"(?:enough|any|the|access))|"
+    r"no (?:information|image|data|way)|need (?:more|further|additional) |(?:provide|without) "
+    r"(?:more|further|additional|any|the|me) )",
+    re.IGNORECASE,
+)
+# The value of a key such as `answer` in an object of JSON or of Python.
+_JSON_ANSWER = re.compile(
+    r"[\"'](?:final[ _-]?|correct[ _-]?)?(?:answer|choice|option|result)[\"']\s*:\s*"
+    r"(\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|[^,}\]\s]+)",
+    re.IGNORECASE,
+)
+
+
+def answer_in_json(response: str) -> str | None:
+    """Return the answer in a response that has an object of JSON, such as `{"answer": "B"}`.
+
+    The last answer counts. None for a response without one.
+    """
+    if "{" not in response or "}" not in response:
+        return None
+    answers: list[str] = _JSON_ANSWER.findall(response)
+    return answers[-1].strip("\"'").strip() if answers else None
+
+
+def before_next_question(response: str) -> str:
+    """Cut a response off where the model begins to ask itself another question.
+
+    A response that begins with such a question is returned whole.
+    """
+    next_question = _NEXT_QUESTION.search(response)
+    if next_question is None:
+        return response
+    own_part = response[: next_question.start()]
+    return own_part if own_part.strip() else response
+
+
+def without_markup(text: str) -> str:
+    """Remove bold, dollar and degree signs and LaTeX wrappers from a text.
+
+    Minus signs and fractions of several kinds become one kind. A run of spaces becomes one space,
+    and one of line ends one line end, so that no later pattern takes long over them.
+    """
+    text = re.sub(r"[^\S\n]+", " ", text)
+    text = re.sub(r" ?\n[ \n]*", "\n", text)
+    text = text.replace("’", "'").replace("−", "-").replace("–", "-")
+    text = _WRAPPERS.sub(r"\1", text)
+    text = re.sub(r"\\[dt]frac", r"\\frac", text)
+    text = _NOISE.sub("", text)
+    return text.replace("\\%", "%").replace("{,}", ",")
+
+
+def split_sentences(text: str) -> list[str]:
+    """Split a text into its non-empty sentences and lines. A decimal point ends no sentence."""
+    sentences = [sentence.strip() for sentence in _SENTENCE_END.split(text)]
+    return [sentence for sentence in sentences if sentence]
+
+
+def is_refusal(text: str) -> bool:
+    """Return whether a text says that there is no answer, as in `I cannot determine`."""
+    return _REFUSAL.search(text.replace("’", "'")) is not None

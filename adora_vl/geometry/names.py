@@ -1,0 +1,201 @@
+"""The names of a figure's parts in a response: segments, angles, arcs, polygons, circles, letters.
+
+A name that the figure does not have is refused; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence, Set
+
+from adora_vl.geometry.forms import Term
+from adora_vl.geometry.quantities import (
+    Constant,
+    Quantity,
+    Unknown,
+    atoms_of,
+    quantities_of,
+    times,
+)
+from adora_vl.geometry.reading import Reading
+from adora_vl.geometry.signs import Sign
+
+_END = Sign(kind="end", text="", start=0, end=0, is_apart=True)
+# Words before a name that say no more than the name.
+_KINDS_TEXT = (
+    "segment side line chord radius diameter hypotenuse leg base height altitude median "
+    "diagonal tangent secant ray"
+)
+KINDS = frozenset(_KINDS_TEXT.split())
+# Words before the corners of a polygon.
+_SHAPES_TEXT = (
+    "triangle quadrilateral rectangle parallelogram rhombus square trapezoid polygon pentagon "
+    "hexagon kite"
+)
+_SHAPES = frozenset(_SHAPES_TEXT.split())
+
+
+class NoSideError(Exception):
+    """What stands at a place is no side that can be read."""
+
+
+class NameReader:
+    """Reads the names of a figure's parts from the signs of a response.
+
+    A method that reads gets the position of the first sign, and returns the quantity with the
+    position behind its last sign. It raises `NoSideError` where no such name stands there.
+
+    `unknowns` are the letters, radii and numbered angles of the form. `hidden` are letters that the
+    response uses for something else.
+    """
+
+    def __init__(self, signs: Sequence[Sign], reading: Reading) -> None:
+        self.signs = signs
+        self.reading = reading
+        self.points = set(reading.drawing.points) | reading.drawing.aliases.keys()
+        self.unknowns = unknowns_of(reading)
+        self.hidden: set[str] = set()
+
+    def at(self, position: int) -> Sign:
+        """Return the sign at a position; an end sign behind the last one."""
+        return self.signs[position] if 0 <= position < len(self.signs) else _END
+
+    def word(self, position: int) -> str:
+        """Return the word at a position in small letters; empty where there is none."""
+        sign = self.at(position)
+        return sign.text.lower() if sign.kind == "word" else ""
+
+    def past(self, position: int, words: Set[str]) -> int:
+        """Return the position behind these words."""
+        while self.word(position) in words:
+            position += 1
+        return position
+
+    def names_at(self, start: int) -> tuple[list[str], int]:
+        """Read the points that stand at a position, also with single spaces between: `Q L M`."""
+        names: list[str] = []
+        cursor = start
+        while self.at(cursor).kind == "points":
+            sign = self.at(cursor)
+            letters = re.findall("[A-Z]'?", sign.text)
+            is_first = cursor == start
+            if not is_first and (len(letters) > 1 or sign.start - self.at(cursor - 1).end > 2):
+                break
+            if not is_first and len(re.findall("[A-Z]'?", self.at(start).text)) > 1:
+                break
+            names += letters
+            cursor += 1
+        if not names or not set(names) <= self.points:
+            raise NoSideError(f"{''.join(names)} is not in the figure")
+        return names, cursor
+
+    def length(self, start: int) -> tuple[Quantity, int]:
+        """Read the length of the segment between two points that stand here."""
+        names, cursor = self.names_at(start)
+        if len(names) != 2 or names[0] == names[1]:
+            raise NoSideError(f"{''.join(names)} is no segment")
+        return self.reading.measures.distance(names[0], names[1]), cursor
+
+    def enclosed(self, start: int) -> tuple[Quantity, int] | None:
+        """Read the length `|AB|` or the area `[ABC]`; None for anything else between these signs."""
+        is_area = self.at(start).text == "["
+        if self.at(start + 1).kind != "points":
+            return None
+        names, cursor = self.names_at(start + 1)
+        if self.at(cursor).text != ("]" if is_area else "|"):
+            return None
+        if not is_area and len(names) == 2 and names[0] != names[1]:
+            return self.reading.measures.distance(*names), cursor + 1
+        if is_area and len(names) > 2 and len(set(names)) == len(names):
+            return self.reading.measures.polygon("AreaOf", names), cursor + 1
+        return None
+
+    def is_product_of_letters(self, position: int) -> bool:
+        """Tell whether a word is letters of the problem side by side: `2ab`, `$xy$`."""
+        sign = self.at(position)
+        is_short = re.fullmatch("[a-z]{2,3}", sign.text) is not None
+        is_near = sign.is_math or not sign.is_apart
+        return is_short and is_near and set(sign.text) <= self.unknowns - self.hidden
+
+    def letter(self, position: int) -> tuple[Quantity, int]:
+        """Read a letter of the problem, or `r` for the radius of its only circle."""
+        letter = self.at(position).text
+        is_article = letter == "a" and self.at(position + 1).kind == "word"
+        if is_article and not self.at(position).is_math:
+            raise NoSideError("an article")
+        if letter in self.hidden:
+            raise NoSideError(f"the response uses {letter} for something else")
+        if letter in self.unknowns:
+            return Unknown(letter), position + 1
+        circles = self.reading.drawing.circles
+        if letter == "r" and len(circles) == 1 and circles[0].radius in self.unknowns:
+            return Unknown(circles[0].radius), position + 1
+        raise NoSideError(f"the problem has no {letter}")
+
+    def angle(self, start: int) -> tuple[Quantity, int]:
+        """Read an angle by three points, by its corner, or by its number or letter."""
+        while self.word(start) == "angle":  # `angle` and its sign
+            start += 1
+        sign = self.at(start)
+        if sign.kind in ("number", "word"):
+            numbered = f"angle {sign.text}"
+            if numbered in self.unknowns:
+                return Unknown(numbered), start + 1
+            if re.fullmatch("[a-z]", sign.text) and sign.text in self.unknowns - self.hidden:
+                return Unknown(sign.text), start + 1
+            raise NoSideError(f"there is no {numbered}")
+        names, cursor = self.names_at(start)
+        if len(names) not in (1, 3):
+            raise NoSideError(f"{''.join(names)} is no angle")
+        term = Term(head="Angle", arguments=tuple(Term(name) for name in names))
+        corners = self.reading.drawing.angle(term)
+        if len(names) == 1 and self.reading.drawing.are_on_one_row(corners):
+            raise NoSideError(f"{names[0]} is no corner")
+        return self.reading.measures.corner(*corners), cursor
+
+    def arc(self, start: int) -> tuple[Quantity, int]:
+        """Read the angle of an arc at the centre, by two or three points of one circle."""
+        names, cursor = self.names_at(start)
+        if not any(set(names) <= set(circle.points) for circle in self.reading.drawing.circles):
+            raise NoSideError(f"{''.join(names)} is no arc")
+        term = Term(head="Arc", arguments=tuple(Term(name) for name in names))
+        return self.reading.measures.arc(term), cursor
+
+    def extent(self, start: int) -> tuple[Quantity, int]:
+        """Read the area or the perimeter of a polygon that is named by its corners."""
+        cursor = self.past(start + 1, {"of", "the"})
+        if self.word(cursor) in _SHAPES:
+            cursor += 1
+        head = "AreaOf" if self.word(start) == "area" else "PerimeterOf"
+        names, cursor = self.names_at(cursor)
+        if len(names) < 3 or len(set(names)) < len(names):
+            raise NoSideError(f"{''.join(names)} is no polygon")
+        return self.reading.measures.polygon(head, names), cursor
+
+    def of_circle(self, start: int) -> tuple[Quantity, int]:
+        """Read the radius or diameter of the only circle, or of the one that is named."""
+        cursor = self.past(start + 1, {"of", "the", "this", "that"})
+        circles = self.reading.drawing.circles
+        if self.word(cursor) == "circle":
+            cursor += 1
+            if self.at(cursor).kind == "points":
+                names, cursor = self.names_at(cursor)
+                circles = [circle for circle in circles if [circle.centre] == names]
+        else:
+            cursor = start + 1
+        if len(circles) != 1 or circles[0].radius not in self.unknowns:
+            raise NoSideError("the text does not say of which circle")
+        radius = Unknown(circles[0].radius)
+        is_radius = self.word(start) == "radius"
+        return (radius if is_radius else times(Constant(2.0), radius)), cursor
+
+
+def unknowns_of(reading: Reading) -> set[str]:
+    """Return the letters, radii and numbered angles that a form knows."""
+    quantities = [
+        quantity for relation in reading.relations for quantity in quantities_of(relation)
+    ]
+    if reading.goal is not None:
+        quantities.append(reading.goal)
+    atoms = (atom for quantity in quantities for atom in atoms_of(quantity))
+    return {atom.name for atom in atoms if isinstance(atom, Unknown)}

@@ -1,0 +1,142 @@
+"""Numbers the generations of a training, and says at which optimizer step each is sampled."""
+
+import math
+from collections.abc import Sequence, Sized
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from adora_vl.config.batch_plan import BatchLayout
+from adora_vl.data.dataloader import ROW_NUMBER
+from adora_vl.rollout.rollouts import StepKey
+from adora_vl.training.generation import Generation
+from adora_vl.types import Row, StepContext
+from adora_vl.utils.errors import UserError
+
+
+class GenerationPosition(NamedTuple):
+    """Where in a training a generation is sampled."""
+
+    step: int  # optimizer steps before its own
+    index_in_step: int  # generations of its own step that come before it
+
+
+class GenerationPlan(NamedTuple):
+    """How many generations an optimizer step and an epoch have, where a step takes several.
+
+    The last step of an epoch has fewer, where the epoch's generations do not divide evenly.
+    """
+
+    per_step: int
+    per_epoch: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of an epoch."""
+        return math.ceil(self.per_epoch / self.per_step)
+
+    def before_step(self, step: int) -> int:
+        """Return how many generations the optimizer steps before `step` have."""
+        whole_epochs, steps_of_epoch = divmod(step, self.steps_per_epoch)
+        generations_of_epoch = min(steps_of_epoch * self.per_step, self.per_epoch)
+        return whole_epochs * self.per_epoch + generations_of_epoch
+
+    def position_of(self, generation: int) -> GenerationPosition:
+        """Return the optimizer step to which a generation belongs, and its index in that step."""
+        whole_epochs, index_in_epoch = divmod(generation, self.per_epoch)
+        steps_of_epoch, index_in_step = divmod(index_in_epoch, self.per_step)
+        return GenerationPosition(
+            step=whole_epochs * self.steps_per_epoch + steps_of_epoch, index_in_step=index_in_step
+        )
+
+
+class GenerationNumbers:
+    """Numbers the generations of a training in the order in which they are learned from."""
+
+    def __init__(self, context: StepContext, rows: Sized, *, is_numbered: bool) -> None:
+        """Build the object.
+
+        Args:
+            context: what every part of a training step is built from.
+            rows: the rows of the data set. A streamed one has no length, which is asked for only
+                where steps take several generations.
+            is_numbered: whether rollouts may be older than the generation that learns from them, so
+                that their ages are counted. Otherwise every generation has the number 0.
+        """
+        self._layout = BatchLayout.of(context.config)
+        self._num_processes = context.accelerator.num_processes
+        self._state = context.state
+        self._rows = rows
+        self._is_numbered = is_numbered
+
+    def at(self, key: StepKey, group_size: int, rows: Sequence[Row]) -> Generation:
+        """Return the generation that is sampled at a step.
+
+        It has a number only where rollouts may be older than the generation that learns from them.
+        Then problems have to wait, and are read again by the numbers of their rows.
+
+        Args:
+            key: the step, and the micro-batch in it.
+            group_size: rollouts of a group.
+            rows: the rows that were drawn for it.
+
+        Raises:
+            UserError: rows have to be read again, but have no numbers.
+        """
+        if key.mode != "train" or not self._is_numbered:
+            return Generation(key=key, group_size=group_size)
+        # A negative number is that of a row outside of the data set.
+        if min(dict[str, Any](row).get(ROW_NUMBER, -1) for row in rows) < 0:
+            raise UserError(
+                "adora_rollouts: these rows do not say their numbers, by which problems that "
+                "wait are read again (a streamed data set, or a loader of your own); load the "
+                "data set whole, or set budget and ahead off"
+            )
+        number = self._number_at(key.step, key.micro)
+        return Generation(key=key, group_size=group_size, number=number)
+
+    def after(self, generation: Generation, distance: int) -> Generation | None:
+        """Return the generation `distance` after this one; None after the last of the training."""
+        if distance >= self.left(generation):
+            return None
+        layout = self._layout
+        number = self._number_at(generation.key.step, generation.key.micro) + distance
+        if layout.has_one_step:
+            # An optimizer step takes one or several whole generations.
+            position = self._plan.position_of(number)
+            step = position.step
+            micro = position.index_in_step * layout.micro_batches_per_generation
+        else:
+            micro_batches_before = number * layout.micro_batches_per_generation
+            step, micro = divmod(micro_batches_before, layout.gradient_accumulation_steps)
+        key = StepKey(mode="train", step=step, micro=micro)
+        return replace(generation, key=key, number=number)
+
+    def left(self, generation: Generation) -> int:
+        """Return the number of generations until the end of the training, including this one."""
+        total = self._number_at(int(self._state().max_steps))
+        return total - self._number_at(generation.key.step, generation.key.micro)
+
+    def _number_at(self, step: int, micro: int = 0) -> int:
+        """Return how many generations begin before micro-batch `micro` of optimizer step `step`.
+
+        That is the number of the generation that begins there.
+        """
+        layout = self._layout
+        if layout.has_one_step:
+            generations_in_step = micro // layout.micro_batches_per_generation
+            return self._plan.before_step(step) + generations_in_step
+        micro_batches_before = step * layout.gradient_accumulation_steps + micro
+        return math.ceil(micro_batches_before / layout.micro_batches_per_generation)
+
+    @property
+    def _plan(self) -> GenerationPlan:
+        """How many generations an optimizer step and an epoch have, where a step takes several."""
+        layout = self._layout
+        rollouts_per_epoch = len(self._rows) * layout.num_generations
+        rollouts_per_generation = (
+            layout.micro_batch_rows * layout.steps_per_generation * self._num_processes
+        )
+        return GenerationPlan(
+            per_step=layout.gradient_accumulation_steps // layout.micro_batches_per_generation,
+            per_epoch=rollouts_per_epoch // rollouts_per_generation,
+        )

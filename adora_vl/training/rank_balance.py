@@ -1,0 +1,213 @@
+"""Moves units of rows between ranks, so that no rank waits for another.
+
+With ZeRO-3 the ranks go through their micro-batches in lockstep, and each micro-batch takes as long
+as on the rank with the most tokens. A unit is the rows that stay together: a group of rollouts, or
+an equal part of one (`BatchLayout.rows_per_unit`).
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed
+
+from adora_vl.packing.image_store import ImageBanks
+from adora_vl.training.batch_rows import RowReader, concat_rows, unpack_rows
+from adora_vl.types import Batch
+
+_CPU = torch.device("cpu")
+# A unit with at least this share of the longest one's tokens may be learned from beside it. A higher
+# share moves more units and saves little (`python -m benchmarks.lockstep`).
+ALIKE = 0.8
+
+
+class Move(NamedTuple):
+    """A unit that goes from one rank to another."""
+
+    source: int  # the rank that gives it away
+    unit: int  # its number on that rank
+    target: int  # the rank that gets it
+
+
+class SizedUnit(NamedTuple):
+    """A unit of a rank.
+
+    Units compare by their tokens; among equally long ones the lower number is the greater unit.
+    """
+
+    tokens: int
+    negative_number: int
+
+    @property
+    def number(self) -> int:
+        """The unit's number on its rank."""
+        return -self.negative_number
+
+
+def plan_moves(tokens_by_rank: Sequence[Mapping[int, int]], min_units: int = 1) -> list[Move]:
+    """Plan which units go to another rank, so that all ranks take about equally long.
+
+    A unit is a group of rollouts or a part of one. Every rank learns from its units in order of
+    length, the longest first, at the same time as the others. So units are dealt in rounds, one to
+    each rank in a round, such that those of a round are about equally long.
+
+    Every rank computes the same plan.
+
+    Args:
+        tokens_by_rank: for each rank, the tokens of each unit that is to be learned from, by the
+            unit's number.
+        min_units: units that every rank processes in any case.
+    """
+    remaining_by_rank = [
+        sorted((SizedUnit(tokens, -number) for number, tokens in units.items()), reverse=True)
+        for units in tokens_by_rank
+    ]
+    unit_count = sum(map(len, remaining_by_rank))
+    rounds = max(min_units, math.ceil(unit_count / len(remaining_by_rank)))
+    moves = []
+    for later_rounds in reversed(range(rounds)):
+        moves += _deal_round(remaining_by_rank, later_rounds)
+    return moves
+
+
+def _deal_round(remaining_by_rank: list[list[SizedUnit]], later_rounds: int) -> list[Move]:
+    """Deal one unit to each rank, all about as long as the longest, and return which of them move.
+
+    A rank keeps its own longest unit if that is long enough. Otherwise it gets another rank's, if
+    there is a long one, and else keeps its own all the same. A rank without units gets one that its
+    owner could not process in the rounds after this one.
+
+    Args:
+        remaining_by_rank: for each rank its units that were not dealt yet, the longest first. Those
+            that are dealt are removed.
+        later_rounds: rounds after this one.
+    """
+    longest = max((units[0].tokens for units in remaining_by_rank if units), default=0)
+    min_tokens = ALIKE * longest
+    ranks_with_short_units = []
+    ranks_without_units = []
+    for rank, units in enumerate(remaining_by_rank):
+        if not units:
+            ranks_without_units.append(rank)
+        elif units[0].tokens < min_tokens:
+            ranks_with_short_units.append(rank)
+        else:
+            units.pop(0)
+    moves = []
+    # The rank that lacks most tokens chooses first.
+    ranks_with_short_units.sort(key=lambda rank: remaining_by_rank[rank][0])
+    for rank in ranks_with_short_units:
+        ranks_with_units = [giver for giver, units in enumerate(remaining_by_rank) if units]
+        # The lower rank gives where two have equal units.
+        source = max(ranks_with_units, key=lambda giver: (remaining_by_rank[giver][0], -giver))
+        if remaining_by_rank[source][0].tokens >= min_tokens:
+            unit = remaining_by_rank[source].pop(0)
+            moves.append(Move(source=source, unit=unit.number, target=rank))
+        else:
+            remaining_by_rank[rank].pop(0)
+    for rank in ranks_without_units:
+        source = max(
+            range(len(remaining_by_rank)), key=lambda giver: (len(remaining_by_rank[giver]), -giver)
+        )
+        if len(remaining_by_rank[source]) > later_rounds:
+            unit = remaining_by_rank[source].pop(0)
+            moves.append(Move(source=source, unit=unit.number, target=rank))
+    return moves
+
+
+def movable_columns(batch: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of a batch's columns, or none where its rows are too large to be sent.
+
+    They are too large where each row has pixels of its own, and not references to an image bank.
+    Rows move only between ranks whose batches have the same columns.
+    """
+    pixels = batch.get("pixel_values")
+    if pixels is not None and pixels.is_floating_point():
+        return ()
+    return tuple(sorted(batch))
+
+
+class UnitExchange:
+    """Sends packed units between ranks. Collective: all ranks go through the same plan together.
+
+    Units travel through CPU memory, so that no GPU has to hold them twice.
+    """
+
+    def __init__(self) -> None:
+        # The CPU's own process group. It is made at the first exchange, since that is collective.
+        self._group: distributed.ProcessGroup | None = None
+
+    def __call__(self, moves: Sequence[Move], packed_units: Sequence[Any], rank: int) -> list[Any]:
+        """Send this rank's units by the plan, and return those that arrive.
+
+        Args:
+            moves: the plan, the same on all ranks.
+            packed_units: the units that this rank gives away, in the order of the plan.
+            rank: the number of this process.
+        """
+        if self._group is None:
+            self._group = distributed.new_group(backend="gloo")
+        unsent_units = list(packed_units)
+        received_units = []
+        for move in moves:
+            if move.source == rank:
+                distributed.send_object_list(
+                    [unsent_units.pop(0)], dst=move.target, group=self._group, device=_CPU
+                )
+            elif move.target == rank:
+                received = [None]  # filled in place
+                distributed.recv_object_list(
+                    received, src=move.source, group=self._group, device=_CPU
+                )
+                received_units += received
+        return received_units
+
+
+def rebalanced(
+    batch: Batch,
+    has_signal: list[bool],
+    rows_per_unit: int,
+    moves: list[Move],
+    rank: int,
+    banks: ImageBanks,
+    pad_id: int,
+    exchange: Callable[[Sequence[Move], Sequence[Any], int], list[Any]],
+) -> tuple[Batch, list[bool]]:
+    """Carry out a plan of `plan_moves`: give units away, and append those that arrive. Collective.
+
+    A unit is `rows_per_unit` neighbouring rows. Those that are given away stay in the batch, with
+    advantages of 0, and are not learned from here.
+
+    Args:
+        batch: the batch of this rank.
+        has_signal: for each of its units, whether it is to be learned from.
+        rows_per_unit: rows of a unit.
+        moves: the plan, the same on all ranks.
+        rank: the number of this process.
+        banks: have the images that the rows refer to.
+        pad_id: the token that fills shorter rows.
+        exchange: sends units, as `UnitExchange` does.
+
+    Returns:
+        The new batch of this rank, and for each of its units whether it is to be learned from.
+    """
+    has_signal = list(has_signal)
+    reader = RowReader(batch)
+    advantages = batch["advantages"].clone()
+    packed_units = []
+    for move in moves:
+        if move.source == rank:
+            has_signal[move.unit] = False
+            first_row = move.unit * rows_per_unit
+            rows = range(first_row, first_row + rows_per_unit)
+            packed_units.append(reader.pack(rows, banks))
+            advantages[rows.start : rows.stop] = 0
+    batch = {**batch, "advantages": advantages}
+    for packed_unit in exchange(moves, packed_units, rank):
+        batch = concat_rows(batch, unpack_rows(packed_unit, banks, advantages.device), pad_id)
+        has_signal.append(True)
+    # Units that arrive bring images, which go through the vision tower again. With sharded weights
+    # that pass is collective, so a rank that gets nothing has to make it too.
+    banks.extend()
+    return batch, has_signal

@@ -1,0 +1,106 @@
+"""Arithmetic in facts and in responses is computed as Python computes it."""
+
+import math
+import random
+import re
+
+import numpy as np
+import pytest
+
+from adora_vl.geometry.claims import claims_of
+from adora_vl.geometry.derivatives import Differentiated, combine
+from adora_vl.geometry.quantities import Combined, Constant, Equal, number_of_quantity
+from adora_vl.geometry.text import form_of_text
+from adora_vl.geometry.verdict import verdict
+
+TRIANGLE = form_of_text("triangle ABC\nAB = 5\nBC = 6\nCA = 7\nfind angle BAC")
+
+
+def drawn_expression(rng: random.Random, depth: int) -> str:
+    """Draw arithmetic on whole numbers as people write it: signs, brackets, powers, `3(4)`."""
+    if depth == 0 or rng.random() < 0.25:
+        return str(rng.randint(1, 9))
+    first = drawn_expression(rng, depth - 1)
+    second = drawn_expression(rng, depth - 1)
+    space = rng.choice(["", " "])
+    forms = [
+        f"{first}{space}+{space}{second}",
+        f"{first}{space}-{space}{second}",
+        f"{first}{space}*{space}{second}",
+        f"{first}{space}/{space}{second}",
+        f"({first} - {second})",
+        f"({first})^{rng.randint(1, 3)}",
+        f"{rng.randint(2, 9)}({second})",
+        f"(-{first})",
+    ]
+    return rng.choice(forms)
+
+
+def drawn_problems(count: int) -> list[tuple[str, float]]:
+    """Draw expressions with the values that Python gives them, without divisions by zero."""
+    rng = random.Random(7)
+    problems: list[tuple[str, float]] = []
+    while len(problems) < count:
+        expression = drawn_expression(rng, depth=3)
+        python = re.sub(r"(\d)\(", r"\1*(", expression).replace("^", "**")
+        try:
+            value = eval(python)  # noqa: S307  # of digits and signs that were drawn above
+            problems.append((expression, float(value)))
+        except ZeroDivisionError:
+            continue
+    return problems
+
+
+def test_a_length_in_words_is_what_python_computes() -> None:
+    problems = [(words, value) for words, value in drawn_problems(400) if 1e-3 < value < 1e4]
+    assert len(problems) > 150
+    for words, value in problems:
+        result = verdict(form_of_text(f"triangle ABC\nAB = {words}\nfind AB"))
+        assert result.value == pytest.approx(value), words
+
+
+def test_a_number_in_a_response_is_what_python_computes() -> None:
+    read_claims = 0
+    for words, value in drawn_problems(1000):
+        if abs(value) > 1e6:
+            continue
+        claims = claims_of(f"AB = {words}", TRIANGLE)
+        # What the grammar does not read is said to be unread; it is never read as something else.
+        if claims[0].kind == "unread":
+            continue
+        read_claims += 1
+        relation = claims[0].ways[0][0]
+        assert isinstance(relation, Equal)
+        assert number_of_quantity(relation.right) == pytest.approx(value), words
+    assert read_claims > 900
+
+
+@pytest.mark.parametrize(
+    ("base", "exponent", "value"),
+    [
+        (2.0, 3.0, 8.0),
+        (-2.0, 3.0, -8.0),
+        (-2.0, 2.0, 4.0),
+        # A search for a figure may pass through a negative length, whose root is that of its size.
+        (-9.0, 0.5, 3.0),
+        (4.0, -0.5, 0.5),
+        (-2.0, -1.0, -0.5),
+    ],
+)
+def test_a_power_has_the_derivative_of_its_values(
+    base: float, exponent: float, value: float
+) -> None:
+    power = Combined(function="^", parts=(Constant(base), Constant(exponent)))
+
+    def power_at(x: float) -> Differentiated:
+        slopes = np.array([1.0])
+        parts = [Differentiated(x, slopes), Differentiated(exponent, np.zeros(1))]
+        return combine(power, parts)
+
+    assert number_of_quantity(power) == pytest.approx(value)
+    assert power_at(base).value == pytest.approx(value)
+    step = 1e-6
+    measured = (power_at(base + step).value - power_at(base - step).value) / (2 * step)
+    assert power_at(base).slope[0] == pytest.approx(measured, rel=1e-6)
+    if exponent > 0:
+        assert math.isfinite(power_at(0.0).slope[0])
