@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from adora_vl.models.families import LANGUAGE_MODEL, component_of, seeing_families
-from adora_vl.models.precision import REMEDY, ModelsByRole, wrong_buffers_of_models
+from adora_vl.models.precision import REMEDY as BUFFERS_REMEDY
+from adora_vl.models.precision import ModelsByRole, wrong_buffers_of_models
 from adora_vl.rollout import agreement
 from adora_vl.rollout.agreement import (
     COLD,
     DISTANT,
-    PIXELS,
-    POSITIONS,
+    PIXELS_REMEDY,
+    POSITIONS_REMEDY,
     PROMPTS,
     EngineProbe,
 )
@@ -42,20 +43,20 @@ SLEEP = "agreement, after sleep and wake"
 BANNED = "banned tokens are never sampled"
 RUNNER = "vLLM's model runner"
 
-SYNC = (
+SYNC_REMEDY = (
     "weights do not reach the engine: check the versions above, LoRA's kind (plain LoRA is merged "
     "for the engine) and vllm_mode; report it with this table"
 )
-CACHES = (
+CACHES_REMEDY = (
     "the engine answers with features or prefixes of older weights: both caches have to be reset "
     "on a sync; check the version of vLLM"
 )
-WAKING = (
+SLEEP_REMEDY = (
     "weights are lost in sleep: try VLLM_USE_V2_MODEL_RUNNER=0 where the table says V2, else set "
     "vllm_enable_sleep_mode: false, and report it with this table"
 )
-VERSIONS = "check the version of vLLM above"
-BANS = (
+VERSION_REMEDY = "check the version of vLLM above"
+BAN_REMEDY = (
     "remove logit_bias and allowed_token_ids from generation_kwargs; the bans are set by "
     "adora_vl for every model"
 )
@@ -172,7 +173,7 @@ def check_features(prompts: Prompts, image_token_id: int | None, merge: int) -> 
             return failed(
                 FEATURES,
                 f"{name}: {tokens} image tokens in the prompt, {features} features of its images",
-                f"the processor expands images in its own way; {PIXELS}",
+                f"the processor expands images in its own way; {PIXELS_REMEDY}",
             )
     smallest_count = min(features_per_prompt)
     largest_count = max(features_per_prompt)
@@ -190,7 +191,7 @@ def check_buffers(models: Mapping[str, nn.Module | None]) -> Check:
     """
     faults = wrong_buffers_of_models(models)
     if faults:
-        return failed(BUFFERS, "; ".join(faults), REMEDY)
+        return failed(BUFFERS, "; ".join(faults), BUFFERS_REMEDY)
     return passed(BUFFERS, "rotary frequencies in float32")
 
 
@@ -221,7 +222,7 @@ class Examination(EngineProbe):
         The weight is one of the vision tower or projector with `vision`, else of the language
         model. In the end it has its old value again, in the engine too.
         """
-        check_name, remedy = (VISION, CACHES) if vision else (LANGUAGE, SYNC)
+        check_name, remedy = (VISION, CACHES_REMEDY) if vision else (LANGUAGE, SYNC_REMEDY)
         lacks_images = vision and self.prompts.images is None
         chosen = choose_parameter(self.pair.policy(), vision=vision)
         if chosen is None:
@@ -289,7 +290,7 @@ class Examination(EngineProbe):
         if not engine._llm_weights_sleeping:
             engine.put_to_sleep()
         drift = self.compare("sleep").drift
-        return agreement.check_drift(SLEEP, drift=drift, bound=self.bound, remedy=WAKING)
+        return agreement.check_drift(SLEEP, drift=drift, bound=self.bound, remedy=SLEEP_REMEDY)
 
     def banned(self) -> Check:
         """Check that the engine never samples a token that is banned, such as one for images.
@@ -309,7 +310,7 @@ class Examination(EngineProbe):
         tokenizer = self.pair.tokenizer
         if wrong_ids:
             names = tokenizer.convert_ids_to_tokens(wrong_ids)
-            return failed(BANNED, f"sampled: {', '.join(names)}", BANS)
+            return failed(BANNED, f"sampled: {', '.join(names)}", BAN_REMEDY)
         return passed(BANNED, ", ".join(tokenizer.convert_ids_to_tokens(banned_ids)))
 
     def _least_likely_token(self, banned_ids: Sequence[int]) -> int:
@@ -363,47 +364,47 @@ def _steps_of(examination: Examination, merge: int) -> list[_Step]:
     return [
         _Step(
             names=(FEATURES,),
-            remedy=PIXELS,
+            remedy=PIXELS_REMEDY,
             run=lambda: [check_features(examination.prompts, image_token, merge)],
         ),
         _Step(
             names=(BUFFERS,),
-            remedy=REMEDY,
+            remedy=BUFFERS_REMEDY,
             run=lambda: [check_buffers(examination.models())],
         ),
         _Step(
             names=(RUNNER,),
-            remedy=VERSIONS,
+            remedy=VERSION_REMEDY,
             run=lambda: [check_runner(pair)],
         ),
         _Step(
             names=(PROMPTS, COLD),
-            remedy=PIXELS,
+            remedy=PIXELS_REMEDY,
             run=examination.check_agreement,
         ),
         _Step(
             names=(DISTANT,),
-            remedy=POSITIONS,
+            remedy=POSITIONS_REMEDY,
             run=lambda: [examination.check_distant_agreement()],
         ),
         _Step(
             names=(LANGUAGE,),
-            remedy=SYNC,
+            remedy=SYNC_REMEDY,
             run=lambda: [examination.after_change(vision=False)],
         ),
         _Step(
             names=(VISION,),
-            remedy=CACHES,
+            remedy=CACHES_REMEDY,
             run=lambda: [examination.after_change(vision=True)],
         ),
         _Step(
             names=(SLEEP,),
-            remedy=WAKING,
+            remedy=SLEEP_REMEDY,
             run=lambda: [examination.after_sleep()],
         ),
         _Step(
             names=(BANNED,),
-            remedy=BANS,
+            remedy=BAN_REMEDY,
             run=lambda: [examination.banned()],
         ),
     ]

@@ -40,15 +40,15 @@ COLD = "agreement, cold"
 DISTANT = "agreement, far from the start"
 
 # Remedies for a check that fails.
-PIXELS = (
+PIXELS_REMEDY = (
     "give both sides the same limits: min_pixels and max_pixels in the config, not in a processor "
     "of your own, and the tokenizer and chat template of the model folder"
 )
-DTYPE = (
+DTYPE_REMEDY = (
     "set adora_vllm_dtype: auto (or the policy's own dtype); then compare tokenizer, template and "
     "pixel limits in the model folder with the trainer's"
 )
-POSITIONS = (
+POSITIONS_REMEDY = (
     "the rotary angles of engine and trainer differ, by more with each token: compare "
     "rope_parameters in the model folder with the trainer's and look for a cast of buffers in "
     "code of your own; report it with this table"
@@ -263,11 +263,11 @@ class EngineProbe:
             ]
         except PromptMismatchError as error:
             where = f"{self.prompts.names[error.row]}: {error}"
-            why = f"image tokens are expanded twice, or limits differ; {PIXELS}"
+            why = f"image tokens are expanded twice, or limits differ; {PIXELS_REMEDY}"
             return [failed(PROMPTS, where, why), skipped(COLD, "the prompts differ")]
         ids = self.prompts.ids
         read = passed(PROMPTS, f"{len(ids)} prompts, {sum(map(len, ids))} tokens")
-        return [read, check_drift(COLD, result.drift, self.bound, remedy=DTYPE)]
+        return [read, check_drift(COLD, result.drift, self.bound, remedy=DTYPE_REMEDY)]
 
     def check_distant_agreement(self) -> Check:
         """Check that engine and policy agree on tokens at about position 2,000.
@@ -285,7 +285,7 @@ class EngineProbe:
             DISTANT,
             result.drift,
             distant_bound(self.pair),
-            remedy=POSITIONS,
+            remedy=POSITIONS_REMEDY,
             note=f", answers from position {begin} on",
         )
 
