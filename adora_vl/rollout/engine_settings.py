@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import BaseImageProcessor, PreTrainedConfig
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.models.load import pixel_limits
@@ -177,7 +177,9 @@ def machine_options(
     return options
 
 
-def image_options(image_processor: Any, *, keeps_images: bool) -> dict[str, Any]:
+def image_options(
+    image_processor: BaseImageProcessor | None, *, keeps_images: bool
+) -> dict[str, Any]:
     """Return the arguments of `LLM` that concern images.
 
     Args:

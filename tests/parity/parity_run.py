@@ -9,6 +9,7 @@ import argparse
 import json
 from collections import Counter
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 from unittest import mock
 
@@ -128,7 +129,7 @@ def last_table(folder: str) -> dict[str, list[Any]]:
 def sabotage(name: str) -> None:
     """Break one correction, to see that the tests notice."""
 
-    def put(module: Any, attribute: str, instead: Any) -> None:
+    def put(module: ModuleType, attribute: str, instead: Any) -> None:
         mock.patch.object(module, attribute, instead).start()
 
     if name == "expanded":
