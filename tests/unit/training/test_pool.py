@@ -1015,11 +1015,12 @@ def test_groups_without_signal_are_replaced_by_those_of_further_problems(
     learned = run.sample_next()
     row_numbers = learned.batch["prompt_ids"][::GROUP_SIZE, 0].tolist()
     rounds = len(run.engine.requests_of_calls) - 1
-    positions_of_new_groups = {
-        request.group.key.name
-        for request in run.engine.all_requests
-        if len(request.prompt_ids) == 1
-    }
+    positions_of_new_groups = set[str]()
+    for request in run.engine.all_requests:
+        is_new = len(request.prompt_ids) == 1
+        if is_new:
+            problem: Any = request.group
+            positions_of_new_groups.add(problem.key.name)
     if refill:
         # With a budget the later rounds may only continue groups.
         last_round = rounds if budget is None else 1
