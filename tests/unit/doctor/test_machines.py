@@ -460,9 +460,7 @@ def slurm(tmp_path):
         "scontrol",
         'case $1 in show) echo n1; echo n2 ;; requeue) echo "$2" >requeued ;; esac',
     )
-    on_each_node = (
-        'for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@" || code=$?; finished_process'
-    )
+    on_each_node = 'for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@" || code=$?; done'
     write_program(tmp_path, "srun", f"shift 2; {on_each_node}; exit ${{code:-0}}")
     return tmp_path
 
@@ -472,7 +470,7 @@ def test_a_slurm_job_starts_each_node_and_queues_itself_again_when_it_was_stoppe
         slurm, "launch", 'printf "%s|" "$@"; echo; mkdir -p out; echo {} >out/stopped.json; exit 1'
     )
     words = ["--config", "a b.yaml", "--output_dir", "out"]
-    finished_process = run_script(
+    process = run_script(
         "slurm/train.sbatch",
         *words,
         folder=slurm,
@@ -480,10 +478,10 @@ def test_a_slurm_job_starts_each_node_and_queues_itself_again_when_it_was_stoppe
         LAUNCH="./launch",
         **SLURM,
     )
-    first, second, *_ = finished_process.stdout.splitlines()
+    first, second, *_ = process.stdout.splitlines()
     assert first == launch_words("n1", 22345)
     assert second == first.replace("--machine_rank|0", "--machine_rank|1")
-    assert finished_process.returncode == 75
+    assert process.returncode == 75
     assert (slurm / "requeued").read_text() == "12345\n"
 
 
@@ -497,12 +495,10 @@ def test_both_scripts_divide_the_cores_among_the_processes_of_a_machine(slurm):
         ("SLURM_CPUS_ON_NODE", "4", 1),
         (omp, "5", 5),
     ):
-        finished_process = run_script(
+        process = run_script(
             "slurm/train.sbatch", "--output_dir", "out", folder=slurm, **variables, **{name: cores}
         )
-        assert finished_process.stdout.split() == ["threads", str(threads)] * 2, (
-            finished_process.stderr
-        )
+        assert process.stdout.split() == ["threads", str(threads)] * 2, process.stderr
     write_program(slurm, "ssh", 'shift 3; eval "$*"')
     write_program(slurm, "nproc", "echo 64")
     for changed, threads in (
@@ -510,16 +506,14 @@ def test_both_scripts_divide_the_cores_among_the_processes_of_a_machine(slurm):
         ({"ENVIRONMENT": "OMP_NUM_THREADS=3"}, 3),
     ):
         environment = {"HOSTS": "one", "LAUNCH": "./launch", "PROCESSES_PER_NODE": "4", **changed}
-        finished_process = run_script(
+        process = run_script(
             "ssh/train.sh",
             "--output_dir",
             "out",
             folder=slurm,
             **environment,
         )
-        assert finished_process.stdout.split() == ["one:", "threads", str(threads)], (
-            finished_process.stderr
-        )
+        assert process.stdout.split() == ["one:", "threads", str(threads)], process.stderr
 
 
 def test_a_slurm_job_that_fails_is_not_queued_again(slurm):
@@ -528,24 +522,22 @@ def test_a_slurm_job_that_fails_is_not_queued_again(slurm):
     (slurm / "out" / "stopped.json").touch()
     write_program(slurm, "launch", "exit 1")
     environment = {**SLURM, "SLURM_SUBMIT_DIR": str(slurm), "LAUNCH": "./launch"}
-    finished_process = run_script(
-        "slurm/train.sbatch", "--output_dir=out", folder=slurm, **environment
-    )
-    assert finished_process.returncode == 1
+    process = run_script("slurm/train.sbatch", "--output_dir=out", folder=slurm, **environment)
+    assert process.returncode == 1
     assert not (slurm / "requeued").exists()
-    finished_process = run_script(
+    process = run_script(
         "slurm/train.sbatch",
         "--config",
         "a.yaml",
         folder=slurm,
         **environment,
     )
-    assert finished_process.returncode == 2
-    assert "--output_dir: not among the arguments" in finished_process.stderr
+    assert process.returncode == 2
+    assert "--output_dir: not among the arguments" in process.stderr
 
 
 def test_port_0_is_refused_for_machines_that_meet_over_ssh(tmp_path):
-    finished_process = run_script(
+    process = run_script(
         "ssh/train.sh",
         "--output_dir",
         "out",
@@ -553,8 +545,8 @@ def test_port_0_is_refused_for_machines_that_meet_over_ssh(tmp_path):
         HOSTS="one two",
         PORT="0",
     )
-    assert finished_process.returncode == 2
-    assert finished_process.stderr.startswith("error: PORT: 0 is no port for several machines")
+    assert process.returncode == 2
+    assert process.stderr.startswith("error: PORT: 0 is no port for several machines")
 
 
 @pytest.fixture
@@ -571,11 +563,11 @@ def test_over_ssh_each_machine_gets_its_rank_and_what_the_processes_need(ssh):
         "LAUNCH": "./launch",
         "ENVIRONMENT": "NCCL_SOCKET_IFNAME=eth1",
     }
-    finished_process = run_script(
+    process = run_script(
         "ssh/train.sh", "--config", "a b.yaml", "--output_dir", "out", folder=ssh, **environment
     )
-    first, second = sorted(finished_process.stdout.splitlines())
-    assert finished_process.returncode == 0, finished_process.stderr
+    first, second = sorted(process.stdout.splitlines())
+    assert process.returncode == 0, process.stderr
     assert first == "one: one|eth1|" + launch_words("one", 29500)
     assert second == first.replace("one: one", "two: two").replace(
         "--machine_rank|0", "--machine_rank|1"
@@ -586,23 +578,23 @@ def test_over_ssh_a_machine_that_fails_ends_the_others(ssh):
     """The others would wait for its processes; they are given GRACE seconds, and then killed."""
     write_program(ssh, "launch", 'if [ "$HOST" = two ]; then exit 3; fi; sleep 55 & wait')
     environment = {"HOSTS": "one two", "LAUNCH": "./launch", "GRACE": "0"}
-    finished_process = run_script(
+    process = run_script(
         "ssh/train.sh",
         "--output_dir",
         "out",
         folder=ssh,
         **environment,
     )
-    assert finished_process.returncode == 3
-    assert "two ended with 3; the others have 0 seconds to end" in finished_process.stderr
+    assert process.returncode == 3
+    assert "two ended with 3; the others have 0 seconds to end" in process.stderr
 
 
 def test_over_ssh_a_stopped_run_ends_with_75(ssh):
     write_program(ssh, "launch", "mkdir -p out; touch out/stopped.json; exit 1")
-    finished_process = run_script(
+    process = run_script(
         "ssh/train.sh", "--output_dir", "out", folder=ssh, HOSTS="one two", LAUNCH="./launch"
     )
-    assert finished_process.returncode == 75
+    assert process.returncode == 75
 
 
 def test_over_ssh_a_stop_in_the_first_moment_is_not_lost(ssh):
