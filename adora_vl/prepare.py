@@ -42,8 +42,8 @@ def prepare_on_paper(cli_args: CliArgs, options: DryRunOptions) -> ResolvedRun:
     from adora_vl.preflight.request import request_from_command
     from adora_vl.preflight.run_checks import run_checks
 
-    processes = RunContext.of_dry_run(options, local=False).sharding.processes
+    processes = RunContext.of_dry_run(options, on_this_machine=False).sharding.processes
     request = request_from_command(
         cli_args, any_machine=True, max_rows=options.rows, processes=processes
     )
-    return run_checks(request, RunContext.of_dry_run(options, local=request.runs_here))
+    return run_checks(request, RunContext.of_dry_run(options, on_this_machine=request.runs_here))

@@ -7,7 +7,7 @@ from typing import Any
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
 
-from adora_vl.checkpoint.store import facts_of
+from adora_vl.checkpoint.store import manifest_of
 from adora_vl.checkpoint.trl_state import LossSums, SavedLossSums
 from adora_vl.checkpoint.writer import recording_saved_files
 from adora_vl.models.adapter import without_reference_adapter
@@ -157,7 +157,7 @@ class CheckpointedTrainer(TrainerParts):
         and the metrics since the last log.
         """
         folder = Path(checkpoint)
-        facts = facts_of(folder)
+        facts = manifest_of(folder)
         self.checkpoints.began_at = checkpoint
         self.methods.load(facts.get("methods", {}))
         self.pool.load(folder)

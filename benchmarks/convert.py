@@ -92,7 +92,7 @@ def pictures(folder: Path) -> None:
         (folder / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         opened = open_local(folder / "t.jsonl", columns)
         calls = list(
-            row_readers(opened, split="train", name="t", columns=columns, tests=None, limit=None)
+            row_readers(opened, split="train", name="t", columns=columns, drawn_tests=None)
         )
         ours = milliseconds(
             [partial(read_and_clean, call, PixelLimits(), near=False) for call in calls]

@@ -17,7 +17,8 @@ from adora_vl.utils.cli import (
 from data_prep.convert_command import add_convert
 from data_prep.drawn_commands import add_knights, add_synthetic
 from data_prep.filter_command import add_filter
-from data_prep.geometry3k import DIAGRAMS, PRESET, SOURCES, Options, prepare_geometry3k
+from data_prep.geometry3k import PRESET, SOURCES, Options, prepare_geometry3k
+from data_prep.geometry3k_folders import DIAGRAMS
 from data_prep.options import add_cleaning, add_family, add_output
 from data_prep.solve import add_solve
 from data_prep.survey import GALLERY_ROWS, describe, print_counts, print_prompt, survey

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -34,150 +34,183 @@ if TYPE_CHECKING:
 SOLVED = "geometry3k, solved"  # the source of such rows
 ROUND = "Round to the nearest hundredth."
 _FIRST_TEST = 2401  # Geometry3K's numbers from here on are its test split
-# A label counts as the value where it was rounded as books round: by so much, or by this share.
+# A label may differ from the computed value by so much, or by this share of it.
 _ROUNDING = 0.06
 _ROUNDING_SHARE = 0.006
 
 
 @dataclass(frozen=True)
-class Text:
-    """A problem's wording and label, from a table."""
+class LabelledQuestion:
+    """The wording of a problem with its reference answer."""
 
+    number: str  # of the problem in Geometry3K
     split: str
     problem: str
-    answer: str
+    answer: str  # empty where nobody has labelled the problem
 
 
 def features_with_figure() -> Features:
-    """Return the schema with the columns `facts` and `figure` behind it."""
-    return replace(
-        PRESETS["geometry3k"].columns, extras=(("facts", "facts"), ("figure", "figure"))
-    ).features
+    """Return the columns of a data set of geometry: the usual ones, then `facts` and `figure`."""
+    extra_columns = (("facts", "facts"), ("figure", "figure"))
+    return replace(PRESETS["geometry3k"].columns, extras=extra_columns).features
 
 
 def solved_problems(
-    forms: Mapping[str, Form], texts: Mapping[str, Text] | None
+    forms: Mapping[str, Form], questions: Mapping[str, LabelledQuestion] | None
 ) -> dict[str, SplitRows]:
-    """Return the rows of all forms that the facts determine, by split.
+    """Solve logic forms, and return the problems whose facts determine their answer, by split.
 
-    Says how many are left out, and why.
+    A logic form has the facts of a diagram and the question. `forms` and `questions` are by the
+    number of the problem. Without `questions` the question of the form is put into words.
 
-    Without `texts` the question of the form is put into words, and the split goes by Geometry3K's
-    numbers. With them a label that the facts contradict is refused when its row is read.
+    Prints how many problems are left out, and why. A row is drawn, and its label compared with the
+    computed answer, when it is read.
     """
     readers_by_split: dict[str, list[Callable[[], RawProblem]]] = {}
     left_out: Counter[str] = Counter()
-    chosen = dict(forms)
-    if texts is not None:
-        chosen = {name: form for name, form in forms.items() if name in texts}
-    # Names are numbers without leading zeros, so that the longer one is the larger.
-    ordered = sorted(chosen.items(), key=lambda item: (len(item[0]), item[0]))
-    for name, form in tqdm(ordered, desc="solve", unit="form", disable=None):
-        text = texts[name] if texts is not None else _text_of(name, form)
-        result = verdict(form, looks=False, repair=False)
-        if result.status != "answered":
-            left_out[f"are {result.status}"] += 1
+    chosen_forms = dict(forms)
+    if questions is not None:
+        chosen_forms = {number: form for number, form in forms.items() if number in questions}
+    # The numbers are texts without leading zeros, so that the longer one is the larger.
+    by_number = sorted(chosen_forms.items(), key=lambda item: (len(item[0]), item[0]))
+    for number, form in tqdm(by_number, desc="solve", unit="form", disable=None):
+        question = questions[number] if questions is not None else _own_question(number, form)
+        solution = verdict(form, looks=False, repair=False)
+        if solution.status != "answered":
+            left_out[f"are {solution.status}"] += 1
             continue
-        if text is None or not can_be_drawn(drawable(form, result)):
+        if question is None or not can_be_drawn(with_places(form, solution)):
             left_out["cannot be put into words or drawn"] += 1
             continue
         if not shows_what_is_asked(form):
             left_out["ask for a point that the picture does not have"] += 1
             continue
-        read_row = partial(_row, name, form, text, result)
-        readers_by_split.setdefault(text.split, []).append(read_row)
+        reader = partial(_solved_row, question, form=form, solution=solution)
+        readers_by_split.setdefault(question.split, []).append(reader)
     for reason, count in sorted(left_out.items()):
         print(f"{amount(count, 'problem')} left out: they {reason}")
-    return {
-        split: SplitRows(partial(iter, readers), len(readers))
-        for split, readers in readers_by_split.items()
-    }
+    return {split: SplitRows.from_readers(readers) for split, readers in readers_by_split.items()}
 
 
 def solved_figure(form: Form) -> str | None:
-    """Return the figure of a form whose facts determine its answer, as it is stored.
+    """Solve a logic form, and return its points and values as JSON, for the column `figure`.
 
-    None for any other form.
+    Returns None where the facts of the form do not determine its answer.
     """
-    result = verdict(form, looks=False, repair=False)
-    if result.status != "answered" or result.figure is None:
+    solution = verdict(form, looks=False, repair=False)
+    if solution.status != "answered" or solution.figure is None:
         return None
-    return written(result.figure)
+    return written(solution.figure)
 
 
-def drawable(form: Form, result: Verdict) -> Form:
-    """Return the form with its own places, or with those of its figure.
+def with_facts(form: Form | None, problem: str, row_id: str) -> dict[str, Any]:
+    """Return the fields of a `RawProblem` that its logic form fills, to be passed by keyword.
 
-    The figure's are taken where some point of the form has no place.
+    These are the extra columns `facts` (the facts in words) and `figure` (the solved figure). A
+    column is null where the form does not suffice for it, or where there is no form. A row without
+    facts is noted, so that the user learns how many there are.
     """
-    if can_be_drawn(form) or result.figure is None:
+    facts = None
+    figure = None
+    if form is not None:
+        facts = facts_in_words(form, problem)
+        figure = solved_figure(form)
+    notes = {} if facts else {"no_facts": row_id}
+    return {"extras": {"facts": facts, "figure": figure}, "notes": notes}
+
+
+def with_places(form: Form, solution: Verdict) -> Form:
+    """Return a logic form whose points all have a place, so that it can be drawn.
+
+    Where some points of the form have none, all places are taken from the solved figure.
+    """
+    if can_be_drawn(form) or solution.figure is None:
         return form
-    return replace(form, points={name: (x, -y) for name, (x, y) in result.figure.at.items()})
+    # In a figure y points up, in a picture down.
+    points = {name: (x, -y) for name, (x, y) in solution.figure.at.items()}
+    return replace(form, points=points)
 
 
 def shows_what_is_asked(form: Form) -> bool:
-    """Return whether all points that the question names stand in the picture."""
-    drawn_points = {name for row in form.rows for name in row}
-    drawn_points |= {
-        name for (centre, _), points in form.rounds.items() for name in (centre, *points)
-    }
+    """Return whether all points that the question names are on a line or circle of the diagram."""
+    drawn_points = {name for points_on_line in form.rows for name in points_on_line}
+    for (centre, _), points_on_circle in form.rounds.items():
+        drawn_points |= {centre, *points_on_circle}
     question_points = {name for term in terms_of(form.question) for name in points_of(term)}
     return question_points <= drawn_points
 
 
-def _text_of(name: str, form: Form) -> Text | None:
-    """Return the question of a form in words, without a label; None where it has no words.
+def _own_question(number: str, form: Form) -> LabelledQuestion | None:
+    """Put the question of a logic form into words; None where there are no words for it.
 
-    The split goes by the number of the problem, which `name` is.
+    The split follows from the number of the problem, as in Geometry3K.
     """
     problem = question_in_words(form)
     if problem is None:
         return None
-    is_test = name.isdecimal() and int(name) >= _FIRST_TEST
-    return Text(split="test" if is_test else "train", problem=problem, answer="")
+    is_test = number.isdecimal() and int(number) >= _FIRST_TEST
+    split = "test" if is_test else "train"
+    return LabelledQuestion(number=number, split=split, problem=problem, answer="")
 
 
-def _row(name: str, form: Form, text: Text, result: Verdict) -> RawProblem:
-    """Return one row, with the picture redrawn.
+def _solved_row(question: LabelledQuestion, form: Form, solution: Verdict) -> RawProblem:
+    """Make the row of a solved problem, with a picture that is drawn from its logic form.
 
-    Raises `RowError` where its label is another than the facts give.
+    Raises `RowError` where the label of the question differs from the computed answer.
     """
-    assert result.value is not None, "it is answered"
-    problem, answer = with_rounding(text.problem, result)
-    row_id = f"geometry3k/{text.split}/{name}"
+    assert solution.value is not None, "only answered problems become rows"
+    problem, computed_answer = with_rounding(question.problem, solution)
+    row_id = f"geometry3k/{question.split}/{question.number}"
     facts = facts_in_words(form, problem)
     raw = RawProblem(
         id=row_id,
-        split=text.split,
+        split=question.split,
         source=SOLVED,
-        origin=f"problem {name}",
-        images=(png_bytes(draw_form(drawable(form, result))),),
+        origin=f"problem {question.number}",
+        images=(png_bytes(draw_form(with_places(form, solution))),),
         problem=problem,
-        answer=answer if not text.answer else text.answer,
+        answer=question.answer or computed_answer,
         extras={
             "facts": facts,
-            "figure": written(result.figure) if result.figure is not None else None,
+            "figure": written(solution.figure) if solution.figure is not None else None,
         },
         notes={} if facts else {"no_facts": row_id},
     )
-    label = number_of(text.answer) if text.answer else None
-    if label is not None and abs(label - result.value) > max(
-        _ROUNDING, _ROUNDING_SHARE * abs(label)
-    ):
-        wrong = f"the label is {text.answer!r:.60}, and the facts of its diagram give {answer}"
-        raise raw.refuse("other_answer", wrong, "correct the label or the facts of")
+    label = number_of(question.answer) if question.answer else None
+    # A label that is no number cannot be compared.
+    if label is not None and not is_rounded_value(label, solution.value):
+        raise raw.refuse(
+            kind="other_answer",
+            wrong=(
+                f"the label is {question.answer!r:.60}, and the facts of its diagram give "
+                f"{computed_answer}"
+            ),
+            remedy="correct the label or the facts of",
+        )
     return raw
 
 
-def with_rounding(problem: str, result: Verdict) -> tuple[str, str]:
-    """Return the text of a problem, and its answer.
+def is_rounded_value(label: float, value: float) -> bool:
+    """Return whether a label is a computed value, rounded as text books round."""
+    return abs(value - label) <= max(_ROUNDING, _ROUNDING_SHARE * abs(label))
 
-    An answer without a short form is rounded, and the text then asks for that.
+
+class RoundedQuestion(NamedTuple):
+    """The text of a problem and its answer, where the text says how the answer is rounded."""
+
+    problem: str
+    answer: str
+
+
+def with_rounding(problem: str, solution: Verdict) -> RoundedQuestion:
+    """Return a problem with its answer, and ask for two decimals where the answer is a long one.
+
+    An answer that has a short form, such as `5` or `2\\sqrt{3}`, is not rounded.
     """
-    assert result.value is not None, "it is answered"
-    if result.answer is not None:
-        return problem, result.answer
+    assert solution.value is not None, "only answered problems become rows"
+    if solution.answer is not None:
+        return RoundedQuestion(problem=problem, answer=solution.answer)
     # `Round ...` or `round ...`: the question says already how its answer is rounded.
     if "ound to the nearest" not in problem:
         problem = f"{problem} {ROUND}"
-    return problem, rounded(result.value, 2)
+    return RoundedQuestion(problem=problem, answer=rounded(solution.value, 2))

@@ -1,8 +1,8 @@
 """`python -m data_prep variants`: problems of a prepared folder with other numbers, to scale.
 
-A variant is decided by the seed, the id of its original and its own number alone: neither
-`--workers` nor `--limit` changes one. Kept are those that the facts determine, with a figure of the
-same kind and a picture that can be read.
+A variant depends on the seed, on the id of its original and on its own number alone, so that
+`--workers` and `--limit` change none. A variant is kept if its facts determine the answer, its figure
+is of the same kind as before, and its picture can be read.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import math
 import random
 import re
 from cmath import phase
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from adora_vl.conversion.pipeline import (
     MAX_WORKERS,
     Cleaning,
+    OpenedSource,
     SplitRows,
     ordered_map,
     prepare,
@@ -34,7 +35,7 @@ from adora_vl.data.images import png_bytes
 from adora_vl.geometry.choose import outcome
 from adora_vl.geometry.descent import Budget
 from adora_vl.geometry.figure import Figure, Verdict, figure_from, figure_of, written
-from adora_vl.geometry.forms import Form, Term
+from adora_vl.geometry.forms import Form, Point, Term
 from adora_vl.geometry.measures import unit_of
 from adora_vl.geometry.reading import read
 from adora_vl.geometry.shapes import UnreadError, terms_of
@@ -51,15 +52,15 @@ from data_prep.survey import print_counts
 
 FAMILY = "variant"
 MAX_PER = 1000
-TRIES = 6  # for each variant
-_PIXELS = 400.0  # of the longer side of the places that a variant begins from
-# Other values of these angles would be another kind of figure, such as no right triangle.
+TRIES = 6  # attempts at each variant, each with other numbers
+_PIXELS = 400.0  # the longer side of the diagram that the solver begins from
+# With another value of these angles a right triangle, say, would be a right triangle no more.
 _UNCHANGED_ANGLES = (30.0, 45.0, 60.0, 90.0, 120.0, 180.0)
 # The ranges of the factors by which all lengths, each length and an angle change.
 _SCALE_RANGE = (0.7, 1.4)
 _LENGTH_RANGE = (0.8, 1.25)
 _ANGLE_RANGE = (0.8, 1.25)
-_CONSTANT_STEPS = (-3, -2, -1, 1, 2, 3)  # of the constant beside a letter
+_CONSTANT_STEPS = (-3, -2, -1, 1, 2, 3)  # what is added to the 5 of `3x + 5`
 # The least distance of two points and the least width, as shares of the figure's size, and the
 # least angle that is marked, in degrees. What is smaller cannot be told apart in a picture.
 _LEAST_APART = 0.05
@@ -75,17 +76,35 @@ _LINEAR = re.compile(r"(\d*[a-z]) ?([+-]) ?(\d+)")
 
 @dataclass(frozen=True)
 class Variation(Cleaning):
-    """How many variants of each row are made, by which seed, and whether of the test split."""
+    """How many variants of each problem are made, from which seed, and of which split."""
 
-    per: int = 8
+    per: int = 8  # variants of each problem
     seed: int = 0
-    for_evaluation: bool = False
+    for_evaluation: bool = False  # of the test split instead of the training split
+
+
+class Original(NamedTuple):
+    """A stored problem that variants are made of."""
+
+    row_id: str
+    # The text of its column `figure`: the facts of its diagram, and the coordinates of the points.
+    figure_json: str
+
+
+class SolvedVariant(NamedTuple):
+    """The answer of a variant, and the figure that its facts determine."""
+
+    verdict: Verdict
+    figure: Figure
 
 
 def prepare_variants(
     folder: Path, output: Path, options: Variation, *, workers: int = 1, overwrite: bool = False
 ) -> dict[str, Any]:
-    """Write the variants of a prepared folder's rows that have a figure. Returns the manifest.
+    """Write a data set of variants: the geometry problems of `folder` with other numbers.
+
+    Only rows with a solved figure have variants, those of a folder made with `--source facts`. The
+    data set has one split, the one that the rows are read from. Returns its manifest.
 
     Raises `UserError` where the folder has no such rows.
     """
@@ -101,60 +120,74 @@ def prepare_variants(
             "with --for-evaluation"
         )
 
-    def begin() -> tuple[dict[str, Any], dict[str, SplitRows]]:
-        """Return what the manifest says of the run, and the rows of the split."""
-        arguments = recorded_options(asdict(options))
+    def open_variants() -> OpenedSource:
+        """Describe the run for the manifest, and name the function that begins to make variants."""
         description = {
             "source": VARIANTS,
             "input": str(folder),
-            "revision": None,
-            "arguments": arguments,
+            "revision": None,  # a folder has no commit, as a data set of the hub has
+            "arguments": recorded_options(asdict(options)),
         }
-        return description, {
-            split: SplitRows(partial(_problems, folder, split, options, workers), None)
-        }
+        begin = partial(_finished_variants, folder, split=split, options=options, workers=workers)
+        # How many there will be is unknown, since some problems get fewer than `per` variants.
+        rows = SplitRows(begin_reading=begin, row_count=None)
+        return OpenedSource(description, {split: rows})
 
     return prepare(
-        output, options, begin, features_with_figure(), workers=workers, overwrite=overwrite
+        output,
+        options,
+        open_source=open_variants,
+        features=features_with_figure(),
+        workers=workers,
+        overwrite=overwrite,
     )
 
 
-def _problems(folder: Path, split: str, options: Variation, workers: int) -> Iterator[Any]:
-    """Yield one call for each variant, in the order of the originals."""
+def _finished_variants(
+    folder: Path, *, split: str, options: Variation, workers: int
+) -> Iterator[Callable[[], RawProblem]]:
+    """Make the variants of a split in `workers` processes, in the order of the stored problems.
+
+    Yields for each variant a function that returns it, because `prepare` reads every row by a call.
+    """
     originals = (
-        (row["id"], row["figure"]) for row in stored_rows(folder, split) if row.get("figure")
+        Original(row_id=row["id"], figure_json=row["figure"])
+        for row in stored_rows(folder, split)
+        if row.get("figure")
     )
-    number = 0
-    is_empty = True
+    make_variants = partial(variants_of, per=options.per, seed=options.seed, split=split)
+    variant_count = 0
+    has_originals = False
     with ordered_map(workers) as mapped:
-        for variants in mapped(
-            partial(variants_of, per=options.per, seed=options.seed, split=split), originals
-        ):
-            is_empty = False
+        for variants in mapped(make_variants, originals):
+            has_originals = True
             for variant in variants:
-                if options.limit is not None and number >= options.limit:
+                if options.limit is not None and variant_count >= options.limit:
                     return
-                number += 1
+                variant_count += 1
                 yield partial(_return_finished, variant)
-    if is_empty:
+    if not has_originals:
         raise UserError(
             f"folder: no row of {str(folder)!r} has a figure; make the folder with --source facts"
         )
 
 
-def _return_finished(raw: RawProblem) -> RawProblem:
-    """Return a problem that was made already, in the form of a call that reads it."""
-    return raw
+def _return_finished(variant: RawProblem) -> RawProblem:
+    """Return the argument. A `partial` of this can be pickled, which a lambda cannot."""
+    return variant
 
 
-def variants_of(original: tuple[str, str], *, per: int, seed: int, split: str) -> list[RawProblem]:
-    """Return the variants of one original, by its id and its stored figure.
+def variants_of(original: Original, *, per: int, seed: int, split: str) -> list[RawProblem]:
+    """Make up to `per` variants of a stored problem.
 
-    Fewer than `per` where tries fail.
+    A variant whose numbers fit no diagram is tried again, `TRIES` times at most; after that it is
+    left out.
+
+    Raises `UserError` where the stored figure cannot be read.
     """
-    row_id, text = original
+    row_id = original.row_id
     try:
-        figure = figure_from(text)
+        figure = figure_from(original.figure_json)
     except ValueError as error:
         raise UserError(
             f"folder: the figure of {row_id} cannot be read ({error}); prepare the folder again"
@@ -162,9 +195,10 @@ def variants_of(original: tuple[str, str], *, per: int, seed: int, split: str) -
     variants = []
     for number in range(1, per + 1):
         for attempt in range(TRIES):
+            # A generator for each attempt makes a variant independent of all others.
             rng = random.Random(f"{seed}/{row_id}/{number}/{attempt}")
-            variant = _variant(
-                row_id, figure=figure, row_id=f"{row_id}~{number}", split=split, rng=rng
+            variant = _try_variant(
+                row_id, figure=figure, variant_id=f"{row_id}~{number}", split=split, rng=rng
             )
             if variant is not None:
                 variants.append(variant)
@@ -172,114 +206,131 @@ def variants_of(original: tuple[str, str], *, per: int, seed: int, split: str) -
     return variants
 
 
-def _variant(
-    original: str, figure: Figure, row_id: str, split: str, rng: random.Random
+def _try_variant(
+    original_id: str, *, figure: Figure, variant_id: str, split: str, rng: random.Random
 ) -> RawProblem | None:
-    """Return one try; None where the numbers do not fit, or the picture could not be read."""
+    """Make a geometry problem with other numbers: change its facts, solve them, draw the diagram.
+
+    `figure` has the facts of the original problem, and the coordinates of the points in its diagram.
+
+    Returns None where the new numbers fit no diagram, or where a reader could not make it out.
+    """
     form = form_with_other_numbers(figure, rng)
     if form is None:
         return None
-    problem = question_in_words(form)
+    question = question_in_words(form)
     solved = solve_variant(form)
-    if problem is None or solved is None or not shows_what_is_asked(form):
+    if question is None or solved is None or not shows_what_is_asked(form):
         return None
-    result, at = solved
-    turn = _upright_rotation(figure, at)
-    turned = {name: turn * complex(x, y) for name, (x, y) in at.items()}
-    drawn_form = replace(
-        form, points={name: (location.real, -location.imag) for name, location in turned.items()}
-    )
-    if not can_be_drawn(drawn_form) or not _is_clear(drawn_form):
+    coordinates = _turned_like_original(figure, solved.figure.at)
+    # In a picture y points down, in a figure up.
+    drawn_form = replace(form, points={name: (x, -y) for name, (x, y) in coordinates.items()})
+    if not can_be_drawn(drawn_form) or not _has_room_between_parts(drawn_form):
         return None
     picture = draw_if_legible(drawn_form)
     if picture is None:
         return None
-    problem, answer = with_rounding(problem, result)
-    assert result.figure is not None, "it is solved by its facts"
-    places = {
-        name: (round(location.real, _DIGITS), round(location.imag, _DIGITS))
-        for name, location in turned.items()
+    question, answer = with_rounding(question, solved.verdict)
+    stored_coordinates = {
+        name: (round(x, _DIGITS), round(y, _DIGITS)) for name, (x, y) in coordinates.items()
     }
-    stored = replace(result.figure, at=places, form=drawn_form)
+    stored_figure = replace(solved.figure, at=stored_coordinates, form=drawn_form)
     return RawProblem(
-        id=row_id,
+        id=variant_id,
         split=split,
         source=VARIANTS,
-        origin=row_id,
+        origin=variant_id,
         images=(png_bytes(picture),),
-        problem=problem,
+        problem=question,
         answer=answer,
         family=FAMILY,
-        kind=original,
-        extras={"facts": facts_in_words(drawn_form, problem), "figure": written(stored)},
+        kind=original_id,  # the schema has no column for it, and variants have no kinds
+        extras={"facts": facts_in_words(drawn_form, question), "figure": written(stored_figure)},
     )
 
 
 def form_with_other_numbers(figure: Figure, rng: random.Random) -> Form | None:
-    """Return the form of a figure with other numbers, its points where the figure has them.
+    """Change the numbers in the facts of a geometry problem, and return the facts and the question.
 
-    None where no number can change.
+    Equal lengths or angles stay equal, and a whole number stays whole. The returned form has the
+    points of the old diagram, from which the solver begins.
 
-    Equal numbers of one kind stay equal, and a whole number stays whole.
+    Returns None where no number has changed.
     """
     scale = rng.uniform(*_SCALE_RANGE)
-    chosen: dict[tuple[str, str], str] = {}
+    new_values: dict[_OldValue, str] = {}
 
-    def changed(text: str) -> str:
-        """Return an equation with another value; any other fact as it is."""
-        terms = list(terms_of([text]))
+    def with_other_number(fact: str) -> str:
+        """Return `Equals(measure, number)` with another number, and any other fact as it is."""
+        terms = list(terms_of([fact]))
         if len(terms) != 1 or not terms[0].is_equation:
-            return text
-        left, right = terms[0].arguments
-        if right.arguments or not left.arguments:
-            return text
-        key = (unit_of(left), right.head.strip())
-        if key not in chosen:
-            chosen[key] = _other_value(key[0], text=key[1], scale=scale, rng=rng)
-        return str(Term(head="Equals", arguments=(left, Term(head=chosen[key]))))
+            return fact
+        measure, right_side = terms[0].arguments
+        # A term with arguments is itself a measure, so neither `AB = CD` nor `x = 3` is changed.
+        if right_side.arguments or not measure.arguments:
+            return fact
+        old_value = _OldValue(unit=unit_of(measure), number=right_side.head.strip())
+        if old_value not in new_values:
+            new_values[old_value] = _other_value(old_value, scale=scale, rng=rng)
+        new_number = Term(head=new_values[old_value])
+        return str(Term(head="Equals", arguments=(measure, new_number)))
 
     form = figure.form
-    facts = tuple(changed(fact) for fact in form.facts)
-    question = tuple(changed(part) for part in form.question)
-    if all(old == new for (_, old), new in chosen.items()):
+    facts = tuple(with_other_number(fact) for fact in form.facts)
+    question = tuple(with_other_number(part) for part in form.question)
+    if all(old.number == new for old, new in new_values.items()):
         return None
     xs = [x for x, _ in figure.at.values()]
     ys = [y for _, y in figure.at.values()]
-    factor = _PIXELS / max(max(xs) - min(xs), max(ys) - min(ys), 1e-9)
-    points = {name: (factor * x, -factor * y) for name, (x, y) in figure.at.items()}
+    longer_side = max(max(xs) - min(xs), max(ys) - min(ys), 1e-9)  # never 0, which divides
+    pixels_per_unit = _PIXELS / longer_side
+    points = {
+        # In a picture y points down.
+        name: (pixels_per_unit * x, -pixels_per_unit * y)
+        for name, (x, y) in figure.at.items()
+    }
     return replace(form, facts=facts, question=question, points=points)
 
 
-def _other_value(unit: str, text: str, scale: float, rng: random.Random) -> str:
-    """Return another value for a number in a fact, as a text; what is no number stays.
+class _OldValue(NamedTuple):
+    """A number of the original's facts: two of them that are equal get one new number."""
 
-    `unit` is `length`, `area` or `degrees`; any other value stays. `scale` is the factor of all
-    lengths of the figure.
+    unit: str  # `length`, `area`, `degrees` or another
+    number: str  # as it is written, such as `12`, `4.5` or `3x + 5`
+
+
+def _other_value(old: _OldValue, *, scale: float, rng: random.Random) -> str:
+    """Draw the number that replaces one in the facts of a geometry problem.
+
+    A length or an area is multiplied by `scale`, which all lengths share, and by a factor of its
+    own. In `3x + 5` the 5 changes. Special angles, other units and other texts stay as they are.
     """
-    linear = _LINEAR.fullmatch(text)
+    linear = _LINEAR.fullmatch(old.number)
     if linear:
-        return f"{linear[1]}{linear[2]}{max(1, int(linear[3]) + rng.choice(_CONSTANT_STEPS))}"
-    if not re.fullmatch(r"\d+(?:\.\d+)?", text):
-        return text
-    value = float(text)
-    if unit == "degrees":
-        if value in _UNCHANGED_ANGLES:
-            return text
-        new = value * rng.uniform(*_ANGLE_RANGE)
-    elif unit in ("length", "area"):
-        unit_scale = scale if unit == "length" else scale**2
-        new = value * rng.uniform(*_LENGTH_RANGE) * unit_scale
+        letter_part, sign, constant = linear.groups()
+        return f"{letter_part}{sign}{max(1, int(constant) + rng.choice(_CONSTANT_STEPS))}"
+    if not re.fullmatch(r"\d+(?:\.\d+)?", old.number):
+        return old.number
+    old_value = float(old.number)
+    if old.unit == "degrees":
+        if old_value in _UNCHANGED_ANGLES:
+            return old.number
+        new_value = old_value * rng.uniform(*_ANGLE_RANGE)
+    elif old.unit in ("length", "area"):
+        unit_scale = scale if old.unit == "length" else scale**2
+        new_value = old_value * rng.uniform(*_LENGTH_RANGE) * unit_scale
     else:
-        return text
-    if value == int(value):
-        return str(max(1, round(new)))
-    return f"{max(0.1, round(new, 1)):g}"
+        return old.number
+    if old_value == int(old_value):
+        return str(max(1, round(new_value)))
+    return f"{max(0.1, round(new_value, 1)):g}"
 
 
-def solve_variant(form: Form) -> tuple[Verdict, Mapping[str, tuple[float, float]]] | None:
-    """Return the answer of a variant and its places.
+def solve_variant(form: Form) -> SolvedVariant | None:
+    """Solve the facts of a variant for what its question asks.
 
-    None where the facts do not determine a figure of the same kind.
+    Returns None where the facts do not determine one answer, or determine it only by what the
+    picture suggests.
     """
     try:
         reading = read(form)
@@ -288,82 +339,127 @@ def solve_variant(form: Form) -> tuple[Verdict, Mapping[str, tuple[float, float]
     if reading.goal is None or reading.assumed or reading.unread:
         return None
     problem = FigureProblem(reading)
+    # Four starts are enough to see whether a second figure fits as well.
     result = outcome(problem, Budget(EVALUATIONS), starts=4)
     if result.status != "answered" or result.solution is None or result.value is None:
         return None
+    # A `doubled` answer is known to four digits only. `faults` counts differences in kind from the
+    # old diagram, such as a point that has moved to the other side of a line.
     if result.doubled or result.solution.faults or result.value <= 0:
         return None
     figure = figure_of(problem, result.solution, form)
-    value = float(f"{result.value:.10g}")
-    answer = answer_of(result.value, reading)
-    solved = Verdict(status="answered", value=value, answer=answer, how="facts", figure=figure)
-    return solved, figure.at
+    verdict = Verdict(
+        status="answered",
+        value=float(f"{result.value:.10g}"),
+        answer=answer_of(result.value, reading),
+        how="facts",
+        figure=figure,
+    )
+    return SolvedVariant(verdict=verdict, figure=figure)
 
 
-def _upright_rotation(original: Figure, at: Mapping[str, tuple[float, float]]) -> complex:
-    """Return the rotation that lays a line as level or upright as the original's picture has it.
+def _turned_like_original(original: Figure, coordinates: Mapping[str, Point]) -> dict[str, Point]:
+    """Rotate the points of a variant so that it lies on the page as its original does."""
+    rotation = _upright_rotation(original, coordinates)
+    turned = {}
+    for name, (x, y) in coordinates.items():
+        # Points are complex numbers here: a product with one of length 1 is a rotation.
+        point = rotation * complex(x, y)
+        turned[name] = (point.real, point.imag)
+    return turned
 
-    It is a complex number of length 1.
 
-    Of several, the longest. A picture that is not to scale lies otherwise than its figure does.
+def _upright_rotation(original: Figure, coordinates: Mapping[str, Point]) -> complex:
+    """Return the rotation that makes a line of a variant level or upright, as in its original.
+
+    A variant is solved in any orientation. This looks for lines that are level or upright in the
+    original's picture, takes the one that is longest in the variant, and rotates by the angle
+    between the two. `coordinates` are the variant's points by name.
+
+    Returns a complex number of length 1, to multiply points with; 1 where there is no such line.
     """
     longest = 0.0
     rotation = 1 + 0j
-    picture = {name: complex(x, y) for name, (x, y) in original.at.items()}
-    picture |= {name: complex(x, -y) for name, (x, y) in original.form.points.items()}
-    for row in original.form.rows:
-        start = row[0]
-        end = row[-1]
-        if not {start, end} <= at.keys() & picture.keys():
+    # Points are complex numbers. Those of the picture come last, since it need not be to scale: it
+    # says how the lines lie, and it lacks some points. Its y points down.
+    original_points = {name: complex(x, y) for name, (x, y) in original.at.items()}
+    original_points |= {name: complex(x, -y) for name, (x, y) in original.form.points.items()}
+    for points_on_line in original.form.rows:
+        start = points_on_line[0]
+        end = points_on_line[-1]
+        if not {start, end} <= coordinates.keys() & original_points.keys():
             continue
-        original_way = picture[end] - picture[start]
-        way = complex(*at[end]) - complex(*at[start])
-        for axis in (1, 1j, -1, -1j):
-            lean = abs(math.degrees(phase(original_way / axis))) if original_way else 180.0
-            if lean < _LEVEL_DEGREES and way and abs(way) > longest:
-                longest = abs(way)
-                rotation = axis * abs(way) / way
+        original_direction = original_points[end] - original_points[start]
+        direction = complex(*coordinates[end]) - complex(*coordinates[start])
+        length = abs(direction)
+        if not original_direction or not length:  # two points at one place have no direction
+            continue
+        for axis in (1, 1j, -1, -1j):  # right, up, left, down
+            degrees_off_axis = abs(math.degrees(phase(original_direction / axis)))
+            if degrees_off_axis < _LEVEL_DEGREES and length > longest:
+                longest = length
+                rotation = axis * length / direction
     return rotation
 
 
-def _is_clear(form: Form) -> bool:
-    """Return whether points and marked angles of a figure are far enough from each other to be seen."""
-    used = {name for line in form.lines for name in line}
-    places = {name: complex(*form.points[name]) for name in sorted(used) if name in form.points}
-    if len(places) < 2:
+def _has_room_between_parts(form: Form) -> bool:
+    """Return whether the points, lines and marked angles of a diagram can be told apart.
+
+    `form.points` are where the points are drawn. The diagram must not be too flat, no two points
+    too close, no point so near to a line that it seems to lie on it, and no marked angle too sharp.
+    """
+    names_on_lines = {name for line in form.lines for name in line}
+    points = {
+        # Complex numbers, whose differences have a length.
+        name: complex(*form.points[name])
+        for name in sorted(names_on_lines)
+        if name in form.points
+    }
+    if len(points) < 2:
         return False
-    wide, high = extent_of(places.values())
-    size = max(wide, high)
-    if min(wide, high) < _LEAST_WIDTH * size:
+    width, height = extent_of(points.values())
+    size = max(width, height)
+    if min(width, height) < _LEAST_WIDTH * size:
         return False
-    distances = [abs(start - end) for start, end in combinations(places.values(), 2)]
+    distances = [abs(start - end) for start, end in combinations(points.values(), 2)]
     if min(distances) < _LEAST_APART * size:
         return False
-    if any(
-        _has_point_near_line(places, size, row) for row in form.rows if set(row) <= places.keys()
-    ):
-        return False
+    for points_on_line in form.rows:
+        is_drawn = set(points_on_line) <= points.keys()
+        if is_drawn and _has_point_near_line(points, size, points_on_line):
+            return False
     return all(degrees >= _LEAST_ANGLE for degrees in _marked_angles(form))
 
 
-def _has_point_near_line(places: Mapping[str, complex], size: float, row: list[str]) -> bool:
-    """Return whether a point that is not on a line lies so near it that it seems to be."""
-    start = places[row[0]]
-    way = places[row[-1]] - start
-    if not way:
+def _has_point_near_line(
+    points: Mapping[str, complex], size: float, points_on_line: Sequence[str]
+) -> bool:
+    """Return whether a point lies beside a line, but so near that it seems to lie on it.
+
+    `points` has a place for each name. `points_on_line` are the names of those on the line, from
+    one end to the other. `size` is the longer side of the diagram, which "near" is a share of.
+    """
+    start = points[points_on_line[0]]
+    direction = points[points_on_line[-1]] - start
+    if not direction:  # its ends fall together, so that nobody can see the line
         return True
-    for name, location in places.items():
-        # The real part goes along the line, from 0 at its start to 1 at its end.
-        relative = (location - start) / way
+    for name, location in points.items():
+        # A quotient of complex numbers: its real part runs along the line, from 0 at the start to
+        # 1 at the end, and its imaginary part across it.
+        relative = (location - start) / direction
         is_between_ends = -0.02 < relative.real < 1.02
-        distance = abs(relative.imag * way)
-        if name not in row and is_between_ends and distance < _LEAST_BESIDE * size:
+        distance = abs(relative.imag * direction)
+        is_near = is_between_ends and distance < _LEAST_BESIDE * size
+        if is_near and name not in points_on_line:
             return True
     return False
 
 
 def _marked_angles(form: Form) -> Iterator[float]:
-    """Yield the angles in degrees, as drawn, of the corners that a fact marks."""
+    """Yield how many degrees each angle has in the diagram that a fact gives the measure of.
+
+    Such a fact is `Equals(MeasureOf(Angle(A, B, C)), 40)`, with B at the corner.
+    """
     for term in terms_of(form.facts):
         if term.head != "Equals" or term.arguments[0].head != "MeasureOf":
             continue
@@ -371,11 +467,13 @@ def _marked_angles(form: Form) -> Iterator[float]:
         if len(names) == 3 and set(names) <= form.points.keys():
             first, corner, last = [complex(*form.points[name]) for name in names]
             if first != corner and last != corner:
-                yield abs(math.degrees(phase((first - corner).conjugate() * (last - corner))))
+                # The argument of conj(u) * v is the angle from u to v.
+                angle = phase((first - corner).conjugate() * (last - corner))
+                yield abs(math.degrees(angle))
 
 
 def add_variants(commands: Commands) -> None:
-    """Add the command to the parser of `python -m data_prep`."""
+    """Add the command `variants` to the parser of `python -m data_prep`."""
     command = commands.add_parser(
         "variants", help="the solved problems of a prepared folder with other numbers, to scale"
     )
@@ -393,23 +491,29 @@ def add_variants(commands: Commands) -> None:
     add("--seed", type=whole(0, MAX_SEED), default=0, metavar="S", help="default: %(default)s")
     add("--limit", type=optional(whole(1)), metavar="N", help="only the first N variants")
     add("--for-evaluation", action="store_true", help="of the test split, for measuring alone")
-    workers_help = "processes, default: the cores, here %(default)s"
     add(
         "--workers",
         type=whole(1, MAX_WORKERS),
         default=usable_cores(),
         metavar="N",
-        help=workers_help,
+        help="processes, default: the cores, here %(default)s",
     )
     command.set_defaults(run=_variants)
 
 
 def _variants(arguments: argparse.Namespace) -> None:
-    """Run `variants`: make the variants, and print how many there are."""
-    names = ("per", "seed", "limit", "for_evaluation")
-    options = Variation(**{name: getattr(arguments, name) for name in names})
-    run_options = {name: getattr(arguments, name) for name in ("workers", "overwrite")}
+    """Run `variants`: write the data set of variants, and print how many there are."""
+    options = Variation(
+        per=arguments.per,
+        seed=arguments.seed,
+        limit=arguments.limit,
+        for_evaluation=arguments.for_evaluation,
+    )
     manifest = prepare_variants(
-        arguments.folder, output=arguments.output, options=options, **run_options
+        arguments.folder,
+        output=arguments.output,
+        options=options,
+        workers=arguments.workers,
+        overwrite=arguments.overwrite,
     )
     print_counts(arguments.output, manifest)

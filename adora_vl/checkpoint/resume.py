@@ -9,7 +9,7 @@ from typing import NamedTuple
 from filelock import FileLock, Timeout
 
 from adora_vl.checkpoint.fingerprint import Fingerprint, differences
-from adora_vl.checkpoint.store import STAGING, clear_staging, facts_of, newest_valid, problem_of
+from adora_vl.checkpoint.store import STAGING, clear_staging, manifest_of, newest_valid, problem_of
 from adora_vl.checkpoint.universal import shards_of
 from adora_vl.checkpoint.writer import (
     ASIDE,
@@ -164,7 +164,7 @@ def _start_in(output_dir: Path, *, word: str, current: Fingerprint) -> StartPoin
         raise UserError(
             f"resume_from_checkpoint: false, but {holds}; {_remedies_for_old_run(output_dir)}"
         )
-    saved: Fingerprint = facts_of(newest).get("fingerprint", {})
+    saved: Fingerprint = manifest_of(newest).get("fingerprint", {})
     changed_keys = differences(saved, current)
     if changed_keys:
         # Another number of processes has an error of its own, with the command that converts.
@@ -268,7 +268,7 @@ def _start_at(checkpoint: Path, current: Fingerprint) -> StartPoint:
     problem = problem_of(checkpoint)
     if problem:
         raise UserError(f"{where} is not whole: {problem}; name another one")
-    saved: Fingerprint = facts_of(checkpoint).get("fingerprint", {})
+    saved: Fingerprint = manifest_of(checkpoint).get("fingerprint", {})
     _refuse_other_shards(checkpoint, saved, current)
     changed = [f"changed since then: {line}" for line in differences(saved, current)]
     return StartPoint(checkpoint=str(checkpoint), notes=[f"going on from {checkpoint}", *changed])

@@ -124,7 +124,7 @@ def problem_of(checkpoint: Path) -> str | None:
     return f"{damaged[0]} is damaged (its SHA-256 is another one)" if damaged else None
 
 
-def facts_of(checkpoint: Path) -> dict[str, Any]:
+def manifest_of(checkpoint: Path) -> dict[str, Any]:
     """Return the manifest of a whole checkpoint: facts about the run, and its files."""
     facts: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text())
     return facts

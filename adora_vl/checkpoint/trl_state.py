@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from adora_vl.checkpoint.store import MANIFEST, facts_of
+from adora_vl.checkpoint.store import MANIFEST, manifest_of
 from adora_vl.utils.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class SavedLossSums:
         """Read the sums from a checkpoint; None if it has none, as one that only TRL has written."""
         if not (checkpoint / MANIFEST).is_file():
             return None
-        losses = facts_of(checkpoint).get(_LOSSES)
+        losses = manifest_of(checkpoint).get(_LOSSES)
         if losses is None:
             return None
         return cls(

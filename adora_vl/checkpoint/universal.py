@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from adora_vl.checkpoint.store import MANIFEST, MARK, facts_of, seal
+from adora_vl.checkpoint.store import MANIFEST, MARK, manifest_of, seal
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replacing_folder
 
@@ -132,7 +132,7 @@ def write_universal(checkpoint: Path, output: Path) -> None:
         # who made it, so no code in it may run.
         with contextlib.redirect_stdout(sys.stderr), without_code(checkpoint):
             convert(options)
-        facts = {key: value for key, value in facts_of(checkpoint).items() if key != "files"}
+        facts = {key: value for key, value in manifest_of(checkpoint).items() if key != "files"}
         seal(staged, facts)
 
 

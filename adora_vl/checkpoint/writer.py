@@ -29,8 +29,8 @@ from adora_vl.checkpoint.store import (
     MARK,
     STAGING,
     checkpoints,
-    facts_of,
     hashes,
+    manifest_of,
     step_of,
 )
 from adora_vl.utils.errors import DiskFullError, RunError, UserError, lost_contact
@@ -215,7 +215,7 @@ def _users_files_of_checkpoint(checkpoint: Path) -> list[Path]:
     files = list(_files_below(checkpoint))
     run_files: set[Path] = set()
     try:
-        facts = facts_of(checkpoint)
+        facts = manifest_of(checkpoint)
         if "step" in facts:
             run_files = {checkpoint / name for name in (*facts["files"], MANIFEST, MARK)}
     except (OSError, ValueError, KeyError, TypeError):

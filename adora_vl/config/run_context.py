@@ -35,21 +35,21 @@ class Messages:
         There are none, except for a dry run that plans for another machine: a line says what could
         not be checked.
         """
-        return cls(unknown=[] if context.local else [_ELSEWHERE])
+        return cls(unknown=[] if context.on_this_machine else [_ELSEWHERE])
 
 
 @dataclass(frozen=True)
 class RunContext:
     """Where a run takes place, and so what the checks before it may look at.
 
-    `local`: whether this machine will run it. If not, its packages, device, servers and folders are
+    `on_this_machine`: whether this machine will run it. If not, its packages, device, servers and folders are
     not checked. `sharding`: how the run is spread over processes. `output_dir_mode`: whether
     `output_dir` is locked for the run (`take`), only looked at (`look`) or left alone (`leave`).
     `dry_run`: whether nothing will run. Then what this machine lacks is reported as unknown, and
     not refused.
     """
 
-    local: bool
+    on_this_machine: bool
     sharding: Sharding
     output_dir_mode: OutputDirMode
     dry_run: bool = False
@@ -58,19 +58,22 @@ class RunContext:
     def of_launch(cls, output_dir_mode: OutputDirMode) -> RunContext:
         """Return the context of a run on this machine, spread over processes as it was launched."""
         return cls(
-            local=True, sharding=from_environment(), output_dir_mode=output_dir_mode, dry_run=False
+            on_this_machine=True,
+            sharding=from_environment(),
+            output_dir_mode=output_dir_mode,
+            dry_run=False,
         )
 
     @classmethod
-    def of_dry_run(cls, options: DryRunOptions, *, local: bool) -> RunContext:
+    def of_dry_run(cls, options: DryRunOptions, *, on_this_machine: bool) -> RunContext:
         """Return the context of a dry run.
 
-        `local`: whether it plans for this machine. Raises `UserError` for FSDP, whose memory is not
+        `on_this_machine`: whether it plans for this machine. Raises `UserError` for FSDP, whose memory is not
         predicted.
         """
         return cls(
-            local=local,
+            on_this_machine=on_this_machine,
             sharding=planned_sharding(options),
-            output_dir_mode="look" if local else "leave",
+            output_dir_mode="look" if on_this_machine else "leave",
             dry_run=True,
         )

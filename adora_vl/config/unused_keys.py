@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 class RunSettings:
     """What decides whether a run reads a key.
 
-    `adapted`: whether an adapter such as LoRA is trained. `trl_evaluates`: whether TRL's own
+    `trains_adapter`: whether an adapter such as LoRA is trained. `trl_evaluates`: whether TRL's own
     evaluation runs during training, on a data set that Python code has passed.
     """
 
     config: AdoraGRPOConfig
     model: ModelConfig
-    adapted: bool
+    trains_adapter: bool
     trl_evaluates: bool
 
 
@@ -107,7 +107,7 @@ _UNUSED_KEYS = (
             "use_rslora",
         ),
         "without use_peft: true, so all weights are trained",
-        lambda settings: settings.adapted,
+        lambda settings: settings.trains_adapter,
     ),
     UnusedKeys(
         ("bnb_4bit_quant_storage", "bnb_4bit_quant_type", "use_bnb_nested_quant"),

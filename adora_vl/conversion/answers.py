@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import date, time
 from decimal import Decimal
 from string import ascii_uppercase
-from typing import Any
+from typing import Any, NamedTuple
 
 from adora_vl.conversion.chat import answer_of_chat
 from adora_vl.conversion.columns import ANSWER_IS, Columns
@@ -37,25 +37,36 @@ Record = Mapping[str, Any]
 Refuse = Callable[[str, str, str], RowError]
 
 
+# Stands for a value that a record lacks; messages show it as the word `missing`.
 MISSING = type("Missing", (), {"__repr__": lambda self: "missing"})()
+
+
+class TableAnswer(NamedTuple):
+    """The reference answer of a record."""
+
+    text: str
+    is_announced: bool  # words such as `The answer is` stood before it
 
 
 def read_answer(
     record: Record, columns: Columns, refuse: Refuse, has_truth_values: bool = False
-) -> tuple[str, bool]:
-    """Return the reference answer, and whether words such as `The answer is` stood before it.
+) -> TableAnswer:
+    """Return the reference answer of a record, however its table spells it.
 
-    The value may be the answer alone, a whole solution (`<answer>`, `\\boxed{}`, `####`), or a
-    conversation whose last turn has it. `has_truth_values` says that the column has truth values.
+    The value may be the answer alone, a whole solution (with `<answer>`, `\\boxed{}` or `####`), or
+    a conversation whose last turn has the answer. With `has_truth_values` the column may have True
+    and False. `refuse` makes the error of a value that cannot be used.
 
     Raises `RowError` where the value is no text and no finite number.
     """
     column = columns.answer
     value = record.get(column, MISSING)
-    value = list_in_cell(value, isinstance(value, str) and value.lstrip().startswith("[{"))
-    text = number_or_text(
-        answer_of_chat(value) if isinstance(value, list) else value, has_truth_values
-    )
+    looks_like_chat = isinstance(value, str) and value.lstrip().startswith("[{")
+    value = list_in_cell(value, texts_only=looks_like_chat)
+    if isinstance(value, list):
+        text = number_or_text(answer_of_chat(value), has_truth_values)
+    else:
+        text = number_or_text(value, has_truth_values)
     if text is None or not text.strip():
         remedy = "make it a text or a finite number in"
         if isinstance(value, date | time):
@@ -64,22 +75,23 @@ def read_answer(
                 "again, in"
             )
         raise refuse("field_type", f"{column!r} is {shown(value)}", remedy)
-    block = _ANSWER_BLOCK.fullmatch(text)
-    text = block[1] if block else text
+    answer_block = _ANSWER_BLOCK.fullmatch(text)
+    if answer_block:
+        text = answer_block[1]
     text = final_part(text) or text  # a draft inside a block of thinking is no answer
     boxes = boxes_in_a_row(text, answer_tags=False)
-    after = _AFTER_SOLUTION.fullmatch(text)
-    stated = None
+    text_after_solution = _AFTER_SOLUTION.fullmatch(text)
+    announced_answer = None
     if boxes and all(boxes):
         text = ", ".join(boxes)
-    elif after:
-        text = after[1].strip()
+    elif text_after_solution:
+        text = text_after_solution[1].strip()
     elif not columns.text_answers:
-        stated = stated_answer(text)
-        text = (stated or text).strip()
+        announced_answer = stated_answer(text)
+        text = (announced_answer or text).strip()
     if columns.decimal_comma and isinstance(value, str):
         text = with_decimal_points(text, refuse)
-    return text, stated is not None
+    return TableAnswer(text=text, is_announced=announced_answer is not None)
 
 
 _DECIMAL_COMMA = re.compile(r"(?<![\d,.])(\d{1,3}(?:\.\d{3})+|\d+)(?:,|\{,\})(\d+)(?![\d,.])")
@@ -89,40 +101,47 @@ _BRACKETS = re.compile(r"[(\[][^()\[\]]*[)\]]|\\\{[^{}]*\\\}")
 
 
 def with_decimal_points(text: str, refuse: Refuse) -> str:
-    """Write an answer with decimal commas in points: `1.234,5` is 1234.5, `(2,5; 3)` is (2.5, 3).
+    """Rewrite an answer with decimal commas: `1.234,5` as 1234.5, and `(2,5; 3)` as (2.5, 3).
 
-    Commas in brackets without a `;` or `|` stand between entries, as in `(2,3)`, and stay.
+    In brackets without a `;` or `|`, such as `(2,3)`, a comma separates two entries and stays.
 
     Raises `RowError` for `1.234`, which may be 1234 or 1.234.
     """
-    either = _AMBIGUOUS_NUMBER.search(text)
-    if either:
-        remedy = f"write {either[0].replace('.', '')} or {either[0].replace('.', ',')} in"
+    ambiguous = _AMBIGUOUS_NUMBER.search(text)
+    if ambiguous:
+        number = ambiguous[0]
         raise refuse(
             "ambiguous_answer",
-            f"with decimal commas the number {shown(either[0])} may be two",
-            remedy,
+            f"with decimal commas the number {shown(number)} may be two",
+            f"write {number.replace('.', '')} or {number.replace('.', ',')} in",
         )
     # Brackets whose commas stay are replaced by a NUL while the rest is rewritten.
     brackets: list[str] = []
 
     def put_aside(match: re.Match[str]) -> str:
+        """Return brackets that have another separator than commas, and a NUL for the others."""
         if re.search(r"(?<!\\);|\|", match[0]):
             return match[0]
         brackets.append(match[0])
         return "\0"
 
-    pointed = _BRACKETS.sub(put_aside, text.replace("\0", " "))
-    pointed = _DECIMAL_COMMA.sub(lambda match: f"{match[1].replace('.', '')}.{match[2]}", pointed)
-    pointed = _GROUPED_THOUSANDS.sub(lambda match: match[0].replace(".", ""), pointed)
-    pointed = re.sub(r"\s*(?<!\\);\s*|(?<=\d)\s*\|\s*(?=[-\d])", ", ", pointed)
-    return re.sub("\0", lambda _: brackets.pop(0), pointed)
+    def with_point(match: re.Match[str]) -> str:
+        """Return a number with its thousands joined, and a point before its decimals."""
+        whole_part, decimals = match.groups()
+        return f"{whole_part.replace('.', '')}.{decimals}"
+
+    text = _BRACKETS.sub(put_aside, text.replace("\0", " "))
+    text = _DECIMAL_COMMA.sub(with_point, text)
+    text = _GROUPED_THOUSANDS.sub(lambda match: match[0].replace(".", ""), text)
+    # A `;`, or a `|` between two numbers, separates the entries of a list.
+    text = re.sub(r"\s*(?<!\\);\s*|(?<=\d)\s*\|\s*(?=[-\d])", ", ", text)
+    return re.sub("\0", lambda _: brackets.pop(0), text)
 
 
 def number_or_text(value: object, has_truth_values: bool = False) -> str | None:
-    """Return a text, or a finite number in the usual spelling; None for anything else.
+    """Return the text of a cell that holds a text or a finite number; None for anything else.
 
-    A truth value is returned as `True` or `False` if `has_truth_values`, else as None.
+    A truth value becomes `True` or `False` with `has_truth_values`, and None without.
     """
     if isinstance(value, str):
         return value if storable(value) else None
@@ -136,21 +155,21 @@ def number_or_text(value: object, has_truth_values: bool = False) -> str | None:
         return None
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return str(int(value))  # a table with one null makes floats of all its whole numbers
-    return format(Decimal(_shortest_digits(value)) if isinstance(value, float) else value, "f")
+    number = Decimal(_shortest_digits(value)) if isinstance(value, float) else value
+    return format(number, "f")  # without an exponent
 
 
 def _shortest_digits(value: float) -> str:
-    """Return the fewest digits that give a float back.
+    """Write a float with the fewest digits that give it back, as its table would show it.
 
     A column of float32 holds 0.1 as 0.10000000149011612. A number of many digits that is exactly a
-    single-precision float is therefore taken for one, and 0.1 is returned.
+    float32 is therefore taken for one, and written as 0.1.
     """
     digits = repr(value)
-    if (
-        len(digits) < _DIGITS_OF_A_DOUBLE
-        or abs(value) > _LARGEST_SINGLE
-        or _nearest_float32(value) != value
-    ):
+    if len(digits) < _DIGITS_OF_A_DOUBLE or abs(value) > _LARGEST_SINGLE:
+        return digits
+    is_float32 = _nearest_float32(value) == value
+    if not is_float32:
         return digits
     spellings = (f"{value:.{precision}g}" for precision in range(1, 18))
     return next(spelling for spelling in spellings if _nearest_float32(float(spelling)) == value)
@@ -169,17 +188,17 @@ _LONGEST_LIST = 100_000  # characters of a list in Python's spelling
 
 
 def list_in_cell(value: object, texts_only: bool) -> Any:
-    """Return the list that a cell of a text table spells, else the cell as it is.
+    """Return the list that the text of a cell spells, in JSON or as Python does; else the cell.
 
-    A list may be written in JSON, or in Python's spelling, as pandas writes one. Only if
-    `texts_only` can a text be a list at all.
+    Only with `texts_only`, in a table whose cells are all texts such as CSV, is a text read so.
     """
     if not texts_only or not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
     try:
         items = read_json(value)
     except GivenTwiceError as error:
-        return [error]  # what no list may hold, so the row is refused with these words
+        # No reader accepts a list with an error in it, so the row is refused with its words.
+        return [error]
     except (ValueError, RecursionError):
         if len(value) >= _LONGEST_LIST:
             return value
@@ -190,27 +209,28 @@ def list_in_cell(value: object, texts_only: bool) -> Any:
     return items if isinstance(items, list) else value
 
 
+class TableOptions(NamedTuple):
+    """The options of a record to choose from, without the letters before them."""
+
+    texts: list[str] | None  # None for an open question
+    name_images: bool  # an option had the mark of an image, which is now words such as `image 2`
+
+
 def read_choices(
     record: Record, columns: Columns, texts_only: bool, refuse: Refuse
-) -> tuple[list[str] | None, bool]:
-    """Return the options without letters, and whether one of them names an image.
+) -> TableOptions:
+    """Return the options of a record, from one column with a list or from a column for each option.
 
-    The options are None for an open question. `texts_only` says that the table has texts alone, so
-    that a list is spelt out in its cell.
+    With `texts_only` all cells of the table are texts, so that a list is spelt out in its cell.
 
-    Raises `RowError` for a value that is no list of texts and numbers, and for an option with the
-    mark of an image that has no number.
+    Raises `RowError` for a value that is no list of texts and numbers, and for an option with a
+    mark such as `<image>`, which does not say which image it means.
     """
     names = columns.choices
-    if len(names) > 1:  # one option a column; the last ones may be empty
-        values = [record.get(name) for name in names]
-        while values and values[-1] in (None, ""):
-            values.pop()
-        value: Any = values or None
-    else:
-        value = list_in_cell(record.get(names[0]), texts_only) if names else None
-    if value is None or value in ([], ()) or (isinstance(value, str) and not value.strip()):
-        return None, False
+    value = _value_of_choices(record, names, texts_only=texts_only)
+    is_blank = isinstance(value, str) and not value.strip()
+    if value is None or value in ([], ()) or is_blank:
+        return TableOptions(texts=None, name_images=False)
     spelled_names = ", ".join(names)
     items = value if isinstance(value, list | tuple) else []
     texts = []
@@ -239,30 +259,44 @@ def read_choices(
                 "number its images as the problem does, in",
             )
         options_in_words.append(words)
-    return options_in_words, options_in_words != options
+    return TableOptions(texts=options_in_words, name_images=options_in_words != options)
+
+
+def _value_of_choices(record: Record, names: Sequence[str], *, texts_only: bool) -> Any:
+    """Return the value of the columns `names` for options: a list if the record is as it should be.
+
+    Several columns have one option each, and the last ones may be empty. Returns None where there
+    is no option.
+    """
+    if not names:
+        return None
+    if len(names) == 1:
+        return list_in_cell(record.get(names[0]), texts_only)
+    values = [record.get(name) for name in names]
+    while values and values[-1] in (None, ""):
+        values.pop()
+    return values or None
 
 
 def _without_letters(options: list[str]) -> list[str]:
-    """Take the letters off the options where they are A, B, C, ... in order; else leave all."""
+    """Take the letters off options such as `A. 3`, if all have one and these are A, B, C, ..."""
     matches = [_LETTERED.match(option) for option in options]
-    in_order = all(
-        match and match[1] == letter
-        for match, letter in zip(matches, ascii_uppercase, strict=False)
-    )
-    if not in_order:
-        return options
+    for match, letter in zip(matches, ascii_uppercase, strict=False):
+        if match is None or match[1] != letter:
+            return options
     return [option[match.end() :] for option, match in zip(options, matches, strict=True) if match]
 
 
 def option_letter(answer: str, choices: Sequence[str], answer_is: str, refuse: Refuse) -> str:
     """Return the letter of the right option, which an answer names by letter, text or index.
 
-    `answer_is` is a value of `ANSWER_IS`, or empty where the user did not say what a whole number
-    is. A number that is an option's text and could be another option's index is then refused.
+    `answer_is` is one of `ANSWER_IS`: whether a whole number is an option's text or its index. It
+    is empty where the user did not say. A number that is the text of one option and could be the
+    index of another is then refused.
 
     Raises `RowError` for an answer that names no option, or that may name two.
     """
-    letters = ascii_uppercase[: len(choices)]
+    letters = ascii_uppercase[: len(choices)]  # `A` for the first option
     if len(choices) > len(ascii_uppercase):
         raise refuse(
             "field_type",
@@ -278,35 +312,32 @@ def option_letter(answer: str, choices: Sequence[str], answer_is: str, refuse: R
         wrong = f"the answer {answer} is the index of none of {len(choices)} options"
         raise refuse("letter_without_choice", wrong, "correct it in")
     answer = _in_capital_letter(answer, choices)
-    by_text, candidates = _named_letters(answer, choices, letters)
+    named = _named_letters(answer, choices, letters)
     # The letters that a whole number may mean as an index, from 0 and from 1.
-    indexed = []
+    letters_by_index = []
     if index is not None and not answer_is:
-        indexed = [letters[at] for at in (index, index - 1) if 0 <= at < len(choices)]
-    if by_text and not candidates.issuperset(indexed):
+        letters_by_index = [letters[at] for at in (index, index - 1) if 0 <= at < len(choices)]
+    if named.by_text and not named.in_any_way.issuperset(letters_by_index):
         wrong = (
-            f"the answer {answer} is the option {by_text[0]} and may be the index of "
-            f"{' or '.join(indexed)}"
+            f"the answer {answer} is the option {named.by_text[0]} and may be the index of "
+            f"{' or '.join(letters_by_index)}"
         )
         raise refuse("ambiguous_answer", wrong, f"say --answer-is {', '.join(ANSWER_IS)}, for")
-    if len(candidates) == 1:
-        return candidates.pop()
-    if candidates:
+    if len(named.in_any_way) == 1:
+        return named.in_any_way.pop()
+    if named.in_any_way:
         wrong = (
-            f"the answer {shown(answer)} may be {' or '.join(sorted(candidates))} of "
+            f"the answer {shown(answer)} may be {' or '.join(sorted(named.in_any_way))} of "
             f"{shown(list(choices))}"
         )
         raise refuse("ambiguous_answer", wrong, "make the options differ in")
     wrong = (
         f"the answer {shown(answer)} is neither a letter of {shown(list(choices))} nor one of them"
     )
-    if indexed:
-        raise refuse(
-            "letter_without_choice",
-            wrong,
-            "if it is an index say --answer-is index, or index-from-1, for",
-        )
-    raise refuse("letter_without_choice", wrong, f"write one of {', '.join(letters)} in")
+    remedy = f"write one of {', '.join(letters)} in"
+    if letters_by_index:
+        remedy = "if it is an index say --answer-is index, or index-from-1, for"
+    raise refuse("letter_without_choice", wrong, remedy)
 
 
 def _in_capital_letter(answer: str, choices: Sequence[str]) -> str:
@@ -317,8 +348,15 @@ def _in_capital_letter(answer: str, choices: Sequence[str]) -> str:
     return answer
 
 
-def _named_letters(answer: str, choices: Sequence[str], letters: str) -> tuple[list[str], set[str]]:
-    """Return the letters of the options whose text an answer is, and all letters that it names.
+class _NamedLetters(NamedTuple):
+    """The letters of the options that an answer may mean."""
+
+    by_text: list[str]  # the answer is the text of these options
+    in_any_way: set[str]  # also those that it names by their letter
+
+
+def _named_letters(answer: str, choices: Sequence[str], letters: str) -> _NamedLetters:
+    """Return the letters of the options that an answer names, each of `letters` for a choice.
 
     An answer names an option by its text, by its letter, or by both as in `B. 4`.
     """
@@ -338,17 +376,18 @@ def _named_letters(answer: str, choices: Sequence[str], letters: str) -> tuple[l
         text = answer[labelled.end() :].strip()
         if choice == text or canonical_gold(choice) == canonical_gold(text):
             by_letter = labelled[1]
-    candidates = set(by_text)
+    in_any_way = set(by_text)
     if by_letter:
-        candidates.add(by_letter)
-    return by_text, candidates
+        in_any_way.add(by_letter)
+    return _NamedLetters(by_text=by_text, in_any_way=in_any_way)
 
 
 def gold_of_option(letter: str, choices: Sequence[str]) -> str:
-    """Return the gold answer for the option of this letter.
+    """Return the reference answer for the option of this letter.
 
-    It is the option's text where that can be graded, since a model may answer with it; else the
-    letter.
+    It is the text of the option, since a model may answer with that. It is the letter where the
+    text cannot be graded, or would itself be taken for a letter.
     """
     text = choices[ascii_uppercase.index(letter)]
-    return letter if verify_gold(text, choices) is not None or reads_as_letter(text) else text
+    cannot_be_graded = verify_gold(text, choices) is not None
+    return letter if cannot_be_graded or reads_as_letter(text) else text

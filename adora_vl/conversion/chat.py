@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from adora_vl.data.prompts import PLACEHOLDER
 
@@ -21,23 +21,24 @@ _SAYS_WHERE = re.compile(
 
 
 def text_of_chat(value: object) -> str | None:
-    """Return the one question of a conversation, with `<image>` for each image part in it.
+    """Return the question of a conversation, with `<image>` for each image part in it.
 
-    None is returned where there are several questions, or none, or no conversation at all. System
-    messages and answers are no part of the problem.
+    System messages and answers are no part of it. Returns None where there are several questions,
+    or none, or no conversation at all.
     """
     questions = _contents(value, "user")
     return _text_of_content(questions[0]) if len(questions) == 1 else None
 
 
 def pictures_of_chat(value: object) -> list[Any]:
-    """Return what the image parts of the one question hold: a path, an address, `{"bytes": ...}`.
+    """Return the pictures in the question of a conversation: a path, an address, `{"bytes": ...}`.
 
     A part that only marks the place of an image gives None. Where all parts are such marks the list
     is empty, since the pictures then stand in a column of their own.
     """
     questions = _contents(value, "user")
-    parts = questions[0] if len(questions) == 1 and isinstance(questions[0], list) else []
+    has_one_question = len(questions) == 1 and isinstance(questions[0], list)
+    parts = questions[0] if has_one_question else []
     pictures = [
         picture_of(part)
         for part in parts
@@ -47,9 +48,9 @@ def pictures_of_chat(value: object) -> list[Any]:
 
 
 def answer_of_chat(value: object) -> str | None:
-    """Return the assistant's answer to the one question of a conversation.
+    """Return the answer of the assistant in a conversation with one question.
 
-    None is returned where there are several questions or answers, or none.
+    Returns None where there are several questions or answers, or none.
     """
     if len(_contents(value, "user")) != 1:
         return None
@@ -62,17 +63,27 @@ _IMG = re.compile(
 )
 
 
-def pictures_of_text(text: str) -> tuple[str, list[Any]]:
-    """Replace each `<img>PATH</img>` (the form of Qwen-VL) by `<image>`, and return the paths too."""
-    if "<img" not in text.lower():
-        return text, []
-    return _IMG.sub(PLACEHOLDER, text), [
-        (match[1] or match[2]).strip() for match in _IMG.finditer(text)
-    ]
+class TextAndPaths(NamedTuple):
+    """A text with `<image>` at the place of each picture, and the paths of the pictures."""
+
+    text: str
+    paths: list[Any]
+
+
+def pictures_of_text(text: str) -> TextAndPaths:
+    """Replace each `<img>PATH</img>` (as Qwen-VL has it) by `<image>`, and return the paths too."""
+    if "<img" not in text.lower():  # most texts, which the expression below would search slowly
+        return TextAndPaths(text, paths=[])
+    # The path is in the first group for `<img>PATH</img>`, in the second for `<img src="PATH">`.
+    paths = [(match[1] or match[2]).strip() for match in _IMG.finditer(text)]
+    return TextAndPaths(_IMG.sub(PLACEHOLDER, text), paths)
 
 
 def _contents(value: object, wanted_role: str) -> list[Any]:
-    """Return the contents of the messages of one role; none where the value is no conversation."""
+    """Return the contents of the messages of one role; [] where the value is no conversation.
+
+    A conversation is a list of messages, as OpenAI or ShareGPT spell them.
+    """
     if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
         return []
     contents = []
@@ -92,7 +103,9 @@ def picture_of(part: Mapping[str, Any]) -> Any:
     """
     for key in ("image_url", "image", "url", "path"):
         value = part.get(key)
-        value = value["url"] if isinstance(value, Mapping) and "url" in value else value
+        if isinstance(value, Mapping) and "url" in value:
+            value = value["url"]
+        # Parquet fills the keys that a row lacks with None.
         is_empty_struct = isinstance(value, Mapping) and all(
             inner is None for inner in value.values()
         )
@@ -104,7 +117,7 @@ def picture_of(part: Mapping[str, Any]) -> Any:
 def _text_of_content(content: object) -> str | None:
     """Return the text of a message's content, with `<image>` for each image part.
 
-    None is returned for a content that is neither a text nor a list of such parts.
+    Returns None for a content that is neither a text nor a list of such parts.
     """
     if isinstance(content, str):
         return content
@@ -121,25 +134,36 @@ def _text_of_content(content: object) -> str | None:
     return "".join(pieces)
 
 
-def without_instruction(problem: str) -> tuple[str, str]:
+class ProblemAndInstruction(NamedTuple):
+    """A problem, and the instruction on how to answer that stood at its end, or an empty text."""
+
+    problem: str
+    instruction: str
+
+
+def without_instruction(problem: str) -> ProblemAndInstruction:
     """Split a problem from the instruction at its end (`First output the thinking process in ...`).
 
-    The instruction is the last sentences that all speak of how to answer, at least one of them of
-    tags, a box or steps. It is empty where there is none, or where nothing stands before it.
+    The instruction are the last sentences that all say how to answer, if one of them names tags, a
+    box or steps. It is empty where there is none, or where no problem stands before it.
     """
-    gaps = [match.span() for match in _SENTENCE_ENDS.finditer(problem)]
+    no_instruction = ProblemAndInstruction(problem, instruction="")
+    gaps = [match.span() for match in _SENTENCE_ENDS.finditer(problem)]  # between two sentences
     starts = [0, *(gap_end for _, gap_end in gaps)]
     ends = [*(gap_start for gap_start, _ in gaps), len(problem)]
-    begin = len(starts)  # the index of the instruction's first sentence
-    while begin:
-        sentence = problem[starts[begin - 1] : ends[begin - 1]]
+    # From the last sentence backwards, to the first that says how to answer.
+    first_of_instruction = len(starts)
+    while first_of_instruction > 0:
+        index = first_of_instruction - 1
+        sentence = problem[starts[index] : ends[index]]
         if sentence.strip() and not _SAYS_HOW.search(sentence):
             break
-        begin -= 1
-    if begin in (0, len(starts)):
-        return problem, ""
-    question = problem[: starts[begin]].rstrip()
-    instruction = problem[starts[begin] :].strip()
+        first_of_instruction = index
+    has_instruction = first_of_instruction < len(starts)
+    if first_of_instruction == 0 or not has_instruction:
+        return no_instruction
+    question = problem[: starts[first_of_instruction]].rstrip()
+    instruction = problem[starts[first_of_instruction] :].strip()
     if not question or not _SAYS_WHERE.search(instruction):
-        return problem, ""
-    return question, instruction
+        return no_instruction
+    return ProblemAndInstruction(question, instruction)

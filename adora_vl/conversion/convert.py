@@ -20,7 +20,13 @@ from adora_vl.conversion import tables
 from adora_vl.conversion.columns import Columns, columns_from
 from adora_vl.conversion.hub import commit_of, open_hub
 from adora_vl.conversion.pictures import named_files
-from adora_vl.conversion.pipeline import Cleaning, SplitRows, prepare, recorded_options
+from adora_vl.conversion.pipeline import (
+    Cleaning,
+    OpenedSource,
+    SplitRows,
+    prepare,
+    recorded_options,
+)
 from adora_vl.conversion.records import pictures_beside, question_in
 from adora_vl.conversion.tables import DrawnTests, Opened, TablePart, open_local
 from adora_vl.data.dataset import Manifest, read_manifest
@@ -35,12 +41,13 @@ _NAME = re.compile(r"[\w.-]{1,80}")
 class Conversion(Cleaning):
     """The options that decide which rows there are; `limit` takes the first rows of a split."""
 
-    name: str | None = None  # the data set's name, with which the ids of rows begin
+    name: str | None = None  # of the data set; the ids of its rows begin with it
     test_share: float = 0.0  # the share of train that becomes the split test, drawn by `seed`
     seed: int = 0
     subset: str | None = None  # the configuration of a data set of the hub
-    splits: Mapping[str, str] = field(default_factory=dict)  # our splits to those of the hub
-    split_name: str | None = None  # the split of a single table, in place of what its name says
+    # The split of the hub by the name of the split that it becomes here.
+    splits: Mapping[str, str] = field(default_factory=dict)
+    split_name: str | None = None  # of a single table; else the name of the file says the split
     # Take off the instruction on how to answer that problems of other trainers end with.
     drop_instruction: bool = False
 
@@ -55,14 +62,16 @@ def convert(
     workers: int = 1,
     overwrite: bool = False,
 ) -> Manifest:
-    """Convert the table, folder or hub id `location` into the prepared folder `output`.
+    """Turn a user's data set into one that a training can read, and write it to `output`.
 
-    `revision` is the branch, tag or commit of a data set of the hub.
+    `location` is the path of a table or folder, or the id of a data set of the hub, and `revision`
+    the branch, tag or commit of the latter. `columns` says which columns have the problem, the
+    answer and the pictures.
 
     Returns the manifest.
 
-    Raises `UserError`, and then nothing was written but, where too many rows were refused,
-    `OUTPUT.quarantine`.
+    Raises `UserError`. Nothing was written then, except the folder `OUTPUT.quarantine` with the
+    unusable rows where these are too many.
     """
     conversion = options or Conversion()
     if conversion.name is not None and not _NAME.fullmatch(conversion.name):
@@ -71,65 +80,83 @@ def convert(
             "another"
         )
 
-    def begin() -> tuple[dict[str, Any], dict[str, SplitRows]]:
-        """Open the data, and return its description and the reads of each split."""
-        opened = open_source(location, columns=columns, revision=revision, options=conversion)
-        name = conversion.name or _name_of(location)
-        description: dict[str, Any] = {
-            "source": f"own/{opened.kind}",
-            "input": location,
-            "revision": opened.revision,
-        }
-        description["arguments"] = {
+    open_converted = partial(
+        _open_converted, location, columns=columns, revision=revision, conversion=conversion
+    )
+    return prepare(
+        output,
+        conversion,
+        open_source=open_converted,
+        features=columns.features,
+        workers=workers,
+        overwrite=overwrite,
+    )
+
+
+def _open_converted(
+    location: str, columns: Columns, revision: str | None, conversion: Conversion
+) -> OpenedSource:
+    """Open the data set at a path or on the hub, and describe the conversion for the manifest.
+
+    Raises `UserError` as `open_source`.
+    """
+    opened = open_source(location, columns=columns, revision=revision, options=conversion)
+    name = conversion.name or _name_of(location)
+    description = {
+        "source": f"own/{opened.kind}",
+        "input": location,
+        "revision": opened.revision,
+        "arguments": {
             **recorded_options(asdict(conversion)),
             "name": name,
             "splits": dict(conversion.splits),
             "columns": columns.described(),
-        }
-        tests = None
-        if conversion.test_share:
-            tests = DrawnTests(conversion.test_share, conversion.seed, columns)
-        rows = partial(
-            tables.row_readers,
-            opened,
-            name=name,
-            columns=columns,
-            tests=tests,
-            limit=conversion.limit,
-            drop_instruction=conversion.drop_instruction,
-        )
-        # How many rows become tests is known only when all of them were read.
-        totals = {} if conversion.test_share else opened.totals
-        splits = tables.output_splits(opened, conversion.test_share)
-        return description, {
-            split: SplitRows(partial(rows, split), totals.get(split)) for split in splits
-        }
-
-    return prepare(
-        output, conversion, begin, columns.features, workers=workers, overwrite=overwrite
+        },
+    }
+    drawn_tests = None
+    row_counts = opened.row_counts
+    if conversion.test_share:
+        drawn_tests = DrawnTests(share=conversion.test_share, seed=conversion.seed, columns=columns)
+        row_counts = {}  # how many rows become tests is known only when all of them were read
+    begin_reading = partial(
+        tables.row_readers,
+        opened,
+        name=name,
+        columns=columns,
+        drawn_tests=drawn_tests,
+        limit=conversion.limit,
+        drop_instruction=conversion.drop_instruction,
     )
+    splits = {}
+    for split in tables.output_splits(opened, conversion.test_share):
+        splits[split] = SplitRows(
+            begin_reading=partial(begin_reading, split), row_count=row_counts.get(split)
+        )
+    return OpenedSource(description, splits)
 
 
 def open_source(
     location: str, columns: Columns, revision: str | None, options: Conversion
 ) -> Opened:
-    """Open the data set at a path, or else that of the hub with this id.
+    """Open the data set at the path `location`, or the one of the hub with this id.
 
-    Raises `UserError` as `open_local` and `open_hub`, and for options that belong to the other of
-    the two.
+    Raises `UserError` as `open_local` and `open_hub`. Also raises it for a hub id with options for
+    files, and for a path with options for the hub.
     """
     path = Path(location)
+    # `data/geo` may be a hub id. It is a mistyped path where there is a folder `data`.
     is_hub = (
         not path.exists()
         and tables.HUB_ID.fullmatch(location) is not None
         and not path.parent.is_dir()
     )
     if not is_hub:
-        for key, value in (
-            ("revision", revision),
-            ("subset", options.subset),
-            ("splits", options.splits),
-        ):
+        options_of_hub = {
+            "revision": revision,
+            "subset": options.subset,
+            "splits": options.splits,
+        }
+        for key, value in options_of_hub.items():
             if value:
                 raise UserError(
                     f"{key}: {value!r} is for a hub id, and {location!r} is none; leave --{key} out"
@@ -143,44 +170,47 @@ def open_source(
         raise UserError(
             f"split_name: {options.split_name!r} is for a file; name a hub's splits with --splits"
         )
-    name, _, at = location.partition("@")
-    if revision and at:
+    # `NAME@REVISION` is an id with its branch, tag or commit.
+    name, _, revision_in_id = location.partition("@")
+    if revision and revision_in_id:
         raise UserError(f"revision: {revision!r} and {location!r} name one each; give one of them")
     return open_hub(
         name,
         columns=columns,
-        revision=revision or at or None,
+        revision=revision or revision_in_id or None,
         subset=options.subset,
         splits=options.splits,
     )
 
 
 def ensure_converted(location: str, mapping: Mapping[str, Any], cache: Path) -> Path:
-    """Return the prepared folder in `cache` of the data set that a config names with its columns.
+    """Convert the data set that a config names, unless `cache` has it already; return its folder.
 
-    It is made where it is missing, and made again where a file that it was made from has changed.
-    Several processes may call this at once; a lock lets one of them work.
+    `location` is the key `dataset_name`, a path or a hub id, and `mapping` the key `adora_columns`,
+    which says what each column has. The data set is converted again where one of its files has
+    changed since. Several processes may call this at once: a lock lets only one of them convert.
 
     Raises `UserError` as `convert`.
     """
     columns = columns_from(mapping, "adora_columns")
     path = Path(location)
-    where = str(path.resolve()) if path.exists() else location
-    key = hashlib.sha256(
-        json.dumps([where, columns.described()], sort_keys=True).encode()
-    ).hexdigest()[:16]
+    resolved_location = str(path.resolve()) if path.exists() else location
+    # The same data with other columns gets a folder of its own.
+    identity = json.dumps([resolved_location, columns.described()], sort_keys=True)
+    key = hashlib.sha256(identity.encode()).hexdigest()[:16]
     folder = cache / f"own-{key}"
     hashes_file = cache / f"own-{key}.files.json"
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / f".own-{key}.lock"):
         try:
             manifest = read_manifest(folder)
-            if manifest is None or not _unchanged(
+            is_current = manifest is not None and _is_unchanged(
                 manifest, hashes_file=hashes_file, location=location, columns=columns
-            ):
-                # The files are hashed before they are read, so that a change during the reading is
-                # seen the next time.
-                hashes = _hashes(source_files(location, columns))
+            )
+            if not is_current:
+                # The files are hashed before they are read. A file that changes while it is read
+                # is then converted again the next time.
+                hashes = _file_hashes(source_files(location, columns))
                 convert(location, folder, columns, overwrite=True)
                 replace_file(hashes_file, json.dumps(hashes))
         except UserError as error:
@@ -191,10 +221,12 @@ def ensure_converted(location: str, mapping: Mapping[str, Any], cache: Path) -> 
     return folder
 
 
-def _unchanged(manifest: Manifest, hashes_file: Path, location: str, columns: Columns) -> bool:
-    """Return whether a folder was prepared from the present files, or the hub's commit.
+def _is_unchanged(manifest: Manifest, hashes_file: Path, location: str, columns: Columns) -> bool:
+    """Return whether the data set at `location` is as it was when it was converted.
 
-    Without a network nobody knows, and the folder is used as it is, so that a run can go on.
+    `manifest` is that of the converted folder. It names the commit of a data set of the hub; for
+    files, `hashes_file` has their hashes. Without a network the answer is yes, so that a run can
+    start.
     """
     if not Path(location).exists():
         name, _, revision = location.partition("@")
@@ -204,37 +236,40 @@ def _unchanged(manifest: Manifest, hashes_file: Path, location: str, columns: Co
             return True
     try:
         hashes = json.loads(hashes_file.read_text(encoding="utf-8"))
-        tables = [str(part.file) for part in _parts(location, columns)]
-        return bool(set(tables) <= hashes.keys() and _hashes(hashes) == hashes)
+        table_paths = {str(part.file) for part in _table_parts(location, columns)}
+        has_no_new_table = table_paths <= hashes.keys()
+        return bool(has_no_new_table and _file_hashes(hashes) == hashes)
     except (OSError, ValueError, AttributeError):
         return False
 
 
-def _parts(location: str, columns: Columns) -> list[TablePart]:
+def _table_parts(location: str, columns: Columns) -> list[TablePart]:
     """Return the tables of all splits of the data set at a path."""
-    return [part for parts in open_local(Path(location), columns).parts.values() for part in parts]
+    opened = open_local(Path(location), columns)
+    return [part for split_parts in opened.parts.values() for part in split_parts]
 
 
 def source_files(location: str, columns: Columns) -> list[str]:
-    """Return the paths of a data set's tables and of the pictures that they name.
+    """Return the paths of all files that a data set is made from: its tables and their pictures.
 
-    There are none for a data set of the hub.
+    The list is empty for a data set of the hub, whose commit stands for its files.
     """
     if not Path(location).exists():
         return []
     paths: list[str] = []
-    for part in _parts(location, columns):
+    for part in _table_parts(location, columns):
         paths.append(str(part.file))
         for _, record in part.begin():
+            # The other records are errors of rows that cannot be read.
             if isinstance(record, Mapping):
                 pictures = pictures_beside(record, columns, texts_only=part.texts_only)
-                pictures += question_in(record, columns)[1]
+                pictures += question_in(record, columns).pictures
                 for picture in pictures:
                     paths += [str(path) for path in named_files(picture, part.files)]
     return list(dict.fromkeys(paths))
 
 
-def _hashes(paths: Iterable[str]) -> dict[str, str]:
+def _file_hashes(paths: Iterable[str]) -> dict[str, str]:
     """Return the `content_hash` of each file by its path; an empty text for one that is gone."""
     hashes = dict.fromkeys(paths, "")
     for path in hashes:
@@ -244,7 +279,13 @@ def _hashes(paths: Iterable[str]) -> dict[str, str]:
 
 
 def _name_of(location: str) -> str:
-    """Return the name of a file, a folder or a data set of the hub, in letters that an id may have."""
-    last = Path(location.partition("@")[0] if not Path(location).exists() else location).resolve()
-    stem = last.stem if last.suffix else last.name
+    """Return a name for the data set of a file, a folder or a hub id, which row ids begin with.
+
+    Characters that a row id must not have become hyphens.
+    """
+    path = Path(location)
+    if not path.exists():
+        path = Path(location.partition("@")[0])  # a hub id, without its revision
+    path = path.resolve()
+    stem = path.stem if path.suffix else path.name
     return re.sub(r"[^\w.-]+", "-", stem)[:80].strip("-") or "own"

@@ -10,10 +10,10 @@ import errno
 import hashlib
 import shutil
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from adora_vl.conversion.problem import RowError
 from adora_vl.conversion.quarantine import Quarantine
@@ -45,22 +45,24 @@ CREATE TABLE pictures (picture BLOB PRIMARY KEY, count INTEGER, id TEXT) WITHOUT
 
 
 def _disk_full_error(error: sqlite3.OperationalError) -> OSError:
-    """Return the error of a full disk, which SQLite reports as an I/O error of its own."""
+    """Return the usual error of a full disk for the error that SQLite has for it."""
     return OSError(errno.ENOSPC, f"no room for what was seen of the rows ({error})")
 
 
 class SeenRows:
-    """The hashes and answers of all rows so far, in a file, so that memory does not grow with them.
+    """The hashes and answers of all rows so far, in an SQLite file instead of in memory.
 
-    It is used by `with`, whose end removes the file.
+    It is a context manager; the end of the `with` block removes the file.
     """
 
     def __init__(self, file: Path) -> None:
+        """Name the file, which is written when the `with` block begins."""
         self._file = file
-        self._number = 0
+        self._row_count = 0
 
     def __enter__(self) -> SeenRows:
         """Open the data base in its file. Raises `OSError` where the disk has no room for it."""
+        # All is written in one transaction that is never committed, since nobody reads it later.
         self._base = sqlite3.connect(self._file, isolation_level=None)
         try:
             self._base.executescript(_TABLES + "BEGIN")
@@ -69,116 +71,139 @@ class SeenRows:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close, and raise `OSError` for what the disk refused, as any other writing does."""
+        """Remove the file, and turn an error of SQLite into the usual one of a full disk."""
         self.close()
         if isinstance(error, sqlite3.OperationalError):
             raise _disk_full_error(error) from error
 
     def close(self) -> None:
-        """Forget everything, and remove the file."""
+        """Forget all rows, and remove the file."""
         self._base.close()
         self._file.unlink(missing_ok=True)
 
     def is_new(self, row_id: str) -> bool:
-        """Remember an id, and return whether no row before had it."""
-        key = hashlib.sha256(row_id.encode()).digest()[:12]
-        return self._base.execute("INSERT OR IGNORE INTO ids VALUES (?)", (key,)).rowcount == 1
+        """Remember the id of a row, and return whether no earlier row had it."""
+        id_hash = hashlib.sha256(row_id.encode()).digest()[:12]
+        inserted = self._base.execute("INSERT OR IGNORE INTO ids VALUES (?)", (id_hash,))
+        return inserted.rowcount == 1
 
     def add(self, split: str, question: bytes, pictures: Sequence[bytes], row: AnsweredRow) -> bool:
-        """Remember a row, and return whether it repeats one of its split before, answer and all.
+        """Remember a row, and return whether an earlier row has the same question and answer.
 
-        `question` and `pictures` are the hashes of a `Fingerprint`.
+        Only rows of the same split are compared. `question` and `pictures` are the hashes of the
+        row's `Fingerprint`.
         """
-        self._number += 1
-        before = self._base.execute(
+        self._row_count += 1
+        earlier_golds = self._base.execute(
             "SELECT gold FROM asked WHERE split = ? AND asked = ?", (split, question)
         ).fetchall()
-        values = (split, question, self._number, row.row_id, row.gold, row.origin)
-        self._base.execute("INSERT INTO asked VALUES (?, ?, ?, ?, ?, ?)", values)
-        for picture in set(pictures):
-            counted = (
-                "INSERT INTO pictures VALUES (?, 1, ?) ON CONFLICT DO UPDATE SET count = count + 1"
-            )
-            self._base.execute(counted, (picture, row.row_id))
-        return any(_has_same_answer(gold, row.gold) for (gold,) in before)
-
-    def contradicting(self, split: str) -> Contradictions:
-        """Return each row that another row of its split contradicts, by id, with that other row."""
-        several = (
-            "SELECT asked FROM asked WHERE split = ? GROUP BY asked HAVING COUNT(*) > 1 AND "
-            "MIN(gold) < MAX(gold)"
+        self._base.execute(
+            "INSERT INTO asked VALUES (?, ?, ?, ?, ?, ?)",
+            (split, question, self._row_count, row.row_id, row.gold, row.origin),
         )
-        pairs = {}
-        for (question,) in self._base.execute(several, (split,)):
-            where = (
-                "SELECT id, gold, origin FROM asked WHERE split = ? AND asked = ? ORDER BY number"
+        for picture in set(pictures):
+            self._base.execute(
+                "INSERT INTO pictures VALUES (?, 1, ?) ON CONFLICT DO UPDATE SET count = count + 1",
+                (picture, row.row_id),
             )
-            rows = [AnsweredRow(*row) for row in self._base.execute(where, (split, question))]
+        return any(_has_same_answer(gold, row.gold) for (gold,) in earlier_golds)
+
+    def contradicting(self, split: str) -> dict[str, Contradiction]:
+        """Find the rows of a split that have the same question as another row, but another answer.
+
+        Returns them by their ids, each with the first row that contradicts it.
+        """
+        # Only questions whose answers are not all spelt the same need to be compared.
+        questions = self._base.execute(
+            "SELECT asked FROM asked WHERE split = ? GROUP BY asked HAVING COUNT(*) > 1 AND "
+            "MIN(gold) < MAX(gold)",
+            (split,),
+        )
+        contradictions = {}
+        for (question,) in questions:
+            records = self._base.execute(
+                "SELECT id, gold, origin FROM asked WHERE split = ? AND asked = ? ORDER BY number",
+                (split, question),
+            )
+            rows = [
+                AnsweredRow(row_id=row_id, gold=gold, origin=origin)
+                for row_id, gold, origin in records
+            ]
             for row in rows:
-                rival = next(
-                    (rival for rival in rows if not _has_same_answer(rival.gold, row.gold)), None
-                )
-                if rival is not None:
-                    pairs[row.row_id] = (row, rival)
-        return pairs
+                rivals = (rival for rival in rows if not _has_same_answer(rival.gold, row.gold))
+                first_rival = next(rivals, None)
+                if first_rival is not None:
+                    contradictions[row.row_id] = Contradiction(row=row, rival=first_rival)
+        return contradictions
 
     def shared_pictures(self) -> tuple[int, str]:
         """Return how many rows have a picture that many rows share, and the id of one of them."""
-        counted = "SELECT COALESCE(SUM(count), 0), MIN(id) FROM pictures WHERE count >= ?"
-        rows, example = self._base.execute(counted, (_MANY_ROWS_PER_PICTURE,)).fetchone()
-        return rows, example
+        row_count, example_id = self._base.execute(
+            "SELECT COALESCE(SUM(count), 0), MIN(id) FROM pictures WHERE count >= ?",
+            (_MANY_ROWS_PER_PICTURE,),
+        ).fetchone()
+        return row_count, example_id
 
 
 def _has_same_answer(answer: str, gold: str) -> bool:
-    """Return whether an answer would be graded as correct against `gold`."""
+    r"""Return whether the grader takes `answer`, written in a \boxed{}, as right for `gold`."""
     return answer == gold or grade(rf"\boxed{{{answer}}}", gold).verdict == "correct"
 
 
-# A row and one that contradicts it, by the id of the first.
-Contradictions = dict[str, tuple[AnsweredRow, AnsweredRow]]
+class Contradiction(NamedTuple):
+    """A row, and another row with the same question and another answer."""
+
+    row: AnsweredRow
+    rival: AnsweredRow
 
 
 def write_without_contradictions(
     folder: Path,
     split: str,
     features: Features,
-    contradicting: Contradictions,
+    contradicting: Mapping[str, Contradiction],
     quarantine: Quarantine,
 ) -> int:
-    """Write a split of `folder` once more without the contradicting rows, and return its size.
+    """Write a split of `folder` again without the rows that contradict each other.
 
-    These rows go into the quarantine. A contradiction is known only when the last row was read, and
-    by then the first rows are written, since rows are never all in memory.
+    They go into the quarantine instead. All rows were written first, since a contradiction is known
+    only when the last row was read, and the rows are never all in memory.
+
+    `contradicting` has these rows by their ids. Returns how many rows the split has left.
     """
-    again = folder / "again"
+    new_folder = folder / "again"
 
     def remaining_rows() -> Iterator[Row]:
-        """Yield the rows that contradict no other, and put the others into the quarantine."""
+        """Yield the rows that contradict no other, and put the rest into the quarantine."""
         for row in stored_rows(folder, split):
-            if row["id"] not in contradicting:
+            contradiction = contradicting.get(row["id"])
+            if contradiction is None:
                 yield row
-                continue
-            refused, rival = contradicting[row["id"]]
-            where = f"{rival.origin} ({rival.row_id})"
-            answers = f"{shown(rival.gold)} and not {shown(refused.gold)}"
-            wrong = f"its question and pictures are those of {where}, where the answer is {answers}"
-            originals = [image["bytes"] for image in row["images"]]
-            record = {name: row[name] for name in ("problem", "answer", "answer_raw", "choices")}
-            fault = RowError(
-                row_id=refused.row_id,
-                kind="contradiction",
-                wrong=wrong,
-                remedy=f"correct one of them, or remove {refused.origin}",
-                originals=originals,
-                record=record,
-            )
-            quarantine.add(split, fault)
+            else:
+                quarantine.add(split, _error_of(row, contradiction))
 
-    # The old files go only when the new ones are whole.
-    count = write_split(remaining_rows(), folder=again, split=split, features=features)
+    # The old files are removed only when the new ones are complete.
+    row_count = write_split(remaining_rows(), folder=new_folder, split=split, features=features)
     for old_file in (folder / "data").glob(f"{split}-*.parquet"):
         old_file.unlink()
-    for path in (again / "data").iterdir():
-        path.replace(folder / "data" / path.name)
-    shutil.rmtree(again)
-    return count
+    for new_file in (new_folder / "data").iterdir():
+        new_file.replace(folder / "data" / new_file.name)
+    shutil.rmtree(new_folder)
+    return row_count
+
+
+def _error_of(row: Row, contradiction: Contradiction) -> RowError:
+    """Return the error that sends a stored row to the quarantine, because another contradicts it."""
+    refused = contradiction.row
+    rival = contradiction.rival
+    return RowError(
+        row_id=refused.row_id,
+        kind="contradiction",
+        wrong=(
+            f"its question and pictures are those of {rival.origin} ({rival.row_id}), where the "
+            f"answer is {shown(rival.gold)} and not {shown(refused.gold)}"
+        ),
+        remedy=f"correct one of them, or remove {refused.origin}",
+        originals=[image["bytes"] for image in row["images"]],
+        record={name: row[name] for name in ("problem", "answer", "answer_raw", "choices")},
+    )

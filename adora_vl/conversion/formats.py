@@ -12,12 +12,12 @@ import csv
 import io
 import sys
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -45,28 +45,29 @@ _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 
 
 def format_of(path: Path) -> str:
-    """Return the ending of a file in small letters, such as `.csv`.
+    """Return the format of a file: its ending in small letters, such as `.csv`.
 
-    It is `state.json` for the file of that name in a folder that `save_to_disk` wrote.
+    The format of a folder that `save_to_disk` of `datasets` wrote is `state.json`, a file in it.
     """
-    saved = path.name == SAVED and all(
-        file.is_file() for file in (path, path.with_name("dataset_info.json"))
+    is_saved_dataset = (
+        path.name == SAVED and path.is_file() and path.with_name("dataset_info.json").is_file()
     )
-    return SAVED if saved else path.suffix.lower()
+    return SAVED if is_saved_dataset else path.suffix.lower()
 
 
-def open_table(path: Path, columns: Columns) -> tuple[str, Callable[[], Records]]:
-    """Return a note on how a file is read, and what begins to read the records of its columns.
+def open_table(path: Path, columns: Columns) -> Table:
+    """Open a file of any known format, and check that it has the columns that are to be read.
 
-    The note is empty where nothing had to be guessed.
+    The records of the returned table have the columns by the names in `columns` alone.
 
     Raises `UserError` for a file that cannot be read, for one that is something else than its name
     says, and for a column that it lacks or has twice.
     """
-    features: Mapping[str, Any] = {}
+    features: Mapping[str, Any] = {}  # what the file itself says of the types of its columns
     with _readable(path):
         with path.open("rb") as file:
             content = describe_non_picture(file.read(512))
+        # An Excel workbook is a zip file, which is none of the wrong contents here.
         if content and format_of(path) not in EXCEL:
             raise UserError(f"input: {str(path)!r} is {content[1]}")
         if format_of(path) in _ARROW:
@@ -91,7 +92,7 @@ def open_table(path: Path, columns: Columns) -> tuple[str, Callable[[], Records]
         # What the file itself says of its classes comes before what a card beside it says.
         names = class_names(columns, {**_features_beside(path), **features})
 
-    def records() -> Records:
+    def read_chosen_columns() -> Records:
         """Yield the position of each row with its wanted columns, or with what is broken in it."""
         with _readable(path):
             for position, record in table.read_records():
@@ -99,34 +100,34 @@ def open_table(path: Path, columns: Columns) -> tuple[str, Callable[[], Records]
                     record = pick_columns(record, columns, names)
                 yield position, record
 
-    return table.format_note, records
+    return table._replace(read_records=read_chosen_columns)
 
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Turn the errors of reading a file into a `UserError` that names the file."""
+    """Turn the errors of reading a file in the `with` block into a `UserError` that names it."""
     try:
         yield
     except (OSError, UnicodeError, csv.Error, pa.ArrowException, tarfile.TarError) as error:
-        reason = (
-            error.strerror if isinstance(error, OSError) and error.strerror else in_one_line(error)
-        )
+        reason = in_one_line(error)
+        if isinstance(error, OSError) and error.strerror:
+            reason = error.strerror
         raise UserError(
             f"input: {str(path)!r} cannot be read ({reason:.200}); mend it, or save it again"
         ) from error
 
 
 def _features_beside(path: Path) -> Mapping[str, Any]:
-    """Return the features of a data set out of its card or its `dataset_infos.json`.
+    """Return the types of a table's columns as the card of its data set states them.
 
-    These stand beside the table, or in the folder above; {} is returned where there are none.
+    The card (`README.md`) or `dataset_infos.json` stands beside the table or in the folder above. It
+    has the names of classes, which the table has as numbers. Returns {} where there is none.
     """
     for folder in (path.parent, path.parent.parent):
         with suppress(Exception):  # the folder may have a README of any kind
-            card = folder / "README.md"
-            if (folder / "dataset_infos.json").is_file() or "class_label" in card.read_text(
-                encoding="utf-8"
-            ):
+            has_infos = (folder / "dataset_infos.json").is_file()
+            # Most cards name no classes, and `datasets` takes a second to import.
+            if has_infos or "class_label" in (folder / "README.md").read_text(encoding="utf-8"):
                 from datasets.info import DatasetInfosDict
 
                 infos = DatasetInfosDict.from_directory(str(folder))
@@ -155,10 +156,12 @@ def _open_dataset(path: Path) -> Any:
 
 
 def _open_arrow(path: Path, columns: Columns) -> tuple[Table, Mapping[str, Any]]:
-    """Open a table of Parquet or Arrow, and return its features beside it."""
-    schema = (
-        pq.read_schema(path) if format_of(path) == ".parquet" else _open_dataset(path).data.schema
-    )
+    """Open a table of Parquet or Arrow; return it with the features that `datasets` wrote into it.
+
+    Features are the types of the columns by their names, {} where the file has none.
+    """
+    is_parquet = format_of(path) == ".parquet"
+    schema = pq.read_schema(path) if is_parquet else _open_dataset(path).data.schema
     features: Mapping[str, Any] = {}
     if b"huggingface" in (schema.metadata or {}):
         from datasets import Features
@@ -184,24 +187,29 @@ def _open_arrow(path: Path, columns: Columns) -> tuple[Table, Mapping[str, Any]]
 
 
 def _rows_of(batches: Iterable[Any]) -> Iterator[dict[str, Any] | BadRecord]:
-    """Yield the rows of batches, one by one where a batch cannot be converted as a whole."""
+    """Yield the rows of Arrow batches, and a bad record for each row with a value it cannot convert.
+
+    A batch that cannot be converted as a whole is cut into its rows, to find the faulty ones.
+    """
     for batch in batches:
+        rows: Iterable[dict[str, Any] | BadRecord]
         try:
-            rows: Iterable[dict[str, Any] | BadRecord] = batch.to_pylist()
+            rows = batch.to_pylist()
         except (UnicodeDecodeError, pa.ArrowException, ValueError, OverflowError) as error:
-            wrong = f"a value cannot be read ({in_one_line(error):.200})"
-            rows = [BadRecord("field_type", wrong, "write it anew in")]
             if batch.num_rows > 1:
-                rows = _rows_of(batch.slice(index, 1) for index in range(batch.num_rows))
+                rows = _rows_of(batch.slice(index, length=1) for index in range(batch.num_rows))
+            else:
+                wrong = f"a value cannot be read ({in_one_line(error):.200})"
+                rows = [BadRecord(kind="field_type", wrong=wrong, remedy="write it anew in")]
         yield from rows
 
 
 def _open_csv(path: Path, columns: Columns) -> Table:
-    """Open a table of CSV, whose encoding and delimiter are guessed.
+    """Open a table of CSV, and guess its encoding and its delimiter.
 
-    Excel writes both by the language it runs in. The encoding costs another reading of the file,
-    since its last letter may be the first that is not UTF-8. The delimiter is the one with which
-    the header has the most of the columns that are to be read.
+    Excel chooses both by the language it runs in. The whole file is read for its encoding, since
+    its last letter may be the first that is not UTF-8. The delimiter is the one that finds most of
+    the wanted columns in the header.
     """
     encoding = _encoding(path)
     stated_delimiter = ""
@@ -214,11 +222,14 @@ def _open_csv(path: Path, columns: Columns) -> Table:
         start = header_line + "".join(islice(file, HEAD_RECORDS))
     usual = "\t" if path.suffix.lower() == ".tsv" else ","
     delimiters = [stated_delimiter] if stated_delimiter else [usual, *_DELIMITERS]
-    headers = {sign: _header(start, sign) for sign in delimiters}
-    # The most columns that are wanted, then the most columns at all; of equals the first.
-    delimiter = max(
-        headers, key=lambda sign: (len(columns.to_read(headers[sign])), len(headers[sign]))
-    )
+    header_by_delimiter = {delimiter: _header(start, delimiter) for delimiter in delimiters}
+
+    def column_counts(delimiter: str) -> tuple[int, int]:
+        """Return how many columns are wanted, and how many there are, if this is the delimiter."""
+        header = header_by_delimiter[delimiter]
+        return len(columns.to_read(header)), len(header)
+
+    delimiter = max(header_by_delimiter, key=column_counts)  # the first of equally good ones
     guesses = []
     if delimiter != usual:
         guesses.append(f"with {_DELIMITERS[delimiter]} between the cells")
@@ -227,23 +238,33 @@ def _open_csv(path: Path, columns: Columns) -> Table:
     elif encoding == "utf-16":
         guesses.append("in UTF-16")
     format_note = f"{path.name}, {' '.join(guesses)}" if guesses else ""
-    read_rows = partial(_csv_rows, path, encoding, delimiter, bool(stated_delimiter), columns)
-    return Table(headers[delimiter], format_note=format_note, read_records=read_rows)
+    read_rows = partial(
+        _csv_rows,
+        path,
+        encoding=encoding,
+        delimiter=delimiter,
+        has_delimiter_line=bool(stated_delimiter),
+        columns=columns,
+    )
+    return Table(header_by_delimiter[delimiter], format_note=format_note, read_records=read_rows)
 
 
 def _header(start: str, delimiter: str) -> list[str]:
-    """Return the names of the columns at the start of a CSV file, as this delimiter cuts them."""
+    """Return the names of the columns in a CSV file if `delimiter` separates its cells.
+
+    `start` are the first lines of the file. Returns [] where they cannot be read so.
+    """
     with suppress(csv.Error):  # a quote that only another sign closes
-        return [
-            name.strip() for name in next(_reader(io.StringIO(start, newline=""), delimiter), [])
-        ]
+        rows = _reader(io.StringIO(start, newline=""), delimiter)
+        return [name.strip() for name in next(rows, [])]
     return []
 
 
 def _encoding(path: Path) -> str:
-    """Return the encoding of a text file.
+    """Guess the encoding of a text file, and return its name.
 
-    It is UTF-16 where a byte order mark says so, UTF-8 where the whole file is, else that of Windows.
+    It is UTF-16 if a byte order mark says so, UTF-8 if the whole file can be decoded as such, and
+    else cp1252 of Windows.
 
     Raises `UserError` for a file that is none of them.
     """
@@ -266,12 +287,16 @@ def _encoding(path: Path) -> str:
 def _csv_rows(
     path: Path, encoding: str, delimiter: str, has_delimiter_line: bool, columns: Columns
 ) -> Records:
-    """Yield the rows of a CSV file.
+    """Yield the rows of a CSV file, each with its position such as `line 14`.
 
-    `has_delimiter_line`: a line before the header names the delimiter, as Excel writes it.
+    With `has_delimiter_line` a line before the header names the delimiter (`sep=;`), as Excel
+    writes it.
     """
     with path.open(encoding=encoding, newline="") as file:
-        skipped_lines = 1 if has_delimiter_line and file.readline() else 0
+        skipped_lines = 0
+        if has_delimiter_line:
+            file.readline()
+            skipped_lines = 1  # the reader below does not count it
         rows = _reader(file, delimiter)
         header = [name.strip() for name in next(rows, [])]
         indices = {name: header.index(name) for name in columns.to_read(header)}
@@ -317,25 +342,39 @@ def _open_workbook(path: Path, columns: Columns) -> Table:
         ) from error
     try:
         sheets = openpyxl.load_workbook(path, read_only=True, data_only=True).worksheets
-        headers = [next(_cells(sheet), (0, []))[1] for sheet in sheets]
+        headers = [_first_row(sheet) for sheet in sheets]
     except Exception as error:  # zipfile, the XML parser and openpyxl raise errors of their own
         raise UserError(
             f"input: {str(path)!r} is no workbook that can be read ({in_one_line(error):.200})"
         ) from error
     filled_sheets = [
-        (sheet, [str(name).strip() for name in names])
-        for sheet, names in zip(sheets, headers, strict=True)
-        if names
+        _Sheet(sheet, column_names=[str(name).strip() for name in header])
+        for sheet, header in zip(sheets, headers, strict=True)
+        if header
     ]
     if not filled_sheets:
         return Table([], format_note="", read_records=lambda: iter(()))
-    # The first of several sheets that have equally many.
-    sheet, names = max(filled_sheets, key=lambda entry: len(columns.to_read(entry[1])))
+    # The first of several sheets that have equally many of the wanted columns.
+    chosen = max(filled_sheets, key=lambda sheet: len(columns.to_read(sheet.column_names)))
     format_note = ""
     if len(filled_sheets) > 1:
-        format_note = f"{path.name}, the sheet {sheet.title!r} of {len(filled_sheets)}"
-    read_rows = partial(_sheet_rows, sheet, names)
-    return Table(names, format_note=format_note, read_records=read_rows)
+        format_note = f"{path.name}, the sheet {chosen.worksheet.title!r} of {len(filled_sheets)}"
+    read_rows = partial(_sheet_rows, chosen.worksheet, chosen.column_names)
+    return Table(chosen.column_names, format_note=format_note, read_records=read_rows)
+
+
+class _Sheet(NamedTuple):
+    """A sheet of a workbook that is not empty, with the names in its first row."""
+
+    worksheet: ReadOnlyWorksheet
+    column_names: list[str]
+
+
+def _first_row(sheet: ReadOnlyWorksheet) -> list[Any]:
+    """Return the cells of the first row of a sheet that is not empty; [] where there is none."""
+    for _, cells in _cells(sheet):
+        return cells
+    return []
 
 
 def _cells(sheet: ReadOnlyWorksheet) -> Iterator[tuple[int, list[Any]]]:

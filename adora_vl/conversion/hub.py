@@ -41,7 +41,7 @@ def open_hub(
         loaded = load_dataset(name, subset, revision=commit, streaming=True)
         chosen = _chosen_splits(name, list(loaded), splits)
         parts = {}
-        totals = {}
+        row_counts = {}
         files = FileRoot(stored=f"hf://datasets/{name}@{commit}/", fetch=_fetch)
         for ours, theirs in chosen.items():
             stream = loaded[theirs].decode(False)
@@ -54,12 +54,12 @@ def open_hub(
             parts[ours] = [TablePart(location, begin, files)]
             split_info = (loaded[theirs].info.splits or {}).get(theirs)
             if split_info is not None and split_info.num_examples:
-                totals[ours] = int(split_info.num_examples)
+                row_counts[ours] = int(split_info.num_examples)
     except UserError:
         raise
     except Exception as error:  # errors of the hub's library, of the network, of the file system
         raise _unreachable(name, revision, no_hub_reason or in_one_line(error)) from error
-    return Opened(kind="hub", parts=parts, revision=commit, totals=totals)
+    return Opened(kind="hub", parts=parts, revision=commit, row_counts=row_counts)
 
 
 def download_parquet(name: str, columns: Columns, revision: str | None) -> Opened:

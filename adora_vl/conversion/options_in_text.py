@@ -2,6 +2,7 @@
 
 import re
 from itertools import pairwise
+from typing import NamedTuple
 
 from adora_vl.conversion.placeholders import in_words
 
@@ -14,18 +15,26 @@ _HOW_TO_ANSWER = re.compile(r"answer|choose|select|option|letter|boxed|选", re.
 _LONGEST = 200  # characters of an option
 
 
-def options_in_text(problem: str) -> tuple[str, list[str]] | None:
-    """Return the problem without the options at its end, and the options; None where it has none.
+class ProblemAndOptions(NamedTuple):
+    """A problem without the options that stood in its text, and these options."""
 
-    There have to be at least two options, each on one line, whose letters follow one another from
-    A. Nothing but an instruction on how to answer may stand behind them.
+    problem: str
+    options: list[str]
+
+
+def options_in_text(problem: str) -> ProblemAndOptions | None:
+    """Take the options out of the text of a problem: `What is x? A. 3 B. 4` has `3` and `4`.
+
+    There have to be at least two options, each on one line, with the letters A, B, C, ... in order.
+    Nothing but an instruction on how to answer may follow them. Otherwise None is returned.
     """
-    marks = _last_run_of_marks(problem)
-    if len(marks) < 2:
+    marks = _last_run_of_marks(problem)  # the letters before the options
+    if not marks:
         return None
     texts = []
     for mark, next_mark in pairwise(marks):
         texts.append(problem[mark.end() : next_mark.start()])
+    # The last option ends with its line.
     last_text, line_end, after_options = problem[marks[-1].end() :].partition("\n")
     texts.append(last_text)
     if after_options.strip() and not _HOW_TO_ANSWER.search(after_options):
@@ -39,11 +48,14 @@ def options_in_text(problem: str) -> tuple[str, list[str]] | None:
     if not question or any(in_words(option) != option for option in options):
         return None
     instruction = f"{line_end}{after_options}".rstrip() if after_options.strip() else ""
-    return question + instruction, options
+    return ProblemAndOptions(problem=question + instruction, options=options)
 
 
 def _last_run_of_marks(problem: str) -> list[re.Match[str]]:
-    """Return the last run of at least two marks whose letters follow one another from A."""
+    """Return the last letters before options, such as `A.` `B.` `C.`, that are in order from A.
+
+    Returns [] where there are not at least two of them.
+    """
     run: list[re.Match[str]] = []
     runs: list[list[re.Match[str]]] = []
     for mark in _MARK.finditer(problem):

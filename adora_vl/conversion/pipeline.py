@@ -13,14 +13,14 @@ import re
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -39,23 +39,29 @@ from adora_vl.utils.errors import UserError
 if TYPE_CHECKING:
     from datasets import Features
 
-# These splits are read before train, so that a leak is known when its training row comes.
+# These splits are read before train. A leak is a training row that a held-out split has too, and it
+# can be seen only once the held-out rows are known.
 HELD_OUT = ("test", "validation")
-_SHOWN_LEAKS = 1000  # leaks that the manifest lists; a dropped row is in the quarantine anyway
+# The manifest lists so many leaks. The quarantine has all rows that were dropped as leaks.
+_SHOWN_LEAKS = 1000
 
 
 @dataclass(frozen=True)
 class CleanedRow:
-    """A usable row, whose images are encoded as they will be stored, and what is known of it."""
+    """A usable row with its images encoded as they will be stored, and what is known of the row."""
 
     row: Row
     fingerprint: Fingerprint
     originals: tuple[bytes, ...]  # the row's bytes in its source
-    origin: str = ""  # where it stands in its source
-    notes: Mapping[str, str] = field(default_factory=dict)  # examples, by the names of `NOTES`
+    origin: str = ""  # where the row stands in its source
+    # Remarks for the user: the name of a note in `NOTES`, and how this row is named as its example.
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     def refuse(self, kind: str, wrong: str, remedy: str) -> RowError:
-        """Return the error that sends this row to the quarantine."""
+        """Return the error that sends this row to the quarantine, the file of unusable rows.
+
+        `kind` names the broken rule, `wrong` says what is wrong, and `remedy` what to do.
+        """
         record = {name: self.row[name] for name in ("problem", "answer", "answer_raw", "choices")}
         return RowError(
             row_id=self.row["id"],
@@ -70,21 +76,31 @@ class CleanedRow:
 def read_and_clean(
     read: Callable[[], RawProblem], limits: PixelLimits, *, near: bool = True
 ) -> CleanedRow | RowError:
-    """Read and clean one row.
+    """Read one row from its source, clean it, and hash it so that duplicates can be found.
 
-    An error is returned instead of raised, so that it comes back from another process in the order
-    of the rows. `near` is that of `fingerprint`.
+    A `RowError` is returned instead of raised. This runs in a worker process, and the error of an
+    unusable row has to come back in the order of the rows, as a usable row does.
+
+    `near` says whether to hash the pictures also such that a scaled copy has nearly the same hash.
     """
     try:
         raw = read()
         row = to_row(raw, limits)
     except RowError as error:
         return error
-    hashes = fingerprint(row["problem"], row["answer"], row["images"], row["choices"], near=near)
-    pairs = zip(raw.images, row["images"], strict=True)
-    images = [{"bytes": stored_bytes(encoded, image), "path": None} for encoded, image in pairs]
+    hashes = fingerprint(
+        problem=row["problem"],
+        answer=row["answer"],
+        images=row["images"],
+        choices=row["choices"],
+        near=near,
+    )
+    stored_images = []
+    for encoded, image in zip(raw.images, row["images"], strict=True):
+        # A picture that cleaning left alone is stored with the bytes of the source.
+        stored_images.append({"bytes": stored_bytes(encoded, image), "path": None})
     return CleanedRow(
-        row={**row, "images": images},
+        row={**row, "images": stored_images},
         fingerprint=hashes,
         originals=raw.originals,
         origin=raw.origin,
@@ -97,22 +113,33 @@ _NO_ANSWER = re.compile(r"n/?a\.?|nan|null|none|nil|unknown|tbd|\?+|-+", re.IGNO
 
 
 def _answer_notes(row: Row) -> dict[str, str]:
-    """Return notes on a reference answer that some right answers of a model would not meet."""
+    """Find what a user should know of a row's reference answer, which is usable all the same.
+
+    Such an answer may count right answers of a model as wrong: the answer is `3 apples`, say, and
+    the model writes `3`.
+
+    Returns the names of notes, which are keys of `NOTES`, with this row as the example of each.
+    """
     answer = str(row["answer"])
     raw_answer = row["answer_raw"]
-    unasked_percent = answer.rstrip().endswith("%") and not re.search(
-        "%|per ?cent", row["problem"], re.IGNORECASE
-    )
-    notes = {"percent": row["id"]} if unasked_percent else {}
+    problem = row["problem"]
+    notes = {}
+    asks_for_percent = re.search("%|per ?cent", problem, re.IGNORECASE) is not None
+    if answer.rstrip().endswith("%") and not asks_for_percent:
+        notes["percent"] = row["id"]
+    # With choices the answer is one of them, so that its spelling does not matter.
     if row["choices"] is not None:
         return notes
-    # A number with words beside it: `3 apples` or `#### 5`.
-    has_words = re.search(r"[0-9]", answer) and re.search("[A-Za-z#]", answer)
+    reference = read_reference(answer)  # as the grader of the training reads it
+    has_number = re.search(r"[0-9]", answer) is not None
+    has_words = re.search("[A-Za-z#]", answer) is not None  # `3 apples` or `#### 5`
+    is_letter = _LETTER.fullmatch(answer) is not None
+    has_signs = re.search(r"[^\w\s.'-]", answer) is not None
     conditions = {
-        "words": has_words and read_reference(answer).kind in ("text", "unreadable"),
-        "no_answer": _NO_ANSWER.fullmatch(raw_answer.strip()),
-        "letter": _LETTER.fullmatch(answer) and not _OPTIONS.search(row["problem"]),
-        "signs": read_reference(answer).reason == "not_read" and re.search(r"[^\w\s.'-]", answer),
+        "words": has_number and has_words and reference.kind in ("text", "unreadable"),
+        "no_answer": _NO_ANSWER.fullmatch(raw_answer.strip()) is not None,
+        "letter": is_letter and _OPTIONS.search(problem) is None,
+        "signs": has_signs and reference.reason == "not_read",
     }
     example = f"{row['id']} ({shown(raw_answer, 40)})"
     return notes | {name: example for name, holds in conditions.items() if holds}
@@ -124,93 +151,107 @@ _OPTIONS = re.compile(r"(?:^|[\s(\[*])A\s*[.):、\]].*(?:^|[\s(\[*])B\s*[.):、\
 
 
 class Deduplicator:
-    """Drops rows whose id is that of a row before, and training rows that a held-out split has too.
+    """Drops rows whose id an earlier row has, and training rows that a held-out split has too.
 
     It remembers hashes and not rows, so that memory does not grow with the pictures.
     """
 
     def __init__(self, quarantine: Quarantine, seen_rows: SeenRows, *, keep_leaks: bool) -> None:
-        """Begin with no rows. `keep_leaks`: training rows that are test problems too stay."""
+        """Begin before the first row of the first split.
+
+        `quarantine` takes the rows that are dropped. `seen_rows` is the data base of the ids and
+        questions of all rows so far. With `keep_leaks` a training row stays although a held-out
+        split has it too.
+        """
         self.quarantine = quarantine
         self.seen_rows = seen_rows
         self._keep_leaks = keep_leaks
-        self._index = LeakIndex()
-        # The record of leaks in the manifest.
+        self._held_out_rows = LeakIndex()
+        # What the manifest says of leaks: two counts, and the first rows as examples.
         self.leaks: dict[str, Any] = {"found": 0, "dropped": 0, "rows": []}
-        # By the names of `NOTES`, how many rows there are, and the first of them as an example.
+        # What the manifest says of usable rows, by the name of a note in `NOTES`: how many rows it
+        # is true of (`rows`), and the first of them (`example`).
         self.notes: dict[str, dict[str, Any]] = {}
         self.rows_read = 0
 
     def _note(self, name: str, example: str) -> None:
-        """Count a row under the note `name`."""
+        """Count a row that the note `name` of `NOTES` is true of; the first one is its example."""
         assert name in NOTES, name
-        self.notes.setdefault(name, {"rows": 0, "example": example})["rows"] += 1
+        self.notes.setdefault(name, {"rows": 0, "example": example})
+        self.notes[name]["rows"] += 1
 
     def rows_to_store(self, split: str, results: Iterable[CleanedRow | RowError]) -> Iterator[Row]:
-        """Yield the rows to store, in their order; the rest goes into the quarantine."""
+        """Yield the rows of a split that are stored, in order; the others go to the quarantine.
+
+        `results` has a cleaned row, or the error of an unusable one, for each row of the source.
+        """
         for result in results:
             self.rows_read += 1
             if isinstance(result, RowError):
                 self.quarantine.add(split, result)
                 continue
-            fault = self._fault_among_rows(split, result)
-            if fault is not None:
-                self.quarantine.add(split, fault)
+            error = self._error_of_repetition(split, result)
+            if error is not None:
+                self.quarantine.add(split, error)
                 continue
             row = result.row
             for name, example in result.notes.items():
                 self._note(name, example)
-            answered = AnsweredRow(row["id"], row["answer"], result.origin)
-            if self.seen_rows.add(
-                split, result.fingerprint.question, result.fingerprint.pictures, answered
-            ):
+            answered = AnsweredRow(row_id=row["id"], gold=row["answer"], origin=result.origin)
+            repeats_earlier_row = self.seen_rows.add(
+                split,
+                question=result.fingerprint.question,
+                pictures=result.fingerprint.pictures,
+                row=answered,
+            )
+            if repeats_earlier_row:
                 self._note("repeats", row["id"])
             yield row
 
-    def _fault_among_rows(self, split: str, cleaned: CleanedRow) -> RowError | None:
-        """Return the error for a sound row that is dropped for a row before it, else None.
+    def _error_of_repetition(self, split: str, cleaned: CleanedRow) -> RowError | None:
+        """Return the error for a row that must go because of an earlier row; None if it may stay.
 
-        A row is dropped where an earlier row has its id, and a training row where it is a leak. A
-        leak between two held-out splits is counted alone.
+        It must go if an earlier row has its id, or if it is a training row and a held-out row has
+        its diagram and question (a leak). A leak between two held-out splits is only counted.
         """
         if not self.seen_rows.is_new(cleaned.row["id"]):
             return cleaned.refuse(
-                "duplicate_id", "another row has this id", "give every row an id of its own"
+                kind="duplicate_id",
+                wrong="another row has this id",
+                remedy="give every row an id of its own",
             )
-        leak = self._index.find(split, cleaned.fingerprint)
+        match = self._held_out_rows.find(split, cleaned.fingerprint)
         if split in HELD_OUT:
-            self._index.add(split, cleaned.row["id"], cleaned.fingerprint)
-        if leak is None:
+            self._held_out_rows.add(split, cleaned.row["id"], cleaned.fingerprint)
+        if match is None:
             return None
-        other_id, comparison = leak
         self.leaks["found"] += 1
         if len(self.leaks["rows"]) < _SHOWN_LEAKS:
-            entry = {"id": cleaned.row["id"], "also": other_id, "by": comparison}
+            entry = {"id": cleaned.row["id"], "also": match.row_id, "by": match.comparison}
             self.leaks["rows"].append(entry)
         if self._keep_leaks or split in HELD_OUT:
             return None
         self.leaks["dropped"] += 1
         wrong = (
-            f"the diagram and question of {other_id} stand in this training row too "
-            f"(by {comparison} comparison)"
+            f"the diagram and question of {match.row_id} stand in this training row too "
+            f"(by {match.comparison} comparison)"
         )
-        return cleaned.refuse(LEAK, wrong, "keep such rows with --keep-leaks")
+        return cleaned.refuse(LEAK, wrong=wrong, remedy="keep such rows with --keep-leaks")
 
 
 OrderedMap = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
 _ROWS_BEFORE_POOL = 32  # rows that are cleaned in this process before the pool begins
-_ROWS_IN_FLIGHT_PER_WORKER = (
-    8  # rows for each worker that are handed to the pool before a result is awaited
-)
+# So many rows for each worker are handed to the pool before a result is awaited.
+_ROWS_IN_FLIGHT_PER_WORKER = 8
 
 
 @contextmanager
 def ordered_map(workers: int) -> Iterator[OrderedMap]:
-    """Give a `map` over `workers` processes that keeps the order of its items.
+    """Provide a function like `map` that works in `workers` processes and keeps the order.
 
-    One worker means this process. More are a pool, which ends with the block. The first rows are
-    done in this process in any case, since a pool takes longer to begin than a small table to
-    clean.
+    With one worker it is `map` itself. With more there is a pool of processes, which ends with the
+    `with` block. This process does the first rows itself: a small table is cleaned before a pool
+    has started.
     """
     if workers == 1:
         yield map
@@ -222,34 +263,37 @@ def ordered_map(workers: int) -> Iterator[OrderedMap]:
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
 
         def map_in_pool(work: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
-            """Yield what `work` makes of each item, in order, as `map` does.
+            """Yield `work(item)` for each item, in order.
 
-            The workers are a few items ahead: they need not wait for the writer of the rows, and
-            few results are in memory at once.
+            Workers run ahead of the caller, so that they need not wait while it writes rows. They
+            do so by a few items only, since every result that waits takes memory.
             """
-            waiting: deque[Future[Any]] = deque()
+            futures: deque[Future[Any]] = deque()
             items = iter(items)
             yield from map(work, islice(items, _ROWS_BEFORE_POOL))
             try:
                 for item in items:
-                    waiting.append(pool.submit(work, item))
-                    if len(waiting) >= workers * _ROWS_IN_FLIGHT_PER_WORKER:
-                        yield waiting.popleft().result()
-                while waiting:
-                    yield waiting.popleft().result()
+                    futures.append(pool.submit(work, item))
+                    if len(futures) >= workers * _ROWS_IN_FLIGHT_PER_WORKER:
+                        yield futures.popleft().result()
+                while futures:
+                    yield futures.popleft().result()
             finally:
                 # After an error nobody takes these results.
-                for future in waiting:
+                for future in futures:
                     future.cancel()
 
         yield map_in_pool
 
 
 def _end_with_parent() -> None:
-    """End this worker when its parent ends, since it would wait for its next row for ever."""
+    """Start a thread in a worker process that ends the worker when its parent has died.
+
+    Without the thread the worker would wait for its next row for ever.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker has a parent"
-    # Ctrl-C reaches all processes of the group; the parent decides how the workers end.
+    # Ctrl-C reaches the workers too. They ignore it, since the parent ends them in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:
@@ -274,8 +318,22 @@ def usable_cores() -> int:
 class SplitRows:
     """The rows of one split, before any of them is read."""
 
-    problems: Callable[[], RowReaders]  # begins to read the rows
-    total: int | None  # how many rows there are, where that is known
+    # Begins to read, and returns an iterator with one function for each row. Calling the function
+    # reads the row, which a worker process can do.
+    begin_reading: Callable[[], RowReaders]
+    row_count: int | None  # None where nobody knows before all rows are read
+
+    @classmethod
+    def from_readers(cls, readers: Sequence[Callable[[], RawProblem]]) -> SplitRows:
+        """Return the rows of a split from a list with a function for each row, which reads it."""
+        return cls(begin_reading=partial(iter, readers), row_count=len(readers))
+
+
+class OpenedSource(NamedTuple):
+    """A source of rows after it was opened, before a row is read."""
+
+    description: dict[str, Any]  # what the manifest says of the source and the options
+    splits: Mapping[str, SplitRows]
 
 
 @dataclass(frozen=True)
@@ -290,26 +348,27 @@ class Cleaning:
     keep_leaks: bool = False  # store training rows that also occur in a held-out split
     allow_quarantined: float = MAX_SHARE  # the largest share of unusable rows that is not an error
 
-    def check(self) -> PixelLimits:
-        """Return the limits of images.
+    def pixel_limits(self) -> PixelLimits:
+        """Return how many pixels an image may have, by `min_pixels` and `max_pixels`.
 
         Raises `UserError` for limits that no image could satisfy.
         """
-        unit = VISIONS[self.family].unit
+        token_side = VISIONS[self.family].unit  # an image token is a square of this side
+        token_pixels = token_side**2
         for name, value in (("min_pixels", self.min_pixels), ("max_pixels", self.max_pixels)):
-            if value is not None and value < unit**2:
+            if value is not None and value < token_pixels:
                 raise UserError(
-                    f"{name}: {value} is less than an image token of {self.family}, {unit**2}; "
+                    f"{name}: {value} is less than an image token of {self.family}, {token_pixels}; "
                     "raise it"
                 )
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
             raise UserError(
                 f"min_pixels: {self.min_pixels} is over max_pixels, {self.max_pixels}; lower it"
             )
-        return PixelLimits(self.min_pixels, self.max_pixels, unit)
+        return PixelLimits(low=self.min_pixels, high=self.max_pixels, unit=token_side)
 
 
-# These options are younger than the first manifests; their default values are not recorded.
+# The first manifests lacked these options, so that a manifest leaves out their default values.
 _UNRECORDED_DEFAULTS = {
     "family": DEFAULT_FAMILY,
     "split_name": None,
@@ -319,10 +378,11 @@ _UNRECORDED_DEFAULTS = {
 
 
 def recorded_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options as a manifest records them.
+    """Return the options as the manifest of a data set records them.
 
-    Default values of later options are left out, so that the manifests of older folders, which do
-    not have these options, still say the same.
+    An option that was added later is left out while it has its default value. So the manifest of
+    an old folder still equals that of a new one with the same rows, and the folder need not be
+    made again.
     """
     recorded = {}
     for name, value in options.items():
@@ -335,42 +395,43 @@ def recorded_options(options: Mapping[str, Any]) -> dict[str, Any]:
 def prepare(
     output: Path,
     options: Cleaning,
-    begin: Callable[[], tuple[dict[str, Any], Mapping[str, SplitRows]]],
+    open_source: Callable[[], OpenedSource],
     features: Features | None = None,
     *,
     workers: int,
     overwrite: bool,
 ) -> Manifest:
-    """Clean and write every split of a source, the held-out ones first.
+    """Read a source, clean its rows, and write them as a data set to the folder `output`.
 
-    `begin` opens the source; it returns the description that the manifest begins with, and the
-    rows of each split. `features` is the schema, where there are more columns than ours.
+    `open_source` opens the source; this is called once the options and the output folder are known
+    to be usable. `features` is the schema, where the rows have more columns than the usual ones.
 
     Returns the manifest.
 
-    Raises `UserError`, if possible before the source is opened. Where too many rows were refused,
-    `OUTPUT.quarantine` then stands beside `output`.
+    Raises `UserError`. Where too many rows were unusable, they are then in the folder
+    `OUTPUT.quarantine` beside `output`.
     """
-    limits = options.check()
+    limits = options.pixel_limits()
     report = Path(f"{output.resolve()}.quarantine")
     for folder in (output, report):
         refuse_foreign(folder)
-    description, splits = begin()
-    # A leak needs two splits, so rows of a single one need no difference hashes.
+    description, splits = open_source()
+    # A leak needs two splits. Without one, the slow hashes that find scaled pictures are of no use.
     clean = partial(read_and_clean, limits=limits, near=len(splits) > 1)
     output_folder = complete_or_absent(output, description, overwrite=overwrite)
     with output_folder as folder, SeenRows(folder / "seen.sqlite") as seen_rows:
         quarantine = Quarantine(folder)
         deduplicator = Deduplicator(quarantine, seen_rows, keep_leaks=options.keep_leaks)
         with ordered_map(workers) as map_rows:
-            counts = {}
-            # Sorting is stable, so that splits of one kind stay in the order of the source.
+            row_counts = {}
+            # Held-out splits come first, since `False` sorts before `True`. Sorting is stable, so
+            # that otherwise the order is that of the source.
             for split in sorted(splits, key=lambda split: split not in HELD_OUT):
-                counts[split] = _write_split(
+                row_counts[split] = _write_split(
                     folder,
                     split=split,
-                    total=splits[split].total,
-                    results=map_rows(clean, splits[split].problems()),
+                    total=splits[split].row_count,
+                    results=map_rows(clean, splits[split].begin_reading()),
                     deduplicator=deduplicator,
                     features=features,
                 )
@@ -380,30 +441,32 @@ def prepare(
         try:
             quarantine.check(
                 rows=deduplicator.rows_read,
-                stored=sum(counts.values()),
+                stored=sum(row_counts.values()),
                 allowed=options.allow_quarantined,
                 report=report,
             )
         except UserError:
             _write_report(report, quarantine, description)
             raise
-        rows_sharing_picture, example = seen_rows.shared_pictures()
-        if rows_sharing_picture:
-            deduplicator.notes["one_picture"] = {
-                "rows": rows_sharing_picture,
-                "example": example,
-            }
-        seen_rows.close()
+        _note_shared_pictures(deduplicator)
+        seen_rows.close()  # its file must not become part of the data set
         manifest = write_manifest(
             folder,
             description,
-            counts,
-            quarantine.summary(),
-            deduplicator.leaks,
-            deduplicator.notes,
+            counts=row_counts,
+            quarantined=quarantine.summary(),
+            leaks=deduplicator.leaks,
+            noted=deduplicator.notes,
         )
     remove_report(report)
     return manifest
+
+
+def _note_shared_pictures(deduplicator: Deduplicator) -> None:
+    """Note for the manifest how many rows have a picture that many other rows have too."""
+    row_count, example_id = deduplicator.seen_rows.shared_pictures()
+    if row_count:
+        deduplicator.notes["one_picture"] = {"rows": row_count, "example": example_id}
 
 
 def _write_split(
@@ -415,29 +478,31 @@ def _write_split(
     deduplicator: Deduplicator,
     features: Features | None,
 ) -> int:
-    """Write the rows of one split that are used, and return how many there are.
+    """Write the usable rows of one split into `folder`, and return how many there are.
 
     `total` is how many `results` there will be, for the progress bar; None where nobody knows.
     """
     with tqdm(results, desc=split, total=total, unit="row", disable=None) as bar:
         rows = deduplicator.rows_to_store(split, bar)
-        count = write_split(rows, folder=folder, split=split, features=features)
+        row_count = write_split(rows, folder=folder, split=split, features=features)
+    # Rows that ask the same question, with different answers. They are known only now that all rows
+    # are read, so the split is written again without them.
     contradicting = deduplicator.seen_rows.contradicting(split)
     if contradicting:
-        count = write_without_contradictions(
+        row_count = write_without_contradictions(
             folder,
             split=split,
             features=features or schema(),
             contradicting=contradicting,
             quarantine=deduplicator.quarantine,
         )
-    return count
+    return row_count
 
 
 def _write_report(report: Path, quarantine: Quarantine, description: dict[str, Any]) -> None:
-    """Move the refused rows into the folder `report`, for a preparation that ends without output.
+    """Move the unusable rows into the folder `report`, for a preparation that fails.
 
-    Raises `UserError` where a data set stands there.
+    Raises `UserError` where a data set stands in `report`.
     """
     if (read_manifest(report) or {}).get("counts"):
         holds = f"{str(report)!r} holds a dataset, where the refused rows should go"

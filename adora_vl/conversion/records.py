@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,6 +11,8 @@ from adora_vl.conversion.answers import (
     MISSING,
     Record,
     Refuse,
+    TableAnswer,
+    TableOptions,
     gold_of_option,
     list_in_cell,
     option_letter,
@@ -17,6 +20,7 @@ from adora_vl.conversion.answers import (
     read_choices,
 )
 from adora_vl.conversion.chat import (
+    ProblemAndInstruction,
     pictures_of_chat,
     pictures_of_text,
     text_of_chat,
@@ -81,25 +85,24 @@ class Context:
 
 
 def read_record(
-    record: Record | BadRecord, position: str, number: int, context: Context
+    record: Record | BadRecord, *, position: str, index: int, context: Context
 ) -> RawProblem:
-    """Read the problem of a record.
+    """Turn a record of a user's table into a problem with its answer and its pictures.
 
-    `position` is the record's position in its file, in words (`line 14`), and `number` its index in
-    the split, from 0.
+    `position` is where the record stands in its file, in words (`line 14`), and `index` its number
+    in the split, from 0. `context` has what all records of the table share.
 
     Raises `RowError`, which names all faults of the record that can be seen in one pass.
     """
     origin = f"{position} of {context.location}"
-    numbered_id = f"{context.name}/{context.split}/{number}"
+    numbered_id = f"{context.name}/{context.split}/{index}"
     if isinstance(record, BadRecord):
-        originals = (record.original,) if record.original else ()
         raise RowError(
             row_id=numbered_id,
             kind=record.kind,
             wrong=record.wrong,
             remedy=f"{record.remedy} {origin}",
-            originals=originals,
+            originals=(record.original,) if record.original else (),
         )
     columns = context.columns
     refuse_with_id = partial(_refusal, record, columns, origin)
@@ -107,10 +110,10 @@ def read_record(
     row_id = _row_id(
         record,
         context=context,
-        by_number=numbered_id,
+        numbered_id=numbered_id,
         refuse=partial(refuse_with_id, numbered_id),
     )
-    refuse: Refuse = partial(refuse_with_id, row_id)
+    refuse: Refuse = partial(refuse_with_id, row_id)  # makes the error that refuses this record
     parts = _read_parts(record, context, refuse)
     question = parts.question
     images = parts.pictures.images
@@ -141,8 +144,8 @@ class _Question:
 
     problem: str
     answer: str
-    choices: list[str] | None
-    in_text: bool = False  # the options stood in the text of the problem
+    choices: list[str] | None = None  # None for an open question
+    had_options_in_text: bool = False  # the choices were taken from the text of the problem
 
 
 @dataclass(frozen=True)
@@ -156,63 +159,72 @@ class _Pictures:
 
 @dataclass(frozen=True)
 class _Parts:
-    """The parts of a sound record, which are read one by one."""
+    """The parts of a record without faults, which are read one by one."""
 
     question: _Question
     pictures: _Pictures
-    instruction: str  # how to answer, at the end of the problem; empty where it says nothing of it
-    stated_answer: (
-        str  # the answer, where words such as `The answer is` stood before it; else empty
-    )
+    instruction: str  # on how to answer, at the end of the problem; empty where there is none
+    # The answer, where words such as `The answer is` stood before it; else empty.
+    stated_answer: str
     has_image_options: bool  # an option names an image
 
 
 def _read_parts(record: Record, context: Context, refuse: Refuse) -> _Parts:
     """Read the question, the answer, the options and the pictures of a record.
 
-    Each part is read even where one before it has a fault, so that the user sees all faults at
-    once.
+    Each part is read even where an earlier one has a fault, so that the user sees all faults at
+    once. `refuse` makes the error of a fault.
 
     Raises `RowError`, with all of these faults.
     """
     columns = context.columns
-    with several_faults() as read:
-        text_and_instruction: tuple[str, str] | None = read(_read_problem, record, context, refuse)
-        problem, instruction = text_and_instruction or ("", "")
-        answer, is_stated = read(
+    # `read_part` calls a function, and returns None where that raises `RowError`. The errors are
+    # raised together at the end of the block.
+    with several_faults() as read_part:
+        problem: ProblemAndInstruction | None = read_part(_read_problem, record, context, refuse)
+        answer: TableAnswer | None = read_part(
             read_answer, record, columns, refuse, context.has_truth_values
-        ) or (None, False)
-        choices, has_image_options = read(
+        )
+        options: TableOptions | None = read_part(
             read_choices, record, columns, context.texts_only, refuse
-        ) or (None, False)
-        pictures: _Pictures | None = read(_read_pictures, record, context, refuse)
-        is_sound = text_and_instruction is not None and pictures is not None
+        )
+        pictures: _Pictures | None = read_part(_read_pictures, record, context, refuse)
         question: _Question | None = None
         if answer is not None:
-            question = read(
-                _question_with_gold, problem, answer, choices, columns, is_sound, refuse
+            question = read_part(
+                _question_with_gold,
+                problem.problem if problem is not None else "",
+                answer.text,
+                options.texts if options is not None else None,
+                columns,
+                problem is not None and pictures is not None,  # the rest of the row has no fault
+                refuse,
             )
     # Where a part could not be read, the block above has raised.
-    assert question is not None
+    assert problem is not None
+    assert answer is not None
+    assert options is not None
     assert pictures is not None
+    assert question is not None
     return _Parts(
         question=question,
         pictures=pictures,
-        instruction=instruction,
-        stated_answer=answer if answer is not None and is_stated else "",
-        has_image_options=has_image_options,
+        instruction=problem.instruction,
+        stated_answer=answer.text if answer.is_announced else "",
+        has_image_options=options.name_images,
     )
 
 
 def _notes_on(parts: _Parts, row_id: str, context: Context, placed: Placed) -> dict[str, str]:
-    """Return what the user should know of a record that is used, by the names of `NOTES`.
+    """Return remarks on a record that is used, which the user should know of.
 
-    The values are examples, such as the row's id. `placed` is the problem with its image marks.
+    The keys are names of `NOTES`, and the values how this record is shown as an example. `placed`
+    is the text of the problem with marks where its images stand.
     """
     notes = {}
     if parts.instruction:
         notes["instruction"] = parts.instruction
-    if parts.question.in_text:
+    if parts.question.had_options_in_text:
         notes["options_in_text"] = row_id
     if parts.has_image_options:
         notes["options"] = row_id
@@ -230,15 +242,15 @@ def _notes_on(parts: _Parts, row_id: str, context: Context, placed: Placed) -> d
     return notes
 
 
-def _placed_images(problem: str, count: int, columns: Columns, refuse: Refuse) -> Placed:
-    """Return the text of a problem with a mark for each of its `count` images.
+def _placed_images(problem: str, image_count: int, columns: Columns, refuse: Refuse) -> Placed:
+    """Return the text of a problem with `<image>` at the place of each of its images.
 
-    Raises `RowError` where its own marks are not as many.
+    Raises `RowError` where the text has another number of places than there are images.
     """
-    placed = place_images(problem, count)
-    if isinstance(placed, str):
+    placed = place_images(problem, image_count)
+    if isinstance(placed, str):  # what is wrong with the text
         wrong, _, remedy = placed.partition("; ")
-        if count == 0 and not columns.images:
+        if image_count == 0 and not columns.images:
             remedy = "name the column with the pictures, images=COLUMN, or take the mark out"
         raise refuse("placeholder", f"the problem {shown(problem)} {wrong}", f"{remedy}, in")
     return placed
@@ -249,15 +261,16 @@ def _question_with_gold(
     answer: str,
     choices: list[str] | None,
     columns: Columns,
-    is_sound: bool,
+    rest_is_faultless: bool,
     refuse: Refuse,
 ) -> _Question:
-    """Return the question, whose answer is the right option's text where it has options.
+    """Return the question with its answer, which is the text of the right option if it has options.
 
-    The answer of an open question is checked later, with the rest of the row; it is checked here if
-    the rest is not sound (`is_sound`), and the row will never come so far.
+    The answer to an open question is usually checked later, when `to_row` makes the row. A row whose
+    other parts have a fault never comes so far; without `rest_is_faultless` the answer is therefore
+    checked here, so that the user sees its fault too.
 
-    Raises `RowError` for an answer that is none of the options, or no answer.
+    Raises `RowError` for an answer that is none of the options, or a sentence.
     """
     if not columns.choices and not columns.keep_options_in_text:
         question = _with_options_in_text(problem, answer, columns, refuse)
@@ -265,41 +278,43 @@ def _question_with_gold(
             return question
     if choices is not None:
         letter = option_letter(answer, choices, columns.answer_is, refuse)
-        return _Question(problem, gold_of_option(letter, choices), choices)
+        return _Question(problem, answer=gold_of_option(letter, choices), choices=choices)
     if not columns.text_answers and is_sentence(answer):
-        _refuse_sentence(answer, refuse)
-    if not is_sound:
+        raise refuse(
+            "gold_sentence",
+            f"the right answer {answer!r:.200} is a sentence, which hardly any answer repeats",
+            "write the answer alone, or keep such texts with --text-answers, in",
+        )
+    if not rest_is_faultless:
         check_gold(answer, refuse)
-    return _Question(problem, answer, None)
+    return _Question(problem, answer=answer)
 
 
 def _with_options_in_text(
     problem: str, answer: str, columns: Columns, refuse: Refuse
 ) -> _Question | None:
-    """Return the problem without the options in its text, which become its choices.
+    """Take the options out of the text of a problem, and make them its choices.
 
-    None is returned where its text has no options, or where the answer is none of them.
+    Returns None where the text has no options, or where the answer is none of them.
     """
-    text_and_choices = options_in_text(problem)
-    if text_and_choices is None:
+    found_options = options_in_text(problem)
+    if found_options is None:
         return None
-    rest, choices = text_and_choices
+    choices = found_options.options
     try:
         letter = option_letter(answer, choices, columns.answer_is or "value", refuse)
     except RowError:
         return None
-    return _Question(rest, gold_of_option(letter, choices), choices, in_text=True)
-
-
-def _refuse_sentence(answer: str, refuse: Refuse) -> None:
-    """Raise the `RowError` for a reference answer that is a sentence."""
-    wrong = f"the right answer {answer!r:.200} is a sentence, which hardly any answer repeats"
-    remedy = "write the answer alone, or keep such texts with --text-answers, in"
-    raise refuse("gold_sentence", wrong, remedy)
+    return _Question(
+        problem=found_options.problem,
+        answer=gold_of_option(letter, choices),
+        choices=choices,
+        had_options_in_text=True,
+    )
 
 
 def _refusal(
-    record: Record, columns: Columns, origin: str, row_id: str, kind: str, wrong: str, todo: str
+    record: Record, columns: Columns, origin: str, row_id: str, kind: str, wrong: str, remedy: str
 ) -> RowError:
     """Return the error that refuses a record, with the record's texts for the quarantine.
 
@@ -310,29 +325,37 @@ def _refusal(
         row_id: its id.
         kind: the name of the rule that it breaks.
         wrong: what is wrong.
-        todo: what to do, up to the word before `origin`.
+        remedy: what to do, as words that end before `origin`: `correct it in`.
     """
-    texts = {}
+    shown_values = {}
     for name in columns.table_names:
         if name not in record or name in columns.images:
             continue
         value = record[name]
-        # The texts will stand in a line of JSON, which knows neither bytes nor NaN.
+        # They will stand in a line of JSON, which knows neither bytes nor NaN.
         is_json = isinstance(value, (type(None), str, int))
-        texts[name] = value if is_json else f"{value!r:.200}"
-    return RowError(row_id=row_id, kind=kind, wrong=wrong, remedy=f"{todo} {origin}", record=texts)
+        shown_values[name] = value if is_json else f"{value!r:.200}"
+    return RowError(
+        row_id=row_id,
+        kind=kind,
+        wrong=wrong,
+        remedy=f"{remedy} {origin}",
+        record=shown_values,
+    )
 
 
-def _row_id(record: Record, context: Context, by_number: str, refuse: Refuse) -> str:
-    """Return `DATA_SET/SPLIT/ID` for the id in the record; `by_number` where it has none.
+def _row_id(record: Record, context: Context, numbered_id: str, refuse: Refuse) -> str:
+    """Return `DATA_SET/SPLIT/ID` for the id in the record; `numbered_id` where it has none.
 
     Raises `RowError` for an id that is no short text and no whole number.
     """
     column = context.columns.id
     value = None if column is None else record.get(column)
     if value is None or value == "":
-        return by_number
-    text = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else ""
+        return numbered_id
+    # Python counts True as a whole number, and an id it is not.
+    is_text_or_number = isinstance(value, str | int) and not isinstance(value, bool)
+    text = str(value) if is_text_or_number else ""
     if not text.strip() or len(text) > _LONGEST_ID or not storable(text):
         raise refuse(
             "field_type",
@@ -344,42 +367,52 @@ def _row_id(record: Record, context: Context, by_number: str, refuse: Refuse) ->
     return text if text.startswith(prefix) else prefix + text
 
 
-def _read_problem(record: Record, context: Context, refuse: Refuse) -> tuple[str, str]:
+def _read_problem(record: Record, context: Context, refuse: Refuse) -> ProblemAndInstruction:
     """Return the text of the problem, also out of a conversation, and the instruction in it.
 
-    The instruction says how to answer. It is empty where there is none, and stands in the text too
-    unless the user drops it.
+    The instruction says how to answer, such as `Put the answer in \\boxed{}`. It stays in the text
+    too, unless the user drops it.
 
     Raises `RowError` where there is no such text.
     """
     column = context.columns.problem
-    text, _ = question_in(record, context.columns)
+    text = question_in(record, context.columns).text
     if not isinstance(text, str) or not storable(text):
         value = list_in_cell(record.get(column, MISSING), texts_only=True)
         remedy = "make it a text, or a conversation with one question, in"
         raise refuse("field_type", f"{column!r} is {shown(value)}", remedy)
-    rest, instruction = without_instruction(text)
-    if instruction and context.drop_instruction:
-        return rest, instruction
-    return text, instruction
+    split_text = without_instruction(text)
+    if split_text.instruction and context.drop_instruction:
+        return split_text
+    return ProblemAndInstruction(problem=text, instruction=split_text.instruction)
 
 
-def question_in(record: Record, columns: Columns) -> tuple[Any, list[Any]]:
-    """Return the question of a record, and the pictures inside it.
+class QuestionAndPictures(NamedTuple):
+    """The question of a record as it stands there, and the pictures inside it."""
 
-    The question is a text, or whatever value the record has in its place. The pictures are those of
-    a conversation's image parts, or else those that `<img>` tags name.
+    text: Any  # a text, or whatever value the record has in its place
+    pictures: list[Any]  # each a path, an address or `{"bytes": ...}`
+
+
+def question_in(record: Record, columns: Columns) -> QuestionAndPictures:
+    """Return the question of a record, which may be a text or a conversation.
+
+    The pictures are those in the image parts of the conversation, or else those that `<img>` tags
+    in the text name.
     """
     value = list_in_cell(record.get(columns.problem, MISSING), texts_only=True)
-    question = text_of_chat(value) if isinstance(value, list) else value
-    paths: list[Any] = []
-    if isinstance(question, str):
-        question, paths = pictures_of_text(question)
-    return question, pictures_of_chat(value) or paths
+    text = text_of_chat(value) if isinstance(value, list) else value
+    paths_in_text: list[Any] = []
+    if isinstance(text, str):
+        text, paths_in_text = pictures_of_text(text)
+    return QuestionAndPictures(text=text, pictures=pictures_of_chat(value) or paths_in_text)
 
 
 def pictures_beside(record: Record, columns: Columns, *, texts_only: bool) -> list[Any]:
-    """Return the pictures in the columns for images, as the values that stand there."""
+    """Return the pictures in the columns for images: paths, addresses, bytes as they stand there.
+
+    With `texts_only` all cells of the table are texts, so that a list is written as JSON.
+    """
     if not columns.images:
         return []
     if len(columns.images) > 1:  # one picture a column; a column without one is empty
@@ -403,9 +436,9 @@ def _read_pictures(record: Record, context: Context, refuse: Refuse) -> _Picture
     Raises `RowError` for a picture that cannot be read, for pictures in both places, and for none
     where every row has to have one.
     """
-    in_columns = pictures_beside(record, context.columns, texts_only=context.texts_only)
-    _, in_question = question_in(record, context.columns)
-    if in_columns and in_question:
+    pictures_in_columns = pictures_beside(record, context.columns, texts_only=context.texts_only)
+    pictures_in_question = question_in(record, context.columns).pictures
+    if pictures_in_columns and pictures_in_question:
         raise refuse(
             "field_type",
             "there are pictures in the conversation and beside it",
@@ -413,7 +446,7 @@ def _read_pictures(record: Record, context: Context, refuse: Refuse) -> _Picture
         )
     images = []
     respelled = ""
-    for number, picture in enumerate(in_columns or in_question):
+    for number, picture in enumerate(pictures_in_columns or pictures_in_question):
         try:
             images.append(picture_bytes(picture, context.files))
         except PictureError as error:
@@ -428,19 +461,18 @@ def _read_pictures(record: Record, context: Context, refuse: Refuse) -> _Picture
 
 
 def _extra_text(value: object, column: str, refuse: Refuse) -> str | None:
-    """Return the value of an extra column: a text as it is, anything else as JSON.
+    """Return the value of a user's further column as a text: JSON where it is none already.
 
     Raises `RowError` for a value that cannot be stored as a text.
     """
     if value is None:
         return None
+    text: str | None = None
     if isinstance(value, str):
         text = value
     else:
-        try:
+        with suppress(ValueError, TypeError, RecursionError):  # for a value that JSON cannot have
             text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=str)
-        except (ValueError, TypeError, RecursionError):
-            text = ""
-    if not storable(text) or (not text and value != ""):
+    if text is None or not storable(text):
         raise refuse("field_type", f"{column!r} is {shown(value)}", "make it a text or a number in")
     return text

@@ -20,7 +20,7 @@ from adora_vl.conversion.formats import (
     open_table,
     row_count,
 )
-from adora_vl.conversion.leakage import question_key
+from adora_vl.conversion.leakage import without_punctuation
 from adora_vl.conversion.pictures import FileRoot, PictureError, picture_bytes
 from adora_vl.conversion.problem import RowReaders
 from adora_vl.conversion.records import (
@@ -66,56 +66,67 @@ class Opened:
     kind: str  # the format of its tables
     parts: dict[str, list[TablePart]]  # the tables of each split
     revision: str | None = None  # the commit of a data set of the hub
-    totals: dict[str, int] = field(default_factory=dict)  # the rows of each split, where known
+    # How many rows each split has; empty where only reading all of them would tell.
+    row_counts: dict[str, int] = field(default_factory=dict)
 
 
-def held_out(index: int, share: float, seed: int) -> bool:
-    """Return whether the question `index` of train becomes one of the test split.
+def is_test_question(index: int, share: float, seed: int) -> bool:
+    """Return whether the question `index` of the training split moves to the test split.
 
-    One of every `1 / share` consecutive questions does, which is drawn by `seed`. So the share is
-    met exactly, and a question's fate does not depend on how many follow.
+    The questions are cut into blocks of `1 / share`, and one question of each block is drawn. So
+    the test split gets exactly its share, and it does not matter how many questions follow.
     """
     block = floor(index * share)
-    first = ceil(block / share)
-    end = ceil((block + 1) / share)
-    return index == random.Random(f"{seed}/{block}").randrange(first, end)
+    first_index = ceil(block / share)
+    end_index = ceil((block + 1) / share)
+    drawn_index = random.Random(f"{seed}/{block}").randrange(first_index, end_index)
+    return index == drawn_index
 
 
 class DrawnTests:
-    """Decides which rows of train become the split test.
+    """Draws the rows of the training split that become the test split.
 
-    All rows that ask one question of one picture go together, since a row of train whose question
-    is in the test would be dropped as a leak. Rows come in order, once for each split.
+    All rows with the same question and pictures go to one split, since otherwise those in the
+    training split would be dropped as leaks. The table is read once for each of the two splits; the
+    second time the decisions of the first are remembered.
     """
 
     def __init__(self, share: float, seed: int, columns: Columns) -> None:
-        """Begin before the first row. `share`: of the questions that become tests."""
+        """Begin before the first row. `share` is that of the questions that become tests."""
         self._share = share
         self._seed = seed
         self._columns = columns
-        # The index of each question in the order in which they come, by its hash.
-        self._questions: dict[bytes, int] = {}
-        self._in_test: list[bool] = []  # the decision on each row so far
+        self._index_by_question: dict[bytes, int] = {}  # by its hash, counted from 0
+        self._is_test_row: list[bool] = []  # for each row that was read so far
 
-    def takes(self, number: int, record: Record | BadRecord, part: TablePart) -> bool:
-        """Return whether the row `number` of train, from 0, becomes one of the test split."""
-        if number == len(self._in_test):
-            key = hashlib.sha256(self._question_of(number, record, part)).digest()[:16]
-            question = self._questions.setdefault(key, len(self._questions))
-            self._in_test.append(held_out(question, self._share, self._seed))
-        return self._in_test[number]
+    def contains(self, row_index: int, record: Record | BadRecord, part: TablePart) -> bool:
+        """Return whether a row of the training split, counted from 0, becomes a test row.
 
-    def _question_of(self, number: int, record: Record | BadRecord, part: TablePart) -> bytes:
-        """Return bytes that two rows have in common if they ask one question of one picture."""
+        The rows have to come in order. `part` is the table of the record.
+        """
+        if row_index == len(self._is_test_row):  # the row is read for the first time
+            identity = self._question_and_pictures(row_index, record, part)
+            question_hash = hashlib.sha256(identity).digest()[:16]
+            new_index = len(self._index_by_question)
+            question_index = self._index_by_question.setdefault(question_hash, new_index)
+            is_test_row = is_test_question(question_index, share=self._share, seed=self._seed)
+            self._is_test_row.append(is_test_row)
+        return self._is_test_row[row_index]
+
+    def _question_and_pictures(
+        self, row_index: int, record: Record | BadRecord, part: TablePart
+    ) -> bytes:
+        """Return bytes that are equal for two rows with the same question and pictures."""
         if isinstance(record, BadRecord):
-            return f"broken {number}".encode()
-        text, inside = question_in(record, self._columns)
-        pieces = [question_key(str(text)).encode("utf-8", "replace")]
-        for image in pictures_beside(record, self._columns, texts_only=part.texts_only) + inside:
+            return f"broken {row_index}".encode()
+        question = question_in(record, self._columns)
+        pieces = [without_punctuation(str(question.text)).encode("utf-8", "replace")]
+        pictures = pictures_beside(record, self._columns, texts_only=part.texts_only)
+        for picture in pictures + question.pictures:
             try:
-                pieces.append(hashlib.sha256(picture_bytes(image, part.files)).digest())
+                pieces.append(hashlib.sha256(picture_bytes(picture, part.files)).digest())
             except PictureError:
-                pieces.append(repr(image).encode())
+                pieces.append(repr(picture).encode())
         return b"\0".join(pieces)
 
 
@@ -150,10 +161,10 @@ def open_local(path: Path, columns: Columns, root: Path | None = None) -> Opened
     for file in files:
         name = format_of(file).removeprefix(".")
         formats.add("save_to_disk" if name == SAVED else name)
-    totals = {}
+    row_counts = {}
     if formats == {"parquet"}:  # its metadata has the number of rows
-        totals = {split: sum(map(row_count, files_of_split[split])) for split in parts}
-    return Opened("+".join(sorted(formats)), parts, totals=totals)
+        row_counts = {split: sum(map(row_count, files_of_split[split])) for split in parts}
+    return Opened(kind="+".join(sorted(formats)), parts=parts, row_counts=row_counts)
 
 
 def _check_table(file: Path, source: Path, root: Path) -> None:
@@ -180,22 +191,24 @@ def _check_table(file: Path, source: Path, root: Path) -> None:
 def row_readers(
     opened: Opened,
     split: str,
+    *,
     name: str,
     columns: Columns,
-    tests: DrawnTests | None,
-    limit: int | None,
-    *,
+    drawn_tests: DrawnTests | None = None,
+    limit: int | None = None,
     drop_instruction: bool = False,
 ) -> RowReaders:
-    """Yield a call for each row of a split, in the order of the tables, which reads that row.
+    """Yield for each row of a split a function that reads it, in the order of the tables.
 
-    `name` is the data set's name in the ids of rows. `tests` draws the split test out of train; it
-    is None where none is drawn. At most `limit` rows are yielded.
+    `name` is that of the data set, with which row ids begin. `drawn_tests` says which rows of the
+    training split become the split `test`; None where the data has its own. At most `limit` rows
+    are yielded.
     """
-    source = split if tests is None else "train"
-    number = 0  # of the next row in its source, whether or not it belongs to the split
-    yielded = 0
-    for part in opened.parts[source]:
+    # Rows of a drawn test split come from the training split too.
+    source_split = split if drawn_tests is None else "train"
+    row_index = -1  # in the source, where rows of both splits may stand
+    yielded_count = 0
+    for part in opened.parts[source_split]:
         context = Context(
             name=name,
             split=split,
@@ -206,22 +219,27 @@ def row_readers(
             drop_instruction=drop_instruction,
             format_note=part.format_note,
         )
-        for index, (position, record) in enumerate(part.begin()):
-            if index == 0 and not isinstance(record, BadRecord):
+        for index_in_part, (position, record) in enumerate(part.begin()):
+            row_index += 1
+            if index_in_part == 0 and not isinstance(record, BadRecord):
                 # The first row decides, so that a stray true among texts is still refused.
                 has_truth_values = isinstance(record.get(columns.answer), bool)
                 context = replace(context, has_truth_values=has_truth_values)
-            in_split = tests is None or tests.takes(number, record, part) == (split == "test")
-            number += 1
-            if limit is not None and yielded >= limit:
+            is_in_split = True
+            if drawn_tests is not None:
+                is_test_row = drawn_tests.contains(row_index, record, part)
+                is_in_split = is_test_row == (split == "test")
+            if limit is not None and yielded_count >= limit:
                 return
-            if in_split:
-                yielded += 1
-                yield partial(read_record, record, position, number - 1, context)
+            if is_in_split:
+                yielded_count += 1
+                yield partial(
+                    read_record, record, position=position, index=row_index, context=context
+                )
 
 
 def with_split_name(opened: Opened, split: str | None) -> Opened:
-    """Return the data set with its one table under the name `split`; as it is for None.
+    """Return a data set whose only split is called `split`; unchanged where `split` is None.
 
     Raises `UserError` where it has several splits.
     """
@@ -233,16 +251,16 @@ def with_split_name(opened: Opened, split: str | None) -> Opened:
             "leave it out"
         )
     (old_name,) = opened.parts
-    totals = {split: opened.totals[old_name]} if opened.totals else {}
-    return replace(opened, parts={split: opened.parts[old_name]}, totals=totals)
+    row_counts = {split: opened.row_counts[old_name]} if opened.row_counts else {}
+    return replace(opened, parts={split: opened.parts[old_name]}, row_counts=row_counts)
 
 
 def output_splits(opened: Opened, share: float) -> list[str]:
-    """Return the splits that will be written, where `share` of train becomes the split test.
+    """Return the splits that will be written, if `share` of the training split becomes `test`.
 
-    Raises `UserError` where there is no train to take it of, or a test already.
+    Raises `UserError` where the data has no training split to take it of, or has a test split.
     """
-    if not share:
+    if not share:  # no test split is drawn
         return list(opened.parts)
     if "train" not in opened.parts:
         (split, parts), *_ = opened.parts.items()
@@ -265,11 +283,11 @@ def _part(file: Path, source: Path, root: Path, columns: Columns) -> TablePart:
     Raises `UserError` as `open_table`, and where the folder for images does not exist.
     """
     # A folder of `save_to_disk` is named in messages in place of the file inside.
-    table = file.parent if format_of(file) == SAVED else file
-    location = table.name
-    if source.is_dir() and table != source:
-        location = str(table.relative_to(source))
-    files = FileRoot(file.parent.resolve(), root)
+    shown_path = file.parent if format_of(file) == SAVED else file
+    location = shown_path.name
+    if source.is_dir() and shown_path != source:
+        location = str(shown_path.relative_to(source))
+    files = FileRoot(folder=file.parent.resolve(), root=root)
     if columns.image_dir:
         folder = Path(columns.image_dir)
         if not folder.is_dir():
@@ -277,15 +295,15 @@ def _part(file: Path, source: Path, root: Path, columns: Columns) -> TablePart:
                 f"image_dir: there is no folder {columns.image_dir!r}; name the one that has the "
                 "pictures"
             )
-        files = FileRoot(folder.resolve(), folder.resolve(), by_tail=True)
-    format_note, begin = open_table(file, columns)
+        files = FileRoot(folder=folder.resolve(), root=folder.resolve(), by_tail=True)
+    table = open_table(file, columns)
     return TablePart(
         location=location,
-        begin=begin,
+        begin=table.read_records,
         files=files,
         texts_only=format_of(file) in TEXT_TABLES,
         file=file,
-        format_note=format_note,
+        format_note=table.format_note,
     )
 
 
@@ -296,29 +314,30 @@ def _split_named(stem: str) -> str | None:
 
 
 def _tables(folder: Path) -> dict[str, list[Path]]:
-    """Find the tables of a folder by split; the names of tables or of their folders say which.
+    """Find the tables of a folder, by the splits that they or their folders are named after.
 
-    A single table that no name assigns to a split is train.
+    A single table without such a name is the training split.
 
     Raises `UserError` where there is no table, where several have no split, and where a split has
     tables in two formats.
     """
-    saved = _saved(folder)
-    if saved:
-        return saved
+    tables_of_datasets = _tables_saved_to_disk(folder)
+    if tables_of_datasets:
+        return tables_of_datasets
     tables = _tables_by_name(folder)
     if not tables:
-        unnamed = _tables_in(folder) or _tables_in(folder / "data")
-        if len(unnamed) > 1:
-            names = ", ".join(path.name for path in unnamed[:5])
+        tables_without_split = _tables_in(folder) or _tables_in(folder / "data")
+        if len(tables_without_split) > 1:
+            names = ", ".join(path.name for path in tables_without_split[:5])
             raise UserError(
-                f"input: {str(folder)!r} has {len(unnamed)} tables ({names}) and none is called "
-                "train or test; give one of them, or name them after their splits"
+                f"input: {str(folder)!r} has {len(tables_without_split)} tables ({names}) and none "
+                "is called train or test; give one of them, or name them after their splits"
             )
-        if unnamed:
-            tables["train"] = unnamed
+        if tables_without_split:
+            tables["train"] = tables_without_split
     for split, paths in tables.items():
-        if len({path.suffix.lower() for path in paths}) > 1:
+        formats = {path.suffix.lower() for path in paths}
+        if len(formats) > 1:
             names = " and ".join(repr(path.name) for path in paths[:2])
             raise UserError(
                 f"input: {names} are both the split {split!r} in {str(folder)!r}; keep one of them"
@@ -332,11 +351,15 @@ def _tables(folder: Path) -> dict[str, list[Path]]:
 
 
 def _tables_by_name(folder: Path) -> dict[str, list[Path]]:
-    """Find the tables by split that are named after it, or stand in a folder that is."""
+    """Find the tables that are named after a split, or stand in a folder that is.
+
+    Tables in `folder` itself go before those in its folder `data`, and all of these before the
+    tables in a folder such as `train`.
+    """
     tables: dict[str, list[Path]] = {}
     subfolders = sorted(path for path in folder.iterdir() if path.is_dir())
-    for searched in (folder, folder / "data"):
-        for path in _tables_in(searched):
+    for searched_folder in (folder, folder / "data"):
+        for path in _tables_in(searched_folder):
             split = _split_named(path.stem)
             if split is not None:
                 tables.setdefault(split, []).append(path)
@@ -344,10 +367,11 @@ def _tables_by_name(folder: Path) -> dict[str, list[Path]]:
             break
     for subfolder in subfolders:
         split = _split_named(subfolder.name)
-        if split is not None and split not in tables:
-            inside = _tables_in(subfolder)
-            if inside:
-                tables[split] = inside
+        if split is None or split in tables:
+            continue
+        tables_inside = _tables_in(subfolder)
+        if tables_inside:
+            tables[split] = tables_inside
     return tables
 
 
@@ -370,8 +394,10 @@ def _tables_in(folder: Path) -> list[Path]:
     )
 
 
-def _saved(folder: Path) -> dict[str, list[Path]]:
-    """Find the tables by split in a folder that `save_to_disk` wrote; {} for any other folder.
+def _tables_saved_to_disk(folder: Path) -> dict[str, list[Path]]:
+    """Find the tables by split in a folder that `save_to_disk` of `datasets` wrote.
+
+    Returns {} for any other folder.
 
     Raises `UserError` where none of its splits has a name that is known.
     """

@@ -216,7 +216,7 @@ def _context_limit(
     uses_server = config.use_vllm and config.vllm_mode == "server"
     # None without a server, and if it does not answer.
     server_tokens = None
-    if uses_server and context.local:
+    if uses_server and context.on_this_machine:
         if request.is_main_process:
             server_tokens = served_length(config)
         if config.world_size > 1:
@@ -331,7 +331,7 @@ def _python_rows(request: RunRequest, model: ModelFacts, prompts: PromptFacts) -
     python_inputs.refuse_unusable_prompts("train_dataset", train, tokens)
     python_inputs.refuse_unusable_prompts("eval_dataset", evaluated, tokens)
     # The rows of a stream are checked when they are drawn.
-    if python_inputs.is_stored(train):
+    if python_inputs.is_plain_table(train):
         any_images = python_inputs.check_prompts(train)
         fits.check_sees(request.model.keys, model.config, has_images=any_images)
         prompts.lengths.prompts_to_train_on(python_inputs.prompts_of(train), len(train))
@@ -394,7 +394,7 @@ def _command_rows(
         script_with_tools,
         folders=folders,
         seed=request.config.seed_of_rows,
-        fitting=partial(_rows_with_room, request, folders, model, prompts, messages),
+        choose_rows=partial(_rows_with_room, request, folders, model, prompts, messages),
     )
     tokens = control_tokens(prompts.processor)
     python_inputs.refuse_unusable_prompts("dataset", train, tokens)

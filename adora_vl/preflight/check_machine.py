@@ -47,7 +47,7 @@ def check_machine(config: AdoraGRPOConfig, context: RunContext) -> None:
 
     A dry run for another machine does not check them.
     """
-    if not context.local:
+    if not context.on_this_machine:
         return
     check_optimizer(config)
     check_trackers(config.report_to)

@@ -64,7 +64,7 @@ def check_model(
         model_config,
         peft_config,
         stage=context.sharding.stage,
-        runs_here=context.local,
+        runs_here=context.on_this_machine,
     )
     model = ModelFacts(
         name=source.name,
@@ -78,7 +78,7 @@ def check_model(
     _refuse_merge_into_four_bit(model)
     check_extensions(extensions, model_config)
     check_tensor_parallel(config, model_config, context.sharding.processes)
-    if context.local and config.use_vllm and config.vllm_mode == "colocate":
+    if context.on_this_machine and config.use_vllm and config.vllm_mode == "colocate":
         refuse_on_cpu(model_config, config.vllm_enable_sleep_mode)
     uses_deepspeed = config.deepspeed_plugin is not None
     # Small updates are lost in weights in 16 bits. Those of an adapter are in float32.
@@ -199,7 +199,7 @@ def check_parts(
     config = request.config
     keys = request.model.keys
     init_kwargs = dict(config.model_init_kwargs or {})
-    if context.local:
+    if context.on_this_machine:
         fits.check_attention(keys, init_kwargs)
     # A model that Python code has loaded, or None. It may have an adapter already.
     loaded = request.model.loaded
@@ -217,7 +217,7 @@ def check_parts(
     settings = RunSettings(
         config=config,
         model=keys,
-        adapted=trains_adapter,
+        trains_adapter=trains_adapter,
         trl_evaluates=request.trl_evaluates,
     )
     messages.notes.extend(unused_keys(settings))
@@ -270,7 +270,7 @@ def check_model_files(request: RunRequest, model: ModelFacts, context: RunContex
 
     The weights are those of the model and of its adapters.
     """
-    if context.local and not context.dry_run:
+    if context.on_this_machine and not context.dry_run:
         refuse_taken_card(request.config)
     if request.model.loaded is not None:
         return

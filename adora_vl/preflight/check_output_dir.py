@@ -35,7 +35,7 @@ def check_output_dir(
 
     `code_hashes`: a hash of each file of the user's own code. Raises `UserError`.
     """
-    if not context.local:
+    if not context.on_this_machine:
         return OutputFacts(folder=None, start=StartPoint(checkpoint=None))
     config = request.config
     refuse_no_folder(config.output_dir)

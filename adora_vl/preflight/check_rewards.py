@@ -146,7 +146,7 @@ def check_user_code(
         rows=rows_to_grade,
         timeout=config.adora_reward_timeout,
         state=TrainerState(),
-        calls_judge=context.local,
+        calls_judge=context.on_this_machine,
     )
     if prompts.toolbox is not None:
         messages.notes.extend(_notes_on_tools(prompts.toolbox, groups))

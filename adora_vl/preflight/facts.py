@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adora_vl.checkpoint.store import facts_of
+from adora_vl.checkpoint.store import manifest_of
 from adora_vl.config.methods import method_overheads
 from adora_vl.models.adapter import load_merged, load_policy
 from adora_vl.models.four_bit import (
@@ -278,7 +278,7 @@ class ResolvedRun:
         checkpoint = Path(self.output.start.checkpoint)
         # Without max_steps, -1, the last step depends on the number of epochs.
         max_steps = self.config.max_steps
-        is_last = 0 < max_steps <= facts_of(checkpoint)["step"]
+        is_last = 0 < max_steps <= manifest_of(checkpoint)["step"]
         return checkpoint if is_last else None
 
     def first_lines(self) -> list[str]:

@@ -156,9 +156,10 @@ def with_tool_descriptions(dataset: Any, schemas: Sequence[Mapping[str, Any]]) -
     def described_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
         return {"prompt": _describe_tools(row["prompt"], schemas)}
 
-    if not is_stored(dataset):
+    # The prompts of a stream, and those that a transform makes, are changed when they are read.
+    if not is_plain_table(dataset):
         return dataset.map(described_prompt)
-    # `map` would decode all images of a stored data set. So only the prompts are read here.
+    # `map` would decode all images of a table. So only its prompts are read here.
     rows = dataset.select_columns("prompt").with_format(None)
     prompts = [_describe_tools(row["prompt"], schemas) for row in rows]
     return dataset.remove_columns("prompt").add_column("prompt", prompts)
@@ -226,7 +227,7 @@ def refuse_unusable_prompts(key: str, dataset: Any, tokens: Sequence[str]) -> No
         for part in dataset.values():
             refuse_unusable_prompts(key, part, tokens)
     # The rows of a command have a transform, but one that decodes images and changes no text.
-    has_final_texts = is_stored(dataset) or only_decodes(dataset)
+    has_final_texts = is_plain_table(dataset) or only_decodes(dataset)
     if not has_final_texts or "prompt" not in dataset.column_names:
         return
     first_number = 0
@@ -273,12 +274,13 @@ def _names_of_rows(table: pa.Table, first_number: int) -> Sequence[Any]:
 
 
 def fewest_images(dataset: object) -> int | None:
-    """Return the number of images of the row that has the fewest.
+    """Return the number of images of the row that has the fewest; None for a data set without rows.
 
-    None if it cannot be known without decoding rows, and for no rows. That is so for a stream, and
-    for a transform that may change the images.
+    It is also None for a stream, and for a transform that may change the images: to count them all
+    rows would have to be decoded.
     """
-    if not isinstance(dataset, Dataset) or not (is_stored(dataset) or only_decodes(dataset)):
+    has_final_images = is_plain_table(dataset) or only_decodes(dataset)
+    if not isinstance(dataset, Dataset) or not has_final_images:
         return None
     if set(_IMAGE_COLUMNS).isdisjoint(dataset.column_names):
         return 0
@@ -325,10 +327,10 @@ def _tables(dataset: Dataset, columns: Sequence[str] | None = None) -> Iterator[
         yield arrow_rows[first : first + _ROWS]
 
 
-def is_stored(dataset: object) -> bool:
-    """Return whether the rows of a data set can be read before the run, as they will be used.
+def is_plain_table(dataset: object) -> bool:
+    """Return whether a data set is a table whose rows are used as they are stored.
 
-    The rows of a stream cannot, nor can those that a transform changes when they are read.
+    It is not for a stream, nor with a transform, which changes the rows when they are read.
     """
     return isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
 

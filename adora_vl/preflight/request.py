@@ -140,9 +140,10 @@ def refuse_objects(
     rollout_func: object,
     environment_factory: object,
 ) -> None:
-    """Raise `UserError` for arguments of the trainer that are not supported, missing or no data.
+    """Raise `UserError` for arguments of the trainer that no run can be made of.
 
-    Without this they would be ignored, or fail after the weights are loaded.
+    These are a `rollout_func`, a `train_dataset` that is no data set, and no reward. TRL would
+    ignore them, or fail after the weights are loaded.
     """
     if rollout_func is not None:
         raise UserError(

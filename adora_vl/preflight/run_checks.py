@@ -54,7 +54,7 @@ def run_checks(request: RunRequest, context: RunContext) -> ResolvedRun:
     """
     config = request.config
     messages = Messages.for_context(context)
-    check_versions(config.use_vllm and context.local)
+    check_versions(config.use_vllm and context.on_this_machine)
     check_keys(request)
     check_sampling(config)
     check_methods(config)

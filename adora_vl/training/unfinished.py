@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 from accelerate.utils import send_to_device
 
-from adora_vl.checkpoint.store import facts_of, load_of_rank, save_of_rank
+from adora_vl.checkpoint.store import load_of_rank, manifest_of, save_of_rank
 from adora_vl.config.batch_plan import BatchLayout
 from adora_vl.packing.image_store import ImageBanks
 from adora_vl.training.batch_rows import to_cpu
@@ -123,7 +123,7 @@ class UnfinishedGeneration:
         The images go into a new image bank, and the micro-batches refer to them there. Raises
         `UserError` if the sizes of the run have changed since.
         """
-        facts = facts_of(checkpoint).get(_MANIFEST_KEY)
+        facts = manifest_of(checkpoint).get(_MANIFEST_KEY)
         if facts is None:
             return None
         for name, size in self._sizes().items():

@@ -858,7 +858,7 @@ def test_a_config_for_gpus_walks_the_same_stops_on_a_laptop(subtests):
             words = ["--config", str(CONFIGS / "train" / f"{name}.yaml")]
             file = CONFIGS / "accelerate" / f"{PAIRS[name]}.yaml"
             run = prepare_on_paper(read(words), DryRunOptions(accelerate_config=file))
-            assert not run.context.local
+            assert not run.context.on_this_machine
             assert run.messages.unknown[0].startswith("the run is for another machine")
             assert (
                 run.layout.global_batch

@@ -67,8 +67,10 @@ def config(**keys: Any) -> AdoraGRPOConfig:
     )
 
 
-def lines(model: ModelConfig | None = None, adapted: bool = False, **keys: Any) -> list[str]:
-    return unused_keys(RunSettings(config(**keys), model or ModelConfig(), adapted, False))
+def lines(model: ModelConfig | None = None, trains_adapter: bool = False, **keys: Any) -> list[str]:
+    return unused_keys(
+        RunSettings(config(**keys), model or ModelConfig(), trains_adapter, trl_evaluates=False)
+    )
 
 
 def test_every_key_of_the_libraries_is_read_named_or_refused():
@@ -100,7 +102,7 @@ def keys_that_may_be_unused() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize(("key", "reason"), list(keys_that_may_be_unused()))
 def test_a_key_that_does_nothing_is_named_before_the_run(key, reason):
-    settings = RunSettings(config(), ModelConfig(), adapted=False, trl_evaluates=False)
+    settings = RunSettings(config(), ModelConfig(), trains_adapter=False, trl_evaluates=False)
     assert unused_keys(settings) == []
     if reason.startswith("with "):  # which holds for other values of other keys
         settings.config.use_vllm = True
@@ -117,7 +119,7 @@ def test_keys_with_one_reason_share_a_line_and_what_is_read_has_none():
     lora = ModelConfig(lora_r=4, lora_target_modules=["q_proj"])
     line = "lora_r, lora_target_modules: do nothing without use_peft: true, so all weights are"
     assert lines(lora)[0].startswith(line)
-    assert lines(lora, adapted=True) == []
+    assert lines(lora, trains_adapter=True) == []
     assert lines(beta=0.1, use_bias_correction_kl=False) == []
     assert lines(loss_type="sapo", sapo_temperature_pos=2.0) == []
     assert lines(use_vllm=True, vllm_mode="server", vllm_server_port=8001) == []

@@ -21,7 +21,7 @@ from adora_vl.conversion.pictures import FileRoot, PictureError, picture_bytes
 from adora_vl.conversion.pipeline import CleanedRow, read_and_clean
 from adora_vl.conversion.problem import PixelLimits, RowError
 from adora_vl.conversion.records import Context, read_record
-from adora_vl.conversion.tables import held_out
+from adora_vl.conversion.tables import is_test_question
 from adora_vl.data.dataset import read_manifest, stored_rows
 from adora_vl.data.prompts import conversation_with_images, conversations
 from adora_vl.data.rows import problem_with_row
@@ -86,11 +86,11 @@ def test_a_test_share_is_one_row_of_each_block(subtests: pytest.Subtests) -> Non
     """The test rows are spread evenly over the table, and follow the seed."""
     for share in [0.1, 0.2, 0.33, 0.5]:
         with subtests.test(f"{share}"):
-            test_rows = [index for index in range(1000) if held_out(index, share, 3)]
+            test_rows = [index for index in range(1000) if is_test_question(index, share, 3)]
             assert len(test_rows) == pytest.approx(1000 * share, abs=1)
             gaps = [after - before for before, after in pairwise(test_rows)]
             assert max(gaps) <= 2 / share
-            other_seed_rows = [index for index in range(1000) if held_out(index, share, 4)]
+            other_seed_rows = [index for index in range(1000) if is_test_question(index, share, 4)]
             assert test_rows != other_seed_rows
 
 
@@ -546,7 +546,8 @@ def test_whatever_a_record_holds_it_is_sound_or_refused(record, texts_only, tmp_
     files = FileRoot((tmp_path / "in").resolve(), (tmp_path / "in").resolve())
     context = Context("mine", "train", "mine.jsonl", columns, files, texts_only)
     outcome = read_and_clean(
-        lambda: read_record({**GOOD, **record}, "line 1", 0, context), PixelLimits()
+        lambda: read_record({**GOOD, **record}, position="line 1", index=0, context=context),
+        PixelLimits(),
     )
     assert isinstance(outcome, CleanedRow | RowError)
     if isinstance(outcome, RowError):

@@ -21,7 +21,7 @@ from adora_vl.geometry.verdict import verdict
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main
 from data_prep.question_words import question_in_words
-from data_prep.variants import variants_of
+from data_prep.variants import Original, variants_of
 from tests.support.geometry_forms import form
 
 ROOT = Path(__file__).parents[3]
@@ -292,7 +292,7 @@ def test_a_variant_lies_as_the_picture_of_its_original() -> None:
     solved = verdict(asked).figure
     assert solved is not None
     assert abs(solved.at["A"][1] - solved.at["B"][1]) > 0.1
-    variants = variants_of(("a", written(solved)), per=3, seed=1, split="train")
+    variants = variants_of(Original("a", written(solved)), per=3, seed=1, split="train")
     assert variants
     for variant in variants:
         lying = figure_from(variant.extras["figure"]).at
