@@ -171,10 +171,12 @@ def _ignored_keys(values: Mapping[str, Any], *, has_user_tools: bool) -> set[str
     `has_user_tools`: whether the run has tools from a file of the user's.
     """
     ignored = set(_IGNORED_KEYS)
+    # The length of a run matters if something depends on its last step.
     rate_is_constant = spelled(values.get("lr_scheduler_type")) == "constant"
     has_extensions = any(key.startswith("adora_extensions.") for key in values)
     if rate_is_constant and not has_extensions:
         ignored |= _LENGTH_KEYS
+    # Keys of features that the run does not use.
     if not values.get("adora_rollouts.ahead"):
         ignored.add("adora_rollouts.ahead")
     if not values.get("environment_factory"):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # An entry beside a method's options in `adora_method`. A method may set keys of TRL; those that
 # this entry lists it leaves as they are.
-KEEP = "keep_settings"
+KEEP_SETTINGS = "keep_settings"
 
 # Methods that TRL has under keys of its own.
 KEYS_OF_TRL = {
@@ -97,7 +97,7 @@ class MethodSet:
         for configured in self.configured:
             options = {**configured.options}
             if configured.keeps:
-                options[KEEP] = list(configured.keeps)
+                options[KEEP_SETTINGS] = list(configured.keeps)
             options_by_entry[configured.entry] = options
         return options_by_entry
 
@@ -162,7 +162,7 @@ def build_methods(
     functions = functions or {}
     options_by_name = _options_of_methods(value, functions)
     for name, options in options_by_name.items():
-        kept_keys = options.pop(KEEP, [])
+        kept_keys = options.pop(KEEP_SETTINGS, [])
         if is_own(name):
             loaded = _load_from_file(name)
             hashes[loaded.file] = loaded.hash
@@ -211,7 +211,7 @@ def settle_methods(config: AdoraGRPOConfig, functions: Mapping[str, Any]) -> Met
                 continue
             setattr(config, key, value)
             notes.append(
-                f"{configured.entry} sets {key}: {value} (was {value_before}; {KEEP}: [{key}] "
+                f"{configured.entry} sets {key}: {value} (was {value_before}; {KEEP_SETTINGS}: [{key}] "
                 "leaves it)"
             )
     config.adora_method = methods.options()
@@ -279,7 +279,7 @@ def _check_kept_keys(name: str, keep_settings: object, method: Method) -> tuple[
     if not isinstance(keys, list) or not set(map(str, keys)) <= method.settings.keys():
         keys_of_method = ", ".join(method.settings) or "none"
         raise UserError(
-            f"adora_method.{own_name(name)}.{KEEP}: {keys!r} must list keys that {name} sets: "
+            f"adora_method.{own_name(name)}.{KEEP_SETTINGS}: {keys!r} must list keys that {name} sets: "
             f"{keys_of_method}"
         )
     return tuple(keys)

@@ -182,7 +182,7 @@ def check_spread(processes: int, machines: int) -> None:
 
     accelerate starts the same number of processes on each machine.
     """
-    if processes % machines or processes < machines:
+    if processes % machines != 0 or processes < machines:
         raise UserError(
             f"--machines: {processes} processes cannot be spread evenly over {machines} machines; "
             "num_processes (here --processes) is the number on all of them together"

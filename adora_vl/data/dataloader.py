@@ -18,35 +18,35 @@ from adora_vl.data.shared_images import KeptImage, as_kept_image
 
 
 def shown_rows(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return the rows with pictures as a person sees them (`upright_rgb_copy`), each a `KeptImage`.
+    """Return copies of rows whose pictures are as a person sees them: upright, RGB, on white.
 
-    Every row of a run passes here, whoever has read it. One object that stands in several rows
-    stays one; a picture that cannot be shown becomes an `UnreadableImage`, and what is no picture
-    stays as it is.
+    Every row of a run passes here, whoever has read it. A picture becomes a `KeptImage`, or an
+    `UnreadableImage` if it cannot be decoded. A picture that is in several rows stays one object.
     """
-    shown_images: dict[int, Any] = {}
+    shown_by_id: dict[int, Any] = {}
 
     def shown(image: Any) -> Any:
-        """Return an image as the model sees it, and the same object for the same image."""
-        if isinstance(image, KeptImage) or not isinstance(image, Image.Image):
+        """Return an image as the model sees it; what is no picture is returned as it is."""
+        is_shown_already = isinstance(image, KeptImage)
+        if is_shown_already or not isinstance(image, Image.Image):
             return image
-        if id(image) not in shown_images:
-            shown_images[id(image)] = _shown(image)
-        return shown_images[id(image)]
+        if id(image) not in shown_by_id:
+            shown_by_id[id(image)] = _shown(image)
+        return shown_by_id[id(image)]
 
     new_rows = []
     for row in rows:
-        changed = dict(row)
+        new_row = dict(row)
         if isinstance(row.get("images"), list | tuple):
-            changed["images"] = [shown(image) for image in row["images"]]
+            new_row["images"] = [shown(image) for image in row["images"]]
         if isinstance(row.get("image"), Image.Image):
-            changed["image"] = shown(row["image"])
-        new_rows.append(changed)
+            new_row["image"] = shown(row["image"])
+        new_rows.append(new_row)
     return new_rows
 
 
 def _shown(image: Image.Image) -> Any:
-    """Return an image as the model sees it, or what marks it as unreadable."""
+    """Return an image as the model sees it; an `UnreadableImage` where it cannot be decoded."""
     try:
         return as_kept_image(upright_rgb_copy(image))
     except UnreadableImageError as error:
@@ -67,16 +67,18 @@ class DistinctRows(Dataset[dict[str, Any]]):
     """
 
     def __init__(self, rows: Any, *, numbered: bool = False, share: bool = True) -> None:
-        """Wrap rows; none is read yet.
+        """Wrap a data set; no row is read yet.
 
-        `numbered`: each row says its number, in the column `ROW_NUMBER`. `share`: copies of a row
-        are read once; else each is read, as stock TRL does.
+        Args:
+            rows: the data set.
+            numbered: whether each row gets its number, in the column `ROW_NUMBER`.
+            share: whether copies of a row are read once; else each is read, as stock TRL does.
         """
         self._rows = rows
         self._numbered = numbered
         self.share = share
-        self._last: dict[int, dict[str, Any]] = {}  # of the batch before, by index
-        self._ahead: dict[int, dict[str, Any]] = {}  # of a batch to come
+        self._last_batch: dict[int, dict[str, Any]] = {}  # its distinct rows, by index
+        self._ahead_rows: dict[int, dict[str, Any]] = {}  # rows of a batch to come, by index
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -85,58 +87,61 @@ class DistinctRows(Dataset[dict[str, Any]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Return what torch's loader calls with the indices of a whole batch."""
+        """Return the rows of a whole batch; torch's loader calls it with their indices."""
         if not self.share:
             return [self._read(index) for index in indices]
-        before = self._last
-        ahead = self._ahead
-        distinct = dict.fromkeys(indices)
-        self._last = {
-            index: before.get(index) or ahead.pop(index, None) or self._read(index)
-            for index in distinct
-        }
-        return [dict(self._last[index]) for index in indices]
+        batch: dict[int, dict[str, Any]] = {}
+        for index in dict.fromkeys(indices):
+            row = self._last_batch.get(index) or self._ahead_rows.pop(index, None)
+            batch[index] = row or self._read(index)
+        self._last_batch = batch
+        # Copies, since the trainer writes into rows.
+        return [dict(batch[index]) for index in indices]
 
     @property
     def latest(self) -> list[int]:
         """The distinct indices of the last batch."""
-        return list(self._last)
+        return list(self._last_batch)
 
     def read_ahead(self, index: int) -> dict[str, Any]:
-        """Return a row of the batch to come, read now and kept until the batch asks for it.
+        """Read a row of a batch to come, and store it until that batch asks for it.
 
         Raises what reading it raises.
         """
-        row = self._last.get(index, self._ahead.get(index))
+        row = self._last_batch.get(index, self._ahead_rows.get(index))
         if row is None:
-            row = self._ahead[index] = self._read(index)
+            row = self._read(index)
+            self._ahead_rows[index] = row
         return row
 
     def rows_after(
         self, numbers: Sequence[int], order: EpochRepeatSampler, generations: int = 1
     ) -> list[Any]:
-        """Read the rows that take the places of rows `numbers` `generations` generations later.
+        """Read the rows that the sampler gives some generations later in place of present ones.
 
-        Returns an empty list where those rows are not known.
+        Args:
+            numbers: the numbers of the present rows; a row may come several times.
+            order: the sampler.
+            generations: how many generations later.
+
+        Returns:
+            A row for each of `numbers`; an empty list where the later rows are not known.
         """
         distinct = list(dict.fromkeys(numbers))
-        after = dict(
-            zip(distinct, order.following(distinct, order.epoch, generations), strict=False)
-        )
+        later_numbers = order.following(distinct, order.epoch, generations)
+        if not later_numbers:
+            return []
+        later_by_number = dict(zip(distinct, later_numbers, strict=True))
         read = self.read_ahead if self.share else self._read
-        return [dict(read(after[number])) for number in numbers] if after else []
+        return [dict(read(later_by_number[number])) for number in numbers]
 
     def forget_ahead(self, but: Collection[int] = ()) -> None:
-        """Drop rows that were read ahead and that no batch has asked for, except those in `but`."""
-        self._ahead = {index: row for index, row in self._ahead.items() if index in but}
+        """Drop rows that were read ahead and that no batch has asked for, except indices in `but`."""
+        self._ahead_rows = {index: row for index, row in self._ahead_rows.items() if index in but}
 
     def _read(self, index: int) -> dict[str, Any]:
-        """Read one row."""
+        """Read one row from the data set."""
         [row] = shown_rows([self._rows[index]])
-        return self._with_number(row, index)
-
-    def _with_number(self, row: dict[str, Any], index: int) -> dict[str, Any]:
-        """Return a row with its number in the data set."""
         return {**row, ROW_NUMBER: index} if self._numbered else row
 
 
@@ -175,7 +180,7 @@ class ImagePrefetch(NoPrefetch):
         self._process = process
         self._limit_bytes = limit_bytes
         self._thread: threading.Thread | None = None
-        self._ending = threading.Event()
+        self._should_stop = threading.Event()
 
     def start(self) -> None:
         """Process the loader's last batch, then read and process the one after it.
@@ -185,28 +190,34 @@ class ImagePrefetch(NoPrefetch):
         """
         self.finish()
         latest = self._rows.latest
-        coming = dict.fromkeys([*latest, *self._order.following(latest, self._order.epoch)])
-        # what was asked for ahead has read the next ones already
+        next_rows = self._order.following(latest, self._order.epoch)
+        coming = dict.fromkeys([*latest, *next_rows])
+        # Rows that a generation asked for ahead (`rows_after`) may be among them.
         self._rows.forget_ahead(but=coming)
-        self._ending.clear()
+        self._should_stop.clear()
         self._thread = threading.Thread(target=self._work, args=(list(coming),), name="prefetch")
         self._thread.start()
 
     def finish(self) -> None:
         """Stop after the row that is being processed, and wait for it."""
         if self._thread is not None:
-            self._ending.set()
+            self._should_stop.set()
             self._thread.join()
             self._thread = None
 
     def _work(self, coming: list[int]) -> None:
-        """Read and process the images, on the thread."""
+        """Read and process the images of rows, on the thread.
+
+        `coming`: indices of the rows.
+        """
         processed_bytes = 0
         for index in coming:
-            interpreter_ends = not threading.main_thread().is_alive()  # it waits for this thread
-            if self._ending.is_set() or interpreter_ends or processed_bytes > self._limit_bytes:
+            # The interpreter waits for this thread when it ends.
+            interpreter_ends = not threading.main_thread().is_alive()
+            is_full = processed_bytes > self._limit_bytes
+            if self._should_stop.is_set() or interpreter_ends or is_full:
                 return
-            with suppress(Exception):
+            with suppress(Exception):  # raised again where the loader reads the row
                 processed_bytes += self._process(self._rows.read_ahead(index))
 
 
@@ -215,10 +226,10 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
 
     Stock TRL draws all orders from one generator, so a resumed run repeats the first epoch's.
     Without `shuffle` it begins every epoch at the first row, so that rows at the end that fill no
-    generation are never learned from. Ours goes on behind the last row of the epoch before.
+    generation are never learned from. Ours goes on after the last row of the epoch before.
     """
 
-    epoch = 0
+    epoch = 0  # the present one
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -242,41 +253,62 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
         self.epoch = epoch
 
     def following(self, rows: Sequence[int], epoch: int, generations: int = 1) -> list[int]:
-        """Return the rows that take the places of `rows` `generations` generations later.
+        """Return the rows that come in the same places of a later generation, perhaps a later epoch.
 
-        These may be in another epoch. `rows`: the distinct rows of one process in one generation of
-        `epoch`. The result is empty where they are not all of one generation. No random state is
-        used or changed, and no position of a loader.
+        No random state is used or changed, and no position of a loader.
+
+        Args:
+            rows: the distinct rows of one process in one generation.
+            epoch: that of the generation.
+            generations: how many generations later.
+
+        Returns:
+            A row for each of `rows`; an empty list where these are not all of one generation.
         """
         order = self._order(epoch)
-        size = self.batch_size
+        size = self.batch_size  # distinct rows of a generation, on all processes
         try:
-            first = order.index(rows[0]) // size * size
-            offsets = [order.index(row, first, first + size) - first for row in rows]
+            generation_start = order.index(rows[0]) // size * size
+            generation_end = generation_start + size
+            indices = [order.index(row, generation_start, generation_end) for row in rows]
         except (IndexError, ValueError):
             return []
-        epochs, after = divmod(first + generations * size, len(order))
-        return [self._order(epoch + epochs)[after + offset] for offset in offsets]
+        later_start = generation_start + generations * size
+        epochs_later, start_in_epoch = divmod(later_start, len(order))
+        later_order = self._order(epoch + epochs_later)
+        offset = start_in_epoch - generation_start
+        return [later_order[index + offset] for index in indices]
 
     def _order(self, epoch: int) -> list[int]:
         """Return the distinct rows of an epoch in their order, whole generations only."""
         if epoch not in self._orders:
-            once = type(self)(self.data_source, 1, self.batch_size, 1, self.shuffle, self.seed)
-            once.set_epoch(epoch)
+            # A sampler that gives each row once.
+            without_repeats = type(self)(
+                data_source=self.data_source,
+                mini_repeat_count=1,
+                batch_size=self.batch_size,
+                repeat_count=1,
+                shuffle=self.shuffle,
+                seed=self.seed,
+            )
+            without_repeats.set_epoch(epoch)
+            # Only the epoch before is still asked for.
             self._orders = {
                 number: order for number, order in self._orders.items() if number == epoch - 1
             }
-            self._orders[epoch] = list(once)
+            self._orders[epoch] = list(without_repeats)
         return self._orders[epoch]
 
     def __iter__(self) -> Iterator[int]:
         """Return the rows of the present epoch, each as often as TRL's sampler repeats it."""
         if self.shuffle:
             self.generator = torch.Generator()
+            # A large prime, so that the epochs of runs with neighbouring seeds have other orders.
             self.generator.manual_seed((self.seed or 0) + 1_000_003 * self.epoch)
             return iter(super().__iter__())
         rows = self.num_samples
         # Rows at the end that fill no generation are left to the next epoch.
         generations_per_epoch = rows // self.batch_size
         first = self.epoch * generations_per_epoch * self.batch_size
+        # The class's iterator begins at row 0.
         return ((first + index) % rows for index in super().__iter__())

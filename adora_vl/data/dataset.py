@@ -72,32 +72,39 @@ def schema() -> Features:
     """Return our columns as `Features`, the schema that `datasets` and Parquet use."""
     from datasets import Features, Image, List, Value
 
-    kinds = {"text": Value("string"), "texts": List(Value("string")), "images": List(Image())}
-    meta = {name: kinds[kind] for name, kind in META.items()}
-    return Features(
-        {name: meta if name == "meta" else kinds[kind] for name, kind in COLUMNS.items()}
-    )
+    feature_by_kind: dict[str, Any] = {
+        "text": Value("string"),
+        "texts": List(Value("string")),
+        "images": List(Image()),
+        "META": {},
+    }
+    feature_by_kind["META"] = {name: feature_by_kind[kind] for name, kind in META.items()}
+    return Features({name: feature_by_kind[kind] for name, kind in COLUMNS.items()})
 
 
 def write_split(
     rows: Iterable[Row], folder: Path, split: str, features: Features | None = None
 ) -> int:
-    """Write one split into `folder`, a batch at a time.
+    """Write one split of a prepared folder, a batch at a time, and return its number of rows.
 
-    Returns the number of rows. An image is a Pillow image, stored as PNG, or already `{"bytes":
-    ..., "path": ...}`. `features`: the schema, with the user's columns behind it.
+    Args:
+        rows: their images are Pillow images, which are stored as PNG, bytes, or `{"bytes": ...,
+            "path": ...}` already.
+        folder: the prepared folder.
+        split: name of the split.
+        features: the schema: our columns, and then the user's; None for ours alone.
     """
     features = features or schema()
     (folder / "data").mkdir(parents=True, exist_ok=True)
-    arrow = features.arrow_schema
-    stored = (_stored(row, features) for row in rows)
+    arrow_schema = features.arrow_schema
+    stored_rows = (_stored(row, features) for row in rows)
     count = 0
     path = folder / "data" / f"{split}-00000-of-00001.parquet"
     # Statistics would keep the least and the greatest picture of every row group in memory and in
     # the file.
-    with pq.ParquetWriter(path, arrow, write_statistics=False) as writer:
-        while batch := list(_group(stored)):
-            writer.write_table(pa.Table.from_pylist(batch, schema=arrow))
+    with pq.ParquetWriter(path, arrow_schema, write_statistics=False) as writer:
+        while batch := list(_group(stored_rows)):
+            writer.write_table(pa.Table.from_pylist(batch, schema=arrow_schema))
             count += len(batch)
     if not count:
         path.unlink()  # a split without rows is no split
@@ -105,7 +112,7 @@ def write_split(
 
 
 def _group(rows: Iterator[Row]) -> Iterator[Row]:
-    """Yield the rows of the next row group, limited in rows and in bytes of images."""
+    """Take the rows of the next row group from `rows`, limited in rows and in bytes of images."""
     remaining_bytes = _GROUP_BYTES
     for row in islice(rows, _GROUP_ROWS):
         yield row
@@ -115,7 +122,7 @@ def _group(rows: Iterator[Row]) -> Iterator[Row]:
 
 
 def _stored(row: Row, features: Features) -> Row:
-    """Return a row with its images as they are stored."""
+    """Return a row with its images as they are stored, after a check of its columns."""
     assert row.keys() == features.keys(), f"columns {sorted(row)} are not those of the schema"
     assert row["meta"].keys() == features["meta"].keys(), (
         f"meta {sorted(row['meta'])} is not that of the schema"
@@ -124,13 +131,15 @@ def _stored(row: Row, features: Features) -> Row:
 
 
 def _stored_image(image: object) -> Any:
-    """Return an image as it is stored.
+    """Return an image as `{"bytes": ..., "path": ...}`, the form in which it is stored.
 
-    A picture becomes the bytes of a PNG, without a path; what has its form already stays.
+    A Pillow image is encoded as PNG. What is neither that nor bytes has this form already.
     """
     if isinstance(image, Image.Image):
         image = png_bytes(image)
-    return {"bytes": image, "path": None} if isinstance(image, bytes) else image
+    if isinstance(image, bytes):
+        return {"bytes": image, "path": None}
+    return image
 
 
 def write_manifest(
@@ -141,9 +150,17 @@ def write_manifest(
     leaks: Mapping[str, Any] | None = None,
     noted: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """Write and return the manifest of `folder`, whose other files are complete.
+    """Write and return the manifest of a prepared folder, whose other files are complete.
 
-    `description`: source, input, revision and arguments. It names no time and no machine.
+    It names no time and no machine, so that the same command writes the same manifest.
+
+    Args:
+        folder: the prepared folder.
+        description: source, input, revision and arguments of the command.
+        counts: rows of each split.
+        quarantined: the rows that were left out, by reason; None for none.
+        leaks: the rows whose picture is in another split too; None for none.
+        noted: the rows that were kept with a remark, by reason; None for none.
     """
     manifest = {
         **description,
@@ -162,7 +179,7 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Return the manifest of a folder that we prepared, or None without a manifest of ours."""
+    """Return the manifest of a folder; None unless `data_prep` of this package has written it."""
     manifest = read_object(folder / MANIFEST_NAME)
     return manifest if manifest.get("made_by") == MADE_BY else None
 
@@ -171,22 +188,28 @@ VARIANTS = "variants"  # the source of rows with other numbers than their origin
 
 
 def refuse_for_evaluation(dataset: object, where: str, folder: Path | None = None) -> None:
-    """Raise `UserError` where rows were written for evaluation alone.
+    """Raise `UserError` where rows of a training are variants of a test split.
 
-    They are variants of a test split: who trains on them trains on the test. The manifest of the
-    `folder` says so, and so do the rows themselves, which may come from elsewhere.
+    A variant is a problem with other numbers. Whoever trains on variants of the test trains on the
+    test.
+
+    Args:
+        dataset: the rows, which may come from elsewhere; their columns tell where from.
+        where: names them in the error.
+        folder: the prepared folder, whose manifest tells it too; None without one.
     """
     manifest = read_manifest(folder) if folder is not None else None
     # A manifest that another program wrote may name no arguments.
     arguments = (manifest or {}).get("arguments") or {}
-    is_written_so = bool(arguments.get("for_evaluation"))
+    is_for_evaluation = bool(arguments.get("for_evaluation"))
     columns = getattr(dataset, "column_names", None) or ()
-    if not is_written_so and {"source", "split"} <= set(columns) and hasattr(dataset, "data"):
-        table = dataset.data.table
+    data = getattr(dataset, "data", None)
+    if not is_for_evaluation and data is not None and {"source", "split"} <= set(columns):
+        table = data.table
         is_variant = pc.equal(table["source"], VARIANTS)
         is_test = pc.equal(table["split"], "test")
-        is_written_so = bool(pc.any(pc.and_(is_variant, is_test)).as_py())
-    if is_written_so:
+        is_for_evaluation = bool(pc.any(pc.and_(is_variant, is_test)).as_py())
+    if is_for_evaluation:
         raise UserError(
             f"{where} has variants of a test split, written with --for-evaluation; train on variants "
             "of the training split"
@@ -195,18 +218,18 @@ def refuse_for_evaluation(dataset: object, where: str, folder: Path | None = Non
 
 def file_hashes(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of every file below `folder` but the manifest, by path inside `folder`."""
-    files = {
-        path.relative_to(folder).as_posix(): path
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-    return {name: file_sha256(path) for name, path in files.items() if name != MANIFEST_NAME}
+    hash_by_name = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name != MANIFEST_NAME:
+            hash_by_name[name] = file_sha256(path)
+    return hash_by_name
 
 
 def data_hash(folder: Path, split: str = "*") -> str:
-    """Return the `content_hash` of a prepared folder: its manifest and the files of `split`.
+    """Return a hash of the content of a prepared folder: its manifest and the files of a split.
 
-    A folder without a manifest is hashed by its files alone. `split`: all splits by default.
+    A folder without a manifest is hashed by its files alone. `split`: a name, or `*` for all.
     """
     return content_hash([*folder.glob(MANIFEST_NAME), *folder.glob(f"data/{split}-*.parquet")])
 
@@ -222,6 +245,7 @@ def split_files(folder: Path) -> dict[str, list[Path]]:
     files: dict[str, list[Path]] = {}
     for path in sorted(folder.glob("data/*.parquet")):
         files.setdefault(path.name.split("-")[0], []).append(path)
+    # Our own splits come first, in their usual order.
     return {split: files[split] for split in (*SPLITS, *files) if split in files}
 
 
@@ -243,28 +267,37 @@ def example_row(folder: Path, splits: Iterable[str]) -> Row | None:
 
     Its images are as they are stored, and no image of another row is read. Raises `UserError`.
     """
-    first: tuple[Path, int, int] | None = None  # file, row group, and index in it
+    first_file = None
     for split in splits:
         for path in _files_of(folder, split):
             with _parquet(path) as file:
-                has_column = "choices" in file.schema_arrow.names
-                for group in range(file.num_row_groups):
-                    first = first or (path, group, 0)
-                    if not has_column:
-                        continue
-                    table = file.read_row_group(group, columns=["choices"])
-                    for index, choices in enumerate(table["choices"].to_pylist()):
-                        if choices:
-                            return _row_at(path, group, index)
-    return None if first is None else _row_at(*first)
+                if first_file is None and file.num_row_groups:
+                    first_file = path
+                position = _first_row_with_choices(file)
+            if position is not None:
+                group, index = position
+                return _row_at(path, group, index)
+    return None if first_file is None else _row_at(first_file, group=0, index=0)
+
+
+def _first_row_with_choices(file: pq.ParquetFile) -> tuple[int, int] | None:
+    """Return row group and index in it of the first row with choices; None where no row has any."""
+    if "choices" not in file.schema_arrow.names:
+        return None
+    for group in range(file.num_row_groups):
+        table = file.read_row_group(group, columns=["choices"])
+        for index, choices in enumerate(table["choices"].to_pylist()):
+            if choices:
+                return group, index
+    return None
 
 
 def _row_at(path: Path, group: int, index: int) -> Row:
     """Return one row of a file by its row group and its index in it."""
     with _parquet(path) as file:
-        return dict(
-            next(islice(file.iter_batches(1, row_groups=[group]), index, None)).to_pylist()[0]
-        )
+        single_rows = file.iter_batches(batch_size=1, row_groups=[group])
+        batch = next(islice(single_rows, index, None))
+        return dict(batch.to_pylist()[0])
 
 
 def row_count(folder: Path, split: str) -> int:
@@ -307,7 +340,7 @@ def load_split(folder: str | Path, split: str) -> Dataset:
             "name one"
         )
     if not sys.stderr.isatty():
-        disable_progress_bars()  # a log is no place for one, and an error is one line
+        disable_progress_bars()  # for a log
     try:
         # `datasets` identifies a file by its path and time only; the name is part of its cache key,
         # so changed contents are read again.
@@ -319,7 +352,7 @@ def load_split(folder: str | Path, split: str) -> Dataset:
         cause = error.__cause__ or error
         reason = in_one_line(cause)
         cache = f"the cache of `datasets`, {str(config.HF_DATASETS_CACHE)!r}"
-        # Arrow's, about the content of a file: not the disk's
+        # An error without a number is not the disk's, but Arrow's, about the content of a file.
         if getattr(cause, "errno", None) is None:
             raise UserError(
                 f"dataset: {str(folder)!r} cannot be read ({reason}); prepare it again"

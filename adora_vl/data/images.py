@@ -48,11 +48,11 @@ FORMATS = (
 def open_picture(source: Any) -> Image.Image:
     """Open a picture by its header, without decoding its pixels.
 
-    `source`: a path or a binary stream. Only the `FORMATS` are tried, and HEIC where
-    `_register_heif` let Pillow read it. Raises what Pillow raises.
+    `source`: a path or a binary stream. Only the `FORMATS` are tried, and HEIC if a picture has
+    needed it before. Raises what Pillow raises.
     """
     formats: tuple[str, ...] = FORMATS
-    if "HEIF" in Image.OPEN:
+    if "HEIF" in Image.OPEN:  # `_register_heif` has put it there
         formats = (*FORMATS, "HEIF")
     return Image.open(source, formats=formats)
 
@@ -61,10 +61,16 @@ def open_picture(source: Any) -> Image.Image:
 def model_size(
     width: int, height: int, unit: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """Return width and height, multiples of `unit`, that a processor with these limits resizes to.
+    """Return the width and height that a processor with these limits resizes a picture to.
 
-    All arguments are in pixels; the limits are on the product of the sides. Raises `ValueError`
-    where the processor refuses the ratio of the sides.
+    Raises `ValueError` where the processor refuses the ratio of the sides.
+
+    Args:
+        width: of the picture, in pixels.
+        height: of the picture.
+        unit: pixels of an image token's side; the new sides are multiples of it.
+        min_pixels: the limits on the product of the sides.
+        max_pixels: likewise.
     """
     # Importing it takes seconds, so it is done only where it is needed.
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
@@ -78,12 +84,13 @@ def image_tokens(size: tuple[int, int], unit: int, low: int, high: int, row: obj
 
     Args:
         size: width and height of the picture.
-        unit: the side of an image token, in pixels.
-        low: the fewest pixels that the processor leaves a picture.
+        unit: pixels of an image token's side.
+        low: the fewest pixels to which the processor resizes a picture.
         high: the most.
-        row: the id of the picture's row, for the message.
+        row: the id of the picture's row, for the error.
 
-    Raises `UserError` where the processor refuses the picture.
+    Raises:
+        UserError: where the processor refuses the picture.
     """
     try:
         width, height = model_size(*size, unit, low, high)
@@ -107,12 +114,21 @@ def size_within(
 ) -> tuple[int, int]:
     """Return the width and height, in pixels, at which to store a picture.
 
-    They are unchanged where a processor with these limits would only round them to multiples of
-    `unit`. Outside of the limits it is the size that the processor would choose, so that it has
-    nothing left to do. None: no limit. Raises `ValueError` where the processor's rule has no size
-    within the limits: a side is never under `unit` pixels.
+    A picture within the limits keeps its size. Outside of them it gets the size that the model's
+    processor would resize it to, so that this has nothing left to do.
+
+    Args:
+        width: of the picture.
+        height: of the picture.
+        min_pixels: lower limit on the product of the sides; None for no limit.
+        max_pixels: upper limit.
+        unit: pixels of an image token's side.
+
+    Raises:
+        ValueError: where the processor's rule has no size of this shape within the limits.
     """
     high = max_pixels or sys.maxsize
+    # The processor rounds each side to whole tokens before it compares.
     rounded_pixels = round(width / unit) * round(height / unit) * unit**2
     if (min_pixels or 0) <= rounded_pixels <= high:
         return width, height
@@ -126,9 +142,9 @@ def size_within(
 
 
 class UnreadableImageError(ValueError):
-    """The picture cannot be used.
+    """The picture cannot be used; the message says why.
 
-    `kind`: the rule in one word, such as `image_truncated`; the message says why.
+    `kind`: the reason in one word, by which refused rows are counted, such as `image_truncated`.
     """
 
     def __init__(self, kind: str, why: str) -> None:
@@ -141,9 +157,14 @@ def clean_image(
 ) -> Image.Image:
     """Return the picture upright, flattened on white, in mode RGB, and within the pixel limits.
 
-    It is resized where its number of pixels is not within `low` and `high` (None: no limit).
-    `unit`: the side of an image token, in pixels. Raises `UnreadableImageError` as `decoded_image`
-    does, and for a picture with nothing on it, or with values that leave open what is white.
+    Args:
+        encoded: the bytes of the picture's file.
+        low: the fewest pixels; a smaller picture is enlarged. None for no limit.
+        high: the most pixels; a larger picture is reduced. None for no limit.
+        unit: pixels of an image token's side.
+
+    Raises:
+        UnreadableImageError: as `decoded_image` does, and for a picture with nothing on it.
     """
     image = decoded_image(encoded)
     _refuse_degenerate(image)
@@ -151,7 +172,7 @@ def clean_image(
         size = size_within(*image.size, low, high, unit)
     except ValueError as error:
         raise UnreadableImageError(
-            "image_shape", f"{image.width} x {image.height} pixels: {error}"
+            kind="image_shape", why=f"{image.width} x {image.height} pixels: {error}"
         ) from error
     if size == image.size:
         return image
@@ -172,7 +193,7 @@ _STRIP_HEIGHT = 128  # lines of pixels that are hashed at once
 
 
 def diagram_hash(image: Image.Image) -> str:
-    """Return SHA-256 of the RGB pixels and the size, in hexadecimal."""
+    """Return a hash of what a picture shows: SHA-256 of its size and RGB pixels, in hexadecimal."""
     digest = hashlib.sha256(f"{image.size}".encode())
     image = rgb_image(image)
     # Strip by strip: a copy of the whole would take new memory each time, which costs more.
@@ -186,9 +207,15 @@ def diagram_hash(image: Image.Image) -> str:
 def file_within(folder: Path, name: str, root: Path | None = None) -> Path:
     """Resolve a relative path that a data set names, and require that it stays in the data's folder.
 
-    `folder`: where the path begins. `root`: the folder that it must not leave (None: `folder`),
-    also not by a link: a data set from elsewhere must not show a model any file of this machine.
-    Raises `UnreadableImageError`.
+    A data set from elsewhere must not show a model any file of this machine.
+
+    Args:
+        folder: where the path begins.
+        name: the path.
+        root: the folder that it must not leave, also not by a link; None for `folder`.
+
+    Raises:
+        UnreadableImageError: for a path that leaves it, or is no path.
     """
     try:
         file = (folder / name).resolve()
@@ -203,12 +230,12 @@ def file_within(folder: Path, name: str, root: Path | None = None) -> Path:
 
 
 def image_size(encoded: bytes) -> tuple[int, int]:
-    """Return width and height that `decoded_image` would give, from the header alone.
+    """Return the width and height of the upright picture, from the header alone.
 
     Raises what Pillow raises.
     """
     with open_picture(io.BytesIO(encoded)) as image:
-        # A PNG may have its EXIF data behind the pixels, and Pillow would decode these to look.
+        # A PNG may have its EXIF data after the pixels, and Pillow would decode these to look.
         if image.format == "PNG" and "exif" not in image.info:
             return image.size
         orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
@@ -250,7 +277,7 @@ _HEIF_SIGNATURE = re.compile(rb".{4}ftyp(?:hei[cxms]|hev[cmxs]|mif1|msf1)", re.D
 
 
 def describe_non_picture(start: bytes) -> tuple[str, str] | None:
-    """Say what a file is that stands in the place of a picture or a table.
+    """Recognize a file that is in the place of a picture or a table, such as a saved error page.
 
     `start`: its first bytes. Returns a word, such as `html`, and a description with a remedy; None
     where the content is not recognized.
@@ -270,7 +297,7 @@ def is_picture(encoded: bytes) -> bool:
 
 
 def _register_heif(encoded: bytes) -> None:
-    """Let Pillow read HEIC from here on, if this picture is one.
+    """Let Pillow read HEIC from now on, if this picture is in that format.
 
     Raises `UnreadableImageError` where pillow-heif is missing.
     """
@@ -285,48 +312,59 @@ def _register_heif(encoded: bytes) -> None:
 
 
 def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
-    """Return the picture upright, flattened on white, in mode RGB.
+    """Decode a picture, and return it upright, flattened on white, in mode RGB.
 
-    The header alone decides whether it is decoded at all. `first_frame`: take the first of several
-    frames, which are refused otherwise. Raises `UnreadableImageError` for bytes that are no
-    picture, or one that is truncated, too large to decode, or has several frames.
+    Args:
+        encoded: the bytes of the picture's file.
+        first_frame: whether to take the first of several frames; else several are refused.
+
+    Raises:
+        UnreadableImageError: for bytes that are no picture, or one that is truncated, too large to
+            decode, has several frames, or leaves open which of its values is white.
     """
     with warnings.catch_warnings():
-        # Pillow's own pixel limit is higher, and only a warning; so are broken tags
+        # Pillow's own pixel limit is higher, and only a warning; so are broken tags.
         warnings.simplefilter("ignore")
         try:
-            _register_heif(encoded)
-            with open_picture(io.BytesIO(encoded)) as image:
-                _refuse_large(image)
-                if not first_frame:
-                    _refuse_animated(image)
-                # Only a PNG shows that its end is lost, since each of its chunks has a checksum.
-                if image.format == "PNG":
-                    image.verify()
-            # Pillow cannot go on with a picture that was verified, so it is opened once more.
-            with open_picture(io.BytesIO(encoded)) as image:
-                _load(image)
-                ImageOps.exif_transpose(image, in_place=True)
-                return _flattened(image)
+            return _decode(encoded, first_frame)
         except UnreadableImageError:
             raise
         except UnidentifiedImageError as error:  # its own text has a memory address in it
-            word, why = describe_non_picture(encoded[:512]) or (
-                "undecodable",
-                "not in any known picture format",
-            )
-            raise UnreadableImageError(f"image_{word}", why) from error
+            recognized = describe_non_picture(encoded[:512])
+            word, why = recognized or ("undecodable", "not in any known picture format")
+            raise UnreadableImageError(kind=f"image_{word}", why=why) from error
         except Exception as error:
             unreadable = _unreadable_error(error)
-            if unreadable.kind != "image_too_large" and _HEIF_SIGNATURE.match(encoded):
+            is_heic = _HEIF_SIGNATURE.match(encoded) is not None
+            if is_heic and unreadable.kind != "image_too_large":
                 why = f"a photograph in HEIC that cannot be read ({unreadable}); save it as JPEG"
-                unreadable = UnreadableImageError("image_heic", why)
+                unreadable = UnreadableImageError(kind="image_heic", why=why)
             raise unreadable from error
+
+
+def _decode(encoded: bytes, first_frame: bool) -> Image.Image:
+    """Do the work of `decoded_image`, and raise what Pillow raises.
+
+    The header alone decides whether a picture is decoded at all.
+    """
+    _register_heif(encoded)
+    with open_picture(io.BytesIO(encoded)) as image:
+        _refuse_large(image)
+        if not first_frame:
+            _refuse_animated(image)
+        # Only a PNG shows that its end is lost, since each of its chunks has a checksum.
+        if image.format == "PNG":
+            image.verify()
+    # Pillow cannot go on with a picture that was verified, so it is opened once more.
+    with open_picture(io.BytesIO(encoded)) as image:
+        _load(image)
+        ImageOps.exif_transpose(image, in_place=True)
+        return _flattened(image)
 
 
 def _refuse_animated(image: Image.Image) -> None:
     """Raise `UnreadableImageError` for a picture of several frames."""
-    # A JPEG's second picture, as phones write one, is no motion.
+    # The second picture in a JPEG, which phones write, is no frame of a film.
     frames = 1 if image.format in JPEG_FORMATS else getattr(image, "n_frames", 1)
     if frames > 1:
         raise UnreadableImageError("image_animated", f"it has {frames} frames")
@@ -335,11 +373,9 @@ def _refuse_animated(image: Image.Image) -> None:
 def upright_rgb_copy(image: Image.Image) -> Image.Image:
     """Return a new picture as a person sees this one: upright, flattened on white, in mode RGB.
 
-    Several frames give the present one.
-
-    It is the door for each picture that somebody else's code hands over as an object: a row of
-    Python's, or the answer of a tool. `decoded_image` is the same for encoded ones. The object that
-    was handed over is not changed, and shares no pixel with the new one. Raises
+    Every picture object from code that is not ours passes here, such as one in a user's rows or in
+    the answer of a tool (`decoded_image` is for encoded ones). That object is not changed, and
+    shares no pixel with the new one. Of several frames the present one is taken. Raises
     `UnreadableImageError` as `decoded_image` does.
     """
     with warnings.catch_warnings():
@@ -356,19 +392,24 @@ def upright_rgb_copy(image: Image.Image) -> Image.Image:
 
 
 def _refuse_large(image: Image.Image) -> None:
-    """Refuse a picture by its header, before any memory is taken for its pixels."""
+    """Refuse a picture that is too large, before any memory is taken for its pixels."""
     if image.width * image.height > MAX_DECODED_PIXELS:
         why = f"{image.width} x {image.height} pixels are over the limit of {MAX_DECODED_PIXELS}"
         raise UnreadableImageError("image_too_large", why)
 
 
 def _load(image: Image.Image) -> None:
-    """Decode the pixels, where that is still to be done, and refuse what would be nearly black."""
-    # Whether the file has 16 bits a channel. Pillow forgets it once it has decoded the pixels.
-    has_16_bits = re.search(";16[BLN]", str(getattr(image, "tile", "")))
+    """Decode the pixels of an opened picture, and refuse one that would be nearly black.
+
+    Pillow keeps the upper 8 of 16 bits of a colour. Where a file uses only the lower bits, the
+    picture is lost.
+    """
+    # Pillow's decoder for this file says how many bits a channel has, until it has decoded it.
+    decoder = str(getattr(image, "tile", ""))
+    has_16_bits = re.search(";16[BLN]", decoder) is not None
     image.load()
-    is_deep_grey = image.mode == "I" or image.mode.startswith("I;16")  # keeps all bits
-    if has_16_bits and not is_deep_grey:
+    keeps_all_bits = image.mode == "I" or image.mode.startswith("I;16")  # grey
+    if has_16_bits and not keeps_all_bits:
         _refuse_dark(image)
 
 
@@ -399,11 +440,11 @@ def _refuse_degenerate(image: Image.Image) -> None:
             "image_degenerate", f"all of its {width} x {height} pixels are {colour}"
         )
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
-        wrong = (
+        why = (
             f"{width} x {height}: one side is over {MAX_ASPECT_RATIO} times the other, which the model "
             "refuses"
         )
-        raise UnreadableImageError("image_shape", wrong)
+        raise UnreadableImageError("image_shape", why)
 
 
 def _has_one_colour(image: Image.Image) -> bool:
@@ -416,10 +457,11 @@ def _has_one_colour(image: Image.Image) -> bool:
 
 
 def _scaled_to_8_bits(image: Image.Image) -> Image.Image:
-    """Return a grey picture of more than 8 bits, or of floats, in 8 bits.
+    """Convert a grey picture of more than 8 bits, or of floats, to 8 bits.
 
-    The file does not say what is white: it is the largest number of 8, 10, 12, 14 or 16 bits, or 1
-    for floats, that the picture comes near. Raises `UnreadableImageError` where it comes near none.
+    The file does not say which value is white. It is taken to be the largest number of 8, 10, 12,
+    14 or 16 bits (for floats: also 1) that the picture's brightest value comes near. Raises
+    `UnreadableImageError` where it comes near none.
     """
     values = np.asarray(image)
     has_floats = image.mode == "F"
@@ -427,7 +469,8 @@ def _scaled_to_8_bits(image: Image.Image) -> Image.Image:
     largest = float(values.max())
     whites = (1, 255, 65535) if has_floats else (255, 1023, 4095, 16383, 65535)
     white = next((white for white in whites if largest <= white), 0)
-    if not (smallest >= 0 and white / 4 <= largest <= white):
+    comes_near = white / 4 <= largest <= white
+    if smallest < 0 or not comes_near:
         raise UnreadableImageError(
             "image_range", f"of its values from {smallest:g} to {largest:g} {_NO_WHITE}"
         )
@@ -443,9 +486,9 @@ _NO_WHITE = (
 
 
 def _refuse_dark(image: Image.Image) -> None:
-    """Raise `UnreadableImageError` for colours of 16 bits of which 14 or fewer are used.
+    """Raise `UnreadableImageError` for a picture of 16 bits a colour that uses 14 or fewer of them.
 
-    Pillow keeps the upper 8 bits alone, so the rest is lost and no scale helps.
+    Pillow keeps the upper 8 bits alone, so what such a picture shows is lost.
     """
     colour_bands = [image.getchannel(band) for band in image.getbands() if band != "A"]
     brightest = max(int(np.max(np.asarray(band))) for band in colour_bands)
@@ -456,16 +499,16 @@ def _refuse_dark(image: Image.Image) -> None:
 
 
 def _flattened(image: Image.Image) -> Image.Image:
-    """Return a picture in mode RGB, on white where it is transparent.
+    """Return a picture in mode RGB, with white where it is transparent.
 
-    A transparent diagram is drawn for white paper; Pillow alone would put its lines on black.
+    A transparent diagram is drawn for white paper. Pillow alone would make the paper black.
     """
     # Pillow would clip the values of these modes at 255 instead of scaling them.
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         image = _scaled_to_8_bits(image)
     if not image.has_transparency_data:
         return rgb_image(image)
-    if image.mode == "La":  # premultiplied grey, which Pillow converts to no other mode but this
+    if image.mode == "La":  # premultiplied grey, which Pillow converts to LA alone
         image = image.convert("LA")
     rgba = image if image.mode == "RGBA" else image.convert("RGBA")
     opacity = rgba.getchannel("A")

@@ -43,22 +43,28 @@ class UnreadableImage:
 
 
 def decoded_rows(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Return the transform of a data set that decodes its images, and does nothing else."""
+    """Decode the images of rows, as the transform of a data set.
+
+    `rows`: by column, as `datasets` hands them over. Unreadable images become `UnreadableImage`.
+    """
     if "images" not in rows:
         return rows
-    return {
-        **rows,
-        "images": [[_decoded(stored) for stored in images or []] for images in rows["images"]],
-    }
+    images_of_rows = []
+    for row_images in rows["images"]:
+        images_of_rows.append([_decoded(stored) for stored in row_images or []])
+    return {**rows, "images": images_of_rows}
 
 
 def _decoded(stored: dict[str, Any]) -> Any:
-    """Return the picture of a stored image, or what marks it as unreadable."""
+    """Return the picture of a stored image; an `UnreadableImage` where it cannot be decoded.
+
+    `stored`: its `bytes`, or else a `path`, which may be a web address.
+    """
     try:
         encoded = stored["bytes"]
         if encoded is None and Path(stored["path"] or "").is_file():
             encoded = Path(stored["path"]).read_bytes()
-        if encoded is None:  # an address, which `datasets` fetches
+        if encoded is None:  # a web address, which `datasets` fetches
             return as_kept_image(upright_rgb_copy(Image().decode_example(stored)))
         return as_kept_image(decoded_image(encoded, first_frame=True))
     except UnreadableImageError as error:
@@ -69,29 +75,30 @@ def _decoded(stored: dict[str, Any]) -> Any:
 
 
 def only_decodes(dataset: object) -> bool:
-    """Return whether reading a row gives the same at any time and on any thread.
+    """Return whether reading a row only decodes it, so that it may be read early, on any thread.
 
     A transform of the user's may draw random numbers, and so may a data set of the user's own
     class.
     """
     if not isinstance(dataset, Dataset):
         return False
+    has_transform = dataset.format["type"] == "custom"
     transform = dataset.format["format_kwargs"].get("transform")
-    return dataset.format["type"] != "custom" or transform is decoded_rows
+    return not has_transform or transform is decoded_rows
 
 
 def mark_unreadable(dataset: Dataset) -> Dataset:
-    """Return `dataset` with images decoded on access, `UnreadableImage` where that fails.
+    """Return a data set whose images are decoded on access, to `UnreadableImage` if that fails.
 
-    An error would be raised in the data loader of one rank, without the row's id, while the other
-    ranks wait.
+    `datasets` itself would raise an error in the data loader of one rank, without the row's id,
+    while the other ranks wait.
     """
     feature = dataset.features.get("images")
     if not isinstance(feature, List) or not isinstance(feature.feature, Image):
         return dataset
     assert dataset._indices is None, "the table has to be in the order of the rows"
-    # cast_column would write all images to the disk once more; what is stored is the same with and
-    # without decoding
+    # `cast_column` would write all images to the disk once more. What is stored is the same with and
+    # without decoding, so the table can be used as it is.
     info = DatasetInfo(features=Features({**dataset.features, "images": List(Image(decode=False))}))
     return Dataset(dataset.data, info, dataset.split).with_transform(decoded_rows)
 
@@ -106,13 +113,13 @@ def unreadable_rows(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     return list(reasons.items())
 
 
-# The rows of all data sets and the texts of their problems -> the numbers of those to train on,
-# ascending.
-Fitting = Callable[[Dataset, Sequence[str]], Sequence[int]]
+# Chooses the rows to train on: takes the rows of all data sets and the texts of their problems, and
+# returns the numbers of the chosen ones, ascending.
+RowChooser = Callable[[Dataset, Sequence[str]], Sequence[int]]
 
 
 def load_rows(
-    script: Any, folders: Sequence[str], seed: int, fitting: Fitting | None = None
+    script: Any, folders: Sequence[str], seed: int, choose_rows: RowChooser | None = None
 ) -> Dataset:
     """Return the rows with a conversational `prompt` column; images are decoded on access.
 
@@ -120,14 +127,16 @@ def load_rows(
         script: the script arguments, with the keys of the data.
         folders: the prepared data sets.
         seed: of the mixture.
-        fitting: chooses the rows to train on, before data sets are mixed by their shares.
+        choose_rows: chooses the rows to train on, before data sets are mixed by their shares; None
+            for all rows.
 
-    Raises `UserError`.
+    Raises:
+        UserError: for data that cannot be used.
     """
     split = script.dataset_train_split
     prompt_template = template(script.adora_prompt) if script.adora_prompt else None
     datasets = []
-    prompts = []
+    prompts = []  # texts of all rows
     for folder in folders:
         dataset = load_split(folder, split)
         where = f"dataset: {folder!r} split {split!r}"
@@ -137,7 +146,7 @@ def load_rows(
         datasets.append(dataset)
     _require_different_ids(datasets, folders)
     try:
-        # a column that one lacks is null there
+        # A column that one data set lacks is null there.
         dataset = datasets[0] if len(datasets) == 1 else concatenate_datasets(datasets)
     except (ValueError, TypeError) as error:
         raise UserError(
@@ -147,13 +156,14 @@ def load_rows(
     image_counts = pc.list_value_length(dataset.data.table["images"]).to_pylist()
     messages = conversations(prompts, image_counts, script.adora_system_prompt)
     dataset = mark_unreadable(dataset.add_column("prompt", messages))
-    fitting_rows = range(len(dataset)) if fitting is None else fitting(dataset, prompts)
+    chosen_rows = range(len(dataset)) if choose_rows is None else choose_rows(dataset, prompts)
     if script.adora_mixture is None or len(datasets) == 1:
-        return dataset if len(fitting_rows) == len(dataset) else dataset.select(fitting_rows)
-    # How many of the fitting rows are of each data set.
+        return dataset if len(chosen_rows) == len(dataset) else dataset.select(chosen_rows)
+    # How many of the chosen rows are of each data set: the numbers are ascending, so a data set's
+    # are those below its end.
     ends = accumulate(len(dataset) for dataset in datasets)
-    fitting_ends = [bisect_left(fitting_rows, end) for end in ends]
-    sizes = [end - start for start, end in pairwise([0, *fitting_ends])]
+    chosen_ends = [bisect_left(chosen_rows, end) for end in ends]
+    sizes = [end - start for start, end in pairwise([0, *chosen_ends])]
     if 0 in sizes:
         raise UserError(
             f"adora_mixture: {Path(folders[sizes.index(0)]).name} has a share, but "
@@ -161,29 +171,33 @@ def load_rows(
             "raise the limit"
         )
     order = mixed_rows(sizes, script.adora_mixture, seed)
-    return dataset.select([fitting_rows[number] for number in order])
+    return dataset.select([chosen_rows[number] for number in order])
 
 
 def problem_texts(dataset: Dataset, prompt_template: Template | None, where: str) -> list[str]:
     """Return the text of each row's message: its problem, or the template filled with its columns.
 
-    `where` names the data set in messages. Raises `UserError` for a column that does not exist, and
-    for a row whose text has a token of the model, or `<image>` another number of times than the row
-    has images.
+    Args:
+        dataset: the rows.
+        prompt_template: the user's template (`adora_prompt`); None for the problem alone.
+        where: names the data set in errors.
+
+    Raises:
+        UserError: for a column that does not exist, and for a row whose text has a token of the
+            model, or `<image>` another number of times than the row has images.
     """
     if prompt_template is None:
         return list(dataset["problem"])
     prompt_template.check_columns(dataset.column_names, where)
-    images = pc.list_value_length(dataset.data.table["images"]).to_pylist()
-    columns = [
-        name
-        for name in dict.fromkeys(("id", *prompt_template.columns))
-        if name in dataset.column_names
-    ]
+    table = dataset.data.table
+    image_counts = pc.list_value_length(table["images"]).to_pylist()
+    # Only the columns of the template are read, and not the images.
+    names = dict.fromkeys(("id", *prompt_template.columns))
+    columns = [name for name in names if name in dataset.column_names]
     texts = []
-    for row, count in zip(dataset.data.table.select(columns).to_pylist(), images, strict=True):
+    for row, image_count in zip(table.select(columns).to_pylist(), image_counts, strict=True):
         text = prompt_template(row)
-        fault = problem_with_prompt(text, count)
+        fault = problem_with_prompt(text, image_count)
         if fault:
             raise UserError(f"adora_prompt: row {row['id']} of {where}: {fault}")
         texts.append(text)
@@ -197,18 +211,24 @@ def as_asked(script: Any, table: pa.Table) -> Any:
     run with such a template and one without any can resume each other.
     """
     arguments = copy(script)
-    if script.adora_prompt and template(script.adora_prompt).asks_the_problem_alone(
-        with_choices=has_choices(table)
-    ):
-        arguments.adora_prompt = None
+    if script.adora_prompt:
+        prompt_template = template(script.adora_prompt)
+        if prompt_template.asks_the_problem_alone(with_choices=has_choices(table)):
+            arguments.adora_prompt = None
     return arguments
 
 
 def mixed_rows(sizes: Sequence[int], shares: Sequence[float], seed: int) -> list[int]:
-    """Return row numbers of concatenated data sets, drawn by `shares` until each row has come once.
+    """Draw row numbers of concatenated data sets by shares, until each row has come once.
 
-    `sizes`: rows of each data set. Rows of a data set that is too small for its share are repeated.
+    Rows of a data set that is too small for its share are repeated.
+
+    Args:
+        sizes: rows of each data set.
+        shares: of each data set in the mixture; they need not add up to 1.
+        seed: of the draws.
     """
+    # A data set of row numbers for each, so that `datasets` draws without reading rows.
     numbers = []
     for start, end in pairwise([0, *accumulate(sizes)]):
         numbers.append(Dataset.from_dict({"row": list(range(start, end))}))

@@ -17,18 +17,26 @@ from adora_vl.utils.files import (
     written_to,
 )
 
-_DECIDES_NO_ROW = "allow_quarantined"  # people are told to raise it, and the rows stay the same
+# The argument that changes no row. People are told to raise it, so it may differ in a second try.
+_DECIDES_NO_ROW = "allow_quarantined"
 
 
 @contextmanager
 def complete_or_absent(
     output: Path, description: Mapping[str, Any] | None = None, *, overwrite: bool = True
 ) -> Iterator[Path]:
-    """Yield a hidden folder beside `output` that takes its place when the block ends.
+    """Yield a hidden folder to write a data set into, which becomes `output` when the block ends.
 
-    On any exception it is removed and `output` stays as it was. Raises `UserError` where that holds
-    what we did not prepare, without `overwrite` also another dataset than that of `description`,
-    and where the disk is full.
+    On any exception it is removed, and `output` stays as it was.
+
+    Args:
+        output: the folder of the data set.
+        description: what identifies the data set, as in its manifest; only without `overwrite`.
+        overwrite: whether another prepared data set in `output` may be replaced.
+
+    Raises:
+        UserError: where `output` holds something that may not be replaced, and where it cannot be
+            written, as on a full disk.
     """
     output = output.resolve()
     with written_to("output", output):
@@ -40,22 +48,27 @@ def complete_or_absent(
             _refuse(output, description, overwrite)  # again, since preparing takes long
     except OSError as error:
         path = Path(error.filename or output)
-        partial_folders = [
-            folder
-            for folder in (path, *path.parents)
-            if folder.parent == output.parent and is_partial(folder)
-        ]
-        # in the hidden folder beside it
-        hidden = any(folder.name.startswith(f".{output.name}.") for folder in partial_folders)
-        if error.errno is None or not (hidden or path in (output, *output.parents)):
-            raise  # something else than what is written here
+        is_about_output = path in (output, *output.parents) or _is_in_hidden_folder(path, output)
+        is_of_the_disk = error.errno is not None
+        if not is_of_the_disk or not is_about_output:
+            raise  # an error of the block, about another file
         raise unwritable("output", output, error) from error
+
+
+def _is_in_hidden_folder(path: Path, output: Path) -> bool:
+    """Return whether `path` is in the hidden folder beside `output` that is being written."""
+    for folder in (path, *path.parents):
+        is_hidden_name = folder.name.startswith(f".{output.name}.")
+        if folder.parent == output.parent and is_partial(folder) and is_hidden_name:
+            return True
+    return False
 
 
 def _refuse(output: Path, description: Mapping[str, Any] | None, overwrite: bool) -> None:
     """Raise `UserError` where `output` holds something that may not be replaced.
 
-    That is anything but a prepared data set, and without `overwrite` one of another `description`.
+    That is anything but a prepared data set. Without `overwrite` it is also a data set of another
+    `description`.
     """
     refuse_foreign(output)
     manifest = read_manifest(output)
@@ -63,11 +76,12 @@ def _refuse(output: Path, description: Mapping[str, Any] | None, overwrite: bool
         return
     assert description is not None, "without it no dataset is the same"
     stored = _identity(manifest)
-    # through JSON, as the manifest was: tuples become lists
+    # The manifest was stored as JSON, in which tuples become lists.
     new = _identity(json.loads(json.dumps(description)))
     for key in (*new, *stored):
         if stored.get(key) != new.get(key):
-            difference = f"{key[-1]} {stored.get(key)!r:.60}, this one {new.get(key)!r:.60}"
+            name = key[-1]
+            difference = f"{name} {stored.get(key)!r:.60}, this one {new.get(key)!r:.60}"
             raise UserError(
                 f"output: {str(output)!r} holds another prepared dataset ({difference}); choose "
                 "another folder, or replace it with --overwrite"
@@ -75,14 +89,18 @@ def _refuse(output: Path, description: Mapping[str, Any] | None, overwrite: bool
 
 
 def _identity(description: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
-    """Return what identifies a dataset: two with equal identities come from the same command."""
-    arguments = {
-        key: value
-        for key, value in (description.get("arguments") or {}).items()
-        if key != _DECIDES_NO_ROW
-    }
-    origin = {(key,): description.get(key) for key in ("source", "input", "revision")}
-    return origin | {("arguments", key): value for key, value in arguments.items()}
+    """Return what identifies a dataset: two with equal identities come from the same command.
+
+    `description`: as in a manifest. The keys of the result are paths in it, such as `("source",)`
+    or `("arguments", "seed")`.
+    """
+    identity: dict[tuple[str, ...], Any] = {}
+    for key in ("source", "input", "revision"):
+        identity[(key,)] = description.get(key)
+    for key, value in (description.get("arguments") or {}).items():
+        if key != _DECIDES_NO_ROW:
+            identity[("arguments", key)] = value
+    return identity
 
 
 def refuse_foreign(output: Path) -> None:
@@ -111,9 +129,13 @@ def refuse_foreign(output: Path) -> None:
 
 
 def remove_report(folder: Path) -> None:
-    """Delete the report of an earlier try, unless somebody has put files of their own into it."""
+    """Delete the report of an earlier try that prepared no rows.
+
+    It stays if somebody has put files of their own into its folder.
+    """
     manifest = read_manifest(folder)
-    if manifest is not None and not manifest["counts"]:
+    is_report = manifest is not None and not manifest["counts"]
+    if is_report:
         with suppress(UserError):
             refuse_foreign(folder)
             shutil.rmtree(folder)

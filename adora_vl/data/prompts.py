@@ -78,40 +78,47 @@ NO_CALLS_LEFT = "No calls are left."
 _ASKS_FOR_A_LETTER = "Answer with the letter of the right choice."
 Message = dict[str, Any]
 DEFAULT_PROMPT = "{problem}\n{multiple_choice}"
-_MADE = "multiple_choice"  # a name that is no column: the choices of the row, and what to answer
+# a name in templates that is no column: the choices of the row, and a request for a letter
+_CHOICE_BLOCK = "multiple_choice"
 _CHOICES = "choices"  # a column that a data set may lack, as one without any choices does
-NAMES_OF_CHOICES = (_MADE, _CHOICES)
+NAMES_OF_CHOICES = (_CHOICE_BLOCK, _CHOICES)
 _HIDDEN = ("answer", "answer_raw", "meta")  # the reference answer, and what gives it away
 
 
 @dataclass(frozen=True)
 class Template:
-    """A template, read and checked.
-
-    `lines`: each line as pieces of (text, name of a column or None).
-    """
+    """A user's template for the text of a prompt, read and checked (`adora_prompt`)."""
 
     source: str
+    # Each line as pieces, which are a text or the name of a column: ("text", None) or ("", "name").
     lines: tuple[tuple[tuple[str, str | None], ...], ...]
 
     @property
     def names(self) -> list[str]:
-        """The names that it has in braces, each once."""
-        return list(
-            dict.fromkeys(name for line in self.lines for _, name in line if name is not None)
-        )
+        """The names that the template has in braces, each once."""
+        names: dict[str, None] = {}  # as an ordered set
+        for line in self.lines:
+            for _, name in line:
+                if name is not None:
+                    names[name] = None
+        return list(names)
 
     @property
     def columns(self) -> list[str]:
-        """The columns that it reads, each once."""
-        return list(dict.fromkeys(_CHOICES if name == _MADE else name for name in self.names))
+        """The columns of a row that the template reads, each once."""
+        columns = [_CHOICES if name == _CHOICE_BLOCK else name for name in self.names]
+        return list(dict.fromkeys(columns))
 
     def check_columns(self, columns: Iterable[str], where: str) -> None:
-        """Raise `UserError` for a column that the data set `where` lacks."""
+        """Raise `UserError` for a column of the template that a data set lacks.
+
+        `columns`: those of the data set. `where`: names the data set in the error.
+        """
         usable_columns = [name for name in columns if name not in (*_HIDDEN, "images", "prompt")]
         for name in self.columns:
+            # A data set without any choices may lack their column.
             if name not in usable_columns and name != _CHOICES:
-                close = did_you_mean(name, [*usable_columns, _MADE])
+                close = did_you_mean(name, [*usable_columns, _CHOICE_BLOCK])
                 raise UserError(
                     f"adora_prompt: {name!r} is no column of {where}{close}; it has "
                     f"{', '.join(usable_columns)}"
@@ -122,17 +129,22 @@ class Template:
 
         `with_choices`: whether some row has choices.
         """
-        values = dict.fromkeys(self.columns, "another column")
-        return self({**values, "problem": "?", _CHOICES: ["!"] if with_choices else None}) == "?"
+        # Fill the template with a row whose columns all differ from its problem.
+        row: dict[str, Any] = dict.fromkeys(self.columns, "another column")
+        problem = "?"
+        row["problem"] = problem
+        row[_CHOICES] = ["!"] if with_choices else None
+        return self(row) == problem
 
     def __call__(self, row: Mapping[str, Any]) -> str:
         """Return the text for a row, without the lines whose columns are all null or empty lists."""
         choices = row.get(_CHOICES)
-        values = {**row, _CHOICES: choices, _MADE: multiple_choice(choices)}
+        values = {**row, _CHOICES: choices, _CHOICE_BLOCK: multiple_choice(choices)}
         lines = []
         for line in self.lines:
             line_values = [values[name] for _, name in line if name is not None]
-            if line_values and all(value in (None, [], ()) for value in line_values):
+            has_only_empty = all(value in (None, [], ()) for value in line_values)
+            if line_values and has_only_empty:
                 continue
             text = ""
             for piece, name in line:
@@ -144,9 +156,9 @@ class Template:
 
 
 def template(source: str) -> Template:
-    """Read a template.
+    """Read a user's template for prompts: text with `{column}`, where `{{` and `}}` are braces.
 
-    Raises `UserError` for anything but text and `{column}`; `{{` and `}}` are braces.
+    Raises `UserError` for anything else.
     """
     if not isinstance(source, str) or not source.strip():
         raise UserError(
@@ -156,27 +168,32 @@ def template(source: str) -> Template:
     try:
         pieces = list(string.Formatter().parse(source))
     except ValueError as error:
-        raise _wrong(source, f"cannot be read ({error})") from None
-    # Each line has (text, None) and ("", column) in turn.
+        raise _template_error(source, f"cannot be read ({error})") from None
+    # The pieces of each line, as in `Template.lines`.
     lines: list[list[tuple[str, str | None]]] = [[]]
-    for text, name, form, conversion in pieces:
+    # Each piece of Python's formatter is a text and the field after it.
+    for text, name, format_spec, conversion in pieces:
         for number, line_text in enumerate(text.split("\n")):
             if number > 0:
                 lines.append([])
             lines[-1].append((line_text, None))
-        if name is None:
+        if name is None:  # the last text has no field after it
             continue
-        if not name.isidentifier() or form or conversion:
-            field = name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
-            raise _wrong(
+        if not name.isidentifier() or format_spec or conversion:
+            field = name
+            if conversion:
+                field += f"!{conversion}"
+            if format_spec:
+                field += f":{format_spec}"
+            raise _template_error(
                 source, f"has {field!r:.60} in braces, which is not the plain name of a column"
             )
         if name in _HIDDEN:
-            raise _wrong(source, f"has {{{name}}}, which would tell the model the answer")
+            raise _template_error(source, f"has {{{name}}}, which would tell the model the answer")
         lines[-1].append(("", name))
     parsed = Template(source, tuple(map(tuple, lines)))
     if not parsed.names:
-        raise _wrong(source, "names no column, so every prompt would be the same")
+        raise _template_error(source, "names no column, so every prompt would be the same")
     return parsed
 
 
@@ -189,8 +206,8 @@ def _value_text(value: object) -> str:
     return str(value)
 
 
-def _wrong(source: str, why: str) -> UserError:
-    """Return the error of a template."""
+def _template_error(source: str, why: str) -> UserError:
+    """Return the error for a template that cannot be used; `why`: words that follow its text."""
     return UserError(
         f"adora_prompt: {shown(source)} {why}; write {{column}} for a value, and {{{{ or }}}} for "
         "a brace"
@@ -202,12 +219,13 @@ def lettered(values: Sequence[Any]) -> list[str]:
 
     Values after the 26th get numbers, from 27 on.
     """
-    values = without_letters(values)
-    letters = [
-        *ascii_uppercase,
-        *(str(number) for number in range(len(ascii_uppercase) + 1, len(values) + 1)),
-    ]
-    return [f"({letter}) {value}" for letter, value in zip(letters, values, strict=False)]
+    lettered_values = []
+    for number, value in enumerate(without_letters(values)):
+        label = str(number + 1)
+        if number < len(ascii_uppercase):
+            label = ascii_uppercase[number]
+        lettered_values.append(f"({label}) {value}")
+    return lettered_values
 
 
 _OWN_LETTER = re.compile(r"\s*(?:\(([A-Z])\)|([A-Z])\s*[.):、：])\s*(?=\S)")
@@ -220,22 +238,26 @@ def without_letters(values: Sequence[Any]) -> Sequence[Any]:
     """
     if len(values) < 2 or not _OWN_LETTER.match(str(values[0])):
         return values
-    matches = [_OWN_LETTER.match(str(value)) for value in values]
-    if [match and (match[1] or match[2]) for match in matches] != list(
-        ascii_uppercase[: len(values)]
-    ):
-        return values
-    return [
-        str(value)[match.end() :] for value, match in zip(values, matches, strict=True) if match
-    ]
+    texts = []
+    for number, value in enumerate(values):
+        match = _OWN_LETTER.match(str(value))
+        if match is None or number >= len(ascii_uppercase):
+            return values
+        letter = match[1] or match[2]  # `(A)`, or `A.` and the like
+        if letter != ascii_uppercase[number]:
+            return values
+        texts.append(str(value)[match.end() :])
+    return texts
 
 
 def multiple_choice(choices: Sequence[str] | None) -> str | None:
-    """Return what stands below a problem with choices: a line for each, and what to answer.
+    """Return the lines below a problem with choices: one for each, and a request for a letter.
 
     None without any choice.
     """
-    return "\n".join(["Choices:", *lettered(choices), _ASKS_FOR_A_LETTER]) if choices else None
+    if not choices:
+        return None
+    return "\n".join(["Choices:", *lettered(choices), _ASKS_FOR_A_LETTER])
 
 
 def asks_for_answer_tags(*prompts: str | None) -> bool:
@@ -247,10 +269,10 @@ def asks_for_answer_tags(*prompts: str | None) -> bool:
 
 
 def control_tokens(processor: object) -> tuple[str, ...]:
-    """Return the texts that a processor or tokenizer reads as tokens of its own.
+    """Return the texts that a tokenizer reads as control tokens, and not as text.
 
-    They are `CONTROL_TOKENS` and the special tokens of its vocabulary. `processor`: None where it
-    is not known.
+    They are `CONTROL_TOKENS` and the special tokens of its vocabulary. `processor`: a processor or
+    tokenizer; None where it is not known.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
@@ -279,10 +301,14 @@ def problem_with_messages(prompt: object, tokens: Sequence[str] = CONTROL_TOKENS
 
     A finished prompt contains what templates, tools and environments have put into it.
 
-    `prompt`: messages, or a text of TRL's, which its user has written with the marks of turns
-    already, so only those of pictures are refused in it.
+    Args:
+        prompt: messages, or a text, which TRL takes too.
+        tokens: the control tokens, which messages must not have in their texts. A text may have the
+            tokens that mark turns, since its user has applied the chat template already. It must
+            not have those of pictures.
     """
-    token = control_token_in(prompt, PICTURE_TOKENS if isinstance(prompt, str) else tokens)
+    refused_tokens = PICTURE_TOKENS if isinstance(prompt, str) else tokens
+    token = control_token_in(prompt, refused_tokens)
     if token is not None:
         return f"its prompt has the model's own token {token}; remove it from the text"
     if not isinstance(prompt, list):
@@ -341,10 +367,15 @@ def conversation_with_images(
 def conversations(
     problems: list[str], n_images: list[int], system_prompt: str | None
 ) -> list[list[Message]]:
-    """Return the conversations of a whole data set, all in one form.
+    """Return the messages of each row of a data set, as a column of a table.
 
-    A column of a table has one type, so all contents are plain texts, or all are lists of parts if
-    any problem has an image inside its text.
+    A column has one type. So all contents are plain texts; if any problem has an image inside its
+    text, all are lists of parts.
+
+    Args:
+        problems: the text of each row.
+        n_images: how many images each row has.
+        system_prompt: of every conversation; None for none.
     """
     if not any(PLACEHOLDER in problem for problem in problems):
         return [conversation(problem, system_prompt) for problem in problems]
@@ -358,22 +389,22 @@ def conversations(
 
 
 def as_text(messages: Sequence[Message]) -> str:
-    """Return a conversation for a person.
-
-    Each role stands above its text, `<image>` where an image is.
-    """
+    """Return messages as a text for a person, with `[role]` above each and `<image>` for images."""
     lines = []
     for message in messages:
-        parts = message.get("content") or ""
-        text = parts
-        if not isinstance(parts, str):
-            text = "".join(part.get("text", PLACEHOLDER) for part in parts)
+        content = message.get("content") or ""
+        text = content
+        if not isinstance(content, str):
+            text = "".join(part.get("text", PLACEHOLDER) for part in content)
         lines += [f"[{message['role']}]", text]
     return "\n".join(lines)
 
 
 def _parts(problem: str, n_images: int) -> list[Message]:
-    """Return a problem as parts of a message: images in their places, or before the text."""
+    """Return a problem as parts of a message, with an image part at each `<image>`.
+
+    The images come before the text where it has no `<image>`.
+    """
     if PLACEHOLDER not in problem:
         images: list[Message] = [{"type": "image"} for _ in range(n_images)]
         return [*images, {"type": "text", "text": problem}]
@@ -388,7 +419,9 @@ def _parts(problem: str, n_images: int) -> list[Message]:
 
 
 def shown_lines(prompt: str) -> list[str]:
-    """Return the lines of a prompt for a terminal."""
-    hidden = len(prompt) - _SHOWN_PROMPT
+    """Return the lines of a prompt for a terminal; the end of a very long one is left out."""
     lines = [printable(line) for line in prompt[:_SHOWN_PROMPT].split("\n")]
-    return [*lines, f"... {hidden} more characters"] if hidden > 0 else lines
+    hidden_characters = len(prompt) - _SHOWN_PROMPT
+    if hidden_characters > 0:
+        lines.append(f"... {hidden_characters} more characters")
+    return lines

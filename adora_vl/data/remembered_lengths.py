@@ -27,8 +27,8 @@ class RememberedLengths:
             texts: of all rows, in their order.
         """
         self._rows = len(texts)
-        # An empty one: the counter could not say what decides its counts.
-        self._is_known = all(identities)
+        # An empty identity: the counter could not say what decides its counts.
+        self._can_remember = all(identities)
         digest = xxhash.xxh3_128(repr((_FORMAT, *identities, self._rows)).encode())
         for text in texts:
             digest.update(text.encode())
@@ -37,9 +37,9 @@ class RememberedLengths:
 
     def read(self) -> tuple[list[int], list[int]] | None:
         """Return the tokens of each prompt and those of its images; None if they are not known."""
-        if not self._is_known:
+        if not self._can_remember:
             return None
-        # A file may be torn, or from somewhere else.
+        # A file may be cut off, or from somewhere else.
         with suppress(OSError, ValueError, EOFError):
             lengths_2N = np.load(self._file, allow_pickle=False)
             if lengths_2N.shape == (2, self._rows) and lengths_2N.dtype == np.int32:
@@ -48,8 +48,11 @@ class RememberedLengths:
         return None
 
     def write(self, prompt: Sequence[int], image: Sequence[int]) -> None:
-        """Remember the lengths. Without a place on the disk the next start counts again."""
-        if not self._is_known:
+        """Write the tokens of each prompt, and those of its images, for the next start.
+
+        If the disk has no room for them, the next start counts again.
+        """
+        if not self._can_remember:
             return
         content = io.BytesIO()
         np.save(content, np.array([prompt, image], dtype=np.int32))

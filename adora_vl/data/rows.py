@@ -18,11 +18,11 @@ Row = Mapping[str, Any]
 
 
 def problem_with_row(row: Row) -> str | None:
-    """Return what makes `row` unusable, or None for a sound row.
+    """Return what makes a row unusable, in one line without the row's id; None for a sound row.
 
-    The result is one line, `column: value; remedy`, without the row's id. The columns `id`,
-    `problem`, `answer`, `images` and `choices` of the schema are looked at. Images are counted and
-    not decoded: each may be bytes, a Pillow image, or anything else that is not null.
+    The line is `column: value; remedy`. The columns `id`, `problem`, `answer`, `images` and
+    `choices` are checked. Images are counted and not decoded, so each may be bytes, a Pillow image,
+    or anything else that is not null.
     """
     for column in _TEXTS:
         text = row.get(column)
@@ -35,18 +35,17 @@ def problem_with_row(row: Row) -> str | None:
             "without any"
         )
     for number, image in enumerate(images):
-        if any(
-            image is empty or (isinstance(image, dict) and image == empty)
-            for empty in _EMPTY_IMAGES
-        ):
+        # Only a dict is compared, since comparing other objects may be slow, or an error.
+        is_empty_struct = isinstance(image, dict) and image in _EMPTY_IMAGES
+        if image is None or is_empty_struct:
             return (
                 f"images: image {number} of {len(images)} is null; put the picture in, or remove "
                 "the row"
             )
     choices = row.get("choices")
-    if choices is not None and not (
-        isinstance(choices, list | tuple) and all(isinstance(c, str) for c in choices)
-    ):
+    is_list = isinstance(choices, list | tuple)
+    is_sound = choices is None or (is_list and all(isinstance(c, str) for c in choices))
+    if not is_sound:
         return (
             f"choices: {shown(choices)} is not a list of texts; make it one, or null for an open "
             "question"
@@ -62,10 +61,10 @@ def problem_with_row(row: Row) -> str | None:
 
 
 def _fault_in(text: str, images: int | None = None) -> str | None:
-    """Return what makes a text of a prompt unusable, worded to follow its name; None if nothing.
+    """Return what makes a text of a prompt unusable, as words after its name; None if nothing does.
 
-    `images`: the number of images of the row, which placeholders have to match where the text has
-    any; None where placeholders are not checked.
+    `images`: the number of images of the row. If the text has placeholders for images, they have to
+    be as many. None where placeholders are not checked.
     """
     token = control_token_in(text)
     if token is not None:
@@ -78,40 +77,40 @@ def _fault_in(text: str, images: int | None = None) -> str | None:
 
 
 def problem_with_prompt(text: str, images: int) -> str | None:
-    """Return what makes the text that a template made of a row unusable, in one line, else None."""
+    """Return what makes the text that a template makes of a row unusable, in one line, else None.
+
+    `images`: the number of images of the row.
+    """
     if fault := _fault_in(text, images):
         return f"its text {fault}"
     return None if text.strip() else "its text is empty; name a column that has a value"
 
 
 def require_sound_rows(rows: Iterable[Row], where: str) -> None:
-    """Raise `UserError` for the first row of `rows` that cannot be used, by its id.
+    """Raise `UserError` for rows that cannot be used; it names the first one and counts the others.
 
-    `where` begins the message.
+    `where`: names the data set, at the beginning of the message.
     """
-    first = ""
+    first_fault = ""
     later_faults = 0
     for number, row in enumerate(rows):
-        problem = problem_with_row(row)
-        if problem and first:
+        fault = problem_with_row(row)
+        if fault and first_fault:
             later_faults += 1
-        elif problem:
-            name = row.get("id")
-            first = (
-                f"row {name if isinstance(name, str) and name.strip() else f'number {number}'}: "
-                f"{problem}"
-            )
-    if first:
-        raise UserError(
-            f"{where}: {first}{f' (and {later_faults} more such rows)' if later_faults else ''}"
-        )
+        elif fault:
+            row_id = row.get("id")
+            has_id = isinstance(row_id, str) and row_id.strip()
+            first_fault = f"row {row_id if has_id else f'number {number}'}: {fault}"
+    if first_fault:
+        count_note = f" (and {later_faults} more such rows)" if later_faults else ""
+        raise UserError(f"{where}: {first_fault}{count_note}")
 
 
 def rows_without_pixels(table: pa.Table) -> Iterator[Row]:
-    """Yield the rows of a table of the schema, for `problem_with_row`, without copying image bytes.
+    """Yield the rows of a table for `problem_with_row`, without copying the bytes of images.
 
-    An image is True, or None where it has neither bytes nor a path. Thousands of rows take a
-    fraction of a second.
+    In place of an image a row has True, or None for an image with neither bytes nor a path.
+    Thousands of rows take a fraction of a second. `table`: of our schema.
     """
     names = [name for name in (*_TEXTS, "choices") if name in table.column_names]
     columns = {name: table[name].to_pylist() for name in names}
@@ -125,28 +124,37 @@ def rows_without_pixels(table: pa.Table) -> Iterator[Row]:
 
 def images_of(row: Mapping[str, Any]) -> list[Any]:
     """Return the images of a row, from either of TRL's columns, `images` or `image`."""
+    if row.get("images"):
+        return list(row["images"])
     image = row.get("image")
-    return list(row.get("images") or ([] if image is None else [image]))
+    return [] if image is None else [image]
 
 
 def has_images(table: pa.Table) -> bool:
-    """Return whether any row of a table of the schema has an image."""
+    """Return whether any row of a table has an image in its column `images`."""
+    # None for a table without rows.
     return bool(pc.sum(pc.list_value_length(table["images"])).as_py())
 
 
 def has_choices(table: pa.Table) -> bool:
-    """Return whether any row of a table of the schema has choices.
+    """Return whether any row of a table has choices in its column `choices`.
 
-    An empty list counts as no choices, and so does a column that holds anything but lists.
+    An empty list counts as no choices, and so does a column of anything but lists.
     """
-    kind = table.schema.field("choices").type if "choices" in table.column_names else None
-    if kind is None or not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+    if "choices" not in table.column_names:
+        return False
+    column_type = table.schema.field("choices").type
+    is_list = pa.types.is_list(column_type) or pa.types.is_large_list(column_type)
+    if not is_list:
         return False
     return bool(pc.sum(pc.list_value_length(table["choices"])).as_py())
 
 
 def _image_marks(chunk: pa.ListArray) -> Iterator[list[bool | None] | None]:
-    """Yield for each row of a chunk of image lists one mark per image, or None for a null list."""
+    """Yield for each row a list with True for each image that is there, and None for each other.
+
+    A row whose list is null gives None. `chunk`: a part of the column `images`.
+    """
     lengths = pc.list_value_length(chunk).to_pylist()
     values = chunk.flatten()
     is_present = values.is_valid()

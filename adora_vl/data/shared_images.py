@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 class KeptImage(Image.Image):
-    """A decoded image that nothing here draws on, so that its digest need be computed only once."""
+    """A decoded image that nobody draws on, so that its digest has to be computed only once."""
 
     @cached_property
     def digest(self) -> str:
-        """The `content_digest`, computed once for the trainer's and the engine's processors."""
+        """The `content_digest`, by which the trainer's and the engine's image caches find it."""
         return content_digest(self)
 
 
@@ -40,14 +40,14 @@ def as_kept_image(image: "ImageInput") -> Any:
 
 
 class _LentImage(Image.Image):
-    """A picture that shares the pixels of another one until they are first asked for.
+    """A picture that shares the pixels of another one until somebody accesses them.
 
     Then it copies them and becomes a plain `Image.Image`.
     """
 
     @property
     def im(self) -> Any:
-        """Pillow's pixels, through which every method of it reads and writes."""
+        """The pixels, through which every method of Pillow reads and writes; copied here."""
         shared_pixels = super().im
         _make_plain(self)
         self.im = shared_pixels.copy()
@@ -59,8 +59,8 @@ class _LentImage(Image.Image):
         self.im = pixels
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Return what pickle and `copy` make the picture from again."""
-        self.load()  # then it is a plain picture, as which it is pickled and copied
+        """Pickle and copy the picture as a plain one."""
+        self.load()  # accesses the pixels, so that this is a plain picture from here on
         return self.__reduce_ex__(protocol)
 
 
@@ -70,10 +70,10 @@ def _make_plain(image: Image.Image) -> None:
 
 
 def lend_copy(image: Image.Image) -> Image.Image:
-    """Return a copy of a picture for code of somebody else's, which may draw on it.
+    """Return a copy of a picture for a user's code, such as a reward function, which may draw on it.
 
-    The pixels are copied at their first use, since most functions that are handed pictures never
-    look at them, and the rollouts of a group are handed the same one many times.
+    The pixels are copied at their first use. Most such functions never look at pictures, and they
+    get the same one with every rollout of a group.
     """
     image.load()  # Pillow decodes a file only when its pixels are asked for
     image_copy = image._new(image.im)

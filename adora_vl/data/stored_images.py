@@ -44,12 +44,11 @@ _SEGMENT_MARKER = re.compile(rb"\xff+([^\x00\xd0-\xd7\xff])", re.DOTALL)
 
 
 def stored_bytes(encoded: bytes, image: Image.Image) -> bytes:
-    """Return the bytes to store for `image`, which `clean_image` made of `encoded`.
+    """Return the bytes to store for `image`, which `clean_image` made of the file `encoded`.
 
     A PNG or JPEG with the same pixels is stored as the file itself, without a camera's data, texts
-    and profiles: encoding it takes as long as all other work on a row, and a photograph as PNG is
-    many times larger. Anything else becomes a new PNG. A JPEG that lies on its side keeps its
-    orientation tag.
+    and profiles. To encode it again would take as long as all other work on a row, and a photograph
+    as PNG is many times larger. Anything else becomes a new PNG.
     """
     with open_picture(io.BytesIO(encoded)) as original:
         stripped = None
@@ -66,16 +65,18 @@ def stored_bytes(encoded: bytes, image: Image.Image) -> bytes:
 def _png_without_metadata(
     encoded: bytes, original: Image.Image, image: Image.Image
 ) -> bytes | None:
-    """Return the file of a PNG without what its pixels do not need.
+    """Return the file of a PNG without its metadata; None where `image` has other pixels.
 
-    `original`: the file as Pillow opened it. None where `image`, which was cleaned, has other
-    pixels than the file.
+    Args:
+        encoded: the file.
+        original: the file as Pillow opened it.
+        image: the picture after `clean_image`, which may have resized, flattened or turned it.
     """
     if original.size != image.size:
         return None
     chunks = list(_png_chunks(encoded))
     chunk_names = {chunk.name for chunk in chunks}
-    if b"tRNS" in chunk_names or b"eXIf" in chunk_names:  # transparent, or turned
+    if b"tRNS" in chunk_names or b"eXIf" in chunk_names:  # it was flattened, or may be turned
         return None
     signature = encoded[:_PNG_SIGNATURE_BYTES]
     pixel_chunks = [chunk.encoded for chunk in chunks if chunk.name in _PIXEL_CHUNKS]
@@ -85,10 +86,14 @@ def _png_without_metadata(
 def _jpeg_without_metadata(
     encoded: bytes, original: Image.Image, image: Image.Image
 ) -> bytes | None:
-    """Return the file of a JPEG without what its pixels do not need.
+    """Return the file of a JPEG without its metadata; None where `image` has another size.
 
-    The tag that says how it is turned stays. `original`: the file as Pillow opened it. None where
-    `image`, which was cleaned, has another size than the file.
+    The tag that says how the picture is turned is kept, because its pixels are not turned.
+
+    Args:
+        encoded: the file.
+        original: the file as Pillow opened it.
+        image: the picture after `clean_image`, upright and perhaps resized.
     """
     orientation = original.getexif().get(ExifTags.Base.Orientation)
     width, height = original.size
@@ -101,7 +106,7 @@ def _jpeg_without_metadata(
         tags[ExifTags.Base.Orientation] = orientation
         exif = tags.tobytes()
         length = (len(exif) + 2).to_bytes(2, "big")  # the length counts its own two bytes
-        orientation_segment = b"\xff\xe1" + length + exif
+        orientation_segment = b"\xff\xe1" + length + exif  # the marker of EXIF data
     pixel_segments = b"".join(_pixel_segments(encoded))
     return _JPEG_START + orientation_segment + pixel_segments + _JPEG_END
 
@@ -113,6 +118,7 @@ def _pixel_segments(encoded: bytes) -> Iterator[bytes]:
         match = _SEGMENT_MARKER.search(encoded, position)
         if match is None or match[1] == _JPEG_END[1:]:
             return
+        # A segment is its marker, its length, and its content. The length counts itself.
         length_start = match.end()
         length = int.from_bytes(encoded[length_start : length_start + 2], "big")
         end = length_start + length
@@ -134,10 +140,11 @@ class _PngChunk(NamedTuple):
 
 
 def _png_chunks(encoded: bytes) -> Iterator[_PngChunk]:
-    """Yield the chunks of a PNG up to the last one; what stands behind it is left out."""
+    """Yield the chunks of a PNG up to IEND, the last one; bytes after it are left out."""
     start = _PNG_SIGNATURE_BYTES
     name = b""
     while start < len(encoded) and name != b"IEND":
+        # A chunk is the length of its data, its name, the data and a checksum.
         name = encoded[start + 4 : start + 8]
         data_length = int.from_bytes(encoded[start : start + 4], "big")
         end = start + data_length + 12  # length, name and checksum have four bytes each

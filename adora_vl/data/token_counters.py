@@ -25,20 +25,21 @@ TemplateOptions = dict[str, Any] | None  # TRL's `chat_template_kwargs`
 
 @dataclass(frozen=True)
 class TokenCounter:
-    """Counts the tokens of a batch of prompts.
+    """Counts the tokens of a batch of prompts."""
 
-    `count` takes texts (problems, or prompts that Python gave) and the number of images of each. It
-    returns the tokens of each prompt, where an image counts as one token. `identity` returns another
-    text wherever the counts could differ, and an empty one where they are not to be remembered. It
-    reads the whole tokenizer, so it is called for large data sets alone.
-    """
-
+    # Takes texts (problems, or prompts that come from Python) and the number of images of each, and
+    # returns the tokens of each prompt. An image counts as one token.
     count: Callable[[Sequence[Any], Sequence[int]], list[int]]
+    # Returns a text that differs wherever the counts could differ; an empty one where counts are
+    # not remembered. It reads the whole tokenizer, so it is called for large data sets alone.
     identity: Callable[[], str] = str
 
 
 def _chat_text(processor: ProcessorMixin, messages: Any, options: TemplateOptions) -> str:
-    """Return a conversation as the text that the model continues."""
+    """Apply the chat template to messages, and return the text that the model continues.
+
+    `options`: further arguments of the template.
+    """
     text: str = processor.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=False, **(options or {})
     )
@@ -46,7 +47,7 @@ def _chat_text(processor: ProcessorMixin, messages: Any, options: TemplateOption
 
 
 def _token_counts(processor: ProcessorMixin, texts: list[str], *, special: bool) -> list[int]:
-    """Return the number of tokens of each text. `special`: with those that a tokenizer adds."""
+    """Return the number of tokens of each text; `special`: with those that the tokenizer adds."""
     tokenizer = getattr(processor, "tokenizer", processor)
     ids = tokenizer(texts, add_special_tokens=special)["input_ids"]
     return [len(tokens) for tokens in ids]
@@ -55,15 +56,22 @@ def _token_counts(processor: ProcessorMixin, texts: list[str], *, special: bool)
 def tokenizer_counter(
     processor: ProcessorMixin, system_prompt: str | None, options: TemplateOptions = None
 ) -> TokenCounter:
-    """Return a counter that uses the trainer's template and tokenizer."""
-    with_parts = hasattr(processor, "tokenizer")  # a tokenizer's own template takes none
+    """Return a counter that uses the trainer's template and tokenizer.
+
+    Args:
+        processor: that of the model, or a tokenizer.
+        system_prompt: of every conversation; None for none.
+        options: further arguments of the chat template.
+    """
+    # A processor's template takes messages with a part for each image, a tokenizer's only text.
+    takes_image_parts = hasattr(processor, "tokenizer")
 
     def count(problems: Sequence[Any], images: Sequence[int]) -> list[int]:
         """Return the tokens of each problem in the chat that a training makes of it."""
         texts = []
         for problem, n_images in zip(problems, images, strict=True):
             messages: Any
-            if with_parts:
+            if takes_image_parts:
                 messages = conversation_with_images(problem, n_images, system_prompt)
             else:
                 messages = conversation(problem, system_prompt)
@@ -76,10 +84,10 @@ def tokenizer_counter(
 def _identity(
     processor: ProcessorMixin, system_prompt: str | None, options: TemplateOptions
 ) -> str:
-    """Return a hash of all that decides how many tokens a prompt has."""
+    """Return a hash of all that decides how many tokens a prompt has; empty if it is not known."""
     tokenizer = getattr(processor, "tokenizer", processor)
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:  # a tokenizer in Python, whose rules are not to be had as a text
+    if backend is None:  # a tokenizer written in Python, whose rules cannot be read as a text
         return ""
     digest = xxhash.xxh3_128(backend.to_str().encode())
     parts = (
@@ -94,7 +102,10 @@ def _identity(
 
 
 def message_counter(processor: ProcessorMixin, options: TemplateOptions = None) -> TokenCounter:
-    """Return a counter of prompts in TRL's form, text or messages, as TRL tokenizes them."""
+    """Return a counter of prompts that TRL takes, texts or messages, tokenized as TRL does.
+
+    `options`: further arguments of the chat template.
+    """
     from trl.data_utils import prepare_multimodal_messages  # importing it takes seconds
 
     tokenizer = getattr(processor, "tokenizer", processor)
@@ -105,8 +116,9 @@ def message_counter(processor: ProcessorMixin, options: TemplateOptions = None) 
             return _token_counts(processor, [prompt], special=True)[0]
         try:
             messages = prompt
-            if tokenizer is not processor:
-                messages = prepare_multimodal_messages(prompt, [None] * n_images)
+            is_multimodal = tokenizer is not processor
+            if is_multimodal:  # the images themselves are not needed
+                messages = prepare_multimodal_messages(prompt, images=[None] * n_images)
             text = _chat_text(processor, messages, options)
             return _token_counts(processor, [text], special=False)[0]
         except Exception as error:  # a template raises what it likes
@@ -115,7 +127,10 @@ def message_counter(processor: ProcessorMixin, options: TemplateOptions = None) 
             ) from error
 
     def count(prompts: Sequence[Any], images: Sequence[int]) -> list[int]:
-        return [tokens_of(*pair) for pair in zip(prompts, images, strict=True)]
+        """Return the tokens of each prompt."""
+        return [
+            tokens_of(prompt, n_images) for prompt, n_images in zip(prompts, images, strict=True)
+        ]
 
     return TokenCounter(count)
 
@@ -129,7 +144,8 @@ def character_counter(system_prompt: str | None) -> TokenCounter:
         counts = []
         for problem, n_images in zip(problems, images, strict=True):
             characters = len(problem) + system_characters
-            counts.append(math.ceil(characters / CHARACTERS_A_TOKEN) + _TEMPLATE_TOKENS + n_images)
+            text_tokens = math.ceil(characters / CHARACTERS_A_TOKEN)
+            counts.append(text_tokens + _TEMPLATE_TOKENS + n_images)
         return counts
 
     return TokenCounter(count)

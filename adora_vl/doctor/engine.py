@@ -12,17 +12,18 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from adora_vl.models.families import LANGUAGE_MODEL, component_of, seeing_families
-from adora_vl.models.precision import REMEDY, ModelsByRole, wrong_buffers_of_models
+from adora_vl.models.precision import REMEDY as BUFFERS_REMEDY
+from adora_vl.models.precision import ModelsByRole, wrong_buffers_of_models
 from adora_vl.rollout import agreement
 from adora_vl.rollout.agreement import (
     COLD,
     DISTANT,
-    PIXELS,
-    POSITIONS,
+    PIXELS_REMEDY,
+    POSITIONS_REMEDY,
     PROMPTS,
     EngineProbe,
 )
-from adora_vl.rollout.engine_pair import EnginePair, Prompts, Rollouts
+from adora_vl.rollout.engine_pair import EnginePair, Prompts, SampledRollouts
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.utils.checks import Check, Status, failed, passed, skipped
 
@@ -42,20 +43,20 @@ SLEEP = "agreement, after sleep and wake"
 BANNED = "banned tokens are never sampled"
 RUNNER = "vLLM's model runner"
 
-SYNC = (
+SYNC_REMEDY = (
     "weights do not reach the engine: check the versions above, LoRA's kind (plain LoRA is merged "
     "for the engine) and vllm_mode; report it with this table"
 )
-CACHES = (
+CACHES_REMEDY = (
     "the engine answers with features or prefixes of older weights: both caches have to be reset "
     "on a sync; check the version of vLLM"
 )
-WAKING = (
+SLEEP_REMEDY = (
     "weights are lost in sleep: try VLLM_USE_V2_MODEL_RUNNER=0 where the table says V2, else set "
     "vllm_enable_sleep_mode: false, and report it with this table"
 )
-VERSIONS = "check the version of vLLM above"
-BANS = (
+VERSION_REMEDY = "check the version of vLLM above"
+BAN_REMEDY = (
     "remove logit_bias and allowed_token_ids from generation_kwargs; the bans are set by "
     "adora_vl for every model"
 )
@@ -172,7 +173,7 @@ def check_features(prompts: Prompts, image_token_id: int | None, merge: int) -> 
             return failed(
                 FEATURES,
                 f"{name}: {tokens} image tokens in the prompt, {features} features of its images",
-                f"the processor expands images in its own way; {PIXELS}",
+                f"the processor expands images in its own way; {PIXELS_REMEDY}",
             )
     smallest_count = min(features_per_prompt)
     largest_count = max(features_per_prompt)
@@ -190,7 +191,7 @@ def check_buffers(models: Mapping[str, nn.Module | None]) -> Check:
     """
     faults = wrong_buffers_of_models(models)
     if faults:
-        return failed(BUFFERS, "; ".join(faults), REMEDY)
+        return failed(BUFFERS, "; ".join(faults), BUFFERS_REMEDY)
     return passed(BUFFERS, "rotary frequencies in float32")
 
 
@@ -221,7 +222,7 @@ class Examination(EngineProbe):
         The weight is one of the vision tower or projector with `vision`, else of the language
         model. In the end it has its old value again, in the engine too.
         """
-        check_name, remedy = (VISION, CACHES) if vision else (LANGUAGE, SYNC)
+        check_name, remedy = (VISION, CACHES_REMEDY) if vision else (LANGUAGE, SYNC_REMEDY)
         lacks_images = vision and self.prompts.images is None
         chosen = choose_parameter(self.pair.policy(), vision=vision)
         if chosen is None:
@@ -235,7 +236,7 @@ class Examination(EngineProbe):
             with changeable(chosen.parameter, self.pair.config.seed) as set_noise:
                 # The same prompts are sampled before and after the change, so that features or
                 # prefixes that are still in the engine's caches would be used.
-                rollouts = self.sampled(check_name)
+                rollouts = self.sample(check_name)
                 policy_change = self._change_policy(set_noise, rollouts)
                 if policy_change < LEAST_MOVE:
                     return skipped(
@@ -244,10 +245,10 @@ class Examination(EngineProbe):
                         "nats only",
                     )
                 engine.sync_weights()
-                drift, _, _ = self.drift(check_name)
+                drift = self.compare(check_name).drift
         finally:
             engine.sync_weights()
-        return agreement.judge(
+        return agreement.check_drift(
             check_name,
             drift=drift,
             bound=self.bound,
@@ -255,18 +256,22 @@ class Examination(EngineProbe):
             note=f"; the change moved the policy by {policy_change:.2g}",
         )
 
-    def _change_policy(self, set_noise: Callable[[float], None], rollouts: Rollouts) -> float:
+    def _change_policy(
+        self, set_noise: Callable[[float], None], rollouts: SampledRollouts
+    ) -> float:
         """Add more and more noise to a weight, until the policy changes by far more than the bound.
 
         `set_noise`: sets the noise of the weight to a scale. Returns by how much the policy's
         log-probabilities of `rollouts` have changed, as a mean in nats per token.
         """
-        logps_before_BC = self.pair.score(rollouts)
+        logps_before_BC = self.pair.policy_logps(rollouts)
         policy_change = 0.0
         for scale in NOISE_SCALES:
             set_noise(scale)
-            logps_BC = self.pair.score(rollouts)
-            policy_change = self.pair.difference(logps_BC, logps_before_BC, rollouts.mask_BC).mean
+            logps_BC = self.pair.policy_logps(rollouts)
+            policy_change = self.pair.drift_over_ranks(
+                logps_BC, logps_before_BC, rollouts.mask_BC
+            ).mean
             if policy_change > max(3 * self.bound, LEAST_MOVE):
                 break
         return policy_change
@@ -284,8 +289,8 @@ class Examination(EngineProbe):
         # TRL's own attribute
         if not engine._llm_weights_sleeping:
             engine.put_to_sleep()
-        drift, _, _ = self.drift("sleep")
-        return agreement.judge(SLEEP, drift=drift, bound=self.bound, remedy=WAKING)
+        drift = self.compare("sleep").drift
+        return agreement.check_drift(SLEEP, drift=drift, bound=self.bound, remedy=SLEEP_REMEDY)
 
     def banned(self) -> Check:
         """Check that the engine never samples a token that is banned, such as one for images.
@@ -297,13 +302,15 @@ class Examination(EngineProbe):
         if not banned_ids:
             return skipped(BANNED, "this tokenizer has none of them")
         allowed_ids = [*banned_ids, self._least_likely_token(banned_ids)]
-        rollouts = self.sampled("banned", tokens=1, temperature=0.0, allowed_token_ids=allowed_ids)
+        rollouts = self.sample(
+            "banned", max_tokens=1, temperature=0.0, allowed_token_ids=allowed_ids
+        )
         sampled_ids = {token for row in rollouts.completion_ids for token in row}
         wrong_ids = sorted(sampled_ids & set(banned_ids))
         tokenizer = self.pair.tokenizer
         if wrong_ids:
             names = tokenizer.convert_ids_to_tokens(wrong_ids)
-            return failed(BANNED, f"sampled: {', '.join(names)}", BANS)
+            return failed(BANNED, f"sampled: {', '.join(names)}", BAN_REMEDY)
         return passed(BANNED, ", ".join(tokenizer.convert_ids_to_tokens(banned_ids)))
 
     def _least_likely_token(self, banned_ids: Sequence[int]) -> int:
@@ -314,7 +321,7 @@ class Examination(EngineProbe):
         pair = self.pair
         policy = pair.policy()
         batch = pair.collate(
-            agreement.head(self.prompts, rows=1),
+            agreement.first_prompts(self.prompts, count=1),
             completions=[[]],
             logps=None,
             counts_in_loss=[True],
@@ -357,47 +364,47 @@ def _steps_of(examination: Examination, merge: int) -> list[_Step]:
     return [
         _Step(
             names=(FEATURES,),
-            remedy=PIXELS,
+            remedy=PIXELS_REMEDY,
             run=lambda: [check_features(examination.prompts, image_token, merge)],
         ),
         _Step(
             names=(BUFFERS,),
-            remedy=REMEDY,
+            remedy=BUFFERS_REMEDY,
             run=lambda: [check_buffers(examination.models())],
         ),
         _Step(
             names=(RUNNER,),
-            remedy=VERSIONS,
+            remedy=VERSION_REMEDY,
             run=lambda: [check_runner(pair)],
         ),
         _Step(
             names=(PROMPTS, COLD),
-            remedy=PIXELS,
-            run=examination.cold,
+            remedy=PIXELS_REMEDY,
+            run=examination.check_agreement,
         ),
         _Step(
             names=(DISTANT,),
-            remedy=POSITIONS,
-            run=lambda: [examination.distant()],
+            remedy=POSITIONS_REMEDY,
+            run=lambda: [examination.check_distant_agreement()],
         ),
         _Step(
             names=(LANGUAGE,),
-            remedy=SYNC,
+            remedy=SYNC_REMEDY,
             run=lambda: [examination.after_change(vision=False)],
         ),
         _Step(
             names=(VISION,),
-            remedy=CACHES,
+            remedy=CACHES_REMEDY,
             run=lambda: [examination.after_change(vision=True)],
         ),
         _Step(
             names=(SLEEP,),
-            remedy=WAKING,
+            remedy=SLEEP_REMEDY,
             run=lambda: [examination.after_sleep()],
         ),
         _Step(
             names=(BANNED,),
-            remedy=BANS,
+            remedy=BAN_REMEDY,
             run=lambda: [examination.banned()],
         ),
     ]
@@ -482,7 +489,7 @@ class ExamineBeforeStepOne(TrainerCallback):  # type: ignore[misc]  # transforme
     ) -> None:
         """Make all checks, and end the training."""
         pair = self.pair
-        prompts = pair.read(pair.first_rows(self.rows))
+        prompts = pair.read_prompts(pair.first_rows(self.rows))
         # A model without vision has no image processor.
         merge = getattr(getattr(pair.processor, "image_processor", None), "merge_size", 1)
         examination = Examination(pair=pair, prompts=prompts, models=self.models)

@@ -57,15 +57,15 @@ def checkpoint_of(config: AdoraGRPOConfig, shape: ModelShape, sharding: Sharding
     )
 
 
-def run_bytes(checkpoint: int, model: int, checkpoints: int) -> int:
+def run_bytes(one_checkpoint: int, model: int, checkpoints: int) -> int:
     """Return the largest size of a run's folder, in bytes.
 
     It is largest when it has all complete checkpoints that the run keeps, another one that is being
     written, and the final model.
 
     Args:
-        checkpoint: Bytes of one checkpoint.
+        one_checkpoint: Bytes of one checkpoint.
         model: Bytes of the final model.
         checkpoints: How many checkpoints the run keeps.
     """
-    return checkpoint * (checkpoints + 1) + model
+    return one_checkpoint * (checkpoints + 1) + model

@@ -292,6 +292,7 @@ def _rollout_phase(setup: Setup, training: States, engine: EngineMemory | None) 
     shape = setup.shape
     resident = _resident_bytes(training)
     if setup.swaps_base:
+        # The trainer's base in 4 bits is in host memory while the engine samples with its own.
         resident["weights"] -= shape.base_bytes(shape.weight_bytes)
     # DeepSpeed allocates its gradients once. Without it torch frees them after each step.
     has_lasting_gradients = setup.sharding.stage is not None

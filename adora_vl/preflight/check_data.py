@@ -394,7 +394,7 @@ def _command_rows(
         script_with_tools,
         folders=folders,
         seed=request.config.seed_of_rows,
-        fitting=partial(_rows_with_room, request, folders, model, prompts, messages),
+        choose_rows=partial(_rows_with_room, request, folders, model, prompts, messages),
     )
     tokens = control_tokens(prompts.processor)
     python_inputs.refuse_unusable_prompts("dataset", train, tokens)

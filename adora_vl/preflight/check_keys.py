@@ -138,6 +138,7 @@ def check_old_logps(config: AdoraGRPOConfig) -> None:
             "vllm_importance_sampling_correction: true would weigh their difference twice; set it "
             "to false"
         )
+    # Stock TRL makes a pass for the policy's own old log-probabilities.
     if not config.uses("skip_old_pass"):
         raise conflict(key, "adora_stock_step, whose skip_old_pass makes the pass")
 

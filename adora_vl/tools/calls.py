@@ -71,6 +71,8 @@ def schema_of(
             parameter for parameter in signature.parameters.values() if parameter.name not in HIDDEN
         ]
 
+        # Transformers reads a schema off a function. This one stands in for the tool: it has the
+        # tool's name, docstring and hints, but not the hidden parameters.
         def described() -> None: ...
 
         assert isinstance(described, FunctionType)
@@ -170,10 +172,10 @@ def _is_deeper(value: object, levels: int) -> bool:
     return levels == 0 or any(_is_deeper(item, levels - 1) for item in items)
 
 
-def checked(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments in the types of the schema; an integer may be written as 3.0.
+def check_arguments(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the arguments of a call against its tool's schema, and return them in its types.
 
-    Raises `CallError` for an unknown or missing argument and for a wrong type.
+    An integer may be written as 3.0. Raises `CallError` for an unknown or missing argument and for a wrong type.
     """
     parameters = schema["function"]["parameters"]
     properties: Mapping[str, Any] = parameters["properties"]
@@ -183,11 +185,13 @@ def checked(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str
     for name in parameters.get("required", ()):
         if name not in arguments:
             raise CallError(f"the argument {name!r} is missing")
-    return {name: _fitting(name, value, properties[name]) for name, value in arguments.items()}
+    return {
+        name: _check_argument(name, value, properties[name]) for name, value in arguments.items()
+    }
 
 
-def _fitting(name: str, value: object, schema: Mapping[str, Any]) -> object:
-    """Return the value of an argument in the type of its schema. Raises `CallError`."""
+def _check_argument(name: str, value: object, schema: Mapping[str, Any]) -> object:
+    """Check one argument, and return its value in the type of its schema. Raises `CallError`."""
     if value is None and schema.get("nullable"):
         return None
     kinds = schema.get("type", ())
@@ -195,16 +199,16 @@ def _fitting(name: str, value: object, schema: Mapping[str, Any]) -> object:
     if "integer" in kinds and isinstance(value, float) and value.is_integer():
         value = int(value)
     has_kind = any(isinstance(value, _TYPES.get(kind, (object,))) for kind in kinds)
-    # To Python a truth value is an integer too.
-    is_wrong_truth = isinstance(value, bool) and "boolean" not in kinds
-    if kinds and (not has_kind or is_wrong_truth):
+    # To Python `True` is an integer too, to a tool it is not.
+    is_unwanted_boolean = isinstance(value, bool) and "boolean" not in kinds
+    if kinds and (not has_kind or is_unwanted_boolean):
         raise CallError(f"{name} is no {' or '.join(kinds)}")
     if "number" in kinds and isinstance(value, int) and not _is_a_float(value):
         raise CallError(f"{name} is too large a number")
     if schema.get("enum") and value not in schema["enum"]:
         raise CallError(f"{name} is not one of {', '.join(map(str, schema['enum']))}")
     if isinstance(value, list) and isinstance(schema.get("items"), Mapping):
-        return [_fitting(name, item, schema["items"]) for item in value]
+        return [_check_argument(name, item, schema["items"]) for item in value]
     return value
 
 
@@ -233,21 +237,25 @@ def clean(text: str) -> str:
 
 @contextmanager
 def limited(label: str, seconds: float, seed: str) -> Iterator[None]:
-    """A context in which code of the user runs with a time limit and random states of its own.
+    """Run code of the user inside the block with a time limit and random states of its own.
 
-    The random states of `random`, NumPy and torch derive from `seed` inside, and are restored
-    behind it. So are the working folder and the process: a fork or a change of folder has no effect
-    on the run.
+    Inside, the random states of `random`, NumPy and torch derive from `seed`; afterwards they are
+    as before. So is the working folder. A process that the code forks and that would leave the block
+    ends there, since it would be a second run.
 
     Args:
         label: names the code in messages.
-        seconds: the time limit. Raises `OverdueError` behind it.
+        seconds: the time limit.
         seed: names the random numbers.
+
+    Raises `OverdueError` in the block when the time is over.
     """
     with kept_random_state():
         number = number_at(f"tool/{seed}")
         random.seed(number)
         np.random.seed(number % 2**32)
         torch.manual_seed(number >> 1)
+        # `deadline` interrupts the code. Compiled code hears no interrupt, so `backstop` ends the
+        # process some time later. `in_one_process` has to be the innermost, as it says itself.
         with back_in(Path.cwd()), backstop(seconds), deadline(seconds), in_one_process(label):
             yield

@@ -1,9 +1,8 @@
-"""Environments in TRL's form: an object for each rollout of a generation, whose public methods that
-rollout may call.
+"""Environments in TRL's form: an object for each rollout, whose public methods the policy may call.
 
-Stock TRL resets each rollout's by itself, and takes whatever `reset` then says. Ours resets those
-of one problem with the same random numbers, and refuses what differs: the rollouts of a group are
-compared, so they begin alike.
+Stock TRL resets the environment of each rollout by itself, and takes whatever `reset` then says.
+Ours resets those of one problem with the same random numbers, and refuses what differs: the
+rollouts of a group are compared with each other, so they have to begin alike.
 """
 
 import inspect
@@ -25,14 +24,17 @@ _HIDDEN_METHODS = ("reset", "get_reward")  # methods that no model is told of
 
 @dataclass
 class Environments:
-    """The environments of a run on one rank; as in TRL each is built once and reset often."""
+    """The environments of a run on one rank.
+
+    As in TRL an environment is built once, and reset for a new rollout in each generation.
+    """
 
     factory: Callable[[], Any]
     """What returns a new environment at each call, such as its class."""
     name: str
-    """The name in messages, later that of the class."""
+    """The factory's name, for messages; `__post_init__` replaces it by that of the class."""
     hashes: Mapping[str, str]
-    """The hash of its file, as in `ToolSet.hashes`."""
+    """The hash of the factory's file by its path, or of a function by its name."""
     seconds: float
     """The time limit for building or resetting one environment."""
     control_tokens: Sequence[str] = CONTROL_TOKENS
@@ -48,8 +50,10 @@ class Environments:
         Raises `UserError` for a factory whose objects are no environments.
         """
         environment = self._take_unused(f"{KEY}: {self.name}")
-        self._in_use = 0  # it is only looked at
-        self.name = type(environment).__name__  # as TRL names its reward
+        # Only its class was needed, so the first rollout may have it.
+        self._in_use = 0
+        # TRL names the reward of an environment by its class, so messages do so too.
+        self.name = type(environment).__name__
         members = dict(inspect.getmembers(type(environment), inspect.isfunction))
         self.tools: dict[str, Callable[..., Any]] = {}
         for name in members:
@@ -67,9 +71,9 @@ class Environments:
                 raise UserError(f"{KEY}: {self.name}.{name} is async; write a plain method")
 
     def reward(self) -> Callable[..., list[float | None]]:
-        """Return TRL's reward function for environments with `get_reward`.
+        """Return a reward function that asks each rollout's environment for its reward.
 
-        It is named after their class.
+        As in TRL it is named after the environments' class.
         """
 
         def get_reward(environments: Sequence[Any], **_: Any) -> list[float | None]:
@@ -81,23 +85,24 @@ class Environments:
     def entered(
         self, groups: Sequence[RolloutGroup], run_seed: int, *, anew: bool
     ) -> list[RolloutGroup]:
-        """Return the groups with an environment for each rollout.
+        """Give each rollout of new groups an environment, and reset it.
 
-        The text of `reset` is in their prompts.
+        The text that `reset` returns is appended to the group's prompt.
 
         Args:
             groups: groups that begin.
             run_seed: the seed of the run.
-            anew: whether a generation begins, so that all instances are free again.
+            anew: whether a generation begins, so that no rollout needs the instances of the last
+                one any more.
 
-        Raises `UserError` where an environment fails, or differs within a group.
+        Raises `UserError` where an environment fails, or its text differs within a group.
         """
         if anew:
             self._in_use = 0
         return [self._entered(group, run_seed) for group in groups]
 
     def _entered(self, group: RolloutGroup, run_seed: int) -> RolloutGroup:
-        """Return one group in environments, which are reset with the same random numbers."""
+        """Return one group with its environments, all reset with the same random numbers."""
         problem = group.problem
         where = f"{KEY}: row {group.row.get('id', problem.row_number)}"
         seed = f"{run_seed}/{problem.key.name}/{problem.slot}"
@@ -116,12 +121,12 @@ class Environments:
         return replace(group, row=_with_text(group.row, messages[0]), rollouts=tuple(rollouts))
 
     def _take_unused(self, where: str) -> Any:
-        """Return an instance that no rollout of this generation has.
+        """Return an environment that no rollout of this generation has; build one if needed.
 
-        A new one is built if needed.
+        `where` begins the message if it cannot be built: the key, and the row that needed it.
         """
         if self._in_use == len(self._instances):
-            environment = self._run(self.factory, f"{where}: it cannot be made", KEY)
+            environment = self._run(self.factory, label=f"{where}: it cannot be made", seed=KEY)
             is_shared = any(environment is instance for instance in self._instances)
             if is_shared:
                 raise UserError(
@@ -133,7 +138,11 @@ class Environments:
         return self._instances[self._in_use - 1]
 
     def _reset(self, environment: Any, row: Row, where: str, seed: str) -> str:
-        """Return the text that `reset` returns for a row. Raises `UserError`."""
+        """Reset an environment for a row, and return the text that its `reset` returns.
+
+        None becomes the empty text. Raises `UserError` where `reset` fails, returns something else,
+        or returns a control token, which the model would take for the end of a message.
+        """
 
         def reset() -> object:
             return environment.reset(**own_copy(dict(row)))
@@ -153,9 +162,14 @@ class Environments:
         return text
 
     def _run(self, function: Callable[[], Any], label: str, seed: str) -> Any:
-        """Return the result of code of the user, within limits.
+        """Call a function of the user within limits of time and randomness (`limited`).
 
-        Raises `UserError` where it fails.
+        Args:
+            function: the call, without arguments.
+            label: begins the message of an error.
+            seed: names the random numbers that the function draws.
+
+        Raises `UserError` where it raises anything, also `SystemExit`.
         """
         try:
             with limited(f"environment {self.name}", self.seconds, seed):

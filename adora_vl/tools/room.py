@@ -29,9 +29,9 @@ class Room:
     key: str
     """The key of the run that sets `completion`."""
     completion: int
-    """The tokens behind the prompt."""
+    """The most tokens that a completion may have."""
     context: int | None = None
-    """The tokens of prompt and completion together."""
+    """The most tokens that prompt and completion may have together."""
     prompt: int | None = None
     """The tokens of the shortest prompt."""
     pictures: int | None = None
@@ -115,17 +115,18 @@ def _refuse_no_tokens(
     """Raise `UserError` where the shortest call of a tool and its answer do not fit."""
     name = function["name"]
     call = _shortest_call(turns, function)
+    # The template's own tokens around an answer, and the smallest picture if the tool shows one.
     answer = turns.around + _shortest_picture(toolbox, toolbox.chosen.functions[name])
     needed = call + answer + MIN_TOKENS_LEFT
     parts = (
         f"{name}, whose shortest call takes {call} tokens and the answer to it {answer}, and "
         f"{MIN_TOKENS_LEFT} have to be left behind it"
     )
-    turn = toolbox.options.turn_tokens
-    if turn is not None and turn < call:
+    turn_tokens = toolbox.options.turn_tokens
+    if turn_tokens is not None and turn_tokens < call:
         raise UserError(
-            f"adora_tool_options.turn_tokens: {turn} is too short for a call of {name}, which "
-            f"takes {call} tokens or more; raise it"
+            f"adora_tool_options.turn_tokens: {turn_tokens} is too short for a call of {name}, "
+            f"which takes {call} tokens or more; raise it"
         )
     if room.completion < needed:
         raise UserError(
@@ -153,8 +154,11 @@ def _shortest_call(turns: ToolLoop, function: Mapping[str, Any]) -> int:
     arguments = {name: shortest_value(properties[name]) for name in required}
     call = {"name": function["name"], "arguments": arguments}
     plain = json.dumps(call)
-    spelled = [plain, f"\n{plain}", json.dumps(call, separators=(",", ":"))]
-    return min(turns.count(f"{CALL}{text}") for text in spelled) + 1  # the end of the turn
+    without_spaces = json.dumps(call, separators=(",", ":"))
+    # Which spelling takes fewest tokens depends on the tokenizer.
+    spellings = [plain, f"\n{plain}", without_spaces]
+    end_of_turn = 1
+    return min(turns.count(f"{CALL}{text}") for text in spellings) + end_of_turn
 
 
 def shortest_value(schema: Mapping[str, Any]) -> Any:

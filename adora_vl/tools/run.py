@@ -35,7 +35,7 @@ from adora_vl.rollout.turns import ToolAnswer
 from adora_vl.tools.calls import (
     CallError,
     calls_in,
-    checked,
+    check_arguments,
     clean,
     error_line,
     limited,
@@ -317,7 +317,7 @@ class Toolbox:
         """
         if name not in self._by_name:
             raise CallError(f"no tool {name[:40]!r}; there are {', '.join(self._by_name)}")
-        kwargs: dict[str, Any] = checked(arguments, self._by_name[name])
+        kwargs: dict[str, Any] = check_arguments(arguments, self._by_name[name])
         tool = self.chosen.functions[name]
         environments = self.chosen.environments
         if environments is not None and environment is not None and name in environments.tools:

@@ -127,7 +127,7 @@ def test_rows_that_nobody_asked_for_are_let_go():
         rows.__getitems__(batch)
         prefetch.start()
         prefetch.finish()
-        assert len(rows._ahead) <= 2
+        assert len(rows._ahead_rows) <= 2
 
 
 def test_an_unreadable_row_is_passed_over_and_met_again_by_the_loader():
@@ -163,7 +163,7 @@ def test_it_stops_at_what_the_cache_holds_and_where_the_next_generation_begins()
 
     def until_asked(row: dict[str, Any]) -> int:
         begun.set()
-        assert prefetch_until_asked._ending.wait(60)
+        assert prefetch_until_asked._should_stop.wait(60)
         return processed(row)
 
     prefetch_until_asked = ImagePrefetch(rows, InOrder(), until_asked, 100)
