@@ -16,8 +16,8 @@ from adora_vl.utils.files import replace_file
 if TYPE_CHECKING:
     from transformers import TrainerState
 
-# Keys of the recipe that a reader looks for first, in this order
-_RECIPE = (
+# Keys of the config that a reader of the card looks for first, in this order
+_RECIPE_KEYS = (
     "adora_method",
     "adora_truncated",
     "adora_reward",
@@ -35,7 +35,8 @@ _RECIPE = (
     "seed",
 )
 
-_LOAD = """```python
+# Code that loads a model, to be copied: with pictures, and for a model of text alone
+_LOAD_VISION = """```python
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -62,25 +63,29 @@ inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, ret
 tokens = model.generate(**inputs.to(model.device), max_new_tokens={max_new_tokens}, do_sample=False)
 print(tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)[0])
 ```"""
-_ADAPTER = """Trained as a LoRA adapter. Where this folder holds an `adapter_config.json`, merge it into its base \
+_ADAPTER_NOTE = """Trained as a LoRA adapter. Where this folder holds an `adapter_config.json`, merge it into its base \
 model first: `python -m adora_vl.export <this folder> OUT`. Then, in OUT:
 
 """
 
 
 def write_card(manifest: Mapping[str, Any], folder: Path, state: TrainerState) -> None:
-    """Write README.md of the model in `folder`; one process calls this.
-
-    `state` is that of the training when the model was saved, with the log history.
-    """
-    replace_file(folder / "README.md", model_card(manifest, state.log_history, state.global_step))
-
-
-def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]], step: int) -> str:
-    """Return the text of README.md.
+    """Write README.md, the model card, beside a saved model. One process calls this.
 
     Args:
         manifest: the manifest of the run; it may be empty.
+        folder: the folder of the model.
+        state: the state of the training when the model was saved, with the log history.
+    """
+    text = model_card(manifest, history=state.log_history, step=state.global_step)
+    replace_file(folder / "README.md", text)
+
+
+def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]], step: int) -> str:
+    """Return the text of README.md: how the model was trained, its figures, how to load it.
+
+    Args:
+        manifest: the manifest of the run (`run_manifest`); it may be empty.
         history: the log history.
         step: the optimizer step of the weights.
     """
@@ -88,10 +93,11 @@ def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
     model = manifest.get("model", {})
     name = str(model.get("name") or "")
     sees_images = bool(model.get("sees_images", True))
+    # manifests of older versions have the prompt among the keys of the config alone
     prompt = manifest.get("prompt", config.get("adora_prompt"))
     load = _how_to_load(config, prompt, sees_images)
     if config.get("use_peft") or model.get("base"):
-        load = _ADAPTER + load
+        load = _ADAPTER_NOTE + load
     subject = "geometric diagrams" if sees_images else "problems in words"
     starts = manifest.get("starts") or [{}]
     origin = {key: manifest.get(key) for key in ("device", "commit")}
@@ -104,11 +110,11 @@ def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
         "## Load and prompt it",
         load,
         "## Recipe",
-        _table([(key, config[key]) for key in _RECIPE if key in config]),
+        _table([(key, config[key]) for key in _RECIPE_KEYS if key in config]),
         "## Data",
-        _data(manifest.get("data", {})),
+        _data_table(manifest.get("data", {})),
         "## Figures of the training",
-        _figures(history),
+        _figure_table(history),
         "## Made with",
         _table([*manifest.get("versions", {}).items(), *origin.items()]),
     ]
@@ -116,38 +122,49 @@ def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
 
 
 def _front_matter(name: str, sees_images: bool) -> str:
-    """Return the metadata that the hub reads.
+    """Return the metadata of a model card in YAML, which the Hugging Face hub reads.
 
-    The base model is only named if its name is a hub id.
+    Args:
+        name: the base model. It is left out where it is a folder, since the hub takes ids alone.
+        sees_images: whether the model takes pictures.
     """
-    is_folder = not name or Path(name).exists() or name.startswith(("/", "."))
-    base = [] if is_folder else [f"base_model: {json.dumps(name)}"]
+    is_hub_id = bool(name) and not name.startswith(("/", ".")) and not Path(name).exists()
     if sees_images:
-        kind = "image-text-to-text"
+        task = "image-text-to-text"
         tags = "[grpo, adora, geometry]"
     else:
-        kind = "text-generation"
+        task = "text-generation"
         tags = "[grpo, adora]"
-    lines = ["library_name: transformers", f"pipeline_tag: {kind}", *base, f"tags: {tags}"]
-    return "\n".join(["---", *lines, "---"])
+    lines = ["---", "library_name: transformers", f"pipeline_tag: {task}"]
+    if is_hub_id:
+        lines.append(f"base_model: {json.dumps(name)}")
+    lines += [f"tags: {tags}", "---"]
+    return "\n".join(lines)
 
 
 def _how_to_load(config: Mapping[str, Any], prompt: str | None, sees_images: bool) -> str:
-    """Return code that loads the model and asks it a problem.
+    """Return the section of the card with code that loads the model and asks it a problem.
 
-    It says too how prompts were made of problems. `prompt` is the template of the training's
-    prompts; empty or None where a prompt was the problem alone.
+    It says too how the training made prompts of problems.
+
+    Args:
+        config: the recorded config of the run.
+        prompt: the template of the training's prompts; empty or None where a prompt was the problem
+            alone.
+        sees_images: whether the model takes pictures.
     """
     system = config.get("adora_system_prompt", SYSTEM_PROMPT)
     if sees_images:
-        code = _LOAD
+        code = _LOAD_VISION
         system_content = f'[{{"type": "text", "text": {system!r}}}]'
         user_content = '[{"type": "image"}, {"type": "text", "text": problem}]'
     else:
         code = _LOAD_TEXT
         system_content = repr(system)
         user_content = "problem"
-    system_message = f'\n    {{"role": "system", "content": {system_content}}},' if system else ""
+    system_message = ""
+    if system:
+        system_message = f'\n    {{"role": "system", "content": {system_content}}},'
     messages = f'[{system_message}\n    {{"role": "user", "content": {user_content}}},\n]'
     max_new_tokens = config.get("max_completion_length") or 4096
     load = code.format(messages=messages, max_new_tokens=max_new_tokens)
@@ -165,8 +182,14 @@ def _how_to_load(config: Mapping[str, Any], prompt: str | None, sees_images: boo
     )
 
 
-def _data(data: Mapping[str, Any]) -> str:
-    """Return the table of the data; folders stand by name, since paths describe the machine."""
+def _data_table(data: Mapping[str, Any]) -> str:
+    """Return the table of the training's data sets in Markdown.
+
+    A folder stands there by its name, since its path would describe the machine.
+
+    `data`: the entry `data` of the run's manifest. Several data sets have the list `sets` in it, and
+    get a row each.
+    """
     rows: list[tuple[str, Any]] = []
     if "folder" in data:
         name = data_name(data) if data.get("sets") else _without_path(data["folder"])
@@ -174,14 +197,14 @@ def _data(data: Mapping[str, Any]) -> str:
     for key, value in data.items():
         if key not in ("folder", "sets"):
             rows.append((key, value))
-    for source in data.get("sets") or ():
+    for data_set in data.get("sets") or ():
         facts = []
-        if "share" in source:
-            facts.append(f"share {source['share']:g}")
+        if "share" in data_set:
+            facts.append(f"share {data_set['share']:g}")
         for key in ("source", "input", "revision"):
-            if source.get(key):
-                facts.append(_without_path(source[key]))
-        rows.append((Path(source["folder"]).name, ", ".join(facts)))
+            if data_set.get(key):
+                facts.append(_without_path(data_set[key]))
+        rows.append((Path(data_set["folder"]).name, ", ".join(facts)))
     return _table([(key, _without_path(value)) for key, value in rows])
 
 
@@ -190,8 +213,8 @@ def _without_path(value: object) -> Any:
     return Path(str(value)).name if str(value).startswith(("/", ".")) else value
 
 
-def _figures(history: Sequence[Mapping[str, Any]]) -> str:
-    """Return the table of the figures before and after, with a caution."""
+def _figure_table(history: Sequence[Mapping[str, Any]]) -> str:
+    """Return the figures of the first and the last steps as a table in Markdown, with a caution."""
     rows = figure_rows(history)
     if not rows:
         return "Nothing was logged before this was saved."
@@ -199,22 +222,25 @@ def _figures(history: Sequence[Mapping[str, Any]]) -> str:
         "Means over the logged steps, of sampled answers to training problems: not comparable "
         "with a benchmark."
     )
-    lines = [
-        "| | first fifth | last fifth |",
-        "|---|---|---|",
-        *(f"| {' | '.join(row)} |" for row in rows),
-    ]
-    return "\n".join([caution, "", *lines])
+    table_lines = ["| | first fifth | last fifth |", "|---|---|---|"]
+    for row in rows:
+        table_lines.append(f"| {row.title} | {row.first_mean} | {row.last_mean} |")
+    return "\n".join([caution, "", *table_lines])
 
 
 def _table(entries: Sequence[tuple[str, Any]]) -> str:
-    """Return a table in Markdown of the entries that have a value."""
-    filled = [(key, value) for key, value in entries if value is not None and value != ""]
-    rows = [f"| {_cell(key)} | {_cell(value)} |" for key, value in filled]
-    return "\n".join(["| | |", "|---|---|", *rows]) if rows else "Not recorded."
+    """Return a table in Markdown with a row for each key and value; empty values have none."""
+    rows = [
+        f"| {_cell(key)} | {_cell(value)} |"
+        for key, value in entries
+        if value is not None and value != ""
+    ]
+    if not rows:
+        return "Not recorded."
+    return "\n".join(["| | |", "|---|---|", *rows])
 
 
 def _cell(value: object) -> str:
-    """Return a value as text that does not break a table of Markdown."""
+    """Return a value as text for a cell of a table in Markdown, where | and line ends have a meaning."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text.replace("|", "\\|").replace("\n", " ")

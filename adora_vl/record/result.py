@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from math import hypot, isfinite
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import pyarrow as pa
 
@@ -28,37 +28,47 @@ from adora_vl.utils.errors import UserError
 AFTER = Path("eval") / SCORE
 BEFORE = Path("before") / SCORE
 REWARD = "reward"
-_EVALUATED = re.compile(r"eval_(.*)_accuracy")
+_ACCURACY_KEY = re.compile(r"eval_(.*)_accuracy")
+# the entries of a run's log, or the lines of its `metrics.jsonl`
 Log = Sequence[Mapping[str, Any]]
 
 
 def result_of(folder: Path, log: Log) -> str | None:
-    """Return the result of a run in one line; None where nothing was logged.
+    """Return in one line what a run has achieved; None where nothing was logged.
 
-    A score of the held-out problems in the run's folder goes first, then the evaluations on the
-    way, then the pass rate and the reward of the training.
+    Of three sources the first that the run has is taken: a score of held-out problems in its folder,
+    the evaluations during the training, the pass rate or the reward of the training itself.
+
+    Args:
+        folder: the output_dir of the run.
+        log: its log history, or the lines of its metrics.
     """
     return _held_out_result(folder) or _evaluation_result(log) or _training_result(folder, log)
 
 
 def is_noise(change: Difference) -> bool:
-    """Return whether the interval of a change has 0 in it.
+    """Return whether 0 lies in the interval of a change, which may then be chance.
 
-    The data cannot tell such a change from none.
+    A change without an interval is not called noise.
     """
     return change.low is not None and change.high is not None and change.low <= 0 <= change.high
 
 
 def training_change(folder: Path, log: Log, key: str) -> Difference | None:
-    """Return how a figure changed from the first to the last fifth of the logged steps.
+    """Return how a figure changed from the first to the last fifth of a run's logged steps.
 
-    Its interval is over the groups of the record, since the answers to one problem are not
-    independent; without a record, over the logged steps. None where there are not two steps.
+    The 95 % interval of the change comes from the recorded groups of these steps, since the answers
+    to one problem are not independent of each other. Without a record it comes from the logged
+    values of the steps.
 
     Args:
         folder: the output_dir of the run.
         log: its log history, or the lines of its metrics.
         key: `adora/pass_rate` or `reward`.
+
+    Returns:
+        the change, without an interval where a fifth has a single value; None for a log of fewer
+        than two steps.
     """
     lines = [line for line in log if kind_of(line) != "eval" and _is_number(line.get(key))]
     if len(lines) < 2:
@@ -66,23 +76,40 @@ def training_change(folder: Path, log: Log, key: str) -> Difference | None:
     fifth = max(1, len(lines) // 5)
     first_lines = lines[:fifth]
     last_lines = lines[-fifth:]
-    first_values = [float(line[key]) for line in first_lines]
-    last_values = [float(line[key]) for line in last_lines]
-    change = Difference(fmean(first_values), fmean(last_values), over="no interval")
-    groups = _groups_at_the_ends(folder, first=first_lines, last=last_lines, key=key)
-    first_sample, last_sample = groups or (first_values, last_values)
-    if min(len(first_sample), len(last_sample)) < 2:
+    step_samples = _Samples(
+        first=[float(line[key]) for line in first_lines],
+        last=[float(line[key]) for line in last_lines],
+        unit="logged step",
+    )
+    change = Difference(
+        first=fmean(step_samples.first), second=fmean(step_samples.last), over="no interval"
+    )
+    group_samples = _recorded_groups(folder, first_lines, last_lines, key)
+    samples = group_samples or step_samples
+    first_count = len(samples.first)
+    last_count = len(samples.last)
+    if min(first_count, last_count) < 2:
         return change
-    low, high = welch(first_sample, last_sample)
-    half = (high - low) / 2
-    unit = "group" if groups else "logged step"
+    low, high = welch(samples.first, samples.last)
+    # The change is that of the logged means. Those of the recorded groups may differ from them a
+    # little, as groups that were replaced are recorded too, so only the interval's width is taken.
+    half_width = (high - low) / 2
     return Difference(
         first=change.first,
         second=change.second,
-        low=change.value - half,
-        high=change.value + half,
-        over=f"{len(first_sample)} and {amount(len(last_sample), unit)}",
+        low=change.value - half_width,
+        high=change.value + half_width,
+        over=f"{first_count} and {amount(last_count, samples.unit)}",
     )
+
+
+class _Samples(NamedTuple):
+    """The values of a figure in the first and in the last fifth of the logged steps."""
+
+    first: list[float]
+    last: list[float]
+    unit: str
+    """What has one value each: `group` or `logged step`."""
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -90,38 +117,60 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and isfinite(value)
 
 
-def _groups_at_the_ends(
-    folder: Path, first: Log, last: Log, key: str
-) -> tuple[list[float], list[float]] | None:
-    """Return the figure of each recorded group in the first and the last of the logged steps.
+def _recorded_groups(folder: Path, first_lines: Log, last_lines: Log, key: str) -> _Samples | None:
+    """Return a figure of each recorded group in the first and in the last fifth of the steps.
 
-    It is None where the record lacks one of the ends: beyond its bound the oldest steps are deleted.
+    None where the record lacks one of the two: when it is full, its oldest steps are deleted.
+
+    Args:
+        folder: the output_dir of the run.
+        first_lines: the log's lines in the first fifth of the steps.
+        last_lines: those in the last fifth.
+        key: `adora/pass_rate` or `reward`.
     """
     column = "pass_rate" if key == PASS else REWARD
     try:
         groups = _means_of_groups(folder, column)
-    except (UserError, OSError, pa.ArrowException):  # damaged, older, or merged just now
+    # A damaged file, one of an older version without the column, or one that a run that goes on
+    # has just merged into another.
+    except (UserError, OSError, pa.ArrowException):
         return None
-    last_early_step = first[-1].get("step", 0)
-    first_late_step = last[0].get("step", 0)
-    early = [value for step, value in groups if step <= last_early_step]
-    late = [value for step, value in groups if step >= first_late_step]
-    return (early, late) if early and late else None
+    end_of_first_fifth = first_lines[-1].get("step", 0)
+    begin_of_last_fifth = last_lines[0].get("step", 0)
+    samples = _Samples(
+        first=[group.mean for group in groups if group.step <= end_of_first_fifth],
+        last=[group.mean for group in groups if group.step >= begin_of_last_fifth],
+        unit="group",
+    )
+    has_both = bool(samples.first) and bool(samples.last)
+    return samples if has_both else None
 
 
-def _means_of_groups(folder: Path, column: str) -> list[tuple[int, float]]:
-    """Return the step and the mean of a column of each recorded group."""
-    values_of_group: dict[tuple[int, int], list[float]] = {}
+class _GroupMean(NamedTuple):
+    """The mean of a column over the rollouts of one recorded group."""
+
+    step: int
+    mean: float
+
+
+def _means_of_groups(folder: Path, column: str) -> list[_GroupMean]:
+    """Return the mean of a column of the record for each group that has a value in it."""
+    values_by_group: dict[tuple[int, int], list[float]] = {}
     for part in parts(folder / ROLLOUTS):
         for row in read_part(part, ["step", "group", column]).to_pylist():
             if _is_number(row[column]):
-                group = (row["step"], row["group"])
-                values_of_group.setdefault(group, []).append(float(row[column]))
-    return [(step, fmean(values)) for (step, _), values in values_of_group.items()]
+                # groups are numbered within their step
+                group_key = (row["step"], row["group"])
+                values_by_group.setdefault(group_key, []).append(float(row[column]))
+    return [_GroupMean(step, fmean(values)) for (step, _), values in values_by_group.items()]
 
 
 def _held_out_result(folder: Path) -> str | None:
-    """Return the score of the held-out problems in a run's folder, and that of its start."""
+    """Return in one line the score of the run's model on held-out problems.
+
+    Where the model before the training has a score on the same benchmark (in `before/`), the line
+    has the change. None where the run's folder has no score.
+    """
     score_after = _read_score(folder / AFTER)
     if score_after is None:
         return None
@@ -147,52 +196,64 @@ def _read_score(file: Path) -> ScoreFile | None:
 
 
 def _evaluation_result(log: Log) -> str | None:
-    """Return the change from the first to the last evaluation on the way, in one line.
+    """Return in one line how the accuracy changed from the first to the last evaluation in the log.
 
-    Where problems were asked in several ways, that with their pictures is taken.
+    Where the run evaluates several ways to ask the problems, the accuracy with their pictures goes
+    first. None where the log has no evaluation.
     """
-    keys = {key for line in log for key in line if _EVALUATED.fullmatch(key)}
-    by_rank = sorted(keys, key=lambda key: (not key.endswith("_image_accuracy"), key))
-    for key in by_rank:
+    keys = {key for line in log for key in line if _ACCURACY_KEY.fullmatch(key)}
+    # False sorts before True
+    preferred_first = sorted(keys, key=lambda key: (not key.endswith("_image_accuracy"), key))
+    for key in preferred_first:
         lines = [line for line in log if _is_number(line.get(key))]
         if lines:
             name = key.removeprefix("eval_").removesuffix("_accuracy")
-            change = _evaluation_change(lines[0], lines[-1], key)
+            change = _evaluation_change(first_line=lines[0], last_line=lines[-1], key=key)
             return f"held-out accuracy, {name} {_share_change_text(change)} (first and last evaluation)"
     return None
 
 
-def _evaluation_change(first: Mapping[str, Any], last: Mapping[str, Any], key: str) -> Difference:
-    """Return the difference of two logged accuracies, with Newcombe's interval from those of both.
+def _evaluation_change(
+    first_line: Mapping[str, Any], last_line: Mapping[str, Any], key: str
+) -> Difference:
+    """Return the change between two logged accuracies, with an interval from those of both.
 
-    It takes the evaluations for independent, so it is too wide for answers to the same problems:
-    the log does not say which of them were right (Newcombe 1998, method 10).
+    The interval is that of Newcombe (1998, method 10) for two independent shares. The evaluations
+    ask the same problems, so it is wider than need be, but the log does not say which of the
+    answers were right. There is no interval for a single evaluation, or where the log lacks a bound.
+
+    Args:
+        first_line: the log's line of the first evaluation.
+        last_line: that of the last one, which may be the same line.
+        key: the accuracy's key; the bounds of its interval have the suffixes `_low` and `_high`.
     """
-    change = Difference(first[key], last[key], over="no interval")
-    bounds: list[float] = []
-    for line in (first, last):
-        for name in (f"{key}_low", f"{key}_high"):
-            bound = line.get(name)
-            if not _is_number(bound):
-                return change
-            bounds.append(bound)
-    if first is last:
+    change = Difference(first=first_line[key], second=last_line[key], over="no interval")
+    first_low = first_line.get(f"{key}_low")
+    first_high = first_line.get(f"{key}_high")
+    last_low = last_line.get(f"{key}_low")
+    last_high = last_line.get(f"{key}_high")
+    if first_line is last_line:
         return change
-    first_low, first_high, last_low, last_high = bounds
-    below = hypot(change.second - last_low, first_high - change.first)
-    above = hypot(last_high - change.second, change.first - first_low)
+    if not _is_number(first_low) or not _is_number(first_high):
+        return change
+    if not _is_number(last_low) or not _is_number(last_high):
+        return change
+    # the distances of both accuracies to their bounds add up like two sides of a right angle
+    distance_below = hypot(change.second - last_low, first_high - change.first)
+    distance_above = hypot(last_high - change.second, change.first - first_low)
     return Difference(
         first=change.first,
         second=change.second,
-        low=change.value - below,
-        high=change.value + above,
+        low=change.value - distance_below,
+        high=change.value + distance_above,
         over="two evaluations",
     )
 
 
 def _training_result(folder: Path, log: Log) -> str | None:
-    """Return the change of the pass rate in training, or else of the reward, in one line."""
-    for key, title in ((PASS, "pass rate in training"), (REWARD, REWARD)):
+    """Return in one line how the pass rate in training changed, or the reward where it has none."""
+    title_by_key = {PASS: "pass rate in training", REWARD: "reward"}
+    for key, title in title_by_key.items():
         lines = [line for line in log if _is_number(line.get(key))]
         if not lines:
             continue
@@ -214,7 +275,7 @@ def _in_per_cent(value: float) -> str:
 
 
 def _share_change_text(change: Difference) -> str:
-    """Return a change of shares: `52 % → 38 %: -14.6 points, 95 % [-34.6, +5.4], within noise`."""
+    """Return a change of shares as text: `52 % → 38 %: -14.6 points, 95 % [-34.6, +5.4], within noise`."""
     text = f"{_in_per_cent(change.first)} → {_in_per_cent(change.second)}"
     if change.low is None:
         return text
@@ -222,15 +283,16 @@ def _share_change_text(change: Difference) -> str:
 
 
 def _change_text(change: Difference) -> str:
-    """Return a change of a figure that is no share: `0.52 → 0.38: -0.14, 95 % [-0.34, +0.06]`."""
+    """Return a change of a figure that is no share as text: `0.52 → 0.38: -0.14, 95 % [-0.34, +0.06]`."""
     text = f"{change.first:.3g} → {change.second:.3g}"
     return text if change.low is None else f"{text}: {interval_of(change)}"
 
 
 def interval_of(change: Difference, *, of_share: bool = False) -> str:
-    """Return a change with its interval: `-0.146, 95 % [-0.346, +0.054], within noise`.
+    """Return a change with its interval as text: `-0.146, 95 % [-0.346, +0.054], within noise`.
 
-    `of_share`: in points, since the share itself is a percentage.
+    `of_share`: whether the figure is a share; its change is written in percentage points. The
+    change must have an interval.
     """
     assert change.low is not None
     assert change.high is not None
@@ -241,5 +303,5 @@ def interval_of(change: Difference, *, of_share: bool = False) -> str:
 
 
 def _noise_words(change: Difference) -> str:
-    """Return words for a change that the data cannot tell from none; else an empty text."""
+    """Return `, within noise` for a change that may be chance, and an empty text for any other."""
     return ", within noise" if is_noise(change) else ""

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from adora_vl.checkpoint.store import checkpoints
 from adora_vl.config import AdoraGRPOConfig
@@ -21,9 +21,9 @@ from adora_vl.utils.cli import amount, plain, spelled, yaml_line
 
 
 def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> str:
-    """Return the command that evaluates a model on the held-out split of a data set.
+    """Return the command that evaluates a model on the held-out split of a data set, to be printed.
 
-    Where the data set has no such split, the command has the placeholder DATA.
+    Where the data set has no such split, the command has the placeholder DATA for the user to fill.
 
     Args:
         model: the folder of the model.
@@ -34,74 +34,101 @@ def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> s
     has_held_out_split = any(Path(data).glob("data/test-*.parquet"))
     if has_held_out_split:
         benchmark = benchmark_name_for(Path(data))
-        folder = data
-        limit = ["--max-tokens", str(max_tokens)]
+        data_folder = data
+        limit_options = ["--max-tokens", str(max_tokens)]
     else:
+        # other problems than those of the training, so its limit of an answer need not fit them
         benchmark = "problems"
-        folder = "DATA"
-        limit = []
-    words = ["--model", str(model), "--data", folder, "--output", str(output), *limit]
-    return shlex.join([*_evaluator(benchmark), "run", *words])
+        data_folder = "DATA"
+        limit_options = []
+    options = ["--model", str(model), "--data", data_folder, "--output", str(output)]
+    return shlex.join([*_evaluator_words(benchmark), "run", *options, *limit_options])
 
 
-def _tool_words(config: AdoraGRPOConfig) -> list[str]:
-    """Return the options of an evaluator that give the model the run's tools."""
+def _tool_options(config: AdoraGRPOConfig) -> list[str]:
+    """Return the command-line options of an evaluator that give the model the run's tools.
+
+    Options of the tools that have their default are left out.
+    """
     words = ["--tools", *config.tools]
-    rounds = config.max_tool_calling_iterations
-    if rounds:
-        words += ["--max-tool-calling-iterations", str(rounds)]
-    usual = plain(ToolOptions())
+    # None or 0 is no limit, which is the evaluators' default
+    max_rounds = config.max_tool_calling_iterations
+    if max_rounds:
+        words += ["--max-tool-calling-iterations", str(max_rounds)]
+    default_options = plain(ToolOptions())
     options = plain(config.adora_tool_options)
-    if isinstance(options, dict) and options != usual:
-        changed = {name: value for name, value in options.items() if value != usual.get(name)}
-        words += ["--tool-options", yaml_line(changed)]
+    if isinstance(options, dict) and options != default_options:
+        changed_options = {
+            name: value for name, value in options.items() if value != default_options.get(name)
+        }
+        words += ["--tool-options", yaml_line(changed_options)]
     return words
 
 
-def _evaluator(benchmark: str) -> list[str]:
-    """Return the words that start the command of a benchmark from the current folder.
+def _evaluator_words(benchmark: str) -> list[str]:
+    """Return the words that start the evaluator of a benchmark from the current folder.
 
-    Where that folder has an `eval.py` or a package `eval/` of the user's own, `python -m eval`
-    would run it; the installed command does not look there.
+    They are `python -m eval.<benchmark>`. Where the current folder has an `eval.py` or a package
+    `eval/` of the user's own, Python would run that one instead. The installed command
+    `adora-vl-eval` does not look into the current folder, so it is taken then.
     """
     for module in (Path("eval.py"), Path("eval/__init__.py")):
-        if module.exists() and module.resolve().parent != BENCHMARK_FILES:
+        is_of_user = module.exists() and module.resolve().parent != BENCHMARK_FILES
+        if is_of_user:
             return ["adora-vl-eval", benchmark]
     return [interpreter(), "-m", f"eval.{benchmark}"]
 
 
 def merge_command(run: Path) -> str | None:
-    """Return the command that merges a run's LoRA adapter; None where the run has a whole model.
+    """Return the command that merges the LoRA adapter in a run's folder into its base model.
 
-    It writes to where the evaluators look for the merged model.
+    It writes to the subfolder in which the evaluators look for the merged model. None where the
+    folder holds a whole model, which needs no merging.
     """
-    if not (run / ADAPTER).is_file() or (run / "config.json").is_file():
+    has_adapter = (run / ADAPTER).is_file()
+    has_whole_model = (run / "config.json").is_file()
+    if has_whole_model or not has_adapter:
         return None
     return shlex.join([interpreter(), "-m", "adora_vl.export", str(run), str(run / MERGED)])
 
 
 def view_command(*runs: Path) -> str:
     """Return the command that writes the page of one or more runs."""
-    return shlex.join([interpreter(), "-m", "adora_vl.report", *map(str, runs)])
+    folders = [str(run) for run in runs]
+    return shlex.join([interpreter(), "-m", "adora_vl.report", *folders])
 
 
-def figure_rows(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """Return each figure's title, and its means over the first and last fifth of the steps."""
-    # The run's last entry holds the figures of the steps since the log before it.
+class FigureRow(NamedTuple):
+    """A row of the table of a run's figures."""
+
+    title: str
+    first_mean: str
+    """The figure's mean over the first fifth of the steps that logged it, as text."""
+    last_mean: str
+    """Its mean over the last fifth."""
+
+
+def figure_rows(history: Sequence[Mapping[str, Any]]) -> list[FigureRow]:
+    """Return the table of a run's figures, from its first and its last steps.
+
+    A figure that was never logged has no row. `history` is the trainer's log history.
+    """
+    # The entry with which the run ends counts too: it has the figures of the steps since the entry
+    # before it.
     entries = [entry for entry in history if kind_of(entry) != "eval"]
     rows = []
     for key in SUMMARY:
-        # The accuracy is a row of its own only if it is not the pass rate.
-        if key == ACCURACY and not any(map(differs_from_pass, entries)):
+        # The accuracy gets a row only if it is not the same as the pass rate.
+        if key == ACCURACY and not any(differs_from_pass(entry) for entry in entries):
             continue
         values = [entry[key] for entry in entries if entry.get(key) is not None]
         if not values:
             continue
         fifth = max(1, len(values) // 5)
         figure = FIGURES[key]
-        before = figure.in_table(fmean(values[:fifth]))
-        after = figure.in_table(fmean(values[-fifth:]))
-        rows.append((figure.title, before, after))
+        first_mean = figure.in_table(fmean(values[:fifth]))
+        last_mean = figure.in_table(fmean(values[-fifth:]))
+        rows.append(FigureRow(figure.title, first_mean=first_mean, last_mean=last_mean))
     return rows
 
 
@@ -114,7 +141,7 @@ def summary_lines(
     data: str = "DATA",
     command: str = "",
 ) -> list[str]:
-    """Return the last lines of a run: figures, files, and the commands that come next.
+    """Return what a run prints when it ends: figures, files, and the commands that come next.
 
     Args:
         history: the log history.
@@ -127,13 +154,14 @@ def summary_lines(
     """
     steps_taken = max((entry.get("step", 0) for entry in history), default=0)
     lines = ["", f"Trained {amount(steps_taken, 'step')} in {seconds / 60:.1f} min."]
-    silence = no_signal(history)
-    lines += ["", f"warning: {silence}"] if silence else []
+    warning = no_signal(history)
+    if warning is not None:
+        lines += ["", f"warning: {warning}"]
     folder = Path(config.output_dir)
-    lines += _figures(folder, history)
+    lines += _figure_lines(folder, history)
     merge = merge_command(model)
     adapter_note = ""
-    if merge:
+    if merge is not None:
         adapter_note = (
             "the adapter alone, as after 4 bits or ZeRO-3 the whole model may not fit in this "
             "memory; "
@@ -143,7 +171,7 @@ def summary_lines(
     if config.adora_record_gb:
         lines.append(f"Rollouts      {folder / ROLLOUTS}  (Parquet)")
     evaluate = None
-    # The evaluators know the tools of the key, and no environment.
+    # The evaluators have the tools of the key `tools`, but no environment.
     if not config.environment_factory:
         evaluate = evaluate_command(
             model,
@@ -152,51 +180,61 @@ def summary_lines(
             max_tokens=config.max_completion_length,
         )
     if evaluate is not None and config.tools:
-        evaluate += f" {shlex.join(_tool_words(config))}"
-    commands = {
+        evaluate += f" {shlex.join(_tool_options(config))}"
+    command_by_title = {
         "View it": view_command(folder),
         "Merge it": merge,
         "Evaluate it": evaluate,
-        "Train longer": _longer(config, command),
+        "Train longer": _longer_command(config, command),
     }
-    return [*lines, *(f"{name:<13} {text}" for name, text in commands.items() if text)]
+    for title, next_command in command_by_title.items():
+        if next_command is not None:
+            lines.append(f"{title:<13} {next_command}")
+    return lines
 
 
-# The figures of the table that have an interval over groups; the record has them by group.
-_BY_GROUP = {"reward": REWARD, FIGURES[PASS].title: PASS}
+# Keys of the figures that have an interval, by their titles: the record has them for each group.
+_RECORDED_KEY_BY_TITLE = {"reward": REWARD, FIGURES[PASS].title: PASS}
 
 
-def _figures(folder: Path, history: Sequence[Mapping[str, Any]]) -> list[str]:
+def _figure_lines(folder: Path, history: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the result of the run in one line, and the table of its figures.
 
-    A change has an interval where the record of the groups gives one.
+    The last column has the change of a figure with its interval, where the record of the rollouts
+    gives one. The list is empty where nothing was logged.
     """
     rows = figure_rows(history)
     if not rows:
         return []
     lines = []
     result = result_of(folder, history)
-    if result:
+    if result is not None:
         lines += ["", result]
     lines += ["", f"{'':20}{'first fifth':>12}{'last fifth':>12}   change"]
-    for title, first_mean, last_mean in rows:
-        line = f"{title:20}{first_mean:>12}{last_mean:>12}"
-        key = _BY_GROUP.get(title)
-        change = training_change(folder, history, key) if key else None
+    for row in rows:
+        line = f"{row.title:20}{row.first_mean:>12}{row.last_mean:>12}"
+        key = _RECORDED_KEY_BY_TITLE.get(row.title)
+        change = training_change(folder, history, key) if key is not None else None
         if change is not None and change.low is not None:
             line += f"   {interval_of(change, of_share=key == PASS)}"
         lines.append(line)
     return lines
 
 
-def _longer(config: AdoraGRPOConfig, command: str) -> str | None:
-    """Return the same command with twice as many steps.
+def _longer_command(config: AdoraGRPOConfig, command: str) -> str | None:
+    """Return the run's command with twice as many steps, which continues this run.
 
-    None unless that run would continue this one. It continues where there is a checkpoint, and
-    where the learning rate does not depend on the number of steps.
+    None where that run would not go on as this one would have: without a checkpoint it begins anew,
+    and a schedule of the learning rate that depends on the number of steps would have been another
+    one from the start.
+
+    Args:
+        config: the run's settings.
+        command: the command that started the run; empty where it is not known.
     """
-    constant = spelled(config.lr_scheduler_type) == "constant"
-    if not command or not constant or not checkpoints(Path(config.output_dir)):
+    has_constant_rate = spelled(config.lr_scheduler_type) == "constant"
+    has_checkpoint = bool(checkpoints(Path(config.output_dir)))
+    if command == "" or not has_constant_rate or not has_checkpoint:
         return None
     if config.max_steps > 0:
         return f"{command} --max_steps {2 * config.max_steps}"

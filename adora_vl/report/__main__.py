@@ -37,11 +37,12 @@ def report(
     from adora_vl.report.run_view import image_uris, load_run
 
     views = [load_run(run, max_rollouts) for run in runs]
+    # A run is named after its folder. Runs whose folders have equal names get their paths instead.
     for view, run in zip(views, runs, strict=True):
         names = [shown_view.name for shown_view in views]
         if names.count(view.name) > 1:
             view.name = str(run)
-    images, left_out = image_uris(list(runs), views, int(max_image_mb * 1e6))
+    images, left_out = image_uris(list(runs), views, max_bytes=int(max_image_mb * 1e6))
     if left_out:
         views[0].notes.append(
             f"{left_out} diagrams are left out (--max-image-mb {max_image_mb:g})."
@@ -57,7 +58,11 @@ _DESCRIPTION = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command, and return its exit code."""
+    """Run the command, which writes the page of runs or prints their comparison.
+
+    Returns:
+        the exit code: 0 for success, 2 for wrong input, 130 after Ctrl-C.
+    """
     parser = Parser(prog="python -m adora_vl.report", description=_DESCRIPTION)
     parser.add_argument(
         "runs", type=Path, nargs="+", metavar="RUN", help="output_dir of a training run"
@@ -85,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--compare", type=Path, nargs="*", metavar="RUN", help=compare_help)
 
     def command() -> None:
+        """Parse the options and do what they ask for."""
         options = parser.parse_args(arguments)
         if options.compare is not None:
             from adora_vl.report.compare_runs import comparison_lines

@@ -7,139 +7,161 @@ table.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from adora_vl.evals.compare import caution_lines, shortened
 from adora_vl.evals.score_differences import Difference, difference_between
 from adora_vl.evals.scoring.statistics import paired_t, welch
-from adora_vl.report.comparison_sides import PASS_RATE, Side, make_sides, read_compared
+from adora_vl.report.comparison_sides import PASS_RATE, Axis, Side, make_sides, read_compared
 from adora_vl.utils.errors import UserError
 
-Axis = Literal["rollouts", "seconds"]
-_UNITS: dict[Axis, str] = {"rollouts": "rollouts", "seconds": "s"}
-# The title of that figure
+_UNIT_BY_AXIS: dict[Axis, str] = {"rollouts": "rollouts", "seconds": "s"}
+# The title of the figure `adora/pass_rate`
 TRAINING = "pass rate in training"
 # A noisy figure is averaged over the last tenth of its budget
 WINDOW = 0.1
-# Characters of the first column in the table of runs
-_WIDTH = 34
+# Least number of characters of the first column in the table of figures
+_TITLE_WIDTH = 34
 
 
-def config_differences(a: Side, b: Side) -> dict[str, tuple[str, str]]:
-    """Return the keys in which the sides differ beside the seed, each with its value on A and on B.
+class DifferentSetting(NamedTuple):
+    """A setting in which the sides of a comparison differ, with its values as JSON."""
 
-    Options of a method that a run does not have are left out.
+    key: str
+    value_of_a: str
+    value_of_b: str
+
+
+def config_differences(a: Side, b: Side) -> list[DifferentSetting]:
+    """Return the settings in which the sides differ, in alphabetical order.
+
+    The seed is none of them. Options of a method that only some of the runs use are left out: that
+    they use different methods is a difference of its own, `adora_method`.
     """
     runs = (*a.runs, *b.runs)
     all_keys = {key for run in runs for key in run.settings}
-    differences = {}
+    differences = []
     for key in sorted(all_keys):
-        in_all_runs = all(key in run.settings for run in runs)
-        if key.startswith("adora_method.") and not in_all_runs:
+        is_in_all_runs = all(key in run.settings for run in runs)
+        if key.startswith("adora_method.") and not is_in_all_runs:
             continue
-        first = a.setting(key)
-        second = b.setting(key)
-        if first != second:
-            differences[key] = (first, second)
+        value_of_a = a.setting(key)
+        value_of_b = b.setting(key)
+        if value_of_a != value_of_b:
+            differences.append(DifferentSetting(key, value_of_a, value_of_b))
     return differences
 
 
-def between_seeds(first: Mapping[int, float], second: Mapping[int, float]) -> Difference:
-    """Return the difference of the means of one value per seed, with a 95 % interval over seeds.
+def between_seeds(a_by_seed: Mapping[int, float], b_by_seed: Mapping[int, float]) -> Difference:
+    """Return the difference of the mean values of two sides, with a 95 % interval over seeds.
 
-    The interval is that of a paired t-test where both sides have the same seeds, else Welch's. There
-    is none where a side has one seed.
+    The interval is that of a paired t-test where both sides have the same seeds, and Welch's
+    otherwise. There is none where a side has one seed.
 
     Args:
-        first: the values of side A by seed.
-        second: the values of side B by seed.
+        a_by_seed: the values of the runs of side A by their seeds.
+        b_by_seed: those of side B, from which A's mean is subtracted.
     """
-    first_mean = fmean(first.values())
-    second_mean = fmean(second.values())
-    if len(first) < 2 or len(second) < 2:
-        over = Difference.over
-        if max(len(first), len(second)) > 1:
-            over = "one seed on a side: no interval"
-        return Difference(first_mean, second_mean, over=over)
-    if first.keys() == second.keys():
-        low, high = paired_t([second[seed] - first[seed] for seed in first])
-        over = f"{len(first)} pairs of seeds"
+    mean_of_a = fmean(a_by_seed.values())
+    mean_of_b = fmean(b_by_seed.values())
+    count_of_a = len(a_by_seed)
+    count_of_b = len(b_by_seed)
+    if count_of_a == 1 and count_of_b == 1:
+        return Difference(first=mean_of_a, second=mean_of_b)
+    if count_of_a == 1 or count_of_b == 1:
+        return Difference(first=mean_of_a, second=mean_of_b, over="one seed on a side: no interval")
+    if a_by_seed.keys() == b_by_seed.keys():
+        low, high = paired_t([b_by_seed[seed] - a_by_seed[seed] for seed in a_by_seed])
+        over = f"{count_of_a} pairs of seeds"
     else:
-        low, high = welch(list(first.values()), list(second.values()))
-        over = f"{len(first)} and {len(second)} seeds"
-    return Difference(first=first_mean, second=second_mean, low=low, high=high, over=over)
+        low, high = welch(list(a_by_seed.values()), list(b_by_seed.values()))
+        over = f"{count_of_a} and {count_of_b} seeds"
+    return Difference(first=mean_of_a, second=mean_of_b, low=low, high=high, over=over)
 
 
 def at_budget(
     points: Sequence[tuple[float, float]], budget: float, window: float = WINDOW
 ) -> float | None:
-    """Return a figure at a budget: its mean within the last part of it, else the newest before.
+    """Return the value of a figure once a run has spent a budget, such as a number of rollouts.
+
+    It is the mean of the values within the last part of the budget, to average out noise. If there
+    is none within it, the newest value before is returned.
 
     Args:
-        points: pairs of what was spent and the figure's value, in the order of the run.
+        points: what the run had spent, and the figure's value then, in the order of the run.
         budget: how much may be spent.
-        window: the last part of the budget, as a share of it.
+        window: the length of the last part, as a share of the budget.
 
     Returns:
-        the figure, None where there is no value within the budget.
+        the value; None where the run has no value within the budget.
     """
     # The tolerance is for rounding: a point at the budget itself counts.
-    before = [(spent, value) for spent, value in points if spent <= budget * (1 + 1e-9)]
-    if not before:
+    points_within = [(spent, value) for spent, value in points if spent <= budget * (1 + 1e-9)]
+    if not points_within:
         return None
-    recent = [value for spent, value in before if spent > budget * (1 - window)]
-    return fmean(recent) if recent else before[-1][1]
+    recent_values = [value for spent, value in points_within if spent > budget * (1 - window)]
+    if recent_values:
+        return fmean(recent_values)
+    _, newest_value = points_within[-1]
+    return newest_value
 
 
 class ComparedFigure(NamedTuple):
-    """One line of the table: a figure, and the budget at which it was taken.
-
-    Without an axis it was taken at the end of the training.
-    """
+    """One line of the table: the difference of the sides in a figure."""
 
     figure: str
     difference: Difference
     axis: Axis | None = None
+    """What the budget is counted in; None for a figure at the end of the training."""
     budget: float = 0.0
+    """How much every run had spent when the figure was taken, where there is an axis."""
 
     @property
-    def at(self) -> str:
+    def budget_text(self) -> str:
         """Return the budget in words: `1,200 rollouts`, or `the end`."""
-        return f"{self.budget:,.0f} {_UNITS[self.axis]}" if self.axis else "the end"
+        if self.axis is None:
+            return "the end"
+        return f"{self.budget:,.0f} {_UNIT_BY_AXIS[self.axis]}"
 
     @property
     def title(self) -> str:
         """Return the title of the line: the figure and the budget."""
-        return f"{self.figure}, {self.at}"
+        return f"{self.figure}, {self.budget_text}"
 
 
 def held_out_rows(a: Side, b: Side) -> list[ComparedFigure]:
-    """Return the difference at the end of training on each benchmark that all runs have.
+    """Return how the trained models differ on held-out problems, for each benchmark of all runs.
 
-    A benchmark has a row over seeds, if each side has several, and a row over problems.
+    A benchmark has a row whose interval is over problems. If each side has several seeds, a row
+    whose interval is over seeds comes before it.
+
+    Raises:
+        UserError: the runs have answered different problems of a benchmark.
     """
     rows: list[ComparedFigure] = []
     for benchmark in _shared_benchmarks(a, b):
-        problems = difference_between(
+        over_problems = difference_between(
             [run.scores[benchmark] for run in a.runs],
             [run.scores[benchmark] for run in b.runs],
         )
-        if problems is None:
+        if over_problems is None:
             raise UserError(
                 f"RUN: the scores of {benchmark} have no problem in common; evaluate on the same "
                 "data"
             )
-        seeds = between_seeds(_accuracies(a, benchmark), _accuracies(b, benchmark))
+        over_seeds = between_seeds(_accuracies(a, benchmark), _accuracies(b, benchmark))
+        figure = f"{benchmark}, held out"
         # It comes first, because what another seed would give is the wider question.
-        if seeds.low is not None:
-            rows.append(ComparedFigure(f"{benchmark}, held out", seeds))
-        rows.append(ComparedFigure(f"{benchmark}, held out", problems))
+        if over_seeds.low is not None:
+            rows.append(ComparedFigure(figure, over_seeds))
+        rows.append(ComparedFigure(figure, over_problems))
     return rows
 
 
 def _accuracies(side: Side, benchmark: str) -> dict[int, float]:
-    """Return the accuracy of each run of a side on a benchmark, by seed."""
-    return side.by_seed([run.scores[benchmark].score["accuracy"] for run in side.runs])
+    """Return the accuracy of each run of a side on a benchmark, by the run's seed."""
+    accuracies = [run.scores[benchmark].score["accuracy"] for run in side.runs]
+    return side.by_seed(accuracies)
 
 
 def _shared_benchmarks(a: Side, b: Side) -> list[str]:
@@ -150,41 +172,54 @@ def _shared_benchmarks(a: Side, b: Side) -> list[str]:
 
 
 def budget_rows(a: Side, b: Side) -> list[ComparedFigure]:
-    """Return the evaluations on the way and the pass rate in training, at equal budgets.
+    """Return how the sides differ during the training, after equal numbers of rollouts or seconds.
 
-    The budget is that of the shortest run, in rollouts and in seconds, so that all runs had it.
+    The figures are the evaluations during the training and the pass rate in training. Each is taken
+    where the shortest run ends, so that all runs have a value there: once by the number of rollouts,
+    and once by the seconds of training steps.
     """
     all_runs = (*a.runs, *b.runs)
     rows: list[ComparedFigure] = []
     names = a.runs[0].curves
     shared_names = [name for name in names if all(run.curves.get(name) for run in all_runs)]
-    # What was held out comes first.
+    # Evaluations come first, since they are on held-out problems: False sorts before True.
     for name in sorted(shared_names, key=lambda name: name == PASS_RATE):
-        title = TRAINING if name == PASS_RATE else f"{name} on the way"
-        for axis in _UNITS:
-            budget = min(getattr(run.curves[name][-1], axis) for run in all_runs)
-            first = _values_at_budget(a, name, axis, budget)
-            second = _values_at_budget(b, name, axis, budget)
+        figure = TRAINING if name == PASS_RATE else f"{name} on the way"
+        for axis in _UNIT_BY_AXIS:
+            budget = min(run.curves[name][-1].spent(axis) for run in all_runs)
+            a_by_seed = _values_at_budget(a, name, axis, budget)
+            b_by_seed = _values_at_budget(b, name, axis, budget)
             # A budget of 0 has nothing to compare, nor has a run without a value within it.
-            if budget and first and second:
-                rows.append(
-                    ComparedFigure(
-                        figure=title,
-                        difference=between_seeds(first, second),
-                        axis=axis,
-                        budget=budget,
-                    )
+            if budget == 0 or not a_by_seed or not b_by_seed:
+                continue
+            rows.append(
+                ComparedFigure(
+                    figure=figure,
+                    difference=between_seeds(a_by_seed, b_by_seed),
+                    axis=axis,
+                    budget=budget,
                 )
+            )
     return rows
 
 
 def _values_at_budget(side: Side, name: str, axis: Axis, budget: float) -> dict[int, float]:
-    """Return a curve's value at a budget for each run, by seed; empty where a run has none."""
+    """Return the value of a figure at a budget for each run of a side, by the run's seed.
+
+    Args:
+        side: the side.
+        name: the figure, as in `ComparedRun.curves`.
+        axis: what the budget is counted in.
+        budget: how much every run may have spent.
+
+    Returns:
+        the values; empty where a run has no value within the budget.
+    """
     # An evaluation is taken as it is; the pass rate of a single step is noise.
     window = WINDOW if name == PASS_RATE else 0.0
     values = []
     for run in side.runs:
-        points = [(getattr(point, axis), point.value) for point in run.curves[name]]
+        points = [(point.spent(axis), point.value) for point in run.curves[name]]
         value = at_budget(points, budget, window)
         if value is None:
             return {}
@@ -195,40 +230,45 @@ def _values_at_budget(side: Side, name: str, axis: Axis, budget: float) -> dict[
 def comparison_lines(first: Sequence[Path], second: Sequence[Path]) -> list[str]:
     """Return the lines of a comparison of runs: the answer, the table, what differs, and cautions.
 
-    `first` and `second` are the folders of the runs of each side, as `make_sides` takes them.
-    `UserError` is raised where they cannot be compared.
+    Args:
+        first: the folders of the runs of side A, or of all runs.
+        second: those of side B. Where there are none, `make_sides` divides the runs in `first`.
+
+    Raises:
+        UserError: a folder is no run, or the runs cannot be compared.
     """
     a, b = make_sides([read_compared(run) for run in first], [read_compared(run) for run in second])
     held_out = held_out_rows(a, b)
     at_budgets = budget_rows(a, b)
-    differing = config_differences(a, b)
+    differences = config_differences(a, b)
+    keys = [difference.key for difference in differences]
     lines = [
-        _paragraph(a, b=b, held_out=held_out, at_budgets=at_budgets, keys=list(differing)),
+        _answer_paragraph(a, b=b, held_out=held_out, at_budgets=at_budgets, keys=keys),
         "",
         *_table_lines(a, b, [*held_out, *at_budgets]),
         "",
     ]
-    lines += [
-        f"differs: {key}: {shortened(of_a)} -> {shortened(of_b)}"
-        for key, (of_a, of_b) in differing.items()
-    ]
+    for difference in differences:
+        value_of_a = shortened(difference.value_of_a)
+        value_of_b = shortened(difference.value_of_b)
+        lines.append(f"differs: {difference.key}: {value_of_a} -> {value_of_b}")
     return [*lines, *_caution_lines(a, b)]
 
 
 Figures = Sequence[ComparedFigure]
 
 
-def _paragraph(
+def _answer_paragraph(
     a: Side, b: Side, held_out: Figures, at_budgets: Figures, keys: Sequence[str]
 ) -> str:
-    """Return the answer in one sentence, then what it rests on.
+    """Say whether side B is better than side A, and by which figures.
 
     Args:
-        a: The side that is compared with.
-        b: The side of which the paragraph speaks.
-        held_out: The rows of `held_out_rows`; the first one decides.
-        at_budgets: The rows of `budget_rows`.
-        keys: The settings in which the sides differ.
+        a: the side that is compared with.
+        b: the side of which the paragraph speaks.
+        held_out: the differences on held-out problems, from `held_out_rows`; the first one decides.
+        at_budgets: those during the training at equal budgets, from `budget_rows`.
+        keys: the settings in which the sides differ.
     """
     if not held_out:
         return (
@@ -236,15 +276,16 @@ def _paragraph(
             "on held-out problems. Evaluate each with `python -m eval.problems run --model RUN "
             "--data DATA --output RUN/eval`."
         )
-    main = held_out[0].difference
-    gain = f"{100 * main.value:+.1f} points on {held_out[0].figure}"
-    interval = f"95 %: {_interval_in_points(main)}, over {main.over}"
-    text = f"{b.title} {_verdict(main)} {a.title}: {gain} ({interval})."
-    for axis in _UNITS:
-        row = next((row for row in at_budgets if row.axis == axis), None)
-        if row is not None:
+    decisive = held_out[0].difference
+    gain = f"{100 * decisive.value:+.1f} points on {held_out[0].figure}"
+    interval = f"95 %: {_interval_in_points(decisive)}, over {decisive.over}"
+    text = f"{b.title} {_verdict_words(decisive)} {a.title}: {gain} ({interval})."
+    for axis in _UNIT_BY_AXIS:
+        rows = [row for row in at_budgets if row.axis == axis]
+        if rows:
+            row = rows[0]
             points = f"{100 * row.difference.value:+.1f}"
-            text += f" At equal {axis} ({row.at}) it is {points} in {row.figure}."
+            text += f" At equal {axis} ({row.budget_text}) it is {points} in {row.figure}."
     if keys:
         text += f" The configs differ in {', '.join(keys[:4])}"
         text += f" and {len(keys) - 4} more." if len(keys) > 4 else "."
@@ -258,8 +299,12 @@ def _paragraph(
     return text
 
 
-def _verdict(difference: Difference) -> str:
-    """Return what the interval says of B beside A: it is surely on one side of 0, or not."""
+def _verdict_words(difference: Difference) -> str:
+    """Say whether side B is better or worse than side A.
+
+    It is if the whole 95 % interval of B - A lies on one side of 0; the sides cannot be told apart
+    otherwise.
+    """
     assert difference.low is not None
     assert difference.high is not None
     if difference.low > 0:
@@ -270,15 +315,19 @@ def _verdict(difference: Difference) -> str:
 
 
 def _interval_in_points(difference: Difference) -> str:
-    """Return the interval in points: `-1.2 to +3.4`."""
+    """Return the 95 % interval of a difference of shares, in percentage points: `-1.2 to +3.4`."""
     assert difference.low is not None
     assert difference.high is not None
     return f"{100 * difference.low:+.1f} to {100 * difference.high:+.1f}"
 
 
 def _table_lines(a: Side, b: Side, rows: Figures) -> list[str]:
-    """Return the table of figures: means in percent, the difference in points."""
-    width = max([_WIDTH, *(len(row.title) for row in rows)])
+    """Return the table of figures, below a line for each side that names its runs.
+
+    A row has the means of both sides in percent, their difference in points, and its interval.
+    """
+    title_lengths = [len(row.title) for row in rows]
+    width = max([_TITLE_WIDTH, *title_lengths])
     lines = []
     for side in (a, b):
         names = ", ".join(f"{run.name} (seed {run.seed})" for run in side.runs)
@@ -295,8 +344,8 @@ def _table_lines(a: Side, b: Side, rows: Figures) -> list[str]:
 
 
 def _legend_lines(rows: Sequence[ComparedFigure]) -> list[str]:
-    """Return what the titles of rows at a budget mean; nothing where there are no such rows."""
-    figures = [row.figure for row in rows if row.axis]
+    """Explain the titles of the rows at equal budgets; nothing where the table has no such rows."""
+    figures = [row.figure for row in rows if row.axis is not None]
     if not figures:
         return []
     lines = [
@@ -315,12 +364,17 @@ def _legend_lines(rows: Sequence[ComparedFigure]) -> list[str]:
 
 
 def _caution_lines(a: Side, b: Side) -> list[str]:
-    """Return what a reader has to know before believing the table."""
+    """Return warnings that a reader has to know before believing the table.
+
+    They are notes on the runs, how their scores differ beside the model, and unequal seeds.
+    """
     runs = (*a.runs, *b.runs)
     lines = [f"warning: {note}" for run in runs for note in run.notes]
     for benchmark in _shared_benchmarks(a, b):
         lines += caution_lines([run.scores[benchmark] for run in runs])
-    if {run.seed for run in a.runs} != {run.seed for run in b.runs}:
+    seeds_of_a = {run.seed for run in a.runs}
+    seeds_of_b = {run.seed for run in b.runs}
+    if seeds_of_a != seeds_of_b:
         lines.append(
             "note: the sides have different seeds, so their runs are not compared in pairs"
         )

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from adora_vl.evals.inference.predictions import SCORE
 from adora_vl.evals.score_files import ScoreFile, read_run
@@ -35,12 +35,20 @@ _NOT_COMPARED = {
 }
 
 
+# What a training spends, in which equal budgets are counted
+Axis = Literal["rollouts", "seconds"]
+
+
 class Point(NamedTuple):
     """The value of a figure, and what the run had spent by then."""
 
     rollouts: float
     seconds: float
     value: float
+
+    def spent(self, axis: Axis) -> float:
+        """Return how many rollouts, or seconds, the run had spent."""
+        return self.rollouts if axis == "rollouts" else self.seconds
 
 
 @dataclass(frozen=True)
@@ -81,11 +89,14 @@ class Side:
         return f"{self.letter} ({self.recipe})"
 
     def by_seed(self, values: Sequence[float]) -> dict[int, float]:
-        """Return the values by seed; `values` has one per run, in the order of the runs."""
+        """Return the values of the runs by their seeds.
+
+        `values`: one for each run, in the order of `runs`.
+        """
         return {run.seed: value for run, value in zip(self.runs, values, strict=True)}
 
     def setting(self, key: str) -> str:
-        """Return the value of a key as JSON, or the different values where the runs differ."""
+        """Return the value of a setting as JSON; `1 or 2` where the runs of the side differ in it."""
         value_texts = [
             json.dumps(run.settings.get(key), sort_keys=True, default=str) for run in self.runs
         ]
@@ -93,7 +104,11 @@ class Side:
 
 
 def read_compared(folder: Path) -> ComparedRun:
-    """Read what a comparison needs of a run; `UserError` is raised for a folder that is no run."""
+    """Read the settings, curves and scores of a run from its folder, for a comparison.
+
+    Raises:
+        UserError: the folder is no run.
+    """
     # Imported here, because they bring torch and Transformers along, which scores alone do not
     # need.
     from adora_vl.record.manifest import MANIFEST, facts_of_run, read_manifest
@@ -108,24 +123,29 @@ def read_compared(folder: Path) -> ComparedRun:
             f"RUN: {str(folder)!r} has no {missing}; name the output_dir of a training run"
         )
     config = dict(manifest["config"])
-    scores, score_notes = _newest_scores(folder)
+    newest = _newest_scores(folder)
     return ComparedRun(
         name=str(folder),
         seed=int(config.get("seed") or 0),
         settings=_compared_settings(manifest),
         recipe=facts_of_run(manifest)["recipe"],
         curves=_curves(lines, rollouts_per_step(config)),
-        scores=scores,
-        notes=(*_run_notes(folder, manifest), *score_notes),
+        scores=newest.score_by_benchmark,
+        notes=(*_run_notes(folder, manifest), *newest.notes),
     )
 
 
 def _compared_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is compared of a run: config by dotted keys, data, model, code and versions."""
+    """Return what may differ between two runs, by key: config, data, model, code and versions.
+
+    Nested keys of the config are dotted, such as `adora_rollouts.budget`. Data and model are told by
+    their fingerprints, since their paths may differ for the same content.
+    """
     from adora_vl.record.manifest import methods_of
 
     config = dict(manifest["config"])
     if isinstance(config.get("adora_reward"), list):
+        # the same judge may be served at another address
         config["adora_reward"] = [without_address(entry) for entry in config["adora_reward"]]
     settings: dict[str, Any] = {}
     for key in config.keys() - _NOT_COMPARED:
@@ -141,7 +161,10 @@ def _compared_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _run_notes(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """Return notes on a run: that it is not finished, or how its rollouts are counted."""
+    """Return what makes the figures of a run less comparable, in sentences.
+
+    The run may not be finished, or sample more or fewer rollouts than `rollouts_per_step` counts.
+    """
     notes = []
     if manifest.get("status") != "finished":
         notes.append(f"{folder}: the run is {manifest.get('status')}")
@@ -159,26 +182,33 @@ def _run_notes(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
 
 
 def rollouts_per_step(config: Mapping[str, Any]) -> float:
-    """Return the rollouts that one optimizer step samples, on average.
+    """Return how many rollouts one optimizer step of a run samples, on average.
 
-    A generation serves several of TRL's steps, and each of them several times.
+    A generation samples `generation_batch_size` rollouts. They are used for `steps_per_generation`
+    micro-batches, `num_iterations` times, and an optimizer step takes
+    `gradient_accumulation_steps` micro-batches.
     """
 
     def value_of(key: str) -> float:
+        """Return the value of a key; 1 where a record lacks it."""
         return float(config.get(key) or 1)
 
-    sampled = value_of("generation_batch_size") * value_of("gradient_accumulation_steps")
-    return sampled / (value_of("steps_per_generation") * value_of("num_iterations"))
+    # micro-batches that a generation's rollouts are used for
+    uses = value_of("steps_per_generation") * value_of("num_iterations")
+    return value_of("generation_batch_size") * value_of("gradient_accumulation_steps") / uses
 
 
-def _curves(lines: Sequence[dict[str, Any]], per_step: float) -> dict[str, list[Point]]:
-    """Return the curves of a run by name: the pass rate in training, and the evaluations.
+def _curves(lines: Sequence[dict[str, Any]], step_rollouts: float) -> dict[str, list[Point]]:
+    """Return the pass rate in training and the accuracies of evaluations, each as points over the run.
 
     Seconds are those of training steps, so that an evaluation adds nothing to them.
 
     Args:
-        lines: the lines of the run's metrics.
-        per_step: rollouts that one optimizer step samples.
+        lines: the lines of the run's `metrics.jsonl`.
+        step_rollouts: rollouts that one optimizer step samples.
+
+    Returns:
+        the points by the name of the figure: `PASS_RATE`, or the name of an evaluation.
     """
     from adora_vl.record.phases import PHASES
 
@@ -187,23 +217,34 @@ def _curves(lines: Sequence[dict[str, Any]], per_step: float) -> dict[str, list[
     seconds = 0.0
     for line in lines:
         step = line["step"]
+        rollouts = step * step_rollouts
         if line["kind"] == "train":
-            # The figures of a line are means per step since the line before it.
-            step_seconds = sum(line.get(f"seconds/{phase}") or 0.0 for phase in PHASES)
-            seconds += (step - last_step) * step_seconds
+            # The seconds of a line are means per step since the line before it.
+            mean_seconds = sum(line.get(f"seconds/{phase}") or 0.0 for phase in PHASES)
+            seconds += (step - last_step) * mean_seconds
             last_step = step
             if line.get(PASS_RATE) is not None:
-                curves[PASS_RATE].append(Point(step * per_step, seconds, line[PASS_RATE]))
+                point = Point(rollouts=rollouts, seconds=seconds, value=line[PASS_RATE])
+                curves[PASS_RATE].append(point)
         for key, value in line.items():
             if key.startswith("eval_") and key.endswith("_accuracy") and value is not None:
                 name = key.removeprefix("eval_").removesuffix("_accuracy")
-                curves.setdefault(name, []).append(Point(step * per_step, seconds, value))
+                point = Point(rollouts=rollouts, seconds=seconds, value=value)
+                curves.setdefault(name, []).append(point)
     return curves
 
 
-def _newest_scores(folder: Path) -> tuple[dict[str, ScoreFile], list[str]]:
-    """Return the newest score of each benchmark in a run folder, and notes on what is not read."""
-    newest: dict[str, ScoreFile] = {}
+class _NewestScores(NamedTuple):
+    """The newest score of a run on each benchmark."""
+
+    score_by_benchmark: dict[str, ScoreFile]
+    notes: list[str]
+    """Which score files of the run's folder were not taken, and why."""
+
+
+def _newest_scores(folder: Path) -> _NewestScores:
+    """Read the score files in a run's folder and in its subfolders, the newest of each benchmark."""
+    score_by_benchmark: dict[str, ScoreFile] = {}
     notes = []
     score_paths = [*folder.glob(SCORE), *folder.glob(f"*/{SCORE}")]
     outside = [path for path in score_paths if leads_out(folder, path)]
@@ -213,39 +254,48 @@ def _newest_scores(folder: Path) -> tuple[dict[str, ScoreFile], list[str]]:
     for path in sorted(inside, key=lambda path: path.stat().st_mtime):
         score = read_run(str(path))
         benchmark = score.score["benchmark"]
-        if benchmark in newest:
+        if benchmark in score_by_benchmark:
             notes.append(
                 f"{folder}: several scores of {benchmark}; the newest is taken, "
                 f"{path.relative_to(folder)}"
             )
-        newest[benchmark] = score
-    return newest, notes
+        score_by_benchmark[benchmark] = score
+    return _NewestScores(score_by_benchmark, notes)
 
 
 def make_sides(first: Sequence[ComparedRun], second: Sequence[ComparedRun]) -> tuple[Side, Side]:
-    """Return the sides A and B of a comparison.
+    """Return the sides A and B of a comparison, each with runs of one config and different seeds.
 
-    Without runs for a second side, two runs are a side each, and more runs are sorted by their
-    config. `UserError` is raised where that gives no two sides, or a side with a seed twice.
+    Args:
+        first: the runs of side A, or all runs.
+        second: those of side B. If there are none, two runs are a side each, and more runs are
+            divided by their config.
+
+    Raises:
+        UserError: the runs have not exactly two configs, or a side has two runs of one seed.
     """
     if not second:
         first, second = _split_by_config(first)
     for runs in (first, second):
-        if len({run.seed for run in runs}) < len(runs):
+        seeds = {run.seed for run in runs}
+        if len(seeds) < len(runs):
             names = ", ".join(run.name for run in runs)
             raise UserError(
                 f"RUN: one side has the same seed twice ({names}); leave one of the runs out"
             )
-    return Side("A", tuple(first)), Side("B", tuple(second))
+    return Side(letter="A", runs=tuple(first)), Side(letter="B", runs=tuple(second))
 
 
 def _split_by_config(
     runs: Sequence[ComparedRun],
 ) -> tuple[Sequence[ComparedRun], Sequence[ComparedRun]]:
-    """Return the runs of the first side and those of the second: a side has those of one config.
+    """Divide runs into two sides by their configs; the side of the first run comes first.
 
-    Device, versions and commit do not divide the runs, since seeds of one config may differ in them.
-    Raises `UserError` where more than two runs have not exactly two configs.
+    Runs of one config may have been made on different devices and by different versions and commits,
+    so these do not divide them. Two runs are a side each, whatever their configs.
+
+    Raises:
+        UserError: more than two runs have not exactly two configs.
     """
     if len(runs) == 2:
         return runs[:1], runs[1:]

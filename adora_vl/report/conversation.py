@@ -1,4 +1,4 @@
-"""The turns of a rollout with calls as the page shows them, and where its calls look."""
+"""The turns of a rollout with tools as the page shows them, and where its calls look."""
 
 import inspect
 import json
@@ -12,8 +12,9 @@ from adora_vl.tools.ours import OURS, View
 from adora_vl.utils.files import leads_out
 
 Json = dict[str, Any]
-# The points of a call of ours, by the names of their coordinates; `zoom` has a region of two.
-_POINTS = (("x", "y"), ("x1", "y1"), ("x2", "y2"), ("x3", "y3"))
+# The arguments of this package's tools that are points of a picture, x and y of each; the two points
+# of `zoom` are corners of a region
+_POINT_ARGUMENTS = (("x", "y"), ("x1", "y1"), ("x2", "y2"), ("x3", "y3"))
 _PLACEHOLDER = "<image>"
 
 
@@ -21,93 +22,124 @@ class TurnReader:
     """Reads the turns of recorded rollouts."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        """Take the folder of a run, and the settings of its record.
+        """Take the folder of a run and the settings of its record.
 
-        The settings have the `view` of the model in a run with tools: records that were written
-        before it was kept have none, and their calls are not drawn.
+        In a run with tools the settings have `view`, the size at which the model sees a picture.
+        Records of older versions lack it. Their calls are shown as text, and not drawn into the
+        picture.
         """
         self._folder = folder
         view = settings.get("view")
         self._view = View(**view) if view else None
-        self._sizes: dict[str, tuple[int, int] | None] = {}
+        self._size_by_picture: dict[str, tuple[int, int] | None] = {}
 
     def turns(self, row: Mapping[str, Any]) -> list[Json] | None:
-        """The turns of a recorded rollout; None in a run without tools.
+        """Return the turns of a recorded rollout for the page; None in a run without tools.
 
-        The calls of a turn are taken out of its text and put beside it. Each has its `text`, such
-        as `zoom(0, 49, 7, 56)`, and where it looks: the name of the `picture`, and the `points` in
-        shares of its width and height. What the policy wrote but cannot be read as a call stays in
-        the text.
+        The calls of a model's turn are taken out of its `text` and put beside it, in `calls`, as
+        `_call_json` writes them.
+
+        Args:
+            row: the recorded row of the rollout.
         """
         if row.get("turns") is None:
             return None
+        # the pictures that a call may name by their index: the problem's, then those of tools so far
         pictures = list(row["images"] or [])
         turns = []
         for turn in row["turns"]:
             text = turn["text"] or ""
             calls: list[Json] = []
             if turn["by"] == "model":
-                calls = [self._call(written, pictures) for written in calls_in(text)]
+                calls = [self._call_json(call_text, pictures) for call_text in calls_in(text)]
                 text = without_calls(text)
             else:
-                # stands for a picture, which the page shows
-                text = "\n".join(line for line in text.splitlines() if line != _PLACEHOLDER)
+                # a line of the placeholder stands for a picture, which the page shows instead
+                lines = [line for line in text.splitlines() if line != _PLACEHOLDER]
+                text = "\n".join(lines)
             turns.append({**turn, "text": text, "calls": calls})
             pictures += turn["images"]
         return turns
 
-    def _call(self, written: str, pictures: Sequence[str]) -> Json:
+    def _call_json(self, call_text: str, pictures: Sequence[str]) -> Json:
+        """Return a call as the page shows it: its text, and where in a picture it looks.
+
+        Args:
+            call_text: what the model wrote. It is shown as it is where it cannot be read as a call.
+            pictures: the names of the pictures that the rollout has so far.
+
+        Returns:
+            `text`, such as `zoom(0, 49, 7, 56)`; `picture`, the name of the picture, and `points`
+            in it, in shares of its width and height, both None where the call has none; `region`,
+            whether the points are corners of a region.
+        """
         try:
-            name, arguments = read_call(written)
+            name, arguments = read_call(call_text)
         except CallError:
-            return {"text": written, "picture": None, "points": None}
+            return {"text": call_text, "picture": None, "points": None}
         call: Json = {"text": spelled_call(name, arguments), "picture": None, "points": None}
-        number = arguments.get("picture", 0)
-        is_number = isinstance(number, int) and 0 <= number < len(pictures)
-        if name in OURS and is_number and self._view is not None:
-            points = self._points(arguments, pictures[number], self._view)
+        # only the tools of this package have arguments whose meaning is known here
+        if name not in OURS or self._view is None:
+            return call
+        picture_index = arguments.get("picture", 0)
+        if isinstance(picture_index, int) and 0 <= picture_index < len(pictures):
+            picture = pictures[picture_index]
+            points = self._points(arguments, picture, self._view)
             if points:
-                call |= {"picture": pictures[number], "points": points, "region": name == "zoom"}
+                call |= {"picture": picture, "points": points, "region": name == "zoom"}
         return call
 
     def _points(self, arguments: Json, picture: str, view: View) -> list[tuple[float, float]]:
-        """The points of a call in shares of the picture; empty where they are not all within it."""
+        """Return the points that a call names, as x and y in shares of the picture's width and height.
+
+        Args:
+            arguments: those of the call, whose coordinates are in the units that the model sees.
+            picture: the name of the picture.
+            view: the size at which the model sees a picture, which says these units.
+
+        Returns:
+            the points; empty where one lies outside of the picture, or its size is not known.
+        """
         size = self._size(picture)
         if size is None:
             return []
         try:
-            width, height = view.scale_of(size)
+            max_x, max_y = view.scale_of(size)
         except ValueError:  # the processor would refuse a picture of this size
             return []
         points = []
-        for x_name, y_name in _POINTS:
+        for x_name, y_name in _POINT_ARGUMENTS:
             x = arguments.get(x_name)
             y = arguments.get(y_name)
             if isinstance(x, int | float) and isinstance(y, int | float):
-                points.append((round(x / width, 4), round(y / height, 4)))
-        inside = all(0 <= share <= 1 for point in points for share in point)
-        return points if inside else []
+                points.append((round(x / max_x, 4), round(y / max_y, 4)))
+        are_inside = all(0 <= x <= 1 and 0 <= y <= 1 for x, y in points)
+        return points if are_inside else []
 
     def _size(self, picture: str) -> tuple[int, int] | None:
-        """The size that a recorded picture had, in pixels; None where its file is not there."""
-        if picture not in self._sizes:
+        """Return the width and height that a recorded picture had when the model saw it, in pixels.
+
+        None where its file is missing or damaged. A link out of the run's folder is not followed.
+        """
+        if picture not in self._size_by_picture:
             path = self._folder / ROLLOUTS / IMAGES / Path(picture).name
-            is_ours = path.is_file() and not leads_out(self._folder, path)
-            self._sizes[picture] = picture_size(path) if is_ours else None
-        return self._sizes[picture]
+            is_in_run = path.is_file() and not leads_out(self._folder, path)
+            self._size_by_picture[picture] = picture_size(path) if is_in_run else None
+        return self._size_by_picture[picture]
 
 
 def spelled_call(name: str, arguments: Mapping[str, Any]) -> str:
-    """A call as a person writes it, `zoom(0, 49, 7, 56)`.
+    """Return a call of a tool as Python code, such as `zoom(0, 49, 7, 56)`.
 
-    The arguments of a tool of ours stand in its order, those of another tool with their names.
+    Arguments of this package's tools have no names as long as they stand in the order of the tool's
+    parameters. All arguments of another tool have their names, since its parameters are not known.
     """
-    order: list[str] = []
+    parameters: list[str] = []
     if name in OURS:
-        order = list(inspect.signature(OURS[name]).parameters)
-    words: list[str] = []
-    for parameter, value in arguments.items():
-        text = json.dumps(value, ensure_ascii=False)
-        is_in_place = len(words) < len(order) and order[len(words)] == parameter
-        words.append(text if is_in_place else f"{parameter}={text}")
-    return f"{name}({', '.join(words)})"
+        parameters = list(inspect.signature(OURS[name]).parameters)
+    argument_texts: list[str] = []
+    for position, (argument, value) in enumerate(arguments.items()):
+        value_text = json.dumps(value, ensure_ascii=False)
+        is_in_order = position < len(parameters) and parameters[position] == argument
+        argument_texts.append(value_text if is_in_order else f"{argument}={value_text}")
+    return f"{name}({', '.join(argument_texts)})"

@@ -16,29 +16,32 @@ from adora_vl.report.run_view import ROLLOUT, RunView
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file
 
-# The page searches with the same expression, so that both find the same formulas: it means the same
-# in Python and JavaScript. Every repetition has a bound, so no text can make it slow.
-_GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]{0,200}\}){0,200}\}){0,400}\}"
+# What is taken for a formula in a text. The page searches with the same expression, so that both
+# find the same formulas: it means the same in Python and JavaScript. Every repetition has a bound,
+# so no text can make it slow.
+_BRACES = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]{0,200}\}){0,200}\}){0,400}\}"
 FORMULA = (
     r"\$\$[^$]{1,400}\$\$"
     # but not `$5 and $6`, nor `$6. $`
     r"|\$(?:\s[^$\n]{1,400}\s|[^\s$](?:[^$\n]{0,400}[^\s$])?)\$(?!\d)"
     r"|\\\([^\n]{1,400}?\\\)"
     r"|\\\[[\s\S]{1,400}?\\\]"
-    rf"|\\boxed\s?{_GROUP}"
+    rf"|\\boxed\s?{_BRACES}"
     # a command alone in prose
-    rf"|\\[A-Za-z]{{3,20}}(?:\s?{_GROUP}|\s(?:[A-Z]|\d{{1,9}})(?![A-Za-z\d])){{0,9}}"
+    rf"|\\[A-Za-z]{{3,20}}(?:\s?{_BRACES}|\s(?:[A-Z]|\d{{1,9}})(?![A-Za-z\d])){{0,9}}"
 )
 # Different formulas in a page; each takes a fifth of a millisecond and 50 bytes
 MAX_FORMULAS = 10_000
 _MAX_CHARACTERS = 400
 _MAX_NODES = 1000
+# A formula between delimiters, of which one pair matches
 _DELIMITED = re.compile(r"\$\$([\s\S]*)\$\$|\$([\s\S]*)\$|\\\(([\s\S]*)\\\)|\\\[([\s\S]*)\\\]")
 # Commands that are refused: definitions could call one another, so that a short text grows without
 # end; a comment would hide the rest of its line.
 _REFUSED = re.compile(
     r"\\(?:\w*def|let|futurelet|\w*command|Declare\w*|\w*environment|verb)(?![a-z])|(?<!\\)%"
 )
+# Elements of MathML that a page may have
 _ELEMENTS = {
     "mrow",
     "mi",
@@ -66,7 +69,8 @@ _ELEMENTS = {
     "mprescripts",
     "none",
 }
-_ATTRIBUTES = {
+# Attributes that a page may have, and the expression that their values match
+_PATTERN_BY_ATTRIBUTE = {
     "accent": "true|false",
     "accentunder": "true|false",
     "displaystyle": "true|false",
@@ -82,49 +86,62 @@ _ATTRIBUTES = {
     "linethickness": "0|0em|0px|thin",
     "width": r"-?\d?\.?\d{1,4}em",
 }
-Tree = list[Any]  # [element, attributes, child or text, ...]
+# An element of MathML as JSON: its name, its attributes, then its text and its child elements
+Tree = list[Any]
 
 
 def formulas(texts: Iterable[str | None], answers: Iterable[str | None] = ()) -> dict[str, Tree]:
-    """The trees of the first `MAX_FORMULAS` different formulas, by their source.
+    """Convert the formulas in texts to MathML, which a browser shows: a tree by the LaTeX source.
+
+    Only the first `MAX_FORMULAS` different formulas are converted. One that is not understood is
+    left out, and the page shows it as it was written.
 
     Args:
         texts: prose that may have formulas in it; None is skipped.
-        answers: texts each of which is one formula, where it has LaTeX in it.
+        answers: answers to problems. One with LaTeX in it is a formula as a whole. They go first,
+            as they are short and a reader looks at them first.
     """
-    trees: dict[str, Tree | None] = {}
+    tree_by_source: dict[str, Tree | None] = {}
+    for answer in answers:
+        has_latex = answer is not None and re.search(r"[\\^_]", answer) is not None
+        if not answer or not has_latex:
+            continue
+        if len(tree_by_source) < MAX_FORMULAS and answer not in tree_by_source:
+            tree_by_source[answer] = mathml(answer)
     pattern = re.compile(FORMULA)
-    for text in answers:
-        if text and len(trees) < MAX_FORMULAS and text not in trees and re.search(r"[\\^_]", text):
-            trees[text] = mathml(text)
     for text in texts:
         for match in pattern.finditer(text or ""):
-            if len(trees) >= MAX_FORMULAS:
+            if len(tree_by_source) >= MAX_FORMULAS:
                 break
-            if match[0] not in trees:
-                trees[match[0]] = mathml(match[0])
-    return {source: tree for source, tree in trees.items() if tree is not None}
+            if match[0] not in tree_by_source:
+                tree_by_source[match[0]] = mathml(match[0])
+    return {source: tree for source, tree in tree_by_source.items() if tree is not None}
 
 
 def mathml(source: str) -> Tree | None:
-    """The formula as a tree of MathML; None if it is not understood as a whole."""
+    """Convert a formula from LaTeX to a tree of MathML; None if any part is not understood.
+
+    `source`: with its delimiters, such as `$x$`, or without any.
+    """
     from latex2mathml.converter import convert_to_element
 
-    delimited = _DELIMITED.fullmatch(source)
     latex = source
-    if delimited:
-        latex = next(part for part in delimited.groups() if part is not None)
+    delimited = _DELIMITED.fullmatch(source)
+    if delimited is not None:
+        # one group for each pair of delimiters; all but one are None
+        latex = next(content for content in delimited.groups() if content is not None)
     if not latex.strip() or len(latex) > _MAX_CHARACTERS or _REFUSED.search(latex):
         return None
+    # `$$` and `\[` set a formula on lines of its own
     is_block = source.startswith(("$$", "\\["))
     try:
         element = convert_to_element(latex, display="block" if is_block else "inline")
-        tree = [_TreeBuilder(_MAX_NODES).build(child) for child in element]
+        children = [_TreeBuilder(_MAX_NODES).build(child) for child in element]
     # The converter raises many kinds of exceptions for what it cannot read. A formula that is not
     # understood is shown as it was written.
     except Exception:
         return None
-    return ["math", {"display": "block"} if is_block else {}, *tree]
+    return ["math", {"display": "block"} if is_block else {}, *children]
 
 
 class _TreeBuilder:
@@ -134,25 +151,32 @@ class _TreeBuilder:
         self._remaining_nodes = max_nodes
 
     def build(self, element: Element) -> Tree:
-        """The tree of the element, with those of its attributes that are allowed.
+        """Return an element of MathML and all that is in it as a tree: [name, attributes, ...].
 
-        `ValueError` is raised for an element that is not allowed, and beyond the bound on nodes.
+        The text comes from a model's answer, so only elements and attributes go into the page that
+        are known to be harmless.
+
+        Raises:
+            ValueError: an element is not allowed, or there are more than `max_nodes`.
         """
         text = unescape(element.text or "")
         self._remaining_nodes -= 1
-        is_unknown = element.tag == "mi" and (text.startswith("\\") or text == "&")
-        is_struck = element.tag == "menclose" and element.get("notation") != "box"
-        if element.tag not in _ELEMENTS or self._remaining_nodes < 0 or is_unknown or is_struck:
+        # The converter makes an identifier of a command that it does not know.
+        is_unknown_command = element.tag == "mi" and (text.startswith("\\") or text == "&")
+        # of all enclosures browsers draw the box alone
+        is_undrawn = element.tag == "menclose" and element.get("notation") != "box"
+        is_allowed = element.tag in _ELEMENTS and not is_unknown_command and not is_undrawn
+        if not is_allowed or self._remaining_nodes < 0:
             raise ValueError(element.tag)
         attributes = {
             name: value
             for name, value in element.attrib.items()
-            # an attribute that is not known matches nothing
-            if re.fullmatch(_ATTRIBUTES.get(name, "(?!)"), value)
+            if name in _PATTERN_BY_ATTRIBUTE and re.fullmatch(_PATTERN_BY_ATTRIBUTE[name], value)
         }
-        content = [text] if text else []
         children = [self.build(child) for child in element]
-        return [element.tag, attributes, *content, *children]
+        if text:
+            return [element.tag, attributes, text, *children]
+        return [element.tag, attributes, *children]
 
 
 GENERATOR = "adora_vl report"  # marks a page that this module wrote
@@ -169,22 +193,27 @@ _SCRIPTS = (
 )
 
 
-def _hash(text: str) -> str:
-    """The hash of an inline style or script, for the page's content security policy."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+def _content_hash(text: str) -> str:
+    """Return the hash of an inline style or script as the page's content security policy names it."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
 def _packed(data: object) -> str:
-    """The data as JSON, compressed, in base64; equal data give equal text."""
-    text = json.dumps(data, allow_nan=False).encode()
-    return base64.b64encode(gzip.compress(text, compresslevel=3, mtime=0)).decode()
+    """Return the data as JSON, compressed, in base64, for a script of the page to unpack.
+
+    Equal data give equal text, since the archive has no time in it.
+    """
+    json_bytes = json.dumps(data, allow_nan=False).encode()
+    archive = gzip.compress(json_bytes, compresslevel=3, mtime=0)
+    return base64.b64encode(archive).decode()
 
 
 def build_page(views: list[RunView], images: dict[str, str]) -> str:
-    """The HTML of the page.
+    """Return the page of one or more runs as HTML with all its styles, scripts and data.
 
-    Completions, diagrams and formulas are in a block of their own, which the browser unpacks later
-    than the curves and groups.
+    Completions, diagrams and formulas are in a block of data of their own, `TEXTS`, which the
+    browser unpacks after the curves and groups in `DATA`, so that these are shown at once.
 
     Args:
         views: what is shown of each run.
@@ -192,43 +221,53 @@ def build_page(views: list[RunView], images: dict[str, str]) -> str:
     """
     style = (_VIEWER / "viewer.css").read_text(encoding="utf-8")
     script = "".join((_VIEWER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
+    # Only the style and the scripts of this package run: a text of a model cannot bring its own.
     policy = (
-        f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}; "
+        f"default-src 'none'; img-src data:; style-src {_content_hash(style)}; "
+        f"script-src {_content_hash(script)}; "
         "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'"
     )
-    completions = [
-        [rollout[-1] for group in view.groups for rollout in group["rollouts"]] for view in views
-    ]
-    parts = {
+    data = {
+        "runs": [_run_json(view) for view in views],
+        # the names of a rollout's values, without the completion, which is last and in `TEXTS`
+        "rollout": ROLLOUT[:-1],
+        "formula": FORMULA,
+        "figures": figures.for_page(),
+    }
+    texts = {
+        "completions": [_completions(view) for view in views],
+        "images": images,
+        "math": _formulas_of(views),
+    }
+    value_by_placeholder = {
         "GENERATOR": GENERATOR,
         "POLICY": policy,
         "TITLE": escape(", ".join(view.name for view in views)),
         "HEADING": escape(views[0].name) if len(views) == 1 else f"{len(views)} runs",
         "STYLE": style,
-        "DATA": _packed(
-            {
-                "runs": [_run_data(view) for view in views],
-                "rollout": ROLLOUT[:-1],
-                "formula": FORMULA,
-                "figures": figures.for_page(),
-            }
-        ),
-        "TEXTS": _packed(
-            {"completions": completions, "images": images, "math": _formulas_of(views)}
-        ),
+        "DATA": _packed(data),
+        "TEXTS": _packed(texts),
         "SCRIPT": script,
     }
-    page = (_VIEWER / "page.html").read_text(encoding="utf-8")
-    html, *pieces = page.split("{{")
-    # The parts are put in in one pass, so that none is looked for in another.
+    template = (_VIEWER / "page.html").read_text(encoding="utf-8")
+    html, *pieces = template.split("{{")
+    # All placeholders `{{NAME}}` are replaced in one pass, so that none is looked for in a value.
     for piece in pieces:
-        name, _, rest = piece.partition("}}")
-        html += parts[name] + rest
+        placeholder, _, rest = piece.partition("}}")
+        html += value_by_placeholder[placeholder] + rest
     return html
 
 
-def _run_data(view: RunView) -> dict[str, Any]:
-    """A run as the page's JSON has it; completions, the last of a rollout's values, are left out."""
+def _completions(view: RunView) -> list[str]:
+    """Return the completions of a run's rollouts, each of them the last of its rollout's values."""
+    return [rollout[-1] for group in view.groups for rollout in group["rollouts"]]
+
+
+def _run_json(view: RunView) -> dict[str, Any]:
+    """Return a run as the page's JSON has it.
+
+    The last value of each rollout, its completion, is left out, since completions come later.
+    """
     groups = [
         {**group, "rollouts": [rollout[:-1] for rollout in group["rollouts"]]}
         for group in view.groups
@@ -246,9 +285,13 @@ def _run_data(view: RunView) -> dict[str, Any]:
 
 
 def _formulas_of(views: list[RunView]) -> dict[str, Tree]:
-    """The formulas in all texts of the page: problems, completions, and parts of answers."""
-    extracted = ROLLOUT.index("extracted")
-    compared = ROLLOUT.index("compared")
+    """Return the formulas in all texts of the page as MathML, by their LaTeX source.
+
+    Problems, choices and completions are searched for formulas. Answers, and the parts of answers
+    that the grader has compared, are formulas as a whole.
+    """
+    extracted_index = ROLLOUT.index("extracted")
+    compared_index = ROLLOUT.index("compared")
     texts: list[str | None] = []
     answers: list[str | None] = []
     for view in views:
@@ -256,24 +299,28 @@ def _formulas_of(views: list[RunView]) -> dict[str, Tree]:
             texts += [problem["problem"], *problem["choices"]]
             answers.append(problem["answer"])
     rollouts = [rollout for view in views for group in view.groups for rollout in group["rollouts"]]
-    answers += [rollout[extracted] for rollout in rollouts]
+    answers += [rollout[extracted_index] for rollout in rollouts]
     for rollout in rollouts:
-        for answer, reference, _ in rollout[compared] or ():
-            answers += [answer, reference]
-    texts += [rollout[-1] for rollout in rollouts]
+        for answer_part, reference_part, _ in rollout[compared_index] or ():
+            answers += [answer_part, reference_part]
+    for view in views:
+        texts += _completions(view)
     return formulas(texts, answers)
 
 
 def write_page(page: str, path: Path) -> None:
-    """Write the page as a whole.
+    """Write the page to a file, which has either all of it or its old content.
 
-    Raises `UserError` if `path` is a file of another kind, or cannot be written.
+    Raises:
+        UserError: `path` is a file that this command did not write, or it cannot be written.
     """
     try:
-        if (
+        # A page has the name of its generator in its head: no other file is overwritten.
+        is_foreign = (
             path.exists()
             and GENERATOR not in path.read_text(encoding="utf-8", errors="replace")[:1000]
-        ):
+        )
+        if is_foreign:
             raise UserError(
                 f"--output: {str(path)!r} is not a page that this command wrote; choose another "
                 "name"

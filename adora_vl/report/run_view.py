@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -33,8 +33,8 @@ from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import leads_out, refuse_links_out
 
-# By the option `assign`: what decided the weight in place of the criteria
-_CONTROLS = {
+# What decided the weight in place of ADORA's criteria, by the value of the option `assign`
+_WORDS_BY_ASSIGN = {
     "random": "by chance (assign: random)",
     "reversed": "as the criteria do not say (assign: reversed)",
     "rate": "with a scaled learning rate instead (assign: rate)",
@@ -42,12 +42,12 @@ _CONTROLS = {
 
 
 def weight_reason(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """Why a group has its weight, in one to three sentences.
+    """Explain in one to three sentences why ADORA gave a group its weight, for the page of a run.
 
     Args:
         group: `step` (from 1 on), `weight`, `tds`, `pass_rate`, `longest_right` and `mean_wrong` as
             recorded; `equal`: whether all rewards are the same; `left`: how many of its `size`
-            rollouts have no reward.
+            rollouts have left the group, since they have no reward.
         settings: the keys of the run, as its record has them.
     """
     if group["left"] == group["size"]:
@@ -55,26 +55,31 @@ def weight_reason(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
             "No rollout of the group has a reward to compare with another, so nothing is learned "
             "from it."
         )
-    sentence = _weight(group, settings)
-    if group["left"]:
-        sentence += (
+    sentences = _weight_sentence(group, settings)
+    if group["left"] > 0:
+        sentences += (
             f" {group['left']} of {group['size']} rollouts have no reward, and count nowhere."
         )
     if group["equal"] and group["weight"] is not None:
-        sentence += (
+        sentences += (
             " All rewards are equal, so every advantage is 0 and nothing is learned from it."
         )
-    return sentence
+    return sentences
 
 
-def _weight(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """The sentence on the weight of a group with rewards."""
+def _weight_sentence(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """Return the sentence that says a group's weight and what ADORA's criteria say of the group.
+
+    Args:
+        group: its recorded values, as `weight_reason` takes them.
+        settings: the keys of the run.
+    """
     weight = group["weight"]
     options = adora_options(settings)
     mode = options["mode"]
     if weight is None:
         return "No weight is recorded."
-    verdict = _verdict(group, options)
+    verdict = _criteria_verdict(group, options)
     if mode == "off" or "adora" not in methods_of(settings):
         return f"{recipe_of(settings)}, weight {weight:g}; ADORA's criteria say {verdict}."
     if weight < 1:
@@ -83,94 +88,148 @@ def _weight(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
         verb = "Amplified to"
     else:
         verb = "Kept at weight"
-    control = _CONTROLS.get(options["assign"])
-    if control:
-        return f"{verb} {weight:g} {control}; ADORA's criteria say {verdict}."
+    # Runs that test the criteria may assign the weights in another way, and the criteria only judge.
+    assigned_words = _WORDS_BY_ASSIGN.get(options["assign"])
+    if assigned_words is not None:
+        return f"{verb} {weight:g} {assigned_words}; ADORA's criteria say {verdict}."
     return f"{verb} {weight:g}: {verdict}."
 
 
-def _verdict(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    """Whether the criteria call the group TAS or TDS, and why.
+def _criteria_verdict(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    """Say what ADORA's criteria call a group, and what each criterion says of it.
 
-    The page shows the figures beside it, rounded once.
+    They call it TAS (temporarily advantageous to learn from), TDS (temporarily disadvantageous), or
+    neither. No figures are in the text, since the page shows them beside it.
+
+    Args:
+        group: its recorded values, as `weight_reason` takes them.
+        options: ADORA's options in the run, with all defaults.
     """
-    reason_of = {"length": _length, "difficulty": _difficulty, "working": _working}
-    criteria = options["criteria"]
-    if [*criteria] == ["working"] and options["no_figure"] == "keep" and not _has_work(group):
+    reason_by_criterion = {
+        "length": _length_reason,
+        "difficulty": _difficulty_reason,
+        "working": _work_reason,
+    }
+    criteria = list(options["criteria"])
+    if criteria == ["working"] and options["no_figure"] == "keep" and not _has_work(group):
         return "neither TAS nor TDS, since no work is measured on the problem"
-    one_is_enough = [*criteria] == ["difficulty"] or options["combine"] == "any"
-    # Whether the difficulty alone may make a group TDS, though no right rollout has a length
-    hard_is_enough = "difficulty" in criteria and one_is_enough and not options["needs_correct"]
-    if not group["pass_rate"] and not group["tds"] and not hard_is_enough:
+    # Without a right rollout only the criterion of difficulty can make a group TDS: the others
+    # compare right rollouts with wrong ones. It must be able to decide alone then.
+    one_criterion_decides = criteria == ["difficulty"] or options["combine"] == "any"
+    can_be_hard_alone = (
+        "difficulty" in criteria and one_criterion_decides and not options["needs_correct"]
+    )
+    has_right_rollout = bool(group["pass_rate"])
+    if not has_right_rollout and not group["tds"] and not can_be_hard_alone:
         return "neither TAS nor TDS, since no rollout is right"
-    reasons = [reason_of[name](group, options) for name in criteria]
+    reasons = [reason_by_criterion[criterion](group, options) for criterion in criteria]
     return ", ".join(["TDS" if group["tds"] else "TAS", *reasons])
 
 
-def _length(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    """What the criterion of length says of the group."""
-    return _comparison(
+def _length_reason(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    """Say whether the longest right rollout is longer than the mean of the wrong ones."""
+    words = _ComparisonWords(
+        measure="lengths",
+        best_right="the longest right rollout",
+        equal="as long as",
+        greater="longer than",
+    )
+    return _comparison_reason(
         group,
         options,
-        largest=group["longest_right"],
-        mean=group["mean_wrong"],
-        words=("lengths", "the longest right rollout", "as long as", "longer than"),
+        words=words,
+        largest_right=group["longest_right"],
+        mean_wrong=group["mean_wrong"],
     )
 
 
 def _has_work(group: Mapping[str, Any]) -> bool:
-    """Whether the work of the group's rollouts was measured."""
+    """Return whether the reward `steps` has counted the true steps of the group's rollouts."""
     return group.get("work_right") is not None or group.get("work_wrong") is not None
 
 
-def _working(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    """What the criterion of work says of the group."""
+def _work_reason(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    """Say whether the right rollout with most true steps has more than the wrong ones on average.
+
+    Where the steps were not counted (the "work" is not measured), the option `no_figure` decides
+    whether the criterion says nothing or compares lengths instead.
+    """
     if not _has_work(group):
         if options["no_figure"] == "keep":
             return "no work is measured on its problem, so that work says nothing"
-        return f"no work is measured on its problem, and {_length(group, options)}"
-    return _comparison(
+        return f"no work is measured on its problem, and {_length_reason(group, options)}"
+    words = _ComparisonWords(
+        measure="work",
+        best_right="the right rollout with most true steps",
+        equal="as good as",
+        greater="better than",
+    )
+    return _comparison_reason(
         group,
         options,
-        largest=group["work_right"],
-        mean=group["work_wrong"],
-        words=("work", "the right rollout with most true steps", "as good as", "better than"),
+        words=words,
+        largest_right=group["work_right"],
+        mean_wrong=group["work_wrong"],
     )
 
 
-def _comparison(
+class _ComparisonWords(NamedTuple):
+    """The words of a sentence that compares a group's right rollouts with its wrong ones."""
+
+    measure: str
+    """What is compared, such as `lengths`."""
+    best_right: str
+    """The right rollout that is compared, such as `the longest right rollout`."""
+    equal: str
+    """`as long as`, for example."""
+    greater: str
+    """`longer than`, for example."""
+
+
+def _comparison_reason(
     group: Mapping[str, Any],
     options: Mapping[str, Any],
+    words: _ComparisonWords,
     *,
-    largest: float | None,
-    mean: float | None,
-    words: tuple[str, str, str, str],
+    largest_right: float | None,
+    mean_wrong: float | None,
 ) -> str:
-    """What the paper's inequality says of a measure: what it is of, and how it is compared."""
-    measure, right, as_much, more = words
-    if largest is None:
+    """Say how the largest value of a right rollout compares with the mean of the wrong ones.
+
+    Args:
+        group: its recorded values, as `weight_reason` takes them.
+        options: ADORA's options. `ties` and `empty_wrong` say how a group counts where the two are
+            equal, and where there is no wrong rollout to compare with.
+        words: the words for the measure.
+        largest_right: the largest value among the right rollouts; None where none is right.
+        mean_wrong: the mean of the wrong rollouts that were not cut off; None where there is none.
+    """
+    if largest_right is None:
         return "no rollout is right"
-    if mean is None:
+    if mean_wrong is None:
         all_right = group["pass_rate"] == 1
         cause = "all rollouts are right" if all_right else "every wrong rollout was cut off"
         outcome = "holding" if options["empty_wrong"] == "keep" else "failing"
         return (
-            f"{cause}, so there is no finished wrong one to compare {measure} with, which counts "
-            f"as {outcome}"
+            f"{cause}, so there is no finished wrong one to compare {words.measure} with, which "
+            f"counts as {outcome}"
         )
-    if largest == mean:
+    if largest_right == mean_wrong:
         outcome = "holding" if options["ties"] == "keep" else "failing"
         return (
-            f"{right} is {as_much} the mean of the finished wrong ones, which counts as {outcome}"
+            f"{words.best_right} is {words.equal} the mean of the finished wrong ones, which counts "
+            f"as {outcome}"
         )
-    relation = more if largest > mean else f"not {more}"
-    return f"{right} is {relation} the mean of the finished wrong ones"
+    relation = words.greater if largest_right > mean_wrong else f"not {words.greater}"
+    return f"{words.best_right} is {relation} the mean of the finished wrong ones"
 
 
-def _difficulty(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    """What the criterion of difficulty says of the group."""
+def _difficulty_reason(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    """Say whether the group's pass rate is at most `tau`, the option that bounds a hard problem."""
+    # recorded steps count from 1, schedules from 0
     tau = scheduled(options["tau"]).at(group["step"] - 1)
-    if not group["pass_rate"] and options["needs_correct"]:
+    has_right_rollout = bool(group["pass_rate"])
+    if not has_right_rollout and options["needs_correct"]:
         return "a pass rate of 0 does not count as difficult"
     relation = "at most" if group["pass_rate"] <= tau else "above"
     return f"the pass rate is {relation} tau, {100 * tau:g} %"
@@ -200,8 +259,10 @@ ROLLOUT = (
     "luck",
     "completion",
 )
-_GROUP = ("step", "id", "weight", "tds", "pass_rate", "longest_right", "mean_wrong")
-_WORK = ("work_right", "work_wrong")  # of groups, in runs whose reward `steps` measures it
+# Columns of the record that are the same for all rollouts of a group
+_GROUP_COLUMNS = ("step", "id", "weight", "tds", "pass_rate", "longest_right", "mean_wrong")
+# Two more of them, which only runs have whose reward `steps` counts true steps
+_WORK_COLUMNS = ("work_right", "work_wrong")
 # Characters of a text that are shown
 _SHOWN_CHARACTERS = 12_000
 Json = dict[str, Any]
@@ -209,20 +270,27 @@ Json = dict[str, Any]
 
 @dataclass
 class RunView:
-    """What the page needs to know about one run. Everything in it can be written as JSON."""
+    """What the page shows of one run. Everything in it can be written as JSON."""
 
     name: str
     metrics: list[Json]
+    """The lines of `metrics.jsonl`."""
     groups: list[Json] = field(default_factory=list)
+    """The groups that are shown, each with its rollouts, in the order of the record."""
     problems: dict[str, Json] = field(default_factory=dict)
+    """The problems of these groups, by the id of their row."""
     notes: list[str] = field(default_factory=list)
+    """Warnings, and what is left out."""
     facts: dict[str, str] = field(default_factory=dict)
-    result: str | None = None  # the result of the run in one line
-    story: list[str] = field(default_factory=list)  # what it did and why, in sentences
+    """Texts about the run by their titles, such as its model and its seed."""
+    result: str | None = None
+    """What the run has achieved, in one line."""
+    story: list[str] = field(default_factory=list)
+    """What it did and why, in sentences."""
 
     @property
     def images(self) -> list[str]:
-        """The names of all diagrams, in the order in which the groups show them."""
+        """The file names of all diagrams: those of the problems, then those that tools made."""
         turns_index = ROLLOUT.index("turns")
         names = [name for problem in self.problems.values() for name in problem["images"]]
         for group in self.groups:
@@ -234,29 +302,36 @@ class RunView:
 
 
 def load_run(folder: Path, max_rollouts: int) -> RunView:
-    """Read a run, also one that is still training.
+    """Read what the page shows of a run. The run may still be training.
 
-    `max_rollouts` is how many rollouts are shown at most. `UserError` is raised if the folder is no
-    run, or cannot be read.
+    Args:
+        folder: the output_dir of the run.
+        max_rollouts: how many rollouts are shown at most.
+
+    Raises:
+        UserError: the folder is no run, or cannot be read.
     """
     try:
         try:
-            return _load(folder, max_rollouts)
-        # A run that still trains has merged or deleted a file since the files were listed.
+            return _load_once(folder, max_rollouts)
+        # A run that still trains has merged or deleted a file since the files were listed. It does
+        # so once in many steps, so a second attempt succeeds.
         except FileNotFoundError:
-            return _load(folder, max_rollouts)
+            return _load_once(folder, max_rollouts)
     except (pa.ArrowException, OSError) as error:
         raise UserError(
             f"RUN: the record in {str(folder / ROLLOUTS)!r} cannot be read ({error})"
         ) from error
 
 
-def _load(folder: Path, max_rollouts: int) -> RunView:
-    record = parts(folder / ROLLOUTS)
-    files = [folder / METRICS, folder / MANIFEST, *(part.path for part in record)]
-    refuse_links_out("RUN", folder, *files)
+def _load_once(folder: Path, max_rollouts: int) -> RunView:
+    """Read a run as `load_run` does; `FileNotFoundError` where a file vanishes meanwhile."""
+    record_parts = parts(folder / ROLLOUTS)
+    record_paths = [part.path for part in record_parts]
+    # The page is passed on to others, so no link may bring a file from outside into it.
+    refuse_links_out("RUN", folder, folder / METRICS, folder / MANIFEST, *record_paths)
     metrics = read_metrics(folder / METRICS)
-    if not metrics and not record:
+    if not metrics and not record_parts:
         problem = f"has neither {METRICS} nor {ROLLOUTS}/" if folder.is_dir() else "is no folder"
         raise UserError(f"RUN: {str(folder)!r} {problem}; name the output_dir of a training run")
     view = RunView(
@@ -265,21 +340,29 @@ def _load(folder: Path, max_rollouts: int) -> RunView:
         facts=facts_of_run(read_manifest(folder)),
         result=result_of(folder, metrics),
     )
-    silence = no_signal(metrics)
-    if silence:
-        view.notes.append(f"Warning: {silence}.")
-    if record:
-        view.story = story_of(record)
-        _add_groups(view, folder, record, max_rollouts)
+    warning = no_signal(metrics)
+    if warning is not None:
+        view.notes.append(f"Warning: {warning}.")
+    if record_parts:
+        view.story = story_of(record_parts)
+        _add_groups(view, folder, record_parts, max_rollouts)
     else:
         view.notes.append("No rollouts were recorded.")
     return view
 
 
-def _add_groups(view: RunView, folder: Path, record: list[Part], max_rollouts: int) -> None:
-    """Add the groups of the chosen steps, and a note where not all rollouts are shown."""
-    steps, total = _chosen_steps(record, max_rollouts)
-    for part in record:
+def _add_groups(view: RunView, folder: Path, record_parts: list[Part], max_rollouts: int) -> None:
+    """Add recorded groups to `view`, with a note where not all of them are shown.
+
+    Args:
+        view: what is shown of the run; it is changed.
+        folder: the output_dir of the run.
+        record_parts: the files of its record.
+        max_rollouts: how many rollouts are shown at most; whole steps are left out for it.
+    """
+    rollouts_by_step = _count_rollouts(record_parts)
+    steps = _spread_steps(rollouts_by_step, max_rollouts)
+    for part in record_parts:
         part_steps = [step for step in steps if part.first_step <= step <= part.last_step]
         if not part_steps:
             continue
@@ -289,56 +372,82 @@ def _add_groups(view: RunView, folder: Path, record: list[Part], max_rollouts: i
         # The rows of a group follow one another.
         for _, rows in groupby(table.to_pylist(), key=itemgetter("step", "group")):
             group_rows = [{**row, "turns": turn_reader.turns(row)} for row in rows]
-            view.groups.append(_group(group_rows, settings, view.problems))
-    count = sum(len(group["rollouts"]) for group in view.groups)
-    if count < total:
+            view.problems.setdefault(str(group_rows[0]["id"]), _problem_json(group_rows[0]))
+            view.groups.append(_group_json(group_rows, settings))
+    shown_count = sum(len(group["rollouts"]) for group in view.groups)
+    total = sum(rollouts_by_step.values())
+    if shown_count < total:
         view.notes.append(
-            f"{count:,} of {total:,} recorded rollouts are shown, those of {len(steps)} steps."
+            f"{shown_count:,} of {total:,} recorded rollouts are shown, those of {len(steps)} "
+            "steps."
         )
 
 
-def _chosen_steps(record: list[Part], max_rollouts: int) -> tuple[list[int], int]:
-    """Evenly spread steps whose rollouts fit, and the number of all recorded rollouts.
+def _count_rollouts(record_parts: list[Part]) -> dict[int, int]:
+    """Return how many rollouts of each step are recorded, by step."""
+    rollouts_by_step: dict[int, int] = {}
+    for part in record_parts:
+        step_column = read_part(part, ["step"])["step"]
+        for entry in pc.value_counts(step_column).to_pylist():
+            step = entry["values"]
+            rollouts_by_step[step] = rollouts_by_step.get(step, 0) + entry["counts"]
+    return rollouts_by_step
 
-    One step is chosen at least. Steps are taken to have equally many rollouts.
+
+def _spread_steps(rollouts_by_step: Mapping[int, int], max_rollouts: int) -> list[int]:
+    """Return steps that are spread evenly over the run, so many that their rollouts are not too many.
+
+    The first and the last step are among them, unless only one step fits; one is returned at least.
+    Steps are taken to have equally many rollouts.
     """
-    counts: dict[int, int] = {}
-    for part in record:
-        for entry in pc.value_counts(read_part(part, ["step"])["step"]).to_pylist():
-            counts[entry["values"]] = counts.get(entry["values"], 0) + entry["counts"]
-    steps = sorted(counts)
-    total = sum(counts.values())
-    count = max(1, min(len(steps), int(len(steps) * max_rollouts / total)))
-    last = len(steps) - 1
-    chosen = [steps[round(number * last / max(1, count - 1))] for number in range(count)]
-    return sorted(set(chosen)), total
+    steps = sorted(rollouts_by_step)
+    total = sum(rollouts_by_step.values())
+    fitting_count = int(len(steps) * max_rollouts / total)
+    count = max(1, min(len(steps), fitting_count))
+    last_index = len(steps) - 1
+    intervals = max(1, count - 1)
+    spread = {steps[round(number * last_index / intervals)] for number in range(count)}
+    return sorted(spread)
 
 
-def _group(rows: list[Json], settings: Json, problems: dict[str, Json]) -> Json:
-    """A group as the page's JSON has it, from its recorded rows; its problem is put into `problems`."""
-    first = rows[0]
-    row_id = str(first["id"])
-    problem = {
+def _problem_json(row: Json) -> Json:
+    """Return the problem of a recorded rollout as the page's JSON has it."""
+    return {
         # the page shows the pictures beside the text
-        "problem": _cut((first["problem"] or "").replace("<image>", "").strip()),
-        "choices": [_cut(choice) for choice in lettered(first["choices"] or ())],
-        "answer": _cut(first["answer"]),
-        "images": first["images"] or [],
+        "problem": _shortened((row["problem"] or "").replace("<image>", "").strip()),
+        "choices": [_shortened(choice) for choice in lettered(row["choices"] or ())],
+        "answer": _shortened(row["answer"]),
+        "images": row["images"] or [],
     }
-    problems.setdefault(row_id, problem)
+
+
+def _group_json(rows: list[Json], settings: Json) -> Json:
+    """Return a group as the page's JSON has it, with its rollouts and why it has its weight.
+
+    Args:
+        rows: the recorded rows of its rollouts.
+        settings: the keys of the run, as its record has them.
+    """
+    first_row = rows[0]
     rewards = [row["reward"] for row in rows if row["reward"] is not None]
-    group = {name: first[name] for name in _GROUP} | {"id": row_id, "equal": len(set(rewards)) <= 1}
-    group |= {name: first.get(name) for name in _WORK}
-    group |= {"left": len(rows) - len(rewards), "size": len(rows)}
+    group = {name: first_row[name] for name in _GROUP_COLUMNS}
+    group["id"] = str(first_row["id"])
+    group["equal"] = len(set(rewards)) <= 1
+    group |= {name: first_row.get(name) for name in _WORK_COLUMNS}
+    group["left"] = len(rows) - len(rewards)
+    group["size"] = len(rows)
     return {
         **{name: _rounded(value) for name, value in group.items()},
         "why": weight_reason(group, settings),
-        "rollouts": [_rollout(row) for row in rows],
+        "rollouts": [_rollout_values(row) for row in rows],
     }
 
 
-def _rollout(row: Json) -> list[Any]:
-    """The values of a rollout in the order of `ROLLOUT`, from its recorded row."""
+def _rollout_values(row: Json) -> list[Any]:
+    """Return the values of a rollout as the page's JSON has them: a list in the order of `ROLLOUT`.
+
+    `row` is the recorded row of the rollout, with its turns as `TurnReader` returns them.
+    """
     rewards = {
         name.removeprefix("reward/"): _rounded(value)
         for name, value in row.items()
@@ -346,12 +455,12 @@ def _rollout(row: Json) -> list[Any]:
     }
     values = {
         **row,
-        "completion": _cut(row["completion"]),
-        "extracted": _cut(row["extracted"]),
-        "compared": _compared(row),
+        "completion": _shortened(row["completion"]),
+        "extracted": _shortened(row["extracted"]),
+        "compared": _compared_parts(row),
         "new": row.get("new"),
         "false": row.get("false"),
-        "steps": _claims(row),
+        "steps": _claim_spans(row),
         "luck": _luck(row),
         # a single reward function says no more than the reward
         "parts": rewards if len(rewards) > 1 else None,
@@ -359,43 +468,64 @@ def _rollout(row: Json) -> list[Any]:
     return [_rounded(values[name]) for name in ROLLOUT]
 
 
-def _claims(row: Json) -> list[tuple[int, int, str]] | None:
-    """The claims of an answer: first and last place in its text, and verdict; None without them.
+class _ClaimSpan(NamedTuple):
+    """A claim that an answer makes on its way, and where it stands in the answer's text."""
 
-    JavaScript counts the places of a text in units of UTF-16.
+    start: int
+    end: int
+    verdict: str
+
+
+def _claim_spans(row: Json) -> list[_ClaimSpan] | None:
+    """Return the claims of a rollout's answer for the page; None where the run did not check any.
+
+    The record counts places in characters, as Python does. The page is read by JavaScript, which
+    counts units of UTF-16, so they are converted.
     """
     recorded = row.get("steps")
     text = row["completion"] or ""
     if not isinstance(recorded, str):
         return None
     return [
-        (_units(text[:start]), _units(text[:end]), verdict)
+        _ClaimSpan(
+            start=_utf16_length(text[:start]), end=_utf16_length(text[:end]), verdict=verdict
+        )
         for start, end, verdict in json.loads(recorded)
     ]
 
 
-def _units(text: str) -> int:
-    """The length of a text in units of UTF-16."""
+def _utf16_length(text: str) -> int:
+    """Return the length of a text in units of UTF-16, two bytes each."""
     return len(text.encode("utf-16-le", errors="surrogatepass")) // 2
 
 
 def _luck(row: Json) -> str | None:
-    """What the verdict alone would not say: `lucky`, or `true-steps` to no right answer."""
-    new = row.get("new")
-    false = row.get("false")
-    if new is None or false is None or row["verdict"] is None:
+    """Say where a rollout's answer and the claims on its way to it do not fit together.
+
+    `lucky`: the answer is right, though a claim is false or none is true. `true-steps`: it is not
+    right, though claims are true and none is false. None otherwise, or where nothing was checked.
+    """
+    # claims that are true and new, and claims that are false, as the reward `steps` counts them
+    true_claims = row.get("new")
+    false_claims = row.get("false")
+    if true_claims is None or false_claims is None or row["verdict"] is None:
         return None
-    if row["verdict"] == "correct":
-        return "lucky" if false or not new else None
-    return "true-steps" if new and not false else None
+    has_good_steps = true_claims > 0 and false_claims == 0
+    is_right = row["verdict"] == "correct"
+    if is_right:
+        return None if has_good_steps else "lucky"
+    return "true-steps" if has_good_steps else None
 
 
-def _compared(row: Json) -> list[tuple[str, str, str]] | None:
-    """The parts of an answer beside those of the reference answer, each pair with its reason.
+def _compared_parts(row: Json) -> list[tuple[str, str, str]] | None:
+    """Return the parts of an answer beside those of the reference answer, for the page.
 
-    It is None for an answer of one number, and where the grader of today decides otherwise than the
-    record. The record does not say how the run read its answers, so each way is tried until one has
-    the recorded verdict and reason.
+    An answer such as `x = 3, y = 4` has several parts. Each is a tuple: the part of the answer, that
+    of the reference answer, and why the grader calls them equal or not.
+
+    None for an answer of one number, and where the grader of today decides otherwise than the
+    record. The record does not say how the run read its answers (with answer tags, with rounding),
+    so each way is tried until one gives the recorded verdict and reason.
     """
     response = row["completion"]
     reference = row["answer"]
@@ -406,18 +536,26 @@ def _compared(row: Json) -> list[tuple[str, str, str]] | None:
             result = comparison(
                 response or "", reference, rounding=rounding, answer_tags=answer_tags
             )
-            if result and (result.verdict, result.reason) == (row["verdict"], row["reason"]):
-                return [(pair.answer, pair.reference, pair.reason) for pair in result.pairs] or None
+            if result is None:
+                continue
+            if result.verdict == row["verdict"] and result.reason == row["reason"]:
+                parts_of_answer = [
+                    (pair.answer, pair.reference, pair.reason) for pair in result.pairs
+                ]
+                return parts_of_answer or None
     return None
 
 
 def _rounded(value: Any) -> Any:
-    """A float with six digits, which are more than anybody reads, and half as long as all of them."""
+    """Return a float with six digits, and any other value as it is.
+
+    Six are more than anybody reads, and make the page half as long as all digits would.
+    """
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def _cut(text: str | None) -> str | None:
-    """The beginning of a long text, with a note on what is left out."""
+def _shortened(text: str | None) -> str | None:
+    """Return the beginning of a long text, with a note on how much is left out."""
     if text is None or len(text) <= _SHOWN_CHARACTERS:
         return text
     return f"{text[:_SHOWN_CHARACTERS]}… ({len(text) - _SHOWN_CHARACTERS:,} more characters)"
@@ -426,7 +564,7 @@ def _cut(text: str | None) -> str | None:
 def image_uris(
     folders: list[Path], views: list[RunView], max_bytes: int
 ) -> tuple[dict[str, str], int]:
-    """The diagrams as data URIs by name, up to `max_bytes` in total, and how many are left out.
+    """Return the diagrams of the runs as data URIs, which the page holds instead of files.
 
     A diagram that is a link out of its run's folder is left out with a note: the page is passed on,
     and would take any file of this machine along.
@@ -435,26 +573,31 @@ def image_uris(
         folders: the folders of the runs.
         views: what is shown of each run; notes are added.
         max_bytes: the limit of all files together.
+
+    Returns:
+        the data URIs by the names of the files, and how many diagrams the limit leaves out.
     """
-    uris: dict[str, str] = {}
-    used = 0
+    uri_by_name: dict[str, str] = {}
+    used_bytes = 0
     left_out = 0
     for folder, view in zip(folders, views, strict=True):
-        links = 0
+        link_count = 0
         for name in view.images:
             path = folder / ROLLOUTS / IMAGES / Path(name).name
-            if name in uris or not path.is_file():
+            if name in uri_by_name or not path.is_file():
                 continue
             if leads_out(folder, path):
-                links += 1
+                link_count += 1
                 continue
-            used += path.stat().st_size
-            if used > max_bytes:
+            # Once the limit is passed, all further diagrams are left out, small ones too.
+            used_bytes += path.stat().st_size
+            if used_bytes > max_bytes:
                 left_out += 1
             else:
-                uris[name] = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
-        if links:
+                content = base64.b64encode(path.read_bytes()).decode()
+                uri_by_name[name] = f"data:image/png;base64,{content}"
+        if link_count:
             view.notes.append(
-                f"{amount(links, 'diagram')} left out: a link leads out of the run's folder."
+                f"{amount(link_count, 'diagram')} left out: a link leads out of the run's folder."
             )
-    return uris, left_out
+    return uri_by_name, left_out

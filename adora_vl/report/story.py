@@ -22,61 +22,70 @@ _COLUMNS = [
     "advantage",
     "length",
 ]
-# Verdicts by which answers are told apart; a run without a grader has none of them
-_KINDS = {"correct": "right answers", "wrong": "wrong ones", "unparseable": "wrong ones"}
+# The kind of an answer by its verdict; a run without a grader has none of these verdicts
+_KIND_BY_VERDICT = {"correct": "right answers", "wrong": "wrong ones", "unparseable": "wrong ones"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupFacts:
-    """What the sentences need of one recorded group."""
+    """What the sentences about a run need to know of one recorded group."""
 
     step: int
     weight: float | None
     """ADORA's weight of the group; None where the run gives none."""
     tds: bool
-    """Whether ADORA's criteria mark the group."""
+    """Whether ADORA's criteria call the group temporarily disadvantageous (TDS)."""
     has_signal: bool
     """Whether the rewards differ, so that there is something to learn."""
     advantage_before: float
     """The sum of |advantage| before the weight."""
     advantage_after: float
     """The sum of |advantage| as the loss gets it."""
-    lengths: Mapping[str, float]
+    length_by_kind: Mapping[str, float]
     """The mean length in tokens by kind of answer, for those kinds that the group has."""
+
+    @property
+    def is_attenuated(self) -> bool:
+        """Whether the weight lowers what is learned from the group."""
+        return self.weight is not None and self.weight < 1
+
+    @property
+    def is_amplified(self) -> bool:
+        """Whether the weight raises what is learned from the group."""
+        return self.weight is not None and self.weight > 1
 
 
 def story_of(record: Sequence[Part]) -> list[str]:
-    """Return the sentences about a run: its signal, its weights, and its lengths.
+    """Describe a run in sentences: what it learned from, ADORA's weights, and how lengths changed.
 
     Args:
-        record: all files of the record, of all steps, also of those that the page leaves out.
+        record: all files of the record. The sentences are about all steps, also about those that
+            the page leaves out.
     """
     groups = [group for part in record for group in _groups_of(part)]
     if not groups:
         return []
     sentences = [_signal_sentence(groups), _weights_sentences(groups), _lengths_sentence(groups)]
-    return [sentence for sentence in sentences if sentence]
+    return [sentence for sentence in sentences if sentence is not None]
 
 
 def _groups_of(part: Part) -> Iterable[GroupFacts]:
-    """Yield the facts of each group in a file of the record, in its order."""
+    """Yield what is known of each group in a file of the record, in the order of the file."""
     rows = read_part(part, _COLUMNS).to_pylist()
     # the rows of a group follow one another
     for _, group_rows in groupby(rows, key=itemgetter("step", "group")):
-        yield _facts(list(group_rows))
+        yield _group_facts(list(group_rows))
 
 
-def _facts(rows: Sequence[Mapping[str, Any]]) -> GroupFacts:
-    """Return the facts of one group from the rows of its rollouts.
-
-    Step, weight and mark are the same in all rows of a group, and are read from the first.
-    """
+def _group_facts(rows: Sequence[Mapping[str, Any]]) -> GroupFacts:
+    """Summarize one group from the recorded rows of its rollouts."""
+    # step, weight and `tds` are the same in all rows of a group
     first_row = rows[0]
     # A rollout whose reward is missing says nothing of whether the rewards differ.
     rewards = {row["reward"] for row in rows if row["reward"] is not None}
     lengths_by_kind: dict[str, list[float]] = {}
     for row in rows:
-        kind = _KINDS.get(row["verdict"], "answers")
+        kind = _KIND_BY_VERDICT.get(row["verdict"], "answers")
         lengths_by_kind.setdefault(kind, []).append(row["length"])
     return GroupFacts(
         step=first_row["step"],
@@ -85,106 +94,128 @@ def _facts(rows: Sequence[Mapping[str, Any]]) -> GroupFacts:
         has_signal=len(rewards) > 1,
         advantage_before=sum(abs(row["advantage_raw"] or 0) for row in rows),
         advantage_after=sum(abs(row["advantage"] or 0) for row in rows),
-        lengths={kind: fmean(lengths) for kind, lengths in lengths_by_kind.items()},
+        length_by_kind={kind: fmean(lengths) for kind, lengths in lengths_by_kind.items()},
     )
 
 
 def _signal_sentence(groups: Sequence[GroupFacts]) -> str:
-    """Return the sentence about how many groups have rewards that differ."""
-    with_signal = sum(group.has_signal for group in groups)
+    """Return the sentence that says how many groups have rewards that differ.
+
+    Only such a group has a signal: with equal rewards all its advantages are 0.
+    """
+    signal_count = sum(group.has_signal for group in groups)
     total = amount(len(groups), "recorded group")
-    if not with_signal:
+    if signal_count == 0:
         return f"Signal: none of {total} has rewards that differ, so nothing was learned from them."
-    share = _percent(with_signal / len(groups))
+    share = _percent(signal_count / len(groups))
     return (
-        f"Signal: {with_signal:,} of {total} ({share}) have rewards that differ, "
+        f"Signal: {signal_count:,} of {total} ({share}) have rewards that differ, "
         "and only these are learned from."
     )
 
 
 def _weights_sentences(groups: Sequence[GroupFacts]) -> str | None:
-    """Return what the weights did to the groups with signal; None where none has a weight."""
-    weighted = [group for group in groups if group.has_signal and group.weight is not None]
-    if not weighted:
+    """Say how many of the groups with rewards that differ were attenuated, and how many amplified.
+
+    A weight below 1 attenuates what is learned from a group, one above 1 amplifies it. None where
+    no such group has a recorded weight.
+    """
+    weighted_groups = [group for group in groups if group.has_signal and group.weight is not None]
+    if not weighted_groups:
         return None
-    attenuated = [group for group in weighted if group.weight is not None and group.weight < 1]
-    amplified = [group for group in weighted if group.weight is not None and group.weight > 1]
-    if not attenuated and not amplified:
-        marked = sum(group.tds for group in weighted)
-        share = _percent(marked / len(weighted))
-        return (
-            f"Weights: all are 1. ADORA's criteria would mark {marked:,} of these groups ({share})."
-        )
+    attenuated_groups = [group for group in weighted_groups if group.is_attenuated]
+    amplified_groups = [group for group in weighted_groups if group.is_amplified]
+    if not attenuated_groups and not amplified_groups:
+        tds_count = sum(group.tds for group in weighted_groups)
+        share = _percent(tds_count / len(weighted_groups))
+        return f"Weights: all are 1. ADORA's criteria would mark {tds_count:,} of these groups ({share})."
     sentences = []
-    for name, changed in (("attenuated", attenuated), ("amplified", amplified)):
-        if changed:
-            sentences.append(_changed_weight_sentence(name, changed, weighted))
+    if attenuated_groups:
+        sentences.append(_weight_sentence("attenuated", attenuated_groups, weighted_groups))
+    if amplified_groups:
+        sentences.append(_weight_sentence("amplified", amplified_groups, weighted_groups))
     return "Weights: " + " ".join(sentences)
 
 
-def _changed_weight_sentence(
-    name: str, changed: Sequence[GroupFacts], weighted: Sequence[GroupFacts]
+def _weight_sentence(
+    participle: str, reweighted_groups: Sequence[GroupFacts], all_groups: Sequence[GroupFacts]
 ) -> str:
-    """Return how many groups were attenuated or amplified, and their share of |advantage|.
+    """Say how many groups were attenuated or amplified, and how much their advantages counted.
 
     Args:
-        name: What was done to them: attenuated or amplified.
-        changed: The groups to which it was done.
-        weighted: All groups with signal and a weight.
+        participle: `attenuated` or `amplified`, what was done to the groups.
+        reweighted_groups: the groups to which it was done.
+        all_groups: all groups with rewards that differ and a weight.
     """
-    share = _percent(len(changed) / len(weighted))
-    before = _share_of(changed, weighted, "advantage_before")
-    after = _share_of(changed, weighted, "advantage_after")
+    share = _percent(len(reweighted_groups) / len(all_groups))
+    before = _share_of_sum(
+        [group.advantage_before for group in reweighted_groups],
+        [group.advantage_before for group in all_groups],
+    )
+    after = _share_of_sum(
+        [group.advantage_after for group in reweighted_groups],
+        [group.advantage_after for group in all_groups],
+    )
     return (
-        f"{len(changed):,} of these groups ({share}) were {name}. They held {_percent(before)} of "
-        f"all |advantage| before the weights and {_percent(after)} after."
+        f"{len(reweighted_groups):,} of these groups ({share}) were {participle}. They held "
+        f"{_percent(before)} of all |advantage| before the weights and {_percent(after)} after."
     )
 
 
-def _share_of(changed: Sequence[GroupFacts], weighted: Sequence[GroupFacts], field: str) -> float:
-    """Return the sum of a field over `changed` as a share of that over `weighted`, else 0."""
-    total = sum(getattr(group, field) for group in weighted)
-    part = sum(getattr(group, field) for group in changed)
-    return part / total if total else 0.0
+def _share_of_sum(some_values: Sequence[float], all_values: Sequence[float]) -> float:
+    """Return the sum of some values as a share of the sum of all; 0 where that is 0."""
+    total = sum(all_values)
+    return sum(some_values) / total if total else 0.0
 
 
 def _lengths_sentence(groups: Sequence[GroupFacts]) -> str | None:
-    """Return what became longer or shorter from the first to the last fifth of the recorded steps.
+    """Say whether answers became longer or shorter from the first to the last fifth of the steps.
 
-    A change is one where the 95 % interval of the difference, over groups, leaves out 0. None
-    where fewer than two steps are recorded, or no kind of answer is in two groups of both fifths.
+    Right and wrong answers are told apart where the run has a grader. None where fewer than two
+    steps are recorded, or where no kind of answer is in at least two groups of each fifth.
     """
     steps = sorted({group.step for group in groups})
     if len(steps) < 2:
         return None
-    steps_of_a_fifth = max(1, len(steps) // 5)
-    last_early_step = steps[steps_of_a_fifth - 1]
-    first_late_step = steps[-steps_of_a_fifth]
-    early = [group for group in groups if group.step <= last_early_step]
-    late = [group for group in groups if group.step >= first_late_step]
+    fifth = max(1, len(steps) // 5)
+    end_of_first_fifth = steps[fifth - 1]
+    begin_of_last_fifth = steps[-fifth]
+    first_groups = [group for group in groups if group.step <= end_of_first_fifth]
+    last_groups = [group for group in groups if group.step >= begin_of_last_fifth]
     changes = []
-    for kind in dict.fromkeys([*_KINDS.values(), "answers"]):
-        before = [group.lengths[kind] for group in early if kind in group.lengths]
-        after = [group.lengths[kind] for group in late if kind in group.lengths]
+    # two verdicts have the same kind, which is looked at once
+    kinds = dict.fromkeys([*_KIND_BY_VERDICT.values(), "answers"])
+    for kind in kinds:
+        first_lengths = _lengths_of_kind(first_groups, kind)
+        last_lengths = _lengths_of_kind(last_groups, kind)
         # An interval needs two values on each side.
-        if min(len(before), len(after)) > 1:
-            changes.append(f"{kind} {_length_change(before, after)}")
+        if min(len(first_lengths), len(last_lengths)) > 1:
+            changes.append(f"{kind} {_length_change(first_lengths, last_lengths)}")
     if not changes:
         return None
     return f"Length: from the first to the last fifth of the steps, {' and '.join(changes)}."
 
 
-def _length_change(before: Sequence[float], after: Sequence[float]) -> str:
-    """Return how mean lengths of groups changed, in words and tokens, by Welch's interval."""
-    low, high = welch(before, after)
-    arrow = f"({fmean(before):.0f} → {fmean(after):.0f} tokens"
+def _lengths_of_kind(groups: Sequence[GroupFacts], kind: str) -> list[float]:
+    """Return the mean length of a kind of answer in each group that has such an answer."""
+    return [group.length_by_kind[kind] for group in groups if kind in group.length_by_kind]
+
+
+def _length_change(first_lengths: Sequence[float], last_lengths: Sequence[float]) -> str:
+    """Say whether lengths became longer or shorter, with their means in tokens.
+
+    They did if the 95 % interval of the difference (by Welch's t) lies on one side of 0; they may
+    have changed by chance otherwise. Each argument has a mean length for each group.
+    """
+    low, high = welch(first_lengths, last_lengths)
+    means = f"{fmean(first_lengths):.0f} → {fmean(last_lengths):.0f} tokens"
     if low > 0:
-        return f"became longer {arrow})"
+        return f"became longer ({means})"
     if high < 0:
-        return f"became shorter {arrow})"
-    return f"kept their length {arrow}, within noise)"
+        return f"became shorter ({means})"
+    return f"kept their length ({means}, within noise)"
 
 
 def _percent(share: float) -> str:
-    """Return a share in percent: `25 %`."""
+    """Return a share between 0 and 1 as text: `25 %`."""
     return f"{100 * share:.0f} %"
