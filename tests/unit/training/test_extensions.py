@@ -148,7 +148,13 @@ def test_a_rollout_that_saw_other_images_cannot_be_compared_at_any_token():
         (False, [None, None], 2),
     ):
         rollout = append_result(
-            Rollout(), request, result, step=4, max_turn=None, stop=None, compared=compared
+            Rollout(),
+            request,
+            result,
+            step=4,
+            max_turn=None,
+            stop=None,
+            saw_trainer_images=compared,
         )
         assert rollout.logps == logps
         assert rollout.stale_tokens(step=4) == stale_tokens
