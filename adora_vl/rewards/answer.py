@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
+from adora_vl.rewards.ball import Ball
 from adora_vl.rewards.canonical import CURRENCY, MAX_CHARS, canonical, whole
 from adora_vl.rewards.grammar import NotReadError, Tree, read_tree
-from adora_vl.rewards.numeric import Ball, number_of
+from adora_vl.rewards.numeric import number_of
 from adora_vl.rewards.solutions import Solution
 from adora_vl.rewards.units import RADIANS, Unit, unit_of
 
@@ -47,7 +48,7 @@ class Answer:
     """The text that was read."""
     label: str = ""
     """The name of the value: `AB` in `AB = 4`."""
-    real: Ball | None = None
+    number: Ball | None = None
     """The number, or the number before a per cent sign."""
     tree: Tree | None = None
     """The tree of a number or expression, as `grammar` reads it."""
@@ -55,7 +56,7 @@ class Answer:
     """The values of a list, set, point or interval."""
     brackets: str = ""
     """The brackets of an ordered answer, such as `[)`."""
-    both_signs: bool = False
+    is_plus_minus: bool = False
     """Whether the answer comes from a plus-minus sign."""
     relations: tuple[tuple[str, Tree], ...] = ()
     """Each relation as its sign and the tree that it compares with 0."""
@@ -72,7 +73,7 @@ class Answer:
         return _ratio_terms(self.text)
 
     @cached_property
-    def whole(self) -> str:
+    def text_with_names(self) -> str:
         """The canonical text with all its names and brackets, which `forms` reads."""
         return whole(self.raw) if self.raw else self.text
 
@@ -82,7 +83,7 @@ class Answer:
         return self.kind in {"number", "percentage", "expression", "text"}
 
     @property
-    def is_form(self) -> bool:
+    def is_structured(self) -> bool:
         """Whether it is more than a single value; a value with a name is a form too."""
         return self.label != "" or not (self.is_value or self.kind == "unreadable")
 
@@ -172,7 +173,7 @@ def _read_canonical(text: str, raw: str) -> Answer:
     tree: Tree | None = None
     try:
         tree = read_tree(text)
-        return Answer(kind="number", text=text, raw=raw, real=number_of(tree), tree=tree)
+        return Answer(kind="number", text=text, raw=raw, number=number_of(tree), tree=tree)
     except NotReadError as error:
         if error.reason == "beyond":
             return Answer(kind="expression", text=text, reason="not_a_number", raw=raw, tree=tree)
@@ -195,7 +196,7 @@ def _read_percentage(text: str, raw: str) -> Answer | None:
         text=f"{quantity.text}%",
         reason="percentage",
         raw=raw,
-        real=quantity.real,
+        number=quantity.number,
     )
 
 
@@ -229,7 +230,13 @@ def _ratio_terms(text: str) -> tuple[Ball, ...]:
         return ()
     if _CLOCK.fullmatch(text) and math.gcd(*map(int, terms)) > 1:
         return ()
-    return numbers if all(number.least > 0 and not number.unevaluated for number in numbers) else ()
+    return (
+        numbers
+        if all(
+            number.least_magnitude > 0 and not number.has_undone_arithmetic for number in numbers
+        )
+        else ()
+    )
 
 
 def amount_of_money(answer: Answer) -> Answer:
@@ -255,7 +262,7 @@ def in_radians_or_degrees(answer: Answer, dimension: str) -> Answer:
     if dimension == RADIANS:
         half_turns = (("/", ("num", "180")), ("*", ("pi",)))
     tree = ("product", ("*", answer.tree), *half_turns)
-    return replace(answer, tree=tree, real=answer.real and number_of(tree))
+    return replace(answer, tree=tree, number=answer.number and number_of(tree))
 
 
 def in_unit(answer: Answer, unit: Unit) -> Answer:
@@ -274,5 +281,7 @@ def in_unit(answer: Answer, unit: Unit) -> Answer:
         ("*", ("num", str(numerator))),
         ("/", ("num", str(denominator))),
     )
-    real = answer.real and replace(number_of(tree), unevaluated=answer.real.unevaluated)
-    return replace(answer, tree=tree, real=real)
+    real = answer.number and replace(
+        number_of(tree), has_undone_arithmetic=answer.number.has_undone_arithmetic
+    )
+    return replace(answer, tree=tree, number=real)

@@ -21,11 +21,12 @@ from adora_vl.rewards.answer import (
     in_unit,
     read_value,
 )
+from adora_vl.rewards.ball import Value
 from adora_vl.rewards.canonical import NAMED_VALUE
 from adora_vl.rewards.figures import in_one_spelling
-from adora_vl.rewards.forms import as_form, bare_name, chain_of_numbers
+from adora_vl.rewards.forms import bare_name, chain_of_numbers, read_structured
 from adora_vl.rewards.grammar import NotReadError, Tree, in_radians, read_formula, unknowns
-from adora_vl.rewards.numeric import Value, factor_between, same_function, same_number
+from adora_vl.rewards.numeric import factor_between, same_function, same_number
 from adora_vl.rewards.solutions import same_solutions
 from adora_vl.rewards.units import RADIANS
 
@@ -79,12 +80,12 @@ def compare(answer: Answer, reference: Answer, rounding: bool = False) -> Compar
         reference: from `read`.
         rounding: whether a decimal may be the reference answer rounded.
     """
-    if reference.is_form:
-        return _compare_forms(as_form(answer), as_form(reference), rounding)
+    if reference.is_structured:
+        return _compare_structured(read_structured(answer), read_structured(reference), rounding)
     if reference.kind == "unreadable" and reference.reason != "not_read":
         return Compared("wrong", f"gold_{reference.refusal or reference.reason}")
     if reference.kind == "number" and answer.reason in {"equation", "relation"}:
-        chain = chain_of_numbers(answer.whole)
+        chain = chain_of_numbers(answer.text_with_names)
         if len(chain) > 1 or (chain and chain[0][0] == "="):
             return _compare_chain(chain, reference)
     return _compare_values(
@@ -106,12 +107,17 @@ def _compare_chain(chain: Sequence[tuple[str, Answer]], reference: Answer) -> Co
     rounded = "." in reference.text and any(sign == "~" for sign, _ in chain)
     sure = False
     for sign, value in chain:
-        worked_out = replace(value, real=value.real and replace(value.real, unevaluated=False))
+        worked_out = replace(
+            value, number=value.number and replace(value.number, has_undone_arithmetic=False)
+        )
         compared = _compare_values(worked_out, reference, False)
         sure = sure or compared.verdict == "correct"
-        near = sign == "~" and reference.real and _is_rounded(value.text, reference.real.value)
+        near = sign == "~" and reference.number and _is_rounded(value.text, reference.number.value)
         near = near or (
-            rounded and sign != "~" and value.real and _is_rounded(reference.text, value.real.value)
+            rounded
+            and sign != "~"
+            and value.number
+            and _is_rounded(reference.text, value.number.value)
         )
         if compared.verdict != "correct" and (not near or compared.reason == "different_unit"):
             if compared.reason == "different_number":
@@ -128,16 +134,16 @@ def _read_named_value(answer: Answer, reference: Answer) -> Answer:
     reference answer a decimal comma is read as a point.
     """
     value = answer
-    label = answer.whole.partition("=")[0] if "=" in answer.raw else ""
-    if answer.reason == "enumeration" and reference.real:
+    label = answer.text_with_names.partition("=")[0] if "=" in answer.raw else ""
+    if answer.reason == "enumeration" and reference.number:
         grouped = _THOUSANDS_TOO.fullmatch(answer.text)
         if grouped or _DECIMAL_COMMA.fullmatch(answer.text):
             text = re.sub("[. ]", "", answer.text) if grouped else answer.text
             return replace(read_value(text.replace(",", ".")), unit=answer.unit)
     answer = value = _read_unit_letter(answer, reference)
     if answer.reason in NO_VALUE and answer.kind != "percentage":
-        match = NAMED_VALUE.fullmatch(answer.whole)
-        nearly = _NEARLY.fullmatch(answer.whole)
+        match = NAMED_VALUE.fullmatch(answer.text_with_names)
+        nearly = _NEARLY.fullmatch(answer.text_with_names)
         in_digits = _IN_DIGITS.fullmatch(reference.text)
         if nearly and in_digits and _ROUNDED.fullmatch(reference.text):
             return read_value(nearly[1])
@@ -158,7 +164,7 @@ def _read_unit_letter(answer: Answer, opposite: Answer) -> Answer:
     """
     if answer.unit or not opposite.unit:
         return answer
-    letter = _UNIT_LETTER.fullmatch(answer.whole)
+    letter = _UNIT_LETTER.fullmatch(answer.text_with_names)
     return read_value(rf"{letter[1]}\text{{{letter[2]}}}") if letter else answer
 
 
@@ -179,7 +185,7 @@ def _compare_values(answer: Answer, reference: Answer, rounding: bool) -> Compar
     by_text = answer.kind in {"text", "expression", "percentage"} or answer.reason == "not_read"
     if by_text and _is_same_text(answer.text, reference.text):
         return Compared("correct", "same_text")
-    if reference.real is None and reference.ratio:
+    if reference.number is None and reference.ratio:
         return _compare_ratios(answer, reference)
     answer = amount_of_money(answer)
     reference = amount_of_money(reference)
@@ -187,10 +193,14 @@ def _compare_values(answer: Answer, reference: Answer, rounding: bool) -> Compar
         return Compared("unparseable" if answer.reason in UNREAD else "wrong", answer.reason)
     if (answer.kind == "percentage") != (reference.kind == "percentage"):
         return Compared("wrong", "percentage" if answer.kind == "percentage" else "different_text")
-    number = answer.real
-    expected = reference.real
+    number = answer.number
+    expected = reference.number
     # `2 + 3` is no answer to what is 5, unless the reference answer is left unevaluated too.
-    if number and number.unevaluated and not (expected and expected.unevaluated):
+    if (
+        number
+        and number.has_undone_arithmetic
+        and not (expected and expected.has_undone_arithmetic)
+    ):
         return Compared("wrong", "unevaluated")
     if number and expected:
         # None where the errors of both values are too large to tell.
@@ -231,8 +241,10 @@ def _compare_ratios(answer: Answer, reference: Answer) -> Compared:
     """
     terms = answer.ratio
     expected = reference.ratio
-    if answer.kind == "number" and answer.real and len(expected) == 2:
-        same = not answer.real.unevaluated and same_number(answer.real, expected[0] / expected[1])
+    if answer.kind == "number" and answer.number and len(expected) == 2:
+        same = not answer.number.has_undone_arithmetic and same_number(
+            answer.number, expected[0] / expected[1]
+        )
         return Compared("correct", "same_ratio") if same else Compared("wrong", "different_number")
     if len(terms) != len(expected):
         return Compared("wrong", answer.reason or "different_text")
@@ -292,7 +304,9 @@ def _may_be_radians(answer: Answer) -> bool:
     """
     if answer.tree is None:
         return False
-    return in_radians(answer.tree) or (answer.real is not None and answer.real.size < 2 * math.pi)
+    return in_radians(answer.tree) or (
+        answer.number is not None and answer.number.magnitude < 2 * math.pi
+    )
 
 
 def _is_same_text(answer: str, reference: str) -> bool:
@@ -340,8 +354,8 @@ def _is_rounded(text: str, reference: Value) -> bool:
     return bool(Fraction(text) * scale == (rounded if reference >= 0 else -rounded))
 
 
-def _compare_forms(answer: Answer, reference: Answer, rounding: bool) -> Compared:
-    """Return the verdict where several values may be asked for: both sides are from `as_form`.
+def _compare_structured(answer: Answer, reference: Answer, rounding: bool) -> Compared:
+    """Return the verdict where several values may be asked for: both sides are from `read_structured`.
 
     It calls itself for the parts of lists, points and tuples.
     """
@@ -369,7 +383,7 @@ def _compare_forms(answer: Answer, reference: Answer, rounding: bool) -> Compare
         return Compared("wrong", "different_solutions")
     if reference.kind == "equation" and answer.is_value and reference.parts and not answer.label:
         # The right side alone answers `y = 2x + 1`.
-        return _compare_forms(answer, reference.parts[0], rounding)
+        return _compare_structured(answer, reference.parts[0], rounding)
     if reference.kind == "unordered":
         return _compare_lists(answer, reference, rounding)
     if answer.is_value and reference.is_value:
@@ -453,7 +467,7 @@ def _read_coordinates(answer: Answer, dimensions: int) -> Answer | None:
 def _compare_vectors(answer: Answer, reference: Answer) -> Compared:
     r"""Return the verdict on a sum of unit vectors, `3\mathbf{i} + 4\mathbf{j}` for `(3, 4)`."""
     axes = "ijk"[: len(reference.parts)]
-    coordinates = [part.tree for part in reference.parts if part.real]
+    coordinates = [part.tree for part in reference.parts if part.number]
     if len(coordinates) != len(axes) or not unknowns(answer.tree or ()) <= set(axes):
         return Compared("wrong", "different_form")
     # The tuple as the sum that the answer should be: (3, 4) is 3 i + 4 j. Each term has its sign, 1.
@@ -491,7 +505,7 @@ def _compare_lists(answer: Answer, reference: Answer, rounding: bool) -> Compare
             return _compare_in_any_order(answer, reference, rounding)
         return _compare_in_order(answer, reference, rounding)
     if answer.is_value and len(reference.parts) == 1:
-        return _compare_forms(answer, reference.parts[0], rounding)
+        return _compare_structured(answer, reference.parts[0], rounding)
     if answer.kind != "unordered":
         return Compared("wrong", "different_form")
     if not all(labels) or any(part.label for part in answer.parts):
@@ -509,7 +523,7 @@ def _compare_in_order(answer: Answer, reference: Answer, rounding: bool) -> Comp
     if _names_contradict_order(answer, reference):
         return Compared("wrong", "different_label")
     for part, expected in zip(answer.parts, reference.parts, strict=True):
-        compared = _compare_forms(part, expected, rounding)
+        compared = _compare_structured(part, expected, rounding)
         pairs.append(Pair(_labelled_text(part), _labelled_text(expected), compared.reason))
         if compared.verdict != "correct":
             return Compared(compared.verdict, "different_part", tuple(pairs))
@@ -547,7 +561,7 @@ def _compare_in_any_order(answer: Answer, reference: Answer, rounding: bool) -> 
         for candidate in remaining:
             if by_label and label != bare_name(candidate.label):
                 continue
-            if _compare_forms(part, candidate, rounding).verdict == "correct":
+            if _compare_structured(part, candidate, rounding).verdict == "correct":
                 partner = candidate
                 break
         if partner is None:

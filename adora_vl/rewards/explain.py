@@ -143,13 +143,13 @@ def explanation(
 def _answer_with_kind(answer: Answer) -> str:
     """Return the canonical text of an answer with its kind, and its value where it is a number."""
     answer = amount_of_money(answer)
-    text = _printable(answer.whole if answer.is_form else answer.text)
+    text = _printable(answer.text_with_names if answer.is_structured else answer.text)
     kind: str = answer.kind
-    if kind == "unreadable" and (chain := chain_of_numbers(answer.whole)):
+    if kind == "unreadable" and (chain := chain_of_numbers(answer.text_with_names)):
         answer = chain[-1][1]
         kind = "working"
-    if answer.real:
-        return f"{text}  [{kind}, {float(answer.real.value):.9g}]"
+    if answer.number:
+        return f"{text}  [{kind}, {float(answer.number.value):.9g}]"
     if kind == "unreadable":
         kind = f"{kind}: {answer.reason}"
     return f"{text or '-'}  [{kind}]"

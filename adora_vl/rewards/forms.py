@@ -11,9 +11,10 @@ from dataclasses import replace
 from functools import lru_cache
 
 from adora_vl.rewards.answer import NO_VALUE, Answer, read_value
+from adora_vl.rewards.ball import Ball
 from adora_vl.rewards.canonical import FIGURE, MAX_CHARS, NAME, NAME_OF_VALUE
 from adora_vl.rewards.grammar import NotReadError, Tree, unknowns
-from adora_vl.rewards.numeric import Ball, is_constant, same_number, zero_of
+from adora_vl.rewards.numeric import is_constant, same_number, zero_of
 from adora_vl.rewards.solutions import (
     REVERSED,
     Solution,
@@ -86,7 +87,7 @@ def _read_reference_cached(raw: str) -> Answer:
         several = value.reason in NO_VALUE
     if not several:
         return value
-    form = as_form(value)
+    form = read_structured(value)
     if form.is_value and not form.label:  # in braces
         form = Answer("unordered", value.text, parts=(form,))
     reason = "equation" if form.kind == "unreadable" and value.tree else value.reason
@@ -103,29 +104,29 @@ def canonical_gold(text: str) -> str:
     if answer.reason in {"too_long", "hidden_characters"}:
         return text
     several = answer.kind == "unreadable" and answer.reason in NO_VALUE
-    if answer.is_form or several:
-        return answer.whole
+    if answer.is_structured or several:
+        return answer.text_with_names
     unit = answer.unit.text if answer.unit else ""
     space = " " if unit[:1].isalpha() else ""
     return f"{answer.text}{space}{unit}"
 
 
-def as_form(answer: Answer) -> Answer:
+def read_structured(answer: Answer) -> Answer:
     """Return the same answer, read where several values may be expected.
 
     `x = 5` then keeps its name, and `1000,99` may be two values. An answer that is no form becomes
     unreadable; it never raises.
     """
     try:
-        return _parse_form(answer.whole)
+        return _parse_structured(answer.text_with_names)
     except NotReadError as error:
         refusal = error.reason if error.reason in REFUSALS or not answer.reason else ""
         return replace(answer, kind="unreadable", refusal=refusal)
 
 
 @lru_cache(maxsize=256)
-def _parse_form(text: str) -> Answer:
-    """Return the answer in a canonical text with all its names and brackets (`canonical.whole`).
+def _parse_structured(text: str) -> Answer:
+    """Return the answer in a canonical text with all its names and brackets (`canonical.text_with_names`).
 
     Raises `NotReadError`.
     """
@@ -230,7 +231,7 @@ def _parse(text: str, depth: int) -> Answer:
 
 def _number_of(answer: Answer) -> Ball | None:
     """Return the number of an answer, None for anything else; a percentage is no number."""
-    return answer.real if answer.kind == "number" else None
+    return answer.number if answer.kind == "number" else None
 
 
 def _read_single_value(text: str) -> Answer:
@@ -259,7 +260,7 @@ def _read_list(text: str, pieces: list[str], separators: list[str], depth: int) 
             raise NotReadError("decimal_comma" if "," in piece else "enumeration")
         part = _parse(piece, depth + 1)
         # `1 \pm 2` in a list is two of its values.
-        parts += part.parts if part.both_signs else [part]
+        parts += part.parts if part.is_plus_minus else [part]
     inequalities = [part for part in parts if part.kind == "inequality"]
     # `x < 1 or x = 5` is one condition: every piece is an inequality or a named value.
     if inequalities and all(
@@ -311,7 +312,7 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
     parts = []
     for piece in pieces:
         parts.append(_INFINITE[piece] if piece in _INFINITE else _parse(piece, depth + 1))
-    if any(part.kind == "unordered" and not part.both_signs for part in parts):
+    if any(part.kind == "unordered" and not part.is_plus_minus for part in parts):
         raise NotReadError("enumeration")  # (3,5; 4)
     interval = None
     if len(parts) == 2:
@@ -378,12 +379,12 @@ def _read_plus_minus(text: str) -> Answer | None:
         if not value.tree:
             raise NotReadError("enumeration")
         # 12 + 1 is a way to write 13 here
-        real = value.real and replace(value.real, unevaluated=False)
-        values.append(replace(value, real=real, raw=""))
+        real = value.number and replace(value.number, has_undone_arithmetic=False)
+        values.append(replace(value, number=real, raw=""))
     first, second = map(_number_of, values)
     if first and second and same_number(first, second):
         raise NotReadError("enumeration")  # 12 \pm 0
-    return Answer(kind="unordered", text=text, parts=tuple(values), both_signs=True)
+    return Answer(kind="unordered", text=text, parts=tuple(values), is_plus_minus=True)
 
 
 def _read_relation(text: str, sides: list[str], signs: list[str], depth: int) -> Answer:
@@ -473,7 +474,7 @@ def chain_of_numbers(text: str) -> list[tuple[str, Answer]]:
         re.fullmatch(r"[+-]?[0-9.]+", value.text) for _, value in numbers
     )
     last = values[-1]
-    is_result = last.real is not None and not last.real.unevaluated
+    is_result = last.number is not None and not last.number.has_undone_arithmetic
     return numbers if begins_well and says_more and is_result and last.kind == "number" else []
 
 

@@ -19,7 +19,7 @@ from adora_vl.data.prompts import without_letters
 from adora_vl.rewards.answer import Answer, read_value
 from adora_vl.rewards.compare import Compared, Verdict, compare, unspaced
 from adora_vl.rewards.completion import boxes_in_a_row, last_answer, last_boxed
-from adora_vl.rewards.forms import as_form, canonical_gold, read_reference
+from adora_vl.rewards.forms import canonical_gold, read_reference, read_structured
 from adora_vl.rewards.grammar import unknowns
 from adora_vl.rewards.thinking import final_part, is_blank
 
@@ -250,8 +250,8 @@ def _grade_by_value(
     (`reference_choice`), the text of its choice is enough.
     """
     compared = compare(answer, reference, rounding)
-    answer_text = unspaced(answer.whole.replace(", ", ","))
-    reference_text = unspaced(reference.whole.replace(", ", ","))
+    answer_text = unspaced(answer.text_with_names.replace(", ", ","))
+    reference_text = unspaced(reference.text_with_names.replace(", ", ","))
     if answer.text and answer_text == reference_text:
         if reference_choice and compared.verdict != "correct":
             return Compared("correct", "same_text")
@@ -306,7 +306,7 @@ def answer_to(reference: Answer, response: str, content: str, answer_tags: bool)
     has_names = any(part.label for part in reference.parts)
     boxes = boxes_in_a_row(response, answer_tags, has_names)
     # A last box that has several values itself is the whole answer.
-    if len(boxes) < 2 or as_form(answer).kind == "unordered":
+    if len(boxes) < 2 or read_structured(answer).kind == "unordered":
         return answer
     return read_value(", ".join(boxes))
 
@@ -325,7 +325,7 @@ def comparison(
     """
     content = last_answer(response) if answer_tags else last_boxed(response)
     reference = read_reference(gold)
-    if content is None or not reference.is_form:
+    if content is None or not reference.is_structured:
         return None
     answer = answer_to(reference, response=response, content=content, answer_tags=answer_tags)
     return compare(answer, reference, rounding)

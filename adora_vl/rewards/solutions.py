@@ -13,7 +13,8 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from adora_vl.rewards.numeric import Ball, same_number
+from adora_vl.rewards.ball import Ball
+from adora_vl.rewards.numeric import same_number
 
 Solution = tuple[Any, ...]
 REVERSED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "!=": "!="}

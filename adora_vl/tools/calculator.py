@@ -8,6 +8,7 @@ spelling that two people could mean differently is nobody's answer: here `2^3^2`
 
 import re
 
+from adora_vl.rewards.ball import Ball
 from adora_vl.rewards.grammar import (
     FUNCTIONS,
     MAX_CHARS,
@@ -17,7 +18,7 @@ from adora_vl.rewards.grammar import (
     NotReadError,
     Tree,
 )
-from adora_vl.rewards.numeric import Ball, number_of
+from adora_vl.rewards.numeric import number_of
 
 _SYMBOLS = {
     "**": "^",

@@ -15,8 +15,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from adora_vl.data.images import model_size
 from adora_vl.rewards.answer import read_value
+from adora_vl.rewards.ball import Ball
 from adora_vl.rewards.grammar import NotReadError
-from adora_vl.rewards.numeric import Ball
 from adora_vl.tools.calculator import value_of
 
 _COLOUR = (220, 20, 20)
@@ -216,9 +216,9 @@ def calculate(expression: str) -> str:
         if error.reason != "not_read":
             raise ValueError(_no_value(error.reason)) from None
         ball = _value_of_an_answer(expression)
-    if not ball.exact and ball.size <= ball.error:
+    if not ball.is_exact and ball.magnitude <= ball.error:
         return "0"  # nothing else is known of it: cos(90) is 6e-98, within its error
-    if ball.exact and ball.value.denominator == 1:
+    if ball.is_exact and ball.value.denominator == 1:
         return str(ball.value)
     return f"{float(ball.value):.{_DIGITS}g}"
 
@@ -229,9 +229,9 @@ def _value_of_an_answer(expression: str) -> Ball:
     It is read as the grader reads it. Raises `ValueError` where it has no value.
     """
     answer = read_value(expression)
-    if answer.kind != "number" or answer.real is None:
+    if answer.kind != "number" or answer.number is None:
         raise ValueError(_no_value(answer.reason or answer.kind))
-    return answer.real
+    return answer.number
 
 
 def _no_value(reason: str) -> str:

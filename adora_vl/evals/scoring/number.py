@@ -198,12 +198,12 @@ def _value(text: str) -> str:
     the answer has no real value.
     """
     answer = amount_of_money(read_value(text))
-    if answer.real is None or not answer.real.real:
+    if answer.number is None or not answer.number.is_real:
         return ""
     if _NUMBER.fullmatch(answer.text):
         return answer.text
-    value = answer.real.value
-    if answer.real.exact and value.denominator == 1:
+    value = answer.number.value
+    if answer.number.is_exact and value.denominator == 1:
         return str(int(value))
     return repr(float(value))
 

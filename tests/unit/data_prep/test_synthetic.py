@@ -466,7 +466,7 @@ def test_the_picture_with_the_question_determines_the_answer(monkeypatch, subtes
                 problem = KNOWN[family](
                     random.Random(f"{family}{level}{number}"), 224, level, STYLES["plain"]
                 )
-                written = read_value(problem.answer).real
+                written = read_value(problem.answer).number
                 assert written is not None
                 recomputed = _recomputed(family, problem.question, pictures[-1])
                 assert math.isclose(float(written.value), recomputed, rel_tol=1e-9), (

@@ -283,13 +283,13 @@ def test_the_work_on_lists_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     compared.
     """
     compared: list[int] = []
-    original = compare._compare_forms
+    original = compare._compare_structured
 
     def counted(*args: Any) -> compare.Compared:
         compared.append(1)
         return original(*args)
 
-    monkeypatch.setattr(compare, "_compare_forms", counted)
+    monkeypatch.setattr(compare, "_compare_structured", counted)
     longest = ", ".join(f"y={n}x" for n in range(1, MAX_PARTS + 1))
     assert verify_gold(longest) is None
     compared.clear()

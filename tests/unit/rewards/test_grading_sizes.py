@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from adora_vl.rewards import answer as answers
-from adora_vl.rewards import grade, numeric, verify_gold
+from adora_vl.rewards import ball, grade, verify_gold
+from adora_vl.rewards.ball import MAX_BITS, PRECISION
 from adora_vl.rewards.canonical import MAX_CHARS
 from adora_vl.rewards.grammar import MAX_FUNCTIONS
-from adora_vl.rewards.numeric import MAX_BITS, PRECISION
 from benchmarks.grading_corpus import cases
 
 ZERO = r"(\sqrt{2}\sqrt{3}-\sqrt{6})"  # nothing but rounding noise, whatever the precision
@@ -87,12 +87,12 @@ class Work:
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Work:
     work_done = Work()
-    fraction = numeric._exact_result
-    computed = numeric._rounded_result
+    fraction = ball._exact_result
+    computed = ball._rounded_result
 
     def watched_fraction(value: Fraction) -> Any:
         work_done.digits.append(max(value.numerator.bit_length(), value.denominator.bit_length()))
-        work_done.sizes.append((result := fraction(value)).size)
+        work_done.sizes.append((result := fraction(value)).magnitude)
         return result
 
     def watched_computed(value: Any, error: float = 0.0) -> Any:
@@ -100,11 +100,11 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
             max(abs(part.man).bit_length() for part in (value.real, value.imag))
         )
         work_done.powers.append(max(abs(part.exp) for part in (value.real, value.imag)))
-        work_done.sizes.append((result := computed(value, error)).size)
+        work_done.sizes.append((result := computed(value, error)).magnitude)
         return result
 
-    monkeypatch.setattr(numeric, "_exact_result", watched_fraction)
-    monkeypatch.setattr(numeric, "_rounded_result", watched_computed)
+    monkeypatch.setattr(ball, "_exact_result", watched_fraction)
+    monkeypatch.setattr(ball, "_rounded_result", watched_computed)
     return work_done
 
 
@@ -238,7 +238,7 @@ def test_threads_find_what_one_finds_alone() -> None:
     drawn_cases = [
         case for case in cases() if case.kind in {"functions", "expressions", "radicals", "pi"}
     ] * 2
-    numeric._context_cache.clear()
+    ball._context_cache.clear()
 
     def one(case: Any) -> Any:
         return grade(case.response, case.gold, choices=case.choices, rounding=case.rounding)

@@ -148,7 +148,7 @@ def test_a_rollout_that_saw_other_images_cannot_be_compared_at_any_token():
         (False, [None, None], 2),
     ):
         rollout = append_result(
-            Rollout(), ask, answer, step=4, max_turn=None, stop=None, compared=compared
+            Rollout(), ask, answer, step=4, max_turn=None, stop=None, saw_trainer_images=compared
         )
         assert (rollout.logps, rollout.stale_tokens(4)) == (logps, stale)
         assert rollout.policy_mask == [True, True], "the policy has sampled them all the same"

@@ -1,0 +1,337 @@
+r"""Numbers with a bound on their error, and the functions that are computed with them.
+
+Integers, decimals, fractions and their whole powers are exact `Fraction`s. Roots, `\pi`, logarithms
+and angles are computed by mpmath with `PRECISION` bits. Each value carries a bound on its absolute
+error, so that a comparison knows when cancellation has left too few digits to decide. The size of
+every value is capped before it is computed, so that nothing here can hang.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from adora_vl.rewards.grammar import NotReadError
+
+MAX_BITS = 1000  # of a numerator or denominator; any other value is 0 or between 2^-1000 and 2^1000
+MAX_COUNTED = 170  # of a factorial
+PRECISION = 320  # bits, about 96 digits
+_SPARE_BITS = 16  # mpmath errs in the last bit or, in a power, in the last ten; the bound allows 16
+_LEAST_ERROR = sys.float_info.min  # so that the float of an error never becomes 0
+
+Value = Any  # a Fraction, or mpmath's mpf or mpc, which have no types
+
+
+@dataclass(frozen=True)
+class Ball:
+    """A value and a bound on its absolute error, which is 0 for a fraction."""
+
+    value: Value
+    error: float = 0.0
+    has_undone_arithmetic: bool = False
+    r"""Whether a rational number is written as arithmetic still to be done.
+
+    Such as `180-40`, `(180-40)/2` or `\sqrt{3^2+4^2}`.
+    """
+    last_digit_growth: Value | None = None
+    """How much the value grows with one unit in the last place of its long decimal.
+
+    That is 0.0000001 for `1.0471976`. None if it is written without a decimal of `MIN_DIGITS`
+    digits or more, or with several.
+    """
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the value is a fraction."""
+        return isinstance(self.value, Fraction)
+
+    @property
+    def is_real(self) -> bool:
+        """Whether the value has no imaginary part."""
+        return self.is_exact or not isinstance(self.value, _mp().mpc)
+
+    @property
+    def magnitude(self) -> float:
+        """The absolute value; infinite where a float cannot hold it."""
+        parts = complex(self.value)
+        return math.hypot(parts.real, parts.imag)  # abs() would raise OverflowError
+
+    @property
+    def least_magnitude(self) -> float:
+        """A lower bound of the absolute value; 0 or less if the value can be 0 within its error."""
+        return self.magnitude - self.error
+
+    def inexact(self) -> Ball:
+        """Return the same value as a number of mpmath."""
+        if not self.is_exact:
+            return self
+        return _rounded_result(_mp().mpf(self.value.numerator) / self.value.denominator)
+
+    def __neg__(self) -> Ball:
+        return Ball(-self.value, self.error, last_digit_growth=self.last_digit_growth)
+
+    def __add__(self, addend: Ball) -> Ball:
+        """Return the sum; the errors add up."""
+        if self.is_exact and addend.is_exact:
+            return _exact_result(self.value + addend.value)
+        first = self.inexact()
+        second = addend.inexact()
+        return _rounded_result(first.value + second.value, first.error + second.error)
+
+    def __mul__(self, factor: Ball) -> Ball:
+        """Return the product; its error follows from `(a + da)(b + db) - ab`."""
+        if self.is_exact and factor.is_exact:
+            return _exact_result(self.value * factor.value)
+        if (self.is_exact and self.value == 0) or (factor.is_exact and factor.value == 0):
+            return Ball(Fraction(0))
+        first = self.inexact()
+        second = factor.inexact()
+        error = (
+            first.magnitude * second.error
+            + second.magnitude * first.error
+            + first.error * second.error
+        )
+        return _rounded_result(first.value * second.value, error)
+
+    def __truediv__(self, divisor: Ball) -> Ball:
+        """Return the quotient.
+
+        Raises `NotReadError("undefined")` where the divisor is 0 within its error.
+        """
+        if divisor.least_magnitude <= 0:
+            raise NotReadError("undefined")
+        if self.is_exact and divisor.is_exact:
+            return _exact_result(self.value / divisor.value)
+        numerator = self.inexact()
+        denominator = divisor.inexact()
+        quotient = numerator.value / denominator.value
+        # With q = a / b the error is (a + da) / (b + db) - q = (da - q db) / (b + db).
+        error_times_denominator = numerator.error + Ball(quotient).magnitude * denominator.error
+        return _rounded_result(quotient, error_times_denominator / denominator.least_magnitude)
+
+
+ONE = Ball(Fraction(1))
+
+_context_cache: dict[str, Any] = {}
+
+
+def _mp() -> Any:
+    """Return the context of mpmath that all threads share.
+
+    It is created when the first value needs it. mpmath caches the digits of its constants and is
+    not safe for threads while it computes more of them. So they are computed here at once, with as
+    many digits as any argument under the caps can ask for.
+    """
+    if "context" in _context_cache:
+        return _context_cache["context"]
+    from mpmath import MPContext
+
+    context = MPContext()
+    context.prec = 2 * (MAX_BITS + PRECISION)
+    _ = context.pi + context.ln2  # computes their digits
+    context.prec = PRECISION
+    # If two threads get here at once, both use the context of the first.
+    return _context_cache.setdefault("context", context)
+
+
+def _exact_result(value: Fraction) -> Ball:
+    """Return an exact result, or a number of mpmath where the fraction has too many digits."""
+    return Ball(value) if _size_in_bits(value) <= MAX_BITS else Ball(value).inexact()
+
+
+def _size_in_bits(value: Fraction) -> int:
+    """Return the size in bits of the larger one of numerator and denominator."""
+    return max(value.numerator.bit_length(), value.denominator.bit_length())
+
+
+def _rounded_result(value: Value, error: float = 0.0) -> Ball:
+    """Return the result of one operation of mpmath, with a bound on its error.
+
+    `error` bounds what the errors of the operands contribute; the rounding error of the operation
+    is added here. An imaginary part within the error counts as 0. Raises
+    `NotReadError("too_large")` for a magnitude that is not between 2^-`MAX_BITS` and 2^`MAX_BITS`.
+    """
+    magnitude = Ball(value).magnitude
+    error += magnitude * 2.0 ** (_SPARE_BITS - PRECISION) + _LEAST_ERROR
+    is_small_enough = magnitude + error < 2.0**MAX_BITS  # false for a NaN too
+    is_too_near_zero = value != 0 and magnitude < 2.0**-MAX_BITS
+    if not is_small_enough or is_too_near_zero:
+        raise NotReadError("too_large")
+    if isinstance(value, _mp().mpc) and abs(float(value.imag)) <= error:
+        value = value.real
+    return Ball(value, error)
+
+
+def pi() -> Ball:
+    """Return the number pi."""
+    return _rounded_result(+_mp().pi)  # the sign makes a number of mpmath's lazy constant
+
+
+def _exp(ball: Ball) -> Ball:
+    """Return `e` to the power of a value.
+
+    Raises `NotReadError("too_large")` where the result would be too large or too small, or where
+    the error of the exponent leaves little of it.
+    """
+    ball = ball.inexact()
+    if abs(float(ball.value.real)) > MAX_BITS or ball.error > 1:
+        raise NotReadError("too_large")
+    value = _mp().exp(ball.value)
+    return _rounded_result(value, 2 * Ball(value).magnitude * ball.error)
+
+
+def logarithm(ball: Ball) -> Ball:
+    """Return the principal value of the logarithm. Raises `NotReadError("undefined")` for 0."""
+    if ball.least_magnitude <= 0:
+        raise NotReadError("undefined")
+    ball = ball.inexact()
+    return _rounded_result(_mp().ln(ball.value), ball.error / ball.least_magnitude)
+
+
+def power_of(base: Ball, exponent: Ball) -> Ball:
+    """Return `base ** exponent`, the principal value.
+
+    The size of the result is bounded before it is computed. Raises `NotReadError` for 0 to a power
+    that is not above 0, and where the result is over the cap.
+    """
+    if base.least_magnitude <= 0:  # the base can be 0
+        return _power_of_zero(base, exponent)
+    if not exponent.is_exact:
+        return _exp(logarithm(base) * exponent)
+    power: Fraction = exponent.value
+    is_integer_power = power.denominator == 1
+    if (
+        base.is_exact
+        and is_integer_power
+        and _size_in_bits(base.value) * abs(power) <= MAX_BITS  # bounds the size of the result
+    ):
+        return Ball(Fraction(base.value ** int(power)))
+    base = base.inexact()
+    absolute_power = abs(float(power))
+    relative_error = absolute_power * base.error / base.least_magnitude
+    # The size of the result in bits; 2^-50 bounds the rounding error of the logarithm.
+    bits = absolute_power * (abs(math.log2(base.magnitude)) + 2.0**-50)
+    if bits > 2 * MAX_BITS or relative_error > 1:
+        raise NotReadError("too_large")
+    if is_integer_power:
+        value = base.value ** int(power)
+    else:
+        value = base.value ** (_mp().mpf(power.numerator) / power.denominator)
+    # The factor 2 covers the terms of higher order in the relative error.
+    return _rounded_result(value, 2 * Ball(value).magnitude * relative_error)
+
+
+def _power_of_zero(base: Ball, exponent: Ball) -> Ball:
+    """Return a power of a base that can be 0 within its error.
+
+    The result is 0 too. Its error is the largest value that the power can have: at the largest base
+    and one end of the range of the exponent. Raises `NotReadError`: `undefined` for an exponent
+    that can be 0 or less or is not real, `too_large` for an error over the cap.
+    """
+    if not exponent.is_real or exponent.value - exponent.error <= 0:
+        raise NotReadError("undefined")
+    if not base.error:
+        return Ball(Fraction(0))
+    largest_base = base.magnitude + base.error
+    least_exponent = float(exponent.value) - exponent.error
+    largest_exponent = float(exponent.value) + exponent.error
+    try:
+        error = 2 * max(
+            math.pow(largest_base, least_exponent), math.pow(largest_base, largest_exponent)
+        )
+        return _rounded_result(_mp().mpf(0), error)
+    except OverflowError:
+        raise NotReadError("too_large") from None
+
+
+def principal_root(radicand: Ball, degree: int) -> Ball:
+    """Return the principal root.
+
+    It is exact if the radicand is a perfect power, as in the square root of 4/9.
+    """
+    value = radicand.value
+    if radicand.is_exact and value >= 0:
+        # The float of the root is near enough to guess the fraction, which is then tried.
+        guess = Fraction(
+            round(float(value.numerator) ** (1 / degree)),
+            round(float(value.denominator) ** (1 / degree)),
+        )
+        if guess**degree == value:
+            return Ball(guess)
+    return power_of(radicand, Ball(Fraction(1, degree)))
+
+
+def factorial_or_binomial(total: Ball, chosen: Ball | None = None) -> Ball:
+    """Return the factorial of `total`, or the binomial coefficient `total` over `chosen`.
+
+    Raises `NotReadError`: `undefined` for anything but natural numbers, `too_large` over
+    `MAX_COUNTED`.
+    """
+    for ball in (total, chosen or total):
+        if not ball.is_exact or ball.value.denominator != 1 or ball.value < 0:
+            raise NotReadError("undefined")
+        if ball.value > MAX_COUNTED:
+            raise NotReadError("too_large")
+    if chosen:
+        return _exact_result(Fraction(math.comb(int(total.value), int(chosen.value))))
+    return _exact_result(Fraction(math.factorial(int(total.value))))
+
+
+def function_value(name: str, argument: Ball, *, is_in_radians: bool) -> Ball:
+    """Return the value of a trigonometric function, of an inverse one, or of `ln`.
+
+    An angle is in degrees unless `is_in_radians` is set, because the canonical text has no degree
+    signs. An inverse function such as `arcsin` always gives degrees.
+    """
+    half_turn = Ball(Fraction(180))
+    if name == "ln":
+        return logarithm(argument)
+    if name.startswith("arc"):
+        return _inverse_angle(name, argument.inexact()) * half_turn / pi()
+    if not is_in_radians:
+        degrees = Ball(argument.value % 360) if argument.is_exact else argument
+        argument = degrees / half_turn * pi()
+    angle = argument.inexact()
+    # An argument may be complex, since a function can be compared at a point where a root is.
+    imaginary_size = abs(float(angle.value.imag))
+    if imaginary_size > MAX_BITS / 2 or angle.error > 1:
+        raise NotReadError("too_large")
+    # Within 1 of the angle neither sine nor cosine is steeper than this exponential.
+    error = math.exp(imaginary_size + 1) * angle.error
+    raw_cosine, raw_sine = _mp().cos_sin(angle.value)
+    cosine = _rounded_result(raw_cosine, error)
+    sine = _rounded_result(raw_sine, error)
+    numerator, denominator = {
+        "sin": (sine, ONE),
+        "cos": (cosine, ONE),
+        "tan": (sine, cosine),
+        "sec": (ONE, cosine),
+        "csc": (ONE, sine),
+        "cot": (cosine, sine),
+    }[name]
+    return numerator / denominator
+
+
+def _inverse_angle(name: str, sine: Ball) -> Ball:
+    """Return the angle in radians whose sine, cosine or tangent has the value `sine`.
+
+    `name` is `arcsin`, `arccos` or `arctan`. The error of the angle is that of the value times the
+    slope, 1/sqrt(1 - z^2) or 1/(1 + z^2). Where the sine can be 1 the slope is unbounded; an error
+    of d in the sine then is one of about sqrt(2d) in the angle.
+    """
+    squared = sine * sine
+    if name == "arctan":
+        steepness = ONE + squared
+        if steepness.least_magnitude <= 0:
+            raise NotReadError("undefined")
+        return _rounded_result(_mp().atan(sine.value), sine.error / steepness.least_magnitude)
+    steepness = ONE + -squared
+    error = 8 * math.sqrt(sine.error)
+    if steepness.least_magnitude > 0:
+        error = sine.error / math.sqrt(steepness.least_magnitude)
+    if name == "arcsin":
+        return _rounded_result(_mp().asin(sine.value), error)
+    return _rounded_result(_mp().acos(sine.value), error)
